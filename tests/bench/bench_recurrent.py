@@ -31,11 +31,13 @@ _RUNS = 5
 _DECODED = 12
 
 
-def write_model(path: Path, type_name: str, *, is_hybrid: bool) -> None:
+def write_model(
+    path: Path, type_name: str, *, is_hybrid: bool, num_layers: int = LAYERS, context_length: int = CONTEXT
+) -> None:
     """Write one of both models with random weights of a type."""
     writer = gguf.GGUFWriter(str(path), "qwen35" if is_hybrid else "qwen3")
-    writer.add_block_count(LAYERS)
-    writer.add_context_length(CONTEXT)
+    writer.add_block_count(num_layers)
+    writer.add_context_length(context_length)
     writer.add_embedding_length(HIDDEN)
     writer.add_layer_norm_rms_eps(1e-6)
     writer.add_vocab_size(VOCABULARY)
@@ -73,7 +75,7 @@ def write_model(path: Path, type_name: str, *, is_hybrid: bool) -> None:
     matrix("token_embd", VOCABULARY, HIDDEN)
     matrix("output", VOCABULARY, HIDDEN)
     vector("output_norm.weight", np.ones(HIDDEN, np.float32))
-    for layer in range(LAYERS):
+    for layer in range(num_layers):
         block = f"blk.{layer}"
         vector(f"{block}.attn_norm.weight", np.ones(HIDDEN, np.float32))
         vector(f"{block}.{'post_attention_norm' if is_hybrid else 'ffn_norm'}.weight", np.ones(HIDDEN, np.float32))
