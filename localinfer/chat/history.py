@@ -9,7 +9,6 @@ import threading
 from bisect import bisect_left
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from os.path import commonprefix
 from typing import TYPE_CHECKING, Any
@@ -41,7 +40,8 @@ class EncodedChat:
     system_tokens: how many ids at the start are the system message's, or come before the first message. history: the
     ids of an earlier prompt of the same chat and its reply, int32, where the messages repeat them. branch_tokens: how
     many ids at the start a later prompt of the chat is likely to share: those before the reply, where a template writes
-    the reply in another way than it was generated, and before the last message, which may be edited.
+    the reply in another way than it was generated; before the last message, which may be edited; and all before the
+    first message, tools included, with which other chats may begin.
     """
 
     text: str
@@ -222,36 +222,62 @@ class ChatHistory:
         token_ids: NDArray[np.int32],
         values: Mapping[str, Any],
     ) -> tuple[int, ...]:
-        """How many ids come before the reply begins, and before the last message."""
-        places: set[int] = set()
-        for some in (messages, messages[:-1]):
-            if not some:
-                continue
-            # A template may refuse messages that end in this way.
-            with suppress(TemplateError):
-                spellings = self._tokenizer.special_spellings
-                parts = self._template.render_segments(some, spellings, add_generation_prompt=False, **values)
-                end = len(commonprefix((text, "".join(part for part, _ in parts))))
-                tail = self._tokenizer.encode_segments(_cut(segments, end, len(text)), continues_run=True)
-                place = token_ids.size - len(tail)
-                if place > 0 and token_ids[place:].tolist() != tail:
-                    # Text that is cut inside a token: somewhat before is as good.
-                    place = max(0, place - _CUT_TOKENS)
-                places.add(place)
+        """How many ids come before the reply begins, before the last message, and before the first after the system's.
+
+        A chat without its last message shows where one of another role would part. One with another text in its place
+        shows it for the same role: a template may refuse a chat that ends before, or write earlier replies in another
+        way then; and it may put tools behind the system message.
+        """
+        last = len(messages) - 1
+        ends = [self._shared(text, messages, values), self._shared(text, messages[:-1], values)]
+        ends.append(self._shared(text, _changed(messages, last), values, add_generation_prompt=True))
+        places = {self._tail_start(text, segments, token_ids, end) for end in ends if end}
+        first = _first_message(messages)
+        if first < last:
+            # Encoded from the start, which other chats share: the tail is long.
+            end = self._shared(text, _changed(messages, first), values, add_generation_prompt=True)
+            places.add(self._count_prefix(text[:end], segments, token_ids))
         return tuple(sorted(place for place in places if 0 < place < token_ids.size))
+
+    def _shared(
+        self,
+        text: str,
+        messages: Sequence[Mapping[str, Any]],
+        values: Mapping[str, Any],
+        *,
+        add_generation_prompt: bool = False,
+    ) -> int:
+        """How many characters a rendered text shares with that of these messages; 0 if the template refuses them."""
+        if not messages:
+            return 0
+        try:
+            segments = self._template.render_segments(
+                messages, self._tokenizer.special_spellings, add_generation_prompt=add_generation_prompt, **values
+            )
+        except TemplateError:
+            return 0
+        return len(commonprefix((text, "".join(part for part, _ in segments))))
+
+    def _tail_start(self, text: str, segments: Segments, token_ids: NDArray[np.int32], start: int) -> int:
+        """How many ids come before a character; somewhat fewer, where it is inside a token."""
+        tail = self._tokenizer.encode_segments(_cut(segments, start, len(text)), continues_run=True)
+        place = token_ids.size - len(tail)
+        return place if token_ids[place:].tolist() == tail else place - _CUT_TOKENS
 
     def _count_system_tokens(
         self, text: str, segments: Segments, messages: Sequence[Mapping[str, Any]], token_ids: NDArray[np.int32]
     ) -> int:
         """How many ids at the start are those of the text up to the end of the system message, encoded alone."""
-        end = _system_end(text, messages)
-        if not end:
+        return self._count_prefix(text[: _system_end(text, messages)], segments, token_ids)
+
+    def _count_prefix(self, prefix: str, segments: Segments, token_ids: NDArray[np.int32]) -> int:
+        """How many ids at the start are those of a beginning of the text when it is encoded alone."""
+        if not prefix:
             return 0
-        prefix = text[:end]
         with self._lock:
             ids = self._prefixes.get(prefix)
         if ids is None:
-            ids = self._encode(_cut(segments, 0, end))
+            ids = self._encode(_cut(segments, 0, len(prefix)))
             with self._lock:
                 self._prefixes[prefix] = ids
                 while len(self._prefixes) > _MOST_PREFIXES:
@@ -263,12 +289,23 @@ class ChatHistory:
 
 def _system_end(text: str, messages: Sequence[Mapping[str, Any]]) -> int:
     """Where the last system message at the start ends in a rendered text, or without one where the first begins."""
-    num_system = next((i for i, message in enumerate(messages) if message["role"] not in _SYSTEM_ROLES), len(messages))
+    num_system = _first_message(messages)
     content = messages[max(0, num_system - 1)].get("content")
     if not isinstance(content, str) or not content.strip():
         return 0
     start = text.find(content.strip())
     return max(0, start + len(content.strip()) if num_system and start >= 0 else start)
+
+
+def _changed(messages: Sequence[Mapping[str, Any]], index: int) -> list[Mapping[str, Any]]:
+    """Messages of which one has a content that differs from its first character on."""
+    content = "y" if str(messages[index].get("content")).lstrip()[:1] == "x" else "x"
+    return [*messages[:index], {**messages[index], "content": content}, *messages[index + 1 :]]
+
+
+def _first_message(messages: Sequence[Mapping[str, Any]]) -> int:
+    """Index of the first message after the system's."""
+    return next((i for i, message in enumerate(messages) if message["role"] not in _SYSTEM_ROLES), len(messages))
 
 
 def _answered_ids(

@@ -176,3 +176,39 @@ def test_template_that_writes_history_anew_is_named_as_the_cause():
     assert llm.chat(ask("Help"), temperature=0).stats.cache_miss == (
         "the text differs at token 5, after '<begin><user>Hel': cached 'lo<bot>, yes', now 'p<bot>'"
     )
+
+
+DEMANDING = """{%- set last = namespace(user=-1) -%}
+{%- for message in messages -%}
+{%- if message.role == 'user' -%}{%- set last.user = loop.index -%}{%- endif -%}
+{%- endfor -%}
+{%- if last.user < 0 -%}{{- raise_exception('No user query found.') -}}{%- endif -%}
+{{- messages[0].content ~ '\\n' -}}{%- for tool in tools or [] -%}{{- tool | tojson ~ '\\n' -}}{%- endfor -%}
+{%- for message in messages[1:] -%}
+{{- '### ' ~ message.role ~ '\\n' -}}
+{%- if message.role == 'assistant' and loop.index >= last.user -%}{{- '(thinking)' -}}{%- endif -%}
+{{- message.content ~ 'END\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '### assistant\\n(thinking' -}}{%- endif -%}"""
+
+
+def test_places_where_other_chats_part_are_found_whatever_the_template_demands():
+    """It refuses chats without a user's message, writes tools behind the system message, and forgets thinking."""
+    tokenizer = ByteTokenizer()
+    history = ChatHistory(ChatTemplate(DEMANDING), tokenizer, finds_branches=True)  # type: ignore[arg-type]
+    tools = [{"type": "function", "function": {"name": "clock", "parameters": {}}}]
+
+    def places(*messages: dict[str, str]) -> list[str]:
+        """The text up to each place, from the first message on."""
+        chat = history.encode([{"role": "system", "content": "Be brief."}, *messages], tools)
+        shared = chat.text.index("### user")
+        assert "clock" in chat.text[:shared]
+        return [tokenizer.decode(chat.token_ids[:count].tolist())[shared:] for count in chat.branch_tokens]
+
+    first, second = ({"role": "user", "content": text} for text in ("xy?", "and now?"))
+    assert places(first) == ["### user\n", "### user\nxy?END\n"]
+    begun = "### user\nxy?END\n### assistant\n"
+    # Before the first message, before thinking that is yet to be forgotten, before the last message and the reply.
+    asked = begun + "noonEND\n### user\n"
+    reply = {"role": "assistant", "content": "noon"}
+    assert places(first, reply, second) == ["### user\n", begun, asked, asked + "and now?END\n"]
