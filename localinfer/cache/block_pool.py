@@ -59,7 +59,7 @@ class PagePool:
     blocks are meant too; None for all of them. It means nothing for a model without such layers.
     states, logs: slots of recurrent states at one position, and of their logs; of no bytes for a model without them.
     grid: slots of states that were kept for no better reason than their distance to others. make_grid_room, if set,
-    says whether there may be one more, at a place of this number on the grid.
+    says whether there may be one more that is worth so much.
     """
 
     def __init__(self, layout: KVLayout, *, max_bytes: int | None = None) -> None:

@@ -255,8 +255,9 @@ class PrefixCache:
         system = min(hints.system_tokens, token_ids.size)
         sequence.pin_window(match.length, token_ids.size, system)
         # The last token is always computed. A system prefix ends between pages in the tree.
-        in_whole_pages = system - system % self.pool.page_tokens
-        sequence.want_snapshots(prefix.size, in_whole_pages, *hints.branch_tokens, parting=match.length)
+        page_tokens = self.pool.page_tokens
+        places = (prefix.size, self._policy.before_end(prefix.size, page_tokens), system - system % page_tokens)
+        sequence.want_snapshots(*places, *hints.branch_tokens, parting=match.length)
         self._take(sequence, match)
         if not is_prompt:
             return Admission(sequence, sequence.length, None)

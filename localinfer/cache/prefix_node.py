@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
+from itertools import pairwise
 from typing import NamedTuple
 
 from localinfer.cache.block_pool import PageNumbers
@@ -58,6 +59,25 @@ class PrefixNode:
             nodes.append((node, start))
             start += node.token_ids.size
         return nodes
+
+
+def places_of_snapshots(root: PrefixNode) -> Iterator[tuple[PrefixNode, int, tuple[int, int, int]]]:
+    """Every snapshot: its node and offset, and the positions of the one before it, or 0, its own, and of the one after
+    it; of several texts that go on from there, the furthest. After the last one, a text may go on as far again."""
+    pending = [(child, 0, 0) for child in root.children]
+    while pending:
+        node, start, before = pending.pop()
+        size = node.token_ids.size
+        furthest = max((min(child.snapshots, default=child.token_ids.size) for child in node.children), default=0)
+        offsets = sorted(node.snapshots)
+        for offset, after in pairwise([*offsets, size + furthest]):
+            position = start + offset
+            end = start + after
+            if not node.children and offset == offsets[-1]:
+                end = max(end, 2 * position - before)
+            yield node, offset, (before, position, end)
+            before = position
+        pending += [(child, start + size, before) for child in node.children]
 
 
 class Match(NamedTuple):

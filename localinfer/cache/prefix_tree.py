@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterator, Mapping
 import numpy as np
 
 from localinfer.cache.block_pool import PageNumbers, PagePool
-from localinfer.cache.prefix_node import CachedPath, Match, PrefixNode, Priority, snapshots_of
+from localinfer.cache.prefix_node import CachedPath, Match, PrefixNode, Priority, places_of_snapshots, snapshots_of
 from localinfer.cache.sliding_window import BoolArray
-from localinfer.cache.snapshots import DEFAULT_POLICY, Snapshot, SnapshotPolicy, grid_rank
+from localinfer.cache.snapshots import DEFAULT_POLICY, Snapshot, SnapshotPolicy, tokens_saved
 from localinfer.types import TokenIds
 
 _EVICTION_SHARE = 64
@@ -197,23 +197,32 @@ class PrefixTree:
                 break
         return before - self.num_pages
 
-    def _make_grid_room(self, number: int) -> bool:
-        """Whether there may be one more snapshot on the grid, after dropping those of coarser use; see `grid_rank`."""
+    def _make_grid_room(self, worth: int) -> bool:
+        """Whether there may be one more snapshot on the grid, those worth no more being dropped: `tokens_saved`.
+
+        Texts of recurrent layers alone hold nothing but states, so their share is one of the memory allowed.
+        """
         pool = self._pool
         while True:
-            most = self._policy.most_of_grid(pool.held_bytes, pool.states.slot_bytes)
-            if len(pool.grid) < most:
+            num_bytes = self._lasting_bytes if pool.num_bytes(1, 1) or pool.max_bytes is None else pool.max_bytes
+            if len(pool.grid) < self._policy.most_of_grid(num_bytes, pool.states.slot_bytes):
                 return True
             idle = [
-                ((grid_rank(self._policy.grid_number(start + offset)), snapshot.last_used), node, offset)
-                for node, start in self._nodes_with_starts()
-                for offset, snapshot in node.snapshots.items()
-                if snapshot.slot in pool.grid and self._is_idle(snapshot)
+                ((tokens_saved(*places), snapshot.last_used), node, offset)
+                for node, offset, places in places_of_snapshots(self.root)
+                if (snapshot := node.snapshots[offset]).slot in pool.grid and self._is_idle(snapshot)
             ]
-            lowest = min(idle, key=lambda one: one[0], default=None)
-            if lowest is None or lowest[0][0] > grid_rank(number):
+            least = min(idle, key=lambda one: one[0], default=None)
+            if least is None or least[0][0] > worth:
                 return False
-            self._drop_snapshot(*lowest[1:])
+            self._drop_snapshot(*least[1:])
+
+    @property
+    def _lasting_bytes(self) -> int:
+        """Bytes that are held, without the states and logs of running sequences, which go when they end."""
+        pool = self._pool
+        num_passing = pool.states.num_held - self.num_snapshots
+        return pool.held_bytes - pool.num_bytes(0, 0, num_passing, pool.logs.num_held)
 
     def _oldest_leaf(self) -> PrefixNode | None:
         """Of the leaves whose last page is not in use, the first to evict."""
@@ -394,13 +403,6 @@ class PrefixTree:
             node = pending.pop()
             pending += node.children
             yield node
-
-    def _nodes_with_starts(self) -> Iterator[tuple[PrefixNode, int]]:
-        pending = [(child, 0) for child in self.root.children]
-        while pending:
-            node, start = pending.pop()
-            pending += [(child, start + node.token_ids.size) for child in node.children]
-            yield node, start
 
     def _leaves(self) -> Iterator[PrefixNode]:
         return (node for node in self._nodes() if not node.children)

@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from localinfer.cache.block_pool import PagePool
-from localinfer.cache.snapshots import DEFAULT_POLICY, SnapshotPolicy
+from localinfer.cache.snapshots import DEFAULT_POLICY, SnapshotPolicy, tokens_saved
 from localinfer.errors import OutOfMemoryError
 from localinfer.kernels.kv_layout import LOG_ROWS
 from localinfer.kernels.program import StateStep
@@ -253,7 +253,7 @@ class SequenceState:
             # What is wanted soon after makes up for a place on the grid.
             if is_grid and any(place < other < place + policy.near_tokens for other in places):
                 continue
-            if is_grid and not self._has_grid_room(place):
+            if is_grid and not self._has_grid_room(last, place):
                 continue
             try:
                 slot = self._pool.take_slot(self._pool.states)
@@ -275,7 +275,7 @@ class SequenceState:
         if is_grid and (position // policy.grid_tokens == last // policy.grid_tokens or not self._crosses(position)):
             return
         if is_grid:
-            if not self._has_grid_room(position):
+            if not self._has_grid_room(last, position):
                 return
             self._pool.grid.add(now.slot)
         self._pool.states.retain(now.slot)
@@ -286,9 +286,12 @@ class SequenceState:
         begin = position - LOG_ROWS if self.before is None else self.before.position
         return position // self._policy.grid_tokens > begin // self._policy.grid_tokens
 
-    def _has_grid_room(self, position: int) -> bool:
+    def _has_grid_room(self, before: int, position: int) -> bool:
         make = self._pool.make_grid_room
-        return make is not None and make(self._policy.grid_number(position))
+        # As if the text went on as far again, unless there will be a snapshot before.
+        after = min((place for place in self._wanted if place > position), default=2 * position - before)
+        worth = tokens_saved(before, position, min(after, 2 * position - before))
+        return make is not None and make(worth)
 
     def _note_taken(self, position: int, slot: int) -> None:
         former = self.taken.get(position)

@@ -18,8 +18,8 @@ from localinfer.llm import LLM
 from localinfer.speculation.draft_model import DraftModel
 from localinfer.speculation.ngram import NgramDrafter
 from localinfer.stream import Completion
-from tests.engine.fake_recurrent import STATE_BYTES, FakeRecurrentProgram, recurrent_layout, recurrent_model
-from tests.engine.fakes import FakeModel, FakeTemplate, fake_model
+from tests.engine.fake_recurrent import LOG_BYTES, STATE_BYTES, FakeRecurrentProgram, recurrent_layout, recurrent_model
+from tests.engine.fakes import FakeLayout, FakeModel, FakeTemplate, fake_model
 from tests.engine.generations import GREEDY, PARAMS, SEEDED, numbers
 from tests.engine.test_scheduler import EvenAfterOdd
 from tests.inside import engine_of
@@ -168,11 +168,55 @@ def test_grid_bounds_what_an_edit_in_the_middle_costs(page_bytes: int):
             assert length - found.usable <= 64
     for seed in range(1, 40):
         run(np.array(numbers(40, seed), np.int32))
-    assert page_bytes or 1 <= len(cache.pool.grid) <= 8
+    assert page_bytes or 1 <= len(cache.pool.grid) <= 15
     while cache.tree.evict(20, 0 if page_bytes else 20 * STATE_BYTES):
         assert page_bytes or cache.tree.num_snapshots >= 0
     cache.clear()
     assert cache.pool.held_bytes == 0
+
+
+def test_prompts_that_part_near_their_ends_share_the_rest_from_the_second_on():
+    sizes = {**SIZES, "context_length": 800}
+    shared, params = numbers(500), SEEDED
+    with leak_free(Engine(recurrent_model(**sizes))) as engine:  # type: ignore[arg-type]
+        for seed, cached in ((1, 0), (2, 188), (3, 500), (4, 500)):
+            prompt = [*shared, *numbers(200, seed)]
+            generation = engine.generate(prompt, params, max_tokens=5)
+            assert list(generation) == list(Engine(fake_model(**sizes)).generate(prompt, params, max_tokens=5))  # type: ignore[arg-type]
+            assert generation.record.cached_tokens == cached
+
+
+def test_few_places_on_the_grid_are_spread_evenly_and_pass_over_ends_of_turns():
+    # A state takes as much as the pages of 64 positions, so that only every 427th may have one.
+    layout = FakeLayout(page_bytes=64, state_bytes=1024, log_bytes=LOG_BYTES)
+    policy = SnapshotPolicy(grid_tokens=16, grid_share=0.15, near_tokens=4)
+    ids = np.random.default_rng(0).integers(0, 250, 8000).astype(np.int32)
+
+    def cached(turns: list[int]) -> tuple[PrefixCache, list[int]]:
+        """The cache after prompts of these lengths, and where there are snapshots of the longest."""
+        cache = PrefixCache(layout, max_bytes=None, context_length=9000, policy=policy)
+        for length in turns:
+            sequence = cache.admit(ids[:length], NO_HINTS).sequence
+            while sequence.length < length:
+                rows = min(48, length - sequence.length)
+                sequence.reserve(sequence.length + rows)
+                sequence.segment(rows)
+                sequence.commit(sequence.length + rows)
+                assert len(cache.pool.grid) * 1024 <= 0.15 * cache.pool.held_bytes
+                cache.publish(sequence, ids, NO_HINTS)
+            cache.retire(sequence, ids, NO_HINTS)
+        return cache, sorted(cache.tree.match(ids).snapshots)
+
+    for length in (3000, 5000, 8000):
+        cache, places = cached([length])
+        gaps = np.diff([0, *places])
+        best = length / (2 * (len(cache.pool.grid) + 1))
+        assert len(cache.pool.grid) >= 2 and (gaps**2).sum() / (2 * length) < 1.5 * best
+    # The ends of turns leave one wide gap, and that is where the places of the grid are.
+    cache, places = cached([*range(150, 4001, 150), 8000])
+    positions = cache.tree.match(ids).snapshots
+    grid = [position for position in places if positions[position] in cache.pool.grid]
+    assert len(grid) > 20 and min(grid) > 4000
 
 
 @PAGES
