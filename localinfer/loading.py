@@ -81,7 +81,9 @@ def load(
         or one full context, whichever is more. It is allocated on demand.
     kv_window: evict keys and values so that each sequence keeps at most this many tokens between batches: the first,
         the recent half, and those with the highest attention scores. It bounds memory, not the context. An
-        approximation: beyond that many tokens texts differ from those without it, and are not cached. None: keep all.
+        approximation: beyond that many tokens texts differ from those without it, and from one run to the next, since
+        what is evicted depends on how prompts were cut into batches and on what was cached; and they are not cached.
+        None: keep all.
     disk_cache: keep a prompt cache on disk, so that conversations continue after a restart without a prefill: True, or
         its maximum bytes (True: 4 GiB; evicted by least recent use).
     disk_cache_folder: its location, of which a private subfolder is used; None: this user's cache folder.
@@ -149,7 +151,8 @@ def load(
                 f"speculation is 'draft', but {assistant.name} drafts on the CPU only; take device 'cpu', or 'auto'"
             )
         drafting = made = window = None
-        if kv_window is not None and kv_window < loaded.config.context_length:
+        keeps_pages = loaded.kv_layout.page_bytes + loaded.kv_layout.windowed_bytes > 0
+        if kv_window is not None and kv_window < loaded.config.context_length and keeps_pages:
             window = window_of(loaded, kv_window)
         if draft_path is not None and assistant is None:
             # If the model left no room on the GPU, the draft model runs on the CPU.

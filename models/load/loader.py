@@ -186,6 +186,9 @@ def load_model(
                 config.context_length,
             )
             kv_window = None
+        if kv_window is not None and not kv_layout.page_bytes + kv_layout.windowed_bytes:
+            logger.warning("kv_window has no effect: %s keeps no keys and values", file.path.name)
+            kv_window = None
         if kv_window is not None and index_layers(config):
             raise RequestError(
                 f"kv_window keeps the pages that get most attention, and a {config.architecture} model itself chooses "
