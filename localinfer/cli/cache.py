@@ -54,6 +54,7 @@ def _models(folder: Path) -> Iterator[tuple[float, str]]:
             num_pages = sum(file.path.endswith(".page") for file in found)
             num_bytes = sum(file.num_bytes for file in found)
             num_snapshots = sum(file.path.endswith(".state") for file in found)
-            states = f", {num_snapshots:,} snapshots of recurrent states" if num_snapshots else ""
+            plural = "" if num_snapshots == 1 else "s"
+            states = f", {num_snapshots:,} snapshot{plural} of recurrent states" if num_snapshots else ""
             line = f"  {neutralise_controls(name)} ({kv_type}): {num_pages:,} pages{states}, {num_bytes:,} bytes"
             yield max(file.used_ns for file in found) / 1e9, line

@@ -297,12 +297,13 @@ def read_description(path: Path) -> Description:
         raise ValueError("it names no model, or no parts")
     if not all(isinstance(value, str) for value in parts.values()):
         raise ValueError("a part is not text")
-    page_tokens, page_bytes = _size(fields.get("page_tokens")), _size(fields.get("page_bytes"))
+    page_tokens, page_bytes = _size(fields.get("page_tokens"), least=1), _size(fields.get("page_bytes"), least=0)
     return Description(model=model, parts=parts, page_tokens=page_tokens, page_bytes=page_bytes)
 
 
-def _size(value: object) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= _MAX_PAGE_SIZE:
+def _size(value: object, *, least: int) -> int:
+    """A size in an untrusted file; pages of recurrent layers alone have no bytes. Raises: ValueError."""
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= _MAX_PAGE_SIZE:
         raise ValueError("a page has an impossible size")
     return value
 
