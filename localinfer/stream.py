@@ -171,7 +171,8 @@ class Stats:
     """What a generation was and cost.
 
     prompt_tokens: tokens of the prompt; cached_tokens: those whose keys and values were cached. cache_miss: why not
-    more of them were, in words; None if nothing stood in the way. dropped_tokens: left out by `context_shift`.
+    more of them were, in words, which may quote cached texts; None if nothing stood in the way. cache_miss_summary: the
+    same without quotes. dropped_tokens: left out by `context_shift`.
     completion_tokens: tokens sampled, an end token included. time_to_first_token_seconds: from the call, tokenizing
     included, 0 if there is none. decode_tokens_per_second: of the tokens after the first, without the time the caller
     took between them; 0 if there are none. drafted_tokens, accepted_tokens: of speculation.
@@ -200,6 +201,7 @@ class Stats:
     drafted_by: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     tokens_per_pass: float = 1.0
     speculation_speedup: float = 1.0
+    cache_miss_summary: str | None = None
     stop_text: str | None = None
     waited_seconds: float = 0.0
     state_snapshots: int = 0
@@ -339,6 +341,7 @@ class TextStream(Closing, Iterator[StreamEvent]):
             prompt_tokens=self._prompt_tokens,
             cached_tokens=record.cached_tokens,
             cache_miss=None if record.miss is None else record.miss.describe(self._tokenizer),
+            cache_miss_summary=None if record.miss is None else record.miss.summary,
             dropped_tokens=record.dropped_tokens,
             completion_tokens=num_tokens,
             time_to_first_token_seconds=self._first_token_seconds,

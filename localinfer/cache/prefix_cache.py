@@ -57,6 +57,15 @@ class CacheMiss:
 
     def describe(self, tokenizer: "Tokenizer | None") -> str:
         """In one sentence, with texts if there is a tokenizer, or else token ids."""
+        summary = self.summary
+        if not self.cached:
+            return summary
+        after = f", after {_show(self.before, tokenizer)}" if self.before else ""
+        return f"{summary}{after}: cached {_show(self.cached, tokenizer)}, now {_show(self.wanted, tokenizer)}"
+
+    @property
+    def summary(self) -> str:
+        """The same without a word of any text, for those who may not read others'."""
         if self.cause == "empty":
             return "nothing was cached yet"
         if self.cause == "evicted":
@@ -72,11 +81,7 @@ class CacheMiss:
         if self.cause == "foreign":
             return f"what is stored cannot be used: {self.detail}"
         what = "the chat template wrote an earlier message anew" if self.cause == "template" else "the text differs"
-        place = f"{what} at token {self.position}"
-        if not self.cached:
-            return place
-        after = f", after {_show(self.before, tokenizer)}" if self.before else ""
-        return f"{place}{after}: cached {_show(self.cached, tokenizer)}, now {_show(self.wanted, tokenizer)}"
+        return f"{what} at token {self.position}"
 
 
 @dataclass

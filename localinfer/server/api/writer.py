@@ -149,6 +149,7 @@ def timings(stats: "Stats") -> dict[str, Any]:
         "predicted_per_second": round(rate, 3),
         "draft_n": stats.drafted_tokens,
         "draft_n_accepted": stats.accepted_tokens,
+        **({"cache_miss": stats.cache_miss_summary} if stats.cache_miss_summary is not None else {}),
         **({"notices": list(stats.notices)} if stats.notices else {}),
     }
 
