@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 
-from localinfer.cache.block_pool import PageNumbers, PagePool
+from localinfer.cache.block_pool import STATES_OF_SEQUENCE, PageNumbers, PagePool
 from localinfer.cache.prefix_node import CachedPath, Match, PrefixNode, Priority, places_of_snapshots, snapshots_of
 from localinfer.cache.sliding_window import BoolArray
 from localinfer.cache.snapshots import DEFAULT_POLICY, Snapshot, SnapshotPolicy, tokens_saved
@@ -219,9 +219,10 @@ class PrefixTree:
 
     @property
     def _lasting_bytes(self) -> int:
-        """Bytes that are held, without the states and logs of running sequences, which go when they end."""
+        """Bytes that are held, without what running sequences release at their ends: logs, and one of their two states;
+        the other is a snapshot then."""
         pool = self._pool
-        num_passing = pool.states.num_held - self.num_snapshots
+        num_passing = -(-(pool.states.num_held - self.num_snapshots) // STATES_OF_SEQUENCE)
         return pool.held_bytes - pool.num_bytes(0, 0, num_passing, pool.logs.num_held)
 
     def _oldest_leaf(self) -> PrefixNode | None:
