@@ -9,7 +9,7 @@ from typing import NamedTuple
 from localinfer.cache.block_pool import PageNumbers
 from localinfer.cache.sequence_state import NO_SLOT
 from localinfer.cache.sliding_window import BoolArray
-from localinfer.cache.snapshots import Snapshot
+from localinfer.cache.snapshots import Snapshot, tokens_saved
 from localinfer.types import TokenIds
 
 
@@ -61,23 +61,58 @@ class PrefixNode:
         return nodes
 
 
-def places_of_snapshots(root: PrefixNode) -> Iterator[tuple[PrefixNode, int, tuple[int, int, int]]]:
-    """Every snapshot: its node and offset, and the positions of the one before it, or 0, its own, and of the one after
-    it; of several texts that go on from there, the furthest. After the last one, a text may go on as far again."""
-    pending = [(child, 0, 0) for child in root.children]
+class SnapshotPlace(NamedTuple):
+    """A snapshot in the tree, its node and its offset there.
+
+    before, position, after: of the snapshot before it, or 0; its own; and of the next. end: of the text. Of several
+    texts that go on from there, the furthest; after the last snapshot, as if the text went on as far again.
+    """
+
+    snapshot: Snapshot
+    node: PrefixNode
+    offset: int
+    before: int
+    position: int
+    after: int
+    end: int
+
+    @property
+    def tokens_saved(self) -> int:
+        """What it is worth."""
+        return tokens_saved(self.before, self.position, self.after)
+
+    @property
+    def last_used(self) -> int:
+        """When it was used: just before its text was, where the one before it is as far away as the text's end.
+
+        Of a long chat these are few, the further apart the further back. The first of them is as good as its text,
+        which without it would be lost as a whole with its end.
+        """
+        if self.position - self.before < self.end - self.position:
+            return self.snapshot.last_used
+        return max(self.snapshot.last_used, self.node.last_used - (self.before > 0))
+
+
+def places_of_snapshots(root: PrefixNode) -> Iterator[SnapshotPlace]:
+    """Every snapshot in the tree."""
+    pending, nodes = [(root, 0, 0)], []
     while pending:
         node, start, before = pending.pop()
+        nodes.append((node, start, before))
+        last = start + max(node.snapshots, default=before - start)
+        pending += [(child, start + node.token_ids.size, last) for child in node.children]
+    ends: dict[int, int] = {}
+    for node, start, before in reversed(nodes):
         size = node.token_ids.size
+        ends[id(node)] = end = max((ends[id(child)] for child in node.children), default=start + size)
         furthest = max((min(child.snapshots, default=child.token_ids.size) for child in node.children), default=0)
         offsets = sorted(node.snapshots)
-        for offset, after in pairwise([*offsets, size + furthest]):
-            position = start + offset
-            end = start + after
+        for offset, following in pairwise([*offsets, size + furthest]):
+            position, after = start + offset, start + following
             if not node.children and offset == offsets[-1]:
-                end = max(end, 2 * position - before)
-            yield node, offset, (before, position, end)
+                after = max(after, 2 * position - before)
+            yield SnapshotPlace(node.snapshots[offset], node, offset, before, position, after, end)
             before = position
-        pending += [(child, start + size, before) for child in node.children]
 
 
 class Match(NamedTuple):

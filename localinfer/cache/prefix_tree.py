@@ -8,7 +8,7 @@ With sliding-window layers, it holds only the sliding-window blocks that the seq
 before its end, and before the places that others are likely to continue from.
 
 With recurrent layers, nodes hold snapshots of their states at some positions, and only from those can a sequence go on.
-They are evicted like leaves, by last use, so that of a long chat the states of former turns go first.
+They are evicted before leaves that were used later, first those that save least for their age.
 """
 
 from collections import Counter, deque
@@ -17,9 +17,17 @@ from collections.abc import Callable, Iterator, Mapping
 import numpy as np
 
 from localinfer.cache.block_pool import STATES_OF_SEQUENCE, PageNumbers, PagePool
-from localinfer.cache.prefix_node import CachedPath, Match, PrefixNode, Priority, places_of_snapshots, snapshots_of
+from localinfer.cache.prefix_node import (
+    CachedPath,
+    Match,
+    PrefixNode,
+    Priority,
+    SnapshotPlace,
+    places_of_snapshots,
+    snapshots_of,
+)
 from localinfer.cache.sliding_window import BoolArray
-from localinfer.cache.snapshots import DEFAULT_POLICY, Snapshot, SnapshotPolicy, tokens_saved
+from localinfer.cache.snapshots import DEFAULT_POLICY, Snapshot, SnapshotPolicy
 from localinfer.types import TokenIds
 
 _EVICTION_SHARE = 64
@@ -139,8 +147,8 @@ class PrefixTree:
         """Evict everything that is not in use."""
         while (leaf := self._oldest_leaf()) is not None:
             self._trim(leaf, leaf.pages.size)
-        while (oldest := self._oldest_snapshot()) is not None:
-            self._drop_snapshot(*oldest[1:])
+        while (place := self._least_place(None)) is not None:
+            self._drop_snapshot(place)
         self._evicted.clear()
 
     @property
@@ -183,11 +191,12 @@ class PrefixTree:
         held = pool.held_bytes
         wanted = max(needed, pool.num_bytes(self.num_pages // _EVICTION_SHARE, 0))
         while (freed := held - pool.held_bytes) < wanted:
-            leaf, oldest = self._oldest_leaf(), self._oldest_snapshot()
-            if oldest is not None and (leaf is None or oldest[0] < (leaf.priority, leaf.last_used)):
-                if freed >= needed and oldest[0][0] > Priority.ORDINARY:
+            leaf = self._oldest_leaf()
+            place = self._least_place(leaf)
+            if place is not None:
+                if freed >= needed and place.node.priority > Priority.ORDINARY:
                     break
-                self._drop_snapshot(*oldest[1:])
+                self._drop_snapshot(place)
             elif leaf is not None:
                 if freed >= needed and leaf.priority > Priority.ORDINARY:
                     break
@@ -207,15 +216,11 @@ class PrefixTree:
             num_bytes = self._lasting_bytes if pool.num_bytes(1, 1) or pool.max_bytes is None else pool.max_bytes
             if len(pool.grid) < self._policy.most_of_grid(num_bytes, pool.states.slot_bytes):
                 return True
-            idle = [
-                ((tokens_saved(*places), snapshot.last_used), node, offset)
-                for node, offset, places in places_of_snapshots(self.root)
-                if (snapshot := node.snapshots[offset]).slot in pool.grid and self._is_idle(snapshot)
-            ]
-            least = min(idle, key=lambda one: one[0], default=None)
-            if least is None or least[0][0] > worth:
+            places = [place for place in self._idle_places() if place.snapshot.slot in pool.grid]
+            least = min(places, key=lambda place: (place.tokens_saved, place.snapshot.last_used), default=None)
+            if least is None or least.tokens_saved > worth:
                 return False
-            self._drop_snapshot(*least[1:])
+            self._drop_snapshot(least)
 
     @property
     def _lasting_bytes(self) -> int:
@@ -230,18 +235,28 @@ class PrefixTree:
         idle = [leaf for leaf in self._leaves() if self._pool.counts[leaf.pages[-1]] <= 1]
         return min(idle, key=lambda leaf: (leaf.priority, leaf.last_used), default=None)
 
-    def _oldest_snapshot(self) -> tuple[tuple[Priority, int], PrefixNode, int] | None:
-        """Of the snapshots that are not in use, the first to evict: by what, and where it is."""
-        idle = [
-            ((node.priority, snapshot.last_used), node, offset)
-            for node in self._nodes()
-            for offset, snapshot in node.snapshots.items()
-            if self._is_idle(snapshot)
-        ]
-        return min(idle, key=lambda one: one[0], default=None)
+    def _least_place(self, leaf: PrefixNode | None) -> SnapshotPlace | None:
+        """Of the snapshots that are not in use and were used before this leaf, the first to evict.
 
-    def _drop_snapshot(self, node: PrefixNode, offset: int) -> None:
+        It is the one that saves least between those before and after it, by how long ago it was used: so those that
+        stay of a long chat lie the further apart, the further back they are, and an edit anywhere goes on from one.
+        """
+
+        def worth(place: SnapshotPlace) -> tuple[Priority, float]:
+            return place.node.priority, place.tokens_saved / (1 + self._clock - place.last_used)
+
+        places = self._idle_places()
+        if leaf is not None:
+            last = (leaf.priority, leaf.last_used)
+            places = (place for place in places if (place.node.priority, place.last_used) < last)
+        return min(places, key=worth, default=None)
+
+    def _idle_places(self) -> Iterator[SnapshotPlace]:
+        return (place for place in places_of_snapshots(self.root) if self._is_idle(place.snapshot))
+
+    def _drop_snapshot(self, place: SnapshotPlace) -> None:
         """Drop a snapshot, and pages that no sequence could continue from without it."""
+        node, offset = place.node, place.offset
         self._forget_snapshot(node, offset)
         if not node.children and max(node.snapshots, default=0) < offset and node.parent is not None:
             self._trim(node, 0)

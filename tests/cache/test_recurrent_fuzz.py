@@ -69,7 +69,7 @@ class RecurrentLife(Life):
             getattr(self, name)()
         except OutOfMemoryError:
             tree = self.cache.tree
-            assert tree._oldest_leaf() is None and tree._oldest_snapshot() is None, "something could be evicted"
+            assert tree._oldest_leaf() is None and tree._least_place(None) is None, "something could be evicted"
 
     def write(self, index: int, token_ids: list[int], num_droppable: int = 0) -> None:
         sequence, ids = self.running[index]

@@ -219,6 +219,41 @@ def test_few_places_on_the_grid_are_spread_evenly_and_pass_over_ends_of_turns():
     assert len(grid) > 20 and min(grid) > 4000
 
 
+@pytest.mark.parametrize("has_others", [False, True])
+def test_long_chat_in_little_memory_keeps_snapshots_that_lie_further_apart_further_back(has_others: bool):
+    # Pages of the chat of 40 turns, 10 states more, each of which takes as much as the pages of 640 positions.
+    state_bytes, turn, length = 160 * 64, 160, 40 * 160
+    layout = FakeLayout(page_bytes=64, state_bytes=state_bytes, log_bytes=LOG_BYTES)
+    memory = (length // 4 + 40) * 64 + 10 * state_bytes
+    cache = PrefixCache(layout, max_bytes=memory, context_length=length, batch_tokens=64)
+    ids = np.random.default_rng(0).integers(0, 250, length).astype(np.int32)
+
+    def compute(text: Any, hints: CacheHints) -> int:
+        """Compute a prompt and a reply of 40 tokens; return how many of the prompt's were computed."""
+        sequence = cache.admit(text[:-40], hints).sequence
+        num_computed = text.size - 40 - sequence.length
+        while sequence.length < text.size:
+            rows = min(64, text.size - 40 - sequence.length) if sequence.length < text.size - 40 else 1
+            sequence.reserve(sequence.length + rows)
+            sequence.segment(rows)
+            sequence.commit(sequence.length + rows)
+            if rows > 1:
+                cache.publish(sequence, text, hints)
+        cache.retire(sequence, text, hints)
+        return num_computed
+
+    compute(ids[:turn], NO_HINTS)
+    for end in range(2 * turn, length + 1, turn):
+        assert compute(ids[:end], CacheHints(branch_tokens=(end - turn + 2,))) == turn - 40
+        if has_others and end % (5 * turn) == 0:
+            compute(np.random.default_rng(end).integers(0, 250, 100).astype(np.int32), NO_HINTS)
+    edits = np.arange(0, length, turn)
+    usable = [cache.tree.match(np.array([*ids[: place + 2], 999], np.int32)).usable for place in edits]
+    costs = edits - np.minimum(usable, edits)
+    assert costs[-2] <= turn and (costs <= np.maximum(length - edits, 2 * turn)).all()
+    assert cache.pool.allocated_bytes <= memory and cache.tree.evicted_snapshots > 20
+
+
 @PAGES
 def test_drafts_and_forced_tokens_change_no_text(page_bytes: int):
     prompt = [5, 6, 7, 8] * 20
