@@ -10,6 +10,7 @@ from localinfer.chat.written_calls import description, written_calls
 from localinfer.models.text.reply_format import CallFormat
 
 _REASONING = "reasoning_content"
+_RESULTS = "tool_responses"
 
 
 def template_messages(
@@ -18,7 +19,8 @@ def template_messages(
     """Bring former calls and their results, as `read_messages` reads them, into the shape that a template expects.
 
     A call without an id gets one, and a result without one that of the first call that has no result yet. Arguments
-    become objects, or text, whichever the template prints; where it has no tools, calls and results become text of
+    become objects, or text, whichever the template prints; results stand in the message that called where it reads them
+    there; where it has no tools, calls and results become text of
     the messages, and the tools are described in the system message; has_system: whether the template takes one, else
     they are described in the first message.
     """
@@ -51,6 +53,11 @@ def template_messages(
             if call_id is not None:
                 message = {**message, "tool_call_id": call_id}
             message = {**message, "name": message.get("name") or names.get(str(call_id), "")}
+            if calls.holds_results and result and result[-1].get("tool_calls"):
+                held = {"name": message["name"], "response": message["content"]}
+                caller = result.pop()
+                result.append({**caller, _RESULTS: [*caller.get(_RESULTS, ()), held]})
+                continue
             if not calls.is_native and not calls.describes_tools:
                 text = f"<tool_response>\n{message['content']}\n</tool_response>"
                 if is_response:
@@ -60,6 +67,13 @@ def template_messages(
                 is_response = True
                 result.append(message)
                 continue
+        elif result and result[-1].get(_RESULTS) and message.get("role") == "assistant":
+            # The model goes on behind the results in the same turn.
+            caller = result.pop()
+            if caller.get("content"):
+                result.append(caller)
+            else:
+                message = {**caller, "content": message["content"]}
         is_response = False
         result.append(message)
     if tools and not calls.describes_tools:

@@ -18,7 +18,18 @@ from typing import Any
 from localinfer.errors import TemplateError
 from localinfer.models.text.known_calls import AS_MODELS_WRITE, HERMES, ID_FORMS, KNOWN_CALLS
 from localinfer.models.text.parameter_learning import learn_parameter_format
-from localinfer.models.text.probes import ASK, IDS, KEY, NAMES, VALUES, marker_around, reply_start, until_reply_end
+from localinfer.models.text.probes import (
+    ANSWER,
+    ASK,
+    IDS,
+    KEY,
+    NAMES,
+    PROBE_CALL,
+    VALUES,
+    marker_around,
+    reply_start,
+    until_reply_end,
+)
 from localinfer.models.text.reply_format import (
     CALL_ID,
     CALL_NAME,
@@ -78,10 +89,23 @@ def learn_call_format(
     for id_form, content, as_text in product((None, *ID_FORMS), ("", None), (False, True)):
         found = _learn(_Probe(template, id_form, content, as_text), ends, reasoning)
         if found is not None:
-            return replace(found, describes_tools=describes_tools, **AS_MODELS_WRITE.get(found.begin, {}))
+            known = AS_MODELS_WRITE.get(found.begin, {})
+            return replace(found, describes_tools=describes_tools, holds_results=_holds_results(template), **known)
     if describes_tools and source is not None:
         return next((form for marker, form in KNOWN_CALLS.items() if marker in source), HERMES)
     return HERMES
+
+
+def _holds_results(template: Template) -> bool:
+    """Whether a template writes results that a calling message holds, and messages of results in another way."""
+    calling = {"role": "assistant", "content": "", "tool_calls": [PROBE_CALL]}
+    holding = {**calling, "tool_responses": [{"name": NAMES[0], "response": ANSWER}]}
+    result = {"role": "tool", "content": ANSWER, "name": NAMES[0], "tool_call_id": IDS[0]}
+    try:
+        held = template.render([ASK, holding])
+        return ANSWER in held and held != template.render([ASK, calling, result])
+    except TemplateError:
+        return False
 
 
 def _learn(probe: _Probe, ends: SpellingFinder, reasoning: ReasoningFormat | None) -> CallFormat | None:

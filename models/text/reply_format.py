@@ -83,6 +83,8 @@ class CallFormat:
     tools itself. parameters: how arguments are written that stand one by one; None where they are one JSON object.
     allows_content: whether the template writes calls in messages with content too, not only where it is None.
     id_form: what a template that writes only ids expects as the id of a call, of {name} and {number}.
+    holds_results: whether the template reads results of calls in the message that made them, as `tool_responses`, and
+    knows no messages of their own.
     other_begins: what may also stand for `opening begin`. name_end: what the text between name and arguments ends with,
     where the model may write more than `middle`.
     """
@@ -99,6 +101,7 @@ class CallFormat:
     parameters: ParameterFormat | None = None
     allows_content: bool = True
     id_form: str | None = None
+    holds_results: bool = False
     other_begins: tuple[str, ...] = ()
     name_end: str = ""
 

@@ -22,7 +22,7 @@ from localinfer.models.text.reasoning_learning import learn_reasoning_format
 from localinfer.models.text.reply_format import CallFormat, ReasoningFormat
 from localinfer.models.text.splitting import SpellingFinder
 from tests.engine.fakes import ByteTokenizer
-from tests.models.text.newer_templates import ARGUMENTS, NEWER_FAMILIES
+from tests.models.text.newer_templates import ARGUMENTS, HELD_RESULTS, NEWER_FAMILIES
 
 OPTIONS = {
     "type": "object",
@@ -132,6 +132,27 @@ def test_calls_and_results_come_back_in_the_next_prompt(name: str) -> None:
         stop = max(turn.rfind(end) for end in family.ends)
         read = parse([turn[:stop]], (form, reasoning))[0]
         assert read[2] == expected(name) and ("Both." in turn) is (reasoning is not None)
+
+
+def test_results_stand_in_the_message_that_called_where_a_template_reads_them_there() -> None:
+    template = ChatTemplate(HELD_RESULTS)
+    ends = SpellingFinder({"<|im_end|>": 1})
+    form = learn_call_format(template, ends, reasoning=learn_reasoning_format(template, HELD_RESULTS, ends))
+    assert form.holds_results and not learned("own-notation")[0].holds_results
+    calls = [{"id": name, "function": {"name": name, "arguments": "{}"}} for name in ("now", "search")]
+    asked = {"role": "user", "content": "Hi"}
+    results = [{"role": "tool", "tool_call_id": name, "content": f"by {name}"} for name in ("now", "search")]
+    written = '<|result>now:<|"|>by now<|"|><result|><|result>search:<|"|>by search<|"|><result|>'
+    for content, after in (("", "Done."), ("See.", "See.<|im_end|>\n<|im_start|>assistantDone.")):
+        said = {"role": "assistant", "content": content, "tool_calls": calls}
+        messages = read_messages([asked, said, *results, {"role": "assistant", "content": "Done."}, asked])
+        text = template.render(template_messages(messages, form, ()))
+        assert f"<|call>call:now{{}}<call|><|call>call:search{{}}<call|>{written}{after}<|im_end|>" in text
+        assert "<|im_start|>tool" not in text
+        # What was given is not changed, and a result that no call came before is a message as it was.
+        assert all("tool_responses" not in message for message in messages)
+    lonely = template_messages(read_messages([asked, results[0]]), form, ())
+    assert "<|im_start|>tool\nby now" in template.render(lonely)
 
 
 @pytest.fixture(scope="module")

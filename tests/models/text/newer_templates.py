@@ -136,6 +136,12 @@ OWN_NOTATION = (
     )
 )
 
+HELD_RESULTS = OWN_NOTATION.replace(
+    "endfor %}{{ message.content }}",
+    "endfor %}{% for one in message.tool_responses or [] %}<|result>{{ one.name }}:{{ written(one.response) }}<result|>"
+    "{% endfor %}{{ message.content }}",
+)
+
 PYTHON_CALLS = (
     _HEAD
     + """\
