@@ -126,12 +126,13 @@ def check(plain: LLM, llm: LLM, prompt: Sequence[int], cached: int | None, **opt
     return reply.token_ids
 
 
-def test_every_draft_begins_with_the_states_of_the_last_position(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kv_type", "error"), [("f32", 1e-6), ("f16", 1e-5), ("q8_0", 1e-3), ("q8_0/q4_0", 0.1)])
+def test_every_draft_begins_with_the_states_of_the_last_position(kv_type: str, error: float, tmp_path: Path) -> None:
     target = build_model(tmp_path, TARGET).path
     write_skeleton(skeletons()[DRAFT], tmp_path / "draft.gguf")
     with np.load(DATA / "logits.npz") as found:
         ids, wanted = found[f"{DRAFT}.tokens"], found[f"{DRAFT}.draft_logits"]
-    model = load_model(target, threads=1, kv_type="f32", assistant=tmp_path / "draft.gguf")
+    model = load_model(target, threads=1, kv_type=kv_type, assistant=tmp_path / "draft.gguf")
     drafter = Scripted(model)
     drafter.script = ids.tolist()
     engine = Engine(model, speculation=eager(drafter))
@@ -148,7 +149,7 @@ def test_every_draft_begins_with_the_states_of_the_last_position(tmp_path: Path)
         assert [event.token_id for event in stream] == ids[start : start + count].tolist()
         assert drafter.first_logits
         for position, logits in drafter.first_logits.items():
-            assert normalized_error(logits[None], wanted[position - 1 : position]) <= 1e-6
+            assert normalized_error(logits[None], wanted[position - 1 : position]) <= error
     engine.close()
 
 
