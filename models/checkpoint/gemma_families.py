@@ -1,4 +1,7 @@
-"""Gemma 4's text models: two kinds of layers with heads of other sizes, and inputs of their own in every layer."""
+"""Gemma 4's text models: two kinds of layers with heads of other sizes, and inputs of their own in every layer; and
+their draft models."""
+
+from dataclasses import replace
 
 from localinfer.models.checkpoint.family import (
     ATTENTION,
@@ -102,5 +105,36 @@ _GEMMA4 = Family(
     variant=_gemma4_variant,
 )
 
-GEMMA4: dict[str, Family] = dict.fromkeys(("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"), _GEMMA4)
+
+def _assistant(settings: Settings) -> Metadata:
+    num_layers = settings.integer("num_hidden_layers", low=1)
+    settings.must_be("hidden_size_per_layer_input", 0, 0)
+    settings.must_be("enable_moe_block", False, False)
+    # Of the head that scores some tokens only, which is noted with its tensor.
+    settings.mark_read(("use_ordered_embeddings", "num_centroids", "centroid_intermediate_top_k"))
+    return {
+        **_gemma4(settings),
+        "attention.shared_kv_layers": num_layers,
+        "nextn_predict_layers": num_layers,
+        "embedding_length_out": settings.integer("backbone_hidden_size", low=1),
+    }
+
+
+_ASSISTANT = replace(
+    _GEMMA4,
+    architecture="gemma4-assistant",
+    outside={"token_embd": "embed_tokens", "output_norm": "norm"},
+    heads={
+        "nextn.pre_projection": "pre_projection",
+        "nextn.post_projection": "post_projection",
+        "masked_embd_centroids": "masked_embedding.centroids",
+    },
+    unused=r"masked_embedding\.token_ordering",
+    metadata=_assistant,
+)
+
+GEMMA4: dict[str, Family] = {
+    **dict.fromkeys(("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"), _GEMMA4),
+    **dict.fromkeys(("gemma4_assistant", "gemma4_unified_assistant"), _ASSISTANT),
+}
 """By `model_type`."""

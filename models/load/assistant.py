@@ -4,6 +4,7 @@ import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from localinfer.errors import BackendUnavailableError, CorruptFileError, RequestError
 from localinfer.kernels.cpu.lower import lower_to_cpu
@@ -14,9 +15,13 @@ from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.decoder.gemma4_assistant import misfit, write_assistant
 from localinfer.models.load.model_changes import ModelChanges, apply_changes, note_unknown_settings
 from localinfer.models.load.weights import CpuWeights
+from localinfer.quant.checkpoint.folder import open_folder
 from localinfer.quant.checkpoint.model_file import ModelFile
 from localinfer.quant.gguf.reader import GGUFFile, read_gguf
 from localinfer.types import ProgressCallback
+
+if TYPE_CHECKING:
+    from localinfer.models.checkpoint.model import CheckpointModel
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +44,7 @@ class Target:
 class Assistant:
     """An open draft model that fits its target."""
 
-    file: GGUFFile
+    file: "GGUFFile | CheckpointModel"
     config: ModelConfig
 
     def write(
@@ -53,7 +58,7 @@ class Assistant:
         layout = target.kv_layout
         graph = write_assistant(self.config, own, target.config, weights, layout.layers)
         program = lower_to_cpu(graph, pool, layout, max_batch_rows=1, max_output_rows=1, progress=progress)
-        for note in own.notes.values():
+        for note in (*own.notes.values(), *getattr(self.file, "notices", ())):
             logger.warning("%s: %s", self.file.path.name, note)
         if self.file.has_changed:
             raise CorruptFileError(f"{self.file.path} was changed while it was being loaded; load it again")
@@ -61,9 +66,15 @@ class Assistant:
 
 
 def is_assistant(path: str | os.PathLike[str]) -> bool:
-    """Whether a file is a draft model that attends to its target's cache. Raises: ModelFileError if it is not sound."""
+    """Whether a file or folder is of a draft model that attends to its target's cache.
+
+    Raises: ModelFileError or a subclass if it is not sound, or of no known kind.
+    """
     if os.path.isdir(path):
-        return False
+        from localinfer.models.checkpoint.families import find_family
+
+        with open_folder(path) as folder:
+            return find_family(folder.config).architecture in OF_ANOTHER_CACHE
     with read_gguf(path) as file:
         return file.metadata.get("general.architecture") in OF_ANOTHER_CACHE
 
@@ -83,7 +94,7 @@ def open_assistant(path: str | os.PathLike[str], target: Target, changes: ModelC
     changes: those of the target, whose rotation of positions the draft model shares.
     Raises: RequestError naming both files if it is for another target; ModelFileError or a subclass.
     """
-    file = read_gguf(path)
+    file = _open(path)
     try:
         if changes is not None and not changes.rope.is_empty:
             apply_changes(file, ModelChanges(rope=changes.rope), target.config.context_length)
@@ -109,7 +120,15 @@ def open_assistant(path: str | os.PathLike[str], target: Target, changes: ModelC
         raise
 
 
-def _vocabulary_difference(file: GGUFFile, target: Target) -> str | None:
+def _open(path: str | os.PathLike[str]) -> "GGUFFile | CheckpointModel":
+    if not os.path.isdir(path):
+        return read_gguf(path)
+    from localinfer.models.checkpoint.model import open_checkpoint
+
+    return open_checkpoint(path)
+
+
+def _vocabulary_difference(file: ModelFile, target: Target) -> str | None:
     """Which token differs, if both files name theirs. How text is cut into them is up to the target."""
     own, others = (metadata.get(_TOKENS, ()) for metadata in (file.metadata, target.file.metadata))
     if not isinstance(own, Sequence) or not isinstance(others, Sequence):

@@ -13,7 +13,7 @@ import localinfer
 from localinfer.cache.sequence import SequenceCache
 from localinfer.chat.constraints import Regex
 from localinfer.engine.engine import Engine
-from localinfer.errors import BackendUnavailableError, CorruptFileError, RequestError
+from localinfer.errors import BackendUnavailableError, CorruptFileError, RequestError, UnsupportedFormatError
 from localinfer.llm import LLM
 from localinfer.models.load.loader import Model, load_model
 from localinfer.sampling.params import SamplingParams
@@ -25,7 +25,7 @@ from localinfer.speculation.verify import Speculation
 from localinfer.types import FloatArray, TokenIds
 from tests.inside import engine_of
 from tests.models.arch_models import DATA, build_model, normalized_error, skeletons, write_skeleton
-from tests.models.gemma4_texts import DRAFT, TARGET, write_gemma4
+from tests.models.gemma4_texts import DRAFT, TARGET, write_draft_folder, write_gemma4
 
 SAMPLING: list[dict[str, Any]] = [
     {"temperature": 0.0},
@@ -263,3 +263,24 @@ def test_other_tokens_and_damaged_files_are_refused_and_centroids_are_noted(
     with localinfer.load(target, draft=renamed, threads=1, disk_cache=False) as llm:
         assert llm.complete("the", max_tokens=3, ignore_eos=True).token_ids
     assert "its centroids (masked_embd_centroids.weight)" in caplog.text
+
+
+def test_folders_draft_as_the_files_that_they_convert_to(
+    paths: tuple[Path, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = write_draft_folder(tmp_path / "folder", paths[1], with_centroids=True)
+    drafted = []
+    for draft in (paths[1], folder):
+        model = load_model(paths[0], threads=1, assistant=draft)
+        drafter = Scripted(model)
+        engine = Engine(model, speculation=eager(drafter))
+        list(engine.generate(prompt_ids(20), SamplingParams(temperature=0.0), max_tokens=20))
+        drafted.append(drafter.first_logits)
+        engine.close()
+    shared = drafted[0].keys() & drafted[1].keys()
+    assert shared and all((drafted[0][place] == drafted[1][place]).all() for place in shared)
+    assert "folder: its centroids" in caplog.text
+    with localinfer.load(paths[0], draft=folder, threads=1, disk_cache=False) as llm:
+        assert isinstance(engine_of(llm)._speculation.model, AssistantDrafter)  # type: ignore[union-attr]
+    with pytest.raises(UnsupportedFormatError, match="a draft model without keys and values"):
+        localinfer.load(folder)
