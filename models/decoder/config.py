@@ -42,7 +42,7 @@ BIDIRECTIONAL = frozenset(
     "bert eurobert gemma-embedding jina-bert-v2 jina-bert-v3 modern-bert neo-bert nomic-bert nomic-bert-moe".split()
 )
 """Architectures whose positions see later ones: encoders."""
-_DENSE_FIRST = ("modern-bert",)
+_DENSE_FIRST = ("cohere2moe", "laguna", "modern-bert", "smallthinker")
 """Of the layers in a period of the window's pattern the first has full attention, not the last."""
 _MAX_VOCABULARY = 1 << 20
 """Sampling weights of tokens are multiples of 2^-43, summed in 63 bits."""
@@ -55,8 +55,8 @@ class ModelConfig:
     Tuples have one entry per layer. num_draft_layers: how many of the last layers are for next-token prediction. A
     layer with no heads has no attention, one with heads of queries alone only the output projection (its keys and
     values, where it caches some, are another kind's).
-    head_dim: size of a query or key head; value_head_dim: of a value head. layer_norm_epsilon: of layer norms, where
-    the file has one besides norm_epsilon.
+    head_dim: size of a query or key head; value_head_dim: of a value head. layer_norm_epsilon: of layer norms, 0
+    where the file has norm_epsilon alone.
     intermediate_size: from the metadata; the decoder uses the tensors' shapes. windowed_layers: empty if the file
     leaves the pattern to the architecture. A scale of None is not in the file. block_tensors: names of the tensors of
     the first block, without `blk.0.`, which distinguish variants of some architectures.

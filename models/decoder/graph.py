@@ -58,8 +58,10 @@ class Graph:
             # PLaMo 3's files name some norms without the usual ending.
             whole_name = f"{name}.weight" if self.weights.has(f"{name}.weight") or not self.weights.has(name) else name
             weight = _flat(self.weights.vector(whole_name, *shapes))
-        epsilon = self.config.norm_epsilon if epsilon is None else epsilon
-        if self.architecture.norm is Norm.RMS:
+        config, is_rms = self.config, self.architecture.norm is Norm.RMS
+        if epsilon is None:
+            epsilon = config.norm_epsilon if is_rms else config.layer_norm_epsilon or config.norm_epsilon
+        if is_rms:
             self.tape.rms_norm(out, x, weight, epsilon, group_size)
         else:
             bias = self.weights.optional_vector(f"{name}.bias", *shapes)

@@ -97,15 +97,15 @@ def _maple(config: ModelConfig) -> Architecture:
 def _smallthinker(config: ModelConfig) -> Architecture:
     """SmallThinker (arXiv 2507.20984): experts are chosen before attention, so that they can be fetched meanwhile.
 
-    Every fourth layer, from the first on, sees everything and has no RoPE.
+    Every fourth layer, from the first on, has no RoPE, and sees everything unless the file has another pattern.
     """
-    is_windowed = tuple(bool(config.sliding_window and layer % 4) for layer in range(config.num_layers))
+    has_window = config.sliding_window > 0
     return Architecture(
         activation=Activation.RELU,
         routes_layer_input=True,
         # The file's number is not what the model was trained with.
-        windows=tuple(4096 if windowed else 0 for windowed in is_windowed),
-        has_rope=is_windowed if config.sliding_window else (),
+        windows=tuple(4096 if has_window and windowed else 0 for windowed in _windowed_after_first(config, period=4)),
+        has_rope=tuple(layer % 4 > 0 for layer in range(config.num_layers)) if has_window else (),
     )
 
 

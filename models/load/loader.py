@@ -10,6 +10,7 @@ from localinfer.errors import (
     BackendUnavailableError,
     CorruptFileError,
     RequestError,
+    ShapeError,
     TokenizerError,
     UnsupportedFormatError,
 )
@@ -259,6 +260,10 @@ def load_model(
             drafter.file.close()
         if address_space.is_shortage(error):
             raise address_space.shortage(file.num_bytes, f"loading {file.path.name}") from error
+        if isinstance(error, ShapeError):
+            raise UnsupportedFormatError(
+                f"{file.path.name} has sizes that no kernel of this version computes: {error}. Choose another model."
+            ) from error
         raise
 
 
