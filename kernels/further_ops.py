@@ -123,6 +123,17 @@ class ExpertScale(FurtherOp):
     expert_weights: Buffer
 
 
+class ExpertFactors(FurtherOp):
+    """x[slot] *= factors[expert_ids[slot]], in place: one number beside each expert's matrix; factors float32[experts].
+
+    Files of NVFP4 blocks, whose own scales have few bits, have them.
+    """
+
+    x: Buffer
+    expert_ids: Buffer
+    factors: FloatArray
+
+
 class Softcap(FurtherOp):
     """x = cap * tanh(x / cap), in place."""
 

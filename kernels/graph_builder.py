@@ -297,6 +297,13 @@ def _check_expert_scale(op: further_ops.ExpertScale) -> None:
     _same_rows(x, op.expert_weights)
 
 
+def _check_expert_factors(op: further_ops.ExpertFactors) -> None:
+    x, selected = op.x, op.expert_ids.width
+    check(x.width % selected == 0, f"{x.name} is {x.width} wide for {selected} slots")
+    check(op.factors.ndim == 1, f"factors of {x.name} are {op.factors.shape}; one for each expert is needed")
+    _same_rows(x, op.expert_ids)
+
+
 def _check_short_convolution(op: recurrent_ops.ShortConvolution) -> None:
     out, x, weight = op.out, op.x, op.weight
     _same_shape(out, x)
@@ -463,6 +470,7 @@ class GraphBuilder:
     expert_matmul = _writer(ops.ExpertMatmul, _check_expert_matmul)
     expert_sum = _writer(ops.ExpertSum, _check_expert_sum)
     expert_scale = _writer(further_ops.ExpertScale, _check_expert_scale)
+    expert_factors = _writer(further_ops.ExpertFactors, _check_expert_factors)
     gated_delta_rule = _writer(recurrent_ops.GatedDeltaRule, _check_delta_rule)
     wkv = _writer(recurrent_ops.Wkv, _check_wkv)
     short_convolution = _writer(recurrent_ops.ShortConvolution, _check_short_convolution)

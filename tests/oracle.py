@@ -430,6 +430,12 @@ def _expert_scale(run: _Run, op: further_ops.ExpertScale) -> None:
     run[op.x] = weighed.reshape(run[op.x].shape)
 
 
+@_formula(further_ops.ExpertFactors)
+def _expert_factors(run: _Run, op: further_ops.ExpertFactors) -> None:
+    factors = op.factors.astype(np.float64)[run[op.expert_ids].astype(np.int64)]
+    run[op.x] = (_slots(run, op.x, op.expert_ids) * factors[:, :, None]).reshape(run[op.x].shape)
+
+
 def _recurrent(run: _Run, op: Any) -> None:
     inputs = {name: run[buffer] for name, buffer in input_buffers(op).items()}
     outs = output_buffers(op)

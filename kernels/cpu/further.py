@@ -95,6 +95,21 @@ def _previous_row(tape: CpuTape, op: further_ops.PreviousRow) -> None:
     tape.add("previous_row.previous_row", words, writes=op.out)
 
 
+def _expert_factors(tape: CpuTape, op: further_ops.ExpertFactors) -> None:
+    x, ids, selected = op.x, op.expert_ids, op.expert_ids.width
+    columns = x.width // selected
+    check(columns % 16 == 0, f"{x.name} holds slots of {columns}; whole vectors of 16 are needed")
+    table = tape.expert_groups.get(ids.index)
+    check(table is not None, f"{ids.name} was not routed")
+    num_experts = 0 if table is None else table.size - 2 - selected * tape.max_rows[ids.rows]
+    check(num_experts == op.factors.size, f"{x.name} has {op.factors.size} factors for {num_experts} experts")
+    words = parameters.EXPERT_FACTORS.pack(
+        **tape.places(x=x, ids=ids), factors=tape.memory.constant(op.factors), selected=selected, columns=columns,
+        is_output=x.is_output,
+    )  # fmt: skip
+    tape.add("experts.expert_factors", words, writes=x)
+
+
 def _add_vector(tape: CpuTape, op: further_ops.AddVector) -> None:
     words = parameters.ELEMENTWISE.pack(
         **tape.places(out=op.x, a=op.x), b=tape.memory.constant(op.vector), b_stride=0, scalar=1.0, columns=op.x.width,
@@ -125,6 +140,7 @@ LOWER: dict[type[FurtherOp], Callable[[CpuTape, Any], None]] = {
     further_ops.Softcap: lambda tape, op: tape.elementwise("softcap", op.x, op.x, op.x, op.cap),
     further_ops.CopyHeads: _copy_heads,
     further_ops.ExpertScale: _expert_scale,
+    further_ops.ExpertFactors: _expert_factors,
     further_ops.AddVector: _add_vector,
     further_ops.MeanRows: _mean_rows,
 }

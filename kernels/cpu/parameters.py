@@ -128,6 +128,7 @@ EXPERT_SUM = Block(
 )
 """residual: 0 for none."""
 EXPERT_SCALE = Block("x x_stride weights weights_stride selected columns is_output")
+EXPERT_FACTORS = Block("x x_stride ids ids_stride factors selected columns is_output")
 
 # Recurrent ops. state, log: where an op's part begins in a block of states, and in a log.
 

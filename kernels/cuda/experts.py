@@ -78,3 +78,12 @@ def lower_expert_scale(tape: CudaTape, op: further_ops.ExpertScale) -> None:
     tape.read(x, op.expert_weights)
     values = (*tape.places(x, op.expert_weights), selected, x.width // selected)
     tape.simple("experts.expert_scale", (), x.rows, x.width, values, x)
+
+
+def lower_expert_factors(tape: CudaTape, op: further_ops.ExpertFactors) -> None:
+    """See `further_ops.ExpertFactors`."""
+    x, selected = op.x, op.expert_ids.width
+    tape.read(x, op.expert_ids)
+    factors = tape.memory.constant(op.factors)
+    values = (*tape.places(x, op.expert_ids), factors, selected, x.width // selected)
+    tape.simple("experts.expert_factors", (), x.rows, x.width, values, x)

@@ -413,4 +413,5 @@ LOWER: dict[type, Callable[[CudaTape, Any], None]] = {
     ops.ExpertMatmul: experts.lower_expert_matmul,
     ops.ExpertSum: experts.lower_expert_sum,
     further_ops.ExpertScale: experts.lower_expert_scale,
+    further_ops.ExpertFactors: experts.lower_expert_factors,
 }

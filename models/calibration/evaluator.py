@@ -368,6 +368,13 @@ def _expert_scale(run: Evaluator, op: further_ops.ExpertScale) -> None:
     run.by_rows(op.x, compute, op.x, op.expert_weights)
 
 
+def _expert_factors(run: Evaluator, op: further_ops.ExpertFactors) -> None:
+    def compute(slots: FloatArray, ids: FloatArray) -> FloatArray:
+        return (slots.reshape(*ids.shape, -1) * op.factors[ids.astype(np.int64)][:, :, None]).reshape(slots.shape)
+
+    run.by_rows(op.x, compute, op.x, op.expert_ids)
+
+
 def _part(weight: LinearWeight, expert: int, values: FloatArray, wanted: FloatArray | None = None) -> MatrixPart:
     return MatrixPart(weight.name, expert, weight.packed.rows, values, wanted)
 
@@ -425,6 +432,7 @@ EVALUATE: dict[type, Callable[[Evaluator, Any], None]] = {
     ops.ExpertMatmul: _expert_matmul,
     ops.ExpertSum: _expert_sum,
     further_ops.ExpertScale: _expert_scale,
+    further_ops.ExpertFactors: _expert_factors,
     recurrent_ops.ShortConvolution: lambda run, op: run.by_sequence(op.out, lambda x: convolved(x, op), op.x),
     recurrent_ops.GatedDeltaRule: _delta_rule,
     recurrent_ops.SelectiveScan: lambda run, op: run.by_sequence(

@@ -348,6 +348,7 @@ FOLLOW: dict[type, Callable[[_Follower, Any], None]] = {
     ops.ExpertMatmul: _expert_matmul,
     ops.ExpertSum: _expert_sum,
     further_ops.ExpertScale: lambda follower, op: None,
+    further_ops.ExpertFactors: lambda follower, op: None,
     recurrent_ops.ShortConvolution: _short_convolution,
     recurrent_ops.GatedDeltaRule: _delta_rule,
     recurrent_ops.SelectiveScan: _selective_scan,

@@ -247,18 +247,16 @@ def write_latent_attention(graph: Graph, layer: int, x: Buffer, tables: RopeTabl
 
 def write_split_queries(graph: Graph, layer: int, x: Buffer, latent: LatentConfig) -> Buffer:
     """Write the queries of every head, the part without RoPE first: from x, or from a latent of their own."""
-    tape, weights = graph.tape, graph.weights
+    tape = graph.tape
     width = graph.config.num_heads[layer] * latent.key_size
     queries = graph.buffer("split_queries", width, x.rows)
     if not latent.query_rank:
-        tape.matmul(x, [Projection(weights.linear(f"blk.{layer}.attn_q.weight", width, x.width), queries)])
+        tape.matmul(x, [graph.projection(f"blk.{layer}.attn_q", queries, x.width)])
         return queries
     query_latent = graph.buffer("query_latent", latent.query_rank, x.rows)
-    q_a = weights.linear(f"blk.{layer}.attn_q_a.weight", latent.query_rank, x.width)
-    tape.matmul(x, [Projection(q_a, query_latent)])
+    tape.matmul(x, [graph.projection(f"blk.{layer}.attn_q_a", query_latent, x.width)])
     graph.norm(query_latent, query_latent, f"blk.{layer}.attn_q_a_norm")
-    q_b = weights.linear(f"blk.{layer}.attn_q_b.weight", width, latent.query_rank)
-    tape.matmul(query_latent, [Projection(q_b, queries)])
+    tape.matmul(query_latent, [graph.projection(f"blk.{layer}.attn_q_b", queries, latent.query_rank)])
     return queries
 
 

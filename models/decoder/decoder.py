@@ -306,13 +306,14 @@ def write_output_norm(graph: Graph, hidden: Buffer) -> Buffer:
 def _write_logits(graph: Graph, normed: Buffer, head: str | None = None, num_tokens: int | None = None) -> Buffer:
     """Write the output head; head: the name of its matrix, None for the model's. num_tokens: of its first rows only."""
     config, tape = graph.config, graph.tape
-    name = f"{head or 'output'}.weight" if head or graph.weights.has("output.weight") else "token_embd.weight"
+    name = head or ("output" if graph.weights.has("output.weight") else "token_embd")
     logits = graph.buffer("logits", num_tokens or config.vocab_size, normed.rows)
     rows = None if num_tokens is None else slice(0, num_tokens)
-    weight = graph.weights.linear(name, config.vocab_size, normed.width, rows)
+    weight = graph.weights.linear(f"{name}.weight", config.vocab_size, normed.width, rows)
     bias = graph.bias("output", config.vocab_size) if graph.architecture.has_output_bias else None
     bias = bias if bias is None else bias[: logits.width]
-    tape.matmul(normed, [Projection(weight, logits, bias, scale=graph.architecture.logit_scale)])
+    scale = graph.architecture.logit_scale * graph.factor(name)
+    tape.matmul(normed, [Projection(weight, logits, bias, scale=scale)])
     softcap = config.logit_softcap or graph.architecture.logit_softcap
     if softcap:
         tape.softcap(logits, softcap)

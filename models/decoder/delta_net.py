@@ -5,7 +5,7 @@ Source: Gated Delta Networks (arXiv 2412.06464), and the published models' code.
 
 import math
 
-from localinfer.kernels.ops import Activation, Buffer, Projection, StateShape
+from localinfer.kernels.ops import Activation, Buffer, StateShape
 from localinfer.kernels.recurrent_ops import delta_rule_state, short_convolution_state
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.decoder.graph import Graph
@@ -30,7 +30,7 @@ def write_delta_net(graph: Graph, layer: int, x: Buffer) -> Buffer:
     values, gate = (graph.buffer(name, value_width, x.rows) for name in ("values_in", "output_gate"))
     decay, beta = (graph.buffer(name, sizes.num_heads, x.rows) for name in ("decay", "beta"))
     if not graph.weights.has(f"{block}.attn_qkv.weight"):
-        _project_by_head(graph, f"{block}.ssm_in.weight", x, queries, keys, values, gate)
+        _project_by_head(graph, f"{block}.ssm_in", x, queries, keys, values, gate)
     else:
         _project(graph, block, x, queries, keys, values, gate)
     _project_gates(graph, block, x, decay, beta)
@@ -70,19 +70,16 @@ def _project(graph: Graph, block: str, x: Buffer, *outs: Buffer) -> None:
     *mixed, gate = outs
     num_rows, first, projections = sum(out.width for out in mixed), 0, []
     for out in mixed:
-        rows = slice(first, first + out.width)
-        weight = graph.weights.linear(f"{block}.attn_qkv.weight", num_rows, x.width, rows)
-        projections.append(Projection(weight, out))
+        projections.append(graph.projection(f"{block}.attn_qkv", out, x.width, rows=(first, num_rows)))
         first += out.width
-    weight = graph.weights.linear(f"{block}.attn_gate.weight", gate.width, x.width)
-    graph.tape.matmul(x, [*projections, Projection(weight, gate)])
+    graph.tape.matmul(x, [*projections, graph.projection(f"{block}.attn_gate", gate, x.width)])
 
 
 def _project_by_head(graph: Graph, name: str, x: Buffer, *outs: Buffer) -> None:
     """The same of early files: one matrix, which has for each head of keys its query, key, values and gate."""
     num_heads, width = _sizes(graph.config).num_key_heads, sum(out.width for out in outs)
     together = graph.buffer("projected", width, x.rows)
-    graph.tape.matmul(x, [Projection(graph.weights.linear(name, width, x.width), together)])
+    graph.tape.matmul(x, [graph.projection(name, together, x.width)])
     offset = 0
     for out in outs:
         size = out.width // num_heads
@@ -93,13 +90,12 @@ def _project_by_head(graph: Graph, name: str, x: Buffer, *outs: Buffer) -> None:
 def _project_gates(graph: Graph, block: str, x: Buffer, decay: Buffer, beta: Buffer) -> None:
     """What decays and betas are made of: two matrices, or one that has for each head of keys betas, then decays."""
     if not graph.weights.has(f"{block}.ssm_ba.weight"):
-        names = ((f"{block}.ssm_alpha.weight", decay), (f"{block}.ssm_beta.weight", beta))
-        graph.tape.matmul(x, [Projection(graph.weights.linear(name, out.width, x.width), out) for name, out in names])
+        names = ((f"{block}.ssm_alpha", decay), (f"{block}.ssm_beta", beta))
+        graph.tape.matmul(x, [graph.projection(name, out, x.width) for name, out in names])
         return
     num_heads = _sizes(graph.config).num_key_heads
     together = graph.buffer("betas_and_decays", 2 * beta.width, x.rows)
-    weight = graph.weights.linear(f"{block}.ssm_ba.weight", together.width, x.width)
-    graph.tape.matmul(x, [Projection(weight, together)])
+    graph.tape.matmul(x, [graph.projection(f"{block}.ssm_ba", together, x.width)])
     size = beta.width // num_heads
     graph.tape.copy_heads(beta, together, num_heads, size, size, 2 * size)
     graph.tape.copy_heads(decay, together, num_heads, size, size, 2 * size, x_offset=size)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from localinfer.kernels.ops import Buffer, Gating, Projection, Routing
+from localinfer.kernels.ops import Buffer, Gating, Routing
 from localinfer.models.decoder.graph import Graph, refuse
 from localinfer.types import FloatArray
 
@@ -117,7 +117,7 @@ def _write_experts(graph: Graph, layer: int, hidden: Buffer, x: Buffer, logits: 
     tape, architecture, experts = graph.tape, graph.architecture, graph.config.experts
     assert experts is not None, "there is a router"
     block = f"blk.{layer}"
-    num_experts, num_selected = experts.num_experts, experts.num_selected
+    num_selected = experts.num_selected
     expert_ids = graph.buffer("expert_ids", num_selected, x.rows)
     expert_weights = graph.buffer("expert_weights", num_selected, x.rows)
     # A residual scale is folded into the expert weights, unless a post-norm would undo it.
@@ -142,9 +142,7 @@ def _write_experts(graph: Graph, layer: int, hidden: Buffer, x: Buffer, logits: 
         tape.activation(up, up, architecture.activation)
     width = hidden.width if latent is None else latent.width
     down = graph.buffer("expert_down", num_selected * width, x.rows)
-    weight = graph.weights.experts(f"{block}.ffn_down_exps.weight", num_experts, width, size)
-    bias = graph.weights.optional_vector(f"{block}.ffn_down_exps.bias", (num_experts, width))
-    tape.expert_matmul(down, up, weight, expert_ids, bias, input_per_slot=True)
+    graph.expert_product(f"{block}.ffn_down_exps", down, up, expert_ids, size, input_per_slot=True)
     out = graph.buffer("branch", hidden.width, x.rows) if post_norm else hidden
     if latent is None:
         tape.expert_sum(out, down, expert_weights, residual=None if post_norm else hidden)
@@ -198,19 +196,12 @@ def _multiply_experts(
     graph: Graph, block: str, outs: Sequence[tuple[str, Buffer]], size: int, x: Buffer, ids: Buffer
 ) -> None:
     """Gate and up of the selected experts: two stacks, or the rows of one; up alone in models without a gate."""
-    experts = graph.config.experts
-    assert experts is not None, "the caller has checked that the model has experts"
-    fused = f"{block}.ffn_gate_up_exps.weight"
+    fused = f"{block}.ffn_gate_up_exps"
     for position, (letter, out) in enumerate(outs):
-        if graph.weights.has(fused) and len(outs) == 2:
-            rows = slice(position * size, (position + 1) * size)
-            weight = graph.weights.experts(fused, experts.num_experts, 2 * size, x.width, rows)
-            bias = None
+        if graph.weights.has(f"{fused}.weight") and len(outs) == 2:
+            graph.expert_product(fused, out, x, ids, x.width, rows=(position * size, 2 * size))
         else:
-            name = f"{block}.ffn_{letter}_exps"
-            weight = graph.weights.experts(f"{name}.weight", experts.num_experts, size, x.width)
-            bias = graph.weights.optional_vector(f"{name}.bias", (experts.num_experts, size))
-        graph.tape.expert_matmul(out, x, weight, ids, bias)
+            graph.expert_product(f"{block}.ffn_{letter}_exps", out, x, ids, x.width)
 
 
 def _write_shared_expert(graph: Graph, layer: int, out: Buffer, x: Buffer) -> None:
@@ -220,16 +211,16 @@ def _write_shared_expert(graph: Graph, layer: int, out: Buffer, x: Buffer) -> No
     if not graph.weights.has(f"{down_name}.weight"):
         return
     inner = _inner(graph, layer, f"{block}.ffn_gate_shexp", f"{block}.ffn_up_shexp", down_name, x)
-    gate_name = f"{block}.ffn_gate_inp_shexp.weight"
+    gate_name = f"{block}.ffn_gate_inp_shexp"
     architecture = graph.architecture
     scale = 1.0 if architecture.feed_forward_post_norm else architecture.residual_scale
     scale *= architecture.shared_expert_share
-    if not graph.weights.has(gate_name):
+    if not graph.weights.has(f"{gate_name}.weight"):
         graph.tape.matmul(inner, [graph.projection(down_name, out, inner.width, residual=out, scale=scale)])
         return
     shared = graph.buffer("shared_expert", out.width, x.rows)
     gate = graph.buffer("shared_expert_gate", 1, x.rows)
     graph.tape.matmul(inner, [graph.projection(down_name, shared, inner.width)])
-    graph.tape.matmul(x, [Projection(graph.weights.linear(gate_name, 1, x.width), gate)])
+    graph.tape.matmul(x, [graph.projection(gate_name, gate, x.width)])
     graph.tape.multiply_sigmoid(shared, shared, gate)
     graph.tape.add(out, out, shared, scale)

@@ -6,7 +6,7 @@ Sources: AltUp, arXiv 2301.13310 (streams: a layer computes one, the others foll
 
 import math
 
-from localinfer.kernels.ops import Activation, Buffer, Projection
+from localinfer.kernels.ops import Activation, Buffer
 from localinfer.models.decoder.attention import RopeTables
 from localinfer.models.decoder.gemma_blocks import (
     input_branch,
@@ -117,15 +117,14 @@ def _active_result(graph: Graph, layer: int, hidden: Buffer, x: Buffer, attended
     # The low-rank branch and its input.
     rank = graph.weights.shape(f"{block}.laurel_l.weight")[0]
     low = graph.buffer("low_rank", rank, x.rows)
-    tape.matmul(x, [Projection(graph.weights.linear(f"{block}.laurel_l.weight", rank, x.width), low)])
+    tape.matmul(x, [graph.projection(f"{block}.laurel_l", low, x.width)])
     laurel = graph.buffer("laurel", x.width, x.rows)
-    tape.matmul(low, [Projection(graph.weights.linear(f"{block}.laurel_r.weight", x.width, rank), laurel)])
+    tape.matmul(low, [graph.projection(f"{block}.laurel_r", laurel, rank)])
     graph.norm(laurel, laurel, f"{block}.laurel_post_norm")
     tape.add(laurel, laurel, x)
 
     branch = graph.buffer("branch", hidden.width, hidden.rows)
-    weight = graph.weights.linear(f"{block}.attn_output.weight", hidden.width, attended.width)
-    tape.matmul(attended, [Projection(weight, branch)])
+    tape.matmul(attended, [graph.projection(f"{block}.attn_output", branch, attended.width)])
     graph.norm(branch, branch, f"{block}.post_attention_norm")
     tape.add(hidden, hidden, branch)
     tape.add(hidden, hidden, laurel)
@@ -134,14 +133,13 @@ def _active_result(graph: Graph, layer: int, hidden: Buffer, x: Buffer, attended
     ffn_input = graph.block_norm(layer, "ffn_norm", hidden, "ffn_input")
     size = graph.weights.shape(f"{block}.ffn_down.weight")[-1]
     gate, up = graph.buffer("gate", size, hidden.rows), graph.buffer("up", size, hidden.rows)
-    weights = [graph.weights.linear(f"{block}.ffn_{name}.weight", size, hidden.width) for name in ("gate", "up")]
-    tape.matmul(ffn_input, [Projection(weights[0], gate), Projection(weights[1], up)])
+    parts = [graph.projection(f"{block}.ffn_{name}", out, hidden.width) for name, out in (("gate", gate), ("up", up))]
+    tape.matmul(ffn_input, parts)
     deviations = graph.config.activation_sparsity[layer]
     if math.isfinite(deviations):
         tape.gaussian_top_k(gate, gate, deviations)
     tape.gated_activation(up, gate, up, graph.architecture.activation)
-    weight = graph.weights.linear(f"{block}.ffn_down.weight", hidden.width, size)
-    tape.matmul(up, [Projection(weight, branch)])
+    tape.matmul(up, [graph.projection(f"{block}.ffn_down", branch, size)])
     graph.norm(branch, branch, f"{block}.post_ffw_norm")
     tape.add(hidden, hidden, branch)
     return hidden
@@ -154,13 +152,12 @@ def _modalities(graph: Graph, layer: int, x: Buffer) -> Buffer:
     graph.norm(normed, x, f"{name}_norm")
     count = graph.weights.shape(f"{name}.weight")[0]
     out = graph.buffer("modalities", count, x.rows)
-    tape.matmul(normed, [Projection(graph.weights.linear(f"{name}.weight", count, x.width), out, scale=1.0 / x.width)])
+    tape.matmul(normed, [graph.projection(name, out, x.width, scale=1.0 / x.width)])
     tape.activation(out, out, Activation.TANH)
     return out
 
 
 def _coefficients(graph: Graph, name: str, count: int, modalities: Buffer) -> Buffer:
     out = graph.buffer("coefficients", count, modalities.rows)
-    weight = graph.weights.linear(f"{name}.weight", count, modalities.width)
-    graph.tape.matmul(modalities, [Projection(weight, out)])
+    graph.tape.matmul(modalities, [graph.projection(name, out, modalities.width)])
     return out

@@ -72,14 +72,14 @@ def write_shared_attention(
     num_heads, (key_size, value_size) = config.num_heads[layer], config.head_sizes(layer)
     table = tables.for_layer(is_windowed(config, layer))
     queries = graph.buffer("queries", num_heads * key_size, x.rows)
-    projections = [_projection(graph, f"blk.{layer}.attn_q", x, queries)]
+    projections = [graph.projection(f"blk.{layer}.attn_q", queries, x.width)]
     if source == layer and not is_draft:
         keys = graph.buffer("keys", config.num_kv_heads[layer] * key_size, x.rows)
         values = graph.buffer("values", config.num_kv_heads[layer] * value_size, x.rows)
-        projections.append(_projection(graph, f"blk.{layer}.attn_k", x, keys))
+        projections.append(graph.projection(f"blk.{layer}.attn_k", keys, x.width))
         has_values = graph.weights.has(f"blk.{layer}.attn_v.weight")
         if has_values:
-            projections.append(_projection(graph, f"blk.{layer}.attn_v", x, values))
+            projections.append(graph.projection(f"blk.{layer}.attn_v", values, x.width))
         tape.matmul(x, projections)
         if not has_values:
             tape.copy_heads(values, keys, config.num_kv_heads[layer], key_size, value_size, key_size)
@@ -105,10 +105,6 @@ def write_shared_attention(
     return attended
 
 
-def _projection(graph: Graph, name: str, x: Buffer, out: Buffer) -> Projection:
-    return Projection(graph.weights.linear(f"{name}.weight", out.width, x.width), out)
-
-
 def write_layer_inputs(graph: Graph, hidden: Buffer) -> None:
     """Write what every layer reads for itself, float32[rows, layers * per_layer_size], from the embeddings."""
     config, tape = graph.config, graph.tape
@@ -117,8 +113,8 @@ def write_layer_inputs(graph: Graph, hidden: Buffer) -> None:
     looked_up = graph.buffer("layer_embeddings", width, hidden.rows)
     table = graph.weights.embedding("per_layer_token_embd.weight", config.vocab_size, width)
     tape.embed(looked_up, table, math.sqrt(size))
-    weight = graph.weights.linear("per_layer_model_proj.weight", width, hidden.width)
-    tape.matmul(hidden, [Projection(weight, inputs, scale=1.0 / math.sqrt(hidden.width))])
+    scale = 1.0 / math.sqrt(hidden.width)
+    tape.matmul(hidden, [graph.projection("per_layer_model_proj", inputs, hidden.width, scale=scale)])
     graph.norm(inputs, inputs, "per_layer_proj_norm", size)
     tape.add(inputs, inputs, looked_up)
     tape.scale(inputs, 1.0 / math.sqrt(2.0))
@@ -141,9 +137,9 @@ def input_branch(graph: Graph, layer: int, x: Buffer, own_input: Buffer) -> Buff
     block, tape = f"blk.{layer}", graph.tape
     gate = graph.buffer("input_gate", own_input.width, x.rows)
     out = graph.buffer("branch", x.width, x.rows)
-    tape.matmul(x, [_projection(graph, f"{block}.inp_gate", x, gate)])
+    tape.matmul(x, [graph.projection(f"{block}.inp_gate", gate, x.width)])
     tape.gated_activation(gate, gate, own_input, graph.architecture.activation)
-    tape.matmul(gate, [_projection(graph, f"{block}.proj", gate, out)])
+    tape.matmul(gate, [graph.projection(f"{block}.proj", out, gate.width)])
     graph.norm(out, out, f"{block}.post_norm")
     return out
 
@@ -154,10 +150,11 @@ def _write_dense_and_experts(graph: Graph, layer: int, hidden: Buffer) -> None:
     x = graph.block_norm(layer, "ffn_norm", hidden, "ffn_input")
     size = graph.weights.shape(f"{block}.ffn_down.weight")[-1]
     gate, up = graph.buffer("gate", size, x.rows), graph.buffer("up", size, x.rows)
-    tape.matmul(x, [_projection(graph, f"{block}.ffn_{name}", x, out) for name, out in (("gate", gate), ("up", up))])
+    parts = [graph.projection(f"{block}.ffn_{name}", out, x.width) for name, out in (("gate", gate), ("up", up))]
+    tape.matmul(x, parts)
     tape.gated_activation(up, gate, up, graph.architecture.activation)
     dense = graph.buffer("branch", hidden.width, hidden.rows)
-    tape.matmul(up, [_projection(graph, f"{block}.ffn_down", up, dense)])
+    tape.matmul(up, [graph.projection(f"{block}.ffn_down", dense, up.width)])
     graph.norm(dense, dense, f"{block}.post_ffw_norm_1")
     routed = _experts(graph, layer, hidden)
     graph.norm(routed, routed, f"{block}.post_ffw_norm_2")
@@ -192,14 +189,12 @@ def _experts(graph: Graph, layer: int, hidden: Buffer) -> Buffer:
     size = weights.shape(f"{block}.ffn_down_exps.weight")[-1]
     gate = graph.buffer("expert_gate", num_selected * size, x.rows)
     up = graph.buffer("expert_up", num_selected * size, x.rows)
-    fused = f"{block}.ffn_gate_up_exps.weight"
+    fused = f"{block}.ffn_gate_up_exps"
     for part, (name, out) in enumerate((("gate", gate), ("up", up))):
-        if weights.has(fused):
-            rows = slice(part * size, (part + 1) * size)
-            weight = weights.experts(fused, num_experts, 2 * size, width, rows)
+        if weights.has(f"{fused}.weight"):
+            graph.expert_product(fused, out, x, expert_ids, width, rows=(part * size, 2 * size))
         else:
-            weight = weights.experts(f"{block}.ffn_{name}_exps.weight", num_experts, size, width)
-        tape.expert_matmul(out, x, weight, expert_ids)
+            graph.expert_product(f"{block}.ffn_{name}_exps", out, x, expert_ids, width)
     tape.gated_activation(up, gate, up, graph.architecture.activation)
     down = graph.buffer("expert_down", num_selected * width, x.rows)
     weight = weights.experts(f"{block}.ffn_down_exps.weight", num_experts, width, size)

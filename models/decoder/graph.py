@@ -111,12 +111,55 @@ class Graph:
         part = slice(first, first + out.width)
         weight = self.weights.linear(f"{name}.weight", num_rows, num_columns, None if rows is None else part)
         bias = self.bias(name, num_rows)
-        factor = self.weights.optional_vector(f"{name}.scale", (1,), ())
-        if factor is not None:
-            if bias is not None:
-                raise refuse(self.config, f"has both a bias and a scale beside {name}")
-            scale *= float(factor.reshape(-1)[0])
-        return Projection(weight, out, bias if bias is None or rows is None else bias[part], residual, scale)
+        factor = self.factor(name)
+        if bias is not None and factor != 1.0:
+            raise refuse(self.config, f"has both a bias and a scale beside {name}")
+        bias = bias if bias is None or rows is None else bias[part]
+        return Projection(weight, out, bias, residual, scale * factor)
+
+    def factor(self, name: str) -> float:
+        """The factor beside the weight of this name (`.scale`: BitNet's, or the second scale of NVFP4); 1 without.
+
+        Raises: UnsupportedFormatError for 0, and for what is no number.
+        """
+        found = self.weights.optional_vector(f"{name}.scale", (1,), ())
+        factor = 1.0 if found is None else float(found.reshape(-1)[0])
+        if not math.isfinite(factor) or factor == 0.0:
+            raise refuse(self.config, f"has a scale of {factor} beside {name}")
+        return factor
+
+    def expert_product(
+        self,
+        name: str,
+        out: Buffer,
+        x: Buffer,
+        expert_ids: Buffer,
+        num_columns: int,
+        *,
+        rows: tuple[int, int] | None = None,
+        input_per_slot: bool = False,
+    ) -> None:
+        """Multiply by the chosen experts' matrices of a named stack, with the biases and factors (`.scale`, one for
+        each expert) beside it.
+
+        rows: the first of a part of each matrix, and how many the whole has; None for all of it.
+        Raises: UnsupportedFormatError for factors beside biases.
+        """
+        experts = self.config.experts
+        assert experts is not None, "the model has experts"
+        size = out.width // expert_ids.width
+        first, num_rows = (0, size) if rows is None else rows
+        part = None if rows is None else slice(first, first + size)
+        weight = self.weights.experts(f"{name}.weight", experts.num_experts, num_rows, num_columns, part)
+        bias = self.weights.optional_vector(f"{name}.bias", (experts.num_experts, num_rows))
+        if bias is not None and part is not None:
+            bias = np.ascontiguousarray(bias[:, part])
+        factors = self.weights.optional_vector(f"{name}.scale", (experts.num_experts,))
+        if bias is not None and factors is not None:
+            raise refuse(self.config, f"has both biases and scales beside {name}")
+        self.tape.expert_matmul(out, x, weight, expert_ids, bias, input_per_slot)
+        if factors is not None:
+            self.tape.expert_factors(out, expert_ids, factors)
 
     def add_branch(self, hidden: Buffer, x: Buffer, name: str, post_norm: str | None, scale: float = 1.0) -> None:
         """hidden += residual_scale * norm(scale * (weight x + bias)): the end of a branch, with its last matrix."""

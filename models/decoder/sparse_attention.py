@@ -9,7 +9,7 @@ A context in which every position would be chosen has none of this.
 import math
 from dataclasses import replace
 
-from localinfer.kernels.ops import Buffer, Chosen, KVLayerShape, Pairing, Projection, RopeTable, Rows
+from localinfer.kernels.ops import Buffer, Chosen, KVLayerShape, Pairing, RopeTable, Rows
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.decoder.graph import Graph, refuse
 
@@ -46,13 +46,11 @@ def choose_latents(graph: Graph, layer: int, x: Buffer, query_latent: Buffer | N
         raise refuse(config, "has an indexer and no query latents")
     name, num_heads, size = f"blk.{layer}.indexer", indexer.num_heads, indexer.key_size
     queries = graph.buffer("index_queries", num_heads * size, x.rows)
-    q_b = weights.linear(f"{name}.attn_q_b.weight", queries.width, query_latent.width)
-    tape.matmul(query_latent, [Projection(q_b, queries)])
+    tape.matmul(query_latent, [graph.projection(f"{name}.attn_q_b", queries, query_latent.width)])
     keys = graph.buffer("index_keys", size, x.rows)
     head_weights = graph.buffer("index_weights", num_heads, x.rows)
     projections = [
-        Projection(weights.linear(f"{name}.{part}.weight", out.width, x.width), out)
-        for part, out in (("attn_k", keys), ("proj", head_weights))
+        graph.projection(f"{name}.{part}", out, x.width) for part, out in (("attn_k", keys), ("proj", head_weights))
     ]
     tape.matmul(x, projections)
     weight, bias = (weights.vector(f"{name}.k_norm.{part}", (size,)) for part in ("weight", "bias"))
@@ -72,7 +70,7 @@ def choose_latents(graph: Graph, layer: int, x: Buffer, query_latent: Buffer | N
 
 def choose_blocks(graph: Graph, layer: int, x: Buffer, table: RopeTable) -> Chosen | None:
     """Write the choice of blocks of a layer with ordinary heads, a list per KV head; None where all are attended to."""
-    config, tape, weights = graph.config, graph.tape, graph.weights
+    config, tape = graph.config, graph.tape
     indexer, layers = config.indexer, index_layers(config)
     if indexer is None or layer not in layers:
         return None
@@ -82,8 +80,7 @@ def choose_blocks(graph: Graph, layer: int, x: Buffer, table: RopeTable) -> Chos
     queries = graph.buffer("index_queries", num_heads * size, x.rows)
     keys = graph.buffer("index_keys", size, x.rows)
     projections = [
-        Projection(weights.linear(f"{name}.{letter}_proj.weight", out.width, x.width), out)
-        for letter, out in (("q", queries), ("k", keys))
+        graph.projection(f"{name}.{letter}_proj", out, x.width) for letter, out in (("q", queries), ("k", keys))
     ]
     tape.matmul(x, projections)
     for letter, out in (("q", queries), ("k", keys)):

@@ -186,3 +186,14 @@ def expert_scale(x, x_stride, weights, weights_stride, num_selected, num_columns
         ptx.store_f32(
             place, ptx.load_f32(place) * ptx.load_f32(weights + row * weights_stride + 4 * (index // num_columns))
         )
+
+
+@kernel("qqqqqqq")
+def expert_factors(x, x_stride, ids, ids_stride, factors, num_selected, num_columns):
+    """x of every slot times its expert's number, of [slots * columns / 128, rows]."""
+    index = ptx.block_x() * THREADS + ptx.thread()
+    if index < num_selected * num_columns:
+        row = ptx.block_y()
+        place = x + row * x_stride + 4 * index
+        expert = ptx.to_int(ptx.load_f32(ids + row * ids_stride + 4 * (index // num_columns)))
+        ptx.store_f32(place, ptx.load_f32(place) * ptx.load_f32(factors + 4 * expert))

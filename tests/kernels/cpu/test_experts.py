@@ -160,3 +160,32 @@ def test_expert_scale_multiplies_each_slot(pool: ThreadPool, two_threads: Thread
     wanted = (x.reshape(ROWS, 3, 32) * weights[:, :, None]).reshape(ROWS, -1)
     for threads, splits in ((pool, [ROWS]), (two_threads, [9, 14])):
         assert_same_bits(run_rows(threads, [x, weights], write, splits), wanted)
+
+
+@pytest.mark.parametrize("selected", [1, 4])
+def test_expert_factors_multiply_each_slot_by_its_experts_number(
+    selected: int, pool: ThreadPool, two_threads: ThreadPool
+) -> None:
+    x, logits = random_rows(ROWS, selected * 32, 16), random_rows(ROWS, EXPERTS, 17)
+    factors = np.linspace(0.25, 3.0, EXPERTS, dtype=np.float32)
+    routing = Routing(EXPERTS, selected, Gating.SOFTMAX)
+
+    def write(tape: GraphBuilder, inputs: list[Buffer]) -> Buffer:
+        ids, _ = routed(tape, inputs[1], routing)
+        tape.expert_factors(inputs[0], ids, factors)
+        return inputs[0]
+
+    ids = np.argsort(-logits, axis=1, kind="stable")[:, :selected]
+    wanted = (x.reshape(ROWS, selected, 32) * factors[ids][:, :, None]).reshape(ROWS, -1)
+    for threads, splits in ((pool, [ROWS]), (two_threads, [9, 14])):
+        assert_same_bits(run_rows(threads, [x, logits], write, splits), wanted)
+
+
+def test_factors_of_other_experts_than_were_chosen_are_refused(pool: ThreadPool) -> None:
+    def write(tape: GraphBuilder, inputs: list[Buffer]) -> Buffer:
+        ids, _ = routed(tape, inputs[1], Routing(EXPERTS, 2, Gating.SOFTMAX))
+        tape.expert_factors(inputs[0], ids, np.ones(EXPERTS - 1, np.float32))
+        return inputs[0]
+
+    with pytest.raises(ShapeError, match="11 factors for 12 experts"):
+        run_rows(pool, [random_rows(ROWS, 64, 18), random_rows(ROWS, EXPERTS, 19)], write)

@@ -259,6 +259,7 @@ def test_experts_are_the_oracles(routing: Routing) -> None:
         bias = random_rows(count, 6, 9)
         tape.expert_matmul(inner, x, linear(Layout.BF16, (count, 6, 32), 2), ids, bias)
         tape.expert_scale(inner, weights)
+        tape.expert_factors(inner, ids, np.linspace(0.5, 2.0, count, dtype=np.float32))
         tape.expert_matmul(down, inner, linear(Layout.F32, (count, 5, 6), 3), ids, input_per_slot=True)
         tape.matmul(x, [Projection(linear(Layout.F32, (5, 32), 4), out)])
         tape.expert_sum(out, down, weights, out)

@@ -11,7 +11,7 @@ import numpy as np
 from localinfer.kernels.cpu.compiled.matmul.rows import add_scaled_row, exp_of, scale_row, sigmoid_of
 from localinfer.kernels.cpu.compiled.simd.batch import num_rows, row_op, scratch
 from localinfer.kernels.cpu.compiled.simd.memory import load_f32, load_i64, store_f32, store_i64
-from localinfer.kernels.cpu.parameters import EXPERT_SCALE, EXPERT_SUM, GROUP_BY_EXPERT, ROUTE
+from localinfer.kernels.cpu.parameters import EXPERT_FACTORS, EXPERT_SCALE, EXPERT_SUM, GROUP_BY_EXPERT, ROUTE
 from localinfer.kernels.jit.numba import inline, op
 from localinfer.kernels.ops import MAX_EXPERTS
 
@@ -140,3 +140,11 @@ def expert_scale(p: Any, batch: int, thread: int, row: int, slot: int) -> None:
     """x[slot] *= weight."""
     place = p.x + row * p.x_stride + 4 * p.columns * slot
     scale_row(place, place, load_f32(p.weights + row * p.weights_stride + 4 * slot), p.columns)
+
+
+@row_op(EXPERT_FACTORS, lambda p: p.selected)
+def expert_factors(p: Any, batch: int, thread: int, row: int, slot: int) -> None:
+    """x[slot] *= its expert's number."""
+    place = p.x + row * p.x_stride + 4 * p.columns * slot
+    expert = np.int64(load_f32(p.ids + row * p.ids_stride + 4 * slot))
+    scale_row(place, place, load_f32(p.factors + 4 * expert), p.columns)
