@@ -47,6 +47,7 @@ def write_on_cpu(parts: Parts, weights: CpuWeights, kv_layout: KVLayout, max_sum
         kv_layers=kv_layout.layers,
         shows_states=kv_layout.carried_size > 0,
     )
+    weights.check_asked(parts.config)
     program = lower_to_cpu(graph, parts.pool, kv_layout, max_summed_tokens=max_summed_tokens, progress=parts.progress)
     if parts.chooses_threads and not parts.config.is_encoder:
         if parts.progress is not None:
@@ -98,6 +99,7 @@ def _write_whole(parts: Parts, gpu: CudaDevice) -> tuple[Program, KVLayout]:
     weights = CudaWeights(parts.file, parts.pool, gpu, parts.progress)
     check_kv_types(layout)
     graph = write_decoder(config, weights, config.context_length, kv_layers=layout.layers)
+    weights.check_asked(config)
     program = lower_to_cuda(graph, gpu, layout, progress=parts.progress)
     _note(parts.file, weights)
     return program, layout
@@ -118,6 +120,8 @@ def _write_split(parts: Parts, gpu: CudaDevice, placement: Placement) -> tuple[P
     rest = lower_to_cuda(graph, gpu, layout.device_part, max_batch_rows=MAX_BATCH_ROWS, progress=progress)
     on_cpu = CpuWeights(parts.file, parts.pool, progress)
     graph = write_first_layers(config, on_cpu, num_first, config.context_length, layout.host_part.layers)
+    on_cpu.asked |= on_gpu.asked
+    on_cpu.check_asked(config)
     first = lower_to_cpu(graph, parts.pool, layout.host_part, max_output_rows=MAX_BATCH_ROWS, progress=progress)
     if parts.chooses_threads and num_first:
         choose_decode_threads(first, layout.host_part, parts.file.num_bytes * num_first // config.num_layers)

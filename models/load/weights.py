@@ -4,6 +4,7 @@
 needs little more memory than the packed weights.
 """
 
+import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,6 +21,7 @@ from localinfer.kernels.cpu.weights import PackedWeight, RowTable, pack
 from localinfer.kernels.cuda.device import CudaDevice
 from localinfer.kernels.layouts import CUDA_LAYOUTS, GGUF_LAYOUTS, TILE_ROWS, Layout, num_tiles
 from localinfer.kernels.ops import EmbeddingTable, LinearWeight
+from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.load.rows_on_demand import RowsOnDemand
 from localinfer.quant.checkpoint.groups import GroupedMatrix, kernel_layout, kernel_rows
 from localinfer.quant.checkpoint.model_file import ModelFile
@@ -34,12 +36,22 @@ _UNGROUPED_NOTE = (
     "some quantized matrices run as F32, 32 bits per weight: their groups end inside a block of 32 columns, or their "
     "scales exceed float16"
 )
+_BLOCK_TENSOR = re.compile(r"blk\.(\d+)\.(.+)")
+_NEEDLESS_TENSORS = re.compile(
+    # For images; for next-token prediction; what activations were measured to be; a table that is computed.
+    r"vis_.*|nextn\..*|.*\.input_scale|attn_rot_embd\.weight"
+    # Of two forms of the same, the one that is not taken: a latent's matrix, Qwen3-Next's projections.
+    r"|attn_kv_b\.weight|ssm_in\.weight"
+    # Indexers that would choose everything; a mix with the first layer in the first layer; norms of keys alone.
+    r"|indexer\..*|time_mix_v\d\.weight|attn_k_norm\..*"
+)
 
 
 class CpuWeights:
     """A `WeightSource` over a model file, which packs each weight once, for any number of programs.
 
-    notes: the layout of each tensor type that the device's kernels do not run directly.
+    notes: the layout of each tensor type that the device's kernels do not run directly. asked: names of tensors that a
+    graph wanted or looked for.
     """
 
     _layouts: Collection[Layout] = GGUF_LAYOUTS
@@ -52,10 +64,25 @@ class CpuWeights:
         self._converted_tables: dict[str, RowTable] = {}
         self._loaded: dict[tuple[object, ...], Any] = {}
         self.notes: dict[TensorType, str] = {}
+        self.asked: set[str] = set()
 
     def has(self, name: str) -> bool:
         """Whether the file holds this tensor."""
+        self.asked.add(name)
         return name in self._file.tensors
+
+    def check_asked(self, config: ModelConfig) -> None:
+        """Raise UnsupportedFormatError if the model's blocks have tensors that no graph looked for.
+
+        Such a model was made for other blocks than those that were written: a norm, bias or gate would be missing.
+        """
+        left = [name for name in self._file.tensors if name not in self.asked and _is_of_blocks(name, config)]
+        if left:
+            more = f" and {len(left) - 1} more" if left[1:] else ""
+            raise UnsupportedFormatError(
+                f"{self._file.path.name} has {left[0]:.80}{more}, which {config.architecture!r} models are computed "
+                "without here, so its answers would be wrong. Update localinfer or choose another model."
+            )
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor, rows first."""
@@ -195,6 +222,16 @@ class CpuWeights:
         if self._progress is not None:
             done, total = self._done_bytes >> 20, self._file.num_bytes >> 20
             self._progress(f"{stage} (MB)", min(done, total), total)
+
+
+def _is_of_blocks(name: str, config: ModelConfig) -> bool:
+    """Whether a tensor is one of the main layers', of those that change what they compute."""
+    found = _BLOCK_TENSOR.fullmatch(name)
+    if found is None or int(found[1]) >= config.num_main_layers or _NEEDLESS_TENSORS.fullmatch(found[2]):
+        return False
+    # Layers that attend to the keys and values of others may have their own nevertheless.
+    is_shared = int(found[1]) >= config.num_layers - config.num_shared_layers
+    return not (is_shared and found[2].startswith(("attn_k", "attn_v")))
 
 
 class CudaWeights(CpuWeights):

@@ -1,5 +1,6 @@
 """Settings that a file may have in another form or beside others than the models that are compared have."""
 
+from contextlib import nullcontext
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -66,3 +67,24 @@ def test_sizes_that_no_kernel_computes_are_refused_as_a_files(tmp_path: Path) ->
     write_skeleton(skeleton, tmp_path / "odd.gguf")
     with pytest.raises(UnsupportedFormatError, match="no kernel of this version computes: heads of 24"):
         localinfer.load(tmp_path / "odd.gguf", device="cpu", threads=1, speculation=None)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "is_refused"),
+    [
+        ("llama-gqa", "blk.1.attn_q_norm.weight", True),
+        ("mamba2-recurrent", "blk.0.attn_norm.bias", True),
+        ("llama-gqa", "blk.1.attn_rot_embd.weight", False),
+        ("gemma4-e2b", "blk.8.attn_k.bias", False),
+    ],
+)
+def test_blocks_with_tensors_that_nothing_reads_are_refused(
+    name: str, tensor: str, is_refused: bool, folder: Path, tmp_path: Path
+) -> None:
+    with read_gguf(build_model(folder, name).path) as file:
+        typed = read_model(file)
+    extra = {tensor: typed.weights["output_norm.weight"]}
+    path = TypedModel(typed.metadata, typed.weights | extra).write(tmp_path / "more.gguf")
+    expected = pytest.raises(UnsupportedFormatError, match=f"has {tensor}, which") if is_refused else nullcontext()
+    with expected, localinfer.load(path, device="cpu", threads=1, speculation=None):
+        pass
