@@ -1,6 +1,6 @@
 """Texts of token ids to vectors or scores, many in a batch."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -43,9 +43,9 @@ class _Piece:
 class TextPooler:
     """Computes what a model makes of texts, in batches between the steps of generations.
 
-    A text's result does not depend on the others of its batch. Programs are written on first use, one per pooling. An
-    encoder's texts are computed whole, so its program grows to the longest one; a decoder's are cut where a batch is
-    full of one of them.
+    A text's result does not depend on the others of its batch. Programs are written on first use, one per pooling.
+    Texts of an encoder are computed whole, and so are those whose mean goes through matrices, so such a program grows
+    to the longest one; others are cut where a batch is full of one of them.
     """
 
     def __init__(self, engine: Engine, model: "Model") -> None:
@@ -69,24 +69,26 @@ class TextPooler:
         taken = self._taken_rows(kind, pooling)
         waiting = [_Text(index, token_ids) for index, token_ids in enumerate(texts)]
         try:
-            for batch in _batches(waiting, room, None if self._is_encoder else room):
+            for batch in _batches(waiting, room, None if self._is_whole(kind) else room):
                 self._run(kind, batch, taken)
-                for piece in batch:
-                    if piece.stop == len(piece.text.token_ids):
-                        self._close(piece.text)
+                self._close(piece.text for piece in batch if piece.stop == len(piece.text.token_ids))
         finally:
-            for text in waiting:
-                self._close(text)
+            self._close(waiting)
         return [_result(text, pooling, is_mean=kind is Pooling.NONE and pooling is Pooling.MEAN) for text in waiting]
 
     def _computed(self, pooling: Pooling) -> Pooling:
-        """What the program computes of a pooling: a decoder's gives single rows, which are pooled here."""
-        return pooling if self._is_encoder or pooling is Pooling.RANK else Pooling.NONE
+        """What the program computes of a pooling: a plain decoder's gives single rows, which are pooled here."""
+        is_in_graph = self._is_encoder or self._model.has_dense or pooling is Pooling.RANK
+        return pooling if is_in_graph else Pooling.NONE
+
+    def _is_whole(self, kind: Pooling) -> bool:
+        """Whether a batch must hold all rows of its texts."""
+        return self._is_encoder or kind is Pooling.MEAN
 
     def _reserve(self, kind: Pooling, longest: int) -> int:
         """Have a program that holds the longest text that is computed whole; returns how many rows to batch."""
         wanted = MAX_BATCH_ROWS
-        while self._is_encoder and wanted < longest:
+        while self._is_whole(kind) and wanted < longest:
             wanted *= 2
         with self._engine.exclusive_cache():
             program = self._programs.get(kind)
@@ -95,7 +97,7 @@ class TextPooler:
                 self._programs.pop(kind, None)
                 program = None
                 program = self._programs[kind] = self._model.text_program(kind, wanted)
-            if self._is_encoder:
+            if self._is_whole(kind):
                 return max(longest, MAX_BATCH_ROWS)
             return min(program.max_batch_rows, program.max_output_rows)
 
@@ -138,11 +140,14 @@ class TextPooler:
                 raise not_finite_error(piece.start + 1 + int(np.argmin(np.isfinite(part).all(axis=1))))
             piece.text.rows.append(part)
 
-    def _close(self, text: _Text) -> None:
-        if text.sequence is not None:
+    def _close(self, texts: Iterable[_Text]) -> None:
+        held = [text for text in texts if text.sequence is not None]
+        if held:
             with self._engine.scheduler.exclusive():
-                text.sequence.close()
-            text.sequence = None
+                for text in held:
+                    assert text.sequence is not None, "chosen so"
+                    text.sequence.close()
+                    text.sequence = None
 
 
 def _batches(texts: Sequence[_Text], room: int, longest: int | None) -> Iterator[list[_Piece]]:

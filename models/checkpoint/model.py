@@ -22,6 +22,7 @@ from localinfer.errors import CorruptFileError, TokenizerError, UnsupportedForma
 from localinfer.models.checkpoint.changes import ExpertRows, Rows
 from localinfer.models.checkpoint.hyperparameters import Hyperparameters, read_hyperparameters
 from localinfer.models.checkpoint.tensor_plan import PlannedTensor, plan_tensors
+from localinfer.models.checkpoint.text_modules import read_text_modules
 from localinfer.models.checkpoint.tokenizer_json import read_tokenizer
 from localinfer.quant.checkpoint.folder import CheckpointFolder, open_folder
 from localinfer.quant.checkpoint.groups import GroupedMatrix, stored_form
@@ -90,14 +91,17 @@ class CheckpointModel(Closing):
         self._num_experts = parameters.metadata.get(f"{parameters.family.architecture}.expert_count", 1)
         self._forms: list[StoredForm] = []
         self._decoded: tuple[str, NDArray[np.uint8]] | None = None
-        self._made = parameters.tensors
+        text_modules = read_text_modules(folder)
+        self._made = {**parameters.tensors, **text_modules.tensors}
         self.unknown_settings = parameters.unknown_settings
         self.path = folder.path
-        self.paths = (*folder.paths, folder.path / "config.json")
+        self.paths = (*folder.paths, folder.path / "config.json", *text_modules.paths)
         self.num_bytes = folder.num_bytes
         # Not GGUF's, but what the codes mean depends on it, and so does whatever is kept of a model's results.
         quantization = {"checkpoint.quantization": json.dumps(settings, sort_keys=True)} if settings else {}
         metadata = parameters.metadata | self._per_layer(parameters)
+        if text_modules.pooling_type is not None:
+            metadata.setdefault(f"{parameters.family.architecture}.pooling_type", text_modules.pooling_type)
         self.metadata = metadata | quantization | self._read_tokenizer()
         self.tensors = {name: self._record(planned) for name, planned in self._plan.items()}
         for name, values in self._made.items():

@@ -88,11 +88,6 @@ class Model:
             raise BackendUnavailableError(
                 "embeddings and scores are computed on the CPU only; load the model with device='cpu'"
             )
-        if not self.config.is_encoder and self.weights.has("dense_2.weight"):
-            raise UnsupportedFormatError(
-                f"this {self.config.architecture} model has matrices after pooling (dense_2), which this version "
-                "computes for encoders only. Choose another model."
-            )
         graph = write_text_model(
             self.config,
             self.weights,
@@ -107,6 +102,11 @@ class Model:
     def pooling(self) -> Pooling:
         """The pooling of an embedding model; the mean if the file has none."""
         return read_pooling(self.file.metadata)
+
+    @property
+    def has_dense(self) -> bool:
+        """Whether matrices follow the pooling of an embedding model."""
+        return "dense_2.weight" in self.file.tensors
 
     @property
     def capabilities(self) -> tuple[str, ...]:

@@ -34,6 +34,7 @@ class PooledModel(FakeModel):
     """A fake model whose hidden states are its logits."""
 
     pooling: Pooling = Pooling.MEAN
+    has_dense: bool = False
 
     def text_program(self, pooling: Pooling, max_rows: int) -> FakeProgram:
         return FakeProgram(self.program.vocab_size, self.program.logits_of, 5, 3)

@@ -226,17 +226,23 @@ def test_scores_of_the_fixture_are_the_reference_runtimes(folder: Path) -> None:
         assert score == pytest.approx(float(model.answers["scores"][0]), abs=1e-5)
 
 
-def test_dense_matrices_follow_the_pooling(folder: Path) -> None:
-    skeleton = dict(skeletons()["gemma-embedding-encoder"])
+@pytest.mark.parametrize("name", ["gemma-embedding-encoder", "qwen3-reranker"])
+def test_dense_matrices_follow_the_pooling(name: str, folder: Path) -> None:
+    skeleton = dict(skeletons()[name])
     skeleton["tensors"] = [*skeleton["tensors"], ["dense_2.weight", [96, 64]], ["dense_3.weight", [48, 96]]]
-    path = folder / "dense.gguf"
+    path = folder / f"{name}-dense.gguf"
     write_skeleton(skeleton, path)
-    with localinfer.load(path, threads=1, kv_type="f32") as llm:
-        vector = llm.embed([5, 6, 7], normalize=False)
-        tokens = llm.embed([5, 6, 7], normalize=False, pooling="none")
+    texts = [[5, 6, 7], np.arange(5, 90).tolist() * 8, [9]]
+    with localinfer.load(path, threads=1, kv_type="f32", context_length=1024) as llm:
         values = [model_of(llm).file.tensor_bytes(f"dense_{i}.weight").view(np.float32) for i in (2, 3)]
-        wanted = values[1].reshape(48, 96) @ (values[0].reshape(96, 64) @ tokens.mean(axis=0))
-        np.testing.assert_allclose(vector, wanted, rtol=1e-4, atol=1e-5)
+        for pooling in ("mean", "first", "last"):
+            found = llm.embed_many(texts, normalize=False, pooling=pooling)
+            for text, vector in zip(texts, found, strict=True):
+                np.testing.assert_array_equal(llm.embed(text, normalize=False, pooling=pooling), vector)
+                tokens = llm.embed(text, normalize=False, pooling="none")
+                pooled = tokens.mean(axis=0) if pooling == "mean" else tokens[0 if pooling == "first" else -1]
+                wanted = values[1].reshape(48, 96) @ (values[0].reshape(96, 64) @ pooled)
+                np.testing.assert_allclose(vector, wanted, rtol=1e-4, atol=2e-5)
 
 
 def test_encoders_are_quantized_without_calibration_only(folder: Path, tmp_path: Path) -> None:
