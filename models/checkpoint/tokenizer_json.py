@@ -1,17 +1,28 @@
 """From tokenizer.json and the small files around it to the vocabulary and chat template a GGUF file would have.
 
-Two kinds are built: byte-level BPE, and BPE over SentencePiece's pieces with bytes for what no piece covers. A part of
-the pipeline that would change the ids and is not built is refused by name.
+Two kinds are built here: byte-level BPE, and BPE over SentencePiece's pieces with bytes for what no piece covers. Those
+of encoders are in `encoder_vocabularies.py`. A part of the pipeline that would change the ids and is not built is
+refused by name.
 """
 
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
 from localinfer.errors import TokenizerError
+from localinfer.models.checkpoint.encoder_vocabularies import unigram, unigram_texts, word_piece
+from localinfer.models.checkpoint.tokenizer_document import (
+    check_whole,
+    flag_in,
+    list_in,
+    object_in,
+    shown,
+    unsupported,
+    wrong,
+)
 from localinfer.models.text.splitting import GPT2_PATTERN, PRE_TOKENIZERS
 from localinfer.models.text.vocabulary import PREFIX, TokenType
 from localinfer.quant.checkpoint.folder import MAX_TOKENIZER_BYTES, CheckpointFolder
@@ -22,7 +33,6 @@ _MAX_TOKENS = 1 << 22
 _SPACE_MARK = "▁"
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _MAX_NESTING = 16
-_WAY_OUT = "Use a GGUF file of the model, or run it with token ids only."
 _TEMPLATE = "tokenizer.chat_template"
 # GGUF has three keys for tokens that end a turn.
 _END_ROLES = ("eos", "eot", "eom")
@@ -36,8 +46,8 @@ class TokenizerJson:
     """
 
     def __init__(self, document: Mapping[str, Any], vocab_size: int) -> None:
-        self._model = _object(document, "model")
-        self._added = [_added_token(entry) for entry in _list(document, "added_tokens")]
+        self._model = object_in(document, "model")
+        self._added = [_added_token(entry) for entry in list_in(document, "added_tokens")]
         self._check_model()
         self._normalizers = _steps(document.get("normalizer"), "normalizers")
         self._pre_tokenizers = _steps(document.get("pre_tokenizer"), "pretokenizers")
@@ -45,7 +55,15 @@ class TokenizerJson:
         self.ids = self._read_ids()
         tokens, types = self._read_tokens(vocab_size)
         self.metadata: dict[str, object] = {f"{PREFIX}tokens": tokens, f"{PREFIX}token_type": types}
-        if any(step.get("type") == "ByteLevel" for step in self._pre_tokenizers):
+        unknown = self._unknown_id()
+        if unknown is not None and self._kind != "BPE":
+            self.metadata[f"{PREFIX}unknown_token_id"] = unknown
+        if self._kind == "WordPiece":
+            self.metadata |= word_piece(self._model, self._normalizers, self._pre_tokenizers, tokens, types)
+            self.metadata |= self._separator()
+        elif self._kind == "Unigram":
+            self.metadata |= unigram(self._model, self._normalizers, self._pre_tokenizers, tokens)
+        elif any(step.get("type") == "ByteLevel" for step in self._pre_tokenizers):
             self.metadata |= self._byte_level()
         else:
             self.metadata |= self._sentence_piece(tokens, types)
@@ -53,12 +71,14 @@ class TokenizerJson:
     def added_around(self) -> tuple[list[str], list[str]] | None:
         """Return the tokens that the post-processor puts before and after a text, None where it says nothing."""
         for step in self._post_processors:
+            if step.get("type") in ("BertProcessing", "RobertaProcessing"):
+                return [_first_text(step, "cls")], [_first_text(step, "sep")]
             if step.get("type") != "TemplateProcessing":
                 continue
             before: list[str] = []
             after: list[str] = []
             side = before
-            for piece in _list(step, "single"):
+            for piece in list_in(step, "single"):
                 if isinstance(piece, dict) and "Sequence" in piece:
                     side = after
                 elif isinstance(piece, dict) and isinstance(piece.get("SpecialToken"), dict):
@@ -67,33 +87,47 @@ class TokenizerJson:
         return None
 
     @property
+    def is_word_piece(self) -> bool:
+        """Whether it is BERT's, which has both ends of a text in `metadata`."""
+        return self._kind == "WordPiece"
+
+    @property
     def strips_after_special(self) -> bool:
         """Whether the white space behind special tokens goes with them."""
         return any(token["special"] and token["rstrip"] for token in self._added)
 
+    def _separator(self) -> dict[str, object]:
+        """BERT reads every text between two tokens, the second of which has a key of its own."""
+        around = self.added_around()
+        found = [self.ids.get(text) for side in around or () for text in side]
+        if around is None or len(around[0]) != 1 or len(found) != 2 or None in found:
+            raise unsupported(f"its post-processor adds {shown(around, 80)}", "one token before and one after a text")
+        return {f"{PREFIX}bos_token_id": found[0], f"{PREFIX}seperator_token_id": found[1]}
+
     def _check_model(self) -> None:
         model = self._model
-        kind = model.get("type", "BPE" if "merges" in model else None)
-        if kind != "BPE":
-            raise _unsupported(f"its model is {_shown(kind, 40)}", "BPE")
+        self._kind = model.get("type", "BPE" if "merges" in model else None)
+        if self._kind not in ("BPE", "WordPiece", "Unigram"):
+            raise unsupported(f"its model is {shown(self._kind, 40)}", "BPE, WordPiece or Unigram")
         for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
-            if model.get(key):
-                raise _unsupported(f"its model has {key} {_shown(model[key], 40)}", "none")
+            if model.get(key) and self._kind == "BPE":
+                raise unsupported(f"its model has {key} {shown(model[key], 40)}", "none")
 
     def _read_ids(self) -> dict[str, int]:
-        vocab = _object(self._model, "vocab")
+        is_list = self._kind == "Unigram"
+        vocab = unigram_texts(self._model) if is_list else object_in(self._model, "vocab")
         are_ids = all(type(index) is int and 0 <= index < _MAX_TOKENS for index in vocab.values())
         if len(vocab) > _MAX_TOKENS or not are_ids:
-            raise _wrong(f"model.vocab is not a map of texts to ids below {_MAX_TOKENS}")
-        _check_whole(vocab, "model.vocab")
-        _check_whole((token["content"] for token in self._added), "added_tokens")
+            raise wrong(f"model.vocab is not a map of texts to ids below {_MAX_TOKENS}")
+        check_whole(vocab, "model.vocab")
+        check_whole((token["content"] for token in self._added), "added_tokens")
         ids: dict[str, int] = dict(vocab)
         ids.update((token["content"], token["id"]) for token in self._added)
         if len(set(ids.values())) != len(ids):
             seen: dict[int, str] = {}
             for text, index in ids.items():
                 if index in seen:
-                    raise _wrong(f"{_shown(seen[index], 60)} and {_shown(text, 60)} both have the id {index}")
+                    raise wrong(f"{shown(seen[index], 60)} and {shown(text, 60)} both have the id {index}")
                 seen[index] = text
         return ids
 
@@ -102,15 +136,15 @@ class TokenizerJson:
         beyond = [text for text, index in self.ids.items() if index >= vocab_size]
         added = {token["content"] for token in self._added}
         if not added.issuperset(beyond):
-            raise _wrong(
-                f"{len(beyond)} ids, such as that of {_shown(beyond[0], 60)}, lie outside the {vocab_size} rows of the "
+            raise wrong(
+                f"{len(beyond)} ids, such as that of {shown(beyond[0], 60)}, lie outside the {vocab_size} rows of the "
                 "embedding"
             )
         for text in beyond:
             del self.ids[text]  # for pictures and the like: the model has no row for them
         tokens = [f"[PAD{index}]" for index in range(vocab_size)]
         types = [int(TokenType.UNUSED)] * vocab_size
-        has_bytes = _flag(self._model, "byte_fallback")
+        has_bytes = flag_in(self._model, "byte_fallback")
         for text, index in self.ids.items():
             tokens[index] = text
             is_byte = has_bytes and _BYTE_TOKEN.fullmatch(text)
@@ -118,28 +152,36 @@ class TokenizerJson:
         for token in self._added:
             if token["id"] < vocab_size and types[token["id"]] != TokenType.BYTE:
                 types[token["id"]] = int(TokenType.CONTROL if token["special"] else TokenType.USER_DEFINED)
-        unknown = self.ids.get(str(self._model.get("unk_token")))
-        if unknown is not None:
+        unknown = self._unknown_id()
+        if unknown is not None and unknown < vocab_size:
             types[unknown] = int(TokenType.UNKNOWN)
         return tokens, types
 
+    def _unknown_id(self) -> int | None:
+        if self._kind != "Unigram":
+            return self.ids.get(str(self._model.get("unk_token")))
+        found = self._model.get("unk_id")
+        if found is not None and (type(found) is not int or not 0 <= found < len(self.ids)):
+            raise wrong(f"unk_id is {shown(found, 40)}; wanted the id of a token")
+        return found
+
     def _merges(self) -> list[tuple[str, str]]:
         pairs: list[tuple[str, str]] = []
-        for entry in _list(self._model, "merges"):
+        for entry in list_in(self._model, "merges"):
             pair = entry.split(" ") if isinstance(entry, str) else entry
             if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(part, str) and part for part in pair):
-                raise _wrong(f"the merge {_shown(entry, 60)} is not a pair of texts")
+                raise wrong(f"the merge {shown(entry, 60)} is not a pair of texts")
             pairs.append((pair[0], pair[1]))
-        _check_whole((part for pair in pairs for part in pair), "model.merges")
+        check_whole((part for pair in pairs for part in pair), "model.merges")
         return pairs
 
     def _byte_level(self) -> dict[str, object]:
         for step in self._normalizers:
             # NFC changes only texts that are not composed, which hardly any source of text writes.
             if step.get("type") != "NFC":
-                raise _unsupported(f"its normalizer is {_shown(step.get('type'), 40)}", "none, or NFC")
+                raise unsupported(f"its normalizer is {shown(step.get('type'), 40)}", "none, or NFC")
         patterns = [pattern for step in self._pre_tokenizers for pattern in _patterns(step)]
-        ignores_merges = _flag(self._model, "ignore_merges")
+        ignores_merges = flag_in(self._model, "ignore_merges")
         names = (
             name
             for name, rule in PRE_TOKENIZERS.items()
@@ -147,19 +189,19 @@ class TokenizerJson:
         )
         name = next(names, None)
         if name is None:
-            raise _unsupported(f"it splits words by {_shown(patterns, 300)}", "the rules of a supported vocabulary")
+            raise unsupported(f"it splits words by {shown(patterns, 300)}", "the rules of a supported vocabulary")
         merges = [f"{left} {right}" for left, right in self._merges()]
         return {f"{PREFIX}model": "gpt2", f"{PREFIX}pre": name, f"{PREFIX}merges": merges}
 
     def _sentence_piece(self, tokens: list[str], types: list[int]) -> dict[str, object]:
         """Scores stand in for merges: SentencePiece ranks a merge by its result, and so were the merges made."""
-        if not _flag(self._model, "byte_fallback"):
-            raise _unsupported("it is neither byte-level nor has it byte_fallback", "one of the two")
+        if not flag_in(self._model, "byte_fallback"):
+            raise unsupported("it is neither byte-level nor has it byte_fallback", "one of the two")
         scores = np.full(len(tokens), -1e9, np.float32)
         for rank, (left, right) in enumerate(self._merges()):
             index = self.ids.get(left + right)
             if index is None:
-                raise _wrong(f"the merge {_shown(left + right, 60)} is not a token")
+                raise wrong(f"the merge {shown(left + right, 60)} is not a token")
             scores[index] = max(scores[index], -rank)
         has_prefix, only_first = self._space_prefix()
         metadata: dict[str, object] = {
@@ -183,16 +225,18 @@ class TokenizerJson:
                 case {"type": "Split", "pattern": {"String": " "}}:
                     pass  # every space has become a mark before this looks for one
                 case {"type": "Metaspace", "replacement": "▁"}:
-                    if _flag(step, "split", True):
-                        raise _unsupported("its Metaspace splits words", "split false")
-                    scheme = step.get("prepend_scheme", "always" if _flag(step, "add_prefix_space", True) else "never")
+                    if flag_in(step, "split", True):
+                        raise unsupported("its Metaspace splits words", "split false")
+                    scheme = step.get(
+                        "prepend_scheme", "always" if flag_in(step, "add_prefix_space", True) else "never"
+                    )
                     if scheme not in ("always", "never", "first"):
-                        raise _unsupported(f"its prepend_scheme is {_shown(scheme, 40)}", "always, never or first")
+                        raise unsupported(f"its prepend_scheme is {shown(scheme, 40)}", "always, never or first")
                     has_prefix, only_first, marks_spaces = scheme != "never", scheme == "first", True
                 case _:
-                    raise _unsupported(f"a step of its pipeline is {_shown(step, 120)}", "SentencePiece's own")
+                    raise unsupported(f"a step of its pipeline is {shown(step, 120)}", "SentencePiece's own")
         if not marks_spaces:
-            raise _unsupported("nothing in it turns spaces into '▁'", "a Replace or Metaspace that does")
+            raise unsupported("nothing in it turns spaces into '▁'", "a Replace or Metaspace that does")
         return has_prefix, only_first
 
 
@@ -212,8 +256,9 @@ def read_tokenizer(folder: CheckpointFolder, vocab_size: int) -> dict[str, objec
     settings = folder.json("tokenizer_config.json") or {}
     generation = folder.json("generation_config.json") or {}
     metadata = dict(tokenizer.metadata)
-    metadata |= _roles(tokenizer, settings, generation, folder.config)
-    metadata |= _added_tokens(tokenizer, settings, metadata)
+    if not tokenizer.is_word_piece:
+        metadata |= _roles(tokenizer, settings, generation, folder.config)
+        metadata |= _added_tokens(tokenizer, settings, metadata)
     metadata |= _templates(folder, settings)
     if tokenizer.strips_after_special:
         metadata[f"{PREFIX}strips_after_special"] = True
@@ -269,7 +314,7 @@ def _added_tokens(tokenizer: TokenizerJson, settings: dict[str, Any], metadata: 
             # Nothing else names the token, but what stands before every text is what begins a text.
             added[f"{PREFIX}{role}_token_id"] = role_id = found[0]
         if found not in ([], [role_id]):
-            raise _wrong(
+            raise wrong(
                 f"its post-processor adds {around[index]!r:.80} to every text; this version adds only the {role} token"
             )
         added[f"{PREFIX}{key}"] = bool(found)
@@ -300,17 +345,25 @@ def _patterns(step: Mapping[str, Any]) -> list[str]:
     """The regular expressions by which one pre-tokenizer cuts, as `PRE_TOKENIZERS` spells them."""
     match step:
         case {"type": "ByteLevel"}:
-            if _flag(step, "add_prefix_space"):
-                raise _unsupported("its ByteLevel step adds a space before texts", "add_prefix_space false")
-            return [GPT2_PATTERN] if _flag(step, "use_regex", True) else []
+            if flag_in(step, "add_prefix_space"):
+                raise unsupported("its ByteLevel step adds a space before texts", "add_prefix_space false")
+            return [GPT2_PATTERN] if flag_in(step, "use_regex", True) else []
         case {"type": "Digits"}:
-            return [r"\p{N}" if _flag(step, "individual_digits") else r"\p{N}+"]
+            return [r"\p{N}" if flag_in(step, "individual_digits") else r"\p{N}+"]
         case {"type": "Split", "pattern": {"Regex": str(pattern)}, "behavior": "Isolated", "invert": False}:
             return [pattern]
         case {"type": "Split", "pattern": {"Regex": str(pattern)}, "behavior": "Removed", "invert": True}:
             return [pattern]  # such patterns match all of a text, so nothing is removed
         case _:
-            raise _unsupported(f"its pre-tokenizer has the step {_shown(step, 200)}", "Split, Digits and ByteLevel")
+            raise unsupported(f"its pre-tokenizer has the step {shown(step, 200)}", "Split, Digits and ByteLevel")
+
+
+def _first_text(step: Mapping[str, Any], key: str) -> str:
+    """The text of a pair of text and id."""
+    pair = list_in(step, key)
+    if len(pair) != 2 or not isinstance(pair[0], str):
+        raise wrong(f"{key} of its post-processor is {shown(pair, 60)}; wanted a text and an id")
+    return pair[0]
 
 
 def _steps(value: object, parts: str, depth: int = 0) -> list[Mapping[str, Any]]:
@@ -318,64 +371,18 @@ def _steps(value: object, parts: str, depth: int = 0) -> list[Mapping[str, Any]]
     if value is None:
         return []
     if not isinstance(value, dict):
-        raise _wrong(f"a step of the pipeline is {_shown(value, 60)}; wanted an object")
+        raise wrong(f"a step of the pipeline is {shown(value, 60)}; wanted an object")
     if value.get("type") != "Sequence":
         return [value]
     if depth == _MAX_NESTING:
-        raise _wrong(f"{parts} are nested more than {_MAX_NESTING} deep; wanted steps in a row")
-    return [step for entry in _list(value, parts) for step in _steps(entry, parts, depth + 1)]
+        raise wrong(f"{parts} are nested more than {_MAX_NESTING} deep; wanted steps in a row")
+    return [step for entry in list_in(value, parts) for step in _steps(entry, parts, depth + 1)]
 
 
 def _added_token(entry: object) -> dict[str, Any]:
     wanted = {"content": str, "id": int, "special": bool}
     if not isinstance(entry, dict) or any(type(entry.get(key)) is not kind for key, kind in wanted.items()):
-        raise _wrong(f"the added token {_shown(entry, 80)} lacks content, id or special")
+        raise wrong(f"the added token {shown(entry, 80)} lacks content, id or special")
     if not entry["content"] or not 0 <= entry["id"] < _MAX_TOKENS:
-        raise _wrong(f"the added token {_shown(entry, 80)} is empty or has no sound id")
-    return {"rstrip": _flag(entry, "rstrip"), **{key: entry[key] for key in wanted}}
-
-
-def _object(record: Mapping[str, Any], key: str) -> dict[str, Any]:
-    value = record.get(key)
-    if not isinstance(value, dict):
-        raise _wrong(f"{key} is {_shown(value, 60)}; wanted an object")
-    return value
-
-
-def _list(record: Mapping[str, Any], key: str) -> list[Any]:
-    value = record.get(key, [])
-    if not isinstance(value, list):
-        raise _wrong(f"{key} is {_shown(value, 60)}; wanted a list")
-    return value
-
-
-def _flag(record: Mapping[str, Any], key: str, default: bool = False) -> bool:
-    value = record.get(key)
-    if value is not None and not isinstance(value, bool):
-        raise _wrong(f"{key} is {_shown(value, 60)}; wanted true or false")
-    return default if value is None else value
-
-
-def _check_whole(texts: Iterable[str], where: str) -> None:
-    """Refuse half characters, which JSON can spell and no text holds."""
-    try:
-        "".join(texts).encode("utf-8")
-    except UnicodeEncodeError as error:
-        found = error.object[error.start]
-        raise _wrong(f"{where} has half a character, U+{ord(found):04X}; wanted whole Unicode characters") from None
-
-
-def _shown(value: object, size: int) -> str:
-    """The beginning of a value as Python writes it, for a message; a file may nest values however deep."""
-    try:
-        return repr(value)[:size]
-    except RecursionError:
-        return f"a deeply nested {type(value).__name__}"
-
-
-def _wrong(complaint: str) -> TokenizerError:
-    return TokenizerError(f"tokenizer.json: {complaint}. {_WAY_OUT}")
-
-
-def _unsupported(found: str, wanted: str) -> TokenizerError:
-    return _wrong(f"{found}, which this version does not build; wanted {wanted}")
+        raise wrong(f"the added token {shown(entry, 80)} is empty or has no sound id")
+    return {"rstrip": flag_in(entry, "rstrip"), **{key: entry[key] for key in wanted}}

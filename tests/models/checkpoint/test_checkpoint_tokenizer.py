@@ -127,7 +127,7 @@ def test_ids_without_a_text_are_unused_and_added_ones_without_a_row_are_dropped(
 @pytest.mark.parametrize(
     ("path", "value", "words"),
     [
-        (("model", "type"), "Unigram", "its model is 'Unigram'"),
+        (("model", "type"), "WordLevel", "its model is 'WordLevel'"),
         (("model", "dropout"), 0.1, "dropout 0.1"),
         (("model", "end_of_word_suffix"), "</w>", "end_of_word_suffix"),
         (("model", "byte_fallback"), False, "neither byte-level nor has it byte_fallback"),

@@ -1,0 +1,185 @@
+"""Tokenizers of encoders' folders: the ids of the library that defines tokenizer.json, and typed refusals."""
+
+import base64
+import copy
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+
+from localinfer.errors import TokenizerError
+from localinfer.models.checkpoint.model import open_checkpoint
+from localinfer.models.checkpoint.tokenizer_json import TokenizerJson
+from localinfer.models.text.tokenizer import Tokenizer
+from localinfer.models.text.vocabulary import PREFIX
+from tests.checkpoint_files import added_token, write_folder
+from tests.models.checkpoint.published_encoders import encoder_weights, read_cases
+from tests.models.text.unigram_vocabularies import REPLACED, compiled_map, random_texts, unigram_metadata
+from tests.models.text.vocabularies import bert_metadata
+
+Document = dict[str, Any]
+
+
+def template(first: str, last: str, ids: tuple[int, int]) -> Document:
+    text = {"Sequence": {"id": "A", "type_id": 0}}
+    sides = [{"SpecialToken": {"id": token, "type_id": 0}} for token in (first, last)]
+    special = {
+        token: {"id": token, "ids": [index], "tokens": [token]} for token, index in zip((first, last), ids, strict=True)
+    }
+    return {
+        "type": "TemplateProcessing",
+        "single": [sides[0], text, sides[1]],
+        "pair": [sides[0], text, sides[1], {"Sequence": {"id": "B", "type_id": 1}}, sides[1]],
+        "special_tokens": special,
+    }
+
+
+def word_piece_document(**normalizer: object) -> Document:
+    tokens: list[str] = bert_metadata()[f"{PREFIX}tokens"]  # type: ignore[assignment]
+    texts = [text[1:] if text[0] == "▁" else text if text[0] == "[" and text[1:] else f"##{text}" for text in tokens]
+    return {
+        "added_tokens": [added_token(index, texts[index]) for index in range(5)],
+        "normalizer": {
+            "type": "BertNormalizer",
+            "clean_text": True,
+            "handle_chinese_chars": True,
+            "strip_accents": None,
+            "lowercase": True,
+            **normalizer,
+        },
+        "pre_tokenizer": {"type": "BertPreTokenizer"},
+        "post_processor": template("[CLS]", "[SEP]", (2, 3)),
+        "model": {
+            "type": "WordPiece",
+            "unk_token": "[UNK]",
+            "continuing_subword_prefix": "##",
+            "max_input_chars_per_word": 100,
+            "vocab": {text: index for index, text in enumerate(texts)},
+        },
+    }
+
+
+def unigram_document(*, splits: bool = True) -> Document:
+    metadata = unigram_metadata()
+    pairs = zip(metadata[f"{PREFIX}tokens"], metadata[f"{PREFIX}scores"].tolist(), strict=True)  # type: ignore
+    charsmap = base64.b64encode(compiled_map(REPLACED).tobytes()).decode()
+    steps: list[Document] = [{"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always"}]
+    precompiled: Document = {"type": "Precompiled", "precompiled_charsmap": charsmap}
+    merged = {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "}
+    strip = {"type": "Strip", "strip_left": True, "strip_right": True}
+    return {
+        "added_tokens": [added_token(index, text) for index, text in enumerate(("<s>", "<pad>", "</s>", "<unk>"))],
+        "normalizer": precompiled if splits else {"type": "Sequence", "normalizers": [precompiled, strip, merged]},
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [{"type": "WhitespaceSplit"}] * splits + steps},
+        "post_processor": template("<s>", "</s>", (0, 2)),
+        "model": {"type": "Unigram", "unk_id": 3, "vocab": [list(pair) for pair in pairs], "byte_fallback": False},
+    }
+
+
+def plain_texts(count: int, seed: int) -> list[str]:
+    """Random texts without the mark of spaces, and without rare spaces that published normalizations replace."""
+    return [re.sub("[▁\u2000-\u200a]", "", text) for text in random_texts(count, seed, highest=0x4000)]
+
+
+def write_tokenizer(folder: Path, document: Document, **settings: str) -> Path:
+    case = read_cases()["bert"]
+    vocab = document["model"]["vocab"]
+    shapes = {**case["shapes"], "embeddings.word_embeddings.weight": (len(vocab), 64)}
+    config = {**case["config"], "vocab_size": len(vocab)}
+    documents = {"tokenizer": document, "tokenizer_config": settings}
+    return write_folder(folder, encoder_weights(shapes), config, **documents)
+
+
+def read_tokenizer(folder: Path) -> Tokenizer:
+    with open_checkpoint(folder) as file:
+        assert file.tokenizer_error is None, file.tokenizer_error
+        return Tokenizer.from_metadata(file.metadata)
+
+
+WORD_PIECES = {
+    "uncased": word_piece_document(),
+    "cased": word_piece_document(lowercase=False),
+    "accents": word_piece_document(strip_accents=False),
+}
+WORD_PIECES["older"] = {
+    **WORD_PIECES["uncased"],
+    "post_processor": {"type": "BertProcessing", "sep": ["[SEP]", 3], "cls": ["[CLS]", 2]},
+}
+
+
+@pytest.mark.parametrize("name", WORD_PIECES)
+def test_word_pieces_are_those_of_the_library(name: str, tmp_path: Path) -> None:
+    document = WORD_PIECES[name]
+    library = tokenizers.Tokenizer.from_str(json.dumps(document))
+    tokenizer = read_tokenizer(write_tokenizer(tmp_path, document, cls_token="[CLS]", sep_token="[SEP]"))
+    texts = ["The cats, café naïve!", "", "un-re ing", "中国 hello", *plain_texts(300, 1)]
+    for text in texts:
+        assert tokenizer.encode(text) == library.encode(text).ids, text
+    assert tokenizer.ids_between == []
+    assert tokenizer.decode(tokenizer.encode("the cats")) == "the cats"
+
+
+@pytest.mark.parametrize("splits", [True, False])
+def test_unigrams_are_those_of_the_library(splits: bool, tmp_path: Path) -> None:
+    document = unigram_document(splits=splits)
+    library = tokenizers.Tokenizer.from_str(json.dumps(document))
+    settings = {"bos_token": "<s>", "eos_token": "</s>", "cls_token": "<s>", "sep_token": "</s>"}
+    tokenizer = read_tokenizer(write_tokenizer(tmp_path, document, **settings))
+    texts = ["The cats, caf\u00e9", "", "  a  b ", "ﬁ ① hello", *plain_texts(300, 2)]
+    for text in texts:
+        assert tokenizer.encode(text) == library.encode(text).ids, text
+    pair = library.encode("the cat", "a dog").ids
+    assert pair[-2:] == library.encode("a dog").ids[-2:]
+    # The pair that RoBERTa was trained on has one more end, which published files have in their templates.
+    assert tokenizer.ids_between == [2]
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "words"),
+    [
+        (("model", "continuing_subword_prefix"), "@@", "its pieces begin with '@@'"),
+        (("pre_tokenizer",), {"type": "Whitespace"}, "splits words by"),
+        (("normalizer",), {"type": "Lowercase"}, "its normalizer is"),
+        (("normalizer", "handle_chinese_chars"), False, "handle_chinese_chars false"),
+        (("normalizer", "lowercase"), 3, "lowercase is 3"),
+        (("post_processor",), None, "post-processor adds None"),
+        (("post_processor",), {"type": "BertProcessing", "sep": 3, "cls": []}, "wanted a list|wanted a text and an id"),
+    ],
+)
+def test_word_pieces_that_are_not_built_are_refused(path: tuple[str, ...], value: Any, words: str) -> None:
+    document = copy.deepcopy(WORD_PIECES["uncased"])
+    record = document
+    for key in path[:-1]:
+        record = record[key]
+    record[path[-1]] = value
+    with pytest.raises(TokenizerError, match=words):
+        TokenizerJson(document, len(document["model"]["vocab"]))
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "words"),
+    [
+        (("model", "vocab"), [["a", 1.0], ["a", 2.0]], "has a text twice"),
+        (("model", "vocab"), [["a"]], "not a text and a score"),
+        (("model", "vocab"), [["a", float("nan")]], "not a text and a score"),
+        (("model", "vocab"), {"a": 1}, "wanted a list"),
+        (("model", "unk_id"), 9999, "unk_id is 9999"),
+        (("normalizer",), {"type": "Lowercase"}, "its normalizer has the step"),
+        (("normalizer", "precompiled_charsmap"), "!", "not base64"),
+        (("pre_tokenizer",), {"type": "WhitespaceSplit"}, "nothing in it turns spaces"),
+        (("pre_tokenizer",), {"type": "Punctuation"}, "its pre-tokenizer has the step"),
+        (("pre_tokenizer", "pretokenizers", 1, "prepend_scheme"), "first", "prepend_scheme is 'first'"),
+        (("pre_tokenizer", "pretokenizers", 1, "prepend_scheme"), "never", "no space before"),
+    ],
+)
+def test_unigrams_that_are_not_built_are_refused(path: tuple[Any, ...], value: Any, words: str) -> None:
+    document = unigram_document()
+    record: Any = document
+    for key in path[:-1]:
+        record = record[key]
+    record[path[-1]] = value
+    with pytest.raises(TokenizerError, match=words):
+        TokenizerJson(document, 200)
