@@ -113,6 +113,11 @@ class CheckpointModel(Closing):
         self.notices = tuple(str(form) for form in self.quantization if form.change) + tuple(asides)
         if self._reader is not None:
             self.notices += tuple(self._reader.notices)
+        types = self.tensors.get("token_types.weight")
+        if parameters.family.heads and types is not None and types.shape[0] > 1:
+            self.notices += (
+                "queries and documents are one type of token, as in GGUF files; scores differ from those of two types",
+            )
 
     def replace_metadata(self, values: Mapping[str, SingleValue]) -> None:
         """Go on as if the folder said so; it is left as it is."""

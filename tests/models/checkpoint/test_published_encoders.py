@@ -21,6 +21,7 @@ def test_hidden_states_and_scores_are_those_of_the_published_implementation(name
     folder = write_case(tmp_path, CASES[name])
     with open_checkpoint(folder) as file:
         assert file.unknown_settings == (), "a file that its own library writes raises no alarm"
+        assert any("one type of token" in notice for notice in file.notices) == (name == "bert-ranker")
     wanted = read_result(name)
     with localinfer.load(folder, threads=1, kv_type="f32") as llm:
         if wanted.ndim == 1:
