@@ -52,7 +52,7 @@ def is_ranker(settings: Settings) -> bool:
 def ranker_metadata(settings: Settings) -> Metadata:
     """That a model ranks, and the names of its scores."""
     labels = settings.record("id2label")
-    names = [labels[key] for key in sorted(labels, key=lambda key: int(key) if key.isdecimal() else 0)]
+    names = [labels[key] for key in sorted(labels, key=lambda key: (len(key), key))]
     if not all(isinstance(name, str) for name in names):
         raise settings.wrong("id2label", "a text for each label")
     return {"pooling_type": _RANK, "classifier.output_labels": names or ["LABEL_0"]}
@@ -111,9 +111,8 @@ def _nomic(settings: Settings) -> Metadata:
     settings.must_be("rotary_emb_scale_base", None, None)
     if settings.integer("num_experts", 0):
         raise settings.unsupported("num_experts", "folders of nomic_bert without experts, or GGUF files with them")
-    settings.mark_read(
-        ("rotary_scaling_factor", "scale_attn_weights", "scale_attn_by_inverse_layer_idx", "layer_norm_epsilon")
-    )
+    settings.must_be("rotary_scaling_factor", None, None)
+    settings.mark_read(("fused_bias_fc", "scale_attn_weights"))  # how a program computes it; the usual scale
     # Beyond the length it was trained for, its own code stretches positions by what a text needs.
     length = settings.integer("max_position_embeddings", low=1)
     trained = settings.integer("max_trained_positions", length, low=1)
@@ -122,7 +121,8 @@ def _nomic(settings: Settings) -> Metadata:
 
 def _modern_bert(settings: Settings) -> Metadata:
     period = settings.integer("global_attn_every_n_layers", 3, low=1)
-    settings.mark_read(("classifier_activation", "decoder_bias"))
+    # Read for a classifier only, of pretraining, and of a parent class.
+    settings.mark_read(("classifier_activation", "decoder_bias", "position_embedding_type", "layer_norm_eps"))
     found: Metadata = {**_encoder(settings), "hidden_activation": settings.text("hidden_activation", "gelu")}
     if "layer_types" not in settings:
         layers = range(settings.integer("num_hidden_layers", low=1))

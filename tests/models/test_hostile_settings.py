@@ -25,6 +25,7 @@ from localinfer.quant.gguf.reader import read_gguf
 from tests import quantized_checkpoints as packing
 from tests.checkpoint_files import LLAMA_CONFIG, MODULES, llama_weights, write_folder
 from tests.models.arch_models import build_model, skeletons
+from tests.models.checkpoint import published_encoders
 from tests.models.checkpoint.family_folders import SETTINGS, family_config, write_family
 from tests.models.checkpoint.published_models import read_cases, write_case
 from tests.models.hostile_values import ALL, VALUES, load_in_child, metadata_keys
@@ -128,7 +129,10 @@ _KINDS = (
     "mpt",
     "hunyuan_v1_moe",
 )
-PUBLISHED = {name: read_cases()[name] for name in (*_KINDS, "llama4_text", "mistral4", "gpt_oss")}
+_ENCODERS = ("xlm-roberta-ranker", "modernbert-ranker", "nomic_bert")
+PUBLISHED = {name: read_cases()[name] for name in (*_KINDS, "llama4_text", "mistral4", "gpt_oss")} | {
+    name: published_encoders.read_cases()[name] for name in _ENCODERS
+}
 
 
 @pytest.mark.parametrize("name", [*SETTINGS, *PUBLISHED])
