@@ -291,13 +291,18 @@ def attention(parameters: int, batch: int, thread: int, num_threads: int) -> Non
     if per_part == 0:
         # Smaller tiles, if there are too few for all threads.
         rows_per_tile = max(1, min(rows_per_tile, num_rows(batch, 0) * kv_heads // (4 * num_threads)))
+    # The last rows of a prompt take longest, so they are computed first. A thread's units follow each other, so each is
+    # looked for from the segment of the one before: a batch of short texts has many segments of little work.
+    index, passed, units, counters = num_segments, 0, 0, BATCH.partials(batch)
+    first_partial = counters + PARTIAL_COUNTER_BYTES
+    segment, tiles, chunks, parts, tile_bytes = 0, 0, 0, 1, 0
     while True:
         unit = take_units(control, 1)
-        # The last rows of a prompt take longest, so they are computed first.
-        index, counters = num_segments, BATCH.partials(batch)
-        partials = counters + PARTIAL_COUNTER_BYTES
-        segment, tiles, chunks, parts, tile_bytes = 0, 0, 0, 1, 0
-        while index > 0:
+        while unit - passed >= units:
+            if index == 0:
+                return
+            passed += units
+            first_partial += tile_bytes * kv_heads
             index -= 1
             segment = segments + _SEGMENT_BYTES * index
             tiles = (SEGMENT.num_rows(segment) + rows_per_tile - 1) // rows_per_tile
@@ -306,17 +311,11 @@ def attention(parameters: int, batch: int, thread: int, num_threads: int) -> Non
                 parts = (chunks + per_part - 1) // per_part
                 tile_bytes = chunks * _chunk_bytes(p, SEGMENT.num_rows(segment) * group)
             units = tiles * kv_heads * parts
-            if unit < units:
-                break
-            unit -= units
-            partials += tile_bytes * kv_heads
-            tiles = 0
-        if tiles == 0:
-            return
+        unit -= passed
         part, kv_head = unit % parts, unit // parts % kv_heads
         first_row = (tiles - 1 - unit // (parts * kv_heads)) * rows_per_tile
         set_unit(p, memory, segment, first_row, min(rows_per_tile, SEGMENT.num_rows(segment) - first_row), kv_head)
-        is_last = True
+        is_last, partials = True, first_partial
         if parts > 1:
             partials += kv_head * tile_bytes
             begin, end = part * per_part, min(part * per_part + per_part, chunks)

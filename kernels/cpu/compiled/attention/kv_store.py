@@ -26,13 +26,14 @@ from localinfer.kernels.cpu.compiled.simd.memory import (
     load_u32_anywhere,
     store_f32,
     store_half,
+    store_halves,
     store_u8,
     store_u16,
     store_u32,
 )
 from localinfer.kernels.cpu.kernel_abi import KIND_F16, KIND_Q8_0
 from localinfer.kernels.cpu.parameters import BATCH, QUANTIZE_QUERIES, STORE_KV
-from localinfer.kernels.jit.numba import Source, inline
+from localinfer.kernels.jit.numba import Source, compose, inline
 from localinfer.kernels.kv_layout import PAGE_TOKENS, SCALE_BLOCK
 
 _RECORDS = attention_scratch.WORK
@@ -54,11 +55,14 @@ def _quantize(memory: int, source: int, size: int, rotation: int, is_q8_0: bool)
     return blocks
 
 
-@inline
+@compose
 def _store_floats(kind: int, source: int, target: int, first: int, stride: int, size: int) -> None:
-    """Write a head's row as elements `first`, `first` + `stride`, ... of what begins at target."""
+    """Write a head's row as elements `first`, `first` + `stride` (literal), ... of what begins at target."""
     if kind == KIND_F16:
-        for d in range(size):
+        whole = size // 16 * 16
+        for d in range(0, whole, 16):
+            store_halves(target + 2 * (first + stride * d), source + 4 * d, stride)
+        for d in range(whole, size):
             store_half(target + 2 * (first + stride * d), load_f32(source + 4 * d))
     else:
         for d in range(size):

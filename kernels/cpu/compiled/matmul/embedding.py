@@ -22,7 +22,7 @@ from localinfer.kernels.cpu.compiled.simd.memory import (
     store_f32,
 )
 from localinfer.kernels.cpu.parameters import BATCH, EMBED
-from localinfer.kernels.jit.numba import inline
+from localinfer.kernels.jit.numba import compose, inline
 from localinfer.kernels.layouts import Layout
 
 _IQ4 = np.array(IQ4_LEVELS, np.int64)
@@ -206,14 +206,27 @@ def _value(layout: int, row: int, column: int, unit: int, unit_bytes: int) -> fl
     return _super_block_value(layout, block, column % 256)
 
 
+@compose
+def _look_up(p: Any, layout: int, unit: int, unit_bytes: int, source: int, target: int) -> None:
+    for column in range(p.columns):
+        value = p.scale * _value(layout, source, column, unit, unit_bytes)
+        if p.by_position == 1:
+            value += load_f32(target + 4 * column)
+        store_f32(target + 4 * column, value)
+
+
 @row_op(EMBED)
 def embed(p: Any, batch: int, thread: int, row: int, part: int) -> None:
     """out = scale * table[index] (+ out)."""
     indices = BATCH.positions(batch) if p.by_position == 1 else BATCH.token_ids(batch)
     source = p.table + load_i64(indices + 8 * row) * p.row_bytes
     target = p.out + row * p.out_stride
-    for column in range(p.columns):
-        value = p.scale * _value(p.layout, source, column, p.unit, p.unit_bytes)
-        if p.by_position == 1:
-            value += load_f32(target + 4 * column)
-        store_f32(target + 4 * column, value)
+    # A layout that is known while compiling leaves no divisions and branches in the loop: the most frequent ones.
+    if p.layout == 0:
+        _look_up(p, 0, 1, 4, source, target)
+    elif p.layout == 1:
+        _look_up(p, 1, 1, 2, source, target)
+    elif p.layout == 3:
+        _look_up(p, 3, 32, 34, source, target)
+    else:
+        _look_up(p, p.layout, p.unit, p.unit_bytes, source, target)

@@ -15,8 +15,8 @@ from numba.core.imputils import lower_constant, lower_getattr_generic
 from numba.core.typing.templates import AttributeTemplate, infer_getattr, make_intrinsic_template
 from numba.extending import intrinsic, models, register_model, typeof_impl
 
-from localinfer.kernels.cpu.compiled.simd.emit import F32, F64, I8, I16, I32, I64, Emitter, Value
-from localinfer.kernels.cpu.compiled.simd.intrinsics import ADDRESS, FLOAT, VOID, emitted
+from localinfer.kernels.cpu.compiled.simd.emit import F32, F64, I8, I16, I32, I64, LANES, Emitter, Value
+from localinfer.kernels.cpu.compiled.simd.intrinsics import ADDRESS, FLOAT, LITERAL, VOID, emitted
 from localinfer.kernels.cpu.parameters import Block
 
 _ALIGNMENT = {I8: 1, I16: 2, I32: 4, F32: 4, I64: 8, F64: 8}
@@ -61,6 +61,17 @@ def load_half(emit: Emitter, address: Value) -> Value:
 def store_half(emit: Emitter, address: Value, value: Value) -> None:
     """Write a float32 as float16, rounded to nearest even."""
     emit.store(emit.float_to_half(value), address, align=2)
+
+
+@emitted(VOID, ADDRESS, ADDRESS, LITERAL)
+def store_halves(emit: Emitter, address: Value, source: Value, stride: int) -> None:
+    """Write sixteen float32 as float16, `stride` (literal) elements apart, each rounded as `store_half` does."""
+    halves = emit.float_to_half(emit.load_floats(source))
+    if stride == 1:
+        emit.store(halves, address, align=2)
+        return
+    for lane in range(LANES):
+        emit.store(emit.builder.extract_element(halves, emit.i32(lane)), address, 2 * stride * lane, align=2)
 
 
 @emitted(FLOAT, types.int64)
