@@ -57,6 +57,8 @@ def make_app(service: Service) -> Starlette:
         route("/completions", completions.completions, "POST", prompt_field="prompt"),
         route("/embeddings", embeddings.embeddings, "POST", prompt_field="input"),
         route("/rerank", rerank.rerank, "POST", prompt_field="documents"),
+        # Where Cohere's clients ask.
+        route("/v2/rerank", rerank.rerank, "POST", prompt_field="documents"),
         route("/responses", responses.responses, "POST", prompt_field="input"),
         route("/messages", messages.messages, "POST"),
         route("/messages/count_tokens", messages.count_tokens, "POST"),

@@ -3,7 +3,9 @@
 from collections.abc import Iterator
 
 import httpx
+import numpy as np
 import pytest
+from client_imports import import_or_skip
 from local_servers import serving
 
 import localinfer
@@ -37,7 +39,7 @@ def ranker(encoders: httpx.Client, tmp_path_factory: pytest.TempPathFactory) -> 
         yield llm
 
 
-@pytest.mark.parametrize("path", ["/v1/rerank", "/rerank"])
+@pytest.mark.parametrize("path", ["/v1/rerank", "/rerank", "/v2/rerank"])
 def test_documents_are_ranked_as_by_the_library(path: str, encoders: httpx.Client, ranker: LLM) -> None:
     wanted = ranker.rerank("the cat", DOCUMENTS)
     written = [DOCUMENTS[0], {"text": DOCUMENTS[1]}, *DOCUMENTS[2:]]
@@ -95,3 +97,34 @@ def test_encoders_say_what_they_can_and_refuse_the_rest(encoders: httpx.Client) 
     assert [len(one["embedding"]) for one in vectors["data"]] == [8, 8]
     cards = {card["id"]: card["capabilities"] for card in encoders.get("/v1/models").json()["data"]}
     assert cards == {"ranker": ["rerank"], "embedder": ["embeddings"]}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("provider", "path"), [("jina_ai", "/v1/rerank"), ("cohere", "/v1/rerank"), ("cohere", ""), ("hosted_vllm", "")]
+)
+def test_clients_of_other_services_rank(provider: str, path: str, encoders: httpx.Client, ranker: LLM) -> None:
+    litellm = import_or_skip("litellm")
+    texts = ["the cat", "hello world", "a dog and the cat"]
+    # Cohere's second API has no documents that are objects.
+    documents = [{"text": texts[0]}, *texts[1:]] if path else texts
+    options = {"query": "the cat", "documents": documents, "top_n": 2, "return_documents": True}
+    base = f"{str(encoders.base_url).rstrip('/')}{path}"
+    found = litellm.rerank(model=f"{provider}/ranker", api_base=base, api_key="none", **options)
+    wanted = ranker.rerank("the cat", texts, top_n=2)
+    assert [(one["index"], one["relevance_score"]) for one in found.results] == [(w.index, w.score) for w in wanted]
+    if provider != "cohere" or path:
+        assert [one["document"]["text"] for one in found.results] == [texts[one.index] for one in wanted]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_openais_client_embeds_with_fewer_dimensions(encoders: httpx.Client) -> None:
+    openai = import_or_skip("openai")
+    with openai.OpenAI(base_url=f"{str(encoders.base_url).rstrip('/')}/v1", api_key="none", max_retries=0) as client:
+        options = {"model": "embedder", "input": ["the cat", "hello"], "dimensions": 16}
+        packed = client.embeddings.create(**options).data
+        plain = client.embeddings.create(**options, encoding_format="float").data
+    for one, other in zip(packed, plain, strict=True):
+        assert len(one.embedding) == 16
+        assert np.float32(one.embedding).tobytes() == np.float32(other.embedding).tobytes()
+        assert np.linalg.norm(one.embedding) == pytest.approx(1, abs=1e-5)
