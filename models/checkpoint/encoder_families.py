@@ -6,8 +6,8 @@ from dataclasses import replace
 import numpy as np
 
 from localinfer.errors import UnsupportedFormatError
-from localinfer.models.checkpoint.changes import Change, Rows
-from localinfer.models.checkpoint.family import GELU_TANH, LLAMA, Family, Metadata, Source
+from localinfer.models.checkpoint.changes import FIRST_HALF, SECOND_HALF, Change, Rows, parts_of_groups
+from localinfer.models.checkpoint.family import GELU_TANH, LLAMA, Family, Metadata, Part, Source
 from localinfer.models.checkpoint.settings import Settings
 
 Variant = Callable[[Settings, Family], Family]
@@ -35,6 +35,17 @@ _BERT_ENDS: dict[str, Source] = {
     "token_types": "embeddings.token_type_embeddings",
     "position_embd": "embeddings.position_embeddings",
     "token_embd_norm": "embeddings.LayerNorm",
+}
+# The model of texts has its gate first, that of code second.
+_JINA_V2_BLOCKS: dict[str, Source] = {
+    **{name: source for name, source in _BERT_BLOCKS.items() if name.startswith("attn")},
+    "attn_q_norm": "attention.self.layer_norm_q",
+    "attn_k_norm": "attention.self.layer_norm_k",
+    "attn_norm_2": "layer_norm_1",
+    "ffn_gate": (Part("mlp.gated_layers", FIRST_HALF), Part("mlp.up_gated_layer", SECOND_HALF)),
+    "ffn_up": (Part("mlp.gated_layers", SECOND_HALF), Part("mlp.up_gated_layer", FIRST_HALF)),
+    "ffn_down": ("mlp.wo", "mlp.down_layer"),
+    "layer_output_norm": ("mlp.layernorm", "layer_norm_2"),
 }
 _FUSED_ENDS: dict[str, Source] = {
     "token_embd": "embeddings.word_embeddings",
@@ -85,6 +96,34 @@ def _encoder(settings: Settings) -> Metadata:
 def _bert(settings: Settings) -> Metadata:
     settings.must_be("position_embedding_type", "absolute", "absolute")
     return {**_encoder(settings), **_NO_ROPE}
+
+
+def _jina_v2(settings: Settings) -> Metadata:
+    settings.must_be("feed_forward_type", "geglu", "original")
+    settings.mark_read(("emb_pooler",))
+    return {**_encoder(settings), **_NO_ROPE}
+
+
+def _bert_variant(settings: Settings, family: Family) -> Family:
+    """Jina embeddings 2 (arXiv 2310.19923) call themselves BERT, with ALiBi."""
+    if settings.get("position_embedding_type") == "alibi":
+        ends = {name: source for name, source in _BERT_ENDS.items() if name != "position_embd"}
+        family = replace(family, architecture="jina-bert-v2", blocks=_JINA_V2_BLOCKS, outside=ends, metadata=_jina_v2)
+    return _BERT_CLASSIFIER(settings, family)
+
+
+def _neo_bert(settings: Settings) -> Metadata:
+    """NeoBERT's matrices are two thirds as wide as the file says, in whole eights."""
+    settings.mark_read(("embedding_init_range",))
+    width = 2 * settings.integer("intermediate_size", low=1) // 3
+    return {**_encoder(settings), "feed_forward_length": (width + 7) // 8 * 8}
+
+
+def _neo_bert_changes(settings: Settings) -> dict[str, Change]:
+    """Queries, keys and values take turns, head by head."""
+    num_heads = settings.integer("num_attention_heads", low=1)
+    head_dim = settings.integer("hidden_size", low=1) // num_heads
+    return {"attn_qkv.weight": parts_of_groups(num_heads, (head_dim,) * 3, (0, 1, 2))}
 
 
 def _first_position(settings: Settings) -> int:
@@ -173,8 +212,9 @@ _BERT = Family(
     epsilon="layer_norm_eps",
     defaults={"layer_norm_eps": 1e-12, "max_position_embeddings": 512, "vocab_size": 30522},
     metadata=_bert,
-    variant=_with_classifier({"cls.output": "classifier"}, {"cls": "pooler.dense"}),
+    variant=_bert_variant,
 )
+_BERT_CLASSIFIER = _with_classifier({"cls.output": "classifier"}, {"cls": "pooler.dense"})
 _ROBERTA_VARIANT = _with_classifier({"cls": "classifier.dense", "cls.output": "classifier.out_proj"})
 _ROBERTA = replace(
     _BERT,
@@ -262,5 +302,25 @@ ENCODERS: dict[str, Family] = {
         unused=r"lm_head\..*",
         defaults={"rms_norm_eps": 1e-5},
         metadata=_encoder,
+    ),
+    # NeoBERT (arXiv 2502.19587).
+    "neobert": Family(
+        architecture="neo-bert",
+        blocks={
+            "attn_norm": "attention_norm",
+            "attn_qkv": "qkv",
+            "attn_output": "wo",
+            "ffn_norm": "ffn_norm",
+            "ffn_up": "ffn.w12",
+            "ffn_down": "ffn.w3",
+        },
+        outside={"token_embd": "encoder", "enc.output_norm": "layer_norm"},
+        layers="transformer_encoder",
+        unused=r"decoder\..*",
+        epsilon="norm_eps",
+        aliases={"max_position_embeddings": "max_length"},
+        defaults={"norm_eps": 1e-6, "max_length": 1024},
+        metadata=_neo_bert,
+        changes=_neo_bert_changes,
     ),
 }
