@@ -23,7 +23,7 @@ those rows can be undone by not repeating them. Every op's part is a multiple of
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol, runtime_checkable
 
@@ -88,9 +88,8 @@ class KVLayout:
     kv_type: str
     layers: Sequence[KVLayerShape]
     states: Sequence[StateShape] = ()
-    carried_size: int = field(default=0, repr=False)
-    """Hidden states that a sequence carries from its last position to the next, for draft layers; 0 without such. No
-    page holds them, so they are not in the repr."""
+    carried_size: int = 0
+    """Hidden states that a sequence carries from its last position to the next, for draft layers; 0 without such."""
     scale_block: int = SCALE_BLOCK
     """Always SCALE_BLOCK; in the layout's repr, which is part of the key of stored pages."""
 

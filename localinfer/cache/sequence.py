@@ -114,18 +114,21 @@ class SequenceCache:
 
         hidden: hidden states of the position before it, in memory of whole vectors; None for those that are carried.
         """
-        assert self._carried is not None, "draft layers read what a sequence carries"
-        carried = self._carried[0] if hidden is None and self._carries else hidden
+        carried = self._carried[0] if hidden is None and self._carried is not None and self._carries else hidden
         place = 0 if carried is None else carried.ctypes.data
         return Segment(
             self.length + index, 1, self.page_addresses, windowed_addresses=self.windowed_addresses, carried=(place, 0)
         )
 
     def carry(self, hidden: NDArray[np.float32]) -> None:
-        """Carry these hidden states of the last valid position, float32[hidden_size], after some were dropped."""
-        if self._carried is not None:
-            self._carried[0, : hidden.size] = hidden
-            self._carries = True
+        """Carry these hidden states of the last valid position, float32[hidden_size].
+
+        After some positions were dropped, or where the model's steps leave none with the sequence.
+        """
+        if self._carried is None:
+            self._carried = _carried_rows(hidden.size)
+        self._carried[0, : hidden.size] = hidden
+        self._carries = True
 
     def want_snapshots(self, *places: int, parting: int | None = None) -> None:
         """Take snapshots of recurrent states at these positions too, for other sequences, and on a sparse grid.

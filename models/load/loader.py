@@ -229,9 +229,7 @@ def load_model(
                 if found.num_draft_layers:
                     config, kv_layout = found, with_draft_layers(found, kv_layout)
                 parts = replace(parts, config=config)
-            if drafter is not None:
-                kv_layout = replace(kv_layout, carried_size=config.hidden_size)
-            program = write_on_cpu(parts, weights, kv_layout, held)
+            program = write_on_cpu(parts, weights, kv_layout, held, shows_states=drafter is not None)
             written = program, kv_layout
             if drafter is None:
                 drafts = write_draft_programs(config, weights, program, shared_pool, kv_layout)

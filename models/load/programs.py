@@ -38,14 +38,16 @@ class Parts:
     chooses_threads: bool
 
 
-def write_on_cpu(parts: Parts, weights: CpuWeights, kv_layout: KVLayout, max_summed_tokens: int) -> CpuProgram:
-    """The program on the CPU. kv_layout, max_summed_tokens: see `lower_to_cpu`."""
+def write_on_cpu(
+    parts: Parts, weights: CpuWeights, kv_layout: KVLayout, max_summed_tokens: int, *, shows_states: bool = False
+) -> CpuProgram:
+    """The program on the CPU. kv_layout, max_summed_tokens: see `lower_to_cpu`; shows_states: see `write_decoder`."""
     graph = write_decoder(
         parts.config,
         weights,
         parts.config.context_length,
         kv_layers=kv_layout.layers,
-        shows_states=kv_layout.carried_size > 0,
+        shows_states=shows_states,
     )
     weights.check_asked(parts.config)
     program = lower_to_cpu(graph, parts.pool, kv_layout, max_summed_tokens=max_summed_tokens, progress=parts.progress)
