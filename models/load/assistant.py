@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from localinfer.errors import BackendUnavailableError, CorruptFileError, RequestError
 from localinfer.kernels.cpu.lower import lower_to_cpu
-from localinfer.kernels.cpu.program import CpuProgram, ThreadPool
+from localinfer.kernels.cpu.program import CpuProgram
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.models.decoder.block_sizes import OF_ANOTHER_CACHE
 from localinfer.models.decoder.config import ModelConfig
@@ -18,7 +18,6 @@ from localinfer.models.load.weights import CpuWeights
 from localinfer.quant.checkpoint.folder import open_folder
 from localinfer.quant.checkpoint.model_file import ModelFile
 from localinfer.quant.gguf.reader import GGUFFile, read_gguf
-from localinfer.types import ProgressCallback
 
 if TYPE_CHECKING:
     from localinfer.models.checkpoint.model import CheckpointModel
@@ -47,17 +46,18 @@ class Assistant:
     file: "GGUFFile | CheckpointModel"
     config: ModelConfig
 
-    def write(
-        self, target: Target, weights: CpuWeights, pool: ThreadPool, progress: ProgressCallback | None
-    ) -> CpuProgram:
-        """Its program, of one row, over pages of the target's cache; weights: the target's.
+    def write(self, target: Target, weights: CpuWeights, main: CpuProgram) -> CpuProgram:
+        """Its program, of one row, over pages of the target's cache; weights, main: the target's, with its threads.
 
         Raises: CorruptFileError for wrong shapes, or if the file was changed meanwhile.
         """
-        own = CpuWeights(self.file, pool, progress)
+        pool = main.tape.pool
+        own = CpuWeights(self.file, pool)
         layout = target.kv_layout
         graph = write_assistant(self.config, own, target.config, weights, layout.layers)
-        program = lower_to_cpu(graph, pool, layout, max_batch_rows=1, max_output_rows=1, progress=progress)
+        own.check_asked(self.config)
+        program = lower_to_cpu(graph, pool, layout, max_batch_rows=1, max_output_rows=1)
+        program.decode_threads = main.decode_threads
         for note in (*own.notes.values(), *getattr(self.file, "notices", ())):
             logger.warning("%s: %s", self.file.path.name, note)
         if self.file.has_changed:
