@@ -276,7 +276,10 @@ def _roles(
         if token_id is not None:
             roles[f"{PREFIX}{role}_token_id"] = token_id
     eos = _token_id(tokenizer, settings, "eos_token")
-    ends = [] if eos is None else [eos]
+    # What the post-processor puts behind every text is what ends a text, whatever ends a turn of a chat.
+    around = tokenizer.added_around()
+    behind = [] if around is None else [tokenizer.ids[text] for text in around[1] if text in tokenizer.ids]
+    ends = [*(behind if len(behind) == 1 else []), *([] if eos is None else [eos])]
     text_config = config.get("text_config")
     for source in (generation, config, text_config if isinstance(text_config, dict) else {}):
         ends += _ids_in(source.get("eos_token_id"))

@@ -198,6 +198,19 @@ def test_token_that_only_the_post_processor_names_begins_a_text(tmp_path: Path) 
     assert tokenizer.eog_token_ids == {2}
 
 
+def test_token_behind_every_text_ends_it_beside_that_of_a_turn(tmp_path: Path) -> None:
+    """As embedding models made of chat models have it."""
+    document = tokenizer_document()
+    document["added_tokens"].append(added_token(119, "<end>"))
+    document["post_processor"]["single"] = [{"Sequence": {"id": "A"}}, {"SpecialToken": {"id": "<end>"}}]
+    settings = {"bos_token": "<s>", "eos_token": "</s>"}
+    folder = write_folder(tmp_path, llama_weights(), tokenizer=document, tokenizer_config=settings)
+    with open_checkpoint(folder) as model:
+        tokenizer = Tokenizer.from_metadata(model.metadata)
+    assert tokenizer.encode("ab") == [111, 119]
+    assert tokenizer.eog_token_ids == {2, 119}
+
+
 def test_damaged_tokenizer_file_is_an_error_not_a_missing_vocabulary(tmp_path: Path) -> None:
     folder = write_folder(tmp_path, llama_weights())
     (folder / "tokenizer.json").write_text("{")
