@@ -21,7 +21,7 @@ from localinfer.closing import Closing
 from localinfer.errors import CorruptFileError, TokenizerError, UnsupportedFormatError
 from localinfer.models.checkpoint.changes import ExpertRows, Rows
 from localinfer.models.checkpoint.hyperparameters import Hyperparameters, read_hyperparameters
-from localinfer.models.checkpoint.tensor_plan import PlannedTensor, plan_tensors
+from localinfer.models.checkpoint.tensor_plan import PlannedTensor, has_head, plan_tensors
 from localinfer.models.checkpoint.text_modules import read_text_modules
 from localinfer.models.checkpoint.tokenizer_json import read_tokenizer
 from localinfer.quant.checkpoint.folder import CheckpointFolder, open_folder
@@ -76,6 +76,10 @@ class CheckpointModel(Closing):
         if self._reader is not None:
             unused.update(name for name in folder.tensors if self._reader.is_unused(name))
         parts = {name: self._part(name) for name in folder.tensors if name not in unused}
+        text_modules = read_text_modules(folder)
+        is_headless = text_modules.pooling_type is not None and not has_head(folder.tensors)
+        if is_headless:
+            parameters = replace(parameters, ties_embeddings=None)
         plan = plan_tensors(parts, parameters)
         self._plan = plan.tensors
         for names, words in (
@@ -91,7 +95,6 @@ class CheckpointModel(Closing):
         self._num_experts = parameters.metadata.get(f"{parameters.family.architecture}.expert_count", 1)
         self._forms: list[StoredForm] = []
         self._decoded: tuple[str, NDArray[np.uint8]] | None = None
-        text_modules = read_text_modules(folder)
         self._made = {**parameters.tensors, **text_modules.tensors}
         self.unknown_settings = parameters.unknown_settings
         self.path = folder.path
@@ -113,6 +116,8 @@ class CheckpointModel(Closing):
         self.notices = tuple(str(form) for form in self.quantization if form.change) + tuple(asides)
         if self._reader is not None:
             self.notices += tuple(self._reader.notices)
+        if is_headless and metadata.get(f"{parameters.family.architecture}.attention.causal", True):
+            self.notices += ("it has no lm_head: it embeds texts, and what it generates has no meaning",)
         types = self.tensors.get("token_types.weight")
         if parameters.family.heads and types is not None and types.shape[0] > 1:
             self.notices += (

@@ -107,6 +107,11 @@ def plan_tensors(parts: Mapping[str, tuple[str, str]], parameters: Hyperparamete
     return plan
 
 
+def has_head(names: Collection[str]) -> bool:
+    """Whether some tensor of a checkpoint is of its output matrix."""
+    return any(name.startswith(tuple(f"{head}." for head in _HEADS)) for name in names)
+
+
 class _Places:
     """GGUF's names, by those of one checkpoint."""
 

@@ -11,7 +11,8 @@ import localinfer
 from localinfer.errors import CorruptFileError, ModelFileError, UnsupportedFormatError
 from localinfer.models.checkpoint.model import open_checkpoint
 from localinfer.quant.checkpoint.model_file import ModelFile
-from tests.checkpoint_files import safetensors_bytes
+from tests.checkpoint_files import safetensors_bytes, write_folder
+from tests.models.checkpoint import published_models
 from tests.models.checkpoint.published_encoders import TOKEN_IDS, read_cases, write_case
 
 PREFIX = "sentence_transformers.models."
@@ -81,6 +82,22 @@ def test_matrices_after_pooling_are_read_from_their_folders(folder: Path) -> Non
     with open_checkpoint(folder) as file:
         assert {file.tensor(f"dense_{index}.weight").shape for index in (2, 3)} == {(96, 64), (32, 96)}
         assert folder / "3_Dense" / "model.safetensors" in file.paths
+
+
+def test_decoders_that_embed_need_no_head_of_their_own(tmp_path: Path) -> None:
+    """Published ones are saved without lm_head and without the names before it, yet say that it is not tied."""
+    case = published_models.read_cases()["qwen3"]
+    assert case["config"]["tie_word_embeddings"] is False
+    shapes = {name.removeprefix("model."): shape for name, shape in case["shapes"].items() if "lm_head" not in name}
+    folder = write_folder(tmp_path, published_models.weights(shapes), case["config"])
+    with pytest.raises(CorruptFileError, match="lm_head"):
+        opened(folder)
+    write_modules(folder, [TRANSFORMER, POOLING, NORMALIZE], mode("lasttoken"))
+    with open_checkpoint(folder) as file:
+        assert any("no lm_head" in notice for notice in file.notices)
+    with localinfer.load(folder, threads=1) as llm:
+        last = llm.embed(TOKEN_IDS, pooling="none", normalize=False)[-1]
+        np.testing.assert_array_equal(llm.embed(TOKEN_IDS, normalize=False), last)
 
 
 def opened(folder: Path) -> ModelFile:
