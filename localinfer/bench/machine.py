@@ -2,6 +2,7 @@
 
 import platform
 import time
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
@@ -42,14 +43,14 @@ def measure_read_bandwidth(num_threads: int) -> float:
         return num_bytes / min(_seconds(pool, _READ_MEMORY, words) for _ in range(_ATTEMPTS))
 
 
-def measure_multiply_peak(num_threads: int) -> float:
-    """Multiply-adds of bytes per second on this many threads, all in registers."""
+def measure_multiply_peak(num_threads: int, clock: Callable[[], float] = time.perf_counter) -> float:
+    """Multiply-adds of bytes per second on this many threads, all in registers. clock: of seconds."""
     sink = aligned_zeros(64 * num_threads)
     words = MULTIPLY.pack(rounds=10_000, sink=address(sink))
     with closing(ThreadPool(num_threads)) as pool:
-        _seconds(pool, _MULTIPLY_BYTES, words)
-        words[0] = max(1, int(words[0] * _ROUND_SECONDS / _seconds(pool, _MULTIPLY_BYTES, words)))
-        best = min(_seconds(pool, _MULTIPLY_BYTES, words) for _ in range(_ATTEMPTS))
+        _seconds(pool, _MULTIPLY_BYTES, words, clock)
+        words[0] = max(1, int(words[0] * _ROUND_SECONDS / _seconds(pool, _MULTIPLY_BYTES, words, clock)))
+        best = min(_seconds(pool, _MULTIPLY_BYTES, words, clock) for _ in range(_ATTEMPTS))
     return int(words[0]) * MULTIPLICATIONS_PER_ROUND * num_threads / best
 
 
@@ -87,10 +88,12 @@ def num_compiled_kernels() -> int:
     return 0 if CACHE_FOLDER is None else sum(1 for _ in CACHE_FOLDER.glob("*.o"))
 
 
-def _seconds(pool: ThreadPool, kernel: Kernel, words: NDArray[np.int64]) -> float:
+def _seconds(
+    pool: ThreadPool, kernel: Kernel, words: NDArray[np.int64], clock: Callable[[], float] = time.perf_counter
+) -> float:
     """Seconds of one run of an op."""
     header = BATCH.pack(**{**dict.fromkeys(BATCH.fields, 0), "control": pool.control_address})
     ops = np.array([[kernel.address, address(words)]], np.int64)
-    began = time.perf_counter()
+    began = clock()
     pool.run(address(ops), 1, address(header))
-    return time.perf_counter() - began
+    return clock() - began

@@ -1,7 +1,10 @@
 """How much faster texts are embedded in batches than one by one, by a random encoder of a published one's shape.
 
-python -m tests.bench.bench_embeddings [--width 384] [--texts 64] [--words 12] [--threads N]: seconds of both, the least
-of several rounds, and their ratio.
+python -m tests.bench.bench_embeddings [--width 384] [--texts 64] [--tokens 4,8,16,32,64] [--threads N] [--rounds 5]
+
+A line per length: milliseconds of both, the least of several rounds, their ratio, tokens per second in batches, and
+both as shares of what the machine multiplies at most, measured in the same run: 100 % divided by the share of one by
+one is what batches could gain at most. With one thread, times are the processor's, which others hardly change.
 """
 
 import argparse
@@ -13,8 +16,10 @@ from pathlib import Path
 import numpy as np
 
 import localinfer
+from localinfer.bench.machine import measure_multiply_peak
 from localinfer.evaluation.quantize import quantize
 from tests.api.encoder_models import vocabulary_entries
+from tests.inside import model_of
 from tests.models.arch_models import skeletons, write_skeleton
 from tests.models.text.vocabularies import bert_metadata
 
@@ -41,34 +46,45 @@ def write_bert(path: Path, width: int) -> None:
     quantize(whole, path, type="Q8_0", threads=1)
 
 
-def least(work: Callable[[], object], rounds: int) -> float:
+def least(work: Callable[[], object], rounds: int, clock: Callable[[], float]) -> float:
     """Seconds of the fastest of some rounds."""
     found = []
     for _ in range(rounds):
-        began = time.perf_counter()
+        began = clock()
         work()
-        found.append(time.perf_counter() - began)
+        found.append(clock() - began)
     return min(found)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    for name, default in (("width", 384), ("texts", 64), ("words", 12), ("rounds", 5), ("threads", None)):
+    for name, default in (("width", 384), ("texts", 64), ("rounds", 5), ("threads", None)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--tokens", default="4,8,16,32,64")
     options = parser.parse_args()
     generator = np.random.default_rng(0)
-    words = "the cat hello world un re dog café naïve".split()
-    texts = [" ".join(generator.choice(words, options.words)) for _ in range(options.texts)]
+    multiply_adds = _LAYERS * 12 * options.width**2
+    clock = time.thread_time if options.threads == 1 else time.perf_counter
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "bert.gguf"
         write_bert(path, options.width)
         with localinfer.load(path, threads=options.threads) as llm:
-            tokens = sum(map(len, llm.embedding_ids(texts)))
-            llm.embed_many(texts)
-            together = least(lambda: llm.embed_many(texts), options.rounds)
-            alone = least(lambda: [llm.embed(text) for text in texts], options.rounds)
-    print(f"{options.texts} texts, {tokens} tokens: {together:.4f} s in batches, {alone:.4f} s one by one")
-    print(f"{alone / together:.2f} times as fast, {tokens / together:.0f} tokens per second")
+            peak = measure_multiply_peak(model_of(llm).pool.num_threads, clock)
+            print(
+                f"width {options.width}, {multiply_adds / 1e6:.1f} M multiply-adds per token, peak {peak / 1e9:.0f} G/s"
+            )
+            for count in map(int, options.tokens.split(",")):
+                texts = [generator.integers(5, 100, count).tolist() for _ in range(options.texts)]
+                llm.embed_many(texts)
+                together = least(lambda: llm.embed_many(texts), options.rounds, clock)  # noqa: B023
+                alone = least(lambda: [llm.embed(text) for text in texts], options.rounds, clock)  # noqa: B023
+                total = options.texts * count
+                shares = [100 * multiply_adds * total / seconds / peak for seconds in (together, alone)]
+                print(
+                    f"{count:4d} tokens: {1e3 * together:8.2f} ms in batches, {1e3 * alone:8.2f} ms one by one, "
+                    f"{alone / together:5.2f} times as fast, {total / together:7.0f} tokens/s, "
+                    f"{shares[0]:3.0f} % and {shares[1]:3.0f} % of the peak"
+                )
 
 
 if __name__ == "__main__":
