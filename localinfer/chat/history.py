@@ -228,6 +228,8 @@ class ChatHistory:
         shows it for the same role: a template may refuse a chat that ends before, or write earlier replies in another
         way then; and it may put tools behind the system message.
         """
+        if not messages:
+            return ()
         last = len(messages) - 1
         ends = [self._shared(text, messages, values), self._shared(text, messages[:-1], values)]
         ends.append(self._shared(text, _changed(messages, last), values, add_generation_prompt=True))

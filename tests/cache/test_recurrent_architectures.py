@@ -148,3 +148,20 @@ def test_chunks_drafts_and_little_memory_change_no_bit(path: Path, cold: LLM):
         assert engine_of(llm).pool.allocated_bytes <= memory
         stats = llm.snapshot_stats
         assert stats is not None and stats.evicted > 0
+
+
+def test_window_is_exact_until_it_evicts_and_leaves_nothing_else_behind(path: Path, cold: LLM):
+    with loaded(path, kv_window=128) as llm:
+        has_pages = engine_of(llm).pool.page_bytes > 0
+        prompt = ids(100)
+        check(cold, llm, prompt, 0)
+        check(cold, llm, prompt, 99)
+        long = [*prompt, *ids(250, 1)]
+        if has_pages:
+            # Which pages it drops, it may choose by what was cached.
+            llm.complete(long, max_tokens=40, **OPTIONS)
+        else:
+            check(cold, llm, long, 99, max_tokens=40)
+            check(cold, llm, long, 349)
+        check(cold, llm, [*prompt[:90], *ids(20, 2)])
+        check(cold, llm, prompt, 99)
