@@ -42,6 +42,8 @@ class Segment:
     where the windowed layers' part of each page lies, for layouts that keep it apart; 0 for pages that those layers see
     no more. state: of models with recurrent layers. carried: for models with draft layers, addresses of the hidden
     states float32[hidden_size] of the row before, 0 for zeros, and of where those of the last row go, 0 for nowhere.
+    aside: tables like page_addresses and windowed_addresses by which the first row alone stores its keys and values,
+    for a position that is computed again while its page is shared; None for the segment's own.
     """
 
     start_position: int
@@ -52,6 +54,7 @@ class Segment:
     windowed_addresses: NDArray[np.int64] | None = None
     state: StateStep | None = None
     carried: tuple[int, int] = (0, 0)
+    aside: tuple[NDArray[np.int64], NDArray[np.int64] | None] | None = None
 
 
 @dataclass(frozen=True)

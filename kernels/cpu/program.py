@@ -336,7 +336,22 @@ class CpuProgram:
             self._positions[row : row + count] = np.arange(start, start + count)
             self._page_tables[row : row + count] = table - skipped
             self._windowed_tables[row : row + count] = windowed_table - skipped
+        if segment.aside is not None:
+            self._page_tables[row], self._windowed_tables[row] = self._tables_aside(index, segment)
         return row + count
+
+    def _tables_aside(self, index: int, segment: Segment) -> tuple[int, int]:
+        """The tables by which a segment's first row stores."""
+        assert segment.aside is not None, "it has some"
+        pages, windowed = segment.aside
+        windowed = windowed if self._window else pages
+        tail = segment.start_position // self._page_tokens
+        for table in (pages, windowed):
+            is_sound = table is not None and table.dtype == np.int64 and table.flags.c_contiguous
+            if not is_sound or segment.dropped_tokens or len(table) <= tail or not table[tail]:
+                raise RequestError(f"segment {index} has no page aside for position {segment.start_position}")
+        assert windowed is not None, "checked above"
+        return pages.ctypes.data, windowed.ctypes.data
 
     def _set_state(self, index: int, step: StateStep) -> None:
         """Write how a segment takes its states further, which `BatchLimits.check` has proven."""

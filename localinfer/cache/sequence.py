@@ -12,7 +12,7 @@ from localinfer.cache.eviction import KVEviction
 from localinfer.cache.sequence_state import BEGINNING, NO_SLOT, SequenceState, Settle, StatePlace
 from localinfer.cache.sliding_window import BoolArray
 from localinfer.cache.snapshots import SnapshotPolicy
-from localinfer.errors import ClosedError, ContextLengthError
+from localinfer.errors import ClosedError, ContextLengthError, OutOfMemoryError
 from localinfer.kernels.program import Batch, Segment
 
 _NO_PAGES = np.zeros(0, np.int64)
@@ -43,7 +43,9 @@ class SequenceCache:
     possible, as measuring needs it. policy: which snapshots are taken, once `want_snapshots` was called.
 
     For models with draft layers it carries the hidden states of the last position, which only decide how well is
-    drafted: they are zeros after a rollback that `carry` does not follow.
+    drafted. They are unknown where it goes on from a cached prefix, and after a rollback that `carry` does not follow:
+    `forward` then computes the last position once more beside the next ones, and stores it aside. Where it cannot (no
+    memory or room, sliding-window blocks that are gone), they are zeros.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class SequenceCache:
         self._has_states = pool.has_states
         self._carried = _carried_rows(pool.carried_size) if pool.carried_size else None
         self._carries = False
+        self._aside = _NO_PAGES
         self._policy = policy
         self._state = SequenceState(pool, policy)
 
@@ -97,17 +100,61 @@ class SequenceCache:
         """Slots of snapshots by position that were taken, and not handed over by `forget_snapshots` yet."""
         return dict(self._state.taken)
 
-    def segment(self, num_rows: int, num_droppable: int = 0) -> Segment:
-        """The next `num_rows` positions, which must be reserved, as a batch names them."""
+    def segment(self, num_rows: int, num_droppable: int = 0, *, repeats_last: bool = False) -> Segment:
+        """The next `num_rows` positions, which must be reserved, as a batch names them.
+
+        repeats_last: and the one before them first; only after `repeat_last` said so.
+        """
         mass = None if self._window is None else self._mass[: self.pages.size]
         step = self._state.step(num_rows, is_logged=num_droppable > 0) if self._has_states else None
         carried = (0, 0)
         if self._carried is not None:
             before, after = self._carried.ctypes.data, self._carried[1].ctypes.data
             carried = (before if self._carries else 0, after)
+        if repeats_last:
+            return Segment(
+                self.length - 1,
+                num_rows + 1,
+                self.page_addresses,
+                windowed_addresses=self.windowed_addresses,
+                carried=(0, carried[1]),
+                aside=self._tables_aside(),
+            )
         return Segment(
             self.length, num_rows, self.page_addresses, self._dropped, mass, self.windowed_addresses, step, carried
         )
+
+    @property
+    def lacks_carried(self) -> bool:
+        """Whether draft layers would read zeros for hidden states that could be computed; see `repeat_last`."""
+        return self._carried is not None and not (self._carries or self._has_states or self._dropped or not self.length)
+
+    def repeat_last(self) -> bool:
+        """Prepare to compute the last position once more, for its hidden states, if they are wanted and it can be.
+
+        What it stores goes to a copy of its page, which is dropped with the next `commit`.
+        """
+        length = self.length
+        tail = (length - 1) // self._page_tokens
+        if not self.lacks_carried or not self.windowed[tail] or not self.can_truncate(length - 1):
+            return False
+        try:
+            self._aside = self._aside if self._aside.size else self._pool.acquire(1)
+        except OutOfMemoryError:
+            return False
+        self._pool.copy(int(self.pages[tail]), int(self._aside[0]))
+        return True
+
+    def _tables_aside(self) -> tuple[NDArray[np.int64], NDArray[np.int64] | None]:
+        pages, windowed = self.pages.copy(), self.windowed.copy()
+        tail = (self.length - 1) // self._page_tokens
+        pages[tail] = self._aside[0]
+        return self._pool.addresses(pages), self._pool.windowed_addresses(pages, windowed)
+
+    def _drop_aside(self) -> None:
+        aside, self._aside = self._aside, _NO_PAGES
+        if aside.size:
+            self._pool.release(aside)
 
     def draft_segment(self, index: int, hidden: NDArray[np.float32] | None) -> Segment:
         """One row of a draft layer, `index` positions after the last valid one, whose page must be reserved.
@@ -229,6 +276,7 @@ class SequenceCache:
         if self._carried is not None and length > self.length:
             self._carried[0] = self._carried[1]
             self._carries = True
+            self._drop_aside()
         if not self._has_states or length == self.length:
             self.length = length
             return
@@ -242,6 +290,7 @@ class SequenceCache:
         free pages that hold nothing else; return the length that is left."""
         assert length >= 0, "a sequence has no negative length"
         self._carries = self._carries and length >= self.length
+        self._drop_aside()
         if self._has_states and length < self.length:
             return self._truncate_to_states(length)
         assert length == 0 or length >= self._last_drop, "no rollback to before where pages were dropped"
@@ -289,6 +338,7 @@ class SequenceCache:
         windowed = np.ones(pages.size, np.bool_) if windowed is None else windowed
         windowed = windowed & self._pool.sliding.kept(pages.size, length, *self._pinned)
         self._carries = False
+        self._drop_aside()
         self._hold(pages.copy(), length, windowed, StatePlace(state, length) if self._has_states else BEGINNING)
         if self._has_states:
             self._state.share_snapshot(state, length, is_inside_page=length % self._page_tokens != 0)
@@ -362,20 +412,34 @@ def forward(
     token_ids: Sequence[NDArray[np.int32]],
     output_rows: NDArray[np.int32],
     num_droppable: Sequence[int] | None = None,
+    tokens_before: Sequence[int | None] | None = None,
 ) -> Results:
     """Compute the next positions of some sequences in one batch: reserve them, run, commit.
 
     run: a program's `run`, or what else computes a batch; where it answers None, nothing is committed. token_ids:
     int32[n], one array per sequence. output_rows: int32, rows of the batch whose results are wanted. num_droppable: per
     sequence, how many of its last rows may be dropped by `truncate` afterwards, such as a draft's; None for none.
+    tokens_before: per sequence the token at its last position, if there is room for a row more in the batch; see
+    `SequenceCache.repeat_last`.
     Returns: what `run` does, valid until its next call. Raises: as `SequenceCache.reserve` and `run`.
     """
     segments: list[Segment] = []
+    repeated: list[int] = []
+    num_rows, given = 0, list(token_ids)
     for index, (sequence, ids) in enumerate(zip(sequences, token_ids, strict=True)):
         droppable = 0 if num_droppable is None else num_droppable[index]
         sequence.reserve(sequence.length + ids.size, droppable)
-        segments.append(sequence.segment(ids.size, droppable))
-    joined = token_ids[0] if len(token_ids) == 1 else np.concatenate(token_ids)
+        before = None if tokens_before is None else tokens_before[index]
+        repeats_last = before is not None and sequence.repeat_last()
+        if repeats_last:
+            given[index] = np.concatenate((np.array([before], np.int32), ids))
+            repeated.append(num_rows)
+        num_rows += ids.size
+        segments.append(sequence.segment(ids.size, droppable, repeats_last=repeats_last))
+    if repeated:
+        # Each row has those before it that are computed once more.
+        output_rows = output_rows + np.searchsorted(repeated, output_rows, "right").astype(np.int32)
+    joined = given[0] if len(given) == 1 else np.concatenate(given)
     results = run(Batch(joined, segments, output_rows))
     if results is not None:
         for sequence, segment in zip(sequences, segments, strict=True):

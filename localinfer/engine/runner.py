@@ -348,12 +348,23 @@ class ModelRunner:
                     self._prepare_mask(request.matcher, history, request.position)
             sequences = [part.request.cache for part in scheduled]
             drafted = [part.num_drafted for part in scheduled]
-            return forward(run, sequences, token_ids, np.array(rows, np.int32), drafted)
+            before = self._tokens_before(scheduled, num_rows)
+            return forward(run, sequences, token_ids, np.array(rows, np.int32), drafted, before)
         finally:
             # All of them, those of an interrupted step too; a mask raises its own error when it is called.
             while self._masks:
                 self._masks[-1].exception()
                 self._masks.pop()
+
+    def _tokens_before(self, scheduled: Sequence[ScheduledSequence], num_rows: int) -> Sequence[int | None] | None:
+        """The last computed tokens of prompts whose hidden states draft layers lack, if there is room for them."""
+        wanted = [part.is_chunk and part.request.cache.lacks_carried for part in scheduled]
+        if not any(wanted) or num_rows + sum(wanted) > self._program.max_batch_rows:
+            return None
+        return [
+            int(part.request.head[part.request.cache.length - 1]) if is_wanted else None
+            for part, is_wanted in zip(scheduled, wanted, strict=True)
+        ]
 
     def _prepare_mask(self, matcher: GuidingMask, history: NDArray[np.int32], position: int) -> None:
         if self._mask_thread is None:

@@ -341,8 +341,10 @@ class Scheduler:
 
     def _chunks(self, prompts: list[Request], num_decoding: int) -> list[ScheduledSequence]:
         """Share a step's rows among prompts: first those of the owner whose last chunk is longest ago."""
+        # What draft layers lack of a cached prefix takes a row more.
+        repeated = sum(request.cache.lacks_carried for request in prompts)
         rows = self._runner.costs.chunk_rows(
-            num_streams=num_decoding, num_prompts=len(prompts), most=self._max_rows - num_decoding
+            num_streams=num_decoding, num_prompts=len(prompts), most=max(1, self._max_rows - num_decoding - repeated)
         )
         outputs = self._max_outputs - num_decoding
         for request in prompts:

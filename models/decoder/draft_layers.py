@@ -39,9 +39,9 @@ def carried_states(config: ModelConfig) -> list[StateShape]:
 def write_previous_states(graph: Graph, states: Buffer) -> Buffer:
     """Write every row's hidden states of the position before it, which draft layers cache something of.
 
-    Of a segment's first row the sequence carries them, or they are zeros where it goes on from a cached prefix: one
-    position then counts for less in later drafts. A model with recurrent layers has them among its states, exact
-    wherever a sequence goes on from a snapshot, by a convolution that takes the row before and nothing of its own.
+    Of a segment's first row the sequence carries them. A model with recurrent layers has them among its states, so that
+    they are there wherever a sequence goes on from a snapshot, by a convolution that takes the row before and nothing
+    of its own.
     """
     previous = graph.buffer("previous_hidden", states.width, states.rows)
     graph.tape.previous_row(previous, states)

@@ -182,7 +182,7 @@ class Recording(MTPDrafter):
         return logits, shown
 
 
-@pytest.mark.parametrize("name", ["qwen35-mtp", "nemotron_h_moe-mtp", "bailingmoe3-mtp", "step35-mtp"])
+@pytest.mark.parametrize("name", ["qwen35-mtp", "bailingmoe3-mtp", "step35-mtp", "glm-dsa-mtp", "glm4moe-mtp"])
 def test_drafts_after_a_cached_prefix_are_those_of_a_cold_start(name: str, tmp_path: Path) -> None:
     path = build_model(tmp_path, name).path
     prompt = [int(token) for token in np.random.default_rng(5).integers(0, 128, 50)]
@@ -204,8 +204,4 @@ def test_drafts_after_a_cached_prefix_are_those_of_a_cold_start(name: str, tmp_p
     common = sorted(cold.keys() & warm.keys())
     assert len(common) > 10
     for position in common:
-        if engine.pool.has_states:
-            np.testing.assert_array_equal(warm[position].view(np.uint32), cold[position].view(np.uint32))
-        else:
-            # Two positions of the prompt were computed without the hidden states before them.
-            assert np.corrcoef(warm[position], cold[position])[0, 1] > 0.9
+        np.testing.assert_array_equal(warm[position].view(np.uint32), cold[position].view(np.uint32))
