@@ -184,9 +184,10 @@ class Speculation:
         self._note("drafts from former text were switched off", error)
 
     def switch_off_model(self, error: Exception) -> None:
-        """Stop drafting by the draft model; its memory is released with the engine's."""
+        """Stop drafting by the draft model, or by draft layers; its memory is released with the engine's."""
+        what = "the model's draft layers were" if isinstance(self.model, MTPDrafter) else "the draft model was"
         self.model = None
-        self._note("the draft model was switched off", error)
+        self._note(f"{what} switched off", error)
 
     def close(self) -> None:
         """Release the draft model."""
