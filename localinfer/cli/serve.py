@@ -51,7 +51,7 @@ _SECONDS = click.FloatRange(min=0)
     default=5,
 )
 @flag("--until-stdin-ends", "Exit at the end of standard input, such as when the parent exits.")
-@flag("--verbose", "Log each request, without its text, to stderr.")
+@flag("--verbose", "Log each request, and what of its prompt was cached, without its text, to stderr.")
 def serve_command(
     options: LoadOptions,
     models: str | None,

@@ -47,7 +47,10 @@ def client(path: Path) -> Iterator[httpx.Client]:
         yield made
 
 
-def test_replies_and_meters_say_what_was_cached_and_why_not_more(client: httpx.Client):
+def test_replies_and_meters_say_what_was_cached_and_why_not_more(
+    client: httpx.Client, caplog: pytest.LogCaptureFixture
+):
+    caplog.set_level("INFO", "localinfer.server")
     prompt = "".join(chr(97 + index % 23) for index in range(150))
     (model,) = (model["id"] for model in client.get("/v1/models").json()["data"])
 
@@ -75,6 +78,8 @@ def test_replies_and_meters_say_what_was_cached_and_why_not_more(client: httpx.C
         found.append(edited)
         # No word of what others have asked.
         assert edited[1:] == (cached, f"the text differs at token {shared}" if streamed else missed)
+    logged = [record.message for record in caplog.records if "prompt tokens" in record.message]
+    assert logged[2] == f"{model}: 0 of {found[2][0]} prompt tokens were cached: {missed}"
     meters = read_metrics(client)
     assert meters[f"localinfer_prompt_tokens_total {model}"] == sum(one[0] for one in found)
     assert meters[f"localinfer_cached_prompt_tokens_total {model}"] == sum(one[1] for one in found)

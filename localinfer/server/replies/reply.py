@@ -4,6 +4,7 @@ Between the two: the threads (`ReplyThreads`), their events (`LoopNotifier`), an
 """
 
 import asyncio
+import logging
 import threading
 import time
 from collections import deque
@@ -19,6 +20,8 @@ from localinfer.server.replies.models import Lease
 
 if TYPE_CHECKING:
     from localinfer.stream import Stats, StreamEvent, TextStream
+
+logger = logging.getLogger(__name__)
 
 Item = TypeVar("Item")
 _Job = Callable[[], None]
@@ -389,6 +392,7 @@ class _Text:
             self._latency.end(is_whole=ending not in ("cancelled", "failed"))
             if self._stats is not None:
                 self._state.metrics.count_reply(self._model_id, self._stats, ending)
+                _log_cache(self._model_id, self._stats)
             self.has_token.set()
             if error is None or self._is_cancelled:
                 self._put(End(self.index, "stop" if ending == "cancelled" else ending, self._stats))
@@ -419,3 +423,9 @@ class _Text:
                     self._stream = None
                 self._stats = stream.stats
         return ending
+
+
+def _log_cache(model_id: str, stats: "Stats") -> None:
+    """Log how much of a prompt was cached and why not more, without a word of any text."""
+    reason = "" if stats.cache_miss_summary is None else f": {stats.cache_miss_summary}"
+    logger.info("%s: %d of %d prompt tokens were cached%s", model_id, stats.cached_tokens, stats.prompt_tokens, reason)
