@@ -344,14 +344,14 @@ class CpuProgram:
         """The tables by which a segment's first row stores."""
         assert segment.aside is not None, "it has some"
         pages, windowed = segment.aside
-        windowed = windowed if self._window else pages
-        tail = segment.start_position // self._page_tokens
-        for table in (pages, windowed):
-            is_sound = table is not None and table.dtype == np.int64 and table.flags.c_contiguous
-            if not is_sound or segment.dropped_tokens or len(table) <= tail or not table[tail]:
+        tables = [pages, windowed if self._window else pages]
+        tail, found = segment.start_position // self._page_tokens, []
+        for table in tables:
+            is_there = table is not None and len(table) > tail and table[tail] and not segment.dropped_tokens
+            if table is None or not is_there or table.dtype != np.int64 or not table.flags.c_contiguous:
                 raise RequestError(f"segment {index} has no page aside for position {segment.start_position}")
-        assert windowed is not None, "checked above"
-        return pages.ctypes.data, windowed.ctypes.data
+            found.append(int(table.ctypes.data))
+        return found[0], found[1]
 
     def _set_state(self, index: int, step: StateStep) -> None:
         """Write how a segment takes its states further, which `BatchLimits.check` has proven."""

@@ -17,7 +17,7 @@ from localinfer.errors import (
 from localinfer.kernels import address_space
 from localinfer.kernels.cpu import sampling, text_merging, token_history
 from localinfer.kernels.cpu.lower import MAX_BATCH_ROWS, lower_to_cpu
-from localinfer.kernels.cpu.program import POOL_KERNELS, CpuProgram, ThreadPool
+from localinfer.kernels.cpu.program import POOL_KERNELS, ThreadPool
 from localinfer.kernels.cpu.weights import KERNELS as WEIGHT_KERNELS
 from localinfer.kernels.jit.compile_ahead import compile_ahead
 from localinfer.kernels.kv_layout import KVLayout

@@ -45,9 +45,7 @@ class PromptedText(MTPText):
         super().__init__(drafter, plan)
         self._texts = texts
 
-    def draft(
-        self, tokens: NDArray[np.int32], out: NDArray[np.int32], sequence: SequenceCache, head: DraftHead
-    ) -> int:
+    def draft(self, tokens: NDArray[np.int32], out: NDArray[np.int32], sequence: SequenceCache, head: DraftHead) -> int:
         count, known = super().draft(tokens, out, sequence, head), tokens.tolist()
         text = next((text for text in self._texts if text[: len(known)] == known), [])
         for index, token in enumerate(text[len(known) : len(known) + count]):
