@@ -45,6 +45,8 @@ logger = logging.getLogger(__name__)
 DEFAULT_MAX_BYTES = 4 << 30
 _IDLE_SECONDS = 0.5
 """Idle time after a sequence's last token before it is written."""
+_MOST_DELAYS = 4
+"""How many idle times a sequence waits at most while others go idle after it."""
 _CLOSE_SECONDS = 5.0
 """Time limit for writing what is pending when closing."""
 _PAGES_IN_PLACE = 64
@@ -104,7 +106,7 @@ class DiskCache:
         self._process = os.getpid()
         self._wake = threading.Condition()
         self._pending: list[TokenIds] = []
-        self._due = 0.0
+        self._due = self._latest = 0.0
         self._deadline = float("inf")
         self._is_closing = False
         self._writer: threading.Thread | None = None
@@ -165,8 +167,12 @@ class DiskCache:
             if self._is_closing:
                 return
             kept = [ids for ids in self._pending if common_length(ids, token_ids) < ids.size]
+            now = time.monotonic()
+            if not self._pending:
+                self._latest = now + _MOST_DELAYS * self.idle_seconds
             self._pending = [*kept, token_ids]
-            self._due = time.monotonic() + self.idle_seconds
+            # Sequences that go idle all the time, as those before each context shift, must not put it off for ever.
+            self._due = min(now + self.idle_seconds, self._latest)
             if self._writer is None:
                 self._writer = threading.Thread(target=self._write_behind, name="localinfer-write-behind", daemon=True)
                 self._writer.start()

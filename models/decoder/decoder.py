@@ -24,7 +24,7 @@ from localinfer.models.decoder.draft_layers import (
 from localinfer.models.decoder.feed_forward import has_feed_forward, write_feed_forward, write_router
 from localinfer.models.decoder.gemma3n_blocks import merge_streams, write_gemma3n_layer, write_streams
 from localinfer.models.decoder.gemma_blocks import write_gemma4_layer, write_layer_inputs
-from localinfer.models.decoder.graph import Graph, refuse
+from localinfer.models.decoder.graph import Graph, divided, refuse
 from localinfer.models.decoder.recurrent import RECURRENT_MIXERS
 from localinfer.models.decoder.rwkv import write_rwkv_layer
 from localinfer.models.decoder.sparse_attention import index_cache_shapes
@@ -311,9 +311,9 @@ def _write_logits(graph: Graph, normed: Buffer, head: str | None = None, num_tok
     rows = None if num_tokens is None else slice(0, num_tokens)
     weight = graph.weights.linear(f"{name}.weight", config.vocab_size, normed.width, rows)
     bias = graph.bias("output", config.vocab_size) if graph.architecture.has_output_bias else None
-    bias = bias if bias is None else bias[: logits.width]
-    scale = graph.architecture.logit_scale * graph.factor(name)
-    tape.matmul(normed, [Projection(weight, logits, bias, scale=scale)])
+    bias, factor = bias if bias is None else bias[: logits.width], graph.factor(name)
+    scale = graph.architecture.logit_scale * factor
+    tape.matmul(normed, [Projection(weight, logits, divided(bias, factor), scale=scale)])
     softcap = config.logit_softcap or graph.architecture.logit_softcap
     if softcap:
         tape.softcap(logits, softcap)

@@ -105,16 +105,14 @@ class Graph:
         """The product with a named matrix, its bias if there is one, and the factor beside it (`.scale`, BitNet's).
 
         rows: the first of a part of the matrix, and how many the whole has; None for all of it.
-        Raises: UnsupportedFormatError for a factor beside a bias.
         """
         first, num_rows = (0, out.width) if rows is None else rows
         part = slice(first, first + out.width)
         weight = self.weights.linear(f"{name}.weight", num_rows, num_columns, None if rows is None else part)
         bias = self.bias(name, num_rows)
         factor = self.factor(name)
-        if bias is not None and factor != 1.0:
-            raise refuse(self.config, f"has both a bias and a scale beside {name}")
         bias = bias if bias is None or rows is None else bias[part]
+        bias = divided(bias, factor)
         return Projection(weight, out, bias, residual, scale * factor)
 
     def factor(self, name: str) -> float:
@@ -143,7 +141,7 @@ class Graph:
         each expert) beside it.
 
         rows: the first of a part of each matrix, and how many the whole has; None for all of it.
-        Raises: UnsupportedFormatError for factors beside biases.
+        Raises: UnsupportedFormatError for factors of 0, and for what is no number.
         """
         experts = self.config.experts
         assert experts is not None, "the model has experts"
@@ -155,8 +153,10 @@ class Graph:
         if bias is not None and part is not None:
             bias = np.ascontiguousarray(bias[:, part])
         factors = self.weights.optional_vector(f"{name}.scale", (experts.num_experts,))
-        if bias is not None and factors is not None:
-            raise refuse(self.config, f"has both biases and scales beside {name}")
+        if factors is not None:
+            for factor in factors[~np.isfinite(factors) | (factors == 0.0)]:
+                raise refuse(self.config, f"has a scale of {factor} beside {name}")
+            bias = divided(bias, factors[:, None])
         self.tape.expert_matmul(out, x, weight, expert_ids, bias, input_per_slot)
         if factors is not None:
             self.tape.expert_factors(out, expert_ids, factors)
@@ -189,6 +189,11 @@ def refuse(config: ModelConfig, what: str) -> UnsupportedFormatError:
         f"this {config.architecture} model {what}, which this version cannot run. "
         "Update localinfer or choose another model."
     )
+
+
+def divided(bias: FloatArray | None, factor: float | FloatArray) -> FloatArray | None:
+    """A bias for an op that multiplies the sum of product and bias, where a file's factor is of the product alone."""
+    return bias if bias is None or np.all(factor == 1.0) else bias / np.asarray(factor, np.float32)
 
 
 def _flat(weight: FloatArray) -> FloatArray:

@@ -141,12 +141,6 @@ def test_a_layer_whose_keys_have_no_heads_is_refused() -> None:
     refused(arrays(), UnsupportedFormatError, "has keys in layer 1", llama__attention__head_count_kv=[1, 0])
 
 
-def test_a_scale_beside_a_bias_is_refused() -> None:
-    values = arrays() | {"blk.0.attn_q.scale": np.ones(1, np.float32)}
-    values["blk.0.attn_q.bias"] = np.ones(NUM_HEADS * HEAD_DIM, np.float32)
-    refused(values, UnsupportedFormatError, "both a bias and a scale beside blk.0.attn_q")
-
-
 def test_a_layer_without_feed_forward_keeps_its_attention() -> None:
     values = arrays()
     with_zeros = values | {"blk.1.ffn_down.weight": np.zeros((HIDDEN, FEED_FORWARD), np.float32)}

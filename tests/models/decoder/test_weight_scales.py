@@ -24,14 +24,14 @@ def as_weight(values: np.ndarray) -> Weight:
 
 
 def scaled_models(path: Path, folder: Path) -> tuple[Path, Path]:
-    """The file with a factor beside each matrix that has no bias, and the same with them multiplied into the matrix."""
+    """The file with a factor beside each matrix, and the same with them multiplied into the matrix; biases stay."""
     generator = np.random.default_rng(7)
     with read_gguf(path) as file:
         model = read_model(file)
     scaled, folded = dict(model.weights), dict(model.weights)
     for name, weight in model.weights.items():
         stem = name.removesuffix(".weight")
-        if (not re.search(MATRICES, stem) and stem != "output") or f"{stem}.bias" in model.weights:
+        if not re.search(MATRICES, stem) and stem != "output":
             continue
         factors = generator.uniform(0.5, 2.0, weight.shape[:-2] or 1).astype(np.float32)
         factors = scaled[f"{stem}.scale"].blocks.view(np.float32) if f"{stem}.scale" in scaled else factors
@@ -49,7 +49,7 @@ def scaled_models(path: Path, folder: Path) -> tuple[Path, Path]:
 @pytest.mark.parametrize(
     "name",
     "llama-moe qwen35moe-mtp qwen35moe-hybrid nemotron_h_moe-mtp gemma4-moe mimo2-mtp falcon-h1-hybrid gemma3n-altup "
-    "lfm2moe-hybrid mistral4-mla".split(),
+    "lfm2moe-hybrid mistral4-mla gpt-oss-gqa qwen2-gqa".split(),
 )
 def test_factors_beside_matrices_are_multiplied_with_their_products(name: str, folder: Path, tmp_path: Path) -> None:
     model = build_model(folder, name)
@@ -66,17 +66,16 @@ def test_factors_beside_matrices_are_multiplied_with_their_products(name: str, f
     assert normalized_error(found, wanted) <= 1e-8
 
 
-def test_factors_that_are_no_numbers_or_beside_biases_of_experts_are_refused(folder: Path, tmp_path: Path) -> None:
+def test_factors_of_zero_and_those_that_are_no_numbers_are_refused(folder: Path, tmp_path: Path) -> None:
     for name, tensor, factors, message in (
         ("llama-gqa", "blk.1.ffn_down.scale", [np.nan], "a scale of nan beside blk.1.ffn_down"),
         ("qwen35moe-hybrid", "blk.0.attn_qkv.scale", [0.0], "a scale of 0.0 beside blk.0.attn_qkv"),
-        ("gpt-oss-gqa", "blk.0.ffn_up_exps.scale", [1.5, 2.0], "both biases and scales beside blk.0.ffn_up_exps"),
+        ("gpt-oss-gqa", "blk.0.ffn_up_exps.scale", [1.5, 0.0], "a scale of 0.0 beside blk.0.ffn_up_exps"),
     ):
         model = build_model(folder, name)
         with read_gguf(model.path) as file:
             typed = read_model(file)
-        bias = tensor.replace(".scale", ".bias")
-        weights = {key: value for key, value in typed.weights.items() if "exps" in tensor or key != bias}
-        path = TypedModel(typed.metadata, weights | {tensor: as_weight(np.array(factors))}).write(tmp_path / "x.gguf")
+        weights = typed.weights | {tensor: as_weight(np.array(factors))}
+        path = TypedModel(typed.metadata, weights).write(tmp_path / "x.gguf")
         with pytest.raises(UnsupportedFormatError, match=message):
             run_logits(ArchModel(name, path, model.token_ids, model.logits), NumpyDevice())
