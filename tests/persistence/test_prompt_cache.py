@@ -1,5 +1,6 @@
 """The disk under the engine: what was computed before a restart, or was evicted, is not computed again."""
 
+import itertools
 import logging
 import os
 import signal
@@ -127,6 +128,16 @@ def test_idle_conversation_is_written_without_being_asked(tmp_path: Path):
     assert wait_until(lambda: "localinfer-write-behind" not in {thread.name for thread in threading.enumerate()})
     answer(llm, [*PROMPT, 5, 5, 5, 5])
     assert wait_until(lambda: len(pages(tmp_path)) > 7)
+    disk.close()
+    llm.close()
+
+
+def test_conversations_are_written_though_others_go_idle_all_the_time(tmp_path: Path):
+    llm = LLM(fake_model(), identity=FakeIdentity())  # type: ignore[arg-type]
+    disk = DiskCache(engine_of(llm), FakeIdentity(), DiskOptions(tmp_path), idle_seconds=0.1)  # type: ignore[arg-type]
+    others = itertools.count()
+    assert wait_until(lambda: answer(llm, [256, next(others) % 200, *PROMPT]) and pages(tmp_path))
+    assert next(others) > 10
     disk.close()
     llm.close()
 

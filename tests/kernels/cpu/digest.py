@@ -1,6 +1,7 @@
 """Hashes of what kernels compute on fixed inputs, to be compared between instruction sets."""
 
 import hashlib
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -20,6 +21,8 @@ from tests.kernels.recurrent_cases import CASES
 # One of each way that products differ by instruction set: Q6_K has scales per half block, Q2_K multiplies them as
 # integers, IQ4_NL looks levels up in a short table, IQ2_XS and IQ3_S in long ones, by indices of more than a byte.
 LAYOUTS = [Layout.F16, Layout.Q8_0, Layout.Q4_0, Layout.Q6_K, Layout.Q2_K, Layout.IQ4_NL, Layout.IQ2_XS, Layout.IQ3_S]
+DOT_PRODUCTS = [Layout.Q8_0, Layout.Q6_K, Layout.Q2_K]
+"""Those whose products differ where only the instruction of the dot product does."""
 ROWS = 7
 
 
@@ -35,10 +38,10 @@ def _product(pool: ThreadPool, layout: Layout) -> bytes:
     return run_rows(pool, [random_rows(ROWS, shape[1], 2)], write).tobytes()
 
 
-def products() -> str:
+def products(layouts: Sequence[Layout] = LAYOUTS) -> str:
     """Matrix products: all that is written differently for each instruction set."""
     pool, result = ThreadPool(1), hashlib.sha256()
-    for layout in LAYOUTS:
+    for layout in layouts:
         result.update(_product(pool, layout))
     return result.hexdigest()
 
