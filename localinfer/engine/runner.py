@@ -22,7 +22,8 @@ from localinfer.errors import OutOfMemoryError
 from localinfer.kernels.program import AbortableProgram, Batch, HiddenProgram, Program
 from localinfer.sampling.mask import GuidingMask
 from localinfer.sampling.sampler import OnDeviceSampling, OutputSpec, Results, Sampler
-from localinfer.speculation.costs import ALONE, MAX_DRAFT_TOKENS, Round, StepKind
+from localinfer.speculation.costs import MAX_DRAFT_TOKENS
+from localinfer.speculation.floor import ALONE, Round, StepKind
 from localinfer.speculation.verify import Others, Speculation, choose_verified
 
 logger = logging.getLogger(__name__)

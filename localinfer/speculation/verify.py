@@ -4,8 +4,8 @@ A pass over k + 1 rows costs little more than one over a single row while weight
 and Matias, arXiv 2211.17192), and rows are sampled one after the other exactly as without drafts, so drafts change
 speed and nothing else. N-gram drafts (`ngram`) and those of a small model (`draft_model`), of the model's own draft
 layers (`mtp`) or of a model that reads its cache (`assistant`) compete each round by the speed they promise, plain
-decoding among them, and only while they keep that promise (`costs`). A drafter that fails is switched off, and the text
-goes on without it.
+decoding among them, and only while they keep that promise (`acceptance`, `floor`). A drafter that fails is switched
+off, and the text goes on without it.
 
 Acceptance is by coupled noise. The sampler takes the largest of logit / temperature + Gumbel noise, and the noise is a
 function of (seed, position, token), so a position has one answer whatever was drafted: a drafted token stays if it is
@@ -28,16 +28,10 @@ from numpy.typing import NDArray
 from localinfer.cache.sequence import SequenceCache
 from localinfer.errors import LocalinferError
 from localinfer.sampling.sampler import Results, SamplingPlan
-from localinfer.speculation.costs import (
-    ALONE,
-    MAX_DRAFT_TOKENS,
-    Acceptance,
-    DraftFloor,
-    RecentMedian,
-    VerificationCosts,
-    best_draft_length,
-)
+from localinfer.speculation.acceptance import Acceptance, best_draft_length
+from localinfer.speculation.costs import MAX_DRAFT_TOKENS, RecentMedian, VerificationCosts
 from localinfer.speculation.draft_model import DraftModel, DraftModelText
+from localinfer.speculation.floor import ALONE, DraftFloor
 from localinfer.speculation.mtp import DraftHead, MTPDrafter, MTPText
 from localinfer.speculation.ngram import NgramDrafter, NgramText
 from localinfer.types import TokenIds
@@ -48,7 +42,7 @@ logger = logging.getLogger(__name__)
 _NGRAM_PRIORS = ((32, 0.97), (16, 0.9), (8, 0.75), (5, 0.55), (4, 0.4), (3, 0.35), (2, 0.27), (1, 0.14))
 """Shortest match of each kind of n-gram draft, and how likely its first token is before anything was seen: what 48 book
 chapters gave."""
-_MODEL_PRIOR = 0.7
+_MODEL_PRIOR, _MODEL_PRIOR_WEIGHT = 0.7, 1.5
 _NO_TOKENS = np.empty(0, np.int32)
 _PROBED_SHARE = 0.01
 """Of the time of plain steps, what probes of a draft model may take: it prefills all it did not draft for."""
@@ -168,7 +162,7 @@ class Speculation:
         self.ngram = ngram
         self.model = model
         self.ngram_acceptance = [(least, Acceptance(prior)) for least, prior in _NGRAM_PRIORS]
-        self.model_acceptance = Acceptance(_MODEL_PRIOR)
+        self.model_acceptance = Acceptance(_MODEL_PRIOR, _MODEL_PRIOR_WEIGHT)
         self.lookup_seconds = RecentMedian(_KEPT_TIMES)
         self.learning_seconds = RecentMedian(_KEPT_TIMES)
         self.notices: list[str] = []
@@ -398,6 +392,7 @@ class SpeculativeText:
         """How many tokens the draft model is to draft, 0 where another draft, or none, promises more; and how."""
         shared, others, per_draft = self._speculation, self._others, model.seconds_per_draft
         acceptance = shared.model_acceptance
+        most = min(most, acceptance.reach)
         reading = text.reading_seconds(tokens.size)
         self._probe_seconds += _PROBED_SHARE * shared.costs.seconds(1)
         best, best_speed, cheapest = 0, other_speed, math.inf

@@ -193,7 +193,9 @@ def refuse(config: ModelConfig, what: str) -> UnsupportedFormatError:
 
 def divided(bias: FloatArray | None, factor: float | FloatArray) -> FloatArray | None:
     """A bias for an op that multiplies the sum of product and bias, where a file's factor is of the product alone."""
-    return bias if bias is None or np.all(factor == 1.0) else bias / np.asarray(factor, np.float32)
+    if bias is None or np.all(factor == 1.0):
+        return bias
+    return np.divide(bias, factor, dtype=np.float32)
 
 
 def _flat(weight: FloatArray) -> FloatArray:

@@ -5,11 +5,14 @@ Sources: Mamba (arXiv 2312.00752), section 3; Mamba-2 (arXiv 2405.21060), sectio
 
 from dataclasses import replace
 
+import numpy as np
+
 from localinfer.kernels.ops import Activation, Buffer, Projection, StateShape
 from localinfer.kernels.recurrent_ops import selective_scan_state, short_convolution_state
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.decoder.graph import Graph, divided
 from localinfer.models.decoder.recurrent_config import RecurrentConfig
+from localinfer.types import FloatArray
 
 
 def mamba_states(config: ModelConfig) -> list[StateShape]:
@@ -63,8 +66,12 @@ def write_mamba2(graph: Graph, layer: int, x: Buffer) -> Buffer:
     mixed = graph.buffer("channels_in", inner + 2 * groups * states, x.rows)
     dt = graph.buffer("dt", heads, x.rows)
     *parts, steps = _split(graph, f"{block}.ssm_in", x, gate, mixed, dt)
-    bias = divided(graph.weights.vector(f"{block}.ssm_dt.bias", (heads,)), steps.scale)
-    tape.matmul(x, [*parts, replace(steps, bias=bias if steps.bias is None else steps.bias + bias)])
+    bias: FloatArray = graph.weights.vector(f"{block}.ssm_dt.bias", (heads,))
+    if steps.bias is None:
+        steps = replace(steps, bias=divided(bias, steps.scale))
+    else:
+        steps = replace(steps, bias=steps.bias + bias / np.float32(steps.scale))
+    tape.matmul(x, [*parts, steps])
     # The channels, then b and c of every group.
     channels = _convolve(graph, block, mixed)
     tape.activation(dt, dt, Activation.SOFTPLUS)

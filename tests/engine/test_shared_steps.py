@@ -11,7 +11,8 @@ from localinfer.engine.request import NO_TOKEN
 from localinfer.engine.scheduler import EngineLimits
 from localinfer.errors import OverloadedError
 from localinfer.llm import LLM
-from localinfer.speculation.costs import MAX_DRAFT_TOKENS, VerificationCosts, best_draft_length
+from localinfer.speculation.acceptance import best_draft_length
+from localinfer.speculation.costs import MAX_DRAFT_TOKENS, VerificationCosts
 from tests.engine.fakes import fake_model, text_model
 from tests.engine.generations import Gate
 from tests.limits import seconds

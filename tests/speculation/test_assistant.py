@@ -18,7 +18,8 @@ from localinfer.llm import LLM
 from localinfer.models.load.loader import Model, load_model
 from localinfer.sampling.params import SamplingParams
 from localinfer.speculation.assistant import AssistantDrafter
-from localinfer.speculation.costs import DraftFloor, VerificationCosts
+from localinfer.speculation.costs import VerificationCosts
+from localinfer.speculation.floor import DraftFloor
 from localinfer.speculation.mtp import DraftHead
 from localinfer.speculation.ngram import NgramDrafter
 from localinfer.speculation.verify import Speculation

@@ -2,7 +2,8 @@
 
 import pytest
 
-from localinfer.speculation.costs import MAX_DRAFT_TOKENS, Acceptance, VerificationCosts, best_draft_length
+from localinfer.speculation.acceptance import Acceptance, best_draft_length
+from localinfer.speculation.costs import MAX_DRAFT_TOKENS, VerificationCosts
 
 ROWS = range(1, MAX_DRAFT_TOKENS + 2)
 FREE = [1.0] * (MAX_DRAFT_TOKENS + 1)
@@ -66,6 +67,17 @@ def test_chances_follow_what_was_accepted_and_later_places_lean_on_earlier_ones(
         acceptance.observe(2, 2)
     # The third place was not tried for long, so what it was then hardly counts.
     assert acceptance.probabilities()[2] > 0.9
+
+
+def test_a_light_prior_and_a_short_reach_make_the_first_drafts_cheap() -> None:
+    acceptance = Acceptance(0.7, 1.5)
+    assert acceptance.reach == 1
+    for _ in range(4):
+        acceptance.observe(1, 0)
+    assert acceptance.probabilities()[0] == pytest.approx(0.7 * 1.5 / (1.5 + sum(0.985**n for n in range(4))))
+    for accepted, reach in ((1, 3), (3, 7), (2, 7)):
+        acceptance.observe(accepted, accepted)
+        assert acceptance.reach == reach
 
 
 def test_probes_back_off_until_drafts_promise_a_gain_again() -> None:

@@ -13,8 +13,9 @@ from localinfer.errors import ClosedError, ModelFileError, OutOfMemoryError, Req
 from localinfer.llm import LLM
 from localinfer.loading import model_path
 from localinfer.quant.gguf.reader import read_gguf
-from localinfer.speculation.costs import DraftFloor, VerificationCosts
+from localinfer.speculation.costs import VerificationCosts
 from localinfer.speculation.draft_model import DraftModel
+from localinfer.speculation.floor import DraftFloor
 from localinfer.speculation.ngram import NgramDrafter
 from localinfer.speculation.verify import Speculation
 from localinfer.stream import Completion

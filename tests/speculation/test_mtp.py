@@ -18,7 +18,8 @@ from localinfer.loading import make_speculation
 from localinfer.models.load.loader import Model, load_model
 from localinfer.sampling.params import SamplingParams
 from localinfer.sampling.sampler import SamplingPlan
-from localinfer.speculation.costs import DraftFloor, VerificationCosts
+from localinfer.speculation.costs import VerificationCosts
+from localinfer.speculation.floor import DraftFloor
 from localinfer.speculation.mtp import DraftHead, MTPDrafter
 from localinfer.speculation.ngram import NgramDrafter
 from localinfer.speculation.verify import Speculation

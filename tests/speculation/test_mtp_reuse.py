@@ -15,7 +15,8 @@ from localinfer.cache.sequence import SequenceCache
 from localinfer.llm import LLM
 from localinfer.models.load.loader import Model
 from localinfer.sampling.sampler import SamplingPlan
-from localinfer.speculation.costs import DraftFloor, VerificationCosts
+from localinfer.speculation.costs import VerificationCosts
+from localinfer.speculation.floor import DraftFloor
 from localinfer.speculation.mtp import DraftHead, MTPDrafter, MTPText
 from localinfer.speculation.verify import Speculation
 from localinfer.stream import Completion

@@ -15,8 +15,9 @@ from localinfer.engine.request import TokenEvent
 from localinfer.errors import LocalinferError, RequestError
 from localinfer.loading import check_speculation, make_speculation, model_path
 from localinfer.sampling.sampler import SamplingParams, TokenLogprobs, TokenMask
-from localinfer.speculation.costs import DraftFloor, VerificationCosts
+from localinfer.speculation.costs import VerificationCosts
 from localinfer.speculation.draft_model import DraftModel
+from localinfer.speculation.floor import DraftFloor
 from localinfer.speculation.ngram import NgramDrafter
 from localinfer.speculation.verify import Speculation
 from localinfer.types import TokenIds
