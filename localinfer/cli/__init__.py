@@ -162,7 +162,7 @@ def chat_command(
     On a terminal: Enter sends, Alt-Enter starts a new line, Ctrl-C stops a reply, Ctrl-D exits, /help lists commands.
     From a pipe: each line is a message, and only the replies are printed.
     """
-    from localinfer.cli.chat import run_chat
+    from localinfer.cli.chat.loop import run_chat
 
     if system is not None:
         check_text(system, "--system")

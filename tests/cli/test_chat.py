@@ -14,9 +14,10 @@ from prompt_toolkit.history import InMemoryHistory
 from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
 
-from localinfer.cli import chat as chat_module
-from localinfer.cli.chat import Chat, CommandCompleter, Exit, open_history, run_chat
-from localinfer.cli.conversation import Conversation
+from localinfer.cli.chat import loop as chat_module
+from localinfer.cli.chat.commands import Chat, Exit
+from localinfer.cli.chat.conversation import Conversation
+from localinfer.cli.chat.loop import CommandCompleter, open_history, run_chat
 from localinfer.errors import ContextLengthError, RequestError
 from localinfer.stream import StreamEvent
 
@@ -264,7 +265,7 @@ def test_completion_offers_commands_only(chat, typed, expected):
 
 
 def test_history_file_is_private(tmp_path, monkeypatch):
-    monkeypatch.setattr("localinfer.cli.chat.user_folder", lambda _: tmp_path / "state")
+    monkeypatch.setattr("localinfer.cli.chat.loop.user_folder", lambda _: tmp_path / "state")
     history = open_history()
     history.append_string("secret \udcff")
     path = tmp_path / "state" / "chat-history"
@@ -277,7 +278,7 @@ def test_history_file_is_private(tmp_path, monkeypatch):
 def test_history_stays_in_memory_where_no_file_can_be_made(tmp_path, monkeypatch):
     blocker = tmp_path / "file"
     blocker.write_text("")
-    monkeypatch.setattr("localinfer.cli.chat.user_folder", lambda _: blocker / "state")
+    monkeypatch.setattr("localinfer.cli.chat.loop.user_folder", lambda _: blocker / "state")
     assert isinstance(open_history(), InMemoryHistory)
 
 

@@ -19,10 +19,10 @@ PROGRAM = """
 import json, os, signal, sys
 from contextlib import nullcontext
 from types import SimpleNamespace
-from localinfer.cli import chat
+from localinfer.cli.chat import loop
 from prompt_toolkit.history import InMemoryHistory
 
-chat.open_history = InMemoryHistory
+loop.open_history = InMemoryHistory
 go_on = int(sys.argv[1])
 asked = []
 
@@ -41,7 +41,7 @@ def reply(messages, **options):
     return Stream()
 
 llm = SimpleNamespace(stream_chat=reply, count_chat_tokens=len, context_length=100)
-chat.run_chat(llm, system=None, max_tokens=None, seed=None)
+loop.run_chat(llm, system=None, max_tokens=None, seed=None)
 print("ASKED " + json.dumps(asked))
 """
 

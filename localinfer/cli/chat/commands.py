@@ -1,28 +1,12 @@
-"""`localinfer chat`: a conversation on a terminal, or one message per line from a pipe."""
+"""The commands of a chat, and how replies are printed."""
 
-import os
-import sys
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import closing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TextIO
 
-from prompt_toolkit import PromptSession
-from prompt_toolkit.completion import CompleteEvent, Completer, Completion
-from prompt_toolkit.document import Document
-from prompt_toolkit.formatted_text import FormattedText
-from prompt_toolkit.history import FileHistory, History, InMemoryHistory
-from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
-from prompt_toolkit.shortcuts import CompleteStyle
-
-from localinfer.cli.conversation import Conversation
-from localinfer.cli.keystrokes import keystrokes_held
-from localinfer.errors import LocalinferError
-from localinfer.folders import user_folder
+from localinfer.cli.chat.conversation import Conversation
 from localinfer.terminal import ModelOutput, check_text, describe_stats, dim, neutralise_controls
-
-if TYPE_CHECKING:
-    from localinfer.llm import LLM
 
 
 @dataclass(frozen=True)
@@ -165,119 +149,3 @@ class Chat:
 
     def _exit(self, _: str) -> None:
         raise Exit
-
-
-class CommandCompleter(Completer):
-    """Completes the names of commands; nothing inside a message."""
-
-    def __init__(self, commands: Iterable[Command]) -> None:
-        self._commands = list(commands)
-
-    def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterator[Completion]:
-        """Yield the commands that start with the text before the cursor."""
-        typed = document.text_before_cursor
-        if typed.startswith("/"):
-            for command in self._commands:
-                if command.name.startswith(typed):
-                    yield Completion(command.name, start_position=-len(typed), display_meta=command.help)
-
-
-class PrivateHistory(FileHistory):
-    """Typed lines in a file readable by its owner only; a full disk never ends a chat."""
-
-    def store_string(self, string: str) -> None:
-        """Append one entry, with undecodable bytes replaced."""
-        try:
-            super().store_string(string.encode("utf-8", "replace").decode("utf-8"))
-        except OSError:
-            return
-
-
-def open_history() -> History:
-    """The history file in the user's state folder, or one in memory where that folder cannot be written."""
-    folder = user_folder("state")
-    if folder is None:
-        return InMemoryHistory()
-    path = folder / "chat-history"
-    try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        descriptor = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
-        os.close(descriptor)
-        path.chmod(0o600)
-    except OSError:
-        return InMemoryHistory()
-    return PrivateHistory(str(path))
-
-
-def key_bindings() -> KeyBindings:
-    """Enter sends; Alt-Enter and Ctrl-J start a new line. A pasted text of several lines is one message."""
-    bindings = KeyBindings()
-
-    @bindings.add("enter")
-    def send(event: KeyPressEvent) -> None:
-        event.current_buffer.validate_and_handle()
-
-    @bindings.add("escape", "enter")
-    @bindings.add("c-j")
-    def start_line(event: KeyPressEvent) -> None:
-        event.current_buffer.insert_text("\n")
-
-    return bindings
-
-
-def run_chat(
-    llm: "LLM",
-    *,
-    system: str | None,
-    max_tokens: int | None,
-    stats: bool = False,
-    describe_error: Callable[[LocalinferError], str] = str,
-    **sampling: Any,
-) -> None:
-    """Chat until the input ends: with line editing on a terminal, one message per line from a pipe.
-
-    describe_error: formats an error for the terminal.
-    Raises: LocalinferError for a message that cannot be answered, from a pipe only; a terminal shows it and continues.
-    """
-    conversation = Conversation(llm, system=system, max_tokens=max_tokens, **sampling)
-    chat = Chat(conversation, sys.stdout, sys.stderr, shows_stats=stats)
-    try:
-        if sys.stdin.isatty() and sys.stdout.isatty():
-            with keystrokes_held(sys.stdin, sys.stdout) as mark_pastes:
-                _run_terminal(chat, describe_error, mark_pastes)
-        else:
-            for line in sys.stdin:
-                chat.handle(line.rstrip("\r\n"))
-    except Exit:
-        return
-
-
-def _run_terminal(
-    chat: Chat, describe_error: Callable[[LocalinferError], str], mark_pastes: Callable[[], None]
-) -> None:
-    session: PromptSession[str] = PromptSession(
-        FormattedText([("bold", "> ")]),
-        multiline=True,
-        prompt_continuation="",
-        key_bindings=key_bindings(),
-        completer=CommandCompleter(chat.commands.values()),
-        complete_while_typing=False,
-        complete_style=CompleteStyle.READLINE_LIKE,
-        reserve_space_for_menu=0,
-        history=open_history(),
-    )
-    chat.notice("/help lists commands, Ctrl-D exits")
-    while True:
-        try:
-            text = session.prompt()
-        except KeyboardInterrupt:
-            continue
-        except EOFError:
-            return
-        mark_pastes()
-        try:
-            chat.handle(text)
-        except LocalinferError as error:
-            chat.notice(f"error: {describe_error(error)}")
-        except KeyboardInterrupt:
-            continue
