@@ -1,4 +1,4 @@
-"""The user's private folders for caches, state and sockets."""
+"""The user's private folders for caches, state, configuration, data and sockets."""
 
 import os
 import stat
@@ -9,11 +9,18 @@ from typing import Literal
 
 from localinfer.errors import RequestError
 
-_XDG = {"cache": ("XDG_CACHE_HOME", ".cache"), "state": ("XDG_STATE_HOME", ".local/state")}
+FolderKind = Literal["cache", "state", "config", "data"]
+
+_XDG = {
+    "cache": ("XDG_CACHE_HOME", ".cache"),
+    "state": ("XDG_STATE_HOME", ".local/state"),
+    "config": ("XDG_CONFIG_HOME", ".config"),
+    "data": ("XDG_DATA_HOME", ".local/share"),
+}
 """Variable and folder in the home folder, of the XDG Base Directory Specification 0.8."""
 
 
-def user_folder(kind: Literal["cache", "state"]) -> Path | None:
+def user_folder(kind: FolderKind) -> Path | None:
     """localinfer's folder for this user, which need not exist.
 
     None without a home folder (no HOME and no entry in the user database, or a relative HOME).
@@ -30,13 +37,18 @@ def user_folder(kind: Literal["cache", "state"]) -> Path | None:
     return Path(parent) / "localinfer"
 
 
-def _platform_folder(kind: Literal["cache", "state"]) -> Path | None:
+def _platform_folder(kind: FolderKind) -> Path | None:
     """The folder on macOS and Windows."""
     import platformdirs
 
-    find = platformdirs.user_cache_dir if kind == "cache" else platformdirs.user_state_dir
+    find = {
+        "cache": platformdirs.user_cache_dir,
+        "state": platformdirs.user_state_dir,
+        "config": platformdirs.user_config_dir,
+        "data": platformdirs.user_data_dir,
+    }
     try:
-        path = Path(find("localinfer", appauthor=False))
+        path = Path(find[kind]("localinfer", appauthor=False))
     except (OSError, RuntimeError, KeyError):
         return None
     return path if path.is_absolute() else None

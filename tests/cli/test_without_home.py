@@ -138,7 +138,7 @@ def test_a_path_in_a_home_that_is_not_known_is_refused(
     assert expand_home("./~/model.gguf") == Path("./~/model.gguf")
 
 
-@pytest.mark.parametrize("kind", ["cache", "state"])
+@pytest.mark.parametrize("kind", ["cache", "state", "config", "data"])
 @pytest.mark.parametrize("home", ["/home/me", "/"])
 @pytest.mark.parametrize("variable", [None, "", "/else/where"])
 def test_folders_are_where_other_programs_of_this_system_expect_them(
@@ -150,6 +150,21 @@ def test_folders_are_where_other_programs_of_this_system_expect_them(
     if variable is not None:
         monkeypatch.setenv(f"XDG_{kind.upper()}_HOME", variable)
     assert str(user_folder(kind)) == getattr(platformdirs, f"user_{kind}_dir")("localinfer", appauthor=False)
+
+
+@pytest.mark.parametrize(
+    ("kind", "folder"),
+    [("cache", ".cache"), ("state", ".local/state"), ("config", ".config"), ("data", ".local/share")],
+)
+@pytest.mark.skipif(sys.platform in ("darwin", "win32"), reason="these systems have folders of their own")
+def test_each_kind_has_its_own_folder_and_none_without_a_home(
+    kind, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(f"XDG_{kind.upper()}_HOME", raising=False)
+    monkeypatch.setenv("HOME", "/home/me")
+    assert user_folder(kind) == Path("/home/me") / folder / "localinfer"
+    monkeypatch.setenv("HOME", "")
+    assert user_folder(kind) is None
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o775, 0o1777, 0o755])
