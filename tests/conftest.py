@@ -23,6 +23,14 @@ def files_stay_in_memory() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True, scope="session")
+def no_configuration(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What a person who runs the tests has configured changes none of them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("config")))
+        yield
+
+
 @pytest.fixture(scope="session")
 def shared() -> Path:
     """The optional data folder beside the checkout; tests that need it skip without it."""

@@ -10,9 +10,11 @@ import click
 from localinfer.chat.constraints import Constraint
 from localinfer.cli.bench import bench_command
 from localinfer.cli.cache import cache_command
+from localinfer.cli.config_option import takes_config
 from localinfer.cli.embed import embed_command, rerank_command
 from localinfer.cli.evaluate import compare_command, perplexity_command
 from localinfer.cli.messages import in_options, one_line, send_messages_to_stderr
+from localinfer.cli.one_shot import answer_once, is_one_shot, one_shot_options, read_message
 from localinfer.cli.options import (
     COUNT,
     LoadOptions,
@@ -83,6 +85,7 @@ def localinfer_command(context: click.Context) -> None:
 @option("-p --prompt", "TEXT", "Text to continue; '-' or a pipe reads standard input.")
 @option("-n --max-tokens", "N", "Tokens to add.", type=COUNT, default=256)
 @load_options
+@takes_config()
 @sampling_options
 @constraint_options
 @option("--beams num_beams", "N", "Beam search with N beams instead of sampling.", type=COUNT)
@@ -143,29 +146,56 @@ def run_command(
 
 
 @localinfer_command.command("chat")
+@one_shot_options
 @load_options
+@takes_config()
 @sampling_options
+@constraint_options
 @option("-n --max-tokens", "N", "Maximum length of a reply. Default: what fits.", type=COUNT)
 @option("--system", "TEXT", "System prompt.")
 @flag("--context-shift", "At the end of the context, continue with its recent half.")
 @flag("--stats", "Report token counts, cache use and speed on stderr after every reply.")
 def chat_command(
     options: LoadOptions,
+    prompt: str | None,
+    files: tuple[str, ...],
+    show_reasoning: bool,
+    lines: bool,
     max_tokens: int | None,
     system: str | None,
     context_shift: bool,
     stats: bool,
+    constraint: Constraint | None,
     **sampling: Any,
 ) -> None:
     """Chat with a model.
 
     On a terminal: Enter sends, Alt-Enter starts a new line, Ctrl-C stops a reply, Ctrl-D exits, /help lists commands.
-    From a pipe: each line is a message, and only the replies are printed.
-    """
-    from localinfer.cli.chat.loop import run_chat
 
+    With -p TEXT, or text in a pipe: all of it is one message, and only the answer is printed, as in `git diff |
+    localinfer chat -p "Review this"`. Exit code 3: the answer was cut, as stderr says. With --lines each line of a pipe
+    is a message of one conversation instead.
+    """
     if system is not None:
         check_text(system, "--system")
+    if constraint is not None:
+        sampling["constraint"] = constraint
+    if is_one_shot(prompt, files, show_reasoning=show_reasoning, lines=lines):
+        message = read_message(prompt, files)
+        with load_with(options) as llm:
+            answer_once(
+                llm,
+                message,
+                system=system,
+                max_tokens=max_tokens,
+                show_reasoning=show_reasoning,
+                stats=stats,
+                context_shift=context_shift,
+                **sampling,
+            )
+        return
+    from localinfer.cli.chat.loop import run_chat
+
     with load_with(options) as llm:
         run_chat(
             llm,
@@ -198,6 +228,7 @@ def show_command(model: str, tensors: bool, ops: bool, as_json: bool) -> None:
 
 @localinfer_command.command("tokenize")
 @model_option
+@takes_config()
 @click.argument("text", required=False)
 @flag("--ids", "Print only the ids, on one line.")
 @flag("--no-special", "Do not add begin- or end-of-text tokens.")

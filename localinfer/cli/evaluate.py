@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from localinfer.cli.config_option import takes_config
 from localinfer.cli.options import COUNT, flag, option, options_group, threads_option
 from localinfer.errors import LocalinferError, RequestError
 from localinfer.terminal import Progress, with_time_left
@@ -18,6 +19,7 @@ _measuring_options = options_group(
     option("--context-length", "N", "Tokens per chunk.", type=click.IntRange(min=4), default=512),
     option("--chunks", "N", "Stop after N chunks. Default: the whole text.", type=COUNT),
     threads_option,
+    takes_config("threads"),
     flag("--json as_json", "Print one JSON object."),
 )
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from localinfer.cli.config_option import is_from_config, takes_config
 from localinfer.cli.options import COUNT, LoadOptions, byte_size, changes_of, flag, load_options, load_with, option
 from localinfer.errors import RequestError
 from localinfer.folders import expand_home
@@ -28,6 +29,7 @@ _SECONDS = click.FloatRange(min=0)
 
 @click.command("serve")
 @load_options
+@takes_config()
 @option("--models", "FOLDER", "Serve every model in a folder and its subfolders, loaded on demand.")
 @option("--host", "ADDRESS", "TCP address to listen on.", default="127.0.0.1")
 @option("--port", "N", "TCP port; 0: any free one.", type=click.IntRange(0, 65535), default=8080)
@@ -77,6 +79,9 @@ def serve_command(
     logging.getLogger("asyncio").setLevel(logging.ERROR)
     if verbose:
         _log_requests()
+    if models is not None and is_from_config("model"):
+        # A folder that is named says what to serve; a default does not add to it.
+        options["model"] = None
     settings = _settings(**listening)
     context_length = options["context_length"]
     sources = _sources(options["model"], models)

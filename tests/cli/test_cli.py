@@ -151,7 +151,8 @@ def test_run_prints_the_best_of_a_beam_search(fake_llm, capsys):
 
 
 @pytest.mark.parametrize("command", [["run", "-p", "Hi"], ["chat"]])
-def test_disk_cache_can_be_switched_off(fake_llm, command):
+def test_disk_cache_can_be_switched_off(fake_llm, command, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hello\n"))
     main([*command, "--no-disk-cache"])
     assert fake_llm.load_options["disk_cache"] is False
 
@@ -385,7 +386,7 @@ def test_tokenize_ids_prints_one_line_of_ids(fake_llm, capsys):
 
 def test_chat_from_a_pipe_prints_only_replies(fake_llm, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("one\ntwo\n"))
-    assert main(["chat", "--system", "Be brief.", "--seed", "5"]) == 0
+    assert main(["chat", "--lines", "--system", "Be brief.", "--seed", "5"]) == 0
     captured = capsys.readouterr()
     assert captured.out == "Hello there\nHello there\n"
     assert captured.err == ""
@@ -403,7 +404,7 @@ def test_chat_from_a_pipe_prints_only_replies(fake_llm, capsys, monkeypatch):
 def test_chat_error_in_a_pipe_is_exit_code_2(fake_llm, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("one\n"))
     fake_llm.pieces = [ContextLengthError("too long")]
-    assert main(["chat"]) == 2
+    assert main(["chat", "--lines"]) == 2
     assert capsys.readouterr().err == "error: too long\n"
 
 

@@ -98,7 +98,7 @@ def test_run_tells_the_story_that_another_runtime_tells(demo_file: Path):
 
 
 def test_chat_from_a_pipe_answers_each_line():
-    result = run("chat", "--temperature", "0", "-n", "12", stdin=b"Hello\nTell me a story.\n")
+    result = run("chat", "--lines", "--temperature", "0", "-n", "12", stdin=b"Hello\nTell me a story.\n")
     assert result.returncode == 0, result.stderr.decode()
     assert result.stderr == b""
     assert len(result.stdout.split()) > 4
@@ -128,7 +128,7 @@ def test_cut_file_is_one_line_and_exit_code_2(demo_file, tmp_path, num_bytes):
 
 @pytest.mark.parametrize("name", ["run", "chat", "tokenize"])
 def test_missing_file_is_one_line_and_exit_code_2(tmp_path, name):
-    arguments = {"run": ["-p", PROMPT], "chat": [], "tokenize": [PROMPT]}[name]
+    arguments = {"run": ["-p", PROMPT], "chat": ["-p", PROMPT], "tokenize": [PROMPT]}[name]
     assert_one_error_line(run(name, "-m", str(tmp_path / "nothing.gguf"), *arguments), "nothing.gguf", "does not exist")
 
 

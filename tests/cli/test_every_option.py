@@ -37,7 +37,7 @@ GOOD = {
         {hi} {yarn} {filters}
         {hi} {linear} {penalties}
         -p Hi -n 1 --model {demo} --device cpu --gpu-layers 0 --threads 1 --context-length 64 --no-disk-cache --json
-        --prompt Hi --max-tokens 1 --disk-cache-size 1MB --disk-cache-folder {folder} --json-schema {schema}
+        --no-config --prompt Hi --max-tokens 1 --disk-cache-size 1MB --disk-cache-folder {folder} --json-schema {schema}
         {hi} --kv-window 256 --kv-type q8_0/f16 --kv-memory 64MB --grammar {grammar}
         {hi} --speculation draft --draft {demo} --regex a+
         {hi} --model {mtp} --speculation mtp --threads 1
@@ -47,8 +47,14 @@ GOOD = {
         {one} --chat-template {template} --set llama.rope.freq_base=20000 --system Brief. --context-shift --stats
         {one} {yarn} {filters}
         {one} {linear} {penalties}
-        -n 1 --model {demo} --device cpu --gpu-layers 0 --threads 1 --context-length 64 --no-disk-cache
-        --max-tokens 1 --kv-type q8_0/f16 --kv-memory 64MB --disk-cache-size 1MB --disk-cache-folder {folder}
+        --lines -n 1 --no-disk-cache --model {demo} --device cpu --gpu-layers 0 --threads 1 --no-config
+        --context-length 64 --lines --max-tokens 1 --kv-type q8_0/f16 --kv-memory 64MB
+        --lines -n 1 --disk-cache-size 1MB --disk-cache-folder {folder}
+        {one} --json
+        {one} --json-schema {schema}
+        {one} --grammar {grammar}
+        {brief} --prompt Hi --file {file} --show-reasoning --regex ab
+        {brief} --stats
         {one} --kv-window 256
         {one} --speculation draft --draft {demo}
         {one} --model {mtp} --speculation mtp --threads 1
@@ -59,7 +65,7 @@ GOOD = {
         {demo} --ops
     """,
     "tokenize": """
-        --model {demo} Hi --ids --no-special --parse-special
+        --model {demo} Hi --ids --no-special --parse-special --no-config
     """,
     "bench": """
         {demo} --prompt 4 --decode 2 --context 4 --repetitions 1 --threads 1 --device cpu --json --stream
@@ -73,28 +79,28 @@ GOOD = {
         {demo} {folder}/1.gguf --type q8_0 --method rtn --threads 1 --device cpu --text {text} --chunks 1
         {demo} {folder}/2.gguf --calibration {text} --calibration-tokens 512 --save-imatrix {folder}/i.gguf {quick}
         {demo} {folder}/3.gguf --imatrix {folder}/i.gguf {quick}
-        {demo} {folder}/4.gguf --type F16 {quick}
+        {demo} {folder}/4.gguf --type F16 {quick} --no-config
         {demo} {folder}/5.gguf --type mxfp4_moe {quick}
     """,
     "compare": """
         {demo} {demo} {text} --context-length 64 --chunks 1 --threads 1 --json
-        {demo} {demo} --chunks 1 --questions
+        {demo} {demo} --chunks 1 --questions --no-config
     """,
     "perplexity": """
-        {demo} {text} --context-length 64 --chunks 1 --threads 1 --json
+        {demo} {text} --context-length 64 --chunks 1 --threads 1 --json --no-config
     """,
     "embed": """
         {demo} Hi --pooling mean --dimensions 8 --no-normalize --truncate --context-length 64 --threads 1
-        {demo} --file {text} --truncate --output {folder}/x.npy
+        {demo} --file {text} --truncate --output {folder}/x.npy --no-config
     """,
     "rerank": """
         {ranker} Hi one two --top-n 1 --no-normalize --truncate --context-length 64 --threads 1 --json
-        {ranker} Hi --file {text} --truncate
+        {ranker} Hi --file {text} --truncate --no-config
     """,
     "serve": """
         {local} --chat-template {template} {yarn}
         {local} {linear} --set llama.rope.freq_base=20000
-        --model {demo} --device cpu --gpu-layers 0 --threads 1 --no-disk-cache --port 0 --socket {sock}
+        --model {demo} --device cpu --gpu-layers 0 --threads 1 --no-disk-cache --no-config --port 0 --socket {sock}
         --kv-type q8_0/f16 --kv-memory 64MB --disk-cache-size 1MB --disk-cache-folder {folder} --port 0 --socket {sock}
         --kv-window 256 --no-tcp --context-length 512 --socket {sock}
         --speculation draft --draft {demo} --no-tcp --socket {sock}
@@ -108,6 +114,7 @@ GOOD = {
 
 BAD = {
     "*": """
+        --no-config=maybe
         --model no-such-file
         --device tpu
         --gpu-layers -1
@@ -178,6 +185,14 @@ BAD = {
     """,
     "chat": """
         --system \udcff
+        --prompt \udcff
+        --file no-such-file
+        --show-reasoning=maybe
+        --lines --prompt Hi
+        --json=maybe
+        --json-schema no-such-file
+        --grammar no-such-file
+        --regex (
     """,
     "show": """
         {demo} --tensors=maybe
@@ -187,6 +202,7 @@ BAD = {
     """,
     "tokenize": """
         --model no-such-file Hi
+        Hi --no-config=maybe
         Hi --ids=maybe
         Hi --no-special=maybe
         Hi --parse-special=maybe
@@ -229,6 +245,7 @@ BAD = {
         {demo} {folder}/x.gguf --device tpu
         {demo} {folder}/x.gguf --text no-such-file
         {demo} {folder}/x.gguf --text {text} --chunks -1
+        {demo} {folder}/x.gguf --no-config=maybe
         no-such-file {folder}/x.gguf
         {demo} {file}/x.gguf
     """,
@@ -239,6 +256,7 @@ BAD = {
         {demo} {demo} {text} --json=maybe
         {demo} {demo} {text} --questions=maybe
         {demo} {demo} no-such-file
+        {demo} {demo} {text} --no-config=maybe
         {demo} no-such-file {text}
     """,
     "perplexity": """
@@ -246,6 +264,7 @@ BAD = {
         {demo} {text} --chunks 0
         {demo} {text} --threads 0
         {demo} {text} --json=maybe
+        {demo} {text} --no-config=maybe
         {demo} no-such-file
         no-such-file {text}
     """,
@@ -258,6 +277,7 @@ BAD = {
         {demo} Hi --context-length 0
         {demo} Hi --threads 0
         {demo} Hi --output {file}/x.npy
+        {demo} Hi --no-config=maybe
         no-such-file Hi
     """,
     "rerank": """
@@ -268,6 +288,7 @@ BAD = {
         {ranker} Hi one --context-length 0
         {ranker} Hi one --threads 0
         {ranker} Hi one --json=maybe
+        {ranker} Hi one --no-config=maybe
         no-such-file Hi one
     """,
     "serve": """
@@ -330,7 +351,8 @@ def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     places |= {"schema": str(tmp_path / "schema.json"), "grammar": str(tmp_path / "grammar.lark"), "demo": DEMO}
     places |= {"text": str(tmp_path / "text.txt"), "sock": "s/s.sock"}
     (tmp_path / "s").mkdir(mode=0o700)
-    places |= {"hi": "-p Hi -n 1 --no-disk-cache", "one": "-n 1 --no-disk-cache"}
+    places |= {"hi": "-p Hi -n 1 --no-disk-cache", "one": "--lines -n 1 --no-disk-cache"}
+    places["brief"] = "--system Brief. --no-disk-cache --temperature 0"
     places["local"] = "--no-disk-cache --no-tcp --socket s/s.sock"
     # --verbose adds a handler, on the standard error of its test, and lets more through.
     logger = logging.getLogger("localinfer.server")
