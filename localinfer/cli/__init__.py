@@ -1,6 +1,7 @@
 """The `localinfer` command. Heavy modules are imported inside the command that needs them, so `--help` is instant."""
 
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -10,10 +11,12 @@ import click
 from localinfer.chat.constraints import Constraint
 from localinfer.cli.bench import bench_command
 from localinfer.cli.cache import cache_command
-from localinfer.cli.config_option import takes_config
+from localinfer.cli.completion import VARIABLE, complete, completion_command
+from localinfer.cli.config_option import config_model_named, takes_config
 from localinfer.cli.embed import embed_command, rerank_command
 from localinfer.cli.evaluate import compare_command, perplexity_command
 from localinfer.cli.messages import in_options, one_line, send_messages_to_stderr
+from localinfer.cli.next_command import library_error, unknown_command, usage_error
 from localinfer.cli.one_shot import answer_once, is_one_shot, one_shot_options, read_message
 from localinfer.cli.options import (
     COUNT,
@@ -29,11 +32,12 @@ from localinfer.cli.options import (
 from localinfer.cli.quantize import quantize_command
 from localinfer.cli.serve import serve_command
 from localinfer.errors import LocalinferError, RequestError
-from localinfer.terminal import ModelOutput, check_text, describe_stats, prepare_streams
+from localinfer.terminal import ModelOutput, check_text, describe_stats, dim, prepare_streams
 
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
+_NO_PROMPT = "no prompt: type `localinfer run -p TEXT`, or pipe a text into `localinfer run`"
 
 
 def _show_version(context: click.Context, _: click.Parameter, is_wanted: bool) -> None:
@@ -45,11 +49,16 @@ def _show_version(context: click.Context, _: click.Parameter, is_wanted: bool) -
 
 
 class _Commands(click.Group):
-    """The commands; refuses with an error where importing a library would abort the process for lack of memory."""
+    """The commands, with suggestions for one that is not known.
+
+    Refuses with an error where importing a library would abort the process for lack of memory.
+    """
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args[0] not in self.commands:
+            raise click.UsageError(unknown_command(args[0], args[1:], self), ctx)
         found = super().resolve_command(ctx, args)
         if not {"-h", "--help"} & set(found[2]):
             from localinfer.kernels.address_space import require_libraries
@@ -78,7 +87,10 @@ def localinfer_command(context: click.Context) -> None:
     Without -m, commands use the small bundled demo model, which shows that everything works.
     """
     if context.invoked_subcommand is None:
-        click.echo(context.get_help())
+        from localinfer.cli.welcome import welcome
+        from localinfer.kernels.versions import installed_version
+
+        click.echo(welcome(installed_version("localinfer"), can_pull="pull" in localinfer_command.commands))
 
 
 @localinfer_command.command("run")
@@ -93,6 +105,7 @@ def localinfer_command(context: click.Context) -> None:
 @flag("--ignore-eos", "Continue past the model's end-of-text token.")
 @flag("--context-shift", "At the end of the context, continue with its recent half.")
 @flag("--stats", "Report token counts, cache use and speed on stderr.")
+@flag("--raw", "Do not mention on a terminal that the model would rather be asked with `chat -p`.")
 def run_command(
     options: LoadOptions,
     prompt: str | None,
@@ -102,15 +115,17 @@ def run_command(
     ignore_eos: bool,
     context_shift: bool,
     stats: bool,
+    raw: bool,
     constraint: Constraint | None,
     **sampling: Any,
 ) -> None:
     """Continue a text.
 
     Only the completion goes to stdout, as it is generated. The prompt is used as it is, without the model's chat
-    template; one newline at the end of a prompt from standard input is dropped.
+    template: for an answer to a question, see `localinfer chat -p`. One newline at the end of a prompt from standard
+    input is dropped.
     """
-    text = _input_text(prompt, "the prompt", missing="no prompt: pass -p TEXT, or pipe it into standard input")
+    text = _input_text(prompt, "the prompt", missing=_NO_PROMPT)
     for stop_text in stop:
         check_text(stop_text, "--stop")
     if num_beams is not None and (stop or context_shift or stats or constraint is not None):
@@ -120,6 +135,8 @@ def run_command(
         )
     output = ModelOutput(sys.stdout, is_terminal=sys.stdout.isatty())
     with load_with(options) as llm:
+        if llm.has_chat_template and not raw and sys.stderr.isatty():
+            click.echo(dim(_ask_instead(options["model"]), sys.stderr), err=True)
         if num_beams is not None:
             found = llm.beam_search(text, num_beams=num_beams, max_tokens=max_tokens, ignore_eos=ignore_eos)
             output.write(found[0].text if found else "")
@@ -252,12 +269,21 @@ def tokenize_command(model: str | None, text: str | None, ids: bool, no_special:
 
 localinfer_command.add_command(bench_command)
 localinfer_command.add_command(cache_command)
+localinfer_command.add_command(completion_command)
 localinfer_command.add_command(embed_command)
 localinfer_command.add_command(rerank_command)
 localinfer_command.add_command(quantize_command)
 localinfer_command.add_command(compare_command)
 localinfer_command.add_command(perplexity_command)
 localinfer_command.add_command(serve_command)
+
+
+def _ask_instead(model: str | None) -> str:
+    named = "" if model is None else f"-m {shlex.quote(model)} "
+    return (
+        "note: run continues the text as it is, and this is an instruct model; for an answer, type "
+        f"`localinfer chat {named}-p TEXT` (--raw leaves this note out)"
+    )
 
 
 def _input_text(argument: str | None, what: str, *, missing: str) -> str:
@@ -267,6 +293,11 @@ def _input_text(argument: str | None, what: str, *, missing: str) -> str:
     if argument is None and sys.stdin.isatty():
         raise RequestError(missing)
     return check_text(sys.stdin.read().removesuffix("\n").removesuffix("\r"), "standard input")
+
+
+def _is_completing() -> bool:
+    """Answer a shell that asks what can follow, if one does."""
+    return VARIABLE in os.environ and complete(localinfer_command)
 
 
 def _fail(message: str) -> int:
@@ -283,7 +314,7 @@ def _close_stdout() -> None:
 def _invoke(words: list[str]) -> int:
     """Run the command without click's own handling of errors and Ctrl-C, which prints more than one line."""
     try:
-        with localinfer_command.make_context("localinfer", words) as context:
+        with localinfer_command.make_context("localinfer", words) as context, config_model_named(context):
             localinfer_command.invoke(context)
     except click.exceptions.Exit as ended:
         return ended.exit_code
@@ -300,16 +331,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = localinfer_command.commands.get(words[0] if words else "", localinfer_command)
     send_messages_to_stderr(command)
     try:
-        code = _invoke(words)
+        code = 0 if arguments is None and _is_completing() else _invoke(words)
         sys.stdout.flush()
         return code
     except click.UsageError as error:
-        place = error.ctx.command_path if error.ctx is not None else "localinfer"
-        return _fail(f"{error.format_message()} See '{place} --help'.")
+        return _fail(usage_error(error, command, localinfer_command))
     except click.ClickException as error:
         return _fail(error.format_message())
     except LocalinferError as error:
-        return _fail(in_options(str(error), command))
+        return _fail(library_error(error, in_options(str(error), command), command, localinfer_command))
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:

@@ -1,12 +1,20 @@
 """The option --no-config, and how defaults of the configuration file reach a command's other options."""
 
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from localinfer.cli.options import Command, Decorator
-from localinfer.errors import RequestError
+from localinfer.errors import LocalinferError, RequestError
+
+if TYPE_CHECKING:
+    from localinfer.config import Config
+
+_KEY = "localinfer.config"
+"""Of the configuration that gives the running command its model, in click's context."""
 
 
 def takes_config(*names: str) -> Decorator:
@@ -18,11 +26,7 @@ def takes_config(*names: str) -> Decorator:
     def decorate(command: Command) -> Command:
         def read(context: click.Context, parameter: click.Parameter, is_ignored: bool) -> None:
             if not is_ignored and not context.resilient_parsing:
-                try:
-                    context.default_map = _defaults(context.command, names)
-                except RequestError as error:
-                    # The names in it are those of the file's keys, not of options.
-                    raise click.ClickException(str(error)) from None
+                _apply(context, names)
 
         return click.option(
             "--no-config",
@@ -41,8 +45,27 @@ def is_from_config(name: str) -> bool:
     return click.get_current_context().get_parameter_source(name) is click.core.ParameterSource.DEFAULT_MAP
 
 
-def _defaults(command: click.Command, names: Collection[str]) -> dict[str, Any]:
+def _apply(context: click.Context, names: tuple[str, ...]) -> None:
     from localinfer.config import read_config
 
-    taken = names or {parameter.name for parameter in command.params}
-    return {name: value for name, value in read_config().defaults().items() if name in taken}
+    try:
+        config = read_config()
+    except RequestError as error:
+        # The names in it are those of the file's keys, not of options.
+        raise click.ClickException(str(error)) from None
+    taken = names or {parameter.name for parameter in context.command.params}
+    context.default_map = {name: value for name, value in config.defaults().items() if name in taken}
+    if "model" in context.default_map:
+        context.meta[_KEY] = config
+
+
+@contextmanager
+def config_model_named(context: click.Context) -> Iterator[None]:
+    """Add to an error about the model that the configuration file named it; the user did not type it."""
+    try:
+        yield
+    except (LocalinferError, click.ClickException) as error:
+        config: Config | None = context.meta.get(_KEY)
+        if config is not None and config.model is not None and Path(config.model).name in str(error):
+            error.add_note(f"the model is set in {config.path}, and -m FILE or --no-config takes another")
+        raise

@@ -71,6 +71,7 @@ class FakeLLM:
         self.prompts: list[Any] = []
         self.options: list[dict[str, Any]] = []
         self.is_closed = False
+        self.has_chat_template = False
         self.dropped_tokens = 0
         self.tokenizer = FakeTokenizer()
         self.context_length = 4096

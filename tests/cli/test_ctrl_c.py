@@ -36,6 +36,8 @@ COMMANDS = {
     "embed": ["embed", DEMO, "Hi"],
     "rerank": ["rerank", DEMO, "Hi", "one"],
     "quantize": ["quantize", DEMO, "/dev/null/never"],
+    "completion": ["completion", "bash"],
+    "welcome": [],
     "--help": ["--help"],
 }
 DELAYS = [1, 5, *range(20, 401, 20)]

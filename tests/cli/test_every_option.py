@@ -41,7 +41,7 @@ GOOD = {
         {hi} --kv-window 256 --kv-type q8_0/f16 --kv-memory 64MB --grammar {grammar}
         {hi} --speculation draft --draft {demo} --regex a+
         {hi} --model {mtp} --speculation mtp --threads 1
-        {hi} --beams 2
+        {hi} --beams 2 --raw
     """,
     "chat": """
         {one} --chat-template {template} --set llama.rope.freq_base=20000 --system Brief. --context-shift --stats
@@ -181,6 +181,7 @@ BAD = {
         --regex (
         --beams 0
         --stop \udcff
+        --raw=maybe
         --ignore-eos=maybe
     """,
     "chat": """

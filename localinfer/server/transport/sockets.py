@@ -56,7 +56,8 @@ def bind_tcp(host: str, port: int) -> socket.socket:
         listener.close()
         reason = getattr(error, "strerror", None) or error
         raise RequestError(
-            f"cannot listen on {host}, port {port}: {reason}; choose another --port (0 takes a free one) or --host"
+            f"cannot listen on {host}, port {port}: {reason}; type `localinfer serve --port 0` for any free port, or "
+            "give another --port or --host"
         ) from None
     return listener
 
