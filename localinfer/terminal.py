@@ -138,26 +138,39 @@ def describe_stats(stats: "Stats") -> str:
     return "; ".join(parts)
 
 
-def with_time_left(report: "ProgressCallback") -> "ProgressCallback":
-    """Wrap a callback so that stages show the estimated time left, at the mean speed since they began.
+class Pace:
+    """Estimates the time that a stage has left, at its mean speed since it began.
 
     A stage begins when the total changes, or the units done decrease.
     """
-    first_done, first_total, last_done, started = 0, -1, 0, 0.0
+
+    def __init__(self) -> None:
+        self._first_done, self._last_done, self._total, self._started = 0, 0, -1, 0.0
+
+    def time_left(self, done: int, total: int) -> str:
+        """Text such as ", 5 s left", to be put behind a stage; empty while nothing can be said."""
+        now = time.monotonic()
+        if total != self._total or done < self._last_done:
+            self._first_done, self._total, self._started = done, total, now
+        self._last_done = done
+        elapsed, gained = now - self._started, done - self._first_done
+        if gained <= 0 or elapsed <= SILENT_SECONDS:
+            return ""
+        return f", {describe_duration(elapsed * (total - done) / gained)} left"
+
+
+def with_time_left(report: "ProgressCallback") -> "ProgressCallback":
+    """Wrap a callback so that stages show the estimated time left in place of their units."""
+    pace = Pace()
 
     def add_time(stage: str, done: int, total: int) -> None:
-        nonlocal first_done, first_total, last_done, started
-        if total != first_total or done < last_done:
-            first_done, first_total, started = done, total, time.monotonic()
-        last_done = done
-        elapsed, gained = time.monotonic() - started, done - first_done
-        left = f", {_duration(elapsed * (total - done) / gained)} left" if gained and elapsed > SILENT_SECONDS else ""
-        report(f"{stage}{left}", 0, 0)
+        report(f"{stage}{pace.time_left(done, total)}", 0, 0)
 
     return add_time
 
 
-def _duration(seconds: float) -> str:
+def describe_duration(seconds: float) -> str:
+    """A time as people say it: seconds below a minute, then minutes, then hours."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"
@@ -169,7 +182,8 @@ def _duration(seconds: float) -> str:
 class Progress(Closing):
     """A progress line on stderr, if that is a terminal: a `ProgressCallback`.
 
-    A new stage is drawn at once, or after the first SILENT_SECONDS. A context manager that erases the line.
+    It has the time that is left, where units are counted. A new stage is drawn at once, or after the first
+    SILENT_SECONDS. A context manager that erases the line.
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:
@@ -178,6 +192,8 @@ class Progress(Closing):
         self._silent_until = time.monotonic() + SILENT_SECONDS
         self._next_draw_seconds = 0.0
         self._latest = ("", 0, 0)
+        self._pace = Pace()
+        self._time_left = ""
         self._drawn_stage: str | None = None
         self._lock = threading.Lock()
         self._first_draw: threading.Timer | None = None
@@ -188,6 +204,7 @@ class Progress(Closing):
             return
         with self._lock:
             self._latest = stage, done, total
+            self._time_left = self._pace.time_left(done, total) if total > 0 else ""
             now = time.monotonic()
             if now < self._silent_until:
                 self._draw_when_due(self._silent_until - now)
@@ -219,7 +236,7 @@ class Progress(Closing):
     def _draw(self, now: float) -> None:
         stage, done, total = self._latest
         count = f" {done}/{total}" if total > 0 else ""
-        self._stream.write(f"{CLEAR_LINE}{stage}{count} ...")
+        self._stream.write(f"{CLEAR_LINE}{stage}{count}{self._time_left} ...")
         self._stream.flush()
         self._drawn_stage = stage
         self._next_draw_seconds = now + REDRAW_SECONDS

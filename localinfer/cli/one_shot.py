@@ -1,6 +1,8 @@
 """One message, one answer: `localinfer chat -p`, and text that is piped into `localinfer chat`."""
 
 import sys
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +22,9 @@ EXIT_CUT = 3
 
 _MOST_BYTES = 16 << 20
 """Of one part of a message: more than the longest contexts hold, and what is counted in seconds."""
+_LOOK_SECONDS = 0.2
+_THOUGHTS_AT_ONCE = 16
+"""Tokens of reasoning between two looks at the progress line."""
 _GIVE_ONE = "pass -p TEXT, or pipe it into standard input"
 
 one_shot_options = options_group(
@@ -109,26 +114,49 @@ def _print_answer(stream: "TextStream", *, shows_reasoning: bool) -> str | None:
     finish_reason: str | None = None
     num_thoughts = 0
     with Progress() as progress:
-        progress("reading the message", 0, 0)
+        end_reading = _show_reading(stream, progress)
         try:
             for event in stream:
+                end_reading()
                 finish_reason = event.finish_reason
                 if event.reasoning:
                     num_thoughts += 1
                     if shows_reasoning:
                         progress.close()
                         thoughts.write(event.reasoning)
-                    else:
-                        progress("reasoning, tokens:", num_thoughts, 0)
+                    elif num_thoughts % _THOUGHTS_AT_ONCE == 0:
+                        progress(f"reasoning, {num_thoughts:,} tokens (--show-reasoning shows them)", 0, 0)
                 if event.text:
                     progress.close()
                     thoughts.end_line()
                     output.write(event.text)
         finally:
+            end_reading()
             progress.close()
             thoughts.end_line()
             output.end_line()
     return finish_reason
+
+
+def _show_reading(stream: "TextStream", progress: Progress) -> Callable[[], None]:
+    """Show on a terminal how much of a prompt has been computed, until the function that is returned is called."""
+    ended = threading.Event()
+
+    def watch() -> None:
+        total = stream.stats.prompt_tokens
+        while not ended.wait(_LOOK_SECONDS):
+            progress("reading the message, tokens", min(stream.computed_tokens, total), total)
+
+    thread = threading.Thread(target=watch, daemon=True)
+    if sys.stderr.isatty():
+        thread.start()
+
+    def end() -> None:
+        ended.set()
+        if thread.is_alive():
+            thread.join()
+
+    return end
 
 
 def _report(llm: "LLM", stats: "Stats", finish_reason: str | None, max_tokens: int | None) -> None:

@@ -15,6 +15,7 @@ class FakeStream:
 
     def __init__(self, pieces: list[str | BaseException | StreamEvent], dropped_tokens: int) -> None:
         self.dropped_tokens = dropped_tokens
+        self.computed_tokens = 2
         self._pieces = iter(enumerate(pieces))
         self._num_events = 0
 

@@ -11,6 +11,8 @@ from localinfer.cli import main
 from localinfer.cli.one_shot import EXIT_CUT
 from localinfer.errors import ContextLengthError
 from localinfer.stream import StreamEvent
+from localinfer.terminal import CLEAR_LINE
+from tests.limits import wait_until
 
 
 class Terminal(io.StringIO):
@@ -154,6 +156,24 @@ def test_reasoning_is_left_out_unless_it_is_asked_for(fake_llm, stdin, capsys):
     assert capsys.readouterr() == ("Four.\n", "")
     assert main(["chat", "-p", "2 + 2?", "--show-reasoning"]) == 0
     assert capsys.readouterr() == ("Four.\n", "Let me see.\n")
+
+
+def test_long_prompts_and_reasoning_show_progress_that_is_gone_before_the_answer(fake_llm, stdin, monkeypatch, capsys):
+    monkeypatch.setattr("localinfer.terminal.SILENT_SECONDS", -1.0)
+    monkeypatch.setattr("localinfer.cli.one_shot._LOOK_SECONDS", 0.001)
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stderr", screen)
+
+    def pieces():
+        assert wait_until(lambda: "reading the message, tokens 2/3 ..." in screen.getvalue())
+        yield from [StreamEvent("", 1, None, reasoning="So")] * 16
+        assert screen.getvalue().endswith("reasoning, 16 tokens (--show-reasoning shows them) ...")
+        yield StreamEvent("Four.", 2, "stop")
+
+    fake_llm.pieces = pieces()
+    assert main(["chat", "-p", "2 + 2?"]) == 0
+    assert screen.getvalue().endswith(CLEAR_LINE)
+    assert capsys.readouterr().out == "Four.\n"
 
 
 def test_controls_of_the_model_do_nothing_on_a_terminal(fake_llm, stdin, monkeypatch):

@@ -5,7 +5,7 @@ import threading
 import time
 
 from localinfer import terminal as progress_module
-from localinfer.terminal import CLEAR_LINE, Progress
+from localinfer.terminal import CLEAR_LINE, Pace, Progress, with_time_left
 from tests.limits import seconds
 
 
@@ -76,6 +76,35 @@ def test_stage_that_says_nothing_more_is_shown_once_the_start_is_slow(monkeypatc
         assert drawn.wait(timeout=seconds(15))
         assert terminal.getvalue() == f"{CLEAR_LINE}compiling kernels 0/1 ..."
     assert terminal.getvalue().endswith(CLEAR_LINE)
+
+
+def test_what_is_counted_shows_the_time_it_has_left(monkeypatch):
+    make_patient(monkeypatch)
+    now = iter([0.0, 10.0, 20.0, 30.0, 300.0, 4000.0])
+    pace = Pace()
+    monkeypatch.setattr(progress_module.time, "monotonic", lambda: next(now))
+    assert pace.time_left(2, 10) == "", "where a stage begins is not what it has done"
+    assert pace.time_left(4, 10) == ", 30 s left"
+    assert pace.time_left(10, 10) == ", 0 s left"
+    assert pace.time_left(0, 100) == ""
+    assert pace.time_left(50, 100) == ", 4 min 30 s left"
+    assert pace.time_left(1, 100) == "", "fewer than before: the next stage of the same size"
+
+
+def test_line_has_count_and_time_left_and_wrapped_stages_the_time_alone(monkeypatch):
+    make_patient(monkeypatch)
+    terminal = Terminal()
+    with Progress(terminal) as progress:
+        progress("compiling kernels: a", 0, 4)
+        progress("compiling kernels: b", 4, 4)
+        assert terminal.getvalue().endswith(f"{CLEAR_LINE}compiling kernels: b 4/4, 0 s left ...")
+        progress("measuring", 0, 0)
+        assert terminal.getvalue().endswith(f"{CLEAR_LINE}measuring ...")
+    seen = []
+    report = with_time_left(lambda *told: seen.append(told))
+    report("weights", 0, 7)
+    report("weights", 7, 7)
+    assert seen == [("weights", 0, 0), ("weights, 0 s left", 0, 0)]
 
 
 def test_closed_progress_draws_nothing_later(monkeypatch):
