@@ -13,6 +13,7 @@ LocalinferError
 |   `-- ConstraintError            a schema, regex or grammar cannot be enforced
 |-- SessionFileError               a saved conversation cannot be written, read or verified
 |   `-- SessionMismatchError       it is intact, and belongs to another model, setting or version
+|-- DownloadError                  a model cannot be brought from the hub
 |-- BackendUnavailableError        the requested device or instruction set is not available
 |-- OutOfMemoryError               a budget the caller set would be exceeded
 |-- OverloadedError                the queue of waiting requests is full
@@ -99,6 +100,10 @@ class SessionFileError(LocalinferError):
 
 class SessionMismatchError(SessionFileError):
     """A saved conversation belongs to another model, setting or version."""
+
+
+class DownloadError(LocalinferError):
+    """A model cannot be brought from the hub: it refuses, cannot be reached, or the files are wrong or do not fit."""
 
 
 class BackendUnavailableError(LocalinferError):

@@ -16,6 +16,7 @@ from localinfer.cli.config_option import config_model_named, takes_config
 from localinfer.cli.embed import embed_command, rerank_command
 from localinfer.cli.evaluate import compare_command, perplexity_command
 from localinfer.cli.messages import in_options, one_line, send_messages_to_stderr
+from localinfer.cli.models import list_command, pull_command, rm_command
 from localinfer.cli.next_command import library_error, unknown_command, usage_error
 from localinfer.cli.one_shot import answer_once, is_one_shot, one_shot_options, read_message
 from localinfer.cli.options import (
@@ -25,6 +26,7 @@ from localinfer.cli.options import (
     flag,
     load_options,
     load_with,
+    model_argument,
     model_option,
     option,
     sampling_options,
@@ -227,7 +229,7 @@ def chat_command(
 
 
 @localinfer_command.command("show")
-@click.argument("model", metavar="MODEL")
+@model_argument("model")
 @flag("--tensors", "List every tensor.")
 @flag("--ops", "List the ops that the model computes, without running it.")
 @flag("--json as_json", "Print one JSON object, with all metadata.")
@@ -256,9 +258,10 @@ def tokenize_command(model: str | None, text: str | None, ids: bool, no_special:
     '-' or a pipe reads standard input; one newline at its end is dropped.
     """
     import localinfer
+    from localinfer.hub.find import find_model
 
     source = _input_text(text, "TEXT", missing="no text: pass TEXT, or pipe it into standard input")
-    tokenizer = localinfer.load_tokenizer(model)
+    tokenizer = localinfer.load_tokenizer(None if model is None else find_model(model))
     token_ids = tokenizer.encode(source, add_special=not no_special, parse_special=parse_special)
     if ids:
         click.echo(" ".join(map(str, token_ids)))
@@ -272,6 +275,9 @@ localinfer_command.add_command(cache_command)
 localinfer_command.add_command(completion_command)
 localinfer_command.add_command(embed_command)
 localinfer_command.add_command(rerank_command)
+localinfer_command.add_command(pull_command)
+localinfer_command.add_command(list_command)
+localinfer_command.add_command(rm_command)
 localinfer_command.add_command(quantize_command)
 localinfer_command.add_command(compare_command)
 localinfer_command.add_command(perplexity_command)

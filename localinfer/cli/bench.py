@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from localinfer.cli.options import found_model
 from localinfer.terminal import Progress
 
 Record = dict[str, Any]
@@ -80,7 +81,7 @@ def _unused(option: click.Option, callback: Callable[..., Any] | None = None) ->
     return hidden
 
 
-_MODEL = click.Argument(["model"], metavar="MODEL")
+_MODEL = click.Argument(["model"], metavar="MODEL", callback=found_model)
 _PROMPT = _number("--prompt", "Tokens to prefill.", 512)
 _DECODE = _number("--decode", "Tokens to decode.", 128)
 _CONTEXT = _number("--context", "Tokens in the context before decoding.", 32)
@@ -101,7 +102,8 @@ _COMPARE = click.Option(
 _PEER_PYTHON = click.Option(["--peer-python"], metavar="PATH", help="Python with the other engine. Default: this one.")
 _DRAFT = click.Option(
     ["--draft"],
-    metavar="FILE",
+    metavar="MODEL",
+    callback=found_model,
     help="A much smaller model of the same vocabulary, or one made for the model, in place of draft layers.",
 )
 _CONCURRENCY = click.Option(
@@ -193,7 +195,7 @@ def speculation_command(draft: str | None, as_json: bool, **measured: Any) -> No
     _print(record, render_speculation, as_json)
 
 
-_ANY_MODEL = click.Argument(["model"], metavar="[MODEL]", required=False)
+_ANY_MODEL = click.Argument(["model"], metavar="[MODEL]", required=False, callback=found_model)
 
 
 @bench_command.command("roofline", params=[_ANY_MODEL, *_ROOFLINE, _unused(_DEVICE, _refuse_gpu)])

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from localinfer.cli.config_option import takes_config
-from localinfer.cli.options import COUNT, flag, option, options_group, threads_option
+from localinfer.cli.options import COUNT, flag, model_argument, option, options_group, threads_option
 from localinfer.errors import ContextLengthError, RequestError
 from localinfer.terminal import Progress, check_text, neutralise_controls, with_time_left
 
@@ -32,7 +32,7 @@ _input_options = options_group(
 
 
 @click.command("embed")
-@click.argument("model", metavar="MODEL")
+@model_argument("model")
 @click.argument("texts", metavar="[TEXT]...", nargs=-1)
 @option(
     "--pooling",
@@ -80,7 +80,7 @@ def embed_command(
 
 
 @click.command("rerank")
-@click.argument("model", metavar="MODEL")
+@model_argument("model")
 @click.argument("query", metavar="QUERY")
 @click.argument("documents", metavar="[DOCUMENT]...", nargs=-1)
 @option("--top-n", "N", "Print the N best only.", type=COUNT)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import click
 
 from localinfer.cli.config_option import takes_config
-from localinfer.cli.options import COUNT, flag, option, options_group, threads_option
+from localinfer.cli.options import COUNT, flag, model_argument, option, options_group, threads_option
 from localinfer.errors import LocalinferError, RequestError
 from localinfer.terminal import Progress, with_time_left
 
@@ -25,7 +25,7 @@ _measuring_options = options_group(
 
 
 @click.command("perplexity")
-@click.argument("model", metavar="MODEL")
+@model_argument("model")
 @_measuring_options
 def perplexity_command(
     model: str, text: str | None, context_length: int, chunks: int | None, threads: int | None, as_json: bool
@@ -50,8 +50,8 @@ def perplexity_command(
 
 
 @click.command("compare")
-@click.argument("base", metavar="BASE")
-@click.argument("candidate", metavar="CANDIDATE")
+@model_argument("base")
+@model_argument("candidate")
 @_measuring_options
 @click.option(
     "--questions/--no-questions",

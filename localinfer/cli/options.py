@@ -120,7 +120,24 @@ _ROPE_NAMES = (
     " yarn_attention_factor yarn_beta_fast yarn_beta_slow".split()
 )
 _DEVICES = click.Choice(["auto", "cpu", "cuda"])
-model_option = option("-m --model", "PATH", "GGUF file or Hugging Face folder. Default: the demo model.")
+
+
+def found_model(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+    """A click callback: the path of the model that a user names."""
+    from localinfer.hub.find import find_model
+
+    return None if value is None else str(find_model(value))
+
+
+_MODEL_HELP = "Name (see `localinfer list --all`), GGUF file or Hugging Face folder. Default: the demo model."
+model_option = option("-m --model", "MODEL", _MODEL_HELP)
+
+
+def model_argument(name: str) -> Decorator:
+    """An argument that takes what -m takes, as the path that is meant."""
+    return click.argument(name, metavar=name.upper(), callback=found_model)
+
+
 threads_option = option("--threads", "N", "CPU threads. Default: one per physical core.", type=COUNT)
 
 
@@ -174,7 +191,7 @@ load_options = options_group(
         type=click.Choice(["auto", "ngram", "draft", "mtp", "off"]),
         default="auto",
     ),
-    option("--draft", "FILE", "Draft model: a small GGUF model of the same vocabulary, or one made for the model."),
+    option("--draft", "MODEL", "Draft model: a small GGUF model of the same vocabulary, or one made for the model."),
     option("--chat-template", "FILE", "Jinja template in place of the model's own.", type=click.Path(path_type=Path)),
     option(
         "--rope-scaling",
@@ -214,7 +231,9 @@ def load_with(options: LoadOptions, *, stopping: threading.Event | None = None) 
     stopping: aborts the load at its next stage once set. Raises: LocalinferError; ClosedError if aborted.
     """
     import localinfer
+    from localinfer.hub.find import find_model
 
+    named = {name: str(find_model(options[name])) for name in ("model", "draft") if options.get(name) is not None}
     with Progress() as shown:
 
         def progress(stage: str, done: int, total: int) -> None:
@@ -222,7 +241,7 @@ def load_with(options: LoadOptions, *, stopping: threading.Event | None = None) 
                 raise ClosedError("loading the model was aborted; load it again")
             shown(stage, done, total)
 
-        return localinfer.load(**options, progress=progress)
+        return localinfer.load(**{**options, **named}, progress=progress)
 
 
 def _token_biases(

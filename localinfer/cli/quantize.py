@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import click
 
 from localinfer.cli.config_option import takes_config
-from localinfer.cli.options import COUNT, device_option, option, threads_option
+from localinfer.cli.options import COUNT, device_option, model_argument, option, threads_option
 from localinfer.errors import LocalinferError, OutOfMemoryError
 from localinfer.evaluation.texts import read_calibration
 from localinfer.terminal import Progress, with_time_left
@@ -20,7 +20,7 @@ _LEAST_HELD_BACK = 8000
 
 
 @click.command("quantize")
-@click.argument("source", metavar="SOURCE")
+@model_argument("source")
 @click.argument("target", metavar="TARGET")
 @option(
     "--type type_name",

@@ -177,14 +177,18 @@ def _read_token(path: Path) -> str:
 
 def _sources(path: str | None, folder: str | None) -> "list[ModelSource]":
     """The models to serve, the one named by -m first; the demo model if none is named."""
+    from localinfer.hub.find import find_model
     from localinfer.loading import model_path
-    from localinfer.server.replies.model_folder import find_models, model_source
+    from localinfer.server.replies.model_folder import ModelSource, find_models, model_source
 
     sources = [] if folder is None else find_models(expand_home(folder))
     if path is None and sources:
         return sources
-    file = model_path(path)
+    file = model_path(None) if path is None else find_model(path)
     first = model_source(file)
+    if first is None and path is not None and file.is_file() and file != expand_home(path):
+        # Files of Ollama have checksums for names: the model's name is the one that it was found by.
+        first = ModelSource(path, file, int(file.stat().st_mtime))
     if first is None:
         raise RequestError(f"{file} is not a model; give a GGUF file, the first part of a split one, or a model folder")
     return [first, *(other for other in sources if other.id != first.id and not other.path.samefile(first.path))]

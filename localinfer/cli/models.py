@@ -1,0 +1,103 @@
+"""The commands `localinfer pull`, `list` and `rm`: models by name."""
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import datetime
+from typing import TYPE_CHECKING
+
+import click
+
+from localinfer.cli.options import flag
+from localinfer.terminal import Progress, neutralise_controls, with_time_left
+
+if TYPE_CHECKING:
+    from localinfer.hub.installed import InstalledModel
+
+
+@click.command("pull")
+@click.argument("model", metavar="ORG/REPO[:QUANT]")
+def pull_command(model: str) -> None:
+    """Bring a model from the Hugging Face hub.
+
+    QUANT is a quantization of its GGUF files, such as Q4_K_M, which is preferred if none is given; a repository without
+    GGUF files is pulled as a folder of safetensors. A pull that was stopped goes on where it was. Models of which the
+    hub wants an account need `hf auth login` once.
+    """
+    from localinfer.hub.places import Places
+    from localinfer.hub.pull import pull_model, read_reference
+
+    def say(line: str) -> None:
+        click.echo(neutralise_controls(line), err=True)
+
+    reference = read_reference(model)
+    try:
+        with Progress() as progress:
+            report = with_time_left(progress)
+            record = pull_model(reference, Places.of_user(), say=say, progress=report)
+    except KeyboardInterrupt:
+        say(
+            f"stopped; what has arrived is kept: `localinfer pull {reference}` goes on from there, `localinfer list` "
+            "shows it"
+        )
+        raise
+    click.echo(record.name)
+    if sys.stdout.isatty():
+        say(f"try it: localinfer chat -m {record.name}")
+
+
+@click.command("list")
+@flag("-a --all show_all", "Also what Ollama, LM Studio and other programs with the hub's cache hold; with paths.")
+@flag("--json as_json", "Print one JSON array.")
+def list_command(show_all: bool, as_json: bool) -> None:
+    """List the models on this machine by the names that -m takes.
+
+    Those that cannot be used, such as unfinished pulls, are named with the reason on standard error.
+    """
+    from localinfer.hub.installed import find_installed, find_pulled
+    from localinfer.hub.places import Places
+
+    places = Places.of_user()
+    models = find_installed(places) if show_all else find_pulled(places)
+    if as_json:
+        records = [asdict(model) | {"path": str(model.path)} for model in models]
+        click.echo(json.dumps(records, ensure_ascii=False))
+        return
+    sound = [model for model in models if not model.problem]
+    for line in _table(sound, with_paths=show_all):
+        click.echo(neutralise_controls(line))
+    for model in models:
+        if model.problem:
+            kind = "unfinished" if model.is_unfinished else "broken"
+            click.echo(neutralise_controls(f"{kind}: {model.name}: {model.problem}"), err=True)
+    if not models:
+        where = "" if show_all else "; `localinfer list --all` shows those of other programs"
+        click.echo(f"no models here yet: `localinfer pull org/repo` brings one{where}", err=True)
+
+
+@click.command("rm")
+@click.argument("name", metavar="NAME")
+def rm_command(name: str) -> None:
+    """Delete a model that was pulled, or what is here of an unfinished pull.
+
+    Models of other programs are never touched.
+    """
+    from localinfer.hub.places import Places
+    from localinfer.hub.remove import remove_model
+
+    click.echo(neutralise_controls(remove_model(name, Places.of_user())))
+
+
+def _table(models: "Sequence[InstalledModel]", *, with_paths: bool) -> list[str]:
+    from localinfer.hub.variants import describe_size
+
+    rows = [["NAME", "QUANT", "SIZE", "LAST USED", *(["FROM", "PATH"] if with_paths else [])]]
+    for model in models:
+        used = "" if model.last_used is None else datetime.fromtimestamp(model.last_used).strftime("%Y-%m-%d %H:%M")
+        row = [model.name, model.quant or "", describe_size(model.num_bytes), used]
+        rows.append([*row, model.source, str(model.path)] if with_paths else row)
+    if len(rows) == 1:
+        return []
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

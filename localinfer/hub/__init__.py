@@ -1,0 +1,1 @@
+"""Models by name: pulled from the Hugging Face hub, and found where other programs keep theirs."""
