@@ -63,12 +63,17 @@ def _matching(text: str, models: Sequence[InstalledModel]) -> list[InstalledMode
 
 
 def _whole_names(model: InstalledModel) -> set[str]:
-    name = model.name.lower()
+    name = _plain_name(model)
     return {name, name.removesuffix(_LATEST)}
 
 
+def _plain_name(model: InstalledModel) -> str:
+    """Without the address of the hub, which Ollama keeps."""
+    return model.name.lower().removeprefix("hf.co/").removeprefix("huggingface.co/")
+
+
 def _without_quant(model: InstalledModel) -> set[str]:
-    return {model.name.lower().rpartition(":")[0]}
+    return {_plain_name(model).rpartition(":")[0]}
 
 
 def _without_organisation(model: InstalledModel) -> set[str]:

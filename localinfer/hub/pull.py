@@ -90,7 +90,13 @@ def _pull(
     files = tuple(replace(file, was_here=_key(file.stored) not in brought | missing) for file in fresh.files)
     record = replace(fresh, files=files)
     records.put(record)
-    _fetch_all(client, record, progress)
+    try:
+        _fetch_all(client, record, progress)
+    except BaseException:
+        if not any(held_bytes(cache, repository, file) for file in repository.files):
+            records.remove_unfinished(fresh.name)
+            delete_files(record, kept_by=[] if former is None else [former])
+        raise
     try:
         set_main(cache, repository)
     except OSError as error:

@@ -111,11 +111,15 @@ class PullRecords:
                 f"{self._folder} cannot be written: {error.strerror or error}; free some space, or change who may write"
             ) from error
         if record.is_whole:
-            self._remove(record.name, _UNFINISHED)
+            self.remove_unfinished(record.name)
 
     def remove(self, name: str) -> None:
         """Forget a model, whole or unfinished."""
         self._remove(name, _WHOLE)
+        self.remove_unfinished(name)
+
+    def remove_unfinished(self, name: str) -> None:
+        """Forget a pull of which nothing is here, or that is whole now."""
         self._remove(name, _UNFINISHED)
 
     def mark_used(self, name: str) -> None:

@@ -157,7 +157,9 @@ def test_disk_cache_can_be_switched_off(fake_llm, command, monkeypatch):
     assert fake_llm.load_options["disk_cache"] is False
 
 
-def test_run_hands_every_option_on(fake_llm, capsys):
+def test_run_hands_every_option_on(fake_llm, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x.gguf").touch()
     flags = "-m x.gguf -n 7 --temperature 0.5 --top-k 3 --top-p 0.5 --min-p 0 --repetition-penalty 1.1 --seed 9"
     flags += " --threads 2 --context-length 64 --kv-type f32 --stop a --stop b --ignore-eos --context-shift"
     flags += " --kv-memory 1.5GiB --disk-cache-size 2GB --disk-cache-folder there"

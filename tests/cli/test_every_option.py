@@ -5,6 +5,7 @@ import logging
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import click
 import pytest
@@ -75,6 +76,14 @@ GOOD = {
     "cache": """
         --disk-cache-folder {folder} --clear
     """,
+    "pull": """
+        org/repo
+    """,
+    "list": """
+        --all
+        --json
+    """,
+    "rm": "",
     "quantize": """
         {demo} {folder}/1.gguf --type q8_0 --method rtn --threads 1 --device cpu --text {text} --chunks 1
         {demo} {folder}/2.gguf --calibration {text} --calibration-tokens 512 --save-imatrix {folder}/i.gguf {quick}
@@ -233,6 +242,16 @@ BAD = {
     "cache": """
         --clear=maybe
     """,
+    "pull": """
+        no-such-file
+    """,
+    "list": """
+        --all=maybe
+        --json=maybe
+    """,
+    "rm": """
+        no-such-file
+    """,
     "quantize": """
         {demo} {folder}/x.gguf --type q99
         {demo} {folder}/x.gguf --method magic
@@ -339,6 +358,10 @@ def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         run(server, on_ready=end)
 
     monkeypatch.setattr(LocalServer, "run", run_until_ready)
+    # Whatever is pulled, listed and removed: the command has no other options here.
+    monkeypatch.setattr("localinfer.hub.pull.pull_model", lambda *_, **__: SimpleNamespace(name="org/repo:Q8_0"))
+    monkeypatch.setattr("localinfer.hub.installed.find_pulled", lambda places: [])
+    monkeypatch.setattr("localinfer.hub.installed.find_installed", lambda places: [])
     (tmp_path / "folder").mkdir()
     (tmp_path / "schema.json").write_text('{"type": "integer"}')
     (tmp_path / "grammar.lark").write_text('start: "a"')
