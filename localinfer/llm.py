@@ -4,16 +4,18 @@ import logging
 import os
 import threading
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Unpack, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.arguments import check_flag, check_path, owned
+from localinfer.chat.begun_reply import BegunReply
 from localinfer.chat.constraints import ConstraintCompiler
-from localinfer.chat.history import ChatHistory
+from localinfer.chat.history import ChatHistory, EncodedChat
 from localinfer.chat.messages import read_messages
-from localinfer.chat.reply import ReplyOptions, TemplateFormats
+from localinfer.chat.reply import ChatRequest, ReplyOptions, TemplateFormats
 from localinfer.closing import Closing
 from localinfer.embedding import RankedDocument, TextEmbedder
 from localinfer.engine.beam_search import Beam, search_beams
@@ -177,18 +179,18 @@ class LLM(Closing):
         )
 
         checked = self._checked(values)
+        if request.continues and checked.constraint is not None:
+            raise RequestError(
+                "a constraint was given, which holds for whole replies; leave it or continue_final_message out",
+                field="constraint",
+            )
         if self._disk is not None:
             self._disk.wait_until_open()
-        chat = history.encode(
-            request.messages(read_messages(messages)),
-            request.template_tools or None,
-            request.variables,
-            max_tokens=self._most_tokens(values),
-        )
+        chat, begun = self._encode_chat(history, request, messages, self._most_tokens(values))
         return TextStream(
             self._engine,
             self._model.tokenizer,
-            EncodedPrompt(chat.token_ids, chat.system_tokens, chat, request.format_after(chat.text)),
+            EncodedPrompt(chat.token_ids, chat.system_tokens, chat, request.format_after(chat.text, begun)),
             checked,
             template.stop_strings,
             self._constraints,
@@ -269,15 +271,21 @@ class LLM(Closing):
         template, _ = self._chat_parts()
         add_generation_prompt = check_flag("add_generation_prompt", add_generation_prompt)
         request = self._replies.request(options)
-        asked = request.messages(read_messages(messages))
-        return template.render(asked, add_generation_prompt, request.template_tools or None, **request.variables)
+        asked, begun = request.split(read_messages(messages))
+        if begun is not None:
+            add_generation_prompt = True
+        text = template.render(asked, add_generation_prompt, request.template_tools or None, **request.variables)
+        if begun is None:
+            return text
+        segments = begun.segments(text, request.format.reasoning, self.tokenizer.special_spellings)
+        return text + "".join(part for part, _ in segments)
 
     def count_chat_tokens(self, messages: Sequence[Mapping[str, Any]], **options: Unpack[ReplyOptions]) -> int:
         """Return how many tokens `chat` would make of a conversation. Raises: TemplateError, RequestError."""
         _, history = self._chat_parts()
         request = self._replies.request(options)
-        asked = request.messages(read_messages(messages))
-        return int(history.encode(asked, request.template_tools or None, request.variables).token_ids.size)
+        chat, _ = self._encode_chat(history, request, messages, None)
+        return int(chat.token_ids.size)
 
     def score(self, token_ids: Sequence[int] | NDArray[np.integer], *, top: int = 0) -> "list[TokenLogprobs | None]":
         """Return how likely each token was after those before it, None for the first.
@@ -425,6 +433,17 @@ class LLM(Closing):
             (token_id for token_id in token_ids if token_id < tokenizer.vocab_size),
             previous_token_id=previous if previous < tokenizer.vocab_size else None,
         )
+
+    def _encode_chat(
+        self, history: ChatHistory, request: ChatRequest, messages: Sequence[Mapping[str, Any]], max_tokens: int | None
+    ) -> tuple[EncodedChat, BegunReply | None]:
+        """The prompt of a chat, and the reply that it continues."""
+        asked, begun = request.split(read_messages(messages))
+        begin = None
+        if begun is not None:
+            begin = partial(begun.segments, form=request.format.reasoning, spellings=self.tokenizer.special_spellings)
+        tools = request.template_tools or None
+        return history.encode(asked, tools, request.variables, begin=begin, max_tokens=max_tokens), begun
 
     def _checked(self, options: Mapping[str, Any]) -> CheckedOptions:
         self._engine.check_usable()

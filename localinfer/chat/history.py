@@ -89,16 +89,19 @@ class ChatHistory:
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
         *,
+        begin: Callable[[str], Segments] | None = None,
         max_tokens: int | None = None,
     ) -> EncodedChat:
         """Render messages and return the ids of the prompt; tools, variables: what else the template is given.
 
-        max_tokens: what the context holds. Raises: TemplateError and RequestError as `ChatTemplate.encode`;
-            ContextLengthError for more tokens than that.
+        begin: gives what goes behind the rendered text, of a reply that was begun. max_tokens: what the context holds.
+        Raises: TemplateError and RequestError as `ChatTemplate.encode`; ContextLengthError for more tokens than that.
         """
         segments = self._template.render_segments(
             messages, self._tokenizer.special_spellings, tools=tools, **(variables or {})
         )
+        if begin is not None:
+            segments = [*segments, *begin("".join(segment for segment, _ in segments))]
         text = "".join(segment for segment, _ in segments)
         closed = _closed_spans(segments)
         with self._lock:

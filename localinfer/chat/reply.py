@@ -6,6 +6,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from localinfer.arguments import check_flag, check_number
+from localinfer.chat.begun_reply import BegunReply
 from localinfer.chat.constraints import Constraint, ConstraintCompiler, grammar_of, json_grammar
 from localinfer.chat.grammar import ReasoningState, reply_grammar
 from localinfer.chat.messages import Tool, ToolChoice, choose_tools, read_tools
@@ -37,6 +38,8 @@ class ReplyOptions(TypedDict, total=False):
     thinking: whether the model reasons before it answers; None, the default, leaves that to its template.
     thinking_budget: most tokens of reasoning; then it is closed, and the answer follows. None sets no limit.
     template_variables: more variables for the chat template, by name.
+    continue_final_message: the last message is a reply that was cut short, which is continued where it ends; the
+        completion has only what is new. Its `reasoning_content` counts too. Not with a constraint.
     """
 
     tools: Sequence[Mapping[str, Any]] | None
@@ -45,6 +48,7 @@ class ReplyOptions(TypedDict, total=False):
     thinking: bool | None
     thinking_budget: int | None
     template_variables: Mapping[str, Any]
+    continue_final_message: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,15 +123,24 @@ class ReplyFormat:
 class ChatRequest:
     """A chat's options, checked against a model: how its prompt is rendered, and how its reply is to be read.
 
-    template_tools, variables: what the template is given beside the messages.
+    template_tools, variables: what the template is given beside the messages. continues: whether the last message is
+    a reply to be continued.
     """
 
     format: ReplyFormat
     template_tools: tuple[Mapping[str, Any], ...]
     variables: Mapping[str, Any]
     formats: "TemplateFormats"
+    continues: bool
 
-    def messages(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    def split(self, messages: Sequence[Mapping[str, Any]]) -> tuple[Sequence[Mapping[str, Any]], BegunReply | None]:
+        """Messages as the template expects them, and the reply that is to be continued. Raises: MessageError."""
+        begun = None
+        if self.continues:
+            messages, begun = BegunReply.split(messages)
+        return self._messages(messages), begun
+
+    def _messages(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
         """Messages as the template expects them."""
         if self.format.reasoning is not None:
             messages = with_reasoning_as(self.format.reasoning.member, messages)
@@ -138,12 +151,14 @@ class ChatRequest:
         formats = self.formats
         return template_messages(messages, formats.calls, self.format.tools, has_system=formats.has_system)
 
-    def format_after(self, prompt: str) -> ReplyFormat:
-        """How the reply to a rendered prompt is read."""
+    def format_after(self, prompt: str, begun: BegunReply | None = None) -> ReplyFormat:
+        """How the reply to a rendered prompt is read, or what is still to come of one that was begun."""
         reasoning = self.format.reasoning
         if reasoning is None or reasoning.is_closed(prompt):
-            return replace(self.format, state="none")
-        return replace(self.format, state="open" if reasoning.is_open(prompt) else "possible")
+            made = replace(self.format, state="none")
+        else:
+            made = replace(self.format, state="open" if reasoning.is_open(prompt) else "possible")
+        return made if begun is None else begun.rest_format(made)
 
 
 class TemplateFormats:
@@ -218,6 +233,7 @@ class TemplateFormats:
             else (),
             variables={**self._thinking_variables(thinking), **variables},
             formats=self,
+            continues=check_flag("continue_final_message", options.get("continue_final_message")),
         )
 
     def _thinking_variables(self, thinking: bool | None) -> dict[str, Any]:

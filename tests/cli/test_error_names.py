@@ -15,7 +15,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 SOURCES = [path for folder in ("localinfer", "models") for path in (REPOSITORY / folder).rglob("*.py")]
 NO_COMMAND_PASSES = {
     # Chats with tools, reasoning and template variables are asked for by programs only.
-    *("tool_choice", "parallel_tool_calls", "template_variables", "thinking_budget"),
+    *("tool_choice", "parallel_tool_calls", "template_variables", "thinking_budget", "continue_final_message"),
     # Texts are what the command line knows, ids are for programs.
     *("dry_breaker_ids", "stop_token_ids", "token_ids"),
     # Made of two options, which are checked before.
