@@ -90,7 +90,7 @@ class FakeLLM:
     def stream_chat(self, messages: list[dict[str, str]], **options: Any) -> FakeStream:
         return self.stream([dict(message) for message in messages], **options)
 
-    def count_chat_tokens(self, messages: list[dict[str, str]]) -> int:
+    def count_chat_tokens(self, messages: list[dict[str, str]], **options: Any) -> int:
         return sum(len(message["content"]) for message in messages)
 
     def close(self) -> None:
