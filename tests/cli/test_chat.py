@@ -16,8 +16,9 @@ from prompt_toolkit.output import DummyOutput
 
 from localinfer.cli.chat import loop as chat_module
 from localinfer.cli.chat.commands import Chat, Exit
+from localinfer.cli.chat.completion import CommandCompleter
 from localinfer.cli.chat.conversation import Conversation
-from localinfer.cli.chat.loop import CommandCompleter, open_history, run_chat
+from localinfer.cli.chat.loop import open_history, run_chat
 from localinfer.errors import ContextLengthError, RequestError
 from localinfer.stream import StreamEvent
 
@@ -256,7 +257,7 @@ def test_notices_have_no_colour_where_no_color_is_set(conversation, monkeypatch)
 
 
 @pytest.mark.parametrize(
-    ("typed", "expected"), [("/", 6), ("/re", ["/regen"]), ("/system x", []), ("text", []), ("a /re", [])]
+    ("typed", "expected"), [("/", 22), ("/re", ["/regen"]), ("/system x", []), ("text", []), ("a /re", [])]
 )
 def test_completion_offers_commands_only(chat, typed, expected):
     completer = CommandCompleter(chat.commands.values())

@@ -1,49 +1,82 @@
-"""The commands of a chat, and how replies are printed."""
+"""The commands of a chat: their table, and what becomes of a line that was typed."""
 
+import difflib
+import re
 from collections.abc import Callable, Generator
 from contextlib import closing
-from dataclasses import dataclass
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
+from localinfer.cli.chat.attachments import AttachmentCommands
+from localinfer.cli.chat.clipboard import code_blocks, copy_to_clipboard
+from localinfer.cli.chat.command import Command, Exit, beginning_with
+from localinfer.cli.chat.context import ContextCommands
 from localinfer.cli.chat.conversation import Conversation
-from localinfer.terminal import ModelOutput, check_text, describe_stats, dim, neutralise_controls
+from localinfer.cli.chat.editing import EditingCommands, EditText, edit_in_editor
+from localinfer.cli.chat.options import LoadModel, OptionCommands
+from localinfer.cli.chat.printing import ReplyPrinter
+from localinfer.cli.chat.saving import SavingCommands
+from localinfer.errors import RequestError
+from localinfer.terminal import check_text
 
+if TYPE_CHECKING:
+    from localinfer.persistence.conversations import ConversationStore
 
-@dataclass(frozen=True)
-class Command:
-    """A command that starts with '/': its name, its help, and a function of the rest of the line."""
+__all__ = ["Chat", "Command", "Exit"]
 
-    name: str
-    help: str
-    run: Callable[[str], None]
-
-
-class Exit(Exception):
-    """The user asked to end the chat."""
+CopyText = Callable[[str, Callable[[str], bool]], str]
+"""As `clipboard.copy_to_clipboard`."""
 
 
 class Chat:
     """Turns input lines into replies and commands, from a terminal or a pipe.
 
-    Replies go to `output`, everything else to `notices`. shows_stats: print the statistics of every reply after it.
+    Replies go to `output`, everything else to `notices`, or both through `printer`. shows_stats: print the statistics
+    of every reply after it. store: of saved conversations, for the commands; `conversation` saves itself. load_model,
+    model_name: loads another model, and the name of the one that answers now. edit_text, copy_text: the user's editor
+    and clipboard.
     """
 
     def __init__(
-        self, conversation: Conversation, output: TextIO, notices: TextIO, *, shows_stats: bool = False
+        self,
+        conversation: Conversation,
+        output: TextIO,
+        notices: TextIO,
+        *,
+        shows_stats: bool = False,
+        store: "ConversationStore | None" = None,
+        load_model: LoadModel | None = None,
+        model_name: str | None = None,
+        edit_text: EditText = edit_in_editor,
+        copy_text: CopyText = copy_to_clipboard,
+        printer: ReplyPrinter | None = None,
     ) -> None:
-        self._shows_stats = shows_stats
-        self._conversation = conversation
-        self._output = output
-        self._notices = notices
-        self._is_reasoning = False
-        conversation.on_reasoning = self._show_reasoning
-        conversation.on_messages_dropped = self._report_dropped
+        self.conversation = conversation
+        self.store = store
+        self.printer = ReplyPrinter(output, notices) if printer is None else printer
+        self._copy_text = copy_text
+        self.attachments = AttachmentCommands(self)
+        self._context = ContextCommands(self, shows_stats=shows_stats)
+        self._options = OptionCommands(self, load_model, model_name)
+        saving = SavingCommands(self, store)
+        conversation.on_reasoning = self.printer.show_reasoning
+        conversation.on_messages_dropped = self._context.report_dropped
+        conversation.on_save_error = saving.report_failure
         commands = (
-            Command("/help", "list the commands and keys", self._help),
+            Command("/help", "list the commands and keys", self._help, "[COMMAND]", self._complete_help),
+            Command("/system", "show or set the system prompt", self._system, "[TEXT|off]"),
+            *EditingCommands(self, edit_text).commands(),
+            *self.attachments.commands(),
+            *self._options.commands(),
+            *self._context.commands(),
+            *saving.commands(),
+            Command(
+                "/copy",
+                "copy the last reply, or its last code block",
+                self._copy,
+                "[code]",
+                lambda typed: beginning_with(typed, ("code",)),
+            ),
             Command("/clear", "clear the conversation", self._clear),
-            Command("/system", "show or set the system prompt: /system TEXT, /system off", self._system),
-            Command("/regen", "regenerate the last reply", self._regenerate),
-            Command("/stats", "statistics of the last reply", self._stats),
             Command("/exit", "exit", self._exit),
         )
         self.commands = {command.name: command for command in commands}
@@ -51,101 +84,131 @@ class Chat:
     def handle(self, text: str) -> None:
         """Run a command, or send a message and print the reply as it is generated.
 
-        A line that starts with '/' never reaches the model; a space before it makes it a message.
+        A line that starts with '/' never reaches the model; '//' or a space before it makes it a message.
         Raises: Exit from /exit; LocalinferError if the message cannot be answered; it is then not in the conversation.
         """
-        if not text.strip():
+        if self.attachments.is_pasting:
+            message = self.attachments.take(text)
+            if message is not None:
+                self.send(message)
+        elif not text.strip():
             return
-        if text.startswith("/"):
-            name, _, rest = text.partition(" ")
-            command = self.commands.get(name.strip())
-            if command is None:
-                self.notice(
-                    f"unknown command {name.strip()}; /help lists them, and a space before '/' sends it as text"
-                )
-            else:
-                command.run(rest.strip())
+        elif text.startswith("/") and not text.startswith("//"):
+            self._run_command(text)
         else:
-            self._print_reply(self._conversation.reply(check_text(text, "the message")))
+            self.send(text[1:] if text.startswith("//") else text)
+
+    def end_input(self) -> None:
+        """Send what was pasted without an end mark, as the input has ended. Raises: as `handle`."""
+        message = self.attachments.end_paste()
+        if message is not None:
+            self.send(message)
+
+    def close(self) -> None:
+        """Close a model that was switched to; the first one is its loader's."""
+        self._options.close()
+
+    def send(self, text: str) -> None:
+        """Send a message, with the files that wait for it, or the result of a call; print the reply."""
+        text = check_text(text, "the message")
+        if self.conversation.open_calls:
+            if self.conversation.add_result(text):
+                self.print_reply(self.conversation.regenerate())
+            else:
+                self._options.show_calls()
+            return
+        self.print_reply(self.conversation.reply(self.attachments.message(text)))
+        if self.conversation.is_reply_kept:
+            self.attachments.drop()
 
     def notice(self, text: str) -> None:
         """Print a line that is not model text."""
-        self._notices.write(f"{dim(neutralise_controls(text), self._notices)}\n")
-        self._notices.flush()
+        self.printer.notice(text)
 
-    def _print_reply(self, reply: Generator[str]) -> None:
-        output = ModelOutput(self._output, is_terminal=self._output.isatty())
-        has_text = False
+    def print_reply(self, reply: Generator[str]) -> None:
+        """Print a reply as it comes; Ctrl-C stops it."""
+        self.printer.begin()
         try:
             with closing(reply):
                 for delta in reply:
-                    if delta:
-                        self._end_reasoning()
-                    has_text = has_text or bool(delta)
-                    output.write(delta)
+                    self.printer.write(delta)
         except KeyboardInterrupt:
-            self._end_reasoning()
-            output.end_line()
-            kept = "the partial reply stays in the conversation" if has_text else "the conversation is unchanged"
+            self.printer.end()
+            kept = "the conversation is unchanged"
+            if self.conversation.is_reply_kept:
+                kept = "the partial reply stays in the conversation, and /continue goes on with it"
             self.notice(f"stopped: {kept}")
         finally:
-            self._end_reasoning()
-            output.end_line()
-        self._report()
+            self.printer.end()
+        self._context.report_reply()
+        self._options.show_calls()
 
-    def _show_reasoning(self, text: str) -> None:
-        """Show reasoning, dimmed, on a terminal; a pipe gets the answer only."""
-        if self._notices.isatty():
-            self._is_reasoning = True
-            self._notices.write(dim(neutralise_controls(text), self._notices))
-            self._notices.flush()
+    def show_thinking(self, text: Generator[str]) -> None:
+        """Print what is no reply as reasoning is printed; Ctrl-C stops it."""
+        self.printer.begin()
+        try:
+            with closing(text):
+                for delta in text:
+                    self.printer.show_reasoning(delta)
+        except KeyboardInterrupt:
+            self.printer.end()
+            self.notice("stopped")
+        finally:
+            self.printer.end()
 
-    def _end_reasoning(self) -> None:
-        if self._is_reasoning:
-            self._is_reasoning = False
-            self._notices.write("\n\n")
-            self._notices.flush()
-
-    def _report_dropped(self, num_messages: int) -> None:
-        self.notice(f"the context is full: the {num_messages} oldest messages are left out from now on")
-
-    def _report(self) -> None:
-        stats = self._conversation.last_stats
-        if stats is None:
-            return
-        if self._shows_stats:
-            self.notice(describe_stats(stats))
-        elif stats.dropped_tokens:
-            self.notice(f"the context is full: {stats.dropped_tokens} tokens before its recent half were left out")
-        if self._conversation.context_is_full:
-            self.notice(
-                "the reply was cut at the end of the context; the next message leaves out the oldest ones, /clear "
-                "removes all, and --context-length N makes room for more"
-            )
-
-    def _help(self, _: str) -> None:
-        for command in self.commands.values():
-            self.notice(f"{command.name:<8}  {command.help}")
-        self.notice("Enter sends, Alt-Enter or Ctrl-J starts a new line, Ctrl-C stops a reply, Ctrl-D exits")
-
-    def _clear(self, _: str) -> None:
-        self._conversation.clear()
+    def start_anew(self) -> None:
+        """Begin another conversation."""
+        self.conversation.clear()
+        self.attachments.drop()
         self.notice("conversation cleared")
+
+    def _run_command(self, line: str) -> None:
+        name, rest = (*re.split(r"\s+", line, maxsplit=1), "")[:2]
+        command = self.commands.get(name)
+        if command is not None:
+            command.run(rest.strip())
+            return
+        near = difflib.get_close_matches(name, self.commands, n=1)
+        meant = f" (did you mean {near[0]}?)" if near else ""
+        self.notice(f"unknown command {name}{meant}; /help lists them, and a space or '/' before it sends it as text")
+
+    def _help(self, name: str) -> None:
+        wanted = self.commands.get(f"/{name.removeprefix('/')}") if name else None
+        shown = self.commands.values() if wanted is None else (wanted,)
+        heads = [f"{command.name} {command.arguments}".rstrip() for command in shown]
+        width = max(map(len, heads))
+        for head, command in zip(heads, shown, strict=True):
+            self.notice(f"{head:<{width}}  {command.help}")
+        if wanted is None:
+            self.notice("Enter sends, Alt-Enter or Ctrl-J starts a new line, Ctrl-C stops a reply, Ctrl-D exits")
+
+    def _complete_help(self, typed: str) -> list[str]:
+        return beginning_with(typed, (name.removeprefix("/") for name in self.commands))
 
     def _system(self, text: str) -> None:
         if text:
-            self._conversation.system = None if text == "off" else check_text(text, "the system prompt")
-        self.notice(f"system prompt: {self._conversation.system or 'none'}")
+            self.conversation.system = None if text == "off" else check_text(text, "the system prompt")
+        self.notice(f"system prompt: {self.conversation.system or 'none'}")
 
-    def _regenerate(self, _: str) -> None:
-        if self._conversation.can_regenerate:
-            self._print_reply(self._conversation.regenerate())
-        else:
-            self.notice("there is no reply to make again yet")
+    def _copy(self, what: str) -> None:
+        replies = [turn["content"] for turn in self.conversation.turns if turn["role"] == "assistant"]
+        if what not in ("", "code"):
+            self.notice(f"/copy is given {what}; it takes nothing, or code for the last code block")
+            return
+        blocks = code_blocks(replies[-1]) if replies else []
+        if not replies or (what and not blocks):
+            self.notice("there is no reply yet" if not replies else "the last reply has no code block")
+            return
+        text = blocks[-1] if what else replies[-1]
+        try:
+            by = self._copy_text(text, self.printer.send_to_terminal)
+        except RequestError as error:
+            self.notice(str(error))
+            return
+        self.notice(f"copied {'the last code block' if what else 'the last reply'}, {len(text):,} characters, by {by}")
 
-    def _stats(self, _: str) -> None:
-        stats = self._conversation.last_stats
-        self.notice("there is no reply yet" if stats is None else describe_stats(stats))
+    def _clear(self, _: str) -> None:
+        self.start_anew()
 
     def _exit(self, _: str) -> None:
         raise Exit

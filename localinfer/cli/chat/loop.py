@@ -2,18 +2,17 @@
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from prompt_toolkit import PromptSession
-from prompt_toolkit.completion import CompleteEvent, Completer, Completion
-from prompt_toolkit.document import Document
 from prompt_toolkit.formatted_text import FormattedText
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.shortcuts import CompleteStyle
 
-from localinfer.cli.chat.commands import Chat, Command, Exit
+from localinfer.cli.chat.commands import Chat, Exit
+from localinfer.cli.chat.completion import CommandCompleter
 from localinfer.cli.chat.conversation import Conversation
 from localinfer.cli.chat.keystrokes import keystrokes_held
 from localinfer.errors import LocalinferError
@@ -21,21 +20,6 @@ from localinfer.folders import user_folder
 
 if TYPE_CHECKING:
     from localinfer.llm import LLM
-
-
-class CommandCompleter(Completer):
-    """Completes the names of commands; nothing inside a message."""
-
-    def __init__(self, commands: Iterable[Command]) -> None:
-        self._commands = list(commands)
-
-    def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterator[Completion]:
-        """Yield the commands that start with the text before the cursor."""
-        typed = document.text_before_cursor
-        if typed.startswith("/"):
-            for command in self._commands:
-                if command.name.startswith(typed):
-                    yield Completion(command.name, start_position=-len(typed), display_meta=command.help)
 
 
 class PrivateHistory(FileHistory):

@@ -1,0 +1,114 @@
+"""Commands that change what was said: make again, edit, undo, fork, continue."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import click
+
+from localinfer.cli.chat.command import Command
+from localinfer.errors import RequestError
+from localinfer.terminal import check_text
+
+if TYPE_CHECKING:
+    from localinfer.cli.chat.commands import Chat
+
+EditText = Callable[[str], str | None]
+"""Lets the user edit a text; None where it was left as it is."""
+_MOST_SHOWN = 60
+
+
+def edit_in_editor(text: str) -> str | None:
+    """Open the editor that VISUAL or EDITOR names, or the system's; None if nothing was saved. Raises: RequestError."""
+    try:
+        edited = click.edit(text, extension=".md")
+    except click.ClickException as error:
+        raise RequestError(f"{error.format_message()}; set EDITOR to the command of an editor") from None
+    return None if edited is None or edited.rstrip("\n") == text.rstrip("\n") else edited.rstrip("\n")
+
+
+class EditingCommands:
+    """/regen, /edit, /undo, /fork and /continue. All of them compute from the change on only."""
+
+    def __init__(self, chat: "Chat", edit_text: EditText) -> None:
+        self._chat = chat
+        self._edit_text = edit_text
+
+    def commands(self) -> tuple[Command, ...]:
+        """The commands, in the order of help."""
+        return (
+            Command("/regen", "regenerate the last reply", self._regenerate),
+            Command(
+                "/edit", "edit your last message, or the N-th, in $EDITOR, and answer from there", self._edit, "[N]"
+            ),
+            Command("/undo", "remove your last message and its reply", self._undo),
+            Command("/fork", "go on in a copy of the conversation, under a name", self._fork, "NAME"),
+            Command("/continue", "go on with a reply that was cut or stopped", self._continue),
+        )
+
+    def _regenerate(self, _: str) -> None:
+        if self._chat.conversation.can_regenerate:
+            self._chat.print_reply(self._chat.conversation.regenerate())
+        else:
+            self._chat.notice("there is no reply to make again yet")
+
+    def _edit(self, argument: str) -> None:
+        number, _, text = argument.partition(" ")
+        if argument and not number.isdecimal():
+            self._chat.notice(f"{number} is no number; /edit N edits your N-th message, /edit the last")
+            return
+        index = int(number) - 1 if number else -1
+        try:
+            former = self._chat.conversation.user_message(index)
+            edited = text.strip() or self._edit_text(former)
+        except RequestError as error:
+            self._chat.notice(str(error))
+            return
+        if edited is None or not edited.strip():
+            self._chat.notice("the message was left as it is")
+            return
+        self._chat.print_reply(self._chat.conversation.edit(index, check_text(edited, "the message")))
+
+    def _undo(self, _: str) -> None:
+        removed = self._chat.conversation.undo()
+        if not removed:
+            self._chat.notice("there is nothing to undo")
+            return
+        words = " ".join(removed[0]["content"].split())
+        shown = words if len(words) <= _MOST_SHOWN else f"{words[: _MOST_SHOWN - 3]}..."
+        self._chat.notice(f'removed "{shown}" and what followed it ({len(removed)} messages)')
+
+    def _fork(self, name: str) -> None:
+        conversation, store = self._chat.conversation, self._chat.store
+        former = conversation.saved
+        if store is None or former is None:
+            self._chat.notice("conversations are not kept here, so there is no place for a copy; see --no-history")
+        elif not name:
+            self._chat.notice("give the copy a name: /fork NAME")
+        elif not conversation.turns:
+            self._chat.notice("there is nothing to copy yet")
+        else:
+            conversation.keep()
+            conversation.fork()
+            copy = conversation.saved
+            assert copy is not None, "there was a saved one"
+            try:
+                store.rename(copy.id, name)
+            except RequestError as error:
+                store.delete(copy.id)
+                conversation.saved = former
+                self._chat.notice(str(error))
+                return
+            conversation.saved = replace(copy, name=name)
+            self._chat.notice(f"this is {name} from here on; the former conversation stays as it is")
+
+    def _continue(self, _: str) -> None:
+        conversation = self._chat.conversation
+        if not conversation.turns:
+            self._chat.notice("there is no reply to go on with yet")
+        elif conversation.open_calls:
+            self._chat.notice(f"the model waits for the result of {conversation.open_calls[0].name}; type it")
+        elif not conversation.can_resume:
+            self._chat.notice("the last reply is whole; /regen makes it again")
+        else:
+            self._chat.print_reply(conversation.resume())

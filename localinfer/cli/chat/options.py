@@ -1,0 +1,248 @@
+"""Commands that change how the model answers: sampling options, thinking, tools, the model itself."""
+
+import json
+import math
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from localinfer.arguments import check_number
+from localinfer.cli.chat.command import Command, beginning_with
+from localinfer.cli.chat.paths import complete_path, read_text
+from localinfer.errors import LocalinferError, OutOfMemoryError, RequestError
+from localinfer.sampling.params import MAX_SEED, NUMBER_OPTIONS, NumberOption, SamplingParams
+
+if TYPE_CHECKING:
+    from localinfer.cli.chat.commands import Chat
+    from localinfer.llm import LLM
+
+LoadModel = Callable[[str | None], "LLM"]
+"""Loads a model by its name; None: the default one. Raises: LocalinferError."""
+
+_SPECIAL = ("max_tokens", "seed")
+_WORDS_FOR_DEFAULT = ("default", "none", "random")
+
+
+class OptionCommands:
+    """/set, /think, /tools and /model."""
+
+    def __init__(self, chat: "Chat", load_model: LoadModel | None, model_name: str | None) -> None:
+        self._chat = chat
+        self._load_model = load_model
+        self._model_name = model_name
+        self._first_llm = chat.conversation.llm
+
+    def commands(self) -> tuple[Command, ...]:
+        """The commands, in the order of help."""
+        return (
+            Command(
+                "/set", "list, show or change options of sampling", self._set, "[NAME [VALUE]]", self._complete_set
+            ),
+            Command("/model", "switch to another model; the messages stay", self._model, "NAME", complete_path),
+            Command(
+                "/think",
+                "let the model reason before it answers, for at most N tokens",
+                self._think,
+                "on|off|auto|N",
+                lambda typed: beginning_with(typed, ("on", "off", "auto")),
+            ),
+            Command(
+                "/tools",
+                "let the model call tools, of a file in OpenAI's shape",
+                self._tools,
+                "FILE|off",
+                complete_path,
+            ),
+        )
+
+    def close(self) -> None:
+        """Close a model that was switched to."""
+        if self._chat.conversation.llm is not self._first_llm:
+            self._chat.conversation.llm.close()
+
+    def _set(self, argument: str) -> None:
+        given, _, value = argument.replace("=", " ", 1).strip().partition(" ")
+        if not given:
+            for name in (*NUMBER_OPTIONS, *_SPECIAL):
+                self._chat.notice(self._described(name))
+            self._chat.notice("/set NAME VALUE changes one, /set NAME default takes it back")
+            return
+        name = _option_named(given)
+        if name is None:
+            self._chat.notice(f"there is no option {given}; /set lists them")
+            return
+        value = value.strip()
+        if not value:
+            self._chat.notice(self._described(name))
+            return
+        try:
+            self._change(name, value)
+        except RequestError as error:
+            self._chat.notice(f"{error}; it is {self._shown(name)} as before")
+            return
+        self._chat.notice(f"{name} is {self._shown(name)} from the next reply on")
+
+    def _change(self, name: str, text: str) -> None:
+        """Set an option. Raises: RequestError with its range."""
+        conversation = self._chat.conversation
+        is_default = text in _WORDS_FOR_DEFAULT
+        number = NUMBER_OPTIONS.get(name)
+        value = _number(text, int if number is None else number.kind)
+        if name == "max_tokens":
+            hint = "default: what fits"
+            conversation.max_tokens = None if is_default else check_number(name, value, 1, hint=hint)
+        elif name == "seed":
+            hint = "random: another one for each reply"
+            conversation.seed = None if is_default else check_number(name, value, 0, MAX_SEED, hint=hint)
+        elif is_default:
+            conversation.sampling.pop(name, None)
+        else:
+            conversation.sampling[name] = getattr(SamplingParams(**{name: value}), name)
+
+    def _shown(self, name: str) -> str:
+        conversation = self._chat.conversation
+        if name in _SPECIAL:
+            value = conversation.max_tokens if name == "max_tokens" else conversation.seed
+            return ("what fits" if name == "max_tokens" else "random") if value is None else str(value)
+        return f"{conversation.sampling.get(name, NUMBER_OPTIONS[name].default):g}"
+
+    def _described(self, name: str) -> str:
+        if name in NUMBER_OPTIONS:
+            option = NUMBER_OPTIONS[name]
+            text = f"{_range(option)}. {option.help.format(default=f'{option.default:g}')}"
+            default = f"{option.default:g}"
+        elif name == "seed":
+            text, default = f"0 to {MAX_SEED}. The same seed gives the same text.", "random"
+        else:
+            text, default = "1 or more. Most tokens of a reply.", "what fits"
+        shown = self._shown(name)
+        changed = "" if shown == default else f" (default {default})"
+        return f"{name:<18}  {shown}{changed}; {text}"
+
+    def _complete_set(self, typed: str) -> Iterable[str]:
+        name, space, value = typed.partition(" ")
+        if not space:
+            return beginning_with(typed, sorted((*NUMBER_OPTIONS, *_SPECIAL)))
+        return beginning_with(typed, [f"{name} default"]) if _option_named(name) is not None else ()
+
+    def _think(self, argument: str) -> None:
+        conversation = self._chat.conversation
+        wanted = {"on": (True, None), "off": (False, None), "auto": (None, None)}.get(argument)
+        if argument and wanted is None and not argument.isdecimal():
+            self._chat.notice(f"/think is given {argument}; it takes on, off, auto, or a number of tokens")
+            return
+        if argument:
+            thinking, budget = wanted or (True, int(argument))
+            if not self._can_think():
+                self._chat.notice("the model's chat template knows no thinking, so there is nothing to switch")
+                return
+            conversation.thinking, conversation.thinking_budget = thinking, budget
+        named = {None: "as the model's template says", True: "on", False: "off"}[conversation.thinking]
+        limit = conversation.thinking_budget
+        self._chat.notice(f"thinking: {named}" + ("" if limit is None else f", for at most {limit} tokens"))
+
+    def _can_think(self) -> bool:
+        try:
+            self._chat.conversation.llm.count_chat_tokens([{"role": "user", "content": "?"}], thinking=True)
+        except RequestError:
+            return False
+        return True
+
+    def _tools(self, argument: str) -> None:
+        conversation = self._chat.conversation
+        if argument == "off":
+            conversation.tools = ()
+        elif argument:
+            try:
+                conversation.tools = _read_tools(read_text(argument, most_bytes=1 << 24), argument)
+            except RequestError as error:
+                self._chat.notice(str(error))
+                return
+        names = [tool.get("function", tool).get("name") for tool in conversation.tools]
+        self._chat.notice(f"tools: {', '.join(names) or 'none'}")
+        if argument and names:
+            self._chat.notice("what the model calls is shown; the line that you then type is sent as its result")
+
+    def show_calls(self) -> None:
+        """Show the calls that wait for a result."""
+        calls = self._chat.conversation.open_calls
+        for call in calls:
+            self._chat.notice(f"call {call.name} {call.arguments}")
+        if calls:
+            self._chat.notice(f"type the result of {calls[0].name}, or /undo to take your message back")
+
+    def _model(self, name: str) -> None:
+        if not name:
+            self._chat.notice(f"model: {self._model_name or 'the demo model'}; /model NAME switches")
+        elif self._load_model is None:
+            self._chat.notice(f"the model cannot be switched here; leave, and chat with -m {name}")
+        else:
+            try:
+                self._switch(self._load_model, name)
+            except LocalinferError as error:
+                self._chat.notice(f"{name} was not loaded: {error}")
+
+    def _switch(self, load: LoadModel, name: str) -> None:
+        """Load a model and let it answer. Where memory is too small for two, the former is closed first."""
+        conversation = self._chat.conversation
+        former = conversation.llm
+        try:
+            llm = load(name)
+        except (OutOfMemoryError, MemoryError, OSError) as error:
+            if not _is_shortage(error):
+                raise
+            self._chat.notice("memory is too small for both models, so the former is closed first")
+            former.close()
+            try:
+                llm = load(name)
+            except (LocalinferError, MemoryError, OSError):
+                conversation.switch_model(load(self._model_name), self._model_name or "")
+                raise
+        conversation.switch_model(llm, name)
+        self._model_name = name
+        former.close()
+        self._chat.notice(f"{name} answers from here on, with a context of {llm.context_length} tokens")
+        if conversation.thinking is not None and not self._can_think():
+            conversation.thinking = conversation.thinking_budget = None
+            self._chat.notice("its chat template knows no thinking, so /think is back to auto")
+
+
+def _is_shortage(error: Exception) -> bool:
+    from localinfer.kernels.address_space import is_shortage
+
+    return isinstance(error, OutOfMemoryError) or is_shortage(error)
+
+
+def _option_named(given: str) -> str | None:
+    """The option that a name means, written as on the command line or by its other name too."""
+    name = given.lower().lstrip("-").replace("-", "_")
+    aliases = {option.alias: known for known, option in NUMBER_OPTIONS.items() if option.alias is not None}
+    name = aliases.get(name, name)
+    return name if name in NUMBER_OPTIONS or name in _SPECIAL else None
+
+
+def _number(text: str, kind: type[int] | type[float]) -> Any:
+    """The number that a text is, or the text, which the check of the option then refuses."""
+    for read in (int, float) if kind is int else (float,):
+        try:
+            return read(text)
+        except ValueError:
+            continue
+    return text
+
+
+def _range(option: NumberOption) -> str:
+    return f"{option.least:g} or more" if math.isinf(option.most) else f"{option.least:g} to {option.most:g}"
+
+
+def _read_tools(text: str, path: str) -> tuple[dict[str, Any], ...]:
+    """Tools of a JSON text: a list, an object with one as `tools`, or one tool. Raises: RequestError."""
+    from localinfer.chat.messages import read_tools
+
+    try:
+        read = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"{Path(path).name} is not JSON ({error}); give a list of tools in OpenAI's shape") from None
+    tools = read.get("tools", [read]) if isinstance(read, dict) else read
+    read_tools(tools)
+    return tuple(tools)
