@@ -58,6 +58,7 @@ class ContextCommands:
                 f"the context is full: {stats.dropped_tokens} tokens before its recent half were left out"
             )
         if conversation.context_is_full:
+            self._warned = 2
             self._chat.notice(
                 "the reply was cut at the end of the context (finish_reason: length). The next message leaves out the "
                 f"oldest ones; {_CHOICES}, and then /continue goes on with the reply. --context-length N makes room "
@@ -90,10 +91,10 @@ class ContextCommands:
 
     def _usage(self) -> str:
         conversation = self._chat.conversation
-        used, length = conversation.context_used, conversation.context_length
-        return (
-            f"{used:,} of {length:,} tokens are used ({100 * used / length:.0f} %), {max(0, length - used):,} are left"
-        )
+        length = conversation.context_length
+        # The count has what begins the next reply, too.
+        used = min(conversation.context_used, length)
+        return f"{used:,} of {length:,} tokens are used ({100 * used / length:.0f} %), {length - used:,} are left"
 
     def _context(self, argument: str) -> None:
         conversation = self._chat.conversation

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from localinfer.cli.chat.context_window import ContextWindow
-from localinfer.cli.chat.turns import SUMMARY_REQUEST, Turn, exchange_starts, open_calls, summary_start
+from localinfer.cli.chat.turns import SUMMARY_REQUEST, SUMMARY_TURN, Turn, exchange_starts, open_calls, summary_start
 from localinfer.errors import RequestError, SessionFileError
 
 if TYPE_CHECKING:
@@ -242,7 +242,9 @@ class Conversation:
         window = self._window
         first, end = window.summarised(self._turns, self._first)
         if first == end:
-            raise RequestError("there is nothing to sum up yet; send a message first")
+            if not self._turns:
+                raise RequestError("there is nothing to sum up yet; send a message first")
+            raise RequestError("the last exchange is too long to be summed up within the context; start anew")
         if first > self._first and self.on_messages_dropped is not None:
             self.on_messages_dropped(first - self._first)
         ask = {"role": "user", "content": SUMMARY_REQUEST}
@@ -263,7 +265,7 @@ class Conversation:
                 self._end_stream()
         if summary := "".join(deltas).strip():
             reply = {"role": "assistant", "content": summary, "finish_reason": reason}
-            self._turns = [*self._turns[:end], ask, reply, *self._turns[end:]]
+            self._turns = [*self._turns[:end], dict(SUMMARY_TURN), reply, *self._turns[end:]]
             self._first, self._used = end, None
             self._keep()
 
@@ -360,7 +362,7 @@ class Conversation:
             self.on_save_error(error)
 
     def _user_place(self, index: int) -> int:
-        starts = [place for place in exchange_starts(self._turns) if self._turns[place]["content"] != SUMMARY_REQUEST]
+        starts = [place for place in exchange_starts(self._turns) if not self._turns[place].get("is_summary")]
         if not -len(starts) <= index < len(starts):
             raise RequestError(
                 f"there is no message {index + 1 if index >= 0 else index} of yours; there are {len(starts)}, counted "

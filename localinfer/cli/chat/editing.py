@@ -54,8 +54,8 @@ class EditingCommands:
 
     def _edit(self, argument: str) -> None:
         number, _, text = argument.partition(" ")
-        if argument and not number.isdecimal():
-            self._chat.notice(f"{number} is no number; /edit N edits your N-th message, /edit the last")
+        if argument and (not number.isdecimal() or not int(number)):
+            self._chat.notice(f"{number} is no number of a message; /edit 1 edits your first, /edit the last")
             return
         index = int(number) - 1 if number else -1
         try:
@@ -112,3 +112,7 @@ class EditingCommands:
             self._chat.notice("the last reply is whole; /regen makes it again")
         else:
             self._chat.print_reply(conversation.resume())
+            if not conversation.is_reply_kept and conversation.context_used >= conversation.context_length:
+                self._chat.notice(
+                    "there is no room for more: your message and its reply fill the context by themselves"
+                )

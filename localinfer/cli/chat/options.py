@@ -1,5 +1,6 @@
 """Commands that change how the model answers: sampling options, thinking, tools, the model itself."""
 
+import difflib
 import json
 import math
 from collections.abc import Callable, Iterable
@@ -69,7 +70,9 @@ class OptionCommands:
             return
         name = _option_named(given)
         if name is None:
-            self._chat.notice(f"there is no option {given}; /set lists them")
+            near = difflib.get_close_matches(given, (*NUMBER_OPTIONS, *_SPECIAL), n=1, cutoff=0.5)
+            meant = f" (did you mean {near[0]}?)" if near else ""
+            self._chat.notice(f"there is no option {given}{meant}; /set lists them")
             return
         value = value.strip()
         if not value:

@@ -7,13 +7,16 @@ from localinfer.chat.parser import ToolCall
 
 Turn = dict[str, Any]
 """A message with `role` and `content`; replies have `reasoning`, `finish_reason` and `tool_calls` where there are any,
-results of calls `tool_call_id` and `name`."""
+results of calls `tool_call_id` and `name`; `is_summary` marks what stands before a summary."""
 
 SUMMARY_REQUEST = (
     "Summarise our conversation so far, so that it can go on from your summary alone: what was asked, found and "
     "decided, with all names and numbers, and what is still open. Answer with the summary only."
 )
-"""The user message before a summary; what the model reads begins with the last of them."""
+"""What the model is asked for a summary."""
+
+SUMMARY_TURN: Turn = {"role": "user", "content": "Summarise our conversation so far.", "is_summary": True}
+"""Stands before a summary, in place of the request; what the model reads begins with the last of them."""
 
 _FOR_THE_MODEL = ("role", "content", "tool_calls", "tool_call_id", "name")
 
@@ -29,8 +32,8 @@ def exchange_starts(turns: Sequence[Turn], first: int = 0) -> list[int]:
 
 
 def summary_start(turns: Sequence[Turn]) -> int:
-    """The place of the last summary's request, 0 where there is none."""
-    places = [place for place, turn in enumerate(turns) if turn["content"] == SUMMARY_REQUEST]
+    """The place from which the last summary stands, 0 where there is none."""
+    places = [place for place, turn in enumerate(turns) if turn.get("is_summary")]
     return places[-1] if places else 0
 
 

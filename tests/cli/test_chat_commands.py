@@ -1,0 +1,513 @@
+"""Every command of the chat does what its help says, and says why where it cannot."""
+
+import io
+import json
+import os
+import re
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Self
+
+import pytest
+from prompt_toolkit.completion import CompleteEvent
+from prompt_toolkit.document import Document
+
+from localinfer.chat.parser import ToolCallDelta
+from localinfer.cli.chat.clipboard import code_blocks, copy_to_clipboard
+from localinfer.cli.chat.commands import Chat
+from localinfer.cli.chat.completion import CommandCompleter
+from localinfer.cli.chat.conversation import Conversation
+from localinfer.errors import ContextLengthError, OutOfMemoryError, RequestError, SessionFileError
+from localinfer.sampling.params import NUMBER_OPTIONS
+from localinfer.stream import StreamEvent
+from tests.cli.conftest import FakeLLM
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": text}
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A saved conversation, as `SavedConversation` has it."""
+
+    id: str
+    name: str
+    model: str
+    system: str | None
+    turns: list[dict[str, Any]]
+    changed: datetime = field(default_factory=lambda: datetime.now(UTC))
+
+    @classmethod
+    def begin(cls, model: str, *, name: str = "", system: str | None = None) -> Self:
+        return cls(f"id{next(_numbers)}", name, model, system, [])
+
+    def with_turns(self, turns: list[dict[str, Any]], *, system: str | None) -> Self:
+        return replace(self, turns=[dict(turn) for turn in turns], system=system)
+
+    @property
+    def num_messages(self) -> int:
+        return len(self.turns)
+
+
+_numbers = iter(range(1 << 20))
+
+
+class Store:
+    """Conversations in memory; names are unique."""
+
+    def __init__(self) -> None:
+        self.saved: dict[str, Saved] = {}
+        self.fails = False
+
+    def save(self, conversation: Saved) -> None:
+        if self.fails:
+            raise SessionFileError("the disk is full")
+        self.saved[conversation.id] = conversation
+
+    def load(self, name: str) -> Saved:
+        for one in self.saved.values():
+            if name in (one.id, one.name):
+                return one
+        raise RequestError(f"there is no saved conversation {name!r}")
+
+    def list(self) -> list[Saved]:
+        return list(reversed(self.saved.values()))
+
+    def rename(self, id: str, name: str) -> None:
+        if any(one.name == name and one.id != id for one in self.saved.values()):
+            raise RequestError(f"another conversation is named {name!r}")
+        self.saved[id] = replace(self.saved[id], name=name)
+
+    def delete(self, id: str) -> None:
+        del self.saved[id]
+
+
+class Session:
+    """A chat over a scripted model, with what it printed, what was copied, and a store."""
+
+    def __init__(self, llm: FakeLLM, **options: Any) -> None:
+        self.llm, self.store = llm, Store()
+        self.output, self.notices = io.StringIO(), io.StringIO()
+        self.copied: list[str] = []
+        self.loaded: dict[str | None, Any] = {}
+        self.edited: str | None = "edited"
+        self.conversation = Conversation(
+            llm, system=None, max_tokens=None, seed=3, saved=Saved.begin("tiny"), save=self.store.save
+        )
+        self.chat = Chat(
+            self.conversation,
+            self.output,
+            self.notices,
+            store=self.store,
+            load_model=self.load,
+            model_name="tiny",
+            edit_text=lambda _: self.edited,
+            copy_text=lambda text, _: self.copied.append(text) or "test",
+            **options,
+        )
+
+    def load(self, name: str | None) -> Any:
+        found = self.loaded.get(name, RequestError(f"there is no model {name!r}"))
+        if isinstance(found, list):
+            found = found.pop(0)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def type(self, *lines: str) -> str:
+        """Handle lines; return the notices of them."""
+        self.notices.seek(0)
+        self.notices.truncate()
+        for line in lines:
+            self.chat.handle(line)
+        return self.notices.getvalue()
+
+
+@pytest.fixture
+def session(fake_llm) -> Session:
+    return Session(fake_llm)
+
+
+def test_unknown_command_suggests_the_nearest_and_sends_nothing(session, fake_llm):
+    assert "did you mean /undo?" in session.type("/unod")
+    assert fake_llm.prompts == []
+
+
+def test_two_slashes_begin_a_message_with_one(session, fake_llm):
+    session.type("//etc/hosts is what?")
+    assert fake_llm.prompts == [[user("/etc/hosts is what?")]]
+
+
+def test_help_has_one_line_for_each_command_and_one_for_one(session):
+    assert len(session.type("/help").splitlines()) == len(session.chat.commands) + 1
+    assert session.type("/help fork").splitlines() == ["/fork NAME  go on in a copy of the conversation, under a name"]
+
+
+@pytest.mark.parametrize("argument", ["", "2", "1 other words"])
+def test_edit_replaces_a_message_and_answers_from_there(session, fake_llm, argument):
+    session.type("one", "two")
+    fake_llm.pieces = ["new"]
+    session.type(f"/edit {argument}")
+    if argument.startswith("1"):
+        assert session.conversation.messages == [user("other words"), assistant("new")]
+    else:
+        assert session.conversation.messages[2:] == [user("edited"), assistant("new")]
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("/edit 3", "there are 2"),
+        ("/edit 0", "is no number"),
+        ("/edit x", "is no number"),
+        ("/edit", "as it is"),
+    ],
+)
+def test_an_edit_that_cannot_be_done_says_so(session, line, words):
+    session.type("one", "two")
+    session.edited = None
+    assert words in session.type(line)
+    assert len(session.conversation.messages) == 4
+
+
+def test_an_edit_that_cannot_be_answered_leaves_the_conversation(session, fake_llm):
+    session.type("one", "two")
+    fake_llm.pieces = [ContextLengthError("too long")]
+    with pytest.raises(ContextLengthError):
+        session.type("/edit 1 x")
+    assert [message["content"] for message in session.conversation.messages][::2] == ["one", "two"]
+
+
+def test_undo_removes_the_last_exchange_until_none_is_left(session):
+    session.type("one", "two")
+    assert 'removed "two"' in session.type("/undo")
+    assert session.conversation.messages == [user("one"), assistant("Hello there")]
+    session.type("/undo")
+    assert "nothing to undo" in session.type("/undo")
+
+
+def test_continue_goes_on_with_a_stopped_reply_and_not_with_a_whole_one(session, fake_llm):
+    assert "no reply" in session.type("/continue")
+    fake_llm.pieces = ["Once", KeyboardInterrupt()]
+    assert "/continue goes on" in session.type("story")
+    fake_llm.pieces = [" upon", StreamEvent(" a time", 2, "stop")]
+    session.type("/continue")
+    assert fake_llm.prompts[-1] == [user("story"), assistant("Once")]
+    assert fake_llm.options[-1]["continue_final_message"] is True
+    assert session.conversation.messages == [user("story"), assistant("Once upon a time")]
+    assert "is whole" in session.type("/continue")
+    assert session.output.getvalue() == "Once\n upon a time\n"
+
+
+def test_reasoning_that_was_cut_is_continued_and_is_nothing_the_model_reads_later(session, fake_llm):
+    fake_llm.pieces = [StreamEvent("", 1, "length", None, "Let me")]
+    assert "finish_reason: length" in session.type("hard?")
+    fake_llm.pieces = [StreamEvent("", 2, None, None, " see."), StreamEvent("Yes", 3, "stop")]
+    session.type("/continue")
+    assert fake_llm.prompts[-1] == [user("hard?"), {**assistant(""), "reasoning": "Let me"}]
+    assert session.conversation.turns[-1]["reasoning"] == "Let me see."
+    assert session.conversation.messages == [user("hard?"), assistant("Yes")]
+
+
+def test_a_refused_continuation_leaves_the_reply_as_it_was(session, fake_llm):
+    fake_llm.pieces = [StreamEvent("cut", 1, "length")]
+    session.type("hi")
+    fake_llm.pieces = [ContextLengthError("full")]
+    with pytest.raises(ContextLengthError):
+        session.type("/continue")
+    assert session.conversation.messages == [user("hi"), assistant("cut")]
+    assert session.conversation.can_resume
+
+
+@pytest.mark.parametrize(("line", "value"), [("/set top_k 7", 7), ("/set --top-k=7", 7), ("/set top-k 7", 7)])
+def test_set_changes_an_option_of_the_next_reply(session, fake_llm, line, value):
+    assert "top_k is 7" in session.type(line)
+    session.type("hi")
+    assert fake_llm.options[-1]["top_k"] == value
+    session.type("/set top_k default", "hi")
+    assert "top_k" not in fake_llm.options[-1]
+
+
+def test_set_knows_other_names_and_the_two_options_that_are_no_sampling(session, fake_llm):
+    session.type("/set repeat_penalty 1.5", "/set max_tokens 9", "/set seed 40", "hi")
+    made = fake_llm.options[-1]
+    assert (made["repetition_penalty"], made["max_tokens"], made["seed"]) == (1.5, 9, 40)
+    session.type("/set seed random", "/set max_tokens default", "hi")
+    assert (fake_llm.options[-1]["seed"], fake_llm.options[-1]["max_tokens"]) == (None, None)
+
+
+@pytest.mark.parametrize("name", [*NUMBER_OPTIONS, "max_tokens", "seed"])
+@pytest.mark.parametrize("value", ["-1e9", "warm", "nan"])
+def test_set_refuses_a_value_out_of_range_with_the_range(session, name, value):
+    before = dict(session.conversation.sampling)
+    told = session.type(f"/set {name} {value}")
+    assert re.search(rf"{name} is .*; it must be a (whole )?number(, | from )-?\d.* as before", told)
+    assert session.conversation.sampling == before
+    assert "must be" not in session.type(f"/set {name}"), "shows it"
+
+
+def test_set_lists_every_option_with_its_range(session):
+    told = session.type("/set top_p 0.5", "/set")
+    for name in (*NUMBER_OPTIONS, "max_tokens", "seed"):
+        assert re.search(rf"^{name} ", told, re.MULTILINE)
+    assert "0.5 (default 0.95); 0 to 1" in told
+    assert "did you mean temperature?" in session.type("/set temperatur 1")
+
+
+def test_think_is_refused_where_the_template_knows_none(session, fake_llm, monkeypatch):
+    session.type("/think 50", "hi")
+    assert (fake_llm.options[-1]["thinking"], fake_llm.options[-1]["thinking_budget"]) == (True, 50)
+    session.type("/think off", "hi")
+    assert fake_llm.options[-1]["thinking"] is False and "thinking_budget" not in fake_llm.options[-1]
+    assert "takes on, off" in session.type("/think maybe")
+
+    def refuse(messages: Any, **_: Any) -> int:
+        raise RequestError("no reasoning")
+
+    monkeypatch.setattr(fake_llm, "count_chat_tokens", refuse)
+    assert "knows no thinking" in session.type("/think on")
+    assert session.conversation.thinking is False
+
+
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+
+
+def called(*names: str) -> list[StreamEvent]:
+    deltas = [ToolCallDelta(i, id=f"id{i}", name=name) for i, name in enumerate(names)]
+    arguments = [ToolCallDelta(i, arguments="{}") for i in range(len(names))]
+    return [
+        StreamEvent("", 1, None, None, "", tuple(deltas)),
+        StreamEvent("", 2, "tool_calls", None, "", tuple(arguments)),
+    ]
+
+
+def test_a_call_is_shown_and_the_line_typed_then_is_its_result(session, fake_llm, tmp_path: Path):
+    path = tmp_path / "tools.json"
+    path.write_text(json.dumps({"tools": [TOOL]}))
+    assert "tools: weather" in session.type(f"/tools {path}")
+    fake_llm.pieces = called("weather", "w\x1b[2Jx")
+    told = session.type("Rain?")
+    assert "call weather {}" in told and "result of weather" in told and "\x1b" not in told
+    assert fake_llm.options[-1]["tools"] == (TOOL,)
+    assert "waits for the result of weather" in session.type("/continue")
+    session.type("/tokens", "sunny")
+    assert len(fake_llm.prompts) == 1, "the second call has no result yet"
+    fake_llm.pieces = ["No rain."]
+    session.type("//2")
+    sent = fake_llm.prompts[-1]
+    assert [message["role"] for message in sent] == ["user", "assistant", "tool", "tool"]
+    assert [message["content"] for message in sent[2:]] == ["sunny", "/2"]
+    assert [message["tool_call_id"] for message in sent[2:]] == ["id0", "id1"]
+    assert session.conversation.messages[-1] == assistant("No rain.")
+    session.type("/undo")
+    assert session.conversation.messages == []
+    session.type("/tools off", "hi")
+    assert "tools" not in fake_llm.options[-1]
+
+
+def test_what_are_no_tools_is_refused(session, tmp_path: Path):
+    path = tmp_path / "tools.json"
+    for text, words in (("[", "not JSON"), ("[{}]", "tool 0"), ("\0", "not text")):
+        path.write_text(text)
+        assert words in session.type(f"/tools {path}")
+    assert session.conversation.tools == ()
+
+
+def test_another_model_answers_the_same_messages_and_the_former_is_closed(session, fake_llm):
+    session.type("hi")
+    other = FakeLLM()
+    session.loaded["other.gguf"] = other
+    assert "answers from here on" in session.type("/model other.gguf", "ho")
+    assert other.prompts == [[user("hi"), assistant("Hello there"), user("ho")]]
+    assert fake_llm.is_closed and not other.is_closed
+    assert session.conversation.saved.model == "other.gguf"
+    session.chat.close()
+    assert other.is_closed
+
+
+def test_a_model_that_cannot_be_loaded_leaves_the_former(session, fake_llm):
+    assert "was not loaded: there is no model" in session.type("/model nowhere")
+    assert not fake_llm.is_closed
+    session.type("hi")
+    assert len(fake_llm.prompts) == 1
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_where_memory_is_short_the_former_model_is_closed_first(session, fake_llm, fits):
+    other, again = FakeLLM(), FakeLLM()
+    session.loaded = {
+        "big": [OutOfMemoryError("too much"), other if fits else OutOfMemoryError("still")],
+        "tiny": again,
+    }
+    told = session.type("/model big", "hi")
+    assert fake_llm.is_closed
+    assert ("was not loaded" in told) is not fits
+    assert len((other if fits else again).prompts) == 1
+
+
+def test_a_file_goes_with_the_next_message_in_a_fence_of_its_own(session, fake_llm, tmp_path: Path):
+    path = tmp_path / "a b.md"
+    path.write_text("x\n```\ny")
+    assert "a b.md takes" in session.type(f"/file {path}")
+    fake_llm.pieces = [KeyboardInterrupt()]
+    session.type("What is it?")
+    fake_llm.pieces = ["A file."]
+    session.type("What is it?", "And?")
+    assert fake_llm.prompts[1] == [user("File a b.md:\n````\nx\n```\ny\n````\n\nWhat is it?")]
+    assert fake_llm.prompts[2][-1] == user("And?")
+
+
+def test_a_file_that_cannot_fit_is_refused_with_its_tokens(session, fake_llm, tmp_path: Path):
+    fake_llm.context_length = 400
+    path = tmp_path / "notes.txt"
+    path.write_text("y" * 350)
+    assert re.search(r"takes 37\d tokens.*room for 300.*not added", session.type(f"/file {path}"))
+    path.write_text("y" * 150)
+    session.type("x" * 200)
+    assert "oldest messages will be left out" in session.type(f"/file {path}")
+    assert "with the files that already wait" in session.type(f"/file {path}")
+    assert "1 files" in session.type("/tokens")
+    for wrong, words in ((tmp_path, "a folder"), (tmp_path / "none", "not there")):
+        assert words in session.type(f"/file {wrong}")
+    path.write_bytes(b"\xff\xfe")
+    assert "not text in UTF-8" in session.type(f"/file {path}")
+
+
+def test_a_file_name_with_control_sequences_does_nothing(session, tmp_path: Path):
+    path = tmp_path / "a\x1b[2J"
+    if os.name == "nt":
+        pytest.skip("this system has no such names")
+    path.write_text("x")
+    assert "\x1b" not in session.type(f"/file {path}", "/file \x1b[2J")
+
+
+def test_paste_takes_lines_as_they_are_up_to_the_mark(session, fake_llm):
+    session.type("/paste", "/help is text", "", "  b")
+    assert fake_llm.prompts == []
+    session.type("/end")
+    assert fake_llm.prompts == [[user("/help is text\n\n  b")]]
+    session.type("/paste", "x", "/cancel", "hi")
+    assert fake_llm.prompts[-1][-1] == user("hi")
+    session.type("/paste one\ntwo\n/end")
+    assert fake_llm.prompts[-1][-1] == user("one\ntwo")
+    session.type("/paste", "unended")
+    session.chat.end_input()
+    assert fake_llm.prompts[-1][-1] == user("unended")
+
+
+def test_copy_takes_the_last_reply_or_its_last_block(session, fake_llm):
+    assert "no reply yet" in session.type("/copy")
+    session.type("hi")
+    assert "no code block" in session.type("/copy code")
+    fake_llm.pieces = ["a\n```py\nx = 1\n```\nb\n~~~~\n```\ny\n~~~~\n"]
+    session.type("code", "/copy", "/copy code")
+    assert session.copied == [fake_llm.pieces[0], "```\ny\n"]
+
+
+@pytest.mark.parametrize(
+    ("text", "blocks"),
+    [("", []), ("```\na\n```", ["a\n"]), ("```a`b\nx", []), ("```\ncut", ["cut"]), ("````\n```\n````", ["```\n"])],
+)
+def test_code_blocks_are_those_of_fences(text, blocks):
+    assert code_blocks(text) == blocks
+
+
+def test_a_terminal_takes_the_clipboard_where_no_program_is(monkeypatch):
+    for name in ("WAYLAND_DISPLAY", "DISPLAY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("sys.platform", "linux")
+    sent: list[str] = []
+    assert copy_to_clipboard("hé", lambda text: sent.append(text) is None) == "the terminal"
+    assert sent == ["\x1b]52;c;aMOp\x07"]
+    with pytest.raises(RequestError, match="no terminal"):
+        copy_to_clipboard("x", lambda _: False)
+    with pytest.raises(RequestError, match="more than a terminal takes"):
+        copy_to_clipboard("x" * 80_000, lambda _: True)
+
+
+def test_every_reply_is_saved_and_a_saved_conversation_goes_on(session, fake_llm):
+    session.type("hi")
+    (one,) = session.store.saved.values()
+    assert [turn["content"] for turn in one.turns] == ["hi", "Hello there"]
+    assert "saved as first" in session.type("/save first")
+    session.type("/clear", "other")
+    assert len(session.store.saved) == 2
+    assert "first: 2 messages" in session.type("/load first")
+    session.type("more")
+    assert fake_llm.prompts[-1] == [user("hi"), assistant("Hello there"), user("more")]
+    assert len(session.store.saved[one.id].turns) == 4
+    listed = session.type("/sessions")
+    assert re.search(r"\* .* first  \(4 messages, tiny\)", listed)
+    assert "no saved conversation" in session.type("/load nothing")
+
+
+def test_a_copy_goes_on_and_the_former_stays(session, fake_llm):
+    assert "nothing to copy" in session.type("/fork copy")
+    session.type("hi", "/save first", "/fork copy", "only here")
+    counts = {one.name: len(one.turns) for one in session.store.saved.values()}
+    assert counts == {"first": 2, "copy": 4}
+    assert "another conversation is named" in session.type("/fork first")
+    assert session.conversation.saved.name == "copy"
+    assert len(session.store.saved) == 2
+
+
+def test_a_reply_that_could_not_be_saved_is_told_and_the_chat_goes_on(session):
+    session.store.fails = True
+    assert "was not saved: the disk is full" in session.type("hi")
+    assert len(session.conversation.messages) == 2
+    assert "the disk is full" in session.type("/save x")
+
+
+def test_without_a_store_the_commands_say_that_nothing_is_kept(fake_llm):
+    notices = io.StringIO()
+    chat = Chat(Conversation(fake_llm, system=None, max_tokens=None, seed=None), io.StringIO(), notices)
+    for line in ("hi", "/save x", "/load x", "/sessions", "/fork x"):
+        chat.handle(line)
+    assert notices.getvalue().count("not kept here") == 4
+    chat.handle("/model x")
+    assert "-m x" in notices.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("typed", "expected"),
+    [
+        ("/set temp", ["temperature"]),
+        ("/set top_k ", ["top_k default"]),
+        ("/set nothing ", []),
+        ("/load fi", ["first"]),
+        ("/think o", ["on", "off"]),
+        ("/context s", ["shift", "summarise"]),
+        ("/copy ", ["code"]),
+        ("/help for", ["fork"]),
+        ("/nothing x", []),
+        ("/set\nx", []),
+    ],
+)
+def test_arguments_are_completed(session, typed, expected):
+    session.type("hi", "/save first")
+    completer = CommandCompleter(session.chat.commands.values())
+    found = list(completer.get_completions(Document(typed), CompleteEvent()))
+    assert [one.text for one in found] == expected
+    assert all(typed[: len(typed) + one.start_position] + one.text for one in found)
+
+
+def test_file_names_are_completed_and_unprintable_ones_left_out(session, tmp_path: Path):
+    for name in ("notes.txt", ".hidden", "no\x07tes"):
+        if name.isprintable() or os.name != "nt":
+            (tmp_path / name).write_text("x")
+    (tmp_path / "nothing here").mkdir()
+    completer = CommandCompleter(session.chat.commands.values())
+
+    def found(typed: str) -> list[str]:
+        return [one.text for one in completer.get_completions(Document(f"/file {typed}"), CompleteEvent())]
+
+    assert found(f"{tmp_path}{os.sep}no") == [f"{tmp_path}{os.sep}notes.txt", f"{tmp_path}{os.sep}nothing here{os.sep}"]
+    assert found(f"{tmp_path}{os.sep}.h") == [f"{tmp_path}{os.sep}.hidden"]
+    assert found(f"{tmp_path}{os.sep}none{os.sep}x") == []
+    assert found("~nobody-of-this-name/x") == []
