@@ -6,17 +6,17 @@ from collections.abc import Callable, Generator
 from contextlib import closing
 from typing import TYPE_CHECKING, TextIO
 
-from localinfer.cli.chat.attachments import AttachmentCommands
+from localinfer.cli.chat.attachment_commands import AttachmentCommands
 from localinfer.cli.chat.clipboard import code_blocks, copy_to_clipboard
 from localinfer.cli.chat.command import Command, Exit, beginning_with
-from localinfer.cli.chat.context import ContextCommands
+from localinfer.cli.chat.context_commands import ContextCommands
 from localinfer.cli.chat.conversation import Conversation
-from localinfer.cli.chat.editing import EditingCommands, EditText, edit_in_editor
-from localinfer.cli.chat.options import LoadModel, OptionCommands
-from localinfer.cli.chat.printing import ReplyPrinter
-from localinfer.cli.chat.saving import SavingCommands
+from localinfer.cli.chat.editing_commands import EditingCommands, EditText, edit_in_editor
+from localinfer.cli.chat.option_commands import LoadModel, OptionCommands
+from localinfer.cli.chat.reply_output import ReplyOutput
+from localinfer.cli.chat.session_commands import SessionCommands
 from localinfer.errors import RequestError
-from localinfer.terminal import check_text
+from localinfer.terminal import check_text, dim, neutralise_controls
 
 if TYPE_CHECKING:
     from localinfer.persistence.conversations import ConversationStore
@@ -30,10 +30,10 @@ CopyText = Callable[[str, Callable[[str], bool]], str]
 class Chat:
     """Turns input lines into replies and commands, from a terminal or a pipe.
 
-    Replies go to `output`, everything else to `notices`, or both through `printer`. shows_stats: print the statistics
-    of every reply after it. store: of saved conversations, for the commands; `conversation` saves itself. load_model,
-    model_name: loads another model, and the name of the one that answers now. edit_text, copy_text: the user's editor
-    and clipboard.
+    Replies go to `output`, everything else to `notices`. shows_stats: print the statistics of every reply after it.
+    store: of saved conversations, for the commands; `conversation` saves itself. load_model, model_name: loads another
+    model, and the name of the one that answers now. edit_text, copy_text: the user's editor and clipboard.
+    reply_output: how replies are printed, if not as they come.
     """
 
     def __init__(
@@ -48,17 +48,19 @@ class Chat:
         model_name: str | None = None,
         edit_text: EditText = edit_in_editor,
         copy_text: CopyText = copy_to_clipboard,
-        printer: ReplyPrinter | None = None,
+        reply_output: ReplyOutput | None = None,
     ) -> None:
         self.conversation = conversation
         self.store = store
-        self.printer = ReplyPrinter(output, notices) if printer is None else printer
+        self._output = output
+        self._notices = notices
+        self.reply_output = ReplyOutput(output, notices) if reply_output is None else reply_output
         self._copy_text = copy_text
         self.attachments = AttachmentCommands(self)
         self._context = ContextCommands(self, shows_stats=shows_stats)
         self._options = OptionCommands(self, load_model, model_name)
-        saving = SavingCommands(self, store)
-        conversation.on_reasoning = self.printer.show_reasoning
+        saving = SessionCommands(self, store)
+        conversation.on_reasoning = self.reply_output.write_reasoning
         conversation.on_messages_dropped = self._context.report_dropped
         conversation.on_save_error = saving.report_failure
         commands = (
@@ -123,38 +125,37 @@ class Chat:
 
     def notice(self, text: str) -> None:
         """Print a line that is not model text."""
-        self.printer.notice(text)
+        self._notices.write(f"{dim(neutralise_controls(text), self._notices)}\n")
+        self._notices.flush()
 
     def print_reply(self, reply: Generator[str]) -> None:
         """Print a reply as it comes; Ctrl-C stops it."""
-        self.printer.begin()
-        try:
-            with closing(reply):
-                for delta in reply:
-                    self.printer.write(delta)
-        except KeyboardInterrupt:
-            self.printer.end()
-            kept = "the conversation is unchanged"
-            if self.conversation.is_reply_kept:
-                kept = "the partial reply stays in the conversation, and /continue goes on with it"
-            self.notice(f"stopped: {kept}")
-        finally:
-            self.printer.end()
+        output = self.reply_output
+        with output.printing():
+            try:
+                with closing(reply):
+                    for delta in reply:
+                        output.write(delta)
+            except KeyboardInterrupt:
+                output.end()
+                kept = "the conversation is unchanged"
+                if self.conversation.is_reply_kept:
+                    kept = "the partial reply stays in the conversation, and /continue goes on with it"
+                self.notice(f"stopped: {kept}")
         self._context.report_reply()
         self._options.show_calls()
 
-    def show_thinking(self, text: Generator[str]) -> None:
-        """Print what is no reply as reasoning is printed; Ctrl-C stops it."""
-        self.printer.begin()
-        try:
-            with closing(text):
-                for delta in text:
-                    self.printer.show_reasoning(delta)
-        except KeyboardInterrupt:
-            self.printer.end()
-            self.notice("stopped")
-        finally:
-            self.printer.end()
+    def print_aside(self, text: Generator[str]) -> None:
+        """Print what is no reply, as reasoning is printed; Ctrl-C stops it."""
+        output = self.reply_output
+        with output.printing():
+            try:
+                with closing(text):
+                    for delta in text:
+                        output.write_reasoning(delta)
+            except KeyboardInterrupt:
+                output.end()
+                self.notice("stopped")
 
     def start_anew(self) -> None:
         """Begin another conversation."""
@@ -201,11 +202,19 @@ class Chat:
             return
         text = blocks[-1] if what else replies[-1]
         try:
-            by = self._copy_text(text, self.printer.send_to_terminal)
+            by = self._copy_text(text, self._send_to_terminal)
         except RequestError as error:
             self.notice(str(error))
             return
         self.notice(f"copied {'the last code block' if what else 'the last reply'}, {len(text):,} characters, by {by}")
+
+    def _send_to_terminal(self, sequence: str) -> bool:
+        """Write a control sequence of ours; False where the output is no terminal."""
+        if not self._output.isatty():
+            return False
+        self._output.write(sequence)
+        self._output.flush()
+        return True
 
     def _clear(self, _: str) -> None:
         self.start_anew()

@@ -22,7 +22,7 @@ class Conversation:
 
     `system`, `max_tokens`, `seed`, `sampling`, `tools`, `thinking` and `thinking_budget` may be changed at any time and
     apply from the next reply on. `on_reasoning` is called with deltas of reasoning, which is no part of what the model
-    reads later. `running` is the reply in progress.
+    reads later. `on_stream` is called with each reply's stream before its prompt is computed.
 
     A conversation that exceeds the context leaves out its oldest exchanges, unless the engine shifts the context
     (`context_shift` among the sampling options): so many that the rest takes half the context, so that the prompt is
@@ -53,9 +53,9 @@ class Conversation:
         self.thinking_budget: int | None = None
         self.on_reasoning: Callable[[str], None] | None = None
         self.on_messages_dropped: Callable[[int], None] | None = None
+        self.on_stream: Callable[[TextStream], None] | None = None
         self.on_save_error: Callable[[SessionFileError], None] | None = None
         self.saved = saved
-        self.running: TextStream | None = None
         self.last_stats: Stats | None = None
         self.finish_reason: str | None = None
         self.is_reply_kept = False
@@ -255,14 +255,14 @@ class Conversation:
         deltas: list[str] = []
         reason = None
         with self._llm.stream_chat(asked, **options) as stream:
-            self.running = stream
+            self._begin_stream(stream)
             try:
                 for event in stream:
                     deltas.append(event.text)
                     reason = event.finish_reason
                     yield event.text
             finally:
-                self._end_stream()
+                self._end_stream(stream)
         if summary := "".join(deltas).strip():
             reply = {"role": "assistant", "content": summary, "finish_reason": reason}
             self._turns = [*self._turns[:end], dict(SUMMARY_TURN), reply, *self._turns[end:]]
@@ -279,7 +279,7 @@ class Conversation:
         try:
             self._fit()
             with self._llm.stream_chat(self._sent(begun), **self._options(begun)) as stream:
-                self.running = stream
+                self._begin_stream(stream)
                 try:
                     for event in stream:
                         events.append(event)
@@ -288,7 +288,7 @@ class Conversation:
                         self.finish_reason = event.finish_reason
                         yield event.text
                 finally:
-                    self._end_stream()
+                    self._end_stream(stream)
         finally:
             reply = self._reply_turn(events, begun)
             self.is_reply_kept = reply is not None
@@ -320,10 +320,12 @@ class Conversation:
             return None
         return {**turn, "finish_reason": self.finish_reason or "cancelled"}
 
-    def _end_stream(self) -> None:
-        if self.running is not None:
-            self.last_stats = self.running.stats
-        self.running = None
+    def _begin_stream(self, stream: "TextStream") -> None:
+        if self.on_stream is not None:
+            self.on_stream(stream)
+
+    def _end_stream(self, stream: "TextStream") -> None:
+        self.last_stats = stream.stats
         self._num_replies += 1
 
     def _fit(self) -> None:

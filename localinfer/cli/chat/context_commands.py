@@ -118,7 +118,7 @@ class ContextCommands:
         before = conversation.context_used
         num_turns = len(conversation.turns)
         try:
-            self._chat.show_thinking(conversation.summarise())
+            self._chat.print_aside(conversation.summarise())
         except RequestError as error:
             self._chat.notice(str(error))
             return

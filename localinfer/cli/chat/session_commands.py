@@ -15,12 +15,13 @@ _MOST_LISTED = 20
 _NOT_KEPT = "conversations are not kept here: they were switched off (--no-history), or you have no state folder"
 
 
-class SavingCommands:
+class SessionCommands:
     """/save, /load and /sessions."""
 
     def __init__(self, chat: "Chat", store: "ConversationStore | None") -> None:
         self._chat = chat
         self._store = store
+        self._reported = ""
 
     def commands(self) -> tuple[Command, ...]:
         """The commands, in the order of help."""
@@ -31,8 +32,10 @@ class SavingCommands:
         )
 
     def report_failure(self, error: SessionFileError) -> None:
-        """Say that a turn was not saved."""
-        self._chat.notice(f"the conversation was not saved: {error}; /save tries again")
+        """Say once why turns are not saved: each of them would have the same reason."""
+        if str(error) != self._reported:
+            self._reported = str(error)
+            self._chat.notice(f"not saved: {error}; /save tries again")
 
     def _save(self, name: str) -> None:
         conversation = self._chat.conversation
