@@ -1,0 +1,354 @@
+"""Saved conversations: one JSON file each, in a folder of the user's.
+
+A file is written whole under a temporary name, synced and renamed, and then the folder is synced, so that whatever ends
+the process, each file has the turns of one save. Writers take turns by a lock on the folder; readers need none. A file
+that cannot be read is named in a warning, and neither deleted nor overwritten.
+"""
+
+import contextlib
+import logging
+import os
+import re
+import sys
+import time
+import unicodedata
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import datetime
+from io import FileIO
+from pathlib import Path
+from typing import NamedTuple
+
+from localinfer.errors import RequestError, SessionFileError
+from localinfer.files import read_bounded, unwritable, write_all, write_atomically
+from localinfer.folders import make_private, user_folder
+from localinfer.persistence.saved_conversation import SavedConversation, check_name, is_id, name_from
+
+if sys.platform == "win32":
+    import msvcrt
+else:
+    import fcntl
+
+__all__ = ["ConversationStore", "ConversationSummary", "SavedConversation", "open_store"]
+
+logger = logging.getLogger(__name__)
+
+_SUFFIX = ".json"
+_LOCK = ".lock"
+_TEMPORARY = re.compile(r"\.[0-9a-f]{12}\.tmp")
+_MOST_BYTES = 256 << 20
+_LOCK_SECONDS = 5.0
+_RETRY_SECONDS = 0.01
+
+
+@dataclass(frozen=True)
+class ConversationSummary:
+    """A line of the list of conversations; `num_bytes`: of its file."""
+
+    id: str
+    name: str
+    model: str
+    num_messages: int
+    first_words: str
+    created: datetime
+    changed: datetime
+    num_bytes: int
+
+
+_Summaries = list[ConversationSummary]
+
+
+class _Seen(NamedTuple):
+    """A conversation as this store last read or wrote it: its file, its name there and as the caller has it.
+
+    changes: times of change of the states that are not another writer's. file: None while it is written, and if that
+    failed.
+    """
+
+    file: tuple[int, int, int] | None
+    changes: tuple[datetime, ...]
+    stored_name: str
+    given_name: str
+
+
+class ConversationStore:
+    """The conversations in one folder, which is made when the first is saved.
+
+    Any number of processes may use it. Of two that continue one conversation, the second to save goes on under a new
+    name, with a warning, so that the turns of both are kept.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._seen: dict[str, _Seen] = {}
+        self._moved: dict[str, str] = {}
+        self._warned: set[str] = set()
+        self._is_swept = False
+
+    def save(self, conversation: SavedConversation) -> None:
+        """Write a conversation, durably, in place of its former state.
+
+        A conversation without a name gets one from its first words. A name that another has is given a number: turns
+        are never lost over a name. One renamed elsewhere meanwhile keeps its new name.
+        Raises: SessionFileError if it cannot be written; what was saved before is then unchanged.
+        """
+        with self._locked():
+            self._sweep()
+            given = conversation
+            conversation = replace(given, id=self._moved.get(given.id, given.id))
+            seen, path = self._seen.get(given.id), self._path(conversation.id)
+            name = seen.stored_name if seen is not None else ""
+            if path.exists() and (seen is None or _identity(path) != seen.file):
+                stored = self._read_if_whole(path)
+                if stored is None or (seen is not None and stored.changed not in seen.changes):
+                    conversation = self._move(conversation)
+                else:
+                    name = stored.name
+            has_name = bool(name) and self._path(conversation.id).exists()
+            wanted = name if seen is not None and given.name == seen.given_name else given.name or name
+            wanted = wanted or given.name or name_from(given)
+            if wanted != name or not has_name:
+                name = self._free_name(wanted, conversation.id)
+            if name != wanted and wanted == given.name:
+                logger.warning("another conversation is named %r; this one is saved as %r", wanted, name)
+            self._write(replace(conversation, name=name), given)
+
+    def load(self, name_or_id: str) -> SavedConversation:
+        """Read one conversation.
+
+        Raises: RequestError if there is none of this name, SessionFileError if its file cannot be read.
+        """
+        path = self._path(self._find(name_or_id))
+        conversation, file = self._read(path)
+        self._seen[conversation.id] = _Seen(file, (conversation.changed,), conversation.name, conversation.name)
+        return conversation
+
+    def latest(self) -> SavedConversation | None:
+        """The conversation that was changed last; None if there is none."""
+        summaries = self.list()
+        return self.load(summaries[0].id) if summaries else None
+
+    def list(self) -> _Summaries:
+        """Every conversation that can be read, the last changed first; the others are named in a warning."""
+        found = []
+        for path in self._paths():
+            try:
+                conversation, (_, _, num_bytes) = self._read(path)
+            except SessionFileError as error:
+                if path.exists() and str(error) not in self._warned:
+                    self._warned.add(str(error))
+                    logger.warning("%s", error)
+                continue
+            found.append(
+                ConversationSummary(
+                    conversation.id,
+                    conversation.name,
+                    conversation.model,
+                    len(conversation.turns),
+                    conversation.first_words,
+                    conversation.created,
+                    conversation.changed,
+                    num_bytes,
+                )
+            )
+        return sorted(found, key=lambda summary: (summary.changed, summary.id), reverse=True)
+
+    def rename(self, name_or_id: str, name: str) -> None:
+        """Give a conversation another name.
+
+        Raises: RequestError if the name is taken or cannot be one, or there is no such conversation; SessionFileError
+        if its file cannot be read or written.
+        """
+        check_name(name)
+        with self._locked():
+            id = self._find(name_or_id)
+            conversation, _ = self._read(self._path(id))
+            if self._free_name(name, id) != name:
+                raise RequestError(
+                    f"another conversation is named {name!r}; give another name, or rename that one first"
+                )
+            seen = self._seen.get(id)
+            given = conversation if seen is None else replace(conversation, name=seen.given_name)
+            self._write(replace(conversation, name=name), given)
+
+    def delete(self, name_or_id: str) -> None:
+        """Delete a conversation; by its id also one whose file cannot be read.
+
+        Raises: RequestError if there is no such conversation, SessionFileError if the system refuses.
+        """
+        with self._locked():
+            path = self._path(self._find(name_or_id))
+            try:
+                path.unlink()
+                _sync_folder(self.folder)
+            except OSError as error:
+                raise SessionFileError(f"{path} cannot be deleted: {error.strerror or error}") from error
+
+    def _path(self, id: str) -> Path:
+        return self.folder / f"{id}{_SUFFIX}"
+
+    def _paths(self) -> Iterator[Path]:
+        try:
+            names = sorted(os.listdir(self.folder))
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise SessionFileError(f"{self.folder} cannot be read: {error.strerror or error}") from error
+        for name in names:
+            if name != _LOCK and not _TEMPORARY.fullmatch(name):
+                yield self.folder / name
+
+    def _find(self, name_or_id: str) -> str:
+        """The id of a conversation by its name, or by its id. Raises: RequestError."""
+        id = self._moved.get(name_or_id, name_or_id)
+        if is_id(id) and self._path(id).exists():
+            return id
+        wanted = _folded(name_or_id)
+        summaries = self.list()
+        matches = [summary.id for summary in summaries if _folded(summary.name) == wanted]
+        if len(matches) == 1:
+            return matches[0]
+        if matches:
+            raise RequestError(f"several conversations are named {name_or_id!r}; give one of {', '.join(matches)}")
+        raise RequestError(
+            f"there is no saved conversation {name_or_id!r}; 'localinfer sessions' lists {len(summaries)} of them"
+        )
+
+    def _read(self, path: Path) -> tuple[SavedConversation, tuple[int, int, int]]:
+        """A conversation and the identity of its file. Raises: SessionFileError, which names the file."""
+        try:
+            while True:
+                file = _identity(path)
+                content = read_bounded(path, _MOST_BYTES)
+                if _identity(path) == file:
+                    break
+            conversation = SavedConversation.from_json(content)
+            if path.name != f"{conversation.id}{_SUFFIX}":
+                raise SessionFileError(f"its name does not fit its id, {conversation.id}")
+        except (OSError, SessionFileError) as error:
+            reason = error.strerror or error if isinstance(error, OSError) else error
+            raise SessionFileError(
+                f"{path} cannot be read as a conversation: {reason}; it is kept as it is: repair, move or delete it"
+            ) from error
+        return conversation, file
+
+    def _read_if_whole(self, path: Path) -> SavedConversation | None:
+        try:
+            return self._read(path)[0]
+        except SessionFileError:
+            return None
+
+    def _write(self, conversation: SavedConversation, given: SavedConversation) -> None:
+        path = self._path(conversation.id)
+        content = conversation.to_json().encode()
+
+        def write(file: FileIO) -> None:
+            write_all(file, content)
+            os.fsync(file.fileno())
+
+        seen = self._seen.get(given.id) or _Seen(None, (), "", given.name)
+        self._seen[given.id] = seen._replace(file=None, changes=(*seen.changes, conversation.changed))
+        try:
+            write_atomically(path, write)
+            _sync_folder(self.folder)
+            file = _identity(path)
+        except OSError as error:
+            raise SessionFileError(unwritable(path, error)) from error
+        self._seen[given.id] = _Seen(file, (conversation.changed,), conversation.name, given.name)
+
+    def _move(self, conversation: SavedConversation) -> SavedConversation:
+        """The conversation under another id, as its file has something else by now."""
+        moved = replace(conversation, id=SavedConversation.begin(conversation.model).id)
+        logger.warning(
+            "%s was changed by another program; this conversation goes on as %s", self._path(conversation.id), moved.id
+        )
+        self._moved[conversation.id] = moved.id
+        return moved
+
+    def _free_name(self, name: str, id: str) -> str:
+        """The name, or if another conversation has it, the name with the first free number."""
+        taken = {_folded(summary.name) for summary in self.list() if summary.id != id}
+        free, number = name, 2
+        while _folded(free) in taken:
+            free, number = f"{name}-{number}", number + 1
+        return free
+
+    def _sweep(self) -> None:
+        """Delete what writers left that were killed: no other writes while we hold the lock."""
+        if self._is_swept:
+            return
+        self._is_swept = True
+        for name in os.listdir(self.folder):
+            if _TEMPORARY.fullmatch(name):
+                with contextlib.suppress(OSError):
+                    os.unlink(self.folder / name)
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Hold the lock of the folder, which is made if it is missing. Raises: SessionFileError."""
+        # Only the last folder of a path is made with the mode that is asked for.
+        with contextlib.suppress(OSError):
+            self.folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        problem = make_private(self.folder)
+        if problem is not None:
+            raise SessionFileError(f"conversations cannot be saved: {problem}; change that, or chat with --no-history")
+        path = self.folder / _LOCK
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o600)
+        except OSError as error:
+            raise SessionFileError(unwritable(path, error)) from error
+        try:
+            deadline = time.monotonic() + _LOCK_SECONDS
+            while not _try_lock(descriptor):
+                if time.monotonic() >= deadline:
+                    raise SessionFileError(
+                        f"another program has held {path} for {_LOCK_SECONDS:g} s; end it, and the next turn is saved"
+                    )
+                time.sleep(_RETRY_SECONDS)
+            yield
+        finally:
+            os.close(descriptor)
+
+
+def open_store() -> ConversationStore | None:
+    """The store in this user's state folder; None for a user without one."""
+    state = user_folder("state")
+    return None if state is None else ConversationStore(state / "conversations")
+
+
+def _try_lock(descriptor: int) -> bool:
+    """Take the lock, until the descriptor is closed; False if another has it. True where the system has no locks."""
+    try:
+        if sys.platform == "win32":
+            msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
+        else:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        return False
+    except OSError:
+        # Some network file systems cannot lock: names may then be taken twice, and no turn is lost.
+        return True
+    return True
+
+
+def _identity(path: Path) -> tuple[int, int, int]:
+    """What tells one state of a file from the next: every write makes a new file."""
+    status = os.stat(path)
+    return status.st_ino, status.st_mtime_ns, status.st_size
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make renames in a folder durable, where the system can."""
+    if sys.platform == "win32":
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _folded(name: str) -> str:
+    """A name as names are compared: composed, without case."""
+    return unicodedata.normalize("NFC", name).casefold()
