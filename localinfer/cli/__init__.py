@@ -33,6 +33,7 @@ from localinfer.cli.options import (
 )
 from localinfer.cli.quantize import quantize_command
 from localinfer.cli.serve import serve_command
+from localinfer.cli.sessions import sessions_command
 from localinfer.errors import LocalinferError, RequestError
 from localinfer.terminal import ModelOutput, check_text, describe_stats, dim, prepare_streams
 
@@ -65,7 +66,7 @@ class _Commands(click.Group):
         if not {"-h", "--help"} & set(found[2]):
             from localinfer.kernels.address_space import require_libraries
 
-            require_libraries(with_llvm=found[0] != "show")
+            require_libraries(with_llvm=found[0] not in ("show", "sessions"))
         return found
 
 
@@ -282,6 +283,7 @@ localinfer_command.add_command(quantize_command)
 localinfer_command.add_command(compare_command)
 localinfer_command.add_command(perplexity_command)
 localinfer_command.add_command(serve_command)
+localinfer_command.add_command(sessions_command)
 
 
 def _ask_instead(model: str | None) -> str:

@@ -1,5 +1,6 @@
 """The `localinfer cache` command."""
 
+import os
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
@@ -12,27 +13,76 @@ from localinfer.errors import RequestError
 
 @click.command("cache")
 @option("--disk-cache-folder", "FOLDER", "Location. Default: your cache folder.")
-@flag("--clear", "Delete everything in it.")
-def cache_command(disk_cache_folder: str | None, clear: bool) -> None:
+@flag("--clear", "Delete everything in it, and say what else is kept.")
+@flag("--typed-lines", "With --clear: also delete the lines typed in chats, which the arrow keys recall.")
+def cache_command(disk_cache_folder: str | None, clear: bool, typed_lines: bool) -> None:
     """Show the prompt cache on disk, or delete it.
 
-    It can be deleted at any time: missing entries are computed again.
+    It can be deleted at any time: missing entries are computed again. Saved conversations are no part of it:
+    'localinfer sessions' lists and deletes them.
     """
     from localinfer.persistence.budget import clear as clear_folder
     from localinfer.persistence.budget import stored_files
     from localinfer.persistence.prompt_cache import conversations_folder
     from localinfer.terminal import neutralise_controls
 
+    if typed_lines and not clear:
+        raise RequestError("--typed-lines says what --clear deletes as well; give both")
     folder = conversations_folder(disk_cache_folder)
     if folder is None:
         raise RequestError("this user has no cache folder; name one with --disk-cache-folder")
     if clear:
         click.echo(f"deleted {clear_folder(folder):,} bytes from {neutralise_controls(str(folder))}")
+        for line in (_clear_typed_lines() if typed_lines else _typed_lines(), _saved_conversations()):
+            if line is not None:
+                click.echo(line)
         return
     total = sum(file.num_bytes for file in stored_files(folder))
     click.echo(f"{neutralise_controls(str(folder))}: {total:,} bytes")
     for last_used, line in sorted(_models(folder), reverse=True):
         click.echo(f"{line}, last used {datetime.fromtimestamp(last_used).strftime('%Y-%m-%d %H:%M')}")
+
+
+def _clear_typed_lines() -> str | None:
+    """Empty the file of typed lines; a line that says so. Raises: RequestError if the system refuses."""
+    path = _typed_lines_file()
+    if path is None:
+        return None
+    num_bytes = path.stat().st_size
+    try:
+        # A chat that runs appends to it: a new file would be made with the user's default mode.
+        os.truncate(path, 0)
+    except OSError as error:
+        raise RequestError(f"{path} cannot be emptied: {error.strerror or error}; delete it yourself") from error
+    return f"deleted {num_bytes:,} bytes of typed lines from {path}"
+
+
+def _typed_lines() -> str | None:
+    """A line that says that typed lines are kept, if there are any."""
+    path = _typed_lines_file()
+    if path is None:
+        return None
+    return f"kept {path.stat().st_size:,} bytes of lines typed in chats, in {path}; --clear --typed-lines deletes them"
+
+
+def _typed_lines_file() -> Path | None:
+    from localinfer.folders import user_folder
+
+    state = user_folder("state")
+    path = None if state is None else state / "chat-history"
+    return path if path is not None and path.is_file() and path.stat().st_size else None
+
+
+def _saved_conversations() -> str | None:
+    """A line that says how many conversations are kept, if there are any."""
+    from localinfer.persistence.conversations import open_store
+
+    store = open_store()
+    count = 0 if store is None else len(store.list())
+    if store is None or not count:
+        return None
+    plural = "" if count == 1 else "s"
+    return f"kept {count:,} saved conversation{plural} in {store.folder}; 'localinfer sessions' lists and deletes them"
 
 
 def _models(folder: Path) -> Iterator[tuple[float, str]]:

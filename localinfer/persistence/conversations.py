@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime
+from difflib import get_close_matches
 from io import FileIO
 from pathlib import Path
 from typing import NamedTuple
@@ -56,7 +57,7 @@ class ConversationSummary:
     num_bytes: int
 
 
-_Summaries = list[ConversationSummary]
+_Summaries, _Ids = list[ConversationSummary], list[str]
 
 
 class _Seen(NamedTuple):
@@ -119,10 +120,13 @@ class ConversationStore:
 
         Raises: RequestError if there is none of this name, SessionFileError if its file cannot be read.
         """
-        path = self._path(self._find(name_or_id))
-        conversation, file = self._read(path)
+        conversation, file = self._read(self._path(self._find(name_or_id)))
         self._seen[conversation.id] = _Seen(file, (conversation.changed,), conversation.name, conversation.name)
         return conversation
+
+    def find(self, name_or_id: str) -> SavedConversation | None:
+        """Read one conversation; None if there is none of this name. Raises: as `load`."""
+        return self.load(name_or_id) if is_id(name_or_id) or self._named(name_or_id) else None
 
     def latest(self) -> SavedConversation | None:
         """The conversation that was changed last; None if there is none."""
@@ -161,8 +165,8 @@ class ConversationStore:
         if its file cannot be read or written.
         """
         check_name(name)
+        id = self._find(name_or_id)
         with self._locked():
-            id = self._find(name_or_id)
             conversation, _ = self._read(self._path(id))
             if self._free_name(name, id) != name:
                 raise RequestError(
@@ -177,8 +181,8 @@ class ConversationStore:
 
         Raises: RequestError if there is no such conversation, SessionFileError if the system refuses.
         """
+        path = self._path(self._find(name_or_id))
         with self._locked():
-            path = self._path(self._find(name_or_id))
             try:
                 path.unlink()
                 _sync_folder(self.folder)
@@ -204,16 +208,19 @@ class ConversationStore:
         id = self._moved.get(name_or_id, name_or_id)
         if is_id(id) and self._path(id).exists():
             return id
-        wanted = _folded(name_or_id)
-        summaries = self.list()
-        matches = [summary.id for summary in summaries if _folded(summary.name) == wanted]
+        matches = self._named(name_or_id)
         if len(matches) == 1:
             return matches[0]
         if matches:
             raise RequestError(f"several conversations are named {name_or_id!r}; give one of {', '.join(matches)}")
-        raise RequestError(
-            f"there is no saved conversation {name_or_id!r}; 'localinfer sessions' lists {len(summaries)} of them"
-        )
+        similar = get_close_matches(name_or_id, [summary.name for summary in self.list()], n=3)
+        hint = f"; did you mean {' or '.join(map(repr, similar))}?" if similar else ""
+        raise RequestError(f"there is no saved conversation {name_or_id!r}; 'localinfer sessions' lists all{hint}")
+
+    def _named(self, name: str) -> _Ids:
+        """The ids of the conversations of this name: one or none, unless somebody else wrote files here."""
+        wanted = _folded(name)
+        return [summary.id for summary in self.list() if _folded(summary.name) == wanted]
 
     def _read(self, path: Path) -> tuple[SavedConversation, tuple[int, int, int]]:
         """A conversation and the identity of its file. Raises: SessionFileError, which names the file."""

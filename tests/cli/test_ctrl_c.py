@@ -30,6 +30,7 @@ COMMANDS = {
     "tokenize": ["tokenize", "Hi"],
     "serve": ["serve", "--port", "0", "--no-disk-cache", "--threads", "1"],
     "cache": ["cache"],
+    "sessions": ["sessions"],
     "bench": ["bench", DEMO, "--threads", "1"],
     "compare": ["compare", DEMO, DEMO],
     "perplexity": ["perplexity", DEMO],

@@ -13,6 +13,7 @@ import pytest
 from localinfer.cli import localinfer_command as commands
 from localinfer.cli import main
 from localinfer.models import demo
+from localinfer.persistence.conversations import ConversationStore, SavedConversation
 from localinfer.server.app import LocalServer
 from tests.api.encoder_models import write_encoder
 from tests.models.talking_models import build_talking_model
@@ -74,7 +75,15 @@ GOOD = {
         {mtp} --decode 2 --repetitions 1 --threads 1 --speculation
     """,
     "cache": """
-        --disk-cache-folder {folder} --clear
+        --disk-cache-folder {folder} --clear --typed-lines
+    """,
+    "sessions": """
+        --json
+        show kept
+        rename kept other
+        delete kept
+        export kept --output {folder}/x.json
+        export kept -o {folder}/x --format markdown
     """,
     "pull": """
         org/repo
@@ -241,6 +250,19 @@ BAD = {
     """,
     "cache": """
         --clear=maybe
+        --clear --typed-lines=maybe
+        --typed-lines
+    """,
+    "sessions": """
+        --json=maybe
+        show no-such-session
+        rename no-such-session other
+        rename kept \udcff
+        delete no-such-session
+        export no-such-session -o {folder}/x
+        export kept --output {folder}
+        export kept --output {folder}/x --format pdf
+        --json show kept
     """,
     "pull": """
         no-such-file
@@ -371,6 +393,9 @@ def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "broken").write_text("{% for %}")
     monkeypatch.setattr(sys, "stdin", io.StringIO("Hi\n"))
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("localinfer.persistence.conversations.user_folder", lambda _: tmp_path / "state")
+    kept = SavedConversation.begin("demo", name="kept").with_turns([{"role": "user", "content": "Hi"}], system=None)
+    ConversationStore(tmp_path / "state" / "conversations").save(kept)
     places = {name: str(tmp_path / name) for name in ("folder", "models", "file", "template", "broken")}
     places |= {"schema": str(tmp_path / "schema.json"), "grammar": str(tmp_path / "grammar.lark"), "demo": DEMO}
     places |= {"text": str(tmp_path / "text.txt"), "sock": "s/s.sock"}
