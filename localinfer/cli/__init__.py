@@ -33,7 +33,7 @@ from localinfer.cli.options import (
 )
 from localinfer.cli.quantize import quantize_command
 from localinfer.cli.serve import serve_command
-from localinfer.cli.sessions import sessions_command
+from localinfer.cli.sessions import complete_name, sessions_command
 from localinfer.errors import LocalinferError, RequestError
 from localinfer.terminal import ModelOutput, check_text, describe_stats, dim, prepare_streams
 
@@ -175,6 +175,11 @@ def run_command(
 @option("--system", "TEXT", "System prompt.")
 @flag("--context-shift", "At the end of the context, continue with its recent half.")
 @flag("--stats", "Report token counts, cache use and speed on stderr after every reply.")
+@flag("--continue continues", "Go on with the saved conversation that was changed last.")
+@option(
+    "--session", "NAME", "Go on with the saved conversation of this name, or begin it.", shell_complete=complete_name
+)
+@flag("--no-history", "Keep nothing on disk: no conversation, no typed lines, no prompt cache.")
 def chat_command(
     options: LoadOptions,
     prompt: str | None,
@@ -186,6 +191,9 @@ def chat_command(
     context_shift: bool,
     stats: bool,
     constraint: Constraint | None,
+    continues: bool,
+    session: str | None,
+    no_history: bool,
     **sampling: Any,
 ) -> None:
     """Chat with a model.
@@ -195,12 +203,21 @@ def chat_command(
     With -p TEXT, or text in a pipe: all of it is one message, and only the answer is printed, as in `git diff |
     localinfer chat -p "Review this"`. Exit code 3: the answer was cut, as stderr says. With --lines each line of a pipe
     is a message of one conversation instead.
+
+    Conversations on a terminal are saved after every reply; 'localinfer sessions' lists, exports and deletes them.
     """
     if system is not None:
         check_text(system, "--system")
     if constraint is not None:
         sampling["constraint"] = constraint
     if is_one_shot(prompt, files, show_reasoning=show_reasoning, lines=lines):
+        if continues or session is not None:
+            raise RequestError(
+                "--continue and --session are for conversations, and one message with -p or from a pipe begins none; "
+                "leave them out, or type the message in the chat"
+            )
+        if no_history:
+            options["disk_cache"] = False
         message = read_message(prompt, files)
         with load_with(options) as llm:
             answer_once(
@@ -214,8 +231,10 @@ def chat_command(
                 **sampling,
             )
         return
+    from localinfer.cli.chat.continuing import begin_saving
     from localinfer.cli.chat.loop import run_chat
 
+    saving = begin_saving(options, continues=continues, session=session, system=system, no_history=no_history)
     with load_with(options) as llm:
         run_chat(
             llm,
@@ -223,6 +242,7 @@ def chat_command(
             max_tokens=max_tokens,
             stats=stats,
             describe_error=lambda error: in_options(str(error), chat_command),
+            saving=saving,
             context_shift=context_shift,
             pin_cache=True,
             **sampling,

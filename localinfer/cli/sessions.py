@@ -1,8 +1,10 @@
 """The `localinfer sessions` command: the saved conversations."""
 
+import io
 import json
 import shutil
 import sys
+from contextlib import redirect_stderr
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,13 +12,23 @@ from typing import TYPE_CHECKING
 import click
 
 from localinfer.cli.options import flag, option
-from localinfer.errors import RequestError
+from localinfer.errors import LocalinferError, RequestError
 from localinfer.terminal import ModelOutput, check_text, neutralise_controls
 
 if TYPE_CHECKING:
     from localinfer.persistence.conversations import ConversationStore, ConversationSummary
 
 _FORMATS = {".json": "json", ".md": "markdown", ".markdown": "markdown"}
+
+
+def complete_name(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
+    """The names that begin with what is typed, for the completion of a shell, which has no place for warnings."""
+    with redirect_stderr(io.StringIO()):
+        try:
+            names = [summary.name for summary in _store().list()]
+        except LocalinferError:
+            return []
+    return [name for name in names if name.casefold().startswith(incomplete.casefold())]
 
 
 def _store() -> "ConversationStore":
@@ -51,7 +63,7 @@ def sessions_command(context: click.Context, as_json: bool) -> None:
 
 
 @sessions_command.command("show")
-@click.argument("name", metavar="NAME")
+@click.argument("name", metavar="NAME", shell_complete=complete_name)
 def show_session_command(name: str) -> None:
     """Print a conversation as Markdown."""
     output = ModelOutput(sys.stdout, is_terminal=sys.stdout.isatty())
@@ -59,7 +71,7 @@ def show_session_command(name: str) -> None:
 
 
 @sessions_command.command("rename")
-@click.argument("old", metavar="OLD")
+@click.argument("old", metavar="OLD", shell_complete=complete_name)
 @click.argument("new", metavar="NEW")
 def rename_session_command(old: str, new: str) -> None:
     """Give a conversation another name, which no other may have."""
@@ -68,7 +80,7 @@ def rename_session_command(old: str, new: str) -> None:
 
 
 @sessions_command.command("delete")
-@click.argument("names", metavar="NAME...", nargs=-1, required=True)
+@click.argument("names", metavar="NAME...", nargs=-1, required=True, shell_complete=complete_name)
 def delete_session_command(names: tuple[str, ...]) -> None:
     """Delete conversations, at once and without a question.
 
@@ -81,7 +93,7 @@ def delete_session_command(names: tuple[str, ...]) -> None:
 
 
 @sessions_command.command("export")
-@click.argument("name", metavar="NAME")
+@click.argument("name", metavar="NAME", shell_complete=complete_name)
 @option("-o --output", "FILE", "Where to; '-' is standard output.", required=True)
 @option(
     "--format format_name",

@@ -19,7 +19,7 @@ from datetime import datetime
 from difflib import get_close_matches
 from io import FileIO
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from localinfer.errors import RequestError, SessionFileError
 from localinfer.files import read_bounded, unwritable, write_all, write_atomically
@@ -57,7 +57,9 @@ class ConversationSummary:
     num_bytes: int
 
 
-_Summaries, _Ids = list[ConversationSummary], list[str]
+# The store has a method of the type's name.
+_Summaries: TypeAlias = list[ConversationSummary]
+_Texts: TypeAlias = list[str]
 
 
 class _Seen(NamedTuple):
@@ -127,6 +129,10 @@ class ConversationStore:
     def find(self, name_or_id: str) -> SavedConversation | None:
         """Read one conversation; None if there is none of this name. Raises: as `load`."""
         return self.load(name_or_id) if is_id(name_or_id) or self._named(name_or_id) else None
+
+    def similar_names(self, name: str) -> _Texts:
+        """The names that somebody may have meant, at most three, the likeliest first."""
+        return get_close_matches(name, [summary.name for summary in self.list()], n=3)
 
     def latest(self) -> SavedConversation | None:
         """The conversation that was changed last; None if there is none."""
@@ -213,11 +219,11 @@ class ConversationStore:
             return matches[0]
         if matches:
             raise RequestError(f"several conversations are named {name_or_id!r}; give one of {', '.join(matches)}")
-        similar = get_close_matches(name_or_id, [summary.name for summary in self.list()], n=3)
+        similar = self.similar_names(name_or_id)
         hint = f"; did you mean {' or '.join(map(repr, similar))}?" if similar else ""
         raise RequestError(f"there is no saved conversation {name_or_id!r}; 'localinfer sessions' lists all{hint}")
 
-    def _named(self, name: str) -> _Ids:
+    def _named(self, name: str) -> _Texts:
         """The ids of the conversations of this name: one or none, unless somebody else wrote files here."""
         wanted = _folded(name)
         return [summary.id for summary in self.list() if _folded(summary.name) == wanted]

@@ -16,6 +16,7 @@ MOST_NAME_CHARACTERS = 80
 _MOST_FIRST_WORDS = 60
 _MOST_SLUG_CHARACTERS = 40
 _ID = re.compile(r"\d{8}-\d{6}-[0-9a-f]{6}")
+_ENDS = {"length": "cut at its maximum length", "cancelled": "stopped"}
 _ROLES = {"system": "System", "user": "User", "assistant": "Assistant", "tool": "Tool"}
 
 
@@ -91,9 +92,11 @@ class SavedConversation:
                 lines = ["**Reasoning**", "", *turn["reasoning"].strip().splitlines()]
                 parts.append("\n".join(f"> {line}".rstrip() for line in lines))
             parts.append(turn["content"].strip("\n"))
-            if turn.get("finish_reason") not in (None, "stop", "tool_calls"):
-                parts.append(f"*(cut: {turn['finish_reason']})*")
-        return "\n\n".join(parts) + "\n"
+            if turn.get("tool_calls"):
+                parts.append(f"```json\n{json.dumps(turn['tool_calls'], ensure_ascii=False, indent=1)}\n```")
+            if turn.get("finish_reason") in _ENDS:
+                parts.append(f"*({_ENDS[turn['finish_reason']]})*")
+        return "\n\n".join(part for part in parts if part) + "\n"
 
     @classmethod
     def from_json(cls, content: bytes | str) -> Self:
@@ -108,14 +111,14 @@ class SavedConversation:
             raise SessionFileError(
                 f"it has format version {fields.get('version')!r}, and this localinfer reads {FORMAT_VERSION}"
             )
-        texts = [_text(fields, name) for name in ("id", "name", "model")]
-        if not is_id(texts[0]):
-            raise SessionFileError(f"its id is {texts[0]!r}")
+        id, name, model = (_text(fields, member) for member in ("id", "name", "model"))
+        if not is_id(id):
+            raise SessionFileError(f"its id is {id!r}")
         system = None if fields.get("system") is None else _text(fields, "system")
         turns = fields.get("turns")
         if not isinstance(turns, list) or not all(map(_is_turn, turns)):
             raise SessionFileError("its turns are not messages with a role and content")
-        return cls(*texts, system, turns, _time(fields, "created"), _time(fields, "changed"))
+        return cls(id, name, model, system, turns, _time(fields, "created"), _time(fields, "changed"))
 
 
 def is_id(text: str) -> bool:

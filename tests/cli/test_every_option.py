@@ -60,6 +60,9 @@ GOOD = {
         {one} --kv-window 256
         {one} --speculation draft --draft {demo}
         {one} --model {mtp} --speculation mtp --threads 1
+        {one} --continue
+        {one} --session dogs
+        -n 1 --no-history
     """,
     "show": """
         {demo} --tensors
@@ -212,6 +215,11 @@ BAD = {
         --json-schema no-such-file
         --grammar no-such-file
         --regex (
+        --session \udcff
+        --session no/such/-session --no-history
+        --continue --session x
+        --continue=maybe
+        --no-history=maybe
     """,
     "show": """
         {demo} --tensors=maybe

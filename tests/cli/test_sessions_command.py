@@ -6,11 +6,12 @@ import sys
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
+import click
 import pytest
 
 from localinfer.cli import main
 from localinfer.cli.chat.loop import open_history
-from localinfer.cli.sessions import ago
+from localinfer.cli.sessions import ago, sessions_command
 from localinfer.persistence.conversations import ConversationStore, SavedConversation
 from tests.kernels.subprocesses import run as run_python
 
@@ -100,6 +101,16 @@ def test_a_damaged_file_is_a_warning_beside_the_list(store: ConversationStore, c
     output, errors = run_python(listed)
     assert [line.split("  ")[0] for line in output.splitlines()] == ["name", "犬 dog"]
     assert errors.startswith("warning: ") and str(path) in errors and len(errors.splitlines()) == 1
+
+
+def test_a_shell_completes_names_and_sees_no_warning(store: ConversationStore, monkeypatch, capsys) -> None:
+    (store.folder / "foreign").write_text("")
+    argument = next(one for one in sessions_command.commands["show"].params if one.name == "name")
+    context = click.Context(sessions_command)
+    assert [item.value for item in argument.shell_complete(context, "FI")] == ["first"]
+    monkeypatch.setattr("localinfer.persistence.conversations.user_folder", lambda _: None)
+    assert argument.shell_complete(context, "") == []
+    assert capsys.readouterr() == ("", "")
 
 
 def test_a_user_without_a_home_is_told(monkeypatch, capsys) -> None:

@@ -8,6 +8,7 @@ import sys
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,7 +21,7 @@ from tests.limits import seconds
 NEEDS_FORK = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork and SIGKILL")
 
 
-def exchange(question: str, answer: str = "Yes.", **more: str) -> list[dict[str, str]]:
+def exchange(question: str, answer: str = "Yes.", **more: str) -> list[dict[str, Any]]:
     return [{"role": "user", "content": question}, {"role": "assistant", "content": answer, **more}]
 
 
@@ -281,11 +282,13 @@ def test_a_lock_that_is_never_given_back_is_an_error_and_no_wait_for_ever(store,
 def test_export_as_markdown_can_be_read(store: ConversationStore) -> None:
     time = datetime(2026, 3, 4, 5, 6, tzinfo=UTC)
     turns = [*exchange("A?", "```\nB\n```\n", reasoning="one\n\ntwo", finish_reason="length"), *exchange("C?")]
+    turns.append({"role": "assistant", "content": "", "tool_calls": ["犬"], "finish_reason": "cancelled"})
     saved = SavedConversation("20260304-050600-abcdef", "Letters", "demo", "Brief.", turns, time, time)
     assert saved.to_markdown() == (
         "# Letters\n\nModel: demo  \nBegun: 2026-03-04 05:06 UTC  \nLast changed: 2026-03-04 05:06 UTC\n\n"
         "## System\n\nBrief.\n\n## User\n\nA?\n\n## Assistant\n\n> **Reasoning**\n>\n> one\n>\n> two\n\n"
-        "```\nB\n```\n\n*(cut: length)*\n\n## User\n\nC?\n\n## Assistant\n\nYes.\n"
+        "```\nB\n```\n\n*(cut at its maximum length)*\n\n## User\n\nC?\n\n## Assistant\n\nYes.\n\n"
+        '## Assistant\n\n```json\n[\n "犬"\n]\n```\n\n*(stopped)*\n'
     )
     assert json.loads(saved.to_json())["changed"] == "2026-03-04T05:06:00.000000Z"
     assert SavedConversation.from_json(saved.to_json()) == saved
@@ -300,6 +303,7 @@ WRITER = """
 import os, sys
 os.fsync = lambda _: None
 from pathlib import Path
+from typing import Any
 from localinfer.persistence.conversations import ConversationStore, SavedConversation
 store = ConversationStore(Path(sys.argv[1]))
 for number in range(10):
@@ -320,6 +324,7 @@ KILLED = """
 import hashlib, os, random, signal, sys
 os.fsync = lambda _: None  # The system outlives the process: no disk is waited for.
 from pathlib import Path
+from typing import Any
 from localinfer.persistence.conversations import ConversationStore, SavedConversation
 
 folder = Path(sys.argv[1])

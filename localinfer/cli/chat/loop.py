@@ -13,6 +13,7 @@ from prompt_toolkit.shortcuts import CompleteStyle
 
 from localinfer.cli.chat.commands import Chat, Exit
 from localinfer.cli.chat.completion import CommandCompleter
+from localinfer.cli.chat.continuing import Saving, show_continued
 from localinfer.cli.chat.conversation import Conversation
 from localinfer.cli.chat.keystrokes import keystrokes_held
 from localinfer.errors import LocalinferError
@@ -72,19 +73,30 @@ def run_chat(
     max_tokens: int | None,
     stats: bool = False,
     describe_error: Callable[[LocalinferError], str] = str,
+    saving: Saving | None = None,
     **sampling: Any,
 ) -> None:
     """Chat until the input ends: with line editing on a terminal, one message per line from a pipe.
 
-    describe_error: formats an error for the terminal.
+    describe_error: formats an error for the terminal. saving: the conversation to go on with, which a terminal
+    saves after every reply, and a pipe never; None: nothing is kept, typed lines neither.
     Raises: LocalinferError for a message that cannot be answered, from a pipe only; a terminal shows it and continues.
     """
-    conversation = Conversation(llm, system=system, max_tokens=max_tokens, **sampling)
-    chat = Chat(conversation, sys.stdout, sys.stderr, shows_stats=stats)
+    is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    saved = None if saving is None else saving.saved
+    kept = saving if is_terminal else None
+    conversation = Conversation(
+        llm, system=system, max_tokens=max_tokens, saved=saved, save=None if kept is None else kept.save, **sampling
+    )
+    store = None if kept is None else kept.store
+    chat = Chat(conversation, sys.stdout, sys.stderr, shows_stats=stats, store=store)
     try:
-        if sys.stdin.isatty() and sys.stdout.isatty():
+        if is_terminal:
+            if saved is not None and saved.turns:
+                show_continued(saved, sys.stdout, sys.stderr)
+            history = InMemoryHistory() if saving is None else open_history()
             with keystrokes_held(sys.stdin, sys.stdout) as mark_pastes:
-                _run_terminal(chat, describe_error, mark_pastes)
+                _run_terminal(chat, describe_error, mark_pastes, history)
         else:
             for line in sys.stdin:
                 chat.handle(line.rstrip("\r\n"))
@@ -93,7 +105,7 @@ def run_chat(
 
 
 def _run_terminal(
-    chat: Chat, describe_error: Callable[[LocalinferError], str], mark_pastes: Callable[[], None]
+    chat: Chat, describe_error: Callable[[LocalinferError], str], mark_pastes: Callable[[], None], history: History
 ) -> None:
     session: PromptSession[str] = PromptSession(
         FormattedText([("bold", "> ")]),
@@ -104,7 +116,7 @@ def _run_terminal(
         complete_while_typing=False,
         complete_style=CompleteStyle.READLINE_LIKE,
         reserve_space_for_menu=0,
-        history=open_history(),
+        history=history,
     )
     chat.notice("/help lists commands, Ctrl-D exits")
     while True:

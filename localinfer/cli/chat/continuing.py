@@ -1,0 +1,110 @@
+"""Which saved conversation a chat begins with, how it is saved, and what is shown of it."""
+
+import logging
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from shlex import quote
+from typing import TextIO
+
+from localinfer.cli.options import LoadOptions
+from localinfer.cli.sessions import ago
+from localinfer.errors import RequestError, SessionFileError
+from localinfer.persistence.conversations import ConversationStore, open_store
+from localinfer.persistence.saved_conversation import SavedConversation, check_name
+from localinfer.terminal import ModelOutput, check_text, dim, neutralise_controls
+
+logger = logging.getLogger(__name__)
+
+_DEMO_NAME = "demo"
+_MOST_LINES = 12
+_NO_FOLDER = "this user has no home folder to save it in; set HOME, or chat with --no-history"
+
+
+@dataclass(frozen=True)
+class Saving:
+    """What is kept of a chat: the conversation as it begins, and where it is saved; None for a user without a home."""
+
+    saved: SavedConversation
+    store: ConversationStore | None
+
+    def save(self, conversation: SavedConversation) -> None:
+        """Save the conversation as it is now. Raises: SessionFileError."""
+        if self.store is None:
+            raise SessionFileError(f"this conversation is not saved: {_NO_FOLDER}")
+        try:
+            self.store.save(conversation)
+        except KeyboardInterrupt:
+            # What is on the screen is not lost to the Ctrl-C of somebody who leaves.
+            self.store.save(conversation)
+            raise
+
+
+def begin_saving(
+    options: LoadOptions, *, continues: bool, session: str | None, system: str | None, no_history: bool
+) -> Saving | None:
+    """The conversation that a chat begins with, and what saves it; None without a history.
+
+    Without a history, the prompt cache on disk is switched off in `options` too: it holds the text of replies.
+    continues: the one changed last, or a new one if none is saved. session: the one of this name, or a new one of it.
+    system: of a new conversation. Raises: RequestError for wishes that exclude each other, and for a name that none may
+    have; SessionFileError if the conversation that was asked for cannot be read.
+    """
+    wishes = [name for name, is_given in (("--continue", continues), ("--session", session is not None)) if is_given]
+    if no_history:
+        wishes.append("--no-history")
+    if len(wishes) > 1:
+        raise RequestError(f"{' and '.join(wishes)} exclude each other; leave one out")
+    if no_history:
+        options["disk_cache"] = False
+        return None
+    store = open_store()
+    if wishes and store is None:
+        raise RequestError(f"{wishes[0]} needs saved conversations: {_NO_FOLDER}")
+    model = model_name(options["model"])
+    name = "" if session is None else check_name(check_text(session, "--session"))
+    saved = None
+    if store is not None and wishes:
+        saved = store.latest() if continues else store.find(name)
+    if saved is None:
+        if continues:
+            logger.warning("no conversation is saved yet; this begins one")
+        elif store is not None and (similar := store.similar_names(name) if name else []):
+            logger.warning(
+                "no conversation is named %r; this begins it, beside %s", name, " and ".join(map(repr, similar))
+            )
+        return Saving(SavedConversation.begin(model, name=name, system=system), store)
+    if saved.model != model:
+        logger.warning("%r was with %s until now, and goes on with %s", saved.name, saved.model, model)
+    return Saving(replace(saved, model=model), store)
+
+
+def model_name(model: str | None) -> str:
+    """The name under which conversations are saved with a model that was given by its path or name."""
+    return _DEMO_NAME if model is None else Path(model).name.removesuffix(".gguf") or model
+
+
+def show_continued(saved: SavedConversation, output: TextIO, notices: TextIO) -> None:
+    """Say which conversation goes on, and show its last exchange: the question's beginning and the whole reply."""
+    changed = ago(saved.changed, datetime.now(UTC))
+    plural = "" if len(saved.turns) == 1 else "s"
+    title = f"continues {saved.name!r}: {len(saved.turns):,} message{plural} with {saved.model}, last changed {changed}"
+    _notice(title, notices)
+    questions = [place for place, turn in enumerate(saved.turns) if turn["role"] == "user"]
+    shown = saved.turns[questions[-1] :] if questions else saved.turns[-1:]
+    if len(shown) < len(saved.turns):
+        _notice(f"({len(saved.turns) - len(shown):,} earlier: localinfer sessions show {quote(saved.name)})", notices)
+    for turn in shown:
+        if turn["role"] == "user":
+            lines = turn["content"].splitlines() or [""]
+            left = [f"({len(lines) - _MOST_LINES:,} more lines)"] if len(lines) > _MOST_LINES else []
+            _notice("\n".join(f"> {line}" for line in lines[:_MOST_LINES] + left), notices)
+        elif turn["role"] == "assistant":
+            text = ModelOutput(output, is_terminal=output.isatty())
+            text.write(turn["content"])
+            text.end_line()
+
+
+def _notice(text: str, notices: TextIO) -> None:
+    notices.write(f"{dim(neutralise_controls(text), notices)}\n")
+    notices.flush()
