@@ -4,6 +4,7 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import click
@@ -241,6 +242,7 @@ def chat_command(
             system=system,
             max_tokens=max_tokens,
             stats=stats,
+            model_name=Path(options["model"] or "demo").name.removesuffix(".gguf"),
             describe_error=lambda error: in_options(str(error), chat_command),
             saving=saving,
             context_shift=context_shift,

@@ -18,7 +18,8 @@ from localinfer.cli.chat import loop as chat_module
 from localinfer.cli.chat.commands import Chat, Exit
 from localinfer.cli.chat.completion import CommandCompleter
 from localinfer.cli.chat.conversation import Conversation
-from localinfer.cli.chat.loop import open_history, run_chat
+from localinfer.cli.chat.loop import run_chat
+from localinfer.cli.chat.typed_history import open_history
 from localinfer.errors import ContextLengthError, RequestError
 from localinfer.stream import StreamEvent
 
@@ -56,16 +57,24 @@ def test_reply_keeps_question_and_answer(conversation):
     assert conversation.messages == [user("hi"), assistant("Hello there")]
 
 
-def test_reasoning_is_shown_on_a_terminal_and_is_no_part_of_the_conversation(fake_llm):
-    events = [StreamEvent("", 1, None, None, "Let me"), StreamEvent("", 2, None, None, " see."), "Yes."]
-    for notices, shown in ((Terminal(), "Let me see.\n\n"), (io.StringIO(), "")):
-        fake_llm.pieces = events
-        conversation = Conversation(fake_llm, system=None, max_tokens=None, seed=3)
-        output = io.StringIO()
-        Chat(conversation, output, notices).handle("hi")
-        assert output.getvalue().strip() == "Yes."
-        assert re.sub(r"\x1b\[\dm", "", notices.getvalue()) == shown
-        assert conversation.messages == [user("hi"), assistant("Yes.")]
+@pytest.mark.parametrize(
+    ("notices", "is_unfolded", "shown"),
+    [
+        (Terminal(), False, "thought for 2 tokens, 0 s\n\n"),
+        (Terminal(), True, "Let me see.\n\nthought for 2 tokens, 0 s\n\n"),
+        (io.StringIO(), True, ""),
+    ],
+)
+def test_reasoning_is_folded_and_is_no_part_of_the_conversation(fake_llm, notices, is_unfolded, shown):
+    fake_llm.pieces = [StreamEvent("", 1, None, None, "Let me"), StreamEvent("", 2, None, None, " see."), "Yes."]
+    conversation = Conversation(fake_llm, system=None, max_tokens=None, seed=3)
+    output = io.StringIO()
+    chat = Chat(conversation, output, notices)
+    chat.reply_output.shows_reasoning = is_unfolded
+    chat.handle("hi")
+    assert output.getvalue().strip() == "Yes."
+    assert re.sub(r"\x1b\[\dm", "", notices.getvalue()) == shown
+    assert conversation.messages == [user("hi"), assistant("Yes.")]
 
 
 def test_closed_reply_keeps_the_part_that_was_said(conversation):
@@ -266,7 +275,7 @@ def test_completion_offers_commands_only(chat, typed, expected):
 
 
 def test_history_file_is_private(tmp_path, monkeypatch):
-    monkeypatch.setattr("localinfer.cli.chat.loop.user_folder", lambda _: tmp_path / "state")
+    monkeypatch.setattr("localinfer.cli.chat.typed_history.user_folder", lambda _: tmp_path / "state")
     history = open_history()
     history.append_string("secret \udcff")
     path = tmp_path / "state" / "chat-history"
@@ -279,7 +288,7 @@ def test_history_file_is_private(tmp_path, monkeypatch):
 def test_history_stays_in_memory_where_no_file_can_be_made(tmp_path, monkeypatch):
     blocker = tmp_path / "file"
     blocker.write_text("")
-    monkeypatch.setattr("localinfer.cli.chat.loop.user_folder", lambda _: blocker / "state")
+    monkeypatch.setattr("localinfer.cli.chat.typed_history.user_folder", lambda _: blocker / "state")
     assert isinstance(open_history(), InMemoryHistory)
 
 

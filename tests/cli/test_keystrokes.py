@@ -1,164 +1,181 @@
-"""What is typed while a reply is printed: never shown in its midst, never lost, one message for each Enter."""
+"""What is typed while a reply is printed: shown apart from it, never lost, one message for each Enter."""
 
-import json
-import os
-import select
-import subprocess
-import sys
-import time
+import signal
 from collections.abc import Iterator
 
 import pytest
 
-from tests.limits import seconds
+pytest.importorskip("pty", reason="needs the terminals of Unix")
+pytest.importorskip("pyte", reason="reads the screen with pyte")
 
-pty = pytest.importorskip("pty", reason="needs the terminals of Unix")
+from tests.cli.chat_on_terminal import ChatOnTerminal
 
-GIVING_UP_SECONDS = 20.0
-PROGRAM = """
-import json, os, signal, sys
-from contextlib import nullcontext
-from types import SimpleNamespace
-from localinfer.cli.chat import loop
-from prompt_toolkit.history import InMemoryHistory
-
-loop.open_history = InMemoryHistory
-go_on = int(sys.argv[1])
-asked = []
-
-def reply(messages, **options):
-    asked.append(messages[-1]["content"])
-    def events():
-        yield SimpleNamespace(text=f"<begin {len(asked)}>", reasoning="", finish_reason=None)
-        os.read(go_on, 1)
-        yield SimpleNamespace(text=f"<end {len(asked)}>", reasoning="", finish_reason="stop")
-    class Stream:
-        stats = SimpleNamespace(prompt_tokens=1, completion_tokens=1, dropped_tokens=0)
-        def __init__(self): self.events = events()
-        def __iter__(self): return self.events
-        def __enter__(self): return self
-        def __exit__(self, *_): self.events.close()
-    return Stream()
-
-llm = SimpleNamespace(stream_chat=reply, count_chat_tokens=len, context_length=100)
-loop.run_chat(llm, system=None, max_tokens=None, seed=None)
-print("ASKED " + json.dumps(asked))
-"""
-
-
-class ChatOnTerminal:
-    """A chat in a child process on a terminal of ours; each reply waits in its midst until `go_on`."""
-
-    def __init__(self) -> None:
-        self.screen = ""
-        self._master, slave = pty.openpty()
-        waiting, self._go_on = os.pipe()
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, str(waiting)],
-            stdin=slave,
-            stdout=slave,
-            stderr=slave,
-            pass_fds=[waiting],
-            start_new_session=True,
-            preexec_fn=_take_terminal,
-            env={**os.environ, "TERM": "xterm", "NO_COLOR": "1", "PROMPT_TOOLKIT_NO_CPR": "1"},
-        )
-        os.close(slave)
-        os.close(waiting)
-
-    def type(self, keys: str) -> None:
-        os.write(self._master, keys.encode())
-
-    def go_on(self) -> None:
-        os.write(self._go_on, b".")
-
-    def wait_for(self, text: str) -> None:
-        deadline = time.monotonic() + seconds(GIVING_UP_SECONDS)
-        while text not in self.screen:
-            ready, _, _ = select.select([self._master], [], [], max(0.0, deadline - time.monotonic()))
-            assert ready, f"{text!r} never came:\n{self.screen}"
-            try:
-                received = os.read(self._master, 1 << 16)
-            except OSError:  # the chat has ended
-                received = b""
-            assert received, f"the chat ended before {text!r}:\n{self.screen}"
-            self.screen += received.decode(errors="replace")
-
-    def asked(self) -> list[str]:
-        self.wait_for("ASKED [")
-        self.wait_for("]\r\n")
-        return json.loads(self.screen.partition("ASKED ")[2].splitlines()[0])
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        os.close(self._master)
-        os.close(self._go_on)
-
-
-def _take_terminal() -> None:
-    """Make standard input the terminal that Ctrl-C of its keyboard interrupts us by."""
-    import fcntl
-    import termios
-
-    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+STATUS = "scripted │"
+SECOND_REPLY = "two"
 
 
 @pytest.fixture
 def chat() -> Iterator[ChatOnTerminal]:
-    running = ChatOnTerminal()
-    try:
-        running.wait_for("\x1b[?2004h")
-        yield running
-    finally:
-        running.close()
+    with ChatOnTerminal() as running:
+        yield running.start()
 
 
-def during_reply(screen: str, number: int) -> str:
-    return screen.partition(f"<begin {number}>")[2].partition(f"<end {number}>")[0]
+def conversation(chat: ChatOnTerminal) -> list[str]:
+    """Everything shown, without the last lines' status."""
+    return [line for line in chat.text.split("\n") if line and not line.startswith(STATUS)]
 
 
-def test_messages_typed_during_a_reply_are_not_shown_in_it_and_follow_one_by_one(chat):
+def test_messages_typed_during_a_reply_are_shown_apart_and_follow_one_by_one(chat):
     chat.type("first\r")
-    chat.wait_for("<begin 1>")
-    chat.type("second\rthird\r")
-    chat.type("fourth, begun")
-    chat.go_on()
-    chat.wait_for("<begin 2>")
-    chat.go_on()
-    chat.wait_for("<begin 3>")
-    chat.go_on()
-    chat.wait_for("<end 3>")
-    chat.type(" and ended\r")
-    chat.wait_for("<begin 4>")
-    chat.go_on()
-    chat.wait_for("<end 4>")
+    chat.say("Some words")
+    chat.wait_for_row("Some words")
+    chat.type("second\rthird\rfourth, begu")
+    chat.say(" and more")
+    chat.wait_for_row("> fourth, begu_")
+    chat.wait_for_row("Some words and more")
+    below = chat.lines[-4:]
+    assert below[:3] == ["+ second", "+ third", "> fourth, begu_"] and below[3].startswith(STATUS)
+    chat.say(ends="stop")
+    chat.say("Reply two", ends="stop")
+    chat.say("Reply three", ends="stop")
+    chat.wait_for_row("Reply three")
+    chat.type("n and ended\r")
+    chat.say("Reply four", ends="stop")
+    chat.wait_for_row("Reply four")
     chat.type("\x04")
     assert chat.asked() == ["first", "second", "third", "fourth, begun and ended"]
-    for number in (1, 2, 3):
-        assert during_reply(chat.screen, number) == ""
+    shown = conversation(chat)
+    assert shown[1:9] == [
+        *["> first", "Some words and more", "> second", "Reply two"],
+        *["> third", "Reply three", "> fourth, begun and ended", "Reply four"],
+    ]
 
 
-def test_a_paste_during_a_reply_is_one_message(chat):
+def test_keys_edit_what_is_typed_ahead(chat):
     chat.type("first\r")
-    chat.wait_for("<begin 1>")
-    chat.type("\x1b[200~line 1\rline 2\nline 3\x1b[201~\r")
-    chat.go_on()
-    chat.wait_for("<begin 2>")
-    chat.go_on()
-    chat.wait_for("<end 2>")
+    chat.say("a")
+    chat.wait_for_row("a")
+    chat.type("wrod\x7f\x7f\x7ford\x01two \x05s\x1b[D\x1b[D!\x1b[3~\r")
+    chat.wait_for_row("+ two wor!s")
+    chat.type("\x1b[A\x17words, e\u0301\x7fi\x1b\rnext\nlast\r")
+    chat.wait_for_row("+ (3 lines) two words, i↵next↵last")
+    chat.say(ends="stop")
+    chat.say("b", ends="stop")
+    chat.wait_for_row("b")
+    chat.type("\x04")
+    assert chat.asked() == ["first", "two words, i\nnext\nlast"]
+
+
+def test_a_paste_of_5000_lines_during_a_reply_is_one_message(chat):
+    lines = [f"line {number}" for number in range(5000)]
+    chat.type("first\r")
+    chat.say("Some words")
+    chat.wait_for_row("Some words")
+    chat.type("\x1b[200~" + "\r".join(lines) + "\x1b[201~")
+    chat.wait_for("> (5,000 lines)")
+    chat.type("\r")
+    chat.wait_for_row("+ (5,000 lines) line 0↵line 1")
+    chat.say(ends="stop")
+    chat.say("done", ends="stop")
+    chat.wait_for_row("done")
+    assert "(4,988 more lines)" in chat.text
     chat.type("/exit\r")
-    assert chat.asked() == ["first", "line 1\nline 2\nline 3"]
+    assert chat.asked() == ["first", "\n".join(lines)]
 
 
-def test_ctrl_c_stops_a_reply_and_the_chat_goes_on(chat):
+def test_a_paste_that_begins_in_a_reply_and_ends_after_it_is_one_message(chat):
     chat.type("first\r")
-    chat.wait_for("<begin 1>")
-    chat.type("\x03")
-    chat.wait_for("stopped")
-    chat.type("second\r")
-    chat.wait_for("<begin 2>")
-    chat.go_on()
-    chat.wait_for("<end 2>")
+    chat.say("Some words")
+    chat.wait_for_row("Some words")
+    chat.type("\x1b[200~line 1\r")
+    chat.say(ends="stop")
+    chat.type("line 2\x1b[201~\r")
+    chat.say("done", ends="stop")
+    chat.wait_for_row("done")
+    chat.type("\x04")
+    assert chat.asked() == ["first", "line 1\nline 2"]
+
+
+def test_keys_that_came_with_the_enter_come_before_those_typed_later(chat):
+    chat.type("first\rsec")
+    chat.say("Some words")
+    chat.wait_for_row("> sec_")
+    chat.type("ond\r")
+    chat.say(ends="stop")
+    chat.say("done", ends="stop")
+    chat.wait_for_row("done")
     chat.type("\x04")
     assert chat.asked() == ["first", "second"]
+
+
+def test_ctrl_d_typed_ahead_leaves_after_the_reply(chat):
+    chat.type("first\r")
+    chat.say("Some words")
+    chat.wait_for_row("Some words")
+    chat.type("second\r\x04")
+    chat.wait_for_row("  leaves after this reply")
+    chat.say(ends="stop")
+    chat.say("done", ends="stop")
+    assert chat.asked() == ["first", "second"]
+
+
+def test_wide_and_combining_characters_are_shown_whole(chat):
+    chat.type("first\r")
+    chat.say("日本語 and e\u0301\n")
+    chat.wait_for_row("日本語 and")
+    chat.type("漢字" * 50 + "ne\u0301")
+    chat.wait_until(lambda: any(line.startswith("> ") and "né_" in line for line in chat.lines))
+    row = next(line for line in chat.lines if "né_" in line)
+    assert row.count("漢") > 15 and not row.startswith("> first")
+
+
+@pytest.fixture
+def modes_of_the_shell() -> Iterator[tuple[ChatOnTerminal, list]]:
+    with ChatOnTerminal() as running:
+        former = running.modes()
+        yield running.start(), former
+
+
+@pytest.mark.parametrize("leaving", ["\x04", "/exit\r", "\x03"])
+def test_the_terminal_is_as_before_when_the_chat_has_ended(modes_of_the_shell, leaving):
+    chat, former = modes_of_the_shell
+    chat.type("first\r")
+    chat.say("Some words", ends="stop")
+    chat.wait_until(lambda: "Some words" in chat.lines and ">" in chat.lines)
+    if leaving == "\x03":
+        chat.type(leaving)
+        chat.wait_for_row("Ctrl-C again")
+    chat.type(leaving)
+    assert chat.asked() == ["first"]
+    assert chat.process.wait() == 0
+    assert chat.modes() == former
+    assert not chat.screen.cursor.hidden and STATUS not in chat.text
+    assert chat.received.rindex("\x1b[?2004l") > chat.received.rindex("\x1b[?2004h")
+
+
+def test_the_terminal_is_as_before_when_the_chat_is_terminated_in_a_reply(modes_of_the_shell):
+    chat, former = modes_of_the_shell
+    chat.type("first\r")
+    chat.say("Some words")
+    chat.wait_for_row("Some words")
+    chat.interrupt_process(signal.SIGTERM)
+    assert chat.asked() == ["first"]
+    assert chat.process.wait() == 143
+    assert chat.modes() == former
+    assert not chat.screen.cursor.hidden and STATUS not in chat.text
+
+
+def test_ctrl_z_gives_the_terminal_back_and_the_reply_goes_on_afterwards(modes_of_the_shell):
+    chat, former = modes_of_the_shell
+    chat.type("first\r")
+    chat.say("Some words")
+    chat.wait_for_row("Some words")
+    held = chat.modes()
+    chat.type("typed\x1a")
+    chat.wait_until(lambda: chat.modes() == former and not chat.screen.cursor.hidden)
+    assert STATUS not in chat.text
+    chat.interrupt_process(signal.SIGCONT)
+    chat.wait_for_row("> typed_")
+    assert chat.modes() == held
+    chat.say("after", ends="stop")
+    chat.wait_for_row("after")

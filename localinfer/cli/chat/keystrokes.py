@@ -1,9 +1,9 @@
-"""Keys typed while a program writes: kept for the next prompt, and not echoed in between."""
+"""The keyboard's modes during a chat: keys are kept for the chat, and not echoed into the program's output."""
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import TextIO
+from typing import Any, TextIO
+
+from localinfer.closing import Closing
 
 try:
     import termios
@@ -12,47 +12,69 @@ except ImportError:  # Windows: its console does not echo unread keys.
 else:
     HAS_TERMIOS = True
 
-_INPUT_MODES, _LOCAL_MODES = 0, 3
+_INPUT_MODES, _LOCAL_MODES, _CHARACTERS = 0, 3, 6
 """Indices into the result of `termios.tcgetattr`."""
 _PASTE_MARKS_ON, _PASTE_MARKS_OFF = "\x1b[?2004h", "\x1b[?2004l"
+_SHOW_CURSOR = "\x1b[?25h"
 
 
-@contextmanager
-def keystrokes_held(keyboard: TextIO, screen: TextIO) -> Iterator[Callable[[], None]]:
-    """Keep keys typed between prompts for the next prompt; Ctrl-C still interrupts.
+class Keystrokes(Closing):
+    """Keeps keys typed between prompts; Ctrl-C still interrupts.
 
     By default a terminal echoes typed keys into the program's output, and turns Enter into a line feed, which a
     multi-line prompt cannot tell from Ctrl-J. Use it around all prompts: each restores the modes it found. Does nothing
-    where `keyboard` is not such a terminal.
-    Yields a function to call after each prompt: it switches bracketed paste on again, so that a paste between prompts
-    stays one message.
+    where `keyboard` is not such a terminal; is_held says whether it is one. A context manager that restores the modes.
     Source: POSIX.1-2017, chapter 11, "General Terminal Interface".
     """
-    if not HAS_TERMIOS or not keyboard.isatty():
-        yield _do_nothing
-        return
-    try:
-        descriptor = keyboard.fileno()
-        former = termios.tcgetattr(descriptor)
-    except (OSError, termios.error):
-        yield _do_nothing
-        return
-    held = list(former)
-    held[_INPUT_MODES] &= ~(termios.ICRNL | termios.INLCR | termios.IGNCR)
-    held[_LOCAL_MODES] &= ~(termios.ECHO | termios.ECHONL | termios.ICANON | termios.IEXTEN)
-    termios.tcsetattr(descriptor, termios.TCSANOW, held)
-    try:
-        yield lambda: _write(screen, _PASTE_MARKS_ON)
-    finally:
-        termios.tcsetattr(descriptor, termios.TCSANOW, former)
-        _write(screen, _PASTE_MARKS_OFF)
 
+    def __init__(self, keyboard: TextIO, screen: TextIO) -> None:
+        self._screen = screen
+        self._former: list[Any] | None = None
+        self.descriptor = -1
+        if HAS_TERMIOS and keyboard.isatty():
+            try:
+                self.descriptor = keyboard.fileno()
+                self._former = termios.tcgetattr(self.descriptor)
+            except (OSError, termios.error):
+                return
+            self.hold()
 
-def _do_nothing() -> None:
-    pass
+    @property
+    def is_held(self) -> bool:
+        """Whether the keyboard is a terminal whose modes can be set."""
+        return self._former is not None
 
+    def hold(self) -> None:
+        """Set the chat's modes."""
+        if self._former is None:
+            return
+        held = list(self._former)
+        held[_CHARACTERS] = list(held[_CHARACTERS])
+        held[_INPUT_MODES] &= ~(termios.ICRNL | termios.INLCR | termios.IGNCR)
+        held[_LOCAL_MODES] &= ~(termios.ECHO | termios.ECHONL | termios.ICANON | termios.IEXTEN)
+        # Ctrl-C would discard what was typed before it, and half of a drawing.
+        held[_LOCAL_MODES] |= termios.NOFLSH
+        held[_CHARACTERS][termios.VMIN], held[_CHARACTERS][termios.VTIME] = 1, 0
+        termios.tcsetattr(self.descriptor, termios.TCSANOW, held)
+        self.mark_pastes()
 
-def _write(screen: TextIO, sequence: str) -> None:
-    if os.environ.get("TERM") != "dumb":
-        screen.write(sequence)
-        screen.flush()
+    def mark_pastes(self) -> None:
+        """Have pastes marked, so that one of many lines is one message; each prompt ends by switching that off."""
+        if self._former is not None:
+            self._write(_PASTE_MARKS_ON)
+
+    def release(self) -> None:
+        """Restore the modes that were found."""
+        if self._former is not None:
+            termios.tcsetattr(self.descriptor, termios.TCSANOW, self._former)
+            self._write(f"{_PASTE_MARKS_OFF}{_SHOW_CURSOR}")
+
+    def close(self) -> None:
+        """Restore the modes that were found; may be called again."""
+        self.release()
+        self._former = None
+
+    def _write(self, sequence: str) -> None:
+        if os.environ.get("TERM") != "dumb":
+            self._screen.write(sequence)
+            self._screen.flush()

@@ -1,69 +1,44 @@
 """`localinfer chat`: a conversation on a terminal, or one message per line from a pipe."""
 
 import os
+import shutil
+import signal
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from prompt_toolkit import PromptSession
 from prompt_toolkit.formatted_text import FormattedText
-from prompt_toolkit.history import FileHistory, History, InMemoryHistory
-from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+from prompt_toolkit.history import History, InMemoryHistory
+from prompt_toolkit.input.typeahead import get_typeahead
+from prompt_toolkit.keys import Keys
 from prompt_toolkit.shortcuts import CompleteStyle
+from prompt_toolkit.styles import Style
 
 from localinfer.cli.chat.commands import Chat, Exit
 from localinfer.cli.chat.completion import CommandCompleter
 from localinfer.cli.chat.continuing import Saving, show_continued
 from localinfer.cli.chat.conversation import Conversation
-from localinfer.cli.chat.keystrokes import keystrokes_held
+from localinfer.cli.chat.interrupts import Interrupts
+from localinfer.cli.chat.key_bindings import LEAVING_HINT, key_bindings
+from localinfer.cli.chat.keystrokes import Keystrokes
+from localinfer.cli.chat.live_terminal import LiveTerminal
+from localinfer.cli.chat.reply_output import ReplyOutput
+from localinfer.cli.chat.status_line import StatusLine
+from localinfer.cli.chat.typed_ahead import PROMPT, TypedAhead
+from localinfer.cli.chat.typed_history import open_history
 from localinfer.errors import LocalinferError
-from localinfer.folders import user_folder
+from localinfer.terminal import dim, has_colour, neutralise_controls
 
 if TYPE_CHECKING:
     from localinfer.llm import LLM
 
-
-class PrivateHistory(FileHistory):
-    """Typed lines in a file readable by its owner only; a full disk never ends a chat."""
-
-    def store_string(self, string: str) -> None:
-        """Append one entry, with undecodable bytes replaced."""
-        try:
-            super().store_string(string.encode("utf-8", "replace").decode("utf-8"))
-        except OSError:
-            return
-
-
-def open_history() -> History:
-    """The history file in the user's state folder, or one in memory where that folder cannot be written."""
-    folder = user_folder("state")
-    if folder is None:
-        return InMemoryHistory()
-    path = folder / "chat-history"
-    try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        descriptor = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
-        os.close(descriptor)
-        path.chmod(0o600)
-    except OSError:
-        return InMemoryHistory()
-    return PrivateHistory(str(path))
-
-
-def key_bindings() -> KeyBindings:
-    """Enter sends; Alt-Enter and Ctrl-J start a new line. A pasted text of several lines is one message."""
-    bindings = KeyBindings()
-
-    @bindings.add("enter")
-    def send(event: KeyPressEvent) -> None:
-        event.current_buffer.validate_and_handle()
-
-    @bindings.add("escape", "enter")
-    @bindings.add("c-j")
-    def start_line(event: KeyPressEvent) -> None:
-        event.current_buffer.insert_text("\n")
-
-    return bindings
+EXIT_TERMINATED = 143
+_ECHOED_LINES = 12
+"""Of a message that was typed ahead, where it is sent; the rest is counted."""
 
 
 def run_chat(
@@ -72,14 +47,15 @@ def run_chat(
     system: str | None,
     max_tokens: int | None,
     stats: bool = False,
+    model_name: str = "",
     describe_error: Callable[[LocalinferError], str] = str,
     saving: Saving | None = None,
     **sampling: Any,
 ) -> None:
     """Chat until the input ends: with line editing on a terminal, one message per line from a pipe.
 
-    describe_error: formats an error for the terminal. saving: the conversation to go on with, which a terminal
-    saves after every reply, and a pipe never; None: nothing is kept, typed lines neither.
+    model_name: for the status line. describe_error: formats an error for the terminal. saving: the conversation to go
+    on with, which a terminal saves after every reply, and a pipe never; None: nothing is kept, typed lines neither.
     Raises: LocalinferError for a message that cannot be answered, from a pipe only; a terminal shows it and continues.
     """
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
@@ -88,48 +64,159 @@ def run_chat(
     conversation = Conversation(
         llm, system=system, max_tokens=max_tokens, saved=saved, save=None if kept is None else kept.save, **sampling
     )
-    store = None if kept is None else kept.store
-    chat = Chat(conversation, sys.stdout, sys.stderr, shows_stats=stats, store=store)
     try:
         if is_terminal:
             if saved is not None and saved.turns:
                 show_continued(saved, sys.stdout, sys.stderr)
-            history = InMemoryHistory() if saving is None else open_history()
-            with keystrokes_held(sys.stdin, sys.stdout) as mark_pastes:
-                _run_terminal(chat, describe_error, mark_pastes, history)
+            with Keystrokes(sys.stdin, sys.stdout) as keystrokes, _ended_by_termination():
+                status = StatusLine(model_name, llm.context_length)
+                conversation.on_stream = status.begin
+                TerminalChat(conversation, keystrokes, status, kept, shows_stats=stats).run(describe_error)
         else:
+            chat = Chat(conversation, sys.stdout, sys.stderr, shows_stats=stats)
             for line in sys.stdin:
                 chat.handle(line.rstrip("\r\n"))
     except Exit:
         return
 
 
-def _run_terminal(
-    chat: Chat, describe_error: Callable[[LocalinferError], str], mark_pastes: Callable[[], None], history: History
-) -> None:
-    session: PromptSession[str] = PromptSession(
-        FormattedText([("bold", "> ")]),
-        multiline=True,
-        prompt_continuation="",
-        key_bindings=key_bindings(),
-        completer=CommandCompleter(chat.commands.values()),
-        complete_while_typing=False,
-        complete_style=CompleteStyle.READLINE_LIKE,
-        reserve_space_for_menu=0,
-        history=history,
-    )
-    chat.notice("/help lists commands, Ctrl-D exits")
-    while True:
+class TerminalChat:
+    """A chat on a terminal: prompts, and between them replies while which further messages may be typed.
+
+    On a dumb terminal, and where keys cannot be read while a reply comes, as on Windows (not tested there), they wait
+    for the next prompt, and nothing is drawn but the text.
+    """
+
+    def __init__(
+        self,
+        conversation: Conversation,
+        keystrokes: Keystrokes,
+        status: StatusLine,
+        saving: Saving | None,
+        *,
+        shows_stats: bool,
+    ) -> None:
+        self._history: History = InMemoryHistory() if saving is None else open_history()
+        self._keystrokes = keystrokes
+        self._status = status
+        self._interrupts = Interrupts()
+        self._typed = TypedAhead(self._unfold)
+        self._has_styles = has_colour(sys.stdout)
+        self._is_live = keystrokes.is_held and os.environ.get("TERM") != "dumb"
+        output: Any = sys.stdout
+        notices: Any = sys.stderr
+        live = None
+        if self._is_live:
+            output = live = LiveTerminal(
+                sys.stdout, keystrokes, self._typed, status, self._interrupts, has_styles=self._has_styles
+            )
+            if sys.stderr.isatty():
+                notices = live
+        self._output = output
+        self._replies = ReplyOutput(output, notices, live=live, status=status)
+        store = None if saving is None else saving.store
+        self._chat = Chat(
+            conversation, output, notices, shows_stats=shows_stats, store=store, reply_output=self._replies
+        )
+
+    def run(self, describe_error: Callable[[LocalinferError], str]) -> None:
+        """Take messages and commands until one, or the keyboard, ends the chat."""
+        session = self._prompt_session()
+        self._chat.notice("/help lists commands, Ctrl-D exits")
+        while not self._interrupts.leaves:
+            try:
+                text = self._next_message(session)
+                if text is None:
+                    return
+                self._chat.handle(text)
+            except LocalinferError as error:
+                self._chat.notice(f"error: {describe_error(error)}")
+            except KeyboardInterrupt:
+                # Between a reply and a prompt; in one it was counted there.
+                if not self._interrupts.was_just_pressed:
+                    self._interrupts.press()
+
+    def _next_message(self, session: PromptSession[str]) -> str | None:
+        """The next message that was typed ahead, or one asked for; None at the end of the input."""
+        typed = self._typed
+        message = typed.take_message()
+        if message is not None:
+            self._echo(message)
+            session.history.append_string(message)
+            return message
+        if typed.leaves:
+            return None
         try:
-            text = session.prompt()
-        except KeyboardInterrupt:
-            continue
+            text = session.prompt(default=typed.take_text())
         except EOFError:
-            return
-        mark_pastes()
-        try:
-            chat.handle(text)
-        except LocalinferError as error:
-            chat.notice(f"error: {describe_error(error)}")
-        except KeyboardInterrupt:
-            continue
+            return None
+        self._keystrokes.mark_pastes()
+        if self._is_live:
+            # Keys that came with the last Enter belong before those that are typed from now on.
+            keys = get_typeahead(session.input)
+            typed.press_all(keys)
+            if any(key_press.key == Keys.ControlC for key_press in keys):
+                self._interrupts.press()
+                self._chat.notice("stopped: the message was not sent")
+                return ""
+        return text
+
+    def _echo(self, message: str) -> None:
+        """Show a message that was typed ahead as the prompt would have."""
+        lines = neutralise_controls(message).split("\n")
+        prompt = f"\x1b[1m{PROMPT}\x1b[m" if self._has_styles else PROMPT
+        self._output.write("\n".join([prompt + lines[0], *lines[1:_ECHOED_LINES]]) + "\n")
+        self._output.flush()
+        if len(lines) > _ECHOED_LINES:
+            self._chat.notice(f"({len(lines) - _ECHOED_LINES:,} more lines)")
+
+    def _prompt_session(self) -> PromptSession[str]:
+        return PromptSession(
+            FormattedText([("bold", PROMPT)]),
+            multiline=True,
+            prompt_continuation="",
+            key_bindings=key_bindings(self._interrupts, self._chat.notice, self._show_last_reasoning),
+            completer=CommandCompleter(self._chat.commands.values()),
+            complete_while_typing=False,
+            complete_style=CompleteStyle.READLINE_LIKE,
+            reserve_space_for_menu=0,
+            bottom_toolbar=self._toolbar if self._is_live else None,
+            style=Style.from_dict({"bottom-toolbar": "noreverse dim" if self._has_styles else "noreverse"}),
+            enable_suspend=True,
+            history=self._history,
+        )
+
+    def _toolbar(self) -> str:
+        """What the bottom of the terminal shows while a prompt waits."""
+        if self._interrupts.was_just_pressed:
+            return LEAVING_HINT
+        return self._status.text(shutil.get_terminal_size().columns)
+
+    def _unfold(self) -> None:
+        self._replies.shows_reasoning = not self._replies.shows_reasoning
+
+    def _show_last_reasoning(self) -> None:
+        """Print the reasoning of the last reply that had any."""
+        reasoning = self._replies.last_reasoning.strip("\n")
+        if reasoning:
+            self._output.write(f"{dim(neutralise_controls(reasoning), self._output)}\n\n")
+            self._output.flush()
+        else:
+            self._chat.notice("there is no reasoning yet")
+
+
+@contextmanager
+def _ended_by_termination() -> Iterator[None]:
+    """Leave the block when the process is told to terminate, so that the terminal is restored."""
+
+    def leave(_number: int, _frame: FrameType | None) -> None:
+        sys.exit(EXIT_TERMINATED)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    former = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, former)

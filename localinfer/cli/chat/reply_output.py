@@ -1,53 +1,150 @@
-"""How a reply is printed: appended as it comes, never redrawn."""
+"""How a reply is printed: Markdown rendered as it comes, reasoning folded into a line that says how long it was."""
 
+import importlib
+import importlib.util
+import os
+import shutil
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TextIO
+from contextlib import contextmanager, nullcontext
+from typing import Protocol, TextIO
 
-from localinfer.terminal import ModelOutput, dim, neutralise_controls
+from localinfer.cli.chat.live_terminal import LiveTerminal
+from localinfer.cli.chat.status_line import StatusLine
+from localinfer.terminal import describe_duration, dim, has_colour, neutralise_controls
+
+_MARKDOWN = "localinfer.cli.chat.markdown"
+
+
+class TextRenderer(Protocol):
+    """Turns streamed model text into what to print of it, only ever appended."""
+
+    def feed(self, text: str) -> str:
+        """What to print now that `text` has come."""
+
+    def end(self) -> str:
+        """What to print at the end of the reply."""
+
+
+class _PlainText:
+    """Text as it is."""
+
+    def feed(self, text: str) -> str:
+        return text
+
+    def end(self) -> str:
+        return ""
 
 
 class ReplyOutput:
     """Prints one reply after the other: text to `output`, reasoning to `notices` where that is a terminal.
 
-    Control sequences of a model do nothing on a terminal.
+    shows_reasoning: print reasoning in full instead of one line; may be changed by any thread at any time.
+    last_reasoning: of the last reply that had any. renderer: of the last reply; the Markdown renderer on terminals.
+    live: what draws on the terminal while a reply comes; None where nothing does.
     """
 
-    def __init__(self, output: TextIO, notices: TextIO) -> None:
+    def __init__(
+        self, output: TextIO, notices: TextIO, *, live: LiveTerminal | None = None, status: StatusLine | None = None
+    ) -> None:
+        self.shows_reasoning = False
+        self.last_reasoning = ""
+        self.renderer: TextRenderer = _PlainText()
         self._output = output
         self._notices = notices
-        self._text = ModelOutput(output, is_terminal=output.isatty())
-        self._is_reasoning = False
+        self._live = live
+        self._status = status
+        self._reasoning: list[str] = []
+        self._reasoning_began = 0.0
+        self._num_events = 0
+        self._has_ended = True
+        self._num_shown = 0
+        self._line = ""
+        self._last = "\n"
 
     @contextmanager
     def printing(self) -> Iterator[None]:
-        """Print one reply, until the block ends, however it does."""
-        self._text = ModelOutput(self._output, is_terminal=self._output.isatty())
-        try:
-            yield
-        finally:
-            self.end()
+        """Print one reply: keys are read, and the rows under it drawn, until the block ends, however it does."""
+        self.renderer, self._last, self._has_ended = _renderer(self._output), "\n", False
+        self._reasoning, self._num_events, self._num_shown, self._line = [], 0, 0, ""
+        with nullcontext() if self._live is None else self._live.reply(self._live_line):
+            try:
+                yield
+            finally:
+                if self._status is not None:
+                    self._status.refresh(is_last=True)
+                self.end()
 
     def write(self, text: str) -> None:
-        """Print one delta of the reply."""
-        if text:
-            self._end_reasoning()
-        self._text.write(text)
+        """Print one delta of the reply; those without text are counted as reasoning, if some has come."""
+        if self._status is not None:
+            self._status.refresh()
+        if not text:
+            self._num_events += 1
+        else:
+            self.end_reasoning()
+            self._print(self.renderer.feed(neutralise_controls(text) if self._output.isatty() else text))
 
     def write_reasoning(self, text: str) -> None:
-        """Print one delta of reasoning, dimmed, on a terminal; a pipe gets the answer only."""
-        if self._notices.isatty():
-            self._is_reasoning = True
-            self._notices.write(dim(neutralise_controls(text), self._notices))
-            self._notices.flush()
+        """Take one delta of reasoning, which a pipe never gets."""
+        if not text or not self._notices.isatty():
+            return
+        if not self._reasoning:
+            self._reasoning_began = time.monotonic()
+        self._reasoning.append(text)
+        if self.shows_reasoning:
+            self._line = ""
+            unfolded = "".join(self._reasoning[self._num_shown :])
+            self._num_shown = len(self._reasoning)
+            self._notice(dim(neutralise_controls(unfolded), self._notices))
+        elif not self._num_shown:
+            self._line = f"thinking ... {self._reasoning_length()}"
+
+    def end_reasoning(self) -> None:
+        """Say how long the reasoning was, if there was some since this was last called."""
+        if not self._reasoning:
+            return
+        self._line = ""
+        before = "" if not self._num_shown else "\n" if self._reasoning[-1].endswith("\n") else "\n\n"
+        self._notice(f"{before}{dim(f'thought for {self._reasoning_length()}', self._notices)}\n\n")
+        self.last_reasoning = "".join(self._reasoning)
+        self._reasoning, self._num_shown = [], 0
 
     def end(self) -> None:
-        """Start a new line unless the output is at the start of one; may be called again."""
-        self._end_reasoning()
-        self._text.end_line()
+        """Print what is held back, and start a new line unless the output is at the start of one; once per reply."""
+        if self._has_ended:
+            return
+        self._has_ended = True
+        self.end_reasoning()
+        self._print(self.renderer.end())
+        if self._last != "\n":
+            self._print("\n")
 
-    def _end_reasoning(self) -> None:
-        if self._is_reasoning:
-            self._is_reasoning = False
-            self._notices.write("\n\n")
-            self._notices.flush()
+    def _print(self, text: str) -> None:
+        if text:
+            self._output.write(text)
+            self._output.flush()
+            self._last = text[-1]
+
+    def _notice(self, text: str) -> None:
+        self._notices.write(text)
+        self._notices.flush()
+
+    def _reasoning_length(self) -> str:
+        # Each event is a token, and one of reasoning may bring no text yet.
+        num_tokens = max(len(self._reasoning), self._num_events)
+        return f"{num_tokens:,} tokens, {describe_duration(time.monotonic() - self._reasoning_began)}"
+
+    def _live_line(self) -> str:
+        """What changes in the line under the text, while there is no text."""
+        return self._line or ("" if self._status is None else self._status.waiting())
+
+
+def _renderer(output: TextIO) -> TextRenderer:
+    """The Markdown renderer for a terminal that can show styles or at least is wide; the text as it is elsewhere."""
+    if not output.isatty() or os.environ.get("TERM") == "dumb" or importlib.util.find_spec(_MARKDOWN) is None:
+        return _PlainText()
+    renderer: TextRenderer = importlib.import_module(_MARKDOWN).MarkdownStream(
+        lambda: shutil.get_terminal_size().columns, has_colour(output)
+    )
+    return renderer

@@ -1,0 +1,52 @@
+"""What keys do at the prompt of a chat."""
+
+import asyncio
+from collections.abc import Callable
+
+from prompt_toolkit.application import run_in_terminal
+from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+
+from localinfer.cli.chat.interrupts import MOMENT_SECONDS, Interrupts
+
+LEAVING_HINT = "Ctrl-C again, or Ctrl-D, leaves"
+
+
+def key_bindings(interrupts: Interrupts, notice: Callable[[str], None], unfold: Callable[[], None]) -> KeyBindings:
+    """Enter sends; Alt-Enter and Ctrl-J start a new line; a pasted text of several lines is one message.
+
+    Ctrl-C clears what was typed; where nothing was, it says that a second one leaves, by `notice` on a terminal that
+    has no status line. Ctrl-O calls `unfold`, which may print.
+    """
+    bindings = KeyBindings()
+
+    @bindings.add("enter")
+    def send(event: KeyPressEvent) -> None:
+        event.current_buffer.validate_and_handle()
+
+    @bindings.add("escape", "enter")
+    @bindings.add("c-j")
+    def start_line(event: KeyPressEvent) -> None:
+        event.current_buffer.insert_text("\n")
+
+    @bindings.add("c-c")
+    def clear_or_leave(event: KeyPressEvent) -> None:
+        if event.current_buffer.text:
+            event.current_buffer.reset()
+        elif interrupts.press():
+            event.app.exit(exception=EOFError)
+        elif event.app.renderer.height_is_known:
+            # It is in the status line for a moment.
+            event.app.create_background_task(_draw_again(event))
+        else:
+            run_in_terminal(lambda: notice(LEAVING_HINT))
+
+    @bindings.add("c-o")
+    def show_reasoning(_: KeyPressEvent) -> None:
+        run_in_terminal(unfold)
+
+    return bindings
+
+
+async def _draw_again(event: KeyPressEvent) -> None:
+    await asyncio.sleep(MOMENT_SECONDS)
+    event.app.invalidate()
