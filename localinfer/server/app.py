@@ -20,7 +20,7 @@ from starlette.middleware import Middleware
 from localinfer.closing import Closing
 from localinfer.errors import BackendUnavailableError, ClosedError
 from localinfer.server import openapi
-from localinfer.server.api import chat, completions, embeddings, messages, rerank, responses, status, text
+from localinfer.server.api import chat, completions, embeddings, messages, page, rerank, responses, status, text
 from localinfer.server.replies.metrics import Metrics
 from localinfer.server.replies.models import ModelRegistry
 from localinfer.server.replies.service import PlainPaths, Service, route, unrouted
@@ -52,6 +52,7 @@ def make_app(service: Service) -> Starlette:
             yield
 
     routes = [
+        route("/", page.chat_page),
         route("/chat/completions", chat.chat_completions, "POST"),
         route("/chat/completions/input_tokens", text.count_chat_tokens, "POST"),
         route("/completions", completions.completions, "POST", prompt_field="prompt"),

@@ -2,7 +2,8 @@
 
 A page that a browser shows can send requests to this machine. It cannot choose the `Host` header of a name that it
 rebinds to a loopback address, nor leave out `Origin`, nor send JSON without asking first. So a foreign host or origin
-and every body that is not JSON are refused, and pages of other origins get no permission.
+and every body that is not JSON are refused, and pages of other origins get no permission. The one page that needs none
+is the server's own: its origin is the very host that was asked, after that host has passed.
 """
 
 import hmac
@@ -21,7 +22,8 @@ MAX_HEADER_BYTES = 32 << 10
 _METHODS = "GET, POST, DELETE, OPTIONS"
 IS_UNIX_SOCKET = "is_unix_socket"
 """Set in the state of a request that came through the Unix socket, whose folder guards it."""
-_OPEN_PATHS = ("/health", "/v1/health")
+_OPEN_PATHS = ("", "/health", "/v1/health")
+"""Without their last slash; the first is the chat page, the same for everybody, which asks for the token itself."""
 
 
 class SecurityMiddleware:
@@ -72,13 +74,14 @@ class SecurityMiddleware:
                 code="host_not_allowed",
             )
         origin = headers.get("origin")
-        if origin is not None and origin not in self._settings.allowed_origins:
+        if origin is not None and not _is_own(origin, scope, headers) and origin not in self._settings.allowed_origins:
             raise ApiError(
                 403,
                 f"pages of {origin!r:.80} may not use this server; start it with --allow-origin ORIGIN to let them",
                 code="origin_not_allowed",
             )
-        if origin is None and headers.get("sec-fetch-site") in ("cross-site", "same-site"):
+        is_foreign = headers.get("sec-fetch-site") in ("cross-site", "same-site")
+        if origin is None and is_foreign and not _opens_the_page(scope, headers):
             raise ApiError(403, "a page of another site may not use this server", code="origin_not_allowed")
         if scope["method"] == "OPTIONS":
             return
@@ -133,6 +136,20 @@ class SecurityMiddleware:
             if self._settings.allows_private_network and headers.get("access-control-request-private-network"):
                 granted["access-control-allow-private-network"] = "true"
         return granted
+
+
+def _is_own(origin: str, scope: Scope, headers: Headers) -> bool:
+    """Whether the server's own page asks. No browser reaches a Unix socket, so there only a proxy could say so."""
+    is_from_elsewhere = headers.get("sec-fetch-site", "same-origin") != "same-origin"
+    if is_from_elsewhere or scope["state"].get(IS_UNIX_SOCKET):
+        return False
+    return origin.lower() == f"http://{headers['host']}".lower()
+
+
+def _opens_the_page(scope: Scope, headers: Headers) -> bool:
+    """Whether a link of another page is followed to the chat page, in a window that this page cannot look into."""
+    is_visit = headers.get("sec-fetch-mode") == "navigate" and headers.get("sec-fetch-dest") == "document"
+    return is_visit and scope["method"] == "GET" and scope["path"] == "/"
 
 
 def _check_message(scope: Scope, headers: Headers) -> None:
