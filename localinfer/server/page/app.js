@@ -8,7 +8,7 @@ class App {
   constructor(store) {
     this.store = store;
     this.server = new Server((wasWrong) => this.ask(
-      wasWrong ? 'That token was not accepted. The token of this server:' : 'The token of this server:', '', 'password'));
+      `${wasWrong ? 'That token was not accepted. ' : ''}The token of this server:`, '', 'password'));
     this.models = [];
     this.conversations = [];
     this.current = null;
@@ -42,7 +42,7 @@ class App {
     const wanted = this.current.model;
     if (!this.models.some((model) => model.id === wanted)) {
       this.current.model = this.models[0]?.id ?? '';
-      if (wanted && this.current.turns.length) this.notice(`The model ${wanted} is not served here; another will answer.`);
+      if (wanted && this.current.turns.length) this.notice(`${wanted} is not served here; another model will answer.`);
     }
     if (!this.models.length) this.notice('No model that can chat is served here. Start the server with -m MODEL.');
     byId('model').replaceChildren(...this.models.map(({ id }) => element('option', { value: id, textContent: id })));
@@ -62,7 +62,7 @@ class App {
 
   showTurns() {
     this.views = this.current.turns.map((turn, index) => new TurnView(this, turn, index));
-    const welcome = element('p', { className: 'welcome', textContent: 'Nothing leaves this machine. What do you want to know?' });
+    const welcome = element('p', { className: 'welcome' }, 'What do you want to know? Nothing leaves this server.');
     byId('log').replaceChildren(...(this.views.length ? this.views.map((view) => view.node) : [welcome]));
     this.scroll();
   }
@@ -88,7 +88,7 @@ class App {
     const used = stats ? stats.prompt_tokens + stats.completion_tokens : 0;
     const most = this.contextLength();
     const isFull = most && used > ALMOST_FULL * most;
-    const words = most ? `${grouped(used)} of ${grouped(most)} tokens of context` : `${grouped(used)} tokens of context`;
+    const words = `${grouped(used)} ${most ? `of ${grouped(most)} ` : ''}tokens of context`;
     byId('context-words').textContent = isFull ? `${words}: soon full, start a new conversation` : words;
     byId('context').classList.toggle('full', Boolean(isFull));
     byId('context').setAttribute('aria-valuenow', String(used));
@@ -305,7 +305,10 @@ class App {
     if (current.turns.length) this.save(current);
   }
 
-  openSidebar(isOpen) {
+  /** In narrow windows: show the conversations over the messages, which then cannot be used; or hide them. */
+  openSidebar(isWanted) {
+    const isOpen = isWanted && getComputedStyle(byId('menu')).display !== 'none';
+    document.querySelector('main').inert = isOpen;
     document.body.classList.toggle('menu-open', isOpen);
     byId('menu').setAttribute('aria-expanded', String(isOpen));
     if (isOpen) byId('new').focus();

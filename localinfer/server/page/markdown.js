@@ -3,7 +3,9 @@
 
 const DEEPEST = 6;
 const MARK = /(`+)|(\*\*|__|~~|\*|_)|(!?\[)|(<?https?:\/\/[^\s<>]+>?)|\\([!-/:-@[-`{-~])/g;
-const LINK = /!?\[((?:[^[\]\\]|\\.|\[[^[\]]*\])*)\]\(\s*<?([^\s<>()]*(?:\([^\s()]*\)[^\s<>()]*)*)>?(?:\s+"[^"]*")?\s*\)/y;
+const LABEL = /!?\[((?:[^[\]\\]|\\.|\[[^[\]]*\])*)\]/;
+const TARGET = /\(\s*<?([^\s<>()]*(?:\([^\s()]*\)[^\s<>()]*)*)>?(?:\s+"[^"]*")?\s*\)/;
+const LINK = new RegExp(LABEL.source + TARGET.source, 'y');
 const TAGS = { '**': 'strong', __: 'strong', '*': 'em', _: 'em', '~~': 'del' };
 
 /** Append text with emphasis, code and links to a parent. */
@@ -83,7 +85,7 @@ function closing(text, mark, at) {
   return -1;
 }
 
-/** An empty link that opens apart and tells the other side nothing; null for addresses that are not of the web or mail. */
+/** An empty link that opens apart and tells the other side nothing; null for what is no address of the web or mail. */
 function linkTo(address) {
   if (!/^(https?:\/\/|mailto:)\S/i.test(address) || !URL.canParse(address)) return null;
   return element('a', { href: address, title: address, target: '_blank', rel: 'noopener noreferrer',

@@ -1,0 +1,80 @@
+// Runs scripts of the chat page in Node on a stand-in of the few parts of a document that they need.
+// Arguments: the scripts, in order. Standard input: JSON lists of calls; standard output: what they give, as JSON.
+'use strict';
+
+const fs = require('node:fs');
+const vm = require('node:vm');
+
+class Node {
+  constructor(tag) {
+    Object.assign(this, { tag, children: [], attributes: {}, parent: null });
+    for (const name of ['className', 'href', 'title', 'target', 'rel', 'referrerPolicy', 'dir']) this[name] = '';
+    Object.assign(this, { tabIndex: -1, onclick: null, start: 1, type: '' });
+  }
+
+  get tagName() { return this.tag.toUpperCase(); }
+  get lastElementChild() { return this.children.filter((child) => child instanceof Node).at(-1) ?? null; }
+  get textContent() { return this.children.map((child) => child.textContent ?? child).join(''); }
+  set textContent(text) { this.replaceChildren(text); }
+
+  setAttribute(name, value) { this.attributes[name] = value; }
+
+  append(...added) {
+    for (const child of added) {
+      if (child instanceof Node) {
+        child.remove();
+        child.parent = this;
+      }
+      this.children.push(child);
+    }
+  }
+
+  remove() {
+    if (this.parent) this.parent.children = this.parent.children.filter((child) => child !== this);
+    this.parent = null;
+  }
+
+  replaceChildren(...added) {
+    for (const child of this.children) if (child instanceof Node) child.parent = null;
+    this.children = [];
+    this.append(...added.filter((child) => child !== ''));
+  }
+
+  /** As markup, with what decides how it looks and where it leads. */
+  get markup() {
+    const kept = { class: this.className, href: this.href, start: this.tag === 'ol' && this.start !== 1 ? this.start : '' };
+    const shown = Object.entries(kept).filter(([, value]) => value).map(([name, value]) => ` ${name}=${value}`).join('');
+    const inside = [];
+    for (const child of this.children) {
+      if (child instanceof Node) inside.push(child.markup);
+      else if (typeof inside.at(-1) === 'string' && !inside.at(-1).endsWith('>')) inside.push(inside.pop() + child);
+      else inside.push(String(child));
+    }
+    return this.className === 'copy-code' ? '' : `<${this.tag}${shown}>${inside.join('')}</${this.tag}>`;
+  }
+}
+
+const context = vm.createContext({
+  document: { createElement: (tag) => new Node(tag) }, URL, Node, structuredClone, localStorage: { getItem: () => null },
+});
+for (const path of process.argv.slice(2)) vm.runInContext(fs.readFileSync(path, 'utf8'), context, { filename: path });
+vm.runInContext(`
+  /** Markdown as markup, fed in pieces; root: what holds it. */
+  function render(pieces, root = document.createElement('div')) {
+    const view = new MarkdownView(root);
+    for (const piece of pieces) view.feed(piece);
+    const unfinished = root.markup;
+    view.end();
+    return { unfinished, whole: root.markup };
+  }
+  function events(pieces) {
+    const reader = new EventReader();
+    return pieces.flatMap((piece) => reader.feed(piece));
+  }
+`, context);
+const calls = JSON.parse(fs.readFileSync(0, 'utf8'));
+const results = calls.map(([name, ...given]) => {
+  context.given = given;
+  return vm.runInContext(`${name}(...given)`, context);
+});
+process.stdout.write(JSON.stringify(results));

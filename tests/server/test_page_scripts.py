@@ -1,0 +1,192 @@
+"""The chat page's scripts without a browser, in Node: Markdown as it comes, events, what a conversation becomes."""
+
+import json
+import random
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import localinfer.server
+from tests.limits import seconds
+
+FOLDER = Path(localinfer.server.__file__).parent / "page"
+SCRIPTS = [str(FOLDER / f"{name}.js") for name in ("elements", "highlight", "markdown", "server", "conversations")]
+NODE = shutil.which("node")
+pytestmark = pytest.mark.skipif(NODE is None, reason="there is no node in PATH, which would run the page's scripts")
+
+EVERYTHING = """# Title #
+Some *text*, **strong *both* words**, `a*b`, ~~gone~~, snake_case_name,
+\\*no\\* [docs](https://a.b/c_(d) "t") and https://a.b/x_y_z.
+
+1. One
+   - deep `x`
+   - deeper
+
+   still in one
+2. Two
+lazy
+- [other](mailto:a@b.c)
+
+> quoted
+> > twice
+
+```python
+def f():  # note
+    '''text
+    def in text'''
+    return "a" + 1.5
+```
+| a | b |
+|:--|--:|
+| `1` | x \\| y |
+| only |
+
+---
+***all*** end
+"""
+
+
+def call(*calls: list[Any]) -> list[Any]:
+    done = subprocess.run(
+        [str(NODE), str(Path(__file__).with_name("page_stand_in.js")), *SCRIPTS],
+        input=json.dumps(calls),
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        timeout=seconds(20),
+    )
+    assert done.returncode == 0, done.stderr
+    results: list[Any] = json.loads(done.stdout)
+    return results
+
+
+def rendered(*texts: str) -> list[str]:
+    return [
+        made["whole"].removeprefix("<div>").removesuffix("</div>") for made in call(*(["render", [t]] for t in texts))
+    ]
+
+
+def test_markdown_becomes_elements() -> None:
+    (made,) = rendered(EVERYTHING)
+    for part in (
+        "<h3>Title</h3><p>Some <em>text</em>, <strong>strong <em>both</em> words</strong>, <code>a*b</code>, "
+        "<del>gone</del>, snake_case_name,\n*no* <a href=https://a.b/c_(d)>docs</a> and <a href=https://a.b/x_y_z>https://a.b/x_y_z</a>.</p>",
+        "<ol><li><p>One</p><ul><li><p>deep <code>x</code></p></li><li><p>deeper</p></li></ul><p>still in one</p></li>"
+        "<li><p>Two\nlazy</p></li></ol><ul><li><p><a href=mailto:a@b.c>other</a></p></li></ul>",
+        "<blockquote><p>quoted</p><blockquote><p>twice</p></blockquote></blockquote>",
+        "<span class=keyword>def</span> f():  <span class=comment># note</span>\n    <span class=string>'''text</span>"
+        "\n<span class=string>    def in text'''</span>\n    <span class=keyword>return</span> "
+        '<span class=string>"a"</span> + '
+        "<span class=number>1.5</span>\n",
+        "<tr><th>a</th><th class=end>b</th></tr><tr><td><code>1</code></td><td class=end>x | y</td></tr>"
+        "<tr><td>only</td><td class=end></td></tr></table></div><hr></hr>",
+        "<p><strong><em>all</em></strong> end</p>",
+    ):
+        assert part in made
+
+
+def test_markdown_does_not_depend_on_how_the_text_is_cut() -> None:
+    draw = random.Random(7)
+    calls = []
+    for _ in range(40):
+        cuts = sorted(draw.sample(range(1, len(EVERYTHING)), draw.randint(1, 60)))
+        pieces = [EVERYTHING[a:b] for a, b in zip([0, *cuts], [*cuts, len(EVERYTHING)], strict=True)]
+        calls.append(["render", pieces])
+    calls.append(["render", list(EVERYTHING)])
+    whole, *others = (made["whole"] for made in call(["render", [EVERYTHING]], *calls))
+    assert all(other == whole for other in others)
+
+
+ONE_LINE = {
+    "a <b>c</b> &amp; <script>x</script>": None,
+    "[x](javascript:alert(1)) [y](data:text/html,z) [z](//a.b)": None,
+    "2 * 3 * 4 and a_b_c and **open": None,
+    "![secret](https://a.b/p.png)": "<p><a href=https://a.b/p.png>secret</a></p>",
+    "[https://good.example](https://evil.example)": "<p><a href=https://evil.example>https://good.example</a></p>",
+    "2020. A year": "<ol start=2020><li><p>A year</p></li></ol>",
+    "In\n2020. A year": "<p>In\n2020. A year</p>",
+    "```\n<b>\n": "<figure class=code><figcaption>text</figcaption><pre><code><b>\n</code><span></span></pre></figure>",
+}
+"""Markdown -> markup; None: it stays text."""
+
+
+def test_what_is_no_markdown_stays_text() -> None:
+    for (text, shown), made in zip(ONE_LINE.items(), rendered(*ONE_LINE), strict=True):
+        assert made == (f"<p>{text}</p>" if shown is None else shown)
+
+
+def test_unfinished_lines_are_shown_without_marks_that_may_mean_something() -> None:
+    texts = ["a\n\n#", "a\n\n- b **c", "```py\nx = 1\ny", "a\n``", "1", "- a\n  - b"]
+    made = call(*(["render", [text]] for text in texts))
+    unfinished = [re.sub(r"<div( class=tail)?>|</div>", "", one["unfinished"]) for one in made]
+    assert unfinished[0] == "<p>a</p>"
+    assert unfinished[1] == "<p>a</p><ul><li><p>b **c</p></li></ul>"
+    assert unfinished[2].endswith("<span class=number>1</span>\n</code><span>y</span></pre></figure>")
+    assert unfinished[3] == "<p>a</p>"
+    assert unfinished[4] == ""
+    assert unfinished[5] == "<ul><li><p>a</p><ul><li><p>b</p></li></ul></li></ul>"
+
+
+def test_hostile_markdown_is_deep_nowhere_and_done_soon() -> None:
+    texts = [
+        "> " * 3000 + "x",
+        "*a " * 7000,
+        "[" * 20000,
+        "`" * 9999 + " " + "`" * 9998,
+        "- " * 5000 + "x",
+        "|" * 20000,
+        " " * 20000 + "-",
+    ]
+    for made in rendered(*texts):
+        assert made.count("<blockquote>") + made.count("<li>") <= 6
+
+
+def test_events_are_found_however_they_are_cut() -> None:
+    stream = ': ping\n\nevent: x\ndata: {"a": 1}\n\ndata: two\ndata: lines\r\n\r\ndata: [DONE]\n\n'
+    assert call(["events", [stream]], ["events", list(stream)]) == [['{"a": 1}', "two\nlines", "[DONE]"]] * 2
+
+
+TURNS = [
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": "", "reasoning": "", "error": "It failed."},
+    {"role": "user", "content": "Again"},
+    {"role": "assistant", "content": "Yes.", "reasoning": "Hm.\nWell.", "finish_reason": "stop"},
+    {"role": "user", "content": "Go on"},
+]
+CONVERSATION = {
+    "id": "1",
+    "name": "A name",
+    "model": "demo",
+    "system": "Be brief.",
+    "options": {"seed": 7},
+    "turns": TURNS,
+}
+
+
+def test_request_has_every_message_once_and_no_two_of_one_role_in_a_row() -> None:
+    (body,) = call(["requestBody", CONVERSATION])
+    assert body["messages"] == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hi\n\nAgain"},
+        {"role": "assistant", "content": "Yes.", "reasoning_content": "Hm.\nWell."},
+        {"role": "user", "content": "Go on"},
+    ]
+    assert (body["model"], body["seed"], body["stream"]) == ("demo", 7, True)
+
+
+def test_exports_hold_the_conversation() -> None:
+    markdown, exported = call(["toMarkdown", CONVERSATION], ["toJson", CONVERSATION])
+    assert markdown.startswith("# A name\n\n## System\n\nBe brief.\n\n## You\n\nHi\n")
+    assert "## Assistant (demo)\n\n> Hm.\n> Well.\n\nYes.\n\n## You\n\nGo on\n" in markdown
+    assert json.loads(exported) == CONVERSATION
+
+
+def test_errors_say_what_to_do() -> None:
+    too_long = {"code": "context_length_exceeded", "n_prompt_tokens": 5000, "n_ctx": 4096, "message": "x"}
+    words, unknown = call(["inWords", too_long, 400], ["inWords", None, 502])
+    assert "5,000 tokens" in words and "4,096" in words and "Start a new conversation" in words
+    assert "502" in unknown
