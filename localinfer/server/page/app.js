@@ -170,8 +170,10 @@ class App {
     await this.save(conversation);
     await reply.run();
     this.replies.delete(conversation.id);
-    this.store.forgetRunning(conversation.id);
+    // A reply also ends where the page goes away, and then nothing is saved any more.
+    reply.keep();
     if (this.conversations.includes(conversation)) await this.save(conversation);
+    this.store.forgetRunning(conversation.id);
     this.say(turn.error ?? `The reply is complete: ${grouped(turn.content.length)} characters.`);
     if (this.current === conversation) this.touch();
     if (this.contextLength() === null) await this.findModels();

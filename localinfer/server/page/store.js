@@ -64,6 +64,6 @@ function restoreRunning(conversation) {
   const kept = localStorage.getItem(`localinfer.running.${conversation.id}`);
   const last = conversation.turns.at(-1);
   if (last?.role === 'assistant' && !last.finish_reason) {
-    Object.assign(last, kept ? JSON.parse(kept) : {}, { finish_reason: 'interrupted' });
+    Object.assign(last, kept ? JSON.parse(kept) : {}, { error: undefined, finish_reason: 'interrupted' });
   }
 }
