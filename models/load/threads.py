@@ -15,6 +15,7 @@ from localinfer.kernels.cpu.memory import address, aligned_zeros
 from localinfer.kernels.cpu.program import CpuProgram
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.program import Batch, Segment, StateStep
+from localinfer.machine_limits import processor_limits
 from localinfer.models.load.measurements import get_measurement, put_measurement, time_in_turns
 
 _ENOUGH_LOADS = 2
@@ -24,11 +25,8 @@ _LEAST_GAIN = 0.97
 
 
 def available_threads() -> int:
-    """Physical cores available to this process."""
-    import psutil
-
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(allowed, psutil.cpu_count(logical=False) or allowed, MAX_THREADS - 1))
+    """Physical cores available to this process, by affinity and by its control group's share of time."""
+    return min(processor_limits().usable_threads, MAX_THREADS - 1)
 
 
 def checked_threads(threads: int) -> int:

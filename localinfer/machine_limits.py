@@ -1,0 +1,163 @@
+"""What the system lets this process use: memory and processors, of the machine or of its control group (cgroup).
+
+A container's limits are not what the machine reports: /proc/meminfo shows the memory of the host. Control groups of
+version 1 and 2 are read, as described in the Linux kernel's admin guide.
+"""
+
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+_NO_LIMIT = 1 << 60
+"""Version 1 reports the largest number of pages where no limit was set."""
+_ROOT = Path("/")
+
+
+@dataclass(frozen=True)
+class MemoryLimits:
+    """Bytes of memory.
+
+    total: installed, or the limit of the control group. available: what can be allocated without swapping. swap: what
+    more can be allocated by swapping. limited_by: "the cgroup" if its limit is what counts, "" for the machine itself.
+    """
+
+    total_bytes: int
+    available_bytes: int
+    swap_bytes: int = 0
+    limited_by: str = ""
+
+    @property
+    def most_bytes(self) -> int:
+        """What can be allocated at all, swapping included."""
+        return self.available_bytes + self.swap_bytes
+
+    def describe(self) -> str:
+        """The available bytes and what they are a part of, such as "14.2 of 16.0 GB are free"."""
+        where = f" that {self.limited_by} allows" if self.limited_by else ""
+        return f"{self.available_bytes / 1e9:.1f} of the {self.total_bytes / 1e9:.1f} GB{where} are free"
+
+
+@dataclass(frozen=True)
+class ProcessorLimits:
+    """Processors: physical cores and hardware threads of the machine, and what this process may use of them.
+
+    allowed: hardware threads by affinity. quota: processors' worth of time by the control group; None without a limit.
+    """
+
+    physical_cores: int
+    hardware_threads: int
+    allowed: int
+    quota: float | None = None
+
+    @property
+    def usable_threads(self) -> int:
+        """Threads that can run at once, each on a core of its own."""
+        quota = self.allowed if self.quota is None else max(1, round(self.quota))
+        return max(1, min(self.physical_cores, self.allowed, quota))
+
+
+def memory_limits(root: Path = _ROOT) -> MemoryLimits:
+    """Memory of the machine and of this process's control group. root: of the file system, for tests."""
+    import psutil
+
+    memory = psutil.virtual_memory()
+    total, available = int(memory.total), int(memory.available)
+    # macOS compresses memory and makes swap files when it needs them, so what is installed is what counts.
+    swap = max(0, total - available) if sys.platform == "darwin" else _free_swap()
+    found = MemoryLimits(total, available, swap)
+    for limit, used in _memory_groups(root):
+        if limit < found.total_bytes or limit - used < found.available_bytes:
+            available = max(0, min(found.available_bytes, limit - used))
+            found = MemoryLimits(min(found.total_bytes, limit), available, 0, "the cgroup")
+    return found
+
+
+def processor_limits(root: Path = _ROOT) -> ProcessorLimits:
+    """Processors of the machine and of this process."""
+    import psutil
+
+    threads = os.cpu_count() or 1
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else threads
+    return ProcessorLimits(psutil.cpu_count(logical=False) or threads, threads, allowed, processor_quota(root))
+
+
+def processor_quota(root: Path = _ROOT) -> float | None:
+    """Processors' worth of time that the control group allows; None without a limit."""
+    quotas = []
+    for folder in _group_folders(root, "cpu"):
+        words = _words(folder / "cpu.max")
+        if not words:
+            words = [*_words(folder / "cpu.cfs_quota_us"), *_words(folder / "cpu.cfs_period_us")]
+        try:
+            quota, period = map(int, words)
+        except ValueError:
+            continue
+        if quota > 0 and period > 0:
+            quotas.append(quota / period)
+    return min(quotas, default=None)
+
+
+def _free_swap() -> int:
+    import psutil
+
+    try:
+        return int(psutil.swap_memory().free)
+    except (OSError, RuntimeError):
+        return 0
+
+
+def _memory_groups(root: Path) -> Iterator[tuple[int, int]]:
+    """The limit of each control group that has one, and the bytes used in it that cannot be reclaimed."""
+    for folder in _group_folders(root, "memory"):
+        limit = _number(folder / "memory.max") or _number(folder / "memory.limit_in_bytes")
+        used = _number(folder / "memory.current") or _number(folder / "memory.usage_in_bytes")
+        if limit is None or used is None or limit >= _NO_LIMIT:
+            continue
+        # Cached files are given back when memory is needed; version 1 has sums over subgroups as well.
+        fields = dict(zip(words[::2], words[1::2], strict=False)) if (words := _words(folder / "memory.stat")) else {}
+        cached = 0
+        for name in ("inactive_file", "active_file"):
+            text = fields.get(f"total_{name}", fields.get(name, "0"))
+            cached += int(text) if text.isdecimal() else 0
+        yield limit, max(0, used - cached)
+
+
+def _group_folders(root: Path, controller: str) -> Iterator[Path]:
+    """The folders of this process's control group and of those above it, of either version.
+
+    In a container /proc names a path on the host that does not exist inside; there the mounted root is the group.
+    """
+    try:
+        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return
+    mounted = root / "sys/fs/cgroup"
+    for line in lines:
+        hierarchy, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if hierarchy == "0" and not controllers:
+            top = mounted
+        elif controller in controllers.split(","):
+            top = mounted / controller if (mounted / controller).is_dir() else mounted / controllers
+        else:
+            continue
+        folder = top / path.strip("/")
+        for place in (folder, *folder.parents):
+            if place.is_dir():
+                yield place
+            if place == top:
+                break
+
+
+def _words(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").split()
+    except OSError:
+        return []
+
+
+def _number(path: Path) -> int | None:
+    words = _words(path)
+    return int(words[0]) if words and words[0].isdecimal() else None
