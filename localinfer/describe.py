@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from localinfer.memory_report import describe_memory, memory_lines
 from localinfer.quant.formats.types import TensorRecord, bits_per_weight
 from localinfer.quant.gguf.reader import GGUFFile, Metadata, read_gguf
 from localinfer.terminal import neutralise_controls
@@ -58,6 +59,7 @@ class FileDescription:
     unknown_settings: metadata keys that this version ignores and that may change results.
     stored_as: how a folder stores its quantized matrices, what they run as, and what is not used; empty for a file.
     drafts_for: of a draft model that runs beside its target only, the target's architecture; else None.
+    memory: what it needs of memory by context length, see `memory_report.describe_memory`.
     program: the model's ops (`models.decoder.listing`), if requested.
     gguf_version: None for a Hugging Face folder, whose tensors are described as in GGUF.
     """
@@ -79,6 +81,7 @@ class FileDescription:
     tensors: list[dict[str, Any]]
     stored_as: list[str] = field(default_factory=list)
     drafts_for: str | None = None
+    memory: dict[str, Any] = field(default_factory=dict)
     program: dict[str, Any] | None = None
 
 
@@ -119,6 +122,7 @@ def describe_file(path: str, *, ops: bool = False) -> FileDescription:
             ],
             stored_as=_stored_as(file),
             drafts_for=OF_ANOTHER_CACHE.get(architecture),
+            memory=describe_memory(path),
             program=_program(file) if ops else None,
         )
 
@@ -230,6 +234,7 @@ def render_text(description: FileDescription, *, tensors: bool) -> str:
     lines += ["", "tensor types", *_type_lines(description)]
     if description.stored_as:
         lines += ["", "quantized in the folder, and run as", *(f"  {line}" for line in description.stored_as)]
+    lines += ["", "memory on the CPU", *memory_lines(description.memory)]
     lines += ["", "metadata"]
     lines += [f"  {key} = {_short(value)}" for key, value in description.metadata.items()]
     if tensors:

@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,12 +30,14 @@ from localinfer.speculation.verify import Speculation
 from localinfer.types import ProgressCallback
 
 if TYPE_CHECKING:
+    from localinfer.models.decoder.config import ModelConfig
     from localinfer.models.decoder.rope import RopeOptions
     from localinfer.models.load.loader import Model
     from localinfer.models.load.model_changes import ModelChanges
     from localinfer.models.text.tokenizer import Tokenizer
     from localinfer.persistence.fingerprint import ModelIdentity
     from localinfer.persistence.prompt_cache import DiskOptions
+    from localinfer.quant.checkpoint.model_file import ModelFile
 
 logger = logging.getLogger(__name__)
 
@@ -74,11 +77,12 @@ def load(
     gpu_layers: how many of the model's last layers run on the GPU, the others on the CPU; more than it has means all.
         None: as many as fit, with a KV cache of context_length tokens (8,192 if that is None).
     threads: CPU threads; None: the physical cores.
-    context_length: tokens of prompt and completion together; None: as trained. More is allowed, with a warning; `rope`
-        scales the positions.
+    context_length: tokens of prompt and completion together; None: as trained, or, with a warning, what fits into half
+        of the memory that is free beside the weights. More than trained is allowed, with a warning; `rope` scales the
+        positions. What cannot fit is refused before the weights are read.
     kv_type: KV cache element type: "f16", "f32", "q8_0" or "q4_0", or one for each such as "q8_0/q4_0".
-    kv_memory: maximum bytes of the KV cache, cached prefixes included; None: half of the free memory, but at most 8 GiB
-        or one full context, whichever is more. It is allocated on demand.
+    kv_memory: maximum bytes of the KV cache, cached prefixes included; None: half of the free memory, or one full
+        context if that takes more, but at most 8 GiB or one full context, whichever is more. It is allocated on demand.
     kv_window: evict keys and values so that each sequence keeps at most this many tokens between batches: the first,
         the recent half, and those with the highest attention scores. It bounds memory, not the context. An
         approximation: beyond that many tokens texts differ from those without it, and from one run to the next, since
@@ -106,6 +110,8 @@ def load(
     for name, value in sizes.items():
         check_number(name, value, 1, none="for the default")
     from localinfer.cache.eviction import window_of
+    from localinfer.machine_limits import memory_limits
+    from localinfer.memory_plan import choose_context, plan_file, plan_memory
     from localinfer.models.load.assistant import is_assistant
     from localinfer.models.load.loader import load_model
 
@@ -120,6 +126,14 @@ def load(
         raise RequestError("kv_window does not bound the cache of a draft model; leave out one of them")
     draft_path = None if draft is None else model_path(draft, "draft")
     assistant = draft_path if draft_path is not None and is_assistant(draft_path) else None
+    has_draft_layers = speculation in ("auto", "mtp") and draft is None and kv_window is None
+
+    def context_that_fits(file: "ModelFile", config: "ModelConfig") -> int:
+        plan = plan_memory(file, config, kv_type=kv_type, draft_layers=has_draft_layers)
+        if draft_path is not None and assistant is None:
+            plan = replace(plan, beside=plan_file(draft_path, kv_type=kv_type))
+        return choose_context(plan, context_length, memory_limits(), kv_memory=kv_memory, kv_window=kv_window)
+
     with ExitStack() as loads:
         loaded = load_model(
             path,
@@ -129,9 +143,10 @@ def load(
             kv_window=kv_window,
             device=device,
             gpu_layers=gpu_layers,
-            draft_layers=speculation in ("auto", "mtp") and draft is None and kv_window is None,
+            draft_layers=has_draft_layers,
             assistant=assistant,
             changes=changes,
+            choose_context=context_that_fits,
             progress=progress,
         )
         loads.callback(loaded.close)

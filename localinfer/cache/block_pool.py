@@ -17,6 +17,7 @@ from localinfer.cache.slabs import SharedSlots, SlabAllocator
 from localinfer.cache.sliding_window import BoolArray, SlidingWindow
 from localinfer.errors import ClosedError, OutOfMemoryError
 from localinfer.kernels.kv_layout import DevicePages, KVLayout
+from localinfer.machine_limits import memory_limits
 
 PageNumbers = NDArray[np.int64]
 
@@ -25,27 +26,34 @@ STATES_OF_SEQUENCE = 2
 STATES_OF_DEFAULT = 8
 """States for which there is memory by default, whatever a context takes: of a sequence, and of snapshots."""
 _DEFAULT_MEMORY = 8 << 30
+_MOST_OF_FREE = 0.95
+"""Of the free memory, the most that one full context may take by default: more than a context is admitted with."""
 _DEVICE_SPARE = 256 << 20
 """Of a device's memory, for what its programs reserve as they go."""
 
 
-def default_kv_memory(layout: KVLayout, context_length: int) -> int:
+def context_bytes(layout: KVLayout, context_length: int, batch_tokens: int = 0) -> int:
+    """Bytes of the pages of one full context, where a batch adds at most `batch_tokens`; with recurrent states."""
+    num_windowed = SlidingWindow(layout.window, layout.page_tokens).most_pages(context_length, batch_tokens)
+    pages = -(-context_length // layout.page_tokens) * layout.page_bytes + num_windowed * layout.windowed_bytes
+    return pages + STATES_OF_DEFAULT * layout.state_bytes + 2 * layout.log_bytes
+
+
+def default_kv_memory(layout: KVLayout, context_length: int, batch_tokens: int = 0) -> int:
     """Default bytes of pages for a model.
 
-    Half of the machine's free memory, and of that at most 8 GiB or, if larger, one full context. Of a GPU nearly all
-    that is free: what else needs memory there was counted when the model was loaded.
+    Half of the free memory, or one full context if that takes more and can be had; and at most 8 GiB or, if larger, one
+    full context. Of a GPU nearly all that is free: what else needs memory there was counted when the model was loaded.
     """
-    import psutil
-
-    num_windowed = SlidingWindow(layout.window, layout.page_tokens).most_pages(context_length, 0)
-    context_bytes = -(-context_length // layout.page_tokens) * layout.page_bytes + num_windowed * layout.windowed_bytes
-    context_bytes += STATES_OF_DEFAULT * layout.state_bytes + 2 * layout.log_bytes
-    free = int(psutil.virtual_memory().available) // 2
+    full = context_bytes(layout, context_length, batch_tokens)
+    memory = memory_limits()
+    free = max(memory.available_bytes // 2, min(full, int(_MOST_OF_FREE * memory.most_bytes)))
     if isinstance(layout, DevicePages) and layout.page_bytes:
         on_device, in_host = layout.device_page_bytes, layout.page_bytes - layout.device_page_bytes
         pages = max(layout.free_bytes() - _DEVICE_SPARE, layout.free_bytes() // 2) // on_device
-        free = (min(pages, free // in_host) if in_host else pages) * layout.page_bytes
-    return min(free, max(_DEFAULT_MEMORY, context_bytes))
+        host = memory.available_bytes // 2
+        free = (min(pages, host // in_host) if in_host else pages) * layout.page_bytes
+    return min(free, max(_DEFAULT_MEMORY, full))
 
 
 class PagePool:

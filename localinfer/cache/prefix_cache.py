@@ -191,12 +191,16 @@ class PrefixCache:
     @classmethod
     def for_model(cls, model: "Model", kv_memory: int | None, window: KVEviction | None = None) -> "PrefixCache":
         """The cache of a loaded model; kv_memory: bytes, None for the default."""
-        context_length = model.config.context_length
+        context_length, batch_tokens = model.config.context_length, model.program.max_batch_rows
+        if kv_memory is None:
+            kv_memory = default_kv_memory(model.kv_layout, context_length, batch_tokens)
         return cls(
             model.kv_layout,
-            max_bytes=default_kv_memory(model.kv_layout, context_length) if kv_memory is None else kv_memory,
+            max_bytes=default_kv_memory(model.kv_layout, context_length, batch_tokens)
+            if kv_memory is None
+            else kv_memory,
             context_length=context_length,
-            batch_tokens=model.program.max_batch_rows,
+            batch_tokens=batch_tokens,
             window=window,
             settle=model.program.settle if isinstance(model.program, StatefulProgram) else None,
         )

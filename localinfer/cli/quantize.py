@@ -104,13 +104,12 @@ def quantize_command(
 
 
 def _measure(source: str, target: str, text: str, chunks: int, threads: int | None) -> "Comparison":
-    import psutil
-
     import localinfer
     from localinfer.evaluation.measure import CONTEXT_LENGTH, compare
+    from localinfer.machine_limits import memory_limits
 
     needed = sum(_size(path) for path in (source, target))
-    available = int(psutil.virtual_memory().available)
+    available = memory_limits().available_bytes
     if needed > available:
         raise OutOfMemoryError(
             f"both models together need {needed:,} bytes of memory, and {available:,} are free; compare them elsewhere "

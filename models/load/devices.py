@@ -8,7 +8,7 @@ are sampled there; the embeddings too if all layers are.
 import contextlib
 import logging
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import TypeVar
@@ -17,7 +17,7 @@ from localinfer.errors import BackendUnavailableError, LocalinferError, OutOfMem
 from localinfer.kernels.cuda.device import CudaDevice, find_device, has_driver
 from localinfer.kernels.cuda.self_check import check_device
 from localinfer.kernels.kv_layout import KVLayout
-from localinfer.kernels.layouts import CUDA_LAYOUTS, GGUF_LAYOUTS, SIZES, Layout
+from localinfer.kernels.layouts import CUDA_LAYOUTS, SIZES
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.quant.checkpoint.model_file import ModelFile
 from localinfer.quant.formats.types import TensorRecord
@@ -159,28 +159,13 @@ def choose_placement(needs: MemoryNeeds, free_bytes: int, wanted: int | None) ->
     return Placement(count, num_layers, has_embedding, total + (needs.embedding if has_embedding else 0))
 
 
-def host_bytes(file: ModelFile) -> int:
-    """Bytes of a model's weights on the CPU: those of its file, and what converted types take more.
-
-    Raises: UnsupportedFormatError for a type that no device runs.
-    """
-    return file.num_bytes + sum(
-        _layout_bytes(file, tensor, GGUF_LAYOUTS) - tensor.num_bytes for tensor in file.tensors.values()
-    )
-
-
 def _device_bytes(file: ModelFile, tensor: TensorRecord) -> int:
-    """Bytes of a tensor in its layout on a GPU."""
-    return _layout_bytes(file, tensor, CUDA_LAYOUTS)
-
-
-def _layout_bytes(file: ModelFile, tensor: TensorRecord, layouts: Collection[Layout]) -> int:
-    """Bytes of a tensor where kernels read these layouts; vectors are float32."""
+    """Bytes of a tensor in its layout on a GPU; vectors are float32."""
     if file.grouped(tensor.name) is not None:
         return tensor.num_bytes
     if len(tensor.shape) < 2:
         return 4 * prod(tensor.shape)
-    sizes = SIZES[layout_of(tensor.type, layouts)]
+    sizes = SIZES[layout_of(tensor.type, CUDA_LAYOUTS)]
     return prod(tensor.shape) // sizes.unit * sizes.file_bytes
 
 

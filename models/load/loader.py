@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -146,6 +146,7 @@ def load_model(
     draft_layers: bool = False,
     assistant: str | os.PathLike[str] | None = None,
     changes: ModelChanges | None = None,
+    choose_context: Callable[[ModelFile, ModelConfig], int] | None = None,
     progress: ProgressCallback | None = None,
 ) -> Model:
     """Load a GGUF file or a Hugging Face folder and compile its kernels.
@@ -161,6 +162,8 @@ def load_model(
     assistant: file of a draft model that attends to this model's cache (`assistant.is_assistant`), in place of those
         layers; it is left out, with a warning, if the model runs on a GPU.
     changes: settings in place of the file's.
+    choose_context: called before anything large is read of a model that runs on the CPU; returns the context length to
+        load it with, from the open file and the configuration with `context_length`.
     Raises: ModelFileError or a subclass, RequestError for an invalid option, OutOfMemoryError.
     """
     check_gpu_layers(device, gpu_layers)
@@ -209,6 +212,8 @@ def load_model(
             kv_tokens = min(config.context_length, context_length or USUAL_TOKENS)
             placed = open_device(device, lambda: memory_needs(file, config, kv_layout, kv_tokens), gpu_layers, progress)
         gpu = None if placed is None else placed[0]
+        if placed is None and choose_context is not None:
+            config, kv_layout = _in_context(config, kv_layout, choose_context(file, config))
         # The tape's own kernels are compiled once the program is written.
         shared = (POOL_KERNELS, sampling.KERNELS, token_history.KERNELS, text_merging.KERNELS, WEIGHT_KERNELS)
         compile_ahead([kernel for kernels in shared for kernel in kernels], progress)
@@ -224,6 +229,9 @@ def load_model(
             # A batch may begin and end inside a page.
             held = 0 if kv_window is None else kv_window + MAX_BATCH_ROWS + 2 * kv_layout.page_tokens
             used, weights = "cpu", CpuWeights(file, shared_pool, progress)
+            if placed is not None and choose_context is not None:
+                config, kv_layout = _in_context(config, kv_layout, choose_context(file, config))
+                parts = replace(parts, config=config)
             if draft_layers:
                 found = replace(read_config(file, with_draft_layers=True), context_length=config.context_length)
                 if found.num_draft_layers:
@@ -348,6 +356,14 @@ def _with_context(
         way_out = "" if is_scaled else ", unless its positions are scaled (rope: linear, yarn or a base)"
         logger.warning("%s: %s; beyond that it may answer worse%s", file.path.name, asked, way_out)
     return replace(config, context_length=context_length)
+
+
+def _in_context(config: ModelConfig, kv_layout: KVLayout, context_length: int) -> tuple[ModelConfig, KVLayout]:
+    """The same with another context length, beside which other windows may be short."""
+    if context_length == config.context_length:
+        return config, kv_layout
+    config = replace(config, context_length=context_length)
+    return config, replace(kv_layout, layers=kv_layer_shapes(config, parts_windows=True))
 
 
 def read_tokenizer(file: ModelFile) -> Tokenizer:

@@ -182,7 +182,7 @@ class CpuWeights:
 
     def _load_vector(self, name: str) -> FloatArray:
         info = self._file.tensor(name)
-        with _named(name):
+        with named_tensor(name):
             return np.array(dequantize(self._file.tensor_bytes(name), info.type, info.shape))
 
     def _once(self, key: tuple[object, ...], load: Callable[[], Found]) -> Found:
@@ -199,7 +199,7 @@ class CpuWeights:
                 "the reader checks this"
             )
             return layout_of(type, self._layouts), data
-        with _named(name):
+        with named_tensor(name):
             self.notes[type] = conversion_note(type, self._layouts)
             return convert(data, type, shape, done, self._layouts)
 
@@ -253,7 +253,7 @@ class CudaWeights(CpuWeights):
 
 
 @contextmanager
-def _named(name: str) -> Iterator[None]:
+def named_tensor(name: str) -> Iterator[None]:
     """Name the tensor in what is said against its type or its weights."""
     try:
         yield

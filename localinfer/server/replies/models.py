@@ -8,11 +8,12 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
 from localinfer.closing import Closing
 from localinfer.errors import OutOfMemoryError, RequestError
+from localinfer.machine_limits import memory_limits
 from localinfer.server.replies.metrics import Metrics
 from localinfer.server.replies.model_folder import ModelSource, matching_names
 from localinfer.server.transport.http import ApiError, ModelLoadError, shutting_down
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-SCRATCH_BYTES = 128 << 20
-"""Buffers of a batch, compiled kernels, the tokenizer: what every loaded model takes beside weights and cache."""
 _LEAST_CONTEXT = 512
 """A model with room for fewer tokens than this is not worth loading."""
 _IDLE_CHECK_SECONDS = 1.0
@@ -77,24 +76,19 @@ def measure_need(
     changes: settings in place of those of the file. context_length: the one it will be loaded with, None for its own.
     Raises: ModelFileError and below; RequestError for changes without meaning.
     """
-    from localinfer.cache.block_pool import STATES_OF_DEFAULT
-    from localinfer.cache.sliding_window import SlidingWindow
-    from localinfer.kernels.cpu.lower import MAX_BATCH_ROWS
-    from localinfer.kernels.kv_layout import KVLayout
-    from localinfer.models.decoder.decoder import kv_layer_shapes, state_shapes
-    from localinfer.models.load.devices import host_bytes
-    from localinfer.models.load.loader import capabilities, open_model_file, read_config
+    from localinfer.memory_plan import plan_memory
+    from localinfer.models.load.loader import capabilities, open_model_file
 
     file = open_model_file(path, changes, context_length)
     try:
-        config = read_config(file)
-        config = replace(config, context_length=max(config.context_length, context_length or 0))
-        layout = KVLayout(kv_type, kv_layer_shapes(config, parts_windows=True), state_shapes(config))
+        plan = plan_memory(file, kv_type=kv_type, draft_layers=True)
+        longest = max(plan.config.context_length, context_length or 0)
+        layout = plan.kv_layout(longest)
         per_token = -(-layout.page_bytes // layout.page_tokens)
-        sliding = SlidingWindow(layout.window, layout.page_tokens)
-        windowed = sliding.most_pages(config.context_length, MAX_BATCH_ROWS) * layout.windowed_bytes
-        fixed = host_bytes(file) + SCRATCH_BYTES + windowed + STATES_OF_DEFAULT * layout.state_bytes
-        return MemoryNeed(fixed, per_token, config.context_length, capabilities(config, file.metadata))
+        pages = -(-longest // layout.page_tokens) * layout.page_bytes
+        # Sliding windows and recurrent states do not grow with the text.
+        fixed = plan.total_bytes(longest) - pages
+        return MemoryNeed(fixed, per_token, longest, capabilities(plan.config, file.metadata))
     finally:
         file.close()
 
@@ -350,9 +344,7 @@ class ModelRegistry:
                 return
 
     def _available_bytes(self) -> int:
-        import psutil
-
-        available = int(psutil.virtual_memory().available)
+        available = memory_limits().available_bytes
         if self._memory_limit is None:
             return available
         taken = sum(other.need.fixed_bytes for other in self._models.values() if other.llm is not None and other.need)

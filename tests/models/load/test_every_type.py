@@ -14,7 +14,7 @@ from localinfer.evaluation.quantize import quantize
 from localinfer.kernels.cpu.program import ThreadPool
 from localinfer.kernels.cuda.device import CudaDevice
 from localinfer.kernels.layouts import CUDA_LAYOUTS, GGUF_LAYOUTS, Layout
-from localinfer.models.load.devices import host_bytes
+from localinfer.memory_plan import CountedWeights
 from localinfer.models.load.weights import CpuWeights, CudaWeights
 from localinfer.quant.formats.reference_encoders import ENCODABLE_TYPES
 from localinfer.quant.formats.types import TensorType, bits_per_weight, block_bytes, block_dtype, block_size, row_bytes
@@ -171,14 +171,16 @@ def _family(name: str) -> list[TensorType]:
 def test_memory_is_counted_as_it_is_taken(type: TensorType, tmp_path: Path) -> None:
     pool = ThreadPool(1)
     with read_gguf(make_model(type, unit=max(16, block_size(type))).write(tmp_path / "model.gguf")) as file:
-        weights, added = CpuWeights(file, pool), 0
+        weights, counted, added, taken = CpuWeights(file, pool), CountedWeights(file), 0, 0
         for name, tensor in file.tensors.items():
             if len(tensor.shape) > 1:
                 packed = weights.linear(name).packed
+                counted.linear(name)
                 rows = tensor.shape[0]
                 assert packed.data.size % -(-rows // 16) == 0
                 added += packed.tile_bytes // 16 * rows - tensor.num_bytes
-        assert host_bytes(file) == file.num_bytes + added
+                taken += packed.data.size
+        assert counted.num_bytes() == taken
         assert (added == 0) == (bits_per_weight(type) == bits_per_weight(TensorType[layout_of(type).name]))
     pool.close()
 

@@ -1,0 +1,345 @@
+"""What a model takes in memory on the CPU before it is loaded, and the largest context that fits.
+
+Only the header of its file is read. Weights are counted as the kernels hold them, by writing the model's graph over
+shapes without data; keys and values by the layout that the cache itself uses.
+"""
+
+import logging
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from localinfer.cache.block_pool import context_bytes
+from localinfer.errors import OutOfMemoryError
+from localinfer.kernels.cpu.lower import MAX_BATCH_ROWS
+from localinfer.kernels.cpu.memory import padded
+from localinfer.kernels.kv_layout import KVLayout
+from localinfer.kernels.layouts import num_tiles, stored_row_bytes, tile_bytes
+from localinfer.kernels.ops import EmbeddingTable, LinearWeight, OpGraph, Rows
+from localinfer.machine_limits import MemoryLimits
+from localinfer.models.decoder.config import ModelConfig
+from localinfer.models.decoder.decoder import kv_layer_shapes, state_shapes, write_decoder, write_draft_layer
+from localinfer.models.decoder.shape_weights import ShapeWeights
+from localinfer.models.load.draft_programs import has_draft_layers, with_draft_layers
+from localinfer.models.load.loader import open_model_file, read_config
+from localinfer.models.load.model_changes import ModelChanges
+from localinfer.models.load.weights import named_tensor
+from localinfer.quant.checkpoint.model_file import ModelFile
+from localinfer.quant.pipeline.conversion import layout_of, runs_directly
+from localinfer.types import FloatArray
+
+logger = logging.getLogger(__name__)
+
+LEAST_CONTEXT = 512
+"""Tokens that must fit: a model with room for fewer is not worth loading."""
+KV_SHARE = 0.9
+"""Of the memory beside the weights, the most that the KV cache of one requested context may take."""
+DEFAULT_KV_SHARE = 0.5
+"""The same for a context that was not requested; as much is the cache's default budget."""
+_CONVERSATION = 4096
+"""Tokens of context that a conversation needs, if the model has as many."""
+
+_OUTPUT_ROWS = 64
+_TABLE_BYTES = 32 << 20
+"""Of an embedding table whose rows are read on demand: those of some thousand different tokens."""
+_BYTES_PER_TOKEN_OF_VOCABULARY = 700
+"""The tokenizer: texts, ids and merges as Python objects. Measured on vocabularies of 32,000 to 152,000 tokens."""
+_FIXED_BYTES = 24 << 20
+"""Compiled kernels, threads, tables of the chat template."""
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes that a model takes on the CPU.
+
+    name: of the model, for errors. config: as it will be loaded, but for the context length; with draft layers if
+    those are loaded too. weight_bytes: matrices as packed for the kernels, vectors and tables. scratch_bytes: buffers
+    of a batch, the tokenizer, compiled kernels. bits_per_weight: of the file. beside: a draft model that is loaded with
+    it.
+    """
+
+    name: str
+    config: ModelConfig
+    kv_type: str
+    weight_bytes: int
+    scratch_bytes: int
+    bits_per_weight: float
+    beside: "MemoryPlan | None" = field(default=None, repr=False)
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Bytes whatever the context, without keys, values and recurrent states."""
+        own = self.weight_bytes + self.scratch_bytes
+        return own if self.beside is None else own + self.beside.fixed_bytes
+
+    @property
+    def all_weight_bytes(self) -> int:
+        """Bytes of weights, with those of a draft model."""
+        return self.weight_bytes + (0 if self.beside is None else self.beside.weight_bytes)
+
+    def kv_layout(self, context_length: int, kv_type: str | None = None) -> KVLayout:
+        """The layout that a model loaded with this context has: windows shorter than it are stored apart."""
+        config = replace(self.config, context_length=context_length)
+        layout = KVLayout(kv_type or self.kv_type, kv_layer_shapes(config, parts_windows=True), state_shapes(config))
+        return with_draft_layers(config, layout) if config.num_draft_layers else layout
+
+    def kv_bytes(self, context_length: int, kv_type: str | None = None) -> int:
+        """Bytes that a text of `context_length` tokens takes of the KV cache, with recurrent states and snapshots."""
+        own = context_bytes(self.kv_layout(context_length, kv_type), context_length, MAX_BATCH_ROWS)
+        return own if self.beside is None else own + self.beside.kv_bytes(context_length, kv_type)
+
+    def total_bytes(self, context_length: int, kv_type: str | None = None) -> int:
+        """Bytes of everything."""
+        return self.fixed_bytes + self.kv_bytes(context_length, kv_type)
+
+    def largest_context(self, kv_bytes: int, most: int | None = None, kv_type: str | None = None) -> int:
+        """The longest context, up to `most` (None: as trained), whose keys and values take at most so many bytes.
+
+        It is all of `most`, or a multiple of 32; 0 if not even LEAST_CONTEXT tokens fit.
+        """
+        most = self.config.context_length if most is None else most
+        if self.kv_bytes(most, kv_type) <= kv_bytes:
+            return most
+        # More tokens never take less memory, so a bisection over whole pages finds the last that fits.
+        page = self.kv_layout(most, kv_type).page_tokens
+        fits, too_many = 0, -(-most // page)
+        while too_many - fits > 1:
+            middle = (fits + too_many) // 2
+            if self.kv_bytes(middle * page, kv_type) <= kv_bytes:
+                fits = middle
+            else:
+                too_many = middle
+        return fits * page if fits * page >= min(LEAST_CONTEXT, most) else 0
+
+    def largest_loadable(self, memory: MemoryLimits, kv_type: str | None = None, most: int | None = None) -> int:
+        """The longest context that can be requested on a machine with this memory; 0 if the model does not fit."""
+        room = memory.most_bytes - self.fixed_bytes
+        return 0 if room < 0 else self.largest_context(int(KV_SHARE * room), most, kv_type)
+
+    def default_context(self, memory: MemoryLimits, most: int | None = None) -> int:
+        """The context that a model is loaded with if none is requested; 0 if it does not fit.
+
+        Half of the memory that is free beside the weights may be taken; where that is too little for a conversation,
+        all that can be requested.
+        """
+        most = self.config.context_length if most is None else most
+        room = memory.available_bytes - self.fixed_bytes
+        found = self.largest_context(int(DEFAULT_KV_SHARE * room), most) if room > 0 else 0
+        if found < min(most, _CONVERSATION):
+            found = self.largest_loadable(memory, most=min(most, _CONVERSATION))
+        return found if found == most or found < 2048 else found // 1024 * 1024
+
+
+def plan_memory(
+    file: ModelFile, config: ModelConfig | None = None, *, kv_type: str = "f16", draft_layers: bool = False
+) -> MemoryPlan:
+    """Count what a model that is open takes.
+
+    config: as read from the file; None reads it. draft_layers: the layers for next-token prediction are loaded too.
+    Raises: ModelFileError or a subclass for a model that cannot be run.
+    """
+    if config is None:
+        config = read_config(file)
+    if draft_layers and has_draft_layers(file) and not config.is_encoder:
+        with_drafts = read_config(file, with_draft_layers=True)
+        config = replace(with_drafts, context_length=config.context_length)
+    weights = CountedWeights(file)
+    graph = write_decoder(config, weights, config.context_length)
+    for layer in range(config.num_main_layers, config.num_layers):
+        write_draft_layer(config, weights, layer, config.context_length)
+    num_parameters = sum(math.prod(tensor.shape) for tensor in file.tensors.values())
+    return MemoryPlan(
+        name=file.path.name,
+        config=config,
+        kv_type=kv_type,
+        weight_bytes=weights.num_bytes(),
+        scratch_bytes=_scratch_bytes(graph, config.vocab_size if "tokenizer.ggml.tokens" in file.metadata else 0),
+        bits_per_weight=8 * file.num_bytes / max(1, num_parameters),
+    )
+
+
+def plan_file(
+    path: str | os.PathLike[str],
+    *,
+    kv_type: str = "f16",
+    changes: ModelChanges | None = None,
+    context_length: int | None = None,
+    draft_layers: bool = False,
+) -> MemoryPlan:
+    """Count what the model at a path takes; see `plan_memory`. context_length: None for its own.
+
+    Raises: ModelFileError and below; RequestError for changes without meaning.
+    """
+    file = open_model_file(path, changes, context_length)
+    try:
+        plan = plan_memory(file, kv_type=kv_type, draft_layers=draft_layers)
+        return (
+            plan
+            if context_length is None
+            else replace(plan, config=replace(plan.config, context_length=context_length))
+        )
+    finally:
+        file.close()
+
+
+def choose_context(
+    plan: MemoryPlan,
+    requested: int | None,
+    memory: MemoryLimits,
+    *,
+    kv_memory: int | None = None,
+    kv_window: int | None = None,
+) -> int:
+    """The context length to load a model with: as requested, or as trained, reduced with a notice to what fits.
+
+    kv_memory, kv_window: as in `load`; they bound the cache whatever the context.
+    Raises: OutOfMemoryError if the model, or the requested context, cannot fit.
+    """
+    trained = plan.config.context_length
+    bounds = [] if kv_memory is None else [kv_memory]
+    if kv_window is not None:
+        bounds.append(plan.kv_bytes(min(trained, kv_window + 2 * MAX_BATCH_ROWS)))
+    most_kv = min(bounds, default=None)
+    if requested is not None:
+        check_fits(plan, requested, memory, most_kv)
+        return requested
+    if most_kv is not None and min(most_kv, plan.kv_bytes(trained)) <= KV_SHARE * (
+        memory.most_bytes - plan.fixed_bytes
+    ):
+        return trained
+    found = plan.default_context(memory)
+    if not found:
+        check_fits(plan, min(trained, LEAST_CONTEXT), memory)
+        return min(trained, LEAST_CONTEXT)
+    if found < trained:
+        most = plan.largest_loadable(memory)
+        more = f"; up to {most} can be given as context_length" if most > found else ""
+        logger.warning(
+            "%s: the context is %d tokens, not the %d it was trained for, which take %s of keys and values beside %s, "
+            "and %s%s",
+            plan.name,
+            found,
+            trained,
+            gigabytes(plan.kv_bytes(trained)),
+            gigabytes(plan.fixed_bytes),
+            memory.describe(),
+            more,
+        )
+    return found
+
+
+def check_fits(plan: MemoryPlan, context_length: int, memory: MemoryLimits, kv_bytes: int | None = None) -> None:
+    """Raise OutOfMemoryError, with the figures and the ways out, if a model and a context cannot fit.
+
+    kv_bytes: what the KV cache may take at most, if it was bounded.
+    """
+    kv = plan.kv_bytes(context_length)
+    if kv_bytes is not None:
+        kv = min(kv, kv_bytes)
+    room = memory.most_bytes - plan.fixed_bytes
+    if kv <= max(0, room) * KV_SHARE or (kv == 0 and room >= 0):
+        return
+    found = (
+        f"{plan.name} needs {gigabytes(plan.fixed_bytes + kv)} of memory for a context of {context_length} tokens "
+        f"({gigabytes(plan.all_weight_bytes)} for weights, {gigabytes(kv)} for keys and values as {plan.kv_type}, "
+        f"{gigabytes(plan.fixed_bytes - plan.all_weight_bytes)} for buffers), and {memory.describe()}"
+    )
+    ways = [*_smaller_contexts(plan, context_length, memory)] or [_smaller_model(plan, memory)]
+    raise OutOfMemoryError(f"{found}; {', or '.join(ways)}")
+
+
+def gigabytes(num_bytes: int) -> str:
+    """Such as "4.7 GB" or "310 MB"."""
+    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 10**9 else f"{-(-num_bytes // 10**6)} MB"
+
+
+def _smaller_contexts(plan: MemoryPlan, wanted: int, memory: MemoryLimits) -> Sequence[str]:
+    fits = plan.largest_loadable(memory, most=wanted)
+    with_q8 = plan.largest_loadable(memory, "q8_0", most=wanted) if plan.kv_type in ("f16", "f32") else 0
+    ways = []
+    if fits:
+        ways.append(f"the largest that fits is context_length {fits}")
+    if with_q8 == wanted:
+        ways.append("take kv_type q8_0, with which it fits")
+    elif with_q8 > fits:
+        ways.append(f"{with_q8} with kv_type q8_0")
+    return [*ways, "take a smaller quantization"] if ways else ways
+
+
+def _smaller_model(plan: MemoryPlan, memory: MemoryLimits) -> str:
+    room = memory.most_bytes - (plan.fixed_bytes - plan.all_weight_bytes)
+    room -= int(plan.kv_bytes(min(LEAST_CONTEXT, plan.config.context_length)) / KV_SHARE)
+    bits = plan.bits_per_weight * room / max(1, plan.all_weight_bytes)
+    closing = "close other programs" if not memory.limited_by else f"raise the limit of {memory.limited_by}"
+    if bits < 2:
+        return f"take a smaller model: its weights alone do not fit; or {closing}"
+    return (
+        f"take a smaller quantization: it has {plan.bits_per_weight:.1f} bits per weight, and {bits:.1f} would fit; or "
+        f"{closing}"
+    )
+
+
+def _scratch_bytes(graph: OpGraph, vocab_size: int) -> int:
+    """Buffers of a batch, each once more at most as quantized activations, and what comes with any model."""
+    rows = {Rows.BATCH: MAX_BATCH_ROWS, Rows.OUTPUT: _OUTPUT_ROWS}
+    buffers = sum(4 * rows[buffer.rows] * padded(buffer.width) for buffer in graph.buffers)
+    widest = max((buffer.width for buffer in graph.buffers if buffer.rows is Rows.BATCH), default=0)
+    return buffers + 2 * MAX_BATCH_ROWS * widest + _BYTES_PER_TOKEN_OF_VOCABULARY * vocab_size + _FIXED_BYTES
+
+
+class CountedWeights(ShapeWeights):
+    """Weights without data, which count the bytes that a device's weights of the same requests take."""
+
+    def __init__(self, file: ModelFile) -> None:
+        super().__init__({name: tensor.shape for name, tensor in file.tensors.items()})
+        self._file = file
+        self._matrices: dict[tuple[str, tuple[int, int] | None], LinearWeight] = {}
+        self._tables: set[str] = set()
+        self._vectors_by_name: dict[str, int] = {}
+
+    def linear(self, name: str, rows: slice | None = None) -> LinearWeight:
+        """Note a matrix, or the part of it, which is packed once."""
+        found = super().linear(name, rows)
+        part = None if rows is None else (found.packed, found.packed + found.num_rows)
+        self._matrices[name, part] = found
+        return found
+
+    def embedding(self, name: str) -> EmbeddingTable:
+        """Note a table."""
+        self._tables.add(name)
+        return super().embedding(name)
+
+    def vector(self, name: str) -> FloatArray:
+        """Count a vector, of which kernels read a copy."""
+        values = super().vector(name)
+        self._vectors_by_name[name] = 2 * values.nbytes
+        return values
+
+    def num_bytes(self) -> int:
+        """Bytes of all that was requested."""
+        return (
+            sum(self._vectors_by_name.values())
+            + sum(self._matrix_bytes(name, part) for name, part in self._matrices)
+            + sum(map(self._table_bytes, self._tables))
+        )
+
+    def _matrix_bytes(self, name: str, part: tuple[int, int] | None) -> int:
+        weight, tensor = self._matrices[name, part], self._file.tensor(name)
+        if part is not None and not part[0] and (name, None) in self._matrices and weight.num_experts == 1:
+            # The first rows of a matrix that is packed whole are taken from it.
+            return 0
+        if self._file.grouped(name) is not None:
+            return tensor.num_bytes * weight.num_rows // max(1, tensor.shape[-2])
+        with named_tensor(name):
+            layout = layout_of(tensor.type)
+        return num_tiles(weight.num_rows) * tile_bytes(layout, weight.num_columns) * weight.num_experts
+
+    def _table_bytes(self, name: str) -> int:
+        tensor = self._file.tensor(name)
+        if not runs_directly(tensor.type):
+            # Converted once; a tied output matrix is packed from it, and counted beside it.
+            with named_tensor(name):
+                layout = layout_of(tensor.type)
+            return tensor.shape[0] * stored_row_bytes(layout, tensor.shape[1])
+        return min(tensor.num_bytes, _TABLE_BYTES)
