@@ -14,6 +14,7 @@ from localinfer.cli.bench import bench_command
 from localinfer.cli.cache import cache_command
 from localinfer.cli.completion import VARIABLE, complete, completion_command
 from localinfer.cli.config_option import config_model_named, takes_config
+from localinfer.cli.doctor import doctor_command
 from localinfer.cli.embed import embed_command, rerank_command
 from localinfer.cli.evaluate import compare_command, perplexity_command
 from localinfer.cli.messages import in_options, one_line, send_messages_to_stderr
@@ -296,6 +297,7 @@ def tokenize_command(model: str | None, text: str | None, ids: bool, no_special:
 localinfer_command.add_command(bench_command)
 localinfer_command.add_command(cache_command)
 localinfer_command.add_command(completion_command)
+localinfer_command.add_command(doctor_command)
 localinfer_command.add_command(embed_command)
 localinfer_command.add_command(rerank_command)
 localinfer_command.add_command(pull_command)

@@ -96,6 +96,9 @@ GOOD = {
         --json
     """,
     "rm": "",
+    "doctor": """
+        --json
+    """,
     "quantize": """
         {demo} {folder}/1.gguf --type q8_0 --method rtn --threads 1 --device cpu --text {text} --chunks 1
         {demo} {folder}/2.gguf --calibration {text} --calibration-tokens 512 --save-imatrix {folder}/i.gguf {quick}
@@ -281,6 +284,9 @@ BAD = {
     """,
     "rm": """
         no-such-file
+    """,
+    "doctor": """
+        --json=maybe
     """,
     "quantize": """
         {demo} {folder}/x.gguf --type q99

@@ -1,0 +1,234 @@
+"""The checks by name: each returns facts for JSON, and one that fails says so beside the others.
+
+Heavy modules are imported in the check that needs them, so that one that cannot be imported is a finding as well.
+"""
+
+import importlib
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from localinfer.doctor.hardware import huge_pages, memory_modules, power_facts
+from localinfer.folders import user_folder
+from localinfer.machine_limits import memory_limits, processor_limits
+
+Facts = dict[str, Any]
+
+_COMPILE_SECONDS = 28.0
+"""Of one core, for the kernels of one model; measured on an AMD EPYC at its first start."""
+_MOST_COMPILERS = 8
+_START_SECONDS = 3.0
+_PACKAGES = ("numpy", "numba", "llvmlite", "torch", "numba-cuda")
+
+
+def run_checks(checks: Mapping[str, Callable[[], Facts]], progress: Callable[[str], object]) -> Facts:
+    """The facts of each check by its name; {"error": why} of one that failed."""
+    found: Facts = {}
+    for name, check in checks.items():
+        progress(name.replace("_", " "))
+        try:
+            found[name] = check()
+        except Exception as error:
+            found[name] = {"error": f"{type(error).__name__}: {error}" if str(error) else type(error).__name__}
+    return found
+
+
+def _load() -> Facts:
+    from localinfer.doctor.load import other_load
+
+    return other_load()
+
+
+def _cpu() -> Facts:
+    from localinfer.bench.machine import cpu_name
+    from localinfer.kernels.jit import isa
+
+    available = isa.available()
+    return {
+        "name": cpu_name(),
+        "kernels": isa.SELECTED.value,
+        "fastest_here": available[0].value,
+        "faster_elsewhere": faster_instructions(available[0].value, platform.machine()),
+        **power_facts(),
+    }
+
+
+def faster_instructions(path: str, machine: str) -> list[str]:
+    """Instruction sets of the same kind of CPU with faster kernels than the fastest path of this one."""
+    if machine.lower() in ("x86_64", "amd64"):
+        order = {"avx512vnni": "AVX-512 VNNI", "avxvnni": "AVX-VNNI", "avx2": "AVX2"}
+    else:
+        order = {"neon": "dot products (ARMv8.2)"}
+    names = list(order)
+    return [order[name] for name in names[: names.index(path) if path in names else len(names)]]
+
+
+def _threads() -> Facts:
+    from localinfer.models.load.threads import available_threads
+
+    limits = processor_limits()
+    return {
+        "physical_cores": limits.physical_cores,
+        "hardware_threads": limits.hardware_threads,
+        "allowed": limits.allowed,
+        "quota": limits.quota,
+        "used": available_threads(),
+    }
+
+
+def _memory() -> Facts:
+    limits = memory_limits()
+    return {
+        "total_bytes": limits.total_bytes,
+        "available_bytes": limits.available_bytes,
+        "swap_bytes": limits.swap_bytes,
+        "limited_by": limits.limited_by or None,
+        "huge_pages": huge_pages(),
+        "modules": memory_modules(),
+    }
+
+
+def _bandwidth() -> Facts:
+    from localinfer.doctor.load import measure_bandwidth
+
+    return measure_bandwidth(processor_limits().usable_threads, memory_limits().available_bytes)
+
+
+def _kernels() -> Facts:
+    from localinfer.kernels.cpu.program import POOL_KERNELS
+    from localinfer.kernels.jit.object_cache import CACHE_FOLDER
+
+    files = [] if CACHE_FOLDER is None else list(CACHE_FOLDER.glob("*.o"))
+    compilers = min(os.cpu_count() or 1, _MOST_COMPILERS)
+    return {
+        "folder": None if CACHE_FOLDER is None else str(CACHE_FOLDER),
+        "num_compiled": len(files),
+        "num_bytes": sum(file.stat().st_size for file in files),
+        "is_compiled": bool(files) and all(kernel.is_cached for kernel in POOL_KERNELS),
+        "first_start_seconds": round(_COMPILE_SECONDS / compilers + _START_SECONDS),
+    }
+
+
+def _prompt_cache() -> Facts:
+    from localinfer.persistence.budget import stored_files
+    from localinfer.persistence.prompt_cache import DEFAULT_MAX_BYTES, conversations_folder
+
+    folder = conversations_folder(None)
+    return {
+        "folder": None if folder is None else str(folder),
+        "num_bytes": 0 if folder is None else sum(file.num_bytes for file in stored_files(folder)),
+        "max_bytes": DEFAULT_MAX_BYTES,
+        "is_writable": folder is not None and os.access(_existing(folder), os.W_OK),
+    }
+
+
+def _disk() -> Facts:
+    places = {"caches": user_folder("cache"), "state": user_folder("state"), "models": _models_folder()}
+    return {
+        what: {"folder": str(folder), "free_bytes": usage.free, "total_bytes": usage.total}
+        for what, folder in places.items()
+        if folder is not None
+        for usage in [shutil.disk_usage(_existing(folder))]
+    }
+
+
+def _models_folder() -> Path | None:
+    """Where pulled models lie: the cache of huggingface_hub."""
+    for variable, below in (("HF_HUB_CACHE", ""), ("HF_HOME", "hub")):
+        if os.environ.get(variable):
+            return Path(os.path.expanduser(os.environ[variable])) / below
+    caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(caches) / "huggingface" / "hub" if os.path.isabs(caches) else None
+
+
+def _existing(folder: Path) -> Path:
+    """The folder, or the nearest one above it that exists."""
+    return next((place for place in (folder, *folder.parents) if place.exists()), folder)
+
+
+def _gpu() -> Facts:
+    from localinfer.errors import LocalinferError
+    from localinfer.kernels.cuda.device import find_device, has_driver
+
+    facts: Facts = {"has_driver": has_driver(), "name": None, "free_bytes": None, "reason": None}
+    if not facts["has_driver"]:
+        return {**facts, "reason": "no NVIDIA driver is installed"}
+    try:
+        device = find_device()
+    except (LocalinferError, ImportError, OSError, RuntimeError) as error:
+        return {**facts, "reason": str(error)}
+    return {**facts, "name": device.name, "free_bytes": device.free_bytes}
+
+
+def _versions() -> Facts:
+    from importlib import metadata
+
+    from localinfer.kernels.versions import installed_version
+
+    found: Facts = {"localinfer": installed_version("localinfer"), "python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = None
+    return {**found, "system": f"{platform.system()} {platform.release()} {platform.machine()}", "path": sys.executable}
+
+
+def _optional(module: str) -> Any:
+    """A module of localinfer, None where this version comes without it."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is not None and module.startswith(error.name):
+            return None
+        raise
+
+
+def _config() -> Facts:
+    config = _optional("localinfer.config")
+    return {"lines": [] if config is None else config.describe_config()}
+
+
+def _models() -> Facts:
+    installed, places = _optional("localinfer.hub.installed"), _optional("localinfer.hub.places")
+    if installed is None or places is None:
+        return {"found": []}
+    return {"found": [_model_facts(model) for model in installed.find_installed(places.Places.of_user())]}
+
+
+def _model_facts(model: Any) -> Facts:
+    return {
+        "name": model.name,
+        "num_bytes": model.num_bytes,
+        "path": str(model.path),
+        "source": model.source,
+        "problem": model.problem or None,
+    }
+
+
+CHECKS: dict[str, Callable[[], Facts]] = {
+    # First, before the others keep the machine busy.
+    "load": _load,
+    "cpu": _cpu,
+    "threads": _threads,
+    "memory": _memory,
+    "bandwidth": _bandwidth,
+    "gpu": _gpu,
+    "kernels": _kernels,
+    "prompt_cache": _prompt_cache,
+    "disk": _disk,
+    "versions": _versions,
+    "config": _config,
+    "models": _models,
+}
+
+
+def failed(facts: Facts) -> Iterator[tuple[str, str]]:
+    """The checks that failed, and why."""
+    for name, found in facts.items():
+        if isinstance(found, dict) and "error" in found:
+            yield name, found["error"]
