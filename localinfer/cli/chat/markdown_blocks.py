@@ -1,0 +1,249 @@
+"""What a line of Markdown is, decided from as few characters of its start as possible."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+
+_ORDERED = re.compile(r"(\d{1,9})([.)])")
+_MAYBE_ORDERED = re.compile(r"\d{1,9}[.)]? *")
+_HEADING = re.compile(r"#{1,6}(?= |$)")
+_SHORTEST_RULE = 3
+_CLOSERS = {"$$": "$$", "\\[": "\\]"}
+
+
+class Kind(Enum):
+    """What the part of a line is that follows its quote and list markers."""
+
+    BLANK = auto()
+    TEXT = auto()
+    HEADING = auto()
+    RULE = auto()
+    UNDERLINE = auto()
+    """Of equals signs, under a title."""
+    FENCE = auto()
+    TABLE = auto()
+    MATHEMATICS = auto()
+    CODE = auto()
+    """A line of code for its indent."""
+
+
+@dataclass(frozen=True)
+class Quote:
+    """A block quote that a line is in."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """A list item that a line is in; columns count from the start of what it is inside.
+
+    marker_column: where its marker is.
+    text_column: where its text begins.
+    marker: `-`, `*` or `+`, or a number with its delimiter.
+    """
+
+    marker_column: int
+    text_column: int
+    marker: str
+
+    @property
+    def least_indent(self) -> int:
+        """The indent that is inside the item; models indent by two columns under `1.`, where CommonMark wants three."""
+        return min(self.text_column, self.marker_column + 2)
+
+
+Container = Quote | Item
+
+
+@dataclass(frozen=True)
+class LineStart:
+    """The decision about a line.
+
+    kept: how many of the open quotes and items it is in.
+    opened: the quotes and items that it begins, inside those.
+    text: what was read of the line after its markers; of a heading or fence the marker is left out.
+    level: of a heading.
+    fence: the run of backticks or tildes.
+    strip: columns of indent that the fence has after the last quote marker, which its lines of code have too.
+    """
+
+    kept: int
+    opened: tuple[Container, ...]
+    kind: Kind
+    text: str = ""
+    level: int = 0
+    fence: str = ""
+    strip: int = 0
+
+
+@dataclass(frozen=True)
+class Around:
+    """What stands before a line.
+
+    containers: the open quotes and items, outermost first.
+    in_paragraph: whether the line before is text that this one may continue.
+    """
+
+    containers: Sequence[Container] = ()
+    in_paragraph: bool = False
+
+
+def read_start(line: str, around: Around, *, is_whole: bool) -> LineStart | None:
+    """Decide what a line is from its start, or None while more of it is needed; a whole line is always decided.
+
+    line: without tabs and line end.
+    Text and headings are decided for good; what else is decided from a start has to be read again as a whole line.
+    """
+    place, kept, quote_end = 0, 0, 0
+    for container in around.containers:
+        indent = _indent(line, place)
+        if place + indent == len(line):
+            return _blank(around, kept) if is_whole else None
+        if isinstance(container, Quote):
+            if line[place + indent] != ">":
+                break
+            place += indent + 1
+            if place == len(line) and not is_whole:
+                return None
+            place += line.startswith(" ", place)
+            quote_end = place
+        elif indent >= container.least_indent:
+            place += min(indent, container.text_column)
+        else:
+            break
+        kept += 1
+    opened: list[Container] = []
+    while True:
+        indent = _indent(line, place)
+        if place + indent == len(line):
+            if not is_whole:
+                return None
+            return LineStart(kept, tuple(opened), Kind.TEXT) if opened else _blank(around, kept)
+        rest = line[place + indent :]
+        if indent >= 4 and not opened and not around.in_paragraph and not _in_item(around.containers[:kept]):
+            return LineStart(kept, (), Kind.CODE, line[place:])
+        if rest[0] == ">":
+            if len(rest) == 1 and not is_whole:
+                return None
+            opened.append(Quote())
+            place += indent + (2 if rest.startswith("> ") else 1)
+            quote_end = place
+            continue
+        may_continue = around.in_paragraph and not opened and kept == len(around.containers)
+        marker = _item_marker(rest, is_whole=is_whole, continues=may_continue)
+        if marker is None:
+            return None
+        if not marker:
+            break
+        spaces = _indent(rest, len(marker))
+        opened.append(Item(indent, indent + len(marker) + (spaces if 1 <= spaces <= 4 else 1), marker))
+        place += indent + len(marker) + spaces
+    leaf = _read_leaf(rest, in_paragraph=may_continue, is_whole=is_whole)
+    if leaf is None:
+        return None
+    kind, text, level, fence = leaf
+    if kind is Kind.TEXT and around.in_paragraph and not opened:
+        kept = len(around.containers)
+    return LineStart(kept, tuple(opened), kind, text, level, fence, place + indent - quote_end)
+
+
+def mathematics_closer(text: str) -> str:
+    """What ends displayed mathematics that the text opens; empty if it is closed in the text already."""
+    closer = _CLOSERS[text[:2]]
+    return "" if closer in text[2:] else closer
+
+
+def _indent(line: str, place: int) -> int:
+    end = place
+    while end < len(line) and line[end] == " ":
+        end += 1
+    return end - place
+
+
+def _blank(around: Around, kept: int) -> LineStart:
+    """A blank line is in every open item, and in the quotes that it is marked for."""
+    while kept < len(around.containers) and isinstance(around.containers[kept], Item):
+        kept += 1
+    return LineStart(kept, (), Kind.BLANK)
+
+
+def _in_item(containers: Sequence[Container]) -> bool:
+    return any(isinstance(container, Item) for container in containers)
+
+
+def _is_rule(rest: str) -> bool:
+    marks = rest.replace(" ", "")
+    return len(marks) >= _SHORTEST_RULE and marks[0] in "-*_" and marks == marks[0] * len(marks)
+
+
+def _item_marker(rest: str, *, is_whole: bool, continues: bool) -> str | None:
+    """The list marker that the text begins with, empty for none, None while that is undecided.
+
+    continues: whether the text may go on with a paragraph, which only the number 1 and full items interrupt.
+    """
+    first = rest[0]
+    if first in "-*+":
+        if _is_rule(rest) and is_whole:
+            return ""
+        after = rest[1:].lstrip(" ")
+        if not after:
+            if not is_whole:
+                return None
+            return "" if continues else first
+        if rest[1] != " ":
+            return ""
+        if first != "+" and not is_whole and rest.replace(" ", "").strip(first) == "":
+            return None
+        return first
+    if not first.isascii() or not first.isdigit():
+        return ""
+    if not is_whole and _MAYBE_ORDERED.fullmatch(rest):
+        return None
+    found = _ORDERED.match(rest)
+    if found is None or not (rest[found.end() :].startswith(" ") or found.end() == len(rest)):
+        return ""
+    if continues and (int(found[1]) != 1 or not rest[found.end() :].strip()):
+        return ""
+    return found[0]
+
+
+def _read_leaf(rest: str, *, in_paragraph: bool, is_whole: bool) -> tuple[Kind, str, int, str] | None:
+    first = rest[0]
+    text = Kind.TEXT, rest, 0, ""
+    if first == "#":
+        heading = _HEADING.match(rest)
+        if heading and (is_whole or heading.end() < len(rest.rstrip(" "))):
+            return Kind.HEADING, rest[heading.end() :].lstrip(" "), heading.end(), ""
+        return None if not is_whole and (heading or rest == "#" * len(rest)) and len(rest.strip("# ")) == 0 else text
+    if first in "`~":
+        return _read_fence(rest, is_whole=is_whole)
+    if first in "-*_":
+        if is_whole:
+            return (Kind.RULE, rest, 0, "") if _is_rule(rest) else text
+        return None if rest.replace(" ", "").strip(first) == "" else text
+    if first == "=" and in_paragraph:
+        if is_whole and len(rest.rstrip(" ")) >= _SHORTEST_RULE and rest.strip(" ").strip("=") == "":
+            return Kind.UNDERLINE, rest, 0, ""
+        return None if not is_whole and rest.strip("= ") == "" else text
+    if first == "|":
+        return Kind.TABLE, rest, 0, ""
+    if first in "$\\":
+        if len(rest) == 1 and not is_whole:
+            return None
+        if rest[:2] in _CLOSERS:
+            if not is_whole or mathematics_closer(rest) or rest.rstrip(" ").endswith(_CLOSERS[rest[:2]]):
+                return Kind.MATHEMATICS, rest, 0, ""
+        return text
+    return text
+
+
+def _read_fence(rest: str, *, is_whole: bool) -> tuple[Kind, str, int, str] | None:
+    mark = rest[0]
+    run = rest[: len(rest) - len(rest.lstrip(mark))]
+    text = Kind.TEXT, rest, 0, ""
+    if len(run) == len(rest) and not is_whole:
+        return None
+    information = rest[len(run) :]
+    if len(run) < 3 or (mark == "`" and mark in information):
+        return text
+    return (Kind.FENCE, information.strip(), 0, run) if is_whole else None
