@@ -5,6 +5,9 @@ from functools import lru_cache
 from wcwidth import wcswidth, wcwidth
 
 _ZERO_WIDTH_JOINER = "\u200d"
+_EMOJI_STYLE = "\ufe0f"
+"""Makes the character before it wide."""
+_LONGEST_CLUSTER = 16
 _OPENING = frozenset("([{\u2018\u201c\u300a\u3008\u300c\u300e\u3010\u3014\u3016\uff08\uff3b\uff5b")
 """Never the last on a line."""
 _CLOSING = frozenset(
@@ -36,7 +39,10 @@ def is_wide(character: str) -> bool:
 
 def joins(before: str, character: str) -> bool:
     """Whether the character is drawn in the cells of the text before it, and is never parted from it."""
-    return bool(before) and text_width(before[-16:] + character) <= text_width(before[-16:])
+    if not before:
+        return False
+    cluster = before[-_LONGEST_CLUSTER:]
+    return character == _EMOJI_STYLE or text_width(cluster + character) <= text_width(cluster)
 
 
 def may_break(before: str, character: str) -> bool:

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-_MOST_LINES = 64
-"""Lines before the current one that are read again for its state, if one of them is a place to begin."""
-_MOST_CHARACTERS = 16_000
+_FEWEST_LINES = 12
+"""Lines before the current one that are read again for its state, and those up to a place to begin."""
+_MOST_CHARACTERS = 8_000
 _LONGEST_LINE = 2_000
 _SEQUENCES = {
     "Comment": "\x1b[90m",
@@ -36,7 +36,7 @@ class CodeColours:
         self._before = ""
         """Lines that the state of the next one is read from."""
         self._places: list[int] = []
-        """Where in them a line begins that starts something new."""
+        """Where in them a line begins that starts something new, outside strings and comments."""
 
     def line(self, code: str) -> str:
         """The line, which has no line end, with colours; as it is where the language is unknown."""
@@ -44,31 +44,33 @@ class CodeColours:
             return code
         start, text = len(self._before), f"{self._before}{code}\n"
         parts: list[str] = []
-        position = 0
+        position, is_inside = 0, False
         for _, kind, value in self._lexer.get_tokens_unprocessed(text):
             end = position + len(value)
+            if position < start <= end:
+                is_inside = str(kind).startswith(("Token.Literal.String", "Token.Comment.Multi"))
             if end > start:
                 parts.append(_styled(text[max(position, start) : min(end, len(text) - 1)], kind))
             position = end
         if position != len(text):
             self._lexer = None
             return code
-        if code[:1].strip() and code[0] not in "}])":
+        if code[:1].strip() and code[0] not in "}])" and not is_inside:
             self._places.append(start)
         self._before = text
         self._forget()
         return "".join(parts)
 
     def _forget(self) -> None:
-        if self._before.count("\n") <= _MOST_LINES and len(self._before) <= _MOST_CHARACTERS:
-            return
-        middle = len(self._before) // 2
-        place = next((place for place in self._places if place >= middle), None)
-        if place is None and len(self._before) > _MOST_CHARACTERS:
-            place = self._before.index("\n", middle) + 1
-        if place:
-            self._before = self._before[place:]
-            self._places = [later - place for later in self._places if later >= place]
+        """Keep the lines from the last place on that has enough lines after it."""
+        while len(self._places) > 1 and self._before.count("\n", self._places[1]) >= _FEWEST_LINES:
+            self._drop(self._places[1])
+        if len(self._before) > _MOST_CHARACTERS:
+            self._drop(self._before.index("\n", len(self._before) // 2) + 1)
+
+    def _drop(self, length: int) -> None:
+        self._before = self._before[length:]
+        self._places = [place - length for place in self._places if place >= length]
 
 
 def _find_lexer(language: str) -> Any:

@@ -66,6 +66,8 @@ class LineWriter:
         self._word_width = 0
         self._is_breaking = False
         self._is_address = False
+        self._cluster: Piece = "", PLAIN
+        """What is drawn in the cells of one character, while a word is broken."""
         self.widest = 0
         """Columns of the longest line since `begin`, without the indent."""
 
@@ -187,23 +189,28 @@ class LineWriter:
                 self._break_at(one, piece_style)
 
     def _break_at(self, character: str, style: int) -> None:
-        if joins(self._word_text, character):
-            self._put(character, style)
-            self._word_text = self._word_text[-16:] + character
-            return
-        width = text_width(character)
-        if self._column + width > self._width:
+        if joins(self._cluster[0], character):
+            self._cluster = self._cluster[0] + character, self._cluster[1]
+        else:
+            self._put_cluster()
+            self._cluster = character, style
+
+    def _put_cluster(self) -> None:
+        text, style = self._cluster
+        width = text_width(text)
+        if self._column + width > self._width and self._column > self._indent:
             if self._is_address:
                 self._column = 0
             else:
                 self._wrap()
-        self._put(character, style)
-        self._word_text = self._word_text[-16:] + character
+        self._put(text, style)
         self._column += width
         self.widest = max(self.widest, self._column - self._indent)
 
     def _end_word(self) -> None:
         if self._is_breaking:
+            self._put_cluster()
+            self._cluster = "", PLAIN
             self._is_breaking = False
         elif self._word:
             if self._column == self._indent:

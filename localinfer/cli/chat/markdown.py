@@ -32,7 +32,9 @@ from localinfer.terminal import neutralise_controls
 
 _TAB = 4
 _BULLETS = "•◦▪"
-_LONGEST_RULE = 60
+_LONGEST_RULE = 80
+_AIRY = (Kind.HEADING, Kind.FENCE)
+"""Blocks with a blank line before them; tables have one too."""
 _BAR = ("│ ", FAINT)
 _TITLES = {1: TITLE, 2: TITLE, 3: STRONG, 4: STRONG | EMPHASIS, 5: EMPHASIS, 6: EMPHASIS}
 _UNDERLINES = {1: "═", 2: "─"}
@@ -73,6 +75,9 @@ class MarkdownStream:
         self._blanks = 0
         self._blank_start: Sequence[Piece] = ()
         self._is_at_top = True
+        self._follows_blank = True
+        self._wants_blank = False
+        """Whether a blank line comes before the next block though the text has none."""
 
     def feed(self, text: str) -> str:
         """Read a delta; returns what to print for it."""
@@ -163,8 +168,10 @@ class MarkdownStream:
         elif start.kind is Kind.MATHEMATICS:
             self._closer = mathematics_closer(start.text)
             self._writer.pieces_line([*self._first, (_as_prose(start.text), PLAIN)])
+        elif start.kind is Kind.UNDERLINE:
+            self._underline("═")
         else:
-            self._rule(self._first, "═" if start.kind is Kind.UNDERLINE else "─")
+            self._rule(self._first, "─")
 
     def _begin_text(self, text: str, level: int = 0) -> None:
         self._writer.begin(self._first, self._hanging)
@@ -178,8 +185,11 @@ class MarkdownStream:
         self._writer.end()
         self._is_in_text = False
         if self._title_level in _UNDERLINES and self._writer.widest:
-            underline = _UNDERLINES[self._title_level] * self._writer.widest
-            self._writer.pieces_line([*fitting(self._hanging, self._writer.width), (underline, FAINT)])
+            self._underline(_UNDERLINES[self._title_level])
+
+    def _underline(self, mark: str) -> None:
+        before = fitting(self._hanging, self._writer.width)
+        self._writer.pieces_line([*before, (mark * self._writer.widest, FAINT)])
 
     def _blank(self, kept: int) -> None:
         containers = self._around.containers[:kept]
@@ -192,19 +202,27 @@ class MarkdownStream:
         if start.kind is Kind.CODE and self._indented:
             count = self._blanks
             self._indented += [""] * count
-        elif start.kind is Kind.HEADING and not count and not start.opened:
+        elif not count and (self._wants_blank or (start.kind in _AIRY and not start.opened)):
             count, self._blank_start = 1, _bars(self._around.containers)
-        if not self._is_at_top:
-            for _ in range(count):
-                self._writer.pieces_line(self._blank_start)
-        self._blanks, self._is_at_top = 0, False
+        self._blanks, self._wants_blank = 0, False
+        if self._is_at_top:
+            count = 0
+        for _ in range(count):
+            self._writer.pieces_line(self._blank_start)
+        self._follows_blank = count > 0 or self._is_at_top
+        self._is_at_top = False
 
     def _rule(self, before: Sequence[Piece], mark: str, label: str = "") -> None:
         width = self._writer.width
         before = fitting(before, width)
         title = f"{mark * 2} {label} " if label else ""
         missing = min(width - piece_width(before), _LONGEST_RULE) - text_width(title)
-        self._writer.pieces_line([*before, (title + mark * missing, FAINT)])
+        if missing >= 0:
+            self._writer.pieces_line([*before, (title + mark * missing, FAINT)])
+            return
+        self._writer.begin(before)
+        self._writer.write(title, FAINT)
+        self._writer.end()
 
     # Code.
 
@@ -231,6 +249,7 @@ class MarkdownStream:
         self.code_blocks.append(fence.text)
         self._fence = None
         self._rule((), "─")
+        self._wants_blank = True
 
     def _leave_indented(self) -> None:
         if self._indented:
@@ -268,13 +287,16 @@ class MarkdownStream:
         if len(lines) == 1:
             self._begin_text(lines[0])
             self._end_text()
-            self._first = self._hanging
+            self._first, self._follows_blank = self._hanging, False
         elif lines:
+            if not self._follows_blank and self._first == self._hanging:
+                self._writer.pieces_line(_bars(self._around.containers))
             width = self._writer.width
             first, hanging = fitting(self._first, width), fitting(self._hanging, width)
             for line in draw_table(lines, width - piece_width(hanging), styles=self._styles):
                 self._writer.pieces_line([*first, (line, PLAIN)])
                 first = hanging
+            self._wants_blank = True
 
 
 def _as_prose(text: str) -> str:

@@ -230,9 +230,9 @@ def _read_leaf(rest: str, *, in_paragraph: bool, is_whole: bool) -> tuple[Kind, 
     if first in "$\\":
         if len(rest) == 1 and not is_whole:
             return None
-        if rest[:2] in _CLOSERS:
-            if not is_whole or mathematics_closer(rest) or rest.rstrip(" ").endswith(_CLOSERS[rest[:2]]):
-                return Kind.MATHEMATICS, rest, 0, ""
+        closer = _CLOSERS.get(rest[:2])
+        if closer and (not is_whole or mathematics_closer(rest) or rest.rstrip(" ").endswith(closer)):
+            return Kind.MATHEMATICS, rest, 0, ""
         return text
     return text
 

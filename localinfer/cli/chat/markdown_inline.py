@@ -253,9 +253,8 @@ class InlineStream:
             self._step(character)
             return
         self._content += character
-        if self._closer[0] != "`" and character == self._closer[-1] and self._ends_with_closer():
-            self._end_span()
-        elif len(self._content) > MOST_HELD:
+        is_closed = self._closer[0] != "`" and character == self._closer[-1] and self._ends_with_closer()
+        if is_closed or len(self._content) > MOST_HELD:
             self._end_span()
 
     def _ends_with_closer(self) -> bool:

@@ -59,7 +59,7 @@ def draw_table(lines: Sequence[str], width: int, *, styles: bool) -> list[str]:
         for line in range(max(map(len, row))):
             cells = [cell[line] if line < len(cell) else "" for cell in row]
             padded = map(_pad, cells, widths, align)
-            result.append(painter.styled(" │ ", FAINT).join(padded).rstrip(" "))
+            result.append(f" {painter.styled('│', FAINT)} ".join(padded).rstrip(" "))
     return result
 
 
