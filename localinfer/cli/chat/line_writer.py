@@ -57,6 +57,8 @@ class LineWriter:
         self._output: list[str] = []
         self._hanging: Sequence[Piece] = ()
         self._indent = 0
+        self._room = 0
+        """Columns of the longest word that is not broken."""
         self._column = 0
         self._width = SMALLEST_WIDTH
         self._spaces = 0
@@ -140,7 +142,8 @@ class LineWriter:
         pieces = fitting(pieces, self._width)
         for text, style in pieces:
             self._put(text, style)
-        self._indent = self._column = sum(text_width(text) for text, _ in pieces)
+        self._indent = self._column = piece_width(pieces)
+        self._room = self._width - max(self._indent, piece_width(fitting(self._hanging, self._width)))
         self._spaces = 0
 
     def _wrap(self) -> None:
@@ -150,9 +153,7 @@ class LineWriter:
     def _add(self, text: str, style: int) -> None:
         if text.isascii() and not self._is_breaking:
             before = self._word_text
-            if (before.isascii() or not may_break(before, text[0])) and (
-                self._word_width + len(text) <= self._width - self._indent
-            ):
+            if (before.isascii() or not may_break(before, text[0])) and (self._word_width + len(text) <= self._room):
                 self._append(text, style, self._word_width + len(text))
                 return
         for character in text:
@@ -174,7 +175,7 @@ class LineWriter:
             self._end_word()
         text = self._word_text + character
         width = self._word_width + 1 if text.isascii() else text_width(text)
-        if width <= self._width - self._indent:
+        if width <= self._room:
             self._append(character, style, width)
             return
         # Longer than a line: it begins a line of its own, and is written as it comes from here on.
@@ -236,9 +237,9 @@ def fitting(pieces: Sequence[Piece], width: int) -> Sequence[Piece]:
     """
     room = max(0, width - LEAST_TEXT_WIDTH)
     kept = list(pieces)
-    excess = sum(text_width(text) for text, _ in kept) - room
+    excess = piece_width(kept) - room
     while excess > 0 and len(kept) > 1:
-        place = next((place for place, (text, _) in enumerate(kept) if not text.strip()), 0)
+        place = next((place for place, (text, _) in enumerate(kept[:-1]) if not text.strip()), 0)
         excess -= text_width(kept[place][0])
         del kept[place]
     return kept

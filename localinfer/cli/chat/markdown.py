@@ -20,6 +20,7 @@ from localinfer.cli.chat.line_writer import (
 from localinfer.cli.chat.markdown_blocks import (
     Around,
     Container,
+    Item,
     Kind,
     LineStart,
     Quote,
@@ -174,6 +175,9 @@ class MarkdownStream:
             self._rule(self._first, "─")
 
     def _begin_text(self, text: str, level: int = 0) -> None:
+        if not text:
+            self._writer.pieces_line(self._first)
+            return
         self._writer.begin(self._first, self._hanging)
         self._inline.begin(_TITLES[level] if level else PLAIN)
         self._inline.feed(_as_prose(text))
@@ -231,7 +235,8 @@ class MarkdownStream:
         language = start.text.split()[0].strip("{}.").lower() if start.text else ""
         colours = CodeColours(language) if self._styles else None
         self._fence = Fence(start.fence, quotes=quotes, indent=start.strip, colours=colours)
-        self._rule(self._first if start.opened else (), "─", _as_prose(start.text))
+        begins_item = any(isinstance(container, Item) for container in start.opened)
+        self._rule(self._first if begins_item else (), "─", _as_prose(start.text))
 
     def _code_line(self, fence: Fence, line: str) -> None:
         code = fence.code_of(line)

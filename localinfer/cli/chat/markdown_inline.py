@@ -2,7 +2,7 @@
 
 The rules of CommonMark for delimiter runs, with three departures for text of models: a span ends on the line where it
 began, characters of Chinese and Japanese count as punctuation beside a delimiter (they have no spaces), and `2*3*4`
-stays what it is.
+and `__init__` stay what they are.
 """
 
 import re
@@ -228,6 +228,8 @@ class InlineStream:
             opened = len(opener.text)
             if (opener.closes_too or opens) and (opened + count) % 3 == 0 and (opened % 3 or count % 3):
                 continue
+            if mark == "_" and opened == count == 2 and _is_name(self._tokens[place + 1 :]):
+                continue
             taken = 2 if opened >= 2 and count >= 2 else 1
             if mark == "~" and taken != 2:
                 continue
@@ -334,6 +336,12 @@ class InlineStream:
                 self._held += len(text)
         self._flush()
         self._release_excess()
+
+
+def _is_name(tokens: list[_Token]) -> bool:
+    """Whether two underscores on both sides of the tokens make a name of Python."""
+    text = "".join(token.text for token in tokens)
+    return text.isidentifier() and text == text.lower()
 
 
 def _is_boundary(character: str) -> bool:
