@@ -135,9 +135,9 @@ def test_languages_are_coloured_over_the_ends_of_lines_and_code_stays_what_it_is
 def test_a_long_block_is_coloured_to_its_end():
     stream = MarkdownStream(lambda: 40, styles=True)
     stream.feed("```c\n" + "int f(void) {\n  /* a\n  b */\n}\n" * 20)
-    assert stream.feed("int g; /* one\n") == "\x1b[35mint\x1b[0m g; \x1b[90m/* one\x1b[0m\n"
+    assert stream.feed("int g; /* one\n") == "\x1b[35mint\x1b[0m g; \x1b[2m/* one\x1b[0m\n"
     stream.feed("two\n" * 200)
-    assert stream.feed("three */ int\n") == "\x1b[90mthree */\x1b[0m \x1b[35mint\x1b[0m\n"
+    assert stream.feed("three */ int\n") == "\x1b[2mthree */\x1b[0m \x1b[35mint\x1b[0m\n"
 
 
 def test_displayed_mathematics_passes_through():

@@ -73,7 +73,7 @@ def test_an_open_delimiter_holds_back_no_more_than_a_line_or_two(opener):
 def test_a_word_is_printed_as_soon_as_it_is_complete():
     stream = MarkdownStream(lambda: 80, styles=True)
     assert [stream.feed(delta) for delta in ["One", " two", " th", "ree", ".\n", "- f", "our "]] == (
-        ["", "One", " two", "", " three.\n", "\x1b[33m• \x1b[0m", "four"]
+        ["", "One", " two", "", " three.\n", "\x1b[35m• \x1b[0m", "four"]
     )
 
 

@@ -7,18 +7,19 @@ _FEWEST_LINES = 12
 _MOST_CHARACTERS = 8_000
 _LONGEST_LINE = 2_000
 _SEQUENCES = {
-    "Comment": "\x1b[90m",
+    # Neither yellow nor bright black: light themes and Solarized show those hardly or not at all.
+    "Comment": "\x1b[2m",
     "Keyword": "\x1b[35m",
     "Operator.Word": "\x1b[35m",
     "Literal.String": "\x1b[32m",
     "Literal.Number": "\x1b[36m",
     "Name.Function": "\x1b[34m",
-    "Name.Class": "\x1b[33m",
-    "Name.Decorator": "\x1b[33m",
+    "Name.Class": "\x1b[34m",
+    "Name.Decorator": "\x1b[36m",
     "Name.Builtin": "\x1b[36m",
-    "Name.Exception": "\x1b[33m",
+    "Name.Exception": "\x1b[36m",
     "Name.Tag": "\x1b[34m",
-    "Name.Attribute": "\x1b[33m",
+    "Name.Attribute": "\x1b[36m",
     "Generic.Inserted": "\x1b[32m",
     "Generic.Deleted": "\x1b[31m",
     "Generic.Heading": "\x1b[34m",

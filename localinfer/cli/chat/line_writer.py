@@ -14,7 +14,7 @@ FAINT = 16
 STRUCK = 32
 TITLE = 64
 MARKER = 128
-_CODES = {STRONG: "1", EMPHASIS: "3", CODE: "36", LINK: "4", FAINT: "2", STRUCK: "9", TITLE: "1;35", MARKER: "33"}
+_CODES = {STRONG: "1", EMPHASIS: "3", CODE: "36", LINK: "4", FAINT: "2", STRUCK: "9", TITLE: "1;35", MARKER: "35"}
 """SGR codes; colours are of the terminal's own sixteen, which its theme keeps readable."""
 RESET = "\x1b[0m"
 SMALLEST_WIDTH = 8
