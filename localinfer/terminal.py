@@ -236,7 +236,15 @@ class Progress(Closing):
     def _draw(self, now: float) -> None:
         stage, done, total = self._latest
         count = f" {done}/{total}" if total > 0 else ""
-        self._stream.write(f"{CLEAR_LINE}{stage}{count}{self._time_left} ...")
+        self._stream.write(f"{CLEAR_LINE}{self._fitting(f'{stage}{count}{self._time_left} ...')}")
         self._stream.flush()
         self._drawn_stage = stage
         self._next_draw_seconds = now + REDRAW_SECONDS
+
+    def _fitting(self, line: str) -> str:
+        """As much of a line as the terminal has columns for: what is on a second row would not be erased."""
+        try:
+            columns = os.get_terminal_size(self._stream.fileno()).columns
+        except (OSError, ValueError):
+            return line
+        return line[: columns - 1] if columns > 1 else line

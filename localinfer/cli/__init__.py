@@ -89,7 +89,8 @@ class _Commands(click.Group):
 def localinfer_command(context: click.Context) -> None:
     """Run quantized language models locally.
 
-    Without -m, commands use the small bundled demo model, which shows that everything works.
+    Without -m, commands use the model that your configuration file names, or else the small bundled demo model, which
+    shows that everything works. `localinfer` alone says where that file is, and what to type first.
     """
     if context.invoked_subcommand is None:
         from localinfer.cli.welcome import welcome

@@ -104,6 +104,16 @@ def test_chat_from_a_pipe_answers_each_line():
     assert len(result.stdout.split()) > 4
 
 
+def test_a_pipe_is_one_message_that_is_answered_as_the_library_chats():
+    message = "Hello!\n\nWho are you?"
+    result = run("chat", "-p", "Hello!", "--temperature", "0", stdin=b"Who are you?\n")
+    assert result.returncode == 0, result.stderr.decode()
+    with localinfer.load() as llm:
+        reply = llm.chat([{"role": "user", "content": message}], temperature=0)
+    assert reply.text and result.stdout.decode() == f"{reply.text}\n"
+    assert result.stderr == b""
+
+
 def test_tokenize_ids_decode_to_the_text():
     text = "Once upon a time, a fox said: caf\u00e9!"
     result = run("tokenize", "--ids", "--no-special", text)

@@ -1,8 +1,11 @@
 """The progress line: only on terminals, only when a start is slow, and gone afterwards."""
 
 import io
+import sys
 import threading
 import time
+
+import pytest
 
 from localinfer import terminal as progress_module
 from localinfer.terminal import CLEAR_LINE, Pace, Progress, with_time_left
@@ -105,6 +108,19 @@ def test_line_has_count_and_time_left_and_wrapped_stages_the_time_alone(monkeypa
     report("weights", 0, 7)
     report("weights", 7, 7)
     assert seen == [("weights", 0, 0), ("weights, 0 s left", 0, 0)]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
+def test_line_never_fills_a_narrow_terminal(monkeypatch):
+    import os
+    import termios
+
+    make_patient(monkeypatch)
+    master, slave = os.openpty()
+    termios.tcsetwinsize(slave, (24, 25))
+    with os.fdopen(master, "rb", buffering=0) as screen, os.fdopen(slave, "w") as terminal, Progress(terminal) as line:
+        line("compiling kernels (once per machine)", 3, 40)
+        assert screen.read(100).decode() == f"{CLEAR_LINE}compiling kernels (once "
 
 
 def test_closed_progress_draws_nothing_later(monkeypatch):
