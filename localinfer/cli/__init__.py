@@ -19,7 +19,7 @@ from localinfer.cli.embed import embed_command, rerank_command
 from localinfer.cli.evaluate import compare_command, perplexity_command
 from localinfer.cli.messages import in_options, one_line, send_messages_to_stderr
 from localinfer.cli.models import list_command, pull_command, rm_command
-from localinfer.cli.next_command import library_error, unknown_command, usage_error
+from localinfer.cli.next_command import library_error, unknown_command, usage_error, with_notes
 from localinfer.cli.one_shot import answer_once, is_one_shot, one_shot_options, read_message
 from localinfer.cli.options import (
     COUNT,
@@ -309,6 +309,9 @@ localinfer_command.add_command(compare_command)
 localinfer_command.add_command(perplexity_command)
 localinfer_command.add_command(serve_command)
 localinfer_command.add_command(sessions_command)
+for one in (embed_command, rerank_command, quantize_command, compare_command, perplexity_command):
+    # Their models are arguments, and their contexts are not those of a chat.
+    takes_config("threads")(one)
 
 
 def _ask_instead(model: str | None) -> str:
@@ -370,7 +373,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except click.UsageError as error:
         return _fail(usage_error(error, command, localinfer_command))
     except click.ClickException as error:
-        return _fail(error.format_message())
+        return _fail(with_notes(error, error.format_message()))
     except LocalinferError as error:
         return _fail(library_error(error, in_options(str(error), command), command, localinfer_command))
     except KeyboardInterrupt:

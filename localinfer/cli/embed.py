@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from localinfer.cli.config_option import takes_config
 from localinfer.cli.options import COUNT, flag, model_argument, option, options_group, threads_option
 from localinfer.errors import ContextLengthError, RequestError
 from localinfer.terminal import Progress, check_text, neutralise_controls, with_time_left
@@ -27,7 +26,6 @@ _input_options = options_group(
     flag("--no-normalize", "Give values as the model computes them."),
     option("-c --context-length", "N", "Tokens of a text at most. Default: as trained.", type=COUNT),
     threads_option,
-    takes_config("threads"),
 )
 
 

@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 
 import click
 
-from localinfer.cli.config_option import takes_config
 from localinfer.cli.options import COUNT, flag, model_argument, option, options_group, threads_option
 from localinfer.errors import LocalinferError, RequestError
 from localinfer.terminal import Progress, with_time_left
@@ -19,7 +18,6 @@ _measuring_options = options_group(
     option("--context-length", "N", "Tokens per chunk.", type=click.IntRange(min=4), default=512),
     option("--chunks", "N", "Stop after N chunks. Default: the whole text.", type=COUNT),
     threads_option,
-    takes_config("threads"),
     flag("--json as_json", "Print one JSON object."),
 )
 

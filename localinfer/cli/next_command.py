@@ -74,9 +74,9 @@ def usage_error(error: click.UsageError, command: click.Command, group: click.Gr
     elif found := _EXTRA.search(text):
         hint = _with_option(found["words"], command, group)
     elif "`localinfer" in text:
-        return text
+        return with_notes(error, text)
     end = "" if text.endswith((".", "?", "?)")) else "."
-    return f"{text}{end} {hint or f'See `{path} --help`.'}"
+    return with_notes(error, f"{text}{end} {hint or f'See `{path} --help`.'}")
 
 
 def library_error(error: LocalinferError, text: str, command: click.Command, group: click.Group) -> str:
@@ -90,6 +90,11 @@ def library_error(error: LocalinferError, text: str, command: click.Command, gro
             text += "; `localinfer list --all` shows the models on this machine, `localinfer pull ORG/REPO` brings one"
         else:
             text += f"; `{_path(command, group)} --help` says what a model can be"
+    return with_notes(error, text)
+
+
+def with_notes(error: Exception, text: str) -> str:
+    """A message with the notes that were added to its error."""
     return "; ".join([text, *getattr(error, "__notes__", [])])
 
 

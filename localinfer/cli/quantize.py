@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 
 import click
 
-from localinfer.cli.config_option import takes_config
 from localinfer.cli.options import COUNT, device_option, model_argument, option, threads_option
 from localinfer.errors import LocalinferError, OutOfMemoryError
 from localinfer.evaluation.texts import read_calibration
@@ -41,7 +40,6 @@ _LEAST_HELD_BACK = 8000
 @option("--imatrix", "FILE", "Importance matrix, as written by llama-imatrix.")
 @option("--save-imatrix", "FILE", "Write the importance matrix of the calibration text.")
 @threads_option
-@takes_config("threads")
 @device_option("Where to calibrate; auto: a GPU if torch finds one, else the CPU.")
 @option("--text", "FILE", "Text to measure the loss on. Default: bundled.")
 @option("--chunks", "N", "Chunks of 512 tokens to measure the loss on; 0: none.", type=click.IntRange(min=0), default=4)
