@@ -4,7 +4,6 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import click
@@ -244,7 +243,8 @@ def chat_command(
             system=system,
             max_tokens=max_tokens,
             stats=stats,
-            model_name=Path(options["model"] or "demo").name.removesuffix(".gguf"),
+            model_name=options["model"],
+            load_model=lambda name: load_with({**options, "model": name}),
             describe_error=lambda error: in_options(str(error), chat_command),
             saving=saving,
             context_shift=context_shift,

@@ -145,7 +145,7 @@ def test_reply_interrupted_before_its_first_word_changes_nothing(chat, conversat
 def test_control_sequences_in_a_reply_are_neutralised_on_a_terminal(chat, fake_llm, streams):
     fake_llm.pieces = ["\x1b", "]0;owned\x07", "\x9b2J", "\u202eabc", "tab\tline\r\n"]
     chat.handle("hi")
-    assert streams[0].getvalue() == "\u241b]0;owned\u2407\ufffd2J\ufffdabctab\tline\n"
+    assert streams[0].getvalue() == "\u241b]0;owned\u2407\ufffd2J\ufffdabctab line\n"
 
 
 def test_control_sequences_in_a_command_are_neutralised(chat, streams):

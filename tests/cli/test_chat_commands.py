@@ -14,6 +14,7 @@ from prompt_toolkit.completion import CompleteEvent
 from prompt_toolkit.document import Document
 
 from localinfer.chat.parser import ToolCallDelta
+from localinfer.cli import main
 from localinfer.cli.chat.clipboard import code_blocks, copy_to_clipboard
 from localinfer.cli.chat.commands import Chat
 from localinfer.cli.chat.completion import CommandCompleter
@@ -336,6 +337,14 @@ def test_a_model_that_cannot_be_loaded_leaves_the_former(session, fake_llm):
     assert not fake_llm.is_closed
     session.type("hi")
     assert len(fake_llm.prompts) == 1
+
+
+def test_the_command_loads_another_model_with_the_options_of_the_first(fake_llm, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("hi\n/model other.gguf\nho\n/paste\nlast\n"))
+    assert main(["chat", "--lines", "-c", "4096"]) == 0
+    assert (fake_llm.load_options["model"], fake_llm.load_options["context_length"]) == ("other.gguf", 4096)
+    assert [len(prompt) for prompt in fake_llm.prompts] == [1, 3, 5]
+    assert fake_llm.prompts[-1][-1] == user("last"), "input that ends sends what was pasted"
 
 
 @pytest.mark.parametrize("fits", [True, False])

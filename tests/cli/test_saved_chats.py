@@ -20,7 +20,7 @@ from localinfer import cli
 from localinfer.cli import main
 from localinfer.cli.chat import continuing
 from localinfer.cli.chat.commands import Chat
-from localinfer.cli.chat.continuing import Saving, begin_saving, model_name, show_continued
+from localinfer.cli.chat.continuing import Saving, begin_saving, short_name, show_continued
 from localinfer.cli.chat.conversation import Conversation
 from localinfer.errors import RequestError, SessionFileError
 from localinfer.persistence.conversations import ConversationStore, SavedConversation
@@ -174,7 +174,7 @@ def test_another_model_that_goes_on_is_told(store: ConversationStore, caplog) ->
     store.save(SavedConversation.begin("other", name="one").with_turns(TURNS, system=None))
     assert begin(session="one").saved.model == "demo"
     assert "'one' was with other until now, and goes on with demo" in caplog.text
-    assert [model_name(path) for path in ("a/b.gguf", "a/folder/", "org/repo:q4")] == ["b", "folder", "repo:q4"]
+    assert [short_name(path) for path in ("a/b.gguf", "a/folder/", "org/repo:q4")] == ["b", "folder", "repo:q4"]
 
 
 def test_continuing_shows_the_last_exchange_without_its_control_sequences() -> None:

@@ -61,7 +61,7 @@ def begin_saving(
     store = open_store()
     if wishes and store is None:
         raise RequestError(f"{wishes[0]} needs saved conversations: {_NO_FOLDER}")
-    model = model_name(options["model"])
+    model = short_name(options["model"])
     name = "" if session is None else check_name(check_text(session, "--session"))
     saved = None
     if store is not None and wishes:
@@ -79,7 +79,7 @@ def begin_saving(
     return Saving(replace(saved, model=model), store)
 
 
-def model_name(model: str | None) -> str:
+def short_name(model: str | None) -> str:
     """The name under which conversations are saved with a model that was given by its path or name."""
     return _DEMO_NAME if model is None else Path(model).name.removesuffix(".gguf") or model
 

@@ -20,12 +20,13 @@ from prompt_toolkit.styles import Style
 
 from localinfer.cli.chat.commands import Chat, Exit
 from localinfer.cli.chat.completion import CommandCompleter
-from localinfer.cli.chat.continuing import Saving, show_continued
+from localinfer.cli.chat.continuing import Saving, short_name, show_continued
 from localinfer.cli.chat.conversation import Conversation
 from localinfer.cli.chat.interrupts import Interrupts
 from localinfer.cli.chat.key_bindings import LEAVING_HINT, key_bindings
 from localinfer.cli.chat.keystrokes import Keystrokes
 from localinfer.cli.chat.live_terminal import LiveTerminal
+from localinfer.cli.chat.option_commands import LoadModel
 from localinfer.cli.chat.reply_output import ReplyOutput
 from localinfer.cli.chat.status_line import StatusLine
 from localinfer.cli.chat.typed_ahead import PROMPT, TypedAhead
@@ -35,6 +36,7 @@ from localinfer.terminal import dim, has_colour, neutralise_controls
 
 if TYPE_CHECKING:
     from localinfer.llm import LLM
+    from localinfer.stream import TextStream
 
 EXIT_TERMINATED = 143
 _ECHOED_LINES = 12
@@ -47,15 +49,17 @@ def run_chat(
     system: str | None,
     max_tokens: int | None,
     stats: bool = False,
-    model_name: str = "",
+    model_name: str | None = None,
+    load_model: LoadModel | None = None,
     describe_error: Callable[[LocalinferError], str] = str,
     saving: Saving | None = None,
     **sampling: Any,
 ) -> None:
     """Chat until the input ends: with line editing on a terminal, one message per line from a pipe.
 
-    model_name: for the status line. describe_error: formats an error for the terminal. saving: the conversation to go
-    on with, which a terminal saves after every reply, and a pipe never; None: nothing is kept, typed lines neither.
+    model_name, load_model: the model's name, and what loads another. describe_error: formats an error for the terminal.
+    saving: the conversation to go on with, which a terminal saves after every reply, and a pipe never; None: nothing is
+    kept, typed lines neither.
     Raises: LocalinferError for a message that cannot be answered, from a pipe only; a terminal shows it and continues.
     """
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
@@ -64,20 +68,25 @@ def run_chat(
     conversation = Conversation(
         llm, system=system, max_tokens=max_tokens, saved=saved, save=None if kept is None else kept.save, **sampling
     )
+    options: dict[str, Any] = {"shows_stats": stats, "model_name": model_name, "load_model": load_model}
+    if not is_terminal:
+        _run_lines(Chat(conversation, sys.stdout, sys.stderr, **options))
+        return
+    if saved is not None and saved.turns:
+        show_continued(saved, sys.stdout, sys.stderr)
+    with Keystrokes(sys.stdin, sys.stdout) as keystrokes, _ended_by_termination():
+        TerminalChat(conversation, keystrokes, kept, **options).run(describe_error)
+
+
+def _run_lines(chat: Chat) -> None:
     try:
-        if is_terminal:
-            if saved is not None and saved.turns:
-                show_continued(saved, sys.stdout, sys.stderr)
-            with Keystrokes(sys.stdin, sys.stdout) as keystrokes, _ended_by_termination():
-                status = StatusLine(model_name, llm.context_length)
-                conversation.on_stream = status.begin
-                TerminalChat(conversation, keystrokes, status, kept, shows_stats=stats).run(describe_error)
-        else:
-            chat = Chat(conversation, sys.stdout, sys.stderr, shows_stats=stats)
-            for line in sys.stdin:
-                chat.handle(line.rstrip("\r\n"))
+        for line in sys.stdin:
+            chat.handle(line.rstrip("\r\n"))
+        chat.end_input()
     except Exit:
         return
+    finally:
+        chat.close()
 
 
 class TerminalChat:
@@ -91,14 +100,17 @@ class TerminalChat:
         self,
         conversation: Conversation,
         keystrokes: Keystrokes,
-        status: StatusLine,
         saving: Saving | None,
         *,
+        model_name: str | None,
+        load_model: LoadModel | None,
         shows_stats: bool,
     ) -> None:
         self._history: History = InMemoryHistory() if saving is None else open_history()
         self._keystrokes = keystrokes
-        self._status = status
+        self._conversation = conversation
+        self._status = status = StatusLine(short_name(model_name), conversation.llm.context_length)
+        conversation.on_stream = self._begin_reply
         self._interrupts = Interrupts()
         self._typed = TypedAhead(self._unfold)
         self._has_styles = has_colour(sys.stdout)
@@ -116,25 +128,43 @@ class TerminalChat:
         self._replies = ReplyOutput(output, notices, live=live, status=status)
         store = None if saving is None else saving.store
         self._chat = Chat(
-            conversation, output, notices, shows_stats=shows_stats, store=store, reply_output=self._replies
+            conversation,
+            output,
+            notices,
+            shows_stats=shows_stats,
+            store=store,
+            load_model=load_model,
+            model_name=model_name,
+            reply_output=self._replies,
         )
 
     def run(self, describe_error: Callable[[LocalinferError], str]) -> None:
         """Take messages and commands until one, or the keyboard, ends the chat."""
         session = self._prompt_session()
         self._chat.notice("/help lists commands, Ctrl-D exits")
-        while not self._interrupts.leaves:
-            try:
-                text = self._next_message(session)
-                if text is None:
-                    return
-                self._chat.handle(text)
-            except LocalinferError as error:
-                self._chat.notice(f"error: {describe_error(error)}")
-            except KeyboardInterrupt:
-                # Between a reply and a prompt; in one it was counted there.
-                if not self._interrupts.was_just_pressed:
-                    self._interrupts.press()
+        try:
+            while not self._interrupts.leaves:
+                try:
+                    text = self._next_message(session)
+                    if text is None:
+                        return
+                    self._chat.handle(text)
+                except LocalinferError as error:
+                    self._chat.notice(f"error: {describe_error(error)}")
+                except KeyboardInterrupt:
+                    # Between a reply and a prompt; in one it was counted there.
+                    if not self._interrupts.was_just_pressed:
+                        self._interrupts.press()
+        except Exit:
+            return
+        finally:
+            self._chat.close()
+
+    def _begin_reply(self, stream: "TextStream") -> None:
+        """Follow a reply, whose model may be another than the last one's."""
+        self._status.model_name = short_name(self._chat.model_name)
+        self._status.context_length = self._conversation.llm.context_length
+        self._status.begin(stream)
 
     def _next_message(self, session: PromptSession[str]) -> str | None:
         """The next message that was typed ahead, or one asked for; None at the end of the input."""

@@ -30,7 +30,7 @@ class OptionCommands:
     def __init__(self, chat: "Chat", load_model: LoadModel | None, model_name: str | None) -> None:
         self._chat = chat
         self._load_model = load_model
-        self._model_name = model_name
+        self.model_name = model_name
         self._first_llm = chat.conversation.llm
 
     def commands(self) -> tuple[Command, ...]:
@@ -68,8 +68,8 @@ class OptionCommands:
                 self._chat.notice(self._described(name))
             self._chat.notice("/set NAME VALUE changes one, /set NAME default takes it back")
             return
-        name = _option_named(given)
-        if name is None:
+        name = _option_named(given) or ""
+        if not name:
             near = difflib.get_close_matches(given, (*NUMBER_OPTIONS, *_SPECIAL), n=1, cutoff=0.5)
             meant = f" (did you mean {near[0]}?)" if near else ""
             self._chat.notice(f"there is no option {given}{meant}; /set lists them")
@@ -176,7 +176,7 @@ class OptionCommands:
 
     def _model(self, name: str) -> None:
         if not name:
-            self._chat.notice(f"model: {self._model_name or 'the demo model'}; /model NAME switches")
+            self._chat.notice(f"model: {self.model_name or 'the demo model'}; /model NAME switches")
         elif self._load_model is None:
             self._chat.notice(f"the model cannot be switched here; leave, and chat with -m {name}")
         else:
@@ -199,10 +199,10 @@ class OptionCommands:
             try:
                 llm = load(name)
             except (LocalinferError, MemoryError, OSError):
-                conversation.switch_model(load(self._model_name), self._model_name or "")
+                conversation.switch_model(load(self.model_name), self.model_name or "")
                 raise
         conversation.switch_model(llm, name)
-        self._model_name = name
+        self.model_name = name
         former.close()
         self._chat.notice(f"{name} answers from here on, with a context of {llm.context_length} tokens")
         if conversation.thinking is not None and not self._can_think():

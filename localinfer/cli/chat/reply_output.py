@@ -1,7 +1,5 @@
 """How a reply is printed: Markdown rendered as it comes, reasoning folded into a line that says how long it was."""
 
-import importlib
-import importlib.util
 import os
 import shutil
 import time
@@ -12,8 +10,6 @@ from typing import Protocol, TextIO
 from localinfer.cli.chat.live_terminal import LiveTerminal
 from localinfer.cli.chat.status_line import StatusLine
 from localinfer.terminal import describe_duration, dim, has_colour, neutralise_controls
-
-_MARKDOWN = "localinfer.cli.chat.markdown"
 
 
 class TextRenderer(Protocol):
@@ -27,10 +23,13 @@ class TextRenderer(Protocol):
 
 
 class _PlainText:
-    """Text as it is."""
+    """Text as it is, with controls neutralised on a terminal."""
+
+    def __init__(self, *, is_terminal: bool) -> None:
+        self._is_terminal = is_terminal
 
     def feed(self, text: str) -> str:
-        return text
+        return neutralise_controls(text) if self._is_terminal else text
 
     def end(self) -> str:
         return ""
@@ -49,7 +48,7 @@ class ReplyOutput:
     ) -> None:
         self.shows_reasoning = False
         self.last_reasoning = ""
-        self.renderer: TextRenderer = _PlainText()
+        self.renderer: TextRenderer = _PlainText(is_terminal=output.isatty())
         self._output = output
         self._notices = notices
         self._live = live
@@ -83,7 +82,7 @@ class ReplyOutput:
             self._num_events += 1
         else:
             self.end_reasoning()
-            self._print(self.renderer.feed(neutralise_controls(text) if self._output.isatty() else text))
+            self._print(self.renderer.feed(text))
 
     def write_reasoning(self, text: str) -> None:
         """Take one delta of reasoning, which a pipe never gets."""
@@ -141,10 +140,9 @@ class ReplyOutput:
 
 
 def _renderer(output: TextIO) -> TextRenderer:
-    """The Markdown renderer for a terminal that can show styles or at least is wide; the text as it is elsewhere."""
-    if not output.isatty() or os.environ.get("TERM") == "dumb" or importlib.util.find_spec(_MARKDOWN) is None:
-        return _PlainText()
-    renderer: TextRenderer = importlib.import_module(_MARKDOWN).MarkdownStream(
-        lambda: shutil.get_terminal_size().columns, has_colour(output)
-    )
-    return renderer
+    """The Markdown renderer for a terminal; the text as it is for a dumb one, and elsewhere."""
+    if not output.isatty() or os.environ.get("TERM") == "dumb":
+        return _PlainText(is_terminal=output.isatty())
+    from localinfer.cli.chat.markdown import MarkdownStream
+
+    return MarkdownStream(lambda: shutil.get_terminal_size().columns, styles=has_colour(output))
