@@ -104,6 +104,30 @@ def test_reasoning_stands_before_the_answer_as_the_template_writes_it(form, prom
     assert "".join(part for part, _ in segments) == expected
 
 
+THINKING = (
+    "{% for message in messages %}{{ '<|im_start|>' ~ message.role ~ '\n' }}{% if message.reasoning_content %}"
+    "{{ '<think>\n' ~ message.reasoning_content ~ '\n</think>\n\n' }}{% endif %}{{ message.content ~ '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def test_reasoning_that_was_cut_goes_on_as_reasoning_and_an_answer_behind_it_as_an_answer(tmp_path):
+    path = tmp_path / "thinking.jinja"
+    path.write_text(THINKING)
+    with localinfer.load(threads=1, context_length=256, disk_cache=False, chat_template=path) as llm:
+        thinking = [ASK, assistant("", reasoning="Let me")]
+        assert llm.render_chat(thinking, continue_final_message=True).endswith("assistant\n<think>\nLet me")
+        cut = llm.chat(thinking, continue_final_message=True, max_tokens=8, **GREEDY)
+        assert cut.reasoning and not cut.text
+        closed = llm.chat(thinking, continue_final_message=True, thinking_budget=2, max_tokens=20, **GREEDY)
+        assert closed.reasoning and closed.text
+        answering = [ASK, assistant("Once", reasoning="Let me see.")]
+        text = llm.render_chat(answering, continue_final_message=True)
+        assert text.endswith("<think>\nLet me see.\n</think>\n\nOnce")
+        rest = llm.chat(answering, continue_final_message=True, max_tokens=8, **GREEDY)
+        assert rest.text and not rest.reasoning
+
+
 def test_special_tokens_are_text_in_what_was_written_and_tokens_in_what_the_template_writes():
     segments = BegunReply("a<|end|>b", "x").segments("ask:", CHANNELS, SPELLINGS)
     assert [part for part, is_open in segments if not is_open] == ["<|end|>"]

@@ -216,6 +216,12 @@ def test_reasoning_that_was_cut_is_continued_and_is_nothing_the_model_reads_late
     assert session.conversation.messages == [user("hard?"), assistant("Yes")]
 
 
+def test_a_reply_stopped_while_it_thinks_has_said_nothing_yet(session, fake_llm):
+    fake_llm.pieces = [StreamEvent("", 1, None, None, "Let me"), KeyboardInterrupt()]
+    assert "the conversation is unchanged" in session.type("hard?")
+    assert session.conversation.messages == []
+
+
 def test_a_refused_continuation_leaves_the_reply_as_it_was(session, fake_llm):
     fake_llm.pieces = [StreamEvent("cut", 1, "length")]
     session.type("hi")

@@ -316,7 +316,8 @@ class Conversation:
                 {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
                 for call in calls
             ]
-        elif not turn["content"] and not reasoning:
+        elif not turn["content"] and (not reasoning or (begun is None and self.finish_reason is None)):
+            # Stopped while it thought, it has said nothing yet; cut, it may go on.
             return None
         return {**turn, "finish_reason": self.finish_reason or "cancelled"}
 
