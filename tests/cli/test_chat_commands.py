@@ -145,9 +145,11 @@ def test_two_slashes_begin_a_message_with_one(session, fake_llm):
     assert fake_llm.prompts == [[user("/etc/hosts is what?")]]
 
 
-def test_help_has_one_line_for_each_command_and_one_for_one(session):
-    assert len(session.type("/help").splitlines()) == len(session.chat.commands) + 1
-    assert session.type("/help fork").splitlines() == ["/fork NAME  go on in a copy of the conversation, under a name"]
+def test_help_has_a_line_of_a_narrow_terminal_for_each_command_and_the_arguments_of_one(session):
+    lines = session.type("/help").splitlines()
+    assert [line.split()[0] for line in lines[:-2]] == list(session.chat.commands)
+    assert all(len(line) <= 80 for line in lines[:-2])
+    assert session.type("/help fork") == "/fork NAME: go on in a copy of the conversation, under a name\n"
 
 
 @pytest.mark.parametrize("argument", ["", "2", "1 other words"])
@@ -330,16 +332,21 @@ def test_another_model_answers_the_same_messages_and_the_former_is_closed(sessio
     session.type("hi")
     other = FakeLLM()
     session.loaded["other.gguf"] = other
+    told: list[tuple[str, int]] = []
+    session.chat.on_model_change = lambda name, length: told.append((name, length))
     assert "answers from here on" in session.type("/model other.gguf", "ho")
     assert other.prompts == [[user("hi"), assistant("Hello there"), user("ho")]]
     assert fake_llm.is_closed and not other.is_closed
     assert session.conversation.saved.model == "other.gguf"
+    assert told == [("other.gguf", 4096)]
     session.chat.close()
     assert other.is_closed
 
 
 def test_a_model_that_cannot_be_loaded_leaves_the_former(session, fake_llm):
     assert "was not loaded: there is no model" in session.type("/model nowhere")
+    session.loaded["gone"] = OSError("the disk is gone")
+    assert "was not loaded: the disk is gone" in session.type("/model gone")
     assert not fake_llm.is_closed
     session.type("hi")
     assert len(fake_llm.prompts) == 1
@@ -476,7 +483,8 @@ def test_a_reply_that_could_not_be_saved_is_told_and_the_chat_goes_on(session):
     session.store.fails = True
     assert session.type("hi", "hi").count("not saved: the disk is full") == 1
     assert len(session.conversation.messages) == 4
-    assert "the disk is full" in session.type("/save x")
+    for line in ("/save x", "/fork x"):
+        assert "the disk is full" in session.type(line)
 
 
 def test_without_a_store_the_commands_say_that_nothing_is_kept(fake_llm):

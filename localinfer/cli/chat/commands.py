@@ -33,7 +33,8 @@ class Chat:
     Replies go to `output`, everything else to `notices`. shows_stats: print the statistics of every reply after it.
     store: of saved conversations, for the commands; `conversation` saves itself. load_model, model_name: loads another
     model, and the name of the one that answers now. edit_text, copy_text: the user's editor and clipboard.
-    reply_output: how replies are printed, if not as they come.
+    reply_output: how replies are printed, if not as they come. `on_model_change` is called with the name of another
+    model and the length of its context.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class Chat:
         self._output = output
         self._notices = notices
         self.reply_output = ReplyOutput(output, notices) if reply_output is None else reply_output
+        self.on_model_change: Callable[[str, int], None] | None = None
         self._copy_text = copy_text
         self.attachments = AttachmentCommands(self)
         self._context = ContextCommands(self, shows_stats=shows_stats)
@@ -180,13 +182,13 @@ class Chat:
 
     def _help(self, name: str) -> None:
         wanted = self.commands.get(f"/{name.removeprefix('/')}") if name else None
-        shown = self.commands.values() if wanted is None else (wanted,)
-        heads = [f"{command.name} {command.arguments}".rstrip() for command in shown]
-        width = max(map(len, heads))
-        for head, command in zip(heads, shown, strict=True):
-            self.notice(f"{head:<{width}}  {command.help}")
-        if wanted is None:
-            self.notice("Enter sends, Alt-Enter or Ctrl-J starts a new line, Ctrl-C stops a reply, Ctrl-D exits")
+        if wanted is not None:
+            self.notice(f"{wanted.name} {wanted.arguments}".rstrip() + f": {wanted.help}")
+            return
+        for command in self.commands.values():
+            self.notice(f"{command.name:<9}  {command.help}")
+        self.notice("/help NAME shows what may follow a command, Tab completes it; '//' begins a message with a slash")
+        self.notice("Enter sends, Alt-Enter or Ctrl-J starts a new line, Ctrl-C stops a reply, Ctrl-D exits")
 
     def _complete_help(self, typed: str) -> list[str]:
         return beginning_with(typed, (name.removeprefix("/") for name in self.commands))

@@ -30,12 +30,12 @@ class ContextCommands:
         return (
             Command(
                 "/context",
-                "make room: leave the oldest messages out, sum them up, or start anew",
+                "make room: leave the oldest out, sum them up, or start anew",
                 self._context,
                 "shift|summarise|new",
                 lambda typed: beginning_with(typed, ("shift", "summarise", "new")),
             ),
-            Command("/tokens", "how many tokens the conversation takes, and how many are left", self._tokens),
+            Command("/tokens", "tokens of the conversation, and how many are left", self._tokens),
             Command(
                 "/stats",
                 "statistics of the last reply, or of every one from here on",

@@ -1,13 +1,14 @@
 """Commands that change what was said: make again, edit, undo, fork, continue."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import click
 
 from localinfer.cli.chat.command import Command
-from localinfer.errors import RequestError
+from localinfer.errors import RequestError, SessionFileError
 from localinfer.terminal import check_text
 
 if TYPE_CHECKING:
@@ -38,9 +39,7 @@ class EditingCommands:
         """The commands, in the order of help."""
         return (
             Command("/regen", "regenerate the last reply", self._regenerate),
-            Command(
-                "/edit", "edit your last message, or the N-th, in $EDITOR, and answer from there", self._edit, "[N]"
-            ),
+            Command("/edit", "edit your last message, or the N-th, and answer from there", self._edit, "[N]"),
             Command("/undo", "remove your last message and its reply", self._undo),
             Command("/fork", "go on in a copy of the conversation, under a name", self._fork, "NAME"),
             Command("/continue", "go on with a reply that was cut or stopped", self._continue),
@@ -88,16 +87,21 @@ class EditingCommands:
         elif not conversation.turns:
             self._chat.notice("there is nothing to copy yet")
         else:
-            conversation.keep()
-            conversation.fork()
+            try:
+                conversation.keep()
+                conversation.fork()
+            except SessionFileError as error:
+                self._chat.notice(str(error))
+                return
             copy = conversation.saved
             assert copy is not None, "there was a saved one"
             try:
                 store.rename(copy.id, name)
-            except RequestError as error:
-                store.delete(copy.id)
+            except (RequestError, SessionFileError) as error:
                 conversation.saved = former
                 self._chat.notice(str(error))
+                with suppress(SessionFileError):
+                    store.delete(copy.id)
                 return
             conversation.saved = replace(copy, name=name)
             self._chat.notice(f"this is {name} from here on; the former conversation stays as it is")

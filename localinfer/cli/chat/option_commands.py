@@ -182,8 +182,8 @@ class OptionCommands:
         else:
             try:
                 self._switch(self._load_model, name)
-            except LocalinferError as error:
-                self._chat.notice(f"{name} was not loaded: {error}")
+            except (LocalinferError, MemoryError, OSError) as error:
+                self._chat.notice(f"{name} was not loaded: {error or 'memory ran out'}")
 
     def _switch(self, load: LoadModel, name: str) -> None:
         """Load a model and let it answer. Where memory is too small for two, the former is closed first."""
@@ -204,6 +204,8 @@ class OptionCommands:
         conversation.switch_model(llm, name)
         self.model_name = name
         former.close()
+        if self._chat.on_model_change is not None:
+            self._chat.on_model_change(name, llm.context_length)
         self._chat.notice(f"{name} answers from here on, with a context of {llm.context_length} tokens")
         if conversation.thinking is not None and not self._can_think():
             conversation.thinking = conversation.thinking_budget = None
