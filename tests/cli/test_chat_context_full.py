@@ -9,6 +9,7 @@ import pytest
 from localinfer.cli.chat.commands import Chat
 from localinfer.cli.chat.conversation import Conversation
 from localinfer.cli.chat.turns import SUMMARY_REQUEST, SUMMARY_TURN
+from localinfer.errors import TemplateError
 from localinfer.stream import StreamEvent
 
 
@@ -77,6 +78,27 @@ def test_the_summary_becomes_the_beginning_and_the_last_exchange_stays(session, 
     assert [message["content"] for message in fake_llm.prompts[-1]][1:] == [*texts[1:], "e"]
     session.type("/undo", "/undo", "/undo")
     assert [message["content"][0] for message in session.conversation.messages] == ["B", "a", "H", "b", "H"]
+
+
+def test_a_summary_is_neither_made_again_nor_continued_without_what_it_sums_up(session, fake_llm):
+    session.type("a" * 30)
+    fake_llm.pieces = [StreamEvent("Cut", 1, "length")]
+    session.type("/context summarise")
+    assert len(session.conversation.turns) == 4
+    assert "no reply to make again" in session.type("/regen")
+    assert "is whole" in session.type("/continue")
+    fake_llm.pieces = ["Yes"]
+    session.type("and?")
+    assert [message["content"] for message in fake_llm.prompts[-1]][1:] == [SUMMARY_TURN["content"], "Cut", "and?"]
+
+
+def test_a_template_that_cannot_count_a_reply_ends_no_chat(session, fake_llm, monkeypatch):
+    def refuse(messages: Any, **_: Any) -> int:
+        raise TemplateError("the last message must be the user's")
+
+    monkeypatch.setattr(fake_llm, "count_chat_tokens", refuse)
+    session.type("hi")
+    assert session.conversation.context_used == 5, "as the statistics say"
 
 
 @pytest.mark.parametrize("pieces", [[], ["All", KeyboardInterrupt()], ["  "]])

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from localinfer.cli.chat.context_window import ContextWindow
 from localinfer.cli.chat.turns import SUMMARY_REQUEST, SUMMARY_TURN, Turn, exchange_starts, open_calls, summary_start
-from localinfer.errors import RequestError, SessionFileError
+from localinfer.errors import RequestError, SessionFileError, TemplateError
 
 if TYPE_CHECKING:
     from localinfer.chat.parser import ToolCall
@@ -90,10 +90,10 @@ class Conversation:
 
     @property
     def context_used(self) -> int:
-        """How many tokens of the context the messages take."""
+        """How many tokens of the context the messages take, and what begins the next reply."""
         made_with = (self._first, self.system, id(self.tools), self.thinking, self.thinking_budget)
         if self._used is None or self._used[0] != made_with:
-            self._used = made_with, self._window.count(self._turns[self._first :]) if self._turns else 0
+            self._used = made_with, self._count_used() if self._turns else 0
         return self._used[1]
 
     @property
@@ -116,13 +116,13 @@ class Conversation:
 
     @property
     def can_regenerate(self) -> bool:
-        """Whether there is a reply."""
-        return bool(self._turns)
+        """Whether there is a reply that is no summary."""
+        return bool(self._turns) and not self._ends_with_summary
 
     @property
     def can_resume(self) -> bool:
         """Whether the last reply was cut or stopped, or the last message has none yet."""
-        if not self._turns:
+        if not self._turns or self._ends_with_summary:
             return False
         last = self._turns[-1]
         return last["role"] != "assistant" or last.get("finish_reason") not in ("stop", "tool_calls")
@@ -298,6 +298,14 @@ class Conversation:
                 self.finish_reason = reply["finish_reason"]
                 self._change([*question, reply])
 
+    def _count_used(self) -> int:
+        try:
+            return self._window.count(self._turns[self._first :])
+        except TemplateError:
+            # Some templates refuse to begin a reply behind a reply.
+            stats = self.last_stats
+            return 0 if stats is None else stats.prompt_tokens + stats.completion_tokens
+
     def _reply_turn(self, events: "list[StreamEvent]", begun: Turn | None) -> Turn | None:
         """The turn of a reply, or None where nothing was said, or nothing more of one that was begun."""
         from localinfer.chat.parser import joined_calls
@@ -372,6 +380,10 @@ class Conversation:
                 "from 1"
             )
         return starts[index]
+
+    @property
+    def _ends_with_summary(self) -> bool:
+        return len(self._turns) > 1 and bool(self._turns[-2].get("is_summary"))
 
     @property
     def _window(self) -> ContextWindow:

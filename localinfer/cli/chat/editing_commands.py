@@ -49,7 +49,7 @@ class EditingCommands:
         if self._chat.conversation.can_regenerate:
             self._chat.print_reply(self._chat.conversation.regenerate())
         else:
-            self._chat.notice("there is no reply to make again yet")
+            self._chat.notice("there is no reply to make again")
 
     def _edit(self, argument: str) -> None:
         number, _, text = argument.partition(" ")
