@@ -31,6 +31,7 @@ def session(fake_llm) -> Session:
 
 def test_unknown_command_suggests_the_nearest_and_sends_nothing(session, fake_llm):
     assert "did you mean /undo?" in session.type("/unod")
+    assert "did you mean /continue or /context?" in session.type("/cont")
     assert fake_llm.prompts == []
 
 
@@ -50,7 +51,7 @@ def test_help_has_a_line_of_a_narrow_terminal_for_each_command_and_the_arguments
 def test_edit_replaces_a_message_and_answers_from_there(session, fake_llm, argument):
     session.type("one", "two")
     fake_llm.pieces = ["new"]
-    session.type(f"/edit {argument}")
+    assert ("> edited" in session.type(f"/edit {argument}")) is not argument.startswith("1")
     if argument.startswith("1"):
         assert session.conversation.messages == [user("other words"), assistant("new")]
     else:

@@ -176,8 +176,8 @@ class Chat:
         if command is not None:
             command.run(rest.strip())
             return
-        near = difflib.get_close_matches(name, self.commands, n=1)
-        meant = f" (did you mean {near[0]}?)" if near else ""
+        near = beginning_with(name, self.commands) or difflib.get_close_matches(name, self.commands, n=1)
+        meant = f" (did you mean {' or '.join(near)}?)" if near and len(name) > 1 else ""
         self.notice(f"unknown command {name}{meant}; /help lists them, and a space or '/' before it sends it as text")
 
     def _help(self, name: str) -> None:

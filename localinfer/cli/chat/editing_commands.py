@@ -66,6 +66,8 @@ class EditingCommands:
         if edited is None or not edited.strip():
             self._chat.notice("the message was left as it is")
             return
+        if not text.strip():
+            self._chat.notice(f"> {_shortened(edited)}")
         self._chat.print_reply(self._chat.conversation.edit(index, check_text(edited, "the message")))
 
     def _undo(self, _: str) -> None:
@@ -73,9 +75,9 @@ class EditingCommands:
         if not removed:
             self._chat.notice("there is nothing to undo")
             return
-        words = " ".join(removed[0]["content"].split())
-        shown = words if len(words) <= _MOST_SHOWN else f"{words[: _MOST_SHOWN - 3]}..."
-        self._chat.notice(f'removed "{shown}" and what followed it ({len(removed)} messages)')
+        self._chat.notice(
+            f'removed "{_shortened(removed[0]["content"])}" and what followed it ({len(removed)} messages)'
+        )
 
     def _fork(self, name: str) -> None:
         conversation, store = self._chat.conversation, self._chat.store
@@ -120,3 +122,9 @@ class EditingCommands:
                 self._chat.notice(
                     "there is no room for more: your message and its reply fill the context by themselves"
                 )
+
+
+def _shortened(text: str) -> str:
+    """The beginning of a text, on one line."""
+    words = " ".join(text.split())
+    return words if len(words) <= _MOST_SHOWN else f"{words[: _MOST_SHOWN - 3]}..."
