@@ -132,13 +132,15 @@ def _print_table(summaries: "list[ConversationSummary]") -> None:
     """One line each, cut at the width of a terminal."""
     from prompt_toolkit.utils import get_cwidth
 
+    from localinfer.persistence.saved_conversation import model_label
+
     def padded(text: str, width: int) -> str:
         return text + " " * (width - get_cwidth(text))
 
     rows = [("name", "model", "messages", "last change", "first words")]
     for summary in summaries:
         when = ago(summary.changed, datetime.now(UTC))
-        name, model, first_words = map(_plain, (summary.name, summary.model, summary.first_words))
+        name, model, first_words = map(_plain, (summary.name, model_label(summary.model), summary.first_words))
         rows.append((name, model, f"{summary.num_messages:,}", when, first_words))
     widths = [max(get_cwidth(row[column]) for row in rows) for column in range(4)]
     most = shutil.get_terminal_size().columns if sys.stdout.isatty() else None

@@ -6,6 +6,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from pathlib import PurePath
 from typing import Any, Self
 
 from localinfer.errors import RequestError, SessionFileError
@@ -24,8 +25,9 @@ _ROLES = {"system": "System", "user": "User", "assistant": "Assistant", "tool": 
 class SavedConversation:
     """One conversation as a file keeps it; times are in UTC.
 
-    name: unique in a store, without regard to case; empty until the store gives it one. turns: messages with `role` and
-    `content`, replies also with `reasoning` and `finish_reason` where there are any; the system message is apart.
+    name: unique in a store, without regard to case; empty until the store gives it one. model: what loads it again.
+    turns: messages with `role` and `content`, replies also with `reasoning` and `finish_reason` where there are any;
+    the system message is apart.
     """
 
     id: str
@@ -56,6 +58,11 @@ class SavedConversation:
                 return text if len(text) <= _MOST_FIRST_WORDS else f"{text[: _MOST_FIRST_WORDS - 1].rstrip()}…"
         return ""
 
+    @property
+    def model_label(self) -> str:
+        """The model to be read: of a file, its name without the folders that it lies in."""
+        return model_label(self.model)
+
     def to_json(self) -> str:
         """The text of its file: one JSON object, with the format's name and version first."""
         fields = {
@@ -81,7 +88,7 @@ class SavedConversation:
         """The conversation to be read: a heading for each message, reasoning as a quotation, cut replies marked."""
         parts = [
             f"# {self.name or self.id}",
-            f"Model: {self.model}  \nBegun: {self.created:%Y-%m-%d %H:%M} UTC  \n"
+            f"Model: {self.model_label}  \nBegun: {self.created:%Y-%m-%d %H:%M} UTC  \n"
             f"Last changed: {self.changed:%Y-%m-%d %H:%M} UTC",
         ]
         if self.system:
@@ -119,6 +126,12 @@ class SavedConversation:
         if not isinstance(turns, list) or not all(map(_is_turn, turns)):
             raise SessionFileError("its turns are not messages with a role and content")
         return cls(id, name, model, system, turns, _time(fields, "created"), _time(fields, "changed"))
+
+
+def model_label(model: str) -> str:
+    """A model as it is shown: the name of its file or folder, without the suffix .gguf; other names as they are."""
+    path = PurePath(model)
+    return (path.name.removesuffix(".gguf") if path.is_absolute() else model) or "demo"
 
 
 def is_id(text: str) -> bool:

@@ -20,7 +20,7 @@ from localinfer import cli
 from localinfer.cli import main
 from localinfer.cli.chat import continuing
 from localinfer.cli.chat.commands import Chat
-from localinfer.cli.chat.continuing import Saving, begin_saving, short_name, show_continued
+from localinfer.cli.chat.continuing import Saving, begin_saving, show_continued
 from localinfer.cli.chat.conversation import Conversation
 from localinfer.errors import RequestError, SessionFileError
 from localinfer.persistence.conversations import ConversationStore, SavedConversation
@@ -40,7 +40,7 @@ class Terminal(io.StringIO):
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ConversationStore:
     """The store of this user, whose folders are the test's."""
-    for module in ("localinfer.persistence.conversations", "localinfer.cli.chat.loop"):
+    for module in ("localinfer.persistence.conversations", "localinfer.cli.chat.typed_history"):
         monkeypatch.setattr(f"{module}.user_folder", lambda _: tmp_path / "state")
     return ConversationStore(tmp_path / "state" / "conversations")
 
@@ -170,11 +170,22 @@ def test_without_a_home_only_what_needs_it_is_refused(monkeypatch) -> None:
         saving.save(saving.saved)
 
 
-def test_another_model_that_goes_on_is_told(store: ConversationStore, caplog) -> None:
-    store.save(SavedConversation.begin("other", name="one").with_turns(TURNS, system=None))
-    assert begin(session="one").saved.model == "demo"
-    assert "'one' was with other until now, and goes on with demo" in caplog.text
-    assert [short_name(path) for path in ("a/b.gguf", "a/folder/", "org/repo:q4")] == ["b", "folder", "repo:q4"]
+def test_a_conversation_goes_on_with_its_model_unless_another_is_given(
+    typed, fake_llm, store: ConversationStore, tmp_path: Path, monkeypatch, caplog
+) -> None:
+    (tmp_path / "other.gguf").write_text("")
+    monkeypatch.chdir(tmp_path)
+    loaded: list[object] = []
+    monkeypatch.setattr(cli, "load_with", lambda options: (loaded.append(options["model"]), _Open(fake_llm))[1])
+    first = typed("hi\r\x04", "--session", "one", "-m", "other.gguf")
+    assert "until now" not in first and store.load("one").model == str(tmp_path / "other.gguf")
+    assert "with other, last changed" in typed("and?\r\x04", "--continue")
+    typed("and?\r\x04", "--session", "one", "-m", "org/repo:q4")
+    assert "'one' was with other until now, and goes on with org/repo:q4" in caplog.text
+    assert store.load("one").model == "org/repo:q4"
+    save_talk(store, "demo talk")
+    typed("\x04", "--session", "demo talk")
+    assert loaded == ["other.gguf", str(tmp_path / "other.gguf"), "org/repo:q4", None]
 
 
 def test_continuing_shows_the_last_exchange_without_its_control_sequences() -> None:
@@ -239,7 +250,7 @@ def test_a_pipe_saves_nothing_and_may_continue(fake_llm, store: ConversationStor
     before = store.load("old")
     for words in ([], ["--continue"]):
         monkeypatch.setattr(sys, "stdin", io.StringIO("and?\n"))
-        assert main(["chat", *words]) == 0
+        assert main(["chat", "--lines", *words]) == 0
     assert capsys.readouterr().out == "Hello there\n" * 2
     assert [len(prompt) for prompt in fake_llm.prompts] == [1, 3]
     assert store.load("old") == before and len(store.list()) == 1

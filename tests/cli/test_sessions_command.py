@@ -10,7 +10,7 @@ import click
 import pytest
 
 from localinfer.cli import main
-from localinfer.cli.chat.loop import open_history
+from localinfer.cli.chat.typed_history import open_history
 from localinfer.cli.sessions import ago, sessions_command
 from localinfer.persistence.conversations import ConversationStore, SavedConversation
 from tests.kernels.subprocesses import run as run_python
@@ -21,7 +21,7 @@ TURNS = [{"role": "user", "content": "What is\na dog?"}, {"role": "assistant", "
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ConversationStore:
     """The store of this user, with two conversations."""
-    for module in ("localinfer.folders", "localinfer.persistence.conversations", "localinfer.cli.chat.loop"):
+    for module in ("localinfer.folders", "localinfer.persistence.conversations", "localinfer.cli.chat.typed_history"):
         monkeypatch.setattr(f"{module}.user_folder", lambda _: tmp_path / "state")
     found = ConversationStore(tmp_path / "state" / "conversations")
     for name in ("first", "犬 dog"):

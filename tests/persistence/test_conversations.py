@@ -283,7 +283,7 @@ def test_export_as_markdown_can_be_read(store: ConversationStore) -> None:
     time = datetime(2026, 3, 4, 5, 6, tzinfo=UTC)
     turns = [*exchange("A?", "```\nB\n```\n", reasoning="one\n\ntwo", finish_reason="length"), *exchange("C?")]
     turns.append({"role": "assistant", "content": "", "tool_calls": ["犬"], "finish_reason": "cancelled"})
-    saved = SavedConversation("20260304-050600-abcdef", "Letters", "demo", "Brief.", turns, time, time)
+    saved = SavedConversation("20260304-050600-abcdef", "Letters", "/home/me/demo.gguf", "Brief.", turns, time, time)
     assert saved.to_markdown() == (
         "# Letters\n\nModel: demo  \nBegun: 2026-03-04 05:06 UTC  \nLast changed: 2026-03-04 05:06 UTC\n\n"
         "## System\n\nBrief.\n\n## User\n\nA?\n\n## Assistant\n\n> **Reasoning**\n>\n> one\n>\n> two\n\n"

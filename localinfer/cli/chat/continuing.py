@@ -1,22 +1,25 @@
 """Which saved conversation a chat begins with, how it is saved, and what is shown of it."""
 
 import logging
+import os
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from pathlib import Path
 from shlex import quote
 from typing import TextIO
+
+import click
+from click.core import ParameterSource
 
 from localinfer.cli.options import LoadOptions
 from localinfer.cli.sessions import ago
 from localinfer.errors import RequestError, SessionFileError
 from localinfer.persistence.conversations import ConversationStore, open_store
-from localinfer.persistence.saved_conversation import SavedConversation, check_name
+from localinfer.persistence.saved_conversation import SavedConversation, check_name, model_label
 from localinfer.terminal import ModelOutput, check_text, dim, neutralise_controls
 
 logger = logging.getLogger(__name__)
 
-_DEMO_NAME = "demo"
+_DEMO = "demo"
 _MOST_LINES = 12
 _NO_FOLDER = "this user has no home folder to save it in; set HOME, or chat with --no-history"
 
@@ -45,7 +48,8 @@ def begin_saving(
 ) -> Saving | None:
     """The conversation that a chat begins with, and what saves it; None without a history.
 
-    Without a history, the prompt cache on disk is switched off in `options` too: it holds the text of replies.
+    Without a history, the prompt cache on disk is switched off in `options` too: it holds the text of replies. Without
+    a model on the command line, a saved conversation goes on with its own, which is set in `options`.
     continues: the one changed last, or a new one if none is saved. session: the one of this name, or a new one of it.
     system: of a new conversation. Raises: RequestError for wishes that exclude each other, and for a name that none may
     have; SessionFileError if the conversation that was asked for cannot be read.
@@ -61,7 +65,7 @@ def begin_saving(
     store = open_store()
     if wishes and store is None:
         raise RequestError(f"{wishes[0]} needs saved conversations: {_NO_FOLDER}")
-    model = short_name(options["model"])
+    model = _reference(options["model"])
     name = "" if session is None else check_name(check_text(session, "--session"))
     saved = None
     if store is not None and wishes:
@@ -74,22 +78,33 @@ def begin_saving(
                 "no conversation is named %r; this begins it, beside %s", name, " and ".join(map(repr, similar))
             )
         return Saving(SavedConversation.begin(model, name=name, system=system), store)
+    if saved.model != model and not _is_model_given():
+        options["model"] = None if saved.model in ("", _DEMO) else saved.model
+        return Saving(saved, store)
     if saved.model != model:
-        logger.warning("%r was with %s until now, and goes on with %s", saved.name, saved.model, model)
+        labels = saved.name, saved.model_label, model_label(model)
+        logger.warning("%r was with %s until now, and goes on with %s", *labels)
     return Saving(replace(saved, model=model), store)
 
 
-def short_name(model: str | None) -> str:
-    """The name under which conversations are saved with a model that was given by its path or name."""
-    return _DEMO_NAME if model is None else Path(model).name.removesuffix(".gguf") or model
+def _reference(model: str | None) -> str:
+    """What loads a model again, from whichever folder: the absolute path of a file, or its name as it is."""
+    if model is None:
+        return _DEMO
+    return os.path.abspath(model) if os.path.exists(model) else model
+
+
+def _is_model_given() -> bool:
+    """Whether the command line names a model, and no default of a user's does."""
+    context = click.get_current_context(silent=True)
+    return context is not None and context.get_parameter_source("model") is ParameterSource.COMMANDLINE
 
 
 def show_continued(saved: SavedConversation, output: TextIO, notices: TextIO) -> None:
     """Say which conversation goes on, and show its last exchange: the question's beginning and the whole reply."""
+    count = f"{len(saved.turns):,} message{'' if len(saved.turns) == 1 else 's'}"
     changed = ago(saved.changed, datetime.now(UTC))
-    plural = "" if len(saved.turns) == 1 else "s"
-    title = f"continues {saved.name!r}: {len(saved.turns):,} message{plural} with {saved.model}, last changed {changed}"
-    _notice(title, notices)
+    _notice(f"continues {saved.name!r}: {count} with {saved.model_label}, last changed {changed}", notices)
     questions = [place for place, turn in enumerate(saved.turns) if turn["role"] == "user"]
     shown = saved.turns[questions[-1] :] if questions else saved.turns[-1:]
     if len(shown) < len(saved.turns):

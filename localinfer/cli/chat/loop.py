@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ from prompt_toolkit.styles import Style
 
 from localinfer.cli.chat.commands import Chat, Exit
 from localinfer.cli.chat.completion import CommandCompleter
-from localinfer.cli.chat.continuing import Saving, short_name, show_continued
+from localinfer.cli.chat.continuing import Saving, show_continued
 from localinfer.cli.chat.conversation import Conversation
 from localinfer.cli.chat.interrupts import Interrupts
 from localinfer.cli.chat.key_bindings import LEAVING_HINT, key_bindings
@@ -89,6 +90,11 @@ def _run_lines(chat: Chat) -> None:
         chat.close()
 
 
+def _label(model: str | None) -> str:
+    """The name of a model in the status line."""
+    return "demo" if model is None else Path(model).name.removesuffix(".gguf") or model
+
+
 class TerminalChat:
     """A chat on a terminal: prompts, and between them replies while which further messages may be typed.
 
@@ -109,7 +115,7 @@ class TerminalChat:
         self._history: History = InMemoryHistory() if saving is None else open_history()
         self._keystrokes = keystrokes
         self._conversation = conversation
-        self._status = status = StatusLine(short_name(model_name), conversation.llm.context_length)
+        self._status = status = StatusLine(_label(model_name), conversation.llm.context_length)
         conversation.on_stream = self._begin_reply
         self._interrupts = Interrupts()
         self._typed = TypedAhead(self._unfold)
@@ -162,7 +168,7 @@ class TerminalChat:
 
     def _begin_reply(self, stream: "TextStream") -> None:
         """Follow a reply, whose model may be another than the last one's."""
-        self._status.model_name = short_name(self._chat.model_name)
+        self._status.model_name = _label(self._chat.model_name)
         self._status.context_length = self._conversation.llm.context_length
         self._status.begin(stream)
 
