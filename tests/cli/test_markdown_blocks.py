@@ -149,3 +149,12 @@ def test_displayed_mathematics_passes_through():
 def test_blank_lines_are_one_and_none_at_the_ends():
     assert plain("\n\na\n\n\n\nb\n\n\n") == "a\n\nb\n"
     assert plain("") == plain("\n") == ""
+
+
+@pytest.mark.parametrize("marks", ["> ", "1. ", "+ ", "- > "])
+def test_a_model_that_repeats_a_marker_gets_no_endless_nesting(marks):
+    count = 300
+    text = marks * count + "end"
+    shown = plain(text, 120)
+    assert shown.endswith("end\n")
+    assert shown.count(marks.strip()[0]) > count - 30

@@ -9,6 +9,8 @@ _ORDERED = re.compile(r"(\d{1,9})([.)])")
 _MAYBE_ORDERED = re.compile(r"\d{1,9}[.)]? *")
 _HEADING = re.compile(r"#{1,6}(?= |$)")
 _SHORTEST_RULE = 3
+_DEEPEST = 24
+"""Quotes and items inside one another; markers beyond are text. A model that repeats itself may write thousands."""
 _CLOSERS = {"$$": "$$", "\\[": "\\]"}
 
 
@@ -122,7 +124,8 @@ def read_start(line: str, around: Around, *, is_whole: bool) -> LineStart | None
         rest = line[place + indent :]
         if indent >= 4 and not opened and not around.in_paragraph and not _in_item(around.containers[:kept]):
             return LineStart(kept, (), Kind.CODE, line[place:])
-        if rest[0] == ">":
+        is_deep = kept + len(opened) >= _DEEPEST
+        if rest[0] == ">" and not is_deep:
             if len(rest) == 1 and not is_whole:
                 return None
             opened.append(Quote())
@@ -130,7 +133,7 @@ def read_start(line: str, around: Around, *, is_whole: bool) -> LineStart | None
             quote_end = place
             continue
         may_continue = around.in_paragraph and not opened and kept == len(around.containers)
-        marker = _item_marker(rest, is_whole=is_whole, continues=may_continue)
+        marker = "" if is_deep else _item_marker(rest, is_whole=is_whole, continues=may_continue)
         if marker is None:
             return None
         if not marker:
@@ -154,10 +157,7 @@ def mathematics_closer(text: str) -> str:
 
 
 def _indent(line: str, place: int) -> int:
-    end = place
-    while end < len(line) and line[end] == " ":
-        end += 1
-    return end - place
+    return len(line) - place - len(line[place:].lstrip(" "))
 
 
 def _blank(around: Around, kept: int) -> LineStart:
