@@ -56,7 +56,7 @@ SYMBOLS = "ab*_`~[]()!$\\|#-=>1. \n\t\r\x1b\x07漢👍"
 DOCUMENT = st.lists(LINE | LINE | RULES | FENCES, max_size=12).map("\n".join)
 WITH_TABLES = st.lists(LINE | RULES | FENCES | TABLES | TABLES, max_size=12).map("\n".join)
 WIDTHS = st.integers(SMALLEST_WIDTH, 100)
-FEW = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+FEW = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def render(text: str, width: int, cuts: list[int] | None = None, *, styles: bool = True) -> tuple[str, list[str]]:
