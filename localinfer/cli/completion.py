@@ -116,7 +116,7 @@ def _complete_values(command: click.Command) -> None:
         called = (parameter.metavar or "").strip("[].")
         if parameter.type is not click.STRING:
             continue
-        if called in _MODELS:
+        if called in _MODELS or (command.name == "rm" and called == "NAME"):
             parameter.type = _ModelName()
         elif called in _FILES:
             parameter.type = click.Path()

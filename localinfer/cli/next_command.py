@@ -49,12 +49,11 @@ def unknown_command(word: str, rest: Sequence[str], group: click.Group) -> str:
     refused = f"There is no command {typed}"
     if _is_model(word):
         return f"{refused}, but this looks like a model; type `localinfer chat -m {typed}`."
-    meant = _MEANT.get(word.lower())
-    if meant is not None and (meant.startswith("-") or meant.split()[0] in names):
-        return f"{refused}; did you mean `localinfer {meant}`?"
-    near = difflib.get_close_matches(word.lower(), names, n=1)
+    others = {said: meant for said, meant in _MEANT.items() if meant.startswith("-") or meant.split()[0] in names}
+    meant = {**others, **{name: name for name in names}}
+    near = [word.lower()] if word.lower() in meant else difflib.get_close_matches(word.lower(), meant, n=1)
     if near:
-        return f"{refused}; did you mean `localinfer {near[0]}`?"
+        return f"{refused}; did you mean `localinfer {meant[near[0]]}`?"
     if " " in word:
         return f"{refused}; to ask a model, type `localinfer chat -p {typed}`."
     return f"{refused}; the commands are {', '.join(sorted(names))}. Type `localinfer --help` for what they do."

@@ -35,7 +35,9 @@ system = "Be brief."
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Write the user's configuration file."""
-    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "a.gguf").touch()
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     monkeypatch.setattr(sys, "stdin", io.StringIO(""))
     path = config_path()
@@ -49,13 +51,13 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     return write
 
 
-def test_a_file_gives_defaults_and_options_win(fake_llm, config, capsys):
+def test_a_file_gives_defaults_and_options_win(fake_llm, config, capsys, tmp_path):
     config(WHOLE)
     assert main(["chat", "-p", "Hi", "--top-k", "9", "--device", "auto"]) == 0
     loaded, options = fake_llm.load_options, fake_llm.options[0]
-    assert [loaded[name] for name in ("model", "threads", "context_length", "kv_type", "device")] == [
-        *("/home/me/models/a.gguf", 3, 2048, "q8_0/f16", "auto")
-    ]
+    assert Path(loaded["model"]) == tmp_path / "models" / "a.gguf"
+    assert [loaded[name] for name in ("threads", "context_length", "kv_type")] == [3, 2048, "q8_0/f16"]
+    assert loaded["device"] == "auto"
     assert [options[name] for name in ("temperature", "top_k", "typical_p", "seed")] == [0.0, 9, 0.5, 11]
     assert fake_llm.prompts[0][0] == {"role": "system", "content": "Be brief."}
 
@@ -100,7 +102,7 @@ def test_a_folder_of_models_is_not_joined_by_the_default_one(config, capsys, mon
     assert main([*words, "--models", "all"]) == 2
     assert main(words) == 2
     assert main([*words, "--models", "all", "-m", "mine.gguf"]) == 2
-    assert seen == [(None, "all"), ("/home/me/models/a.gguf", None), ("mine.gguf", "all")]
+    assert seen == [(None, "all"), (str(tmp_path / "models" / "a.gguf"), None), ("mine.gguf", "all")]
 
 
 @pytest.mark.parametrize(

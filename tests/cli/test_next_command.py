@@ -1,6 +1,8 @@
 """What a newcomer meets: each error names the command to type next, and `localinfer` alone the first ones."""
 
 import io
+import socket
+import subprocess
 import sys
 from pathlib import Path
 
@@ -8,6 +10,7 @@ import pytest
 
 from localinfer.cli import main, welcome
 from localinfer.errors import ModelFileError, RequestError
+from tests.limits import seconds
 
 
 class Terminal(io.StringIO):
@@ -21,6 +24,7 @@ class Terminal(io.StringIO):
         ("chta", "localinfer chat"),
         ("Serve", "localinfer serve"),
         ("generate", "localinfer run"),
+        ("genrate", "localinfer run"),
         ("version", "localinfer --version"),
         ("help", "localinfer --help"),
         ("help chat", "localinfer chat --help"),
@@ -39,8 +43,8 @@ class Terminal(io.StringIO):
         ("run --no-such", "localinfer run --help"),
         ("run -p", "localinfer run --help"),
         ("show", "localinfer show [OPTIONS] MODEL"),
-        ("show a b", "localinfer show --help"),
-        ("quantize a.gguf", "localinfer quantize [OPTIONS] SOURCE TARGET"),
+        ("show . b", "localinfer show --help"),
+        ("quantize .", "localinfer quantize [OPTIONS] SOURCE TARGET"),
         ("bench", "localinfer bench [OPTIONS] MODEL"),
         ("completion tcsh", "localinfer completion --help"),
     ],
@@ -87,6 +91,15 @@ def test_a_model_that_the_configuration_names_is_said_to_be_from_there(capsys, t
     assert "/no/such/file.gguf, as configured, but it does not exist" in capsys.readouterr().out
 
 
+def test_a_port_that_is_taken_is_answered_with_a_command(capsys, tmp_path):
+    tmp_path.chmod(0o700)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["serve", "--port", str(port), "--socket", str(tmp_path / "s"), "--no-disk-cache"]) == 2
+    error = capsys.readouterr().err
+    assert f"port {port}" in error and "`localinfer serve --port 0`" in error
+
+
 def test_hints_of_the_library_stay_as_they_are(fake_llm, capsys, monkeypatch):
     for error in (ModelFileError("gone; type `localinfer pull it`"), RequestError("too much")):
         fake_llm.pieces = [error]
@@ -95,7 +108,9 @@ def test_hints_of_the_library_stay_as_they_are(fake_llm, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(("words", "is_told"), [([], True), (["--raw"], False)])
-def test_run_says_on_a_terminal_how_to_ask_an_instruct_model(fake_llm, capsys, monkeypatch, words, is_told):
+def test_run_says_on_a_terminal_how_to_ask_an_instruct_model(fake_llm, capsys, monkeypatch, tmp_path, words, is_told):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my model.gguf").touch()
     fake_llm.has_chat_template = True
     assert main(["run", "-p", "Hi"]) == 0
     assert capsys.readouterr() == ("Hello there", "")
@@ -134,12 +149,10 @@ def test_localinfer_alone_tells_of_a_broken_configuration_and_goes_on(capsys, mo
 
 
 def test_localinfer_alone_imports_nothing_heavy():
-    import subprocess
-
     program = (
         "import sys; from localinfer.cli import main; main([])\n"
         "heavy = {'numpy', 'numba', 'llvmlite', 'gguf', 'tokenizers', 'jinja2', 'prompt_toolkit', 'huggingface_hub'}\n"
         "sys.exit(str(sorted(heavy & set(sys.modules))) if heavy & set(sys.modules) else 0)"
     )
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False)
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=seconds(15), check=False)
     assert result.returncode == 0, result.stderr.decode()
