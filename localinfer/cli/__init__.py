@@ -360,7 +360,8 @@ def _invoke(words: list[str]) -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code.
 
-    0: success. 2: bad input, described in one line on stderr. 3: a reply of `chat -p` was cut. 130: interrupted by Ctrl-C. 141: stdout is a broken pipe.
+    0: success. 2: bad input, described in one line on stderr. 3: a reply of `chat -p` was cut. 130: interrupted by
+    Ctrl-C. 141: stdout is a broken pipe.
     """
     prepare_streams()
     words = list(sys.argv[1:] if arguments is None else arguments)
