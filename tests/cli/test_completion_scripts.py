@@ -67,7 +67,7 @@ def test_fish_completes_commands(shell):
 
 
 def test_zsh_takes_the_script(shell):
-    lines = shell("zsh", "autoload -U compinit; compinit -u -d /dev/null; source SCRIPT; echo $_comps[localinfer]")
+    lines = shell("zsh", "autoload -U compinit; compinit -u -D; source SCRIPT; echo $_comps[localinfer]")
     assert lines == ["_localinfer_completion"]
 
 
