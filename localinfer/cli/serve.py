@@ -66,8 +66,8 @@ def serve_command(
     """Serve OpenAI's and Anthropic's APIs locally.
 
     Listens on a Unix socket that only you can open, and on TCP on the loopback interface unless --no-tcp. Point clients
-    at http://127.0.0.1:8080/v1; a line on stdout says when the server is ready. Ctrl-C ends it after the running
-    replies.
+    at http://127.0.0.1:8080/v1, and a browser at http://127.0.0.1:8080 to chat; a line on stdout says when the server
+    is ready. Ctrl-C ends it after the running replies.
 
     All clients share one prompt cache, and replies report how much of a prompt was cached (cached_tokens): a client can
     find out, token by token, what others have sent. Give access only to people who may read your texts.

@@ -143,11 +143,11 @@ def test_reply_is_shown_as_text_with_its_reasoning_folded_and_its_cost(open_chat
     assert link.get_attribute("rel") == "noopener noreferrer"
     assert page.locator(".reasoning").get_attribute("open") is None
     assert chat.texts(".reasoning summary") == ["Reasoning · 9 characters"]
-    (cost,) = chat.texts(".assistant footer span")
+    (cost,) = chat.texts(".assistant .stats")
     assert "tokens/s" in cost and "first after" in cost and "0% of the prompt cached" in cost
     assert "of 4,096 tokens of context" in chat.texts("#context-words")[0]
     page.keyboard.press("Alt+R")
-    page.locator(".assistant footer span", has_text=re.compile(r"\b9\d% of the prompt cached")).wait_for()
+    page.locator(".assistant .stats", has_text=re.compile(r"\b9\d% of the prompt cached")).wait_for()
     assert [len(body["messages"]) for body in chat.bodies] == [1, 1]
     chat.check()
 
@@ -256,7 +256,7 @@ def test_options_are_sent_and_new_conversations_begin_with_them(open_chat: Calla
     for body in chat.bodies:
         assert body["messages"][0] == {"role": "system", "content": "Be brief."}
         assert (body["temperature"], body["max_tokens"], body["seed"]) == (0, 5, 7)
-    assert "most tokens of a reply" in chat.texts(".assistant .note")[0]
+    assert "maximum of tokens" in chat.texts(".assistant .note")[0]
     chat.check()
 
 

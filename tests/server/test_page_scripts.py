@@ -120,15 +120,16 @@ def test_what_is_no_markdown_stays_text() -> None:
 
 
 def test_unfinished_lines_are_shown_without_marks_that_may_mean_something() -> None:
-    texts = ["a\n\n#", "a\n\n- b **c", "```py\nx = 1\ny", "a\n``", "1", "- a\n  - b"]
+    texts = ["a\n\n#", "a\n\n- b **c", "```py\nx = 1\ny", "a\n``", "1", "- a\n  - b", "x `y*", "**a** b**"]
     made = call(*(["render", [text]] for text in texts))
     unfinished = [re.sub(r"<div( class=tail)?>|</div>", "", one["unfinished"]) for one in made]
     assert unfinished[0] == "<p>a</p>"
-    assert unfinished[1] == "<p>a</p><ul><li><p>b **c</p></li></ul>"
+    assert unfinished[1] == "<p>a</p><ul><li><p>b <strong>c</strong></p></li></ul>"
     assert unfinished[2].endswith("<span class=number>1</span>\n</code><span>y</span></pre></figure>")
     assert unfinished[3] == "<p>a</p>"
     assert unfinished[4] == ""
     assert unfinished[5] == "<ul><li><p>a</p><ul><li><p>b</p></li></ul></li></ul>"
+    assert unfinished[6:] == ["<p>x <code>y</code></p>", "<p><strong>a</strong> b</p>"]
 
 
 def test_hostile_markdown_is_deep_nowhere_and_done_soon() -> None:

@@ -1,6 +1,7 @@
 // The page: what is shown, and what its controls do.
 'use strict';
 
+const WAITS = 'A reply is being written; your message waits here.';
 const NEAR_END = 48;
 const ALMOST_FULL = 0.85;
 
@@ -174,6 +175,7 @@ class App {
     reply.keep();
     if (this.conversations.includes(conversation)) await this.save(conversation);
     this.store.forgetRunning(conversation.id);
+    if (byId('notice').firstElementChild.textContent === WAITS) byId('notice').hidden = true;
     this.say(turn.error ?? `The reply is complete: ${grouped(turn.content.length)} characters.`);
     if (this.current === conversation) this.touch();
     if (this.contextLength() === null) await this.findModels();
@@ -330,7 +332,7 @@ class App {
   submit() {
     const field = byId('message');
     const isRunning = this.replies.has(this.current.id);
-    if (isRunning) this.notice('A reply is being written; your message waits here.', 'Stop it', () => this.stop());
+    if (isRunning) this.notice(WAITS, 'Stop it', () => this.stop());
     else if (field.value.trim()) {
       this.send(field.value.trim());
       field.value = '';

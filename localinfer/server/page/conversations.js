@@ -53,7 +53,7 @@ function describeEnd(turn, contextLength) {
   if (turn.finish_reason !== 'length') return null;
   return stats && contextLength && stats.prompt_tokens + stats.completion_tokens >= contextLength
     ? 'Cut: the context is full. Start a new conversation, or shorten an earlier message with Edit.'
-    : 'Cut at the most tokens of a reply. Set more in Options and regenerate, or ask it to go on.';
+    : 'Cut at the maximum of tokens. Raise it in Options and regenerate, or ask the model to go on.';
 }
 
 function toJson({ id, name, model, system, options, turns, created, changed }) {

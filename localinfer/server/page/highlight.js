@@ -3,8 +3,8 @@
 
 const KEYWORDS = new Set(('abstract and as assert async await begin bool boolean break byte case catch char class '
   + 'const continue crate def default defer del delete do done double echo elif else elsif end enum except export '
-  + 'extends extern false False fi final finally float fn for foreach from func function global go goto if impl implements '
-  + 'import in include instanceof int interface is lambda let local long loop match mod module mut namespace new nil '
+  + 'extends extern false False fi final finally float fn for foreach from func function global go goto if impl '
+  + 'implements import in include instanceof int interface is lambda let local long loop match mod module mut namespace new nil '
   + 'None nonlocal not null or override package pass private protected pub public raise ref require return self '
   + 'short signed sizeof static string struct super switch template then this throw throws trait true True try type '
   + 'typedef typeof undefined union unless unsigned until use using var virtual void volatile where while with yield '

@@ -48,17 +48,26 @@ function inlinePart(text, found, depth, unclosed, mayLink) {
     return { node, end: LINK.lastIndex };
   }
   const isMarked = address.startsWith('<') && address.endsWith('>');
-  const shown = isMarked ? address.slice(1, -1) : withoutPunctuation(address);
+  const shown = isMarked ? address.slice(1, -1) : withoutEnd(address, '.,;:!?\'"*_~)]>');
   const node = address.startsWith('<') && !isMarked ? null : linkTo(shown);
   if (!node) return null;
   node.append(shown);
   return { node, end: found.index + (isMarked ? address.length : shown.length) };
 }
 
-function withoutPunctuation(address) {
-  let end = address.length;
-  while (end && '.,;:!?\'"*_~)]>'.includes(address[end - 1])) end -= 1;
-  return address.slice(0, end);
+/** A text without the signs that it ends with. */
+function withoutEnd(text, signs) {
+  let end = text.length;
+  while (end && signs.includes(text[end - 1])) end -= 1;
+  return text.slice(0, end);
+}
+
+/** An unfinished text as it will probably look: marks that it ends with may be halves, and open ones will be closed. */
+function likely(text) {
+  const shown = withoutEnd(text, '*_~`');
+  const isOdd = (mark, within) => within.split(mark).length % 2 === 0;
+  if (isOdd('`', shown)) return `${shown}\``;
+  return isOdd('**', shown.replace(/`[^`]*`/g, '')) ? `${shown.trimEnd()}**` : shown;
 }
 
 function codeSpan(text, ticks, start) {
@@ -162,7 +171,7 @@ class MarkdownView {
     if (inside !== null) this.innerTail(inside);
     else if (this.open?.lines && !this.isBlockStart(text)) {
       const { open } = this;
-      this.showParagraph(open, [...open.lines, text.trim()]);
+      this.showParagraph(open, [likely([...open.lines, text.trim()].join('\n'))]);
       this.undoTail = () => { open.isStale = true; };
     } else if (this.depth < DEEPEST && (QUOTE.test(text) || ITEM.test(text)) && this.isBlockStart(text)) {
       const rest = QUOTE.exec(text)?.[1] ?? ITEM.exec(text)[4];
@@ -173,7 +182,7 @@ class MarkdownView {
       const node = element('div', { className: 'tail' });
       this.root.append(node);
       const view = new MarkdownView(node, this.depth);
-      view.line(text);
+      view.line(FENCE.test(text) ? text : likely(text));
       view.settle();
       this.undoTail = () => node.remove();
     }

@@ -57,7 +57,7 @@ class TurnView {
     const isLast = app.current.turns.at(-1) === turn;
     if (turn.role === 'user') this.footer.replaceChildren(button('Edit', () => this.edit()), copy);
     else this.footer.replaceChildren(copy, ...(isLast ? [button('Regenerate', () => app.regenerate())] : []));
-    if (turn.stats) this.footer.append(element('span', { textContent: describeStats(turn.stats) }));
+    if (turn.stats) this.footer.append(element('span', { className: 'stats', textContent: describeStats(turn.stats) }));
     this.edit = () => this.showEditor(index);
   }
 

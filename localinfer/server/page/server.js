@@ -39,7 +39,8 @@ const WAYS_OUT = {
 function inWords(error, status) {
   const wayOut = WAYS_OUT[error?.code];
   if (wayOut) return wayOut(error);
-  return error?.message ? `The server says: ${error.message}` : `The server answered with status ${status}.`;
+  const message = error?.message ? `The server says: ${error.message}.` : `The server answered with status ${status}.`;
+  return error?.type === 'invalid_request_error' ? message : `${message} Regenerate tries again.`;
 }
 
 /** The requests of this page. askToken: asks the user for the token, and gives null if there is none. */
