@@ -191,6 +191,25 @@ def test_an_edited_message_is_answered_anew_and_can_be_had_back(open_chat: Calla
     chat.check()
 
 
+def test_a_message_edited_during_its_reply_gets_the_new_reply_alone(open_chat: Callable[..., Chat]) -> None:
+    chat = open_chat()
+    chat.choose("waiting")
+    chat.send("One")
+    chat.wait("First")
+    chat.page.locator(".user").get_by_role("button", name="Edit").click()
+    chat.page.get_by_role("textbox", name="Edit message").fill("Eins")
+    chat.page.keyboard.press("Enter")
+    chat.page.locator("#send", has_text="Stop").wait_for()
+    GATE.set()
+    chat.wait("First and last.")
+    chat.wait_end()
+    assert chat.texts(".turn .body") == ["Eins", "First and last."]
+    chat.page.reload()
+    chat.wait("First and last.")
+    assert chat.texts(".turn .body") == ["Eins", "First and last."]
+    chat.check()
+
+
 def test_reload_keeps_conversations_and_a_reply_that_was_being_written(open_chat: Callable[..., Chat]) -> None:
     chat = open_chat()
     chat.choose("waiting")
@@ -250,7 +269,6 @@ def test_options_are_sent_and_new_conversations_begin_with_them(open_chat: Calla
     chat.page.get_by_role("button", name="Done").click()
     for _ in range(2):
         chat.page.keyboard.press("Alt+N")
-        chat.choose("answer")
         chat.send("Hello")
         chat.wait_end()
     for body in chat.bodies:

@@ -145,7 +145,9 @@ class App {
   // What the user does with messages.
 
   fresh() {
-    return newConversation(this.models[0]?.id ?? '', JSON.parse(localStorage.getItem('localinfer.options') ?? '{}'));
+    const { model, ...options } = JSON.parse(localStorage.getItem('localinfer.options') ?? '{}');
+    const isServed = !this.models.length || this.models.some(({ id }) => id === model);
+    return newConversation((isServed ? model : this.models[0].id) ?? '', options);
   }
 
   send(text) {
@@ -170,10 +172,12 @@ class App {
     this.say('Writing a reply.');
     await this.save(conversation);
     await reply.run();
+    // Another has taken its place, or the conversation was deleted.
+    if (this.replies.get(conversation.id) !== reply) return;
     this.replies.delete(conversation.id);
     // A reply also ends where the page goes away, and then nothing is saved any more.
     reply.keep();
-    if (this.conversations.includes(conversation)) await this.save(conversation);
+    await this.save(conversation);
     this.store.forgetRunning(conversation.id);
     if (byId('notice').firstElementChild.textContent === WAITS) byId('notice').hidden = true;
     this.say(turn.error ?? `The reply is complete: ${grouped(turn.content.length)} characters.`);
@@ -197,11 +201,11 @@ class App {
   replaceTurns(turns, words) {
     const { current } = this;
     const former = current.turns;
-    this.replies.get(current.id)?.stop();
+    this.drop(current);
     current.turns = turns;
     this.answer();
     this.notice(words, 'Undo', () => {
-      this.replies.get(current.id)?.stop();
+      this.drop(current);
       current.turns = former;
       this.save(current);
       this.show(current);
@@ -210,6 +214,13 @@ class App {
 
   stop() {
     this.replies.get(this.current.id)?.stop();
+  }
+
+  /** Stop a conversation's reply, which is not wanted any more. */
+  drop({ id }) {
+    this.replies.get(id)?.stop();
+    this.replies.delete(id);
+    this.store.forgetRunning(id);
   }
 
   // What the user does with conversations.
@@ -235,7 +246,7 @@ class App {
 
   async delete() {
     const { current } = this;
-    this.stop();
+    this.drop(current);
     this.conversations = this.conversations.filter((one) => one !== current);
     await this.store.delete(current.id);
     this.channel?.postMessage(current.id);
@@ -305,8 +316,14 @@ class App {
     const fields = OPTIONS.map(byId).filter((field) => field.value && field.reportValidity());
     current.system = byId('system').value.trim();
     current.options = Object.fromEntries(fields.map((field) => [field.id, field.valueAsNumber]));
-    localStorage.setItem('localinfer.options', JSON.stringify({ system: current.system, options: current.options }));
-    if (current.turns.length) this.save(current);
+    this.keepOptions();
+  }
+
+  /** Keep the current conversation's options, with which new ones begin. */
+  keepOptions() {
+    const { model, system, options } = this.current;
+    localStorage.setItem('localinfer.options', JSON.stringify({ model, system, options }));
+    if (this.current.turns.length) this.save(this.current);
   }
 
   /** In narrow windows: show the conversations over the messages, which then cannot be used; or hide them. */
@@ -361,7 +378,7 @@ class App {
     byId('actions').onclick = (event) => { if (event.target.tagName === 'BUTTON') byId('actions').open = false; };
     byId('model').onchange = () => {
       this.current.model = byId('model').value;
-      if (this.current.turns.length) this.save(this.current);
+      this.keepOptions();
       this.showContext();
     };
     byId('composer').onsubmit = (event) => {

@@ -39,7 +39,7 @@ class Reply {
     if (chunk.timings) turn.stats = statsOf(chunk.timings);
     if (chunk.timings?.notices) turn.notices = chunk.timings.notices;
     this.app.touch();
-    if (performance.now() > this.keptAt + KEEP_MILLISECONDS) this.keep();
+    if (!this.isStopped && performance.now() > this.keptAt + KEEP_MILLISECONDS) this.keep();
   }
 
   keep() {

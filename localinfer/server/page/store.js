@@ -34,7 +34,6 @@ class Store {
   }
 
   async delete(id) {
-    this.forgetRunning(id);
     this.unkept.delete(id);
     if (this.database) await finished(this.conversations('readwrite').delete(id));
   }
