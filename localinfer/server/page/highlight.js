@@ -1,15 +1,17 @@
 // Highlighting: line by line, so that a line that was shown stays as it is.
 'use strict';
 
-const KEYWORDS = new Set(('abstract and as assert async await begin bool boolean break byte case catch char class '
-  + 'const continue crate def default defer del delete do done double echo elif else elsif end enum except export '
-  + 'extends extern false False fi final finally float fn for foreach from func function global go goto if impl '
-  + 'implements import in include instanceof int interface is lambda let local long loop match mod module mut namespace '
-  + 'new nil None nonlocal not null or override package pass private protected pub public raise ref require return self '
-  + 'short signed sizeof static string struct super switch template then this throw throws trait true True try type '
-  + 'typedef typeof undefined union unless unsigned until use using var virtual void volatile where while with yield '
-  + 'SELECT FROM WHERE INSERT INTO VALUES UPDATE SET DELETE CREATE TABLE JOIN LEFT INNER ON GROUP ORDER BY HAVING '
-  + 'LIMIT AND OR NOT NULL AS DISTINCT UNION PRIMARY KEY').split(' '));
+const KEYWORDS = new Set(
+  ('abstract and as assert async await begin bool boolean break byte case catch char class const continue '
+  + 'crate def default defer del delete do done double echo elif else elsif end enum except export extends '
+  + 'extern false False fi final finally float fn for foreach from func function global go goto if impl '
+  + 'implements import in include instanceof int interface is lambda let local long loop match mod module '
+  + 'mut namespace new nil None nonlocal not null or override package pass private protected pub public '
+  + 'raise ref require return self short signed sizeof static string struct super switch template then this '
+  + 'throw throws trait true True try type typedef typeof undefined union unless unsigned until use using '
+  + 'var virtual void volatile where while with yield SELECT FROM WHERE INSERT INTO VALUES UPDATE SET DELETE '
+  + 'CREATE TABLE JOIN LEFT INNER ON GROUP ORDER BY HAVING LIMIT AND OR NOT NULL AS DISTINCT UNION PRIMARY '
+  + 'KEY').split(' '));
 const COMMENTS = {
   hash: ['#.*', 'bash sh shell zsh fish python py ruby rb yaml yml toml ini r perl make makefile dockerfile julia '
     + 'elixir'],
