@@ -144,7 +144,7 @@ def test_reply_is_shown_as_text_with_its_reasoning_folded_and_its_cost(open_chat
     assert page.locator(".reasoning").get_attribute("open") is None
     assert chat.texts(".reasoning summary") == ["Reasoning · 9 characters"]
     (cost,) = chat.texts(".assistant .stats")
-    assert "tokens/s" in cost and "first after" in cost and "0% of the prompt cached" in cost
+    assert "tokens/s" in cost and "first token after" in cost and "0% of the prompt cached" in cost
     assert "of 4,096 tokens of context" in chat.texts("#context-words")[0]
     page.keyboard.press("Alt+R")
     page.locator(".assistant .stats", has_text=re.compile(r"\b9\d% of the prompt cached")).wait_for()

@@ -73,7 +73,7 @@ def rendered(*texts: str) -> list[str]:
 def test_markdown_becomes_elements() -> None:
     (made,) = rendered(EVERYTHING)
     for part in (
-        "<h3>Title</h3><p>Some <em>text</em>, <strong>strong <em>both</em> words</strong>, <code>a*b</code>, "
+        "<h2>Title</h2><p>Some <em>text</em>, <strong>strong <em>both</em> words</strong>, <code>a*b</code>, "
         "<del>gone</del>, snake_case_name,\n*no* <a href=https://a.b/c_(d)>docs</a> and <a href=https://a.b/x_y_z>https://a.b/x_y_z</a>.</p>",
         "<ol><li><p>One</p><ul><li><p>deep <code>x</code></p></li><li><p>deeper</p></li></ul><p>still in one</p></li>"
         "<li><p>Two\nlazy</p></li></ol><ul><li><p><a href=mailto:a@b.c>other</a></p></li></ul>",

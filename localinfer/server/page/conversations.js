@@ -39,7 +39,7 @@ function describeStats(stats) {
   return [
     `${grouped(stats.completion_tokens)} tokens`,
     ...(stats.tokens_per_second ? [`${perSecond(stats.tokens_per_second)} tokens/s`] : []),
-    `first after ${first < 1 ? `${Math.round(1000 * first)} ms` : `${first.toFixed(1)} s`}`,
+    `first token after ${first < 1 ? `${Math.round(1000 * first)} ms` : `${first.toFixed(1)} s`}`,
     `${share}% of the prompt cached`,
   ].join(' \u00b7 ');
 }

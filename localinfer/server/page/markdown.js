@@ -242,7 +242,7 @@ class MarkdownView {
     const fence = FENCE.exec(line);
     if (fence && !isBegun) return this.startCode(fence[1], fence[2].trim().split(/\s/)[0], indentOf(line));
     const heading = HEADING.exec(line);
-    if (heading) return this.put(`h${Math.min(6, heading[1].length + 2)}`, heading[2].trim().replace(/\s#+$/, ''));
+    if (heading) return this.put(`h${Math.min(6, heading[1].length + 1)}`, heading[2].trim().replace(/\s#+$/, ''));
     if (RULE.test(line) && !isBegun) return this.put('hr', '');
     if (this.depth >= DEEPEST) return false;
     const quote = QUOTE.exec(line);
