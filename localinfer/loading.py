@@ -111,7 +111,7 @@ def load(
         check_number(name, value, 1, none="for the default")
     from localinfer.cache.eviction import window_of
     from localinfer.machine_limits import memory_limits
-    from localinfer.memory_plan import choose_context, plan_file, plan_memory
+    from localinfer.memory_plan import choose_context, file_bytes, plan_file, plan_memory
     from localinfer.models.load.assistant import is_assistant
     from localinfer.models.load.loader import load_model
 
@@ -130,7 +130,9 @@ def load(
 
     def context_that_fits(file: "ModelFile", config: "ModelConfig") -> int:
         plan = plan_memory(file, config, kv_type=kv_type, draft_layers=has_draft_layers)
-        if draft_path is not None and assistant is None:
+        if assistant is not None:
+            plan = replace(plan, weight_bytes=plan.weight_bytes + file_bytes(assistant))
+        elif draft_path is not None:
             plan = replace(plan, beside=plan_file(draft_path, kv_type=kv_type))
         return choose_context(plan, context_length, memory_limits(), kv_memory=kv_memory, kv_window=kv_window)
 

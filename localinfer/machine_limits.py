@@ -34,9 +34,9 @@ class MemoryLimits:
         return self.available_bytes + self.swap_bytes
 
     def describe(self) -> str:
-        """The available bytes and what they are a part of, such as "14.2 of 16.0 GB are free"."""
+        """The available bytes and what they are a part of, such as "14.2 GB of 16.0 GB are free"."""
         where = f" that {self.limited_by} allows" if self.limited_by else ""
-        return f"{self.available_bytes / 1e9:.1f} of the {self.total_bytes / 1e9:.1f} GB{where} are free"
+        return f"{byte_text(self.available_bytes)} of {byte_text(self.total_bytes)}{where} are free"
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,11 @@ class ProcessorLimits:
         """Threads that can run at once, each on a core of its own."""
         quota = self.allowed if self.quota is None else max(1, round(self.quota))
         return max(1, min(self.physical_cores, self.allowed, quota))
+
+
+def byte_text(num_bytes: int) -> str:
+    """Such as "4.7 GB" or "310 MB"."""
+    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 10**9 else f"{-(-num_bytes // 10**6)} MB"
 
 
 def memory_limits(root: Path = _ROOT) -> MemoryLimits:

@@ -9,6 +9,7 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from localinfer.cache.block_pool import context_bytes
 from localinfer.errors import OutOfMemoryError
@@ -17,7 +18,7 @@ from localinfer.kernels.cpu.memory import padded
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.layouts import num_tiles, stored_row_bytes, tile_bytes
 from localinfer.kernels.ops import EmbeddingTable, LinearWeight, OpGraph, Rows
-from localinfer.machine_limits import MemoryLimits
+from localinfer.machine_limits import MemoryLimits, byte_text
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.decoder.decoder import kv_layer_shapes, state_shapes, write_decoder, write_draft_layer
 from localinfer.models.decoder.shape_weights import ShapeWeights
@@ -25,6 +26,7 @@ from localinfer.models.load.draft_programs import has_draft_layers, with_draft_l
 from localinfer.models.load.loader import open_model_file, read_config
 from localinfer.models.load.model_changes import ModelChanges
 from localinfer.models.load.weights import named_tensor
+from localinfer.quant.checkpoint.groups import kernel_layout
 from localinfer.quant.checkpoint.model_file import ModelFile
 from localinfer.quant.pipeline.conversion import layout_of, runs_directly
 from localinfer.types import FloatArray
@@ -221,8 +223,8 @@ def choose_context(
             plan.name,
             found,
             trained,
-            gigabytes(plan.kv_bytes(trained)),
-            gigabytes(plan.fixed_bytes),
+            byte_text(plan.kv_bytes(trained)),
+            byte_text(plan.fixed_bytes),
             memory.describe(),
             more,
         )
@@ -241,17 +243,12 @@ def check_fits(plan: MemoryPlan, context_length: int, memory: MemoryLimits, kv_b
     if kv <= max(0, room) * KV_SHARE or (kv == 0 and room >= 0):
         return
     found = (
-        f"{plan.name} needs {gigabytes(plan.fixed_bytes + kv)} of memory for a context of {context_length} tokens "
-        f"({gigabytes(plan.all_weight_bytes)} for weights, {gigabytes(kv)} for keys and values as {plan.kv_type}, "
-        f"{gigabytes(plan.fixed_bytes - plan.all_weight_bytes)} for buffers), and {memory.describe()}"
+        f"{plan.name} needs {byte_text(plan.fixed_bytes + kv)} of memory for a context of {context_length} tokens "
+        f"({byte_text(plan.all_weight_bytes)} for weights, {byte_text(kv)} for keys and values as {plan.kv_type}, "
+        f"{byte_text(plan.fixed_bytes - plan.all_weight_bytes)} for buffers), and {memory.describe()}"
     )
     ways = [*_smaller_contexts(plan, context_length, memory)] or [_smaller_model(plan, memory)]
     raise OutOfMemoryError(f"{found}; {', or '.join(ways)}")
-
-
-def gigabytes(num_bytes: int) -> str:
-    """Such as "4.7 GB" or "310 MB"."""
-    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 10**9 else f"{-(-num_bytes // 10**6)} MB"
 
 
 def _smaller_contexts(plan: MemoryPlan, wanted: int, memory: MemoryLimits) -> Sequence[str]:
@@ -273,7 +270,7 @@ def _smaller_model(plan: MemoryPlan, memory: MemoryLimits) -> str:
     bits = plan.bits_per_weight * room / max(1, plan.all_weight_bytes)
     closing = "close other programs" if not memory.limited_by else f"raise the limit of {memory.limited_by}"
     if bits < 2:
-        return f"take a smaller model: its weights alone do not fit; or {closing}"
+        return f"take a smaller model: whatever the context, this one does not fit; or {closing}"
     return (
         f"take a smaller quantization: it has {plan.bits_per_weight:.1f} bits per weight, and {bits:.1f} would fit; or "
         f"{closing}"
@@ -286,6 +283,13 @@ def _scratch_bytes(graph: OpGraph, vocab_size: int) -> int:
     buffers = sum(4 * rows[buffer.rows] * padded(buffer.width) for buffer in graph.buffers)
     widest = max((buffer.width for buffer in graph.buffers if buffer.rows is Rows.BATCH), default=0)
     return buffers + 2 * MAX_BATCH_ROWS * widest + _BYTES_PER_TOKEN_OF_VOCABULARY * vocab_size + _FIXED_BYTES
+
+
+def file_bytes(path: str | os.PathLike[str]) -> int:
+    """Bytes of a model's file, or of the files in its folder."""
+    place = Path(path)
+    files = place.iterdir() if place.is_dir() else [place]
+    return sum(file.stat().st_size for file in files if file.is_file())
 
 
 class CountedWeights(ShapeWeights):
@@ -329,10 +333,14 @@ class CountedWeights(ShapeWeights):
         if part is not None and not part[0] and (name, None) in self._matrices and weight.num_experts == 1:
             # The first rows of a matrix that is packed whole are taken from it.
             return 0
-        if self._file.grouped(name) is not None:
-            return tensor.num_bytes * weight.num_rows // max(1, tensor.shape[-2])
         with named_tensor(name):
-            layout = layout_of(tensor.type)
+            grouped = self._file.grouped(name)
+            if grouped is None:
+                layout = layout_of(tensor.type)
+            elif len(grouped) == 1 and not grouped[0].is_in_order:
+                layout = kernel_layout([grouped[0].in_group_order()[1]])
+            else:
+                layout = kernel_layout(grouped)
         return num_tiles(weight.num_rows) * tile_bytes(layout, weight.num_columns) * weight.num_experts
 
     def _table_bytes(self, name: str) -> int:

@@ -11,6 +11,7 @@ from localinfer.cli import main
 from localinfer.describe import describe_file, render_json, render_text
 from tests.checkpoint_files import LLAMA_CONFIG, MODULES, Stored, llama_weights, tokenizer_document, write_folder
 from tests.models.gemma4_texts import DRAFT, write_gemma4
+from tests.models.small_models import write_small_llama
 from tests.quantized_checkpoints import gptq_tensors, in_module, random_codes
 
 TEMPLATE = "{{ messages }}"
@@ -65,6 +66,16 @@ def test_text_has_no_control_characters(model_file):
     assert "evil\\u001b[2J\ufffd name\\nsecond line" in text
     assert not [character for character in text if character < " " and character != "\n"]
     assert "\u202e" not in text
+
+
+def test_memory_by_context_is_shown_and_in_json(tmp_path: Path) -> None:
+    description = describe_file(str(write_small_llama(tmp_path / "small.gguf")))
+    (row,) = json.loads(render_json(description, tensors=False))["memory"]["contexts"]
+    # Two layers of one head of 16: keys and values as float16, or as codes with a float16 scale each.
+    assert row["context_length"] == 128
+    assert row["kv_bytes"] == {"f16": 128 * 2 * 2 * 16 * 2, "q8_0": 128 * 2 * 2 * (16 + 2)}
+    text = render_text(description, tensors=False)
+    assert "memory on the CPU" in text and "the whole context fits here" in text
 
 
 def test_json_is_strict_json(model_file, capsys):

@@ -29,7 +29,7 @@ def test_without_groups_the_machine_counts(tmp_path: Path) -> None:
     found = memory_limits(tmp_path)
     assert found == MemoryLimits(64 * GB, 40 * GB, 2 * GB)
     assert found.most_bytes == 42 * GB
-    assert found.describe() == "40.0 of the 64.0 GB are free"
+    assert found.describe() == "40.0 GB of 64.0 GB are free"
     assert processor_quota(tmp_path) is None
 
 
@@ -50,7 +50,7 @@ def test_version_2_counts_the_least_of_all_groups_above(tmp_path: Path) -> None:
     )
     found = memory_limits(root)
     assert found == MemoryLimits(8 * GB, 5 * GB, 0, "the cgroup")
-    assert found.describe() == "5.0 of the 8.0 GB that the cgroup allows are free"
+    assert found.describe() == "5.0 GB of 8.0 GB that the cgroup allows are free"
     assert processor_quota(root) == 1.5
 
 

@@ -20,10 +20,12 @@ from localinfer.memory_report import describe_memory, memory_lines
 from localinfer.models import demo
 from localinfer.models.load.loader import Model, load_model
 from localinfer.models.load.weights import CpuWeights
+from tests.checkpoint_files import LLAMA_CONFIG, MODULES, llama_weights, tokenizer_document, write_folder
 from tests.kernels.subprocesses import environment
 from tests.limits import seconds
 from tests.models.arch_models import architectures, build_model, build_text_model, text_models
 from tests.models.small_models import write_small_llama
+from tests.quantized_checkpoints import gptq_tensors, in_module, random_codes
 
 DEMO = Path(demo.__file__).parent / "demo-f16.gguf"
 MB = 10**6
@@ -54,6 +56,22 @@ def test_plan_is_what_the_loaded_model_has(name: str, tmp_path: Path) -> None:
             assert plan.weight_bytes == weight_bytes(model)
         finally:
             model.close()
+
+
+@pytest.mark.parametrize("is_act_order", [False, True])
+def test_codes_of_a_checkpoint_are_counted_as_kernels_hold_them(is_act_order: bool, tmp_path: Path) -> None:
+    rng, module = np.random.default_rng(1), "model.layers.0.self_attn.q_proj"
+    codes = random_codes(rng, MODULES["self_attn.q_proj"], is_symmetric=False, is_act_order=is_act_order)
+    weights = {**llama_weights(), **in_module(module, gptq_tensors(codes))}
+    del weights[f"{module}.weight"]
+    settings = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": is_act_order}
+    config = {**LLAMA_CONFIG, "quantization_config": settings}
+    folder = write_folder(tmp_path / "tiny", weights, config, tokenizer=tokenizer_document())
+    model = load_model(folder, threads=1)
+    try:
+        assert plan_file(folder).weight_bytes == weight_bytes(model)
+    finally:
+        model.close()
 
 
 RESIDENT = """
@@ -133,7 +151,7 @@ def test_a_context_that_cannot_fit_is_refused_with_the_figures_and_the_ways_out(
         check_fits(plan, 100_000, memory)
     message = str(refused.value)
     assert "123 MB" in message and "100 MB for weights" in message and "13 MB for keys and values as f16" in message
-    assert "0.1 of the 64.0 GB that the cgroup allows are free" in message
+    assert "115 MB of 64.0 GB that the cgroup allows are free" in message
     assert f"context_length {fits}" in message and f"{with_q8} with kv_type q8_0" in message
     check_fits(plan, fits, memory)
     with pytest.raises(OutOfMemoryError):
@@ -220,7 +238,7 @@ def test_report_has_every_context_and_what_fits() -> None:
     assert [row["context_length"] for row in found["contexts"]] == [1024]
     assert found["contexts"][0]["kv_bytes"] == {"f16": plan.kv_bytes(1024), "q8_0": plan.kv_bytes(1024, "q8_0")}
     assert found["contexts"][0]["total_bytes"]["f16"] == plan.total_bytes(1024)
-    assert "the whole context fits here, where 16.0 of the 64.0 GB are free" in "\n".join(memory_lines(found))
+    assert "the whole context fits here, where 16.0 GB of 64.0 GB are free" in "\n".join(memory_lines(found))
     small = describe_memory(DEMO, limits(plan.fixed_bytes + plan.kv_bytes(700)))
     assert small["largest_context"]["f16"] < 700 < small["largest_context"]["q8_0"]
     assert f"{small['largest_context']['f16']} tokens as f16, 1024 tokens as q8_0" in "\n".join(memory_lines(small))
