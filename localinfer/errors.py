@@ -14,6 +14,7 @@ LocalinferError
 |-- SessionFileError               a saved conversation cannot be written, read or verified
 |   `-- SessionMismatchError       it is intact, and belongs to another model, setting or version
 |-- DownloadError                  a model cannot be brought from the hub
+|   `-- HubUnreachableError        it does not answer, or may not be asked
 |-- BackendUnavailableError        the requested device or instruction set is not available
 |-- OutOfMemoryError               a budget the caller set would be exceeded
 |-- OverloadedError                the queue of waiting requests is full
@@ -104,6 +105,10 @@ class SessionMismatchError(SessionFileError):
 
 class DownloadError(LocalinferError):
     """A model cannot be brought from the hub: it refuses, cannot be reached, or the files are wrong or do not fit."""
+
+
+class HubUnreachableError(DownloadError):
+    """The hub does not answer, or the user forbids asking it."""
 
 
 class BackendUnavailableError(LocalinferError):

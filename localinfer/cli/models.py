@@ -34,7 +34,7 @@ def pull_command(model: str) -> None:
     reference = read_reference(model)
     try:
         with Progress() as progress:
-            report = with_time_left(progress)
+            report = with_time_left(lambda stage, done, total: progress(neutralise_controls(stage), done, total))
             record = pull_model(reference, Places.of_user(), say=say, progress=report)
     except KeyboardInterrupt:
         say(
@@ -42,7 +42,7 @@ def pull_command(model: str) -> None:
             "shows it"
         )
         raise
-    click.echo(record.name)
+    click.echo(neutralise_controls(record.name))
     if sys.stdout.isatty():
         say(f"try it: localinfer chat -m {record.name}")
 

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
-from localinfer.errors import DownloadError
+from localinfer.errors import DownloadError, HubUnreachableError
 from localinfer.hub.places import HUB
 from localinfer.hub.references import parse_reference
 from localinfer.hub.variants import StoredFile, is_safe_path
@@ -35,7 +35,7 @@ class HubClient:
     """The hub at `endpoint`.
 
     token: None: the one that `hf auth login` or HF_TOKEN gave. timeout_seconds: without a byte. retries: in sequence
-    without a byte; retry_seconds: the wait before each.
+    without a byte; retry_seconds: the wait before the first, doubled before each further one.
     """
 
     endpoint: str = HUB
@@ -105,23 +105,27 @@ class HubClient:
 
     def _require_online(self) -> None:
         if self.is_offline:
-            raise DownloadError(
-                "HF_HUB_OFFLINE forbids asking the hub; unset it to pull, or use what is here: `localinfer list --all`"
-            )
+            raise HubUnreachableError("HF_HUB_OFFLINE forbids asking the hub; unset it to pull")
 
     def _fail(self, repo: str, error: Exception) -> NoReturn:
         """Raise what an error of the hub's library means."""
+        import httpx
+        from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+
+        lost = (httpx.TransportError, OfflineModeIsEnabled, ConnectionError)
+        if isinstance(error, lost) and not isinstance(error, HfHubHTTPError):
+            raise HubUnreachableError(
+                f"the hub at {self.endpoint} cannot be reached ({_reason(error)}); check the network and pull again"
+            ) from error
         raise DownloadError(self._explain(repo, error)) from error
 
     def _explain(self, repo: str, error: Exception) -> str:
-        import httpx
         from huggingface_hub import get_token
         from huggingface_hub.errors import (
             DisabledRepoError,
             GatedRepoError,
             HfHubHTTPError,
             HFValidationError,
-            OfflineModeIsEnabled,
             RepositoryNotFoundError,
         )
 
@@ -147,11 +151,6 @@ class HubClient:
             return f"the hub answers {status} for {repo}{later}"
         if isinstance(error, HFValidationError):
             return f"{repo} is not a name that the hub can have: {error}; give org/repo"
-        if isinstance(error, httpx.TransportError | OfflineModeIsEnabled | ConnectionError):
-            return (
-                f"the hub at {self.endpoint} cannot be reached ({_reason(error)}); check the network and pull again, "
-                "or use what is here: `localinfer list --all`"
-            )
         return f"the hub at {self.endpoint} gave no usable answer for {repo} ({_reason(error)}); try again later"
 
 

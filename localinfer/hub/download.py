@@ -115,8 +115,8 @@ def _receive(client: HubClient, repository: Repository, file: StoredFile, partia
                         f"{describe_size(file.size)} of {file.path} ({reason}); check the network: pulling again goes "
                         "on from there"
                     )
+                time.sleep(client.retry_seconds * 2 ** (client.retries - retries))
                 retries -= 1
-                time.sleep(client.retry_seconds)
         os.fsync(out.fileno())
 
 

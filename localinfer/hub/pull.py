@@ -8,10 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from localinfer.errors import DownloadError, RequestError
+from localinfer.errors import DownloadError, HubUnreachableError, RequestError
 from localinfer.hub.cache_folder import blob_path, pointer_path, set_main
 from localinfer.hub.client import HubClient, Repository
 from localinfer.hub.download import fetch_file, held_bytes
+from localinfer.hub.installed import find_installed
 from localinfer.hub.places import Places
 from localinfer.hub.records import PullRecord, PullRecords, new_record
 from localinfer.hub.references import Reference, parse_reference
@@ -21,6 +22,7 @@ from localinfer.hub.variants import StoredFile, choose_variant, describe_size, i
 if TYPE_CHECKING:
     from localinfer.types import ProgressCallback
 
+_MOST_NAMES = 5
 REPORT_SECONDS = 0.1
 """Progress is told this often at most: its text changes with every byte."""
 
@@ -53,7 +55,10 @@ def pull_model(
         raise DownloadError("this user has no home folder to keep models in; set HOME, or HF_HOME and XDG_DATA_HOME")
     client = client or HubClient(places.endpoint, is_offline=places.is_offline)
     records, cache = PullRecords(places.records), places.hub_cache
-    repository = client.repository(reference.repo)
+    try:
+        repository = client.repository(reference.repo)
+    except HubUnreachableError as error:
+        raise HubUnreachableError(f"{error}; {_usable_offline(places)}") from error
     variant = choose_variant(reference, repository.files)
     name = f"{repository.id}:{variant.name}"
     left = [file.path for file in repository.files if is_left_aside(file.path) and "mmproj" in file.path.lower()]
@@ -174,6 +179,14 @@ def _check_space(cache: Path, repository: Repository, name: str, say: Callable[[
             f"free; free some space (`localinfer list` shows what models take), pull a smaller quantization, or set "
             "HF_HOME to a folder on another disk"
         )
+
+
+def _usable_offline(places: Places) -> str:
+    names = [model.name for model in find_installed(places) if not model.problem]
+    if not names:
+        return "no model is on this machine yet; the demo model works without -m"
+    more = f" and {len(names) - _MOST_NAMES} more (`localinfer list --all`)" if len(names) > _MOST_NAMES else ""
+    return f"usable without a network: {', '.join(names[:_MOST_NAMES])}{more}"
 
 
 def _key(file: StoredFile) -> str:

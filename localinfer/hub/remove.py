@@ -11,7 +11,7 @@ from localinfer.hub.cache_folder import blob_path, pointer_path, repository_fold
 from localinfer.hub.download import partial_path
 from localinfer.hub.installed import find_installed
 from localinfer.hub.places import Places
-from localinfer.hub.records import DamagedRecord, PulledFile, PullRecord, PullRecords
+from localinfer.hub.records import DamagedRecord, PullRecord, PullRecords
 from localinfer.hub.variants import describe_size
 
 
@@ -57,7 +57,7 @@ def delete_files(record: PullRecord, *, kept_by: Iterable[PullRecord]) -> tuple[
             num_kept += 1
             continue
         freed += _delete(pointer) + _delete(partial_path(blob))
-        if blob in kept_blobs or _is_linked(record, file, blob):
+        if blob in kept_blobs or _is_linked(record, blob):
             num_kept += 1
         else:
             freed += _delete(blob)
@@ -94,13 +94,14 @@ _OWN_WAY = {
 }
 
 
-def _is_linked(record: PullRecord, file: PulledFile, blob: Path) -> bool:
+def _is_linked(record: PullRecord, blob: Path) -> bool:
     """Whether another snapshot of the repository still uses a blob, such as one that another program brought."""
-    folder = repository_folder(record.cache, record.repo) / "snapshots"
-    for other in folder.rglob(Path(file.path).name):
-        with contextlib.suppress(OSError):
-            if other.is_symlink() and os.path.samefile(other, blob):
-                return True
+    for folder, _, names in os.walk(repository_folder(record.cache, record.repo) / "snapshots"):
+        for name in names:
+            other = os.path.join(folder, name)
+            with contextlib.suppress(OSError):
+                if os.path.islink(other) and os.path.samefile(other, blob):
+                    return True
     return False
 
 

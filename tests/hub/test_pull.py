@@ -160,7 +160,7 @@ def test_without_a_network_what_is_here_still_works(hub, places):
     pull(hub, places)
     # Nothing listens at port 9.
     client = HubClient("http://127.0.0.1:9", timeout_seconds=30)
-    with pytest.raises(DownloadError, match="cannot be reached.*localinfer list --all"):
+    with pytest.raises(DownloadError, match=f"cannot be reached.*; usable without a network: {NAME}"):
         pull_model(read_reference(REPO), places, client=client)
     assert find_model(NAME, places).read_bytes() == CONTENT
 
@@ -253,6 +253,18 @@ def test_a_new_commit_replaces_the_old_one(hub, places):
     pull(hub, places)
     assert find_model(NAME, places).read_bytes() == CONTENT[::-1]
     assert not old.exists() and len(list(places.hub_cache.rglob("blobs/*"))) == 1
+
+
+def test_rm_keeps_what_another_snapshot_still_uses(hub, places):
+    from huggingface_hub import hf_hub_download
+
+    pull(hub, places)
+    old = find_model(NAME, places)
+    hub.repositories[REPO]["README.md"] = b"other words"
+    theirs = Path(hf_hub_download(REPO, "Tiny-Q4_K_M.gguf", cache_dir=places.hub_cache, endpoint=hub.endpoint))
+    assert theirs != old and theirs.samefile(old)
+    assert "0 bytes freed; 1 of its files" in remove_model(NAME, places)
+    assert theirs.read_bytes() == CONTENT and not old.is_symlink()
 
 
 def test_rm_deletes_what_was_pulled_and_nothing_else(hub, places):
