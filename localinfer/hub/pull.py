@@ -65,13 +65,12 @@ def pull_model(
     if left:
         say(f"left aside: {', '.join(left[:3])}{', ...' if len(left) > 3 else ''}: models see no images here yet")
     wanted = repository._replace(files=variant.files)
+    fresh = new_record(name, wanted, cache, quant=variant.quant, is_folder=variant.is_folder)
     with records.locked(name, waits=False) as is_mine:
         if is_mine:
-            fresh = new_record(name, wanted, cache, quant=variant.quant, is_folder=variant.is_folder)
             return _pull(client, records, fresh, say, progress)
     say(f"{name} is being pulled already; waiting for that")
     with records.locked(name, waits=True):
-        fresh = new_record(name, wanted, cache, quant=variant.quant, is_folder=variant.is_folder)
         return _pull(client, records, fresh, say, progress)
 
 

@@ -191,10 +191,16 @@ def _parsed(fields: Any) -> PullRecord:
     )
 
 
-def new_record(name: str, repository: Repository, cache: Path, **fields: Any) -> PullRecord:
+def new_record(name: str, repository: Repository, cache: Path, *, quant: str | None, is_folder: bool) -> PullRecord:
     """An unfinished pull of the repository's files."""
-    files = tuple(PulledFile(file.path, file.size, file.sha256, file.git_id, False) for file in repository.files)
     return PullRecord(
-        name, repository.id, commit=repository.commit, cache=cache, files=files, pulled=time.time(), is_whole=False,
-        **fields,
-    )  # fmt: skip
+        name=name,
+        repo=repository.id,
+        quant=quant,
+        commit=repository.commit,
+        cache=cache,
+        files=tuple(PulledFile(file.path, file.size, file.sha256, file.git_id, False) for file in repository.files),
+        pulled=time.time(),
+        is_folder=is_folder,
+        is_whole=False,
+    )
