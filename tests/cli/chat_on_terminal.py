@@ -34,8 +34,9 @@ script = open(int(sys.argv[1]), closefd=False)
 asked = []
 
 class Stream:
-    def __init__(self):
-        self.prompt_tokens, self.computed_tokens, self.num_events, self.has_ended = 10, 0, 0, False
+    def __init__(self, asked):
+        self.prompt_tokens, self.computed_tokens = 4000 if asked == "long" else 10, 0
+        self.num_events, self.has_ended = 0, False
     @property
     def stats(self):
         return SimpleNamespace(prompt_tokens=self.prompt_tokens, cached_tokens=5, cache_miss=None, dropped_tokens=0,
@@ -48,8 +49,8 @@ class Stream:
             if self.has_ended:
                 raise StopIteration
             does = json.loads(script.readline())
-            if "prompt" in does:
-                self.prompt_tokens, self.computed_tokens = does["prompt"], does["computed"]
+            if "computed" in does:
+                self.computed_tokens = does["computed"]
                 continue
             self.num_events += 1
             self.has_ended = does.get("ends") is not None
@@ -62,7 +63,7 @@ class Model:
     context_length = 8192
     def stream_chat(self, messages, **options):
         asked.append([message["content"] for message in messages][-1])
-        return Stream()
+        return Stream(asked[-1])
     def count_chat_tokens(self, messages): return sum(len(message["content"]) for message in messages)
 
 try:
@@ -126,9 +127,9 @@ class ChatOnTerminal(Closing):
         """Have the model emit one event; `ends`: its last, for this reason."""
         self._tell({"text": text, "ends": ends, "reasoning": reasoning})
 
-    def compute(self, computed: int, prompt: int) -> None:
-        """Have the model read so many tokens of so many of the prompt."""
-        self._tell({"computed": computed, "prompt": prompt})
+    def compute(self, computed: int) -> None:
+        """Have the model read so many tokens of the prompt; the message "long" has 4,000, others 10."""
+        self._tell({"computed": computed})
 
     def resize(self, columns: int, lines: int) -> None:
         """Resize the window, and let the screen cut its lines as a terminal without reflow does."""

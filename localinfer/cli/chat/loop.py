@@ -182,6 +182,7 @@ class TerminalChat:
             return message
         if typed.leaves:
             return None
+        self._status.rest(self._conversation.context_used, self._conversation.context_length)
         try:
             text = session.prompt(default=typed.take_text())
         except EOFError:

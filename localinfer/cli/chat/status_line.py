@@ -27,7 +27,8 @@ class StatusLine:
 
     def __init__(self, model_name: str, context_length: int) -> None:
         self.model_name = model_name
-        self.context_length = context_length
+        self._context_length = context_length
+        self._context_used: int | None = None
         self._stream: TextStream | None = None
         self._stats: Stats | None = None
         self._has_drafts = False
@@ -42,7 +43,7 @@ class StatusLine:
     def begin(self, stream: "TextStream") -> None:
         """Follow another reply, from its prompt on."""
         self._began, self._first_computed = time.monotonic(), None
-        self._stream, self._next_refresh = stream, 0.0
+        self._stream, self._next_refresh, self._context_used = stream, 0.0, None
         self.refresh()
 
     def refresh(self, *, is_last: bool = False) -> None:
@@ -54,9 +55,9 @@ class StatusLine:
         if is_last:
             self._stream = None
 
-    def forget(self) -> None:
-        """Show no numbers: the conversation begins anew."""
-        self._stats = None
+    def rest(self, context_used: int, context_length: int) -> None:
+        """Say how full the context is until the next reply; the other numbers remain those of the last one."""
+        self._context_used, self._context_length = context_used, context_length
 
     def waiting(self) -> str:
         """How much of a prompt is computed, once that takes long; "" otherwise."""
@@ -88,10 +89,11 @@ class StatusLine:
     def _fields(self) -> list[tuple[int, str]]:
         """Rank and text of each field, in the order they are shown; the lowest ranks are shown first."""
         stats = self._stats
-        most = f"{self.context_length:,}"
-        used = 0 if stats is None else stats.prompt_tokens - stats.dropped_tokens + stats.completion_tokens
-        used = min(max(0, used), self.context_length)
-        left = 100 * (self.context_length - used) // max(1, self.context_length)
+        length, used = self._context_length, self._context_used
+        if used is None:
+            used = 0 if stats is None else stats.prompt_tokens - stats.dropped_tokens + stats.completion_tokens
+        used, most = min(max(0, used), length), f"{length:,}"
+        left = 100 * (length - used) // max(1, length)
         rate = seconds = cached = accepted = _UNKNOWN
         if stats is not None:
             rate = f"{stats.decode_tokens_per_second:.1f}" if stats.decode_tokens_per_second else _UNKNOWN
