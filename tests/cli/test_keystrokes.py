@@ -10,7 +10,7 @@ pytest.importorskip("pyte", reason="reads the screen with pyte")
 
 from tests.cli.chat_on_terminal import ChatOnTerminal
 
-STATUS = "scripted │"
+STATUS = "scripted  "
 SECOND_REPLY = "two"
 
 
@@ -34,7 +34,7 @@ def test_messages_typed_during_a_reply_are_shown_apart_and_follow_one_by_one(cha
     chat.wait_for_row("> fourth, begu_")
     chat.wait_for_row("Some words and more")
     below = chat.lines[-4:]
-    assert below[:3] == ["+ second", "+ third", "> fourth, begu_"] and below[3].startswith(STATUS)
+    assert below[:3] == ["next: second", "next: third", "> fourth, begu_"] and below[3].startswith(STATUS)
     chat.say(ends="stop")
     chat.say("Reply two", ends="stop")
     chat.say("Reply three", ends="stop")
@@ -56,9 +56,9 @@ def test_keys_edit_what_is_typed_ahead(chat):
     chat.say("a")
     chat.wait_for_row("a")
     chat.type("wrod\x7f\x7f\x7ford\x01two \x05s\x1b[D\x1b[D!\x1b[3~\r")
-    chat.wait_for_row("+ two wor!s")
+    chat.wait_for_row("next: two wor!s")
     chat.type("\x1b[A\x17words, e\u0301\x7fi\x1b\rnext\nlast\r")
-    chat.wait_for_row("+ (3 lines) two words, i↵next↵last")
+    chat.wait_for_row("next: (3 lines) two words, i↵next↵last")
     chat.say(ends="stop")
     chat.say("b", ends="stop")
     chat.wait_for_row("b")
@@ -74,7 +74,7 @@ def test_a_paste_of_5000_lines_during_a_reply_is_one_message(chat):
     chat.type("\x1b[200~" + "\r".join(lines) + "\x1b[201~")
     chat.wait_for("> (5,000 lines)")
     chat.type("\r")
-    chat.wait_for_row("+ (5,000 lines) line 0↵line 1")
+    chat.wait_for_row("next: (5,000 lines) line 0↵line 1")
     chat.say(ends="stop")
     chat.say("done", ends="stop")
     chat.wait_for_row("done")
@@ -113,7 +113,7 @@ def test_ctrl_d_typed_ahead_leaves_after_the_reply(chat):
     chat.say("Some words")
     chat.wait_for_row("Some words")
     chat.type("second\r\x04")
-    chat.wait_for_row("  leaves after this reply")
+    chat.wait_for_row("leaves after this reply")
     chat.say(ends="stop")
     chat.say("done", ends="stop")
     assert chat.asked() == ["first", "second"]

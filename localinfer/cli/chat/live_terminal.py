@@ -30,6 +30,8 @@ _ESCAPE_SECONDS = 0.05
 """After an escape character alone, a key that sends a sequence has sent the rest of it."""
 _PASTE_SECONDS = 1.0
 """A paste that stops in its midst for so long is taken as what has come of it."""
+_ROOMY_LINES = 12
+"""A terminal of so many lines has one to spare between the text and the rows."""
 _READ_BYTES = 1 << 16
 
 
@@ -159,13 +161,15 @@ class LiveTerminal:
 
     def _draw(self) -> None:
         with self._lock:
-            columns = self._screen.size[0]
+            columns, lines = self._screen.size
             text = self._take_pending()
             live_line = cut_to_width(self._live_line(), columns - 1)
             status = self._status.text(columns)
             rows = self._typed.rows(columns, has_styles=self._has_styles)
             if status:
                 rows.append(self._dimmed(status))
+            if lines >= _ROOMY_LINES:
+                rows.insert(0, "")
             self._screen.draw(text, self._dimmed(live_line) if live_line else "", rows)
 
     def _dimmed(self, text: str) -> str:

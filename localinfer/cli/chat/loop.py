@@ -161,6 +161,9 @@ class TerminalChat:
                     # Between a reply and a prompt; in one it was counted there.
                     if not self._interrupts.was_just_pressed:
                         self._interrupts.press()
+                    continue
+                if self._is_live and text is not None and text.strip():
+                    self._output.write("\n")
         except Exit:
             return
         finally:
@@ -201,7 +204,7 @@ class TerminalChat:
     def _echo(self, message: str) -> None:
         """Show a message that was typed ahead as the prompt would have."""
         lines = neutralise_controls(message).split("\n")
-        prompt = f"\x1b[1m{PROMPT}\x1b[m" if self._has_styles else PROMPT
+        prompt = f"\x1b[1;36m{PROMPT}\x1b[m" if self._has_styles else PROMPT
         self._output.write("\n".join([prompt + lines[0], *lines[1:_ECHOED_LINES]]) + "\n")
         self._output.flush()
         if len(lines) > _ECHOED_LINES:
@@ -209,7 +212,7 @@ class TerminalChat:
 
     def _prompt_session(self) -> PromptSession[str]:
         return PromptSession(
-            FormattedText([("bold", PROMPT)]),
+            FormattedText([("bold ansicyan" if self._has_styles else "", PROMPT)]),
             multiline=True,
             prompt_continuation="",
             key_bindings=key_bindings(self._interrupts, self._chat.notice, self._show_last_reasoning),

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from localinfer.stream import Stats, TextStream
 
 REFRESH_SECONDS = 0.1
-_SEPARATOR = " │ "
+_SEPARATOR = "   "
 _MODEL_COLUMNS = 24
 _UNKNOWN = "-"
 

@@ -11,6 +11,7 @@ from localinfer.cli.chat.display_width import cut_to_width, end_of_width, text_w
 from localinfer.terminal import neutralise_controls
 
 PROMPT = "> "
+_WAITING_MARK = "next: "
 _SHOWN_MESSAGES = 3
 _SHOWN_CHARACTERS = 2000
 """Of a message on the screen; a line of a terminal has fewer."""
@@ -92,11 +93,11 @@ class TypedAhead:
             return []
         waiting = list(self._messages)
         shown = waiting[:_SHOWN_MESSAGES]
-        rows = [_PREFIX_WAITING + cut_to_width(_on_one_line(message), columns - 2) for message in shown]
+        rows = [cut_to_width(_WAITING_MARK + _on_one_line(message), columns) for message in shown]
         if len(waiting) > len(shown):
-            rows.append(cut_to_width(f"  {len(waiting) - len(shown)} more", columns))
+            rows.append(cut_to_width(f"{len(waiting) - len(shown)} more", columns))
         if self.leaves:
-            rows.append(cut_to_width("  leaves after this reply", columns))
+            rows.append(cut_to_width("leaves after this reply", columns))
         rows = [f"{_DIM}{row}{_PLAIN}" if has_styles else row for row in rows]
         if self.text:
             rows.append(self._unfinished_row(columns, has_styles=has_styles))
@@ -130,9 +131,6 @@ class TypedAhead:
     def _insert(self, text: str) -> None:
         self.text = self.text[: self._cursor] + text + self.text[self._cursor :]
         self._cursor += len(text)
-
-
-_PREFIX_WAITING = "+ "
 
 
 def _visible(text: str) -> str:
