@@ -78,8 +78,12 @@ def run(arguments: argparse.Namespace) -> ColourScreen:
     os.close(slave)
 
     def read(limit: float) -> None:
-        if select.select([master], [], [], limit)[0]:
+        if not select.select([master], [], [], limit)[0]:
+            return
+        try:
             os.write(master, screen.show(os.read(master, 1 << 16)))
+        except OSError:
+            raise SystemExit(f"the program ended; the screen was:\n{screen.text}") from None
 
     try:
         for step in arguments.step:

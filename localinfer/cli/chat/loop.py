@@ -23,6 +23,7 @@ from localinfer.cli.chat.commands import Chat, Exit
 from localinfer.cli.chat.completion import CommandCompleter
 from localinfer.cli.chat.continuing import Saving, show_continued
 from localinfer.cli.chat.conversation import Conversation
+from localinfer.cli.chat.editing_commands import edit_in_editor
 from localinfer.cli.chat.interrupts import Interrupts
 from localinfer.cli.chat.key_bindings import LEAVING_HINT, key_bindings
 from localinfer.cli.chat.keystrokes import Keystrokes
@@ -141,6 +142,7 @@ class TerminalChat:
             store=store,
             load_model=load_model,
             model_name=model_name,
+            edit_text=self._edit,
             reply_output=self._replies,
         )
 
@@ -168,6 +170,14 @@ class TerminalChat:
             return
         finally:
             self._chat.close()
+
+    def _edit(self, text: str) -> str | None:
+        """Have the user's editor change a text, on the terminal as it was found; None if it was left unsaved."""
+        self._keystrokes.release()
+        try:
+            return edit_in_editor(text)
+        finally:
+            self._keystrokes.hold()
 
     def _begin_reply(self, stream: "TextStream") -> None:
         """Follow a reply, whose model may be another than the last one's."""
