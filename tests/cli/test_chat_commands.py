@@ -247,7 +247,9 @@ def test_a_model_that_cannot_be_loaded_leaves_the_former(session, fake_llm):
     assert len(fake_llm.prompts) == 1
 
 
-def test_the_command_loads_another_model_with_the_options_of_the_first(fake_llm, monkeypatch):
+def test_the_command_loads_another_model_with_the_options_of_the_first(fake_llm, monkeypatch, tmp_path: Path):
+    monkeypatch.chdir(tmp_path)
+    Path("other.gguf").touch()
     monkeypatch.setattr("sys.stdin", io.StringIO("hi\n/model other.gguf\nho\n/paste\nlast\n"))
     assert main(["chat", "--lines", "-c", "4096"]) == 0
     assert (fake_llm.load_options["model"], fake_llm.load_options["context_length"]) == ("other.gguf", 4096)

@@ -182,7 +182,6 @@ class TerminalChat:
     def _begin_reply(self, stream: "TextStream") -> None:
         """Follow a reply, whose model may be another than the last one's."""
         self._status.model_name = _label(self._chat.model_name)
-        self._status.context_length = self._conversation.llm.context_length
         self._status.begin(stream)
 
     def _next_message(self, session: PromptSession[str]) -> str | None:
