@@ -156,7 +156,7 @@ class ChatOnTerminal(Closing):
         deadline = time.monotonic() + seconds(GIVING_UP_SECONDS)
         while not condition():
             left = deadline - time.monotonic()
-            assert left > 0 and self._read(min(left, 1.0)), f"it never came:\n{self.text}\n{self.received[-500:]!r}"
+            assert left > 0 and self._read(min(left, 0.2)), f"it never came:\n{self.text}\n{self.received[-500:]!r}"
 
     def wait_for(self, text: str) -> None:
         """Read until this is on the screen, or above it."""

@@ -165,6 +165,12 @@ def test_the_terminal_is_as_before_when_the_chat_is_terminated_in_a_reply(modes_
     assert not chat.screen.cursor.hidden and STATUS not in chat.text
 
 
+def has_continued(chat: ChatOnTerminal, former: list) -> bool:
+    """Continue the chat, which restores the modes just before it stops; whether it has its own again."""
+    chat.interrupt_process(signal.SIGCONT)
+    return chat.modes() != former
+
+
 def test_ctrl_z_gives_the_terminal_back_and_the_reply_goes_on_afterwards(modes_of_the_shell):
     chat, former = modes_of_the_shell
     chat.type("first\r")
@@ -174,8 +180,22 @@ def test_ctrl_z_gives_the_terminal_back_and_the_reply_goes_on_afterwards(modes_o
     chat.type("typed\x1a")
     chat.wait_until(lambda: chat.modes() == former and not chat.screen.cursor.hidden)
     assert STATUS not in chat.text
-    chat.interrupt_process(signal.SIGCONT)
+    chat.wait_until(lambda: has_continued(chat, former))
     chat.wait_for_row("> typed_")
     assert chat.modes() == held
     chat.say("after", ends="stop")
     chat.wait_for_row("after")
+
+
+def test_ctrl_z_at_the_prompt_gives_the_terminal_back(modes_of_the_shell):
+    chat, former = modes_of_the_shell
+    chat.type("typed")
+    chat.wait_for_row("> typed")
+    chat.type("\x1a")
+    chat.wait_until(lambda: chat.modes() == former)
+    chat.wait_until(lambda: has_continued(chat, former))
+    chat.type(" on\r")
+    chat.say("done", ends="stop")
+    chat.wait_for_row("done")
+    chat.type("\x04")
+    assert chat.asked() == ["typed on"]

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable
 
-from prompt_toolkit.application import run_in_terminal
+from prompt_toolkit.application import Application, run_in_terminal
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
 from localinfer.cli.chat.interrupts import MOMENT_SECONDS, Interrupts
@@ -11,11 +11,13 @@ from localinfer.cli.chat.interrupts import MOMENT_SECONDS, Interrupts
 LEAVING_HINT = "Ctrl-C again, or Ctrl-D, leaves"
 
 
-def key_bindings(interrupts: Interrupts, notice: Callable[[str], None], unfold: Callable[[], None]) -> KeyBindings:
+def key_bindings(
+    interrupts: Interrupts, notice: Callable[[str], None], unfold: Callable[[], None], suspend: Callable[[], None]
+) -> KeyBindings:
     """Enter sends; Alt-Enter and Ctrl-J start a new line; a pasted text of several lines is one message.
 
     Ctrl-C clears what was typed; where nothing was, it says that a second one leaves, by `notice` on a terminal that
-    has no status line. Ctrl-O calls `unfold`, which may print.
+    has no status line. Ctrl-O calls `unfold`, which may print, and Ctrl-Z `suspend`, which stops the process.
     """
     bindings = KeyBindings()
 
@@ -36,7 +38,7 @@ def key_bindings(interrupts: Interrupts, notice: Callable[[str], None], unfold: 
             event.app.exit(exception=EOFError)
         elif event.app.renderer.height_is_known:
             # It is in the status line for a moment.
-            event.app.create_background_task(_draw_again(event))
+            draw_again(event.app)
         else:
             run_in_terminal(lambda: notice(LEAVING_HINT))
 
@@ -44,9 +46,18 @@ def key_bindings(interrupts: Interrupts, notice: Callable[[str], None], unfold: 
     def show_reasoning(_: KeyPressEvent) -> None:
         run_in_terminal(unfold)
 
+    @bindings.add("c-z")
+    def stop(_: KeyPressEvent) -> None:
+        run_in_terminal(suspend)
+
     return bindings
 
 
-async def _draw_again(event: KeyPressEvent) -> None:
-    await asyncio.sleep(MOMENT_SECONDS)
-    event.app.invalidate()
+def draw_again(app: Application[str]) -> None:
+    """Draw a running prompt anew when the moment after a Ctrl-C is over."""
+
+    async def draw() -> None:
+        await asyncio.sleep(MOMENT_SECONDS)
+        app.invalidate()
+
+    app.create_background_task(draw())

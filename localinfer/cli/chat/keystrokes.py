@@ -1,6 +1,7 @@
 """The keyboard's modes during a chat: keys are kept for the chat, and not echoed into the program's output."""
 
 import os
+import signal
 from typing import Any, TextIO
 
 from localinfer.closing import Closing
@@ -68,6 +69,14 @@ class Keystrokes(Closing):
         if self._former is not None:
             termios.tcsetattr(self.descriptor, termios.TCSANOW, self._former)
             self._write(f"{_PASTE_MARKS_OFF}{_SHOW_CURSOR}")
+
+    def suspend(self) -> None:
+        """Stop the process, as Ctrl-Z does, with the modes that were found until it goes on."""
+        if self._former is not None:
+            self.release()
+            signal.raise_signal(signal.SIGTSTP)
+            # Here it continues, by `fg`.
+            self.hold()
 
     def close(self) -> None:
         """Restore the modes that were found; may be called again."""

@@ -63,7 +63,7 @@ class LiveTerminal:
         self._live_line: Callable[[], str] = str
         self._thread: threading.Thread | None = None
         self._is_ending = False
-        self._error: OSError | None = None
+        self._error: Exception | None = None
         self._wake = -1
         self._is_woken = False
 
@@ -90,7 +90,7 @@ class LiveTerminal:
     def reply(self, live_line: Callable[[], str]) -> Iterator[None]:
         """Read keys and draw until the block ends. live_line: shown in the line after the text, asked often.
 
-        Raises: OSError of a terminal that is gone, at the end of the block.
+        Raises: OSError of a terminal that is gone, and what else failed in drawing, at the end of the block.
         """
         self._output.flush()
         self._live_line, self._is_ending, self._is_woken, self._error = live_line, False, False, None
@@ -148,7 +148,8 @@ class LiveTerminal:
             with self._lock:
                 self._screen.draw(self._take_pending(), "", ())
                 self._screen.clear()
-        except OSError as error:
+        except Exception as error:
+            # Raised where the reply ends, by the thread that waits for this one.
             self._error = error
 
     @staticmethod

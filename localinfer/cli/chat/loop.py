@@ -25,7 +25,7 @@ from localinfer.cli.chat.continuing import Saving, show_continued
 from localinfer.cli.chat.conversation import Conversation
 from localinfer.cli.chat.editing_commands import edit_in_editor
 from localinfer.cli.chat.interrupts import Interrupts
-from localinfer.cli.chat.key_bindings import LEAVING_HINT, key_bindings
+from localinfer.cli.chat.key_bindings import LEAVING_HINT, draw_again, key_bindings
 from localinfer.cli.chat.keystrokes import Keystrokes
 from localinfer.cli.chat.live_terminal import LiveTerminal
 from localinfer.cli.chat.option_commands import LoadModel
@@ -196,7 +196,7 @@ class TerminalChat:
             return None
         self._status.rest(self._conversation.context_used, self._conversation.context_length)
         try:
-            text = session.prompt(default=typed.take_text())
+            text = session.prompt(default=typed.take_text(), pre_run=lambda: self._show_hint(session))
         except EOFError:
             return None
         self._keystrokes.mark_pastes()
@@ -224,14 +224,15 @@ class TerminalChat:
             FormattedText([("bold ansicyan" if self._has_styles else "", PROMPT)]),
             multiline=True,
             prompt_continuation="",
-            key_bindings=key_bindings(self._interrupts, self._chat.notice, self._show_last_reasoning),
+            key_bindings=key_bindings(
+                self._interrupts, self._chat.notice, self._show_last_reasoning, self._keystrokes.suspend
+            ),
             completer=CommandCompleter(self._chat.commands.values()),
             complete_while_typing=False,
             complete_style=CompleteStyle.READLINE_LIKE,
             reserve_space_for_menu=0,
             bottom_toolbar=self._toolbar if self._is_live else None,
             style=Style.from_dict({"bottom-toolbar": "noreverse dim" if self._has_styles else "noreverse"}),
-            enable_suspend=True,
             history=self._history,
         )
 
@@ -240,6 +241,11 @@ class TerminalChat:
         if self._interrupts.was_just_pressed:
             return LEAVING_HINT
         return self._status.text(shutil.get_terminal_size().columns)
+
+    def _show_hint(self, session: PromptSession[str]) -> None:
+        """Show the hint of a Ctrl-C that stopped a reply for as long as it is true."""
+        if self._interrupts.was_just_pressed:
+            draw_again(session.app)
 
     def _unfold(self) -> None:
         self._replies.shows_reasoning = not self._replies.shows_reasoning
