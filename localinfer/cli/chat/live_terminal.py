@@ -32,6 +32,8 @@ _PASTE_SECONDS = 1.0
 """A paste that stops in its midst for so long is taken as what has come of it."""
 _ROOMY_LINES = 12
 """A terminal of so many lines has one to spare between the text and the rows."""
+_UNKNOWN_SIZE = 80, 24
+"""Where a terminal says 0, as some over serial lines do."""
 _READ_BYTES = 1 << 16
 
 
@@ -187,7 +189,8 @@ class LiveTerminal:
         self._output.flush()
 
     def _size(self) -> tuple[int, int]:
-        return os.get_terminal_size(self._output.fileno())
+        size = os.get_terminal_size(self._output.fileno())
+        return size.columns or _UNKNOWN_SIZE[0], size.lines or _UNKNOWN_SIZE[1]
 
     def _suspend(self) -> None:
         """Give the terminal back as it was before the chat; nothing is drawn until `_resume`."""

@@ -76,14 +76,12 @@ class StatusLine:
         return f"reading the prompt: {computed:,} of {total:,} tokens ({100 * computed // total} %){left} ..."
 
     def text(self, width: int) -> str:
-        """The line, of less than `width` columns; without fields where not even the first has room."""
+        """The line, of less than `width` columns, with the most important fields of those that have room."""
         shown: set[int] = set()
         fields = self._fields()
         for place, _ in sorted(enumerate(fields), key=lambda numbered: numbered[1][0]):
             if _joined_width(fields, shown | {place}) < width:
                 shown.add(place)
-            else:
-                break
         return _SEPARATOR.join(field for place, (_, field) in enumerate(fields) if place in shown)
 
     def _fields(self) -> list[tuple[int, str]]:
