@@ -62,7 +62,7 @@ GOOD = {
         {one} --model {mtp} --speculation mtp --threads 1
         {one} --continue
         {one} --session dogs
-        -n 1 --no-history
+        -n 1 --no-history --lines
     """,
     "show": """
         {demo} --tensors

@@ -27,20 +27,20 @@ def conversation(chat: ChatOnTerminal) -> list[str]:
 
 def test_messages_typed_during_a_reply_are_shown_apart_and_follow_one_by_one(chat):
     chat.type("first\r")
-    chat.say("Some words")
+    chat.say("Some words ")
     chat.wait_for_row("Some words")
     chat.type("second\rthird\rfourth, begu")
-    chat.say(" and more")
+    chat.say(" and more ")
     chat.wait_for_row("> fourth, begu_")
     chat.wait_for_row("Some words and more")
     below = chat.lines[-4:]
     assert below[:3] == ["next: second", "next: third", "> fourth, begu_"] and below[3].startswith(STATUS)
     chat.say(ends="stop")
-    chat.say("Reply two", ends="stop")
-    chat.say("Reply three", ends="stop")
+    chat.say("Reply two ", ends="stop")
+    chat.say("Reply three ", ends="stop")
     chat.wait_for_row("Reply three")
     chat.type("n and ended\r")
-    chat.say("Reply four", ends="stop")
+    chat.say("Reply four ", ends="stop")
     chat.wait_for_row("Reply four")
     chat.type("\x04")
     assert chat.asked() == ["first", "second", "third", "fourth, begun and ended"]
@@ -53,14 +53,14 @@ def test_messages_typed_during_a_reply_are_shown_apart_and_follow_one_by_one(cha
 
 def test_keys_edit_what_is_typed_ahead(chat):
     chat.type("first\r")
-    chat.say("a")
+    chat.say("a ")
     chat.wait_for_row("a")
     chat.type("wrod\x7f\x7f\x7ford\x01two \x05s\x1b[D\x1b[D!\x1b[3~\r")
     chat.wait_for_row("next: two wor!s")
     chat.type("\x1b[A\x17words, e\u0301\x7fi\x1b\rnext\nlast\r")
     chat.wait_for_row("next: (3 lines) two words, i↵next↵last")
     chat.say(ends="stop")
-    chat.say("b", ends="stop")
+    chat.say("b ", ends="stop")
     chat.wait_for_row("b")
     chat.type("\x04")
     assert chat.asked() == ["first", "two words, i\nnext\nlast"]
@@ -69,14 +69,14 @@ def test_keys_edit_what_is_typed_ahead(chat):
 def test_a_paste_of_5000_lines_during_a_reply_is_one_message(chat):
     lines = [f"line {number}" for number in range(5000)]
     chat.type("first\r")
-    chat.say("Some words")
+    chat.say("Some words ")
     chat.wait_for_row("Some words")
     chat.type("\x1b[200~" + "\r".join(lines) + "\x1b[201~")
     chat.wait_for("> (5,000 lines)")
     chat.type("\r")
     chat.wait_for_row("next: (5,000 lines) line 0↵line 1")
     chat.say(ends="stop")
-    chat.say("done", ends="stop")
+    chat.say("done ", ends="stop")
     chat.wait_for_row("done")
     assert "(4,988 more lines)" in chat.text
     chat.type("/exit\r")
@@ -85,12 +85,12 @@ def test_a_paste_of_5000_lines_during_a_reply_is_one_message(chat):
 
 def test_a_paste_that_begins_in_a_reply_and_ends_after_it_is_one_message(chat):
     chat.type("first\r")
-    chat.say("Some words")
+    chat.say("Some words ")
     chat.wait_for_row("Some words")
     chat.type("\x1b[200~line 1\r")
     chat.say(ends="stop")
     chat.type("line 2\x1b[201~\r")
-    chat.say("done", ends="stop")
+    chat.say("done ", ends="stop")
     chat.wait_for_row("done")
     chat.type("\x04")
     assert chat.asked() == ["first", "line 1\nline 2"]
@@ -98,11 +98,11 @@ def test_a_paste_that_begins_in_a_reply_and_ends_after_it_is_one_message(chat):
 
 def test_keys_that_came_with_the_enter_come_before_those_typed_later(chat):
     chat.type("first\rsec")
-    chat.say("Some words")
+    chat.say("Some words ")
     chat.wait_for_row("> sec_")
     chat.type("ond\r")
     chat.say(ends="stop")
-    chat.say("done", ends="stop")
+    chat.say("done ", ends="stop")
     chat.wait_for_row("done")
     chat.type("\x04")
     assert chat.asked() == ["first", "second"]
@@ -110,12 +110,12 @@ def test_keys_that_came_with_the_enter_come_before_those_typed_later(chat):
 
 def test_ctrl_d_typed_ahead_leaves_after_the_reply(chat):
     chat.type("first\r")
-    chat.say("Some words")
+    chat.say("Some words ")
     chat.wait_for_row("Some words")
     chat.type("second\r\x04")
     chat.wait_for_row("leaves after this reply")
     chat.say(ends="stop")
-    chat.say("done", ends="stop")
+    chat.say("done ", ends="stop")
     assert chat.asked() == ["first", "second"]
 
 
@@ -140,7 +140,7 @@ def modes_of_the_shell() -> Iterator[tuple[ChatOnTerminal, list]]:
 def test_the_terminal_is_as_before_when_the_chat_has_ended(modes_of_the_shell, leaving):
     chat, former = modes_of_the_shell
     chat.type("first\r")
-    chat.say("Some words", ends="stop")
+    chat.say("Some words ", ends="stop")
     chat.wait_until(lambda: "Some words" in chat.lines and ">" in chat.lines)
     if leaving == "\x03":
         chat.type(leaving)
@@ -156,7 +156,7 @@ def test_the_terminal_is_as_before_when_the_chat_has_ended(modes_of_the_shell, l
 def test_the_terminal_is_as_before_when_the_chat_is_terminated_in_a_reply(modes_of_the_shell):
     chat, former = modes_of_the_shell
     chat.type("first\r")
-    chat.say("Some words")
+    chat.say("Some words ")
     chat.wait_for_row("Some words")
     chat.interrupt_process(signal.SIGTERM)
     assert chat.asked() == ["first"]
@@ -174,7 +174,7 @@ def has_continued(chat: ChatOnTerminal, former: list) -> bool:
 def test_ctrl_z_gives_the_terminal_back_and_the_reply_goes_on_afterwards(modes_of_the_shell):
     chat, former = modes_of_the_shell
     chat.type("first\r")
-    chat.say("Some words")
+    chat.say("Some words ")
     chat.wait_for_row("Some words")
     held = chat.modes()
     chat.type("typed\x1a")
@@ -183,7 +183,7 @@ def test_ctrl_z_gives_the_terminal_back_and_the_reply_goes_on_afterwards(modes_o
     chat.wait_until(lambda: has_continued(chat, former))
     chat.wait_for_row("> typed_")
     assert chat.modes() == held
-    chat.say("after", ends="stop")
+    chat.say("after ", ends="stop")
     chat.wait_for_row("after")
 
 
@@ -195,7 +195,7 @@ def test_ctrl_z_at_the_prompt_gives_the_terminal_back(modes_of_the_shell):
     chat.wait_until(lambda: chat.modes() == former)
     chat.wait_until(lambda: has_continued(chat, former))
     chat.type(" on\r")
-    chat.say("done", ends="stop")
+    chat.say("done ", ends="stop")
     chat.wait_for_row("done")
     chat.type("\x04")
     assert chat.asked() == ["typed on"]

@@ -28,7 +28,7 @@ def begin_reply(chat: ChatOnTerminal, stage: str) -> None:
         chat.say(reasoning="Let me see")
         chat.wait_for_row("thinking ... 1 tokens")
     elif stage == "decode":
-        chat.say("Some words")
+        chat.say("Some words ")
         chat.wait_for_row("Some words")
 
 
@@ -52,7 +52,7 @@ def test_ctrl_c_stops_a_reply_at_every_stage_and_the_chat_goes_on(chat, stage, k
     assert not chat.screen.cursor.hidden
     assert not any(line.startswith(("reading", "thinking")) for line in chat.text.split("\n"))
     chat.type("second\r")
-    chat.say("done", ends="stop")
+    chat.say("done ", ends="stop")
     chat.wait_for_row("done")
     chat.type("\x04")
     assert chat.asked()[1:] == ["second"]
@@ -78,7 +78,7 @@ def test_ctrl_c_at_the_prompt_clears_what_was_typed_and_then_says_what_leaves(ch
     chat.type("\x03")
     chat.wait_for_row("Ctrl-C again, or Ctrl-D, leaves")
     chat.type("sent\r")
-    chat.say("done", ends="stop")
+    chat.say("done ", ends="stop")
     chat.wait_for_row("done")
     chat.type("\x04")
     assert chat.asked() == ["sent"]
@@ -88,7 +88,7 @@ def test_progress_of_a_long_prompt_is_shown_and_gone_with_the_first_token(chat):
     chat.type("long\r")
     chat.compute(1000)
     chat.wait_for_row("reading the prompt: 1,000 of 4,000 tokens (25 %)")
-    chat.say("Yes", ends="stop")
+    chat.say("Yes ", ends="stop")
     chat.wait_for_row("Yes")
     chat.wait_until(lambda: ">" in chat.lines)
     assert "reading" not in chat.text
@@ -105,7 +105,7 @@ def test_reasoning_is_one_line_until_a_key_unfolds_it(chat):
     chat.say(reasoning="It is so.")
     chat.wait_for_row("Let me see. It is so.")
     chat.type("\x0f")
-    chat.say("Yes", ends="stop")
+    chat.say("Yes ", ends="stop")
     chat.wait_for_row("Yes")
     chat.wait_until(lambda: ">" in chat.lines)
     assert chat.text.count("thought for 3 tokens") == 1 and "thinking" not in chat.text
@@ -137,7 +137,7 @@ def test_25_columns_are_enough():
     with ChatOnTerminal(25, 8) as chat:
         chat.start()
         chat.type("first\r")
-        chat.say("Words that are wrapped over several lines.")
+        chat.say("Words that are wrapped over several lines. ")
         chat.type("typed ahead of everything")
         chat.wait_until(lambda: chat.lines[-2].endswith("everything_"))
         assert all(len(line) <= 25 for line in chat.lines)
@@ -146,7 +146,7 @@ def test_25_columns_are_enough():
 
 def test_escape_sequences_of_the_model_do_nothing(chat):
     chat.type("first\r")
-    chat.say("\x1b[2J\x1b]0;owned\x07\x1b[?1049h\x1b[31mred\x9b5A\x1b8")
+    chat.say("\x1b[2J\x1b]0;owned\x07\x1b[?1049h\x1b[31mred\x9b5A\x1b8 ")
     chat.wait_for("red")
     assert chat.lines[:2] == ["/help lists commands, Ctrl-D exits", "> first"]
     assert "␛[2J" in chat.text and chat.screen.title == ""
@@ -158,7 +158,7 @@ def test_plain_terminals_get_no_styles(environment):
     with ChatOnTerminal(60, 10, **environment) as chat:
         chat.start()
         chat.type("first\r")
-        chat.say("Some words", ends="stop")
+        chat.say("Some words ", ends="stop")
         chat.wait_for_row("Some words")
         drawn = chat.received.partition("Some words")[0].rpartition("first")[2]
         assert "\x1b[2m" not in drawn and "\x1b[7m" not in drawn

@@ -88,6 +88,11 @@ class LiveTerminal:
         """It is a terminal."""
         return True
 
+    @property
+    def columns(self) -> int:
+        """How wide the terminal is now."""
+        return self._screen.size[0]
+
     @contextmanager
     def reply(self, live_line: Callable[[], str]) -> Iterator[None]:
         """Read keys and draw until the block ends. live_line: shown in the line after the text, asked often.

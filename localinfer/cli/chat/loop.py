@@ -1,7 +1,6 @@
 """`localinfer chat`: a conversation on a terminal, or one message per line from a pipe."""
 
 import os
-import shutil
 import signal
 import sys
 import threading
@@ -12,6 +11,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from prompt_toolkit import PromptSession
+from prompt_toolkit.application import get_app
 from prompt_toolkit.formatted_text import FormattedText
 from prompt_toolkit.history import History, InMemoryHistory
 from prompt_toolkit.input.typeahead import get_typeahead
@@ -240,7 +240,7 @@ class TerminalChat:
         """What the bottom of the terminal shows while a prompt waits."""
         if self._interrupts.was_just_pressed:
             return LEAVING_HINT
-        return self._status.text(shutil.get_terminal_size().columns)
+        return self._status.text(get_app().output.get_size().columns)
 
     def _show_hint(self, session: PromptSession[str]) -> None:
         """Show the hint of a Ctrl-C that stopped a reply for as long as it is true."""

@@ -64,7 +64,7 @@ class ReplyOutput:
     @contextmanager
     def printing(self) -> Iterator[None]:
         """Print one reply: keys are read, and the rows under it drawn, until the block ends, however it does."""
-        self.renderer, self._last, self._has_ended = _renderer(self._output), "\n", False
+        self.renderer, self._last, self._has_ended = self._renderer(), "\n", False
         self._reasoning, self._num_events, self._num_shown, self._line = [], 0, 0, ""
         with nullcontext() if self._live is None else self._live.reply(self._live_line):
             try:
@@ -138,11 +138,14 @@ class ReplyOutput:
         """What changes in the line under the text, while there is no text."""
         return self._line or ("" if self._status is None else self._status.waiting())
 
+    def _columns(self) -> int:
+        return shutil.get_terminal_size().columns if self._live is None else self._live.columns
 
-def _renderer(output: TextIO) -> TextRenderer:
-    """The Markdown renderer for a terminal; the text as it is for a dumb one, and elsewhere."""
-    if not output.isatty() or os.environ.get("TERM") == "dumb":
-        return _PlainText(is_terminal=output.isatty())
-    from localinfer.cli.chat.markdown import MarkdownStream
+    def _renderer(self) -> TextRenderer:
+        """The Markdown renderer for a terminal; the text as it is for a dumb one, and elsewhere."""
+        output = self._output
+        if not output.isatty() or os.environ.get("TERM") == "dumb":
+            return _PlainText(is_terminal=output.isatty())
+        from localinfer.cli.chat.markdown import MarkdownStream
 
-    return MarkdownStream(lambda: shutil.get_terminal_size().columns, styles=has_colour(output))
+        return MarkdownStream(self._columns, styles=has_colour(output))
