@@ -30,7 +30,7 @@ def test_messages_typed_during_a_reply_are_shown_apart_and_follow_one_by_one(cha
     chat.say("Some words ")
     chat.wait_for_row("Some words")
     chat.type("second\rthird\rfourth, begu")
-    chat.say(" and more ")
+    chat.say("and more ")
     chat.wait_for_row("> fourth, begu_")
     chat.wait_for_row("Some words and more")
     below = chat.lines[-4:]
@@ -184,7 +184,7 @@ def test_ctrl_z_gives_the_terminal_back_and_the_reply_goes_on_afterwards(modes_o
     chat.wait_for_row("> typed_")
     assert chat.modes() == held
     chat.say("after ", ends="stop")
-    chat.wait_for_row("after")
+    chat.wait_for("after")
 
 
 def test_ctrl_z_at_the_prompt_gives_the_terminal_back(modes_of_the_shell):

@@ -146,7 +146,7 @@ def test_25_columns_are_enough():
 
 def test_escape_sequences_of_the_model_do_nothing(chat):
     chat.type("first\r")
-    chat.say("\x1b[2J\x1b]0;owned\x07\x1b[?1049h\x1b[31mred\x9b5A\x1b8 ")
+    chat.say("\x1b[2J\x1b]0;owned\x07\x1b[?1049h\x1b[31mred\x9b5A\x1b8\n")
     chat.wait_for("red")
     assert chat.lines[:2] == ["/help lists commands, Ctrl-D exits", "> first"]
     assert "␛[2J" in chat.text and chat.screen.title == ""
