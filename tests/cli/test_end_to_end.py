@@ -100,7 +100,7 @@ def test_run_tells_the_story_that_another_runtime_tells(demo_file: Path):
 def test_chat_from_a_pipe_answers_each_line():
     result = run("chat", "--lines", "--temperature", "0", "-n", "12", stdin=b"Hello\nTell me a story.\n")
     assert result.returncode == 0, result.stderr.decode()
-    assert result.stderr == b""
+    assert all(line.startswith(b"the reply was cut after 12 tokens") for line in result.stderr.splitlines())
     assert len(result.stdout.split()) > 4
 
 
