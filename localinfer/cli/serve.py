@@ -126,9 +126,17 @@ def _say_ready(line: str) -> None:
 def _stop_after_stdin(server: "LocalServer") -> None:
     # Not through `sys.stdin`: its lock, held by a blocked thread, would break the interpreter's shutdown.
     with contextlib.suppress(OSError):
-        while os.read(0, 1 << 16):
+        while _has_more():
             pass
     server.stop()
+
+
+def _has_more() -> bool:
+    """Wait for standard input, and say whether it goes on, as it does where memory for what came is short."""
+    try:
+        return bool(os.read(0, 512))
+    except MemoryError:
+        return True
 
 
 def _log_requests() -> None:

@@ -4,6 +4,7 @@
 a number of tokens that it has read of its prompt. The reply waits for the next line, so a test sees every moment of it.
 """
 
+import contextlib
 import fcntl
 import json
 import os
@@ -179,7 +180,10 @@ class ChatOnTerminal(Closing):
     def close(self) -> None:
         """End the chat, whatever it does."""
         if self.process.poll() is None:
-            self.interrupt_process(signal.SIGKILL)
+            # Its group may have ended, or not be the terminal's, in this moment.
+            with contextlib.suppress(ProcessLookupError):
+                self.interrupt_process(signal.SIGKILL)
+            self.process.kill()
         self.process.wait()
         os.close(self._master)
         os.close(self._slave)
