@@ -3,7 +3,6 @@
 Heavy modules are imported in the check that needs them, so that one that cannot be imported is a finding as well.
 """
 
-import importlib
 import os
 import platform
 import shutil
@@ -127,22 +126,16 @@ def _prompt_cache() -> Facts:
 
 
 def _disk() -> Facts:
-    places = {"caches": user_folder("cache"), "state": user_folder("state"), "models": _models_folder()}
+    from localinfer.hub.places import Places
+
+    models = Places.of_user().hub_cache
+    places = {"caches": user_folder("cache"), "state": user_folder("state"), "models": models}
     return {
         what: {"folder": str(folder), "free_bytes": usage.free, "total_bytes": usage.total}
         for what, folder in places.items()
         if folder is not None
         for usage in [shutil.disk_usage(_existing(folder))]
     }
-
-
-def _models_folder() -> Path | None:
-    """Where pulled models lie: the cache of huggingface_hub."""
-    for variable, below in (("HF_HUB_CACHE", ""), ("HF_HOME", "hub")):
-        if os.environ.get(variable):
-            return Path(os.path.expanduser(os.environ[variable])) / below
-    caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(caches) / "huggingface" / "hub" if os.path.isabs(caches) else None
 
 
 def _existing(folder: Path) -> Path:
@@ -178,26 +171,17 @@ def _versions() -> Facts:
     return {**found, "system": f"{platform.system()} {platform.release()} {platform.machine()}", "path": sys.executable}
 
 
-def _optional(module: str) -> Any:
-    """A module of localinfer, None where this version comes without it."""
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name is not None and module.startswith(error.name):
-            return None
-        raise
-
-
 def _config() -> Facts:
-    config = _optional("localinfer.config")
-    return {"lines": [] if config is None else config.describe_config()}
+    from localinfer.config import describe_config
+
+    return {"lines": describe_config()}
 
 
 def _models() -> Facts:
-    installed, places = _optional("localinfer.hub.installed"), _optional("localinfer.hub.places")
-    if installed is None or places is None:
-        return {"found": []}
-    return {"found": [_model_facts(model) for model in installed.find_installed(places.Places.of_user())]}
+    from localinfer.hub.installed import find_installed
+    from localinfer.hub.places import Places
+
+    return {"found": [_model_facts(model) for model in find_installed(Places.of_user())]}
 
 
 def _model_facts(model: Any) -> Facts:

@@ -10,7 +10,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from localinfer.cli import main
-from localinfer.doctor import checks, load
+from localinfer.doctor import load
 from localinfer.doctor.advice import Advice
 from localinfer.doctor.checks import CHECKS, run_checks
 from localinfer.doctor.hardware import huge_pages, memory_modules, power_facts
@@ -121,15 +121,10 @@ def test_what_other_parts_of_the_package_know_is_asked(monkeypatch: pytest.Monke
     assert found == {"name": "m", "num_bytes": 5, "path": str(Path("/m")), "source": "ollama", "problem": None}
 
 
-def test_a_missing_part_is_no_failure_and_a_broken_one_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert checks._optional("localinfer.no_such_part.inside") is None
-
-    def fail(name: str) -> None:
-        raise ModuleNotFoundError("No module named 'huggingface_hub'", name="huggingface_hub")
-
-    monkeypatch.setattr(checks.importlib, "import_module", fail)
-    with pytest.raises(ModuleNotFoundError, match="huggingface_hub"):
-        checks._optional("localinfer.hub.installed")
+def test_a_broken_part_is_a_failure_of_its_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "localinfer.hub.installed", None)
+    with pytest.raises(ModuleNotFoundError, match=r"localinfer\.hub\.installed"):
+        CHECKS["models"]()
 
 
 def write(root: Path, files: dict[str, str]) -> Path:
