@@ -102,11 +102,6 @@ class Chat:
         else:
             self.send(text[1:] if text.startswith("//") else text)
 
-    @property
-    def model_name(self) -> str | None:
-        """The path or name of the model that answers now; None: the demo model."""
-        return self._options.model_name
-
     def end_input(self) -> None:
         """Send what was pasted without an end mark, as the input has ended. Raises: as `handle`."""
         message = self.attachments.end_paste()

@@ -38,7 +38,6 @@ from localinfer.terminal import dim, has_colour, neutralise_controls
 
 if TYPE_CHECKING:
     from localinfer.llm import LLM
-    from localinfer.stream import TextStream
 
 EXIT_TERMINATED = 143
 _ECHOED_LINES = 12
@@ -117,7 +116,7 @@ class TerminalChat:
         self._keystrokes = keystrokes
         self._conversation = conversation
         self._status = status = StatusLine(_label(model_name), conversation.llm.context_length)
-        conversation.on_stream = self._begin_reply
+        conversation.on_stream = status.begin
         self._interrupts = Interrupts()
         self._typed = TypedAhead(self._unfold)
         self._has_styles = has_colour(sys.stdout)
@@ -145,6 +144,7 @@ class TerminalChat:
             edit_text=self._edit,
             reply_output=self._replies,
         )
+        self._chat.on_model_change = self._show_model
 
     def run(self, describe_error: Callable[[LocalinferError], str]) -> None:
         """Take messages and commands until one, or the keyboard, ends the chat."""
@@ -179,10 +179,9 @@ class TerminalChat:
         finally:
             self._keystrokes.hold()
 
-    def _begin_reply(self, stream: "TextStream") -> None:
-        """Follow a reply, whose model may be another than the last one's."""
-        self._status.model_name = _label(self._chat.model_name)
-        self._status.begin(stream)
+    def _show_model(self, model: str | None, _context_length: int) -> None:
+        """Name the model that answers from now on in the status line."""
+        self._status.model_name = _label(model)
 
     def _next_message(self, session: PromptSession[str]) -> str | None:
         """The next message that was typed ahead, or one asked for; None at the end of the input."""
