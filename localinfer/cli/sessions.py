@@ -130,28 +130,25 @@ def _fields(summary: "ConversationSummary") -> dict[str, str | int]:
 
 def _print_table(summaries: "list[ConversationSummary]") -> None:
     """One line each, cut at the width of a terminal."""
-    from prompt_toolkit.utils import get_cwidth
-
+    from localinfer.cli.chat.display_width import cut_to_width, text_width
     from localinfer.persistence.saved_conversation import model_label
 
     def padded(text: str, width: int) -> str:
-        return text + " " * (width - get_cwidth(text))
+        return text + " " * (width - text_width(text))
 
     rows = [("name", "model", "messages", "last change", "first words")]
     for summary in summaries:
         when = ago(summary.changed, datetime.now(UTC))
         name, model, first_words = map(_plain, (summary.name, model_label(summary.model), summary.first_words))
         rows.append((name, model, f"{summary.num_messages:,}", when, first_words))
-    widths = [max(get_cwidth(row[column]) for row in rows) for column in range(4)]
+    widths = [max(text_width(row[column]) for row in rows) for column in range(4)]
     most = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     for name, model, num_messages, when, first_words in rows:
         number = num_messages.rjust(widths[2])
         line = (
             f"{padded(name, widths[0])}  {padded(model, widths[1])}  {number}  {padded(when, widths[3])}  {first_words}"
         )
-        while most is not None and get_cwidth(line) > most:
-            line = line[:-1]
-        click.echo(line.rstrip())
+        click.echo((line if most is None else cut_to_width(line, most, mark="")).rstrip())
 
 
 def ago(time: datetime, now: datetime) -> str:
