@@ -25,10 +25,22 @@ def conversation(chat: ChatOnTerminal) -> list[str]:
     return [line for line in chat.text.split("\n") if line and not line.startswith(STATUS)]
 
 
-def test_messages_typed_during_a_reply_are_shown_apart_and_follow_one_by_one(chat):
+def begin_reply(chat: ChatOnTerminal) -> None:
+    """Send a first message, and wait until its reply has begun to show."""
     chat.type("first\r")
     chat.say("Some words ")
     chat.wait_for_row("Some words")
+
+
+def reply_and_leave(chat: ChatOnTerminal) -> None:
+    """Answer the message that is next, and end the chat."""
+    chat.say("done ", ends="stop")
+    chat.wait_for_row("done")
+    chat.type("\x04")
+
+
+def test_messages_typed_during_a_reply_are_shown_apart_and_follow_one_by_one(chat):
+    begin_reply(chat)
     chat.type("second\rthird\rfourth, begu")
     chat.say("and more ")
     chat.wait_for_row("> fourth, begu_")
@@ -68,9 +80,7 @@ def test_keys_edit_what_is_typed_ahead(chat):
 
 def test_a_paste_of_5000_lines_during_a_reply_is_one_message(chat):
     lines = [f"line {number}" for number in range(5000)]
-    chat.type("first\r")
-    chat.say("Some words ")
-    chat.wait_for_row("Some words")
+    begin_reply(chat)
     chat.type("\x1b[200~" + "\r".join(lines) + "\x1b[201~")
     chat.wait_for("> (5,000 lines)")
     chat.type("\r")
@@ -84,15 +94,11 @@ def test_a_paste_of_5000_lines_during_a_reply_is_one_message(chat):
 
 
 def test_a_paste_that_begins_in_a_reply_and_ends_after_it_is_one_message(chat):
-    chat.type("first\r")
-    chat.say("Some words ")
-    chat.wait_for_row("Some words")
+    begin_reply(chat)
     chat.type("\x1b[200~line 1\r")
     chat.say(ends="stop")
     chat.type("line 2\x1b[201~\r")
-    chat.say("done ", ends="stop")
-    chat.wait_for_row("done")
-    chat.type("\x04")
+    reply_and_leave(chat)
     assert chat.asked() == ["first", "line 1\nline 2"]
 
 
@@ -102,16 +108,12 @@ def test_keys_that_came_with_the_enter_come_before_those_typed_later(chat):
     chat.wait_for_row("> sec_")
     chat.type("ond\r")
     chat.say(ends="stop")
-    chat.say("done ", ends="stop")
-    chat.wait_for_row("done")
-    chat.type("\x04")
+    reply_and_leave(chat)
     assert chat.asked() == ["first", "second"]
 
 
 def test_ctrl_d_typed_ahead_leaves_after_the_reply(chat):
-    chat.type("first\r")
-    chat.say("Some words ")
-    chat.wait_for_row("Some words")
+    begin_reply(chat)
     chat.type("second\r\x04")
     chat.wait_for_row("leaves after this reply")
     chat.say(ends="stop")
@@ -155,9 +157,7 @@ def test_the_terminal_is_as_before_when_the_chat_has_ended(modes_of_the_shell, l
 
 def test_the_terminal_is_as_before_when_the_chat_is_terminated_in_a_reply(modes_of_the_shell):
     chat, former = modes_of_the_shell
-    chat.type("first\r")
-    chat.say("Some words ")
-    chat.wait_for_row("Some words")
+    begin_reply(chat)
     chat.interrupt_process(signal.SIGTERM)
     assert chat.asked() == ["first"]
     assert chat.process.wait() == 143
@@ -173,9 +173,7 @@ def has_continued(chat: ChatOnTerminal, former: list) -> bool:
 
 def test_ctrl_z_gives_the_terminal_back_and_the_reply_goes_on_afterwards(modes_of_the_shell):
     chat, former = modes_of_the_shell
-    chat.type("first\r")
-    chat.say("Some words ")
-    chat.wait_for_row("Some words")
+    begin_reply(chat)
     held = chat.modes()
     chat.type("typed\x1a")
     chat.wait_until(lambda: chat.modes() == former and not chat.screen.cursor.hidden)
@@ -195,7 +193,5 @@ def test_ctrl_z_at_the_prompt_gives_the_terminal_back(modes_of_the_shell):
     chat.wait_until(lambda: chat.modes() == former)
     chat.wait_until(lambda: has_continued(chat, former))
     chat.type(" on\r")
-    chat.say("done ", ends="stop")
-    chat.wait_for_row("done")
-    chat.type("\x04")
+    reply_and_leave(chat)
     assert chat.asked() == ["typed on"]
