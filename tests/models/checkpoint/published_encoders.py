@@ -4,7 +4,6 @@
 that it computes. `python -m tests.models.checkpoint.make_published_encoders` writes the file.
 """
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tests.checkpoint_files import write_folder
+from tests.models.checkpoint import published_models
 from tests.models.checkpoint.published_case import SW, Case
 from tests.models.checkpoint.published_models import weights
 
@@ -69,16 +69,12 @@ def encoder_weights(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, NDArray[
 
 def read_cases() -> dict[str, dict[str, Any]]:
     """By name: `config` and `shapes`."""
-    with np.load(DATA) as file:
-        found: dict[str, dict[str, Any]] = json.loads(bytes(file["cases"]))
-    return found
+    return published_models.read_cases(DATA)
 
 
 def read_result(name: str) -> NDArray[np.float32]:
     """float32[rows, width] hidden states of ROWS, or float32[labels] scores."""
-    with np.load(DATA) as file:
-        found: NDArray[np.float32] = file[name]
-    return found
+    return published_models.read_logits(name, DATA)
 
 
 def write_case(folder: Path, case: Mapping[str, Any]) -> Path:

@@ -43,16 +43,16 @@ def _weight(name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
     return values.astype(np.float32)
 
 
-def read_cases() -> dict[str, dict[str, Any]]:
+def read_cases(data: Path = DATA) -> dict[str, dict[str, Any]]:
     """By name: `config` and `shapes`."""
-    with np.load(DATA) as file:
+    with np.load(data) as file:
         found: dict[str, dict[str, Any]] = json.loads(bytes(file["cases"]))
     return found
 
 
-def read_logits(name: str) -> NDArray[np.float32]:
-    """float32[rows, vocab_size] of ROWS."""
-    with np.load(DATA) as file:
+def read_logits(name: str, data: Path = DATA) -> NDArray[np.float32]:
+    """float32[rows, vocab_size] of ROWS, or what else a file has by this name."""
+    with np.load(data) as file:
         found: NDArray[np.float32] = file[name]
     return found
 
