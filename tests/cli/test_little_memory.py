@@ -4,6 +4,7 @@ import errno
 import mmap
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -50,9 +51,11 @@ def run(words: list[str], kilobytes: int) -> subprocess.CompletedProcess[str]:
 
 @LINUX
 @pytest.mark.parametrize("command", COMMANDS)
-def test_little_memory_is_one_line_with_the_figures_or_enough(command: str) -> None:
+def test_little_memory_is_one_line_with_the_figures_or_enough(command: str, tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    socket = ["--socket", str(tmp_path / "s.sock")] if command == "serve" else []
     for kilobytes in KILOBYTES:
-        done = run(COMMANDS[command], kilobytes)
+        done = run(COMMANDS[command] + socket, kilobytes)
         told = f"{kilobytes} kB: {done.returncode}, {done.stderr}"
         assert done.returncode in (0, 2), told
         errors = [
