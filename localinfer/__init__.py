@@ -11,10 +11,10 @@ if TYPE_CHECKING:
 
     from localinfer import errors
     from localinfer.chat.constraints import Grammar, JsonObject, JsonSchema, Regex
+    from localinfer.completion import Completion
     from localinfer.llm import LLM
     from localinfer.loading import load, load_tokenizer
     from localinfer.models.decoder.rope import RopeOptions
-    from localinfer.stream import Completion
 
 _FOLDER = os.path.dirname(os.path.abspath(__file__))
 _CHECKOUT = os.path.dirname(_FOLDER)
@@ -37,7 +37,7 @@ __all__ = [
 
 _MODULE_OF = {
     "LLM": "localinfer.llm",
-    "Completion": "localinfer.stream",
+    "Completion": "localinfer.completion",
     "Grammar": "localinfer.chat.constraints",
     "JsonObject": "localinfer.chat.constraints",
     "JsonSchema": "localinfer.chat.constraints",

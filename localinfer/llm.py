@@ -17,20 +17,15 @@ from localinfer.chat.history import ChatHistory, EncodedChat
 from localinfer.chat.messages import read_messages
 from localinfer.chat.reply import ChatRequest, ReplyOptions, TemplateFormats
 from localinfer.closing import Closing
+from localinfer.completion import Completion
 from localinfer.embedding import RankedDocument, TextEmbedder
 from localinfer.engine.beam_search import Beam, search_beams
 from localinfer.engine.engine import Engine
 from localinfer.engine.scheduler import EngineLimits
 from localinfer.errors import RequestError, SessionFileError
+from localinfer.generation_options import CheckedOptions, GenerationOptions, check_options
 from localinfer.many_completions import complete_many
-from localinfer.stream import (
-    CheckedOptions,
-    Completion,
-    EncodedPrompt,
-    GenerationOptions,
-    TextStream,
-    check_options,
-)
+from localinfer.stream import EncodedPrompt, TextStream
 
 if TYPE_CHECKING:
     from localinfer.cache.eviction import KVEviction

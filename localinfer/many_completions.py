@@ -6,7 +6,9 @@ from dataclasses import replace
 from typing import cast
 
 from localinfer.arguments import check_number, owned
-from localinfer.stream import Completion, GenerationOptions, StreamEvent, TextStream
+from localinfer.completion import Completion, StreamEvent
+from localinfer.generation_options import GenerationOptions
+from localinfer.stream import TextStream
 
 MAX_COMPLETIONS = 128
 

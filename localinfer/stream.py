@@ -1,27 +1,23 @@
-"""One generation as text: options in, checked before anything runs, events out, and what it cost.
-
-The engine below knows token ids only.
-"""
+"""One generation as text: an encoded prompt in, events out. The engine below knows token ids only."""
 
 import time
-from collections.abc import Generator, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.arguments import check_flag, check_hashable, half_character
 from localinfer.cache.prefix_cache import CacheHints
 from localinfer.chat.constraints import Constraint
-from localinfer.chat.parser import ReplyDelta, ReplyParser, ToolCall, ToolCallDelta, joined_calls
+from localinfer.chat.parser import ReplyDelta, ReplyParser, ToolCallDelta, joined_calls
 from localinfer.closing import Closing
+from localinfer.completion import Completion, CompletionEnd, Stats, StreamEvent
 from localinfer.engine.engine import Engine
-from localinfer.engine.request import NO_TOKEN, FinishReason
+from localinfer.engine.request import NO_TOKEN
 from localinfer.errors import RequestError
+from localinfer.generation_options import CheckedOptions
 from localinfer.models.text.tokenizer import StopMatcher, StreamDecoder
-from localinfer.sampling.filters import TokenLogprobs
-from localinfer.sampling.params import SamplingOptions, SamplingParams
 from localinfer.sampling.sampler import TokenMask
 from localinfer.speculation.verify import SpeculationRecord
 
@@ -30,182 +26,6 @@ if TYPE_CHECKING:
     from localinfer.chat.history import ChatHistory, EncodedChat
     from localinfer.chat.reply import ReplyFormat
     from localinfer.models.text.tokenizer import Tokenizer
-
-_DRY_BREAKERS = ("\n", ":", '"', "*")
-
-
-class GenerationOptions(SamplingOptions, total=False):
-    """Keyword options of `complete`, `stream`, `chat` and `stream_chat`.
-
-    max_tokens: most tokens to add; None, the default, sets no limit but the end of the context.
-    stop: a text or several that end the completion; the stop text itself is left out. In a chat they are looked for in
-        the content only, not in reasoning or tool calls.
-    ignore_eos: continue past end tokens.
-    context_shift: at the end of the context, continue with the system message and the recent half of the rest, instead
-        of ending (or, for a prompt, refusing); `stats.dropped_tokens` says how much was left out.
-    pin_cache: keep this prompt and completion in memory longer than others.
-    prediction: text, or token ids, that the completion is likely to have, such as the file to be edited: where it has,
-        the completion comes faster. It changes speed only, and nothing where speculation is off.
-    constraint: what the completion has to be: a JsonObject, JsonSchema, Regex or Grammar of `localinfer`. It then
-        ends with an end token, or incomplete at max_tokens; penalties, seeds and drafts work as ever. In a chat it
-        counts for the content, after the reasoning; the model may still call a tool instead.
-    dry_sequence_breakers: texts whose tokens no repetition goes across, for dry_multiplier; special tokens are
-        breakers always. Without them: a new line, a colon, a quotation mark and an asterisk.
-    owner: anything hashable, such as a connection: prompts are computed in fair round-robin by owner.
-    The rest is described, with its defaults, at `localinfer.sampling.params.SamplingParams`.
-    """
-
-    max_tokens: int | None
-    stop: str | Sequence[str]
-    ignore_eos: bool
-    context_shift: bool
-    pin_cache: bool
-    prediction: str | Sequence[int]
-    constraint: Constraint | None
-    dry_sequence_breakers: str | Sequence[str]
-    owner: Hashable
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckedOptions:
-    """Options of a generation, each of the kind it must have; texts that the engine wants as token ids are those.
-
-    began: when they were given, on the clock of `time.perf_counter`.
-    """
-
-    max_tokens: int | None
-    stops: list[str]
-    ignore_eos: bool
-    context_shift: bool
-    pin_cache: bool
-    prediction_ids: Sequence[int] | NDArray[np.integer]
-    constraint: Constraint | None
-    owner: Hashable
-    sampling: SamplingParams
-    began: float
-
-
-def check_options(options: Mapping[str, Any], tokenizer: "Tokenizer | None") -> CheckedOptions:
-    """Check GenerationOptions. tokenizer: None for a model without one, which takes token ids only.
-
-    Raises: RequestError for a name that is no option, and for a value that it cannot have.
-    """
-    began = time.perf_counter()
-    values = dict(options)
-    stops = _check_texts("stop", values.pop("stop", None))
-    if stops and tokenizer is None:
-        raise RequestError("the model file has no tokenizer, so stop texts cannot be found; leave them out")
-    owner = values.pop("owner", None)
-    check_hashable("owner", owner)
-    flags = {name: check_flag(name, values.pop(name, False)) for name in ("ignore_eos", "context_shift", "pin_cache")}
-    max_tokens, constraint = values.pop("max_tokens", None), values.pop("constraint", None)
-    prediction, breakers = values.pop("prediction", None), values.pop("dry_sequence_breakers", None)
-    unknown = sorted(values.keys() - SamplingOptions.__annotations__.keys())
-    if unknown:
-        known = sorted(GenerationOptions.__annotations__, key=lambda name: name in SamplingOptions.__annotations__)
-        raise RequestError(f"there is no option {', '.join(unknown)}; the options are {', '.join(known)}")
-    sampling = SamplingParams(**values)
-    if sampling.has_dry_penalty:
-        breaker_ids = _breaker_ids(breakers, tokenizer) | frozenset(sampling.dry_breaker_ids)
-        sampling = replace(sampling, dry_breaker_ids=breaker_ids)
-    return CheckedOptions(
-        max_tokens=max_tokens,
-        stops=stops,
-        prediction_ids=_prediction_ids(prediction, tokenizer),
-        constraint=constraint,
-        owner=owner,
-        sampling=sampling,
-        began=began,
-        **flags,
-    )
-
-
-def _prediction_ids(prediction: Any, tokenizer: "Tokenizer | None") -> Sequence[int] | NDArray[np.integer]:
-    if prediction is None:
-        return ()
-    if not isinstance(prediction, str):
-        return prediction  # type: ignore[no-any-return]
-    if tokenizer is None:
-        raise RequestError("the model file has no tokenizer; give the prediction as token ids, or leave it out")
-    try:
-        return tokenizer.encode(prediction, add_special=False)
-    except RequestError as error:
-        raise RequestError(f"prediction: {error}", field="prediction") from None
-
-
-def _breaker_ids(breakers: Any, tokenizer: "Tokenizer | None") -> frozenset[int]:
-    """The ids of the tokens that a repetition ends at."""
-    if tokenizer is None:
-        if breakers is not None:
-            raise RequestError("the model file has no tokenizer; give dry_breaker_ids instead of dry_sequence_breakers")
-        return frozenset()
-    texts = _check_texts("dry_sequence_breakers", _DRY_BREAKERS if breakers is None else breakers)
-    found = {text: tokenizer.ids_containing(text) for text in texts}
-    for text, token_ids in found.items():
-        if not token_ids and breakers is not None:
-            raise RequestError(
-                f"dry_sequence_breakers has {text!r}, which no token contains; give shorter texts",
-                field="dry_sequence_breakers",
-            )
-    return frozenset(tokenizer.special_ids.values()).union(*found.values())
-
-
-def _check_texts(name: str, value: object) -> list[str]:
-    texts = [value] if isinstance(value, str) else [] if value is None else value
-    if not isinstance(texts, Sequence) or not all(isinstance(text, str) and text for text in texts):
-        raise RequestError(f"{name} is {value!r}; give one text or a list of texts, none of them empty", field=name)
-    for text in texts:
-        place = half_character(text)
-        if place is not None:
-            half = f"U+{ord(text[place]):04X}"
-            raise RequestError(f"{name} holds {half}, half of a character; give whole ones", field=name)
-    return list(texts)
-
-
-CompletionEnd = FinishReason | Literal["tool_calls"]
-"""As the engine's, and tool_calls: an end token after at least one whole tool call."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Stats:
-    """What a generation was and cost.
-
-    prompt_tokens: tokens of the prompt; cached_tokens: those whose keys and values were cached. cache_miss: why not
-    more of them were, in words, which may quote cached texts; None if nothing stood in the way. cache_miss_summary: the
-    same without quotes. dropped_tokens: left out by `context_shift`.
-    completion_tokens: tokens sampled, an end token included. time_to_first_token_seconds: from the call, tokenizing
-    included, 0 if there is none. decode_tokens_per_second: of the tokens after the first, without the time the caller
-    took between them; 0 if there are none. drafted_tokens, accepted_tokens: of speculation.
-    drafted_by_position, accepted_by_position: the same by place in the draft. tokens_per_pass: decoded per pass of the
-    model, 1 without speculation. drafted_by: tokens drafted and accepted, by the drafter's name: "ngram", "draft" (a
-    draft model), "mtp" or "assistant" (a draft model over this model's cache). speculation_speedup: over plain steps,
-    as measured.
-    seed: the one given, or drawn; with it the same options give the same text. stop_text: the one of the option `stop`
-    that ended it, if one did. waited_seconds: before it was admitted. state_snapshots: of recurrent states, that the
-    prefix cache held at the end, of any text; 0 for a model without recurrent layers. notices: deviations from the
-    options, in words: a drafter that failed and was switched off, memory that ended before the text did.
-    """
-
-    prompt_tokens: int
-    cached_tokens: int
-    cache_miss: str | None
-    dropped_tokens: int
-    completion_tokens: int
-    time_to_first_token_seconds: float
-    decode_tokens_per_second: float
-    drafted_tokens: int
-    accepted_tokens: int
-    seed: int
-    drafted_by_position: tuple[int, ...] = ()
-    accepted_by_position: tuple[int, ...] = ()
-    drafted_by: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    tokens_per_pass: float = 1.0
-    speculation_speedup: float = 1.0
-    cache_miss_summary: str | None = None
-    stop_text: str | None = None
-    waited_seconds: float = 0.0
-    state_snapshots: int = 0
-    notices: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -220,42 +40,6 @@ class EncodedPrompt:
     system_tokens: int = 0
     chat: "EncodedChat | None" = None
     reply: "ReplyFormat | None" = None
-
-
-class StreamEvent(NamedTuple):
-    """One sampled token, and the text that became certain with it: often a word, "" inside a character or stop text.
-
-    finish_reason is None but for the last event. After `TextStream.cancel` that is "cancelled", its id NO_TOKEN, and
-    its text what was held back; so it is where memory ended, with the reason "length". logprobs: where the option asks
-    for them. reasoning, tool_calls: of a chat, what became certain of these; their markers are in no text.
-    """
-
-    text: str
-    token_id: int
-    finish_reason: CompletionEnd | None
-    logprobs: TokenLogprobs | None = None
-    reasoning: str = ""
-    tool_calls: tuple[ToolCallDelta, ...] = ()
-
-
-@dataclass(frozen=True)
-class Completion:
-    """A finished generation.
-
-    text: without end token and stop text. token_ids: every token sampled, those included. finish_reason: "stop" for an
-    end token or stop text, "length" for max_tokens or the end of the context, or of `kv_memory` (`stats.notices` then
-    says so), "tool_calls" for an end after calls, "cancelled" if it was.
-    reasoning, tool_calls: of a chat; a call that was cut short is the last one, its arguments no whole JSON.
-    logprobs: one for each of token_ids, where the option asks for them.
-    """
-
-    text: str
-    token_ids: list[int]
-    finish_reason: CompletionEnd
-    stats: Stats
-    logprobs: list[TokenLogprobs] | None = None
-    reasoning: str = ""
-    tool_calls: tuple[ToolCall, ...] = ()
 
 
 class TextStream(Closing, Iterator[StreamEvent]):

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 import localinfer
+from localinfer.completion import StreamEvent
 from localinfer.errors import BackendUnavailableError, ClosedError, ContextLengthError, ModelFileError, RequestError
 from localinfer.llm import LLM
 from localinfer.loading import load
-from localinfer.stream import StreamEvent, TextStream
+from localinfer.stream import TextStream
 from tests.engine.fakes import PAGE_BYTES, FakeTemplate, fake_model, scripted_logits, text_model
 from tests.inside import engine_of
 

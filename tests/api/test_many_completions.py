@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
+from localinfer.completion import Completion
 from localinfer.errors import RequestError
 from localinfer.llm import LLM
-from localinfer.stream import Completion
 from tests.engine.fakes import FakeTemplate, fake_model
 
 WILD: dict[str, Any] = {"temperature": 2.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "max_tokens": 12}

@@ -19,9 +19,9 @@ import numpy as np
 
 import localinfer
 from localinfer.bench.machine import cpu_name
+from localinfer.completion import Completion
 from localinfer.llm import LLM
 from localinfer.models.load.threads import available_threads
-from localinfer.stream import Completion
 from tests.bench.bench_recurrent import VOCABULARY, write_model
 from tests.inside import engine_of
 

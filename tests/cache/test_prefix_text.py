@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import localinfer
+from localinfer.completion import Completion
 from localinfer.llm import LLM
-from localinfer.stream import Completion
 from tests.inside import engine_of
 from tests.models.arch_models import build_model
 

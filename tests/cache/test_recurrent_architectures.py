@@ -10,11 +10,11 @@ import pytest
 
 import localinfer
 from localinfer.cache.sequence import forward
+from localinfer.completion import Completion
 from localinfer.llm import LLM
 from localinfer.models.load.loader import load_model
 from localinfer.speculation.draft_model import DraftModel
 from localinfer.speculation.ngram import NgramDrafter
-from localinfer.stream import Completion
 from tests.inside import engine_of
 from tests.models.arch_models import skeletons, write_skeleton
 from tests.speculation.test_speculation import speculation

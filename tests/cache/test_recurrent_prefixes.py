@@ -10,13 +10,13 @@ import pytest
 
 import localinfer
 from localinfer.bench.measured_model import MeasuredModel
+from localinfer.completion import Completion
 from localinfer.engine.engine import Engine
 from localinfer.llm import LLM
 from localinfer.models.load.loader import load_model
 from localinfer.persistence.page_file import Rejection
 from localinfer.speculation.draft_model import DraftModel
 from localinfer.speculation.ngram import NgramDrafter
-from localinfer.stream import Completion
 from tests.engine.generations import PARAMS
 from tests.inside import engine_of, model_of
 from tests.kernels.subprocesses import start

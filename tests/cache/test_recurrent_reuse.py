@@ -10,6 +10,7 @@ import pytest
 from localinfer.cache.prefix_cache import CacheHints, PrefixCache
 from localinfer.cache.sequence import forward
 from localinfer.cache.snapshots import SnapshotPolicy
+from localinfer.completion import Completion
 from localinfer.engine.beam_search import search_beams
 from localinfer.engine.engine import Engine
 from localinfer.engine.request import TokenEvent
@@ -17,7 +18,6 @@ from localinfer.engine.scheduler import EngineLimits
 from localinfer.llm import LLM
 from localinfer.speculation.draft_model import DraftModel
 from localinfer.speculation.ngram import NgramDrafter
-from localinfer.stream import Completion
 from tests.engine.fake_recurrent import LOG_BYTES, STATE_BYTES, FakeRecurrentProgram, recurrent_layout, recurrent_model
 from tests.engine.fakes import FakeLayout, FakeModel, FakeTemplate, fake_model
 from tests.engine.generations import GREEDY, PARAMS, SEEDED, numbers

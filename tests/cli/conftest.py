@@ -5,9 +5,9 @@ from typing import Any, Self
 import pytest
 
 import localinfer
+from localinfer.completion import Stats, StreamEvent
 from localinfer.engine.beam_search import Beam
 from localinfer.llm import BeamCompletion
-from localinfer.stream import Stats, StreamEvent
 
 
 class FakeStream:

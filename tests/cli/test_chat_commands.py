@@ -17,9 +17,9 @@ from localinfer.cli.chat.clipboard import code_blocks, copy_to_clipboard
 from localinfer.cli.chat.commands import Chat
 from localinfer.cli.chat.completion import CommandCompleter
 from localinfer.cli.chat.conversation import Conversation
+from localinfer.completion import StreamEvent
 from localinfer.errors import ContextLengthError, OutOfMemoryError, RequestError
 from localinfer.sampling.params import NUMBER_OPTIONS
-from localinfer.stream import StreamEvent
 from tests.cli.chat_session import Session, assistant, user
 from tests.cli.conftest import FakeLLM
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import localinfer
 from localinfer.chat.reply import ReplyOptions
 from localinfer.cli import localinfer_command
+from localinfer.generation_options import GenerationOptions
 from localinfer.llm import LLM
-from localinfer.stream import GenerationOptions
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SOURCES = [path for folder in ("localinfer", "models") for path in (REPOSITORY / folder).rglob("*.py")]

@@ -22,9 +22,9 @@ from localinfer.cli.chat import continuing
 from localinfer.cli.chat.commands import Chat
 from localinfer.cli.chat.continuing import Saving, begin_saving, show_continued
 from localinfer.cli.chat.conversation import Conversation
+from localinfer.completion import StreamEvent
 from localinfer.errors import RequestError, SessionFileError
 from localinfer.persistence.conversations import ConversationStore, SavedConversation
-from localinfer.stream import StreamEvent
 from tests.kernels.subprocesses import environment
 from tests.limits import seconds, wait_until
 

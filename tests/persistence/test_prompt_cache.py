@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from localinfer.completion import Completion
 from localinfer.errors import ClosedError, RequestError, SessionFileError, SessionMismatchError
 from localinfer.llm import LLM
 from localinfer.loading import load
@@ -18,7 +19,6 @@ from localinfer.persistence import page_file
 from localinfer.persistence.fingerprint import Fingerprint
 from localinfer.persistence.page_file import Rejection
 from localinfer.persistence.prompt_cache import DiskCache, DiskOptions, describe_differences
-from localinfer.stream import Completion
 from tests.engine.fakes import PAGE_BYTES, FakeModel, fake_model
 from tests.inside import engine_of
 from tests.kernels.subprocesses import finish, start

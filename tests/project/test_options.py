@@ -6,9 +6,9 @@ from typing import get_type_hints
 import pytest
 
 from localinfer.cli import localinfer_command
+from localinfer.generation_options import GenerationOptions
 from localinfer.sampling.params import NUMBER_OPTIONS, SamplingOptions, SamplingParams
 from localinfer.server.replies.fields import GenerationFields
-from localinfer.stream import GenerationOptions
 
 
 def test_callers_see_the_types_of_the_sampling_parameters():

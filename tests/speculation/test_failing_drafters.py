@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import localinfer
+from localinfer.completion import Completion
 from localinfer.errors import ClosedError, ModelFileError, OutOfMemoryError, RequestError
 from localinfer.llm import LLM
 from localinfer.loading import model_path
@@ -18,7 +19,6 @@ from localinfer.speculation.draft_model import DraftModel
 from localinfer.speculation.floor import DraftFloor
 from localinfer.speculation.ngram import NgramDrafter
 from localinfer.speculation.verify import Speculation
-from localinfer.stream import Completion
 from tests.engine.fakes import PAGE_BYTES, FakeModel, fake_model, hashed_logits
 from tests.speculation.test_speculation import PROMPT, ROWS, TokenIds
 

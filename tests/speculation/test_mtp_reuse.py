@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 import localinfer
 from localinfer import loading
 from localinfer.cache.sequence import SequenceCache
+from localinfer.completion import Completion
 from localinfer.llm import LLM
 from localinfer.models.load.loader import Model
 from localinfer.sampling.sampler import SamplingPlan
@@ -19,7 +20,6 @@ from localinfer.speculation.costs import VerificationCosts
 from localinfer.speculation.floor import DraftFloor
 from localinfer.speculation.mtp import DraftHead, MTPDrafter, MTPText
 from localinfer.speculation.verify import Speculation
-from localinfer.stream import Completion
 from tests.inside import engine_of
 from tests.models.arch_models import skeletons
 from tests.models.talking_models import build_talking_model

@@ -10,9 +10,10 @@ from localinfer.errors import RequestError, SessionFileError, TemplateError
 
 if TYPE_CHECKING:
     from localinfer.chat.parser import ToolCall
+    from localinfer.completion import Stats, StreamEvent
     from localinfer.llm import LLM
     from localinfer.persistence.saved_conversation import SavedConversation
-    from localinfer.stream import Stats, StreamEvent, TextStream
+    from localinfer.stream import TextStream
 
 _REPLACEMENT = "\ufffd"
 

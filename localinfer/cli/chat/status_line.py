@@ -11,7 +11,8 @@ from localinfer.cli.chat.display_width import cut_to_width, text_width
 from localinfer.terminal import SILENT_SECONDS, describe_duration, neutralise_controls
 
 if TYPE_CHECKING:
-    from localinfer.stream import Stats, TextStream
+    from localinfer.completion import Stats
+    from localinfer.stream import TextStream
 
 REFRESH_SECONDS = 0.1
 _SEPARATOR = "   "

@@ -27,8 +27,8 @@ from localinfer.server.transport.http import ApiError, unsupported
 from localinfer.server.transport.known_fields import CHAT
 
 if TYPE_CHECKING:
+    from localinfer.completion import Stats, StreamEvent
     from localinfer.models.text.tokenizer import Tokenizer
-    from localinfer.stream import Stats, StreamEvent
 
 
 class ChatRequest(ChatFields, kw_only=True):

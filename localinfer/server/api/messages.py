@@ -27,9 +27,9 @@ from localinfer.server.transport.http import ApiError, check_object, json_respon
 from localinfer.server.transport.known_fields import COUNTS, MESSAGE_PARTS, MESSAGES, TOOLS
 
 if TYPE_CHECKING:
+    from localinfer.completion import Stats
     from localinfer.llm import LLM
     from localinfer.server.replies.reply import Reply
-    from localinfer.stream import Stats
 
 _MEMBERS = {
     "text": "type text",

@@ -25,10 +25,10 @@ from localinfer.server.transport.http import (
 )
 
 if TYPE_CHECKING:
+    from localinfer.completion import Stats, StreamEvent
     from localinfer.llm import LLM
     from localinfer.models.text.tokenizer import Tokenizer
     from localinfer.sampling.filters import TokenLogprobs
-    from localinfer.stream import Stats, StreamEvent
 
 _LEAST = -9999.0
 """What OpenAI's formats write as the log probability of a token that is ruled out: JSON has no infinity."""

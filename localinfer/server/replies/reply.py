@@ -19,7 +19,8 @@ from localinfer.server.replies.metrics import LatencyTracker, Metrics
 from localinfer.server.replies.models import Lease
 
 if TYPE_CHECKING:
-    from localinfer.stream import Stats, StreamEvent, TextStream
+    from localinfer.completion import Stats, StreamEvent
+    from localinfer.stream import TextStream
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,147 @@
+"""The options of one generation, checked before anything runs."""
+
+import time
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localinfer.arguments import check_flag, check_hashable, half_character
+from localinfer.chat.constraints import Constraint
+from localinfer.errors import RequestError
+from localinfer.sampling.params import SamplingOptions, SamplingParams
+
+if TYPE_CHECKING:
+    from localinfer.models.text.tokenizer import Tokenizer
+
+_DRY_BREAKERS = ("\n", ":", '"', "*")
+
+
+class GenerationOptions(SamplingOptions, total=False):
+    """Keyword options of `complete`, `stream`, `chat` and `stream_chat`.
+
+    max_tokens: most tokens to add; None, the default, sets no limit but the end of the context.
+    stop: a text or several that end the completion; the stop text itself is left out. In a chat they are looked for in
+        the content only, not in reasoning or tool calls.
+    ignore_eos: continue past end tokens.
+    context_shift: at the end of the context, continue with the system message and the recent half of the rest, instead
+        of ending (or, for a prompt, refusing); `stats.dropped_tokens` says how much was left out.
+    pin_cache: keep this prompt and completion in memory longer than others.
+    prediction: text, or token ids, that the completion is likely to have, such as the file to be edited: where it has,
+        the completion comes faster. It changes speed only, and nothing where speculation is off.
+    constraint: what the completion has to be: a JsonObject, JsonSchema, Regex or Grammar of `localinfer`. It then
+        ends with an end token, or incomplete at max_tokens; penalties, seeds and drafts work as ever. In a chat it
+        counts for the content, after the reasoning; the model may still call a tool instead.
+    dry_sequence_breakers: texts whose tokens no repetition goes across, for dry_multiplier; special tokens are
+        breakers always. Without them: a new line, a colon, a quotation mark and an asterisk.
+    owner: anything hashable, such as a connection: prompts are computed in fair round-robin by owner.
+    The rest is described, with its defaults, at `localinfer.sampling.params.SamplingParams`.
+    """
+
+    max_tokens: int | None
+    stop: str | Sequence[str]
+    ignore_eos: bool
+    context_shift: bool
+    pin_cache: bool
+    prediction: str | Sequence[int]
+    constraint: Constraint | None
+    dry_sequence_breakers: str | Sequence[str]
+    owner: Hashable
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckedOptions:
+    """Options of a generation, each of the kind it must have; texts that the engine wants as token ids are those.
+
+    began: when they were given, on the clock of `time.perf_counter`.
+    """
+
+    max_tokens: int | None
+    stops: list[str]
+    ignore_eos: bool
+    context_shift: bool
+    pin_cache: bool
+    prediction_ids: Sequence[int] | NDArray[np.integer]
+    constraint: Constraint | None
+    owner: Hashable
+    sampling: SamplingParams
+    began: float
+
+
+def check_options(options: Mapping[str, Any], tokenizer: "Tokenizer | None") -> CheckedOptions:
+    """Check GenerationOptions. tokenizer: None for a model without one, which takes token ids only.
+
+    Raises: RequestError for a name that is no option, and for a value that it cannot have.
+    """
+    began = time.perf_counter()
+    values = dict(options)
+    stops = _check_texts("stop", values.pop("stop", None))
+    if stops and tokenizer is None:
+        raise RequestError("the model file has no tokenizer, so stop texts cannot be found; leave them out")
+    owner = values.pop("owner", None)
+    check_hashable("owner", owner)
+    flags = {name: check_flag(name, values.pop(name, False)) for name in ("ignore_eos", "context_shift", "pin_cache")}
+    max_tokens, constraint = values.pop("max_tokens", None), values.pop("constraint", None)
+    prediction, breakers = values.pop("prediction", None), values.pop("dry_sequence_breakers", None)
+    unknown = sorted(values.keys() - SamplingOptions.__annotations__.keys())
+    if unknown:
+        known = sorted(GenerationOptions.__annotations__, key=lambda name: name in SamplingOptions.__annotations__)
+        raise RequestError(f"there is no option {', '.join(unknown)}; the options are {', '.join(known)}")
+    sampling = SamplingParams(**values)
+    if sampling.has_dry_penalty:
+        breaker_ids = _breaker_ids(breakers, tokenizer) | frozenset(sampling.dry_breaker_ids)
+        sampling = replace(sampling, dry_breaker_ids=breaker_ids)
+    return CheckedOptions(
+        max_tokens=max_tokens,
+        stops=stops,
+        prediction_ids=_prediction_ids(prediction, tokenizer),
+        constraint=constraint,
+        owner=owner,
+        sampling=sampling,
+        began=began,
+        **flags,
+    )
+
+
+def _prediction_ids(prediction: Any, tokenizer: "Tokenizer | None") -> Sequence[int] | NDArray[np.integer]:
+    if prediction is None:
+        return ()
+    if not isinstance(prediction, str):
+        return prediction  # type: ignore[no-any-return]
+    if tokenizer is None:
+        raise RequestError("the model file has no tokenizer; give the prediction as token ids, or leave it out")
+    try:
+        return tokenizer.encode(prediction, add_special=False)
+    except RequestError as error:
+        raise RequestError(f"prediction: {error}", field="prediction") from None
+
+
+def _breaker_ids(breakers: Any, tokenizer: "Tokenizer | None") -> frozenset[int]:
+    """The ids of the tokens that a repetition ends at."""
+    if tokenizer is None:
+        if breakers is not None:
+            raise RequestError("the model file has no tokenizer; give dry_breaker_ids instead of dry_sequence_breakers")
+        return frozenset()
+    texts = _check_texts("dry_sequence_breakers", _DRY_BREAKERS if breakers is None else breakers)
+    found = {text: tokenizer.ids_containing(text) for text in texts}
+    for text, token_ids in found.items():
+        if not token_ids and breakers is not None:
+            raise RequestError(
+                f"dry_sequence_breakers has {text!r}, which no token contains; give shorter texts",
+                field="dry_sequence_breakers",
+            )
+    return frozenset(tokenizer.special_ids.values()).union(*found.values())
+
+
+def _check_texts(name: str, value: object) -> list[str]:
+    texts = [value] if isinstance(value, str) else [] if value is None else value
+    if not isinstance(texts, Sequence) or not all(isinstance(text, str) and text for text in texts):
+        raise RequestError(f"{name} is {value!r}; give one text or a list of texts, none of them empty", field=name)
+    for text in texts:
+        place = half_character(text)
+        if place is not None:
+            half = f"U+{ord(text[place]):04X}"
+            raise RequestError(f"{name} holds {half}, half of a character; give whole ones", field=name)
+    return list(texts)
