@@ -25,7 +25,8 @@ from localinfer.engine.scheduler import EngineLimits
 from localinfer.errors import RequestError, SessionFileError
 from localinfer.generation_options import CheckedOptions, GenerationOptions, check_options
 from localinfer.many_completions import complete_many
-from localinfer.stream import EncodedPrompt, TextStream
+from localinfer.stream import TextStream
+from localinfer.text_generation import EncodedPrompt, TextGeneration
 
 if TYPE_CHECKING:
     from localinfer.cache.eviction import KVEviction
@@ -143,7 +144,8 @@ class LLM(Closing):
         options: see GenerationOptions. Without max_tokens it goes on to an end token or the end of the context.
         Raises: RequestError, ContextLengthError, ClosedError.
         """
-        return self.stream(prompt, parse_special=parse_special, **options).finish()
+        with self.stream(prompt, parse_special=parse_special, **options) as stream:
+            return stream.result()
 
     def stream(
         self, prompt: Prompt, *, parse_special: bool = False, **options: Unpack[GenerationOptions]
@@ -151,7 +153,9 @@ class LLM(Closing):
         """Continue a prompt like `complete`, and yield an event per token as it comes; closing the stream cancels."""
         checked = self._checked(options)
         encoded = self._encode(prompt, parse_special, self._most_tokens(options))
-        return TextStream(self._engine, self._model.tokenizer, encoded, checked, constraints=self._constraints)
+        return TextStream(
+            TextGeneration(self._engine, self._model.tokenizer, encoded, checked, constraints=self._constraints)
+        )
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **options: Unpack[ChatOptions]) -> Completion:
         """Answer a conversation: messages with `role` and `content`, put into the model's own chat template.
@@ -163,7 +167,8 @@ class LLM(Closing):
         the newest message is computed again.
         Raises: MessageError for what is no message, TemplateError if the template refuses them; else as `complete`.
         """
-        return self.stream_chat(messages, **options).finish()
+        with self.stream_chat(messages, **options) as stream:
+            return stream.result()
 
     def stream_chat(self, messages: Sequence[Mapping[str, Any]], **options: Unpack[ChatOptions]) -> TextStream:
         """Answer a conversation like `chat`, and yield an event per token as it comes; closing the stream cancels."""
@@ -182,7 +187,7 @@ class LLM(Closing):
         if self._disk is not None:
             self._disk.wait_until_open()
         chat, begun = self._encode_chat(history, request, messages, self._most_tokens(values))
-        return TextStream(
+        generation = TextGeneration(
             self._engine,
             self._model.tokenizer,
             EncodedPrompt(chat.token_ids, chat.system_tokens, chat, request.format_after(chat.text, begun)),
@@ -191,6 +196,7 @@ class LLM(Closing):
             self._constraints,
             history,
         )
+        return TextStream(generation)
 
     def complete_many(
         self,

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import cast
 
 from localinfer.arguments import check_number, owned
-from localinfer.completion import Completion, StreamEvent
+from localinfer.completion import Completion
 from localinfer.generation_options import GenerationOptions
 from localinfer.stream import TextStream
 
@@ -43,20 +43,17 @@ def _read_alternately(
     open_stream: Callable[[GenerationOptions], TextStream], options: GenerationOptions, count: int
 ) -> list[Completion]:
     streams: list[TextStream] = []
-    events: list[list[StreamEvent]] = []
+    running: list[TextStream] = []
     try:
         for index in range(count):
             seed = (streams[0].stats.seed + index) % 2**64 if streams else options.get("seed")
             stream = open_stream({**options, "seed": seed})
             streams.append(stream)
             # The first token of one comes before the next one begins, which so finds the prompt in the cache.
-            events.append(list(itertools.islice(stream, 1)))
-        running = [index for index in range(count) if events[index] and events[index][-1].finish_reason is None]
+            running += [stream for _ in itertools.islice(stream, 1)]
         while running:
-            for index in running:
-                events[index].append(next(streams[index]))
-            running = [index for index in running if events[index][-1].finish_reason is None]
-        return [stream.completion(one) for stream, one in zip(streams, events, strict=True)]
+            running = [stream for stream in running if next(stream, None) is not None]
+        return [stream.result() for stream in streams]
     finally:
         for stream in streams:
             stream.close()

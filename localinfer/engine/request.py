@@ -184,7 +184,8 @@ class Request:
     head: int32, the ids its sequence began with; history: int32, prompt and completion, with room for more; base: where
     in the history the head ends. position: of the next token, in the history; last: of the last one that is wanted.
     sequence: None before it is admitted, and while it is preempted. events: sampled, not read yet; any thread may
-    take them. matcher: its mask, if a grammar matcher. served: the last step that did.
+    take them. matcher: its mask, if a grammar matcher. served: the last step that did. final_length: of its sequence,
+    once it is over.
     """
 
     plan: SamplingPlan
@@ -210,6 +211,7 @@ class Request:
     is_cancelled: bool = False
     served: int = 0
     began: float = 0.0
+    final_length: int = 0
 
     def __post_init__(self) -> None:
         self.prompt_length = self.position = self.base

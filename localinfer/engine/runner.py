@@ -202,6 +202,8 @@ class ModelRunner:
     def finish(self, request: Request) -> None:
         """End a request, and leave what it has computed to the cache."""
         request.is_over = True
+        if request.sequence is not None:
+            request.final_length = request.sequence.length
         self.retire(request)
         request.record.state_snapshots = self._cache.tree.num_snapshots
         if request.speculative is not None:

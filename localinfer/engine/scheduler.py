@@ -405,9 +405,9 @@ class Generation(Iterator[TokenEvent]):
 
     @property
     def computed_tokens(self) -> int:
-        """How many ids were read, computed or from the cache; 0 while it is not admitted."""
+        """How many ids were read, computed or from the cache, at the end too; 0 while it is not admitted."""
         sequence = self.request.sequence
-        return 0 if sequence is None else sequence.length
+        return self.request.final_length if sequence is None else sequence.length
 
     def __next__(self) -> TokenEvent:
         event = self._scheduler.next_event(self.request)

@@ -88,8 +88,8 @@ def tools() -> list[dict[str, Any]]:
 
 def told(found: Any) -> Any:
     """What is compared of a result."""
-    if hasattr(found, "finish"):
-        found = found.finish()
+    if hasattr(found, "result"):
+        found = found.result()
     if isinstance(found, list) and found and hasattr(found[0], "stats"):
         return [(one.text, one.token_ids) for one in found]
     if hasattr(found, "tool_calls"):

@@ -63,7 +63,7 @@ SHORT: dict[str, Any] = {"max_tokens": 2, "seed": 1}
 
 
 def drained(stream: Any) -> Any:
-    return stream.finish()
+    return stream.result()
 
 
 CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {

@@ -59,7 +59,7 @@ def test_a_cancelled_stream_ends_with_an_event_that_has_the_text_held_back() -> 
     events += stream
     assert "".join(event.text for event in events) == "so far so"
     assert events[-1].finish_reason == "cancelled" and events[-1].token_id == NO_TOKEN
-    completion = stream.completion(events)
+    completion = stream.result()
     assert (completion.finish_reason, len(completion.token_ids)) == ("cancelled", 9)
     assert stream.stats.completion_tokens == 9
 
@@ -86,7 +86,7 @@ def test_the_wait_for_a_place_is_timed() -> None:
     gate = Gate(5)
     llm = LLM(fake_model(gate))  # type: ignore[arg-type]
     first, second = (llm.stream(text, max_tokens=4) for text in ("abcd", "vwxyz"))
-    readers = [threading.Thread(target=stream.finish) for stream in (first, second)]
+    readers = [threading.Thread(target=stream.result) for stream in (first, second)]
     readers[0].start()
     assert gate.reached.wait(seconds(10))
     readers[1].start()

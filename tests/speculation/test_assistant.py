@@ -209,11 +209,10 @@ def test_texts_beside_seven_others_are_those_alone(
         for _ in range(4):
             for stream in streams:
                 next(stream)
-        rest = [stream.finish() for stream in streams]
-        for reply, (token_ids, logprobs) in zip(rest, wanted, strict=True):
-            assert token_ids[-len(reply.token_ids) :] == reply.token_ids
-            assert logprobs[-len(reply.token_ids) :] == reply.logprobs
-        assert rest[3].stats.drafted_by["assistant"][1] > 0
+        whole = [stream.result() for stream in streams]
+        for reply, (token_ids, logprobs) in zip(whole, wanted, strict=True):
+            assert (reply.token_ids, reply.logprobs) == (token_ids, logprobs)
+        assert whole[3].stats.drafted_by["assistant"][1] > 0
 
 
 def test_grammars_bind_drafts(paths: tuple[Path, Path], plain: LLM, scripted: type[Scripted]) -> None:

@@ -106,8 +106,8 @@ def test_every_text_is_that_without_drafts(plain: LLM, texts: list[list[int]], t
         wanted = [plain.complete(prompt, max_tokens=10, **SAMPLED) for prompt in prompts]
         texts[:] = [[*prompt, *one.token_ids] for prompt, one in zip(prompts, wanted, strict=True)]
         streams = [llm.stream(prompt, max_tokens=10, **SAMPLED) for prompt in prompts]
-        together = list(zip(*streams, strict=True))
-        found = [stream.completion([events[i] for events in together]) for i, stream in enumerate(streams)]
+        assert len(list(zip(*streams, strict=True))) == 10
+        found = [stream.result() for stream in streams]
         assert [(one.token_ids, one.logprobs) for one in found] == [(one.token_ids, one.logprobs) for one in wanted]
         check(llm, first, 69, **GREEDY)
         llm.save_session(tmp_path / "session")

@@ -1,0 +1,314 @@
+"""From the ids that an engine generates to events of text. The engine below knows token ids only."""
+
+import threading
+import time
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localinfer.cache.prefix_cache import CacheHints
+from localinfer.chat.constraints import Constraint
+from localinfer.chat.parser import ReplyDelta, ReplyParser, ToolCallDelta, joined_calls
+from localinfer.completion import Completion, CompletionEnd, Stats, StreamEvent
+from localinfer.engine.engine import Engine
+from localinfer.engine.request import NO_TOKEN
+from localinfer.errors import RequestError
+from localinfer.generation_options import CheckedOptions
+from localinfer.models.text.tokenizer import StopMatcher, StreamDecoder
+from localinfer.sampling.filters import TokenLogprobs
+from localinfer.sampling.sampler import TokenMask
+from localinfer.speculation.verify import SpeculationRecord
+
+if TYPE_CHECKING:
+    from localinfer.chat.constraints import ConstraintCompiler
+    from localinfer.chat.history import ChatHistory, EncodedChat
+    from localinfer.chat.reply import ReplyFormat
+    from localinfer.models.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class EncodedPrompt:
+    """A prompt as token ids.
+
+    system_tokens: ids at the start that other prompts share. chat: of a conversation, what the prompt was made of.
+    reply: how the reply to a chat is constrained and parsed.
+    """
+
+    token_ids: Sequence[int] | NDArray[np.integer]
+    system_tokens: int = 0
+    chat: "EncodedChat | None" = None
+    reply: "ReplyFormat | None" = None
+
+
+class TextGeneration(Iterator[StreamEvent]):
+    """A generation as text: yields its events to one thread at a time, and keeps what they make together.
+
+    Wrong requests raise when it is made. template_stops: stop texts of the chat template. chats: where a chat and its
+    reply are kept at the end.
+    has_ended: whether the last event is known, or an error, and `completion` final. is_cancelled: by `cancel` or
+    `close`, though it may have ended by itself before.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: "Tokenizer | None",
+        prompt: EncodedPrompt,
+        options: CheckedOptions,
+        template_stops: Sequence[str] = (),
+        constraints: "ConstraintCompiler | None" = None,
+        chats: "ChatHistory | None" = None,
+    ) -> None:
+        prompt_ids = engine.check_prompt(prompt.token_ids, shifts_context=options.context_shift)
+        mask = _make_mask(constraints, tokenizer, options.constraint, prompt.reply, prompt_ids.size, engine.vocab_size)
+        plan = engine.plan(options.sampling)
+        if mask is not None:
+            if options.ignore_eos:
+                raise RequestError(
+                    "ignore_eos was given, but a text that is constrained, or may call tools, has to end",
+                    field="ignore_eos",
+                )
+            plan = engine.plan(replace(plan.params, seed=plan.seed), mask)
+        self._tokens = engine.generate(
+            prompt_ids,
+            plan,
+            max_tokens=options.max_tokens,
+            stop_token_ids=() if tokenizer is None else tokenizer.eog_token_ids,
+            ignore_eos=options.ignore_eos,
+            context_shift=options.context_shift,
+            cache_hints=CacheHints(
+                system_tokens=prompt.system_tokens,
+                branch_tokens=() if prompt.chat is None else prompt.chat.branch_tokens,
+                is_pinned=options.pin_cache,
+                history=None if prompt.chat is None else prompt.chat.history,
+            ),
+            prediction=options.prediction_ids,
+            owner=options.owner,
+        )
+        self._tokenizer = tokenizer
+        self._decoder: StreamDecoder | None = None
+        # A model may have more logits than its vocabulary has tokens; the rows beyond are no text.
+        self._vocab_size = 0 if tokenizer is None else tokenizer.vocab_size
+        if tokenizer is not None:
+            previous = int(prompt_ids[-1])
+            self._decoder = StreamDecoder(
+                tokenizer,
+                previous_token_id=previous if previous < tokenizer.vocab_size else None,
+                # A constrained text is the bytes that the constraint has seen.
+                keeps_first_space=mask is not None,
+                shown_ids=() if prompt.reply is None else prompt.reply.shown_ids,
+            )
+        self._parser: ReplyParser | None = None if prompt.reply is None else prompt.reply.parser()
+        self._template_matcher = StopMatcher(template_stops)
+        self._matcher = StopMatcher(options.stops)
+        self._parses_text = self._parser is not None or bool(template_stops) or bool(options.stops)
+        self._stop_text: str | None = None
+        self._has_calls = False
+        self._prompt_tokens = prompt_ids.size
+        self._chat = prompt.chat
+        self._chats = chats
+        self.has_ended = threading.Event()
+        self.is_cancelled = False
+        self._token_ids: list[int] = []
+        self._texts: list[str] = []
+        self._reasonings: list[str] = []
+        self._call_deltas: list[ToolCallDelta] = []
+        self._told_logprobs: list[TokenLogprobs] = []
+        self._error: Exception | None = None
+        # A completion of no tokens has no event to say so.
+        self._finish_reason: CompletionEnd | None = "length" if self._tokens.request.is_over else None
+        self._seed = plan.seed
+        self._logprobs = plan.logprobs
+        self._returns_logprobs = plan.params.logprobs is not None
+        self._first_token_seconds = 0.0
+        self._decode_seconds = 0.0
+        self._preparation_seconds = time.perf_counter() - options.began
+        self._events = self._run()
+
+    @property
+    def stats(self) -> Stats:
+        """The numbers so far; final once the stream has ended or was closed."""
+        num_tokens, seconds = len(self._token_ids), self._decode_seconds
+        record = self._tokens.record
+        return Stats(
+            prompt_tokens=self._prompt_tokens,
+            cached_tokens=record.cached_tokens,
+            cache_miss=None if record.miss is None else record.miss.describe(self._tokenizer),
+            cache_miss_summary=None if record.miss is None else record.miss.summary,
+            dropped_tokens=record.dropped_tokens,
+            completion_tokens=num_tokens,
+            time_to_first_token_seconds=self._first_token_seconds,
+            decode_tokens_per_second=(num_tokens - 1) / seconds if num_tokens > 1 and seconds > 0 else 0.0,
+            seed=self._seed,
+            stop_text=self._stop_text,
+            waited_seconds=record.waited_seconds,
+            state_snapshots=record.state_snapshots,
+            notices=tuple(
+                record.notices if record.speculation is None else record.notices + record.speculation.all_notices
+            ),
+            **(record.speculation or SpeculationRecord()).stats(),
+        )
+
+    @property
+    def prompt_tokens(self) -> int:
+        """How many tokens the prompt has."""
+        return self._prompt_tokens
+
+    @property
+    def computed_tokens(self) -> int:
+        """How many tokens of prompt and completion the model has read so far, those from the cache included."""
+        return self._tokens.computed_tokens
+
+    @property
+    def is_being_read(self) -> bool:
+        """Whether a thread is taking an event just now."""
+        return self._events.gi_running
+
+    def completion(self) -> Completion:
+        """Put together what was generated so far. Raises: the error that ended it, if one did."""
+        if self._error is not None:
+            raise self._error
+        return Completion(
+            "".join(self._texts),
+            list(self._token_ids),
+            self._finish_reason or "cancelled",
+            self.stats,
+            list(self._told_logprobs) if self._returns_logprobs else None,
+            "".join(self._reasonings),
+            joined_calls(self._call_deltas),
+        )
+
+    def __next__(self) -> StreamEvent:
+        try:
+            return next(self._events)
+        except ValueError as error:
+            if _is_taken(error):
+                raise second_reader_error() from None
+            raise
+
+    def cancel(self) -> None:
+        """End it from any thread: its reader gets one last event, of reason "cancelled"."""
+        self.is_cancelled = True
+        self._tokens.cancel()
+
+    def close(self) -> None:
+        """End it from any thread; unless one is taking an event just now, nobody gets the last ones."""
+        self.cancel()
+        try:
+            for _ in self._events:
+                pass
+        except Exception as error:
+            # What ended it is raised by `completion`; a thread that takes an event just now gets the last one.
+            if error is not self._error and not (isinstance(error, ValueError) and _is_taken(error)):
+                raise
+
+    def leave(self) -> None:
+        """End it without an event. Never waits: for the garbage collector."""
+        self._tokens.close()
+
+    def _run(self) -> Generator[StreamEvent]:
+        tokens, clock, token_ids, decoder = self._tokens, time.perf_counter, self._token_ids, self._decoder
+        asked = clock()
+        try:
+            for token_id, position, reason in tokens:
+                if token_id != NO_TOKEN:
+                    seconds = clock() - asked
+                    if token_ids:
+                        self._decode_seconds += seconds
+                    else:
+                        self._first_token_seconds = self._preparation_seconds + seconds
+                    token_ids.append(token_id)
+                text = ""
+                if decoder is not None:
+                    # An end token adds nothing to the text, the last one all that the decoder still holds.
+                    if reason != "stop" and 0 <= token_id < self._vocab_size:
+                        text = decoder.push(token_id)
+                    if reason is not None:
+                        text += decoder.flush()
+                finish_reason: CompletionEnd | None = reason
+                reasoning, is_stopped = "", False
+                calls: tuple[ToolCallDelta, ...] = ()
+                if self._parses_text:
+                    (text, reasoning, calls), is_stopped = self._parse(text, is_last=reason is not None)
+                if is_stopped:
+                    finish_reason = "stop"
+                if finish_reason is not None:
+                    tokens.close()
+                    if finish_reason == "stop" and self._has_calls:
+                        finish_reason = "tool_calls"
+                logprobs = self._logprobs.pop(position, None) if self._logprobs and token_id != NO_TOKEN else None
+                if text:
+                    self._texts.append(text)
+                if reasoning:
+                    self._reasonings.append(reasoning)
+                if calls:
+                    self._call_deltas += calls
+                if logprobs is not None:
+                    self._told_logprobs.append(logprobs)
+                self._finish_reason = finish_reason
+                yield StreamEvent(text, token_id, finish_reason, logprobs, reasoning, calls)
+                if finish_reason is not None:
+                    return
+                asked = clock()
+        except Exception as error:
+            self._error = error
+            raise
+        finally:
+            tokens.close()
+            self.has_ended.set()
+            if self._chats is not None and self._chat is not None:
+                self._chats.remember(self._chat, token_ids)
+
+    def _parse(self, text: str, *, is_last: bool) -> tuple[ReplyDelta, bool]:
+        """Find stop texts, reasoning and tool calls in the next text; also say whether a stop text ends it."""
+        text, ended = self._template_matcher.push(text)
+        is_last = is_last or ended is not None
+        if is_last and ended is None:
+            text += self._template_matcher.flush()
+        content, reasoning, calls = ReplyDelta(text) if self._parser is None else self._parser.push(text)
+        if is_last and self._parser is not None:
+            rest = self._parser.flush()
+            content, reasoning, calls = content + rest.content, reasoning + rest.reasoning, calls + rest.tool_calls
+        content, self._stop_text = self._matcher.push(content)
+        if self._stop_text is not None:
+            calls = ()
+        elif is_last:
+            content += self._matcher.flush()
+        self._has_calls = self._has_calls or bool(calls)
+        return ReplyDelta(content, reasoning, calls), self._stop_text is not None or ended is not None
+
+
+def second_reader_error() -> RequestError:
+    """What a second reader of one stream is told."""
+    return RequestError(
+        "this stream is being read by another thread or task, and each event goes to one reader only; read it in one "
+        "place and hand its events on, make a stream for each reader, or cancel it first, after which result() and "
+        "aresult() wait for its end"
+    )
+
+
+def _is_taken(error: ValueError) -> bool:
+    """Whether a generator refused to run because it runs in another thread; else the error came from inside of it."""
+    return error.__traceback__ is not None and error.__traceback__.tb_next is None
+
+
+def _make_mask(
+    constraints: "ConstraintCompiler | None",
+    tokenizer: "Tokenizer | None",
+    constraint: Constraint | None,
+    reply: "ReplyFormat | None",
+    start: int,
+    vocab_size: int,
+) -> TokenMask | None:
+    if constraints is None or tokenizer is None:
+        if constraint is not None:
+            raise RequestError(
+                "the model file has no tokenizer, so its text cannot be constrained; leave constraint out"
+            )
+        return None
+    if reply is not None:
+        return reply.mask(constraints, tokenizer, constraint, start=start, vocab_size=vocab_size)
+    return None if constraint is None else constraints.mask(constraint, start=start)
