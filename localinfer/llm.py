@@ -25,7 +25,7 @@ from localinfer.engine.scheduler import EngineLimits
 from localinfer.errors import RequestError, SessionFileError
 from localinfer.generation_options import CheckedOptions, GenerationOptions, check_options
 from localinfer.many_completions import complete_many
-from localinfer.stream import TextStream
+from localinfer.stream import TextStream, complete_in_thread
 from localinfer.text_generation import EncodedPrompt, TextGeneration
 
 if TYPE_CHECKING:
@@ -147,6 +147,13 @@ class LLM(Closing):
         with self.stream(prompt, parse_special=parse_special, **options) as stream:
             return stream.result()
 
+    async def acomplete(
+        self, prompt: Prompt, *, parse_special: bool = False, **options: Unpack[GenerationOptions]
+    ) -> Completion:
+        """As `complete`, in a thread of its own; cancelling the task cancels the generation."""
+        given = owned(prompt)
+        return await complete_in_thread(lambda one: self.stream(given, parse_special=parse_special, **one), options)
+
     def stream(
         self, prompt: Prompt, *, parse_special: bool = False, **options: Unpack[GenerationOptions]
     ) -> TextStream:
@@ -169,6 +176,11 @@ class LLM(Closing):
         """
         with self.stream_chat(messages, **options) as stream:
             return stream.result()
+
+    async def achat(self, messages: Sequence[Mapping[str, Any]], **options: Unpack[ChatOptions]) -> Completion:
+        """As `chat`, in a thread of its own; cancelling the task cancels the generation."""
+        given = owned(messages)
+        return await complete_in_thread(lambda one: self.stream_chat(given, **one), options)
 
     def stream_chat(self, messages: Sequence[Mapping[str, Any]], **options: Unpack[ChatOptions]) -> TextStream:
         """Answer a conversation like `chat`, and yield an event per token as it comes; closing the stream cancels."""

@@ -1,21 +1,36 @@
 """The handle of one generation that callers hold: its events, its result, and its end."""
 
-from collections.abc import Iterator
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Self, cast
 
+from localinfer.arguments import owned
+from localinfer.async_reader import AsyncReader
 from localinfer.closing import Closing
 from localinfer.completion import Completion, Stats, StreamEvent
-from localinfer.text_generation import TextGeneration
+from localinfer.errors import RequestError
+from localinfer.event_loop import LoopCalls, in_thread
+from localinfer.generation_options import GenerationOptions
+from localinfer.text_generation import TextGeneration, second_reader_error
 
 
-class TextStream(Closing, Iterator[StreamEvent]):
-    """A generation in progress: iterate for its events, or take its `result`.
+class TextStream(Closing, Iterator[StreamEvent], AsyncIterator[StreamEvent]):
+    """A generation in progress: read it with `for` or `async for`, or take the whole of it with `result`.
 
-    Any thread may cancel or close it, and ask for its figures. One thread reads it at a time; a second one that does
-    meanwhile gets a RequestError. Leaving a `with` block closes it.
+    It has one reader at a time, a thread or a task: whoever else wants an event meanwhile gets a RequestError, and so
+    does whoever iterates in a thread once an event loop has read of it. Any thread may cancel or close it, and ask for
+    its figures. Leaving a `with` or `async with` block closes it.
+
+    With `async for` a thread of its own takes the steps, a few tokens ahead of the reader at most. The loop is woken
+    once per round at most, however many tokens and streams there are, and its executor is not used. Cancelling the task
+    that waits for an event cancels the generation; so does a timeout around it. Any loop of asyncio does, uvloop's
+    among them, and AnyIO on asyncio. Trio has none: iterate there in a thread, such as
+    `await trio.to_thread.run_sync(next, stream, None)`.
     """
 
     def __init__(self, generation: TextGeneration) -> None:
         self._generation = generation
+        self._reader: AsyncReader | None = None
 
     @property
     def stats(self) -> Stats:
@@ -37,14 +52,25 @@ class TextStream(Closing, Iterator[StreamEvent]):
         return self._generation.computed_tokens
 
     def __next__(self) -> StreamEvent:
+        if self._reader is not None:
+            raise RequestError(
+                "this stream is being read by an event loop; go on with `async for`, `await stream.aresult()`, or "
+                "cancel it, after which result() gives what came"
+            )
         return next(self._generation)
+
+    async def __anext__(self) -> StreamEvent:
+        event = await self._async_reader().next()
+        if event is None:
+            raise StopAsyncIteration
+        return event
 
     def result(self) -> Completion:
         """Read to the end, and return everything from the first token on, what was read before included.
 
         After `cancel` or `close`, by any thread, it waits for the step in progress at most, and gives what came until
         then, with the reason "cancelled", unless the generation had ended by itself. May be called again.
-        Raises: what ended the generation; RequestError while another thread reads it.
+        Raises: what ended the generation; RequestError while another thread, or an event loop, reads it.
         """
         generation = self._generation
         if generation.is_cancelled:
@@ -54,6 +80,25 @@ class TextStream(Closing, Iterator[StreamEvent]):
             for _ in self:
                 pass
         return generation.completion()
+
+    async def aresult(self) -> Completion:
+        """As `result`, awaited; the loop is woken for the end only. Cancelling the task cancels the generation.
+
+        Raises: what ended the generation; RequestError while another task, or a thread, reads it.
+        """
+        generation, reader = self._generation, self._reader
+        if not generation.has_ended.is_set():
+            if not generation.is_cancelled:
+                await self._async_reader().result()
+            elif reader is None:
+                await in_thread(self.result, stop=self.cancel, name="localinfer-stream")
+            else:
+                await reader.end(discards=not reader.is_awaited)
+        return generation.completion()
+
+    def completion(self) -> Completion:
+        """Return what came so far, at once; it has the reason "cancelled" until the last event has come. Any thread."""
+        return self._generation.completion()
 
     def cancel(self) -> None:
         """End the stream from any thread, at any time: its reader gets one last event, of reason "cancelled".
@@ -70,5 +115,61 @@ class TextStream(Closing, Iterator[StreamEvent]):
         """
         self._generation.close()
 
+    async def aclose(self) -> None:
+        """As `close`, and wait for the step in progress, so that afterwards nothing of the stream runs any more."""
+        reader = self._reader
+        if reader is None or reader.calls is not LoopCalls.of_running_loop():
+            self.close()
+        else:
+            self.cancel()
+            await reader.end(discards=not reader.is_awaited)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
     def __del__(self) -> None:
-        self._generation.leave()
+        if self._reader is None:
+            self._generation.leave()
+        else:
+            self._reader.abandon()
+
+    def _async_reader(self) -> AsyncReader:
+        calls = LoopCalls.of_running_loop()
+        if self._reader is None:
+            if self._generation.is_being_read:
+                raise second_reader_error()
+            self._reader = AsyncReader(self._generation, calls)
+        elif self._reader.calls is not calls:
+            raise RequestError("this stream is being read by another event loop; go on reading it there")
+        return self._reader
+
+
+async def complete_in_thread(
+    open_stream: Callable[[GenerationOptions], TextStream], options: GenerationOptions
+) -> Completion:
+    """Open a stream in a thread of its own, and return its completion. Cancelling the task cancels the generation.
+
+    So the loop is held up neither by the encoding of a long prompt, nor by the compilation of a constraint.
+    open_stream: begins it with these options, of which the thread gets a copy.
+    """
+    given = cast(GenerationOptions, {name: owned(value) for name, value in options.items()})
+    opened: list[TextStream] = []
+    is_cancelled = threading.Event()
+
+    def complete() -> Completion:
+        with open_stream(given) as stream:
+            opened.append(stream)
+            # In this order, and the other one below: it is cancelled here or there.
+            if is_cancelled.is_set():
+                stream.cancel()
+            return stream.result()
+
+    def cancel() -> None:
+        is_cancelled.set()
+        for stream in opened:
+            stream.cancel()
+
+    return await in_thread(complete, stop=cancel, name="localinfer-complete")

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Generator, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -48,8 +49,8 @@ class TextGeneration(Iterator[StreamEvent]):
 
     Wrong requests raise when it is made. template_stops: stop texts of the chat template. chats: where a chat and its
     reply are kept at the end.
-    has_ended: whether the last event is known, or an error, and `completion` final. is_cancelled: by `cancel` or
-    `close`, though it may have ended by itself before.
+    has_ended: whether nothing comes any more, and `completion` is final. is_cancelled: by `cancel` or `close`, though
+    it may have ended by itself before.
     """
 
     def __init__(
@@ -168,7 +169,7 @@ class TextGeneration(Iterator[StreamEvent]):
         return self._events.gi_running
 
     def completion(self) -> Completion:
-        """Put together what was generated so far. Raises: the error that ended it, if one did."""
+        """Put together what was generated so far, "cancelled" before its end. Raises: the error that ended it."""
         if self._error is not None:
             raise self._error
         return Completion(
@@ -184,9 +185,12 @@ class TextGeneration(Iterator[StreamEvent]):
     def __next__(self) -> StreamEvent:
         try:
             return next(self._events)
-        except ValueError as error:
-            if _is_taken(error):
+        except BaseException as error:
+            if isinstance(error, ValueError) and _is_taken(error):
                 raise second_reader_error() from None
+            if isinstance(error, Exception) and not isinstance(error, StopIteration):
+                self._error = error
+            self.has_ended.set()
             raise
 
     def cancel(self) -> None:
@@ -197,13 +201,10 @@ class TextGeneration(Iterator[StreamEvent]):
     def close(self) -> None:
         """End it from any thread; unless one is taking an event just now, nobody gets the last ones."""
         self.cancel()
-        try:
-            for _ in self._events:
+        # What ended it is raised by `completion`, and a thread that takes an event just now gets the last one.
+        with suppress(Exception):
+            for _ in self:
                 pass
-        except Exception as error:
-            # What ended it is raised by `completion`; a thread that takes an event just now gets the last one.
-            if error is not self._error and not (isinstance(error, ValueError) and _is_taken(error)):
-                raise
 
     def leave(self) -> None:
         """End it without an event. Never waits: for the garbage collector."""
@@ -253,12 +254,8 @@ class TextGeneration(Iterator[StreamEvent]):
                 if finish_reason is not None:
                     return
                 asked = clock()
-        except Exception as error:
-            self._error = error
-            raise
         finally:
             tokens.close()
-            self.has_ended.set()
             if self._chats is not None and self._chat is not None:
                 self._chats.remember(self._chat, token_ids)
 
