@@ -1,9 +1,7 @@
 """What a client waits for before the first token: nothing that computes."""
 
-import asyncio
 import socket
 import threading
-import time
 from typing import Any
 
 import msgspec
@@ -11,7 +9,7 @@ import pytest
 from local_servers import MODEL, ServedModel, serving
 
 from localinfer.llm import LLM
-from localinfer.server.replies.reply import FirstByteBarrier, LoopNotifier, ReplyThreads
+from localinfer.server.replies.reply import FirstByteBarrier, ReplyThreads
 from localinfer.server.transport.settings import ServerSettings
 from tests.engine.fakes import FakeTemplate, fake_model
 from tests.limits import seconds, wait_until
@@ -109,29 +107,3 @@ def test_threads_are_kept_for_the_next_text_and_end_with_the_server() -> None:
     for thread in working:
         thread.join(seconds(10))
         assert not thread.is_alive()
-
-
-@pytest.mark.parametrize("num_threads", [1, 5])
-def test_items_of_many_threads_arrive_whole_and_in_order(num_threads: int) -> None:
-    async def take_all() -> list[list[int]]:
-        notifier = LoopNotifier()
-        queues: list[asyncio.Queue[int]] = [asyncio.Queue() for _ in range(num_threads)]
-
-        def put(queue: asyncio.Queue[int]) -> None:
-            for item in range(200):
-                notifier.put(queue, item)
-                if item % 17 == 0:
-                    time.sleep(0.0005)
-
-        senders = [threading.Thread(target=put, args=(queue,)) for queue in queues]
-        for sender in senders:
-            sender.start()
-        taken = await asyncio.gather(*[take(queue) for queue in queues])
-        for sender in senders:
-            sender.join()
-        return list(taken)
-
-    async def take(queue: asyncio.Queue[int]) -> list[int]:
-        return [await queue.get() for _ in range(200)]
-
-    assert asyncio.run(take_all()) == [list(range(200))] * num_threads

@@ -1,6 +1,6 @@
 """What one request has generated: a thread iterates each text, and the event loop takes what they yield.
 
-Between the two: the threads (`ReplyThreads`), their events (`LoopNotifier`), and the first-byte barrier.
+Between the two: the threads (`ReplyThreads`), their events (`LoopCalls`), and the first-byte barrier.
 """
 
 import asyncio
@@ -13,8 +13,9 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
+from localinfer.event_loop import LoopCalls
 from localinfer.server.replies.metrics import LatencyTracker, Metrics
 from localinfer.server.replies.models import Lease
 
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Item = TypeVar("Item")
 _Job = Callable[[], None]
 _BARRIER_SECONDS = 0.015
 """How long a prompt waits for other requests at most, such as one that takes long to be checked."""
@@ -70,36 +70,6 @@ class ReplyThreads:
             job = jobs.get()
 
 
-class LoopNotifier:
-    """Puts items of threads into queues of an event loop, which is woken once for all that have come, until it looked.
-
-    A step of the engine has items for all requests that share it. Waking the loop costs a system call in the thread,
-    which must then reacquire the interpreter's lock, and a round of the loop. Made on that loop.
-    """
-
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._items: deque[tuple[asyncio.Queue[Any], Any]] = deque()
-        self._is_notified = False
-
-    def put(self, queue: asyncio.Queue[Item], item: Item) -> None:
-        """Put an item into a queue, unless the loop was closed. Any thread."""
-        self._items.append((queue, item))
-        if not self._is_notified:
-            self._is_notified = True
-            try:
-                self._loop.call_soon_threadsafe(self._deliver)
-            except RuntimeError:
-                # The loop is closed: the server ended while a thread still worked.
-                self._items.clear()
-
-    def _deliver(self) -> None:
-        self._is_notified = False
-        while self._items:
-            queue, item = self._items.popleft()
-            queue.put_nowait(item)
-
-
 class FirstByteBarrier:
     """Requests without an answer yet: a thread about to compute a prompt lets their first bytes out before.
 
@@ -135,7 +105,7 @@ class ServerState:
     """What the replies of a server share. Made on its event loop."""
 
     metrics: Metrics
-    notifier: LoopNotifier = field(default_factory=LoopNotifier)
+    calls: LoopCalls = field(default_factory=LoopCalls.of_running_loop)
     threads: ReplyThreads = field(default_factory=ReplyThreads)
     barrier: FirstByteBarrier = field(default_factory=FirstByteBarrier)
 
@@ -353,7 +323,7 @@ class _Text:
         self.has_ended = threading.Event()
         self.has_ended.set()
         self._open = open_stream
-        self._put: Callable[[_Item], None] = partial(state.notifier.put, queue)
+        self._queue = queue
         self._state = state
         self._model_id = model_id
         self._latency = LatencyTracker(state.metrics, model_id)
@@ -378,6 +348,10 @@ class _Text:
             if self._stream is not None:
                 self._stream.cancel()
         self.has_token.set()
+
+    def _put(self, item: _Item) -> None:
+        """Put an item into the reply's queue, unless the loop was closed."""
+        self._state.calls.add(partial(self._queue.put_nowait, item))
 
     def _run(self) -> None:
         error: BaseException | None = None
@@ -410,7 +384,7 @@ class _Text:
                 self._stream = stream
                 if self._is_cancelled:
                     stream.cancel()
-            put(_Started(index, stream.stats.prompt_tokens))
+            put(_Started(index, stream.prompt_tokens))
             self._state.barrier.wait()
             try:
                 for event in stream:
