@@ -16,7 +16,7 @@ from localinfer.completion import StreamEvent
 from localinfer.errors import ClosedError, ModelFileError, RequestError
 from localinfer.llm import LLM
 from localinfer.stream import TextStream
-from tests.api.test_event_loop import CountingLoop
+from tests.api.test_loop_calls import CountingLoop
 from tests.chat.test_tools import TOOLS, SilentTemplate
 from tests.engine.fakes import fake_model, hashed_logits, text_model
 from tests.engine.generations import Gate
