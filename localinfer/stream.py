@@ -21,10 +21,10 @@ class TextStream(Closing, Iterator[StreamEvent], AsyncIterator[StreamEvent]):
     does whoever iterates in a thread once an event loop has read of it. Any thread may cancel or close it, and ask for
     its figures. Leaving a `with` or `async with` block closes it.
 
-    With `async for` a thread of its own takes the steps, a few tokens ahead of the reader at most. The loop is woken
-    once per round at most, however many tokens and streams there are, and its executor is not used. Cancelling the task
-    that waits for an event cancels the generation; so does a timeout around it. Any loop of asyncio does, uvloop's
-    among them, and AnyIO on asyncio. Trio has none: iterate there in a thread, such as
+    With `async for` a thread of its own takes the steps, some tens of tokens ahead of the reader at most. The loop is
+    woken once per round at most, however many tokens and streams there are, and its executor is not used. Cancelling
+    the task that waits for an event cancels the generation; so does a timeout around it. Any loop of asyncio does,
+    uvloop's among them, and AnyIO on asyncio. Trio has none: iterate there in a thread, such as
     `await trio.to_thread.run_sync(next, stream, None)`.
     """
 

@@ -100,6 +100,7 @@ def test_public_names_are_the_documented_ones():
         *("LLM", "Completion", "load", "load_tokenizer", "errors"),
         *("JsonObject", "JsonSchema", "Regex", "Grammar"),
         "RopeOptions",
+        *("TextStream", "StreamEvent", "Stats", "GenerationOptions", "aload"),
     }
     assert dir(localinfer) == sorted(localinfer.__all__)
     for name in localinfer.__all__:
