@@ -17,6 +17,7 @@ LocalinferError
 |   `-- HubUnreachableError        it does not answer, or may not be asked
 |-- BackendUnavailableError        the requested device or instruction set is not available
 |-- OutOfMemoryError               a budget the caller set would be exceeded
+|-- LoadCancelledError             the event given to `load` was set before the model was there
 |-- OverloadedError                the queue of waiting requests is full
 `-- ClosedError                    the model was closed, or the process was forked
 
@@ -117,6 +118,10 @@ class BackendUnavailableError(LocalinferError):
 
 class OutOfMemoryError(LocalinferError):
     """An allocation would exceed the memory budget."""
+
+
+class LoadCancelledError(LocalinferError):
+    """Loading was given up because its `cancel` event was set; nothing of the model is left."""
 
 
 class OverloadedError(LocalinferError):

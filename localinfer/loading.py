@@ -1,39 +1,37 @@
 """`localinfer.load`: from a path and options to an `LLM`."""
 
-import hashlib
 import logging
-import math
 import os
+import threading
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from localinfer.arguments import check_callable, check_number, check_path, shown
-from localinfer.cache.block_pool import PagePool
-from localinfer.cache.sequence import SequenceCache, forward
+from localinfer import machine_limits
+from localinfer.cache.block_pool import default_kv_memory
+from localinfer.cache.eviction import window_of
+from localinfer.drafters import make_speculation
 from localinfer.engine.scheduler import EngineLimits
-from localinfer.errors import BackendUnavailableError, ModelFileError, RequestError
-from localinfer.kernels.kv_layout import KVLayout
-from localinfer.kernels.program import MeasurableProgram, Program
+from localinfer.errors import LoadCancelledError, RequestError
 from localinfer.llm import LLM
-from localinfer.models.load.measurements import get_measurement, put_measurement
-from localinfer.speculation.assistant import AssistantDrafter
-from localinfer.speculation.costs import VerificationCosts, measure_costs
-from localinfer.speculation.draft_model import DraftModel
-from localinfer.speculation.mtp import MTPDrafter
-from localinfer.speculation.ngram import NgramDrafter
-from localinfer.speculation.verify import Speculation
+from localinfer.load_options import (
+    ModelOptions,
+    check_limits,
+    check_model_options,
+    disk_options,
+    model_path,
+    stoppable,
+)
+from localinfer.memory_limit import KVBudget, keep_within
+from localinfer.memory_plan import choose_context
+from localinfer.models.load.loader import load_model
+from localinfer.models.load.loader import load_tokenizer as tokenizer_of
 from localinfer.types import ProgressCallback
 
 if TYPE_CHECKING:
     from localinfer.models.decoder.config import ModelConfig
     from localinfer.models.decoder.rope import RopeOptions
     from localinfer.models.load.loader import Model
-    from localinfer.models.load.model_changes import ModelChanges
     from localinfer.models.text.tokenizer import Tokenizer
     from localinfer.persistence.fingerprint import ModelIdentity
     from localinfer.persistence.prompt_cache import DiskOptions
@@ -41,12 +39,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-DEVICES = ("auto", "cpu", "cuda")
-
-_SPECULATION = ("auto", "ngram", "draft", "mtp", None)
-_AGREEING_LOADS = 2
-_ALIKE = 1.3
-"""Largest ratio of the relative costs of two measurements that agree."""
+_LAST_STAGE = "getting ready to answer"
 
 
 def load(
@@ -67,7 +60,9 @@ def load(
     rope: "RopeOptions | None" = None,
     overrides: Mapping[str, bool | int | float | str] | None = None,
     limits: EngineLimits | None = None,
+    memory_limit: int | None = None,
     progress: ProgressCallback | None = None,
+    cancel: threading.Event | None = None,
 ) -> LLM:
     """Load a model and return it ready to answer.
 
@@ -101,113 +96,137 @@ def load(
     overrides: metadata in place of the file's, by GGUF key: {"llama.rope.freq_base": 1e6}. A key that the file lacks
         and localinfer does not read is refused. Entries cached on disk under other settings are not used.
     limits: how many generations run concurrently, and how many may wait; None: 16, and any number.
-    progress: called with a stage's name, the units done and the total.
-    Raises: ModelFileError, RequestError, BackendUnavailableError, OutOfMemoryError.
+    memory_limit: maximum bytes of main memory that the model may take: weights as packed, buffers, tokenizer, keys and
+        values, and the same of a draft model. Checked before the weights are read; a context that is not requested is
+        reduced to what fits, and the KV cache may take what is left, or kv_memory if that is less. Not counted: what
+        the process holds anyway (Python and libraries, some 100 MB), texts and logprobs, memory of a GPU. None: what
+        the machine has.
+    progress: called with a stage's name, the units done and the total, in the thread that loads, several times in 200
+        ms; what it raises ends the load.
+    cancel: once it is set, from any thread, the load stops within 200 ms with LoadCancelledError, and leaves no thread,
+        child process, open file or memory behind. Kernels that are compiled in this process, where no child can be
+        started, are each compiled to the end.
+    Raises: ModelFileError, RequestError, BackendUnavailableError, OutOfMemoryError, LoadCancelledError.
     """
-    if not isinstance(device, str) or device not in DEVICES:
-        raise BackendUnavailableError(f"device is {device!r}; wanted one of {', '.join(map(repr, DEVICES))}")
-    sizes = {"threads": threads, "context_length": context_length, "kv_memory": kv_memory, "kv_window": kv_window}
-    for name, value in sizes.items():
-        check_number(name, value, 1, none="for the default")
-    from localinfer.cache.eviction import window_of
-    from localinfer.machine_limits import memory_limits
-    from localinfer.memory_plan import choose_context, file_bytes, plan_file, plan_memory
-    from localinfer.models.load.assistant import is_assistant
-    from localinfer.models.load.loader import load_model
+    options = check_model_options(
+        model=model,
+        device=device,
+        gpu_layers=gpu_layers,
+        threads=threads,
+        context_length=context_length,
+        kv_type=kv_type,
+        kv_memory=kv_memory,
+        kv_window=kv_window,
+        memory_limit=memory_limit,
+        speculation=speculation,
+        draft=draft,
+        chat_template=chat_template,
+        rope=rope,
+        overrides=overrides,
+    )
+    check_limits(limits)
+    report = stoppable(progress, cancel)
+    disk = disk_options(disk_cache, disk_cache_folder)
+    try:
+        return _load(options, disk, limits, report)
+    except LoadCancelledError as error:
+        cancelled = str(error)
+    # A new one: as long as an app keeps the first, its frames would keep the weights.
+    raise LoadCancelledError(cancelled)
 
-    check_callable("progress", progress)
-    if limits is not None and not isinstance(limits, EngineLimits):
-        raise RequestError(f"limits is {shown(limits)}; give EngineLimits, or None for the defaults")
-    check_speculation(speculation, has_draft=draft is not None)
-    changes = model_changes(chat_template=chat_template, rope=rope, overrides=overrides)
-    path = model_path(model)
-    disk = _disk_options(disk_cache, disk_cache_folder)
-    if kv_window is not None and draft is not None:
-        raise RequestError("kv_window does not bound the cache of a draft model; leave out one of them")
-    draft_path = None if draft is None else model_path(draft, "draft")
-    assistant = draft_path if draft_path is not None and is_assistant(draft_path) else None
-    has_draft_layers = speculation in ("auto", "mtp") and draft is None and kv_window is None
+
+def _load(
+    options: ModelOptions,
+    disk: "DiskOptions | None",
+    limits: EngineLimits | None,
+    progress: ProgressCallback | None,
+) -> LLM:
+    budget: KVBudget | None = None
 
     def context_that_fits(file: "ModelFile", config: "ModelConfig") -> int:
-        plan = plan_memory(file, config, kv_type=kv_type, draft_layers=has_draft_layers)
-        if assistant is not None:
-            plan = replace(plan, weight_bytes=plan.weight_bytes + file_bytes(assistant))
-        elif draft_path is not None:
-            plan = replace(plan, beside=plan_file(draft_path, kv_type=kv_type))
-        return choose_context(plan, context_length, memory_limits(), kv_memory=kv_memory, kv_window=kv_window)
+        nonlocal budget
+        plan, bounds = options.plan(file, config), {"kv_memory": options.kv_memory, "kv_window": options.kv_window}
+        found = choose_context(plan, options.context_length, machine_limits.memory_limits(), **bounds)
+        if options.memory_limit is None:
+            return found
+        is_requested = options.context_length is not None
+        budget = keep_within(plan, options.memory_limit, found, is_requested=is_requested, **bounds)
+        return budget.context_length
 
     with ExitStack() as loads:
         loaded = load_model(
-            path,
-            threads=threads,
-            context_length=context_length,
-            kv_type=kv_type,
-            kv_window=kv_window,
-            device=device,
-            gpu_layers=gpu_layers,
-            draft_layers=has_draft_layers,
-            assistant=assistant,
-            changes=changes,
+            options.path,
+            threads=options.threads,
+            context_length=options.context_length,
+            kv_type=options.kv_type,
+            kv_window=options.kv_window,
+            device=options.device,
+            gpu_layers=options.gpu_layers,
+            draft_layers=options.has_draft_layers,
+            assistant=options.assistant,
+            changes=options.changes,
             choose_context=context_that_fits,
             progress=progress,
         )
         loads.callback(loaded.close)
+        speculation = _checked_speculation(options, loaded)
         if loaded.config.is_encoder:
-            if draft is not None or speculation not in (None, "auto"):
-                raise RequestError(
-                    "an encoder generates nothing, so nothing is drafted; leave out speculation and draft"
-                )
-            speculation = disk = None
-        if speculation == "mtp" and not loaded.draft_programs:
-            raise RequestError(
-                "speculation is 'mtp', but this model brings no layers for next-token prediction, or they cannot be "
-                "used: they need device 'cpu' and no kv_window; take 'auto'"
-            )
-        if speculation == "draft" and assistant is not None and not loaded.draft_programs:
-            raise RequestError(
-                f"speculation is 'draft', but {assistant.name} drafts on the CPU only; take device 'cpu', or 'auto'"
-            )
+            disk = None
         drafting = made = window = None
         keeps_pages = loaded.kv_layout.page_bytes + loaded.kv_layout.windowed_bytes > 0
-        if kv_window is not None and kv_window < loaded.config.context_length and keeps_pages:
-            window = window_of(loaded, kv_window)
-        if draft_path is not None and assistant is None:
+        if options.kv_window is not None and options.kv_window < loaded.config.context_length and keeps_pages:
+            window = window_of(loaded, options.kv_window)
+        if options.draft_path is not None and options.assistant is None:
             # If the model left no room on the GPU, the draft model runs on the CPU.
             beside = "cpu" if loaded.device == "cpu" else "auto"
-            drafting = load_model(draft_path, kv_type=kv_type, device=beside, beside=loaded, progress=progress)
+            drafting = load_model(
+                options.draft_path, kv_type=options.kv_type, device=beside, beside=loaded, progress=progress
+            )
             loads.callback(drafting.close)
         if speculation is not None:
-            made = make_speculation(speculation, loaded, drafting, kv_memory=kv_memory, progress=progress)
+            allowed = options.kv_memory if budget is None or drafting is None else budget.draft_kv_memory
+            made = make_speculation(speculation, loaded, drafting, kv_memory=allowed, progress=progress)
+        if progress is not None:
+            progress(_LAST_STAGE, 0, 1)
         llm = LLM(
             loaded,
-            kv_memory=kv_memory,
+            kv_memory=options.kv_memory if budget is None else _within(budget.kv_memory, loaded),
             kv_window=window,
             identity=_identity(loaded, disk),
             disk=disk,
             speculation=made,
             limits=limits,
         )
+        loads.callback(llm.close)
+        if progress is not None:
+            progress(_LAST_STAGE, 1, 1)
         loads.pop_all()
     return llm
 
 
-def model_changes(
-    *,
-    chat_template: str | os.PathLike[str] | None = None,
-    rope: "RopeOptions | None" = None,
-    overrides: Mapping[str, bool | int | float | str] | None = None,
-) -> "ModelChanges":
-    """The changes to a model's file that arguments of `load` make. Raises: RequestError."""
-    from localinfer.models.decoder.rope import RopeOptions
-    from localinfer.models.load.model_changes import ModelChanges, template_source
+def _checked_speculation(options: ModelOptions, loaded: "Model") -> str | None:
+    """What drafts for the loaded model. Raises: RequestError if it cannot."""
+    speculation = options.speculation
+    if loaded.config.is_encoder:
+        if options.draft_path is not None or speculation not in (None, "auto"):
+            raise RequestError("an encoder generates nothing, so nothing is drafted; leave out speculation and draft")
+        return None
+    if speculation == "mtp" and not loaded.draft_programs:
+        raise RequestError(
+            "speculation is 'mtp', but this model brings no layers for next-token prediction, or they cannot be "
+            "used: they need device 'cpu' and no kv_window; take 'auto'"
+        )
+    if speculation == "draft" and options.assistant is not None and not loaded.draft_programs:
+        raise RequestError(
+            f"speculation is 'draft', but {options.assistant.name} drafts on the CPU only; take device 'cpu', or 'auto'"
+        )
+    return speculation
 
-    if rope is not None and not isinstance(rope, RopeOptions):
-        raise RequestError(f"rope is {rope!r:.80}; give a localinfer.RopeOptions, or None")
-    if overrides is not None and not isinstance(overrides, Mapping):
-        raise RequestError(f"overrides is {overrides!r:.80}; give a dict of metadata keys and values, or None")
-    return ModelChanges(
-        overrides=dict(overrides or {}), chat_template=template_source(chat_template), rope=rope or RopeOptions()
-    )
+
+def _within(kv_memory: int, loaded: "Model") -> int:
+    """What a limit leaves for keys and values, or what they may take by default if that is less."""
+    default = default_kv_memory(loaded.kv_layout, loaded.config.context_length, loaded.program.max_batch_rows)
+    return min(kv_memory, default)
 
 
 def load_tokenizer(model: str | os.PathLike[str] | None = None) -> "Tokenizer":
@@ -215,23 +234,7 @@ def load_tokenizer(model: str | os.PathLike[str] | None = None) -> "Tokenizer":
 
     Raises: ModelFileError.
     """
-    from localinfer.models.load.loader import load_tokenizer as load_from_file
-
-    return load_from_file(model_path(model))
-
-
-def _disk_options(disk_cache: bool | int, folder: str | os.PathLike[str] | None) -> "DiskOptions | None":
-    if not isinstance(disk_cache, int) or disk_cache < 0:
-        raise RequestError(f"disk_cache is {disk_cache!r}; give True, False, or how many bytes it may take")
-    if not disk_cache:
-        return None
-    from localinfer.persistence.prompt_cache import DEFAULT_MAX_BYTES, DiskOptions, conversations_folder
-
-    chosen = conversations_folder(None if folder is None else check_path("disk_cache_folder", folder))
-    if chosen is None:
-        logger.warning("prompts are not cached on disk: this user has no home folder; give a disk_cache_folder")
-        return None
-    return DiskOptions(chosen, DEFAULT_MAX_BYTES if disk_cache is True else disk_cache)
+    return tokenizer_of(model_path(model))
 
 
 def _identity(model: "Model", disk: "DiskOptions | None") -> "ModelIdentity | None":
@@ -242,115 +245,3 @@ def _identity(model: "Model", disk: "DiskOptions | None") -> "ModelIdentity | No
     except OSError as error:
         logger.warning("%s no longer exists, so nothing is kept on disk: %s", model.file.path.name, error)
         return None
-
-
-def model_path(model: str | os.PathLike[str] | None, name: str = "model") -> Path:
-    """Check the path of a model, None for the demo model's; name: of the argument, for errors.
-
-    Raises: RequestError, ModelFileError if there is no demo.
-    """
-    if model is not None:
-        return check_path(name, model, ", or None for the demo model" if name == "model" else "")
-    from localinfer.models import demo
-
-    path = Path(demo.__file__).parent / "demo-f16.gguf"
-    if not path.exists():
-        raise ModelFileError("this installation has no demo model; give the path of a GGUF file")
-    return path
-
-
-def check_speculation(speculation: str | None, *, has_draft: bool) -> None:
-    """Raise RequestError unless the option is known and consistent with whether a draft model was given."""
-    if not isinstance(speculation, str | None) or speculation not in _SPECULATION:
-        raise RequestError(f"speculation is {shown(speculation)}; give 'auto', 'ngram', 'draft', 'mtp' or None")
-    if speculation == "draft" and not has_draft:
-        raise RequestError("speculation is 'draft', but there is no draft model; give its file as draft, or use 'auto'")
-    if speculation in ("ngram", "mtp", None) and has_draft:
-        raise RequestError(f"a draft model was given, but speculation is {speculation!r}; make it 'auto' or 'draft'")
-
-
-def make_speculation(
-    speculation: str,
-    model: "Model",
-    draft: "Model | None",
-    *,
-    kv_memory: int | None = None,
-    progress: ProgressCallback | None = None,
-) -> Speculation:
-    """Make the drafters for an engine over `model`. Without an error they own the draft model.
-
-    draft: a model of its own; one that drafts from the cache of `model` was loaded with it.
-
-    Raises: RequestError if the two vocabularies differ.
-    """
-    if draft is not None:
-        _check_vocabularies(model, draft)
-    costs = VerificationCosts(_verification_seconds(model.program, model.kv_layout, progress))
-    drafter: DraftModel | MTPDrafter | None = None
-    if draft is not None:
-        drafter = DraftModel(draft, target_vocab_size=model.config.vocab_size, kv_memory=kv_memory)
-    elif model.draft_programs:
-        drafter = MTPDrafter(model) if model.assistant is None else AssistantDrafter(model)
-    has_ngram = speculation in ("auto", "ngram")
-    return Speculation(costs, ngram=NgramDrafter() if has_ngram else None, model=drafter)
-
-
-def _check_vocabularies(model: "Model", draft: "Model") -> None:
-    if model.tokenizer is None or draft.tokenizer is None:
-        raise RequestError(
-            "a draft model must give the same ids for the same text, which cannot be checked without a tokenizer in "
-            "both files; leave the draft model out"
-        )
-    difference = model.tokenizer.difference_from(draft.tokenizer)
-    if difference is not None:
-        raise RequestError(
-            f"the draft model does not give the same ids for the same text: {difference}; choose one of the same family"
-        )
-
-
-def _verification_seconds(program: Program, kv_layout: KVLayout, progress: ProgressCallback | None) -> list[float]:
-    """Seconds of passes over 1 to 16 rows, as initial estimates; cached once two loads on an idle machine agree."""
-    max_rows = min(program.max_batch_rows, program.max_output_rows)
-    key = _fingerprint(program, kv_layout)
-    known, loads = ([], 0) if key is None else _cached_seconds(key)
-    if known and loads >= _AGREEING_LOADS:
-        return known[:max_rows]
-    if progress is not None:
-        progress("measuring drafts (once per machine and model)", 0, 0)
-    cache = SequenceCache(PagePool(kv_layout), max_length=max_rows)
-
-    def run(num_rows: int) -> None:
-        cache.truncate(0)
-        rows = np.arange(num_rows, dtype=np.int32)
-        forward(program.run, (cache,), (np.zeros(num_rows, np.int32),), rows, (num_rows - 1,))
-
-    seconds, is_calm = measure_costs(run, max_rows)
-    if key is not None and is_calm:
-        agrees = len(known) == len(seconds) and _is_alike(known, seconds)
-        least = [min(pair) for pair in zip(known, seconds, strict=True)] if agrees else seconds
-        put_measurement("verification", key, seconds=least, loads=loads + 1 if agrees else 1)
-    return seconds
-
-
-def _cached_seconds(key: str) -> tuple[list[float], int]:
-    """The cached measurement, empty if it is damaged, and how many loads in a row agreed on it."""
-    record = get_measurement("verification", key) or {}
-    seconds, loads = record.get("seconds"), record.get("loads")
-    if not isinstance(seconds, list) or not isinstance(loads, int):
-        return [], 0
-    is_sound = all(isinstance(value, float) and 0 < value < math.inf for value in seconds)
-    return (seconds, loads) if is_sound else ([], 0)
-
-
-def _is_alike(known: list[float], measured: list[float]) -> bool:
-    """Whether the costs relative to one row agree."""
-    ratios = [(one / known[0]) / (other / measured[0]) for one, other in zip(known, measured, strict=True)]
-    return all(1 / _ALIKE < ratio < _ALIKE for ratio in ratios)
-
-
-def _fingerprint(program: Program, kv_layout: KVLayout) -> str | None:
-    """A key of the program's work and threads; None if the program cannot list its ops."""
-    if not isinstance(program, MeasurableProgram):
-        return None
-    work = [(op.kernel, op.rows.value, op.weight_bytes, op.multiply_adds) for op in program.operations()]
-    return hashlib.sha256(f"{program.num_threads} {kv_layout.page_bytes} {work}".encode()).hexdigest()

@@ -25,6 +25,7 @@ from localinfer.models.decoder.shape_weights import ShapeWeights
 from localinfer.models.load.draft_programs import has_draft_layers, with_draft_layers
 from localinfer.models.load.loader import open_model_file, read_config
 from localinfer.models.load.model_changes import ModelChanges
+from localinfer.models.load.text_kernels import write_text_graphs
 from localinfer.models.load.weights import named_tensor
 from localinfer.quant.checkpoint.groups import kernel_layout
 from localinfer.quant.checkpoint.model_file import ModelFile
@@ -150,6 +151,7 @@ def plan_memory(
     graph = write_decoder(config, weights, config.context_length)
     for layer in range(config.num_main_layers, config.num_layers):
         write_draft_layer(config, weights, layer, config.context_length)
+    write_text_graphs(config, file, weights)
     num_parameters = sum(math.prod(tensor.shape) for tensor in file.tensors.values())
     return MemoryPlan(
         name=file.path.name,

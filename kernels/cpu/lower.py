@@ -18,7 +18,8 @@ from localinfer.kernels.cpu.program import CpuProgram, ThreadPool
 from localinfer.kernels.cpu.tape import CpuTape
 from localinfer.kernels.cpu.weights import PackedWeight, RowTable
 from localinfer.kernels.graph_builder import check, packed_weight
-from localinfer.kernels.jit.compile_ahead import compile_ahead
+from localinfer.kernels.jit.compile_ahead import compile_ahead, link
+from localinfer.kernels.jit.object_cache import Kernel
 from localinfer.kernels.kv_layout import KVLayout, is_quantized
 from localinfer.kernels.layouts import GGUF_LAYOUTS, SIZES, is_float, num_tiles
 from localinfer.kernels.ops import AttentionShape, Buffer, Gating, LinearWeight, OpGraph, Projection, RopeTable, Rows
@@ -56,10 +57,24 @@ def lower_to_cpu(
     tape = CpuTape(graph, pool, kv_layout, max_batch_rows, min(max_output_rows, max_batch_rows), max_summed_tokens)
     for op in graph.ops:
         LOWER[type(op)](tape, op)
-    compile_ahead([*tape.kernels, *(called for _, _, called in tape.calls)], progress)
+    kernels = _kernels_of(tape)
+    compile_ahead(kernels, progress)
+    link(kernels, progress)
     for block, index, called in tape.calls:
         block[index] = called.address
     return CpuProgram(tape)
+
+
+def needed_kernels(graph: OpGraph, pool: ThreadPool, kv_layout: KVLayout) -> list[Kernel]:
+    """The kernels of the program that `lower_to_cpu` makes of a graph, for batches of any size."""
+    tape = CpuTape(graph, pool, kv_layout, 1, 1, 0)
+    for op in graph.ops:
+        LOWER[type(op)](tape, op)
+    return _kernels_of(tape)
+
+
+def _kernels_of(tape: CpuTape) -> list[Kernel]:
+    return list(dict.fromkeys([*tape.kernels, *(called for _, _, called in tape.calls)]))
 
 
 def _embed(tape: CpuTape, op: ops.Embed | ops.EmbedPositions) -> None:

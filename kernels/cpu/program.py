@@ -231,9 +231,14 @@ class CpuProgram:
         assert rows.shape[1] == received.shape[1] and len(rows) <= len(received), "rows of the buffer's width"
         received[: len(rows)] = rows
 
-    def run_abortable(self, batch: Batch, should_abort: Callable[[float], bool]) -> FloatArray | None:
-        """Compute a batch, or leave it undone; see `ops.AbortableProgram.run_abortable`."""
-        if len(batch.token_ids) < INTERRUPTIBLE_ROWS:
+    def run_abortable(
+        self, batch: Batch, should_abort: Callable[[float], bool], *, least_rows: int = INTERRUPTIBLE_ROWS
+    ) -> FloatArray | None:
+        """Compute a batch, or leave it undone; see `ops.AbortableProgram.run_abortable`.
+
+        least_rows: a batch of fewer is computed in one go.
+        """
+        if len(batch.token_ids) < least_rows:
             return self.run(batch)
         rows = self._set_batch(batch)
         for stretch in self._stretches:

@@ -18,6 +18,14 @@ from localinfer.types import ProgressCallback
 
 STAGE = "compiling kernels (once per machine)"
 
+LINK_STAGE = "linking kernels"
+
+_END_WITH_PARENT = """
+import os, threading
+threading.Thread(target=lambda: (os.read(0, 1), os._exit(1)), daemon=True).start()
+"""
+"""Of a child process: it ends when its standard input does, in the middle of a kernel too."""
+
 _CHILD = """
 import json, sys
 sys.path[:], names = json.loads(sys.argv[1])
@@ -30,7 +38,8 @@ for name in names:
 def compile_ahead(kernels: Iterable[Kernel], progress: ProgressCallback | None = None) -> None:
     """Compile all kernels that are not cached, with progress.
 
-    Compiling one kernel takes seconds, so none is left to be compiled on first use.
+    Compiling one kernel takes seconds, so none is left to be compiled on first use. What `progress` raises ends it, and
+    the child processes; one that compiles in this process goes on to the end of its kernel.
     """
     missing = [kernel for kernel in dict.fromkeys(kernels) if not kernel.is_cached]
     if missing and object_cache.CACHE_FOLDER is not None and can_start_python():
@@ -41,6 +50,14 @@ def compile_ahead(kernels: Iterable[Kernel], progress: ProgressCallback | None =
             assert kernel.address
     if missing:
         _report(missing, progress)
+
+
+def link(kernels: Sequence[Kernel], progress: ProgressCallback | None = None) -> None:
+    """Load compiled kernels into this process, a millisecond or two each, with progress."""
+    for done, kernel in enumerate(kernels):
+        if progress is not None:
+            progress(LINK_STAGE, done, len(kernels))
+        assert kernel.address, "compiled or loaded"
 
 
 def _compile_in_children(missing: Sequence[Kernel], progress: ProgressCallback | None) -> None:
@@ -61,21 +78,25 @@ def _compile_in_children(missing: Sequence[Kernel], progress: ProgressCallback |
 def run_children(code: str, shares: Sequence[object], go_on: Callable[[], bool]) -> None:
     """Run Python code in child processes until all have ended, or `go_on`, called every 50 ms, returns False.
 
-    Each child gets [sys.path, its share] as JSON in sys.argv[1]. Failures are ignored.
+    Each child gets [sys.path, its share] as JSON in sys.argv[1], and ends when this process does. Its failures are
+    ignored; what `go_on` raises ends the children.
     """
     children: list[subprocess.Popen[bytes]] = []
     try:
         for share in shares:
-            children.append(_start(code, share))
+            try:
+                children.append(_start(code, share))
+            except OSError:
+                return
         while any(child.poll() is None for child in children) and go_on():
             time.sleep(0.05)
-    except OSError:
-        return
     finally:
         for child in children:
             if child.poll() is None:
                 child.kill()
-            child.wait()
+        for child in children:
+            # With the end of its standard input, `communicate` closes the pipe.
+            child.communicate()
 
 
 def _report(missing: Sequence[Kernel], progress: ProgressCallback | None) -> None:
@@ -95,8 +116,9 @@ def can_start_python() -> bool:
 def _start(code: str, share: object) -> subprocess.Popen[bytes]:
     paths = [path or os.getcwd() for path in sys.path]
     return subprocess.Popen(
-        [sys.executable, "-c", code, json.dumps([paths, share])],
-        stdin=subprocess.DEVNULL,
+        [sys.executable, "-c", _END_WITH_PARENT + code, json.dumps([paths, share])],
+        # Nothing is ever written: the system closes it when this process ends, however it ends.
+        stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         creationflags=getattr(subprocess, "CREATE_NO_WINDOW", 0),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from localinfer.chat.constraints import Constraint, Grammar, JsonObject, JsonSchema, Regex
-from localinfer.errors import ClosedError, RequestError
+from localinfer.errors import RequestError
 from localinfer.sampling.params import NUMBER_OPTIONS, NumberOption
 from localinfer.terminal import Progress, check_text
 
@@ -220,7 +220,7 @@ load_options = options_group(
 
 def changes_of(options: LoadOptions) -> "ModelChanges":
     """The overrides of a model's metadata. Raises: RequestError."""
-    from localinfer.loading import model_changes
+    from localinfer.load_options import model_changes
 
     return model_changes(**{name: options[name] for name in ("chat_template", "rope", "overrides")})
 
@@ -228,20 +228,14 @@ def changes_of(options: LoadOptions) -> "ModelChanges":
 def load_with(options: LoadOptions, *, stopping: threading.Event | None = None) -> "LLM":
     """Load a model, with a progress line on the terminal.
 
-    stopping: aborts the load at its next stage once set. Raises: LocalinferError; ClosedError if aborted.
+    stopping: ends the load once it is set. Raises: LocalinferError; LoadCancelledError if it was ended.
     """
     import localinfer
     from localinfer.hub.find import find_model
 
     named = {name: str(find_model(options[name])) for name in ("model", "draft") if options.get(name) is not None}
-    with Progress() as shown:
-
-        def progress(stage: str, done: int, total: int) -> None:
-            if stopping is not None and stopping.is_set():
-                raise ClosedError("loading the model was aborted; load it again")
-            shown(stage, done, total)
-
-        return localinfer.load(**{**options, **named}, progress=progress)
+    with Progress() as progress:
+        return localinfer.load(**{**options, **named}, progress=progress, cancel=stopping)
 
 
 def _token_biases(

@@ -186,7 +186,7 @@ def _read_token(path: Path) -> str:
 def _sources(path: str | None, folder: str | None) -> "list[ModelSource]":
     """The models to serve, the one named by -m first; the demo model if none is named."""
     from localinfer.hub.find import find_model
-    from localinfer.loading import model_path
+    from localinfer.load_options import model_path
     from localinfer.server.replies.model_folder import ModelSource, find_models, model_source
 
     sources = [] if folder is None else find_models(expand_home(folder))

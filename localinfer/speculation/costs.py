@@ -10,7 +10,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from localinfer.models.load.measurements import time_in_turns
+from localinfer.models.load.measurements import Told, time_in_turns
 
 MAX_DRAFT_TOKENS = 15
 """Most tokens drafted at once: 16 rows are verified."""
@@ -145,17 +145,20 @@ class VerificationCosts:
         return caps[::-1]
 
 
-def measure_costs(run: Callable[[int], object], most_rows: int) -> tuple[list[float], bool]:
+def measure_costs(run: Callable[[int], object], most_rows: int, told: Told | None = None) -> tuple[list[float], bool]:
     """Time `run(num_rows)`, one forward pass, for 1 to at most MAX_DRAFT_TOKENS + 1 rows; some sizes are interpolated.
 
+    told: as in `time_in_turns`.
     Returns: seconds by rows, and whether repetitions agree, as they do on a machine that does nothing else.
     """
     most_rows = min(most_rows, MAX_DRAFT_TOKENS + 1)
+    if told is not None:
+        told(0, 1)
     run(1)
     first = time_in_turns({1: lambda: run(1)}, repetitions=2).seconds[1]
     chosen = _MEASURED_ROWS if first < _SLOW_SECONDS else _FEW_MEASURED_ROWS
     sizes = sorted({size for size in chosen if size < most_rows} | {1, most_rows})
-    timed = time_in_turns({size: lambda size=size: run(size) for size in sizes})  # type: ignore[misc]
+    timed = time_in_turns({size: lambda size=size: run(size) for size in sizes}, told=told)  # type: ignore[misc]
     seconds = [_interpolated(timed.seconds, num_rows) for num_rows in range(1, most_rows + 1)]
     # More rows never take less, whatever the clock says.
     return list(itertools.accumulate(seconds, max)), timed.is_calm

@@ -18,6 +18,7 @@ from localinfer.models.load.weights import CpuWeights
 from localinfer.quant.checkpoint.folder import open_folder
 from localinfer.quant.checkpoint.model_file import ModelFile
 from localinfer.quant.gguf.reader import GGUFFile, read_gguf
+from localinfer.types import ProgressCallback
 
 if TYPE_CHECKING:
     from localinfer.models.checkpoint.model import CheckpointModel
@@ -46,17 +47,19 @@ class Assistant:
     file: "GGUFFile | CheckpointModel"
     config: ModelConfig
 
-    def write(self, target: Target, weights: CpuWeights, main: CpuProgram) -> CpuProgram:
+    def write(
+        self, target: Target, weights: CpuWeights, main: CpuProgram, progress: ProgressCallback | None = None
+    ) -> CpuProgram:
         """Its program, of one row, over pages of the target's cache; weights, main: the target's, with its threads.
 
         Raises: CorruptFileError for wrong shapes, or if the file was changed meanwhile.
         """
         pool = main.tape.pool
-        own = CpuWeights(self.file, pool)
+        own = CpuWeights(self.file, pool, progress)
         layout = target.kv_layout
         graph = write_assistant(self.config, own, target.config, weights, layout.layers)
         own.check_asked(self.config)
-        program = lower_to_cpu(graph, pool, layout, max_batch_rows=1, max_output_rows=1)
+        program = lower_to_cpu(graph, pool, layout, max_batch_rows=1, max_output_rows=1, progress=progress)
         program.decode_threads = main.decode_threads
         for note in (*own.notes.values(), *getattr(self.file, "notices", ())):
             logger.warning("%s: %s", self.file.path.name, note)

@@ -11,6 +11,7 @@ from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.decoder.decoder import kv_layer_shapes, state_shapes, write_draft_layer
 from localinfer.models.decoder.draft_layers import short_head_tokens
 from localinfer.quant.checkpoint.model_file import ModelFile
+from localinfer.types import ProgressCallback
 
 
 def has_draft_layers(file: ModelFile) -> bool:
@@ -25,7 +26,12 @@ def with_draft_layers(config: ModelConfig, kv_layout: KVLayout) -> KVLayout:
 
 
 def write_draft_programs(
-    config: ModelConfig, weights: WeightSource, main: CpuProgram, pool: ThreadPool, kv_layout: KVLayout
+    config: ModelConfig,
+    weights: WeightSource,
+    main: CpuProgram,
+    pool: ThreadPool,
+    kv_layout: KVLayout,
+    progress: ProgressCallback | None = None,
 ) -> tuple[tuple[HiddenProgram, ...], ...]:
     """Programs of one row per sequence for each draft layer: all with the whole output head, then all with a short one.
 
@@ -38,7 +44,7 @@ def write_draft_programs(
         graph = write_draft_layer(
             config, weights, layer, config.context_length, kv_layers=kv_layout.layers, num_tokens=num_tokens
         )
-        program = lower_to_cpu(graph, pool, kv_layout, max_batch_rows=1, max_output_rows=1)
+        program = lower_to_cpu(graph, pool, kv_layout, max_batch_rows=1, max_output_rows=1, progress=progress)
         program.decode_threads = main.decode_threads
         return program
 

@@ -4,6 +4,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from localinfer.errors import (
@@ -43,6 +44,7 @@ from localinfer.models.load.devices import (
 from localinfer.models.load.draft_programs import has_draft_layers, with_draft_layers, write_draft_programs
 from localinfer.models.load.model_changes import ModelChanges, apply_changes, note_unknown_settings
 from localinfer.models.load.programs import Parts, write_on_cpu, write_on_gpu
+from localinfer.models.load.text_kernels import compile_text_kernels
 from localinfer.models.load.threads import available_threads, checked_threads
 from localinfer.models.load.weights import CpuWeights
 from localinfer.models.text.chat_template import ChatTemplate
@@ -169,14 +171,12 @@ def load_model(
     check_gpu_layers(device, gpu_layers)
     if assistant is not None:
         check_device(device, gpu_layers)
-    file = open_model_file(path, changes, context_length)
+    file = open_model_file(path, changes, context_length, progress)
     pool = gpu = drafter = None
     try:
         config = _with_context(read_config(file), file, context_length, changes)
         note_unknown_settings(file, "which may change the model's answers")
-        if progress is not None:
-            progress("reading the vocabulary", 0, 0)
-        tokenizer = _tokenizer_or_none(file)
+        tokenizer = _tokenizer_or_none(file, progress)
         if tokenizer is None and changes is not None and changes.chat_template is not None:
             raise RequestError("a chat template needs a tokenizer, and this model has none; leave chat_template out")
         template = None if tokenizer is None else ChatTemplate.from_metadata(file.metadata, tokenizer)
@@ -239,10 +239,11 @@ def load_model(
                 parts = replace(parts, config=config)
             program = write_on_cpu(parts, weights, kv_layout, held, shows_states=drafter is not None)
             written = program, kv_layout
+            compile_text_kernels(config, file, weights, shared_pool, kv_layout, progress)
             if drafter is None:
-                drafts = write_draft_programs(config, weights, program, shared_pool, kv_layout)
+                drafts = write_draft_programs(config, weights, program, shared_pool, kv_layout, progress)
             else:
-                drafts = ((drafter.write(Target(file, config, kv_layout), weights, program),),)
+                drafts = ((drafter.write(Target(file, config, kv_layout), weights, program, progress),),)
         elif drafter is not None:
             logger.warning("%s drafts on the CPU only, so the GPU decodes without it", drafter.file.path.name)
             drafter.file.close()
@@ -286,7 +287,10 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
 
 
 def open_model_file(
-    path: str | os.PathLike[str], changes: ModelChanges | None = None, context_length: int | None = None
+    path: str | os.PathLike[str],
+    changes: ModelChanges | None = None,
+    context_length: int | None = None,
+    progress: ProgressCallback | None = None,
 ) -> ModelFile:
     """Open a GGUF file, or the checkpoint in a folder.
 
@@ -294,8 +298,11 @@ def open_model_file(
     Raises: ModelFileError or a subclass; RequestError for invalid changes.
     """
     file: GGUFFile | CheckpointModel
+    check = None if progress is None else partial(progress, "reading the header", 0, 1)
+    if check is not None:
+        check()
     if not os.path.isdir(path):
-        file = read_gguf(path)
+        file = read_gguf(path, check)
     else:
         from localinfer.models.checkpoint.model import open_checkpoint
 
@@ -303,6 +310,8 @@ def open_model_file(
     try:
         if changes is not None:
             apply_changes(file, changes, context_length)
+        if progress is not None:
+            progress("reading the header", 1, 1)
         return file
     except BaseException:
         file.close()
@@ -366,18 +375,19 @@ def _in_context(config: ModelConfig, kv_layout: KVLayout, context_length: int) -
     return config, replace(kv_layout, layers=kv_layer_shapes(config, parts_windows=True))
 
 
-def read_tokenizer(file: ModelFile) -> Tokenizer:
+def read_tokenizer(file: ModelFile, progress: ProgressCallback | None = None) -> Tokenizer:
     """Build the tokenizer of a model that is open. Raises: ModelFileError and below."""
     if file.tokenizer_error is not None:
         # A new one: with the frames it is raised from, the file's own would keep all of a closed model alive.
         raise type(file.tokenizer_error)(*file.tokenizer_error.args)
-    return Tokenizer.from_metadata(file.metadata)
+    told = None if progress is None else partial(progress, "reading the vocabulary")
+    return Tokenizer.from_metadata(file.metadata, told)
 
 
-def _tokenizer_or_none(file: ModelFile) -> Tokenizer | None:
+def _tokenizer_or_none(file: ModelFile, progress: ProgressCallback | None) -> Tokenizer | None:
     """A model of an unknown vocabulary still runs on token ids."""
     try:
-        return read_tokenizer(file)
+        return read_tokenizer(file, progress)
     except TokenizerError as error:
         logger.warning("%s: %s; it runs on token ids only", file.path.name, str(error))
         return None

@@ -27,6 +27,9 @@ _MAX_BYTES = 1 << 16
 
 Key = TypeVar("Key")
 
+Told = Callable[[int, int], None]
+"""Called before every run that is timed, with the runs done and those planned; what it raises ends the measurement."""
+
 
 @dataclass(frozen=True)
 class Timings(Generic[Key]):
@@ -36,7 +39,9 @@ class Timings(Generic[Key]):
     is_calm: bool
 
 
-def time_in_turns(runs: Mapping[Key, Callable[[], object]], *, repetitions: int = _REPETITIONS) -> Timings[Key]:
+def time_in_turns(
+    runs: Mapping[Key, Callable[[], object]], *, repetitions: int = _REPETITIONS, told: Told | None = None
+) -> Timings[Key]:
     """Time computations in a round robin, so that a busy moment affects all alike.
 
     Other programs only add to a time, so the least counts; if the medians are well above it, or a quarter of all times
@@ -50,6 +55,8 @@ def time_in_turns(runs: Mapping[Key, Callable[[], object]], *, repetitions: int 
         if repetition >= _LEAST_REPETITIONS and now() - began > _PATIENCE_SECONDS:
             break
         for key, run in runs.items():
+            if told is not None:
+                told(sum(map(len, samples.values())), repetitions * len(samples))
             if samples[key] and samples[key][-1] < _QUICK_SECONDS:
                 run()
             start = now()

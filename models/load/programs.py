@@ -52,9 +52,7 @@ def write_on_cpu(
     weights.check_asked(parts.config)
     program = lower_to_cpu(graph, parts.pool, kv_layout, max_summed_tokens=max_summed_tokens, progress=parts.progress)
     if parts.chooses_threads and not parts.config.is_encoder:
-        if parts.progress is not None:
-            parts.progress("measuring how many threads decode fastest", 0, 0)
-        choose_decode_threads(program, kv_layout, parts.file.num_bytes)
+        choose_decode_threads(program, kv_layout, parts.file.num_bytes, parts.progress)
     _note(parts.file, weights)
     return program
 
@@ -126,7 +124,8 @@ def _write_split(parts: Parts, gpu: CudaDevice, placement: Placement) -> tuple[P
     on_cpu.check_asked(config)
     first = lower_to_cpu(graph, parts.pool, layout.host_part, max_output_rows=MAX_BATCH_ROWS, progress=progress)
     if parts.chooses_threads and num_first:
-        choose_decode_threads(first, layout.host_part, parts.file.num_bytes * num_first // config.num_layers)
+        num_bytes = parts.file.num_bytes * num_first // config.num_layers
+        choose_decode_threads(first, layout.host_part, num_bytes, progress)
     on_cpu.notes.update(on_gpu.notes)
     _note(parts.file, on_cpu)
     return SplitProgram(first, rest, layout), layout

@@ -17,6 +17,10 @@ from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.program import Batch, Segment, StateStep
 from localinfer.machine_limits import processor_limits
 from localinfer.models.load.measurements import get_measurement, put_measurement, time_in_turns
+from localinfer.models.load.stages import Stage, checked_run
+from localinfer.types import ProgressCallback
+
+STAGE = "measuring how many threads decode fastest"
 
 _ENOUGH_LOADS = 2
 """Loads that must agree before a cached count is used without measuring."""
@@ -37,7 +41,9 @@ def checked_threads(threads: int) -> int:
     return threads
 
 
-def choose_decode_threads(program: CpuProgram, kv_layout: KVLayout, weight_bytes: int) -> None:
+def choose_decode_threads(
+    program: CpuProgram, kv_layout: KVLayout, weight_bytes: int, progress: ProgressCallback | None = None
+) -> None:
     """Set the program's `decode_threads` to the fewest that decode within 3 % of the fastest."""
     if program.num_threads == 1:
         return
@@ -47,7 +53,8 @@ def choose_decode_threads(program: CpuProgram, kv_layout: KVLayout, weight_bytes
     if cached is not None and loads >= _ENOUGH_LOADS:
         program.decode_threads = cached
         return
-    timed = time_in_turns(_token_runs(program, kv_layout))
+    stage = Stage(progress, STAGE)
+    timed = time_in_turns(_token_runs(program, kv_layout, stage), told=stage)
     best = min(timed.seconds.values())
     found = min(count for count, value in timed.seconds.items() if value * _LEAST_GAIN <= best)
     if timed.is_calm:
@@ -67,7 +74,7 @@ def _candidates(most: int) -> list[int]:
     return sorted(value for value in counts if value <= most)
 
 
-def _token_runs(program: CpuProgram, kv_layout: KVLayout) -> dict[int, Callable[[], object]]:
+def _token_runs(program: CpuProgram, kv_layout: KVLayout, stage: Stage) -> dict[int, Callable[[], object]]:
     """For each number of threads a function that decodes one token at the start of a sequence; each was run once."""
     page_bytes = kv_layout.page_bytes + kv_layout.windowed_bytes
     memory = aligned_zeros(page_bytes + 2 * kv_layout.state_bytes)
@@ -84,10 +91,12 @@ def _token_runs(program: CpuProgram, kv_layout: KVLayout) -> dict[int, Callable[
         # Referenced here, so that the page is alive during the runs.
         assert memory.size >= kv_layout.page_bytes
         program.decode_threads = count
-        program.run(batch)
+        run_of[count](batch)
 
     counts = _candidates(program.num_threads)
+    run_of = {count: checked_run(program, stage) for count in counts}
     for count in counts:
+        stage(0, 1)
         run(count)
     return {count: lambda count=count: run(count) for count in counts}  # type: ignore[misc]
 

@@ -32,6 +32,7 @@ from localinfer.types import FloatArray, ProgressCallback
 
 Found = TypeVar("Found")
 
+_LOADING = "loading weights"
 _UNGROUPED_NOTE = (
     "some quantized matrices run as F32, 32 bits per weight: their groups end inside a block of 32 columns, or their "
     "scales exceed float16"
@@ -61,6 +62,7 @@ class CpuWeights:
         self._progress = progress
         self._pack: Callable[..., Any] = partial(pack, pool, arena=Arena())
         self._done_bytes = 0
+        self._stage = _LOADING
         self._converted_tables: dict[str, RowTable] = {}
         self._loaded: dict[tuple[object, ...], Any] = {}
         self.notes: dict[TensorType, str] = {}
@@ -104,7 +106,7 @@ class CpuWeights:
         experts, num_rows, num_columns = (1,) * (3 - len(info.shape)) + info.shape
         table = self._converted_tables.get(name)
         if table is not None and rows is None:
-            packed = self._pack(table.layout, table.data, experts, num_rows, num_columns)
+            packed = self._pack(table.layout, table.data, experts, num_rows, num_columns, done=self._still_loading)
             return LinearWeight(name, num_rows, num_columns, packed, experts)
         data = self._file.tensor_bytes(name)
         if rows is not None:
@@ -113,7 +115,7 @@ class CpuWeights:
         done = self._done(name, info.type, is_whole=rows is None)
         layout, data = self._runnable(name, data, (experts, num_rows, num_columns), done)
         # Offsets refer to the file's bytes, not to converted ones.
-        shown = done if runs_directly(info.type, self._layouts) else None
+        shown = done if runs_directly(info.type, self._layouts) else self._still_loading
         packed = self._pack(layout, data, experts, num_rows, num_columns, done=shown)
         return LinearWeight(name, num_rows, num_columns, packed, experts)
 
@@ -145,13 +147,16 @@ class CpuWeights:
             columns, matrices = (None, matrices) if layout is Layout.F32 else (columns, [ordered])
         if layout is Layout.F32:
             self.notes[TensorType.F32] = _UNGROUPED_NOTE
-        data = [kernel_rows(matrix, layout) for matrix in matrices]
+        data = []
+        for matrix in matrices:
+            self._still_loading()
+            data.append(kernel_rows(matrix, layout))
         num_rows, num_columns = matrices[0].shape
         joined = data[0] if len(data) == 1 else np.concatenate(data)
-        packed = self._pack(layout, joined, len(matrices), num_rows, num_columns)
+        packed = self._pack(layout, joined, len(matrices), num_rows, num_columns, done=self._still_loading)
         if rows is None:
             self._file.forget(name, 0, self._file.tensor(name).num_bytes)
-        self._report("loading weights", joined.size)
+        self._report(_LOADING, joined.size)
         return LinearWeight(name, num_rows, num_columns, replace(packed, columns=columns), len(matrices))
 
     def embedding(self, name: str) -> EmbeddingTable:
@@ -203,12 +208,16 @@ class CpuWeights:
             self.notes[type] = conversion_note(type, self._layouts)
             return convert(data, type, shape, done, self._layouts)
 
+    def _still_loading(self, *_: int) -> None:
+        """Report again how far it is, so that a caller of many steps in a row hears of each."""
+        self._report(self._stage, 0)
+
     def _done(self, name: str, type: TensorType, *, is_whole: bool) -> Callable[[int, int], None]:
         """What is called with each stretch of a tensor's bytes in the file once it has been packed or converted.
 
         is_whole: they are all of the tensor's, not some of its rows, so that their pages may be released.
         """
-        stage = "loading weights" if runs_directly(type, self._layouts) else f"converting {type.name} weights"
+        stage = _LOADING if runs_directly(type, self._layouts) else f"converting {type.name} weights"
 
         def done(first: int, end: int) -> None:
             if is_whole:
@@ -219,6 +228,7 @@ class CpuWeights:
 
     def _report(self, stage: str, num_bytes: int) -> None:
         self._done_bytes += num_bytes
+        self._stage = stage
         if self._progress is not None:
             done, total = self._done_bytes >> 20, self._file.num_bytes >> 20
             self._progress(f"{stage} (MB)", min(done, total), total)

@@ -25,7 +25,7 @@ from localinfer.models.text.encoders import (
 )
 from localinfer.models.text.splitting import PRE_TOKENIZERS, Spelling, SpellingFinder
 from localinfer.models.text.unigram import UnigramEncoder
-from localinfer.models.text.vocabulary import TokenType, Vocabulary, read_vocabulary, vocabulary_difference
+from localinfer.models.text.vocabulary import TokenType, Told, Vocabulary, read_vocabulary, vocabulary_difference
 
 _ENCODERS: dict[str, type[SubwordEncoder]] = {
     "spm": SentencePieceEncoder,
@@ -89,14 +89,15 @@ class Tokenizer:
         return ([separator] if separator is not None else list(self._after)) if doubles else []
 
     @classmethod
-    def from_metadata(cls, metadata: Mapping[str, object]) -> "Tokenizer":
+    def from_metadata(cls, metadata: Mapping[str, object], told: Told | None = None) -> "Tokenizer":
         """Build the tokenizer from GGUF metadata, the values decoded (arrays as NumPy arrays or lists).
 
+        told: as in `read_vocabulary`.
         Raises: TokenizerError naming the key at fault, what it holds, what was wanted and the way out;
             also for a file without a vocabulary.
         Warns: TokenizerWarning where the file leaves the way of splitting words open.
         """
-        return cls(read_vocabulary(metadata))
+        return cls(read_vocabulary(metadata, told))
 
     def encode(
         self, text: str, add_special: bool = True, parse_special: bool = False, *, max_tokens: int | None = None

@@ -5,7 +5,7 @@ id lies in the vocabulary, every merge ends in a token.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
@@ -73,6 +73,13 @@ TOKENIZER_KEYS = frozenset(
 """Every key that is read here."""
 
 
+Told = Callable[[int, int], None]
+"""Called with the units done and the total."""
+_STEPS = 4
+_AT_A_TIME = 1 << 14
+"""Entries that C code goes through in a row, a few milliseconds in which no other thread runs Python."""
+
+
 class TokenType(IntEnum):
     """What kind of token an entry of `tokenizer.ggml.token_type` declares."""
 
@@ -117,7 +124,7 @@ class Vocabulary:
     @cached_property
     def merges(self) -> dict[str, int]:
         """The rank of each "left right"; made by the first text, as it takes longer than reading them."""
-        ranks = dict(zip(self.merge_texts, range(len(self.merge_texts)), strict=True))
+        ranks = _numbered(self.merge_texts)
         if len(ranks) != len(self.merge_texts):
             ranks = {}
             for rank, merge in enumerate(self.merge_texts):
@@ -125,9 +132,10 @@ class Vocabulary:
         return ranks
 
 
-def read_vocabulary(metadata: Mapping[str, object]) -> Vocabulary:
+def read_vocabulary(metadata: Mapping[str, object], told: Told | None = None) -> Vocabulary:
     """Read and check every tokenizer key.
 
+    told: called with the steps done and their number; what it raises ends the reading.
     Raises: TokenizerError naming the key, what it holds, what was wanted and the way out.
     """
     model = _string(metadata, "model")
@@ -135,8 +143,12 @@ def read_vocabulary(metadata: Mapping[str, object]) -> Vocabulary:
         _refuse("model", "missing", "one of " + ", ".join(_KINDS))
     kind = _kind(model)
     pre_tokenizer = "gemma4" if model == "gemma4" else _string(metadata, "pre")
+    tell = told or _silent
+    tell(0, _STEPS)
     tokens = _tokens(metadata)
+    tell(1, _STEPS)
     ids = _token_ids(tokens)
+    tell(2, _STEPS)
     types = _types(metadata, tokens)
     byte_ids = _byte_ids(tokens, types)
     for text in CONTROL_TEXTS:
@@ -153,7 +165,9 @@ def read_vocabulary(metadata: Mapping[str, object]) -> Vocabulary:
             "the id of the token that ends a text",
         )
     _make_control(end_of_generation, tokens, types)
-    merge_texts = _merge_texts(metadata, ids, pre_tokenizer) if kind == "bpe" else []
+    tell(3, _STEPS)
+    merge_texts = _merge_texts(metadata, ids, pre_tokenizer, tell) if kind == "bpe" else []
+    tell(_STEPS, _STEPS)
     special_ids = _take_special(tokens, types, ids)
     flags = _flags(metadata)
     if pre_tokenizer in _ALWAYS_WITH_BOS:
@@ -240,12 +254,24 @@ def _tokens(metadata: Mapping[str, object]) -> list[str]:
 
 
 def _token_ids(tokens: list[str]) -> dict[str, int]:
-    ids = dict(zip(tokens, range(len(tokens)), strict=True))
+    ids = _numbered(tokens)
     if len(ids) != len(tokens):
         repeated = next(index for index, token in enumerate(tokens) if ids[token] != index)
         found = f"a list whose entries {repeated} and {ids[tokens[repeated]]} are both {tokens[repeated][:40]!r}"
         _refuse("tokens", found, "tokens that differ")
     return ids
+
+
+def _numbered(texts: list[str]) -> dict[str, int]:
+    """The place of each text, of equal ones the last."""
+    places: dict[str, int] = {}
+    for first in range(0, len(texts), _AT_A_TIME):
+        places.update(zip(texts[first : first + _AT_A_TIME], range(first, len(texts)), strict=False))
+    return places
+
+
+def _silent(done: int, total: int) -> None:
+    """Tell nobody."""
 
 
 def _numbers(metadata: Mapping[str, object], key: str, count: int, kinds: str, wanted: str) -> NDArray[Any]:
@@ -382,22 +408,32 @@ def _flags(metadata: Mapping[str, object]) -> dict[str, bool]:
     return flags
 
 
-def _merge_texts(metadata: Mapping[str, object], ids: Mapping[str, int], pre_tokenizer: str | None) -> list[str]:
+def _merge_texts(
+    metadata: Mapping[str, object], ids: Mapping[str, int], pre_tokenizer: str | None, tell: Told
+) -> list[str]:
     merges = _strings(metadata, "merges")
     if merges is None:
         if pre_tokenizer == "kimi-k2":
             return []
         _refuse("merges", "missing", 'an array of "left right" pairs')
+    for first in range(0, len(merges), _AT_A_TIME):
+        tell(3, _STEPS)
+        _check_merges(merges, first, ids)
+    return merges
+
+
+def _check_merges(merges: list[str], first: int, ids: Mapping[str, int]) -> None:
+    """Prove that some merges end in tokens."""
+    part = merges[first : first + _AT_A_TIME]
     # All joins at once, in C; the exact search for an offender runs only when there is one.
-    joined = "\0".join(merges)
+    joined = "\0".join(part)
     results = joined.replace(" ", "").split("\0")
-    if joined.count(" ") != len(merges) or len(results) != len(merges) or not all(map(ids.__contains__, results)):
-        for rank, merge in enumerate(merges):
+    if joined.count(" ") != len(part) or len(results) != len(part) or not all(map(ids.__contains__, results)):
+        for rank, merge in enumerate(part, first):
             left, _, right = merge[1:].partition(" ")
             if not right or merge[0] + left + right not in ids:
                 found = f"{merge[:60]!r} at entry {rank}"
                 _refuse("merges", found, 'a "left right" pair whose join is a token')
-    return merges
 
 
 def _take_special(tokens: list[str], types: NDArray[np.uint8], ids: dict[str, int]) -> dict[str, int]:

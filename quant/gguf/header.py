@@ -33,6 +33,7 @@ MAX_DIMENSIONS = 4
 DEFAULT_ALIGNMENT = 32
 ALIGNMENTS = tuple(1 << power for power in range(3, 17))
 
+_STRINGS_PER_CHECK = 1 << 14
 _DAMAGED = "The file is damaged or incomplete: download it again, or convert the model again"
 _KEY_MINIMUM_BYTES = 8 + 1 + 4 + 1
 _TENSOR_MINIMUM_BYTES = 8 + 1 + 4 + 8 + 4 + 8
@@ -114,18 +115,20 @@ class GGUFHeader:
     tensors: dict[str, TensorInfo]
 
 
-def read_header(file: MappedFile) -> GGUFHeader:
+def read_header(file: MappedFile, check: Callable[[], None] | None = None) -> GGUFHeader:
     """Walk the header of one GGUF file and check it against the specification and the file's size.
 
+    check: called every few milliseconds; what it raises ends the walk.
     Raises: CorruptFileError or UnsupportedFormatError, naming the key or tensor at fault.
     """
-    return _Walk(file).header()
+    return _Walk(file, check).header()
 
 
 class _Walk:
     """A position in the header that only moves forward and never past the end."""
 
-    def __init__(self, file: MappedFile) -> None:
+    def __init__(self, file: MappedFile, check: Callable[[], None] | None) -> None:
+        self.check = check
         self.file_name = file.path.name
         self.buffer = file.buffer
         self.file_bytes = file.num_bytes
@@ -269,12 +272,16 @@ class _Walk:
         position, entries = self.position, array("I")
         with memoryview(self.buffer) as whole, whole[: self.limit] as header:
             try:
-                for _ in range(count):
-                    (length,) = _read_u64(header, position)
-                    if length > MAX_ENTRY_BYTES:
-                        self.fail(f"an entry of key {key!r} is {length} bytes long; wanted at most {MAX_ENTRY_BYTES}")
-                    entries.append(position)
-                    position += 8 + length
+                for first in range(0, count, _STRINGS_PER_CHECK):
+                    if self.check is not None:
+                        self.check()
+                    for _ in range(min(_STRINGS_PER_CHECK, count - first)):
+                        (length,) = _read_u64(header, position)
+                        if length > MAX_ENTRY_BYTES:
+                            wanted = f"wanted at most {MAX_ENTRY_BYTES}"
+                            self.fail(f"an entry of key {key!r} is {length} bytes long; {wanted}")
+                        entries.append(position)
+                        position += 8 + length
             except struct.error:
                 position = self.limit + 1
         self.advance(position - self.position, f"key {key!r} ({count} strings)")

@@ -17,6 +17,8 @@ MetadataValue: TypeAlias = SingleValue | list[str] | NDArray[Any]
 
 _REPLACED_TYPES = {bool: ValueType.BOOL, int: ValueType.INT64, float: ValueType.FLOAT64, str: ValueType.STRING}
 
+_AT_A_TIME = 1 << 14
+"""Strings decoded at once, in a millisecond or two."""
 _WAY_OUT = "Convert the model again with a current converter"
 _read_u64 = struct.Struct("<Q").unpack_from
 
@@ -176,7 +178,8 @@ class Metadata(Mapping[str, MetadataValue]):
     def texts(self, key: str) -> list[str]:
         """Return an array of strings as text, bytes that are not UTF-8 as surrogate escapes.
 
-        All entries are decoded as one text and cut apart, in a third of the time of one by one.
+        Many entries are decoded as one text and cut apart, in a third of the time of one by one; so many at a time
+        that other threads need not wait for it.
         """
         stored, entries = self._entries(key)
         if not entries.size:
@@ -188,10 +191,16 @@ class Metadata(Mapping[str, MetadataValue]):
         for offset in range(7):
             is_kept[starts + offset] = False
         raw[starts + 7] = 0
-        found = raw[is_kept][1:].tobytes().decode("utf-8", "surrogateescape").split("\0")
-        if len(found) == entries.size:
-            return found
-        return [entry.decode("utf-8", "surrogateescape") for entry in self.raw_strings(key)]
+        kept = raw[is_kept]
+        separators = [*(starts - 7 * np.arange(entries.size)).tolist(), kept.size]
+        found: list[str] = []
+        for first in range(0, entries.size, _AT_A_TIME):
+            end = min(first + _AT_A_TIME, entries.size)
+            part = kept[separators[first] + 1 : separators[end]].tobytes()
+            found += part.decode("utf-8", "surrogateescape").split("\0")
+            if len(found) != end:
+                return [entry.decode("utf-8", "surrogateescape") for entry in self.raw_strings(key)]
+        return found
 
     def _entries(self, key: str) -> tuple[StoredValue, NDArray[np.uint32]]:
         """Where an array of strings lies, and each of them."""

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -79,15 +79,16 @@ class GGUFFile(MappedFiles):
         self.files[info.part].forget(info.offset + first, info.offset + end)
 
 
-def read_gguf(path: str | os.PathLike[str]) -> GGUFFile:
+def read_gguf(path: str | os.PathLike[str], check: Callable[[], None] | None = None) -> GGUFFile:
     """Open the GGUF model at `path`; any part of a split model opens all of them.
 
+    check: called every few milliseconds; what it raises ends the reading.
     Raises: ModelFileError if a file cannot be opened, CorruptFileError or UnsupportedFormatError
         if a file is not sound GGUF, naming the key, tensor or part at fault.
     """
     with ExitStack() as opened:
         first = opened.enter_context(MappedFile(path))
-        header = read_header(first)
+        header = read_header(first, check)
         count = _split_number(first, header, "split.count")
         files, headers = _read_parts(first, header, count, opened) if count > 1 else ([first], [header])
         model = GGUFFile(files, headers)

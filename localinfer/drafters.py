@@ -1,0 +1,118 @@
+"""The drafters of a model, and what verifying their drafts costs: measured once per machine and model."""
+
+import hashlib
+import math
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from localinfer.cache.block_pool import PagePool
+from localinfer.cache.sequence import SequenceCache, forward
+from localinfer.errors import RequestError
+from localinfer.kernels.kv_layout import KVLayout
+from localinfer.kernels.program import MeasurableProgram, Program
+from localinfer.models.load.measurements import get_measurement, put_measurement
+from localinfer.models.load.stages import Stage, checked_run
+from localinfer.speculation.assistant import AssistantDrafter
+from localinfer.speculation.costs import VerificationCosts, measure_costs
+from localinfer.speculation.draft_model import DraftModel
+from localinfer.speculation.mtp import MTPDrafter
+from localinfer.speculation.ngram import NgramDrafter
+from localinfer.speculation.verify import Speculation
+from localinfer.types import ProgressCallback
+
+if TYPE_CHECKING:
+    from localinfer.models.load.loader import Model
+
+STAGE = "measuring drafts (once per machine and model)"
+
+_AGREEING_LOADS = 2
+_ALIKE = 1.3
+"""Largest ratio of the relative costs of two measurements that agree."""
+
+
+def make_speculation(
+    speculation: str,
+    model: "Model",
+    draft: "Model | None",
+    *,
+    kv_memory: int | None = None,
+    progress: ProgressCallback | None = None,
+) -> Speculation:
+    """Make the drafters for an engine over `model`. Without an error they own the draft model.
+
+    draft: a model of its own; one that drafts from the cache of `model` was loaded with it.
+
+    Raises: RequestError if the two vocabularies differ.
+    """
+    if draft is not None:
+        _check_vocabularies(model, draft)
+    costs = VerificationCosts(_verification_seconds(model.program, model.kv_layout, progress))
+    drafter: DraftModel | MTPDrafter | None = None
+    if draft is not None:
+        drafter = DraftModel(draft, target_vocab_size=model.config.vocab_size, kv_memory=kv_memory)
+    elif model.draft_programs:
+        drafter = MTPDrafter(model) if model.assistant is None else AssistantDrafter(model)
+    has_ngram = speculation in ("auto", "ngram")
+    return Speculation(costs, ngram=NgramDrafter() if has_ngram else None, model=drafter)
+
+
+def _check_vocabularies(model: "Model", draft: "Model") -> None:
+    if model.tokenizer is None or draft.tokenizer is None:
+        raise RequestError(
+            "a draft model must give the same ids for the same text, which cannot be checked without a tokenizer in "
+            "both files; leave the draft model out"
+        )
+    difference = model.tokenizer.difference_from(draft.tokenizer)
+    if difference is not None:
+        raise RequestError(
+            f"the draft model does not give the same ids for the same text: {difference}; choose one of the same family"
+        )
+
+
+def _verification_seconds(program: Program, kv_layout: KVLayout, progress: ProgressCallback | None) -> list[float]:
+    """Seconds of passes over 1 to 16 rows, as initial estimates; cached once two loads on an idle machine agree."""
+    max_rows = min(program.max_batch_rows, program.max_output_rows)
+    key = _fingerprint(program, kv_layout)
+    known, loads = ([], 0) if key is None else _cached_seconds(key)
+    if known and loads >= _AGREEING_LOADS:
+        return known[:max_rows]
+    stage = Stage(progress, STAGE)
+    run_batch = checked_run(program, stage)
+    cache = SequenceCache(PagePool(kv_layout), max_length=max_rows)
+
+    def run(num_rows: int) -> None:
+        cache.truncate(0)
+        rows = np.arange(num_rows, dtype=np.int32)
+        forward(run_batch, (cache,), (np.zeros(num_rows, np.int32),), rows, (num_rows - 1,))
+
+    seconds, is_calm = measure_costs(run, max_rows, stage)
+    if key is not None and is_calm:
+        agrees = len(known) == len(seconds) and _is_alike(known, seconds)
+        least = [min(pair) for pair in zip(known, seconds, strict=True)] if agrees else seconds
+        put_measurement("verification", key, seconds=least, loads=loads + 1 if agrees else 1)
+    return seconds
+
+
+def _cached_seconds(key: str) -> tuple[list[float], int]:
+    """The cached measurement, empty if it is damaged, and how many loads in a row agreed on it."""
+    record = get_measurement("verification", key) or {}
+    seconds, loads = record.get("seconds"), record.get("loads")
+    if not isinstance(seconds, list) or not isinstance(loads, int):
+        return [], 0
+    is_sound = all(isinstance(value, float) and 0 < value < math.inf for value in seconds)
+    return (seconds, loads) if is_sound else ([], 0)
+
+
+def _is_alike(known: list[float], measured: list[float]) -> bool:
+    """Whether the costs relative to one row agree."""
+    ratios = [(one / known[0]) / (other / measured[0]) for one, other in zip(known, measured, strict=True)]
+    return all(1 / _ALIKE < ratio < _ALIKE for ratio in ratios)
+
+
+def _fingerprint(program: Program, kv_layout: KVLayout) -> str | None:
+    """A key of the program's work and threads; None if the program cannot list its ops."""
+    if not isinstance(program, MeasurableProgram):
+        return None
+    work = [(op.kernel, op.rows.value, op.weight_bytes, op.multiply_adds) for op in program.operations()]
+    return hashlib.sha256(f"{program.num_threads} {kv_layout.page_bytes} {work}".encode()).hexdigest()

@@ -1,0 +1,188 @@
+"""What `localinfer.load` was asked for: its options, checked together before any file is read."""
+
+import logging
+import os
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from localinfer.arguments import check_callable, check_number, check_path, shown
+from localinfer.engine.scheduler import EngineLimits
+from localinfer.errors import BackendUnavailableError, LoadCancelledError, ModelFileError, RequestError
+from localinfer.memory_plan import MemoryPlan, file_bytes, plan_file, plan_memory
+from localinfer.models.load.assistant import is_assistant
+from localinfer.types import ProgressCallback
+
+if TYPE_CHECKING:
+    from localinfer.models.decoder.config import ModelConfig
+    from localinfer.models.decoder.rope import RopeOptions
+    from localinfer.models.load.model_changes import ModelChanges
+    from localinfer.persistence.prompt_cache import DiskOptions
+    from localinfer.quant.checkpoint.model_file import ModelFile
+
+logger = logging.getLogger(__name__)
+
+DEVICES = ("auto", "cpu", "cuda")
+
+_SPECULATION = ("auto", "ngram", "draft", "mtp", None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """Options of `load` that decide what is read of a file and what it takes; named as there.
+
+    path: of the model. draft_path: of the draft model. assistant: the same, if it drafts from the model's own cache.
+    """
+
+    path: Path
+    device: str = "auto"
+    gpu_layers: int | None = None
+    threads: int | None = None
+    context_length: int | None = None
+    kv_type: str = "f16"
+    kv_memory: int | None = None
+    kv_window: int | None = None
+    memory_limit: int | None = None
+    speculation: str | None = "auto"
+    draft_path: Path | None = None
+    assistant: Path | None = None
+    changes: "ModelChanges"
+
+    @property
+    def has_draft_layers(self) -> bool:
+        """Whether layers for next-token prediction are loaded, if the model brings some."""
+        return self.speculation in ("auto", "mtp") and self.draft_path is None and self.kv_window is None
+
+    def plan(self, file: "ModelFile", config: "ModelConfig") -> MemoryPlan:
+        """What the open model takes with its draft model. Raises: ModelFileError and below."""
+        plan = plan_memory(file, config, kv_type=self.kv_type, draft_layers=self.has_draft_layers)
+        if self.assistant is not None:
+            return replace(plan, weight_bytes=plan.weight_bytes + file_bytes(self.assistant))
+        if self.draft_path is not None:
+            return replace(plan, beside=plan_file(self.draft_path, kv_type=self.kv_type))
+        return plan
+
+
+def check_model_options(
+    *,
+    model: str | os.PathLike[str] | None,
+    device: str = "auto",
+    speculation: str | None = "auto",
+    draft: str | os.PathLike[str] | None = None,
+    chat_template: str | os.PathLike[str] | None = None,
+    rope: "RopeOptions | None" = None,
+    overrides: Mapping[str, bool | int | float | str] | None = None,
+    **options: Any,
+) -> ModelOptions:
+    """Check options of `load`; `options` are those of ModelOptions that are taken as they are.
+
+    Raises: RequestError, BackendUnavailableError; ModelFileError for a draft model that cannot be read.
+    """
+    if not isinstance(device, str) or device not in DEVICES:
+        raise BackendUnavailableError(f"device is {device!r}; wanted one of {', '.join(map(repr, DEVICES))}")
+    for name in ("threads", "context_length", "kv_memory", "kv_window"):
+        check_number(name, options.get(name), 1, none="for the default")
+    check_number("memory_limit", options.get("memory_limit"), 1, none="for what the machine has")
+    check_speculation(speculation, has_draft=draft is not None)
+    changes = model_changes(chat_template=chat_template, rope=rope, overrides=overrides)
+    path = model_path(model)
+    if options.get("kv_window") is not None and draft is not None:
+        raise RequestError("kv_window does not bound the cache of a draft model; leave out one of them")
+    draft_path = None if draft is None else model_path(draft, "draft")
+    assistant = draft_path if draft_path is not None and is_assistant(draft_path) else None
+    return ModelOptions(
+        path=path,
+        device=device,
+        speculation=speculation,
+        draft_path=draft_path,
+        assistant=assistant,
+        changes=changes,
+        **options,
+    )
+
+
+def check_limits(limits: EngineLimits | None) -> None:
+    """Raise RequestError for what are no limits."""
+    if limits is not None and not isinstance(limits, EngineLimits):
+        raise RequestError(f"limits is {shown(limits)}; give EngineLimits, or None for the defaults")
+
+
+def stoppable(progress: ProgressCallback | None, cancel: threading.Event | None) -> ProgressCallback | None:
+    """What the stages of a load report to: `progress`, and LoadCancelledError as soon as `cancel` is set.
+
+    Every stage reports several times in 200 ms of work, so that this is all that a load has to look at.
+    """
+    check_callable("progress", progress)
+    if cancel is None:
+        return progress
+    if not callable(getattr(cancel, "is_set", None)):
+        raise RequestError(f"cancel is {shown(cancel)}; give a threading.Event, or None")
+
+    def report(stage: str, done: int, total: int) -> None:
+        if not cancel.is_set() and progress is not None:
+            progress(stage, done, total)
+        if cancel.is_set():
+            raise LoadCancelledError(f"loading was cancelled while {stage}; load the model again to use it")
+
+    return report
+
+
+def model_changes(
+    *,
+    chat_template: str | os.PathLike[str] | None = None,
+    rope: "RopeOptions | None" = None,
+    overrides: Mapping[str, bool | int | float | str] | None = None,
+) -> "ModelChanges":
+    """The changes to a model's file that arguments of `load` make. Raises: RequestError."""
+    from localinfer.models.decoder.rope import RopeOptions
+    from localinfer.models.load.model_changes import ModelChanges, template_source
+
+    if rope is not None and not isinstance(rope, RopeOptions):
+        raise RequestError(f"rope is {rope!r:.80}; give a localinfer.RopeOptions, or None")
+    if overrides is not None and not isinstance(overrides, Mapping):
+        raise RequestError(f"overrides is {overrides!r:.80}; give a dict of metadata keys and values, or None")
+    return ModelChanges(
+        overrides=dict(overrides or {}), chat_template=template_source(chat_template), rope=rope or RopeOptions()
+    )
+
+
+def disk_options(disk_cache: bool | int, folder: str | os.PathLike[str] | None) -> "DiskOptions | None":
+    """Where prompts are cached on disk, None if they are not. Raises: RequestError."""
+    if not isinstance(disk_cache, int) or disk_cache < 0:
+        raise RequestError(f"disk_cache is {disk_cache!r}; give True, False, or how many bytes it may take")
+    if not disk_cache:
+        return None
+    from localinfer.persistence.prompt_cache import DEFAULT_MAX_BYTES, DiskOptions, conversations_folder
+
+    chosen = conversations_folder(None if folder is None else check_path("disk_cache_folder", folder))
+    if chosen is None:
+        logger.warning("prompts are not cached on disk: this user has no home folder; give a disk_cache_folder")
+        return None
+    return DiskOptions(chosen, DEFAULT_MAX_BYTES if disk_cache is True else disk_cache)
+
+
+def model_path(model: str | os.PathLike[str] | None, name: str = "model") -> Path:
+    """Check the path of a model, None for the demo model's; name: of the argument, for errors.
+
+    Raises: RequestError, ModelFileError if there is no demo.
+    """
+    if model is not None:
+        return check_path(name, model, ", or None for the demo model" if name == "model" else "")
+    from localinfer.models import demo
+
+    path = Path(demo.__file__).parent / "demo-f16.gguf"
+    if not path.exists():
+        raise ModelFileError("this installation has no demo model; give the path of a GGUF file")
+    return path
+
+
+def check_speculation(speculation: str | None, *, has_draft: bool) -> None:
+    """Raise RequestError unless the option is known and consistent with whether a draft model was given."""
+    if not isinstance(speculation, str | None) or speculation not in _SPECULATION:
+        raise RequestError(f"speculation is {shown(speculation)}; give 'auto', 'ngram', 'draft', 'mtp' or None")
+    if speculation == "draft" and not has_draft:
+        raise RequestError("speculation is 'draft', but there is no draft model; give its file as draft, or use 'auto'")
+    if speculation in ("ngram", "mtp", None) and has_draft:
+        raise RequestError(f"a draft model was given, but speculation is {speculation!r}; make it 'auto' or 'draft'")

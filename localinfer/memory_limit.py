@@ -1,0 +1,64 @@
+"""`memory_limit` of `load`: whether a model fits it, checked before the weights are read, and what it leaves.
+
+What is left beside weights and buffers is the most that keys and values may take; a draft model gets its share of it.
+"""
+
+from dataclasses import dataclass
+
+from localinfer.errors import OutOfMemoryError
+from localinfer.kernels.cpu.lower import MAX_BATCH_ROWS
+from localinfer.machine_limits import byte_text
+from localinfer.memory_plan import LEAST_CONTEXT, MemoryPlan
+
+
+@dataclass(frozen=True)
+class KVBudget:
+    """The context length of a model within a limit, and the bytes of keys and values: its own, and a draft model's."""
+
+    context_length: int
+    kv_memory: int
+    draft_kv_memory: int
+
+
+def keep_within(
+    plan: MemoryPlan,
+    limit: int,
+    context_length: int,
+    *,
+    is_requested: bool,
+    kv_memory: int | None = None,
+    kv_window: int | None = None,
+) -> KVBudget:
+    """Share a memory limit out; context_length: what the machine has room for, or, if requested, what has to fit.
+
+    kv_memory, kv_window: as in `load`; where one bounds the cache, the context need not fit as a whole.
+    Raises: OutOfMemoryError, with the figures and the ways out, if the model cannot be kept within it.
+    """
+    room = limit - plan.fixed_bytes
+    bounds = [] if kv_memory is None else [kv_memory]
+    if kv_window is not None:
+        bounds.append(plan.kv_bytes(min(context_length, kv_window + 2 * MAX_BATCH_ROWS)))
+    least = context_length if is_requested else min(context_length, LEAST_CONTEXT)
+    if min([plan.kv_bytes(least), *bounds]) > room:
+        raise OutOfMemoryError(_refusal(plan, limit, least, room))
+    if not is_requested and min([plan.kv_bytes(context_length), *bounds]) > room:
+        context_length = plan.largest_context(room, most=context_length)
+    total = min(room, *bounds) if bounds else room
+    if plan.beside is None:
+        return KVBudget(context_length, total, 0)
+    whole = plan.kv_bytes(context_length)
+    drafts = total * plan.beside.kv_bytes(context_length) // max(1, whole)
+    return KVBudget(context_length, total - drafts, drafts)
+
+
+def _refusal(plan: MemoryPlan, limit: int, context_length: int, room: int) -> str:
+    kv = plan.kv_bytes(context_length)
+    found = (
+        f"{plan.name} needs {byte_text(plan.fixed_bytes + kv)} of memory for a context of {context_length} tokens "
+        f"({byte_text(plan.fixed_bytes)} for weights and buffers, {byte_text(kv)} for keys and values as "
+        f"{plan.kv_type}), and memory_limit is {byte_text(limit)}"
+    )
+    fits = plan.largest_context(room, most=context_length) if room > 0 else 0
+    if fits:
+        return f"{found}; the largest context_length within it is {fits}, or raise memory_limit"
+    return f"{found}; raise memory_limit, or take a smaller quantization or model"
