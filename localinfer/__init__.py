@@ -11,13 +11,25 @@ if TYPE_CHECKING:
 
     from localinfer import errors
     from localinfer.async_api import aload
-    from localinfer.chat.constraints import Grammar, JsonObject, JsonSchema, Regex
+    from localinfer.cache.prefix_cache import SnapshotStats
+    from localinfer.chat.constraints import Constraint, Grammar, JsonObject, JsonSchema, Regex
+    from localinfer.chat.messages import ToolChoice
+    from localinfer.chat.parser import ToolCall, ToolCallDelta
+    from localinfer.chat.reply import ReplyOptions
     from localinfer.completion import Completion, Stats, StreamEvent
+    from localinfer.embedding import RankedDocument
+    from localinfer.engine.beam_search import Beam
+    from localinfer.engine.scheduler import EngineLimits
     from localinfer.generation_options import GenerationOptions
-    from localinfer.llm import LLM
+    from localinfer.llm import LLM, BeamCompletion, ChatOptions, Prompt
     from localinfer.loading import load, load_tokenizer
+    from localinfer.model_availability import Availability, availability
+    from localinfer.model_info import ModelInfo
     from localinfer.models.decoder.rope import RopeOptions
+    from localinfer.models.text.tokenizer import Tokenizer
+    from localinfer.sampling.filters import TokenLogprobs
     from localinfer.stream import TextStream
+    from localinfer.types import ProgressCallback
 
 _FOLDER = os.path.dirname(os.path.abspath(__file__))
 _CHECKOUT = os.path.dirname(_FOLDER)
@@ -26,36 +38,72 @@ if not os.path.isdir(os.path.join(_FOLDER, "kernels")) and os.path.isfile(os.pat
     __path__.append(_CHECKOUT)
 
 __all__ = [
-    "LLM",
+    "Availability",
+    "Beam",
+    "BeamCompletion",
+    "ChatOptions",
     "Completion",
+    "Constraint",
+    "EngineLimits",
     "GenerationOptions",
     "Grammar",
     "JsonObject",
     "JsonSchema",
+    "LLM",
+    "ModelInfo",
+    "ProgressCallback",
+    "Prompt",
+    "RankedDocument",
     "Regex",
+    "ReplyOptions",
     "RopeOptions",
+    "SnapshotStats",
     "Stats",
     "StreamEvent",
     "TextStream",
+    "TokenLogprobs",
+    "Tokenizer",
+    "ToolCall",
+    "ToolCallDelta",
+    "ToolChoice",
     "aload",
+    "availability",
     "errors",
     "load",
     "load_tokenizer",
 ]
 
 _MODULE_OF = {
-    "LLM": "localinfer.llm",
+    "Availability": "localinfer.model_availability",
+    "Beam": "localinfer.engine.beam_search",
+    "BeamCompletion": "localinfer.llm",
+    "ChatOptions": "localinfer.llm",
     "Completion": "localinfer.completion",
+    "Constraint": "localinfer.chat.constraints",
+    "EngineLimits": "localinfer.engine.scheduler",
     "GenerationOptions": "localinfer.generation_options",
     "Grammar": "localinfer.chat.constraints",
     "JsonObject": "localinfer.chat.constraints",
     "JsonSchema": "localinfer.chat.constraints",
+    "LLM": "localinfer.llm",
+    "ModelInfo": "localinfer.model_info",
+    "ProgressCallback": "localinfer.types",
+    "Prompt": "localinfer.llm",
+    "RankedDocument": "localinfer.embedding",
     "Regex": "localinfer.chat.constraints",
+    "ReplyOptions": "localinfer.chat.reply",
     "RopeOptions": "localinfer.models.decoder.rope",
+    "SnapshotStats": "localinfer.cache.prefix_cache",
     "Stats": "localinfer.completion",
     "StreamEvent": "localinfer.completion",
     "TextStream": "localinfer.stream",
+    "TokenLogprobs": "localinfer.sampling.filters",
+    "Tokenizer": "localinfer.models.text.tokenizer",
+    "ToolCall": "localinfer.chat.parser",
+    "ToolCallDelta": "localinfer.chat.parser",
+    "ToolChoice": "localinfer.chat.messages",
     "aload": "localinfer.async_api",
+    "availability": "localinfer.model_availability",
     "load": "localinfer.loading",
     "load_tokenizer": "localinfer.loading",
 }

@@ -4,7 +4,7 @@ import logging
 import os
 import threading
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Unpack, cast
 
 import numpy as np
@@ -25,6 +25,7 @@ from localinfer.engine.scheduler import EngineLimits
 from localinfer.errors import RequestError, SessionFileError
 from localinfer.generation_options import CheckedOptions, GenerationOptions, check_options
 from localinfer.many_completions import complete_many
+from localinfer.model_info import ModelInfo, model_info
 from localinfer.stream import TextStream, complete_in_thread
 from localinfer.text_generation import EncodedPrompt, TextGeneration
 
@@ -122,6 +123,15 @@ class LLM(Closing):
     def vocab_size(self) -> int:
         """Number of token ids, and width of `logits`."""
         return self._engine.vocab_size
+
+    @cached_property
+    def info(self) -> ModelInfo:
+        """What the model is: name, size, quantization, device, memory, what its chat template supports.
+
+        Gathered when it is first asked for. Raises: ClosedError.
+        """
+        self._engine.check_usable()
+        return model_info(self._model, None if self._chat_history is None else self._replies)
 
     @property
     def capabilities(self) -> tuple[str, ...]:

@@ -11,7 +11,10 @@ from typing import TYPE_CHECKING, Any
 from localinfer.arguments import check_callable, check_number, check_path, shown
 from localinfer.engine.scheduler import EngineLimits
 from localinfer.errors import BackendUnavailableError, LoadCancelledError, ModelFileError, RequestError
-from localinfer.memory_plan import MemoryPlan, file_bytes, plan_file, plan_memory
+from localinfer.kernels.kv_layout import KVLayout
+from localinfer.machine_limits import MemoryLimits
+from localinfer.memory_limit import KVBudget, keep_within
+from localinfer.memory_plan import MemoryPlan, choose_context, file_bytes, plan_file, plan_memory
 from localinfer.models.load.assistant import is_assistant
 from localinfer.types import ProgressCallback
 
@@ -64,6 +67,23 @@ class ModelOptions:
             return replace(plan, beside=plan_file(self.draft_path, kv_type=self.kv_type))
         return plan
 
+    def share(self, plan: MemoryPlan, memory: MemoryLimits) -> KVBudget:
+        """The context that fits the machine and `memory_limit`, and what keys and values may take.
+
+        Raises: OutOfMemoryError if the model, or the context asked for, does not fit.
+        """
+        found = choose_context(plan, self.context_length, memory, kv_memory=self.kv_memory, kv_window=self.kv_window)
+        if self.memory_limit is None:
+            return KVBudget(found, self.kv_memory, self.kv_memory)
+        return keep_within(
+            plan,
+            self.memory_limit,
+            found,
+            is_requested=self.context_length is not None,
+            kv_memory=self.kv_memory,
+            kv_window=self.kv_window,
+        )
+
 
 def check_model_options(
     *,
@@ -85,6 +105,7 @@ def check_model_options(
     for name in ("threads", "context_length", "kv_memory", "kv_window"):
         check_number(name, options.get(name), 1, none="for the default")
     check_number("memory_limit", options.get("memory_limit"), 1, none="for what the machine has")
+    KVLayout(options.get("kv_type", "f16"), [])
     check_speculation(speculation, has_draft=draft is not None)
     changes = model_changes(chat_template=chat_template, rope=rope, overrides=overrides)
     path = model_path(model)

@@ -22,8 +22,7 @@ from localinfer.load_options import (
     model_path,
     stoppable,
 )
-from localinfer.memory_limit import KVBudget, keep_within
-from localinfer.memory_plan import choose_context
+from localinfer.memory_limit import KVBudget
 from localinfer.models.load.loader import load_model
 from localinfer.models.load.loader import load_tokenizer as tokenizer_of
 from localinfer.types import ProgressCallback
@@ -141,16 +140,11 @@ def _load(
     limits: EngineLimits | None,
     progress: ProgressCallback | None,
 ) -> LLM:
-    budget: KVBudget | None = None
+    budget = KVBudget(0, options.kv_memory, options.kv_memory)
 
     def context_that_fits(file: "ModelFile", config: "ModelConfig") -> int:
         nonlocal budget
-        plan, bounds = options.plan(file, config), {"kv_memory": options.kv_memory, "kv_window": options.kv_window}
-        found = choose_context(plan, options.context_length, machine_limits.memory_limits(), **bounds)
-        if options.memory_limit is None:
-            return found
-        is_requested = options.context_length is not None
-        budget = keep_within(plan, options.memory_limit, found, is_requested=is_requested, **bounds)
+        budget = options.share(options.plan(file, config), machine_limits.memory_limits())
         return budget.context_length
 
     with ExitStack() as loads:
@@ -184,13 +178,12 @@ def _load(
             )
             loads.callback(drafting.close)
         if speculation is not None:
-            allowed = options.kv_memory if budget is None or drafting is None else budget.draft_kv_memory
-            made = make_speculation(speculation, loaded, drafting, kv_memory=allowed, progress=progress)
+            made = make_speculation(speculation, loaded, drafting, kv_memory=budget.draft_kv_memory, progress=progress)
         if progress is not None:
             progress(_LAST_STAGE, 0, 1)
         llm = LLM(
             loaded,
-            kv_memory=options.kv_memory if budget is None else _within(budget.kv_memory, loaded),
+            kv_memory=_kv_memory(options, budget, loaded),
             kv_window=window,
             identity=_identity(loaded, disk),
             disk=disk,
@@ -223,10 +216,12 @@ def _checked_speculation(options: ModelOptions, loaded: "Model") -> str | None:
     return speculation
 
 
-def _within(kv_memory: int, loaded: "Model") -> int:
-    """What a limit leaves for keys and values, or what they may take by default if that is less."""
+def _kv_memory(options: ModelOptions, budget: KVBudget, loaded: "Model") -> int | None:
+    """What keys and values may take: what a limit leaves, but no more than they may take by default."""
+    if options.kv_memory is not None or budget.kv_memory is None:
+        return budget.kv_memory
     default = default_kv_memory(loaded.kv_layout, loaded.config.context_length, loaded.program.max_batch_rows)
-    return min(kv_memory, default)
+    return min(budget.kv_memory, default)
 
 
 def load_tokenizer(model: str | os.PathLike[str] | None = None) -> "Tokenizer":

@@ -13,11 +13,14 @@ from localinfer.memory_plan import LEAST_CONTEXT, MemoryPlan
 
 @dataclass(frozen=True)
 class KVBudget:
-    """The context length of a model within a limit, and the bytes of keys and values: its own, and a draft model's."""
+    """The context length of a model, and the most bytes of keys and values: its own, and a draft model's.
+
+    None leaves those to the machine.
+    """
 
     context_length: int
-    kv_memory: int
-    draft_kv_memory: int
+    kv_memory: int | None
+    draft_kv_memory: int | None
 
 
 def keep_within(

@@ -58,6 +58,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+SHARED_KERNELS = (
+    *(*POOL_KERNELS, *sampling.KERNELS, *token_history.KERNELS),
+    *(*text_merging.KERNELS, *WEIGHT_KERNELS),
+)
+"""Kernels that every model needs beside those of its tape."""
+
 
 @dataclass(frozen=True)
 class Model:
@@ -174,7 +180,7 @@ def load_model(
     file = open_model_file(path, changes, context_length, progress)
     pool = gpu = drafter = None
     try:
-        config = _with_context(read_config(file), file, context_length, changes)
+        config = with_context(read_config(file), file, context_length, changes)
         note_unknown_settings(file, "which may change the model's answers")
         tokenizer = _tokenizer_or_none(file, progress)
         if tokenizer is None and changes is not None and changes.chat_template is not None:
@@ -215,8 +221,7 @@ def load_model(
         if placed is None and choose_context is not None:
             config, kv_layout = _in_context(config, kv_layout, choose_context(file, config))
         # The tape's own kernels are compiled once the program is written.
-        shared = (POOL_KERNELS, sampling.KERNELS, token_history.KERNELS, text_merging.KERNELS, WEIGHT_KERNELS)
-        compile_ahead([kernel for kernels in shared for kernel in kernels], progress)
+        compile_ahead(SHARED_KERNELS, progress)
         if beside is None:
             pool = ThreadPool(available_threads() if threads is None else checked_threads(threads))
         shared_pool = pool if beside is None else beside.pool
@@ -339,10 +344,10 @@ def capabilities(config: ModelConfig, metadata: Mapping[str, object]) -> tuple[s
     return ("completion", "chat", "rerank" if is_reranker else "embeddings")
 
 
-def _with_context(
+def with_context(
     config: ModelConfig, file: ModelFile, context_length: int | None, changes: ModelChanges | None
 ) -> ModelConfig:
-    """The configuration with the requested context length."""
+    """The configuration with the requested context length. Raises: RequestError if the model cannot have it."""
     architecture = find_architecture(config)
     is_scaled = changes is not None and not changes.rope.is_empty
     rotates = config.rope.rotary_size > 0 and (not architecture.has_rope or any(architecture.has_rope))

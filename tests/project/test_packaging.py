@@ -99,8 +99,11 @@ def test_public_names_are_the_documented_ones():
     assert set(localinfer.__all__) == {
         *("LLM", "Completion", "load", "load_tokenizer", "errors"),
         *("JsonObject", "JsonSchema", "Regex", "Grammar"),
-        "RopeOptions",
-        *("TextStream", "StreamEvent", "Stats", "GenerationOptions", "aload"),
+        *("RopeOptions", "EngineLimits", "ProgressCallback", "GenerationOptions", "ChatOptions", "ReplyOptions"),
+        *("Prompt", "Constraint", "ToolChoice", "Tokenizer", "availability", "Availability", "ModelInfo"),
+        *("TextStream", "StreamEvent", "Stats", "ToolCall", "ToolCallDelta", "TokenLogprobs"),
+        *("Beam", "BeamCompletion", "RankedDocument", "SnapshotStats"),
+        "aload",
     }
     assert dir(localinfer) == sorted(localinfer.__all__)
     for name in localinfer.__all__:

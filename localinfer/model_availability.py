@@ -1,0 +1,130 @@
+"""`localinfer.availability`: whether a model can be loaded here, and what that takes, known from its header."""
+
+import os
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from localinfer import machine_limits
+from localinfer.errors import LocalinferError, RequestError, ShapeError, UnsupportedFormatError
+from localinfer.kernels.cuda.device import find_device
+from localinfer.load_options import check_model_options
+from localinfer.memory_plan import LEAST_CONTEXT
+from localinfer.models.load.loader import open_model_file, read_config, with_context
+from localinfer.models.load.unread_weights import kernels_of_file
+
+if TYPE_CHECKING:
+    from localinfer.models.decoder.rope import RopeOptions
+
+_KERNEL_SECONDS = 0.8
+"""Of one core of 2023, for a kernel of middle size."""
+_START_SECONDS = 3.0
+"""For the processes that compile, which import Numba, in two rounds."""
+_MOST_PROCESSES = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Availability:
+    """Whether a model can be loaded here and now, and what that takes.
+
+    supported: `load` with the same options would work. reason: else why not, and the way out, as the error of `load`
+        says it. error: that error, by whose class a program can tell a damaged file from one that is too large.
+    memory_bytes: what the model takes with a text of `context_length` tokens, or, if that does not fit, of the context
+        that was asked for; None if the file could not be read so far. On a GPU about as much of its memory.
+    context_length: the context it would be loaded with, in tokens; 0 if it does not fit.
+    is_compiled: whether all its kernels for the CPU are compiled on this machine; None if unsupported.
+    compile_seconds: about how long compiling the others takes, at first start only, within a factor of two or three.
+    """
+
+    supported: bool
+    reason: str | None = None
+    error: LocalinferError | None = field(default=None, compare=False, repr=False)
+    memory_bytes: int | None = None
+    context_length: int = 0
+    is_compiled: bool | None = None
+    compile_seconds: float = 0.0
+
+
+def availability(
+    model: str | os.PathLike[str] | None = None,
+    *,
+    device: str = "auto",
+    threads: int | None = None,
+    context_length: int | None = None,
+    kv_type: str = "f16",
+    kv_memory: int | None = None,
+    kv_window: int | None = None,
+    speculation: str | None = "auto",
+    draft: str | os.PathLike[str] | None = None,
+    chat_template: str | os.PathLike[str] | None = None,
+    rope: "RopeOptions | None" = None,
+    overrides: Mapping[str, bool | int | float | str] | None = None,
+    memory_limit: int | None = None,
+) -> Availability:
+    """Say whether `load` with these options would work, from the header alone: nothing is loaded or compiled.
+
+    Takes some ten milliseconds, and what reading the header takes; never raises for a model that cannot be loaded.
+    That the weights themselves are sound is known only once they are loaded.
+    Raises: RequestError for an option that no model takes.
+    """
+    memory_bytes = None
+    try:
+        options = check_model_options(
+            model=model,
+            device=device,
+            threads=threads,
+            context_length=context_length,
+            kv_type=kv_type,
+            kv_memory=kv_memory,
+            kv_window=kv_window,
+            speculation=speculation,
+            draft=draft,
+            chat_template=chat_template,
+            rope=rope,
+            overrides=overrides,
+            memory_limit=memory_limit,
+        )
+    except RequestError:
+        raise
+    except LocalinferError as error:
+        return _refused(error)
+    try:
+        if device == "cuda":
+            find_device()
+        with closing(open_model_file(options.path, options.changes, context_length)) as file:
+            config = with_context(read_config(file), file, context_length, options.changes)
+            plan = options.plan(file, config)
+            memory_bytes = plan.total_bytes(context_length or min(config.context_length, LEAST_CONTEXT))
+            length = options.share(plan, machine_limits.memory_limits()).context_length
+            config = replace(plan.config, context_length=length)
+            kernels = kernels_of_file(file, config, plan.kv_layout(length))
+    except ShapeError as error:
+        reason = (
+            f"{options.path.name} has sizes that no kernel of this version computes: {error}. Choose another model."
+        )
+        return _refused(UnsupportedFormatError(reason), memory_bytes)
+    except LocalinferError as error:
+        return _refused(error, memory_bytes)
+    num_missing = sum(not kernel.is_cached for kernel in kernels)
+    return Availability(
+        supported=True,
+        memory_bytes=plan.total_bytes(length),
+        context_length=length,
+        is_compiled=not num_missing,
+        compile_seconds=_seconds_to_compile(num_missing),
+    )
+
+
+def _refused(error: LocalinferError, memory_bytes: int | None = None) -> Availability:
+    # Without the frames it was raised in, which hold the file.
+    error.__cause__ = error.__context__ = None
+    bare = error.with_traceback(None)
+    return Availability(supported=False, reason=str(error), error=bare, memory_bytes=memory_bytes)
+
+
+def _seconds_to_compile(num_kernels: int) -> float:
+    if not num_kernels:
+        return 0.0
+    processes = min(machine_limits.processor_limits().allowed, _MOST_PROCESSES, (num_kernels + 1) // 2)
+    return _START_SECONDS + _KERNEL_SECONDS * num_kernels / processes
