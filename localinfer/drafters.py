@@ -37,17 +37,18 @@ def make_speculation(
     draft: "Model | None",
     *,
     kv_memory: int | None = None,
+    measure_again: bool = False,
     progress: ProgressCallback | None = None,
 ) -> Speculation:
     """Make the drafters for an engine over `model`. Without an error they own the draft model.
 
-    draft: a model of its own; one that drafts from the cache of `model` was loaded with it.
-
+    draft: a model of its own; one that drafts from the cache of `model` was loaded with it. measure_again: what passes
+        cost, whatever earlier loads have found.
     Raises: RequestError if the two vocabularies differ.
     """
     if draft is not None:
         _check_vocabularies(model, draft)
-    costs = VerificationCosts(_verification_seconds(model.program, model.kv_layout, progress))
+    costs = VerificationCosts(_verification_seconds(model.program, model.kv_layout, progress, measure_again))
     drafter: DraftModel | MTPDrafter | None = None
     if draft is not None:
         drafter = DraftModel(draft, target_vocab_size=model.config.vocab_size, kv_memory=kv_memory)
@@ -70,11 +71,13 @@ def _check_vocabularies(model: "Model", draft: "Model") -> None:
         )
 
 
-def _verification_seconds(program: Program, kv_layout: KVLayout, progress: ProgressCallback | None) -> list[float]:
+def _verification_seconds(
+    program: Program, kv_layout: KVLayout, progress: ProgressCallback | None, measure_again: bool
+) -> list[float]:
     """Seconds of passes over 1 to 16 rows, as initial estimates; cached once two loads on an idle machine agree."""
     max_rows = min(program.max_batch_rows, program.max_output_rows)
     key = _fingerprint(program, kv_layout)
-    known, loads = ([], 0) if key is None else _cached_seconds(key)
+    known, loads = ([], 0) if key is None or measure_again else _cached_seconds(key)
     if known and loads >= _AGREEING_LOADS:
         return known[:max_rows]
     stage = Stage(progress, STAGE)
@@ -86,11 +89,13 @@ def _verification_seconds(program: Program, kv_layout: KVLayout, progress: Progr
         rows = np.arange(num_rows, dtype=np.int32)
         forward(run_batch, (cache,), (np.zeros(num_rows, np.int32),), rows, (num_rows - 1,))
 
-    seconds, is_calm = measure_costs(run, max_rows, stage)
-    if key is not None and is_calm:
+    measured = measure_costs(run, max_rows, stage)
+    seconds = measured.seconds
+    if key is not None and measured.is_calm:
         agrees = len(known) == len(seconds) and _is_alike(known, seconds)
         least = [min(pair) for pair in zip(known, seconds, strict=True)] if agrees else seconds
-        put_measurement("verification", key, seconds=least, loads=loads + 1 if agrees else 1)
+        agreeing = loads + 1 if agrees else 1
+        put_measurement("verification", key, load=measured.load, seconds=least, loads=agreeing)
     return seconds
 
 

@@ -28,6 +28,7 @@ from localinfer.many_completions import complete_many
 from localinfer.model_info import ModelInfo, model_info
 from localinfer.stream import TextStream, complete_in_thread
 from localinfer.text_generation import EncodedPrompt, TextGeneration
+from localinfer.thread_control import ThreadControl
 
 if TYPE_CHECKING:
     from localinfer.cache.eviction import KVEviction
@@ -56,7 +57,7 @@ class ChatOptions(GenerationOptions, ReplyOptions, total=False):
     """Keyword options of `chat` and `stream_chat`: those of GenerationOptions and of ReplyOptions."""
 
 
-class LLM(Closing):
+class LLM(ThreadControl, Closing):
     """A loaded model, ready to answer; made by `localinfer.load`. A context manager: leaving it closes the model.
 
     May be used from several threads: generations that run at the same time share their steps. After `close`, and in a

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from localinfer import machine_limits
+from localinfer.arguments import check_flag
 from localinfer.cache.block_pool import default_kv_memory
 from localinfer.cache.eviction import window_of
 from localinfer.drafters import make_speculation
@@ -25,9 +26,11 @@ from localinfer.load_options import (
 from localinfer.memory_limit import KVBudget
 from localinfer.models.load.loader import load_model
 from localinfer.models.load.loader import load_tokenizer as tokenizer_of
+from localinfer.thread_control import checked_priority
 from localinfer.types import ProgressCallback
 
 if TYPE_CHECKING:
+    from localinfer.kernels.cpu.worker_threads import Priority
     from localinfer.models.decoder.config import ModelConfig
     from localinfer.models.decoder.rope import RopeOptions
     from localinfer.models.load.loader import Model
@@ -60,6 +63,8 @@ def load(
     overrides: Mapping[str, bool | int | float | str] | None = None,
     limits: EngineLimits | None = None,
     memory_limit: int | None = None,
+    priority: str = "normal",
+    measure_again: bool = False,
     progress: ProgressCallback | None = None,
     cancel: threading.Event | None = None,
 ) -> LLM:
@@ -100,6 +105,9 @@ def load(
         reduced to what fits, and the KV cache may take what is left, or kv_memory if that is less. Not counted: what
         the process holds anyway (Python and libraries, some 100 MB), texts and logprobs, memory of a GPU. None: what
         the machine has.
+    priority: of the threads that load and compute, "normal" or "background"; see `LLM.set_priority`.
+    measure_again: do not use what earlier loads have measured of this machine: the number of threads that decodes
+        fastest, and what verifying drafts costs. Measurements are kept for 30 days, and none of a busy machine.
     progress: called with a stage's name, the units done and the total, in the thread that loads, several times in 200
         ms; what it raises ends the load.
     cancel: once it is set, from any thread, the load stops within 200 ms with LoadCancelledError, and leaves no thread,
@@ -124,10 +132,12 @@ def load(
         overrides=overrides,
     )
     check_limits(limits)
+    own_priority = checked_priority(priority)
+    measure_again = check_flag("measure_again", measure_again)
     report = stoppable(progress, cancel)
     disk = disk_options(disk_cache, disk_cache_folder)
     try:
-        return _load(options, disk, limits, report)
+        return _load(options, disk, limits, report, priority=own_priority, measure_again=measure_again)
     except LoadCancelledError as error:
         cancelled = str(error)
     # A new one: as long as an app keeps the first, its frames would keep the weights.
@@ -139,6 +149,9 @@ def _load(
     disk: "DiskOptions | None",
     limits: EngineLimits | None,
     progress: ProgressCallback | None,
+    *,
+    priority: "Priority",
+    measure_again: bool,
 ) -> LLM:
     budget = KVBudget(0, options.kv_memory, options.kv_memory)
 
@@ -160,6 +173,8 @@ def _load(
             assistant=options.assistant,
             changes=options.changes,
             choose_context=context_that_fits,
+            priority=priority,
+            measure_again=measure_again,
             progress=progress,
         )
         loads.callback(loaded.close)
@@ -178,7 +193,14 @@ def _load(
             )
             loads.callback(drafting.close)
         if speculation is not None:
-            made = make_speculation(speculation, loaded, drafting, kv_memory=budget.draft_kv_memory, progress=progress)
+            made = make_speculation(
+                speculation,
+                loaded,
+                drafting,
+                kv_memory=budget.draft_kv_memory,
+                measure_again=measure_again,
+                progress=progress,
+            )
         if progress is not None:
             progress(_LAST_STAGE, 0, 1)
         llm = LLM(

@@ -15,6 +15,9 @@ NUM_OPS = OPS + 8
 BATCH = OPS + 16
 NUM_THREADS = OPS + 24
 STOPPING = OPS + 32
+IDLE_SPINS = OPS + 40
+YIELD_SPINS = OPS + 48
+"""How often a thread looks for the next run before it sleeps, and for the others before it yields its processor."""
 SLEEPING = 5 * 64
 """One line per thread follows: 1 while that thread sleeps."""
 

@@ -232,7 +232,7 @@ def _attention(tape: CpuTape, op: ops.Attention) -> None:
     words = attention.attention_parameters(layout, layer, shape) | tape.places(out=op.out)
     words |= _queries(tape, op.queries, layer, shape) | attention.chosen_parameters(layout, layer, op.chosen)
     if op.chosen is not None:
-        num_bytes = tape.pool.num_threads * kernel_abi.CHUNK // layout.page_tokens * layout.head(layer).num_bytes
+        num_bytes = tape.pool.max_threads * kernel_abi.CHUNK // layout.page_tokens * layout.head(layer).num_bytes
         gathered = tape.memory.shared("chosen positions", num_bytes)
         words |= tape.places(chosen=op.chosen.blocks) | {"rows_per_unit": 1, "gathered": gathered}
         check(tape.attention_sums is None, "attention to chosen positions is not summed by page")
@@ -249,7 +249,7 @@ def _attention(tape: CpuTape, op: ops.Attention) -> None:
     tape.add("attention.attention", parameters.ATTENTION.pack(**words), writes=op.out, cost=cost, calls=calls)
     if tape.attention_sums is not None:
         _, heads, pages = tape.attention_sums.shape
-        work = tape.memory.shared("attention sums", tape.pool.num_threads * 64 * pages)
+        work = tape.memory.shared("attention sums", tape.pool.max_threads * 64 * pages)
         words |= {"sums": address(tape.attention_sums), "sums_heads": heads, "sums_pages": pages, "work": work}
         tape.add("attention_sums.attention_sums", parameters.ATTENTION_SUMS.pack(**words), calls=calls)
 
@@ -263,7 +263,7 @@ def _choose_blocks(tape: CpuTape, op: further_ops.ChooseBlocks) -> None:
     is_whole = kernel_abi.CHUNK % cell == 0 and chosen.block_size % cell == 0
     check(is_whole, f"blocks of {chosen.block_size} positions are neither parts of {kernel_abi.CHUNK} nor multiples")
     num_cells = -(-op.max_positions // kernel_abi.CHUNK) * (kernel_abi.CHUNK // cell)
-    slots = max(kernel_abi.SPLIT_ROWS, tape.pool.num_threads)
+    slots = max(kernel_abi.SPLIT_ROWS, tape.pool.max_threads)
     scores = tape.memory.shared("scores of positions", 4 * slots * chosen.num_lists * num_cells)
     words = attention.attention_parameters(layout, op.layer, shape) | tape.places(out=chosen.blocks)
     words |= _queries(tape, op.queries, op.layer, shape) | attention.chosen_parameters(layout, op.layer, chosen)

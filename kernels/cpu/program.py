@@ -1,18 +1,20 @@
 """The threads that run a tape, and a finished tape as a program.
 
 Every thread of a `ThreadPool` walks the same ops, with a barrier after each. Python is left once per run. The calling
-thread is thread 0; the others spin for about a millisecond after a run, since the next token usually comes within it,
-and then sleep on a lock, so an idle process uses no CPU. The control block is int64 words, one cache line apart where
-threads contend.
+thread is thread 0, unless the pool works in the background; the others spin for about a millisecond after a run, since
+the next token usually comes within it, and then sleep on a lock, so an idle process uses no CPU. The control block is
+int64 words, one cache line apart where threads contend.
 
 A `CpuProgram` writes a batch into the header that every op reads, and lets the threads walk the ops.
 """
 
+import logging
 import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,65 +25,85 @@ from localinfer.kernels.cpu import kernel_abi
 from localinfer.kernels.cpu.memory import address, aligned_zeros
 from localinfer.kernels.cpu.parameters import BATCH, SEGMENT
 from localinfer.kernels.cpu.tape import CpuTape
-from localinfer.kernels.jit.object_cache import Function
+from localinfer.kernels.cpu.worker_threads import FINISH_RUN, POOL_KERNELS, START_RUN, Priority, WorkerThreads
 from localinfer.kernels.ops import Rows
 from localinfer.kernels.program import Batch, Operation, Segment, StateStep
 from localinfer.types import FloatArray
 
-_START_RUN = Function("pool.start_run", "q", "qq")
-_FINISH_RUN = Function("pool.finish_run", "q", "q")
-_WORK = Function("pool.work", "q", "qqq")
-POOL_KERNELS = (_START_RUN, _FINISH_RUN, _WORK)
+__all__ = ["POOL_KERNELS", "CpuProgram", "ThreadPool", "stretches"]
+
+logger = logging.getLogger(__name__)
 
 _STACK_BYTES = 8 << 20
 """What most systems map for a thread."""
 
 
-def _serve(control: int, thread: int, wake: threading.Semaphore, keep: Any) -> None:
-    """Body of a worker thread; `keep` holds the control block alive."""
-    seen = 0
-    while True:
-        result = int(_WORK(control, thread, seen))
-        if result == -1:
-            return
-        if result < -1:
-            seen = -2 - result
-            continue
-        seen = result
-        wake.acquire()
+@dataclass(frozen=True)
+class _PoolSettings:
+    """num_threads: None for as many as the pool was made with."""
+
+    num_threads: int | None
+    priority: Priority
 
 
 class ThreadPool:
     """`num_threads` threads (the caller among them) that run tapes, one at a time.
 
+    `num_threads` and `priority` may change between two batches of a program, never beyond `max_threads`, for which
+    programs have memory. has_own_count: a number was asked for since, which holds for batches of any size.
     Raises: OutOfMemoryError if the system does not start as many.
     """
 
-    def __init__(self, num_threads: int) -> None:
+    def __init__(self, num_threads: int, *, priority: Priority = "normal") -> None:
         assert 1 <= num_threads < kernel_abi.MAX_THREADS, "the loader checks the thread count"
-        self.num_threads = num_threads
+        self.num_threads = self._first_count = num_threads
+        self.max_threads = max(num_threads, min(os.cpu_count() or 1, kernel_abi.MAX_THREADS - 1))
+        self.has_own_count = False
         self._process = os.getpid()
         self._closed = False
-        self._control = aligned_zeros(kernel_abi.SLEEPING + 64 * (num_threads + 1)).view(np.int64)
+        self._settings = self._asked = _PoolSettings(None, priority)
+        self._asking = threading.Lock()
+        self._control = aligned_zeros(kernel_abi.SLEEPING + 64 * (self.max_threads + 1)).view(np.int64)
         self.control_address = address(self._control)
-        self._wake = [threading.Semaphore(0) for _ in range(num_threads)]
-        _compile()
-        self._threads = [
-            threading.Thread(
-                target=_serve,
-                args=(self.control_address, thread, self._wake[thread], self._control),
-                name=f"localinfer-{thread}",
-                daemon=True,
-            )
-            for thread in range(1, num_threads)
-        ]
-        for count, worker in enumerate(self._threads):
-            try:
-                worker.start()
-            except RuntimeError:
-                _stop(self._control, self._wake, self._threads[:count], self._process)
-                raise shortage(_STACK_BYTES * (num_threads - 1), f"starting {num_threads} threads") from None
-        self._finalizer = weakref.finalize(self, _stop, self._control, self._wake, self._threads, self._process)
+        self._workers = WorkerThreads(self._control, priority)
+        if not self._workers.start(num_threads):
+            self._workers.stop()
+            raise shortage(_STACK_BYTES * (num_threads - 1), f"starting {num_threads} threads")
+        self._finalizer = weakref.finalize(self, self._workers.stop)
+
+    @property
+    def priority(self) -> Priority:
+        """The priority of the threads at present."""
+        return self._settings.priority
+
+    def ask_threads(self, num_threads: int | None) -> None:
+        """Let batches from the next on be run by so many threads, None for as many as at first. Any thread may ask."""
+        assert num_threads is None or 1 <= num_threads <= self.max_threads, "checked by who asks"
+        with self._asking:
+            self._asked = replace(self._asked, num_threads=num_threads)
+
+    def ask_priority(self, priority: Priority) -> None:
+        """Let batches from the next on be run by threads of this priority. Any thread may ask, and waits for nothing.
+
+        In the background the thread that calls `run` computes nothing: its priority is the host program's to choose.
+        """
+        with self._asking:
+            self._asked = replace(self._asked, priority=priority)
+
+    def settle(self) -> None:
+        """Take over what was asked for; between two runs, by the thread that makes the next."""
+        asked = self._asked
+        if asked is self._settings or self._closed or os.getpid() != self._process:
+            return
+        if asked.priority != self._settings.priority:
+            self._workers.stop()
+            self._workers.priority = asked.priority
+        wanted = self._first_count if asked.num_threads is None else asked.num_threads
+        if not self._workers.start(wanted):
+            logger.warning("the system starts %d threads, not %d", self._workers.num_threads, wanted)
+        self.num_threads = min(wanted, self._workers.num_threads)
+        self.has_own_count = asked.num_threads is not None
+        self._settings = asked
 
     def run(self, ops_address: int, num_ops: int, batch_address: int, num_threads: int = 0) -> None:
         """Run ops (pairs of function and parameter address) over a batch header; blocks without the GIL.
@@ -98,46 +120,28 @@ class ThreadPool:
         control[kernel_abi.BATCH // 8] = batch_address
         num_threads = num_threads or self.num_threads
         control[kernel_abi.NUM_THREADS // 8] = num_threads
+        if self._workers.has_leader:
+            self._workers.run(num_threads)
+            return
         if num_threads == 1:
-            _FINISH_RUN.call(self.control_address)
+            FINISH_RUN.call(self.control_address)
             return
         generation, released = int(control[kernel_abi.GENERATION // 8]), int(control[kernel_abi.RELEASED // 8])
         try:
-            to_wake = _START_RUN(self.control_address, num_threads)
-            for worker in range(1, num_threads):
-                if to_wake >> worker & 1:
-                    self._wake[worker].release()
-            _FINISH_RUN(self.control_address)
+            self._workers.wake(int(START_RUN(self.control_address, num_threads)))
+            FINISH_RUN(self.control_address)
         except BaseException:
             # Ctrl-C came between two of these steps. If the workers were started but this thread has not run its
             # share, they would wait at the first barrier for ever.
             if control[kernel_abi.GENERATION // 8] != generation and control[kernel_abi.RELEASED // 8] == released:
-                for semaphore in self._wake[1:num_threads]:
-                    semaphore.release()
-                _FINISH_RUN(self.control_address)
+                self._workers.wake_all(num_threads)
+                FINISH_RUN(self.control_address)
             raise
 
     def close(self) -> None:
         """End the threads; safe to call twice."""
         self._closed = True
         self._finalizer()
-
-
-def _stop(control: Any, wake: list[threading.Semaphore], threads: list[threading.Thread], process: int) -> None:
-    if os.getpid() != process or not threads:
-        return
-    control[kernel_abi.STOPPING // 8] = 1
-    _START_RUN(address(control), 0)
-    for semaphore in wake[1:]:
-        semaphore.release()
-    for thread in threads:
-        thread.join()
-
-
-def _compile() -> None:
-    """Compile or load the loops before the threads start, so that no worker compiles while others spin."""
-    for kernel in POOL_KERNELS:
-        assert kernel.address, "compiled or loaded"
 
 
 _NUM_ROWS, _NUM_OUTPUT_ROWS, _NUM_SEGMENTS = map(BATCH.fields.index, ("num_rows", "num_output_rows", "num_segments"))
@@ -167,6 +171,7 @@ class CpuProgram:
     """Runs batches; `ops.Program`, `ops.AbortableProgram` and `ops.MeasurableProgram`. One caller at a time.
 
     `decode_threads` of its `num_threads` run batches of up to DECODE_ROWS rows; the loader measures how many are best.
+    Where a pool was asked for another number since, that holds.
     """
 
     def __init__(self, tape: CpuTape) -> None:
@@ -175,8 +180,8 @@ class CpuProgram:
         self.max_batch_rows = tape.limits.max_rows
         self.max_output_rows = tape.limits.max_output_rows
         self.hidden = tape.hidden
-        self.num_threads = self.decode_threads = tape.pool.num_threads
         self._pool = tape.pool
+        self.decode_threads = self._last_threads = tape.pool.num_threads
         addresses = zip(tape.kernels, tape.parameters, strict=True)
         self._ops = np.array([[kernel.address, address(words)] for kernel, words in addresses], np.int64)
         self._ops_address, self._num_ops = address(self._ops), len(self._ops)
@@ -190,7 +195,7 @@ class CpuProgram:
         self._windowed_tables = np.zeros(rows, np.int64)
         self._output_rows = np.zeros(self.max_output_rows, np.int64)
         self._segments = np.zeros((rows, len(SEGMENT.fields)), np.int64)
-        self._scratch = aligned_zeros(self._pool.num_threads * kernel_abi.SCRATCH_BYTES)
+        self._scratch = aligned_zeros(self._pool.max_threads * kernel_abi.SCRATCH_BYTES)
         self._header = BATCH.pack(
             num_rows=0,
             num_output_rows=0,
@@ -213,15 +218,19 @@ class CpuProgram:
         self._targets: dict[int, NDArray[np.int64]] = {}
         self._last_pages: NDArray[np.int64] | None = None
         self._last_table = 0
-        self._last_rows = 1
+
+    @property
+    def num_threads(self) -> int:
+        """Threads of the pool that run batches at present."""
+        return self._pool.num_threads
 
     def run(self, batch: Batch) -> FloatArray:
         """Compute a batch; see `ops.Program.run`.
 
         Raises RequestError or ContextLengthError for a batch that it cannot hold.
         """
-        rows = self._set_batch(batch)
-        self._pool.run(self._ops_address, self._num_ops, self._header_address, self._threads_for(rows))
+        self._set_batch(batch)
+        self._pool.run(self._ops_address, self._num_ops, self._header_address, self._last_threads)
         return self._result(batch)
 
     def hand_over(self, rows: FloatArray) -> None:
@@ -240,12 +249,12 @@ class CpuProgram:
         """
         if len(batch.token_ids) < least_rows:
             return self.run(batch)
-        rows = self._set_batch(batch)
+        self._set_batch(batch)
         for stretch in self._stretches:
             if stretch.done_before and should_abort(stretch.done_before):
                 return None
             address_of_first = self._ops_address + OP_BYTES * stretch.first
-            self._pool.run(address_of_first, stretch.num_ops, self._header_address, self._threads_for(rows))
+            self._pool.run(address_of_first, stretch.num_ops, self._header_address, self._last_threads)
         return self._result(batch)
 
     def settle(self, step: StateStep) -> None:
@@ -265,15 +274,16 @@ class CpuProgram:
     def run_operations(self, first: int, count: int) -> None:
         """Run some ops again over the last batch; see `ops.MeasurableProgram`."""
         assert 0 <= first <= first + count <= self._num_ops, "ops outside the tape"
-        self._pool.run(address(self._ops[first:]), count, self._header_address, self._threads_for(self._last_rows))
+        self._pool.run(address(self._ops[first:]), count, self._header_address, self._last_threads)
 
     def close(self) -> None:
         """End the pool's threads."""
         self._pool.close()
 
-    def _set_batch(self, batch: Batch) -> int:
-        """Check a batch and write it where the ops read it; returns its rows."""
+    def _set_batch(self, batch: Batch) -> None:
+        """Check a batch and write it where the ops read it."""
         self._limits.check(batch)
+        self._pool.settle()
         rows, outputs = len(batch.token_ids), len(batch.output_rows)
         self._token_ids[:rows] = batch.token_ids
         for fill in self._fills:
@@ -287,12 +297,11 @@ class CpuProgram:
         header[_NUM_SEGMENTS] = len(batch.segments)
         header[_NUM_ROWS] = rows
         header[_NUM_OUTPUT_ROWS] = outputs
-        self._last_rows = rows
+        self._last_threads = self._threads_for(rows)
         if rows <= kernel_abi.SPLIT_ROWS and self.num_threads > 1:
             self._reserve_partials(chunks)
         if self.tape.attention_sums is not None:
             self.tape.attention_sums[: len(batch.segments)] = 0
-        return rows
 
     def _result(self, batch: Batch) -> FloatArray:
         mass = self.tape.attention_sums
@@ -303,7 +312,8 @@ class CpuProgram:
         return self.tape.logits[: len(batch.output_rows)]
 
     def _threads_for(self, rows: int) -> int:
-        return self.decode_threads if rows <= DECODE_ROWS else self.num_threads
+        most = self._pool.num_threads
+        return most if rows > DECODE_ROWS or self._pool.has_own_count else min(self.decode_threads, most)
 
     def _reserve_partials(self, num_chunks: int) -> None:
         """Make room for what rows that see so many chunks in all keep of them, and for more than that next time."""

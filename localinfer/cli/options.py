@@ -112,7 +112,7 @@ def _kv_type(context: click.Context, parameter: click.Parameter, value: str) -> 
 
 
 _LOAD_NAMES = (
-    "model device gpu_layers threads context_length kv_type kv_memory kv_window disk_cache_folder"
+    "model device gpu_layers threads measure_again context_length kv_type kv_memory kv_window disk_cache_folder"
     " speculation draft chat_template overrides".split()
 )
 _ROPE_NAMES = (
@@ -156,6 +156,7 @@ load_options = options_group(
         default="auto",
     ),
     threads_option,
+    flag("--measure-again", "Measure anew how many threads decode fastest, which is done once a month."),
     option(
         "-c --context-length",
         "N",

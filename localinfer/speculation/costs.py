@@ -9,6 +9,7 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from localinfer.models.load.measurements import Told, time_in_turns
 
@@ -145,11 +146,18 @@ class VerificationCosts:
         return caps[::-1]
 
 
-def measure_costs(run: Callable[[int], object], most_rows: int, told: Told | None = None) -> tuple[list[float], bool]:
+class MeasuredCosts(NamedTuple):
+    """seconds: of passes over 1, 2, ... rows. is_calm, load: of the machine meanwhile, see `Timings`."""
+
+    seconds: list[float]
+    is_calm: bool
+    load: float | None
+
+
+def measure_costs(run: Callable[[int], object], most_rows: int, told: Told | None = None) -> MeasuredCosts:
     """Time `run(num_rows)`, one forward pass, for 1 to at most MAX_DRAFT_TOKENS + 1 rows; some sizes are interpolated.
 
-    told: as in `time_in_turns`.
-    Returns: seconds by rows, and whether repetitions agree, as they do on a machine that does nothing else.
+    told: as in `time_in_turns`. Whether repetitions agree tells a machine that does nothing else.
     """
     most_rows = min(most_rows, MAX_DRAFT_TOKENS + 1)
     if told is not None:
@@ -161,7 +169,7 @@ def measure_costs(run: Callable[[int], object], most_rows: int, told: Told | Non
     timed = time_in_turns({size: lambda size=size: run(size) for size in sizes}, told=told)  # type: ignore[misc]
     seconds = [_interpolated(timed.seconds, num_rows) for num_rows in range(1, most_rows + 1)]
     # More rows never take less, whatever the clock says.
-    return list(itertools.accumulate(seconds, max)), timed.is_calm
+    return MeasuredCosts(list(itertools.accumulate(seconds, max)), timed.is_calm, timed.load)
 
 
 def _interpolated(measured: dict[int, float], num_rows: int) -> float:

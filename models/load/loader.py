@@ -20,6 +20,7 @@ from localinfer.kernels.cpu import sampling, text_merging, token_history
 from localinfer.kernels.cpu.lower import MAX_BATCH_ROWS, lower_to_cpu
 from localinfer.kernels.cpu.program import POOL_KERNELS, ThreadPool
 from localinfer.kernels.cpu.weights import KERNELS as WEIGHT_KERNELS
+from localinfer.kernels.cpu.worker_threads import Priority
 from localinfer.kernels.jit.compile_ahead import compile_ahead
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.ops import WeightSource
@@ -155,6 +156,8 @@ def load_model(
     assistant: str | os.PathLike[str] | None = None,
     changes: ModelChanges | None = None,
     choose_context: Callable[[ModelFile, ModelConfig], int] | None = None,
+    priority: Priority = "normal",
+    measure_again: bool = False,
     progress: ProgressCallback | None = None,
 ) -> Model:
     """Load a GGUF file or a Hugging Face folder and compile its kernels.
@@ -172,6 +175,7 @@ def load_model(
     changes: settings in place of the file's.
     choose_context: called before anything large is read of a model that runs on the CPU; returns the context length to
         load it with, from the open file and the configuration with `context_length`.
+    priority: of the threads. measure_again: how many threads decode fastest, whatever earlier loads have found.
     Raises: ModelFileError or a subclass, RequestError for an invalid option, OutOfMemoryError.
     """
     check_gpu_layers(device, gpu_layers)
@@ -223,10 +227,10 @@ def load_model(
         # The tape's own kernels are compiled once the program is written.
         compile_ahead(SHARED_KERNELS, progress)
         if beside is None:
-            pool = ThreadPool(available_threads() if threads is None else checked_threads(threads))
+            pool = ThreadPool(available_threads() if threads is None else checked_threads(threads), priority=priority)
         shared_pool = pool if beside is None else beside.pool
         assert shared_pool is not None, "made here or by the model beside"
-        parts = Parts(config, file, shared_pool, kv_type, progress, chooses_threads=threads is None)
+        parts = Parts(config, file, shared_pool, kv_type, progress, threads is None, measure_again)
         written = None if placed is None else write_on_gpu(parts, *placed, is_required=device == "cuda")
         used, weights = "cuda", None
         drafts: tuple[tuple[HiddenProgram, ...], ...] = ()

@@ -3,7 +3,9 @@
 import contextlib
 import hashlib
 import json
+import os
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -22,6 +24,10 @@ _CALM_SPREAD = 1.15
 """Largest ratio of the median to the least time on an idle machine."""
 _CALM_SHARE = 0.75
 """Share of all times that lie less than twice as far above it there: medians miss work in a third of the time."""
+_CALM_LOAD = 0.1
+"""Largest load by other programs there, see `OtherLoad`: a program that is always busy slows all repetitions alike."""
+_LEAST_TICKS_SECONDS = 0.1
+"""Shorter intervals say little where the system counts in ticks."""
 _KEPT_SECONDS = 30 * 24 * 3600
 _MAX_BYTES = 1 << 16
 
@@ -33,10 +39,62 @@ Told = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Timings(Generic[Key]):
-    """seconds: the least time of each. is_calm: whether repetitions agree well enough to be cached."""
+    """seconds: the least time of each. is_calm: whether repetitions agree, and others do so little, that they may be
+    cached. load: by others, see `OtherLoad`; None if unknown."""
 
     seconds: dict[Key, float]
     is_calm: bool
+    load: float | None = None
+
+
+class OtherLoad:
+    """How busy other programs and threads keep the processors, from its making on.
+
+    On Linux the part of their time that this process's threads waited for a processor. Elsewhere the part of all
+    processors' time that others used, which is known of longer intervals only (untested).
+    """
+
+    def __init__(self) -> None:
+        self._began = time.perf_counter()
+        self._waits = _waiting_seconds()
+        self._used = _used_seconds() if self._waits is None else None
+
+    def measure(self) -> float | None:
+        """The load so far, from 0 to 1; None if unknown."""
+        if self._waits is not None:
+            run, waited = (after - before for after, before in zip(_waiting_seconds() or (), self._waits, strict=False))
+            return min(1.0, max(0.0, waited) / max(run + waited, 1e-9))
+        seconds = time.perf_counter() - self._began
+        if self._used is None or seconds < _LEAST_TICKS_SECONDS:
+            return None
+        used = (_used_seconds() or 0.0) - self._used
+        return min(1.0, max(0.0, used) / (seconds * (os.cpu_count() or 1)))
+
+
+def _waiting_seconds() -> tuple[float, float] | None:
+    """Seconds that this process's threads have run, and waited for a processor, by the Linux scheduler's statistics."""
+    if not sys.platform.startswith("linux"):
+        return None
+    run = waited = 0
+    try:
+        for thread in os.listdir("/proc/self/task"):
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                words = Path(f"/proc/self/task/{thread}/schedstat").read_bytes().split()
+                run, waited = run + int(words[0]), waited + int(words[1])
+    except (OSError, ValueError, IndexError):
+        return None
+    return (run / 1e9, waited / 1e9) if run else None
+
+
+def _used_seconds() -> float | None:
+    """Processor seconds of all other processes."""
+    import psutil
+
+    try:
+        times = psutil.cpu_times()
+    except (OSError, RuntimeError):
+        return None
+    return float(sum(times) - times.idle - getattr(times, "iowait", 0.0)) - time.process_time()
 
 
 def time_in_turns(
@@ -48,7 +106,7 @@ def time_in_turns(
     far above it, the machine was busy. A fast computation is run once more before it is timed, because sleeping threads
     take a millisecond to wake up, and in use none sleeps between two runs.
     """
-    now = time.perf_counter
+    now, others = time.perf_counter, OtherLoad()
     samples: dict[Key, list[float]] = {key: [] for key in runs}
     began = now()
     for repetition in range(repetitions):
@@ -70,27 +128,35 @@ def time_in_turns(
         and max(spreads) <= 2 * _CALM_SPREAD
         and every[int(_CALM_SHARE * len(every))] <= 2 * _CALM_SPREAD
     )
-    return Timings(least, is_calm)
+    load = others.measure()
+    return Timings(least, is_calm and (load is None or load <= _CALM_LOAD), load)
 
 
 def get_measurement(kind: str, key: str) -> dict[str, Any] | None:
-    """The values of `put_measurement` under this kind and key, for a month; None if missing or invalid."""
+    """The values of `put_measurement` under this kind and key, for a month; None if missing or invalid.
+
+    So is one that does not say what load by others it was made under: it may be that of a busy machine.
+    """
     path = _path(kind, key)
     if path is None:
         return None
     try:
         record = json.loads(read_bounded(path, _MAX_BYTES))
-        return record if 0 <= time.time() - float(record["measured_at"]) < _KEPT_SECONDS else None
+        is_calm = record["load"] is None or 0 <= float(record["load"]) <= _CALM_LOAD
+        return record if is_calm and 0 <= time.time() - float(record["measured_at"]) < _KEPT_SECONDS else None
     except (OSError, ValueError, KeyError, TypeError, ArithmeticError, RecursionError):
         return None
 
 
-def put_measurement(kind: str, key: str, **values: Any) -> None:
-    """Cache JSON-serializable values beside the compiled kernels; errors of the disk are ignored."""
+def put_measurement(kind: str, key: str, *, load: float | None, **values: Any) -> None:
+    """Cache JSON-serializable values beside the compiled kernels; errors of the disk are ignored.
+
+    load: by others while they were measured; what a busy machine measures is for the load that measured it only.
+    """
     path = _path(kind, key)
     if path is None:
         return
-    record = json.dumps({**values, "measured_at": time.time()}).encode()
+    record = json.dumps({**values, "load": load, "measured_at": time.time()}).encode()
     with contextlib.suppress(OSError):
         write_atomically(path, lambda file: write_all(file, record))
 

@@ -36,6 +36,7 @@ class Parts:
     kv_type: str
     progress: ProgressCallback | None
     chooses_threads: bool
+    measures_again: bool = False
 
 
 def write_on_cpu(
@@ -52,7 +53,9 @@ def write_on_cpu(
     weights.check_asked(parts.config)
     program = lower_to_cpu(graph, parts.pool, kv_layout, max_summed_tokens=max_summed_tokens, progress=parts.progress)
     if parts.chooses_threads and not parts.config.is_encoder:
-        choose_decode_threads(program, kv_layout, parts.file.num_bytes, parts.progress)
+        choose_decode_threads(
+            program, kv_layout, parts.file.num_bytes, parts.progress, measure_again=parts.measures_again
+        )
     _note(parts.file, weights)
     return program
 
@@ -124,8 +127,8 @@ def _write_split(parts: Parts, gpu: CudaDevice, placement: Placement) -> tuple[P
     on_cpu.check_asked(config)
     first = lower_to_cpu(graph, parts.pool, layout.host_part, max_output_rows=MAX_BATCH_ROWS, progress=progress)
     if parts.chooses_threads and num_first:
-        num_bytes = parts.file.num_bytes * num_first // config.num_layers
-        choose_decode_threads(first, layout.host_part, num_bytes, progress)
+        part_bytes = parts.file.num_bytes * num_first // config.num_layers
+        choose_decode_threads(first, layout.host_part, part_bytes, progress, measure_again=parts.measures_again)
     on_cpu.notes.update(on_gpu.notes)
     _note(parts.file, on_cpu)
     return SplitProgram(first, rest, layout), layout

@@ -1,7 +1,7 @@
 """The number of threads that decodes fastest: measured on the model, and cached per machine and model size.
 
 It depends on hybrid cores, shared caches and memory channels, so it is measured by decoding one token. A measurement on
-a busy machine is not cached, and a cached one is used once two loads agree.
+a busy machine holds for the load that made it, and is not cached; a cached one is used once two loads agree.
 """
 
 import os
@@ -42,14 +42,22 @@ def checked_threads(threads: int) -> int:
 
 
 def choose_decode_threads(
-    program: CpuProgram, kv_layout: KVLayout, weight_bytes: int, progress: ProgressCallback | None = None
+    program: CpuProgram,
+    kv_layout: KVLayout,
+    weight_bytes: int,
+    progress: ProgressCallback | None = None,
+    *,
+    measure_again: bool = False,
 ) -> None:
-    """Set the program's `decode_threads` to the fewest that decode within 3 % of the fastest."""
+    """Set the program's `decode_threads` to the fewest that decode within 3 % of the fastest.
+
+    measure_again: whatever earlier loads have found.
+    """
     if program.num_threads == 1:
         return
     # Shared by models of about the same size.
     key = f"{program.num_threads} {round(2 * float(np.log2(max(weight_bytes, 1))))}"
-    cached, loads = cached_count(key, program.num_threads)
+    cached, loads = (None, 0) if measure_again else cached_count(key, program.num_threads)
     if cached is not None and loads >= _ENOUGH_LOADS:
         program.decode_threads = cached
         return
@@ -58,7 +66,8 @@ def choose_decode_threads(
     best = min(timed.seconds.values())
     found = min(count for count, value in timed.seconds.items() if value * _LEAST_GAIN <= best)
     if timed.is_calm:
-        put_measurement("threads", key, decode_threads=found, loads=loads + 1 if found == cached else 1)
+        agreeing = loads + 1 if found == cached else 1
+        put_measurement("threads", key, load=timed.load, decode_threads=found, loads=agreeing)
     elif cached is not None:
         found = cached
     program.decode_threads = found

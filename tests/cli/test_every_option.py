@@ -42,7 +42,7 @@ GOOD = {
         --no-config --prompt Hi --max-tokens 1 --disk-cache-size 1MB --disk-cache-folder {folder} --json-schema {schema}
         {hi} --kv-window 256 --kv-type q8_0/f16 --kv-memory 64MB --grammar {grammar}
         {hi} --speculation draft --draft {demo} --regex a+
-        {hi} --model {mtp} --speculation mtp --threads 1
+        {hi} --model {mtp} --speculation mtp --threads 1 --measure-again
         {hi} --beams 2 --raw
     """,
     "chat": """
@@ -59,7 +59,7 @@ GOOD = {
         {brief} --stats
         {one} --kv-window 256
         {one} --speculation draft --draft {demo}
-        {one} --model {mtp} --speculation mtp --threads 1
+        {one} --model {mtp} --speculation mtp --threads 1 --measure-again
         {one} --continue
         {one} --session dogs
         -n 1 --no-history --lines
@@ -128,7 +128,7 @@ GOOD = {
         --kv-type q8_0/f16 --kv-memory 64MB --disk-cache-size 1MB --disk-cache-folder {folder} --port 0 --socket {sock}
         --kv-window 256 --no-tcp --context-length 512 --socket {sock}
         --speculation draft --draft {demo} --no-tcp --socket {sock}
-        --model {mtp} --speculation mtp --threads 1 --no-disk-cache --no-tcp --socket {sock}
+        --model {mtp} --speculation mtp --threads 1 --measure-again --no-disk-cache --no-tcp --socket {sock}
         --models {models} --host 127.0.0.1 --port 0 --socket {sock} --token-file {text} --allow-host x --strict-model
         --allow-origin http://a.example --allow-private-network --port 0 --socket {sock} --idle-unload 5 --verbose
         --memory-limit 1GB --max-generations 2 --shutdown-seconds 1 --until-stdin-ends --no-tcp --socket {sock}

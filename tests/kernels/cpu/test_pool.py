@@ -1,6 +1,7 @@
 """The worker pool: any number of threads, asleep when idle, closed once, unusable after a fork."""
 
 import gc
+import os
 import sys
 import threading
 import time
@@ -10,12 +11,14 @@ import pytest
 
 from localinfer.errors import ClosedError
 from localinfer.kernels.cpu import program as program_module
+from localinfer.kernels.cpu import worker_threads
 from localinfer.kernels.cpu.program import ThreadPool
 from localinfer.kernels.graph_builder import GraphBuilder
 from localinfer.kernels.ops import Buffer
 from localinfer.types import FloatArray
 from tests.kernels.cpu.tape_runs import random_rows, run_rows
 from tests.kernels.subprocesses import run
+from tests.limits import seconds
 
 LONGER_THAN_SPINNING_SECONDS = 0.1
 
@@ -70,7 +73,7 @@ def test_an_interrupt_between_the_steps_of_a_run_leaves_the_pool_usable(
     when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pool, x = ThreadPool(3), random_rows(3, 100, 6)
-    start, finish = program_module._START_RUN, program_module._FINISH_RUN
+    start, finish = program_module.START_RUN, program_module.FINISH_RUN
 
     def interrupted_start(control: int, num_threads: int) -> int:
         if when == "while waking":
@@ -79,7 +82,7 @@ def test_an_interrupt_between_the_steps_of_a_run_leaves_the_pool_usable(
 
     def interrupted_finish(control: int) -> int:
         # Only once: the pool must be able to finish what it started.
-        monkeypatch.setattr(program_module, "_FINISH_RUN", finish)
+        monkeypatch.setattr(program_module, "FINISH_RUN", finish)
         if when == "after the walk":
             finish(control)
         raise KeyboardInterrupt
@@ -89,9 +92,9 @@ def test_an_interrupt_between_the_steps_of_a_run_leaves_the_pool_usable(
             doubled(pool, x)
             idle(pause)
             if "walk" in when:
-                monkeypatch.setattr(program_module, "_FINISH_RUN", interrupted_finish)
+                monkeypatch.setattr(program_module, "FINISH_RUN", interrupted_finish)
             else:
-                monkeypatch.setattr(program_module, "_START_RUN", interrupted_start)
+                monkeypatch.setattr(program_module, "START_RUN", interrupted_start)
             with pytest.raises(KeyboardInterrupt):
                 doubled(pool, x)
             monkeypatch.undo()
@@ -206,3 +209,114 @@ pool.close()
 print(equal, set(sums) == {10_000.0})
 """
     assert run(code, NUMBA_THREADING_LAYER="workqueue")[0] == "True True"
+
+
+def nice_values() -> dict[str, int]:
+    """Of this process's threads, by name."""
+    return {
+        thread.name: os.getpriority(os.PRIO_PROCESS, thread.native_id)
+        for thread in threading.enumerate()
+        if thread.native_id is not None
+    }
+
+
+def test_a_pool_takes_another_number_of_threads_between_two_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 6)
+    pool, x = ThreadPool(2), random_rows(20, 500, 1)
+    try:
+        for count in (1, 5, 3, 6, None, 2, 1, 6):
+            pool.ask_threads(count)
+            before = pool.num_threads
+            pool.settle()
+            assert (pool.num_threads, pool.has_own_count) == (count or 2, count is not None), before
+            np.testing.assert_array_equal(doubled(pool, x), 2 * x)
+        # Threads that are not needed sleep, and none was started twice.
+        assert len(workers()) == 5
+    finally:
+        pool.close()
+    assert not workers()
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_threads_of_the_background_are_others_than_the_hosts(num_threads: int) -> None:
+    pool, x = ThreadPool(num_threads), random_rows(20, 500, 1)
+    caller = os.getpriority(os.PRIO_PROCESS, 0) if hasattr(os, "getpriority") else 0
+    try:
+        for priority in ("background", "normal", "background"):
+            pool.ask_priority(priority)
+            pool.settle()
+            for _ in range(3):
+                np.testing.assert_array_equal(doubled(pool, x), 2 * x)
+            names = {thread.name for thread in workers()}
+            first = 0 if priority == "background" else 1
+            assert names == {f"localinfer-{index}" for index in range(first, num_threads)}
+            if sys.platform.startswith("linux"):
+                wanted = caller if priority == "normal" else max(caller, 10)
+                found = nice_values()
+                assert {found[name] for name in names} <= {wanted}
+                assert found[threading.current_thread().name] == caller
+    finally:
+        pool.close()
+    assert not workers()
+
+
+def test_threads_of_the_background_sleep_when_there_is_nothing_to_do() -> None:
+    pool, x = ThreadPool(3, priority="background"), random_rows(3, 100, 2)
+    try:
+        doubled(pool, x)
+        assert idle(0.3) < 0.15
+        np.testing.assert_array_equal(doubled(pool, x), 2 * x)
+    finally:
+        pool.close()
+
+
+@pytest.mark.parametrize("is_begun", [False, True])
+def test_an_interrupt_of_who_waits_for_the_background_leaves_no_run_behind(
+    is_begun: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool, x = ThreadPool(2, priority="background"), random_rows(20, 500, 1)
+    runs = pool._workers._runs
+
+    class Interrupted:
+        def put(self, run: worker_threads.Run) -> None:
+            if is_begun:
+                runs.put(run)
+                run.is_done.wait(seconds(10))
+            raise KeyboardInterrupt
+
+    try:
+        doubled(pool, x)
+        with monkeypatch.context() as interrupted:
+            interrupted.setattr(pool._workers, "_runs", Interrupted())
+            with pytest.raises(KeyboardInterrupt):
+                doubled(pool, x)
+        np.testing.assert_array_equal(doubled(pool, x), 2 * x)
+    finally:
+        pool.close()
+
+
+def test_threads_that_cannot_be_started_later_leave_those_there_are(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(os, "cpu_count", lambda: 6)
+    pool, x = ThreadPool(2), random_rows(20, 500, 1)
+    try:
+        with monkeypatch.context() as scarce:
+            scarce.setattr(threading.Thread, "start", refuse)
+            pool.ask_threads(4)
+            pool.settle()
+        assert pool.num_threads == 2 and "starts 2 threads, not 4" in caplog.text
+        np.testing.assert_array_equal(doubled(pool, x), 2 * x)
+    finally:
+        pool.close()
+
+
+def test_a_closed_pool_starts_no_threads() -> None:
+    pool = ThreadPool(2)
+    pool.close()
+    pool.ask_priority("background")
+    pool.settle()
+    assert not workers()

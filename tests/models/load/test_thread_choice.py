@@ -44,6 +44,7 @@ class ScriptedProgram:
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(measurements, "CACHE_FOLDER", tmp_path)
+    monkeypatch.setattr(measurements.OtherLoad, "measure", lambda _: 0.0)
     return tmp_path
 
 
@@ -104,6 +105,62 @@ def test_what_a_busy_machine_measures_is_not_kept_and_does_not_change_what_is(
     kept = [path.read_text("utf-8") for path in folder.iterdir()]
     assert choose({1: 0.1, 2: 0.5}, monkeypatch, beside=busy).decode_threads == 2
     assert [path.read_text("utf-8") for path in folder.iterdir()] == kept
+
+
+def test_a_machine_that_is_always_busy_is_measured_by_every_load(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as busy:
+        busy.setattr(measurements.OtherLoad, "measure", lambda _: 0.4)
+        for _ in range(3):
+            found = choose({1: 1.0, 2: 1.5}, busy)
+            assert (found.decode_threads, found.runs > 0) == (1, True)
+        assert not list(folder.iterdir())
+    for _ in range(2):
+        assert choose({1: 1.0, 2: 0.5}, monkeypatch).decode_threads == 2
+    with monkeypatch.context() as busy:
+        busy.setattr(measurements.OtherLoad, "measure", lambda _: 0.4)
+        again = choose({1: 1.0, 2: 1.5}, busy)
+    assert (again.decode_threads, again.runs) == (2, 0)
+    (path,) = folder.iterdir()
+    assert json.loads(path.read_text("utf-8"))["load"] == 0.0
+
+
+@pytest.mark.parametrize("changes", [{"load": 0.4}, {"load": "x"}, {"measured_at": 0.0}])
+def test_a_measurement_of_a_busy_machine_or_of_last_month_is_not_believed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, object]
+) -> None:
+    for _ in range(2):
+        choose({1: 1.0, 2: 0.5}, monkeypatch)
+    (path,) = folder.iterdir()
+    path.write_text(json.dumps(json.loads(path.read_text("utf-8")) | changes), "utf-8")
+    assert choose({1: 0.1, 2: 0.5}, monkeypatch).decode_threads == 1
+
+
+def test_a_measurement_without_its_load_is_not_believed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for _ in range(2):
+        choose({1: 1.0, 2: 0.5}, monkeypatch)
+    (path,) = folder.iterdir()
+    record = json.loads(path.read_text("utf-8"))
+    del record["load"]
+    path.write_text(json.dumps(record), "utf-8")
+    assert choose({1: 0.1, 2: 0.5}, monkeypatch).decode_threads == 1
+
+
+def test_what_was_measured_is_measured_again_when_asked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for _ in range(2):
+        choose({1: 1.0, 2: 0.5}, monkeypatch)
+    program = ScriptedProgram({1: 0.1, 2: 0.5}, monkeypatch)
+    choose_decode_threads(program, LAYOUT, 1 << 30, measure_again=True)  # type: ignore[arg-type]
+    assert (program.decode_threads, program.runs > 0) == (1, True)
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="the scheduler's statistics are of Linux")
+def test_load_by_others_is_the_time_that_threads_wait_for_a_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [(1.0, 0.5), (1.6, 0.9)]
+    monkeypatch.setattr(measurements, "_waiting_seconds", lambda: now.pop(0))
+    assert measurements.OtherLoad().measure() == pytest.approx(0.4)
+    monkeypatch.undo()
+    found = measurements._waiting_seconds()
+    assert found is None or (found[0] > 0 and found[1] >= 0)
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"decode_threads": 9, "measured_at": 0}', '{"decode_threads": "x"}'])

@@ -15,6 +15,7 @@ from localinfer.kernels.cpu.kernel_abi import (
     ARRIVED,
     BATCH,
     GENERATION,
+    IDLE_SPINS,
     MAX_THREADS,
     NEXT_UNIT,
     NUM_OPS,
@@ -23,11 +24,9 @@ from localinfer.kernels.cpu.kernel_abi import (
     RELEASED,
     SLEEPING,
     STOPPING,
+    YIELD_SPINS,
 )
 from localinfer.kernels.jit.numba import entry, inline
-
-_SPINS_BEFORE_YIELD = 500
-_SPINS_BEFORE_SLEEP = 20000
 
 
 @inline
@@ -63,10 +62,12 @@ def _barrier(control: int, num_threads: int) -> None:
         store_i64(control + NEXT_UNIT, 0)
         atomic_store(control + RELEASED, released + 1)
         return
+    spins_before_yield = load_i64(control + YIELD_SPINS)
     spins = 0
     while atomic_load(control + RELEASED) == released:
         spins += 1
-        if spins % _SPINS_BEFORE_YIELD == 0:
+        if spins == spins_before_yield:
+            spins = 0
             yield_processor()
         spin_hint()
 
@@ -107,8 +108,9 @@ def finish_run(control: int) -> int:
 @entry("q", "qqq")
 def work(control: int, thread: int, seen: int) -> int:
     """Do runs until idle for a while; returns the last generation seen, or -1 to end the thread."""
+    spins_before_sleep = load_i64(control + IDLE_SPINS)
     spins = 0
-    while spins < _SPINS_BEFORE_SLEEP:
+    while spins < spins_before_sleep:
         generation = atomic_load(control + GENERATION)
         if generation == seen:
             spins += 1
