@@ -8,10 +8,13 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
+from localinfer.extras import require
+
 
 @cache
 def grid_vectors(name: str) -> NDArray[np.int8]:
     """Return int8[entries, 4 or 8], the vectors that codes of a type select, by the type's name in the format."""
+    require("gguf", f"the table of {name}")
     import gguf.quants  # imports for a quarter of a second, and few models need it
 
     table = getattr(gguf.quants, name)

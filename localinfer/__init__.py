@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from localinfer.embedding import RankedDocument
     from localinfer.engine.beam_search import Beam
     from localinfer.engine.scheduler import EngineLimits
+    from localinfer.folders import set_cache_folder
+    from localinfer.freezing import freeze_support
     from localinfer.generation_options import GenerationOptions
     from localinfer.llm import LLM, BeamCompletion, ChatOptions, Prompt
     from localinfer.loading import load, load_tokenizer
@@ -69,8 +71,10 @@ __all__ = [
     "aload",
     "availability",
     "errors",
+    "freeze_support",
     "load",
     "load_tokenizer",
+    "set_cache_folder",
 ]
 
 _MODULE_OF = {
@@ -104,9 +108,14 @@ _MODULE_OF = {
     "ToolChoice": "localinfer.chat.messages",
     "aload": "localinfer.async_api",
     "availability": "localinfer.model_availability",
+    "freeze_support": "localinfer.freezing",
     "load": "localinfer.loading",
     "load_tokenizer": "localinfer.loading",
+    "set_cache_folder": "localinfer.folders",
 }
+
+_LIGHT = ("localinfer.async_api", "localinfer.chat.constraints", "localinfer.folders", "localinfer.freezing")
+"""Modules that need neither NumPy nor LLVM."""
 
 
 def __getattr__(name: str) -> Any:
@@ -118,7 +127,7 @@ def __getattr__(name: str) -> Any:
     module = _MODULE_OF.get(name)
     if module is None:
         raise AttributeError(f"module 'localinfer' has no attribute {name!r}")
-    if module not in ("localinfer.async_api", "localinfer.chat.constraints"):
+    if module not in _LIGHT:
         import_module("localinfer.kernels.address_space").require_libraries()
     value = getattr(import_module(module), name)
     globals()[name] = value

@@ -16,6 +16,7 @@ LocalinferError
 |-- DownloadError                  a model cannot be brought from the hub
 |   `-- HubUnreachableError        it does not answer, or may not be asked
 |-- BackendUnavailableError        the requested device or instruction set is not available
+|-- MissingPackageError            a part is used whose packages are not installed
 |-- OutOfMemoryError               a budget the caller set would be exceeded
 |-- LoadCancelledError             the event given to `load` was set before the model was there
 |-- OverloadedError                the queue of waiting requests is full
@@ -114,6 +115,14 @@ class HubUnreachableError(DownloadError):
 
 class BackendUnavailableError(LocalinferError):
     """The requested device or instruction set is not available on this machine."""
+
+
+class MissingPackageError(LocalinferError):
+    """A part of localinfer is used whose packages are not installed; `extra`: what to install, as in its message."""
+
+    def __init__(self, message: str, *, extra: str) -> None:
+        super().__init__(message)
+        self.extra = extra
 
 
 class OutOfMemoryError(LocalinferError):

@@ -20,11 +20,43 @@ _XDG = {
 """Variable and folder in the home folder, of the XDG Base Directory Specification 0.8."""
 
 
+CACHE_VARIABLE = "LOCALINFER_CACHE"
+"""Environment variable with the folder of all caches, for applications that are not Python."""
+
+_chosen: list[Path] = []
+
+
+def set_cache_folder(path: str | os.PathLike[str] | None) -> None:
+    """Keep everything that is cached (compiled kernels, measurements, prompts) in a folder, from now on.
+
+    path: of a folder that need not exist, such as one of the application's own; None: back to `LOCALINFER_CACHE`, or
+        this user's cache folder. Set it before the first model is loaded: what is open stays where it is. It changes no
+        result. Raises: RequestError.
+    """
+    if path is None:
+        _chosen.clear()
+        return
+    if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str) or not os.fspath(path):
+        raise RequestError(f"the cache folder is {path!r:.80}; give the path of a folder, or None for the default")
+    _chosen[:] = [expand_home(path).absolute()]
+
+
+def chosen_cache_folder() -> Path | None:
+    """The folder of `set_cache_folder`, or None."""
+    return _chosen[0] if _chosen else None
+
+
 def user_folder(kind: FolderKind) -> Path | None:
     """localinfer's folder for this user, which need not exist.
 
-    None without a home folder (no HOME and no entry in the user database, or a relative HOME).
+    The one for caches may be chosen by `set_cache_folder` or the variable LOCALINFER_CACHE. None without a home folder
+    (no HOME and no entry in the user database, or a relative HOME).
     """
+    if kind == "cache":
+        if _chosen:
+            return _chosen[0]
+        if os.environ.get(CACHE_VARIABLE):
+            return expand_home(os.environ[CACHE_VARIABLE]).absolute()
     if sys.platform in ("darwin", "win32"):
         return _platform_folder(kind)
     variable, below = _XDG[kind]

@@ -1,6 +1,5 @@
 """What `localinfer.load` was asked for: its options, checked together before any file is read."""
 
-import logging
 import os
 import threading
 from collections.abc import Mapping
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
     from localinfer.models.load.model_changes import ModelChanges
     from localinfer.persistence.prompt_cache import DiskOptions
     from localinfer.quant.checkpoint.model_file import ModelFile
-
-logger = logging.getLogger(__name__)
 
 DEVICES = ("auto", "cpu", "cuda")
 
@@ -179,7 +176,7 @@ def disk_options(disk_cache: bool | int, folder: str | os.PathLike[str] | None) 
 
     chosen = conversations_folder(None if folder is None else check_path("disk_cache_folder", folder))
     if chosen is None:
-        logger.warning("prompts are not cached on disk: this user has no home folder; give a disk_cache_folder")
+        # A user without a home folder is told so when kernels find no place there either.
         return None
     return DiskOptions(chosen, DEFAULT_MAX_BYTES if disk_cache is True else disk_cache)
 

@@ -5,6 +5,7 @@ that the PTX depends on, and a checksum in every file. A start that finds all it
 """
 
 import functools
+import gc
 import os
 import re
 import sys
@@ -14,7 +15,8 @@ from pathlib import Path
 
 from localinfer.errors import BackendUnavailableError
 from localinfer.kernels.jit import object_cache
-from localinfer.kernels.jit.compile_ahead import can_start_python, run_children
+from localinfer.kernels.jit.compile_ahead import can_start_children, run_children
+from localinfer.kernels.jit.unused_keys import note_use
 from localinfer.kernels.source_digests import combined, source_digests
 from localinfer.kernels.versions import installed_version
 from localinfer.types import ProgressCallback
@@ -26,15 +28,6 @@ STAGE = "compiling CUDA kernels (once per machine)"
 _MAX_CHILDREN = 8
 MIN_SHARE = 4
 """Kernels that are worth a process: importing the compilers takes as long as compiling some."""
-
-CHILD_CODE = """
-import gc, json, sys
-gc.disable()
-sys.path[:], [keys, capability] = json.loads(sys.argv[1])
-from localinfer.kernels.cuda.kernel_cache import kernel_ptx
-for name, constants in keys:
-    kernel_ptx((name, tuple(constants)), tuple(capability))
-"""
 
 KernelKey = tuple[str, tuple[int, ...]]
 """A kernel: "module.function" of `kernels.cuda.compiled`, and the constants it is made for."""
@@ -62,15 +55,20 @@ def require_numba_cuda() -> None:
 @functools.cache
 def cache_folder() -> Path | None:
     """Where kernels are kept, or None where the sources are unknown or no folder is private."""
-    if object_cache.CACHE_FOLDER is None:
+    beside = object_cache.cache_folder()
+    if beside is None:
         return None
     digests = source_digests("kernels")
     if digests is None:
         return None
     own = {name: digest for name, digest in digests.items() if name.startswith(("kernels/cuda/", *SHARED_SOURCES))}
-    versions = "-".join(f"{name}{installed_version(name)}" for name in ("numba", "numba-cuda", "llvmlite"))
+    packages = ("numba", "numba-cuda", "llvmlite")
+    versions = "-".join([installed_version("localinfer"), *(f"{name}{installed_version(name)}" for name in packages)])
     name = f"cuda-py{sys.version_info.major}{sys.version_info.minor}-{versions}-{combined(own)}"
-    return object_cache.private_folder(object_cache.CACHE_FOLDER.parent / name)
+    folder = object_cache.private_folder(beside.parent / name)
+    if folder is not None:
+        note_use(folder)
+    return folder
 
 
 def _path(key: KernelKey, capability: tuple[int, int]) -> Path | None:
@@ -103,6 +101,14 @@ def kernel_ptx(key: KernelKey, capability: tuple[int, int]) -> bytes:
     return code
 
 
+def compile_share(share: tuple[Sequence[tuple[str, Sequence[int]]], Sequence[int]]) -> None:
+    """Compile kernels for a compute capability, both as lists of JSON: the task of a child process."""
+    gc.disable()
+    keys, (major, minor) = share
+    for name, constants in keys:
+        kernel_ptx((name, tuple(constants)), (major, minor))
+
+
 def compile_all(keys: Sequence[KernelKey], capability: tuple[int, int], progress: ProgressCallback | None) -> None:
     """Have all of these on disk, compiled by child processes where that is sooner, and say how far it is."""
     missing = [key for key in dict.fromkeys(keys) if not _is_stored(key, capability)]
@@ -113,9 +119,9 @@ def compile_all(keys: Sequence[KernelKey], capability: tuple[int, int], progress
         return True
 
     count = min(os.cpu_count() or 1, _MAX_CHILDREN, len(missing) // MIN_SHARE)
-    if count > 1 and cache_folder() is not None and can_start_python():
+    if count > 1 and cache_folder() is not None and can_start_children():
         # Neighbours are alike in size, so dealing them out in turns balances the work.
-        run_children(CHILD_CODE, [(missing[first::count], capability) for first in range(count)], report)
+        run_children("cuda", [(missing[first::count], capability) for first in range(count)], report)
     for index, key in enumerate(missing):
         if progress is not None:
             progress(STAGE, index, len(missing))

@@ -1,7 +1,7 @@
 """Compile missing kernels before a model runs, in child processes: one per core, so that Numba's memory is released.
 
-If no child process can be started (a frozen application, no cache folder), kernels are compiled in this process, one
-after the other, which is slower and needs about 100 MB more.
+If no child process can be started (a frozen application without `localinfer.freeze_support()`, no cache folder),
+kernels are compiled in this process, one after the other, which is slower and needs about 100 MB more.
 """
 
 import json
@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+from localinfer import freezing
+from localinfer.folders import CACHE_VARIABLE, chosen_cache_folder
 from localinfer.kernels.jit import object_cache
 from localinfer.kernels.jit.object_cache import Kernel
 from localinfer.types import ProgressCallback
@@ -20,19 +22,18 @@ STAGE = "compiling kernels (once per machine)"
 
 LINK_STAGE = "linking kernels"
 
-_END_WITH_PARENT = """
-import os, threading
-threading.Thread(target=lambda: (os.read(0, 1), os._exit(1)), daemon=True).start()
-"""
-"""Of a child process: it ends when its standard input does, in the middle of a kernel too."""
-
 _CHILD = """
 import json, sys
-sys.path[:], names = json.loads(sys.argv[1])
-from localinfer.kernels.jit.object_cache import Kernel
-for name in names:
-    assert Kernel(name).address
+sys.path[:], task, share = json.loads(sys.argv[1])
+from localinfer import freezing
+freezing.run_task(task, share)
 """
+
+
+def compile_share(names: Sequence[str]) -> None:
+    """Compile kernels by their names: the task of a child process."""
+    for name in names:
+        assert Kernel(name).address
 
 
 def compile_ahead(kernels: Iterable[Kernel], progress: ProgressCallback | None = None) -> None:
@@ -42,7 +43,7 @@ def compile_ahead(kernels: Iterable[Kernel], progress: ProgressCallback | None =
     the child processes; one that compiles in this process goes on to the end of its kernel.
     """
     missing = [kernel for kernel in dict.fromkeys(kernels) if not kernel.is_cached]
-    if missing and object_cache.CACHE_FOLDER is not None and can_start_python():
+    if missing and object_cache.cache_folder() is not None and can_start_children():
         _compile_in_children(missing, progress)
     for kernel in missing:
         if not kernel.is_cached:
@@ -72,22 +73,18 @@ def _compile_in_children(missing: Sequence[Kernel], progress: ProgressCallback |
         return True
 
     # Neighbours on a tape are similar in size, so a round robin balances the work.
-    run_children(_CHILD, [[kernel.name for kernel in missing[first::count]] for first in range(count)], go_on)
+    run_children("cpu", [[kernel.name for kernel in missing[first::count]] for first in range(count)], go_on)
 
 
-def run_children(code: str, shares: Sequence[object], go_on: Callable[[], bool]) -> None:
-    """Run Python code in child processes until all have ended, or `go_on`, called every 50 ms, returns False.
+def run_children(task: str, shares: Sequence[object], go_on: Callable[[], bool]) -> None:
+    """Run a task of `freezing.TASKS` in child processes, one for each share, which is passed as JSON.
 
-    Each child gets [sys.path, its share] as JSON in sys.argv[1], and ends when this process does. Its failures are
-    ignored; what `go_on` raises ends the children.
+    Ends when all have ended, or `go_on`, called every 50 ms, returns False. Failures are ignored.
     """
     children: list[subprocess.Popen[bytes]] = []
     try:
         for share in shares:
-            try:
-                children.append(_start(code, share))
-            except OSError:
-                return
+            children.append(_start(task, share))
         while any(child.poll() is None for child in children) and go_on():
             time.sleep(0.05)
     finally:
@@ -107,18 +104,27 @@ def _report(missing: Sequence[Kernel], progress: ProgressCallback | None) -> Non
         progress(f"{STAGE}: {waiting[0]}" if waiting else STAGE, done, len(missing))
 
 
-def can_start_python() -> bool:
-    """Whether sys.executable is a Python interpreter, not a frozen application."""
+def can_start_children() -> bool:
+    """Whether sys.executable is a Python interpreter, or an application that lets its children compile."""
+    return _is_python() or (bool(sys.executable) and freezing.is_supported())
+
+
+def _is_python() -> bool:
     name = Path(sys.executable or "").name.lower()
     return not getattr(sys, "frozen", False) and name.startswith(("python", "pypy"))
 
 
-def _start(code: str, share: object) -> subprocess.Popen[bytes]:
-    paths = [path or os.getcwd() for path in sys.path]
+def _start(task: str, share: object) -> subprocess.Popen[bytes]:
+    if _is_python():
+        paths = [path or os.getcwd() for path in sys.path]
+        words = [sys.executable, "-c", _CHILD, json.dumps([paths, task, share])]
+    else:
+        words = [sys.executable, freezing.CHILD_OPTION, json.dumps([task, share])]
+    chosen = chosen_cache_folder()
     return subprocess.Popen(
-        [sys.executable, "-c", _END_WITH_PARENT + code, json.dumps([paths, share])],
-        # Nothing is ever written: the system closes it when this process ends, however it ends.
-        stdin=subprocess.PIPE,
+        words,
+        env=None if chosen is None else {**os.environ, CACHE_VARIABLE: str(chosen)},
+        stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         creationflags=getattr(subprocess, "CREATE_NO_WINDOW", 0),

@@ -1,9 +1,9 @@
 """Compiled kernels as object files in a private folder: compiled by Numba once per machine, linked by LLVM at start.
 
 A warm start does not import Numba, which would take more time and memory than the rest of it. The folder's name is a
-key of everything that compiled kernels depend on: versions of Python and Numba, CPU and features, instruction set,
-Numba's settings, and a hash of every kernel source. A file with a wrong checksum is compiled again. The files are code,
-so the folder must be private.
+key of everything that compiled kernels depend on: versions of localinfer, Python and Numba, CPU and features,
+instruction set, Numba's settings, and a hash of every kernel source. A file with a wrong checksum is compiled again.
+The files are code, so the folder must be private. Folders of keys that nobody uses any more are removed.
 """
 
 import contextlib
@@ -21,9 +21,10 @@ from typing import Any
 from llvmlite import binding as llvm
 
 from localinfer.files import read_bounded, write_all, write_atomically
-from localinfer.folders import make_private, temporary_folder, user_folder
+from localinfer.folders import chosen_cache_folder, make_private, temporary_folder, user_folder
 from localinfer.kernels import address_space
 from localinfer.kernels.jit import isa
+from localinfer.kernels.jit.unused_keys import note_use
 from localinfer.kernels.source_digests import UNKNOWN_SOURCES, UNKNOWN_SOURCES_WAY_OUT, combined, source_digests
 from localinfer.kernels.versions import installed_version
 
@@ -71,7 +72,7 @@ def cache_key() -> str | None:
     machine = hashlib.sha256(f"{host} {overrides}".encode()).hexdigest()[:12]
     python = f"py{sys.version_info.major}{sys.version_info.minor}"
     versions = f"{python}-numba{installed_version('numba')}-llvmlite{installed_version('llvmlite')}"
-    return f"{versions}-{isa.SELECTED.value}-{machine}-{sources}"
+    return f"{installed_version('localinfer')}-{versions}-{isa.SELECTED.value}-{machine}-{sources}"
 
 
 def private_folder(folder: Path) -> Path | None:
@@ -83,7 +84,15 @@ def private_folder(folder: Path) -> Path | None:
     return None
 
 
-def _cache_folder() -> Path | None:
+def cache_folder() -> Path | None:
+    """Where compiled kernels are kept, or None, after one warning, if they cannot be; found once, when first asked."""
+    with _lock:
+        return _cache_folder(chosen_cache_folder())
+
+
+@functools.cache
+def _cache_folder(chosen: Path | None) -> Path | None:
+    """The folder while the application has chosen this one for all caches, or none."""
     key = cache_key()
     if key is None:
         _warn(f"kernels are compiled at every start: {UNKNOWN_SOURCES}; {UNKNOWN_SOURCES_WAY_OUT}")
@@ -92,18 +101,21 @@ def _cache_folder() -> Path | None:
     wanted = None if cache is None else cache / "kernels"
     found = None if wanted is None else _inside(wanted, key)
     if found is not None:
+        note_use(found)
         return found
     if wanted is None:
-        problem, way_out = "this user has no home folder", "set HOME, or XDG_CACHE_HOME, to a folder of yours"
+        problem, way_out = "this user has no home folder", "set LOCALINFER_CACHE to a folder of yours"
     else:
         problem = f"{wanted} is not a folder that only this user can write"
-        way_out = "remove it, or set its owner and mode 0700, or set XDG_CACHE_HOME to a folder of yours"
+        way_out = "remove it, or set its owner and mode 0700, or set LOCALINFER_CACHE to a folder of yours"
     temporary = temporary_folder()
     instead = None
     if temporary is not None and private_folder(temporary) is not None:
         instead = _inside(temporary / "kernels", key)
     result = "kernels are compiled at every start" if instead is None else f"compiled kernels are kept in {temporary}"
-    _warn(f"{problem}, so {result}; {way_out}")
+    # One notice for all: what else is kept for a user has no place either.
+    others = " and nothing else is cached" if wanted is None else ""
+    _warn(f"{problem}, so {result}{others}; {way_out}")
     return instead
 
 
@@ -114,9 +126,6 @@ def _inside(parent: Path, key: str) -> Path | None:
 
 def _warn(message: str) -> None:
     warnings.warn(message, RuntimeWarning, stacklevel=4)
-
-
-CACHE_FOLDER = _cache_folder()
 
 
 class Kernel:
@@ -142,7 +151,7 @@ class Kernel:
     @property
     def is_cached(self) -> bool:
         """Whether it is compiled."""
-        return self.name in _addresses or (CACHE_FOLDER is not None and _path(self.name).exists())
+        return self.name in _addresses or ((path := _path(self.name)) is not None and path.exists())
 
 
 class Function(Kernel):
@@ -168,14 +177,15 @@ _addresses: dict[str, int] = {}
 def _address(name: str) -> int:
     with _lock:
         if name not in _addresses:
-            code = None if CACHE_FOLDER is None else stored(_path(name))
+            path = _path(name)
+            code = None if path is None else stored(path)
             if code is None:
                 address_space.require(_COMPILER_BYTES, "compiling kernels")
                 from localinfer.kernels.jit.numba import compile_kernel
 
                 code = compile_kernel(name)
-                if CACHE_FOLDER is not None:
-                    store(_path(name), code)
+                if path is not None:
+                    store(path, code)
             address_space.require(_LINKER_BYTES + 4 * len(code), "linking compiled kernels")
             engine = _engine()
             engine.add_object_file(llvm.ObjectFileRef.from_data(code))
@@ -211,9 +221,9 @@ def target_machine() -> Any:
     )
 
 
-def _path(name: str) -> Path:
-    assert CACHE_FOLDER is not None, "asked for only where there is a folder"
-    return CACHE_FOLDER / f"{name}.o"
+def _path(name: str) -> Path | None:
+    folder = cache_folder()
+    return None if folder is None else folder / f"{name}.o"
 
 
 def stored(path: Path) -> bytes | None:

@@ -15,7 +15,7 @@ from localinfer.kernels.cpu.memory import Arena, address, aligned_zeros
 from localinfer.kernels.cpu.parameters import BATCH, MULTIPLY, READ_MEMORY
 from localinfer.kernels.cpu.program import ThreadPool
 from localinfer.kernels.jit import isa
-from localinfer.kernels.jit.object_cache import CACHE_FOLDER, Kernel
+from localinfer.kernels.jit.object_cache import Kernel, cache_folder
 from localinfer.types import ProgressCallback
 
 _READ_MEMORY = Kernel("roofline.read_memory")
@@ -85,7 +85,8 @@ def instruction_set() -> str:
 
 def num_compiled_kernels() -> int:
     """Compiled kernels in the cache."""
-    return 0 if CACHE_FOLDER is None else sum(1 for _ in CACHE_FOLDER.glob("*.o"))
+    folder = cache_folder()
+    return 0 if folder is None else sum(1 for _ in folder.glob("*.o"))
 
 
 def _seconds(

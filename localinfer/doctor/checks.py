@@ -99,12 +99,13 @@ def _bandwidth() -> Facts:
 
 def _kernels() -> Facts:
     from localinfer.kernels.cpu.program import POOL_KERNELS
-    from localinfer.kernels.jit.object_cache import CACHE_FOLDER
+    from localinfer.kernels.jit.object_cache import cache_folder
 
-    files = [] if CACHE_FOLDER is None else list(CACHE_FOLDER.glob("*.o"))
+    folder = cache_folder()
+    files = [] if folder is None else list(folder.glob("*.o"))
     compilers = min(os.cpu_count() or 1, _MOST_COMPILERS)
     return {
-        "folder": None if CACHE_FOLDER is None else str(CACHE_FOLDER),
+        "folder": None if folder is None else str(folder),
         "num_compiled": len(files),
         "num_bytes": sum(file.stat().st_size for file in files),
         "is_compiled": bool(files) and all(kernel.is_cached for kernel in POOL_KERNELS),

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from localinfer.files import read_bounded, write_all, write_atomically
-from localinfer.kernels.jit.object_cache import CACHE_FOLDER
+from localinfer.kernels.jit.object_cache import cache_folder
 
 _REPETITIONS = 7
 _LEAST_REPETITIONS = 3
@@ -162,6 +162,5 @@ def put_measurement(kind: str, key: str, *, load: float | None, **values: Any) -
 
 
 def _path(kind: str, key: str) -> Path | None:
-    if CACHE_FOLDER is None:
-        return None
-    return CACHE_FOLDER / f"{kind}-{hashlib.sha256(key.encode()).hexdigest()[:12]}.json"
+    folder = cache_folder()
+    return None if folder is None else folder / f"{kind}-{hashlib.sha256(key.encode()).hexdigest()[:12]}.json"

@@ -16,13 +16,13 @@ from localinfer.kernels.source_digests import combined, digests_of
 from localinfer.persistence.fingerprint import NOT_COMPUTING
 from tests.kernels.subprocesses import REPOSITORY, finish, start
 
-FORMS = ("files", "bytecode", "zip")
+FORMS = ("files", "bytecode", "zip", "frozen")
 KEYS = """
 import json
 from localinfer.persistence import fingerprint
 from localinfer.kernels.jit import object_cache
 from localinfer.kernels.cuda import kernel_cache
-object_cache.CACHE_FOLDER = object_cache.Path({folder!r}) / "cpu"
+object_cache.cache_folder = lambda: object_cache.Path({folder!r}) / "cpu"
 kernel_cache.installed_version = lambda name: "1"
 folder = str(kernel_cache.cache_folder())
 print(json.dumps([object_cache.source_hash(), folder, fingerprint._code(), object_cache.__file__]))
@@ -71,9 +71,11 @@ def in_every_form(folder: Path, like: dict[str, Path] | None = None) -> dict[str
     return {"files": files, "bytecode": bytecode, "zip": archive}
 
 
-def keys_of(place: Path, folder: Path) -> tuple[list[str], str]:
+def keys_of(place: Path, folder: Path, *, is_frozen: bool = False) -> tuple[list[str], str]:
     """The hash of the CPU's kernels, the folder of the GPU's and the hash of all that computes; then the warnings."""
     code = KEYS.format(folder=str(folder))
+    if is_frozen:
+        code = f"import sys; sys.frozen = True\n{code}"
     # Where it was started counts as well for Python.
     output, errors = finish(start(code, folder, PYTHONPATH=str(place), XDG_CACHE_HOME=str(folder)))
     *keys, file = json.loads(output)
@@ -83,8 +85,12 @@ def keys_of(place: Path, folder: Path) -> tuple[list[str], str]:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_two_versions_differ_in_what_they_keep_in_every_form(builds, form: str, tmp_path: Path) -> None:
-    cpu, cuda, code = keys_of(builds["as it is"][form], tmp_path)[0]
-    other = {name: keys_of(builds[name][form], tmp_path)[0] for name in CHANGED}
+    is_frozen = form == "frozen"
+    found = {
+        name: keys_of(builds[name]["zip" if is_frozen else form], tmp_path, is_frozen=is_frozen)[0] for name in builds
+    }
+    cpu, cuda, code = found["as it is"]
+    other = {name: found[name] for name in CHANGED}
     assert other["cpu"][0] != cpu and other["cpu"][1] != cuda and other["cpu"][2] != code
     assert other["cuda"][0] == cpu or form == "bytecode"
     assert other["cuda"][1] != cuda and other["cuda"][2] != code
@@ -125,7 +131,7 @@ def test_without_files_and_without_what_a_build_writes_nothing_is_shared(builds,
     with zipfile.ZipFile(builds["as it is"]["zip"]) as whole, zipfile.ZipFile(archive, "w") as zipped:
         for name in whole.namelist():
             zipped.writestr(name, b"DIGESTS = {}\n" if name.endswith("built_sources.py") else whole.read(name))
-    code = "from localinfer.kernels.jit import object_cache; print(object_cache.CACHE_FOLDER)"
+    code = "from localinfer.kernels.jit import object_cache; print(object_cache.cache_folder())"
     output, errors = finish(start(code, tmp_path, PYTHONPATH=str(archive), XDG_CACHE_HOME=str(tmp_path / "cache")))
     assert output == "None" and not (tmp_path / "cache").exists()
     assert errors.count("RuntimeWarning") == 1 and "localinfer.kernels.built_sources" in errors

@@ -153,7 +153,7 @@ def test_damaged_hash_of_a_model_is_computed_again(damage: str, tmp_path: Path) 
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged_measurement_is_measured_again(damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measurements, "CACHE_FOLDER", tmp_path)
+    monkeypatch.setattr(measurements, "cache_folder", lambda: tmp_path)
     put_measurement("threads", "key", load=0.0, decode_threads=3, loads=1)
     (path,) = tmp_path.iterdir()
     DAMAGES[damage](path)
@@ -165,7 +165,7 @@ def test_damaged_measurement_is_measured_again(damage: str, tmp_path: Path, monk
 def test_measurement_of_any_other_shape_is_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from localinfer.models.load.threads import cached_count
 
-    monkeypatch.setattr(measurements, "CACHE_FOLDER", tmp_path)
+    monkeypatch.setattr(measurements, "cache_folder", lambda: tmp_path)
     put_measurement("threads", "key", load=0.0, decode_threads=3, loads=1)
     (path,) = tmp_path.iterdir()
     for name, text in json_damages(path.read_bytes()).items():

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from localinfer.folders import set_cache_folder
 from localinfer.kernels.layouts import Layout
 
 pytest.importorskip("numba_cuda", reason="CUDA kernels are compiled by numba-cuda, which is not installed")
@@ -21,7 +22,6 @@ pytest.importorskip("numba_cuda", reason="CUDA kernels are compiled by numba-cud
 from localinfer.kernels.cuda import jit, kernel_cache
 from localinfer.kernels.cuda.compiled import matmul, rows
 from localinfer.kernels.cuda.device import OVERLAP_CAPABILITY, Launch, overlapping_launch, parameter_kinds
-from localinfer.kernels.jit import object_cache
 
 ARCHITECTURES = ((7, 5), (8, 0), (9, 0), (10, 0))
 TENSOR_CORES = (8, 0)
@@ -173,17 +173,9 @@ def test_what_a_kernel_is_called_with_is_read_off_its_ptx() -> None:
 
 
 def test_many_kernels_are_compiled_by_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(object_cache, "CACHE_FOLDER", tmp_path / "cpu")
+    set_cache_folder(tmp_path)
     kernel_cache.cache_folder.cache_clear()
     monkeypatch.setattr(kernel_cache, "MIN_SHARE", 1)
-    # The children keep theirs where this process looks.
-    child = f"""
-import pathlib
-from localinfer.kernels.jit import object_cache
-object_cache.CACHE_FOLDER = pathlib.Path({str(tmp_path / "cpu")!r})
-"""
-    first, rest = kernel_cache.CHILD_CODE.split("from ", 1)
-    monkeypatch.setattr(kernel_cache, "CHILD_CODE", f"{first}{child}from {rest}")
     monkeypatch.setattr(jit, "compile_ptx", lambda *what: pytest.fail(f"{what} was left by the children"))
     monkeypatch.setattr(kernel_cache.os, "cpu_count", lambda: 2)
     keys = [("rows.gather_columns", ()), ("rows.elementwise", (rows.ADD,))]
@@ -191,6 +183,7 @@ object_cache.CACHE_FOLDER = pathlib.Path({str(tmp_path / "cpu")!r})
     kernel_cache.compile_all(keys, (8, 0), lambda *what: told.append(what))
     assert b".entry kernel" in kernel_cache.kernel_ptx(keys[1], (8, 0))
     assert told[0] == (kernel_cache.STAGE, 0, 2) and told[-1] == (kernel_cache.STAGE, 2, 2)
+    set_cache_folder(None)
     kernel_cache.cache_folder.cache_clear()
 
 

@@ -18,7 +18,7 @@ from localinfer.kernels.jit import compile_ahead
 from localinfer.kernels.jit.object_cache import Kernel
 names, starts = {words}
 if not starts:
-    compile_ahead.can_start_python = lambda: False
+    compile_ahead.can_start_children = lambda: False
 told = []
 for _ in range(2):
     compile_ahead.compile_ahead(map(Kernel, names + names), lambda *words: told.append(words))
@@ -50,6 +50,36 @@ def test_kernels_that_no_child_compiles_are_reported_one_by_one(tmp_path: Path) 
     assert has_numba
     check_told(told, NAMES[:2])
     assert [done for _, done, _ in told] == [0, 1, 2]
+
+
+@LINUX
+@pytest.mark.parametrize("is_called", [True, False])
+def test_a_frozen_application_compiles_in_itself_or_in_children_of_its_own(is_called: bool, tmp_path: Path) -> None:
+    """`application` stands for the executable: it starts with its own words, as children of a frozen one do."""
+    call = "localinfer.freeze_support()" if is_called else ""
+    application, inside = tmp_path / "application", tmp_path / "inside.py"
+    # A checkout knows only the digests of its files, which are not those of a frozen application.
+    digests = "from localinfer.kernels import built_sources; built_sources.DIGESTS = {'kernels/ops.py': '1'}"
+    code = f"import sys, localinfer\nsys.executable, sys.frozen = {str(application)!r}, True\n{digests}\n{call}\n"
+    # A child that was not asked to compile would say so in this file.
+    inside.write_text(f"{code}open({str(tmp_path / 'started')!r}, 'a').write(str(sys.argv[1:]))\n")
+    application.write_text(f'#!/bin/sh\nexec {sys.executable} {inside} "$@"\n')
+    application.chmod(0o755)
+    compiled = COMPILE.replace("{words}", repr((NAMES[:2], True)))
+    folder = str(tmp_path / "cache")
+    told, has_numba = json.loads(run(code + compiled, LOCALINFER_CACHE=folder)[0])
+    assert has_numba is not is_called
+    assert {path.stem for path in tmp_path.rglob("*.o")} == set(NAMES[:2])
+    check_told(told, NAMES[:2])
+    assert not (tmp_path / "started").exists()
+
+
+@LINUX
+def test_children_keep_theirs_where_the_application_keeps_its_own(tmp_path: Path) -> None:
+    chosen = f"import localinfer; localinfer.set_cache_folder({str(tmp_path / 'chosen')!r})\n"
+    code = chosen + COMPILE.replace("{words}", repr((NAMES[:2], True)))
+    _, has_numba = json.loads(run(code, XDG_CACHE_HOME=str(tmp_path / "user's"))[0])
+    assert not has_numba and [path.name for path in tmp_path.iterdir()] == ["chosen"]
 
 
 @LINUX

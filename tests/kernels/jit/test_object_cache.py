@@ -5,12 +5,16 @@ import os
 import shutil
 import stat
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from localinfer.kernels.jit import isa, object_cache
+from localinfer.errors import RequestError
+from localinfer.folders import set_cache_folder, user_folder
+from localinfer.kernels.jit import isa, object_cache, unused_keys
 from localinfer.kernels.jit.isa import ISA
+from localinfer.kernels.jit.unused_keys import note_use
 from localinfer.kernels.source_digests import digests_of
 from tests.kernels.subprocesses import REPOSITORY, finish, run, start
 
@@ -21,7 +25,7 @@ COMPILE = """
 import sys
 from localinfer.kernels.jit import object_cache
 assert object_cache.Kernel("quantize.quantize_rows").address
-print(object_cache.CACHE_FOLDER)
+print(object_cache.cache_folder())
 """
 
 
@@ -39,6 +43,51 @@ def test_the_next_process_hits_the_cache_in_a_private_folder(tmp_path: Path) -> 
     assert set(first) == {"quantize.quantize_rows.o"}
     assert run(COMPILE, XDG_CACHE_HOME=str(tmp_path)) == (str(folder), "")
     assert cached_files(folder) == first
+
+
+@LINUX
+def test_the_folder_of_the_variable_or_of_the_application_keeps_them_instead(tmp_path: Path) -> None:
+    places = {"XDG_CACHE_HOME": str(tmp_path / "user's"), "LOCALINFER_CACHE": str(tmp_path / "of variable")}
+    assert Path(run(COMPILE, **places)[0]).parent == tmp_path / "of variable" / "kernels"
+    chosen = f"import localinfer; localinfer.set_cache_folder({str(tmp_path / 'ä b')!r})\n"
+    assert Path(run(chosen + COMPILE, **places)[0]).parent == tmp_path / "ä b" / "kernels"
+    assert {path.name for path in tmp_path.iterdir()} == {"of variable", "ä b"}
+
+
+def test_the_folder_may_be_chosen_again_and_given_back(tmp_path: Path) -> None:
+    usual = object_cache.cache_folder()
+    try:
+        for name in ("one", "other"):
+            set_cache_folder(tmp_path / name)
+            found = object_cache.cache_folder()
+            assert found is not None and found.parent == tmp_path / name / "kernels"
+            assert user_folder("cache") == tmp_path / name
+    finally:
+        set_cache_folder(None)
+    assert object_cache.cache_folder() == usual
+    for wrong in ("", 5, b"bytes"):
+        with pytest.raises(RequestError, match="give the path of a folder"):
+            set_cache_folder(wrong)
+
+
+def test_keys_that_nobody_used_for_long_are_removed_and_no_others(tmp_path: Path) -> None:
+    long_ago = time.time() - unused_keys.KEPT_SECONDS - 60
+    for name in ("unused", "used", "young", "mine"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "kernel.o").touch()
+    (tmp_path / "used" / "last-used").touch()
+    for name in ("unused", "used", "mine"):
+        os.utime(tmp_path / name, (long_ago, long_ago))
+    note_use(tmp_path / "mine")
+    assert {path.name for path in tmp_path.iterdir()} == {"used", "young", "mine"}
+    assert time.time() - (tmp_path / "mine" / "last-used").stat().st_mtime < unused_keys.NOTED_SECONDS
+    # Others are looked at once a day.
+    os.utime(tmp_path / "used" / "last-used", (long_ago, long_ago))
+    note_use(tmp_path / "mine")
+    assert (tmp_path / "used").exists()
+    os.utime(tmp_path / "mine" / "last-used", (long_ago, long_ago))
+    note_use(tmp_path / "mine")
+    assert not (tmp_path / "used").exists()
 
 
 @LINUX
@@ -89,7 +138,7 @@ def test_a_planted_temporary_folder_is_not_used(tmp_path: Path, planted: str) ->
     else:
         folder.mkdir()
         folder.chmod(0o777)
-    code = "from localinfer.kernels.jit import object_cache; print(object_cache.CACHE_FOLDER)"
+    code = "from localinfer.kernels.jit import object_cache; print(object_cache.cache_folder())"
     output, errors = run(code, XDG_CACHE_HOME="/proc/nowhere", TMPDIR=str(tmp_path))
     assert output == "None" and errors.count("RuntimeWarning") == 1
     assert sorted(tmp_path.rglob("*")) == sorted({folder, *([tmp_path / "real"] if planted == "link" else [])})
@@ -151,6 +200,9 @@ def test_the_key_changes_with_the_instruction_set_and_with_numbas_settings(monke
         monkeypatch.setenv(name, "1")
         keys.add(object_cache.cache_key())
     assert len(keys) == len(ISA) + 4
+    monkeypatch.setattr(object_cache, "installed_version", lambda package: f"another {package}")
+    keys.add(object_cache.cache_key())
+    assert len(keys) == len(ISA) + 5 and "another localinfer" in str(object_cache.cache_key())
 
 
 @POSIX
@@ -194,7 +246,7 @@ def test_a_home_that_cannot_be_found_does_not_make_folders_where_the_process_sta
     monkeypatch.setenv("HOME", "home")
     monkeypatch.setattr(object_cache, "temporary_folder", lambda: None)
     with pytest.warns(RuntimeWarning, match="no home folder, so kernels are compiled at every start"):
-        assert object_cache._cache_folder() is None
+        assert object_cache._cache_folder.__wrapped__(None) is None
     assert not list(tmp_path.iterdir())
 
 

@@ -43,7 +43,7 @@ class ScriptedProgram:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(measurements, "CACHE_FOLDER", tmp_path)
+    monkeypatch.setattr(measurements, "cache_folder", lambda: tmp_path)
     monkeypatch.setattr(measurements.OtherLoad, "measure", lambda _: 0.0)
     return tmp_path
 

@@ -1,0 +1,35 @@
+"""The parts of localinfer that need more packages than running a model does, and the line that installs them."""
+
+from importlib.util import find_spec
+
+from localinfer.errors import MissingPackageError
+
+EXTRAS: dict[str, tuple[str, ...]] = {
+    "cli": ("click",),
+    "chat": ("click", "prompt_toolkit", "wcwidth", "pygments"),
+    "server": ("click", "starlette", "uvicorn", "h11", "msgspec", "prometheus_client"),
+    "hub": ("huggingface_hub", "httpx", "filelock"),
+    "constraints": ("llguidance",),
+    "gguf": ("gguf",),
+    "convert": ("gguf", "threadpoolctl"),
+}
+"""Modules of each extra of the distribution; all are installed by default."""
+
+
+def require(extra: str, what: str) -> None:
+    """Raise MissingPackageError unless the packages of an extra are there; what: the part that needs them."""
+    missing = [name for name in EXTRAS[extra] if not _is_there(name)]
+    if missing:
+        names = " and ".join(name.replace("_", "-") for name in missing)
+        raise MissingPackageError(
+            f"{what} needs {names}, which {'are' if missing[1:] else 'is'} not installed; "
+            f"type `pip install 'localinfer[{extra}]'`",
+            extra=extra,
+        )
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False
