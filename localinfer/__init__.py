@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from localinfer.sampling.filters import TokenLogprobs
     from localinfer.stream import TextStream
     from localinfer.types import ProgressCallback
+    from localinfer.warming import WarmUp, warm_up
 
 _FOLDER = os.path.dirname(os.path.abspath(__file__))
 _CHECKOUT = os.path.dirname(_FOLDER)
@@ -68,6 +69,7 @@ __all__ = [
     "ToolCall",
     "ToolCallDelta",
     "ToolChoice",
+    "WarmUp",
     "aload",
     "availability",
     "errors",
@@ -75,6 +77,7 @@ __all__ = [
     "load",
     "load_tokenizer",
     "set_cache_folder",
+    "warm_up",
 ]
 
 _MODULE_OF = {
@@ -106,12 +109,14 @@ _MODULE_OF = {
     "ToolCall": "localinfer.chat.parser",
     "ToolCallDelta": "localinfer.chat.parser",
     "ToolChoice": "localinfer.chat.messages",
+    "WarmUp": "localinfer.warming",
     "aload": "localinfer.async_api",
     "availability": "localinfer.model_availability",
     "freeze_support": "localinfer.freezing",
     "load": "localinfer.loading",
     "load_tokenizer": "localinfer.loading",
     "set_cache_folder": "localinfer.folders",
+    "warm_up": "localinfer.warming",
 }
 
 _LIGHT = ("localinfer.async_api", "localinfer.chat.constraints", "localinfer.folders", "localinfer.freezing")

@@ -12,7 +12,7 @@ from localinfer.kernels.cuda.device import find_device
 from localinfer.load_options import check_model_options
 from localinfer.memory_plan import LEAST_CONTEXT
 from localinfer.models.load.loader import open_model_file, read_config, with_context
-from localinfer.models.load.unread_weights import kernels_of_file
+from localinfer.models.load.needed_kernels import kernels_of_file
 
 if TYPE_CHECKING:
     from localinfer.models.decoder.rope import RopeOptions
@@ -98,7 +98,14 @@ def availability(
             memory_bytes = plan.total_bytes(context_length or min(config.context_length, LEAST_CONTEXT))
             length = options.share(plan, machine_limits.memory_limits()).context_length
             config = replace(plan.config, context_length=length)
-            kernels = kernels_of_file(file, config, plan.kv_layout(length))
+            kernels = kernels_of_file(
+                file,
+                config,
+                plan.kv_layout(length),
+                has_kv_window=options.kv_window is not None,
+                assistant=options.assistant,
+                changes=options.changes,
+            )
     except ShapeError as error:
         reason = (
             f"{options.path.name} has sizes that no kernel of this version computes: {error}. Choose another model."

@@ -65,9 +65,9 @@ def lower_to_cpu(
     return CpuProgram(tape)
 
 
-def needed_kernels(graph: OpGraph, pool: ThreadPool, kv_layout: KVLayout) -> list[Kernel]:
+def kernels_of_graph(graph: OpGraph, pool: ThreadPool, kv_layout: KVLayout, max_summed_tokens: int = 0) -> list[Kernel]:
     """The kernels of the program that `lower_to_cpu` makes of a graph, for batches of any size."""
-    tape = CpuTape(graph, pool, kv_layout, 1, 1, 0)
+    tape = CpuTape(graph, pool, kv_layout, 1, 1, max_summed_tokens)
     for op in graph.ops:
         LOWER[type(op)](tape, op)
     return _kernels_of(tape)

@@ -35,6 +35,7 @@ from localinfer.cli.options import (
 from localinfer.cli.quantize import quantize_command
 from localinfer.cli.serve import serve_command
 from localinfer.cli.sessions import complete_name, sessions_command
+from localinfer.cli.warmup import warmup_command
 from localinfer.errors import LocalinferError, RequestError
 from localinfer.terminal import ModelOutput, check_text, describe_stats, dim, prepare_streams
 
@@ -309,6 +310,7 @@ localinfer_command.add_command(compare_command)
 localinfer_command.add_command(perplexity_command)
 localinfer_command.add_command(serve_command)
 localinfer_command.add_command(sessions_command)
+localinfer_command.add_command(warmup_command)
 for one in (embed_command, rerank_command, quantize_command, compare_command, perplexity_command):
     # Their models are arguments, and their contexts are not those of a chat.
     takes_config("threads")(one)

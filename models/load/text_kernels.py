@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from localinfer.kernels.cpu.lower import needed_kernels
+from localinfer.kernels.cpu.lower import kernels_of_graph
 from localinfer.kernels.cpu.program import ThreadPool
 from localinfer.kernels.jit.compile_ahead import compile_ahead
 from localinfer.kernels.jit.object_cache import Kernel
@@ -46,5 +46,5 @@ def compile_text_kernels(
     """Compile what texts' programs need beside the model's own, so that no text waits for it."""
     kernels: dict[Kernel, None] = {}
     for graph in write_text_graphs(config, file, weights, kv_layout.layers):
-        kernels |= dict.fromkeys(needed_kernels(graph, pool, kv_layout))
+        kernels |= dict.fromkeys(kernels_of_graph(graph, pool, kv_layout))
     compile_ahead(kernels, progress)

@@ -1,4 +1,4 @@
-"""Which kernels a model on the CPU needs, known from its header: graphs are lowered over weights that are not read."""
+"""Weights of a model file that are not read, for graphs that are written but not run: only kinds and sizes are true."""
 
 import mmap
 from types import SimpleNamespace
@@ -7,23 +7,16 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.kernels.cpu.lower import needed_kernels
 from localinfer.kernels.cpu.program import ThreadPool
 from localinfer.kernels.cpu.weights import PackedWeight, RowTable
-from localinfer.kernels.jit.object_cache import Kernel
-from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.layouts import Layout, num_tiles, stored_row_bytes, tile_bytes
 from localinfer.kernels.ops import EmbeddingTable, LinearWeight
-from localinfer.models.decoder.config import ModelConfig
-from localinfer.models.decoder.decoder import write_decoder, write_draft_layer
-from localinfer.models.load.loader import SHARED_KERNELS
-from localinfer.models.load.text_kernels import write_text_graphs
 from localinfer.models.load.weights import CpuWeights
 from localinfer.quant.checkpoint.groups import kernel_layout
 from localinfer.quant.checkpoint.model_file import ModelFile
 from localinfer.quant.pipeline.conversion import layout_of, runs_directly
 
-_NO_POOL = cast(ThreadPool, SimpleNamespace(num_threads=1, max_threads=1, control_address=0))
+NO_POOL = cast(ThreadPool, SimpleNamespace(num_threads=1, max_threads=1, control_address=0))
 """What lowering asks of a pool; no thread is started, which would take compiled kernels."""
 
 
@@ -31,7 +24,7 @@ class UnreadWeights(CpuWeights):
     """Weights with the sizes and layouts of a file's, in memory that nobody ever touches, so that it takes none."""
 
     def __init__(self, file: ModelFile) -> None:
-        super().__init__(file, _NO_POOL)
+        super().__init__(file, NO_POOL)
         self._memory: NDArray[np.uint8] = np.empty(0, np.uint8)
 
     def _load_linear(self, name: str, rows: slice | None) -> LinearWeight:
@@ -64,20 +57,3 @@ class UnreadWeights(CpuWeights):
         if num_bytes > self._memory.size:
             self._memory = np.frombuffer(mmap.mmap(-1, num_bytes), np.uint8)
         return self._memory[:num_bytes]
-
-
-def kernels_of_file(file: ModelFile, config: ModelConfig, kv_layout: KVLayout) -> list[Kernel]:
-    """The kernels that loading the open model with this configuration compiles, if they are missing.
-
-    config: with draft layers if those are loaded too. Raises: ModelFileError or a subclass for a model that cannot run;
-    ShapeError for sizes that no kernel computes.
-    """
-    weights = UnreadWeights(file)
-    length = config.context_length
-    graphs = [write_decoder(config, weights, length, kv_layers=kv_layout.layers)]
-    weights.check_asked(config)
-    for layer in range(config.num_main_layers, config.num_layers):
-        graphs.append(write_draft_layer(config, weights, layer, length, kv_layers=kv_layout.layers))
-    graphs += write_text_graphs(config, file, weights, kv_layout.layers)
-    found = [kernel for graph in graphs for kernel in needed_kernels(graph, _NO_POOL, kv_layout)]
-    return list(dict.fromkeys([*SHARED_KERNELS, *found]))

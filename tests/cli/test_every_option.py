@@ -96,6 +96,10 @@ GOOD = {
         --json
     """,
     "rm": "",
+    "warmup": """
+        --model {demo} --device cpu --kv-type q8_0/f16 --kv-window 256
+        --draft {demo} --no-config
+    """,
     "doctor": """
         --json
     """,
@@ -284,6 +288,14 @@ BAD = {
     """,
     "rm": """
         no-such-file
+    """,
+    "warmup": """
+        --model no-such-file
+        --device tpu
+        --kv-type q9
+        --kv-window 0
+        --draft no-such-file
+        --no-config=maybe
     """,
     "doctor": """
         --json=maybe

@@ -103,7 +103,7 @@ def test_public_names_are_the_documented_ones():
         *("Prompt", "Constraint", "ToolChoice", "Tokenizer", "availability", "Availability", "ModelInfo"),
         *("TextStream", "StreamEvent", "Stats", "ToolCall", "ToolCallDelta", "TokenLogprobs"),
         *("Beam", "BeamCompletion", "RankedDocument", "SnapshotStats"),
-        "aload",
+        *("aload", "WarmUp", "freeze_support", "set_cache_folder", "warm_up"),
     }
     assert dir(localinfer) == sorted(localinfer.__all__)
     for name in localinfer.__all__:

@@ -1,0 +1,87 @@
+"""`localinfer.warm_up`: compile what a model needs before its first load, such as when an application is installed."""
+
+import os
+import threading
+import time
+from dataclasses import dataclass
+
+from localinfer.arguments import check_callable, check_number, shown
+from localinfer.errors import LoadCancelledError, RequestError
+from localinfer.kernels.cuda.device import has_driver
+from localinfer.kernels.jit import object_cache
+from localinfer.kernels.jit.compile_ahead import compile_ahead
+from localinfer.load_options import DEVICES, model_path
+from localinfer.loading import load
+from localinfer.models.load.assistant import is_assistant
+from localinfer.models.load.needed_kernels import needed_kernels
+from localinfer.types import ProgressCallback
+
+STAGE = "reading the model"
+
+
+@dataclass(frozen=True)
+class WarmUp:
+    """What `warm_up` did.
+
+    num_kernels: how many kernels the models need on the CPU; num_compiled: how many of them were missing. seconds: how
+    long it took. is_kept: whether the next process finds them: false without a folder for caches.
+    """
+
+    num_kernels: int
+    num_compiled: int
+    seconds: float
+    is_kept: bool
+
+
+def warm_up(
+    model: str | os.PathLike[str] | None = None,
+    *,
+    device: str = "auto",
+    kv_type: str = "f16",
+    kv_window: int | None = None,
+    draft: str | os.PathLike[str] | None = None,
+    progress: ProgressCallback | None = None,
+    cancel: threading.Event | None = None,
+) -> WarmUp:
+    """Compile every kernel that a model needs and no earlier start compiled, without reading its weights.
+
+    Models of the same architecture and tensor types need the same kernels, so a small one warms up for a large one.
+    Kernels are compiled by child processes, of a frozen application where it called `freeze_support`.
+
+    model, device, kv_type, kv_window, draft: as `load` will get them. With a GPU the model is loaded once, and closed.
+    progress: called with a stage's name, the kernels done and the total, several times a second.
+    cancel: once it is set, from any thread, children end and LoadCancelledError is raised; what is compiled is kept.
+    Raises: ModelFileError, RequestError, BackendUnavailableError, OutOfMemoryError, LoadCancelledError.
+    """
+    began = time.monotonic()
+    if device not in DEVICES:
+        raise RequestError(f"device is {shown(device)}; give one of {', '.join(map(repr, DEVICES))}")
+    check_callable("progress", progress)
+    check_number("kv_window", kv_window, 1, none="for the default")
+    if cancel is not None and not isinstance(cancel, threading.Event):
+        raise RequestError(f"cancel is {shown(cancel)}; give a threading.Event, or None")
+
+    def report(stage: str, done: int, total: int) -> None:
+        if cancel is not None and cancel.is_set():
+            raise LoadCancelledError("compiling ahead was cancelled; what is compiled is kept")
+        if progress is not None:
+            progress(stage, done, total)
+
+    report(STAGE, 0, 1)
+    path, draft_path = model_path(model), None if draft is None else model_path(draft, "draft")
+    assistant = draft_path if draft_path is not None and is_assistant(draft_path) else None
+    kernels = needed_kernels(
+        path,
+        kv_type=kv_type,
+        has_kv_window=kv_window is not None,
+        draft_layers=draft is None and kv_window is None,
+        assistant=assistant,
+    )
+    if draft_path is not None and assistant is None:
+        kernels = list(dict.fromkeys([*kernels, *needed_kernels(draft_path, kv_type=kv_type)]))
+    report(STAGE, 1, 1)
+    missing = [kernel for kernel in kernels if not kernel.is_cached]
+    compile_ahead(missing, report)
+    if device == "cuda" or (device == "auto" and has_driver()):
+        load(path, device=device, kv_type=kv_type, kv_window=kv_window, draft=draft, progress=report).close()
+    return WarmUp(len(kernels), len(missing), time.monotonic() - began, is_kept=object_cache.cache_folder() is not None)
