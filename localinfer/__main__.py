@@ -16,8 +16,11 @@ def main() -> int:
     answers = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if answers:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    from localinfer.cli import EXIT_INTERRUPTED
-    from localinfer.cli import main as run_command
+    try:
+        from localinfer.cli import EXIT_INTERRUPTED
+        from localinfer.cli import main as run_command
+    except ModuleNotFoundError as error:
+        return _tell_missing(error)
 
     try:
         if answers:
@@ -30,6 +33,19 @@ def main() -> int:
         # What is done at the end of an interpreter is interrupted like its beginning.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     return code
+
+
+def _tell_missing(error: ModuleNotFoundError) -> int:
+    """Say on one line how the packages of the command are installed, if it is one of these that is missing."""
+    from localinfer.errors import MissingPackageError
+    from localinfer.extras import require
+
+    try:
+        require("cli", "the command")
+    except MissingPackageError as missing:
+        sys.stderr.write(f"error: {missing}\n")
+        return 2
+    raise error
 
 
 def _interrupt_again(unraisable: "UnraisableHookArgs") -> None:

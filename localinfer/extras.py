@@ -13,11 +13,16 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "gguf": ("gguf",),
     "convert": ("gguf", "threadpoolctl"),
 }
-"""Modules of each extra of the distribution; all are installed by default."""
+"""Modules of each extra of the distribution; all of them are dependencies, so that a plain install has every part."""
+
+
+_found: set[str] = set()
 
 
 def require(extra: str, what: str) -> None:
     """Raise MissingPackageError unless the packages of an extra are there; what: the part that needs them."""
+    if extra in _found:
+        return
     missing = [name for name in EXTRAS[extra] if not _is_there(name)]
     if missing:
         names = " and ".join(name.replace("_", "-") for name in missing)
@@ -26,6 +31,7 @@ def require(extra: str, what: str) -> None:
             f"type `pip install 'localinfer[{extra}]'`",
             extra=extra,
         )
+    _found.add(extra)
 
 
 def _is_there(module: str) -> bool:

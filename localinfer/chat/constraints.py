@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from localinfer.arguments import owned
 from localinfer.chat.json_schema import MAX_CHARACTERS, checked_schema, keyword_in
 from localinfer.errors import ConstraintError, OverloadedError
+from localinfer.extras import require
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -31,6 +32,7 @@ _MOST_ITEMS_PER_STEP = 20_000
 """Of the parser's table: some 0.1 s of work, which only an endless or hostile grammar reaches."""
 _FIELDS = {"regular expression": "regex", "grammar": "grammar"}
 """What a constraint is called in messages, and in the `field` of an error."""
+_PART = "what constrains a text (a schema, a regular expression, a grammar, tools)"
 Result = TypeVar("Result")
 ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON as `json.dumps` writes it, in llguidance's terms: small models would write white space without end."""
@@ -170,8 +172,9 @@ class ConstraintCompiler:
 def build_trie(tokenizer: "Tokenizer", vocab_size: int) -> "LLTokenizer":
     """Build llguidance's view of a vocabulary: the bytes of each id, and which ids are control tokens.
 
-    Raises: ConstraintError if no token ends a text, as a constrained text has to.
+    Raises: ConstraintError if no token ends a text, as a constrained text has to; MissingPackageError.
     """
+    require("constraints", _PART)
     from llguidance import LLTokenizer, TokenizerWrapper
 
     ends = sorted(tokenizer.eog_token_ids)
@@ -212,6 +215,7 @@ class _Vocabulary:
 
 def grammar_of(constraint: Constraint) -> str:
     """A constraint in llguidance's form, JSON. Raises: ConstraintError as `ConstraintCompiler.mask`."""
+    require("constraints", _PART)
     from llguidance import LLMatcher
 
     match constraint:
@@ -232,6 +236,7 @@ def grammar_of(constraint: Constraint) -> str:
 
 def json_grammar(schema: dict[str, Any]) -> str:
     """The grammar of the JSON texts that a checked schema accepts."""
+    require("constraints", _PART)
     from llguidance import LLMatcher
 
     options: Any = ONE_LINE

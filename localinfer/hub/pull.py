@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from localinfer.errors import DownloadError, HubUnreachableError, RequestError
+from localinfer.extras import require
 from localinfer.hub.cache_folder import blob_path, pointer_path, set_main
 from localinfer.hub.client import HubClient, Repository
 from localinfer.hub.download import fetch_file, held_bytes
@@ -51,6 +52,7 @@ def pull_model(
     say: called with lines about what is chosen, and what it takes. progress: with bytes.
     Raises: RequestError for a name without a model; DownloadError. What has arrived is kept for the next pull.
     """
+    require("hub", "pulling models")
     if places.records is None or places.hub_cache is None:
         raise DownloadError("this user has no home folder to keep models in; set HOME, or HF_HOME and XDG_DATA_HOME")
     client = client or HubClient(places.endpoint, is_offline=places.is_offline)

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from localinfer.errors import RequestError
+from localinfer.extras import require
 from localinfer.hub.cache_folder import blob_path, pointer_path, repository_folder
 from localinfer.hub.download import partial_path
 from localinfer.hub.installed import find_installed
@@ -27,6 +28,7 @@ def remove_model(name: str, places: Places) -> str:
     names = sorted({record.name for record in found})
     if len(names) > 1:
         raise RequestError(f"{name} means several models; name one of: {', '.join(names)}")
+    require("hub", "removing pulled models")
     with records.locked(names[0], waits=False) as is_mine:
         if not is_mine:
             raise RequestError(f"{names[0]} is being pulled now; stop that with Ctrl-C first")

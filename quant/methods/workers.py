@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
-from threadpoolctl import ThreadpoolController
 
 from localinfer.closing import Closing
+from localinfer.extras import require
 from localinfer.types import FloatArray
 
 ROWS_PER_PIECE = 512
@@ -86,6 +86,9 @@ class Workers(Closing):
         self.num_threads = num_threads
         self._executor = ThreadPoolExecutor(num_threads)
         self.memory = BufferPool()
+        require("convert", "quantizing a model")
+        from threadpoolctl import ThreadpoolController
+
         self._limits = ThreadpoolController().limit(limits=1, user_api="blas")
 
     def close(self) -> None:

@@ -1,5 +1,6 @@
 """What is installed: every folder of code is a package, listed by name, and nothing else comes along."""
 
+import re
 import subprocess
 import sys
 import tomllib
@@ -11,12 +12,15 @@ from typing import Any
 import pytest
 
 import localinfer
+from localinfer.extras import EXTRAS
 from localinfer.kernels.cuda.kernel_cache import OLDEST_VERSIONS
 from tests.bench.cuda_requirements import version_problem, wanted_versions
 from tests.limits import seconds
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FOLDERS = ("localinfer", "kernels", "models", "quant")
+CORE = {"numpy", "numba", "llvmlite", "tokenizers", "jinja2", "platformdirs", "psutil"}
+"""What loads, completes and chats."""
 SCRIPTS = "models/demo/training"
 """Run by hand, with torch, which no install needs."""
 
@@ -73,14 +77,28 @@ def test_import_contracts_place_every_module_and_package(settings, container):
 
 def test_extras_are_the_documented_ones(settings):
     assert set(settings["project"]["optional-dependencies"]) == {
+        *EXTRAS,
         "bench",
-        "chat",
-        "convert",
         "cuda",
         "dev",
         "plot",
-        "server",
     }
+
+
+def test_parts_are_installed_by_default_and_by_their_own_names(settings):
+    """Beside the core every dependency belongs to a part, and each part lists what its code requires."""
+    project = settings["project"]
+    extras = {name: project["optional-dependencies"][name] for name in EXTRAS}
+    parts = {line for lines in extras.values() for line in lines}
+    assert set(project["dependencies"]) == parts | {line for line in project["dependencies"] if named(line) in CORE}
+    assert {named(line) for line in project["dependencies"]} == {named(line) for line in parts} | CORE
+    for name, lines in extras.items():
+        assert tuple(named(line).replace("-", "_") for line in lines) == EXTRAS[name]
+
+
+def named(requirement: str) -> str:
+    """The distribution of a requirement."""
+    return re.split("[><=]", requirement)[0]
 
 
 def test_command_runs_the_documented_entry_point(settings):

@@ -1,0 +1,79 @@
+"""Without all packages but the core, a model is loaded, completes and chats; every other part says what to install."""
+
+import subprocess
+import sys
+
+import pytest
+
+from localinfer.extras import EXTRAS
+from tests.kernels.subprocesses import environment, run
+from tests.limits import seconds
+
+WITHOUT = f"""
+import sys
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in { ({module for modules in EXTRAS.values() for module in modules})!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Blocker())
+"""
+LOAD = """
+import localinfer
+with localinfer.load(threads=1) as llm:
+"""
+
+
+def test_the_core_loads_completes_chats_and_compiles_ahead() -> None:
+    code = f"""{WITHOUT}{LOAD}
+    print(len(llm.complete("Once", max_tokens=2).text))
+    with llm.stream_chat([{{"role": "user", "content": "Hi"}}], max_tokens=2) as stream:
+        print(all(event is not None for event in stream))
+    print(llm.embed("Hi").ndim)
+print(localinfer.warm_up(device="cpu").num_compiled)
+"""
+    output, errors = run(code)
+    shown = output.split()
+    assert int(shown[0]) > 0 and shown[1:] == ["True", "1", "0"] and errors == ""
+
+
+@pytest.mark.parametrize(
+    ("extra", "statement"),
+    [
+        ("constraints", "llm.complete('x', constraint=localinfer.Regex('a'))"),
+        ("constraints", "llm.chat([{'role': 'user', 'content': 'x'}], constraint=localinfer.JsonObject())"),
+        ("server", "import localinfer.server.app"),
+        ("chat", "import localinfer.cli.chat.loop"),
+        ("hub", "from localinfer.hub import pull, places; pull.pull_model(None, places.Places.of_user())"),
+        ("gguf", "from localinfer.kernels.grid_tables import grid_vectors; grid_vectors('IQ2_XXS')"),
+        ("convert", "from localinfer.quant.methods.workers import Workers; Workers(1)"),
+    ],
+)
+def test_every_other_part_says_what_to_install(extra: str, statement: str) -> None:
+    load = LOAD if "llm" in statement else "import localinfer\nif True:\n"
+    # The chat is a part of the command, which is there once it is asked for.
+    without = WITHOUT.replace("'click', ", "").replace("'click'", "") if extra == "chat" else WITHOUT
+    code = f"""{without}{load}
+    try:
+        {statement}
+    except localinfer.errors.MissingPackageError as error:
+        print(error.extra, error)
+"""
+    output, _ = run(code)
+    assert output.startswith(f"{extra} ") and output.endswith(f"type `pip install 'localinfer[{extra}]'`")
+
+
+@pytest.mark.parametrize("words", [[], ["run", "-p", "Hi"], ["--version"]], ids=" ".join)
+def test_the_command_without_its_packages_is_one_line(words: list[str]) -> None:
+    code = f"{WITHOUT}from localinfer.__main__ import main\nsys.exit(main())"
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=seconds(20),
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert (
+        done.stderr == "error: the command needs click, which is not installed; type `pip install 'localinfer[cli]'`\n"
+    )
