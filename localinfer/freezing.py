@@ -37,8 +37,21 @@ def is_supported() -> bool:
 
 
 def run_task(task: str, share: object) -> None:
-    """Do the share of a child process. Raises: KeyError for a task that is none."""
+    """Do the share of a child process, which ends when its standard input does: when its parent has ended.
+
+    Raises: KeyError for a task that is none.
+    """
+    import threading
     from importlib import import_module
 
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     compile_share: Callable[[object], None] = import_module(TASKS[task]).compile_share
     compile_share(share)
+
+
+def _end_with_parent() -> None:
+    import os
+
+    os.read(0, 1)
+    # In the middle of a kernel too.
+    os._exit(1)

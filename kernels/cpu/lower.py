@@ -21,7 +21,7 @@ from localinfer.kernels.graph_builder import check, packed_weight
 from localinfer.kernels.jit.compile_ahead import compile_ahead, link
 from localinfer.kernels.jit.object_cache import Kernel
 from localinfer.kernels.kv_layout import KVLayout, is_quantized
-from localinfer.kernels.layouts import GGUF_LAYOUTS, SIZES, is_float, num_tiles
+from localinfer.kernels.layouts import GGUF_LAYOUTS, GRID_LAYOUTS, SIZES, is_float, num_tiles
 from localinfer.kernels.ops import AttentionShape, Buffer, Gating, LinearWeight, OpGraph, Projection, RopeTable, Rows
 from localinfer.kernels.program import Operation
 from localinfer.types import ProgressCallback
@@ -95,7 +95,7 @@ def _embed(tape: CpuTape, op: ops.Embed | ops.EmbedPositions) -> None:
         **tape.places(out=out), table=rows.data.ctypes.data, row_bytes=row_bytes, layout=rows.layout,
         columns=rows.num_columns, unit=sizes.unit, unit_bytes=sizes.file_bytes, scale=scale, by_position=by_position,
     )  # fmt: skip
-    kernel = "embedding.embed"
+    kernel = "embedding.embed_grid" if rows.layout in GRID_LAYOUTS else "embedding.embed"
     cost = Operation(kernel, Rows.BATCH, (table.name,), rows.data.size, rows.data.size // table.num_rows)
     tape.add(kernel, words, writes=out, cost=cost)
 

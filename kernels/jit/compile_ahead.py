@@ -79,12 +79,16 @@ def _compile_in_children(missing: Sequence[Kernel], progress: ProgressCallback |
 def run_children(task: str, shares: Sequence[object], go_on: Callable[[], bool]) -> None:
     """Run a task of `freezing.TASKS` in child processes, one for each share, which is passed as JSON.
 
-    Ends when all have ended, or `go_on`, called every 50 ms, returns False. Failures are ignored.
+    Ends when all have ended, or `go_on`, called every 50 ms, returns False. Each child ends when this process does. Its
+    failures are ignored; what `go_on` raises ends the children.
     """
     children: list[subprocess.Popen[bytes]] = []
     try:
         for share in shares:
-            children.append(_start(task, share))
+            try:
+                children.append(_start(task, share))
+            except OSError:
+                return
         while any(child.poll() is None for child in children) and go_on():
             time.sleep(0.05)
     finally:
@@ -124,7 +128,8 @@ def _start(task: str, share: object) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         words,
         env=None if chosen is None else {**os.environ, CACHE_VARIABLE: str(chosen)},
-        stdin=subprocess.DEVNULL,
+        # Nothing is ever written: the system closes it when this process ends, however it ends.
+        stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         creationflags=getattr(subprocess, "CREATE_NO_WINDOW", 0),

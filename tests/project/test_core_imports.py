@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -34,6 +35,16 @@ print(localinfer.warm_up(device="cpu").num_compiled)
     output, errors = run(code)
     shown = output.split()
     assert int(shown[0]) > 0 and shown[1:] == ["True", "1", "0"] and errors == ""
+
+
+def test_the_core_compiles_what_looks_up_rows(tmp_path: Path) -> None:
+    """It once had the tables of IQ2 and IQ3 for every model, which the core lacks: a first start failed."""
+    code = f"""{WITHOUT}
+from localinfer.kernels.jit.object_cache import Kernel
+assert Kernel("embedding.embed").address
+"""
+    run(code, LOCALINFER_CACHE=str(tmp_path))
+    assert [path.stem for path in tmp_path.rglob("*.o")] == ["embedding.embed"]
 
 
 @pytest.mark.parametrize(

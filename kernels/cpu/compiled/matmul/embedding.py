@@ -199,8 +199,6 @@ def _value(layout: int, row: int, column: int, unit: int, unit_bytes: int) -> fl
         return load_half(block) * np.float32(((_byte(block + 2 + column % 64 // 4) >> (column % 4 * 2)) & 3) - 1)
     if unit == 64:
         return _nvfp4_value(block, column % 64)
-    if layout >= 22:
-        return _grid_value(layout, block, column % 256)
     if layout >= 18:
         return _few_bits_value(layout, block, column % 256)
     return _super_block_value(layout, block, column % 256)
@@ -230,3 +228,16 @@ def embed(p: Any, batch: int, thread: int, row: int, part: int) -> None:
         _look_up(p, 3, 32, 34, source, target)
     else:
         _look_up(p, p.layout, p.unit, p.unit_bytes, source, target)
+
+
+@row_op(EMBED)
+def embed_grid(p: Any, batch: int, thread: int, row: int, part: int) -> None:
+    """As `embed`, of layouts whose codes are places in a grid: a kernel has no tables that its model does not need."""
+    indices = BATCH.positions(batch) if p.by_position == 1 else BATCH.token_ids(batch)
+    source = p.table + load_i64(indices + 8 * row) * p.row_bytes
+    target = p.out + row * p.out_stride
+    for column in range(p.columns):
+        value = p.scale * _grid_value(p.layout, source + column // 256 * p.unit_bytes, column % 256)
+        if p.by_position == 1:
+            value += load_f32(target + 4 * column)
+        store_f32(target + 4 * column, value)
