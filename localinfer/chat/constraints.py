@@ -2,7 +2,7 @@
 
 llguidance makes masks over a vocabulary: it walks a trie of the vocabulary's bytes with a lexer of derivatives and an
 Earley parser, tens of microseconds a token (github.com/guidance-ai/llguidance). It is imported at the first constraint,
-and a model's trie is built once.
+and a model's trie is built once, while other threads run.
 """
 
 import threading
@@ -17,19 +17,14 @@ from localinfer.errors import ConstraintError, OverloadedError
 from localinfer.extras import require
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLTokenizer
-
+    from localinfer.chat.vocabulary_trie import VocabularyTrie
     from localinfer.models.text.tokenizer import Tokenizer
-    from localinfer.sampling.mask import MatcherMask
+    from localinfer.sampling.mask import GrammarMatcher, MatcherMask
 
 MAX_COMPILE_SECONDS = 2.0
 _MOST_COMPILED = 32
 _MOST_LATE = 2
 """Compilations that took too long and cannot be stopped: while so many still run, no other begins."""
-_LEXER_FUEL = 200_000
-"""Nodes of regular expressions that are opened up at the start: a fifth of llguidance's default, some 0.2 s of work."""
-_MOST_ITEMS_PER_STEP = 20_000
-"""Of the parser's table: some 0.1 s of work, which only an endless or hostile grammar reaches."""
 _FIELDS = {"regular expression": "regex", "grammar": "grammar"}
 """What a constraint is called in messages, and in the `field` of an error."""
 _PART = "what constrains a text (a schema, a regular expression, a grammar, tools)"
@@ -92,9 +87,23 @@ class ConstraintCompiler:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._lock = threading.Lock()
-        self._vocabulary: LLTokenizer | None = None
-        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._building = threading.Lock()
+        self._trie: VocabularyTrie | None = None
+        self._compiled: OrderedDict[str, GrammarMatcher] = OrderedDict()
         self._late: list[threading.Thread] = []
+
+    def prepare(self) -> "VocabularyTrie":
+        """Build what all constraints of the model need, once: the first of them waits for it otherwise.
+
+        Other threads run meanwhile. Raises: ConstraintError if no token ends a text; MissingPackageError.
+        """
+        require("constraints", _PART)
+        from localinfer.chat.vocabulary_trie import build_trie
+
+        with self._building:
+            if self._trie is None:
+                self._trie = build_trie(self._tokenizer)
+            return self._trie
 
     def mask(self, constraint: Constraint, *, start: int) -> "MatcherMask":
         """The mask of one generation whose prompt has `start` tokens.
@@ -109,16 +118,16 @@ class ConstraintCompiler:
         """As `mask`, for a grammar in llguidance's own form; what: how errors call it."""
         from localinfer.sampling.mask import MatcherMask
 
-        matcher = self._matcher(grammar, what).deep_copy()
+        matcher = self._matcher(grammar, what).copy()
         ends = sorted(self._tokenizer.eog_token_ids)
         return MatcherMask(matcher, start=start, vocab_size=self._vocab_size, end_ids=ends)
 
-    def _matcher(self, grammar: str, what: str) -> "LLMatcher":
+    def _matcher(self, grammar: str, what: str) -> "GrammarMatcher":
         with self._lock:
             if (found := self._compiled.get(grammar)) is not None:
                 self._compiled.move_to_end(grammar)
                 return found
-        trie = self._trie()
+        trie = self.prepare()
         matcher = self._in_time(lambda: _compile(trie, grammar, what), what)
         with self._lock:
             self._compiled[grammar] = matcher
@@ -162,55 +171,15 @@ class ConstraintCompiler:
             )
         return results[0]
 
-    def _trie(self) -> "LLTokenizer":
-        with self._lock:
-            if self._vocabulary is None:
-                self._vocabulary = build_trie(self._tokenizer, self._vocab_size)
-            return self._vocabulary
 
-
-def build_trie(tokenizer: "Tokenizer", vocab_size: int) -> "LLTokenizer":
-    """Build llguidance's view of a vocabulary: the bytes of each id, and which ids are control tokens.
-
-    Raises: ConstraintError if no token ends a text, as a constrained text has to; MissingPackageError.
-    """
-    require("constraints", _PART)
-    from llguidance import LLTokenizer, TokenizerWrapper
-
-    ends = sorted(tokenizer.eog_token_ids)
-    if not ends:
-        raise ConstraintError("the vocabulary has no token that ends a text, so none can be constrained")
-    return LLTokenizer(TokenizerWrapper(_Vocabulary(tokenizer, ends[0])), n_vocab=vocab_size, eos_token=ends)
-
-
-def _compile(trie: "LLTokenizer", grammar: str, what: str) -> "LLMatcher":
-    from llguidance import LLMatcher, LLParserLimits
-
-    limits = LLParserLimits(verbose_errors=False, initial_lexer_fuel=_LEXER_FUEL, step_max_items=_MOST_ITEMS_PER_STEP)
-    matcher = LLMatcher(trie, grammar, log_level=0, limits=limits)
-    if not matcher.is_error():
+def _compile(trie: "VocabularyTrie", grammar: str, what: str) -> "GrammarMatcher":
+    matcher = trie.matcher(grammar)
+    if matcher.error() is None:
         # A regular expression is only opened up by its first mask.
-        matcher.compute_bitmask()
-    if matcher.is_error():
-        raise _refusal(what, matcher.get_error())
+        matcher.mask()
+    if (error := matcher.error()) is not None:
+        raise _refusal(what, error)
     return matcher
-
-
-class _Vocabulary:
-    """A tokenizer in the shape that llguidance reads."""
-
-    def __init__(self, tokenizer: "Tokenizer", end: int) -> None:
-        self._encode = tokenizer.encode_segments
-        ids = range(tokenizer.vocab_size)
-        self.eos_token_id = end
-        self.bos_token_id = tokenizer.bos_token_id
-        self.tokens = [tokenizer.token_bytes(token_id) for token_id in ids]
-        self.special_token_ids = [token_id for token_id in ids if tokenizer.is_special(token_id)]
-
-    def __call__(self, text: str | bytes) -> list[int]:
-        if isinstance(text, bytes):
-            text = text.decode("utf-8")
-        return self._encode([(text, False)], continues_run=True)
 
 
 def grammar_of(constraint: Constraint) -> str:

@@ -5,7 +5,7 @@ drafted and partly rolled back: it is called with the history, and moves its mat
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,10 +13,39 @@ from numpy.typing import NDArray
 from localinfer.errors import ConstraintError
 from localinfer.types import TokenIds
 
-if TYPE_CHECKING:
-    from llguidance import LLMatcher
-
 Allowed = NDArray[np.bool_]
+
+
+class GrammarMatcher(Protocol):
+    """Follows a text through a grammar, token by token. After an error nothing has a meaning but the error."""
+
+    def copy(self) -> "GrammarMatcher":
+        """Another matcher in the state of this one."""
+        ...
+
+    def mask(self) -> NDArray[np.uint8]:
+        """Which tokens may come next, at the grammar's end those that end a text: bits, valid until the next call."""
+        ...
+
+    def consume(self, token_ids: Sequence[int]) -> int:
+        """Follow tokens up to the first that may not come; return how many were followed."""
+        ...
+
+    def count_allowed(self, token_ids: Sequence[int]) -> int:
+        """How many of these tokens may come, one after the other."""
+        ...
+
+    def rollback(self, count: int) -> None:
+        """Take back the last tokens."""
+        ...
+
+    def forced(self) -> list[int]:
+        """Tokens that will most likely follow, because the text they spell has to."""
+        ...
+
+    def error(self) -> str | None:
+        """What went wrong: the grammar is not one, or a limit of cost was reached."""
+        ...
 
 
 @runtime_checkable
@@ -47,13 +76,13 @@ class GuidingMask(Protocol):
 
 
 class MatcherMask:
-    """The mask of one generation under one grammar, by llguidance.
+    """The mask of one generation under one grammar.
 
     start: how long the prompt is. After the grammar's end only `end_ids` are allowed.
     Raises: ConstraintError from every method where the grammar reaches a limit of cost.
     """
 
-    def __init__(self, matcher: "LLMatcher", *, start: int, vocab_size: int, end_ids: Sequence[int]) -> None:
+    def __init__(self, matcher: GrammarMatcher, *, start: int, vocab_size: int, end_ids: Sequence[int]) -> None:
         self._matcher = matcher
         self._start = start
         self._vocab_size = vocab_size
@@ -70,7 +99,7 @@ class MatcherMask:
 
     def forced(self, history: TokenIds, most: int) -> list[int]:
         self._follow(history)
-        return self._matcher.compute_ff_tokens()[:most]
+        return self._matcher.forced()[:most]
 
     def prepare(self, history: TokenIds, position: int) -> None:
         self._prepared.clear()
@@ -85,10 +114,10 @@ class MatcherMask:
         self._follow(history)
         # The end of the text may come where the grammar can end, and nothing may follow it.
         ends = next((index for index, token_id in enumerate(draft) if token_id in self._end_ids), len(draft))
-        return self._matcher.validate_tokens(list(draft[:ends]))
+        return self._matcher.count_allowed(draft[:ends])
 
     def _compute(self) -> Allowed:
-        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        bits = self._matcher.mask()
         self._check()
         return np.unpackbits(bits, count=self._vocab_size, bitorder="little").view(np.bool_)
 
@@ -106,16 +135,16 @@ class MatcherMask:
         if followed.size > shared:
             self._matcher.rollback(followed.size - shared)
         rest = wanted[shared:].tolist()
-        count = self._matcher.try_consume_tokens(rest) if rest else 0
+        count = self._matcher.consume(rest) if rest else 0
         self._check()
         self._followed = wanted[: shared + count].copy()
         return count == len(rest)
 
     def _check(self) -> None:
-        if self._matcher.is_error():
-            found = _first_line(self._matcher.get_error())
+        error = self._matcher.error()
+        if error is not None:
             raise ConstraintError(
-                f"the grammar became too costly to follow: {found}; give a simpler one",
+                f"the grammar became too costly to follow: {_first_line(error)}; give a simpler one",
                 field="grammar",
             )
 
