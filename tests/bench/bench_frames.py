@@ -1,0 +1,292 @@
+"""How evenly an app draws its frames while a model loads, reads a long prompt, answers and is constrained.
+
+    python -m tests.bench.bench_frames [MODEL] --toolkit qt|tk|asyncio [--cold] [--prompt 2000] [--traces FILE]
+
+A window of Qt (PySide6, off the screen), of Tk (under Xvfb where there is no display), or a ticker of asyncio draws 60
+frames a second in the main thread, each with the text that has come so far, while another thread uses the model as an
+app does. A frame's time is from its beginning to the beginning of the next. "queued" is what the system itself took
+of the worst frame: the main thread could run, but other processes had the cores. What is beyond that, a thread of this
+process held the interpreter's lock, which the column "lock" shows: the worst time that a thread which sleeps for 1 ms
+at a time waited beyond it, less its own time in the system's queue. The phase "idle" is the machine without a model.
+
+--cold gives kernels a cache folder of their own, so that they are compiled. --traces writes the stacks of all threads
+whenever a frame is late, while it is: what holds the lock is on top of one of them.
+"""
+
+import argparse
+import asyncio
+import faulthandler
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TextIO
+
+_FRAME_SECONDS = 1 / 60
+_LATE_SECONDS = 0.025
+_SHOWN_CHARACTERS = 2000
+_SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 20}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+def percentile(values: list[float], percent: int) -> float:
+    """The nearest-rank percentile; written here because importing it would import part of what is measured."""
+    ordered = sorted(values)
+    return ordered[max(0, -(-percent * len(ordered) // 100) - 1)]
+
+
+class QueueClock:
+    """How long the thread that made it has waited for a core, in seconds; 0 where the system does not say."""
+
+    def __init__(self) -> None:
+        try:
+            self._file: int | None = os.open(f"/proc/self/task/{threading.get_native_id()}/schedstat", os.O_RDONLY)
+        except OSError:
+            self._file = None
+
+    def seconds(self) -> float:
+        return 0.0 if self._file is None else int(os.pread(self._file, 100, 0).split()[1]) / 1e9
+
+
+class FrameLog:
+    """Times of frames by the phase in which they began."""
+
+    def __init__(self, traces: TextIO | None) -> None:
+        self.phase = "start"
+        self.is_over = False
+        self.frames: dict[str, list[tuple[float, float]]] = {}
+        self.waits: dict[str, list[float]] = {}
+        self.seconds: dict[str, float] = {}
+        self.texts: deque[str] = deque()
+        self.shown = ""
+        self.failure: BaseException | None = None
+        self._traces = traces
+        self._began: tuple[float, float, str] | None = None
+        self._clock: QueueClock | None = None
+
+    def frame(self) -> str:
+        """Called at the beginning of each frame by the main thread; returns the text to show."""
+        self._clock = self._clock or QueueClock()
+        now, queued = time.perf_counter(), self._clock.seconds()
+        if self._began is not None:
+            began, queued_before, phase = self._began
+            self.frames.setdefault(phase, []).append((now - began, queued - queued_before))
+            if self._traces is not None and now - began > _LATE_SECONDS:
+                print(
+                    f"--- {1e3 * (now - began):.1f} ms, {1e3 * (queued - queued_before):.1f} queued, in {phase}",
+                    file=self._traces,
+                    flush=True,
+                )
+        self._began = (now, queued, self.phase)
+        if self._traces is not None:
+            faulthandler.dump_traceback_later(_LATE_SECONDS, file=self._traces)
+        while self.texts:
+            self.shown = (self.shown + self.texts.popleft())[-_SHOWN_CHARACTERS:]
+        return self.shown
+
+    def watch(self) -> None:
+        """Measure in a thread how long one that wants to run cannot."""
+        clock = QueueClock()
+        while not self.is_over:
+            phase, queued, began = self.phase, clock.seconds(), time.perf_counter()
+            time.sleep(0.001)
+            waited = time.perf_counter() - began - 0.001
+            if waited > 0.002:
+                waited -= clock.seconds() - queued
+            self.waits.setdefault(phase, []).append(max(0.0, waited))
+
+    @contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        """Call the frames of this time so."""
+        self.phase = phase
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[phase] = time.perf_counter() - began
+
+    def print(self) -> None:
+        print(
+            f"{'phase':12s} {'seconds':>8s} {'frames':>7s} {'p50':>7s} {'p99':>7s} {'worst':>7s} {'queued':>7s} "
+            f"{'lock':>7s}   (ms)"
+        )
+        for phase, frames in self.frames.items():
+            times = [seconds for seconds, _ in frames]
+            worst, queued = max(frames)
+            figures = (percentile(times, 50), percentile(times, 99), worst, queued, max(self.waits.get(phase, [0.0])))
+            print(
+                f"{phase:12s} {self.seconds.get(phase, 0.0):8.2f} {len(times):7d} "
+                + " ".join(f"{1e3 * value:7.1f}" for value in figures)
+            )
+
+
+def use_model(log: FrameLog, options: argparse.Namespace) -> None:
+    """What the app's other thread does."""
+    try:
+        with log.during("idle"):
+            time.sleep(options.idle)
+        with log.during("import"):
+            import localinfer
+        with log.during("load"):
+            llm = localinfer.load(options.model, context_length=options.prompt + 1000, disk_cache=False)
+        with llm:
+            prompt = [5 + number * 7 % (llm.vocab_size - 10) for number in range(options.prompt)]
+            with log.during("prefill"):
+                stream = llm.stream(prompt, max_tokens=options.tokens, ignore_eos=True, seed=1)
+                log.texts.append(next(stream).text)
+            with log.during("decode"):
+                for event in stream:
+                    log.texts.append(event.text)
+            with log.during("chat"):
+                for event in llm.stream_chat([{"role": "user", "content": "Hello " * 200}], max_tokens=20, seed=1):
+                    log.texts.append(event.text)
+            with log.during("constraint"):
+                form = localinfer.JsonSchema(_SCHEMA)
+                for event in llm.stream("Once", constraint=form, max_tokens=60, seed=1):
+                    log.texts.append(event.text)
+            log.phase = "close"
+    except BaseException as error:
+        log.failure = error
+    finally:
+        log.is_over = True
+
+
+def run_qt(log: FrameLog, start: Callable[[], None]) -> None:
+    os.environ.setdefault("QT_QPA_PLATFORM", "offscreen")
+    from PySide6.QtCore import Qt, QTimer
+    from PySide6.QtWidgets import QApplication, QPlainTextEdit
+
+    app = QApplication([])
+    window = QPlainTextEdit()
+    window.resize(800, 600)
+    window.show()
+
+    def draw() -> None:
+        text = log.frame()
+        if text != window.toPlainText():
+            window.setPlainText(text)
+        window.viewport().update()
+        if log.is_over:
+            app.quit()
+
+    timer = QTimer()
+    timer.setTimerType(Qt.TimerType.PreciseTimer)
+    timer.timeout.connect(draw)
+    timer.start(round(1000 * _FRAME_SECONDS))
+    start()
+    app.exec()
+
+
+def run_tk(log: FrameLog, start: Callable[[], None]) -> None:
+    import tkinter
+
+    window = tkinter.Tk()
+    shown = tkinter.StringVar(window)
+    tkinter.Label(window, textvariable=shown, wraplength=780, width=100, height=40, anchor="nw").pack()
+    next_at = time.perf_counter()
+
+    def draw() -> None:
+        nonlocal next_at
+        text = log.frame()
+        if text != shown.get():
+            shown.set(text)
+        if log.is_over:
+            window.destroy()
+            return
+        next_at = max(next_at + _FRAME_SECONDS, time.perf_counter() + 0.001)
+        window.after(round(1000 * (next_at - time.perf_counter())), draw)
+
+    window.after(0, draw)
+    start()
+    window.mainloop()
+
+
+def run_asyncio(log: FrameLog, start: Callable[[], None]) -> None:
+    async def draw() -> None:
+        loop = asyncio.get_running_loop()
+        next_at = loop.time()
+        while not log.is_over:
+            log.frame()
+            next_at = max(next_at + _FRAME_SECONDS, loop.time())
+            await asyncio.sleep(next_at - loop.time())
+
+    start()
+    asyncio.run(draw())
+
+
+_TOOLKITS: dict[str, Callable[[FrameLog, Callable[[], None]], None]] = {
+    "qt": run_qt,
+    "tk": run_tk,
+    "asyncio": run_asyncio,
+}
+
+
+@contextmanager
+def display(toolkit: str) -> Iterator[None]:
+    """A display of Xvfb for Tk where there is none."""
+    if toolkit != "tk" or os.environ.get("DISPLAY") or not sys.platform.startswith("linux"):
+        yield
+        return
+    if shutil.which("Xvfb") is None:
+        raise SystemExit("Tk needs a display, and Xvfb is not installed; set DISPLAY or install xvfb")
+    reader, writer = os.pipe()
+    server = subprocess.Popen(
+        ["Xvfb", "-displayfd", str(writer), "-screen", "0", "1024x768x24", "-nolisten", "tcp"],
+        pass_fds=(writer,),
+        stderr=subprocess.DEVNULL,
+    )
+    os.close(writer)
+    with os.fdopen(reader) as numbers:
+        os.environ["DISPLAY"] = f":{numbers.readline().strip()}"
+    try:
+        yield
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def main() -> None:
+    """Measure, and print the figures of each phase."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?")
+    parser.add_argument("--toolkit", choices=tuple(_TOOLKITS), default="asyncio")
+    parser.add_argument("--cold", action="store_true")
+    parser.add_argument("--prompt", type=int, default=2000)
+    parser.add_argument("--tokens", type=int, default=300)
+    parser.add_argument("--idle", type=float, default=3.0)
+    parser.add_argument("--traces", type=argparse.FileType("w"))
+    options = parser.parse_args()
+    log = FrameLog(options.traces)
+    threads: list[Any] = [
+        threading.Thread(target=log.watch, name="watch"),
+        threading.Thread(target=use_model, args=(log, options), name="model"),
+    ]
+
+    def start() -> None:
+        for thread in threads:
+            thread.start()
+
+    with tempfile.TemporaryDirectory() as folder, display(options.toolkit):
+        if options.cold:
+            os.environ["XDG_CACHE_HOME"] = folder
+        _TOOLKITS[options.toolkit](log, start)
+        faulthandler.cancel_dump_traceback_later()
+        for thread in threads:
+            thread.join()
+    log.print()
+    if log.failure is not None:
+        raise log.failure
+
+
+if __name__ == "__main__":
+    main()
