@@ -22,6 +22,7 @@ from localinfer.chat.matcher_library import (
     matcher_library,
 )
 from localinfer.errors import ConstraintError
+from localinfer.models.text.pieces import pieces
 from localinfer.sampling.mask import GrammarMatcher
 
 if TYPE_CHECKING:
@@ -59,10 +60,11 @@ def build_trie(tokenizer: "Tokenizer") -> VocabularyTrie:
 
 
 def _token_bytes(tokenizer: "Tokenizer") -> Iterator[bytes]:
-    for token_id in range(tokenizer.vocab_size):
-        text = tokenizer.token_bytes(token_id)
-        is_marked = tokenizer.is_special(token_id) and not text.startswith(_CONTROL_MARK)
-        yield _CONTROL_MARK + text if is_marked else text
+    for token_ids in pieces(range(tokenizer.vocab_size)):
+        for token_id in token_ids:
+            text = tokenizer.token_bytes(token_id)
+            is_marked = tokenizer.is_special(token_id) and not text.startswith(_CONTROL_MARK)
+            yield _CONTROL_MARK + text if is_marked else text
 
 
 class ForeignTrie:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from localinfer.errors import TokenizerError
+from localinfer.models.text.pieces import pieces
 from localinfer.models.text.splitting import TokenizerWarning, build_splitter, pre_tokenizer_rule
 from localinfer.models.text.vocabulary import Vocabulary
 
@@ -47,6 +48,9 @@ BYTE_CHARACTERS = _byte_characters()
 """The alphabet of byte-level BPE: every byte has a printable character that stands for it."""
 _TO_CHARACTER = dict(enumerate(BYTE_CHARACTERS))
 _TO_BYTE = {character: bytes([byte]) for byte, character in enumerate(BYTE_CHARACTERS)}
+# Code points to those of Latin-1, which are bytes; what stands for no byte, to one that Latin-1 lacks.
+_TO_LATIN_1 = {code: ord(_TO_BYTE[chr(code)]) if chr(code) in _TO_BYTE else 0xFFFF for code in range(0x80, 0x180)}
+_TO_LATIN_1 |= {ord(character): ord(byte) for character, byte in _TO_BYTE.items()}
 
 
 def merge_by_rank(symbols: list[str], ranks: Mapping[str, int], separator: str) -> list[str]:
@@ -224,8 +228,10 @@ class SentencePieceEncoder(SubwordEncoder):
         """A score's place in descending order: equal scores share a rank, as they share a priority."""
         assert self._vocabulary.scores is not None, "this kind always has scores"
         places = np.unique(-self._vocabulary.scores, return_inverse=True)[1]
-        ids = np.fromiter(self._ids.values(), np.int64, len(self._ids))
-        return dict(zip(self._ids, places[ids].tolist(), strict=True))
+        ranks: dict[str, int] = {}
+        for texts, ids in zip(pieces(self._ids), pieces(self._ids.values()), strict=True):
+            ranks.update(zip(texts, places[ids].tolist(), strict=True))
+        return ranks
 
     def encode(self, text: str, is_run_start: bool) -> list[int]:
         """Return the ids of plain text; a space comes first where it starts a run and the file adds one."""
@@ -255,7 +261,8 @@ class SentencePieceEncoder(SubwordEncoder):
 
         Without such a token no merge crosses a word's start, so words are independent of each other.
         """
-        if re.search(f"[^{SPACE_MARK}\0]{SPACE_MARK}", "\0".join(self._ids)):
+        space_inside = re.compile(f"[^{SPACE_MARK}\0]{SPACE_MARK}")
+        if any(space_inside.search("\0".join(piece)) for piece in pieces(self._ids)):
             return None
         return re.compile(f"{SPACE_MARK}*[^{SPACE_MARK}]+|{SPACE_MARK}+")
 
@@ -336,6 +343,10 @@ class BytePairEncoder(SubwordEncoder):
         gives its own UTF-8.
         """
         if not self._rule.is_raw:
+            try:
+                return token.translate(_TO_LATIN_1).encode("latin-1")
+            except UnicodeEncodeError:
+                pass
             found = (_TO_BYTE.get(character) or character.encode("utf-8", "surrogateescape") for character in token)
             return b"".join(found)
         return super().token_bytes(token) if self._rule.escapes_spaces else token.encode("utf-8", "surrogateescape")

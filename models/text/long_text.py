@@ -24,6 +24,7 @@ from localinfer.kernels.cpu.kernel_abi import (
 )
 from localinfer.kernels.cpu.text_merging import MergeTable, WordShape, split_words
 from localinfer.models.text.encoders import BYTE_CHARACTERS
+from localinfer.models.text.pieces import pieces
 from localinfer.models.text.splitting import GPT2_PATTERN, PRE_TOKENIZERS, PreTokenizerRule, build_splitter
 
 STRETCH = 1 << 16
@@ -173,13 +174,18 @@ class SymbolTable:
         self.ids = ids
         self._expand = expand
         self.symbols = {token: index for index, token in enumerate(tokens)}
-        for character in sorted(set("".join(tokens))):
+        characters: set[str] = set()
+        for piece in pieces(tokens):
+            characters.update("".join(piece))
+        for character in sorted(characters):
             self.symbols.setdefault(character, len(self.symbols))
         self._texts = list(self.symbols)
         self._is_text = np.zeros(len(self.symbols), np.bool_)
-        self._is_text[list(ids.values())] = True
         self._objects = np.empty(len(tokens), object)
-        self._objects[:] = range(len(tokens))
+        for numbers in pieces(ids.values()):
+            self._is_text[numbers] = True
+        for numbers in pieces(range(len(tokens))):
+            self._objects[numbers[0] : numbers[-1] + 1] = numbers
         self._character_symbols = np.full(0x110000, -1, np.int32)
         for text, symbol in self.symbols.items():
             if len(text) == 1:
@@ -192,22 +198,27 @@ class SymbolTable:
 
     def merge_strings(self, merges: Mapping[str, int], whole: Callable[[str], bool] | None) -> None:
         """Take merges as "left right" by rank; `whole` says which tokens a word becomes without merging."""
+        cut = [self._cut(*both) for both in zip(pieces(merges), pieces(merges.values()), strict=True)]
+        left, right, result, ranks = (np.concatenate(column) for column in zip(*cut, strict=True))
+        # A pair of which one part is no symbol never comes about.
+        known = (left >= 0) & (right >= 0) & (result >= 0)
+        self._make((left << 32 | right)[known], (ranks << 32 | result)[known], whole)
+
+    def _cut(self, merges: list[str], given_ranks: list[int]) -> tuple[NDArray[np.int64], ...]:
+        """The symbols of the left, the right and both parts of each merge, -1 for none, and its rank: int64[N] each."""
         joined = "\0".join(merges)
         if joined.count(" ") == len(merges):
             # All at once, in C.
             parts = joined.replace("\0", " ").split(" ")
             texts = parts[::2], parts[1::2], joined.replace(" ", "").split("\0")
-            ranks = np.fromiter(merges.values(), np.int64, len(merges))
+            ranks = np.array(given_ranks, np.int64)
         else:
-            cut = [(merge[:at], merge[at + 1 :], rank) for merge, rank in merges.items() for at in _spaces(merge)]
+            ranked = zip(merges, given_ranks, strict=True)
+            cut = [(merge[:at], merge[at + 1 :], rank) for merge, rank in ranked for at in _spaces(merge)]
             texts = [one[0] for one in cut], [one[1] for one in cut], [one[0] + one[1] for one in cut]
             ranks = np.array([one[2] for one in cut], np.int64)
-        left, right, result = (
-            np.fromiter(map(self.symbols.get, found, repeat(-1)), np.int64, ranks.size) for found in texts
-        )
-        # A pair of which one part is no symbol never comes about.
-        known = (left >= 0) & (right >= 0) & (result >= 0)
-        self._make((left << 32 | right)[known], (ranks << 32 | result)[known], whole)
+        found = (np.fromiter(map(self.symbols.get, part, repeat(-1)), np.int64, ranks.size) for part in texts)
+        return *found, ranks
 
     def merge_results(self, ranks: Mapping[str, int], whole: Callable[[str], bool] | None = None) -> None:
         """Take merges as their results: any two symbols merge whose texts together have a rank; else as above."""

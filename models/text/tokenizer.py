@@ -23,6 +23,7 @@ from localinfer.models.text.encoders import (
     SubwordEncoder,
     WordPieceEncoder,
 )
+from localinfer.models.text.pieces import pieces
 from localinfer.models.text.splitting import PRE_TOKENIZERS, Spelling, SpellingFinder
 from localinfer.models.text.unigram import UnigramEncoder
 from localinfer.models.text.vocabulary import TokenType, Told, Vocabulary, read_vocabulary, vocabulary_difference
@@ -262,9 +263,11 @@ class Tokenizer:
             vocabulary.strips_after_special,
         )
         digest.update(repr(facts).encode("utf-8", "surrogateescape"))
-        for strings in (vocabulary.tokens, list(vocabulary.merges)):
-            digest.update(np.fromiter(map(len, strings), "<i8", len(strings)).tobytes())
-            digest.update("".join(strings).encode("utf-8", "surrogateescape"))
+        for strings in (vocabulary.tokens, vocabulary.merges):
+            for piece in pieces(strings):
+                digest.update(np.fromiter(map(len, piece), "<i8", len(piece)).tobytes())
+            for piece in pieces(strings):
+                digest.update("".join(piece).encode("utf-8", "surrogateescape"))
         digest.update(vocabulary.types.tobytes())
         if vocabulary.scores is not None:
             digest.update(vocabulary.scores.astype("<f4").tobytes())

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.errors import TokenizerError
+from localinfer.models.text.pieces import last_places, pieces
 from localinfer.models.text.splitting import CONTROL_TEXTS, find_end_of_generation
 from localinfer.quant.gguf.metadata import Metadata
 
@@ -76,8 +77,6 @@ TOKENIZER_KEYS = frozenset(
 Told = Callable[[int, int], None]
 """Called with the units done and the total."""
 _STEPS = 4
-_AT_A_TIME = 1 << 14
-"""Entries that C code goes through in a row, a few milliseconds in which no other thread runs Python."""
 
 
 class TokenType(IntEnum):
@@ -124,7 +123,7 @@ class Vocabulary:
     @cached_property
     def merges(self) -> dict[str, int]:
         """The rank of each "left right"; made by the first text, as it takes longer than reading them."""
-        ranks = _numbered(self.merge_texts)
+        ranks = last_places(self.merge_texts)
         if len(ranks) != len(self.merge_texts):
             ranks = {}
             for rank, merge in enumerate(self.merge_texts):
@@ -254,20 +253,12 @@ def _tokens(metadata: Mapping[str, object]) -> list[str]:
 
 
 def _token_ids(tokens: list[str]) -> dict[str, int]:
-    ids = _numbered(tokens)
+    ids = last_places(tokens)
     if len(ids) != len(tokens):
         repeated = next(index for index, token in enumerate(tokens) if ids[token] != index)
         found = f"a list whose entries {repeated} and {ids[tokens[repeated]]} are both {tokens[repeated][:40]!r}"
         _refuse("tokens", found, "tokens that differ")
     return ids
-
-
-def _numbered(texts: list[str]) -> dict[str, int]:
-    """The place of each text, of equal ones the last."""
-    places: dict[str, int] = {}
-    for first in range(0, len(texts), _AT_A_TIME):
-        places.update(zip(texts[first : first + _AT_A_TIME], range(first, len(texts)), strict=False))
-    return places
 
 
 def _silent(done: int, total: int) -> None:
@@ -416,24 +407,29 @@ def _merge_texts(
         if pre_tokenizer == "kimi-k2":
             return []
         _refuse("merges", "missing", 'an array of "left right" pairs')
-    for first in range(0, len(merges), _AT_A_TIME):
+    # Thousands of joins at once, in C; the exact search for an offender runs only when there is one.
+    for piece in pieces(merges):
         tell(3, _STEPS)
-        _check_merges(merges, first, ids)
+        if not _are_merges(piece, ids):
+            _refuse_other(merges, ids)
     return merges
 
 
-def _check_merges(merges: list[str], first: int, ids: Mapping[str, int]) -> None:
-    """Prove that some merges end in tokens."""
-    part = merges[first : first + _AT_A_TIME]
-    # All joins at once, in C; the exact search for an offender runs only when there is one.
-    joined = "\0".join(part)
+def _refuse_other(merges: list[str], ids: Mapping[str, int]) -> None:
+    """Raise TokenizerError for the first text that is no merge, if there is one."""
+    for rank, merge in enumerate(merges):
+        left, _, right = merge[1:].partition(" ")
+        if not right or merge[0] + left + right not in ids:
+            found = f"{merge[:60]!r} at entry {rank}"
+            _refuse("merges", found, 'a "left right" pair whose join is a token')
+
+
+def _are_merges(texts: list[str], ids: Mapping[str, int]) -> bool:
+    """Whether each text is two parts whose join is a token."""
+    joined = "\0".join(texts)
     results = joined.replace(" ", "").split("\0")
-    if joined.count(" ") != len(part) or len(results) != len(part) or not all(map(ids.__contains__, results)):
-        for rank, merge in enumerate(part, first):
-            left, _, right = merge[1:].partition(" ")
-            if not right or merge[0] + left + right not in ids:
-                found = f"{merge[:60]!r} at entry {rank}"
-                _refuse("merges", found, 'a "left right" pair whose join is a token')
+    is_cut = joined.count(" ") == len(texts) == len(results)
+    return is_cut and all(map(ids.__contains__, results))
 
 
 def _take_special(tokens: list[str], types: NDArray[np.uint8], ids: dict[str, int]) -> dict[str, int]:

@@ -23,14 +23,17 @@ import sys
 import tempfile
 import threading
 import time
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any, TextIO
 
 _FRAME_SECONDS = 1 / 60
 _LATE_SECONDS = 0.025
 _SHOWN_CHARACTERS = 2000
+_COLUMNS = ("p50", "p99", "worst", "queued", "lock")
 _SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 20}, "age": {"type": "integer"}},
@@ -46,11 +49,11 @@ def percentile(values: list[float], percent: int) -> float:
 
 
 class QueueClock:
-    """How long the thread that made it has waited for a core, in seconds; 0 where the system does not say."""
+    """How long a thread has waited for a core, in seconds; 0 where the system does not say."""
 
-    def __init__(self) -> None:
+    def __init__(self, thread: int) -> None:
         try:
-            self._file: int | None = os.open(f"/proc/self/task/{threading.get_native_id()}/schedstat", os.O_RDONLY)
+            self._file: int | None = os.open(f"/proc/self/task/{thread}/schedstat", os.O_RDONLY)
         except OSError:
             self._file = None
 
@@ -64,46 +67,36 @@ class FrameLog:
     def __init__(self, traces: TextIO | None) -> None:
         self.phase = "start"
         self.is_over = False
-        self.frames: dict[str, list[tuple[float, float]]] = {}
+        self.began: list[tuple[float, str]] = []
+        self.queued: list[tuple[float, float]] = []
         self.waits: dict[str, list[float]] = {}
         self.seconds: dict[str, float] = {}
         self.texts: deque[str] = deque()
         self.shown = ""
         self.failure: BaseException | None = None
         self._traces = traces
-        self._began: tuple[float, float, str] | None = None
-        self._clock: QueueClock | None = None
 
     def frame(self) -> str:
         """Called at the beginning of each frame by the main thread; returns the text to show."""
-        self._clock = self._clock or QueueClock()
-        now, queued = time.perf_counter(), self._clock.seconds()
-        if self._began is not None:
-            began, queued_before, phase = self._began
-            self.frames.setdefault(phase, []).append((now - began, queued - queued_before))
-            if self._traces is not None and now - began > _LATE_SECONDS:
-                print(
-                    f"--- {1e3 * (now - began):.1f} ms, {1e3 * (queued - queued_before):.1f} queued, in {phase}",
-                    file=self._traces,
-                    flush=True,
-                )
-        self._began = (now, queued, self.phase)
+        now = time.perf_counter()
         if self._traces is not None:
+            if self.began and now - self.began[-1][0] > _LATE_SECONDS:
+                print(f"--- {1e3 * (now - self.began[-1][0]):.1f} ms in {self.phase}", file=self._traces, flush=True)
             faulthandler.dump_traceback_later(_LATE_SECONDS, file=self._traces)
+        self.began.append((now, self.phase))
         while self.texts:
             self.shown = (self.shown + self.texts.popleft())[-_SHOWN_CHARACTERS:]
         return self.shown
 
     def watch(self) -> None:
-        """Measure in a thread how long one that wants to run cannot."""
-        clock = QueueClock()
+        """Measure in a thread how long one that wants to run cannot, and what the system takes of the main thread."""
+        own, of_main = QueueClock(threading.get_native_id()), QueueClock(os.getpid())
         while not self.is_over:
-            phase, queued, began = self.phase, clock.seconds(), time.perf_counter()
+            phase, queued, began = self.phase, own.seconds(), time.perf_counter()
             time.sleep(0.001)
             waited = time.perf_counter() - began - 0.001
-            if waited > 0.002:
-                waited -= clock.seconds() - queued
-            self.waits.setdefault(phase, []).append(max(0.0, waited))
+            self.waits.setdefault(phase, []).append(max(0.0, waited - (own.seconds() - queued)))
+            self.queued.append((time.perf_counter(), of_main.seconds()))
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
@@ -116,18 +109,26 @@ class FrameLog:
             self.seconds[phase] = time.perf_counter() - began
 
     def print(self) -> None:
-        print(
-            f"{'phase':12s} {'seconds':>8s} {'frames':>7s} {'p50':>7s} {'p99':>7s} {'worst':>7s} {'queued':>7s} "
-            f"{'lock':>7s}   (ms)"
-        )
-        for phase, frames in self.frames.items():
-            times = [seconds for seconds, _ in frames]
-            worst, queued = max(frames)
-            figures = (percentile(times, 50), percentile(times, 99), worst, queued, max(self.waits.get(phase, [0.0])))
+        frames: dict[str, list[tuple[float, float]]] = {}
+        for (began, phase), (ended, _) in pairwise(self.began):
+            frames.setdefault(phase, []).append((ended - began, self._queued_at(ended) - self._queued_at(began)))
+        print(f"{'':12s}   {'s':>6s} {'frames':>7s}" + "".join(f"{name:>8s}" for name in _COLUMNS) + "   ms")
+        for phase, found in frames.items():
+            times = [seconds for seconds, _ in found]
+            late = [seconds for seconds, queued in found if seconds - queued > _LATE_SECONDS]
+            figures = (
+                percentile(times, 50), percentile(times, 99), *max(found), max(self.waits.get(phase, [0.0])),
+            )  # fmt: skip
             print(
-                f"{phase:12s} {self.seconds.get(phase, 0.0):8.2f} {len(times):7d} "
-                + " ".join(f"{1e3 * value:7.1f}" for value in figures)
+                f"{phase:12s} {self.seconds.get(phase, 0.0):8.2f} {len(times):7d}"
+                + "".join(f"{1e3 * value:8.1f}" for value in figures)
+                + (f"   {len(late)} late" if late else "")
             )
+
+    def _queued_at(self, moment: float) -> float:
+        """What the system had taken of the main thread when it was looked at next."""
+        index = bisect_left(self.queued, (moment, 0.0))
+        return self.queued[min(index, len(self.queued) - 1)][1] if self.queued else 0.0
 
 
 def use_model(log: FrameLog, options: argparse.Namespace) -> None:
