@@ -22,7 +22,7 @@ from localinfer.chat.matcher_library import (
     matcher_library,
 )
 from localinfer.errors import ConstraintError
-from localinfer.models.text.pieces import pieces
+from localinfer.pieces import pieces
 from localinfer.sampling.mask import GrammarMatcher
 
 if TYPE_CHECKING:

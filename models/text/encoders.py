@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from localinfer.errors import TokenizerError
-from localinfer.models.text.pieces import pieces
 from localinfer.models.text.splitting import TokenizerWarning, build_splitter, pre_tokenizer_rule
 from localinfer.models.text.vocabulary import Vocabulary
+from localinfer.pieces import pieces
 
 if TYPE_CHECKING:
     from localinfer.models.text.long_text import LongTextSplitter, SymbolTable

@@ -23,10 +23,10 @@ from localinfer.models.text.encoders import (
     SubwordEncoder,
     WordPieceEncoder,
 )
-from localinfer.models.text.pieces import pieces
 from localinfer.models.text.splitting import PRE_TOKENIZERS, Spelling, SpellingFinder
 from localinfer.models.text.unigram import UnigramEncoder
 from localinfer.models.text.vocabulary import TokenType, Told, Vocabulary, read_vocabulary, vocabulary_difference
+from localinfer.pieces import pieces
 
 _ENCODERS: dict[str, type[SubwordEncoder]] = {
     "spm": SentencePieceEncoder,

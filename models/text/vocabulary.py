@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.errors import TokenizerError
-from localinfer.models.text.pieces import last_places, pieces
 from localinfer.models.text.splitting import CONTROL_TEXTS, find_end_of_generation
+from localinfer.pieces import last_places, pieces
 from localinfer.quant.gguf.metadata import Metadata
 
 PREFIX = "tokenizer.ggml."

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.errors import CorruptFileError, UnsupportedFormatError
+from localinfer.pieces import PIECE, give_way
 from localinfer.quant.formats.types import TensorRecord, block_size, tensor_type
 from localinfer.quant.gguf.mapped_file import MappedFile
 
@@ -33,7 +34,6 @@ MAX_DIMENSIONS = 4
 DEFAULT_ALIGNMENT = 32
 ALIGNMENTS = tuple(1 << power for power in range(3, 17))
 
-_STRINGS_PER_CHECK = 1 << 14
 _DAMAGED = "The file is damaged or incomplete: download it again, or convert the model again"
 _KEY_MINIMUM_BYTES = 8 + 1 + 4 + 1
 _TENSOR_MINIMUM_BYTES = 8 + 1 + 4 + 8 + 4 + 8
@@ -272,10 +272,11 @@ class _Walk:
         position, entries = self.position, array("I")
         with memoryview(self.buffer) as whole, whole[: self.limit] as header:
             try:
-                for first in range(0, count, _STRINGS_PER_CHECK):
+                for first in range(0, count, PIECE):
                     if self.check is not None:
                         self.check()
-                    for _ in range(min(_STRINGS_PER_CHECK, count - first)):
+                    give_way()
+                    for _ in range(min(PIECE, count - first)):
                         (length,) = _read_u64(header, position)
                         if length > MAX_ENTRY_BYTES:
                             wanted = f"wanted at most {MAX_ENTRY_BYTES}"

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.errors import CorruptFileError
+from localinfer.pieces import PIECE, give_way
 from localinfer.quant.gguf.header import SCALAR_DTYPES, StoredValue, ValueType
 from localinfer.quant.gguf.mapped_file import MappedFile
 
@@ -18,8 +19,6 @@ MetadataValue: TypeAlias = SingleValue | list[str] | NDArray[Any]
 _REPLACED_TYPES = {bool: ValueType.BOOL, int: ValueType.INT64, float: ValueType.FLOAT64, str: ValueType.STRING}
 
 _WAY_OUT = "Convert the model again with a current converter"
-_PIECE = 8192
-"""Strings that are decoded in one go: some 1 ms, for which no other thread runs Python."""
 _read_u64 = struct.Struct("<Q").unpack_from
 
 
@@ -185,13 +184,14 @@ class Metadata(Mapping[str, MetadataValue]):
         raw = np.frombuffer(self._file.read(stored.start, stored.end), np.uint8)
         starts = entries.astype(np.int64) - stored.start
         found: list[str] = []
-        for first in range(0, starts.size, _PIECE):
-            begins = starts[first : first + _PIECE]
-            end = int(starts[first + _PIECE]) if first + _PIECE < starts.size else raw.size
+        for first in range(0, starts.size, PIECE):
+            begins = starts[first : first + PIECE]
+            end = int(starts[first + PIECE]) if first + PIECE < starts.size else raw.size
             texts = _cut_texts(raw[begins[0] : end].copy(), begins - begins[0])
             if len(texts) != begins.size:
                 return [entry.decode("utf-8", "surrogateescape") for entry in self.raw_strings(key)]
             found += texts
+            give_way()
         return found
 
     def _entries(self, key: str) -> tuple[StoredValue, NDArray[np.uint32]]:

@@ -7,15 +7,18 @@ frames a second in the main thread, each with the text that has come so far, whi
 app does. A frame's time is from its beginning to the beginning of the next. "queued" is what the system itself took
 of the worst frame: the main thread could run, but other processes had the cores. What is beyond that, a thread of this
 process held the interpreter's lock, which the column "lock" shows: the worst time that a thread which sleeps for 1 ms
-at a time waited beyond it, less its own time in the system's queue. The phase "idle" is the machine without a model.
+at a time waited beyond it, less its own time in the system's queue. "gc" is the longest run of Python's garbage
+collector, which grows with all objects of the process. The phase "idle" is the machine without a model.
 
 --cold gives kernels a cache folder of their own, so that they are compiled. --traces writes the stacks of all threads
-whenever a frame is late, while it is: what holds the lock is on top of one of them.
+whenever a frame is late, while it is: what holds the lock is on top of one of them. They are read while the threads
+run, which can end the process; for finding causes, not for figures.
 """
 
 import argparse
 import asyncio
 import faulthandler
+import gc
 import os
 import shutil
 import subprocess
@@ -33,7 +36,7 @@ from typing import Any, TextIO
 _FRAME_SECONDS = 1 / 60
 _LATE_SECONDS = 0.025
 _SHOWN_CHARACTERS = 2000
-_COLUMNS = ("p50", "p99", "worst", "queued", "lock")
+_COLUMNS = ("p50", "p99", "worst", "queued", "lock", "gc")
 _SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 20}, "age": {"type": "integer"}},
@@ -74,6 +77,8 @@ class FrameLog:
         self.texts: deque[str] = deque()
         self.shown = ""
         self.failure: BaseException | None = None
+        self.collections: dict[str, list[float]] = {}
+        self._collecting_since = 0.0
         self._traces = traces
 
     def frame(self) -> str:
@@ -98,6 +103,13 @@ class FrameLog:
             self.waits.setdefault(phase, []).append(max(0.0, waited - (own.seconds() - queued)))
             self.queued.append((time.perf_counter(), of_main.seconds()))
 
+    def collect(self, stage: str, _: dict[str, int]) -> None:
+        """Called by the garbage collector when it begins and ends."""
+        if stage == "start":
+            self._collecting_since = time.perf_counter()
+        else:
+            self.collections.setdefault(self.phase, []).append(time.perf_counter() - self._collecting_since)
+
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
         """Call the frames of this time so."""
@@ -116,9 +128,8 @@ class FrameLog:
         for phase, found in frames.items():
             times = [seconds for seconds, _ in found]
             late = [seconds for seconds, queued in found if seconds - queued > _LATE_SECONDS]
-            figures = (
-                percentile(times, 50), percentile(times, 99), *max(found), max(self.waits.get(phase, [0.0])),
-            )  # fmt: skip
+            waits, collections = (max(one.get(phase, [0.0])) for one in (self.waits, self.collections))
+            figures = (percentile(times, 50), percentile(times, 99), *max(found), waits, collections)
             print(
                 f"{phase:12s} {self.seconds.get(phase, 0.0):8.2f} {len(times):7d}"
                 + "".join(f"{1e3 * value:8.1f}" for value in figures)
@@ -277,6 +288,7 @@ def main() -> None:
         for thread in threads:
             thread.start()
 
+    gc.callbacks.append(log.collect)
     with tempfile.TemporaryDirectory() as folder, display(options.toolkit):
         if options.cold:
             os.environ["XDG_CACHE_HOME"] = folder
