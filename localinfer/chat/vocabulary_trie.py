@@ -8,7 +8,7 @@ import ctypes
 import json
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -22,7 +22,6 @@ from localinfer.chat.matcher_library import (
     matcher_library,
 )
 from localinfer.errors import ConstraintError
-from localinfer.pieces import pieces
 from localinfer.sampling.mask import GrammarMatcher
 
 if TYPE_CHECKING:
@@ -59,12 +58,12 @@ def build_trie(tokenizer: "Tokenizer") -> VocabularyTrie:
     return ClassTrie(tokenizer) if library is None else ForeignTrie(tokenizer, library)
 
 
-def _token_bytes(tokenizer: "Tokenizer") -> Iterator[bytes]:
-    for token_ids in pieces(range(tokenizer.vocab_size)):
-        for token_id in token_ids:
-            text = tokenizer.token_bytes(token_id)
-            is_marked = tokenizer.is_special(token_id) and not text.startswith(_CONTROL_MARK)
-            yield _CONTROL_MARK + text if is_marked else text
+def _marked_bytes(tokenizer: "Tokenizer") -> list[bytes]:
+    texts = tokenizer.vocabulary_bytes()
+    for token_id in filter(tokenizer.is_special, range(len(texts))):
+        if not texts[token_id].startswith(_CONTROL_MARK):
+            texts[token_id] = _CONTROL_MARK + texts[token_id]
+    return texts
 
 
 class ForeignTrie:
@@ -73,7 +72,7 @@ class ForeignTrie:
     def __init__(self, tokenizer: "Tokenizer", library: MatcherLibrary) -> None:
         self._library = library
         self._interruptions: list[BaseException] = []
-        texts = list(_token_bytes(tokenizer))
+        texts = _marked_bytes(tokenizer)
         lengths = np.fromiter(map(len, texts), np.uint32, len(texts))
         joined = b"".join(texts)
         first, *others = sorted(tokenizer.eog_token_ids)
@@ -214,7 +213,7 @@ class _Wrapped:
         self._tokenizer = tokenizer
         self.eos_token_id = end
         self.bos_token_id = tokenizer.bos_token_id
-        self.tokens = list(_token_bytes(tokenizer))
+        self.tokens = _marked_bytes(tokenizer)
         self.special_token_ids: list[int] = []
 
     def __call__(self, text: str | bytes) -> list[int]:

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from heapq import heapify, heappop, heappush
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -156,6 +157,10 @@ class SubwordEncoder:
     def token_bytes(self, token: str) -> bytes:
         """Return what a token of ordinary text stands for: its UTF-8, its marks turned into spaces."""
         return token.replace(SPACE_MARK, " ").encode("utf-8", "surrogateescape")
+
+    def many_token_bytes(self, tokens: list[str]) -> list[bytes]:
+        """Return what `token_bytes` gives for each token."""
+        return list(map(self.token_bytes, tokens))
 
     def _encode_word(self, word: str) -> list[int]:
         raise NotImplementedError
@@ -343,13 +348,20 @@ class BytePairEncoder(SubwordEncoder):
         gives its own UTF-8.
         """
         if not self._rule.is_raw:
-            try:
-                return token.translate(_TO_LATIN_1).encode("latin-1")
-            except UnicodeEncodeError:
-                pass
             found = (_TO_BYTE.get(character) or character.encode("utf-8", "surrogateescape") for character in token)
             return b"".join(found)
         return super().token_bytes(token) if self._rule.escapes_spaces else token.encode("utf-8", "surrogateescape")
+
+    def many_token_bytes(self, tokens: list[str]) -> list[bytes]:
+        if self._rule.is_raw:
+            return super().many_token_bytes(tokens)
+        try:
+            joined = "".join(tokens).translate(_TO_LATIN_1).encode("latin-1")
+        except UnicodeEncodeError:
+            return super().many_token_bytes(tokens)
+        # Each character has become one byte.
+        ends = list(accumulate(map(len, tokens), initial=0))
+        return [joined[start:end] for start, end in pairwise(ends)]
 
     def _encode_word(self, word: str) -> list[int]:
         if not self._rule.is_raw:

@@ -5,7 +5,6 @@ neither holds back more text than needed.
 """
 
 import codecs
-import hashlib
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -23,9 +22,16 @@ from localinfer.models.text.encoders import (
     SubwordEncoder,
     WordPieceEncoder,
 )
-from localinfer.models.text.splitting import PRE_TOKENIZERS, Spelling, SpellingFinder
+from localinfer.models.text.splitting import Spelling, SpellingFinder
 from localinfer.models.text.unigram import UnigramEncoder
-from localinfer.models.text.vocabulary import TokenType, Told, Vocabulary, read_vocabulary, vocabulary_difference
+from localinfer.models.text.vocabulary import (
+    TokenType,
+    Told,
+    Vocabulary,
+    read_vocabulary,
+    vocabulary_difference,
+    vocabulary_fingerprint,
+)
 from localinfer.pieces import pieces
 
 _ENCODERS: dict[str, type[SubwordEncoder]] = {
@@ -36,6 +42,8 @@ _ENCODERS: dict[str, type[SubwordEncoder]] = {
 }
 # Answers of `ids_containing` that are kept; callers choose the texts.
 _MOST_SEARCHES = 64
+# Those whose bytes are not always what the encoder says of their text.
+_SPELLED_TYPES = (TokenType.BYTE, TokenType.CONTROL, TokenType.UNKNOWN, TokenType.USER_DEFINED)
 _ASCII_SPACES = " \t\n\v\f\r"
 # Phi-3 keeps the white space after these.
 _KEEPS_SPACES_AFTER = ("<unk>", "<s>", "<|endoftext|>")
@@ -185,6 +193,14 @@ class Tokenizer:
             found = self._token_bytes[token_id] = self._spelled_bytes(token_id)
         return found
 
+    def vocabulary_bytes(self) -> list[bytes]:
+        """Return what `token_bytes` gives for each id, in a tenth of the time of one by one; other threads run."""
+        found = [text for texts in pieces(self._vocabulary.tokens) for text in self._encoder.many_token_bytes(texts)]
+        is_spelled = np.isin(self._vocabulary.types, _SPELLED_TYPES)
+        for token_id in np.flatnonzero(is_spelled).tolist():
+            found[token_id] = self._spelled_bytes(token_id)
+        return found
+
     def _spelled_bytes(self, token_id: int) -> bytes:
         text = self.token_text(token_id)
         match self._types[token_id]:
@@ -250,30 +266,7 @@ class Tokenizer:
     @cached_property
     def fingerprint(self) -> str:
         """A hash of everything that decides which ids a text gets: 64 hexadecimal digits."""
-        vocabulary = self._vocabulary
-        digest = hashlib.sha256()
-        facts = (
-            vocabulary.kind,
-            # An unknown name means the default rule, and may mean another one in a later version.
-            vocabulary.pre_tokenizer in PRE_TOKENIZERS,
-            vocabulary.pre_tokenizer,
-            sorted(vocabulary.flags.items()),
-            sorted(vocabulary.role_ids.items()),
-            sorted(vocabulary.end_of_generation_ids),
-            vocabulary.strips_after_special,
-        )
-        digest.update(repr(facts).encode("utf-8", "surrogateescape"))
-        for strings in (vocabulary.tokens, vocabulary.merges):
-            for piece in pieces(strings):
-                digest.update(np.fromiter(map(len, piece), "<i8", len(piece)).tobytes())
-            for piece in pieces(strings):
-                digest.update("".join(piece).encode("utf-8", "surrogateescape"))
-        digest.update(vocabulary.types.tobytes())
-        if vocabulary.scores is not None:
-            digest.update(vocabulary.scores.astype("<f4").tobytes())
-        if vocabulary.charsmap is not None:
-            digest.update(vocabulary.charsmap.tobytes())
-        return digest.hexdigest()
+        return vocabulary_fingerprint(self._vocabulary)
 
     def _added_ids(self, role: str, default: bool) -> list[int]:
         """Return what `add_special` adds for a role: its id where the file, or else the kind, adds it."""

@@ -4,6 +4,7 @@ Nothing behind this file has to doubt its input: lengths agree, byte tokens are 
 id lies in the vocabulary, every merge ends in a token.
 """
 
+import hashlib
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.errors import TokenizerError
-from localinfer.models.text.splitting import CONTROL_TEXTS, find_end_of_generation
+from localinfer.models.text.splitting import CONTROL_TEXTS, PRE_TOKENIZERS, find_end_of_generation
 from localinfer.pieces import last_places, pieces
 from localinfer.quant.gguf.metadata import Metadata
 
@@ -441,6 +442,33 @@ def _take_special(tokens: list[str], types: NDArray[np.uint8], ids: dict[str, in
         if types[index] != TokenType.BYTE:
             special_ids[tokens[index]] = index
     return special_ids
+
+
+def vocabulary_fingerprint(vocabulary: Vocabulary) -> str:
+    """A hash of everything that decides which ids a text gets: 64 hexadecimal digits."""
+    digest = hashlib.sha256()
+    facts = (
+        vocabulary.kind,
+        # An unknown name means the default rule, and may mean another one in a later version.
+        vocabulary.pre_tokenizer in PRE_TOKENIZERS,
+        vocabulary.pre_tokenizer,
+        sorted(vocabulary.flags.items()),
+        sorted(vocabulary.role_ids.items()),
+        sorted(vocabulary.end_of_generation_ids),
+        vocabulary.strips_after_special,
+    )
+    digest.update(repr(facts).encode("utf-8", "surrogateescape"))
+    for strings in (vocabulary.tokens, vocabulary.merges):
+        for piece in pieces(strings):
+            digest.update(np.fromiter(map(len, piece), "<i8", len(piece)).tobytes())
+        for piece in pieces(strings):
+            digest.update("".join(piece).encode("utf-8", "surrogateescape"))
+    digest.update(vocabulary.types.tobytes())
+    if vocabulary.scores is not None:
+        digest.update(vocabulary.scores.astype("<f4").tobytes())
+    if vocabulary.charsmap is not None:
+        digest.update(vocabulary.charsmap.tobytes())
+    return digest.hexdigest()
 
 
 def vocabulary_difference(one: Vocabulary, other: Vocabulary) -> str | None:

@@ -142,6 +142,9 @@ class ByteTokenizer:
             raise RequestError(f"token id {token_id} is not in the vocabulary")
         return bytes([token_id]) if token_id < 256 else b""
 
+    def vocabulary_bytes(self) -> list[bytes]:
+        return [self.token_bytes(token_id) for token_id in range(self.vocab_size)]
+
     @property
     def special_ids(self) -> dict[str, int]:
         return {"<end>": 257}
