@@ -33,7 +33,8 @@ from localinfer.cli.options import (
     sampling_options,
 )
 from localinfer.cli.quantize import quantize_command
-from localinfer.cli.serve import serve_command
+from localinfer.cli.ready_line import ReadyLine, sidecar_streams
+from localinfer.cli.serve import ServeProcess, serve_command
 from localinfer.cli.sessions import complete_name, sessions_command
 from localinfer.cli.warmup import warmup_command
 from localinfer.errors import LocalinferError, RequestError
@@ -338,8 +339,11 @@ def _is_completing() -> bool:
     return VARIABLE in os.environ and complete(localinfer_command)
 
 
-def _fail(message: str) -> int:
+def _fail(message: str, error: BaseException, ready_line: ReadyLine | None) -> int:
     print(f"error: {one_line(message)}", file=sys.stderr)
+    if ready_line is not None:
+        kind = type(error).__name__ if isinstance(error, LocalinferError | OSError) else "UsageError"
+        ready_line.tell_error("OutOfMemoryError" if isinstance(error, MemoryError) else kind, one_line(message))
     return EXIT_BAD_INPUT
 
 
@@ -349,10 +353,10 @@ def _close_stdout() -> None:
         os.dup2(nothing.fileno(), sys.stdout.fileno())
 
 
-def _invoke(words: list[str]) -> int:
+def _invoke(words: list[str], process: ServeProcess) -> int:
     """Run the command without click's own handling of errors and Ctrl-C, which prints more than one line."""
     try:
-        with localinfer_command.make_context("localinfer", words) as context, config_model_named(context):
+        with localinfer_command.make_context("localinfer", words, obj=process) as context, config_model_named(context):
             localinfer_command.invoke(context)
     except click.exceptions.Exit as ended:
         return ended.exit_code
@@ -367,18 +371,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     prepare_streams()
     words = list(sys.argv[1:] if arguments is None else arguments)
+    with sidecar_streams(words) as ready_line:
+        return _run(words, ServeProcess(owns_process=arguments is None, ready_line=ready_line))
+
+
+def _run(words: list[str], process: ServeProcess) -> int:
     command = localinfer_command.commands.get(words[0] if words else "", localinfer_command)
     send_messages_to_stderr(command)
+    ready_line = process.ready_line
     try:
-        code = 0 if arguments is None and _is_completing() else _invoke(words)
+        code = 0 if process.owns_process and _is_completing() else _invoke(words, process)
         sys.stdout.flush()
         return code
     except click.UsageError as error:
-        return _fail(usage_error(error, command, localinfer_command))
+        return _fail(usage_error(error, command, localinfer_command), error, ready_line)
     except click.ClickException as error:
-        return _fail(with_notes(error, error.format_message()))
+        return _fail(with_notes(error, error.format_message()), error, ready_line)
     except LocalinferError as error:
-        return _fail(library_error(error, in_options(str(error), command), command, localinfer_command))
+        text = library_error(error, in_options(str(error), command), command, localinfer_command)
+        return _fail(text, error, ready_line)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
@@ -389,8 +400,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         if is_shortage(error):
             way_out = describe() or "; use a smaller model or --context-length"
-            return _fail(f"memory ran out ({str(error) or type(error).__name__}){way_out}")
+            return _fail(f"memory ran out ({str(error) or type(error).__name__}){way_out}", MemoryError(), ready_line)
         if not isinstance(error, OSError):
             raise
         _close_stdout()
-        return _fail(f"the system refused: {error}")
+        return _fail(f"the system refused: {error}", error, ready_line)

@@ -3,21 +3,23 @@
 import contextlib
 import logging
 import os
+import secrets
 import sys
-import threading
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from localinfer.cli.config_option import is_from_config, takes_config
+from localinfer.cli.ending import Ending
 from localinfer.cli.options import COUNT, LoadOptions, byte_size, changes_of, flag, load_options, load_with, option
+from localinfer.cli.ready_line import READY_JSON, UNTIL_STDIN_ENDS, ReadyLine, drain_stderr
 from localinfer.errors import RequestError
 from localinfer.folders import expand_home
 from localinfer.terminal import check_text
 
 if TYPE_CHECKING:
-    from localinfer.server.app import LocalServer
     from localinfer.server.replies.metrics import Metrics
     from localinfer.server.replies.model_folder import ModelSource
     from localinfer.server.replies.models import ModelRegistry
@@ -25,6 +27,19 @@ if TYPE_CHECKING:
 
 
 _SECONDS = click.FloatRange(min=0)
+_SIDECAR_SHUTDOWN_SECONDS = 0.4
+_SIDECAR_CLOSING_SECONDS = 0.8
+"""Both together, and what the guard waits more, are less than the two seconds in which a sidecar is gone."""
+_CLOSING_SECONDS = 8.0
+"""What streams get to send their last event, and the prompt cache to be written, after the replies' own time."""
+
+
+@dataclass(frozen=True)
+class ServeProcess:
+    """What `serve` may do with its process: end it, and write its line to standard output, if that is wanted."""
+
+    owns_process: bool
+    ready_line: ReadyLine | None
 
 
 @click.command("serve")
@@ -36,6 +51,7 @@ _SECONDS = click.FloatRange(min=0)
 @flag("--no-tcp", "Listen on the Unix socket only.")
 @option("--socket socket_path", "PATH", "Path of the Unix socket. Default: in your runtime folder.")
 @option("--token-file", "FILE", "File with the bearer token required over TCP.")
+@option("--token-env", "NAME", "Environment variable with that token.")
 @option("--allow-host", "NAME", "Accept this Host header too; may be repeated.", multiple=True)
 @option("--allow-origin", "ORIGIN", "Accept requests from pages of this origin (CORS); may be repeated.", multiple=True)
 @flag("--allow-private-network", "Accept them from pages on the public internet too.")
@@ -52,14 +68,17 @@ _SECONDS = click.FloatRange(min=0)
     type=_SECONDS,
     default=5,
 )
-@flag("--until-stdin-ends", "Exit at the end of standard input, such as when the parent exits.")
+@flag(UNTIL_STDIN_ENDS, "Exit within two seconds of the end of standard input, or of the parent process.")
+@flag(READY_JSON, "Print one line of JSON when ready, or with the error, and nothing else, on stdout.")
 @flag("--verbose", "Log each request, and what of its prompt was cached, without its text, to stderr.")
 def serve_command(
     options: LoadOptions,
     models: str | None,
     idle_unload: float,
     memory_limit: int | None,
+    shutdown_seconds: float,
     until_stdin_ends: bool,
+    ready_json: bool,
     verbose: bool,
     **listening: Any,
 ) -> None:
@@ -72,6 +91,49 @@ def serve_command(
     All clients share one prompt cache, and replies report how much of a prompt was cached (cached_tokens): a client can
     find out, token by token, what others have sent. Give access only to people who may read your texts.
     """
+    from localinfer.server.transport.sockets import default_socket_path
+
+    process = click.get_current_context().find_object(ServeProcess) or ServeProcess(False, None)
+    is_sidecar = until_stdin_ends or ready_json
+    if is_sidecar and _is_default("shutdown_seconds"):
+        shutdown_seconds = _SIDECAR_SHUTDOWN_SECONDS
+    socket_path, own_files = listening.pop("socket_path"), []
+    if socket_path is not None:
+        place = expand_home(socket_path).absolute()
+    elif ready_json and (place := _own_socket()) is not None:
+        own_files = [place, place.with_name(f"{place.name}.lock")]
+    elif not ready_json:
+        place = default_socket_path()
+    with Ending(
+        shutdown_seconds + (_SIDECAR_CLOSING_SECONDS if is_sidecar else _CLOSING_SECONDS),
+        owns_process=process.owns_process,
+        with_input=until_stdin_ends,
+        remove=own_files,
+    ) as ending:
+        _serve(
+            options,
+            models,
+            idle_unload,
+            memory_limit,
+            verbose,
+            ending,
+            process.ready_line,
+            socket_path=place,
+            shutdown_seconds=shutdown_seconds,
+            **listening,
+        )
+
+
+def _serve(
+    options: LoadOptions,
+    models: str | None,
+    idle_unload: float,
+    memory_limit: int | None,
+    verbose: bool,
+    ending: Ending,
+    ready_line: ReadyLine | None,
+    **listening: Any,
+) -> None:
     from localinfer.server.app import LocalServer
     from localinfer.server.replies.models import LoadThreads, ModelRegistry, measure_need
 
@@ -100,20 +162,39 @@ def serve_command(
             threads=threads,
         )
 
-    with LocalServer(settings, make_registry, preloads=models is None or options["model"] is not None) as server:
+    preloads = models is None or options["model"] is not None
+    with LocalServer(settings, make_registry, preloads=preloads, on_signal=ending.ask) as server:
+
+        def leave() -> None:
+            server.leave()
+            drain_stderr()
+
+        def on_ready() -> None:
+            ending.serve()
+            if ready_line is None:
+                _say_ready(f"serving {names} on {places}")
+            else:
+                socket_path = None if server.settings.socket_path is None else str(server.settings.socket_path)
+                place = {"host": server.settings.host, "port": server.port, "socket": socket_path}
+                ready_line.tell_ready(pid=os.getpid(), **place, models=[source.id for source in sources])
+
+        ending.attach(server.stop, leave)
         if settings.socket_path is None:
-            click.echo("this system has no Unix sockets for Python: TCP only", err=True)
+            click.echo("there is no Unix socket: TCP only", err=True)
         names = ", ".join(source.id for source in sources[:5]) + (", ..." if len(sources) > 5 else "")
         places = " and ".join(server.addresses)
         click.echo(f"listening on {places}" + ("" if server.service.is_ready else f", loading {names}"), err=True)
-        if until_stdin_ends:
-            threading.Thread(target=_stop_after_stdin, args=(server,), daemon=True).start()
-        server.run(on_ready=lambda: _say_ready(f"serving {names} on {places}"))
-        if not server.has_ended():
-            # The interpreter's own exit would wait for a kernel that is being compiled.
-            server.close()
+        server.run(on_ready=on_ready)
+        has_ended = server.has_ended()
+        server.close()
+        with contextlib.suppress(OSError):
             sys.stdout.flush()
-            os._exit(0)
+        ending.end(must=not has_ended)
+
+
+def _is_default(name: str) -> bool:
+    source = click.get_current_context().get_parameter_source(name)
+    return source is click.core.ParameterSource.DEFAULT
 
 
 def _say_ready(line: str) -> None:
@@ -121,22 +202,6 @@ def _say_ready(line: str) -> None:
     with contextlib.suppress(OSError):
         click.echo(line)
         sys.stdout.flush()
-
-
-def _stop_after_stdin(server: "LocalServer") -> None:
-    # Not through `sys.stdin`: its lock, held by a blocked thread, would break the interpreter's shutdown.
-    with contextlib.suppress(OSError):
-        while _has_more():
-            pass
-    server.stop()
-
-
-def _has_more() -> bool:
-    """Wait for standard input, and say whether it goes on, as it does where memory for what came is short."""
-    try:
-        return bool(os.read(0, 512))
-    except MemoryError:
-        return True
 
 
 def _log_requests() -> None:
@@ -152,28 +217,62 @@ def _settings(
     *,
     host: str,
     no_tcp: bool,
-    socket_path: str | None,
     token_file: str | None,
+    token_env: str | None,
     allow_host: tuple[str, ...],
     allow_origin: tuple[str, ...],
     allow_private_network: bool,
     **more: Any,
 ) -> "ServerSettings":
     from localinfer.server.transport.settings import ServerSettings
-    from localinfer.server.transport.sockets import default_socket_path
 
     for name, values in (("--allow-host", allow_host), ("--allow-origin", allow_origin)):
         for value in values:
             check_text(value, name)
     return ServerSettings(
-        socket_path=default_socket_path() if socket_path is None else expand_home(socket_path).absolute(),
         host=None if no_tcp else host,
-        token=None if token_file is None else _read_token(expand_home(token_file)),
+        token=_token(token_file, token_env),
         allowed_hosts=allow_host,
         allowed_origins=allow_origin,
         allows_private_network=allow_private_network,
         **more,
     )
+
+
+def _own_socket() -> Path | None:
+    """A place for the socket of one process, as every sidecar needs one; None where none can be made."""
+    from localinfer.folders import make_private
+    from localinfer.server.transport.sockets import MAX_SOCKET_PATH_BYTES, default_socket_path
+
+    default = default_socket_path()
+    if default is None:
+        return None
+    path = default.with_name(f"{secrets.token_hex(6)}.sock")
+    problem = make_private(path.parent)
+    if problem is None and not os.access(path.parent, os.W_OK):
+        problem = f"{path.parent} cannot be written"
+    if problem is None and len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
+        problem = f"the path {path} is too long"
+    if problem is not None:
+        click.echo(f"warning: no Unix socket: {problem}; give a place with --socket", err=True)
+        return None
+    return path
+
+
+def _token(file: str | None, variable: str | None) -> str | None:
+    if file is not None and variable is not None:
+        raise RequestError("the token is either in a file or in a variable; leave out --token-file or --token-env")
+    if file is not None:
+        return _read_token(expand_home(file))
+    if variable is None:
+        return None
+    # Processes that are started from here need not have it.
+    token = os.environ.pop(variable, "").strip()
+    if not token:
+        raise RequestError(
+            f"there is no token in the environment variable {variable:.80}, which --token-env names; put it there"
+        )
+    return token
 
 
 def _read_token(path: Path) -> str:

@@ -38,7 +38,7 @@ _KEEP_ALIVE_SECONDS = 75
 """Longer than clients keep an idle connection, so that they close it, and never write to one that we just closed."""
 _ACCEPTED_AT_ONCE = 16
 """Connections of one listener in a round of the event loop: the limit is looked after only between rounds."""
-_LOAD_END_SECONDS = 2.0
+_LOAD_END_SECONDS = 0.8
 """What a load that was given up gets to end in good order."""
 _NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
@@ -92,12 +92,18 @@ class LocalServer(Closing):
     """A server on its sockets, which are bound when it is made; `run` serves until `stop` or a signal.
 
     preloads: load the default model at once. Meanwhile `/health` says so, and requests for a model wait.
+    on_signal: called when a signal asks for the end; in the handler, so it may come in the midst of anything.
     addresses: where it listens, as URLs and paths. Leaving the context closes the sockets and removes the socket file.
     Raises: RequestError.
     """
 
     def __init__(
-        self, settings: ServerSettings, make_registry: Callable[[Metrics], ModelRegistry], *, preloads: bool = False
+        self,
+        settings: ServerSettings,
+        make_registry: Callable[[Metrics], ModelRegistry],
+        *,
+        preloads: bool = False,
+        on_signal: Callable[[], object] = lambda: None,
     ) -> None:
         limit = affordable_connections(settings.max_connections)
         self.settings = settings = replace(settings, max_connections=limit)
@@ -109,10 +115,11 @@ class LocalServer(Closing):
         self._serving = threading.Lock()
         self._serving_thread: int | None = None
         self._sockets: list[socket.socket] = []
+        self._listener: UnixListener | None = None
         try:
             if settings.socket_path is not None:
-                listener = self._closing.enter_context(UnixListener(settings.socket_path))
-                self._sockets.append(listener.socket)
+                self._listener = self._closing.enter_context(UnixListener(settings.socket_path))
+                self._sockets.append(self._listener.socket)
                 self.addresses.append(f"unix:{settings.socket_path}")
             if settings.host is not None:
                 bound = self._closing.enter_context(bind_tcp(settings.host, settings.port))
@@ -138,7 +145,7 @@ class LocalServer(Closing):
             h11_max_incomplete_event_size=MAX_HEADER_BYTES,
             backlog=_ACCEPTED_AT_ONCE,
         )
-        self._server = _Server(config, self.service)
+        self._server = _Server(config, self.service, on_signal)
 
     def run(self, on_ready: Callable[[], object] = lambda: None) -> None:
         """Serve; return when `stop` was called, or SIGTERM or Ctrl-C came and replies have ended. A second signal
@@ -172,6 +179,11 @@ class LocalServer(Closing):
         """Ask `run`, in another thread, to end as after SIGTERM."""
         self._server.should_exit = True
 
+    def leave(self) -> None:
+        """Remove the socket file, before the process is ended while the server still runs; any thread."""
+        if self._listener is not None:
+            self._listener.remove_file()
+
     def close(self) -> None:
         """End `run`, wait for it where another thread is in it, and close the sockets; may be called again.
 
@@ -190,8 +202,9 @@ class _Server(uvicorn.Server):
     start_error: why the default model could not be loaded, which ends the server.
     """
 
-    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+    def __init__(self, config: uvicorn.Config, service: Service, on_signal: Callable[[], object]) -> None:
         super().__init__(config)
+        self._on_signal = on_signal
         self.start_error: Exception | None = None
         self.on_ready: Callable[[], object] = lambda: None
         self._service = service
@@ -252,3 +265,4 @@ class _Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self.force_exit = self.should_exit
         self.should_exit = True
+        self._on_signal()

@@ -136,6 +136,7 @@ GOOD = {
         --models {models} --host 127.0.0.1 --port 0 --socket {sock} --token-file {text} --allow-host x --strict-model
         --allow-origin http://a.example --allow-private-network --port 0 --socket {sock} --idle-unload 5 --verbose
         --memory-limit 1GB --max-generations 2 --shutdown-seconds 1 --until-stdin-ends --no-tcp --socket {sock}
+        --models {models} --token-env TOKEN_OF_THIS_TEST --ready-json --port 0 --socket {sock}
     """,
 }
 """Lines of words; each option of a command must stand in one."""
@@ -366,6 +367,7 @@ BAD = {
         --no-tcp=maybe
         --socket {file}/s.sock
         --token-file no-such-file
+        --token-env NO_SUCH_VARIABLE
         --allow-host \udcff
         --allow-origin \udcff
         --allow-private-network=maybe
@@ -375,6 +377,7 @@ BAD = {
         --max-generations 0
         --shutdown-seconds -1
         --until-stdin-ends=maybe
+        --ready-json=maybe
         --verbose=maybe
     """,
 }
@@ -419,6 +422,7 @@ def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "broken").write_text("{% for %}")
     monkeypatch.setattr(sys, "stdin", io.StringIO("Hi\n"))
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TOKEN_OF_THIS_TEST", "secret")
     monkeypatch.setattr("localinfer.persistence.conversations.user_folder", lambda _: tmp_path / "state")
     kept = SavedConversation.begin("demo", name="kept").with_turns([{"role": "user", "content": "Hi"}], system=None)
     ConversationStore(tmp_path / "state" / "conversations").save(kept)

@@ -173,9 +173,10 @@ class LoadThreads:
         return future.result()
 
     def join(self, seconds: float) -> bool:
-        """Wait for work that still runs; return whether all has ended. Called off the event loop."""
+        """Wait for work that still runs, so long together; return whether all has ended. Called off the event loop."""
+        deadline = time.monotonic() + seconds
         for thread in list(self._running):
-            thread.join(seconds)
+            thread.join(max(0.0, deadline - time.monotonic()))
         return not any(thread.is_alive() for thread in list(self._running))
 
 

@@ -77,8 +77,9 @@ class Service:
             replies = self.replies()
             for reply in replies:
                 reply.close()
+            deadline = time.monotonic() + _JOIN_SECONDS
             for reply in replies:
-                await asyncio.to_thread(reply.join, _JOIN_SECONDS)
+                await asyncio.to_thread(reply.join, max(0.0, deadline - time.monotonic()))
             state.threads.close()
             await self.registry.close()
 

@@ -95,9 +95,13 @@ class UnixListener(Closing):
         """Stop listening and remove the file, if it is still ours; may be called again."""
         self.socket.close()
         if not self._lock.closed:
-            if _identity(self.path) == self._identity:
-                self.path.unlink(missing_ok=True)
+            self.remove_file()
             self._lock.close()
+
+    def remove_file(self) -> None:
+        """Remove the file, if it is still ours, so that nobody finds the socket any more."""
+        if _identity(self.path) == self._identity:
+            self.path.unlink(missing_ok=True)
 
 
 def _too_open(folder: Path) -> str | None:

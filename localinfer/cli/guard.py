@@ -1,0 +1,91 @@
+"""A small process beside `localinfer serve` that kills it when it was to end and has not.
+
+A signal, the end of standard input or of the parent are answered by Python code of the server, which waits while
+native code holds the interpreter's lock, as when a mapped file is read from a disk that does not answer. This file is
+run as a script by itself, imports nothing heavy, and reads a pipe whose other end only the server has: signals that
+come to the server are written into it by C code (`signal.set_wakeup_fd`), and its end is the server's.
+"""
+
+import contextlib
+import os
+import select
+import signal
+import sys
+import time
+
+READY = 0
+"""The byte that says that the server answers requests, which it may finish."""
+END = int(signal.SIGTERM)
+"""The byte that says that it is to end; the same as that of the signal."""
+
+_ASKS = (END, int(signal.SIGINT))
+_LOOK_SECONDS = 0.2
+
+
+def main(words: list[str]) -> None:
+    """Watch until the server is gone: the pipe, seconds to end in while it loads and later, who watches what.
+
+    words: descriptor of the pipe; seconds while it loads; seconds once it is ready; "1" to watch standard input; id of
+    the server's parent, "0" not to watch it; files to be removed when the server is gone.
+    """
+    pipe, loading, ready, with_stdin, parent = int(words[0]), float(words[1]), float(words[2]), words[3], int(words[4])
+    # A server that went before this line has closed the pipe.
+    server = os.getppid()
+    seconds, asked = loading, None
+    poll = select.poll()
+    poll.register(pipe, select.POLLIN)
+    if with_stdin == "1":
+        poll.register(0, getattr(select, "POLLRDHUP", 0))
+    watched = _open_process(parent)
+    if watched is not None:
+        poll.register(watched, select.POLLIN)
+    while True:
+        left = None if asked is None else max(0.0, asked + seconds - time.monotonic())
+        if left == 0.0 and os.getppid() == server:
+            os.kill(server, signal.SIGKILL)
+            left = _LOOK_SECONDS
+        if left is None and parent and watched is None:
+            left = _LOOK_SECONDS
+        for descriptor, _ in poll.poll(None if left is None else 1e3 * left):
+            if descriptor != pipe:
+                poll.unregister(descriptor)
+                asked = time.monotonic() if asked is None else asked
+                continue
+            said = os.read(pipe, 64)
+            if not said:
+                _remove(words[5:])
+                return
+            if asked is None and any(byte in _ASKS for byte in said):
+                asked = time.monotonic()
+            if READY in said:
+                seconds = ready
+        if parent and watched is None and asked is None and not _is_alive(parent):
+            asked = time.monotonic()
+
+
+def _open_process(number: int) -> int | None:
+    """A descriptor that can be read when the process has ended, where the system has such."""
+    if number and hasattr(os, "pidfd_open"):
+        with contextlib.suppress(OSError):
+            return os.pidfd_open(number)
+    return None
+
+
+def _is_alive(number: int) -> bool:
+    try:
+        os.kill(number, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def _remove(paths: list[str]) -> None:
+    for path in paths:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
