@@ -1,6 +1,7 @@
 """How the process of a server ends: by a signal, with standard input or with its parent, and always in time."""
 
 import contextlib
+import gc
 import os
 import signal
 import subprocess
@@ -127,6 +128,9 @@ class Ending(Closing):
             return
         asked = time.monotonic()
         self._tell_guard(guard.END)
+        if self._owns_process:
+            # A collection in this thread may destroy LLVM's objects, and wait for a kernel that is being compiled.
+            gc.disable()
         with self._lock:
             self._was_asked = True
             stop = self._stop
@@ -157,7 +161,8 @@ class Ending(Closing):
                 psutil.Process(parent).wait()
         else:
             # Not the signal that Linux sends when a parent ends: it comes when a thread does, the one that started us.
-            while os.getppid() == parent:
+            is_orphan = _is_orphan(parent)
+            while os.getppid() == parent and not is_orphan:
                 time.sleep(_LOOK_SECONDS)
         self.ask()
 
@@ -176,6 +181,18 @@ def _nothing() -> None:
 
 def _start(name: str, work: Callable[[], object]) -> None:
     threading.Thread(target=work, name=name, daemon=True).start()
+
+
+def _is_orphan(parent: int) -> bool:
+    """Whether this process came to its parent because the one that started it had ended before it could be seen.
+
+    It is in the session of who started it, or leads one of its own.
+    """
+    try:
+        session = os.getsid(0)
+        return session != os.getpid() and os.getsid(parent) != session
+    except OSError:
+        return False
 
 
 def _has_more() -> bool:

@@ -196,8 +196,8 @@ class DiskCache:
         self._opener.join(seconds)
         if writer is not None:
             writer.join(seconds)
-        # A writer thread that is blocked by the disk is abandoned: it holds no memory of the engine.
-        if writer is None or not writer.is_alive():
+        # A thread that is blocked by the disk is abandoned: it holds no memory of the engine.
+        if not self._opener.is_alive() and (writer is None or not writer.is_alive()):
             self.flush()
 
     def _write_behind(self) -> None:
