@@ -122,6 +122,11 @@ def _describe_drafts(stats: "Stats") -> str:
 
 def describe_stats(stats: "Stats") -> str:
     """The statistics of one generation on one line."""
+    return "; ".join(stats_parts(stats))
+
+
+def stats_parts(stats: "Stats") -> list[str]:
+    """The statistics of one generation by topic."""
     parts = [
         f"prompt {stats.prompt_tokens} tokens, {stats.cached_tokens} of them cached",
         f"first token after {stats.time_to_first_token_seconds:.3f} s",
@@ -135,7 +140,7 @@ def describe_stats(stats: "Stats") -> str:
     if stats.cache_miss is not None:
         parts.append(f"cache: {neutralise_controls(stats.cache_miss)}")
     parts += [f"notice: {neutralise_controls(notice)}" for notice in stats.notices]
-    return "; ".join(parts)
+    return parts
 
 
 class Pace:

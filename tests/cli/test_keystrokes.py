@@ -10,7 +10,7 @@ pytest.importorskip("pyte", reason="reads the screen with pyte")
 
 from tests.cli.chat_on_terminal import ChatOnTerminal
 
-STATUS = "scripted  "
+STATUS = "scripted │"
 SECOND_REPLY = "two"
 
 

@@ -9,7 +9,7 @@ pytest.importorskip("pyte", reason="reads the screen with pyte")
 
 from tests.cli.chat_on_terminal import ChatOnTerminal
 
-STATUS = "scripted  "
+STATUS = "scripted │"
 
 
 @pytest.fixture
@@ -141,14 +141,14 @@ def test_25_columns_are_enough():
         chat.type("typed ahead of everything")
         chat.wait_until(lambda: chat.lines[-2].endswith("everything_"))
         assert all(len(line) <= 25 for line in chat.lines)
-        assert chat.lines[-1].endswith("t/s") and "/8,192  " in chat.lines[-1]
+        assert chat.lines[-1].endswith("t/s") and "/8,192 │" in chat.lines[-1]
 
 
 def test_escape_sequences_of_the_model_do_nothing(chat):
     chat.type("first\r")
     chat.say("\x1b[2J\x1b]0;owned\x07\x1b[?1049h\x1b[31mred\x9b5A\x1b8\n")
     chat.wait_for("red")
-    assert chat.lines[:2] == ["/help lists commands, Ctrl-D exits", "> first"]
+    assert chat.lines[:3] == ["scripted: 8,192 tokens of context. /help lists commands, Ctrl-D exits", "", "> first"]
     assert "␛[2J" in chat.text and chat.screen.title == ""
     chat.say(ends="stop")
 

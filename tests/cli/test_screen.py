@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("pyte", reason="reads the screen with pyte")
 
-from localinfer.cli.chat.display_width import ColumnTracker, cut_to_width, end_of_width, text_width
+from localinfer.cli.chat.display_width import ColumnTracker, cut_to_width, end_of_width, text_width, wrap_words
 from localinfer.cli.chat.screen import Screen
 from localinfer.cli.chat.status_line import StatusLine
 from localinfer.cli.chat.typed_ahead import TypedAhead
@@ -136,16 +136,15 @@ def test_the_status_line_fits_every_width_and_keeps_its_fields_in_place(status):
         before = StatusLine("a-model-7b", 8192).text(width)
         assert text_width(status.text(width)) < width or status.text(width) == ""
         assert len(status.text(width)) == len(before), "numbers move nothing"
-    assert status.text(25) == "    3/8,192     12.5 t/s"
+    assert status.text(25) == "    3/8,192 │   12.5 t/s"
     assert status.text(24) == "    3/8,192"
     assert status.text(12) == "    3/8,192"
-    assert status.text(160) == (
-        "a-model-7b       3/8,192    99 % left     12.5 t/s   first 0.25 s   cached  33 %   drafts     -"
-    )
+    assert status.text(160) == ("a-model-7b │     3/8,192 │  99 % left │   12.5 t/s │ first 0.25 s │ cached  33 %")
+    assert wrap_words("a line that is too long\nword", 10, hanging=2) == "a line\n  that is\n  too\n  long\nword"
 
 
 def test_the_name_of_a_model_does_nothing_to_the_terminal():
-    assert StatusLine("\x1b[2J" + "x" * 100, 8192).text(200).startswith("␛[2J" + "x" * 19 + "…  ")
+    assert StatusLine("\x1b[2J" + "x" * 100, 8192).text(200).startswith("␛[2J" + "x" * 19 + "… │ ")
 
 
 def test_a_paste_with_controls_is_shown_without_them():

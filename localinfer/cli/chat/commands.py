@@ -11,6 +11,7 @@ from localinfer.cli.chat.clipboard import code_blocks, copy_to_clipboard
 from localinfer.cli.chat.command import Command, Exit, beginning_with
 from localinfer.cli.chat.context_commands import ContextCommands
 from localinfer.cli.chat.conversation import Conversation
+from localinfer.cli.chat.display_width import wrap_words
 from localinfer.cli.chat.editing_commands import EditingCommands, EditText, edit_in_editor
 from localinfer.cli.chat.option_commands import LoadModel, OptionCommands
 from localinfer.cli.chat.reply_output import ReplyOutput
@@ -125,9 +126,12 @@ class Chat:
         if self.conversation.is_reply_kept:
             self.attachments.drop()
 
-    def notice(self, text: str) -> None:
-        """Print a line that is not model text."""
-        self._notices.write(f"{dim(neutralise_controls(text), self._notices)}\n")
+    def notice(self, text: str, *, hanging: int = 0) -> None:
+        """Print a line that is not model text; a terminal breaks it at spaces. hanging: as `wrap_words`."""
+        text = neutralise_controls(text)
+        if self._notices.isatty():
+            text = wrap_words(text, self.reply_output.columns(), hanging=hanging)
+        self._notices.write(f"{dim(text, self._notices)}\n")
         self._notices.flush()
 
     def print_reply(self, reply: Generator[str]) -> None:
@@ -181,7 +185,7 @@ class Chat:
             self.notice(f"{wanted.name} {wanted.arguments}".rstrip() + f": {wanted.help}")
             return
         for command in self.commands.values():
-            self.notice(f"{command.name:<9}  {command.help}")
+            self.notice(f"{command.name:<9}  {command.help}", hanging=11)
         self.notice("/help NAME shows what may follow a command, Tab completes it; '//' begins a message with a slash")
         self.notice("Enter sends, Alt-Enter or Ctrl-J starts a new line, Ctrl-C stops a reply, Ctrl-D exits")
 

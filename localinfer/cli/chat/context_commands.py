@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from localinfer.cli.chat.command import Command, beginning_with
 from localinfer.errors import RequestError
-from localinfer.terminal import describe_stats
+from localinfer.terminal import describe_stats, stats_parts
 
 if TYPE_CHECKING:
     from localinfer.cli.chat.commands import Chat
@@ -157,4 +157,5 @@ class ContextCommands:
             self._chat.notice(f"statistics after every reply: {argument}")
             return
         stats = self._chat.conversation.last_stats
-        self._chat.notice("there is no reply yet" if stats is None else describe_stats(stats))
+        for part in ["there is no reply yet"] if stats is None else stats_parts(stats):
+            self._chat.notice(part, hanging=2)

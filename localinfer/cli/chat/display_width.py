@@ -26,6 +26,31 @@ def cut_to_width(text: str, width: int, *, mark: str = "…") -> str:
     return _beginning(text, room) + mark
 
 
+def wrap_words(text: str, width: int, *, hanging: int = 0) -> str:
+    """The text in lines of less than `width` columns, broken at spaces; a longer word is left to the terminal.
+
+    hanging: spaces before the lines that a line becomes after its own, two where the terminal has no room for more.
+    """
+    hanging = hanging if hanging * 3 < width else 2
+    made = []
+    for line in text.split("\n"):
+        column = 0
+        words = line.split(" ")
+        for place, word in enumerate(words):
+            columns = text_width(word)
+            if place and column + 1 + columns < width:
+                made.append(" " + word)
+                column += 1 + columns
+            elif place and word:
+                made.append("\n" + " " * hanging + word)
+                column = hanging + columns
+            else:
+                made.append(word)
+                column += columns
+        made.append("\n")
+    return "".join(made[:-1])
+
+
 def end_of_width(text: str, width: int) -> str:
     """As much of the text's end as fits into `width` columns, beginning with a character that is not combining."""
     taken, start = 0, len(text)

@@ -16,6 +16,7 @@ from prompt_toolkit.formatted_text import FormattedText
 from prompt_toolkit.history import History, InMemoryHistory
 from prompt_toolkit.input.typeahead import get_typeahead
 from prompt_toolkit.keys import Keys
+from prompt_toolkit.lexers import SimpleLexer
 from prompt_toolkit.shortcuts import CompleteStyle
 from prompt_toolkit.styles import Style
 
@@ -31,7 +32,7 @@ from localinfer.cli.chat.live_terminal import LiveTerminal
 from localinfer.cli.chat.option_commands import LoadModel
 from localinfer.cli.chat.reply_output import ReplyOutput
 from localinfer.cli.chat.status_line import StatusLine
-from localinfer.cli.chat.typed_ahead import PROMPT, TypedAhead
+from localinfer.cli.chat.typed_ahead import PROMPT, TypedAhead, sent
 from localinfer.cli.chat.typed_history import open_history
 from localinfer.errors import LocalinferError
 from localinfer.terminal import dim, has_colour, neutralise_controls
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from localinfer.llm import LLM
 
 EXIT_TERMINATED = 143
+_STYLES = {"bottom-toolbar": "noreverse dim", "typed": "bold"}
 _ECHOED_LINES = 12
 """Of a message that was typed ahead, where it is sent; the rest is counted."""
 
@@ -149,7 +151,10 @@ class TerminalChat:
     def run(self, describe_error: Callable[[LocalinferError], str]) -> None:
         """Take messages and commands until one, or the keyboard, ends the chat."""
         session = self._prompt_session()
-        self._chat.notice("/help lists commands, Ctrl-D exits")
+        model = f"{self._status.model_name}: {self._conversation.context_length:,} tokens of context"
+        self._chat.notice(f"{model}. /help lists commands, Ctrl-D exits")
+        if self._is_live:
+            self._output.write("\n")
         try:
             while not self._interrupts.leaves:
                 try:
@@ -212,8 +217,8 @@ class TerminalChat:
     def _echo(self, message: str) -> None:
         """Show a message that was typed ahead as the prompt would have."""
         lines = neutralise_controls(message).split("\n")
-        prompt = f"\x1b[1;36m{PROMPT}\x1b[m" if self._has_styles else PROMPT
-        self._output.write("\n".join([prompt + lines[0], *lines[1:_ECHOED_LINES]]) + "\n")
+        first, *others = lines[:_ECHOED_LINES]
+        self._output.write("\n".join([sent(first, has_styles=self._has_styles), *others]) + "\n")
         self._output.flush()
         if len(lines) > _ECHOED_LINES:
             self._chat.notice(f"({len(lines) - _ECHOED_LINES:,} more lines)")
@@ -231,7 +236,8 @@ class TerminalChat:
             complete_style=CompleteStyle.READLINE_LIKE,
             reserve_space_for_menu=0,
             bottom_toolbar=self._toolbar if self._is_live else None,
-            style=Style.from_dict({"bottom-toolbar": "noreverse dim" if self._has_styles else "noreverse"}),
+            lexer=SimpleLexer("class:typed"),
+            style=Style.from_dict(_STYLES if self._has_styles else {"bottom-toolbar": "noreverse"}),
             history=self._history,
         )
 

@@ -138,7 +138,8 @@ class ReplyOutput:
         """What changes in the line under the text, while there is no text."""
         return self._line or ("" if self._status is None else self._status.waiting())
 
-    def _columns(self) -> int:
+    def columns(self) -> int:
+        """How wide the terminal is now."""
         return shutil.get_terminal_size().columns if self._live is None else self._live.columns
 
     def _renderer(self) -> TextRenderer:
@@ -148,4 +149,4 @@ class ReplyOutput:
             return _PlainText(is_terminal=output.isatty())
         from localinfer.cli.chat.markdown import MarkdownStream
 
-        return MarkdownStream(self._columns, styles=has_colour(output))
+        return MarkdownStream(self.columns, styles=has_colour(output))

@@ -8,14 +8,14 @@ import time
 from typing import TYPE_CHECKING
 
 from localinfer.cli.chat.display_width import cut_to_width, text_width
-from localinfer.terminal import SILENT_SECONDS, describe_duration, neutralise_controls
+from localinfer.terminal import SILENT_SECONDS, Pace, neutralise_controls
 
 if TYPE_CHECKING:
     from localinfer.completion import Stats
     from localinfer.stream import TextStream
 
 REFRESH_SECONDS = 0.1
-_SEPARATOR = "   "
+_SEPARATOR = " │ "
 _MODEL_COLUMNS = 24
 _UNKNOWN = "-"
 
@@ -34,7 +34,7 @@ class StatusLine:
         self._stats: Stats | None = None
         self._has_drafts = False
         self._began = self._next_refresh = 0.0
-        self._first_computed: tuple[float, int] | None = None
+        self._pace = Pace()
 
     @property
     def completion_tokens(self) -> int:
@@ -43,7 +43,7 @@ class StatusLine:
 
     def begin(self, stream: "TextStream") -> None:
         """Follow another reply, from its prompt on."""
-        self._began, self._first_computed = time.monotonic(), None
+        self._began, self._pace = time.monotonic(), Pace()
         self._stream, self._next_refresh, self._context_used = stream, 0.0, None
         self.refresh()
 
@@ -69,11 +69,7 @@ class StatusLine:
         computed, total = stream.computed_tokens, stats.prompt_tokens
         if not 0 < computed < total:
             return "reading the prompt ..."
-        if self._first_computed is None:
-            self._first_computed = now, computed
-        since, first = self._first_computed
-        gained = computed - first
-        left = f", {describe_duration((now - since) * (total - computed) / gained)} left" if gained else ""
+        left = self._pace.time_left(computed, total)
         return f"reading the prompt: {computed:,} of {total:,} tokens ({100 * computed // total} %){left} ..."
 
     def text(self, width: int) -> str:
@@ -108,8 +104,10 @@ class StatusLine:
             (1, f"{rate:>6} t/s"),
             (4, f"first {seconds:>6}"),
             (5, f"cached {cached:>5}"),
-            (6, f"drafts {accepted if self._has_drafts else _UNKNOWN:>5}"),
         ]
+        if self._has_drafts:
+            # The last one: where it comes later, no other moves.
+            fields.append((6, f"drafts {accepted:>5}"))
         return fields if model else fields[1:]
 
 

@@ -18,6 +18,8 @@ _SHOWN_CHARACTERS = 2000
 _LEAST_COLUMNS = 8
 _LINE_MARK = "↵"
 _REVERSED, _DIM, _PLAIN = "\x1b[7m", "\x1b[2m", "\x1b[m"
+_BOLD = "\x1b[1m"
+_PROMPT_STYLE = "\x1b[1;36m"
 
 
 class TypedAhead:
@@ -115,8 +117,10 @@ class TypedAhead:
             at_cursor, after = at_cursor + after[0], after[1:]
         before = end_of_width(before, room - text_width(at_cursor))
         after = cut_to_width(after, room - text_width(before) - text_width(at_cursor), mark="")
-        cursor = f"{_REVERSED}{at_cursor}{_PLAIN}" if has_styles else at_cursor
-        return f"{PROMPT}{label}{before}{cursor}{after}"
+        if not has_styles:
+            return f"{PROMPT}{label}{before}{at_cursor}{after}"
+        cursor = f"{_REVERSED}{at_cursor}{_PLAIN}"
+        return f"{_PROMPT_STYLE}{PROMPT}{_PLAIN}{label}{_BOLD}{before}{cursor}{_BOLD}{after}{_PLAIN}"
 
     def _finish_message(self) -> None:
         if self.text.strip():
@@ -131,6 +135,11 @@ class TypedAhead:
     def _insert(self, text: str) -> None:
         self.text = self.text[: self._cursor] + text + self.text[self._cursor :]
         self._cursor += len(text)
+
+
+def sent(first_line: str, *, has_styles: bool) -> str:
+    """The first line of a message as the prompt shows it."""
+    return f"{_PROMPT_STYLE}{PROMPT}{_PLAIN}{_BOLD}{first_line}{_PLAIN}" if has_styles else PROMPT + first_line
 
 
 def _visible(text: str) -> str:
