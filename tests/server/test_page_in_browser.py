@@ -174,6 +174,30 @@ def test_reply_streams_and_a_stop_keeps_what_is_there(open_chat: Callable[..., C
     chat.check()
 
 
+def test_a_stopped_reply_is_continued_where_it_ends(open_chat: Callable[..., Chat]) -> None:
+    chat = open_chat()
+    chat.choose("waiting")
+    chat.send("Tell me.")
+    chat.wait("First")
+    chat.page.locator("#message").press("Escape")
+    chat.wait_end()
+    GATE.set()
+    chat.page.get_by_role("button", name="Continue").click()
+    chat.wait("First and last.")
+    chat.wait_end()
+    assert chat.texts(".turn .body") == ["Tell me.", "First and last."]
+    body = chat.bodies[1]
+    assert (body["continue_final_message"], body["add_generation_prompt"]) == (True, False)
+    assert [(message["role"], message["content"]) for message in body["messages"]] == [
+        ("user", "Tell me."),
+        ("assistant", "First "),
+    ]
+    assert chat.page.get_by_role("button", name="Continue").count() == 0
+    chat.page.reload()
+    chat.wait("First and last.")
+    chat.check()
+
+
 def test_an_edited_message_is_answered_anew_and_can_be_had_back(open_chat: Callable[..., Chat]) -> None:
     chat = open_chat()
     chat.choose("answer")

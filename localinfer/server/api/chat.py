@@ -9,7 +9,9 @@ from starlette.responses import Response
 
 from localinfer.server.api.writer import ChoicesWriter, Delta, Event, chat_logprobs, chat_plan, deltas_of, serve_reply
 from localinfer.server.replies.fields import (
+    AddGenerationPrompt,
     ChatFields,
+    ContinueFinalMessage,
     Count,
     Messages,
     Prediction,
@@ -17,6 +19,7 @@ from localinfer.server.replies.fields import (
     TextCount,
     Tools,
     checked_choice,
+    continuation,
     function_tools,
     given,
     template_messages,
@@ -54,6 +57,8 @@ class ChatRequest(ChatFields, kw_only=True):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     modalities: list[str] | None = None
+    continue_final_message: ContinueFinalMessage | None = None
+    add_generation_prompt: AddGenerationPrompt | None = None
     reasoning_format: Literal["both", "reasoning_content", "reasoning", "none"] | None = None
     return_progress: bool | None = None
 
@@ -63,9 +68,16 @@ class ChatRequest(ChatFields, kw_only=True):
             raise unsupported("modalities has more than text, which is all that is generated here", "modalities")
         if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "top_logprobs is given without logprobs; send logprobs: true", param="top_logprobs")
+        if self.add_generation_prompt is False and not self.continue_final_message:
+            raise unsupported(
+                "add_generation_prompt is false, and nothing would be answered; leave it out, or send "
+                "continue_final_message: true",
+                "add_generation_prompt",
+            )
         return {
             **self.sampling_options(),
             **self.reply_options(),
+            **continuation(self.continue_final_message, self.add_generation_prompt),
             **given(
                 max_tokens=self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens,
                 prediction=None if self.prediction is None else self.prediction.text(),

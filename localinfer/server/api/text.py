@@ -7,11 +7,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from localinfer.server.replies.fields import (
+    AddGenerationPrompt,
     ChatFields,
+    ContinueFinalMessage,
     Messages,
     TokenId,
     Tools,
     checked_choice,
+    continuation,
     function_tools,
     given,
     template_messages,
@@ -59,7 +62,8 @@ class TemplateRequest(ChatFields, kw_only=True):
     model: str | None = None
     tools: Tools | None = None
     tool_choice: str | dict[str, Any] | None = None
-    add_generation_prompt: bool = True
+    continue_final_message: ContinueFinalMessage | None = None
+    add_generation_prompt: AddGenerationPrompt | None = None
 
     def chat_options(self) -> dict[str, Any]:
         """The engine's options that the prompt depends on."""
@@ -67,6 +71,7 @@ class TemplateRequest(ChatFields, kw_only=True):
         options.pop("constraint", None)
         choice = checked_choice(self.tool_choice, has_tools=bool(self.tools))
         tools = function_tools(self.tools)
+        options |= continuation(self.continue_final_message, self.add_generation_prompt)
         return {**options, **given(tools=tools or None, tool_choice=choice if self.tools else None)}
 
 
@@ -108,7 +113,7 @@ async def apply_template(request: Request) -> Response:
 
 def _prompt(llm: "LLM", body: TemplateRequest) -> str:
     messages, options = template_messages(body.messages), body.chat_options()
-    return llm.render_chat(messages, add_generation_prompt=body.add_generation_prompt, **options)
+    return llm.render_chat(messages, add_generation_prompt=body.add_generation_prompt is not False, **options)
 
 
 async def count_chat_tokens(request: Request) -> Response:

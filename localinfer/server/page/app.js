@@ -63,7 +63,8 @@ class App {
 
   showTurns() {
     this.views = this.current.turns.map((turn, index) => new TurnView(this, turn, index));
-    const welcome = element('p', { className: 'welcome' }, 'What do you want to know? Nothing leaves this server.');
+    const welcome = element('div', { className: 'welcome' }, element('h2', {}, 'What do you want to know?'),
+      element('p', {}, 'What you write goes to this server alone, and is kept in this browser.'));
     byId('log').replaceChildren(...(this.views.length ? this.views.map((view) => view.node) : [welcome]));
     this.scroll();
   }
@@ -160,15 +161,30 @@ class App {
 
   /** Have the conversation's last message answered. */
   async answer() {
-    const conversation = this.current;
     const turn = { role: 'assistant', content: '', reasoning: '' };
-    conversation.turns.push(turn);
-    const reply = new Reply(this, conversation, turn);
+    this.current.turns.push(turn);
+    await this.fill(turn, false);
+  }
+
+  /** Go on with the last reply, which was cut or stopped. */
+  async continueReply() {
+    const { current } = this;
+    const turn = current.turns.at(-1);
+    if (this.replies.has(current.id) || !turn || !canContinue(turn, this.contextLength())) return;
+    Object.assign(turn, { finish_reason: null, notices: [] });
+    await this.fill(turn, true);
+  }
+
+  async fill(turn, continues) {
+    const conversation = this.current;
+    const reply = new Reply(this, conversation, turn, continues);
     this.replies.set(conversation.id, reply);
     this.conversations = [conversation, ...this.conversations.filter((one) => one !== conversation)];
     this.isAtEnd = true;
     this.showTurns();
     this.showFrame();
+    // The button that was pressed may be gone.
+    if (document.activeElement === document.body) byId('message').focus();
     this.say('Writing a reply.');
     await this.save(conversation);
     await reply.run();
@@ -423,6 +439,7 @@ class App {
       KeyL: () => this.toConversations(),
       KeyM: () => byId('message').focus(),
       KeyR: () => this.regenerate(),
+      KeyG: () => this.continueReply(),
       KeyC: () => this.copyLastCode(),
       KeyO: () => this.openOptions(),
     };

@@ -8,16 +8,27 @@ function newConversation(model, options) {
   return { id: makeId(), name: '', model, system: '', options: {}, ...options, turns: [], created: now, changed: now };
 }
 
-/** What is sent for the next reply. Replies without text are left out, and messages that follow each other joined. */
-function requestBody({ model, system, options, turns }) {
+/** What is sent for the next reply, or for the rest of the last one. Other replies without text are left out, and
+ *  messages that follow each other joined. */
+function requestBody({ model, system, options, turns }, continues = false) {
   const messages = system ? [{ role: 'system', content: system }] : [];
-  for (const { role, content, reasoning } of turns) {
+  for (const turn of turns) {
+    const { role, content, reasoning } = turn;
     const last = messages.at(-1);
-    if (!content && role === 'assistant') continue;
+    if (!content && role === 'assistant' && !(continues && turn === turns.at(-1))) continue;
     if (last?.role === role) last.content += `\n\n${content}`;
     else messages.push({ role, content, ...(reasoning ? { reasoning_content: reasoning } : {}) });
   }
-  return { model, messages, stream: true, stream_options: { include_usage: true }, return_progress: true, ...options };
+  const continuing = continues ? { continue_final_message: true, add_generation_prompt: false } : {};
+  const streaming = { stream: true, stream_options: { include_usage: true }, return_progress: true };
+  return { model, messages, ...streaming, ...continuing, ...options };
+}
+
+/** Whether a reply has an end to come: it was stopped or cut, and the context has room. */
+function canContinue({ role, content, reasoning, finish_reason: reason, stats }, contextLength) {
+  const isFull = stats && contextLength && stats.prompt_tokens + stats.completion_tokens >= contextLength;
+  return role === 'assistant' && Boolean(content || reasoning) && ['length', 'stopped', 'interrupted'].includes(reason)
+    && !isFull;
 }
 
 /** What a reply cost, of the last chunk of its stream. */
@@ -49,11 +60,11 @@ function describeEnd(turn, contextLength) {
   const { stats } = turn;
   if (turn.error) return turn.error;
   if (turn.finish_reason === 'stopped') return 'Stopped.';
-  if (turn.finish_reason === 'interrupted') return 'Cut off when the page was closed. Regenerate answers again.';
+  if (turn.finish_reason === 'interrupted') return 'Cut off when the page was closed. Continue goes on with it.';
   if (turn.finish_reason !== 'length') return null;
   return stats && contextLength && stats.prompt_tokens + stats.completion_tokens >= contextLength
     ? 'Cut: the context is full. Start a new conversation, or shorten an earlier message with Edit.'
-    : 'Cut at the maximum of tokens. Raise it in Options and regenerate, or ask the model to go on.';
+    : 'Cut at the maximum of tokens, which Options raises. Continue goes on with it.';
 }
 
 function toJson({ id, name, model, system, options, turns, created, changed }) {

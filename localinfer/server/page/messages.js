@@ -56,7 +56,11 @@ class TurnView {
     const copy = button('Copy', (event) => app.copy(turn.content, event.target));
     const isLast = app.current.turns.at(-1) === turn;
     if (turn.role === 'user') this.footer.replaceChildren(button('Edit', () => this.edit()), copy);
-    else this.footer.replaceChildren(copy, ...(isLast ? [button('Regenerate', () => app.regenerate())] : []));
+    else {
+      const continued = isLast && canContinue(turn, app.contextLength());
+      this.footer.replaceChildren(copy, ...(isLast ? [button('Regenerate', () => app.regenerate())] : []),
+        ...(continued ? [button('Continue', () => app.continueReply(), { className: 'continue' })] : []));
+    }
     if (turn.stats) this.footer.append(element('span', { className: 'stats', textContent: describeStats(turn.stats) }));
     this.edit = () => this.showEditor(index);
   }

@@ -5,8 +5,9 @@ const KEEP_MILLISECONDS = 500;
 const STOP_MILLISECONDS = 1500;
 
 class Reply {
-  constructor(app, conversation, turn) {
-    Object.assign(this, { app, conversation, turn });
+  /** continues: the turn has text, and the rest of it is wanted. */
+  constructor(app, conversation, turn, continues) {
+    Object.assign(this, { app, conversation, turn, continues });
     this.controller = new AbortController();
     this.id = null;
     this.isStopped = false;
@@ -17,7 +18,8 @@ class Reply {
   /** Fill the turn until the stream ends, however it ends. */
   async run() {
     const { turn, conversation } = this;
-    const body = requestBody({ ...conversation, turns: conversation.turns.slice(0, conversation.turns.indexOf(turn)) });
+    const end = conversation.turns.indexOf(turn) + Number(this.continues);
+    const body = requestBody({ ...conversation, turns: conversation.turns.slice(0, end) }, this.continues);
     try {
       for await (const chunk of this.app.server.reply(body, this.controller.signal)) this.take(chunk);
       if (this.isStopped || !turn.finish_reason) turn.finish_reason = this.isStopped ? 'stopped' : 'stop';
@@ -34,7 +36,7 @@ class Reply {
     turn.reasoning += choice?.delta.reasoning_content ?? '';
     turn.content += choice?.delta.content ?? '';
     turn.finish_reason = choice?.finish_reason ?? turn.finish_reason;
-    if (turn.content || turn.reasoning) this.words = 'Writing';
+    if (choice?.delta.content || choice?.delta.reasoning_content) this.words = 'Writing';
     else if (chunk.prompt_progress) this.words = progressInWords(chunk.prompt_progress);
     if (chunk.timings) turn.stats = statsOf(chunk.timings);
     if (chunk.timings?.notices) turn.notices = chunk.timings.notices;

@@ -451,6 +451,27 @@ class ChatFields(GenerationFields):
         )
 
 
+ContinueFinalMessage = Annotated[
+    bool,
+    Meta(description="Continue the last message, a reply that was cut short: only what follows its text is returned."),
+]
+AddGenerationPrompt = Annotated[
+    bool, Meta(description="Begin a new reply; false where continue_final_message is true, which begins none.")
+]
+
+
+def continuation(continues: bool | None, begins: bool | None) -> dict[str, Any]:
+    """The engine's option for a last message that is continued. Raises: ApiError if a new reply is wanted as well."""
+    if continues and begins:
+        raise ApiError(
+            400,
+            "continue_final_message and add_generation_prompt are both true, and a reply is either continued or begun; "
+            "send add_generation_prompt: false",
+            param="add_generation_prompt",
+        )
+    return given(continue_final_message=continues or None)
+
+
 def split_prompts(prompts: Prompts, field: str, *, at_most: int) -> list[str | Sequence[int]]:
     """One prompt per item: `[1, 2]` is one prompt of ids, `[[1, 2], "a"]` are two.
 

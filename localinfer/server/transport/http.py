@@ -18,6 +18,7 @@ from localinfer.errors import (
     ConstraintError,
     ContextLengthError,
     LocalinferError,
+    MessageError,
     ModelFileError,
     OutOfMemoryError,
     OverloadedError,
@@ -154,6 +155,8 @@ def to_api_error(error: BaseException, request_id: str = "", *, prompt_field: st
         case ConstraintError():
             facts = {} if error.keyword is None else {"keyword": error.keyword}
             return ApiError(400, text, code="unsupported_schema", param=error.field or "response_format", facts=facts)
+        case MessageError():
+            return ApiError(400, text, param=error.path)
         case RequestError():
             return ApiError(400, text, param=error.field)
         case OverloadedError():

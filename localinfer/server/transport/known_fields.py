@@ -115,8 +115,6 @@ _CHAT_SHAPE = _refuse("""
     web_search_options=null: nothing is searched here; give a tool
     chat_template: the model's own template is used; ask /v1/completions with a prompt you made
     documents: write them into a message
-    add_generation_prompt=true: replies begin where the template says; leave it out
-    continue_final_message: ask /v1/completions with the text of /apply-template and what goes before
     parse_tool_calls=true: calls are always returned as calls; leave it out
     chat_format: the format is read off the model's template; leave it out
     reasoning_in_content: send reasoning_format
@@ -139,7 +137,7 @@ _CHAT_NO_PROMPT = (
 CHAT = KnownFields(_OPENAI | _LOCAL_SERVERS | _ROUTERS | _CHAT_MORE, _SAMPLING | _CHAT_SHAPE)
 TEMPLATES = KnownFields(
     CHAT.ignored | dict.fromkeys(_CHAT_NO_PROMPT.split(), _PROMPT_ONLY),
-    {name: why for name, why in CHAT.refused.items() if name != "add_generation_prompt"},
+    CHAT.refused,
 )
 COMPLETIONS = KnownFields(
     {name: why for name, why in (_LOCAL_SERVERS | _OPENAI).items() if name != "prompt_cache_key"},
