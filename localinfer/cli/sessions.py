@@ -130,18 +130,18 @@ def _fields(summary: "ConversationSummary") -> dict[str, str | int]:
 
 def _print_table(summaries: "list[ConversationSummary]") -> None:
     """One line each, cut at the width of a terminal."""
-    from localinfer.cli.chat.display_width import cut_to_width, text_width
+    from localinfer.cli.chat.display_width import cut_to_width, most_columns
     from localinfer.persistence.saved_conversation import model_label
 
     def padded(text: str, width: int) -> str:
-        return text + " " * (width - text_width(text))
+        return text + " " * (width - most_columns(text))
 
     rows = [("name", "model", "messages", "last change", "first words")]
     for summary in summaries:
         when = ago(summary.changed, datetime.now(UTC))
         name, model, first_words = map(_plain, (summary.name, model_label(summary.model), summary.first_words))
         rows.append((name, model, f"{summary.num_messages:,}", when, first_words))
-    widths = [max(text_width(row[column]) for row in rows) for column in range(4)]
+    widths = [max(most_columns(row[column]) for row in rows) for column in range(4)]
     most = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     for name, model, num_messages, when, first_words in rows:
         number = num_messages.rjust(widths[2])

@@ -13,10 +13,11 @@ from prompt_toolkit.document import Document
 
 from localinfer.chat.parser import ToolCallDelta
 from localinfer.cli import main
-from localinfer.cli.chat.clipboard import code_blocks, copy_to_clipboard
+from localinfer.cli.chat.clipboard import copy_to_clipboard
 from localinfer.cli.chat.commands import Chat
 from localinfer.cli.chat.completion import CommandCompleter
 from localinfer.cli.chat.conversation import Conversation
+from localinfer.cli.chat.markdown import code_blocks
 from localinfer.completion import StreamEvent
 from localinfer.errors import ContextLengthError, OutOfMemoryError, RequestError
 from localinfer.sampling.params import NUMBER_OPTIONS
@@ -42,8 +43,9 @@ def test_two_slashes_begin_a_message_with_one(session, fake_llm):
 
 def test_help_has_a_line_of_a_narrow_terminal_for_each_command_and_the_arguments_of_one(session):
     lines = session.type("/help").splitlines()
-    assert [line.split()[0] for line in lines[:-2]] == list(session.chat.commands)
-    assert all(len(line) <= 80 for line in lines[:-2])
+    shown = lines[: lines.index("")]
+    assert [line.split()[0] for line in shown] == list(session.chat.commands)
+    assert all(len(line) <= 80 for line in lines)
     assert session.type("/help fork") == "/fork NAME: go on in a copy of the conversation, under a name\n"
 
 
@@ -177,6 +179,30 @@ def test_think_is_refused_where_the_template_knows_none(session, fake_llm, monke
     monkeypatch.setattr(fake_llm, "count_chat_tokens", refuse)
     assert "knows no thinking" in session.type("/think on")
     assert session.conversation.thinking is False
+
+
+def test_think_shows_and_hides_reasoning_without_a_change_of_the_model(session, fake_llm):
+    output = session.chat.reply_output
+    assert "folded into a line; Ctrl-O" in session.type("/think")
+    assert "shown in full" in session.type("/think show") and output.shows_reasoning
+    session.type("hi")
+    assert "thinking" not in fake_llm.options[-1]
+    assert "folded" in session.type("/think hide") and not output.shows_reasoning
+
+
+def test_help_names_every_key(session):
+    told = session.type("/help")
+    for key in ("Enter", "Alt-Enter", "Ctrl-J", "Ctrl-C", "Ctrl-D", "Ctrl-O", "Tab"):
+        assert key in told
+
+
+def test_models_that_are_here_are_completed_before_files(session, monkeypatch, tmp_path):
+    (tmp_path / "qw.gguf").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("localinfer.cli.chat.option_commands.known_models", lambda: ["Qwen/Small:Q4_K_M", "other"])
+    completer = CommandCompleter(session.chat.commands.values())
+    found = list(completer.get_completions(Document("/model qw"), CompleteEvent()))
+    assert [one.text for one in found] == ["Qwen/Small:Q4_K_M", "qw.gguf"]
 
 
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
@@ -326,12 +352,21 @@ def test_copy_takes_the_last_reply_or_its_last_block(session, fake_llm):
     assert "no code block" in session.type("/copy code")
     fake_llm.pieces = ["a\n```py\nx = 1\n```\nb\n~~~~\n```\ny\n~~~~\n"]
     session.type("code", "/copy", "/copy code")
-    assert session.copied == [fake_llm.pieces[0], "```\ny\n"]
+    assert session.copied == [fake_llm.pieces[0], "```\ny"]
 
 
 @pytest.mark.parametrize(
     ("text", "blocks"),
-    [("", []), ("```\na\n```", ["a\n"]), ("```a`b\nx", []), ("```\ncut", ["cut"]), ("````\n```\n````", ["```\n"])],
+    [
+        ("", []),
+        ("```\na\n```", ["a"]),
+        ("```a`b\nx", []),
+        ("```\ncut", ["cut"]),
+        ("````\n```\n````", ["```"]),
+        ("1. Type:\n\n   ```sh\n   ls\n     a\n   ```\n", ["ls\n  a"]),
+        ("> ```\n> quoted\n> ```\n", ["quoted"]),
+        ("Type:\n\n    indented\n\nand so on", ["indented"]),
+    ],
 )
 def test_code_blocks_are_those_of_fences(text, blocks):
     assert code_blocks(text) == blocks
@@ -402,6 +437,7 @@ def test_without_a_store_the_commands_say_that_nothing_is_kept(fake_llm):
         ("/set nothing ", []),
         ("/load fi", ["first"]),
         ("/think o", ["on", "off"]),
+        ("/think h", ["hide"]),
         ("/context s", ["shift", "summarise"]),
         ("/copy ", ["code"]),
         ("/help for", ["fork"]),

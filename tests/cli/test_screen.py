@@ -6,7 +6,8 @@ import pytest
 
 pytest.importorskip("pyte", reason="reads the screen with pyte")
 
-from localinfer.cli.chat.display_width import ColumnTracker, cut_to_width, end_of_width, text_width, wrap_words
+from localinfer.cli.chat.cell_width import text_width
+from localinfer.cli.chat.display_width import ColumnTracker, cut_to_width, end_of_width, most_columns, wrap_words
 from localinfer.cli.chat.screen import Screen
 from localinfer.cli.chat.status_line import StatusLine
 from localinfer.cli.chat.typed_ahead import TypedAhead
@@ -117,6 +118,12 @@ def test_texts_are_cut_between_characters():
     assert [cut_to_width("abc", width) for width in (3, 2, 1, 0)] == ["abc", "a…", "…", ""]
 
 
+def test_what_has_to_fit_is_measured_as_the_terminal_that_joins_nothing_draws_it():
+    for text in ("👩\u200d👩\u200d👧", "❤\ufe0f", "漢字", "e\u0301", "🇩🇪"):
+        assert text_width(text) <= most_columns(text)
+    assert most_columns("👩\u200d👩\u200d👧") == 6
+
+
 def test_a_character_in_the_last_column_waits_for_the_next_one():
     tracker = ColumnTracker()
     assert tracker.advance("abc", 3) == ("ab", "c", False)
@@ -134,7 +141,7 @@ def status() -> StatusLine:
 def test_the_status_line_fits_every_width_and_keeps_its_fields_in_place(status):
     for width in range(1, 160):
         before = StatusLine("a-model-7b", 8192).text(width)
-        assert text_width(status.text(width)) < width or status.text(width) == ""
+        assert most_columns(status.text(width)) < width or status.text(width) == ""
         assert len(status.text(width)) == len(before), "numbers move nothing"
     assert status.text(25) == "    3/8,192 │   12.5 t/s"
     assert status.text(24) == "    3/8,192"
@@ -160,4 +167,4 @@ def test_what_is_typed_ahead_fits_every_width(width):
     typed = TypedAhead(lambda: None)
     typed.feed("message of words\rmessage 漢字漢字\rthree\rfour\runfinished 漢字 e\u0301 " + "\x1b[D" * 5)
     for row in typed.rows(width, has_styles=False):
-        assert text_width(row) < max(width, 4)
+        assert most_columns(row) < max(width, 4)

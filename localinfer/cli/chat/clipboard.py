@@ -1,8 +1,7 @@
-"""Text into the clipboard, and the code blocks of a reply."""
+"""Text into the clipboard."""
 
 import base64
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -13,7 +12,6 @@ from localinfer.errors import RequestError
 _PROGRAM_SECONDS = 5
 _MOST_SEQUENCE_BYTES = 74_994
 """Many terminals ignore longer ones."""
-_FENCE = re.compile(r" {0,3}(`{3,}|~{3,})([^\n]*)")
 
 
 def copy_to_clipboard(text: str, send_to_terminal: Callable[[str], bool]) -> str:
@@ -58,21 +56,3 @@ def _clipboard_program() -> list[str] | None:
         found = [["wl-copy"]] if os.environ.get("WAYLAND_DISPLAY") else []
         found += [["xclip", "-selection", "clipboard"], ["xsel", "-b", "-i"]] if os.environ.get("DISPLAY") else []
     return next((program for program in found if shutil.which(program[0]) is not None), None)
-
-
-def code_blocks(markdown: str) -> list[str]:
-    """The texts of fenced code blocks, the last one also where the reply ended inside it."""
-    blocks: list[str] = []
-    lines: list[str] | None = None
-    fence = ""
-    for line in markdown.splitlines(keepends=True):
-        found = _FENCE.match(line)
-        if lines is None:
-            if found is not None and not (found[1][0] == "`" and "`" in found[2]):
-                fence, lines = found[1], []
-        elif found is not None and found[1].startswith(fence) and not found[2].strip():
-            blocks.append("".join(lines))
-            lines = None
-        else:
-            lines.append(line)
-    return blocks if lines is None else [*blocks, "".join(lines)]

@@ -7,12 +7,13 @@ from contextlib import closing
 from typing import TYPE_CHECKING, TextIO
 
 from localinfer.cli.chat.attachment_commands import AttachmentCommands
-from localinfer.cli.chat.clipboard import code_blocks, copy_to_clipboard
+from localinfer.cli.chat.clipboard import copy_to_clipboard
 from localinfer.cli.chat.command import Command, Exit, beginning_with
 from localinfer.cli.chat.context_commands import ContextCommands
 from localinfer.cli.chat.conversation import Conversation
 from localinfer.cli.chat.display_width import wrap_words
 from localinfer.cli.chat.editing_commands import EditingCommands, EditText, edit_in_editor
+from localinfer.cli.chat.markdown import code_blocks
 from localinfer.cli.chat.option_commands import LoadModel, OptionCommands
 from localinfer.cli.chat.reply_output import ReplyOutput
 from localinfer.cli.chat.session_commands import SessionCommands
@@ -23,6 +24,15 @@ if TYPE_CHECKING:
     from localinfer.persistence.conversations import ConversationStore
 
 __all__ = ["Chat", "Command", "Exit"]
+
+_KEYS = (
+    ("Enter", "sends; Alt-Enter or Ctrl-J starts a new line"),
+    ("Ctrl-C", "stops a reply, clears what is typed; a second one leaves"),
+    ("Ctrl-D", "exits"),
+    ("Ctrl-O", "shows reasoning: the last, or while one comes; again folds it"),
+    ("Tab", "completes commands and what may follow them, which /help NAME lists"),
+    ("//", "begins a message with a slash"),
+)
 
 CopyText = Callable[[str, Callable[[str], bool]], str]
 """As `clipboard.copy_to_clipboard`."""
@@ -186,8 +196,9 @@ class Chat:
             return
         for command in self.commands.values():
             self.notice(f"{command.name:<9}  {command.help}", hanging=11)
-        self.notice("/help NAME shows what may follow a command, Tab completes it; '//' begins a message with a slash")
-        self.notice("Enter sends, Alt-Enter or Ctrl-J starts a new line, Ctrl-C stops a reply, Ctrl-D exits")
+        self.notice("")
+        for keys, meaning in _KEYS:
+            self.notice(f"{keys:<9}  {meaning}", hanging=11)
 
     def _complete_help(self, typed: str) -> list[str]:
         return beginning_with(typed, (name.removeprefix("/") for name in self.commands))

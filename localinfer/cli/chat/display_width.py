@@ -5,22 +5,32 @@ import re
 from prompt_toolkit.utils import get_cwidth
 
 TAB_STOP = 8
+_EMOJI_STYLE = "\ufe0f"
+"""Makes the character before it wide, on some terminals."""
 _FIRST_PICTURE = "\U0001f000"
 """From here on several characters may be drawn as one, or not."""
 ESCAPE_SEQUENCE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[78DM])")
 """Sequences that take no column: control sequences, operating system commands such as links, cursor saving."""
 
 
-def text_width(text: str) -> int:
-    """Columns of a text without controls: 2 for wide characters, 0 for combining ones."""
-    return get_cwidth(text)
+def most_columns(text: str) -> int:
+    """The most columns that terminals give a text without controls: some draw the characters of joined emoji apart.
+
+    What has to fit a row is measured by this; `cell_width.text_width`, which is never more, is how text is laid out.
+    """
+    return get_cwidth(text) + text.count(_EMOJI_STYLE)
+
+
+def is_combining(character: str) -> bool:
+    """Whether a character is drawn in the columns of the one before it, which some may widen."""
+    return not get_cwidth(character)
 
 
 def cut_to_width(text: str, width: int, *, mark: str = "…") -> str:
     """The text, or as much of its beginning as fits into `width` columns with `mark` after it."""
-    if text_width(text) <= width:
+    if most_columns(text) <= width:
         return text
-    room = width - text_width(mark)
+    room = width - most_columns(mark)
     if room <= 0:
         return mark if room == 0 else ""
     return _beginning(text, room) + mark
@@ -37,7 +47,7 @@ def wrap_words(text: str, width: int, *, hanging: int = 0) -> str:
         column = 0
         words = line.split(" ")
         for place, word in enumerate(words):
-            columns = text_width(word)
+            columns = most_columns(word)
             if place and column + 1 + columns < width:
                 made.append(" " + word)
                 column += 1 + columns
@@ -55,11 +65,10 @@ def end_of_width(text: str, width: int) -> str:
     """As much of the text's end as fits into `width` columns, beginning with a character that is not combining."""
     taken, start = 0, len(text)
     for place in range(len(text) - 1, -1, -1):
-        columns = get_cwidth(text[place])
-        taken += columns
+        taken += most_columns(text[place])
         if taken > width:
             break
-        if columns:
+        if not is_combining(text[place]):
             start = place
     return text[start:]
 
@@ -67,7 +76,7 @@ def end_of_width(text: str, width: int) -> str:
 def _beginning(text: str, width: int) -> str:
     taken = 0
     for place, char in enumerate(text):
-        taken += get_cwidth(char)
+        taken += most_columns(char)
         if taken > width:
             return text[:place]
     return text

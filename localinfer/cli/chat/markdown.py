@@ -34,11 +34,20 @@ from localinfer.terminal import neutralise_controls
 _TAB = 4
 _BULLETS = "•◦▪"
 _LONGEST_RULE = 80
+_NO_TERMINAL_COLUMNS = 80
 _AIRY = (Kind.HEADING, Kind.FENCE)
 """Blocks with a blank line before them; tables have one too."""
 _BAR = ("│ ", FAINT)
 _TITLES = {1: TITLE, 2: TITLE, 3: STRONG, 4: STRONG | EMPHASIS, 5: EMPHASIS, 6: EMPHASIS}
 _UNDERLINES = {1: "═", 2: "─"}
+
+
+def code_blocks(markdown: str) -> list[str]:
+    """The code blocks of a text, the last one also where the text ends inside it; as `MarkdownStream.code_blocks`."""
+    stream = MarkdownStream(lambda: _NO_TERMINAL_COLUMNS, styles=False)
+    stream.feed(markdown)
+    stream.end()
+    return stream.code_blocks
 
 
 class MarkdownStream:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from localinfer.arguments import check_number
 from localinfer.cli.chat.command import Command, beginning_with
 from localinfer.cli.chat.paths import complete_path, read_text
+from localinfer.cli.known_models import known_models
 from localinfer.errors import LocalinferError, OutOfMemoryError, RequestError
 from localinfer.sampling.params import MAX_SEED, NUMBER_OPTIONS, NumberOption, SamplingParams
 
@@ -21,6 +22,7 @@ LoadModel = Callable[[str | None], "LLM"]
 """Loads a model by its name; None: the default one. Raises: LocalinferError."""
 
 _SPECIAL = ("max_tokens", "seed")
+_SHOWS_REASONING = {"show": True, "hide": False}
 _WORDS_FOR_DEFAULT = ("default", "none", "random")
 
 
@@ -39,13 +41,13 @@ class OptionCommands:
             Command(
                 "/set", "list, show or change options of sampling", self._set, "[NAME [VALUE]]", self._complete_set
             ),
-            Command("/model", "switch to another model; the messages stay", self._model, "NAME", complete_path),
+            Command("/model", "switch to another model; the messages stay", self._model, "NAME", _complete_model),
             Command(
                 "/think",
-                "let the model reason before it answers, for at most N tokens",
+                "let the model reason first, for at most N tokens; show or hide that",
                 self._think,
-                "on|off|auto|N",
-                lambda typed: beginning_with(typed, ("on", "off", "auto")),
+                "on|off|auto|N|show|hide",
+                lambda typed: beginning_with(typed, ("on", "off", "auto", *_SHOWS_REASONING)),
             ),
             Command(
                 "/tools",
@@ -130,9 +132,13 @@ class OptionCommands:
 
     def _think(self, argument: str) -> None:
         conversation = self._chat.conversation
+        if argument in _SHOWS_REASONING:
+            self._chat.reply_output.shows_reasoning = _SHOWS_REASONING[argument]
+            self._chat.notice(f"reasoning: {self._reasoning_shown()}")
+            return
         wanted = {"on": (True, None), "off": (False, None), "auto": (None, None)}.get(argument)
         if argument and wanted is None and not argument.isdecimal():
-            self._chat.notice(f"/think is given {argument}; it takes on, off, auto, or a number of tokens")
+            self._chat.notice(f"/think is given {argument}; it takes on, off, auto, a number of tokens, show or hide")
             return
         if argument:
             thinking, budget = wanted or (True, int(argument))
@@ -142,7 +148,11 @@ class OptionCommands:
             conversation.thinking, conversation.thinking_budget = thinking, budget
         named = {None: "as the model's template says", True: "on", False: "off"}[conversation.thinking]
         limit = conversation.thinking_budget
-        self._chat.notice(f"thinking: {named}" + ("" if limit is None else f", for at most {limit} tokens"))
+        most = "" if limit is None else f", for at most {limit} tokens"
+        self._chat.notice(f"thinking: {named}{most}; reasoning: {self._reasoning_shown()}")
+
+    def _reasoning_shown(self) -> str:
+        return "shown in full" if self._chat.reply_output.shows_reasoning else "folded into a line; Ctrl-O shows it"
 
     def _can_think(self) -> bool:
         try:
@@ -210,6 +220,12 @@ class OptionCommands:
         if conversation.thinking is not None and not self._can_think():
             conversation.thinking = conversation.thinking_budget = None
             self._chat.notice("its chat template knows no thinking, so /think is back to auto")
+
+
+def _complete_model(typed: str) -> Iterable[str]:
+    """Names of models that are here, then files."""
+    yield from (name for name in known_models() if name.lower().startswith(typed.lower()))
+    yield from complete_path(typed)
 
 
 def _is_shortage(error: Exception) -> bool:

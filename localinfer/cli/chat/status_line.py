@@ -7,7 +7,7 @@ on the terminal's width alone.
 import time
 from typing import TYPE_CHECKING
 
-from localinfer.cli.chat.display_width import cut_to_width, text_width
+from localinfer.cli.chat.display_width import cut_to_width, most_columns
 from localinfer.terminal import SILENT_SECONDS, Pace, neutralise_controls
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ class StatusLine:
 
 
 def _joined_width(fields: list[tuple[int, str]], places: set[int]) -> int:
-    return sum(text_width(fields[place][1]) for place in places) + len(_SEPARATOR) * (len(places) - 1)
+    return sum(most_columns(fields[place][1]) for place in places) + len(_SEPARATOR) * (len(places) - 1)
 
 
 def _short_seconds(seconds: float) -> str:

@@ -7,7 +7,7 @@ from prompt_toolkit.input.vt100_parser import Vt100Parser
 from prompt_toolkit.key_binding import KeyPress
 from prompt_toolkit.keys import Keys
 
-from localinfer.cli.chat.display_width import cut_to_width, end_of_width, text_width
+from localinfer.cli.chat.display_width import cut_to_width, end_of_width, is_combining, most_columns
 from localinfer.terminal import neutralise_controls
 
 PROMPT = "> "
@@ -113,10 +113,10 @@ class TypedAhead:
         before = _visible(self.text[max(0, self._cursor - _SHOWN_CHARACTERS) : self._cursor])
         after = _visible(self.text[self._cursor : self._cursor + _SHOWN_CHARACTERS])
         at_cursor, after = (after[0], after[1:]) if after else (" " if has_styles else "_", "")
-        while after and not text_width(after[0]):
+        while after and is_combining(after[0]):
             at_cursor, after = at_cursor + after[0], after[1:]
-        before = end_of_width(before, room - text_width(at_cursor))
-        after = cut_to_width(after, room - text_width(before) - text_width(at_cursor), mark="")
+        before = end_of_width(before, room - most_columns(at_cursor))
+        after = cut_to_width(after, room - most_columns(before) - most_columns(at_cursor), mark="")
         if not has_styles:
             return f"{PROMPT}{label}{before}{at_cursor}{after}"
         cursor = f"{_REVERSED}{at_cursor}{_PLAIN}"
@@ -155,7 +155,7 @@ def _on_one_line(message: str) -> str:
 def _before(text: str, cursor: int) -> int:
     """Where the character before the cursor begins, with its combining ones."""
     place = cursor - 1
-    while place > 0 and not text_width(text[place]) and text[place] != "\n":
+    while place > 0 and is_combining(text[place]) and text[place] != "\n":
         place -= 1
     return max(0, place)
 
@@ -163,7 +163,7 @@ def _before(text: str, cursor: int) -> int:
 def _after(text: str, cursor: int) -> int:
     """Where the character at the cursor ends, with its combining ones."""
     place = cursor + 1
-    while place < len(text) and not text_width(text[place]) and text[place] != "\n":
+    while place < len(text) and is_combining(text[place]) and text[place] != "\n":
         place += 1
     return min(len(text), place)
 
