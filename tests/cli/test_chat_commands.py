@@ -153,7 +153,7 @@ def test_set_knows_other_names_and_the_two_options_that_are_no_sampling(session,
 def test_set_refuses_a_value_out_of_range_with_the_range(session, name, value):
     before = dict(session.conversation.sampling)
     told = session.type(f"/set {name} {value}")
-    assert re.search(rf"{name} is .*; it must be a (whole )?number(, | from )-?\d.* as before", told)
+    assert re.search(rf"{name} is .*; it must be a (whole )?number(, | from )-?\d.* it stays .*", told)
     assert session.conversation.sampling == before
     assert "must be" not in session.type(f"/set {name}"), "shows it"
 
@@ -392,7 +392,9 @@ def test_every_reply_is_saved_and_a_saved_conversation_goes_on(session, fake_llm
     assert "saved as first" in session.type("/save first")
     session.type("/clear", "other")
     assert len(session.store.saved) == 2
+    printed = session.output.getvalue()
     assert "first: 2 messages" in session.type("/load first")
+    assert session.output.getvalue() == printed, "a pipe gets new replies alone"
     session.type("more")
     assert fake_llm.prompts[-1] == [user("hi"), assistant("Hello there"), user("more")]
     assert len(session.store.saved[one.id].turns) == 4

@@ -40,7 +40,7 @@ def session(fake_llm) -> Session:
 def test_the_end_is_told_before_it_comes_and_once(session):
     assert session.type("x" * 200) == ""
     told = session.type("y" * 30)
-    assert "the context is filling: 260 of 400 tokens are used (65 %), 140 are left" in told
+    assert "the context is filling: 260 of 400 tokens are used (65 %), 140 left" in told
     for choice in ("/context summarise", "/context shift", "/context new"):
         assert choice in told
     assert session.type("z") == "", "once"

@@ -2,9 +2,9 @@
 
 import difflib
 import re
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from localinfer.cli.chat.attachment_commands import AttachmentCommands
 from localinfer.cli.chat.clipboard import copy_to_clipboard
@@ -13,6 +13,7 @@ from localinfer.cli.chat.context_commands import ContextCommands
 from localinfer.cli.chat.conversation import Conversation
 from localinfer.cli.chat.display_width import wrap_words
 from localinfer.cli.chat.editing_commands import EditingCommands, EditText, edit_in_editor
+from localinfer.cli.chat.last_exchange import show_last_exchange
 from localinfer.cli.chat.markdown import code_blocks
 from localinfer.cli.chat.option_commands import LoadModel, OptionCommands
 from localinfer.cli.chat.reply_output import ReplyOutput
@@ -172,6 +173,11 @@ class Chat:
             except KeyboardInterrupt:
                 output.end()
                 self.notice("stopped")
+
+    def show_exchange(self, turns: Sequence[Mapping[str, Any]]) -> None:
+        """Show the last exchange of a conversation that goes on, to people: a pipe gets new replies alone."""
+        if self._output.isatty():
+            show_last_exchange(turns, self._output, self._notices)
 
     def start_anew(self) -> None:
         """Begin another conversation."""

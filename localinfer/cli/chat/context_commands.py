@@ -94,7 +94,7 @@ class ContextCommands:
         length = conversation.context_length
         # The count has what begins the next reply, too.
         used = min(conversation.context_used, length)
-        return f"{used:,} of {length:,} tokens are used ({100 * used / length:.0f} %), {length - used:,} are left"
+        return f"{used:,} of {length:,} tokens are used ({100 * used / length:.0f} %), {length - used:,} left"
 
     def _context(self, argument: str) -> None:
         conversation = self._chat.conversation

@@ -10,17 +10,19 @@ from typing import TextIO
 import click
 from click.core import ParameterSource
 
+from localinfer.cli.chat.display_width import wrap_words
+from localinfer.cli.chat.last_exchange import last_exchange, show_last_exchange
+from localinfer.cli.chat.reply_output import terminal_columns
 from localinfer.cli.options import LoadOptions
 from localinfer.cli.sessions import ago
 from localinfer.errors import RequestError, SessionFileError
 from localinfer.persistence.conversations import ConversationStore, open_store
 from localinfer.persistence.saved_conversation import SavedConversation, check_name, model_label
-from localinfer.terminal import ModelOutput, check_text, dim, neutralise_controls
+from localinfer.terminal import check_text, dim, neutralise_controls
 
 logger = logging.getLogger(__name__)
 
 _DEMO = "demo"
-_MOST_LINES = 12
 _NO_FOLDER = "this user has no home folder to save it in; set HOME, or chat with --no-history"
 
 
@@ -105,21 +107,15 @@ def show_continued(saved: SavedConversation, output: TextIO, notices: TextIO) ->
     count = f"{len(saved.turns):,} message{'' if len(saved.turns) == 1 else 's'}"
     changed = ago(saved.changed, datetime.now(UTC))
     _notice(f"continues {saved.name!r}: {count} with {saved.model_label}, last changed {changed}", notices)
-    questions = [place for place, turn in enumerate(saved.turns) if turn["role"] == "user"]
-    shown = saved.turns[questions[-1] :] if questions else saved.turns[-1:]
-    if len(shown) < len(saved.turns):
-        _notice(f"({len(saved.turns) - len(shown):,} earlier: localinfer sessions show {quote(saved.name)})", notices)
-    for turn in shown:
-        if turn["role"] == "user":
-            lines = turn["content"].splitlines() or [""]
-            left = [f"({len(lines) - _MOST_LINES:,} more lines)"] if len(lines) > _MOST_LINES else []
-            _notice("\n".join(f"> {line}" for line in lines[:_MOST_LINES] + left), notices)
-        elif turn["role"] == "assistant":
-            text = ModelOutput(output, is_terminal=output.isatty())
-            text.write(turn["content"])
-            text.end_line()
+    earlier = len(saved.turns) - len(last_exchange(saved.turns))
+    if earlier:
+        _notice(f"({earlier:,} earlier: localinfer sessions show {quote(saved.name)})", notices)
+    show_last_exchange(saved.turns, output, notices)
 
 
 def _notice(text: str, notices: TextIO) -> None:
-    notices.write(f"{dim(neutralise_controls(text), notices)}\n")
+    text = neutralise_controls(text)
+    if notices.isatty():
+        text = wrap_words(text, terminal_columns())
+    notices.write(f"{dim(text, notices)}\n")
     notices.flush()

@@ -77,6 +77,7 @@ def run_chat(
         return
     if saved is not None and saved.turns:
         show_continued(saved, sys.stdout, sys.stderr)
+        sys.stdout.write("\n")
     with Keystrokes(sys.stdin, sys.stdout) as keystrokes, _ended_by_termination():
         TerminalChat(conversation, keystrokes, kept, **options).run(describe_error)
 

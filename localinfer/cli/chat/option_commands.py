@@ -67,7 +67,7 @@ class OptionCommands:
         given, _, value = argument.replace("=", " ", 1).strip().partition(" ")
         if not given:
             for name in (*NUMBER_OPTIONS, *_SPECIAL):
-                self._chat.notice(self._described(name))
+                self._chat.notice(self._described(name), hanging=20)
             self._chat.notice("/set NAME VALUE changes one, /set NAME default takes it back")
             return
         name = _option_named(given) or ""
@@ -78,12 +78,12 @@ class OptionCommands:
             return
         value = value.strip()
         if not value:
-            self._chat.notice(self._described(name))
+            self._chat.notice(self._described(name), hanging=20)
             return
         try:
             self._change(name, value)
         except RequestError as error:
-            self._chat.notice(f"{error}; it is {self._shown(name)} as before")
+            self._chat.notice(f"{error}; it stays {self._shown(name)}")
             return
         self._chat.notice(f"{name} is {self._shown(name)} from the next reply on")
 

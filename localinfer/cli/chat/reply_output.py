@@ -3,7 +3,7 @@
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Protocol, TextIO
 
@@ -35,6 +35,20 @@ class _PlainText:
         return ""
 
 
+def terminal_columns() -> int:
+    """How wide the terminal is now."""
+    return shutil.get_terminal_size().columns
+
+
+def text_renderer(output: TextIO, columns: Callable[[], int]) -> TextRenderer:
+    """The Markdown renderer for a terminal; the text as it is for a dumb one, and elsewhere."""
+    if not output.isatty() or os.environ.get("TERM") == "dumb":
+        return _PlainText(is_terminal=output.isatty())
+    from localinfer.cli.chat.markdown import MarkdownStream
+
+    return MarkdownStream(columns, styles=has_colour(output))
+
+
 class ReplyOutput:
     """Prints one reply after the other: text to `output`, reasoning to `notices` where that is a terminal.
 
@@ -64,7 +78,7 @@ class ReplyOutput:
     @contextmanager
     def printing(self) -> Iterator[None]:
         """Print one reply: keys are read, and the rows under it drawn, until the block ends, however it does."""
-        self.renderer, self._last, self._has_ended = self._renderer(), "\n", False
+        self.renderer, self._last, self._has_ended = text_renderer(self._output, self.columns), "\n", False
         self._reasoning, self._num_events, self._num_shown, self._line = [], 0, 0, ""
         with nullcontext() if self._live is None else self._live.reply(self._live_line):
             try:
@@ -140,13 +154,4 @@ class ReplyOutput:
 
     def columns(self) -> int:
         """How wide the terminal is now."""
-        return shutil.get_terminal_size().columns if self._live is None else self._live.columns
-
-    def _renderer(self) -> TextRenderer:
-        """The Markdown renderer for a terminal; the text as it is for a dumb one, and elsewhere."""
-        output = self._output
-        if not output.isatty() or os.environ.get("TERM") == "dumb":
-            return _PlainText(is_terminal=output.isatty())
-        from localinfer.cli.chat.markdown import MarkdownStream
-
-        return MarkdownStream(self.columns, styles=has_colour(output))
+        return terminal_columns() if self._live is None else self._live.columns

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import replace
+from shlex import quote
 from typing import TYPE_CHECKING
 
 from localinfer.cli.chat.command import Command
@@ -50,11 +51,11 @@ class SessionCommands:
             if name:
                 self._store.rename(conversation.saved.id, name)
                 conversation.saved = replace(conversation.saved, name=name)
+            shown = self._store.load(conversation.saved.id).name
         except (RequestError, SessionFileError) as error:
             self._chat.notice(str(error))
             return
-        shown = name or conversation.saved.name or conversation.saved.id
-        self._chat.notice(f"saved as {shown}; localinfer chat --session '{shown}' goes on with it")
+        self._chat.notice(f"saved as {shown}; localinfer chat --session {quote(shown)} goes on with it")
 
     def _load(self, name: str) -> None:
         if self._store is None:
@@ -71,7 +72,9 @@ class SessionCommands:
             self._chat.notice(str(error))
             return
         conversation.restore(saved)
-        self._chat.notice(f"{saved.name or saved.id}: {len(saved.turns)} messages")
+        count = f"{len(saved.turns):,} message{'' if len(saved.turns) == 1 else 's'}"
+        self._chat.notice(f"{saved.name or saved.id}: {count}")
+        self._chat.show_exchange(saved.turns)
         if model is not None and saved.model != model:
             self._chat.notice(f"it was held with {saved.model}; /model {saved.model} switches to that")
         if conversation.can_resume:

@@ -119,4 +119,6 @@ def _short_seconds(seconds: float) -> str:
     """In at most six columns."""
     if not seconds:
         return _UNKNOWN
+    if seconds < 0.1:
+        return f"{1000 * seconds:.0f} ms"
     return f"{seconds:.2f} s" if seconds < 10 else f"{seconds:.0f} s" if seconds < 6000 else f"{seconds / 3600:.0f} h"
