@@ -69,8 +69,8 @@ def _configured() -> tuple[str | None, str]:
 def _machine() -> str:
     import psutil
 
-    free = psutil.virtual_memory().available / 2**30
-    return f"{os.cpu_count() or 1} processors, {free:.1f} GiB of memory free"
+    free = psutil.virtual_memory().available / 1e9
+    return f"{os.cpu_count() or 1} processors, {free:.1f} GB of memory free"
 
 
 def _cut(line: str, columns: int) -> str:
