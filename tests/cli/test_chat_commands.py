@@ -192,7 +192,7 @@ def test_think_shows_and_hides_reasoning_without_a_change_of_the_model(session, 
 
 def test_help_names_every_key(session):
     told = session.type("/help")
-    for key in ("Enter", "Alt-Enter", "Ctrl-J", "Ctrl-C", "Ctrl-D", "Ctrl-O", "Tab"):
+    for key in ("Enter", "Alt-Enter", "Ctrl-J", "Ctrl-C", "Ctrl-D", "Ctrl-G", "Ctrl-O", "Tab"):
         assert key in told
 
 

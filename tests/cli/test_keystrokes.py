@@ -195,3 +195,20 @@ def test_ctrl_z_at_the_prompt_gives_the_terminal_back(modes_of_the_shell):
     chat.type(" on\r")
     reply_and_leave(chat)
     assert chat.asked() == ["typed on"]
+
+
+def test_what_is_typed_goes_through_the_editor_and_back(tmp_path):
+    editor = tmp_path / "editor"
+    editor.write_text('#!/bin/sh\nprintf ", edited" >> "$1"\n')
+    editor.chmod(0o700)
+    with ChatOnTerminal(VISUAL=str(editor)) as chat:
+        chat.start()
+        chat.type("words\x07")
+        chat.wait_for_row(", edited")
+        chat.type("\r")
+        chat.say("Yes.", ends="stop")
+        chat.wait_for_row("Yes.")
+        chat.type("\x07")
+        chat.wait_for_row("> , edited")
+        chat.type("\x03\x04")
+        assert chat.asked() == ["words\n, edited"]

@@ -30,6 +30,7 @@ _KEYS = (
     ("Enter", "sends; Alt-Enter or Ctrl-J starts a new line"),
     ("Ctrl-C", "stops a reply, clears what is typed; a second one leaves"),
     ("Ctrl-D", "exits"),
+    ("Ctrl-G", "opens what is typed in your editor"),
     ("Ctrl-O", "shows reasoning: the last, or while one comes; again folds it"),
     ("Tab", "completes commands and what may follow them, which /help NAME lists"),
     ("//", "begins a message with a slash"),

@@ -230,7 +230,7 @@ class TerminalChat:
             multiline=True,
             prompt_continuation="",
             key_bindings=key_bindings(
-                self._interrupts, self._chat.notice, self._show_last_reasoning, self._keystrokes.suspend
+                self._interrupts, self._chat.notice, self._show_last_reasoning, self._keystrokes.suspend, self._edit
             ),
             completer=CommandCompleter(self._chat.commands.values()),
             complete_while_typing=False,
