@@ -197,6 +197,15 @@ def test_ctrl_z_at_the_prompt_gives_the_terminal_back(modes_of_the_shell):
     assert chat.asked() == ["typed on"]
 
 
+def test_a_line_typed_before_the_chat_has_begun_is_its_first_message():
+    with ChatOnTerminal() as chat:
+        chat.type("early\r")
+        chat.say("Yes.", ends="stop")
+        chat.wait_for_row("Yes.")
+        chat.type("\x04")
+        assert chat.asked() == ["early"]
+
+
 def test_what_is_typed_goes_through_the_editor_and_back(tmp_path):
     editor = tmp_path / "editor"
     editor.write_text('#!/bin/sh\nprintf ", edited" >> "$1"\n')

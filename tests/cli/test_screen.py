@@ -154,6 +154,16 @@ def test_the_name_of_a_model_does_nothing_to_the_terminal():
     assert StatusLine("\x1b[2J" + "x" * 100, 8192).text(200).startswith("␛[2J" + "x" * 19 + "… │ ")
 
 
+@pytest.mark.parametrize(
+    ("text", "message", "draft"),
+    [("", None, ""), ("one\n", "one", ""), ("one", None, "one"), ("one\ntwo\n", None, "one\ntwo"), ("\n", None, "")],
+)
+def test_what_was_typed_before_keys_were_read_is_a_message_if_it_is_one_line(text, message, draft):
+    typed = TypedAhead(lambda: None)
+    typed.begin(text)
+    assert (typed.take_message(), typed.take_text()) == (message, draft)
+
+
 def test_a_paste_with_controls_is_shown_without_them():
     typed = TypedAhead(lambda: None)
     typed.feed("\x1b[200~one\x1b]0;title\x07\ttwo\x1b[201~")

@@ -1,6 +1,7 @@
 """The keyboard's modes during a chat: keys are kept for the chat, and not echoed into the program's output."""
 
 import os
+import select
 import signal
 from typing import Any, TextIO
 
@@ -16,6 +17,7 @@ else:
 _INPUT_MODES, _LOCAL_MODES, _CHARACTERS = 0, 3, 6
 """Indices into the result of `termios.tcgetattr`."""
 _PASTE_MARKS_ON, _PASTE_MARKS_OFF = "\x1b[?2004h", "\x1b[?2004l"
+_MOST_BEFORE = 1 << 16
 _SHOW_CURSOR = "\x1b[?25h"
 
 
@@ -58,6 +60,19 @@ class Keystrokes(Closing):
         held[_CHARACTERS][termios.VMIN], held[_CHARACTERS][termios.VTIME] = 1, 0
         termios.tcsetattr(self.descriptor, termios.TCSANOW, held)
         self.mark_pastes()
+
+    def typed_before(self) -> str:
+        """What was typed before the chat's modes were set: Enter is a line feed in it."""
+        received = b""
+        try:
+            while select.select([self.descriptor], [], [], 0)[0] and len(received) < _MOST_BEFORE:
+                part = os.read(self.descriptor, _MOST_BEFORE)
+                received += part
+                if not part:
+                    break
+        except OSError:
+            pass
+        return received.decode(errors="replace")
 
     def mark_pastes(self) -> None:
         """Have pastes marked, so that one of many lines is one message; each prompt ends by switching that off."""

@@ -156,6 +156,7 @@ class TerminalChat:
         self._chat.notice(f"{model}. /help lists commands, Ctrl-D exits")
         if self._is_live:
             self._output.write("\n")
+            self._typed.begin(self._keystrokes.typed_before())
         try:
             while not self._interrupts.leaves:
                 try:

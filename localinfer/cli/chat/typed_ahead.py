@@ -44,6 +44,13 @@ class TypedAhead:
         """Whether a paste has begun whose end has not come yet."""
         return bool(self._parser._in_bracketed_paste)
 
+    def begin(self, text: str) -> None:
+        """Take what was typed before keys were read: a line that ends is a message, several are one to look at."""
+        if text.endswith("\n") and text.count("\n") == 1:
+            self.feed(f"{text[:-1]}\r")
+        else:
+            self._insert(text.rstrip("\n"))
+
     def feed(self, keys: str) -> None:
         """Take what a terminal sent; a key sequence, or a paste, may be split anywhere."""
         self._parser.feed(keys)
