@@ -46,6 +46,7 @@ def test_help_has_a_line_of_a_narrow_terminal_for_each_command_and_the_arguments
     shown = lines[: lines.index("")]
     assert [line.split()[0] for line in shown] == list(session.chat.commands)
     assert all(len(line) <= 80 for line in lines)
+    assert session.type("/help forc") == "there is no command /forc; /help lists them\n"
     assert session.type("/help fork") == "/fork NAME: go on in a copy of the conversation, under a name\n"
 
 

@@ -201,6 +201,9 @@ class Chat:
         if wanted is not None:
             self.notice(f"{wanted.name} {wanted.arguments}".rstrip() + f": {wanted.help}")
             return
+        if name:
+            self.notice(f"there is no command /{name.removeprefix('/')}; /help lists them")
+            return
         for command in self.commands.values():
             self.notice(f"{command.name:<9}  {command.help}", hanging=11)
         self.notice("")
