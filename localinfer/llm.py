@@ -4,18 +4,16 @@ import logging
 import os
 import threading
 from collections.abc import Mapping, Sequence
-from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Unpack, cast
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.arguments import check_flag, check_path, owned
-from localinfer.chat.begun_reply import BegunReply
 from localinfer.chat.constraints import ConstraintCompiler
-from localinfer.chat.history import ChatHistory, EncodedChat
-from localinfer.chat.messages import read_messages
-from localinfer.chat.reply import ChatRequest, ReplyOptions, TemplateFormats
+from localinfer.chat.reply import ReplyOptions
+from localinfer.chat_model import ChatModel, ChatOptions
 from localinfer.closing import Closing
 from localinfer.completion import Completion
 from localinfer.embedding import RankedDocument, TextEmbedder
@@ -34,7 +32,6 @@ if TYPE_CHECKING:
     from localinfer.cache.eviction import KVEviction
     from localinfer.cache.prefix_cache import SnapshotStats
     from localinfer.models.load.loader import Model
-    from localinfer.models.text.chat_template import ChatTemplate
     from localinfer.models.text.tokenizer import Tokenizer
     from localinfer.persistence.fingerprint import ModelIdentity
     from localinfer.persistence.prompt_cache import DiskCache, DiskOptions
@@ -51,10 +48,6 @@ class BeamCompletion(NamedTuple):
 
     text: str
     beam: Beam
-
-
-class ChatOptions(GenerationOptions, ReplyOptions, total=False):
-    """Keyword options of `chat` and `stream_chat`: those of GenerationOptions and of ReplyOptions."""
 
 
 class LLM(ThreadControl, Closing):
@@ -92,13 +85,10 @@ class LLM(ThreadControl, Closing):
         self._constraints: ConstraintCompiler | None = None
         if model.tokenizer is not None:
             self._constraints = ConstraintCompiler(model.tokenizer, self._engine.vocab_size)
-        self._chat_history: ChatHistory | None = None
+        self._chat_model: ChatModel | None = None
         if model.chat_template is not None and model.tokenizer is not None:
             assert self._constraints is not None, "there is a tokenizer"
-            self._chat_history = ChatHistory(
-                model.chat_template, model.tokenizer, finds_branches=self._engine.pool.has_states
-            )
-            self._replies = TemplateFormats(model.chat_template, model.tokenizer, self._constraints)
+            self._chat_model = ChatModel(self._engine, model.tokenizer, model.chat_template, self._constraints)
         self._identity = identity
         self._session_lock = threading.Lock()
         self._embedder = TextEmbedder(self._engine, model)
@@ -106,7 +96,10 @@ class LLM(ThreadControl, Closing):
         if disk is not None and identity is not None:
             from localinfer.persistence import prompt_cache
 
-            self._disk = prompt_cache.DiskCache(self._engine, identity, disk, self._chat_history)
+            history = None if self._chat_model is None else self._chat_model.history
+            self._disk = prompt_cache.DiskCache(self._engine, identity, disk, history)
+            if self._chat_model is not None:
+                self._chat_model.disk = self._disk
 
     @property
     def tokenizer(self) -> "Tokenizer":
@@ -195,31 +188,7 @@ class LLM(ThreadControl, Closing):
 
     def stream_chat(self, messages: Sequence[Mapping[str, Any]], **options: Unpack[ChatOptions]) -> TextStream:
         """Answer a conversation like `chat`, and yield an event per token as it comes; closing the stream cancels."""
-        template, history = self._chat_parts()
-        values: dict[str, Any] = dict(options)
-        request = self._replies.request(
-            cast(ReplyOptions, {name: values.pop(name) for name in ReplyOptions.__annotations__ if name in values})
-        )
-
-        checked = self._checked(values)
-        if request.continues and checked.constraint is not None:
-            raise RequestError(
-                "a constraint was given, which holds for whole replies; leave it or continue_final_message out",
-                field="constraint",
-            )
-        if self._disk is not None:
-            self._disk.wait_until_open()
-        chat, begun = self._encode_chat(history, request, messages, self._most_tokens(values))
-        generation = TextGeneration(
-            self._engine,
-            self._model.tokenizer,
-            EncodedPrompt(chat.token_ids, chat.system_tokens, chat, request.format_after(chat.text, begun)),
-            checked,
-            template.stop_strings,
-            self._constraints,
-            history,
-        )
-        return TextStream(generation)
+        return self._chats().stream(messages, options)
 
     def complete_many(
         self,
@@ -292,24 +261,11 @@ class LLM(ThreadControl, Closing):
         **options: Unpack[ReplyOptions],
     ) -> str:
         """Return the prompt that `chat` would make of a conversation, as text. Raises: TemplateError, RequestError."""
-        template, _ = self._chat_parts()
-        add_generation_prompt = check_flag("add_generation_prompt", add_generation_prompt)
-        request = self._replies.request(options)
-        asked, begun = request.split(read_messages(messages))
-        if begun is not None:
-            add_generation_prompt = True
-        text = template.render(asked, add_generation_prompt, request.template_tools or None, **request.variables)
-        if begun is None:
-            return text
-        segments = begun.segments(text, request.format.reasoning, self.tokenizer.special_spellings)
-        return text + "".join(part for part, _ in segments)
+        return self._chats().render(messages, options, add_generation_prompt=add_generation_prompt)
 
     def count_chat_tokens(self, messages: Sequence[Mapping[str, Any]], **options: Unpack[ReplyOptions]) -> int:
         """Return how many tokens `chat` would make of a conversation. Raises: TemplateError, RequestError."""
-        _, history = self._chat_parts()
-        request = self._replies.request(options)
-        chat, _ = self._encode_chat(history, request, messages, None)
-        return int(chat.token_ids.size)
+        return int(self._chats().encode(messages, options).token_ids.size)
 
     def score(self, token_ids: Sequence[int] | NDArray[np.integer], *, top: int = 0) -> "list[TokenLogprobs | None]":
         """Return how likely each token was after those before it, None for the first.
@@ -470,29 +426,18 @@ class LLM(ThreadControl, Closing):
             previous_token_id=previous if previous < tokenizer.vocab_size else None,
         )
 
-    def _encode_chat(
-        self, history: ChatHistory, request: ChatRequest, messages: Sequence[Mapping[str, Any]], max_tokens: int | None
-    ) -> tuple[EncodedChat, BegunReply | None]:
-        """The prompt of a chat, and the reply that it continues."""
-        asked, begun = request.split(read_messages(messages))
-        begin = None
-        if begun is not None:
-            begin = partial(begun.segments, form=request.format.reasoning, spellings=self.tokenizer.special_spellings)
-        tools = request.template_tools or None
-        return history.encode(asked, tools, request.variables, begin=begin, max_tokens=max_tokens), begun
-
     def _checked(self, options: Mapping[str, Any]) -> CheckedOptions:
         self._engine.check_usable()
         self._engine.check_generates()
         return check_options(options, self._model.tokenizer)
 
-    def _chat_parts(self) -> "tuple[ChatTemplate, ChatHistory]":
+    def _chats(self) -> ChatModel:
         self._engine.check_generates()
-        if self._model.chat_template is None or self._chat_history is None:
+        if self._chat_model is None:
             raise RequestError(
                 "the model file has no tokenizer, so it cannot chat; it can complete prompts of token ids"
             )
-        return self._model.chat_template, self._chat_history
+        return self._chat_model
 
     def _most_tokens(self, options: Mapping[str, Any]) -> int | None:
         """How many tokens a prompt may have, None for any number."""

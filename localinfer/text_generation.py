@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -25,7 +25,7 @@ from localinfer.speculation.verify import SpeculationRecord
 
 if TYPE_CHECKING:
     from localinfer.chat.constraints import ConstraintCompiler
-    from localinfer.chat.history import ChatHistory, EncodedChat
+    from localinfer.chat.history import ChatHistory, EncodedChat, SessionHistory
     from localinfer.chat.reply import ReplyFormat
     from localinfer.models.text.tokenizer import Tokenizer
 
@@ -48,7 +48,7 @@ class TextGeneration(Iterator[StreamEvent]):
     """A generation as text: yields its events to one thread at a time, and keeps what they make together.
 
     Wrong requests raise when it is made. template_stops: stop texts of the chat template. chats: where a chat and its
-    reply are kept at the end.
+    reply are kept at the end. through: what the events go through before they are read.
     has_ended: whether nothing comes any more, and `completion` is final. is_cancelled: by `cancel` or `close`, though
     it may have ended by itself before.
     """
@@ -61,7 +61,8 @@ class TextGeneration(Iterator[StreamEvent]):
         options: CheckedOptions,
         template_stops: Sequence[str] = (),
         constraints: "ConstraintCompiler | None" = None,
-        chats: "ChatHistory | None" = None,
+        chats: "ChatHistory | SessionHistory | None" = None,
+        through: Callable[[Generator[StreamEvent]], Generator[StreamEvent]] | None = None,
     ) -> None:
         prompt_ids = engine.check_prompt(prompt.token_ids, shifts_context=options.context_shift)
         mask = _make_mask(constraints, tokenizer, options.constraint, prompt.reply, prompt_ids.size, engine.vocab_size)
@@ -127,7 +128,7 @@ class TextGeneration(Iterator[StreamEvent]):
         self._first_token_seconds = 0.0
         self._decode_seconds = 0.0
         self._preparation_seconds = time.perf_counter() - options.began
-        self._events = self._run()
+        self._events = self._run() if through is None else through(self._run())
 
     @property
     def stats(self) -> Stats:

@@ -28,6 +28,8 @@ Segments = Sequence[tuple[str, bool]]
 
 _MOST_CHATS = 128
 _MOST_CHARACTERS = 1 << 24
+_MOST_OF_SESSION = 8
+"""Chats that a session keeps beside the shared ones: each repeats the text of those before it."""
 _MOST_PREFIXES = 16
 _CUT_TOKENS = 4
 _SYSTEM_ROLES = ("system", "developer")
@@ -91,10 +93,12 @@ class ChatHistory:
         *,
         begin: Callable[[str], Segments] | None = None,
         max_tokens: int | None = None,
+        answered: Sequence["AnsweredChat"] = (),
     ) -> EncodedChat:
         """Render messages and return the ids of the prompt; tools, variables: what else the template is given.
 
         begin: gives what goes behind the rendered text, of a reply that was begun. max_tokens: what the context holds.
+        answered: further chats whose ids are kept.
         Raises: TemplateError and RequestError as `ChatTemplate.encode`; ContextLengthError for more tokens than that.
         """
         segments = self._template.render_segments(
@@ -105,20 +109,20 @@ class ChatHistory:
         text = "".join(segment for segment, _ in segments)
         closed = _closed_spans(segments)
         with self._lock:
-            chats = list(self._chats)
+            chats = [*self._chats, *answered]
         token_ids = self._reuse(text, segments, closed, chats, max_tokens)
         if token_ids is None:
             token_ids = np.array(self._encode(segments, max_tokens), np.int32)
         written = tuple(map(repr, messages))
         system_tokens = self._count_system_tokens(text, segments, messages, token_ids)
-        answered = _answered_ids(written, messages, chats)
+        former = _answered_ids(written, messages, chats)
         branches: tuple[int, ...] = ()
         if self._finds_branches:
             branches = self._find_branches(text, segments, messages, token_ids, {**(variables or {}), "tools": tools})
-        return EncodedChat(text, closed, token_ids, system_tokens, answered, written, branches)
+        return EncodedChat(text, closed, token_ids, system_tokens, former, written, branches)
 
-    def remember(self, prompt: EncodedChat, reply_ids: Sequence[int]) -> None:
-        """Keep the ids of a reply, whole or cut short."""
+    def remember(self, prompt: EncodedChat, reply_ids: Sequence[int]) -> AnsweredChat | None:
+        """Keep the ids of a reply, whole or cut short, and return what is kept; None of one without any text."""
         tokenizer = self._tokenizer
         decoder = StreamDecoder(tokenizer, previous_token_id=int(prompt.token_ids[-1]))
         reply, ends, length = [], [], 0
@@ -127,11 +131,12 @@ class ChatHistory:
             length += len(reply[-1])
             ends.append(length)
         if not length:
-            return
+            return None
         chat = AnsweredChat(prompt, "".join(reply), np.array(reply_ids, np.int32), ends)
         self._add([chat])
         if self.on_answer is not None:
             self.on_answer(chat)
+        return chat
 
     def recall(self, chats: Sequence[AnsweredChat]) -> None:
         """Add chats that were answered before this history began, oldest first."""
@@ -290,6 +295,28 @@ class ChatHistory:
         size = min(len(ids), token_ids.size)
         differs = np.flatnonzero(np.array(ids[:size], np.int32) != token_ids[:size])
         return int(differs[0]) if differs.size else size
+
+
+class SessionHistory:
+    """A history that also keeps the latest chats of one session, which those of many others cannot push out."""
+
+    def __init__(self, history: ChatHistory, chats: Sequence[AnsweredChat] = ()) -> None:
+        self._history = history
+        self._chats = tuple(chats)
+
+    def encode(self, *arguments: Any, **options: Any) -> EncodedChat:
+        """As `ChatHistory.encode`, with the session's own chats."""
+        return self._history.encode(*arguments, **options, answered=self._chats)
+
+    def remember(self, prompt: EncodedChat, reply_ids: Sequence[int]) -> None:
+        """Keep the ids of a reply, here and in the shared history."""
+        chat = self._history.remember(prompt, reply_ids)
+        if chat is not None:
+            self._chats = (*self._chats[1 - _MOST_OF_SESSION :], chat)
+
+    def copy(self) -> "SessionHistory":
+        """A history of the same chats, for a session that goes its own way from here."""
+        return SessionHistory(self._history, self._chats)
 
 
 def _system_end(text: str, messages: Sequence[Mapping[str, Any]]) -> int:

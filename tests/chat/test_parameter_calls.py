@@ -197,7 +197,7 @@ def test_required_calls_fit_their_schema_streamed_and_whole(chat_with: Callable[
 def test_calls_and_results_come_back_in_the_next_prompt(chat_with: Callable[[str], LLM], family: str) -> None:
     llm = chat_with(family)
     prompt = llm.render_chat(called("f", '{"city": "Bonn"}'))
-    assert written_call(llm._replies.calls, {"city": "Bonn"}) in prompt and "42 degrees" in prompt
+    assert written_call(llm._chats().formats.calls, {"city": "Bonn"}) in prompt and "42 degrees" in prompt
 
 
 @pytest.mark.parametrize(

@@ -218,7 +218,7 @@ def test_stop_texts_count_in_content_only() -> None:
 def test_calls_and_results_come_back_in_the_next_prompt(chat_with: Callable[[str], LLM], family: str) -> None:
     llm = chat_with(family)
     prompt = llm.render_chat(called("get", '{"query": "b"}'), tools=TOOLS)
-    form = llm._replies.calls
+    form = llm._chats().formats.calls
     assert f'{form.begin}get{form.middle}{{"query": "b"}}' in prompt and "42 degrees" in prompt
     assert "get_weather" in prompt
 
