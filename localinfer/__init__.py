@@ -23,13 +23,16 @@ if TYPE_CHECKING:
     from localinfer.folders import set_cache_folder
     from localinfer.freezing import freeze_support
     from localinfer.generation_options import GenerationOptions
-    from localinfer.llm import LLM, BeamCompletion, ChatOptions, Prompt
+    from localinfer.llm import LLM, BeamCompletion, Prompt
     from localinfer.loading import load, load_tokenizer
     from localinfer.model_availability import Availability, availability
     from localinfer.model_info import ModelInfo
     from localinfer.models.decoder.rope import RopeOptions
     from localinfer.models.text.tokenizer import Tokenizer
+    from localinfer.python_tools import CallOutcome, RequestedCall, Tool
     from localinfer.sampling.filters import TokenLogprobs
+    from localinfer.session import Session
+    from localinfer.session_prompts import SessionOptions
     from localinfer.stream import TextStream
     from localinfer.types import ProgressCallback
     from localinfer.warming import WarmUp, warm_up
@@ -44,6 +47,7 @@ __all__ = [
     "Availability",
     "Beam",
     "BeamCompletion",
+    "CallOutcome",
     "ChatOptions",
     "Completion",
     "Constraint",
@@ -59,13 +63,17 @@ __all__ = [
     "RankedDocument",
     "Regex",
     "ReplyOptions",
+    "RequestedCall",
     "RopeOptions",
+    "Session",
+    "SessionOptions",
     "SnapshotStats",
     "Stats",
     "StreamEvent",
     "TextStream",
     "TokenLogprobs",
     "Tokenizer",
+    "Tool",
     "ToolCall",
     "ToolCallDelta",
     "ToolChoice",
@@ -84,7 +92,8 @@ _MODULE_OF = {
     "Availability": "localinfer.model_availability",
     "Beam": "localinfer.engine.beam_search",
     "BeamCompletion": "localinfer.llm",
-    "ChatOptions": "localinfer.llm",
+    "CallOutcome": "localinfer.python_tools",
+    "ChatOptions": "localinfer.chat_model",
     "Completion": "localinfer.completion",
     "Constraint": "localinfer.chat.constraints",
     "EngineLimits": "localinfer.engine.scheduler",
@@ -99,13 +108,17 @@ _MODULE_OF = {
     "RankedDocument": "localinfer.embedding",
     "Regex": "localinfer.chat.constraints",
     "ReplyOptions": "localinfer.chat.reply",
+    "RequestedCall": "localinfer.python_tools",
     "RopeOptions": "localinfer.models.decoder.rope",
+    "Session": "localinfer.session",
+    "SessionOptions": "localinfer.session_prompts",
     "SnapshotStats": "localinfer.cache.prefix_cache",
     "Stats": "localinfer.completion",
     "StreamEvent": "localinfer.completion",
     "TextStream": "localinfer.stream",
     "TokenLogprobs": "localinfer.sampling.filters",
     "Tokenizer": "localinfer.models.text.tokenizer",
+    "Tool": "localinfer.python_tools",
     "ToolCall": "localinfer.chat.parser",
     "ToolCallDelta": "localinfer.chat.parser",
     "ToolChoice": "localinfer.chat.messages",

@@ -1,6 +1,6 @@
 """What of a loaded model answers conversations: messages and options in, a prompt and the stream of its reply out."""
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -72,7 +72,7 @@ class ChatModel:
         options: Mapping[str, Any],
         *,
         history: SessionHistory | None = None,
-        through: Callable[[Iterator[StreamEvent]], Generator[StreamEvent]] | None = None,
+        through: Callable[[Generator[StreamEvent]], Generator[StreamEvent]] | None = None,
     ) -> TextStream:
         """Answer messages; options: ChatOptions. through: passes on the events. Raises: as `LLM.stream_chat`."""
         values: dict[str, Any] = dict(options)

@@ -19,8 +19,10 @@ LocalinferError
 |-- MissingPackageError            a part is used whose packages are not installed
 |-- OutOfMemoryError               a budget the caller set would be exceeded
 |-- LoadCancelledError             the event given to `load` was set before the model was there
+|-- AnswerError                    an answer that was to be of a type is cut short, or is not of it
+|-- ToolRoundsError                the model calls tools again and again without an answer
 |-- OverloadedError                the queue of waiting requests is full
-`-- ClosedError                    the model was closed, or the process was forked
+`-- ClosedError                    the model or session was closed, or the process was forked
 
 A message names what was found, what was wanted, and the way out.
 """
@@ -131,6 +133,26 @@ class OutOfMemoryError(LocalinferError):
 
 class LoadCancelledError(LocalinferError):
     """Loading was given up because its `cancel` event was set; nothing of the model is left."""
+
+
+class AnswerError(LocalinferError):
+    """An answer that was to be of a type was cut short, or is not of it.
+
+    text: what there is of it. finish_reason: why it ended, as a `Completion` says it.
+    """
+
+    def __init__(self, message: str, *, text: str, finish_reason: str) -> None:
+        super().__init__(message)
+        self.text = text
+        self.finish_reason = finish_reason
+
+
+class ToolRoundsError(LocalinferError):
+    """The model went on calling tools for as many rounds as it may; `rounds`: how many."""
+
+    def __init__(self, message: str, *, rounds: int) -> None:
+        super().__init__(message)
+        self.rounds = rounds
 
 
 class OverloadedError(LocalinferError):

@@ -3,7 +3,7 @@
 import logging
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
@@ -35,7 +35,10 @@ if TYPE_CHECKING:
     from localinfer.models.text.tokenizer import Tokenizer
     from localinfer.persistence.fingerprint import ModelIdentity
     from localinfer.persistence.prompt_cache import DiskCache, DiskOptions
+    from localinfer.python_tools import CallOutcome, RequestedCall, Tool
     from localinfer.sampling.filters import TokenLogprobs
+    from localinfer.session import Session
+    from localinfer.session_prompts import SessionOptions
     from localinfer.speculation.verify import Speculation
 
 logger = logging.getLogger(__name__)
@@ -125,7 +128,7 @@ class LLM(ThreadControl, Closing):
         Gathered when it is first asked for. Raises: ClosedError.
         """
         self._engine.check_usable()
-        return model_info(self._model, None if self._chat_history is None else self._replies)
+        return model_info(self._model, None if self._chat_model is None else self._chat_model.formats)
 
     @property
     def capabilities(self) -> tuple[str, ...]:
@@ -252,6 +255,38 @@ class LLM(ThreadControl, Closing):
             stop_token_ids=stops,
         )
         return [BeamCompletion(self._text_after(encoded.token_ids, beam), beam) for beam in beams]
+
+    def session(
+        self,
+        system: str | None = None,
+        *,
+        tools: "Sequence[Tool] | None" = None,
+        messages: Sequence[Mapping[str, Any]] | None = None,
+        on_tool_call: "Callable[[RequestedCall], Any] | None" = None,
+        on_tool_result: "Callable[[CallOutcome], Any] | None" = None,
+        max_tool_rounds: int = 8,
+        **options: "Unpack[SessionOptions]",
+    ) -> "Session":
+        """Begin a conversation that keeps its messages by itself; see `Session`.
+
+        tools: Python functions, which are called when the model asks for it, or tools in OpenAI's shape, whose calls
+            are returned. Of a function, the model is told its signature and what its docstring says.
+        messages: what was said before. options: of every reply, where an ask does not say otherwise.
+        on_tool_call: asked before each call of a function: True or None lets it run, False refuses it, anything else
+            is its result. on_tool_result: told of each, with the exception that the function raised, if any. Both may
+            be coroutine functions, as the tools may.
+        max_tool_rounds: how many replies in a row may call tools.
+        Raises: RequestError for a model that cannot chat, and for what cannot be a tool, a message or an option.
+        """
+        from localinfer.chat.turns import first_turns
+        from localinfer.python_tools import ToolBox
+        from localinfer.session import Session
+        from localinfer.session_prompts import SessionPrompts
+
+        box = ToolBox(tools, on_call=on_tool_call, on_result=on_tool_result)
+        name = "" if self._identity is None else self._model.file.path.name
+        prompts = SessionPrompts(self._chats(), box, options)
+        return Session(prompts, first_turns(system, messages), max_tool_rounds=max_tool_rounds, name=name)
 
     def render_chat(
         self,

@@ -321,7 +321,7 @@ def test_load_refuses_what_it_cannot_do(options: dict[str, Any], error: type[Exc
 def test_public_names_are_these():
     assert set(localinfer.__all__) == set(
         "LLM Completion GenerationOptions Grammar JsonObject JsonSchema Regex RopeOptions Stats StreamEvent TextStream "
-        "aload errors load load_tokenizer".split()
+        "aload errors load load_tokenizer Session SessionOptions RequestedCall CallOutcome".split()
     )
     for name in localinfer.__all__:
         assert getattr(localinfer, name) is not None

@@ -16,6 +16,8 @@ SOURCES = [path for folder in ("localinfer", "models") for path in (REPOSITORY /
 NO_COMMAND_PASSES = {
     # Chats with tools, reasoning and template variables are asked for by programs only.
     *("tool_choice", "parallel_tool_calls", "template_variables", "thinking_budget", "continue_final_message"),
+    # Sessions, which call Python functions.
+    *("max_tool_rounds", "on_tool_call", "on_tool_result"),
     # Texts are what the command line knows, ids are for programs.
     *("dry_breaker_ids", "stop_token_ids", "token_ids"),
     # Made of two options, which are checked before.

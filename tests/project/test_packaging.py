@@ -122,6 +122,7 @@ def test_public_names_are_the_documented_ones():
         *("TextStream", "StreamEvent", "Stats", "ToolCall", "ToolCallDelta", "TokenLogprobs"),
         *("Beam", "BeamCompletion", "RankedDocument", "SnapshotStats"),
         *("aload", "WarmUp", "freeze_support", "set_cache_folder", "warm_up"),
+        *("Session", "SessionOptions", "RequestedCall", "CallOutcome", "Tool"),
     }
     assert dir(localinfer) == sorted(localinfer.__all__)
     for name in localinfer.__all__:

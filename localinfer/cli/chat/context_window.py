@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from localinfer.cli.chat.turns import SUMMARY_REQUEST, Turn, exchange_starts, message_of
+from localinfer.chat.turns import Turn, exchange_starts
+from localinfer.cli.chat.turns import SUMMARY_REQUEST, message_of
 
 if TYPE_CHECKING:
     from localinfer.llm import LLM

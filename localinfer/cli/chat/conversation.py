@@ -4,8 +4,9 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from localinfer.chat.turns import Turn, exchange_starts, open_calls, reply_turn, result_turn
 from localinfer.cli.chat.context_window import ContextWindow
-from localinfer.cli.chat.turns import SUMMARY_REQUEST, SUMMARY_TURN, Turn, exchange_starts, open_calls, summary_start
+from localinfer.cli.chat.turns import SUMMARY_REQUEST, SUMMARY_TURN, summary_start
 from localinfer.errors import RequestError, SessionFileError, TemplateError
 
 if TYPE_CHECKING:
@@ -219,11 +220,7 @@ class Conversation:
 
     def add_result(self, text: str) -> bool:
         """Add the result of the first open call; return whether every call has one now."""
-        call = self.open_calls[0]
-        self._turns = [
-            *self._turns,
-            {"role": "tool", "content": text, "tool_call_id": call.id, "name": call.name},
-        ]
+        self._turns = [*self._turns, result_turn(self.open_calls[0], text)]
         self._used = None
         return not self.open_calls
 
@@ -315,20 +312,15 @@ class Conversation:
         if not has_said and (begun is None or self.finish_reason != "stop"):
             return None
         former = begun or {}
-        turn: Turn = {"role": "assistant", "content": former.get("content", "") + "".join(e.text for e in events)}
-        if reasoning := former.get("reasoning", "") + "".join(event.reasoning for event in events):
-            turn["reasoning"] = reasoning
-        # Of calls that were cut short, nothing can be made.
-        if self.finish_reason == "tool_calls":
-            calls = joined_calls(delta for event in events for delta in event.tool_calls)
-            turn["tool_calls"] = [
-                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-                for call in calls
-            ]
-        elif not turn["content"] and (not reasoning or (begun is None and self.finish_reason is None)):
-            # Stopped while it thought, it has said nothing yet; cut, it may go on.
-            return None
-        return {**turn, "finish_reason": self.finish_reason or "cancelled"}
+        turn = reply_turn(
+            former.get("content", "") + "".join(event.text for event in events),
+            self.finish_reason or "cancelled",
+            reasoning=former.get("reasoning", "") + "".join(event.reasoning for event in events),
+            tool_calls=joined_calls(delta for event in events for delta in event.tool_calls),
+        )
+        # Stopped while it thought, it has said nothing yet; cut, it may go on.
+        goes_on = bool(turn.get("reasoning")) and (begun is not None or self.finish_reason is not None)
+        return turn if turn["content"] or turn.get("tool_calls") or goes_on else None
 
     def _begin_stream(self, stream: "TextStream") -> None:
         if self.on_stream is not None:
