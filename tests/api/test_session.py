@@ -20,6 +20,7 @@ from localinfer.errors import (
 from localinfer.llm import LLM
 from localinfer.session import Session
 from tests.api.scripted_chat import scripted_chat
+from tests.inside import engine_of
 from tests.limits import seconds, wait_until
 
 OPTIONS: Any = {"seed": 3, "max_tokens": 24}
@@ -80,16 +81,18 @@ def test_forks_compute_nothing_of_what_they_share_and_answer_as_if_alone() -> No
         session = llm.session(SYSTEM, **OPTIONS)
         session.ask("Hello")
         session.prewarm()
-        used, forks = session.context_used, [session.fork() for _ in range(20)]
-        for number, fork in enumerate(forks):
-            assert fork.prewarm() == 0
+        used, held = session.context_used, engine_of(llm).pool.held_bytes
+        forks = [session.fork() for _ in range(100)]
+        assert sum(fork.prewarm() for fork in forks) == 0
+        assert engine_of(llm).pool.held_bytes == held
+        for number in range(0, 100, 20):
             question = f"Tell me of {number} badgers."
-            reply = fork.ask(question)
+            reply = forks[number].ask(question)
             assert reply.stats.cached_tokens >= used
             alone = cold.chat([*map(plain, session.messages), {"role": "user", "content": question}], **OPTIONS)
-            assert reply.text == alone.text
+            assert reply.text == alone.text and reply.token_ids == alone.token_ids
             cold.clear_cache()
-        assert len(session.messages) == 3 and {len(fork.messages) for fork in forks} == {5}
+        assert len(session.messages) == 3 and {len(fork.messages) for fork in forks} == {3, 5}
 
 
 def test_a_fork_keeps_the_ids_of_replies_that_others_have_pushed_out(llm: LLM) -> None:
