@@ -1,7 +1,7 @@
 """The prompts of one session: what its messages become, with its tools and options, and with the ids of its replies."""
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -112,9 +112,9 @@ class SessionPrompts:
         return self.model.compute(token_ids, system_tokens=system_tokens, is_pinned=is_pinned)
 
     def _encode(self, turns: Sequence[Turn]) -> tuple[NDArray[np.int32], int]:
-        options: dict[str, Any] = {name: self.options[name] for name in _PROMPT_OPTIONS if name in self.options}
-        reply_options = ReplyOptions(**options, tools=self.tools.descriptions or None)
-        chat = self.model.encode(_sent(turns), reply_options, history=self._history)
+        options = {name: self.options[name] for name in _PROMPT_OPTIONS if name in self.options}
+        given = cast(ReplyOptions, {**options, "tools": self.tools.descriptions or None})
+        chat = self.model.encode(_sent(turns), given, history=self._history)
         return chat.token_ids, chat.system_tokens
 
     def _overflow(self, num_tokens: int | None) -> ContextLengthError:

@@ -71,8 +71,8 @@ def main() -> None:
         resident, held = process.memory_info().rss - resident, pool.held_bytes - held
         own = session.measure(_QUESTION.format(number=50))
         print(
-            f"a question to each: {cached / given.forks:,.0f} tokens cached, {computed / given.forks:.1f} computed (its "
-            f"message takes {own}), {seconds / given.forks * 1e3:,.1f} ms, {resident / given.forks / 1024:,.1f} KiB of "
+            f"a question each: {cached / given.forks:,.0f} tokens cached, {computed / given.forks:.1f} computed (a "
+            f"message has {own}), {seconds / given.forks * 1e3:,.1f} ms, {resident / given.forks / 1024:,.1f} KiB of "
             f"the process and {held / given.forks / 1024:,.1f} KiB of keys and values each"
         )
 
