@@ -141,6 +141,16 @@ class Session(Closing):
         """
         return self._ask(text, type, options, threading.Event())
 
+    @overload
+    async def aask(
+        self, text: str | None = None, *, type: None = None, **options: Unpack[SessionOptions]
+    ) -> Completion: ...
+    @overload
+    async def aask(
+        self, text: str | None = None, *, type: type[Answer], **options: Unpack[SessionOptions]
+    ) -> Answer: ...
+    @overload
+    async def aask(self, text: str | None = None, *, type: Any, **options: Unpack[SessionOptions]) -> Any: ...
     async def aask(self, text: str | None = None, *, type: Any = None, **options: Unpack[SessionOptions]) -> Any:
         """As `ask`, in a thread of its own; cancelling the task cancels the reply.
 
