@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from localinfer.chat.messages import ToolChoice
     from localinfer.chat.parser import ToolCall, ToolCallDelta
     from localinfer.chat.reply import ReplyOptions
+    from localinfer.chat_model import ChatOptions
     from localinfer.completion import Completion, Stats, StreamEvent
     from localinfer.embedding import RankedDocument
     from localinfer.engine.beam_search import Beam

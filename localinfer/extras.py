@@ -10,6 +10,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "server": ("click", "starlette", "uvicorn", "h11", "msgspec", "prometheus_client"),
     "hub": ("huggingface_hub", "httpx", "filelock"),
     "constraints": ("llguidance",),
+    "tools": ("msgspec", "llguidance"),
     "gguf": ("gguf",),
     "convert": ("gguf", "threadpoolctl"),
 }

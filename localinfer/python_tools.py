@@ -11,6 +11,7 @@ from localinfer.arguments import check_callable, owned, shown
 from localinfer.chat.parser import ToolCall
 from localinfer.docstrings import read_docstring
 from localinfer.errors import RequestError
+from localinfer.extras import require
 from localinfer.typed_answers import AnswerType, has_pydantic, reorder
 
 REFUSED = "The user refused this call."
@@ -50,6 +51,7 @@ class PythonTool:
         name = getattr(function, "__name__", "")
         if not name.isidentifier():
             raise RequestError(f"tool {shown(function)} has no name that a model could call; define it with def")
+        require("tools", f"the function {name!r} as a tool")
         self.name = name
         self._function = function
         said = read_docstring(inspect.getdoc(function))

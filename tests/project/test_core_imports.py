@@ -29,12 +29,14 @@ def test_the_core_loads_completes_chats_and_compiles_ahead() -> None:
     print(len(llm.complete("Once", max_tokens=2).text))
     with llm.stream_chat([{{"role": "user", "content": "Hi"}}], max_tokens=2) as stream:
         print(all(event is not None for event in stream))
+    session = llm.session("Be kind.", max_tokens=2)
+    print(len(session.fork().ask("Hi").text) > 0)
     print(llm.embed("Hi").ndim)
 print(localinfer.warm_up(device="cpu").num_compiled)
 """
     output, errors = run(code)
     shown = output.split()
-    assert int(shown[0]) > 0 and shown[1:] == ["True", "1", "0"] and errors == ""
+    assert int(shown[0]) > 0 and shown[1:] == ["True", "True", "1", "0"] and errors == ""
 
 
 def test_the_core_compiles_what_looks_up_rows(tmp_path: Path) -> None:
@@ -52,6 +54,8 @@ assert Kernel("embedding.embed").address
     [
         ("constraints", "llm.complete('x', constraint=localinfer.Regex('a'))"),
         ("constraints", "llm.chat([{'role': 'user', 'content': 'x'}], constraint=localinfer.JsonObject())"),
+        ("tools", "llm.session().ask('x', type=int)"),
+        ("tools", "llm.session(tools=[localinfer.load])"),
         ("server", "import localinfer.server.app"),
         ("chat", "import localinfer.cli.chat.loop"),
         ("hub", "from localinfer.hub import pull, places; pull.pull_model(None, places.Places.of_user())"),
