@@ -37,8 +37,8 @@ class LoopCalls:
             loop = asyncio.get_running_loop()
         except RuntimeError:
             raise RequestError(
-                "no asyncio event loop runs in this thread; await it inside of one, for example of asyncio.run, or "
-                "without one use the method of the same name that does not need to be awaited, in a thread"
+                "no asyncio event loop runs in this thread; await this under asyncio.run or a framework on asyncio; "
+                "elsewhere, as in Trio, use what is not awaited (for, result, complete, chat, load) in a thread"
             ) from None
         calls = _OF_LOOP.get(loop)
         if calls is None:

@@ -1,5 +1,6 @@
 """From the ids that an engine generates to events of text. The engine below knows token ids only."""
 
+import inspect
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -167,7 +168,7 @@ class TextGeneration(Iterator[StreamEvent]):
     @property
     def is_being_read(self) -> bool:
         """Whether a thread is taking an event just now."""
-        return self._events.gi_running
+        return inspect.getgeneratorstate(self._events) == inspect.GEN_RUNNING
 
     def completion(self) -> Completion:
         """Put together what was generated so far, "cancelled" before its end. Raises: the error that ended it."""
