@@ -104,7 +104,6 @@ class AsyncReader:
 
     def abandon(self) -> None:
         """Let the thread end soon, as nobody reads on. Never waits: for the garbage collector, in any thread."""
-        self._discards = True
         self._generation.leave()
 
     async def _wait(self) -> None:

@@ -29,9 +29,9 @@ def endless_llm() -> LLM:
     return LLM(fake_model(lambda history, size: hashed_logits(history[-3:], size), context_length=4096))  # type: ignore[arg-type]
 
 
-def gated(length: int) -> tuple[Gate, LLM]:
+def gated(length: int, **sizes: int) -> tuple[Gate, LLM]:
     gate = Gate(length)
-    return gate, LLM(fake_model(gate))  # type: ignore[arg-type]
+    return gate, LLM(fake_model(gate, **sizes))  # type: ignore[arg-type]
 
 
 def threads() -> list[threading.Thread]:
@@ -340,32 +340,43 @@ def test_another_loop_is_told() -> None:
     assert stream.result().finish_reason == "cancelled"
 
 
-@pytest.mark.parametrize("is_waiting", [False, True])
-def test_a_loop_that_is_closed_in_the_middle_leaves_no_thread(is_waiting: bool) -> None:
-    gate, llm = gated(7)
-    if not is_waiting:
-        gate.may_pass.set()
+@pytest.mark.parametrize("way", ["read", "reading", "result"])
+def test_a_loop_that_is_closed_in_the_middle_leaves_no_thread(way: str) -> None:
+    gate, llm = gated(7, context_length=4096)
     stream = llm.stream("abcd", **ENDLESS)
-
-    async def read() -> None:
-        await anext(stream)
-
     loop = asyncio.new_event_loop()
-    loop.run_until_complete(read())
-    task = loop.create_task(taken(stream)) if is_waiting else None
-    if task is not None:
-        loop.run_until_complete(asyncio.sleep(0))
-        assert gate.reached.wait(seconds(10))
+    work: Coroutine[Any, Any, Any] = stream.aresult() if way == "result" else taken(stream)
+    task = loop.create_task(work)
+    loop.run_until_complete(asyncio.sleep(0))
+    assert gate.reached.wait(seconds(10))
+    if way == "read":
+        task.cancel()
+        loop.run_until_complete(asyncio.wait([task]))
     loop.close()
     gate.may_pass.set()
     assert wait_until(lambda: not threads())
     stream.cancel()
-    assert stream.result().token_ids
-    if task is not None:
-        # A task of a closed loop can only be dropped, of which asyncio complains.
-        task._log_destroy_pending = False  # type: ignore[attr-defined]
-        with suppress(RuntimeError):
-            task.get_coro().close()  # type: ignore[union-attr]
+    assert 2 <= len(stream.result().token_ids) <= 3
+    # A task of a closed loop can only be dropped, of which asyncio complains.
+    task._log_destroy_pending = False  # type: ignore[attr-defined]
+    with suppress(RuntimeError):
+        work.close()
+
+
+def test_a_result_does_not_wait_for_a_reader_that_stops() -> None:
+    llm = endless_llm()
+
+    async def main() -> None:
+        stream = llm.stream("ab", **ENDLESS)
+        task = asyncio.create_task(anext(stream))
+        await asyncio.sleep(0)
+        # The loop does not look until the thread has filled what it may.
+        assert wait_until(lambda: not threads())
+        stream.cancel()
+        result = await stream.aresult()
+        assert (await task).token_id == result.token_ids[0] and len(result.token_ids) >= MOST_UNREAD
+
+    run(main)
 
 
 @pytest.mark.parametrize("pauses", [False, True])

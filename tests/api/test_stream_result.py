@@ -115,13 +115,15 @@ def test_any_thread_ends_a_stream_and_gets_its_result(end: Callable[[TextStream]
     assert gate.reached.wait(seconds(10))
     end(stream)
     results: list[Any] = []
-    waiter = in_thread(lambda: results.append(stream.result()))
+    ended = stream._generation.has_ended
+    waiter = in_thread(lambda: results.append((stream.result(), ended.is_set())))
     gate.may_pass.set()
     for thread in (waiter, reader):
         thread.join(seconds(10))
-    assert events[-1].finish_reason == results[0].finish_reason == "cancelled"
-    assert results[0].token_ids == [event.token_id for event in events[:-1]]
-    assert len(results[0].token_ids) == 2
+    ((result, had_ended),) = results
+    assert had_ended and events[-1].finish_reason == result.finish_reason == "cancelled"
+    assert result.token_ids == [event.token_id for event in events[:-1]]
+    assert len(result.token_ids) == 2
 
 
 def test_another_thread_may_read_on() -> None:
