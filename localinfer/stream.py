@@ -21,11 +21,11 @@ class TextStream(Closing, Iterator[StreamEvent], AsyncIterator[StreamEvent]):
     does whoever iterates in a thread once an event loop has read of it. Any thread may cancel or close it, and ask for
     its figures. Leaving a `with` or `async with` block closes it.
 
-    Making it checks and encodes the prompt; on an event loop a very long one is better given in a thread, by
-    `await asyncio.to_thread(llm.stream, prompt)`. With `async for` a thread of its own takes the steps, some tens of tokens ahead of the reader at most. The loop is
+    With `async for` a thread of its own takes the steps, some tens of tokens ahead of the reader at most. The loop is
     woken once per round at most, however many tokens and streams there are, and its executor is not used. Cancelling
-    the task that waits for an event cancels the generation; so does a timeout around it. Any loop of asyncio does,
-    uvloop's among them, and AnyIO on asyncio. Trio has none: iterate there in a thread, such as
+    the task that waits for an event cancels the generation; so does a timeout around it. A very long prompt holds the
+    loop up while it is encoded, unless it is done by `await asyncio.to_thread(llm.stream, prompt)`. Any loop of asyncio
+    does, uvloop's among them, and AnyIO on asyncio. Trio has none: iterate there in a thread, such as
     `await trio.to_thread.run_sync(next, stream, None)`.
     """
 
