@@ -65,8 +65,9 @@ def model_info(model: "Model", replies: "TemplateFormats | None") -> ModelInfo:
     parameters = sum(math.prod(tensor.shape) for tensor in tensors)
     plan = plan_memory(file, config, kv_type=model.kv_layout.kv_type)
     name, trained = file.metadata.get("general.name"), file.metadata.get(f"{config.architecture}.context_length")
-    can_chat = "chat" in model.capabilities and replies is not None
-    has_own = template is not None and template.source is not None and not template.is_fallback
+    source = None if template is None or template.source is None or template.is_fallback else template.source
+    # A general form, which stands in for a missing template, says nothing about the model.
+    own = replies if source is not None and "chat" in model.capabilities else None
     return ModelInfo(
         name=name if isinstance(name, str) and name else file.path.stem,
         path=file.path,
@@ -85,9 +86,9 @@ def model_info(model: "Model", replies: "TemplateFormats | None") -> ModelInfo:
         threads=model.pool.num_threads,
         kv_type=model.kv_layout.kv_type,
         memory_bytes=plan.total_bytes(config.context_length),
-        chat_template=template.source if template is not None and has_own else None,
-        supports_tools=can_chat and has_own and (replies.calls.is_native or replies.calls.describes_tools),
-        supports_thinking=can_chat and replies.reasoning is not None,
+        chat_template=source,
+        supports_tools=own is not None and (own.calls.is_native or own.calls.describes_tools),
+        supports_thinking=own is not None and own.reasoning is not None,
     )
 
 
