@@ -4,10 +4,12 @@ import json
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from localinfer.kernels.jit.compile_ahead import STAGE
-from tests.kernels.subprocesses import run
+from tests.kernels.subprocesses import run, start
+from tests.limits import wait_until
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the cache folder cannot be moved by a variable")
 NAMES = ["checksum.fold", "elementwise.scale", "elementwise.add"]
@@ -98,3 +100,67 @@ def check_told(told: list[list[object]], names: list[str]) -> None:
     assert told.count([STAGE, len(names), len(names)]) == 1
     assert told[-1] == [STAGE, len(names), len(names)]
     assert {stage for stage, _, _ in told} <= {STAGE, *(f"{STAGE}: {name}" for name in names)}
+
+
+STOPPED = """
+import psutil
+from localinfer.kernels.jit.compile_ahead import compile_ahead
+from localinfer.kernels.jit.object_cache import Kernel
+
+class Stop(OSError):
+    pass
+
+def progress(stage, done, total):
+    children = psutil.Process().children()
+    if children:
+        raise Stop
+
+try:
+    compile_ahead(map(Kernel, {names}), progress)
+except Stop:
+    print(len(psutil.Process().children()))
+"""
+
+WAITING = """
+import psutil, time
+from localinfer.kernels.jit.compile_ahead import run_children
+
+def go_on():
+    print(*[child.pid for child in psutil.Process().children()], flush=True)
+    time.sleep(3600)
+
+run_children("import time; time.sleep(3600)", [[], []], go_on)
+"""
+
+
+@LINUX
+def test_what_progress_raises_ends_the_children(tmp_path: Path) -> None:
+    """An OSError too, which is also what a child that cannot be started raises."""
+    assert run(STOPPED.replace("{names}", repr(NAMES)), XDG_CACHE_HOME=str(tmp_path))[0] == "0"
+    assert not list(tmp_path.rglob("*.o"))
+
+
+@LINUX
+def test_children_end_with_a_process_that_is_killed() -> None:
+    """Whatever they do: nothing of their own would tell them."""
+    process = start(WAITING)
+    assert process.stdout is not None and process.stderr is not None
+    children = [psutil.Process(int(word)) for word in process.stdout.readline().split()]
+    process.kill()
+    process.wait()
+    process.stdout.close()
+    process.stderr.close()
+    try:
+        assert len(children) == 2
+        assert wait_until(lambda: not any(map(is_running, children)))
+    finally:
+        for child in filter(is_running, children):
+            child.kill()
+
+
+def is_running(process: psutil.Process) -> bool:
+    """A process whose parent does not wait for it stays as a zombie."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
