@@ -9,7 +9,7 @@ import pytest
 import localinfer
 from localinfer import errors, machine_limits
 from localinfer.kernels.jit.object_cache import Kernel
-from localinfer.loading import model_path
+from localinfer.load_options import model_path
 from localinfer.machine_limits import MemoryLimits
 from localinfer.memory_plan import plan_file
 from localinfer.models.load.loader import load_model, open_model_file

@@ -14,7 +14,7 @@ import localinfer
 from localinfer import drafters
 from localinfer.errors import LoadCancelledError, LocalinferError, RequestError
 from localinfer.llm import LLM
-from localinfer.loading import model_path
+from localinfer.load_options import model_path
 from localinfer.models.load import threads
 from localinfer.models.load.weights import CpuWeights
 from localinfer.quant.formats.types import TensorType

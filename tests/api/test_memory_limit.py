@@ -6,7 +6,7 @@ import pytest
 
 import localinfer
 from localinfer.errors import OutOfMemoryError, RequestError
-from localinfer.loading import model_path
+from localinfer.load_options import model_path
 from localinfer.memory_limit import keep_within
 from localinfer.memory_plan import MemoryPlan, plan_file
 from localinfer.models.load.weights import CpuWeights

@@ -7,7 +7,7 @@ import pytest
 
 import localinfer
 from localinfer.errors import ClosedError
-from localinfer.loading import model_path
+from localinfer.load_options import model_path
 from localinfer.memory_plan import plan_file
 from tests.checkpoint_files import llama_weights, tokenizer_document, write_folder
 from tests.models.arch_models import build_model, build_text_model

@@ -53,7 +53,7 @@ import json, sys
 from localinfer.bench.decode import BenchSettings
 from localinfer.bench.gpu import run_gpu_bench
 from localinfer.bench.report import render_gpu
-from localinfer.loading import model_path
+from localinfer.load_options import model_path
 record = run_gpu_bench(BenchSettings(model=str(model_path(None)), prompt=512, repetitions=3), lambda *stage: None)
 print(json.dumps(record))
 print(render_gpu(record))

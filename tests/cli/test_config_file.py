@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from localinfer import loading
+from localinfer import load_options
 from localinfer.cli import main
 from localinfer.config import DEVICES, config_path, describe_config, read_config
 from localinfer.errors import RequestError
@@ -170,4 +170,4 @@ def test_the_file_is_described_with_what_it_sets_or_what_is_wrong(config, monkey
 
 
 def test_devices_are_those_of_the_library():
-    assert DEVICES == loading.DEVICES
+    assert DEVICES == load_options.DEVICES

@@ -12,7 +12,7 @@ import localinfer
 from localinfer.completion import Completion
 from localinfer.errors import ClosedError, ModelFileError, OutOfMemoryError, RequestError
 from localinfer.llm import LLM
-from localinfer.loading import model_path
+from localinfer.load_options import model_path
 from localinfer.quant.gguf.reader import read_gguf
 from localinfer.speculation.costs import VerificationCosts
 from localinfer.speculation.draft_model import DraftModel

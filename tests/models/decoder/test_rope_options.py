@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 import localinfer
 from localinfer.errors import CorruptFileError, RequestError
 from localinfer.kernels.ops import Pairing
-from localinfer.loading import model_path
+from localinfer.load_options import model_changes, model_path
 from localinfer.models.decoder.architectures import find_architecture
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.decoder.rope import RopeOptions, rope_metadata, rope_table
@@ -210,7 +210,7 @@ def test_longer_context_is_refused_where_it_cannot_be(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="a learned vector for each position; give that or less"):
         load_model(gpt2, context_length=257, threads=1)
     with pytest.raises(RequestError, match="do not rotate positions; leave the rope options out"):
-        load_model(gpt2, threads=1, changes=localinfer.loading.model_changes(rope=RopeOptions(base=1e5)))
+        load_model(gpt2, threads=1, changes=model_changes(rope=RopeOptions(base=1e5)))
     with pytest.raises(RequestError, match="and the maximum is"):
         load_model(model_path(None), context_length=1 << 40, threads=1)
 
@@ -222,7 +222,7 @@ def test_dynamic_scaling_of_a_folder_ends_at_the_context_trained_for(tmp_path: P
     load_model(folder, context_length=128, threads=1).close()
     with pytest.raises(RequestError, match="dynamic scaling of positions"):
         load_model(folder, context_length=129, threads=1)
-    changes = localinfer.loading.model_changes(rope=RopeOptions(scaling="linear"))
+    changes = model_changes(rope=RopeOptions(scaling="linear"))
     load_model(folder, context_length=256, threads=1, changes=changes).close()
 
 
@@ -241,6 +241,6 @@ def test_default_context_is_the_one_trained_for_whatever_the_rotation(
 ) -> None:
     path = write_small_llama(tmp_path / "model.gguf")
     with caplog.at_level(logging.WARNING):
-        model = load_model(path, threads=1, changes=localinfer.loading.model_changes(rope=RopeOptions(scale=4.0)))
+        model = load_model(path, threads=1, changes=model_changes(rope=RopeOptions(scale=4.0)))
     assert model.config.context_length == TRAINED and warned(caplog) == []
     model.close()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import localinfer
-from localinfer import loading
+from localinfer import drafters
 from localinfer.cache.block_pool import PagePool
 from localinfer.errors import BackendUnavailableError, RequestError, SessionMismatchError
 from localinfer.kernels.cuda.device import FoundDevice, has_driver
@@ -155,7 +155,7 @@ def test_a_model_on_the_gpu_continues_a_prompt_as_the_cpu_does(
     options: dict[str, Any],
 ) -> None:
     # Drafts cost nothing, by a measurement that the emulator is spared.
-    monkeypatch.setattr(loading, "_verification_seconds", lambda *_: [1.0, 1.0, 1.0])
+    monkeypatch.setattr(drafters, "_verification_seconds", lambda *_: [1.0, 1.0, 1.0])
     model = write_small_llama(tmp_path / "small.gguf", num_layers=1 + options.get("gpu_layers", 0))
     on_cpu = generated(model, "cpu", sampling, speculation=None)
     assert generated(model, "cuda", sampling, **options) == on_cpu
