@@ -44,6 +44,10 @@ class TextEmbedder:
         self._pooler = TextPooler(engine, model)
         self._lock = threading.Lock()
 
+    def close(self) -> None:
+        """Give up memory, once the engine is closed."""
+        self._pooler.close()
+
     def token_ids(self, texts: Sequence[Text], *, truncate: bool) -> list[NDArray[np.int32]]:
         """The ids that are computed of each text."""
         truncate = check_flag("truncate", truncate)

@@ -417,8 +417,9 @@ class LLM(ThreadControl, Closing):
 
         file = check_path("path", path)
         wanted = None if token_ids is None else self._engine.check_prompt(token_ids)
+        identity = self._require_identity()
         with self._session_lock:
-            return save_session(self._engine, self._require_identity(), file, wanted)
+            return save_session(self._engine, identity, file, wanted)
 
     def load_session(self, path: str | os.PathLike[str]) -> list[int]:
         """Read a file that `save_session` wrote, so that a prompt that begins like it computes only what is new.
@@ -430,16 +431,23 @@ class LLM(ThreadControl, Closing):
         from localinfer.persistence.sessions import load_session
 
         file = check_path("path", path)
+        identity = self._require_identity()
         with self._session_lock:
-            token_ids = load_session(self._engine, self._require_identity(), file)
+            token_ids = load_session(self._engine, identity, file)
         return [int(token_id) for token_id in token_ids]
 
     def close(self) -> None:
-        """Write conversations to disk, for some seconds at most; release memory and threads. May be called again."""
+        """Write conversations to disk, for some seconds at most; release memory and threads. May be called again.
+
+        A forked child has nothing to release.
+        """
+        if self._engine.scheduler.is_of_parent:
+            return
         if self._disk is not None:
             self._disk.close()
         with self._session_lock:
             self._engine.close()
+            self._embedder.close()
 
     def _require_identity(self) -> "ModelIdentity":
         self._engine.check_usable()
@@ -467,6 +475,7 @@ class LLM(ThreadControl, Closing):
         return check_options(options, self._model.tokenizer)
 
     def _chats(self) -> ChatModel:
+        self._engine.check_usable()
         self._engine.check_generates()
         if self._chat_model is None:
             raise RequestError(

@@ -72,6 +72,10 @@ class Arena:
         taken, self._block = self._block[:num_bytes], self._block[padded:]
         return taken
 
+    def release(self) -> None:
+        """Give up what is left of the present block; what was taken from it keeps it alive."""
+        self._block = np.empty(0, np.uint8)
+
     def _fresh_block(self, num_bytes: int) -> NDArray[np.uint8]:
         for size in (max(num_bytes, self._block_bytes), num_bytes):
             # Where memory is short a block is no larger than what is asked of it.
@@ -161,3 +165,8 @@ class TapeMemory:
     def keep(self, *things: Any) -> None:
         """Keep what an op's parameters point to."""
         self._kept.extend(things)
+
+    def release(self) -> None:
+        """Give up everything; addresses are invalid from now on."""
+        for held in (self.buffers, self._kept, self.fills, self._shared):
+            held.clear()

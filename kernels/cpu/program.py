@@ -59,7 +59,7 @@ class ThreadPool:
         self.num_threads = self._first_count = num_threads
         self.max_threads = max(num_threads, min(os.cpu_count() or 1, kernel_abi.MAX_THREADS - 1))
         self.has_own_count = False
-        self._process = os.getpid()
+        self.process = os.getpid()
         self._closed = False
         self._settings = self._asked = _PoolSettings(None, priority)
         self._asking = threading.Lock()
@@ -93,7 +93,7 @@ class ThreadPool:
     def settle(self) -> None:
         """Take over what was asked for; between two runs, by the thread that makes the next."""
         asked = self._asked
-        if asked is self._settings or self._closed or os.getpid() != self._process:
+        if asked is self._settings or self._closed or os.getpid() != self.process:
             return
         if asked.priority != self._settings.priority:
             self._workers.stop()
@@ -105,16 +105,20 @@ class ThreadPool:
         self.has_own_count = asked.num_threads is not None
         self._settings = asked
 
+    def check_usable(self) -> None:
+        """Raise ClosedError after `close`, and in a forked child."""
+        if self._closed or self._control[kernel_abi.STOPPING // 8]:
+            raise ClosedError("the model was closed; load it again to go on")
+        if os.getpid() != self.process:
+            raise ClosedError("the model was loaded in the parent process; load it again in this one")
+
     def run(self, ops_address: int, num_ops: int, batch_address: int, num_threads: int = 0) -> None:
         """Run ops (pairs of function and parameter address) over a batch header; blocks without the GIL.
 
         num_threads: how many of the threads take part; 0 for all.
         """
+        self.check_usable()
         control = self._control
-        if self._closed or control[kernel_abi.STOPPING // 8]:
-            raise ClosedError("the model was closed; load it again to go on")
-        if os.getpid() != self._process:
-            raise ClosedError("the model was loaded in the parent process; load it again in this one")
         control[kernel_abi.OPS // 8] = ops_address
         control[kernel_abi.NUM_OPS // 8] = num_ops
         control[kernel_abi.BATCH // 8] = batch_address
@@ -277,11 +281,17 @@ class CpuProgram:
         self._pool.run(address(self._ops[first:]), count, self._header_address, self._last_threads)
 
     def close(self) -> None:
-        """End the pool's threads."""
+        """End the pool's threads, and give up the memory of this program, however long it is referred to."""
         self._pool.close()
+        if os.getpid() != self._pool.process:
+            return
+        self.tape.release()
+        self._fills = ()
+        self._partials = aligned_zeros(0)
 
     def _set_batch(self, batch: Batch) -> None:
         """Check a batch and write it where the ops read it."""
+        self._pool.check_usable()
         self._limits.check(batch)
         self._pool.settle()
         rows, outputs = len(batch.token_ids), len(batch.output_rows)

@@ -73,6 +73,15 @@ class CpuTape:
         self._ordered: dict[tuple[Rows, int], Buffer] = {}
         self._ordered_source: tuple[int, bytes] | None = None
 
+    def release(self) -> None:
+        """Give up all memory; the tape can no longer be run."""
+        self.memory.release()
+        self.logits = self.logits[:0].copy()
+        self.hidden = self.attention_sums = self.received = None
+        self.parameters.clear()
+        self.angles.clear()
+        self.expert_groups.clear()
+
     def place(self, buffer: Buffer) -> tuple[int, int]:
         """Address and row stride of a buffer."""
         return self.memory.place(buffer)

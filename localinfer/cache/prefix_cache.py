@@ -210,6 +210,11 @@ class PrefixCache:
         self._tier = tier
         self.tree.on_evict = tier.on_evict
 
+    def close(self) -> None:
+        """Release all memory, and let go of the tier, which refers to what owns this cache."""
+        self.pool.close()
+        self._tier = self.tree.on_evict = self.pool.reclaim = self.pool.make_grid_room = self._settle = None
+
     @property
     def near_tokens(self) -> int:
         """So many positions are not worth a snapshot, nor reading one from the disk."""

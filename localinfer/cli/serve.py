@@ -98,6 +98,7 @@ def serve_command(
     if is_sidecar and _is_default("shutdown_seconds"):
         shutdown_seconds = _SIDECAR_SHUTDOWN_SECONDS
     socket_path, own_files = listening.pop("socket_path"), []
+    place: Path | None = None
     if socket_path is not None:
         place = expand_home(socket_path).absolute()
     elif ready_json and (place := _own_socket()) is not None:

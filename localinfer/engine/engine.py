@@ -230,7 +230,7 @@ class Engine:
             return
         with self.scheduler.step_lock.exclusive():
             self._runner.close()
-            self.pool.close()
+            self._cache.close()
             if self._speculation is not None:
                 self._speculation.close()
             self._model.close()

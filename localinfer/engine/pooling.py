@@ -76,6 +76,10 @@ class TextPooler:
             self._close(waiting)
         return [_result(text, pooling, is_mean=kind is Pooling.NONE and pooling is Pooling.MEAN) for text in waiting]
 
+    def close(self) -> None:
+        """Give up the programs, of which none is run any more."""
+        self._programs.clear()
+
     def _computed(self, pooling: Pooling) -> Pooling:
         """What the program computes of a pooling: a plain decoder's gives single rows, which are pooled here."""
         is_in_graph = self._is_encoder or self._model.has_dense or pooling is Pooling.RANK

@@ -78,6 +78,15 @@ class Scheduler:
         """Raise ClosedError if the engine was closed, or belongs to the process that forked this one."""
         if self.is_closed:
             raise ClosedError("the model was closed; load it again")
+        self.check_process()
+
+    @property
+    def is_of_parent(self) -> bool:
+        """Whether this process was forked from the one that made it."""
+        return os.getpid() != self._process
+
+    def check_process(self) -> None:
+        """Raise ClosedError in a forked child, where locks may be held by threads that stayed behind."""
         if os.getpid() != self._process:
             raise ClosedError(
                 "the model was loaded before this process was forked, and its threads stayed behind; load it here, or "
@@ -100,6 +109,7 @@ class Scheduler:
 
     def next_event(self, request: Request) -> TokenEvent | None:
         """Take the next event of a request, by the steps of all if no other thread takes them; None after the last."""
+        self.check_process()
         has_lock = False
         try:
             while True:
@@ -153,7 +163,8 @@ class Scheduler:
 
     @contextmanager
     def exclusive(self) -> Generator[None]:
-        """Use model and cache exclusively for a block, between two steps."""
+        """Use model and cache exclusively for a block, between two steps. Raises: ClosedError in a forked child."""
+        self.check_process()
         with self.step_lock.exclusive():
             self._close_departed()
             yield

@@ -79,7 +79,7 @@ class DraftModel:
 
     def close(self) -> None:
         """Release the model and its pages; may be called again."""
-        self.cache.pool.close()
+        self.cache.close()
         self._model.close()
 
     def _measure(self) -> float:

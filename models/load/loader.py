@@ -136,7 +136,12 @@ class Model:
     def close(self) -> None:
         """Release threads, memory and the file; may be called again."""
         self.program.close()
+        for head in self.draft_programs:
+            for program in head:
+                program.close()
         self.pool.close()
+        if isinstance(self.weights, CpuWeights):
+            self.weights.close()
         self.file.close()
         if self.assistant is not None:
             self.assistant.close()

@@ -60,13 +60,20 @@ class CpuWeights:
     def __init__(self, file: ModelFile, pool: ThreadPool, progress: ProgressCallback | None = None) -> None:
         self._file = file
         self._progress = progress
-        self._pack: Callable[..., Any] = partial(pack, pool, arena=Arena())
+        self._arena = Arena()
+        self._pack: Callable[..., Any] = partial(pack, pool, arena=self._arena)
         self._done_bytes = 0
         self._stage = _LOADING
         self._converted_tables: dict[str, RowTable] = {}
         self._loaded: dict[tuple[object, ...], Any] = {}
         self.notes: dict[TensorType, str] = {}
         self.asked: set[str] = set()
+
+    def close(self) -> None:
+        """Give up every weight; those that programs hold stay alive with them."""
+        self._loaded.clear()
+        self._converted_tables.clear()
+        self._arena.release()
 
     def has(self, name: str) -> bool:
         """Whether the file holds this tensor."""
