@@ -36,6 +36,7 @@ from localinfer.cli.quantize import quantize_command
 from localinfer.cli.ready_line import ReadyLine, sidecar_streams
 from localinfer.cli.serve import ServeProcess, serve_command
 from localinfer.cli.sessions import complete_name, sessions_command
+from localinfer.cli.standard_streams import open_missing_streams
 from localinfer.cli.warmup import warmup_command
 from localinfer.errors import LocalinferError, RequestError
 from localinfer.terminal import ModelOutput, check_text, describe_stats, dim, prepare_streams
@@ -369,6 +370,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     0: success. 2: bad input, described in one line on stderr. 3: a reply of `chat -p` was cut. 130: interrupted by
     Ctrl-C. 141: stdout is a broken pipe.
     """
+    open_missing_streams()
     prepare_streams()
     words = list(sys.argv[1:] if arguments is None else arguments)
     with sidecar_streams(words) as ready_line:
