@@ -48,9 +48,12 @@ async def aload(*arguments: Any, **options: Any) -> "LLM":
         options["progress"] = lambda stage, done, total: calls.add(lambda: report(stage, done, total))
 
     def work() -> "LLM":
-        import localinfer
+        from localinfer.kernels.address_space import require_libraries
 
-        return localinfer.load(*arguments, **options)
+        require_libraries()
+        from localinfer.loading import load
+
+        return load(*arguments, **options)
 
     try:
         llm = await in_thread(work, stop=cancel.set, name="localinfer-load", discard=lambda llm: llm.close())

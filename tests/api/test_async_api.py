@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import localinfer
+from localinfer import loading
 from localinfer.errors import LocalinferError, ModelFileError, RequestError
 from localinfer.llm import LLM
 from tests.api.test_async_stream import ENDLESS, endless_llm, gated, reached, run, threads
@@ -18,7 +19,7 @@ from tests.limits import seconds, wait_until
 
 
 class FakeLoad:
-    """Stands in for `localinfer.load`: reports three stages, each when it may, and obeys its event."""
+    """Stands in for `load`: reports three stages, each when it may, and obeys its event."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.given: dict[str, Any] = {}
@@ -26,7 +27,7 @@ class FakeLoad:
         self.thread: threading.Thread | None = None
         self.model = fake_model()
         self.is_deaf = False
-        monkeypatch.setattr(localinfer, "load", self, raising=False)
+        monkeypatch.setattr(loading, "load", self)
 
     def __call__(self, model: Any = None, **options: Any) -> LLM:
         self.given, self.thread = {"model": model, **options}, threading.current_thread()
