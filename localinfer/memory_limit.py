@@ -1,6 +1,7 @@
 """`memory_limit` of `load`: whether a model fits it, checked before the weights are read, and what it leaves.
 
-What is left beside weights and buffers is the most that keys and values may take; a draft model gets its share of it.
+What is left beside weights, buffers and what use may add to them is the most that keys and values may take; a draft
+model gets its share of it. So the limit holds while texts are generated: the cache refuses to grow beyond its part.
 """
 
 from dataclasses import dataclass
@@ -38,6 +39,8 @@ def keep_within(
     Raises: OutOfMemoryError, with the figures and the ways out, if the model cannot be kept within it.
     """
     room = limit - plan.fixed_bytes
+    longest = context_length if is_requested else plan.largest_context(max(0, room), most=context_length)
+    room -= plan.growth_bytes(longest)
     bounds = [] if kv_memory is None else [kv_memory]
     if kv_window is not None:
         bounds.append(plan.kv_bytes(min(context_length, kv_window + 2 * MAX_BATCH_ROWS)))
@@ -57,8 +60,8 @@ def keep_within(
 def _refusal(plan: MemoryPlan, limit: int, context_length: int, room: int) -> str:
     kv = plan.kv_bytes(context_length)
     found = (
-        f"{plan.name} needs {byte_text(plan.fixed_bytes + kv)} of memory for a context of {context_length} tokens "
-        f"({byte_text(plan.fixed_bytes)} for weights and buffers, {byte_text(kv)} for keys and values as "
+        f"{plan.name} needs {byte_text(limit - room + kv)} of memory for a context of {context_length} tokens "
+        f"({byte_text(limit - room)} for weights and buffers, {byte_text(kv)} for keys and values as "
         f"{plan.kv_type}), and memory_limit is {byte_text(limit)}"
     )
     fits = plan.largest_context(room, most=context_length) if room > 0 else 0

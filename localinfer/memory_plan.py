@@ -13,11 +13,13 @@ from pathlib import Path
 
 from localinfer.cache.block_pool import context_bytes
 from localinfer.errors import OutOfMemoryError
+from localinfer.kernels.cpu.attention import partial_bytes
+from localinfer.kernels.cpu.kernel_abi import CHUNK, SPLIT_ROWS
 from localinfer.kernels.cpu.lower import MAX_BATCH_ROWS
 from localinfer.kernels.cpu.memory import padded
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.layouts import num_tiles, stored_row_bytes, tile_bytes
-from localinfer.kernels.ops import EmbeddingTable, LinearWeight, OpGraph, Rows
+from localinfer.kernels.ops import Attention, EmbeddingTable, LinearWeight, OpGraph, Rows
 from localinfer.machine_limits import MemoryLimits, byte_text
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.decoder.decoder import kv_layer_shapes, state_shapes, write_decoder, write_draft_layer
@@ -48,6 +50,10 @@ _TABLE_BYTES = 32 << 20
 """Of an embedding table whose rows are read on demand: those of some thousand different tokens."""
 _BYTES_PER_TOKEN_OF_VOCABULARY = 700
 """The tokenizer: texts, ids and merges as Python objects. Measured on vocabularies of 32,000 to 152,000 tokens."""
+_SEARCHED_BYTES_PER_TOKEN = 550
+"""The trie of constraints. Measured on the same vocabularies."""
+_USE_BYTES = 8 << 20
+"""The libraries of constraints, ids and snapshots of texts, pages on their way to the disk."""
 _FIXED_BYTES = 24 << 20
 """Compiled kernels, threads, tables of the chat template."""
 
@@ -59,7 +65,8 @@ class MemoryPlan:
     name: of the model, for errors. config: as it will be loaded, but for the context length; with draft layers if
     those are loaded too. weight_bytes: matrices as packed for the kernels, vectors and tables. scratch_bytes: buffers
     of a batch, the tokenizer, compiled kernels. bits_per_weight: of the file. beside: a draft model that is loaded with
-    it.
+    it. use_bytes: what use may add besides keys and values: the buffers of a program that embeds texts, the vocabulary
+    as constraints search it; partial_bytes: and for attention to each chunk of positions.
     """
 
     name: str
@@ -69,12 +76,20 @@ class MemoryPlan:
     scratch_bytes: int
     bits_per_weight: float
     beside: "MemoryPlan | None" = field(default=None, repr=False)
+    use_bytes: int = 0
+    partial_bytes: int = 0
 
     @property
     def fixed_bytes(self) -> int:
         """Bytes whatever the context, without keys, values and recurrent states."""
         own = self.weight_bytes + self.scratch_bytes
         return own if self.beside is None else own + self.beside.fixed_bytes
+
+    def growth_bytes(self, context_length: int) -> int:
+        """Bytes that use may add at most to `fixed_bytes`, beside keys, values and recurrent states."""
+        chunks = SPLIT_ROWS * (context_length // CHUNK + 2)
+        own = self.use_bytes + 2 * chunks * self.partial_bytes
+        return own if self.beside is None else own + self.beside.growth_bytes(context_length)
 
     @property
     def all_weight_bytes(self) -> int:
@@ -152,14 +167,20 @@ def plan_memory(
     for layer in range(config.num_main_layers, config.num_layers):
         write_draft_layer(config, weights, layer, config.context_length)
     write_text_graphs(config, file, weights)
+    num_tokens = config.vocab_size if "tokenizer.ggml.tokens" in file.metadata else 0
+    layout = KVLayout(kv_type, kv_layer_shapes(config, parts_windows=True), state_shapes(config))
     num_parameters = sum(math.prod(tensor.shape) for tensor in file.tensors.values())
     return MemoryPlan(
         name=file.path.name,
         config=config,
         kv_type=kv_type,
         weight_bytes=weights.num_bytes(),
-        scratch_bytes=_scratch_bytes(graph, config.vocab_size if "tokenizer.ggml.tokens" in file.metadata else 0),
+        scratch_bytes=_buffer_bytes(graph) + _BYTES_PER_TOKEN_OF_VOCABULARY * num_tokens + _FIXED_BYTES,
         bits_per_weight=8 * file.num_bytes / max(1, num_parameters),
+        use_bytes=_buffer_bytes(graph) + _SEARCHED_BYTES_PER_TOKEN * num_tokens + _USE_BYTES,
+        partial_bytes=max(
+            (partial_bytes(layout, op.layer, op.shape) for op in graph.ops if isinstance(op, Attention)), default=0
+        ),
     )
 
 
@@ -279,12 +300,12 @@ def _smaller_model(plan: MemoryPlan, memory: MemoryLimits) -> str:
     )
 
 
-def _scratch_bytes(graph: OpGraph, vocab_size: int) -> int:
-    """Buffers of a batch, each once more at most as quantized activations, and what comes with any model."""
+def _buffer_bytes(graph: OpGraph) -> int:
+    """Buffers of a batch, each once more at most as quantized activations."""
     rows = {Rows.BATCH: MAX_BATCH_ROWS, Rows.OUTPUT: _OUTPUT_ROWS}
     buffers = sum(4 * rows[buffer.rows] * padded(buffer.width) for buffer in graph.buffers)
     widest = max((buffer.width for buffer in graph.buffers if buffer.rows is Rows.BATCH), default=0)
-    return buffers + 2 * MAX_BATCH_ROWS * widest + _BYTES_PER_TOKEN_OF_VOCABULARY * vocab_size + _FIXED_BYTES
+    return buffers + 2 * MAX_BATCH_ROWS * widest
 
 
 def file_bytes(path: str | os.PathLike[str]) -> int:

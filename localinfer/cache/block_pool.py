@@ -325,7 +325,7 @@ class PagePool:
         if self.max_bytes is not None and num_bytes > self.max_bytes:
             return OutOfMemoryError(
                 f"the key-value cache needs {num_bytes:,} bytes and may use {self.max_bytes:,}; shorten the text, or "
-                "allow it more with kv_memory"
+                "allow it more with kv_memory or memory_limit"
             )
         return OutOfMemoryError(
             f"the key-value cache needs {num_bytes:,} bytes, and the machine gave it {self.allocated_bytes:,}; shorten "

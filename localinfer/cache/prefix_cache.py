@@ -227,7 +227,7 @@ class PrefixCache:
         if allowed is not None and wanted > allowed:
             raise OutOfMemoryError(
                 f"{length} tokens take {wanted:,} bytes of key-value cache, which may use {allowed:,}; shorten the "
-                "prompt, or allow more with kv_memory"
+                "prompt, or allow more with kv_memory or memory_limit"
             )
 
     def has_room(self, token_ids: TokenIds, held: Sequence[SequenceCache]) -> bool:
