@@ -14,8 +14,9 @@ if TYPE_CHECKING:
 class ThreadControl:
     """The part of an `LLM` that changes its threads while it is used."""
 
-    _engine: "Engine"
-    _model: "Model"
+    if TYPE_CHECKING:
+        _engine: Engine
+        _model: Model
 
     def set_threads(self, threads: int | None) -> None:
         """Compute with so many CPU threads from the next step on, also of texts that are being generated.
