@@ -26,7 +26,7 @@ def require(extra: str, what: str) -> None:
         return
     missing = [name for name in EXTRAS[extra] if not _is_there(name)]
     if missing:
-        names = " and ".join(name.replace("_", "-") for name in missing)
+        names = ", ".join(name.replace("_", "-") for name in missing)
         raise MissingPackageError(
             f"{what} needs {names}, which {'are' if missing[1:] else 'is'} not installed; "
             f"type `pip install 'localinfer[{extra}]'`",
