@@ -48,10 +48,10 @@ class PatientStream(io.TextIOBase):
         self._num_waiting += len(data)
         self._changed.notify_all()
 
-    def drain(self, seconds: float = _DRAIN_SECONDS) -> None:
-        """Wait until everything is written, for a moment at most."""
+    def drain(self, seconds: float = _DRAIN_SECONDS) -> bool:
+        """Wait until everything is written, for a moment at most; return whether it is, or never can be."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._num_waiting or self._is_broken, seconds)
+            return self._changed.wait_for(lambda: not self._num_waiting or self._is_broken, seconds)
 
     def close(self) -> None:
         """Write what waits, for a moment at most, and end; may be called again."""

@@ -16,7 +16,7 @@ from localinfer.closing import Closing
 READY_JSON = "--ready-json"
 UNTIL_STDIN_ENDS = "--until-stdin-ends"
 
-_WAY_OUT = (re.compile("; "), re.compile(" (?=(?:See|Type) `)"))
+_WAY_OUT = (re.compile("; "), re.compile(" (?=(?:See|Type) `)"), re.compile(r"(?<=\.) (?=The )"))
 """What stands between what is wrong and what to do: the first that is found."""
 
 

@@ -280,7 +280,7 @@ def _read_token(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise RequestError(f"the token file {path} cannot be read: {error}") from None
+        raise RequestError(f"the token file {path} cannot be read: {error}; give another with --token-file") from None
 
 
 def _sources(path: str | None, folder: str | None) -> "list[ModelSource]":

@@ -200,14 +200,16 @@ def main() -> None:
     spans = {model: seconds_to_ready(model) + _AFTER_READY_SECONDS for model in models}
     choose = random.Random(arguments.seed)
     samples = []
-    for index in range(arguments.times):
-        model, way = models[index % len(models)], WAYS[index // len(models) % len(WAYS)]
-        is_cold = choose.random() < arguments.cold
-        span = _COLD_SPAN_SECONDS if is_cold else spans[model]
-        sample = measure(model, way, choose.random(), span, is_cold=is_cold)
-        samples.append(sample)
-        if sample.seconds > _LIMIT_SECONDS:
-            print(f"late: {sample}", flush=True)
+    # Ctrl-C gives the figures so far.
+    with contextlib.suppress(KeyboardInterrupt):
+        for index in range(arguments.times):
+            model, way = models[index % len(models)], WAYS[index // len(models) % len(WAYS)]
+            is_cold = choose.random() < arguments.cold
+            span = _COLD_SPAN_SECONDS if is_cold else spans[model]
+            sample = measure(model, way, choose.random(), span, is_cold=is_cold)
+            samples.append(sample)
+            if sample.seconds > _LIMIT_SECONDS:
+                print(f"late: {sample}", flush=True)
     print(f"{'':42} times  median     90 %    99 %   worst   > {_LIMIT_SECONDS:g} s")
     groups: dict[str, list[float]] = defaultdict(list)
     for sample in samples:
