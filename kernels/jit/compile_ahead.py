@@ -6,6 +6,7 @@ kernels are compiled in this process, one after the other, which is slower and n
 
 import json
 import os
+import random
 import subprocess
 import sys
 import time
@@ -31,8 +32,12 @@ freezing.run_task(task, share)
 
 
 def compile_share(names: Sequence[str]) -> None:
-    """Compile kernels by their names: the task of a child process."""
-    for name in names:
+    """Compile kernels by their names: the task of a child process.
+
+    In no order, so that programs that start together do not compile the same kernels at the same time: each finds what
+    the other has stored.
+    """
+    for name in random.sample(names, len(names)):
         assert Kernel(name).address
 
 
