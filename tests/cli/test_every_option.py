@@ -158,6 +158,7 @@ BAD = {
         --speculation mtp --draft {demo}
         --draft no-such-file
         --no-disk-cache=maybe
+        --measure-again=maybe
         --chat-template no-such-file
         --chat-template {broken}
         --rope-scaling magic
