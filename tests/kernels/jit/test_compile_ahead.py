@@ -1,6 +1,7 @@
 """Kernels compile before they are used, in other processes where that is possible, and say so while they do."""
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -8,8 +9,8 @@ import psutil
 import pytest
 
 from localinfer.kernels.jit.compile_ahead import STAGE
-from tests.kernels.subprocesses import run, start
-from tests.limits import wait_until
+from tests.kernels.subprocesses import environment, run, start
+from tests.limits import seconds, wait_until
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the cache folder cannot be moved by a variable")
 NAMES = ["checksum.fold", "elementwise.scale", "elementwise.add"]
@@ -74,6 +75,24 @@ def test_a_frozen_application_compiles_in_itself_or_in_children_of_its_own(is_ca
     assert {path.stem for path in tmp_path.rglob("*.o")} == set(NAMES[:2])
     check_told(told, NAMES[:2])
     assert not (tmp_path / "started").exists()
+
+
+def test_a_child_ends_with_its_parent_in_the_middle_of_a_kernel() -> None:
+    code = """
+import sys, threading
+from localinfer import freezing
+freezing.TASKS["cpu"] = "__main__"
+def compile_share(share):
+    print(share, flush=True)
+    threading.Event().wait()
+freezing.run_task("cpu", "at it")
+"""
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", code], env=environment(), stdin=pipe, stdout=pipe) as child:
+        assert child.stdout is not None and child.stdin is not None
+        assert child.stdout.readline().strip() == b"at it"
+        child.stdin.close()
+        assert child.wait(seconds(10)) == 1
 
 
 @LINUX
