@@ -4,14 +4,19 @@ One call of the interpreter's own code, such as `dict(zip(...))` over the 280,00
 others waiting until it ends, and an app's window with them.
 """
 
+import json
+import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
-from typing import TypeVar
+from typing import Any, TypeVar
 
 Value = TypeVar("Value")
 PIECE = 8192
 """Some 1 ms of work on strings."""
+_SMALL_TEXT = 1 << 17
+_LEVELS = 3
+"""Down to the tokens and merges of a tokenizer.json."""
 _PAUSE_SECONDS = 5e-5
 """A thread that waits for the interpreter's lock gets it at a pause; it is given it after 5 ms otherwise."""
 
@@ -40,3 +45,66 @@ def last_places(texts: Sequence[str]) -> dict[str, int]:
         places.update(zip(piece, range(first, first + len(piece)), strict=True))
         first += len(piece)
     return places
+
+
+def parse_json(text: str) -> Any:
+    """Return what `json.loads` does of a text, as large as a tokenizer.json may be. Raises: as it.
+
+    Its outer levels are read entry by entry, which takes some four times as long, so that other threads run.
+    """
+    if len(text) >= _SMALL_TEXT:
+        try:
+            value, end = _read_value(text, _skip_space(text, 0), _LEVELS)
+            if _skip_space(text, end) == len(text):
+                return value
+        except (ValueError, IndexError):
+            # What is wrong, `json.loads` says best.
+            pass
+    return json.loads(text)
+
+
+_decode = json.JSONDecoder().raw_decode
+_find_space = re.compile(r"[ \t\n\r]*").match
+
+
+def _skip_space(text: str, start: int) -> int:
+    found = _find_space(text, start)
+    return start if found is None else found.end()
+
+
+def _read_value(text: str, start: int, levels: int) -> tuple[Any, int]:
+    """Read the value that starts there, so many levels of it entry by entry; return it and where it ends."""
+    is_object = text[start] == "{"
+    if not levels or not (is_object or text[start] == "["):
+        return _decode(text, start)
+    entries: dict[str, Any] = {}
+    values: list[Any] = []
+    closing = "}" if is_object else "]"
+    at = _skip_space(text, start + 1)
+    while text[at] != closing or entries or values:
+        key = ""
+        if is_object:
+            key, at = _read_key(text, at)
+        value, at = _read_value(text, at, levels - 1)
+        if is_object:
+            entries[key] = value
+        else:
+            values.append(value)
+        at = _skip_space(text, at)
+        if text[at] == closing:
+            break
+        at = _skip_space(text, _after(",", text, at))
+    return (entries if is_object else values), at + 1
+
+
+def _read_key(text: str, start: int) -> tuple[str, int]:
+    """Read a key and the colon after it; return it and where its value starts."""
+    _after('"', text, start)
+    key, end = _decode(text, start)
+    return key, _skip_space(text, _after(":", text, _skip_space(text, end)))
+
+
+def _after(character: str, text: str, at: int) -> int:
+    if text[at] != character:
+        raise ValueError(f"found {text[at]!r}, wanted {character!r}")
+    return at + 1

@@ -4,7 +4,6 @@ Only JSON, text and safetensors are ever read. Pickles (`.bin`, `.pt`, `.pth`) c
 folder that holds nothing else is refused.
 """
 
-import json
 import os
 import stat
 from contextlib import ExitStack
@@ -15,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.errors import CorruptFileError, ModelFileError, UnsupportedFormatError
+from localinfer.pieces import parse_json
 from localinfer.quant.checkpoint.safetensors import StoredTensor, read_header
 from localinfer.quant.gguf.mapped_file import FileStretch, MappedFile, MappedFiles
 
@@ -224,7 +224,7 @@ def _read_text(path: Path, max_bytes: int) -> str:
 
 def _parse(text: str, path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(text)
+        value = parse_json(text)
     except (ValueError, RecursionError) as error:
         raise CorruptFileError(f"{path.name} is not sound JSON ({str(error)[:200]}). {_AGAIN}") from error
     if not isinstance(value, dict):
