@@ -51,7 +51,8 @@ def make_speculation(
     costs = VerificationCosts(_verification_seconds(model.program, model.kv_layout, progress, measure_again))
     drafter: DraftModel | MTPDrafter | None = None
     if draft is not None:
-        drafter = DraftModel(draft, target_vocab_size=model.config.vocab_size, kv_memory=kv_memory)
+        told = Stage(progress, "measuring the draft model")
+        drafter = DraftModel(draft, target_vocab_size=model.config.vocab_size, kv_memory=kv_memory, told=told)
     elif model.draft_programs:
         drafter = MTPDrafter(model) if model.assistant is None else AssistantDrafter(model)
     has_ngram = speculation in ("auto", "ngram")

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from localinfer.cache.prefix_cache import CacheHints, PrefixCache
 from localinfer.cache.sequence import SequenceCache, forward
 from localinfer.errors import OutOfMemoryError
+from localinfer.models.load.measurements import Told
 from localinfer.sampling.sampler import OnDeviceSampling, OutputSpec, Results, Sampler, SamplingPlan
 
 if TYPE_CHECKING:
@@ -38,7 +39,10 @@ class DraftModel:
 
     name = "draft"
 
-    def __init__(self, model: "Model", *, target_vocab_size: int, kv_memory: int | None = None) -> None:
+    def __init__(
+        self, model: "Model", *, target_vocab_size: int, kv_memory: int | None = None, told: Told | None = None
+    ) -> None:
+        """Take a loaded model; told: called before each pass that is measured."""
         self._model = model
         self.program = model.program
         self._device_sampling = OnDeviceSampling(model.program)
@@ -47,7 +51,7 @@ class DraftModel:
         self.context_length = model.config.context_length
         self.cache = PrefixCache.for_model(model, kv_memory)
         self.sampler = Sampler(self.vocab_size)
-        self.seconds_per_token = self._measure()
+        self.seconds_per_token = self._measure(told)
         self.seconds_per_draft = 0.0
         self.seconds_per_read = self.seconds_per_token / 4
 
@@ -82,10 +86,13 @@ class DraftModel:
         self.cache.close()
         self._model.close()
 
-    def _measure(self) -> float:
+    def _measure(self, told: Told | None) -> float:
         sequence = self.cache.open()
-        seconds = []
-        for _ in range(min(4, self.context_length)):
+        seconds: list[float] = []
+        num_passes = min(4, self.context_length)
+        while len(seconds) < num_passes:
+            if told is not None:
+                told(len(seconds), num_passes)
             began = time.perf_counter()
             self.forward(sequence, np.zeros(1, np.int32), _FIRST_ROW)
             seconds.append(time.perf_counter() - began)

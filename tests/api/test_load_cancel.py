@@ -29,6 +29,7 @@ STAGES = (
     drafters.STAGE,
     "getting ready to answer",
 )
+DRAFT_STAGE = "measuring the draft model"
 
 
 @pytest.fixture
@@ -100,7 +101,9 @@ def test_cancelling_ends_every_stage_and_leaves_nothing(never_measured: None, mo
     assert empty == ([], [], [], empty[3])
     kept = []
     # A draft model is loaded, and both are measured, by the same stages once more.
-    for stage, number in [(name, number) for name in STAGES for number in (0, min(3, told.count(name) - 1))]:
+    for stage, number in [
+        (name, number) for name in (*STAGES, DRAFT_STAGE) for number in (0, min(3, told.count(name) - 1))
+    ]:
         error = cancel_at(stage, number, **options)
         assert "loading was cancelled while" in str(error)
         # An app may keep the error: no frame of it holds anything.
