@@ -16,6 +16,12 @@ def main() -> int:
     answers = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if answers:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+    watch = None
+    if sys.argv[1:2] == ["serve"] and "--until-stdin-ends" in sys.argv:
+        # Before the rest is imported, which takes a while: who started us may be gone by then.
+        from localinfer.parent_watch import ParentWatch
+
+        watch = ParentWatch()
     try:
         from localinfer.cli import EXIT_INTERRUPTED
         from localinfer.cli import main as run_command
@@ -26,7 +32,7 @@ def main() -> int:
         if answers:
             sys.unraisablehook = _interrupt_again
             signal.signal(signal.SIGINT, signal.default_int_handler)
-        code = run_command()
+        code = run_command(watch=watch)
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
     if answers:

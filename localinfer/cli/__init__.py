@@ -39,6 +39,7 @@ from localinfer.cli.sessions import complete_name, sessions_command
 from localinfer.cli.standard_streams import open_missing_streams
 from localinfer.cli.warmup import warmup_command
 from localinfer.errors import LocalinferError, RequestError
+from localinfer.parent_watch import ParentWatch
 from localinfer.terminal import ModelOutput, check_text, describe_stats, dim, prepare_streams
 
 EXIT_BAD_INPUT = 2
@@ -364,8 +365,8 @@ def _invoke(words: list[str], process: ServeProcess) -> int:
     return 0
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code.
+def main(arguments: Sequence[str] | None = None, *, watch: ParentWatch | None = None) -> int:
+    """Run one command and return its exit code. watch: of the parent, if it has begun.
 
     0: success. 2: bad input, described in one line on stderr. 3: a reply of `chat -p` was cut. 130: interrupted by
     Ctrl-C. 141: stdout is a broken pipe.
@@ -374,7 +375,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     prepare_streams()
     words = list(sys.argv[1:] if arguments is None else arguments)
     with sidecar_streams(words) as ready_line:
-        return _run(words, ServeProcess(owns_process=arguments is None, ready_line=ready_line))
+        return _run(words, ServeProcess(owns_process=arguments is None, ready_line=ready_line, watch=watch))
 
 
 def _run(words: list[str], process: ServeProcess) -> int:

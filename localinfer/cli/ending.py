@@ -15,13 +15,12 @@ from typing import NoReturn
 
 from localinfer.cli import guard
 from localinfer.closing import Closing
+from localinfer.parent_watch import ParentWatch
 
 _LOADING_SECONDS = 1.2
 """From being asked to the end while no request is answered yet: only a load has to be given up."""
 _GUARD_SECONDS = 0.4
 """What the guard waits longer than this process itself."""
-_LOOK_SECONDS = 0.2
-_PIECE_BYTES = 512
 
 
 class Ending(Closing):
@@ -32,12 +31,12 @@ class Ending(Closing):
 
     seconds: from being asked to the end once requests are answered; less while a model loads.
     owns_process: whether the process may be ended at all; False in a program that calls the command, where the server
-    is only asked. with_input: ask when standard input ends, or the process that started this one.
+    is only asked. watch: asks when standard input ends, or the process that started this one.
     remove: files that nobody else uses, removed when this process was killed.
     """
 
     def __init__(
-        self, seconds: float, *, owns_process: bool, with_input: bool = False, remove: Sequence[Path] = ()
+        self, seconds: float, *, owns_process: bool, watch: ParentWatch | None = None, remove: Sequence[Path] = ()
     ) -> None:
         self._seconds = seconds
         self._limit = min(seconds, _LOADING_SECONDS)
@@ -51,14 +50,12 @@ class Ending(Closing):
         self._former_wakeup: int | None = None
         self._guard: subprocess.Popen[bytes] | None = None
         self._pipe: tuple[int, int] | None = None
-        parent = os.getppid()
         if owns_process and sys.platform != "win32" and not getattr(sys, "frozen", False):
             with contextlib.suppress(OSError):
-                self._start_guard(parent if with_input else 0, with_input=with_input)
-        _start("localinfer-end", self._end_when_asked)
-        if with_input:
-            _start("localinfer-stdin", self._watch_input)
-            _start("localinfer-parent", lambda: self._watch_parent(parent))
+                self._start_guard(0 if watch is None else watch.parent)
+        threading.Thread(target=self._end_when_asked, name="localinfer-end", daemon=True).start()
+        if watch is not None:
+            watch.tell(self.ask)
 
     def attach(self, stop: Callable[[], object], leave: Callable[[], object]) -> None:
         """From now on call `stop` when asked to end, and `leave` before the process is ended."""
@@ -102,15 +99,15 @@ class Ending(Closing):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._guard.wait(_GUARD_SECONDS)
 
-    def _start_guard(self, parent: int, *, with_input: bool) -> None:
+    def _start_guard(self, parent: int) -> None:
         # The end that is read stays open here too: should the guard be killed, writing must not fail.
         self._pipe = reading, writing = os.pipe()
         os.set_blocking(writing, False)
         limits = [str(seconds + _GUARD_SECONDS) for seconds in (self._limit, self._seconds)]
-        words = [str(reading), *limits, str(int(with_input)), str(parent), *map(os.fspath, self._remove)]
+        words = [str(reading), *limits, str(parent), *map(os.fspath, self._remove)]
         self._guard = subprocess.Popen(
             [sys.executable, "-I", "-S", guard.__file__, *words],
-            stdin=None if with_input else subprocess.DEVNULL,
+            stdin=None if parent else subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             pass_fds=(reading,),
@@ -144,28 +141,6 @@ class Ending(Closing):
         if not self._is_closed:
             self._exit()
 
-    def _watch_input(self) -> None:
-        # Not through `sys.stdin`: its lock, held by a blocked thread, would break the interpreter's shutdown.
-        with contextlib.suppress(OSError):
-            while _has_more():
-                pass
-        self.ask()
-
-    def _watch_parent(self, parent: int) -> None:
-        """Ask when the process that started this one has ended, as where standard input is that one's own."""
-        if sys.platform == "win32":
-            # Not tested. The number of a parent stays that of one that has ended.
-            import psutil
-
-            with contextlib.suppress(psutil.Error):
-                psutil.Process(parent).wait()
-        else:
-            # Not the signal that Linux sends when a parent ends: it comes when a thread does, the one that started us.
-            is_orphan = _is_orphan(parent)
-            while os.getppid() == parent and not is_orphan:
-                time.sleep(_LOOK_SECONDS)
-        self.ask()
-
     def _exit(self) -> NoReturn:
         with contextlib.suppress(Exception):
             self._leave()
@@ -177,27 +152,3 @@ class Ending(Closing):
 
 def _nothing() -> None:
     pass
-
-
-def _start(name: str, work: Callable[[], object]) -> None:
-    threading.Thread(target=work, name=name, daemon=True).start()
-
-
-def _is_orphan(parent: int) -> bool:
-    """Whether this process came to its parent because the one that started it had ended before it could be seen.
-
-    It is in the session of who started it, or leads one of its own.
-    """
-    try:
-        session = os.getsid(0)
-        return session != os.getpid() and os.getsid(parent) != session
-    except OSError:
-        return False
-
-
-def _has_more() -> bool:
-    """Wait for standard input, and say whether it goes on, as it does where memory for what came is short."""
-    try:
-        return bool(os.read(0, _PIECE_BYTES))
-    except MemoryError:
-        return True

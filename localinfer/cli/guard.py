@@ -23,18 +23,18 @@ _LOOK_SECONDS = 0.2
 
 
 def main(words: list[str]) -> None:
-    """Watch until the server is gone: the pipe, seconds to end in while it loads and later, who watches what.
+    """Watch until the server is gone, and kill it if it was to end and has not in time.
 
-    words: descriptor of the pipe; seconds while it loads; seconds once it is ready; "1" to watch standard input; id of
-    the server's parent, "0" not to watch it; files to be removed when the server is gone.
+    words: descriptor of the pipe; seconds while it loads; seconds once it is ready; the number of the server's parent,
+    to watch it and standard input, or "0"; files to be removed when the server is gone.
     """
-    pipe, loading, ready, with_stdin, parent = int(words[0]), float(words[1]), float(words[2]), words[3], int(words[4])
+    pipe, loading, ready, parent = int(words[0]), float(words[1]), float(words[2]), int(words[3])
     # A server that went before this line has closed the pipe.
     server = os.getppid()
     seconds, asked = loading, None
     poll = select.poll()
     poll.register(pipe, select.POLLIN)
-    if with_stdin == "1":
+    if parent:
         poll.register(0, getattr(select, "POLLRDHUP", 0))
     watched = _open_process(parent)
     if watched is not None:
@@ -53,7 +53,7 @@ def main(words: list[str]) -> None:
                 continue
             said = os.read(pipe, 64)
             if not said:
-                _remove(words[5:])
+                _remove(words[4:])
                 return
             if asked is None and any(byte in _ASKS for byte in said):
                 asked = time.monotonic()

@@ -12,9 +12,9 @@ from typing import Any, TextIO
 
 from localinfer.cli.patient_stream import PatientStream
 from localinfer.closing import Closing
+from localinfer.parent_watch import OPTION
 
 READY_JSON = "--ready-json"
-UNTIL_STDIN_ENDS = "--until-stdin-ends"
 
 _WAY_OUT = (re.compile("; "), re.compile(" (?=(?:See|Type) `)"), re.compile(r"(?<=\.) (?=The )"))
 """What stands between what is wrong and what to do: the first that is found."""
@@ -109,7 +109,7 @@ def drain_stderr() -> None:
 
 
 def _is_sidecar(words: Sequence[str]) -> bool:
-    return READY_JSON in words or UNTIL_STDIN_ENDS in words
+    return READY_JSON in words or OPTION in words
 
 
 def _is_pipe(stream: TextIO | None) -> bool:

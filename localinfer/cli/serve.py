@@ -14,9 +14,10 @@ import click
 from localinfer.cli.config_option import is_from_config, takes_config
 from localinfer.cli.ending import Ending
 from localinfer.cli.options import COUNT, LoadOptions, byte_size, changes_of, flag, load_options, load_with, option
-from localinfer.cli.ready_line import READY_JSON, UNTIL_STDIN_ENDS, ReadyLine, drain_stderr
+from localinfer.cli.ready_line import READY_JSON, ReadyLine, drain_stderr
 from localinfer.errors import RequestError
 from localinfer.folders import expand_home
+from localinfer.parent_watch import OPTION, ParentWatch
 from localinfer.terminal import check_text
 
 if TYPE_CHECKING:
@@ -36,10 +37,14 @@ _CLOSING_SECONDS = 8.0
 
 @dataclass(frozen=True)
 class ServeProcess:
-    """What `serve` may do with its process: end it, and write its line to standard output, if that is wanted."""
+    """What `serve` may do with its process: end it, and write its line to standard output, if that is wanted.
 
-    owns_process: bool
-    ready_line: ReadyLine | None
+    watch: what has watched the parent from the beginning.
+    """
+
+    owns_process: bool = False
+    ready_line: ReadyLine | None = None
+    watch: ParentWatch | None = None
 
 
 @click.command("serve")
@@ -68,7 +73,7 @@ class ServeProcess:
     type=_SECONDS,
     default=5,
 )
-@flag(UNTIL_STDIN_ENDS, "Exit within two seconds of the end of standard input, or of the parent process.")
+@flag(OPTION, "Exit within two seconds of the end of standard input, or of the parent process.")
 @flag(READY_JSON, "Print one line of JSON when ready, or with the error, and nothing else, on stdout.")
 @flag("--verbose", "Log each request, and what of its prompt was cached, without its text, to stderr.")
 def serve_command(
@@ -93,22 +98,24 @@ def serve_command(
     """
     from localinfer.server.transport.sockets import default_socket_path
 
-    process = click.get_current_context().find_object(ServeProcess) or ServeProcess(False, None)
+    process = click.get_current_context().find_object(ServeProcess) or ServeProcess()
     is_sidecar = until_stdin_ends or ready_json
     if is_sidecar and _is_default("shutdown_seconds"):
         shutdown_seconds = _SIDECAR_SHUTDOWN_SECONDS
-    socket_path, own_files = listening.pop("socket_path"), []
+    watch = (process.watch or ParentWatch(lambda: None)) if until_stdin_ends else None
+    socket_path = listening.pop("socket_path")
+    own_files: list[Path] = []
     place: Path | None = None
     if socket_path is not None:
         place = expand_home(socket_path).absolute()
-    elif ready_json and (place := _own_socket()) is not None:
-        own_files = [place, place.with_name(f"{place.name}.lock")]
     elif not ready_json:
         place = default_socket_path()
+    elif (place := _own_socket()) is not None:
+        own_files = [place, place.with_name(f"{place.name}.lock")]
     with Ending(
         shutdown_seconds + (_SIDECAR_CLOSING_SECONDS if is_sidecar else _CLOSING_SECONDS),
         owns_process=process.owns_process,
-        with_input=until_stdin_ends,
+        watch=watch,
         remove=own_files,
     ) as ending:
         _serve(

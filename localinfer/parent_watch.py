@@ -1,0 +1,88 @@
+"""The end of standard input or of the parent process, watched from the first moment of a process.
+
+Imports little: a program may be killed while the one that it started is still importing.
+"""
+
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+OPTION = "--until-stdin-ends"
+"""Of the command line that wants it."""
+
+_LOOK_SECONDS = 0.2
+_PIECE_BYTES = 512
+
+
+class ParentWatch:
+    """Ends the process, exit code 0, when standard input or the parent has ended, until `tell` names another way.
+
+    parent: the number of the process that started this one, when the watch began.
+    """
+
+    def __init__(self, on_end: Callable[[], object] = lambda: os._exit(0)) -> None:
+        self.parent = os.getppid()
+        self._lock = threading.Lock()
+        self._on_end = on_end
+        self._has_ended = False
+        for name, work in (("stdin", self._watch_input), ("parent", self._watch_parent)):
+            threading.Thread(target=work, name=f"localinfer-{name}", daemon=True).start()
+
+    def tell(self, on_end: Callable[[], object]) -> None:
+        """Call this at the end instead; at once if that has come."""
+        with self._lock:
+            self._on_end = on_end
+            has_ended = self._has_ended
+        if has_ended:
+            on_end()
+
+    def _end(self) -> None:
+        with self._lock:
+            self._has_ended = True
+            on_end = self._on_end
+        on_end()
+
+    def _watch_input(self) -> None:
+        # Not through `sys.stdin`: its lock, held by a blocked thread, would break the interpreter's shutdown.
+        with contextlib.suppress(OSError):
+            while _has_more():
+                pass
+        self._end()
+
+    def _watch_parent(self) -> None:
+        """Wait for the process that started this one, as where standard input is that one's own and goes on."""
+        if sys.platform == "win32":
+            # Not tested. The number of a parent stays that of one that has ended.
+            import psutil
+
+            with contextlib.suppress(psutil.Error):
+                psutil.Process(self.parent).wait()
+        else:
+            # Not the signal that Linux sends when a parent ends: it comes when a thread does, the one that started us.
+            is_orphan = _is_orphan(self.parent)
+            while os.getppid() == self.parent and not is_orphan:
+                time.sleep(_LOOK_SECONDS)
+        self._end()
+
+
+def _is_orphan(parent: int) -> bool:
+    """Whether this process came to its parent because the one that started it had ended before it could be seen.
+
+    It is in the session of who started it, or leads one of its own.
+    """
+    try:
+        session = os.getsid(0)
+        return session != os.getpid() and os.getsid(parent) != session
+    except OSError:
+        return False
+
+
+def _has_more() -> bool:
+    """Wait for standard input, and say whether it goes on, as it does where memory for what came is short."""
+    try:
+        return bool(os.read(0, _PIECE_BYTES))
+    except MemoryError:
+        return True
