@@ -8,7 +8,7 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.extras import require
+from localinfer.system.extras import require
 
 
 @cache

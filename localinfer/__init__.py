@@ -10,33 +10,33 @@ if TYPE_CHECKING:
     from typing import Any
 
     from localinfer import errors
-    from localinfer.async_api import aload
     from localinfer.cache.prefix_cache import SnapshotStats
     from localinfer.chat.constraints import Constraint, Grammar, JsonObject, JsonSchema, Regex
     from localinfer.chat.messages import ToolChoice
     from localinfer.chat.parser import ToolCall, ToolCallDelta
     from localinfer.chat.reply import ReplyOptions
     from localinfer.chat_model import ChatOptions
-    from localinfer.completion import Completion, Stats, StreamEvent
     from localinfer.embedding import RankedDocument
     from localinfer.engine.beam_search import Beam
     from localinfer.engine.scheduler import EngineLimits
-    from localinfer.folders import set_cache_folder
-    from localinfer.freezing import freeze_support
-    from localinfer.generation_options import GenerationOptions
+    from localinfer.generation.completion import Completion, Stats, StreamEvent
+    from localinfer.generation.options import GenerationOptions
+    from localinfer.generation.stream import TextStream
     from localinfer.llm import LLM, BeamCompletion, Prompt
-    from localinfer.loading import load, load_tokenizer
-    from localinfer.model_availability import Availability, availability
+    from localinfer.loading.aload import aload
+    from localinfer.loading.availability import Availability, availability
+    from localinfer.loading.load import load, load_tokenizer
+    from localinfer.loading.warm_up import WarmUp, warm_up
     from localinfer.model_info import ModelInfo
     from localinfer.models.decoder.rope import RopeOptions
     from localinfer.models.text.tokenizer import Tokenizer
-    from localinfer.python_tools import CallOutcome, RequestedCall, Tool
     from localinfer.sampling.filters import TokenLogprobs
-    from localinfer.session import Session
-    from localinfer.session_prompts import SessionOptions
-    from localinfer.stream import TextStream
+    from localinfer.session.prompts import SessionOptions
+    from localinfer.session.python_tools import CallOutcome, RequestedCall, Tool
+    from localinfer.session.session import Session
+    from localinfer.system.folders import set_cache_folder
+    from localinfer.system.freezing import freeze_support
     from localinfer.types import ProgressCallback
-    from localinfer.warming import WarmUp, warm_up
 
 _FOLDER = os.path.dirname(os.path.abspath(__file__))
 _CHECKOUT = os.path.dirname(_FOLDER)
@@ -90,15 +90,15 @@ __all__ = [
 ]
 
 _MODULE_OF = {
-    "Availability": "localinfer.model_availability",
+    "Availability": "localinfer.loading.availability",
     "Beam": "localinfer.engine.beam_search",
     "BeamCompletion": "localinfer.llm",
-    "CallOutcome": "localinfer.python_tools",
+    "CallOutcome": "localinfer.session.python_tools",
     "ChatOptions": "localinfer.chat_model",
-    "Completion": "localinfer.completion",
+    "Completion": "localinfer.generation.completion",
     "Constraint": "localinfer.chat.constraints",
     "EngineLimits": "localinfer.engine.scheduler",
-    "GenerationOptions": "localinfer.generation_options",
+    "GenerationOptions": "localinfer.generation.options",
     "Grammar": "localinfer.chat.constraints",
     "JsonObject": "localinfer.chat.constraints",
     "JsonSchema": "localinfer.chat.constraints",
@@ -109,31 +109,36 @@ _MODULE_OF = {
     "RankedDocument": "localinfer.embedding",
     "Regex": "localinfer.chat.constraints",
     "ReplyOptions": "localinfer.chat.reply",
-    "RequestedCall": "localinfer.python_tools",
+    "RequestedCall": "localinfer.session.python_tools",
     "RopeOptions": "localinfer.models.decoder.rope",
-    "Session": "localinfer.session",
-    "SessionOptions": "localinfer.session_prompts",
+    "Session": "localinfer.session.session",
+    "SessionOptions": "localinfer.session.prompts",
     "SnapshotStats": "localinfer.cache.prefix_cache",
-    "Stats": "localinfer.completion",
-    "StreamEvent": "localinfer.completion",
-    "TextStream": "localinfer.stream",
+    "Stats": "localinfer.generation.completion",
+    "StreamEvent": "localinfer.generation.completion",
+    "TextStream": "localinfer.generation.stream",
     "TokenLogprobs": "localinfer.sampling.filters",
     "Tokenizer": "localinfer.models.text.tokenizer",
-    "Tool": "localinfer.python_tools",
+    "Tool": "localinfer.session.python_tools",
     "ToolCall": "localinfer.chat.parser",
     "ToolCallDelta": "localinfer.chat.parser",
     "ToolChoice": "localinfer.chat.messages",
-    "WarmUp": "localinfer.warming",
-    "aload": "localinfer.async_api",
-    "availability": "localinfer.model_availability",
-    "freeze_support": "localinfer.freezing",
-    "load": "localinfer.loading",
-    "load_tokenizer": "localinfer.loading",
-    "set_cache_folder": "localinfer.folders",
-    "warm_up": "localinfer.warming",
+    "WarmUp": "localinfer.loading.warm_up",
+    "aload": "localinfer.loading.aload",
+    "availability": "localinfer.loading.availability",
+    "freeze_support": "localinfer.system.freezing",
+    "load": "localinfer.loading.load",
+    "load_tokenizer": "localinfer.loading.load",
+    "set_cache_folder": "localinfer.system.folders",
+    "warm_up": "localinfer.loading.warm_up",
 }
 
-_LIGHT = ("localinfer.async_api", "localinfer.chat.constraints", "localinfer.folders", "localinfer.freezing")
+_LIGHT = (
+    "localinfer.loading.aload",
+    "localinfer.chat.constraints",
+    "localinfer.system.folders",
+    "localinfer.system.freezing",
+)
 """Modules that need neither NumPy nor LLVM."""
 
 

@@ -19,7 +19,7 @@ def main() -> int:
     watch = None
     if sys.argv[1:2] == ["serve"] and "--until-stdin-ends" in sys.argv:
         # Before the rest is imported, which takes a while: who started us may be gone by then.
-        from localinfer.parent_watch import ParentWatch
+        from localinfer.system.parent_watch import ParentWatch
 
         watch = ParentWatch()
     try:
@@ -44,7 +44,7 @@ def main() -> int:
 def _tell_missing(error: ModuleNotFoundError) -> int:
     """Say on one line how the packages of the command are installed, if it is one of these that is missing."""
     from localinfer.errors import MissingPackageError
-    from localinfer.extras import require
+    from localinfer.system.extras import require
 
     try:
         require("cli", "the command")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from localinfer.errors import RequestError
-from localinfer.folders import expand_home
+from localinfer.system.folders import expand_home
 
 _MOST_LEVELS = 128
 """Values nested deeper than this are not copied; whatever reads messages and schemas refuses them."""

@@ -14,13 +14,13 @@ from localinfer.chat.constraints import Constraint, ConstraintCompiler
 from localinfer.chat.history import ChatHistory, EncodedChat, SessionHistory
 from localinfer.chat.messages import read_messages
 from localinfer.chat.reply import ChatRequest, ReplyOptions, TemplateFormats
-from localinfer.completion import StreamEvent
 from localinfer.engine.engine import Engine
 from localinfer.errors import RequestError
-from localinfer.generation_options import GenerationOptions, check_options
+from localinfer.generation.completion import StreamEvent
+from localinfer.generation.options import GenerationOptions, check_options
+from localinfer.generation.stream import TextStream
+from localinfer.generation.text_generation import EncodedPrompt, TextGeneration
 from localinfer.sampling.params import SamplingParams
-from localinfer.stream import TextStream
-from localinfer.text_generation import EncodedPrompt, TextGeneration
 
 if TYPE_CHECKING:
     from localinfer.models.text.chat_template import ChatTemplate

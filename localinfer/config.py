@@ -11,8 +11,8 @@ from typing import Any, NoReturn
 
 from localinfer.arguments import check_number, shown
 from localinfer.errors import RequestError
-from localinfer.folders import expand_home, user_folder
 from localinfer.sampling.params import MAX_SEED, NUMBER_OPTIONS, SamplingParams
+from localinfer.system.folders import expand_home, user_folder
 
 FILE_NAME = "config.toml"
 DEVICES = ("auto", "cpu", "cuda")

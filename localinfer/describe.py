@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from localinfer.memory_report import describe_memory, memory_lines
+from localinfer.memory.report import describe_memory, memory_lines
 from localinfer.quant.formats.types import TensorRecord, bits_per_weight
 from localinfer.quant.gguf.reader import GGUFFile, Metadata, read_gguf
 from localinfer.terminal import neutralise_controls

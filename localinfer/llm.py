@@ -15,17 +15,17 @@ from localinfer.chat.constraints import ConstraintCompiler
 from localinfer.chat.reply import ReplyOptions
 from localinfer.chat_model import ChatModel, ChatOptions
 from localinfer.closing import Closing
-from localinfer.completion import Completion
 from localinfer.embedding import RankedDocument, TextEmbedder
 from localinfer.engine.beam_search import Beam, search_beams
 from localinfer.engine.engine import Engine
 from localinfer.engine.scheduler import EngineLimits
 from localinfer.errors import RequestError, SessionFileError
-from localinfer.generation_options import CheckedOptions, GenerationOptions, check_options
-from localinfer.many_completions import complete_many
+from localinfer.generation.completion import Completion
+from localinfer.generation.many_completions import complete_many
+from localinfer.generation.options import CheckedOptions, GenerationOptions, check_options
+from localinfer.generation.stream import TextStream, complete_in_thread
+from localinfer.generation.text_generation import EncodedPrompt, TextGeneration
 from localinfer.model_info import ModelInfo, model_info
-from localinfer.stream import TextStream, complete_in_thread
-from localinfer.text_generation import EncodedPrompt, TextGeneration
 from localinfer.thread_control import ThreadControl
 
 if TYPE_CHECKING:
@@ -35,10 +35,10 @@ if TYPE_CHECKING:
     from localinfer.models.text.tokenizer import Tokenizer
     from localinfer.persistence.fingerprint import ModelIdentity
     from localinfer.persistence.prompt_cache import DiskCache, DiskOptions
-    from localinfer.python_tools import CallOutcome, RequestedCall, Tool
     from localinfer.sampling.filters import TokenLogprobs
-    from localinfer.session import Session
-    from localinfer.session_prompts import SessionOptions
+    from localinfer.session.prompts import SessionOptions
+    from localinfer.session.python_tools import CallOutcome, RequestedCall, Tool
+    from localinfer.session.session import Session
     from localinfer.speculation.verify import Speculation
 
 logger = logging.getLogger(__name__)
@@ -279,9 +279,9 @@ class LLM(ThreadControl, Closing):
         Raises: RequestError for a model that cannot chat, and for what cannot be a tool, a message or an option.
         """
         from localinfer.chat.turns import first_turns
-        from localinfer.python_tools import ToolBox
-        from localinfer.session import Session
-        from localinfer.session_prompts import SessionPrompts
+        from localinfer.session.prompts import SessionPrompts
+        from localinfer.session.python_tools import ToolBox
+        from localinfer.session.session import Session
 
         box = ToolBox(tools, on_call=on_tool_call, on_result=on_tool_result)
         name = "" if self._identity is None else self._model.file.path.name

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from localinfer.memory_plan import plan_memory
+from localinfer.memory.plan import plan_memory
 
 if TYPE_CHECKING:
     from localinfer.chat.reply import TemplateFormats

@@ -12,7 +12,7 @@ from localinfer.closing import Closing
 from localinfer.errors import RequestError
 
 if TYPE_CHECKING:
-    from localinfer.completion import Stats
+    from localinfer.generation.completion import Stats
     from localinfer.types import ProgressCallback
 
 DIM = "\x1b[2m"

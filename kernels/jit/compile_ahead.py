@@ -13,10 +13,10 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from localinfer import freezing
-from localinfer.folders import CACHE_VARIABLE, chosen_cache_folder
 from localinfer.kernels.jit import object_cache
 from localinfer.kernels.jit.object_cache import Kernel
+from localinfer.system import freezing
+from localinfer.system.folders import CACHE_VARIABLE, chosen_cache_folder
 from localinfer.types import ProgressCallback
 
 STAGE = "compiling kernels (once per machine)"
@@ -26,7 +26,7 @@ LINK_STAGE = "linking kernels"
 _CHILD = """
 import json, sys
 sys.path[:], task, share = json.loads(sys.argv[1])
-from localinfer import freezing
+from localinfer.system import freezing
 freezing.run_task(task, share)
 """
 

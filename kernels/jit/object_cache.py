@@ -20,13 +20,13 @@ from typing import Any
 
 from llvmlite import binding as llvm
 
-from localinfer.files import read_bounded, write_all, write_atomically
-from localinfer.folders import chosen_cache_folder, make_private, temporary_folder, user_folder
 from localinfer.kernels import address_space
 from localinfer.kernels.jit import isa
 from localinfer.kernels.jit.unused_keys import note_use
 from localinfer.kernels.source_digests import UNKNOWN_SOURCES, UNKNOWN_SOURCES_WAY_OUT, combined, source_digests
 from localinfer.kernels.versions import installed_version
+from localinfer.system.files import read_bounded, write_all, write_atomically
+from localinfer.system.folders import chosen_cache_folder, make_private, temporary_folder, user_folder
 
 _SETTINGS_IN_CODE = (
     *("NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES", "NUMBA_ENABLE_AVX", "NUMBA_OPT", "NUMBA_BOUNDSCHECK"),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from localinfer.bench.figures import PERCENTS, Record
 from localinfer.errors import BackendUnavailableError
-from localinfer.files import OutputFile, check_output
+from localinfer.system.files import OutputFile, check_output
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

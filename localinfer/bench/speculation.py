@@ -7,9 +7,9 @@ from typing import cast
 from localinfer.bench.decode import STREAM_PROMPT, BenchSettings, check_context, model_record
 from localinfer.bench.figures import Record, summarize
 from localinfer.describe import describe_file
-from localinfer.drafters import make_speculation
 from localinfer.engine.engine import Engine
 from localinfer.errors import RequestError
+from localinfer.loading.drafters import make_speculation
 from localinfer.models.load.assistant import is_assistant
 from localinfer.models.load.loader import Model, load_model
 from localinfer.sampling.params import SamplingParams

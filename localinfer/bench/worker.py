@@ -29,7 +29,7 @@ class LocalinferEngine:
         loading = {"threads": options["threads"], "context_length": options["context_length"]}
         with Progress() as progress:
             if options["streams"]:
-                from localinfer.loading import load
+                from localinfer.loading.load import load
 
                 self._llm = load(options["model"], device=options["device"], progress=progress, **loading)
                 self.num_threads, self.vocab_size = options["threads"] or 0, self._llm.vocab_size

@@ -17,7 +17,7 @@ from localinfer.cache.slabs import SharedSlots, SlabAllocator
 from localinfer.cache.sliding_window import BoolArray, SlidingWindow
 from localinfer.errors import ClosedError, OutOfMemoryError
 from localinfer.kernels.kv_layout import DevicePages, KVLayout
-from localinfer.machine_limits import memory_limits
+from localinfer.system.machine_limits import memory_limits
 
 PageNumbers = NDArray[np.int64]
 

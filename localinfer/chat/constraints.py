@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from localinfer.arguments import owned
 from localinfer.chat.json_schema import MAX_CHARACTERS, checked_schema, keyword_in
 from localinfer.errors import ConstraintError, OverloadedError
-from localinfer.extras import require
+from localinfer.system.extras import require
 
 if TYPE_CHECKING:
     from localinfer.chat.vocabulary_trie import VocabularyTrie

@@ -39,7 +39,7 @@ from localinfer.cli.sessions import complete_name, sessions_command
 from localinfer.cli.standard_streams import open_missing_streams
 from localinfer.cli.warmup import warmup_command
 from localinfer.errors import LocalinferError, RequestError
-from localinfer.parent_watch import ParentWatch
+from localinfer.system.parent_watch import ParentWatch
 from localinfer.terminal import ModelOutput, check_text, describe_stats, dim, prepare_streams
 
 EXIT_BAD_INPUT = 2

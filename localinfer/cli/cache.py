@@ -66,7 +66,7 @@ def _typed_lines() -> str | None:
 
 
 def _typed_lines_file() -> Path | None:
-    from localinfer.folders import user_folder
+    from localinfer.system.folders import user_folder
 
     state = user_folder("state")
     path = None if state is None else state / "chat-history"

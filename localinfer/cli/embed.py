@@ -58,7 +58,7 @@ def embed_command(
     Without TEXT and --file, each line of standard input is a text. Prints a line of JSON for each text, in order, with
     a vector of length 1 unless --no-normalize is given.
     """
-    from localinfer.files import check_output
+    from localinfer.system.files import check_output
 
     wanted = _texts(texts, files, "TEXT")
     is_array = output is not None and output.lower().endswith(".npy")
@@ -187,7 +187,7 @@ def _written(output: str | None, *, is_array: bool) -> Iterator[Callable[[int, i
     """What takes the index, the number of tokens and the vector of each text; files appear once they are whole."""
     import numpy as np
 
-    from localinfer.files import OutputFile
+    from localinfer.system.files import OutputFile
 
     def line(index: int, num_tokens: int, vector: Any) -> str:
         record = {"index": index, "num_tokens": num_tokens, "embedding": _numbers(vector)}

@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from localinfer.cli import guard
 from localinfer.closing import Closing
-from localinfer.parent_watch import ParentWatch
+from localinfer.system.parent_watch import ParentWatch
 
 _LOADING_SECONDS = 1.2
 """From being asked to the end while no request is answered yet: only a load has to be given up."""

@@ -14,9 +14,9 @@ from localinfer.errors import ContextLengthError, RequestError
 from localinfer.terminal import ModelOutput, Progress, check_text, describe_stats, neutralise_controls
 
 if TYPE_CHECKING:
-    from localinfer.completion import Stats
+    from localinfer.generation.completion import Stats
+    from localinfer.generation.stream import TextStream
     from localinfer.llm import LLM
-    from localinfer.stream import TextStream
 
 EXIT_CUT = 3
 """Exit code where the reply was cut: it was printed, and is not whole."""

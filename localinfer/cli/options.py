@@ -221,7 +221,7 @@ load_options = options_group(
 
 def changes_of(options: LoadOptions) -> "ModelChanges":
     """The overrides of a model's metadata. Raises: RequestError."""
-    from localinfer.load_options import model_changes
+    from localinfer.loading.options import model_changes
 
     return model_changes(**{name: options[name] for name in ("chat_template", "rope", "overrides")})
 

@@ -104,7 +104,7 @@ def quantize_command(
 def _measure(source: str, target: str, text: str, chunks: int, threads: int | None) -> "Comparison":
     import localinfer
     from localinfer.evaluation.measure import CONTEXT_LENGTH, compare
-    from localinfer.machine_limits import memory_limits
+    from localinfer.system.machine_limits import memory_limits
 
     needed = sum(_size(path) for path in (source, target))
     available = memory_limits().available_bytes

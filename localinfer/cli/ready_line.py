@@ -12,7 +12,7 @@ from typing import Any, TextIO
 
 from localinfer.cli.patient_stream import PatientStream
 from localinfer.closing import Closing
-from localinfer.parent_watch import OPTION
+from localinfer.system.parent_watch import OPTION
 
 READY_JSON = "--ready-json"
 

@@ -16,8 +16,8 @@ from localinfer.cli.ending import Ending
 from localinfer.cli.options import COUNT, LoadOptions, byte_size, changes_of, flag, load_options, load_with, option
 from localinfer.cli.ready_line import READY_JSON, ReadyLine, drain_stderr
 from localinfer.errors import RequestError
-from localinfer.folders import expand_home
-from localinfer.parent_watch import OPTION, ParentWatch
+from localinfer.system.folders import expand_home
+from localinfer.system.parent_watch import OPTION, ParentWatch
 from localinfer.terminal import check_text
 
 if TYPE_CHECKING:
@@ -249,8 +249,8 @@ def _settings(
 
 def _own_socket() -> Path | None:
     """A place for the socket of one process, as every sidecar needs one; None where none can be made."""
-    from localinfer.folders import make_private
     from localinfer.server.transport.sockets import MAX_SOCKET_PATH_BYTES, default_socket_path
+    from localinfer.system.folders import make_private
 
     default = default_socket_path()
     if default is None:
@@ -293,7 +293,7 @@ def _read_token(path: Path) -> str:
 def _sources(path: str | None, folder: str | None) -> "list[ModelSource]":
     """The models to serve, the one named by -m first; the demo model if none is named."""
     from localinfer.hub.find import find_model
-    from localinfer.load_options import model_path
+    from localinfer.loading.options import model_path
     from localinfer.server.replies.model_folder import ModelSource, find_models, model_source
 
     sources = [] if folder is None else find_models(expand_home(folder))

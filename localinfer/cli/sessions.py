@@ -103,7 +103,7 @@ def delete_session_command(names: tuple[str, ...]) -> None:
 )
 def export_session_command(name: str, output: str, format_name: str | None) -> None:
     """Write a conversation to a file, as Markdown to read or as JSON with everything that is saved."""
-    from localinfer.files import OutputFile
+    from localinfer.system.files import OutputFile
 
     conversation = _store().load(name)
     wanted = format_name or _FORMATS.get(Path(output).suffix.lower(), "markdown")

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from localinfer.doctor.hardware import huge_pages, memory_modules, power_facts
-from localinfer.folders import user_folder
-from localinfer.machine_limits import memory_limits, processor_limits
+from localinfer.system.folders import user_folder
+from localinfer.system.machine_limits import memory_limits, processor_limits
 
 Facts = dict[str, Any]
 

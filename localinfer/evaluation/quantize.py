@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from localinfer.errors import ModelFileError, RequestError
 from localinfer.evaluation.texts import CalibrationText, read_calibration
-from localinfer.files import check_output, is_written_in_place
 from localinfer.kernels.cpu.encoding import ENCODERS, prepare_encoders
 from localinfer.kernels.cpu.program import ThreadPool
 from localinfer.models.calibration.rounding import round_by_calibration, scale_for_rounding
@@ -32,6 +31,7 @@ from localinfer.quant.methods.presets import ModelFacts, Preset, TypeChoice, cho
 from localinfer.quant.methods.workers import Workers
 from localinfer.quant.pipeline.partial_results import PartialResults
 from localinfer.quant.pipeline.quantize import QuantizedModel, check_target, quantize_model
+from localinfer.system.files import check_output, is_written_in_place
 from localinfer.types import ProgressCallback
 
 logger = logging.getLogger(__name__)

@@ -4,9 +4,9 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from localinfer.files import write_atomically
 from localinfer.hub.client import Repository
 from localinfer.hub.variants import StoredFile
+from localinfer.system.files import write_atomically
 
 _PREFIX = "models--"
 

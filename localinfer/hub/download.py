@@ -9,10 +9,10 @@ from io import FileIO
 from pathlib import Path
 
 from localinfer.errors import DownloadError
-from localinfer.files import write_all
 from localinfer.hub.cache_folder import blob_path, pointer_path
 from localinfer.hub.client import ConnectionLost, HubClient, Repository
 from localinfer.hub.variants import StoredFile, describe_size
+from localinfer.system.files import write_all
 
 Received = Callable[[int], None]
 """Called with how many bytes of the file are here."""

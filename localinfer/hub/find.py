@@ -6,11 +6,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from localinfer.errors import RequestError
-from localinfer.folders import expand_home
 from localinfer.hub.installed import PULLED, InstalledModel, find_installed
 from localinfer.hub.places import Places
 from localinfer.hub.records import PullRecords
 from localinfer.hub.references import parse_reference
+from localinfer.system.folders import expand_home
 
 _LATEST = ":latest"
 _MOST_SHOWN = 8

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from localinfer.folders import user_folder
+from localinfer.system.folders import user_folder
 
 HUB = "https://huggingface.co"
 

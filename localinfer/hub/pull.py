@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from localinfer.errors import DownloadError, HubUnreachableError, RequestError
-from localinfer.extras import require
 from localinfer.hub.cache_folder import blob_path, pointer_path, set_main
 from localinfer.hub.client import HubClient, Repository
 from localinfer.hub.download import fetch_file, held_bytes
@@ -19,6 +18,7 @@ from localinfer.hub.records import PullRecord, PullRecords, new_record
 from localinfer.hub.references import Reference, parse_reference
 from localinfer.hub.remove import delete_files
 from localinfer.hub.variants import StoredFile, choose_variant, describe_size, is_left_aside
+from localinfer.system.extras import require
 
 if TYPE_CHECKING:
     from localinfer.types import ProgressCallback

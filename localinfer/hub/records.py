@@ -13,11 +13,11 @@ from typing import Any
 from urllib.parse import quote
 
 from localinfer.errors import DownloadError
-from localinfer.files import read_bounded, write_atomically
-from localinfer.folders import make_private
 from localinfer.hub.client import Repository
 from localinfer.hub.references import parse_reference
 from localinfer.hub.variants import StoredFile, is_safe_path
+from localinfer.system.files import read_bounded, write_atomically
+from localinfer.system.folders import make_private
 
 _VERSION = 1
 _MOST_BYTES = 4 << 20

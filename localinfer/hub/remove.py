@@ -7,13 +7,13 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from localinfer.errors import RequestError
-from localinfer.extras import require
 from localinfer.hub.cache_folder import blob_path, pointer_path, repository_folder
 from localinfer.hub.download import partial_path
 from localinfer.hub.installed import find_installed
 from localinfer.hub.places import Places
 from localinfer.hub.records import DamagedRecord, PullRecord, PullRecords
 from localinfer.hub.variants import describe_size
+from localinfer.system.extras import require
 
 
 def remove_model(name: str, places: Places) -> str:

@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.chat.history import AnsweredChat, EncodedChat
-from localinfer.files import read_bounded, write_all, write_atomically
 from localinfer.persistence.budget import CHAT_SUFFIX, newest_first
+from localinfer.system.files import read_bounded, write_all, write_atomically
 
 logger = logging.getLogger(__name__)
 

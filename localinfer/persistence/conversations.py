@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 from localinfer.errors import RequestError, SessionFileError
-from localinfer.files import read_bounded, unwritable, write_all, write_atomically
-from localinfer.folders import make_private, user_folder
 from localinfer.persistence.saved_conversation import SavedConversation, check_name, is_id, name_from
+from localinfer.system.files import read_bounded, unwritable, write_all, write_atomically
+from localinfer.system.folders import make_private, user_folder
 
 if sys.platform == "win32":
     import msvcrt

@@ -21,9 +21,9 @@ from typing import TypedDict
 
 import numpy as np
 
-from localinfer.files import read_bounded, run_all, write_all, write_atomically
 from localinfer.persistence.page_file import PageFormat
 from localinfer.quant.checkpoint.model_file import ModelFile
+from localinfer.system.files import read_bounded, run_all, write_all, write_atomically
 
 logger = logging.getLogger(__name__)
 

@@ -28,8 +28,8 @@ from pathlib import Path
 
 import numpy as np
 
-from localinfer.files import open_regular, write_all, write_atomically
 from localinfer.kernels.cpu.weights import fold
+from localinfer.system.files import open_regular, write_all, write_atomically
 from localinfer.types import TokenIds
 
 MAGIC = b"LOCALKV\0"

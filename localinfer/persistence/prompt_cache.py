@@ -24,8 +24,6 @@ from localinfer.cache.prefix_node import CachedPath, Match
 from localinfer.chat.history import AnsweredChat, ChatHistory
 from localinfer.engine.engine import Engine
 from localinfer.errors import ClosedError, LocalinferError, OutOfMemoryError
-from localinfer.files import num_io_threads
-from localinfer.folders import expand_home, make_private, user_folder
 from localinfer.persistence.budget import CHATS_FOLDER, DESCRIPTION, WEIGHTS_FOLDER
 from localinfer.persistence.chats import StoredChats
 from localinfer.persistence.fingerprint import (
@@ -38,6 +36,8 @@ from localinfer.persistence.fingerprint import (
 from localinfer.persistence.restore import restore_prompt
 from localinfer.persistence.snapshot_store import SnapshotTier, chosen_positions
 from localinfer.persistence.store import DiskCounters, DiskTier, FileKind, Found, PageSource, Saved, common_length
+from localinfer.system.files import num_io_threads
+from localinfer.system.folders import expand_home, make_private, user_folder
 from localinfer.types import TokenIds
 
 logger = logging.getLogger(__name__)

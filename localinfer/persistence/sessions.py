@@ -29,11 +29,11 @@ from localinfer.cache.block_pool import PageNumbers, PagePool
 from localinfer.closing import Closing
 from localinfer.engine.engine import Engine
 from localinfer.errors import SessionFileError, SessionMismatchError
-from localinfer.files import OutputFile, check_output, num_io_threads
-from localinfer.folders import expand_home
 from localinfer.persistence.fingerprint import Fingerprint, ModelIdentity, differing_parts
 from localinfer.persistence.page_file import CHECKSUM_BYTES, PageFormat, checksum, read_all
 from localinfer.persistence.snapshot_store import chosen_positions
+from localinfer.system.files import OutputFile, check_output, num_io_threads
+from localinfer.system.folders import expand_home
 from localinfer.types import TokenIds
 
 MAGIC = b"LOCALSES"

@@ -19,7 +19,6 @@ from pathlib import Path
 
 import numpy as np
 
-from localinfer.files import WorkerThreads, run_all
 from localinfer.persistence.budget import DiskBudget, mark_used
 from localinfer.persistence.page_file import (
     KEY_BYTES,
@@ -34,6 +33,7 @@ from localinfer.persistence.page_file import (
     read_record,
     write_page,
 )
+from localinfer.system.files import WorkerThreads, run_all
 from localinfer.types import TokenIds
 
 logger = logging.getLogger(__name__)

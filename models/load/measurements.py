@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from localinfer.files import read_bounded, write_all, write_atomically
 from localinfer.kernels.jit.object_cache import cache_folder
+from localinfer.system.files import read_bounded, write_all, write_atomically
 
 _REPETITIONS = 7
 _LEAST_REPETITIONS = 3

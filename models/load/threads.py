@@ -15,9 +15,9 @@ from localinfer.kernels.cpu.memory import address, aligned_zeros
 from localinfer.kernels.cpu.program import CpuProgram
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.program import Batch, Segment, StateStep
-from localinfer.machine_limits import processor_limits
 from localinfer.models.load.measurements import get_measurement, put_measurement, time_in_turns
 from localinfer.models.load.stages import Stage, checked_run
+from localinfer.system.machine_limits import processor_limits
 from localinfer.types import ProgressCallback
 
 STAGE = "measuring how many threads decode fastest"

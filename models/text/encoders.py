@@ -14,7 +14,7 @@ import numpy as np
 from localinfer.errors import TokenizerError
 from localinfer.models.text.splitting import TokenizerWarning, build_splitter, pre_tokenizer_rule
 from localinfer.models.text.vocabulary import Vocabulary
-from localinfer.pieces import pieces
+from localinfer.system.pieces import pieces
 
 if TYPE_CHECKING:
     from localinfer.models.text.long_text import LongTextSplitter, SymbolTable

@@ -25,7 +25,7 @@ from localinfer.kernels.cpu.kernel_abi import (
 from localinfer.kernels.cpu.text_merging import MergeTable, WordShape, split_words
 from localinfer.models.text.encoders import BYTE_CHARACTERS
 from localinfer.models.text.splitting import GPT2_PATTERN, PRE_TOKENIZERS, PreTokenizerRule, build_splitter
-from localinfer.pieces import pieces
+from localinfer.system.pieces import pieces
 
 STRETCH = 1 << 16
 """Characters that are looked at together, or twice as many as long as no word of them is settled."""

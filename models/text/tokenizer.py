@@ -32,7 +32,7 @@ from localinfer.models.text.vocabulary import (
     vocabulary_difference,
     vocabulary_fingerprint,
 )
-from localinfer.pieces import pieces
+from localinfer.system.pieces import pieces
 
 _ENCODERS: dict[str, type[SubwordEncoder]] = {
     "spm": SentencePieceEncoder,

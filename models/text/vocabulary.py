@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from localinfer.errors import TokenizerError
 from localinfer.models.text.splitting import CONTROL_TEXTS, PRE_TOKENIZERS, find_end_of_generation
-from localinfer.pieces import last_places, pieces
 from localinfer.quant.gguf.metadata import Metadata
+from localinfer.system.pieces import last_places, pieces
 
 PREFIX = "tokenizer.ggml."
 _WAY_OUT = "Convert the model again with a current converter, or run it with token ids only."

@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.errors import CorruptFileError, ModelFileError, UnsupportedFormatError
-from localinfer.pieces import parse_json
 from localinfer.quant.checkpoint.safetensors import StoredTensor, read_header
 from localinfer.quant.gguf.mapped_file import FileStretch, MappedFile, MappedFiles
+from localinfer.system.pieces import parse_json
 
 MAX_CONFIG_BYTES = 16 << 20
 MAX_TOKENIZER_BYTES = 256 << 20

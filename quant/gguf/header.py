@@ -18,9 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.errors import CorruptFileError, UnsupportedFormatError
-from localinfer.pieces import PIECE, give_way
 from localinfer.quant.formats.types import TensorRecord, block_size, tensor_type
 from localinfer.quant.gguf.mapped_file import MappedFile
+from localinfer.system.pieces import PIECE, give_way
 
 MAX_HEADER_BYTES = 256 << 20
 MAX_KEYS = 1 << 16

@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.errors import CorruptFileError
-from localinfer.pieces import PIECE, give_way
 from localinfer.quant.gguf.header import SCALAR_DTYPES, StoredValue, ValueType
 from localinfer.quant.gguf.mapped_file import MappedFile
+from localinfer.system.pieces import PIECE, give_way
 
 SingleValue: TypeAlias = bool | int | float | str
 MetadataValue: TypeAlias = SingleValue | list[str] | NDArray[Any]

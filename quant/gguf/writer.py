@@ -16,7 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.errors import RequestError
-from localinfer.files import OutputFile
 from localinfer.quant.formats.types import TensorRecord
 from localinfer.quant.gguf.header import (
     ALIGNMENTS,
@@ -27,6 +26,7 @@ from localinfer.quant.gguf.header import (
     ValueType,
 )
 from localinfer.quant.gguf.metadata import Metadata
+from localinfer.system.files import OutputFile
 
 _ARRAY_TYPES = {np.dtype(dtype): type for type, dtype in SCALAR_DTYPES.items() if type is not ValueType.BOOL}
 

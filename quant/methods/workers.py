@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from localinfer.closing import Closing
-from localinfer.extras import require
+from localinfer.system.extras import require
 from localinfer.types import FloatArray
 
 ROWS_PER_PIECE = 512

@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.errors import RequestError
-from localinfer.files import unwritable, write_all, write_atomically
 from localinfer.quant.formats.types import TensorType
 from localinfer.quant.methods.gptq import PreparedTensor
+from localinfer.system.files import unwritable, write_all, write_atomically
 from localinfer.types import FloatArray
 
 _ABOUT, _STATE = "about.json", "state.npz"

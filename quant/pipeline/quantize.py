@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.errors import RequestError
-from localinfer.files import check_output
 from localinfer.kernels.cpu.program import ThreadPool
 from localinfer.quant.checkpoint.model_file import ModelFile, read_stretch
 from localinfer.quant.formats.encoding import as_float32, encode, source_rows
@@ -21,6 +20,7 @@ from localinfer.quant.gguf.writer import EncodedValue, GGUFWriter, copy_values, 
 from localinfer.quant.methods.gptq import PreparedTensor
 from localinfer.quant.methods.imatrix import Importance
 from localinfer.quant.methods.presets import ModelFacts, Preset, TypeChoice, choose_types, is_quantized
+from localinfer.system.files import check_output
 from localinfer.types import ProgressCallback
 
 QUANTIZATION_VERSION = 2

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 import localinfer
-from localinfer import loading
 from localinfer.errors import LocalinferError, ModelFileError, RequestError
 from localinfer.llm import LLM
+from localinfer.loading import load as loading
 from tests.api.test_async_stream import ENDLESS, endless_llm, gated, reached, run, threads
 from tests.engine.fakes import FakeTemplate, fake_model, text_model
 from tests.limits import seconds, wait_until

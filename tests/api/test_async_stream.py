@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from localinfer.async_reader import MOST_UNREAD
-from localinfer.completion import StreamEvent
 from localinfer.errors import ClosedError, ModelFileError, RequestError
+from localinfer.generation.async_reader import MOST_UNREAD
+from localinfer.generation.completion import StreamEvent
+from localinfer.generation.stream import TextStream
 from localinfer.llm import LLM
-from localinfer.stream import TextStream
 from tests.api.test_loop_calls import CountingLoop
 from tests.chat.test_tools import TOOLS, SilentTemplate
 from tests.engine.fakes import fake_model, hashed_logits, text_model

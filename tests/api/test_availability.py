@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 
 import localinfer
-from localinfer import errors, machine_limits
+from localinfer import errors
 from localinfer.kernels.jit.object_cache import Kernel
-from localinfer.load_options import model_path
-from localinfer.machine_limits import MemoryLimits
-from localinfer.memory_plan import plan_file
+from localinfer.loading.options import model_path
+from localinfer.memory.plan import plan_file
 from localinfer.models.load.loader import load_model, open_model_file
 from localinfer.models.load.unread_weights import kernels_of_file
+from localinfer.system import machine_limits
+from localinfer.system.machine_limits import MemoryLimits
 from tests.checkpoint_files import LLAMA_CONFIG, MODULES, llama_weights, tokenizer_document, write_folder
 from tests.kernels.subprocesses import run
 from tests.models.arch_models import architectures, build_model, build_text_model, text_models

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 import localinfer
-from localinfer.completion import StreamEvent
 from localinfer.errors import BackendUnavailableError, ClosedError, ContextLengthError, ModelFileError, RequestError
+from localinfer.generation.completion import StreamEvent
+from localinfer.generation.stream import TextStream
 from localinfer.llm import LLM
-from localinfer.loading import load
-from localinfer.stream import TextStream
+from localinfer.loading.load import load
 from tests.engine.fakes import PAGE_BYTES, FakeTemplate, fake_model, scripted_logits, text_model
 from tests.inside import engine_of
 

@@ -11,10 +11,10 @@ import psutil
 import pytest
 
 import localinfer
-from localinfer import drafters
 from localinfer.errors import LoadCancelledError, LocalinferError, RequestError
 from localinfer.llm import LLM
-from localinfer.load_options import model_path
+from localinfer.loading import drafters
+from localinfer.loading.options import model_path
 from localinfer.models.load import threads
 from localinfer.models.load.weights import CpuWeights
 from localinfer.quant.formats.types import TensorType

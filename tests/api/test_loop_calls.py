@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from localinfer.errors import RequestError
-from localinfer.event_loop import LoopCalls, in_thread
+from localinfer.system.event_loop import LoopCalls, in_thread
 from tests.limits import seconds
 
 

@@ -6,7 +6,13 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from localinfer.machine_limits import MemoryLimits, ProcessorLimits, memory_limits, processor_limits, processor_quota
+from localinfer.system.machine_limits import (
+    MemoryLimits,
+    ProcessorLimits,
+    memory_limits,
+    processor_limits,
+    processor_quota,
+)
 
 GB = 10**9
 

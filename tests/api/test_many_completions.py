@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from localinfer.completion import Completion
 from localinfer.errors import RequestError
+from localinfer.generation.completion import Completion
 from localinfer.llm import LLM
 from tests.engine.fakes import FakeTemplate, fake_model
 

@@ -8,9 +8,9 @@ import pytest
 
 import localinfer
 from localinfer.errors import OutOfMemoryError, RequestError
-from localinfer.load_options import model_path
-from localinfer.memory_limit import keep_within
-from localinfer.memory_plan import MemoryPlan, plan_file
+from localinfer.loading.options import model_path
+from localinfer.memory.limit import keep_within
+from localinfer.memory.plan import MemoryPlan, plan_file
 from localinfer.models.load.weights import CpuWeights
 from tests.inside import engine_of
 from tests.kernels.subprocesses import environment
@@ -76,7 +76,7 @@ def test_a_window_bounds_what_a_context_takes(plan: MemoryPlan) -> None:
 UNDER_LIMIT = """
 import os, random, sys, threading
 import jinja2, llvmlite.binding, numpy, psutil, tokenizers
-import localinfer, localinfer.llm, localinfer.loading, localinfer.memory_plan
+import localinfer, localinfer.llm, localinfer.loading.load, localinfer.memory.plan
 
 def rss():
     with open("/proc/self/statm") as statm:

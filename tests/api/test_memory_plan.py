@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 
 import localinfer
-from localinfer import machine_limits
 from localinfer.cache.block_pool import context_bytes, default_kv_memory
 from localinfer.errors import OutOfMemoryError
 from localinfer.kernels.cpu.lower import MAX_BATCH_ROWS
-from localinfer.machine_limits import MemoryLimits
-from localinfer.memory_plan import KV_SHARE, MemoryPlan, check_fits, choose_context, plan_file
-from localinfer.memory_report import describe_memory, memory_lines
+from localinfer.memory.plan import KV_SHARE, MemoryPlan, check_fits, choose_context, plan_file
+from localinfer.memory.report import describe_memory, memory_lines
 from localinfer.models import demo
 from localinfer.models.load.loader import Model, load_model
 from localinfer.models.load.weights import CpuWeights
+from localinfer.system import machine_limits
+from localinfer.system.machine_limits import MemoryLimits
 from tests.checkpoint_files import LLAMA_CONFIG, MODULES, llama_weights, tokenizer_document, write_folder
 from tests.kernels.subprocesses import environment
 from tests.limits import seconds

@@ -9,7 +9,7 @@ import pytest
 import localinfer
 from localinfer.cli import main
 from localinfer.errors import ModelFileError, RequestError, UnsupportedFormatError
-from localinfer.load_options import model_changes, model_path
+from localinfer.loading.options import model_changes, model_path
 from localinfer.models.decoder.rope import RopeOptions
 from localinfer.models.load.loader import load_model, open_model_file, read_config
 from localinfer.models.load.model_changes import parse_override

@@ -77,7 +77,7 @@ def ask(code: str) -> None:
 def test_of_the_demo_model_with_every_kind_of_cache_and_draft(tmp_path: Path) -> None:
     """Every request, with drafts of text and of a model, every type of keys and values, a window, and the disk."""
     ask(f"""
-from localinfer.load_options import model_path
+from localinfer.loading.options import model_path
 demo = model_path(None)
 ask_everything(loaded(draft=demo))
 for kv_type in ("f32", "q8_0", "q4_0", "q8_0/q4_0"):

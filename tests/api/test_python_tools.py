@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal, Optional
 import pydantic
 import pytest
 
-from localinfer.docstrings import read_docstring
 from localinfer.errors import RequestError
-from localinfer.python_tools import PythonTool, ToolBox, result_text
+from localinfer.session.docstrings import read_docstring
+from localinfer.session.python_tools import PythonTool, ToolBox, result_text
 
 
 @dataclass

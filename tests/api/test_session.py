@@ -18,7 +18,7 @@ from localinfer.errors import (
     TemplateError,
 )
 from localinfer.llm import LLM
-from localinfer.session import Session
+from localinfer.session.session import Session
 from tests.api.scripted_chat import scripted_chat
 from tests.inside import engine_of
 from tests.limits import seconds, wait_until

@@ -8,7 +8,7 @@ import pytest
 
 import localinfer
 from localinfer.errors import AnswerError, RequestError, ToolRoundsError
-from localinfer.python_tools import REFUSED, CallOutcome, RequestedCall
+from localinfer.session.python_tools import REFUSED, CallOutcome, RequestedCall
 from tests.api.scripted_chat import called, scripted_chat
 
 BONN = called("weather", '{"city": "Bonn", "days": 2}')

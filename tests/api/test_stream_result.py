@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from localinfer.errors import ModelFileError, RequestError
+from localinfer.generation.stream import TextStream
 from localinfer.llm import LLM
-from localinfer.stream import TextStream
 from tests.api.test_llm import answering, pages_in_use
 from tests.engine.fakes import fake_model
 from tests.engine.generations import Gate

@@ -14,7 +14,7 @@ import pytest
 import localinfer
 from localinfer.errors import AnswerError, ConstraintError, RequestError
 from localinfer.llm import LLM
-from localinfer.typed_answers import AnswerType
+from localinfer.session.typed_answers import AnswerType
 from tests.api.scripted_chat import scripted_chat
 
 

@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import pytest
 
 import localinfer
-from localinfer import warming
 from localinfer.cli import main
 from localinfer.errors import LoadCancelledError, RequestError
 from localinfer.kernels.jit.object_cache import Kernel
-from localinfer.loading import model_path
+from localinfer.loading import warm_up as warming
+from localinfer.loading.load import model_path
 from localinfer.models.load.needed_kernels import needed_kernels
 
 NEEDED = needed_kernels(model_path(None))

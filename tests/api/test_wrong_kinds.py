@@ -13,7 +13,7 @@ from localinfer.chat.constraints import Grammar, JsonSchema, Regex
 from localinfer.chat.reply import ReplyOptions
 from localinfer.engine.scheduler import EngineLimits
 from localinfer.errors import LocalinferError
-from localinfer.generation_options import GenerationOptions
+from localinfer.generation.options import GenerationOptions
 from localinfer.llm import LLM, ChatOptions
 from localinfer.sampling.sampler import SamplingParams
 from tests.limits import seconds

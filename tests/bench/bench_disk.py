@@ -14,10 +14,10 @@ from pathlib import Path
 import numpy as np
 
 import localinfer
-from localinfer.files import num_io_threads
 from localinfer.llm import LLM
 from localinfer.persistence.prompt_cache import DiskCache
 from localinfer.persistence.store import DiskTier
+from localinfer.system.files import num_io_threads
 from tests.bench.conversation_options import conversation_parser
 
 NEVER = 1e9

@@ -12,7 +12,7 @@ import tracemalloc
 import psutil
 
 import localinfer
-from localinfer.session import Session
+from localinfer.session.session import Session
 from tests.inside import engine_of
 
 _WORDS = "the badger went to the market and saw a fox who sold red apples for two coins each "

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from localinfer.loading import load_tokenizer
+from localinfer.loading.load import load_tokenizer
 from localinfer.speculation.ngram import NgramDrafter
 from tests.bench.edit_tasks import edit_tasks
 

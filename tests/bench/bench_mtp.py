@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.cache.sequence import SequenceCache
-from localinfer.drafters import make_speculation
 from localinfer.engine.engine import Engine
 from localinfer.engine.scheduler import Generation
+from localinfer.loading.drafters import make_speculation
 from localinfer.models.decoder.draft_layers import short_head_tokens
 from localinfer.models.load.loader import Model, load_model
 from localinfer.sampling.sampler import SamplingParams, SamplingPlan

@@ -10,7 +10,7 @@ import numpy as np
 
 import localinfer
 from localinfer.cache.prefix_cache import CacheHints, PrefixCache
-from localinfer.completion import Completion
+from localinfer.generation.completion import Completion
 from tests.bench.conversation_options import conversation_parser
 from tests.engine.fakes import FakeLayout
 

@@ -21,9 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 import localinfer
-from localinfer.drafters import make_speculation
 from localinfer.engine.engine import Engine
 from localinfer.engine.scheduler import Generation
+from localinfer.loading.drafters import make_speculation
 from localinfer.models.load.loader import Model, load_model
 from localinfer.sampling.sampler import Sampler, SamplingParams, SamplingPlan
 from localinfer.speculation.costs import MAX_DRAFT_TOKENS, VerificationCosts

@@ -18,7 +18,7 @@ from localinfer.cli import main
 from localinfer.errors import BackendUnavailableError, ModelFileError
 from localinfer.kernels.ops import Rows
 from localinfer.kernels.program import Operation
-from localinfer.load_options import model_path
+from localinfer.loading.options import model_path
 from tests.limits import seconds
 
 HAS_PEER = importlib.util.find_spec("llama_cpp") is not None

@@ -31,7 +31,7 @@ from localinfer.bench.processes import ServerProcess
 from localinfer.bench.report import render_serve
 from localinfer.cli import main
 from localinfer.errors import BackendUnavailableError
-from localinfer.load_options import model_path
+from localinfer.loading.options import model_path
 from localinfer.server.replies.metrics import GOOD_FIRST_TOKEN_SECONDS, GOOD_INTERVAL_SECONDS
 from tests.limits import seconds
 

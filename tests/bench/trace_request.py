@@ -22,7 +22,7 @@ from types import FrameType
 from typing import Any
 
 import localinfer
-from localinfer.load_options import model_path
+from localinfer.loading.options import model_path
 from localinfer.server.app import LocalServer
 from localinfer.server.replies.model_folder import ModelSource
 from localinfer.server.replies.models import ModelRegistry, measure_need

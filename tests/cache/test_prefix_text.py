@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import localinfer
-from localinfer.completion import Completion
+from localinfer.generation.completion import Completion
 from localinfer.llm import LLM
 from tests.inside import engine_of
 from tests.models.arch_models import build_model

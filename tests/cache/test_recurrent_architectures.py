@@ -10,7 +10,7 @@ import pytest
 
 import localinfer
 from localinfer.cache.sequence import forward
-from localinfer.completion import Completion
+from localinfer.generation.completion import Completion
 from localinfer.llm import LLM
 from localinfer.models.load.loader import load_model
 from localinfer.speculation.draft_model import DraftModel

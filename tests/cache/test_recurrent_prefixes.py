@@ -10,8 +10,8 @@ import pytest
 
 import localinfer
 from localinfer.bench.measured_model import MeasuredModel
-from localinfer.completion import Completion
 from localinfer.engine.engine import Engine
+from localinfer.generation.completion import Completion
 from localinfer.llm import LLM
 from localinfer.models.load.loader import load_model
 from localinfer.persistence.page_file import Rejection

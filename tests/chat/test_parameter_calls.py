@@ -15,7 +15,7 @@ from localinfer.chat.messages import read_tools
 from localinfer.chat.parser import ReplyParser, joined_calls
 from localinfer.errors import ConstraintError
 from localinfer.llm import LLM
-from localinfer.load_options import model_path
+from localinfer.loading.options import model_path
 from localinfer.models.load.loader import load_model
 from localinfer.models.text.call_learning import learn_call_format
 from localinfer.models.text.chat_template import ChatTemplate

@@ -13,10 +13,10 @@ import localinfer
 from localinfer.chat.constraints import JsonSchema, Regex
 from localinfer.chat.parser import ToolCall, joined_calls
 from localinfer.chat.thinking import ThinkingBudget
-from localinfer.drafters import make_speculation
 from localinfer.errors import ConstraintError, RequestError
 from localinfer.llm import LLM
-from localinfer.load_options import model_path
+from localinfer.loading.drafters import make_speculation
+from localinfer.loading.options import model_path
 from localinfer.models.load.loader import load_model
 from localinfer.models.text.chat_template import ChatTemplate
 from tests.chat.conversations import ASK, called

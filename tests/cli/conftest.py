@@ -5,8 +5,8 @@ from typing import Any, Self
 import pytest
 
 import localinfer
-from localinfer.completion import Stats, StreamEvent
 from localinfer.engine.beam_search import Beam
+from localinfer.generation.completion import Stats, StreamEvent
 from localinfer.llm import BeamCompletion
 
 

@@ -20,8 +20,8 @@ from localinfer.cli.chat.completion import CommandCompleter
 from localinfer.cli.chat.conversation import Conversation
 from localinfer.cli.chat.loop import run_chat
 from localinfer.cli.chat.typed_history import open_history
-from localinfer.completion import StreamEvent
 from localinfer.errors import ContextLengthError, RequestError
+from localinfer.generation.completion import StreamEvent
 
 
 def user(text: str) -> dict[str, str]:

@@ -18,8 +18,8 @@ from localinfer.cli.chat.commands import Chat
 from localinfer.cli.chat.completion import CommandCompleter
 from localinfer.cli.chat.conversation import Conversation
 from localinfer.cli.chat.markdown import code_blocks
-from localinfer.completion import StreamEvent
 from localinfer.errors import ContextLengthError, OutOfMemoryError, RequestError
+from localinfer.generation.completion import StreamEvent
 from localinfer.sampling.params import NUMBER_OPTIONS
 from tests.cli.chat_session import Session, assistant, user
 from tests.cli.conftest import FakeLLM

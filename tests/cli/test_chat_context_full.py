@@ -9,8 +9,8 @@ import pytest
 from localinfer.cli.chat.commands import Chat
 from localinfer.cli.chat.conversation import Conversation
 from localinfer.cli.chat.turns import SUMMARY_REQUEST, SUMMARY_TURN
-from localinfer.completion import StreamEvent
 from localinfer.errors import TemplateError
+from localinfer.generation.completion import StreamEvent
 
 
 class Session:

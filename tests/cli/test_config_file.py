@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from localinfer import load_options
 from localinfer.cli import main
 from localinfer.config import DEVICES, config_path, describe_config, read_config
 from localinfer.errors import RequestError
+from localinfer.loading import options as load_options
 from localinfer.models import demo
 
 DEMO = str(Path(demo.__file__).parent / "demo-f16.gguf")

@@ -154,7 +154,7 @@ def test_undecodable_argument_is_one_line_and_exit_code_2():
 SLOW_RUN = """
 import signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a parent in the background leaves it ignored
-from localinfer.stream import TextStream
+from localinfer.generation.stream import TextStream
 step = TextStream.__next__
 def slow_step(stream):
     time.sleep(0.02)

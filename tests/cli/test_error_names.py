@@ -8,7 +8,7 @@ from pathlib import Path
 import localinfer
 from localinfer.chat.reply import ReplyOptions
 from localinfer.cli import localinfer_command
-from localinfer.generation_options import GenerationOptions
+from localinfer.generation.options import GenerationOptions
 from localinfer.llm import LLM
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -9,8 +9,8 @@ import pytest
 from localinfer.chat.constraints import JsonSchema
 from localinfer.cli import main
 from localinfer.cli.one_shot import EXIT_CUT
-from localinfer.completion import StreamEvent
 from localinfer.errors import ContextLengthError
+from localinfer.generation.completion import StreamEvent
 from localinfer.terminal import CLEAR_LINE
 from tests.limits import wait_until
 

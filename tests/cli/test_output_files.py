@@ -17,7 +17,6 @@ import pytest
 from localinfer.bench.charts import save_figure
 from localinfer.cli import EXIT_BAD_INPUT, main
 from localinfer.errors import LocalinferError, RequestError, SessionFileError
-from localinfer.files import OutputFile, check_output, is_written_in_place
 from localinfer.kernels.cpu.program import ThreadPool
 from localinfer.llm import LLM
 from localinfer.models import demo
@@ -27,6 +26,7 @@ from localinfer.quant.gguf.writer import GGUFWriter, encode_value
 from localinfer.quant.methods.imatrix import Importance, write_imatrix
 from localinfer.quant.methods.presets import find_preset
 from localinfer.quant.pipeline.quantize import quantize_model
+from localinfer.system.files import OutputFile, check_output, is_written_in_place
 from tests.engine.fakes import fake_model
 from tests.kernels.subprocesses import REPOSITORY, environment
 from tests.limits import seconds
@@ -359,7 +359,7 @@ def test_folder_and_file_of_another_user_are_refused(tmp_path: Path) -> None:
 import os, sys
 sys.path.insert(0, {os.fspath(REPOSITORY)!r})
 from localinfer.errors import RequestError
-from localinfer.files import OutputFile, check_output
+from localinfer.system.files import OutputFile, check_output
 os.chdir({os.fspath(folder)!r})
 os.setgroups([]); os.setgid(65534); os.setuid(65534)
 for name in ("file", "new"):

@@ -22,8 +22,8 @@ from localinfer.cli.chat import continuing
 from localinfer.cli.chat.commands import Chat
 from localinfer.cli.chat.continuing import Saving, begin_saving, show_continued
 from localinfer.cli.chat.conversation import Conversation
-from localinfer.completion import StreamEvent
 from localinfer.errors import RequestError, SessionFileError
+from localinfer.generation.completion import StreamEvent
 from localinfer.persistence.conversations import ConversationStore, SavedConversation
 from tests.kernels.subprocesses import environment
 from tests.limits import seconds, wait_until

@@ -21,7 +21,11 @@ TURNS = [{"role": "user", "content": "What is\na dog?"}, {"role": "assistant", "
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ConversationStore:
     """The store of this user, with two conversations."""
-    for module in ("localinfer.folders", "localinfer.persistence.conversations", "localinfer.cli.chat.typed_history"):
+    for module in (
+        "localinfer.system.folders",
+        "localinfer.persistence.conversations",
+        "localinfer.cli.chat.typed_history",
+    ):
         monkeypatch.setattr(f"{module}.user_folder", lambda _: tmp_path / "state")
     found = ConversationStore(tmp_path / "state" / "conversations")
     for name in ("first", "犬 dog"):

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from localinfer.errors import RequestError
-from localinfer.folders import expand_home, temporary_folder, user_folder
 from localinfer.kernels.jit import object_cache
+from localinfer.system.folders import expand_home, temporary_folder, user_folder
 from tests.kernels.subprocesses import REPOSITORY, environment
 from tests.limits import seconds
 

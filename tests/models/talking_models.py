@@ -7,7 +7,7 @@ from typing import Any
 import gguf
 import numpy as np
 
-from localinfer.load_options import model_path
+from localinfer.loading.options import model_path
 from localinfer.quant.gguf.reader import read_gguf
 from tests.models.arch_models import skeletons, write_skeleton
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from localinfer.errors import LocalinferError, ModelFileError
-from localinfer.load_options import model_path
+from localinfer.loading.options import model_path
 from localinfer.models.checkpoint.hyperparameters import read_hyperparameters
 from localinfer.models.checkpoint.model import open_checkpoint
 from localinfer.models.decoder.architectures import ARCHITECTURES, find_architecture

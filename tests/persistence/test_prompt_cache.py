@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from localinfer.completion import Completion
 from localinfer.errors import ClosedError, RequestError, SessionFileError, SessionMismatchError
+from localinfer.generation.completion import Completion
 from localinfer.llm import LLM
-from localinfer.loading import load
+from localinfer.loading.load import load
 from localinfer.persistence import page_file
 from localinfer.persistence.fingerprint import Fingerprint
 from localinfer.persistence.page_file import Rejection

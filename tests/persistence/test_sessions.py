@@ -13,11 +13,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from localinfer import files
 from localinfer.errors import SessionFileError, SessionMismatchError
 from localinfer.persistence import sessions
 from localinfer.persistence.page_file import PageFormat, checksum
 from localinfer.persistence.sessions import FORMAT_VERSION, SessionContent, SessionReader, write_session
+from localinfer.system import files
 from tests.persistence.damage import full_disk_after
 from tests.persistence.disk_pages import PAGE_BYTES, PAGE_TOKENS, computed, fresh, numbered
 

@@ -11,12 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from localinfer import files as files_module
 from localinfer.persistence import page_file
 from localinfer.persistence import store as disk_tier_module
 from localinfer.persistence.budget import clear
 from localinfer.persistence.page_file import PageFormat, PageRecord, Rejection, read_page, write_page
 from localinfer.persistence.store import Restored
+from localinfer.system import files as files_module
 from tests.persistence.damage import full_disk_after
 from tests.persistence.disk_pages import (
     FINGERPRINT,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from localinfer.extras import EXTRAS
+from localinfer.system.extras import EXTRAS
 from tests.kernels.subprocesses import environment, run
 from tests.limits import seconds
 

@@ -6,7 +6,7 @@ from typing import get_type_hints
 import pytest
 
 from localinfer.cli import localinfer_command
-from localinfer.generation_options import GenerationOptions
+from localinfer.generation.options import GenerationOptions
 from localinfer.sampling.params import NUMBER_OPTIONS, SamplingOptions, SamplingParams
 from localinfer.server.replies.fields import GenerationFields
 

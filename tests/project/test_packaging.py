@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 import localinfer
-from localinfer.extras import EXTRAS
 from localinfer.kernels.cuda.kernel_cache import OLDEST_VERSIONS
+from localinfer.system.extras import EXTRAS
 from tests.bench.cuda_requirements import version_problem, wanted_versions
 from tests.limits import seconds
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from localinfer import _MODULE_OF
-from localinfer.extras import EXTRAS
 from localinfer.pyinstaller_hooks import hook_folders
+from localinfer.system.extras import EXTRAS
 
 pytest.importorskip("PyInstaller", reason="the hooks run in PyInstaller, which is not installed")
 
@@ -38,7 +38,7 @@ def test_running_models_needs_kernels_the_default_model_and_versions() -> None:
         if path.stem != "__init__"
     }
     wanted = kernels | set(_MODULE_OF.values())
-    wanted |= {"localinfer.kernels.built_sources", "localinfer.kernels.jit.compile_ahead", "localinfer.freezing"}
+    wanted |= {"localinfer.kernels.built_sources", "localinfer.kernels.jit.compile_ahead", "localinfer.system.freezing"}
     assert wanted <= set(found["hiddenimports"])
     files = {Path(source).name: target for source, target in found["datas"]}
     assert files["demo-f16.gguf"] == "localinfer/models/demo" and "demo-q4_k_m.gguf" not in files

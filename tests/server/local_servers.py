@@ -12,7 +12,7 @@ import httpx
 
 import localinfer
 from localinfer.llm import LLM
-from localinfer.load_options import model_path
+from localinfer.loading.options import model_path
 from localinfer.server.app import LocalServer
 from localinfer.server.replies.metrics import Metrics
 from localinfer.server.replies.model_folder import ModelSource

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 import localinfer
-from localinfer.completion import Completion
 from localinfer.errors import ClosedError, ModelFileError, OutOfMemoryError, RequestError
+from localinfer.generation.completion import Completion
 from localinfer.llm import LLM
-from localinfer.load_options import model_path
+from localinfer.loading.options import model_path
 from localinfer.quant.gguf.reader import read_gguf
 from localinfer.speculation.costs import VerificationCosts
 from localinfer.speculation.draft_model import DraftModel

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 import localinfer
 from localinfer.cache.block_pool import PagePool
 from localinfer.cache.sequence import SequenceCache, forward
-from localinfer.drafters import make_speculation
 from localinfer.engine.engine import Engine
 from localinfer.errors import RequestError
+from localinfer.loading.drafters import make_speculation
 from localinfer.models.load.loader import Model, load_model
 from localinfer.sampling.params import SamplingParams
 from localinfer.sampling.sampler import SamplingPlan

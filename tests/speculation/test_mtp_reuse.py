@@ -10,10 +10,10 @@ import pytest
 from numpy.typing import NDArray
 
 import localinfer
-from localinfer import loading
 from localinfer.cache.sequence import SequenceCache
-from localinfer.completion import Completion
+from localinfer.generation.completion import Completion
 from localinfer.llm import LLM
+from localinfer.loading import load as loading
 from localinfer.models.load.loader import Model
 from localinfer.sampling.sampler import SamplingPlan
 from localinfer.speculation.costs import VerificationCosts

@@ -10,11 +10,11 @@ import pytest
 from numpy.typing import NDArray
 
 import localinfer
-from localinfer.drafters import make_speculation
 from localinfer.engine.engine import Engine
 from localinfer.engine.request import TokenEvent
 from localinfer.errors import LocalinferError, RequestError
-from localinfer.load_options import check_speculation, model_path
+from localinfer.loading.drafters import make_speculation
+from localinfer.loading.options import check_speculation, model_path
 from localinfer.sampling.sampler import SamplingParams, TokenLogprobs, TokenMask
 from localinfer.speculation.costs import VerificationCosts
 from localinfer.speculation.draft_model import DraftModel

@@ -1,5 +1,5 @@
 """The chat on a terminal."""
 
-from localinfer.extras import require
+from localinfer.system.extras import require
 
 require("chat", "the chat on a terminal")

@@ -11,10 +11,10 @@ from localinfer.errors import RequestError, SessionFileError, TemplateError
 
 if TYPE_CHECKING:
     from localinfer.chat.parser import ToolCall
-    from localinfer.completion import Stats, StreamEvent
+    from localinfer.generation.completion import Stats, StreamEvent
+    from localinfer.generation.stream import TextStream
     from localinfer.llm import LLM
     from localinfer.persistence.saved_conversation import SavedConversation
-    from localinfer.stream import TextStream
 
 _REPLACEMENT = "\ufffd"
 

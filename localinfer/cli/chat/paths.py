@@ -6,7 +6,7 @@ from pathlib import Path
 
 from localinfer.arguments import half_character
 from localinfer.errors import RequestError
-from localinfer.folders import expand_home
+from localinfer.system.folders import expand_home
 
 _MOST_CANDIDATES = 200
 

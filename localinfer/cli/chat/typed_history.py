@@ -4,7 +4,7 @@ import os
 
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 
-from localinfer.folders import user_folder
+from localinfer.system.folders import user_folder
 
 
 class PrivateHistory(FileHistory):

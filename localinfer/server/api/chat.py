@@ -30,7 +30,7 @@ from localinfer.server.transport.http import ApiError, unsupported
 from localinfer.server.transport.known_fields import CHAT
 
 if TYPE_CHECKING:
-    from localinfer.completion import Stats, StreamEvent
+    from localinfer.generation.completion import Stats, StreamEvent
     from localinfer.models.text.tokenizer import Tokenizer
 
 

@@ -26,11 +26,11 @@ from localinfer.server.transport.http import ApiError, unsupported
 from localinfer.server.transport.known_fields import COMPLETIONS
 
 if TYPE_CHECKING:
-    from localinfer.completion import Stats, StreamEvent
+    from localinfer.generation.completion import Stats, StreamEvent
+    from localinfer.generation.stream import TextStream
     from localinfer.llm import LLM
     from localinfer.models.text.tokenizer import Tokenizer
     from localinfer.sampling.filters import TokenLogprobs
-    from localinfer.stream import TextStream
 
 _MOST_PROMPTS = 64
 _DEFAULT_TOKENS = 16

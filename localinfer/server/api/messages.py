@@ -27,7 +27,7 @@ from localinfer.server.transport.http import ApiError, check_object, json_respon
 from localinfer.server.transport.known_fields import COUNTS, MESSAGE_PARTS, MESSAGES, TOOLS
 
 if TYPE_CHECKING:
-    from localinfer.completion import Stats
+    from localinfer.generation.completion import Stats
     from localinfer.llm import LLM
     from localinfer.server.replies.reply import Reply
 

@@ -31,7 +31,7 @@ from localinfer.server.transport.http import ApiError, unsupported
 from localinfer.server.transport.known_fields import RESPONSES, SEARCH_TOOLS
 
 if TYPE_CHECKING:
-    from localinfer.completion import Stats
+    from localinfer.generation.completion import Stats
 
 _LOGPROBS = "message.output_text.logprobs"
 _INCLUDED = (

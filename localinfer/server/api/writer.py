@@ -25,7 +25,7 @@ from localinfer.server.transport.http import (
 )
 
 if TYPE_CHECKING:
-    from localinfer.completion import Stats, StreamEvent
+    from localinfer.generation.completion import Stats, StreamEvent
     from localinfer.llm import LLM
     from localinfer.models.text.tokenizer import Tokenizer
     from localinfer.sampling.filters import TokenLogprobs

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 if TYPE_CHECKING:
     from localinfer.cache.prefix_cache import SnapshotStats
-    from localinfer.completion import Stats
+    from localinfer.generation.completion import Stats
 
 GOOD_FIRST_TOKEN_SECONDS = 1.0
 GOOD_INTERVAL_SECONDS = 0.1

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, TypeVar
 
 from localinfer.closing import Closing
 from localinfer.errors import OutOfMemoryError, RequestError
-from localinfer.machine_limits import memory_limits
 from localinfer.server.replies.metrics import Metrics
 from localinfer.server.replies.model_folder import ModelSource, matching_names
 from localinfer.server.transport.http import ApiError, ModelLoadError, shutting_down
+from localinfer.system.machine_limits import memory_limits
 
 if TYPE_CHECKING:
     from localinfer.llm import LLM
@@ -76,7 +76,7 @@ def measure_need(
     changes: settings in place of those of the file. context_length: the one it will be loaded with, None for its own.
     Raises: ModelFileError and below; RequestError for changes without meaning.
     """
-    from localinfer.memory_plan import plan_memory
+    from localinfer.memory.plan import plan_memory
     from localinfer.models.load.loader import capabilities, open_model_file
 
     file = open_model_file(path, changes, context_length)

@@ -15,13 +15,13 @@ from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from localinfer.event_loop import LoopCalls
 from localinfer.server.replies.metrics import LatencyTracker, Metrics
 from localinfer.server.replies.models import Lease
+from localinfer.system.event_loop import LoopCalls
 
 if TYPE_CHECKING:
-    from localinfer.completion import Stats, StreamEvent
-    from localinfer.stream import TextStream
+    from localinfer.generation.completion import Stats, StreamEvent
+    from localinfer.generation.stream import TextStream
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from typing import IO
 
 from localinfer.closing import Closing
 from localinfer.errors import BackendUnavailableError, RequestError
-from localinfer.folders import make_private, runtime_folder
+from localinfer.system.folders import make_private, runtime_folder
 
 MAX_SOCKET_PATH_BYTES = 100
 """Some systems keep 104 bytes for the path of a Unix socket, its end included."""

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from localinfer.folders import set_cache_folder
 from localinfer.kernels.layouts import Layout
+from localinfer.system.folders import set_cache_folder
 
 pytest.importorskip("numba_cuda", reason="CUDA kernels are compiled by numba-cuda, which is not installed")
 

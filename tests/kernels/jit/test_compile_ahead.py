@@ -80,7 +80,7 @@ def test_a_frozen_application_compiles_in_itself_or_in_children_of_its_own(is_ca
 def test_a_child_ends_with_its_parent_in_the_middle_of_a_kernel() -> None:
     code = """
 import sys, threading
-from localinfer import freezing
+from localinfer.system import freezing
 freezing.TASKS["cpu"] = "__main__"
 def compile_share(share):
     print(share, flush=True)

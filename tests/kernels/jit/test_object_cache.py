@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from localinfer.errors import RequestError
-from localinfer.folders import set_cache_folder, user_folder
 from localinfer.kernels.jit import isa, object_cache, unused_keys
 from localinfer.kernels.jit.isa import ISA
 from localinfer.kernels.jit.unused_keys import note_use
 from localinfer.kernels.source_digests import digests_of
+from localinfer.system.folders import set_cache_folder, user_folder
 from tests.kernels.subprocesses import REPOSITORY, finish, run, start
 
 POSIX = pytest.mark.skipif(sys.platform == "win32", reason="Windows keeps modes and owners another way")

@@ -11,7 +11,7 @@ import localinfer
 from localinfer.describe import describe_file, render_text
 from localinfer.errors import UnsupportedFormatError
 from localinfer.evaluation.quantize import quantize
-from localinfer.load_options import model_path
+from localinfer.loading.options import model_path
 from localinfer.models import demo
 from localinfer.models.checkpoint.model import open_checkpoint
 from localinfer.models.decoder.architectures import ARCHITECTURES, find_architecture

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 import localinfer
 from localinfer.errors import CorruptFileError, RequestError
 from localinfer.kernels.ops import Pairing
-from localinfer.load_options import model_changes, model_path
+from localinfer.loading.options import model_changes, model_path
 from localinfer.models.decoder.architectures import find_architecture
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.decoder.rope import RopeOptions, rope_metadata, rope_table

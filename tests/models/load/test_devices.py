@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 import localinfer
-from localinfer import drafters
 from localinfer.cache.block_pool import PagePool
 from localinfer.errors import BackendUnavailableError, RequestError, SessionMismatchError
 from localinfer.kernels.cuda.device import FoundDevice, has_driver
 from localinfer.kernels.cuda.memory import SplitKVLayout
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.program import Batch, Segment
+from localinfer.loading import drafters
 from localinfer.models.decoder.decoder import kv_layer_shapes
 from localinfer.models.load import devices
 from localinfer.models.load.devices import MemoryNeeds, Placement, choose_placement, memory_needs

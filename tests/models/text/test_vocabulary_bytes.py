@@ -6,7 +6,7 @@ from itertools import chain
 import pytest
 
 from localinfer.models.text.tokenizer import Tokenizer
-from localinfer.pieces import PIECE, last_places, parse_json, pieces
+from localinfer.system.pieces import PIECE, last_places, parse_json, pieces
 from tests.models.text.vocabularies import (
     CONTROL,
     NORMAL,

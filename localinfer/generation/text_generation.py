@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 from localinfer.cache.prefix_cache import CacheHints
 from localinfer.chat.constraints import Constraint
 from localinfer.chat.parser import ReplyDelta, ReplyParser, ToolCallDelta, joined_calls
-from localinfer.completion import Completion, CompletionEnd, Stats, StreamEvent
 from localinfer.engine.engine import Engine
 from localinfer.engine.request import NO_TOKEN
 from localinfer.errors import RequestError
-from localinfer.generation_options import CheckedOptions
+from localinfer.generation.completion import Completion, CompletionEnd, Stats, StreamEvent
+from localinfer.generation.options import CheckedOptions
 from localinfer.models.text.tokenizer import StopMatcher, StreamDecoder
 from localinfer.sampling.filters import TokenLogprobs
 from localinfer.sampling.sampler import TokenMask

@@ -10,7 +10,7 @@ from typing import Any, get_args, get_type_hints, is_typeddict
 from localinfer.arguments import shown
 from localinfer.chat.constraints import Constraint, JsonSchema
 from localinfer.errors import AnswerError, ConstraintError, RequestError
-from localinfer.extras import require
+from localinfer.system.extras import require
 
 _KINDS = "a dataclass, a TypedDict, a msgspec Struct, a pydantic model, or a plain type such as list[str] or Literal"
 

@@ -7,15 +7,14 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from localinfer import machine_limits
 from localinfer.arguments import check_flag
 from localinfer.cache.block_pool import default_kv_memory
 from localinfer.cache.eviction import window_of
-from localinfer.drafters import make_speculation
 from localinfer.engine.scheduler import EngineLimits
 from localinfer.errors import LoadCancelledError, RequestError
 from localinfer.llm import LLM
-from localinfer.load_options import (
+from localinfer.loading.drafters import make_speculation
+from localinfer.loading.options import (
     ModelOptions,
     check_limits,
     check_model_options,
@@ -23,9 +22,10 @@ from localinfer.load_options import (
     model_path,
     stoppable,
 )
-from localinfer.memory_limit import KVBudget
+from localinfer.memory.limit import KVBudget
 from localinfer.models.load.loader import load_model
 from localinfer.models.load.loader import load_tokenizer as tokenizer_of
+from localinfer.system import machine_limits
 from localinfer.thread_control import checked_priority
 from localinfer.types import ProgressCallback
 

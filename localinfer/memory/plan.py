@@ -20,7 +20,6 @@ from localinfer.kernels.cpu.memory import padded
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.layouts import num_tiles, stored_row_bytes, tile_bytes
 from localinfer.kernels.ops import Attention, EmbeddingTable, LinearWeight, OpGraph, Rows
-from localinfer.machine_limits import MemoryLimits, byte_text
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.decoder.decoder import kv_layer_shapes, state_shapes, write_decoder, write_draft_layer
 from localinfer.models.decoder.shape_weights import ShapeWeights
@@ -32,6 +31,7 @@ from localinfer.models.load.weights import named_tensor
 from localinfer.quant.checkpoint.groups import kernel_layout
 from localinfer.quant.checkpoint.model_file import ModelFile
 from localinfer.quant.pipeline.conversion import layout_of, runs_directly
+from localinfer.system.machine_limits import MemoryLimits, byte_text
 from localinfer.types import FloatArray
 
 logger = logging.getLogger(__name__)

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from localinfer.errors import LocalinferError
-from localinfer.machine_limits import MemoryLimits, memory_limits
+from localinfer.system.machine_limits import MemoryLimits, memory_limits
 
 _CONTEXTS = (4096, 8192, 32768)
 KV_TYPES = ("f16", "q8_0")
@@ -20,7 +20,7 @@ def describe_memory(path: str | os.PathLike[str], limits: MemoryLimits | None = 
 
     try:
         require_libraries()
-        from localinfer.memory_plan import plan_file
+        from localinfer.memory.plan import plan_file
 
         plan = plan_file(path, draft_layers=True)
     except LocalinferError as error:

@@ -9,9 +9,9 @@ import threading
 from collections import deque
 from typing import NamedTuple
 
-from localinfer.completion import StreamEvent
-from localinfer.event_loop import LoopCalls
-from localinfer.text_generation import TextGeneration, second_reader_error
+from localinfer.generation.completion import StreamEvent
+from localinfer.generation.text_generation import TextGeneration, second_reader_error
+from localinfer.system.event_loop import LoopCalls
 
 MOST_UNREAD = 64
 """Events at which the thread ends."""

@@ -26,14 +26,14 @@ from localinfer.chat.turns import (
     tool_rounds,
 )
 from localinfer.closing import Closing
-from localinfer.completion import Completion, StreamEvent
 from localinfer.errors import ClosedError, RequestError, SessionFileError, ToolRoundsError
-from localinfer.event_loop import in_thread
+from localinfer.generation.completion import Completion, StreamEvent
+from localinfer.generation.stream import TextStream
 from localinfer.persistence.saved_conversation import SavedConversation
-from localinfer.python_tools import CallOutcome, RequestedCall, Tool
-from localinfer.session_prompts import SessionOptions, SessionPrompts, checked_names
-from localinfer.stream import TextStream
-from localinfer.typed_answers import AnswerType
+from localinfer.session.prompts import SessionOptions, SessionPrompts, checked_names
+from localinfer.session.python_tools import CallOutcome, RequestedCall, Tool
+from localinfer.session.typed_answers import AnswerType
+from localinfer.system.event_loop import in_thread
 
 Answer = TypeVar("Answer")
 

@@ -12,11 +12,11 @@ from localinfer.chat.messages import ToolChoice
 from localinfer.chat.reply import ReplyOptions
 from localinfer.chat.turns import Turn
 from localinfer.chat_model import ChatModel
-from localinfer.completion import StreamEvent
 from localinfer.errors import ContextLengthError, RequestError
-from localinfer.generation_options import GenerationOptions
-from localinfer.python_tools import ToolBox
-from localinfer.stream import TextStream
+from localinfer.generation.completion import StreamEvent
+from localinfer.generation.options import GenerationOptions
+from localinfer.generation.stream import TextStream
+from localinfer.session.python_tools import ToolBox
 
 _PROMPT_OPTIONS = ("tool_choice", "parallel_tool_calls", "thinking", "thinking_budget", "template_variables")
 

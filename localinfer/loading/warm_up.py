@@ -10,8 +10,8 @@ from localinfer.errors import LoadCancelledError, RequestError
 from localinfer.kernels.cuda.device import has_driver
 from localinfer.kernels.jit import object_cache
 from localinfer.kernels.jit.compile_ahead import compile_ahead
-from localinfer.load_options import DEVICES, model_path
-from localinfer.loading import load
+from localinfer.loading.load import load
+from localinfer.loading.options import DEVICES, model_path
 from localinfer.models.load.assistant import is_assistant
 from localinfer.models.load.needed_kernels import needed_kernels
 from localinfer.types import ProgressCallback

@@ -6,13 +6,13 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from localinfer import machine_limits
 from localinfer.errors import LocalinferError, RequestError, ShapeError, UnsupportedFormatError
 from localinfer.kernels.cuda.device import find_device
-from localinfer.load_options import check_model_options
-from localinfer.memory_plan import LEAST_CONTEXT
+from localinfer.loading.options import check_model_options
+from localinfer.memory.plan import LEAST_CONTEXT
 from localinfer.models.load.loader import open_model_file, read_config, with_context
 from localinfer.models.load.needed_kernels import kernels_of_file
+from localinfer.system import machine_limits
 
 if TYPE_CHECKING:
     from localinfer.models.decoder.rope import RopeOptions

@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import cast
 
 from localinfer.arguments import check_number, owned
-from localinfer.completion import Completion
-from localinfer.generation_options import GenerationOptions
-from localinfer.stream import TextStream
+from localinfer.generation.completion import Completion
+from localinfer.generation.options import GenerationOptions
+from localinfer.generation.stream import TextStream
 
 MAX_COMPLETIONS = 128
 

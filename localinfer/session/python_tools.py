@@ -9,10 +9,10 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from localinfer.arguments import check_callable, owned, shown
 from localinfer.chat.parser import ToolCall
-from localinfer.docstrings import read_docstring
 from localinfer.errors import RequestError
-from localinfer.extras import require
-from localinfer.typed_answers import AnswerType, has_pydantic, reorder
+from localinfer.session.docstrings import read_docstring
+from localinfer.session.typed_answers import AnswerType, has_pydantic, reorder
+from localinfer.system.extras import require
 
 REFUSED = "The user refused this call."
 """What a model reads in place of the result of a call that was refused."""

@@ -4,11 +4,11 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from localinfer.event_loop import LoopCalls, in_thread
+from localinfer.system.event_loop import LoopCalls, in_thread
 
 if TYPE_CHECKING:
     from localinfer.llm import LLM
-    from localinfer.loading import load
+    from localinfer.loading.load import load
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -51,7 +51,7 @@ async def aload(*arguments: Any, **options: Any) -> "LLM":
         from localinfer.kernels.address_space import require_libraries
 
         require_libraries()
-        from localinfer.loading import load
+        from localinfer.loading.load import load
 
         return load(*arguments, **options)
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from localinfer.errors import OutOfMemoryError
 from localinfer.kernels.cpu.lower import MAX_BATCH_ROWS
-from localinfer.machine_limits import byte_text
-from localinfer.memory_plan import LEAST_CONTEXT, MemoryPlan
+from localinfer.memory.plan import LEAST_CONTEXT, MemoryPlan
+from localinfer.system.machine_limits import byte_text
 
 
 @dataclass(frozen=True)

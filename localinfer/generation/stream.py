@@ -5,13 +5,13 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Self, cast
 
 from localinfer.arguments import owned
-from localinfer.async_reader import AsyncReader
 from localinfer.closing import Closing
-from localinfer.completion import Completion, Stats, StreamEvent
 from localinfer.errors import RequestError
-from localinfer.event_loop import LoopCalls, in_thread
-from localinfer.generation_options import GenerationOptions
-from localinfer.text_generation import TextGeneration, second_reader_error
+from localinfer.generation.async_reader import AsyncReader
+from localinfer.generation.completion import Completion, Stats, StreamEvent
+from localinfer.generation.options import GenerationOptions
+from localinfer.generation.text_generation import TextGeneration, second_reader_error
+from localinfer.system.event_loop import LoopCalls, in_thread
 
 
 class TextStream(Closing, Iterator[StreamEvent], AsyncIterator[StreamEvent]):

@@ -11,10 +11,10 @@ from localinfer.arguments import check_callable, check_number, check_path, shown
 from localinfer.engine.scheduler import EngineLimits
 from localinfer.errors import BackendUnavailableError, LoadCancelledError, ModelFileError, RequestError
 from localinfer.kernels.kv_layout import KVLayout
-from localinfer.machine_limits import MemoryLimits
-from localinfer.memory_limit import KVBudget, keep_within
-from localinfer.memory_plan import MemoryPlan, choose_context, file_bytes, plan_file, plan_memory
+from localinfer.memory.limit import KVBudget, keep_within
+from localinfer.memory.plan import MemoryPlan, choose_context, file_bytes, plan_file, plan_memory
 from localinfer.models.load.assistant import is_assistant
+from localinfer.system.machine_limits import MemoryLimits
 from localinfer.types import ProgressCallback
 
 if TYPE_CHECKING:
