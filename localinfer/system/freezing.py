@@ -4,6 +4,7 @@ A frozen application has no Python interpreter that could be started to compile 
 of all; a child that was started with `CHILD_OPTION` compiles there and ends.
 """
 
+import contextlib
 import sys
 from collections.abc import Callable
 
@@ -45,8 +46,17 @@ def run_task(task: str, share: object) -> None:
     from importlib import import_module
 
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    _give_way()
     compile_share: Callable[[object], None] = import_module(TASKS[task]).compile_share
     compile_share(share)
+
+
+def _give_way() -> None:
+    """Ask the system for less than the program that waits, whose window is drawn meanwhile."""
+    import psutil
+
+    with contextlib.suppress(OSError, psutil.Error):
+        psutil.Process().nice(psutil.BELOW_NORMAL_PRIORITY_CLASS if sys.platform == "win32" else 5)
 
 
 def _end_with_parent() -> None:

@@ -12,7 +12,7 @@ from localinfer.kernels.jit.object_cache import Kernel
 from localinfer.loading.options import model_path
 from localinfer.memory.plan import plan_file
 from localinfer.models.load.loader import load_model, open_model_file
-from localinfer.models.load.unread_weights import kernels_of_file
+from localinfer.models.load.needed_kernels import kernels_of_file
 from localinfer.system import machine_limits
 from localinfer.system.machine_limits import MemoryLimits
 from tests.checkpoint_files import LLAMA_CONFIG, MODULES, llama_weights, tokenizer_document, write_folder

@@ -3,6 +3,7 @@
 import gc
 import shutil
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -48,13 +49,26 @@ def reports(**options: Any) -> list[tuple[str, int, int]]:
     return told
 
 
+OF_OTHERS: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+"""Threads of models that other tests have not closed."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def threads_of_others() -> None:
+    OF_OTHERS.update(threading.enumerate())
+
+
 def leftovers(path: Path) -> tuple[list[str], list[str], list[str], list[int]]:
     """Threads of the package, open files and maps of the model, and child processes."""
     process = psutil.Process()
     maps = process.memory_maps() if hasattr(process, "memory_maps") else []
     mapped = [one.path for one in maps if one.path == str(path)]
     files = [one.path for one in process.open_files() if one.path == str(path)]
-    own = [thread.name for thread in threading.enumerate() if thread.name.startswith("localinfer")]
+    own = [
+        thread.name
+        for thread in threading.enumerate()
+        if thread.name.startswith("localinfer") and thread not in OF_OTHERS
+    ]
     return own, files, mapped, [child.pid for child in process.children()]
 
 

@@ -1,5 +1,6 @@
 """Arguments of a wrong kind, to all that is public: they work, or are refused by a typed error that names them."""
 
+import asyncio
 import inspect
 import threading
 from collections.abc import Callable, Iterator
@@ -79,6 +80,10 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     ),
     "render_chat": (lambda llm, **given: llm.render_chat(**{"messages": MESSAGES, **given}), {}),
     "count_chat_tokens": (lambda llm, **given: llm.count_chat_tokens(**{"messages": MESSAGES, **given}), {}),
+    "acomplete": (lambda llm, **given: asyncio.run(llm.acomplete(**{"prompt": IDS, **SHORT, **given})), {}),
+    "achat": (lambda llm, **given: asyncio.run(llm.achat(**{"messages": MESSAGES, **SHORT, **given})), {}),
+    "set_threads": (lambda llm, **given: llm.set_threads(**{"threads": None, **given}), {}),
+    "set_priority": (lambda llm, **given: llm.set_priority(**{"priority": "normal", **given}), {}),
     "session": (lambda llm, **given: llm.session(**given).ask("Hello", **SHORT), {}),
     "score": (lambda llm, **given: llm.score(**{"token_ids": IDS, **given}), {}),
     "embed": (lambda llm, **given: llm.embed(**{"prompt": IDS, **given}), {}),
@@ -91,6 +96,10 @@ OPTIONS = {
     "stream": {"prompt", "parse_special"},
     "chat": {"messages", *ReplyOptions.__annotations__, "max_tokens", "stop", "constraint", "prediction"},
     "stream_chat": {"messages"},
+    "acomplete": {"prompt", "parse_special", "max_tokens"},
+    "achat": {"messages", "tools"},
+    "set_threads": {"threads"},
+    "set_priority": {"priority"},
     "complete_many": {"prompt", "n", "best_of", "parse_special", "seed", "logprobs", "stop", "prediction"},
     "chat_many": {"messages", "n", "best_of", "tools"},
     "beam_search": {"prompt", "num_beams", "max_tokens", "length_penalty", "ignore_eos", "parse_special"},
@@ -165,7 +174,9 @@ def test_methods_refuse_what_they_cannot_use_by_its_name(llm: LLM, method: str, 
 def test_every_parameter_of_the_methods_is_tried() -> None:
     tried = {name for names in OPTIONS.values() for name in names}
     methods = {name for name, _ in inspect.getmembers(LLM, inspect.isfunction) if not name.startswith("_")}
-    assert methods - set(CALLS) == {"clear_cache", "close", "load_session", "rerank", "save_session"}
+    assert methods - set(CALLS) == {
+        *("clear_cache", "close", "load_session", "prepare_constraints", "rerank", "save_session")
+    }
     for method in CALLS:
         for name, parameter in inspect.signature(getattr(LLM, method)).parameters.items():
             if name != "self" and parameter.kind is not parameter.VAR_KEYWORD:
