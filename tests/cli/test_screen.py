@@ -156,7 +156,19 @@ def test_the_name_of_a_model_does_nothing_to_the_terminal():
 
 @pytest.mark.parametrize(
     ("text", "message", "draft"),
-    [("", None, ""), ("one\n", "one", ""), ("one", None, "one"), ("one\ntwo\n", None, "one\ntwo"), ("\n", None, "")],
+    [
+        ("", None, ""),
+        ("one\n", "one", ""),
+        ("one", None, "one"),
+        ("one\ntwo\n", None, "one\ntwo"),
+        ("\n", None, ""),
+        ("one\r", "one", ""),
+        ("one\ntwo\r", None, "one\ntwo"),
+        ("onf\x7fe\r", "one", ""),
+        ("\x1b[200~one\rtwo\x1b[201~\r", "one\ntwo", ""),
+        ("\x1b[200~one\rtw", None, "one\ntw"),
+        ("one\x1b[D\x1b[D\x7f", None, "ne"),
+    ],
 )
 def test_what_was_typed_before_keys_were_read_is_a_message_if_it_is_one_line(text, message, draft):
     typed = TypedAhead(lambda: None)

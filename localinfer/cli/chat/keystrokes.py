@@ -17,6 +17,9 @@ else:
 _INPUT_MODES, _LOCAL_MODES, _CHARACTERS = 0, 3, 6
 """Indices into the result of `termios.tcgetattr`."""
 _PASTE_MARKS_ON, _PASTE_MARKS_OFF = "\x1b[?2004h", "\x1b[?2004l"
+_PASTE_BEGIN, _PASTE_END = b"\x1b[200~", b"\x1b[201~"
+_PASTE_SECONDS = 1.0
+"""Without anything of a paste after which its end is lost."""
 _MOST_BEFORE = 1 << 16
 _SHOW_CURSOR = "\x1b[?25h"
 
@@ -62,10 +65,16 @@ class Keystrokes(Closing):
         self.mark_pastes()
 
     def typed_before(self) -> str:
-        """What was typed before the chat's modes were set: Enter is a line feed in it."""
+        """What was typed so far; Enter is a line feed in it before the chat's modes were set, and a return later.
+
+        A marked paste that has begun is waited for.
+        """
         received = b""
         try:
-            while select.select([self.descriptor], [], [], 0)[0] and len(received) < _MOST_BEFORE:
+            while len(received) < _MOST_BEFORE:
+                is_within_paste = received.rfind(_PASTE_BEGIN) > received.rfind(_PASTE_END)
+                if not select.select([self.descriptor], [], [], _PASTE_SECONDS if is_within_paste else 0)[0]:
+                    break
                 part = os.read(self.descriptor, _MOST_BEFORE)
                 received += part
                 if not part:

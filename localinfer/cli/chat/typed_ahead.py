@@ -20,6 +20,7 @@ _LINE_MARK = "↵"
 _REVERSED, _DIM, _PLAIN = "\x1b[7m", "\x1b[2m", "\x1b[m"
 _BOLD = "\x1b[1m"
 _PROMPT_STYLE = "\x1b[1;36m"
+_PASTE_END = "\x1b[201~"
 
 
 class TypedAhead:
@@ -45,11 +46,21 @@ class TypedAhead:
         return bool(self._parser._in_bracketed_paste)
 
     def begin(self, text: str) -> None:
-        """Take what was typed before keys were read: a line that ends is a message, several are one to look at."""
-        if text.endswith("\n") and text.count("\n") == 1:
-            self.feed(f"{text[:-1]}\r")
-        else:
-            self._insert(text.rstrip("\n"))
+        """Take what was typed before keys were read: a line that ends is a message, several are one to look at.
+
+        An Enter is a line feed in it where it came before the chat's modes were set, and a return behind that. Key
+        sequences and marked pastes, which may come then, are keys as ever.
+        """
+        if "\x1b" in text:
+            self.feed(text)
+            if self.is_within_paste:
+                self.feed(_PASTE_END)
+            self.flush()
+            return
+        lines = text.replace("\r\n", "\n").replace("\r", "\n")
+        is_message = lines.endswith("\n") and lines.count("\n") == 1
+        # Ctrl-J, not Enter.
+        self.feed(f"{lines[:-1]}\r" if is_message else lines.rstrip("\n"))
 
     def feed(self, keys: str) -> None:
         """Take what a terminal sent; a key sequence, or a paste, may be split anywhere."""
