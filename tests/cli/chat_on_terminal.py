@@ -56,7 +56,8 @@ class Stream:
             self.num_events += 1
             self.has_ended = does.get("ends") is not None
             return SimpleNamespace(
-                text=does.get("text", ""), finish_reason=does.get("ends"), reasoning=does.get("reasoning", ""))
+                text=does.get("text", ""), finish_reason=does.get("ends"), reasoning=does.get("reasoning", ""),
+                tool_calls=())
     def __enter__(self): return self
     def __exit__(self, *_): pass
 

@@ -98,6 +98,8 @@ def test_run_defaults_are_the_documented_ones(fake_llm, capsys):
         "device": "auto",
         "gpu_layers": None,
         "threads": None,
+        "measure_again": False,
+        "cancel": None,
         "context_length": None,
         "kv_type": "f16",
         "kv_memory": None,
