@@ -215,6 +215,15 @@ def json_grammar(schema: dict[str, Any]) -> str:
         raise _refusal("schema", str(error)) from None
 
 
+def check_enforceable(constraint: Constraint) -> None:
+    """Raise ConstraintError for what cannot be enforced with any vocabulary; faster than a model's first constraint."""
+    grammar = grammar_of(constraint)
+    from llguidance import LLMatcher
+
+    if message := LLMatcher.validate_grammar(grammar):
+        raise _refusal(_name(constraint), message)
+
+
 def _as_lark(text: str) -> str:
     from llguidance.gbnf_to_lark import any_to_lark
 

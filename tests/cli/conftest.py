@@ -54,6 +54,11 @@ class FakeStream:
 class FakeTokenizer:
     """One id per byte."""
 
+    special_ids: dict[str, int] = {}
+
+    def ids_containing(self, text: str) -> set[int]:
+        return set(text.encode()) if len(text) == 1 else set()
+
     def encode(
         self, text: str, add_special: bool = True, parse_special: bool = False, *, max_tokens: int | None = None
     ) -> list[int]:

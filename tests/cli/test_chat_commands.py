@@ -20,7 +20,6 @@ from localinfer.cli.chat.conversation import Conversation
 from localinfer.cli.chat.markdown import code_blocks
 from localinfer.errors import ContextLengthError, OutOfMemoryError, RequestError
 from localinfer.generation.completion import StreamEvent
-from localinfer.sampling.params import NUMBER_OPTIONS
 from tests.cli.chat_session import Session, assistant, user
 from tests.cli.conftest import FakeLLM
 
@@ -130,41 +129,6 @@ def test_a_refused_continuation_leaves_the_reply_as_it_was(session, fake_llm):
         session.type("/continue")
     assert session.conversation.messages == [user("hi"), assistant("cut")]
     assert session.conversation.can_resume
-
-
-@pytest.mark.parametrize(("line", "value"), [("/set top_k 7", 7), ("/set --top-k=7", 7), ("/set top-k 7", 7)])
-def test_set_changes_an_option_of_the_next_reply(session, fake_llm, line, value):
-    assert "top_k is 7" in session.type(line)
-    session.type("hi")
-    assert fake_llm.options[-1]["top_k"] == value
-    session.type("/set top_k default", "hi")
-    assert "top_k" not in fake_llm.options[-1]
-
-
-def test_set_knows_other_names_and_the_two_options_that_are_no_sampling(session, fake_llm):
-    session.type("/set repeat_penalty 1.5", "/set max_tokens 9", "/set seed 40", "hi")
-    made = fake_llm.options[-1]
-    assert (made["repetition_penalty"], made["max_tokens"], made["seed"]) == (1.5, 9, 40)
-    session.type("/set seed random", "/set max_tokens default", "hi")
-    assert (fake_llm.options[-1]["seed"], fake_llm.options[-1]["max_tokens"]) == (None, None)
-
-
-@pytest.mark.parametrize("name", [*NUMBER_OPTIONS, "max_tokens", "seed"])
-@pytest.mark.parametrize("value", ["-1e9", "warm", "nan"])
-def test_set_refuses_a_value_out_of_range_with_the_range(session, name, value):
-    before = dict(session.conversation.sampling)
-    told = session.type(f"/set {name} {value}")
-    assert re.search(rf"{name} is .*; it must be a (whole )?number(, | from )-?\d.* it stays .*", told)
-    assert session.conversation.sampling == before
-    assert "must be" not in session.type(f"/set {name}"), "shows it"
-
-
-def test_set_lists_every_option_with_its_range(session):
-    told = session.type("/set top_p 0.5", "/set")
-    for name in (*NUMBER_OPTIONS, "max_tokens", "seed"):
-        assert re.search(rf"^{name} ", told, re.MULTILINE)
-    assert "0.5 (default 0.95); 0 to 1" in told
-    assert "did you mean temperature?" in session.type("/set temperatur 1")
 
 
 def test_think_is_refused_where_the_template_knows_none(session, fake_llm, monkeypatch):
@@ -347,13 +311,16 @@ def test_paste_takes_lines_as_they_are_up_to_the_mark(session, fake_llm):
     assert fake_llm.prompts[-1][-1] == user("unended")
 
 
-def test_copy_takes_the_last_reply_or_its_last_block(session, fake_llm):
+def test_copy_takes_the_last_block_or_the_whole_reply_and_says_how_long_it_is(session, fake_llm):
     assert "no reply yet" in session.type("/copy")
     session.type("hi")
-    assert "no code block" in session.type("/copy code")
+    assert "no code block; /copy reply" in session.type("/copy code")
+    assert "copied the whole last reply, 11 characters, by test" in session.type("/copy")
     fake_llm.pieces = ["a\n```py\nx = 1\n```\nb\n~~~~\n```\ny\n~~~~\n"]
-    session.type("code", "/copy", "/copy code")
-    assert session.copied == [fake_llm.pieces[0], "```\ny"]
+    assert "copied the last code block, 2 lines of 5 characters" in session.type("code", "/copy")
+    assert "the whole last reply, 9 lines of " in session.type("/copy code", "/copy reply")
+    assert session.copied == ["Hello there", "```\ny", "```\ny", fake_llm.pieces[0]]
+    assert "it takes nothing, code" in session.type("/copy all")
 
 
 @pytest.mark.parametrize(
@@ -442,7 +409,10 @@ def test_without_a_store_the_commands_say_that_nothing_is_kept(fake_llm):
         ("/think o", ["on", "off"]),
         ("/think h", ["hide"]),
         ("/context s", ["shift", "summarise"]),
-        ("/copy ", ["code"]),
+        ("/copy ", ["code", "reply"]),
+        ("/show ", ["template"]),
+        ("/set stop o", ["stop off"]),
+        ("/set format ", ["format json", "format off"]),
         ("/help for", ["fork"]),
         ("/nothing x", []),
         ("/set\nx", []),

@@ -11,14 +11,15 @@ from localinfer.cli.chat.clipboard import copy_to_clipboard
 from localinfer.cli.chat.command import Command, Exit, beginning_with
 from localinfer.cli.chat.context_commands import ContextCommands
 from localinfer.cli.chat.conversation import Conversation
+from localinfer.cli.chat.copy_command import CopyCommand, CopyText
 from localinfer.cli.chat.display_width import wrap_words
 from localinfer.cli.chat.editing_commands import EditingCommands, EditText, edit_in_editor
 from localinfer.cli.chat.last_exchange import show_last_exchange
-from localinfer.cli.chat.markdown import code_blocks
 from localinfer.cli.chat.option_commands import LoadModel, OptionCommands
 from localinfer.cli.chat.reply_output import ReplyOutput
 from localinfer.cli.chat.session_commands import SessionCommands
-from localinfer.errors import RequestError
+from localinfer.cli.chat.set_command import SetCommand
+from localinfer.cli.chat.show_command import ShowCommand
 from localinfer.terminal import check_text, dim, neutralise_controls
 
 if TYPE_CHECKING:
@@ -35,9 +36,6 @@ _KEYS = (
     ("Tab", "completes commands and what may follow them, which /help NAME lists"),
     ("//", "begins a message with a slash"),
 )
-
-CopyText = Callable[[str, Callable[[str], bool]], str]
-"""As `clipboard.copy_to_clipboard`."""
 
 
 class Chat:
@@ -70,7 +68,6 @@ class Chat:
         self._notices = notices
         self.reply_output = ReplyOutput(output, notices) if reply_output is None else reply_output
         self.on_model_change: Callable[[str, int], None] | None = None
-        self._copy_text = copy_text
         self.attachments = AttachmentCommands(self)
         self._context = ContextCommands(self, shows_stats=shows_stats)
         self._options = OptionCommands(self, load_model, model_name)
@@ -83,16 +80,12 @@ class Chat:
             Command("/system", "show or set the system prompt", self._system, "[TEXT|off]"),
             *EditingCommands(self, edit_text).commands(),
             *self.attachments.commands(),
+            *SetCommand(self).commands(),
             *self._options.commands(),
+            *ShowCommand(self).commands(),
             *self._context.commands(),
             *saving.commands(),
-            Command(
-                "/copy",
-                "copy the last reply, or its last code block",
-                self._copy,
-                "[code]",
-                lambda typed: beginning_with(typed, ("code",)),
-            ),
+            *CopyCommand(self, copy_text).commands(),
             Command("/clear", "clear the conversation", self._clear),
             Command("/exit", "exit", self._exit),
         )
@@ -138,13 +131,21 @@ class Chat:
         if self.conversation.is_reply_kept:
             self.attachments.drop()
 
-    def notice(self, text: str, *, hanging: int = 0) -> None:
-        """Print a line that is not model text; a terminal breaks it at spaces. hanging: as `wrap_words`."""
+    def notice(self, text: str, *, hanging: int = 0, wraps: bool = True) -> None:
+        """Print a line that is not model text. wraps: a terminal breaks it at spaces. hanging: as `wrap_words`."""
         text = neutralise_controls(text)
-        if self._notices.isatty():
+        if wraps and self._notices.isatty():
             text = wrap_words(text, self.reply_output.columns(), hanging=hanging)
         self._notices.write(f"{dim(text, self._notices)}\n")
         self._notices.flush()
+
+    def send_to_terminal(self, sequence: str) -> bool:
+        """Write a control sequence of ours; False where the output is no terminal."""
+        if not self._output.isatty():
+            return False
+        self._output.write(sequence)
+        self._output.flush()
+        return True
 
     def print_reply(self, reply: Generator[str]) -> None:
         """Print a reply as it comes; Ctrl-C stops it."""
@@ -217,31 +218,6 @@ class Chat:
         if text:
             self.conversation.system = None if text == "off" else check_text(text, "the system prompt")
         self.notice(f"system prompt: {self.conversation.system or 'none'}")
-
-    def _copy(self, what: str) -> None:
-        replies = [turn["content"] for turn in self.conversation.turns if turn["role"] == "assistant"]
-        if what not in ("", "code"):
-            self.notice(f"/copy is given {what}; it takes nothing, or code for the last code block")
-            return
-        blocks = code_blocks(replies[-1]) if replies else []
-        if not replies or (what and not blocks):
-            self.notice("there is no reply yet" if not replies else "the last reply has no code block")
-            return
-        text = blocks[-1] if what else replies[-1]
-        try:
-            by = self._copy_text(text, self._send_to_terminal)
-        except RequestError as error:
-            self.notice(str(error))
-            return
-        self.notice(f"copied {'the last code block' if what else 'the last reply'}, {len(text):,} characters, by {by}")
-
-    def _send_to_terminal(self, sequence: str) -> bool:
-        """Write a control sequence of ours; False where the output is no terminal."""
-        if not self._output.isatty():
-            return False
-        self._output.write(sequence)
-        self._output.flush()
-        return True
 
     def _clear(self, _: str) -> None:
         self.start_anew()

@@ -248,8 +248,9 @@ class Conversation:
         ask = {"role": "user", "content": SUMMARY_REQUEST}
         asked = window.messages([*self._turns[first:end], ask])
         options = {**self._options(), "max_tokens": window.reply_tokens, "thinking": False}
-        options.pop("tools", None)
-        options.pop("thinking_budget", None)
+        # What replies have to be is no form of a summary.
+        for name in ("tools", "thinking_budget", "constraint", "stop"):
+            options.pop(name, None)
         deltas: list[str] = []
         reason = None
         with self._llm.stream_chat(asked, **options) as stream:

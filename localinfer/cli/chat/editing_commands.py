@@ -116,6 +116,11 @@ class EditingCommands:
             self._chat.notice(f"the model waits for the result of {conversation.open_calls[0].name}; type it")
         elif not conversation.can_resume:
             self._chat.notice("the last reply is whole; /regen makes it again")
+        elif conversation.sampling.get("constraint") is not None and conversation.turns[-1]["role"] == "assistant":
+            self._chat.notice(
+                "the format holds for whole replies; /regen makes this one again (/set max_tokens N allows more), and "
+                "after /set format off it can be gone on with"
+            )
         else:
             self._chat.print_reply(conversation.resume())
             if not conversation.is_reply_kept and conversation.context_used >= conversation.context_length:

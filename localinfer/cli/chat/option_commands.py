@@ -1,18 +1,14 @@
-"""Commands that change how the model answers: sampling options, thinking, tools, the model itself."""
+"""Commands that change how the model answers: thinking, tools, the model itself."""
 
-import difflib
 import json
-import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from localinfer.arguments import check_number
 from localinfer.cli.chat.command import Command, beginning_with
 from localinfer.cli.chat.paths import complete_path, read_text
 from localinfer.cli.known_models import known_models
 from localinfer.errors import LocalinferError, OutOfMemoryError, RequestError
-from localinfer.sampling.params import MAX_SEED, NUMBER_OPTIONS, NumberOption, SamplingParams
 
 if TYPE_CHECKING:
     from localinfer.cli.chat.commands import Chat
@@ -21,13 +17,11 @@ if TYPE_CHECKING:
 LoadModel = Callable[[str | None], "LLM"]
 """Loads a model by its name; None: the default one. Raises: LocalinferError."""
 
-_SPECIAL = ("max_tokens", "seed")
 _SHOWS_REASONING = {"show": True, "hide": False}
-_WORDS_FOR_DEFAULT = ("default", "none", "random")
 
 
 class OptionCommands:
-    """/set, /think, /tools and /model."""
+    """/think, /tools and /model."""
 
     def __init__(self, chat: "Chat", load_model: LoadModel | None, model_name: str | None) -> None:
         self._chat = chat
@@ -38,9 +32,6 @@ class OptionCommands:
     def commands(self) -> tuple[Command, ...]:
         """The commands, in the order of help."""
         return (
-            Command(
-                "/set", "list, show or change options of sampling", self._set, "[NAME [VALUE]]", self._complete_set
-            ),
             Command("/model", "switch to another model; the messages stay", self._model, "NAME", _complete_model),
             Command(
                 "/think",
@@ -62,73 +53,6 @@ class OptionCommands:
         """Close a model that was switched to."""
         if self._chat.conversation.llm is not self._first_llm:
             self._chat.conversation.llm.close()
-
-    def _set(self, argument: str) -> None:
-        given, _, value = argument.replace("=", " ", 1).strip().partition(" ")
-        if not given:
-            for name in (*NUMBER_OPTIONS, *_SPECIAL):
-                self._chat.notice(self._described(name), hanging=20)
-            self._chat.notice("/set NAME VALUE changes one, /set NAME default takes it back")
-            return
-        name = _option_named(given) or ""
-        if not name:
-            near = difflib.get_close_matches(given, (*NUMBER_OPTIONS, *_SPECIAL), n=1, cutoff=0.5)
-            meant = f" (did you mean {near[0]}?)" if near else ""
-            self._chat.notice(f"there is no option {given}{meant}; /set lists them")
-            return
-        value = value.strip()
-        if not value:
-            self._chat.notice(self._described(name), hanging=20)
-            return
-        try:
-            self._change(name, value)
-        except RequestError as error:
-            self._chat.notice(f"{error}; it stays {self._shown(name)}")
-            return
-        self._chat.notice(f"{name} is {self._shown(name)} from the next reply on")
-
-    def _change(self, name: str, text: str) -> None:
-        """Set an option. Raises: RequestError with its range."""
-        conversation = self._chat.conversation
-        is_default = text in _WORDS_FOR_DEFAULT
-        number = NUMBER_OPTIONS.get(name)
-        value = _number(text, int if number is None else number.kind)
-        if name == "max_tokens":
-            hint = "default: what fits"
-            conversation.max_tokens = None if is_default else check_number(name, value, 1, hint=hint)
-        elif name == "seed":
-            hint = "random: another one for each reply"
-            conversation.seed = None if is_default else check_number(name, value, 0, MAX_SEED, hint=hint)
-        elif is_default:
-            conversation.sampling.pop(name, None)
-        else:
-            conversation.sampling[name] = getattr(SamplingParams(**{name: value}), name)
-
-    def _shown(self, name: str) -> str:
-        conversation = self._chat.conversation
-        if name in _SPECIAL:
-            value = conversation.max_tokens if name == "max_tokens" else conversation.seed
-            return ("what fits" if name == "max_tokens" else "random") if value is None else str(value)
-        return f"{conversation.sampling.get(name, NUMBER_OPTIONS[name].default):g}"
-
-    def _described(self, name: str) -> str:
-        if name in NUMBER_OPTIONS:
-            option = NUMBER_OPTIONS[name]
-            text = f"{_range(option)}. {option.help.format(default=f'{option.default:g}')}"
-            default = f"{option.default:g}"
-        elif name == "seed":
-            text, default = f"0 to {MAX_SEED}. The same seed gives the same text.", "random"
-        else:
-            text, default = "1 or more. Most tokens of a reply.", "what fits"
-        shown = self._shown(name)
-        changed = "" if shown == default else f" (default {default})"
-        return f"{name:<18}  {shown}{changed}; {text}"
-
-    def _complete_set(self, typed: str) -> Iterable[str]:
-        name, space, value = typed.partition(" ")
-        if not space:
-            return beginning_with(typed, sorted((*NUMBER_OPTIONS, *_SPECIAL)))
-        return beginning_with(typed, [f"{name} default"]) if _option_named(name) is not None else ()
 
     def _think(self, argument: str) -> None:
         conversation = self._chat.conversation
@@ -217,6 +141,8 @@ class OptionCommands:
         if self._chat.on_model_change is not None:
             self._chat.on_model_change(name, llm.context_length)
         self._chat.notice(f"{name} answers from here on, with a context of {llm.context_length} tokens")
+        if conversation.sampling.pop("logit_bias", None):
+            self._chat.notice("logit_bias is off again: its token ids were the former model's")
         if conversation.thinking is not None and not self._can_think():
             conversation.thinking = conversation.thinking_budget = None
             self._chat.notice("its chat template knows no thinking, so /think is back to auto")
@@ -232,28 +158,6 @@ def _is_shortage(error: Exception) -> bool:
     from localinfer.kernels.address_space import is_shortage
 
     return isinstance(error, OutOfMemoryError) or is_shortage(error)
-
-
-def _option_named(given: str) -> str | None:
-    """The option that a name means, written as on the command line or by its other name too."""
-    name = given.lower().lstrip("-").replace("-", "_")
-    aliases = {option.alias: known for known, option in NUMBER_OPTIONS.items() if option.alias is not None}
-    name = aliases.get(name, name)
-    return name if name in NUMBER_OPTIONS or name in _SPECIAL else None
-
-
-def _number(text: str, kind: type[int] | type[float]) -> Any:
-    """The number that a text is, or the text, which the check of the option then refuses."""
-    for read in (int, float) if kind is int else (float,):
-        try:
-            return read(text)
-        except ValueError:
-            continue
-    return text
-
-
-def _range(option: NumberOption) -> str:
-    return f"{option.least:g} or more" if math.isinf(option.most) else f"{option.least:g} to {option.most:g}"
 
 
 def _read_tools(text: str, path: str) -> tuple[dict[str, Any], ...]:
