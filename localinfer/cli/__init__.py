@@ -38,6 +38,7 @@ from localinfer.cli.serve import ServeProcess, serve_command
 from localinfer.cli.sessions import complete_name, sessions_command
 from localinfer.cli.standard_streams import open_missing_streams
 from localinfer.cli.warmup import warmup_command
+from localinfer.cli.word_wrap import wrapped_for
 from localinfer.errors import LocalinferError, RequestError
 from localinfer.system.parent_watch import ParentWatch
 from localinfer.terminal import ModelOutput, check_text, describe_stats, dim, prepare_streams
@@ -208,7 +209,8 @@ def chat_command(
 
     With -p TEXT, or text in a pipe: all of it is one message, and only the answer is printed, as in `git diff |
     localinfer chat -p "Review this"`. Exit code 3: the answer was cut, as stderr says. With --lines each line of a pipe
-    is a message of one conversation instead.
+    is a message of one conversation instead. With --continue or --session NAME, that message goes on with a saved
+    conversation, and is saved in it with its answer.
 
     Conversations on a terminal are saved after every reply; 'localinfer sessions' lists, exports and deletes them.
     """
@@ -217,12 +219,12 @@ def chat_command(
     if constraint is not None:
         sampling["constraint"] = constraint
     if is_one_shot(prompt, files, show_reasoning=show_reasoning, lines=lines):
+        saving = None
         if continues or session is not None:
-            raise RequestError(
-                "--continue and --session are for conversations, and one message with -p or from a pipe begins none; "
-                "leave them out, or type the message in the chat"
-            )
-        if no_history:
+            from localinfer.cli.chat.continuing import begin_saving
+
+            saving = begin_saving(options, continues=continues, session=session, system=system, no_history=no_history)
+        elif no_history:
             options["disk_cache"] = False
         message = read_message(prompt, files)
         with load_with(options) as llm:
@@ -233,6 +235,8 @@ def chat_command(
                 max_tokens=max_tokens,
                 show_reasoning=show_reasoning,
                 stats=stats,
+                saved=None if saving is None else saving.saved,
+                save=None if saving is None else saving.save,
                 context_shift=context_shift,
                 **sampling,
             )
@@ -342,7 +346,7 @@ def _is_completing() -> bool:
 
 
 def _fail(message: str, error: BaseException, ready_line: ReadyLine | None) -> int:
-    print(f"error: {one_line(message)}", file=sys.stderr)
+    print(wrapped_for(sys.stderr, f"error: {one_line(message)}"), file=sys.stderr)
     if ready_line is not None:
         kind = type(error).__name__ if isinstance(error, LocalinferError | OSError) else "UsageError"
         ready_line.tell_error("OutOfMemoryError" if isinstance(error, MemoryError) else kind, one_line(message))

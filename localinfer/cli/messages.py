@@ -1,4 +1,7 @@
-"""Errors and warnings of the library on the command line: one line, with option names in place of argument names."""
+"""Errors and warnings of the library on the command line: one line, with option names in place of argument names.
+
+A terminal gets a long one wrapped at words.
+"""
 
 import logging
 import re
@@ -7,6 +10,7 @@ import warnings
 
 import click
 
+from localinfer.cli.word_wrap import wrapped_for
 from localinfer.terminal import neutralise_controls
 
 _NAME = re.compile(r"(?<![\w./'-])[a-z]+(?:_[a-z]+)+(?![\w(/'-])")
@@ -32,10 +36,10 @@ def one_line(message: str) -> str:
 
 
 def send_messages_to_stderr(command: click.Command) -> None:
-    """Print each warning of the library on one line, without its source location."""
+    """Print each warning of the library as one line, without its source location."""
 
     def line(message: str) -> str:
-        return f"warning: {one_line(in_options(message, command))}"
+        return wrapped_for(sys.stderr, f"warning: {one_line(in_options(message, command))}")
 
     class LineFormatter(logging.Formatter):
         def format(self, record: logging.LogRecord) -> str:

@@ -3,12 +3,14 @@
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from localinfer.cli.chat.conversation import Conversation
 from localinfer.cli.options import flag, option, options_group
 from localinfer.errors import ContextLengthError, RequestError
 from localinfer.terminal import ModelOutput, Progress, check_text, describe_stats, neutralise_controls
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from localinfer.generation.completion import Stats
     from localinfer.generation.stream import TextStream
     from localinfer.llm import LLM
+    from localinfer.persistence.saved_conversation import SavedConversation
 
 EXIT_CUT = 3
 """Exit code where the reply was cut: it was printed, and is not whole."""
@@ -89,54 +92,73 @@ def answer_once(
     max_tokens: int | None,
     show_reasoning: bool,
     stats: bool,
+    saved: "SavedConversation | None" = None,
+    save: "Callable[[SavedConversation], None] | None" = None,
+    seed: int | None = None,
     **options: Any,
 ) -> None:
     """Print the answer to a message on stdout as it is generated, with a newline at its end, and nothing else.
 
+    saved, save: a conversation that it goes on with, and what keeps it; without one, nothing is kept.
     Raises: click's Exit with EXIT_CUT if the answer was cut, told on stderr; ContextLengthError with the tokens of each
-        part if the message does not fit the context.
+        part if the message does not fit the context; RequestError if the conversation waits for the result of a call.
     """
-    messages = [{"role": "system", "content": system}] if system else []
-    messages.append({"role": "user", "content": message.text})
+    conversation = Conversation(llm, system=system, max_tokens=max_tokens, seed=seed, saved=saved, save=save, **options)
+    if calls := conversation.open_calls:
+        raise RequestError(
+            f"the conversation waits for the result of a call of {calls[0].name}, and not for a message; go on with it "
+            "by `localinfer chat --continue`"
+        )
+    conversation.on_messages_dropped = _tell_dropped
     try:
-        with llm.stream_chat(messages, max_tokens=max_tokens, **options) as stream:
-            finish_reason = _print_answer(stream, shows_reasoning=show_reasoning)
+        _print_answer(conversation, message.text, shows_reasoning=show_reasoning)
     except ContextLengthError:
-        raise _too_long(llm, messages, message) from None
+        raise _too_long(conversation, message) from None
+    last_stats = conversation.last_stats
+    assert last_stats is not None, "there was a stream"
     if stats:
-        click.echo(describe_stats(stream.stats), err=True)
-    _report(llm, stream.stats, finish_reason, max_tokens)
+        click.echo(describe_stats(last_stats), err=True)
+    _report(llm, last_stats, conversation.finish_reason, max_tokens)
 
 
-def _print_answer(stream: "TextStream", *, shows_reasoning: bool) -> str | None:
-    """Print a reply; return why it ended."""
+def _tell_dropped(num_messages: int) -> None:
+    click.echo(f"the context is full: the {num_messages} oldest messages are left out", err=True)
+
+
+def _print_answer(conversation: Conversation, text: str, *, shows_reasoning: bool) -> None:
+    """Send a message and print its reply."""
     output = ModelOutput(sys.stdout, is_terminal=sys.stdout.isatty())
     thoughts = ModelOutput(sys.stderr, is_terminal=sys.stderr.isatty())
-    finish_reason: str | None = None
     num_thoughts = 0
-    with Progress() as progress:
-        end_reading = _show_reading(stream, progress)
+    with Progress() as progress, ExitStack() as reading:
+
+        def begin(stream: "TextStream") -> None:
+            reading.callback(_show_reading(stream, progress))
+
+        def think(reasoning: str) -> None:
+            nonlocal num_thoughts
+            reading.close()
+            num_thoughts += 1
+            if shows_reasoning:
+                progress.close()
+                thoughts.write(reasoning)
+            elif num_thoughts % _THOUGHTS_AT_ONCE == 0:
+                progress(f"reasoning, {num_thoughts:,} tokens (--show-reasoning shows them)", 0, 0)
+
+        conversation.on_stream, conversation.on_reasoning = begin, think
         try:
-            for event in stream:
-                end_reading()
-                finish_reason = event.finish_reason
-                if event.reasoning:
-                    num_thoughts += 1
-                    if shows_reasoning:
+            with closing(conversation.reply(text)) as deltas:
+                for delta in deltas:
+                    reading.close()
+                    if delta:
                         progress.close()
-                        thoughts.write(event.reasoning)
-                    elif num_thoughts % _THOUGHTS_AT_ONCE == 0:
-                        progress(f"reasoning, {num_thoughts:,} tokens (--show-reasoning shows them)", 0, 0)
-                if event.text:
-                    progress.close()
-                    thoughts.end_line()
-                    output.write(event.text)
+                        thoughts.end_line()
+                        output.write(delta)
         finally:
-            end_reading()
+            reading.close()
             progress.close()
             thoughts.end_line()
             output.end_line()
-    return finish_reason
 
 
 def _show_reading(stream: "TextStream", progress: Progress) -> Callable[[], None]:
@@ -176,7 +198,11 @@ def _report(llm: "LLM", stats: "Stats", finish_reason: str | None, max_tokens: i
     raise click.exceptions.Exit(EXIT_CUT)
 
 
-def _too_long(llm: "LLM", messages: list[dict[str, str]], message: Message) -> ContextLengthError:
+def _too_long(conversation: Conversation, message: Message) -> ContextLengthError:
+    # The older messages of a conversation were left out before.
+    messages = [{"role": "system", "content": conversation.system}] if conversation.system else []
+    messages.append({"role": "user", "content": message.text})
+    llm = conversation.llm
     num_tokens = llm.count_chat_tokens(messages)
     shares = [f"{name} {len(llm.tokenizer.encode(text, add_special=False)):,}" for name, text in message.parts]
     of_these = f" ({', '.join(shares)})" if len(shares) > 1 else ""

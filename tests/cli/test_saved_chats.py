@@ -22,7 +22,7 @@ from localinfer.cli.chat import continuing
 from localinfer.cli.chat.commands import Chat
 from localinfer.cli.chat.continuing import Saving, begin_saving, show_continued
 from localinfer.cli.chat.conversation import Conversation
-from localinfer.errors import RequestError, SessionFileError
+from localinfer.errors import ContextLengthError, RequestError, SessionFileError
 from localinfer.generation.completion import StreamEvent
 from localinfer.persistence.conversations import ConversationStore, SavedConversation
 from tests.kernels.subprocesses import environment
@@ -256,6 +256,71 @@ def test_a_pipe_saves_nothing_and_may_continue(fake_llm, store: ConversationStor
     assert store.load("old") == before and len(store.list()) == 1
 
 
+@pytest.fixture
+def once(fake_llm, store: ConversationStore, monkeypatch) -> Callable[..., int]:
+    """Run `localinfer chat` with words and what is piped into it, nothing for a terminal."""
+    monkeypatch.setattr(cli, "load_with", lambda options: _Open(fake_llm))
+
+    def run(*words: str, piped: str | None = None) -> int:
+        monkeypatch.setattr(sys, "stdin", Terminal() if piped is None else io.StringIO(piped))
+        return main(["chat", *words])
+
+    return run
+
+
+def test_one_message_goes_on_with_a_saved_conversation_and_is_saved_in_it(once, fake_llm, store, capsys) -> None:
+    save_talk(store, "old", system="Brief.")
+    assert once("-p", "and?", "--continue", "--seed", "5") == 0
+    assert capsys.readouterr() == ("Hello there\n", "")
+    assert [message["content"] for message in fake_llm.prompts[-1]] == ["Brief.", "hi", "Hello there", "and?"]
+    assert fake_llm.options[-1]["seed"] == 5
+    assert [turn["content"] for turn in store.load("old").turns] == ["hi", "Hello there", "and?", "Hello there"]
+    assert once("--session", "diff", piped="+ added\n") == 0
+    assert once("-p", "Why?", "--session", "diff") == 0
+    assert [turn["content"] for turn in store.load("diff").turns][::2] == ["+ added", "Why?"]
+    assert len(store.list()) == 2
+    assert once("-p", "kept nowhere") == 0
+    assert len(store.list()) == 2 and len(fake_llm.prompts[-1]) == 1
+
+
+def test_one_message_of_a_conversation_is_kept_as_far_as_its_answer_came(once, fake_llm, store, capsys) -> None:
+    fake_llm.pieces = ["Hel", KeyboardInterrupt()]
+    assert once("-p", "hi", "--session", "one") == 130
+    assert capsys.readouterr().out == "Hel\n"
+    last = store.load("one").turns[-1]
+    assert (last["content"], last["finish_reason"]) == ("Hel", "cancelled")
+    fake_llm.pieces = [ContextLengthError("too long")]
+    assert once("-p", "more", "--session", "one") == 2
+    assert "the message takes 4 tokens" in capsys.readouterr().err
+    assert len(store.load("one").turns) == 2
+
+
+def test_one_message_that_cannot_be_saved_is_answered_and_told(once, store, monkeypatch, capsys) -> None:
+    def full(self: ConversationStore, _: SavedConversation) -> None:
+        raise SessionFileError("no space left")
+
+    monkeypatch.setattr(ConversationStore, "save", full)
+    assert once("-p", "hi", "--session", "one") == 2
+    captured = capsys.readouterr()
+    assert captured.out == "Hello there\n" and "error: no space left" in captured.err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--continue", "--no-history"], "--continue and --no-history exclude each other"),
+        (["--session", "x", "--no-history"], "--session and --no-history exclude each other"),
+        (["--session", "waits"], "waits for the result of a call of weather"),
+    ],
+)
+def test_one_message_is_refused_where_it_cannot_go_on(once, fake_llm, store, capsys, words, message) -> None:
+    calls = [{"id": "a", "type": "function", "function": {"name": "weather", "arguments": "{}"}}]
+    save_talk(store, "waits", [TURNS[0], {"role": "assistant", "content": "", "tool_calls": calls}])
+    assert once("-p", "and?", *words) == 2
+    assert message in capsys.readouterr().err
+    assert not fake_llm.prompts
+
+
 class ChatCommand:
     """`localinfer chat` with the demo model in a process of its own, on a terminal of ours."""
 
@@ -265,7 +330,7 @@ class ChatCommand:
         self.screen = ""
         self._master, slave = pty.openpty()
         shown = environment(TERM="xterm", NO_COLOR="1", PROMPT_TOOLKIT_NO_CPR="1", XDG_STATE_HOME=str(folder / "state"))
-        fixed = ["--threads", "1", "-n", "40", "--disk-cache-folder", str(folder / "cache"), "--stats"]
+        fixed = ["--threads", "1", "-n", "40", "--seed", "1", "--disk-cache-folder", str(folder / "cache"), "--stats"]
         self._process = subprocess.Popen(
             [sys.executable, "-m", "localinfer", "chat", *fixed, *words],
             stdin=slave,

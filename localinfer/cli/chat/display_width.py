@@ -4,6 +4,8 @@ import re
 
 from prompt_toolkit.utils import get_cwidth
 
+from localinfer.cli import word_wrap
+
 TAB_STOP = 8
 _EMOJI_STYLE = "\ufe0f"
 """Makes the character before it wide, on some terminals."""
@@ -37,28 +39,8 @@ def cut_to_width(text: str, width: int, *, mark: str = "…") -> str:
 
 
 def wrap_words(text: str, width: int, *, hanging: int = 0) -> str:
-    """The text in lines of less than `width` columns, broken at spaces; a longer word is left to the terminal.
-
-    hanging: spaces before the lines that a line becomes after its own, two where the terminal has no room for more.
-    """
-    hanging = hanging if hanging * 3 < width else 2
-    made = []
-    for line in text.split("\n"):
-        column = 0
-        words = line.split(" ")
-        for place, word in enumerate(words):
-            columns = most_columns(word)
-            if place and column + 1 + columns < width:
-                made.append(" " + word)
-                column += 1 + columns
-            elif place and word:
-                made.append("\n" + " " * hanging + word)
-                column = hanging + columns
-            else:
-                made.append(word)
-                column += columns
-        made.append("\n")
-    return "".join(made[:-1])
+    """As `word_wrap.wrap_words`, by `most_columns`."""
+    return word_wrap.wrap_words(text, width, hanging=hanging, measure=most_columns)
 
 
 def end_of_width(text: str, width: int) -> str:
