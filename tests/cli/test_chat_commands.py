@@ -11,6 +11,7 @@ import pytest
 from prompt_toolkit.completion import CompleteEvent
 from prompt_toolkit.document import Document
 
+import localinfer
 from localinfer.chat.parser import ToolCallDelta
 from localinfer.cli import main
 from localinfer.cli.chat.clipboard import copy_to_clipboard
@@ -18,8 +19,10 @@ from localinfer.cli.chat.commands import Chat
 from localinfer.cli.chat.completion import CommandCompleter
 from localinfer.cli.chat.conversation import Conversation
 from localinfer.cli.chat.markdown import code_blocks
+from localinfer.cli.chat.settings import SETTINGS
 from localinfer.errors import ContextLengthError, OutOfMemoryError, RequestError
 from localinfer.generation.completion import StreamEvent
+from localinfer.sampling.params import NUMBER_OPTIONS
 from tests.cli.chat_session import Session, assistant, user
 from tests.cli.conftest import FakeLLM
 
@@ -47,6 +50,16 @@ def test_help_has_a_line_of_a_narrow_terminal_for_each_command_and_the_arguments
     assert all(len(line) <= 80 for line in lines)
     assert session.type("/help forc") == "there is no command /forc; /help lists them\n"
     assert session.type("/help fork") == "/fork NAME: go on in a copy of the conversation, under a name\n"
+
+
+def test_the_guide_names_every_command_and_option(session):
+    guide = (Path(localinfer.__file__).parent / "cli" / "README.md").read_text("utf-8")
+    listed = guide.partition("## Commands of the chat")[2].partition("\n## ")[0].replace("\\|", "|")
+    for command in session.chat.commands.values():
+        arguments = command.arguments.replace("|default]", "]")
+        assert f"`{f'{command.name} {arguments}'.strip()}`" in listed
+    for name in SETTINGS.keys() - NUMBER_OPTIONS.keys():
+        assert f"`{name}`" in listed
 
 
 @pytest.mark.parametrize("argument", ["", "2", "1 other words"])
@@ -411,6 +424,8 @@ def test_without_a_store_the_commands_say_that_nothing_is_kept(fake_llm):
         ("/context s", ["shift", "summarise"]),
         ("/copy ", ["code", "reply"]),
         ("/show ", ["template"]),
+        ("/system o", ["off"]),
+        ("/tools of", ["off"]),
         ("/set stop o", ["stop off"]),
         ("/set format ", ["format json", "format off"]),
         ("/help for", ["fork"]),

@@ -77,7 +77,13 @@ class Chat:
         conversation.on_save_error = saving.report_failure
         commands = (
             Command("/help", "list the commands and keys", self._help, "[COMMAND]", self._complete_help),
-            Command("/system", "show or set the system prompt", self._system, "[TEXT|off]"),
+            Command(
+                "/system",
+                "show or set the system prompt",
+                self._system,
+                "[TEXT|off]",
+                lambda typed: beginning_with(typed, ("off",)),
+            ),
             *EditingCommands(self, edit_text).commands(),
             *self.attachments.commands(),
             *SetCommand(self).commands(),

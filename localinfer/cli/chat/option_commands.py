@@ -45,7 +45,7 @@ class OptionCommands:
                 "let the model call tools, of a file in OpenAI's shape",
                 self._tools,
                 "FILE|off",
-                complete_path,
+                _complete_tools,
             ),
         )
 
@@ -151,6 +151,11 @@ class OptionCommands:
 def _complete_model(typed: str) -> Iterable[str]:
     """Names of models that are here, then files."""
     yield from (name for name in known_models() if name.lower().startswith(typed.lower()))
+    yield from complete_path(typed)
+
+
+def _complete_tools(typed: str) -> Iterable[str]:
+    yield from beginning_with(typed, ("off",))
     yield from complete_path(typed)
 
 
