@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from localinfer.cli.chat.conversation import Conversation
 from localinfer.cli.options import flag, option, options_group
 from localinfer.errors import ContextLengthError, RequestError
 from localinfer.terminal import ModelOutput, Progress, check_text, describe_stats, neutralise_controls
 
 if TYPE_CHECKING:
+    from localinfer.cli.chat.conversation import Conversation
     from localinfer.generation.completion import Stats
     from localinfer.generation.stream import TextStream
     from localinfer.llm import LLM
@@ -103,6 +103,8 @@ def answer_once(
     Raises: click's Exit with EXIT_CUT if the answer was cut, told on stderr; ContextLengthError with the tokens of each
         part if the message does not fit the context; RequestError if the conversation waits for the result of a call.
     """
+    from localinfer.cli.chat.conversation import Conversation
+
     conversation = Conversation(llm, system=system, max_tokens=max_tokens, seed=seed, saved=saved, save=save, **options)
     if calls := conversation.open_calls:
         raise RequestError(
@@ -125,7 +127,7 @@ def _tell_dropped(num_messages: int) -> None:
     click.echo(f"the context is full: the {num_messages} oldest messages are left out", err=True)
 
 
-def _print_answer(conversation: Conversation, text: str, *, shows_reasoning: bool) -> None:
+def _print_answer(conversation: "Conversation", text: str, *, shows_reasoning: bool) -> None:
     """Send a message and print its reply."""
     output = ModelOutput(sys.stdout, is_terminal=sys.stdout.isatty())
     thoughts = ModelOutput(sys.stderr, is_terminal=sys.stderr.isatty())
@@ -198,7 +200,7 @@ def _report(llm: "LLM", stats: "Stats", finish_reason: str | None, max_tokens: i
     raise click.exceptions.Exit(EXIT_CUT)
 
 
-def _too_long(conversation: Conversation, message: Message) -> ContextLengthError:
+def _too_long(conversation: "Conversation", message: Message) -> ContextLengthError:
     # The older messages of a conversation were left out before.
     messages = [{"role": "system", "content": conversation.system}] if conversation.system else []
     messages.append({"role": "user", "content": message.text})
