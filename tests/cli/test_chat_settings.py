@@ -118,7 +118,8 @@ def test_replies_may_have_to_be_of_a_schema(session, fake_llm, tmp_path: Path):
 
 def test_a_cut_reply_of_a_format_is_made_again_and_not_continued(session, fake_llm):
     fake_llm.pieces = [StreamEvent("{", 1, "length")]
-    assert "/regen makes this one again" in session.type("/set format json", "hi", "/continue")
+    told = session.type("/set format json", "hi", "/continue")
+    assert "so /regen makes it again; /set max_tokens N" in told and "/regen makes this one again" in told
     assert len(fake_llm.prompts) == 1
     session.type("/set format off", "/continue")
     assert len(fake_llm.prompts) == 2

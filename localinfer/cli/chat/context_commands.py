@@ -66,9 +66,12 @@ class ContextCommands:
             )
         else:
             if conversation.finish_reason == "length":
+                way_on = "/continue goes on with it, and"
+                if conversation.sampling.get("constraint") is not None:
+                    way_on = "the format holds for whole replies, so /regen makes it again;"
                 self._chat.notice(
-                    f"the reply was cut after {stats.completion_tokens} tokens (finish_reason: length); /continue goes "
-                    "on with it, and /set max_tokens N allows more"
+                    f"the reply was cut after {stats.completion_tokens} tokens (finish_reason: length); {way_on} "
+                    "/set max_tokens N allows more"
                 )
             self._announce_end()
 
