@@ -2,6 +2,7 @@
 
 `python -c PROGRAM FILE_DESCRIPTOR` runs the chat. Each line of the file is one thing that the model does: an event, or
 a number of tokens that it has read of its prompt. The reply waits for the next line, so a test sees every moment of it.
+With WAITS_FOR_KEYS in the environment the chat begins once something is typed.
 """
 
 import contextlib
@@ -25,7 +26,7 @@ from tests.limits import seconds
 
 GIVING_UP_SECONDS = 5.0
 PROGRAM = """
-import json, os, sys
+import json, os, select, sys
 from types import SimpleNamespace
 from localinfer.cli.chat import loop
 from prompt_toolkit.history import InMemoryHistory
@@ -62,7 +63,11 @@ class Stream:
     def __exit__(self, *_): pass
 
 class Model:
-    context_length = 8192
+    @property
+    def context_length(self):
+        if os.environ.pop("WAITS_FOR_KEYS", None):
+            select.select([0], [], [])
+        return 8192
     def stream_chat(self, messages, **options):
         asked.append([message["content"] for message in messages][-1])
         return Stream(asked[-1])

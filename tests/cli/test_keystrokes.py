@@ -206,6 +206,16 @@ def test_a_line_typed_before_the_chat_has_begun_is_its_first_message():
         assert chat.asked() == ["early"]
 
 
+def test_a_line_typed_while_the_chat_begins_is_its_first_message():
+    with ChatOnTerminal(WAITS_FOR_KEYS="1") as chat:
+        chat.wait_until(lambda: "\x1b[?2004h" in chat.received)
+        chat.type("earli\x7fy\r")
+        chat.say("Yes.", ends="stop")
+        chat.wait_for_row("Yes.")
+        chat.type("\x04")
+        assert chat.asked() == ["early"]
+
+
 def test_what_is_typed_goes_through_the_editor_and_back(tmp_path):
     editor = tmp_path / "editor"
     editor.write_text('#!/bin/sh\nprintf ", edited" >> "$1"\n')
