@@ -56,7 +56,7 @@ GOOD = {
         {one} --json-schema {schema}
         {one} --grammar {grammar}
         {brief} --prompt Hi --file {file} --show-reasoning --regex ab
-        {brief} --stats
+        {brief} --stats --session dogs
         {one} --kv-window 256
         {one} --speculation draft --draft {demo}
         {one} --model {mtp} --speculation mtp --threads 1 --measure-again
