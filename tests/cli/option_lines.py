@@ -1,0 +1,377 @@
+"""Lines with every option of every command: values that are taken, and values that are refused."""
+
+TOGETHER = {
+    "{yarn}": """--context-length 2048 --rope-scaling yarn --rope-scale 2 --rope-base 20000 --yarn-original-context 1024
+        --yarn-extrapolation-factor 1 --yarn-attention-factor 1 --yarn-beta-fast 9 --yarn-beta-slow 1""",
+    "{quick}": "--type q4_0 --chunks 0",
+    "{linear}": "--context-length 2048 --rope-scaling linear --rope-frequency-scale 0.5",
+    "{filters}": """--temperature 0.5 --top-k 5 --top-p 0.5 --min-p 0.1 --typical-p 0.9 --top-n-sigma 1 --seed 1
+        --xtc-probability 0.5 --xtc-threshold 0.2 --dynatemp-range 0.1 --dynatemp-exponent 2""",
+    "{penalties}": """--mirostat 2 --mirostat-tau 4 --mirostat-eta 0.2 --repetition-penalty 1.1 --repetition-last-n -1
+        --frequency-penalty 0.1 --presence-penalty -0.1 --dry-multiplier 1 --dry-base 2 --dry-allowed-length 1
+        --dry-last-n 5 --dry-sequence-breaker . --logit-bias 5=-inf""",
+}
+"""Options that one model can have at once: loading it is what takes time here."""
+
+GOOD = {
+    "run": """
+        {hi} --chat-template {template} --set llama.rope.freq_base=20000 --stop x --ignore-eos --context-shift --stats
+        {hi} {yarn} {filters}
+        {hi} {linear} {penalties}
+        -p Hi -n 1 --model {demo} --device cpu --gpu-layers 0 --threads 1 --context-length 64 --no-disk-cache --json
+        --no-config --prompt Hi --max-tokens 1 --disk-cache-size 1MB --disk-cache-folder {folder} --json-schema {schema}
+        {hi} --kv-window 256 --kv-type q8_0/f16 --kv-memory 64MB --grammar {grammar}
+        {hi} --speculation draft --draft {demo} --regex a+
+        {hi} --model {mtp} --speculation mtp --threads 1 --measure-again
+        {hi} --beams 2 --raw
+    """,
+    "chat": """
+        {one} --chat-template {template} --set llama.rope.freq_base=20000 --system Brief. --context-shift --stats
+        {one} {yarn} {filters}
+        {one} {linear} {penalties}
+        --lines -n 1 --no-disk-cache --model {demo} --device cpu --gpu-layers 0 --threads 1 --no-config
+        --context-length 64 --lines --max-tokens 1 --kv-type q8_0/f16 --kv-memory 64MB
+        --lines -n 1 --disk-cache-size 1MB --disk-cache-folder {folder}
+        {one} --json
+        {one} --json-schema {schema}
+        {one} --grammar {grammar}
+        {brief} --prompt Hi --file {file} --show-reasoning --regex ab
+        {brief} --stats --session dogs
+        {one} --kv-window 256
+        {one} --speculation draft --draft {demo}
+        {one} --model {mtp} --speculation mtp --threads 1 --measure-again
+        {one} --continue
+        {one} --session dogs
+        -n 1 --no-history --lines
+    """,
+    "show": """
+        {demo} --tensors
+        {demo} --json
+        {demo} --ops
+    """,
+    "tokenize": """
+        --model {demo} Hi --ids --no-special --parse-special --no-config
+    """,
+    "bench": """
+        {demo} --prompt 4 --decode 2 --context 4 --repetitions 1 --threads 1 --device cpu --json --stream
+        {demo} --prompt 4 --decode 2 --repetitions 1 --speculation --draft {demo}
+        {mtp} --decode 2 --repetitions 1 --threads 1 --speculation
+    """,
+    "cache": """
+        --disk-cache-folder {folder} --clear --typed-lines
+    """,
+    "sessions": """
+        --json
+        show kept
+        rename kept other
+        delete kept
+        export kept --output {folder}/x.json
+        export kept -o {folder}/x --format markdown
+    """,
+    "pull": """
+        org/repo
+    """,
+    "list": """
+        --all
+        --json
+    """,
+    "rm": "",
+    "warmup": """
+        --model {demo} --device cpu --kv-type q8_0/f16 --kv-window 256
+        --draft {demo} --no-config
+    """,
+    "doctor": """
+        --json
+    """,
+    "quantize": """
+        {demo} {folder}/1.gguf --type q8_0 --method rtn --threads 1 --device cpu --text {text} --chunks 1
+        {demo} {folder}/2.gguf --calibration {text} --calibration-tokens 512 --save-imatrix {folder}/i.gguf {quick}
+        {demo} {folder}/3.gguf --imatrix {folder}/i.gguf {quick}
+        {demo} {folder}/4.gguf --type F16 {quick} --no-config
+        {demo} {folder}/5.gguf --type mxfp4_moe {quick}
+    """,
+    "compare": """
+        {demo} {demo} {text} --context-length 64 --chunks 1 --threads 1 --json
+        {demo} {demo} --chunks 1 --questions --no-config
+    """,
+    "perplexity": """
+        {demo} {text} --context-length 64 --chunks 1 --threads 1 --json --no-config
+    """,
+    "embed": """
+        {demo} Hi --pooling mean --dimensions 8 --no-normalize --truncate --context-length 64 --threads 1
+        {demo} --file {text} --truncate --output {folder}/x.npy --no-config
+    """,
+    "rerank": """
+        {ranker} Hi one two --top-n 1 --no-normalize --truncate --context-length 64 --threads 1 --json
+        {ranker} Hi --file {text} --truncate --no-config
+    """,
+    "serve": """
+        {local} --chat-template {template} {yarn}
+        {local} {linear} --set llama.rope.freq_base=20000
+        --model {demo} --device cpu --gpu-layers 0 --threads 1 --no-disk-cache --no-config --port 0 --socket {sock}
+        --kv-type q8_0/f16 --kv-memory 64MB --disk-cache-size 1MB --disk-cache-folder {folder} --port 0 --socket {sock}
+        --kv-window 256 --no-tcp --context-length 512 --socket {sock}
+        --speculation draft --draft {demo} --no-tcp --socket {sock}
+        --model {mtp} --speculation mtp --threads 1 --measure-again --no-disk-cache --no-tcp --socket {sock}
+        --models {models} --host 127.0.0.1 --port 0 --socket {sock} --token-file {text} --allow-host x --strict-model
+        --allow-origin http://a.example --allow-private-network --port 0 --socket {sock} --idle-unload 5 --verbose
+        --memory-limit 1GB --max-generations 2 --shutdown-seconds 1 --until-stdin-ends --no-tcp --socket {sock}
+        --models {models} --token-env TOKEN_OF_THIS_TEST --ready-json --port 0 --socket {sock}
+    """,
+}
+"""Lines of words; each option of a command must stand in one."""
+
+BAD = {
+    "*": """
+        --no-config=maybe
+        --model no-such-file
+        --device tpu
+        --gpu-layers -1
+        --threads 0
+        --context-length 0
+        --kv-type q9
+        --kv-memory 1TT
+        --kv-window 0
+        --disk-cache-size none
+        --speculation always
+        --speculation mtp
+        --speculation mtp --draft {demo}
+        --draft no-such-file
+        --no-disk-cache=maybe
+        --measure-again=maybe
+        --chat-template no-such-file
+        --chat-template {broken}
+        --rope-scaling magic
+        --rope-scale 0
+        --rope-base -1
+        --rope-frequency-scale x
+        --yarn-original-context 0
+        --yarn-extrapolation-factor -1
+        --yarn-attention-factor 0
+        --yarn-beta-fast 0
+        --yarn-beta-slow nan
+        --set llama.rope.freq_base
+        --set llama.rope.freq_base=banana
+        --set llama.no_such_key=1
+    """,
+    "sampling": """
+        --temperature -1
+        --top-k -1
+        --top-p 2
+        --min-p x
+        --repetition-penalty 0
+        --typical-p 7
+        --top-n-sigma -2
+        --xtc-probability 3
+        --xtc-threshold 3
+        --dynatemp-range -1
+        --dynatemp-exponent -1
+        --mirostat 5
+        --mirostat-tau -1
+        --mirostat-eta 2
+        --repetition-last-n -2
+        --frequency-penalty many
+        --presence-penalty many
+        --dry-multiplier -1
+        --dry-base 0
+        --dry-allowed-length 0
+        --dry-last-n -2
+        --dry-sequence-breaker \udcff
+        --logit-bias 5
+        --seed -1
+        --max-tokens 0
+        --context-shift=maybe
+        --stats=maybe
+    """,
+    "run": """
+        --prompt \udcff
+        --json=maybe
+        --json-schema no-such-file
+        --grammar no-such-file
+        --regex (
+        --beams 0
+        --stop \udcff
+        --raw=maybe
+        --ignore-eos=maybe
+    """,
+    "chat": """
+        --system \udcff
+        --prompt \udcff
+        --file no-such-file
+        --show-reasoning=maybe
+        --lines --prompt Hi
+        --json=maybe
+        --json-schema no-such-file
+        --grammar no-such-file
+        --regex (
+        --session \udcff
+        --session no/such/-session --no-history
+        --continue --session x
+        --continue=maybe
+        --no-history=maybe
+    """,
+    "show": """
+        {demo} --tensors=maybe
+        {demo} --ops=maybe
+        {demo} --json=maybe
+        no-such-file
+    """,
+    "tokenize": """
+        --model no-such-file Hi
+        Hi --no-config=maybe
+        Hi --ids=maybe
+        Hi --no-special=maybe
+        Hi --parse-special=maybe
+    """,
+    "bench": """
+        {demo} --prompt 0
+        {demo} --decode 0
+        {demo} --context 0
+        {demo} --repetitions 0
+        {demo} --threads 0
+        {demo} --device tpu
+        {demo} --compare other
+        {demo} --compare llama-cpp-python --peer-python no-such-file
+        {demo} --stream=maybe
+        {demo} --speculation=maybe
+        {demo} --speculation --draft no-such-file
+        {demo} --roofline=maybe
+        {demo} --serve=maybe
+        {demo} --serve --concurrency 0
+        {demo} --serve --requests 0
+        {demo} --serve --slo-ttft 0
+        {demo} --serve --slo-itl 0
+        {demo} --output x.png
+        {demo} --json=maybe
+        no-such-file
+    """,
+    "cache": """
+        --clear=maybe
+        --clear --typed-lines=maybe
+        --typed-lines
+    """,
+    "sessions": """
+        --json=maybe
+        show no-such-session
+        rename no-such-session other
+        rename kept \udcff
+        delete no-such-session
+        export no-such-session -o {folder}/x
+        export kept --output {folder}
+        export kept --output {folder}/x --format pdf
+        --json show kept
+    """,
+    "pull": """
+        no-such-file
+    """,
+    "list": """
+        --all=maybe
+        --json=maybe
+    """,
+    "rm": """
+        no-such-file
+    """,
+    "warmup": """
+        --model no-such-file
+        --device tpu
+        --kv-type q9
+        --kv-window 0
+        --draft no-such-file
+        --no-config=maybe
+    """,
+    "doctor": """
+        --json=maybe
+    """,
+    "quantize": """
+        {demo} {folder}/x.gguf --type q99
+        {demo} {folder}/x.gguf --method magic
+        {demo} {folder}/x.gguf --type BF16 --method gptq
+        {demo} {folder}/x.gguf --type F16 --imatrix {file}
+        {demo} {folder}/x.gguf --calibration no-such-file
+        {demo} {folder}/x.gguf --calibration-tokens 0
+        {demo} {folder}/x.gguf --imatrix no-such-file
+        {demo} {folder}/x.gguf --save-imatrix {file}/i.gguf
+        {demo} {folder}/x.gguf --threads 0
+        {demo} {folder}/x.gguf --device tpu
+        {demo} {folder}/x.gguf --text no-such-file
+        {demo} {folder}/x.gguf --text {text} --chunks -1
+        {demo} {folder}/x.gguf --no-config=maybe
+        no-such-file {folder}/x.gguf
+        {demo} {file}/x.gguf
+    """,
+    "compare": """
+        {demo} {demo} {text} --context-length 0
+        {demo} {demo} {text} --chunks 0
+        {demo} {demo} {text} --threads 0
+        {demo} {demo} {text} --json=maybe
+        {demo} {demo} {text} --questions=maybe
+        {demo} {demo} no-such-file
+        {demo} {demo} {text} --no-config=maybe
+        {demo} no-such-file {text}
+    """,
+    "perplexity": """
+        {demo} {text} --context-length 0
+        {demo} {text} --chunks 0
+        {demo} {text} --threads 0
+        {demo} {text} --json=maybe
+        {demo} {text} --no-config=maybe
+        {demo} no-such-file
+        no-such-file {text}
+    """,
+    "embed": """
+        {demo} Hi --pooling rank
+        {demo} Hi --dimensions 0
+        {demo} --file no-such-file
+        {demo} Hi --truncate=maybe
+        {demo} Hi --no-normalize=maybe
+        {demo} Hi --context-length 0
+        {demo} Hi --threads 0
+        {demo} Hi --output {file}/x.npy
+        {demo} Hi --no-config=maybe
+        no-such-file Hi
+    """,
+    "rerank": """
+        {ranker} Hi one --top-n 0
+        {ranker} Hi --file no-such-file
+        {ranker} Hi one --truncate=maybe
+        {ranker} Hi one --no-normalize=maybe
+        {ranker} Hi one --context-length 0
+        {ranker} Hi one --threads 0
+        {ranker} Hi one --json=maybe
+        {ranker} Hi one --no-config=maybe
+        no-such-file Hi one
+    """,
+    "serve": """
+        --models no-such-folder
+        --host 256.0.0.1
+        --port 65536
+        --no-tcp=maybe
+        --socket {file}/s.sock
+        --token-file no-such-file
+        --token-env NO_SUCH_VARIABLE
+        --allow-host \udcff
+        --allow-origin \udcff
+        --allow-private-network=maybe
+        --strict-model=maybe
+        --idle-unload -1
+        --memory-limit none
+        --max-generations 0
+        --shutdown-seconds -1
+        --until-stdin-ends=maybe
+        --ready-json=maybe
+        --verbose=maybe
+    """,
+}
+"""The same; "*" are options of all commands that load a model, "sampling" of those that sample."""
+
+
+def cases(table: dict[str, str]) -> list[tuple[str, str]]:
+    return [(command, line.strip()) for command in GOOD for line in lines_of(table, command)]
+
+
+def lines_of(table: dict[str, str], command: str) -> list[str]:
+    shared = {"run": ("*", "sampling"), "chat": ("*", "sampling"), "serve": ("*",)}.get(command, ())
+    lines = "\n".join(table.get(name, "") for name in (command, *shared)).splitlines()
+    for name, words in TOGETHER.items():
+        lines = [line.replace(name, " ".join(words.split())) for line in lines]
+    return [line for line in lines if line.strip()]
