@@ -87,7 +87,7 @@ import signal, sys, time, weakref
 from localinfer import __main__; from localinfer import cli
 class Module: pass
 def interrupted(_): signal.raise_signal(signal.SIGINT)
-def command():
+def command(watch):
     module = Module()
     reference = weakref.ref(module, interrupted)
     del module

@@ -1,5 +1,6 @@
 """PyInstaller finds the hooks by itself, and they name what no import shows: kernels, the default model, versions."""
 
+import re
 import runpy
 import tomllib
 from pathlib import Path
@@ -42,7 +43,7 @@ def test_running_models_needs_kernels_the_default_model_and_versions() -> None:
     assert wanted <= set(found["hiddenimports"])
     files = {Path(source).name: target for source, target in found["datas"]}
     assert files["demo-f16.gguf"] == "localinfer/models/demo" and "demo-q4_k_m.gguf" not in files
-    assert {target.split("-")[0] for target in files.values()} >= {"numba", "llvmlite", "localinfer"}
+    assert {re.split("[-.]", target)[0] for target in files.values()} >= {"numba", "llvmlite", "localinfer"}
 
 
 def test_what_is_not_for_the_library_alone_is_left_out() -> None:

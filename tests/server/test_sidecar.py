@@ -133,7 +133,7 @@ def test_the_one_line_says_where_requests_are_answered_until_the_end(runtime_fol
 def test_servers_of_two_programs_share_nothing_and_tokens_are_taken_from_the_environment(runtime_folder, monkeypatch):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime_folder))
     monkeypatch.setenv("TOKEN_OF_THIS_TEST", "secret")
-    folder = runtime_folder / "models"
+    folder = runtime_folder / "of two programs"
     folder.mkdir()
     (folder / "one.gguf").symlink_to(MODEL.path)
     words = [*_command(folder, "--socket", "x", "--models", str(folder), "--token-env", "TOKEN_OF_THIS_TEST")]

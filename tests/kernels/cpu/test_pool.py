@@ -2,6 +2,7 @@
 
 import gc
 import os
+import re
 import sys
 import threading
 import time
@@ -44,7 +45,7 @@ def doubled(pool: ThreadPool, x: FloatArray) -> FloatArray:
 
 
 def workers() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name.startswith("localinfer-")]
+    return [thread for thread in threading.enumerate() if re.fullmatch(r"localinfer-\d+", thread.name)]
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 3, 7])

@@ -145,11 +145,8 @@ def test_what_matrices_after_pooling_cannot_be_is_named(folder: Path) -> None:
         with pytest.raises(CorruptFileError, match=r"linear\.weight"):
             opened(folder)
     write_dense(folder, 2, {"linear.weight": np.zeros((32, 48), np.float32)})
-    with (
-        localinfer.load(folder, threads=1) as llm,
-        pytest.raises(ModelFileError, match=r"dense_2"),
-    ):
-        llm.embed(TOKEN_IDS)
+    with pytest.raises(ModelFileError, match=r"dense_2"):
+        localinfer.load(folder, threads=1)
     (folder / "2_Dense" / "model.safetensors").unlink()
     with pytest.raises(UnsupportedFormatError, match=r"no model\.safetensors"):
         opened(folder)
