@@ -86,6 +86,7 @@ class Session(Closing):
         self._busy = threading.Lock()
         self._cancelled = threading.Event()
         self._running: ref[TextStream] | None = None
+        self._unread: ref[TextStream] | None = None
         self._reading: Generator[StreamEvent] | None = None
         self._is_closed = False
 
@@ -219,6 +220,7 @@ class Session(Closing):
 
         stream = self._prompts.stream(asked, {**self._prompts.options, **checked_names(options)}, through)
         made.append(ref(stream))
+        self._unread = made[0]
         return stream
 
     def run_tools(self) -> bool:
@@ -293,12 +295,15 @@ class Session(Closing):
         return self._prompts.compute_prefix(self._turns)
 
     def cancel(self) -> None:
-        """End the reply in progress, from any thread; whoever asked gets what there is of it. May be called again."""
+        """End the reply in progress, from any thread; whoever asked gets what there is of it. May be called again.
+
+        The stream that was made last counts as one, also before its first event is read.
+        """
         self._cancelled.set()
-        running = self._running
-        stream = None if running is None else running()
-        if stream is not None:
-            stream.cancel()
+        for made in (self._running, self._unread):
+            stream = None if made is None else made()
+            if stream is not None:
+                stream.cancel()
 
     def close(self) -> None:
         """Cancel a reply in progress and forget the messages; may be called again."""

@@ -225,6 +225,15 @@ def test_a_stream_that_is_not_read_changes_nothing(llm: LLM) -> None:
     assert contents(session)[0] == "Hi" and len(session.messages) == 2
 
 
+def test_a_stream_that_is_cancelled_before_it_is_read_says_nothing(llm: LLM) -> None:
+    session = llm.session(**OPTIONS)
+    unread = session.stream("Stopped at once")
+    session.cancel()
+    assert [event.finish_reason for event in unread] == ["cancelled"]
+    assert session.messages == []
+    assert session.ask("And on").text
+
+
 def test_an_ask_that_is_cancelled_keeps_what_was_said_and_one_that_fails_nothing(llm: LLM) -> None:
     session = llm.session(**OPTIONS)
     session.ask("Hello")
