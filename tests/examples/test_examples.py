@@ -1,8 +1,10 @@
-"""The programs in `examples/`, each in a process of its own and used as a person uses it."""
+"""The programs in `examples/`, each in a process of its own, and the README's code for apps."""
 
 import importlib.util
+import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -223,7 +225,7 @@ def test_the_menu_bar_app_loads_on_demand_and_unloads_when_idle() -> None:
 
 
 @contextmanager
-def started(*words: str | Path, path: str | None = None) -> Iterator[subprocess.Popen[bytes]]:
+def started(*words: str | Path, path: str | None = None, cwd: Path | None = None) -> Iterator[subprocess.Popen[bytes]]:
     process = subprocess.Popen(
         [*words],
         stdin=subprocess.PIPE,
@@ -231,6 +233,7 @@ def started(*words: str | Path, path: str | None = None) -> Iterator[subprocess.
         stderr=subprocess.PIPE,
         env={**os.environ, **({} if path is None else {"PATH": path})},
         bufsize=0,
+        cwd=cwd,
     )
     try:
         yield process
@@ -317,3 +320,33 @@ def test_the_server_of_a_program_of_node_ends_with_it_however_it_ends(path_with_
                 read_until(process, len)
             process.kill()
             assert wait_until(lambda server=server: not server.is_running() or server.status() == psutil.STATUS_ZOMBIE)
+
+
+def in_an_app(language: str) -> str:
+    """The code of the README's part for developers of apps."""
+    text = (REPOSITORY / "README.md").read_text(encoding="utf-8").partition("\n## In an app\n")[2].partition("\n## ")[0]
+    (code,) = re.findall(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    return code
+
+
+@pytest.fixture
+def folder_with_model(tmp_path: Path) -> Path:
+    """A folder whose model.gguf is the demo model."""
+    shutil.copy(REPOSITORY / "models" / "demo" / "demo-f16.gguf", tmp_path / "model.gguf")
+    return tmp_path
+
+
+def test_the_code_for_apps_in_the_readme_runs(folder_with_model: Path) -> None:
+    printed = run(sys.executable, "-c", in_an_app("python"), cwd=folder_with_model)
+    assert "Availability(supported=True" in printed and "getting ready to answer 1 1" in printed
+    assert re.search(r"Order\(fruit='(apple|pear)', is_gift=(True|False)\)\n", printed)
+
+
+@UNIX_ONLY
+def test_the_server_for_apps_in_the_readme_answers(folder_with_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("APP_TOKEN", "x" * 32)
+    program, *words = shlex.split(in_an_app("sh"))
+    assert program == "localinfer"
+    with started(sys.executable, "-m", "localinfer", *words, cwd=folder_with_model) as process:
+        ready = json.loads(read_until(process, lambda printed: printed.endswith(b"\n")))
+        assert ready["port"] and ready["models"] == ["model"]
