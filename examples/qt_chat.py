@@ -63,6 +63,7 @@ class ChatWindow(QtWidgets.QWidget):
             self.session.cancel()
 
     def closeEvent(self, event: QtGui.QCloseEvent) -> None:
+        self.hide()
         self.closing.set()
         if self.session is not None:
             self.session.close()

@@ -64,12 +64,12 @@ class ChatWindow:
 
     def close(self) -> None:
         self.window.after_cancel(self.timer)
+        self.window.destroy()
         self.closing.set()
         if self.session is not None:
             self.session.close()
         self.questions.put(None)
         self.thread_of_model.join()
-        self.window.destroy()
 
 
 if __name__ == "__main__":
