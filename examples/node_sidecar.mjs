@@ -14,7 +14,9 @@ async function startServer(model) {
     env: { ...process.env, LOCALINFER_TOKEN: token },
     stdio: ["pipe", "pipe", "ignore"],
   });
-  await once(child, "spawn");
+  await once(child, "spawn").catch(({ message }) => {
+    throw new Error(`${message}: put localinfer in PATH, or install it by: pip install localinfer`);
+  });
   for await (const line of createInterface({ input: child.stdout })) {
     const { host, port, error } = JSON.parse(line);
     if (error) throw new Error([error.message, error.way_out].filter(Boolean).join("; "));

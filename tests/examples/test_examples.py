@@ -314,6 +314,10 @@ def test_a_program_of_node_asks_a_server_of_its_own(path_with_program: str, monk
     assert len(run("node", EXAMPLES / "node_sidecar.mjs")) > 50
     told = run("node", EXAMPLES / "node_sidecar.mjs", MISSING, code=1)
     assert re.fullmatch(r"the model .*no model.gguf does not exist; check the path; .*\n", told)
+    node = shutil.which("node")
+    assert node is not None
+    monkeypatch.setenv("PATH", str(EXAMPLES))
+    assert "put localinfer in PATH" in run(node, EXAMPLES / "node_sidecar.mjs", code=1)
 
 
 @NEEDS_NODE
