@@ -38,8 +38,17 @@ NEEDS_QT = pytest.mark.skipif(not has_qt(), reason="needs PySide6-Essentials, be
 NEEDS_NODE = pytest.mark.skipif(shutil.which("node") is None, reason="needs node in PATH")
 UNIX_ONLY = pytest.mark.skipif(sys.platform == "win32", reason="signals of Unix")
 
+FAILING = """
+import os, sys, time
+
+def fail(*error):
+    sys.__excepthook__(*error)
+    os._exit(1)
+
+sys.excepthook = fail
+"""
+"""A script that fails does not wait for the thread of its window."""
 QT = """
-import sys, time
 from PySide6 import QtCore, QtWidgets
 app = QtWidgets.QApplication([])
 
@@ -62,7 +71,7 @@ def is_ready(window):
 from qt_chat import ChatWindow
 """
 TK = """
-import sys, time, tkinter
+import tkinter
 root = tkinter.Tk()
 
 def until(condition, limit=float(sys.argv[1])):
@@ -101,7 +110,7 @@ until(lambda: len(shown(window)) > 60)
 {stop}
 until(lambda: window.session.messages[-1:] and window.session.messages[-1]["role"] == "assistant")
 assert window.session.messages[-1]["finish_reason"] == "cancelled"
-assert window.session.messages[-1]["content"] in shown(window)
+until(lambda: window.session.messages[-1]["content"] in shown(window))
 ask(window, "Hi")
 until(lambda: "\\n\\nHi\\n\\n" in shown(window) and shown(window).partition("\\n\\nHi\\n\\n")[2].strip())
 {stop}
@@ -175,7 +184,7 @@ def run(*words: str | Path, code: int = 0, **options) -> str:
 
 
 def run_script(*parts: str) -> None:
-    script = "\n".join(parts).replace("{missing}", MISSING.name)
+    script = "\n".join([FAILING, *parts]).replace("{missing}", MISSING.name)
     assert run(sys.executable, "-c", script, str(seconds(15))) == ""
 
 
