@@ -6,6 +6,7 @@ import re
 import sys
 import threading
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -44,8 +45,18 @@ def doubled(pool: ThreadPool, x: FloatArray) -> FloatArray:
     return run_rows(pool, [x], write, [1] * len(x))
 
 
+OF_OTHERS: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+"""Threads of pools that other tests have not closed."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def threads_of_others() -> None:
+    OF_OTHERS.update(threading.enumerate())
+
+
 def workers() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if re.fullmatch(r"localinfer-\d+", thread.name)]
+    threads = [thread for thread in threading.enumerate() if thread not in OF_OTHERS]
+    return [thread for thread in threads if re.fullmatch(r"localinfer-\d+", thread.name)]
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 3, 7])
@@ -213,10 +224,10 @@ print(equal, set(sums) == {10_000.0})
 
 
 def nice_values() -> dict[str, int]:
-    """Of this process's threads, by name."""
+    """Of this thread and a pool's, by name."""
     return {
         thread.name: os.getpriority(os.PRIO_PROCESS, thread.native_id)
-        for thread in threading.enumerate()
+        for thread in [*workers(), threading.current_thread()]
         if thread.native_id is not None
     }
 
