@@ -170,7 +170,8 @@ def lower_own_priority() -> None:
     with contextlib.suppress(OSError, AttributeError):
         if sys.platform.startswith("linux"):
             # Linux keeps a nice value per thread; a thread's id is a process's to setpriority.
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+            own = threading.get_native_id()
+            os.setpriority(os.PRIO_PROCESS, own, max(os.getpriority(os.PRIO_PROCESS, own), _NICE))
         elif sys.platform == "darwin":
             ctypes.CDLL(None).pthread_set_qos_class_self_np(ctypes.c_uint(_QOS_CLASS_UTILITY), ctypes.c_int(0))
         elif sys.platform == "win32":
