@@ -201,13 +201,7 @@ WORKQUEUE = """
 import threading
 import numba, numpy as np
 import localinfer
-
-@numba.njit(parallel=True)
-def total(values):
-    result = 0.0
-    for index in numba.prange(values.size):
-        result += values[index]
-    return result
+from tests.kernels.numba_host import total
 
 values, is_over = np.ones(100_000), threading.Event()
 sums = {total(values)}

@@ -3,7 +3,6 @@
 import gc
 import shutil
 import threading
-import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from localinfer.loading.options import model_path
 from localinfer.models.load import threads
 from localinfer.models.load.weights import CpuWeights
 from localinfer.quant.formats.types import TensorType
+from tests.threads import leave_out_present, own_threads
 from tests.typed_models import make_model
 
 STAGES = (
@@ -49,13 +49,9 @@ def reports(**options: Any) -> list[tuple[str, int, int]]:
     return told
 
 
-OF_OTHERS: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
-"""Threads of models that other tests have not closed."""
-
-
 @pytest.fixture(autouse=True, scope="module")
 def threads_of_others() -> None:
-    OF_OTHERS.update(threading.enumerate())
+    leave_out_present()
 
 
 def leftovers(path: Path) -> tuple[list[str], list[str], list[str], list[int]]:
@@ -64,11 +60,7 @@ def leftovers(path: Path) -> tuple[list[str], list[str], list[str], list[int]]:
     maps = process.memory_maps() if hasattr(process, "memory_maps") else []
     mapped = [one.path for one in maps if one.path == str(path)]
     files = [one.path for one in process.open_files() if one.path == str(path)]
-    own = [
-        thread.name
-        for thread in threading.enumerate()
-        if thread.name.startswith("localinfer") and thread not in OF_OTHERS
-    ]
+    own = [thread.name for thread in own_threads(lambda name: name.startswith("localinfer"))]
     return own, files, mapped, [child.pid for child in process.children()]
 
 

@@ -75,7 +75,22 @@ class Store:
         del self.saved[id]
 
 
-class Session:
+class TypedLines:
+    """A chat whose lines a test types. chat, notices: set by what inherits it."""
+
+    chat: Chat
+    notices: io.StringIO
+
+    def type(self, *lines: str) -> str:
+        """Handle lines; return the notices of them."""
+        self.notices.seek(0)
+        self.notices.truncate()
+        for line in lines:
+            self.chat.handle(line)
+        return self.notices.getvalue()
+
+
+class Session(TypedLines):
     """A chat over a scripted model, with what it printed, what was copied, and a store."""
 
     def __init__(self, llm: FakeLLM, **options: Any) -> None:
@@ -106,11 +121,3 @@ class Session:
         if isinstance(found, Exception):
             raise found
         return found
-
-    def type(self, *lines: str) -> str:
-        """Handle lines; return the notices of them."""
-        self.notices.seek(0)
-        self.notices.truncate()
-        for line in lines:
-            self.chat.handle(line)
-        return self.notices.getvalue()

@@ -11,9 +11,10 @@ from localinfer.cli.chat.conversation import Conversation
 from localinfer.cli.chat.turns import SUMMARY_REQUEST, SUMMARY_TURN
 from localinfer.errors import TemplateError
 from localinfer.generation.completion import StreamEvent
+from tests.cli.chat_session import TypedLines
 
 
-class Session:
+class Session(TypedLines):
     """A chat over a scripted model that counts characters as tokens."""
 
     def __init__(self, llm: Any, context_length: int, **options: Any) -> None:
@@ -21,14 +22,6 @@ class Session:
         self.conversation = Conversation(llm, system="Be kind.", max_tokens=None, seed=3, **options)
         self.notices = io.StringIO()
         self.chat = Chat(self.conversation, io.StringIO(), self.notices)
-
-    def type(self, *lines: str) -> str:
-        """Handle lines; return the notices of them."""
-        self.notices.seek(0)
-        self.notices.truncate()
-        for line in lines:
-            self.chat.handle(line)
-        return self.notices.getvalue()
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import re
 import sys
 import threading
 import time
-import weakref
 
 import numpy as np
 import pytest
@@ -21,6 +20,7 @@ from localinfer.types import FloatArray
 from tests.kernels.cpu.tape_runs import random_rows, run_rows
 from tests.kernels.subprocesses import run
 from tests.limits import seconds
+from tests.threads import leave_out_present, own_threads
 
 LONGER_THAN_SPINNING_SECONDS = 0.1
 
@@ -45,18 +45,13 @@ def doubled(pool: ThreadPool, x: FloatArray) -> FloatArray:
     return run_rows(pool, [x], write, [1] * len(x))
 
 
-OF_OTHERS: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
-"""Threads of pools that other tests have not closed."""
-
-
 @pytest.fixture(autouse=True, scope="module")
 def threads_of_others() -> None:
-    OF_OTHERS.update(threading.enumerate())
+    leave_out_present()
 
 
 def workers() -> list[threading.Thread]:
-    threads = [thread for thread in threading.enumerate() if thread not in OF_OTHERS]
-    return [thread for thread in threads if re.fullmatch(r"localinfer-\d+", thread.name)]
+    return own_threads(re.compile(r"localinfer-\d+").fullmatch)
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 3, 7])
@@ -198,17 +193,11 @@ pool.close()
 def test_a_pool_runs_beside_a_host_program_that_uses_numba() -> None:
     code = """
 import threading
-import numba, numpy as np
+import numpy as np
 from localinfer.kernels.cpu.program import ThreadPool
 from tests.kernels.cpu.tape_runs import random_rows
 from tests.kernels.cpu.test_pool import doubled
-
-@numba.njit(parallel=True)
-def total(values):
-    result = 0.0
-    for index in numba.prange(values.size):
-        result += values[index]
-    return result
+from tests.kernels.numba_host import total
 
 values = np.ones(10_000)
 sums = [total(values)]
