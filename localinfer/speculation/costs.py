@@ -11,7 +11,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from localinfer.models.load.measurements import Told, time_in_turns
+from localinfer.models.load.measurements import time_in_turns
+from localinfer.types import Told
 
 MAX_DRAFT_TOKENS = 15
 """Most tokens drafted at once: 16 rows are verified."""

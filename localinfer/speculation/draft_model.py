@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from localinfer.cache.prefix_cache import CacheHints, PrefixCache
 from localinfer.cache.sequence import SequenceCache, forward
 from localinfer.errors import OutOfMemoryError
-from localinfer.models.load.measurements import Told
 from localinfer.sampling.sampler import OnDeviceSampling, OutputSpec, Results, Sampler, SamplingPlan
+from localinfer.types import Told
 
 if TYPE_CHECKING:
     from localinfer.models.load.loader import Model

@@ -46,12 +46,12 @@ def run_task(task: str, share: object) -> None:
     from importlib import import_module
 
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    _give_way()
+    _lower_priority()
     compile_share: Callable[[object], None] = import_module(TASKS[task]).compile_share
     compile_share(share)
 
 
-def _give_way() -> None:
+def _lower_priority() -> None:
     """Ask the system for less than the program that waits, whose window is drawn meanwhile."""
     import psutil
 

@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar
 
 from localinfer.kernels.jit.object_cache import cache_folder
 from localinfer.system.files import read_bounded, write_all, write_atomically
+from localinfer.types import Told
 
 _REPETITIONS = 7
 _LEAST_REPETITIONS = 3
@@ -32,9 +33,6 @@ _KEPT_SECONDS = 30 * 24 * 3600
 _MAX_BYTES = 1 << 16
 
 Key = TypeVar("Key")
-
-Told = Callable[[int, int], None]
-"""Called before every run that is timed, with the runs done and those planned; what it raises ends the measurement."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +103,8 @@ def time_in_turns(
     Other programs only add to a time, so the least counts; if the medians are well above it, or a quarter of all times
     far above it, the machine was busy. A fast computation is run once more before it is timed, because sleeping threads
     take a millisecond to wake up, and in use none sleeps between two runs.
+
+    told: called before every run that is timed, with the runs done and those planned.
     """
     now, others = time.perf_counter, OtherLoad()
     samples: dict[Key, list[float]] = {key: [] for key in runs}

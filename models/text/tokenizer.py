@@ -24,9 +24,10 @@ from localinfer.models.text.encoders import (
 )
 from localinfer.models.text.splitting import Spelling, SpellingFinder
 from localinfer.models.text.unigram import UnigramEncoder
-from localinfer.models.text.vocabulary import TokenType, Told, Vocabulary, read_vocabulary
+from localinfer.models.text.vocabulary import TokenType, Vocabulary, read_vocabulary
 from localinfer.models.text.vocabulary_comparison import vocabulary_difference, vocabulary_fingerprint
 from localinfer.system.pieces import pieces
+from localinfer.types import Told
 
 _ENCODERS: dict[str, type[SubwordEncoder]] = {
     "spm": SentencePieceEncoder,

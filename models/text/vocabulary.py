@@ -5,7 +5,7 @@ id lies in the vocabulary, every merge ends in a token.
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
@@ -18,6 +18,7 @@ from localinfer.errors import TokenizerError
 from localinfer.models.text.splitting import CONTROL_TEXTS, find_end_of_generation
 from localinfer.quant.gguf.metadata import Metadata
 from localinfer.system.pieces import last_places, pieces
+from localinfer.types import Told
 
 PREFIX = "tokenizer.ggml."
 _WAY_OUT = "Convert the model again with a current converter, or run it with token ids only."
@@ -74,8 +75,6 @@ TOKENIZER_KEYS = frozenset(
 """Every key that is read here."""
 
 
-Told = Callable[[int, int], None]
-"""Called with the units done and the total."""
 _STEPS = 4
 
 
