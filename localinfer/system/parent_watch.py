@@ -71,7 +71,8 @@ class ParentWatch:
 def _is_orphan(parent: int) -> bool:
     """Whether this process came to its parent because the one that started it had ended before it could be seen.
 
-    It is in the session of who started it, or leads one of its own.
+    It is in the session of who started it, or leads one of its own. Where the process that adopts orphans is in the
+    same session, as the first process of a container may be, nothing tells it from the one that started this.
     """
     try:
         session = os.getsid(0)

@@ -242,21 +242,55 @@ def children_of(pid: int) -> list[int]:
     return [child.pid for child in psutil.Process(pid).children(recursive=True)]
 
 
-@UNIX_ONLY
-def test_the_parent_may_be_killed_at_any_moment(runtime_folder):
-    for moment in (0.0, 0.2):
-        folder = runtime_folder / "moment"
-        folder.mkdir(mode=0o700, exist_ok=True)
-        words = [sys.executable, *_command(folder, "--until-stdin-ends")]
-        command = [sys.executable, "-c", PARENT, json.dumps(words), "own" if moment else "inherited"]
-        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        with subprocess.Popen(command, stdin=subprocess.PIPE, **quiet) as parent:
-            assert wait_until(lambda pid=parent.pid: children_of(pid))
-            (server, *_) = children_of(parent.pid)
-            began = time.monotonic()
-            wait_until(lambda began=began, moment=moment: time.monotonic() - began > moment)
+@contextmanager
+def started_by_another(folder: Path, stdin: str) -> Iterator[tuple[subprocess.Popen, psutil.Process]]:
+    """A parent and the server that it started, whose standard input is a pipe of the parent's or the parent's own."""
+    folder.mkdir(mode=0o700, exist_ok=True)
+    words = json.dumps([sys.executable, *_command(folder, "--until-stdin-ends")])
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    command = [sys.executable, "-c", PARENT, words, stdin]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, **quiet) as parent:
+        try:
+            assert wait_until(lambda: children_of(parent.pid))
+            yield parent, psutil.Process(children_of(parent.pid)[0])
+        finally:
             parent.kill()
-            assert wait_until(lambda server=server: not is_alive(server))
+
+
+@UNIX_ONLY
+@pytest.mark.parametrize("moment", [0.0, 0.2])
+def test_the_parent_may_be_killed_at_any_moment(runtime_folder, moment):
+    with started_by_another(runtime_folder / "moment", "own") as (parent, server):
+        began = time.monotonic()
+        wait_until(lambda: time.monotonic() - began > moment)
+        parent.kill()
+        assert wait_until(lambda: not is_alive(server.pid))
+
+
+@UNIX_ONLY
+def test_the_parent_may_be_killed_where_its_standard_input_goes_on(runtime_folder):
+    with started_by_another(runtime_folder / "watched", "inherited") as (parent, server):
+        assert wait_until(lambda: server.num_threads() > 1), "the watch has not begun"
+        parent.kill()
+        assert wait_until(lambda: not is_alive(server.pid))
+
+
+@UNIX_ONLY
+def test_the_parent_may_be_killed_before_it_was_seen(runtime_folder):
+    if os.getsid(adopter()) == os.getsid(0):
+        pytest.skip("here the process that adopts orphans could be the one that started them: both are in one session")
+    with started_by_another(runtime_folder / "unseen", "inherited") as (parent, server):
+        parent.kill()
+        assert wait_until(lambda: not is_alive(server.pid))
+
+
+def adopter() -> int:
+    """The number of the process that becomes the parent of those whose own has ended."""
+    grandchild = "import os, sys; sys.stdin.read(); print(os.getppid())"
+    child = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {grandchild!r}])"
+    with subprocess.Popen([sys.executable, "-c", child], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        process.wait(seconds(10))
+        return int(process.communicate()[0])
 
 
 @UNIX_ONLY
