@@ -21,9 +21,9 @@ from localinfer.system.parent_watch import OPTION, ParentWatch
 from localinfer.terminal import check_text
 
 if TYPE_CHECKING:
-    from localinfer.server.replies.metrics import Metrics
-    from localinfer.server.replies.model_folder import ModelSource
-    from localinfer.server.replies.models import ModelRegistry
+    from localinfer.server.operation.metrics import Metrics
+    from localinfer.server.router.model_folder import ModelSource
+    from localinfer.server.router.models import ModelRegistry
     from localinfer.server.transport.settings import ServerSettings
 
 
@@ -143,7 +143,7 @@ def _serve(
     **listening: Any,
 ) -> None:
     from localinfer.server.app import LocalServer
-    from localinfer.server.replies.models import LoadThreads, ModelRegistry, measure_need
+    from localinfer.server.router.models import LoadThreads, ModelRegistry, measure_need
 
     # It warns of every client that disconnects during a stream, which is normal.
     logging.getLogger("asyncio").setLevel(logging.ERROR)
@@ -294,7 +294,7 @@ def _sources(path: str | None, folder: str | None) -> "list[ModelSource]":
     """The models to serve, the one named by -m first; the demo model if none is named."""
     from localinfer.hub.find import find_model
     from localinfer.loading.options import model_path
-    from localinfer.server.replies.model_folder import ModelSource, find_models, model_source
+    from localinfer.server.router.model_folder import ModelSource, find_models, model_source
 
     sources = [] if folder is None else find_models(expand_home(folder))
     if path is None and sources:

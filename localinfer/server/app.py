@@ -21,9 +21,9 @@ from localinfer.closing import Closing
 from localinfer.errors import BackendUnavailableError, ClosedError
 from localinfer.server import openapi
 from localinfer.server.api import chat, completions, embeddings, messages, page, rerank, responses, status, text
-from localinfer.server.replies.metrics import Metrics
-from localinfer.server.replies.models import ModelRegistry
+from localinfer.server.operation.metrics import Metrics
 from localinfer.server.replies.service import PlainPaths, Service, route, unrouted
+from localinfer.server.router.models import ModelRegistry
 from localinfer.server.transport.connection import Connection
 from localinfer.server.transport.http import ApiError
 from localinfer.server.transport.security import MAX_HEADER_BYTES, SecurityMiddleware

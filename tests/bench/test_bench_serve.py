@@ -32,7 +32,7 @@ from localinfer.bench.report import render_serve
 from localinfer.cli import main
 from localinfer.errors import BackendUnavailableError
 from localinfer.loading.options import model_path
-from localinfer.server.replies.metrics import GOOD_FIRST_TOKEN_SECONDS, GOOD_INTERVAL_SECONDS
+from localinfer.server.operation.metrics import GOOD_FIRST_TOKEN_SECONDS, GOOD_INTERVAL_SECONDS
 from tests.limits import seconds
 
 HAS_CHARTS = importlib.util.find_spec("matplotlib") is not None

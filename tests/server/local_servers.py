@@ -14,9 +14,9 @@ import localinfer
 from localinfer.llm import LLM
 from localinfer.loading.options import model_path
 from localinfer.server.app import LocalServer
-from localinfer.server.replies.metrics import Metrics
-from localinfer.server.replies.model_folder import ModelSource
-from localinfer.server.replies.models import ModelRegistry, measure_need
+from localinfer.server.operation.metrics import Metrics
+from localinfer.server.router.model_folder import ModelSource
+from localinfer.server.router.models import ModelRegistry, measure_need
 from localinfer.server.transport.settings import ServerSettings
 from tests.limits import seconds, wait_until
 

@@ -8,7 +8,7 @@ from local_servers import MODEL
 from numpy.typing import NDArray
 
 from localinfer.llm import LLM
-from localinfer.server.replies.model_folder import ModelSource
+from localinfer.server.router.model_folder import ModelSource
 from tests.engine.fakes import FakeTemplate, fake_model
 from tests.limits import seconds
 

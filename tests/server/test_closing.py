@@ -8,7 +8,7 @@ from scripted_models import loader, scripted_sources
 
 from localinfer.errors import ClosedError
 from localinfer.server.app import LocalServer
-from localinfer.server.replies.models import ModelRegistry
+from localinfer.server.router.models import ModelRegistry
 from localinfer.server.transport.settings import ServerSettings
 from tests.limits import seconds
 

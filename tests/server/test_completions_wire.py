@@ -6,7 +6,7 @@ from local_servers import serving
 from scripted_models import scripted_sources
 
 from localinfer.llm import LLM
-from localinfer.server.replies.model_folder import ModelSource
+from localinfer.server.router.model_folder import ModelSource
 from localinfer.server.transport.settings import ServerSettings
 from tests.engine.fakes import ByteTokenizer, fake_model
 

@@ -25,7 +25,7 @@ from localinfer.errors import (
     RequestError,
     UnsupportedFormatError,
 )
-from localinfer.server.replies.model_folder import ModelSource
+from localinfer.server.router.model_folder import ModelSource
 from localinfer.server.transport.settings import ServerSettings
 from tests.limits import seconds
 

@@ -12,8 +12,8 @@ from local_servers import MODEL, STORY, ServedModel, serving
 from prometheus_client.parser import text_string_to_metric_families
 
 import localinfer
-from localinfer.server.replies.metrics import LatencyTracker, Metrics
-from localinfer.server.replies.model_folder import ModelSource
+from localinfer.server.operation.metrics import LatencyTracker, Metrics
+from localinfer.server.router.model_folder import ModelSource
 from localinfer.server.transport.settings import ServerSettings
 from tests.limits import wait_until
 

@@ -9,8 +9,8 @@ from local_servers import STORY, serving
 from scripted_models import scripted_model
 
 from localinfer.errors import RequestError
-from localinfer.server.replies import model_folder
-from localinfer.server.replies.model_folder import MAX_FOLDER_DEPTH, find_models, matching_names, model_source
+from localinfer.server.router import model_folder
+from localinfer.server.router.model_folder import MAX_FOLDER_DEPTH, find_models, matching_names, model_source
 from localinfer.server.transport.settings import ServerSettings
 
 TREE = """

@@ -13,7 +13,7 @@ from test_metrics import read_metrics
 
 import localinfer
 from localinfer.cli import main
-from localinfer.server.replies.model_folder import ModelSource
+from localinfer.server.router.model_folder import ModelSource
 from localinfer.server.transport.settings import ServerSettings
 from tests.models.arch_models import skeletons, write_skeleton
 

@@ -10,7 +10,7 @@ from local_servers import serving
 
 import localinfer
 from localinfer.llm import LLM
-from localinfer.server.replies.model_folder import ModelSource
+from localinfer.server.router.model_folder import ModelSource
 from localinfer.server.transport.settings import ServerSettings
 from tests.api.encoder_models import write_encoder
 

@@ -13,19 +13,16 @@ from localinfer.server.replies.fields import (
     ChatFields,
     ContinueFinalMessage,
     Count,
-    Messages,
     Prediction,
     StreamOptions,
     TextCount,
-    Tools,
-    checked_choice,
     continuation,
-    function_tools,
     given,
-    template_messages,
 )
+from localinfer.server.replies.message_fields import Messages, template_messages
 from localinfer.server.replies.reply import Reply
 from localinfer.server.replies.service import Service, owner_of, read_body, service_of
+from localinfer.server.replies.tool_fields import Tools, checked_choice, function_tools
 from localinfer.server.transport.http import ApiError, unsupported
 from localinfer.server.transport.known_fields import CHAT
 

@@ -9,20 +9,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from localinfer.server.api.writer import BlockWriter, Delta, Event, chat_plan, serve_reply, timings
-from localinfer.server.replies.fields import (
-    ChatMessage,
-    Count,
-    FunctionCall,
-    ResponseFormat,
-    StopText,
-    Thinking,
-    ToolCall,
-    Tools,
-    checked_choice,
-    given,
-    template_messages,
-)
+from localinfer.server.replies.fields import Count, ResponseFormat, StopText, Thinking, given
+from localinfer.server.replies.message_fields import ChatMessage, FunctionCall, ToolCall, template_messages
 from localinfer.server.replies.service import on_model, owner_of, read_body
+from localinfer.server.replies.tool_fields import Tools, checked_choice
 from localinfer.server.transport.http import ApiError, check_object, json_response, unsupported
 from localinfer.server.transport.known_fields import COUNTS, MESSAGE_PARTS, MESSAGES, TOOLS
 

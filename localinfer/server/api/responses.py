@@ -9,24 +9,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from localinfer.server.api.writer import BlockWriter, Delta, Event, chat_plan, serve_reply, timings, usage
-from localinfer.server.replies.fields import (
-    ChatFields,
+from localinfer.server.replies.fields import ChatFields, Count, ResponseFormat
+from localinfer.server.replies.message_fields import (
     ChatMessage,
-    Count,
     FunctionCall,
-    ResponseFormat,
     Role,
     ToolCall,
-    Tools,
-    checked_choice,
-    joined_name,
     joined_text,
-    namespaced_names,
-    responses_tools,
     template_messages,
 )
 from localinfer.server.replies.reply import Reply
 from localinfer.server.replies.service import owner_of, read_body
+from localinfer.server.replies.tool_fields import Tools, checked_choice, joined_name, namespaced_names, responses_tools
 from localinfer.server.transport.http import ApiError, unsupported
 from localinfer.server.transport.known_fields import RESPONSES, SEARCH_TOOLS
 

@@ -10,16 +10,13 @@ from localinfer.server.replies.fields import (
     AddGenerationPrompt,
     ChatFields,
     ContinueFinalMessage,
-    Messages,
     TokenId,
-    Tools,
-    checked_choice,
     continuation,
-    function_tools,
     given,
-    template_messages,
 )
+from localinfer.server.replies.message_fields import Messages, template_messages
 from localinfer.server.replies.service import on_model, read_body
+from localinfer.server.replies.tool_fields import Tools, checked_choice, function_tools
 from localinfer.server.transport.http import ApiError, json_response
 from localinfer.server.transport.known_fields import TEMPLATES, TEXTS
 

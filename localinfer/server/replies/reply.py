@@ -15,8 +15,8 @@ from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from localinfer.server.replies.metrics import LatencyTracker, Metrics
-from localinfer.server.replies.models import Lease
+from localinfer.server.operation.metrics import LatencyTracker, Metrics
+from localinfer.server.router.models import Lease
 from localinfer.system.event_loop import LoopCalls
 
 if TYPE_CHECKING:

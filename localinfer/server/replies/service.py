@@ -16,9 +16,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from localinfer.server.replies.metrics import Metrics
-from localinfer.server.replies.models import Lease, ModelRegistry
+from localinfer.server.operation.metrics import Metrics
 from localinfer.server.replies.reply import Reply, ServerState, TextPlan
+from localinfer.server.router.models import Lease, ModelRegistry
 from localinfer.server.transport.http import (
     ApiError,
     ClientGone,

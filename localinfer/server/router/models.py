@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 from localinfer.closing import Closing
 from localinfer.errors import OutOfMemoryError, RequestError
-from localinfer.server.replies.metrics import Metrics
-from localinfer.server.replies.model_folder import ModelSource, matching_names
+from localinfer.server.operation.metrics import Metrics
+from localinfer.server.router.model_folder import ModelSource, matching_names
 from localinfer.server.transport.http import ApiError, ModelLoadError, shutting_down
 from localinfer.system.machine_limits import memory_limits
 

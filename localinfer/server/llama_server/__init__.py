@@ -1,0 +1,1 @@
+"""llama-server's own routes: completions with its fields, infill, slots, properties."""

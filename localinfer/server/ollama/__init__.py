@@ -1,0 +1,1 @@
+"""Ollama's API: its routes, its records, and its lines of JSON."""

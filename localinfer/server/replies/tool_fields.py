@@ -1,0 +1,109 @@
+"""Tools and the choice among them, brought from the shapes of each API into the one of the engine, or refused."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any
+
+from msgspec import Meta
+
+from localinfer.server.transport.http import ApiError, check_object, unsupported
+from localinfer.server.transport.known_fields import SEARCH_TOOLS, TOOLS
+
+Tools = Annotated[list[dict[str, Any]], Meta(max_length=256)]
+_FUNCTION = "name description parameters strict"
+_SEPARATOR = "__"
+"""Between the name of a namespace and that of a tool in it: letters that every template prints as they are."""
+
+
+def function_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]]:
+    """Function tools, given with or without their wrapper, in it.
+
+    Raises: ApiError for other kinds, which a server would have to run itself, and for members that mean nothing.
+    """
+    return [_wrapped(tool, f"tools[{index}]") for index, tool in enumerate(tools or ())]
+
+
+def responses_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]]:
+    """Like `function_tools`, with those of namespaces, and without searches, as the API of responses has them."""
+    made: list[dict[str, Any]] = []
+    for index, tool in enumerate(tools or ()):
+        if tool.get("type") == "namespace":
+            made += _namespace_tools(tool, f"tools[{index}]")
+        elif tool.get("type") not in SEARCH_TOOLS:
+            made.append(_wrapped(tool, f"tools[{index}]"))
+    return made
+
+
+def namespaced_names(tools: Sequence[Mapping[str, Any]] | None) -> dict[str, tuple[str, str]]:
+    """By the name that the model calls: the namespace of a tool, and its name in there."""
+    names = [
+        (str(tool.get("name")), str(inner.get("name")))
+        for tool in tools or ()
+        if tool.get("type") == "namespace"
+        for inner in _inner_tools(tool)
+    ]
+    return {joined_name(*name): name for name in names}
+
+
+def joined_name(namespace: str | None, name: str) -> str:
+    """The name by which the model calls a tool of a namespace."""
+    return name if not namespace else f"{namespace}{_SEPARATOR}{name}"
+
+
+def checked_choice(choice: str | Mapping[str, Any] | None, *, has_tools: bool) -> str | dict[str, Any] | None:
+    """A choice of tools in the engine's shape. Raises: ApiError for kinds that are not known here."""
+    made = _named_choice(choice) if isinstance(choice, Mapping) else choice
+    if not has_tools and made not in (None, "auto", "none"):
+        raise ApiError(400, "tool_choice demands a call, but there are no tools; give some", param="tool_choice")
+    return made
+
+
+def _named_choice(choice: Mapping[str, Any]) -> dict[str, Any]:
+    function = choice.get("function")
+    if choice.get("type") == "function" and isinstance(function, Mapping):
+        check_object(choice, "type function", "tool_choice", {})
+        check_object(function, "name", "tool_choice.function", {})
+        return dict(choice)
+    if choice.get("type") == "function" and isinstance(choice.get("name"), str):
+        check_object(choice, "type name namespace", "tool_choice", {})
+        return {"type": "function", "function": {"name": joined_name(choice.get("namespace"), choice["name"])}}
+    raise unsupported(
+        f"tool_choice is of type {choice.get('type')!r:.40}; give auto, none, required, or a function's name",
+        "tool_choice",
+    )
+
+
+def _namespace_tools(tool: Mapping[str, Any], path: str) -> Iterator[dict[str, Any]]:
+    check_object(tool, "type name description tools", path, TOOLS)
+    namespace = tool.get("name")
+    if not isinstance(namespace, str) or not _inner_tools(tool):
+        raise ApiError(400, f"{path} is a namespace without a name or without tools; give both", param=path)
+    for index, inner in enumerate(_inner_tools(tool)):
+        wrapped = _wrapped(inner, f"{path}.tools[{index}]")
+        function = wrapped["function"]
+        descriptions = (tool.get("description"), function.get("description"))
+        joined = "\n".join(text for text in descriptions if isinstance(text, str) and text)
+        function |= {"name": joined_name(namespace, str(function.get("name"))), "description": joined}
+        yield wrapped
+
+
+def _inner_tools(tool: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    inner = tool.get("tools")
+    return [one for one in inner if isinstance(one, Mapping)] if isinstance(inner, list) else []
+
+
+def _wrapped(tool: Mapping[str, Any], path: str) -> dict[str, Any]:
+    kind = tool.get("type", "function")
+    if kind != "function":
+        raise unsupported(
+            f"{path} is of type {kind!r:.40}, which this server cannot run; describe it as a function that the client "
+            "runs, or leave it out",
+            f"{path}.type",
+        )
+    function = tool.get("function")
+    if isinstance(function, Mapping):
+        check_object(tool, "type function", path, TOOLS)
+        check_object(function, _FUNCTION, f"{path}.function", TOOLS)
+    else:
+        check_object(tool, f"type {_FUNCTION}", path, TOOLS)
+        function = tool
+    return {"type": "function", "function": {name: function[name] for name in _FUNCTION.split() if name in function}}

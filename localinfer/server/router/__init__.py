@@ -1,0 +1,1 @@
+"""The models that a server has: on disk, loaded on demand, and unloaded."""
