@@ -9,7 +9,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from localinfer.server.api.writer import BlockWriter, Delta, Event, chat_plan, serve_reply, timings
-from localinfer.server.replies.fields import Count, ResponseFormat, StopText, Thinking, given
+from localinfer.server.replies.fields import Count, StopText, Thinking, given
+from localinfer.server.replies.form_fields import ResponseFormat
 from localinfer.server.replies.message_fields import ChatMessage, FunctionCall, ToolCall, template_messages
 from localinfer.server.replies.service import on_model, owner_of, read_body
 from localinfer.server.replies.tool_fields import Tools, checked_choice

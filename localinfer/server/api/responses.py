@@ -9,7 +9,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from localinfer.server.api.writer import BlockWriter, Delta, Event, chat_plan, serve_reply, timings, usage
-from localinfer.server.replies.fields import ChatFields, Count, ResponseFormat
+from localinfer.server.replies.fields import ChatFields, Count
+from localinfer.server.replies.form_fields import ResponseFormat
 from localinfer.server.replies.message_fields import (
     ChatMessage,
     FunctionCall,
