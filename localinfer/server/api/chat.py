@@ -16,6 +16,7 @@ from localinfer.server.replies.fields import (
     Prediction,
     StreamOptions,
     TextCount,
+    check_text_count,
     continuation,
     given,
 )
@@ -95,6 +96,7 @@ async def chat_completions(request: Request) -> Response:
     """Answer a chat, streamed or whole."""
     service = service_of(request)
     body = await read_body(request, ChatRequest)
+    check_text_count(body.n or 1, service.settings)
     messages = template_messages(body.messages)
     options = {**body.generation_options(), "owner": owner_of(request)}
     silence = service.settings.ping_seconds

@@ -16,6 +16,7 @@ from localinfer.server.replies.fields import (
     Prompts,
     StreamOptions,
     TextCount,
+    check_text_count,
     given,
     seeded,
     split_prompts,
@@ -42,6 +43,9 @@ class CompletionRequest(GenerationFields, kw_only=True):
 
     best_of: make so many texts and return the `n` of the largest mean log probability per token, best first.
     prompt_cache_key: names a place in an editor, say; a newer request with the same key ends the older one.
+    add_special_tokens: begin a text with the model's first token, which one that begins with its name does not get
+        twice. parse_special: read the names of special tokens in a text as those tokens; not in a prompt with a suffix,
+        which is a file and no template, unless this is true.
     """
 
     known_fields: ClassVar = COMPLETIONS
@@ -58,6 +62,13 @@ class CompletionRequest(GenerationFields, kw_only=True):
     prediction: Prediction | None = None
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     prompt_cache_key: str | None = None
+    add_special_tokens: bool | None = None
+    parse_special: bool | None = None
+
+    @property
+    def parses_special(self) -> bool:
+        """Whether names of special tokens in a text are those tokens."""
+        return self.suffix is None if self.parse_special is None else self.parse_special
 
     @property
     def num_made(self) -> int:
@@ -85,14 +96,13 @@ async def completions(request: Request) -> Response:
     body = await read_body(request, CompletionRequest)
     options = {**body.generation_options(), "owner": owner_of(request)}
     prompts = split_prompts(body.prompt, "prompt", at_most=_MOST_PROMPTS)
-    if len(prompts) * body.num_made > service_of(request).settings.max_generations:
-        raise ApiError(400, "prompt times n is too many texts for one request; send fewer at a time", param="n")
+    check_text_count(len(prompts) * body.num_made, service_of(request).settings)
 
     def plan(llm: "LLM") -> list[TextPlan]:
         # The later texts of a prompt find it in the cache.
         return [
             TextPlan(
-                partial(_open, llm, prompt, body.suffix, seeded(options, index)),
+                partial(_open, llm, prompt, body, seeded(options, index)),
                 number * body.num_made if index else None,
             )
             for number, prompt in enumerate(prompts)
@@ -109,15 +119,32 @@ async def completions(request: Request) -> Response:
     )
 
 
-def _open(llm: "LLM", prompt: str | Sequence[int], suffix: str | None, options: dict[str, Any]) -> "TextStream":
-    if suffix is not None:
-        most = None if options.get("context_shift") else llm.context_length
-        prompt = _fill_in_prompt(llm.tokenizer, prompt, suffix, most)
-    return llm.stream(prompt, **options)
+def _open(llm: "LLM", prompt: str | Sequence[int], body: CompletionRequest, options: dict[str, Any]) -> "TextStream":
+    most = None if options.get("context_shift") else llm.context_length
+    if body.suffix is not None:
+        return llm.stream(_fill_in_prompt(llm.tokenizer, prompt, body, most), **options)
+    if isinstance(prompt, str) and body.add_special_tokens is False:
+        return llm.stream(_encoded(llm.tokenizer, prompt, body, max_tokens=most), **options)
+    if isinstance(prompt, str):
+        prompt = _without_first_token(llm.tokenizer, prompt, body)
+    return llm.stream(prompt, parse_special=body.parses_special, **options)
+
+
+def _without_first_token(tokenizer: "Tokenizer", prompt: str, body: CompletionRequest) -> str:
+    """A text without the name of the token that it gets anyway: templates of clients write it."""
+    if not (tokenizer.adds_bos and body.parses_special) or tokenizer.bos_token_id is None:
+        return prompt
+    return prompt.removeprefix(tokenizer.token_text(tokenizer.bos_token_id))
+
+
+def _encoded(
+    tokenizer: "Tokenizer", text: str, body: CompletionRequest, *, max_tokens: int | None, add_special: bool = False
+) -> list[int]:
+    return tokenizer.encode(text, add_special, body.parses_special, max_tokens=max_tokens)
 
 
 def _fill_in_prompt(
-    tokenizer: "Tokenizer", prompt: str | Sequence[int], suffix: str, max_tokens: int | None
+    tokenizer: "Tokenizer", prompt: str | Sequence[int], body: CompletionRequest, max_tokens: int | None
 ) -> list[int]:
     """The ids of a prompt whose completion stands before `suffix`: first what is before, then what is after.
 
@@ -133,10 +160,11 @@ def _fill_in_prompt(
             "suffix was given, but this model has no tokens for filling in; leave it out, or use a model for code",
             "suffix",
         )
-    encode = partial(tokenizer.encode, add_special=False, max_tokens=max_tokens)
-    first = [] if not tokenizer.adds_bos or tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    encode = partial(_encoded, tokenizer, body=body, max_tokens=max_tokens)
+    has_first = tokenizer.adds_bos and body.add_special_tokens is not False
+    first = [tokenizer.bos_token_id] if has_first and tokenizer.bos_token_id is not None else []
     before = encode(prompt) if isinstance(prompt, str) else prompt
-    return [*first, begin, *before, hole, *encode(suffix), end]
+    return [*first, begin, *before, hole, *encode(body.suffix or ""), end]
 
 
 class _CompletionWriter(ChoicesWriter):
@@ -157,13 +185,19 @@ class _CompletionWriter(ChoicesWriter):
             text = prompt if isinstance(prompt, str) else llm.tokenizer.decode(prompt)
             scored: list[tuple[int, TokenLogprobs | None]] = []
             if top is not None:
-                encode = partial(llm.tokenizer.encode, max_tokens=llm.context_length)
-                token_ids = encode(prompt) if isinstance(prompt, str) else prompt
+                token_ids = prompt if not isinstance(prompt, str) else self._prompt_ids(prompt)
                 scored = list(zip(token_ids, llm.score(token_ids, top=top), strict=True))
             for choice in self._choices[number * self._body.num_made :][: self._body.num_made]:
                 choice.texts.append(text)
                 for token_id, found in scored:
                     choice.logprobs.add(token_id, found)
+
+    def _prompt_ids(self, prompt: str) -> list[int]:
+        """The ids that the prompt was computed as."""
+        llm, body = self.reply.llm, self._body
+        has_first = body.add_special_tokens is not False
+        text = _without_first_token(llm.tokenizer, prompt, body) if has_first else prompt
+        return _encoded(llm.tokenizer, text, body, max_tokens=llm.context_length, add_special=has_first)
 
     def begin(self) -> Iterator[Event]:
         if self._body.echo:

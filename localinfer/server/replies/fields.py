@@ -10,12 +10,12 @@ from localinfer.sampling.params import MAX_SEED, NUMBER_OPTIONS, NumberOption
 from localinfer.server.replies.form_fields import FormFields
 from localinfer.server.replies.message_fields import joined_text
 from localinfer.server.transport.http import ApiError
+from localinfer.server.transport.settings import ServerSettings
 
-MAX_TEXTS = 8
-"""Most texts of one request: `n` times its prompts."""
 
 Count = Annotated[int, Meta(ge=1, le=1 << 31)]
-TextCount = Annotated[int, Meta(ge=1, le=MAX_TEXTS)]
+TextCount = Annotated[int, Meta(ge=1, le=1 << 16)]
+"""How many the server makes at a time is decided by its settings, see `check_text_count`."""
 StopText = Annotated[str, Meta(min_length=1, max_length=1024)]
 Stops = StopText | Annotated[list[StopText], Meta(max_length=16)]
 Biases = Annotated[
@@ -35,6 +35,17 @@ def seeded(options: dict[str, Any], index: int) -> dict[str, Any]:
     """Options for the text of this index: texts of one request differ, and the same seed gives the same ones."""
     seed = options.get("seed")
     return options if seed is None or index == 0 else {**options, "seed": (seed + index) % (MAX_SEED + 1)}
+
+
+def check_text_count(count: int, settings: ServerSettings) -> None:
+    """Refuse a request for more texts than are generated at one time. Raises: ApiError."""
+    if count > settings.max_generations:
+        raise ApiError(
+            400,
+            f"{count:,} texts are asked for, and this server generates {settings.max_generations} at most at a time; "
+            "ask for fewer, or start it with --max-generations",
+            param="n",
+        )
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):

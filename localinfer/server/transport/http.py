@@ -26,6 +26,7 @@ from localinfer.errors import (
     TemplateError,
 )
 from localinfer.server.transport.known_fields import NONE, KnownFields, Refusal
+from localinfer.server.transport.lenient_values import with_meant_values, with_whole_numbers
 from localinfer.server.transport.settings import ServerSettings
 
 logger = logging.getLogger(__name__)
@@ -235,9 +236,13 @@ def decode_json(body: bytes, record: type[Record]) -> Record:
         raise ApiError(
             413, f"the JSON has more than {MAX_VALUES:,} values; send fewer at a time", code="body_too_large"
         )
-    check_members(body, record, getattr(record, "known_fields", NONE))
+    members = _members(body)
+    if members is not None:
+        check_members(members, record, getattr(record, "known_fields", NONE))
+        if (meant := with_meant_values(members, record)) is not None:
+            body = msgspec.json.encode(meant)
     try:
-        return msgspec.json.decode(body, type=record)
+        return _decode(body, record)
     except msgspec.ValidationError as error:
         message, _, path = str(error).partition(" - at ")
         name = path.rpartition("`$")[2].strip("`").removeprefix(".")
@@ -248,6 +253,15 @@ def decode_json(body: bytes, record: type[Record]) -> Record:
     except (msgspec.DecodeError, UnicodeDecodeError, ValueError, RecursionError) as error:
         found = "empty" if not body.strip() else f"not JSON ({error})"
         raise ApiError(400, f"the body is {found}; send one JSON object in UTF-8", code="invalid_json") from None
+
+
+def _decode(body: bytes, record: type[Record]) -> Record:
+    try:
+        return msgspec.json.decode(body, type=record)
+    except msgspec.ValidationError as error:
+        if "got `float`" not in str(error) or (whole := with_whole_numbers(body)) == body:
+            raise
+    return msgspec.json.decode(whole, type=record)
 
 
 def is_deeper(body: bytes, limit: int = MAX_DEPTH) -> bool:
@@ -271,13 +285,16 @@ def has_more_values(body: bytes, limit: int = MAX_VALUES) -> bool:
     return any(count >= limit for count, sign in enumerate(sign for sign in signs if sign in b",[{"))
 
 
-def check_members(body: bytes, record: type, known: KnownFields) -> None:
-    """Refuse a member of a JSON object that `record` has not and that is not known to do nothing. Raises: ApiError."""
+def _members(body: bytes) -> dict[str, msgspec.Raw] | None:
+    """The members of a JSON object; None of anything else, which is refused, with the reason, when it is decoded."""
     try:
-        members = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+        return msgspec.json.decode(body, type=dict[str, msgspec.Raw])
     except (msgspec.MsgspecError, UnicodeDecodeError):
-        # What is no object is refused, with the reason, when the record is decoded.
-        return
+        return None
+
+
+def check_members(members: Mapping[str, msgspec.Raw], record: type, known: KnownFields) -> None:
+    """Refuse a member of a request that `record` has not and that is not known to do nothing. Raises: ApiError."""
     read = {field.encode_name for field in msgspec.structs.fields(record)}
     for name, value in members.items():
         if name in read or name in known.ignored:

@@ -91,7 +91,7 @@ _SAMPLING = _refuse("""
     include_stop_str_in_output: add the text in the client
     truncate_prompt_tokens: prompts are never cut; shorten it in the client
     skip_special_tokens=true: special tokens are never part of the text; leave it out
-    add_special_tokens=true: completions begin with the model's first token, chats as the template says
+    add_special_tokens=true: a chat begins as its template says; ask /v1/completions
     prompt_logprobs: send echo and logprobs to /v1/completions
     n_probs=0 post_sampling_probs: send logprobs
     return_tokens_as_token_ids return_token_ids return_tokens: ask /tokenize for ids
@@ -141,7 +141,7 @@ TEMPLATES = KnownFields(
 )
 COMPLETIONS = KnownFields(
     {name: why for name, why in (_LOCAL_SERVERS | _OPENAI).items() if name != "prompt_cache_key"},
-    _SAMPLING
+    {name: refusal for name, refusal in _SAMPLING.items() if name != "add_special_tokens"}
     | _refuse("""
         messages: send prompt, or ask /v1/chat/completions
         tools: ask /v1/chat/completions
