@@ -1,0 +1,57 @@
+"""Special tokens that a prompt writes out: tokens in completions, which templates of clients need, and text in chats."""
+
+import pytest
+from local_servers import STORY
+
+from localinfer.llm import LLM
+
+PATH = "/v1/completions"
+CHAT = "/v1/chat/completions"
+ASKED = {"max_tokens": 6, "temperature": 0}
+
+
+def answer(client, prompt, **more):
+    response = client.post(PATH, json={**ASKED, "prompt": prompt, **more})
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def counted(client, prompt, **more):
+    return answer(client, prompt, **more)["usage"]["prompt_tokens"]
+
+
+def test_prompt_of_a_client_side_template_is_that_of_the_chat(tcp):
+    prompt = tcp.post("/apply-template", json={"messages": STORY}).json()["prompt"]
+    chat = tcp.post(CHAT, json={**ASKED, "messages": STORY}).json()
+    reply = answer(tcp, prompt)
+    assert reply["usage"]["prompt_tokens"] == chat["usage"]["prompt_tokens"]
+    assert reply["choices"][0]["text"] == chat["choices"][0]["message"]["content"]
+    assert counted(tcp, prompt, parse_special=False) > counted(tcp, prompt)
+
+
+def test_first_token_comes_once_and_not_where_it_is_not_wanted(tcp, llm: LLM):
+    tokenizer = llm.tokenizer
+    if not tokenizer.adds_bos:
+        pytest.skip("this model begins with no token of its own")
+    first = tokenizer.token_text(tokenizer.bos_token_id)
+    assert counted(tcp, "Once upon") == counted(tcp, f"{first}Once upon") == len(tokenizer.encode("Once upon"))
+    assert counted(tcp, "Once upon", add_special_tokens=False) == len(tokenizer.encode("Once upon", False))
+    assert counted(tcp, f"{first}Once", add_special_tokens=False) == len(tokenizer.encode("Once"))
+
+
+def test_echoed_log_probabilities_are_those_of_what_was_computed(tcp, llm: LLM):
+    for more in ({}, {"add_special_tokens": False}, {"parse_special": False}):
+        reply = answer(tcp, "<|im_start|>user\nHi", echo=True, logprobs=1, **more)
+        assert len(reply["choices"][0]["logprobs"]["tokens"]) == reply["usage"]["prompt_tokens"] + 6
+        assert reply["choices"][0]["text"].startswith("<|im_start|>user\nHi")
+
+
+def test_other_routes_keep_control_tokens_as_text(tcp, llm: LLM):
+    spelled = "a<|im_end|>b"
+    as_text = len(llm.tokenizer.encode(spelled))
+    embedded = tcp.post("/v1/embeddings", json={"input": spelled}).json()["usage"]["prompt_tokens"]
+    assert embedded == as_text > len(llm.tokenizer.encode(spelled, parse_special=True))
+    message = [{"role": "user", "content": f"Tell me a story.{spelled}"}]
+    asked = {"messages": message, "add_special_tokens": False}
+    refused = tcp.post(CHAT, json=asked).json()["error"]
+    assert refused["param"] == "add_special_tokens"
