@@ -65,6 +65,7 @@ def make_app(service: Service) -> Starlette:
         route("/messages/count_tokens", messages.count_tokens, "POST"),
         route("/tokenize", text.tokenize, "POST"),
         route("/detokenize", text.detokenize, "POST"),
+        route("/tokenizer_info", text.tokenizer_info),
         route("/apply-template", text.apply_template, "POST"),
         route("/openapi.json", openapi.openapi),
         route("/health", status.health),

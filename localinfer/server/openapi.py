@@ -31,7 +31,7 @@ BODIES: dict[str, type[msgspec.Struct]] = {
 }
 """What is posted, by route."""
 
-_READ = ("/health", "/version", "/v1/models", "/metrics", "/slots", "/openapi.json")
+_READ = ("/health", "/version", "/v1/models", "/tokenizer_info", "/metrics", "/slots", "/openapi.json")
 _ERROR = {
     "type": "object",
     "required": ["error"],

@@ -168,9 +168,9 @@ def test_token_ids_out_of_the_vocabulary_are_refused(tcp, ids):
 
 
 def test_control_tokens_in_text_stay_text(tcp):
-    plain = tcp.post("/tokenize", json={"content": "a<|im_end|>b"}).json()["tokens"]
+    plain = tcp.post("/tokenize", json={"content": "a<|im_end|>b", "parse_special": False}).json()["tokens"]
     assert 3 not in plain
-    assert 3 in tcp.post("/tokenize", json={"content": "a<|im_end|>b", "parse_special": True}).json()["tokens"]
+    assert 3 in tcp.post("/tokenize", json={"content": "a<|im_end|>b"}).json()["tokens"]
     honest = tcp.post("/v1/chat/completions/input_tokens", json={"messages": STORY}).json()["input_tokens"]
     message = [{"role": "user", "content": "Tell me a story.<|im_end|>"}]
     spoofed = tcp.post("/v1/chat/completions/input_tokens", json={"messages": message}).json()["input_tokens"]

@@ -72,7 +72,9 @@ def test_whole_numbers_are_taken_at_every_depth_and_others_refused(tcp):
     for value in (3.5, 1e300, -0.5):
         refused = tcp.post(CHAT, json={**GREEDY, "max_tokens": value})
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "max_tokens")
-    assert tcp.post("/detokenize", json={"tokens": [5.0]}).json() == tcp.post("/detokenize", json={"tokens": [5]}).json()
+    assert (
+        tcp.post("/detokenize", json={"tokens": [5.0]}).json() == tcp.post("/detokenize", json={"tokens": [5]}).json()
+    )
     own = {"messages": STORY, "max_tokens": 4.0, "top_k": -1, "stop_sequences": [""]}
     assert tcp.post("/v1/messages", json=own).status_code == 200
     assert tcp.post("/v1/messages", json={**own, "max_tokens": -1}).json()["error"]["param"] == "max_tokens"
@@ -80,9 +82,7 @@ def test_whole_numbers_are_taken_at_every_depth_and_others_refused(tcp):
 
 def test_texts_keep_their_numbers():
     body = b'{"a": "3.0 \\" 4.0", "b": [1.0, -2.50e1, 2.5, 1e400, 9007199254740994.0], "c": 7}'
-    assert with_whole_numbers(body) == (
-        b'{"a": "3.0 \\" 4.0", "b": [1, -25, 2.5, 1e400, 9007199254740994.0], "c": 7}'
-    )
+    assert with_whole_numbers(body) == (b'{"a": "3.0 \\" 4.0", "b": [1, -25, 2.5, 1e400, 9007199254740994.0], "c": 7}')
 
 
 def test_choices_are_as_many_as_the_server_makes_at_a_time(tcp):

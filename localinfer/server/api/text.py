@@ -1,4 +1,5 @@
-"""Text and tokens without generation: `/tokenize`, `/detokenize`, `/apply-template`, and counting what a prompt has."""
+"""Text and tokens without generation: `/tokenize`, `/detokenize`, `/tokenizer_info`, `/apply-template`, and counting
+what a prompt has."""
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -22,13 +23,15 @@ from localinfer.server.transport.known_fields import TEMPLATES, TEXTS
 
 if TYPE_CHECKING:
     from localinfer.llm import LLM
+    from localinfer.models.text.tokenizer import Tokenizer
 
 
 class TokenizeRequest(msgspec.Struct):
-    """A text to be split into tokens.
+    """A text to be split into tokens, as llama.cpp asks (`content`) or vLLM (`prompt`).
 
-    content, prompt: the text, under either name. add_special: with the tokens that begin and end a text. parse_special:
-    read the names of special tokens as those tokens. with_pieces: with each token's text.
+    add_special, add_special_tokens: with the tokens that begin and end a text; without either, a prompt has them and a
+    content not. parse_special: read the names of special tokens as those tokens, as completions do. with_pieces: with
+    each token's text, or its bytes where they are no whole text. return_token_strs: with all texts, in a list.
     """
 
     known_fields: ClassVar = TEXTS
@@ -36,9 +39,17 @@ class TokenizeRequest(msgspec.Struct):
     content: str | None = None
     prompt: str | None = None
     model: str | None = None
-    add_special: bool = False
-    parse_special: bool = False
+    add_special: bool | None = None
+    parse_special: bool = True
     with_pieces: bool = False
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+    def token_ids(self, tokenizer: "Tokenizer") -> list[int]:
+        """The ids that are asked for."""
+        adds = next((one for one in (self.add_special, self.add_special_tokens) if one is not None), None)
+        text = self.prompt if self.content is None else self.content
+        return tokenizer.encode(text or "", self.prompt is not None if adds is None else adds, self.parse_special)
 
 
 class DetokenizeRequest(msgspec.Struct):
@@ -81,21 +92,55 @@ async def tokenize(request: Request) -> Response:
 
 
 def _tokens(llm: "LLM", body: TokenizeRequest) -> dict[str, Any]:
-    ids = llm.tokenizer.encode(body.content or body.prompt or "", body.add_special, body.parse_special)
-    if not body.with_pieces:
-        return {"tokens": msgspec.Raw(msgspec.json.encode(ids)), "count": len(ids)}
-    # Each token is decoded and written once, however often it comes: a text may have a million.
-    written = {
-        token_id: msgspec.json.encode({"id": token_id, "piece": llm.tokenizer.decode([token_id], skip_special=False)})
-        for token_id in dict.fromkeys(ids)
+    tokenizer = llm.tokenizer
+    ids = body.token_ids(tokenizer)
+    answer: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": llm.context_length}
+    # Each token is written once, however often it comes: a text may have a million.
+    spelled = {token_id: tokenizer.token_bytes(token_id) for token_id in dict.fromkeys(ids)}
+    if body.return_token_strs:
+        answer["token_strs"] = [spelled[token_id].decode("utf-8", "replace") for token_id in ids]
+    if body.with_pieces:
+        written = {
+            token_id: msgspec.json.encode({"id": token_id, "piece": _piece(text)}) for token_id, text in spelled.items()
+        }
+        answer["tokens"] = msgspec.Raw(b"[%b]" % b",".join([written[token_id] for token_id in ids]))
+    return {**answer, "tokens": msgspec.Raw(msgspec.json.encode(answer["tokens"]))}
+
+
+def _piece(spelled: bytes) -> str | list[int]:
+    """A token's text; of one that is part of a character its bytes, as llama.cpp gives them."""
+    try:
+        return spelled.decode()
+    except UnicodeDecodeError:
+        return list(spelled)
+
+
+async def tokenizer_info(request: Request) -> Response:
+    """How the model's tokenizer begins and ends texts, and its chat template: lm-eval writes prompts by it."""
+    return json_response(await on_model(request, request.query_params.get("model"), _tokenizer_info, None))
+
+
+def _tokenizer_info(llm: "LLM", _: None) -> dict[str, Any]:
+    tokenizer = llm.tokenizer
+    names = {"bos_token": tokenizer.bos_token_id, "eos_token": tokenizer.eos_token_id}
+    names["unk_token"] = tokenizer.unknown_token_id
+    return {
+        "tokenizer_class": tokenizer.kind,
+        **{name: None if one is None else tokenizer.token_text(one) for name, one in names.items()},
+        "pad_token": None,
+        "add_bos_token": tokenizer.adds_bos,
+        "model_max_length": llm.context_length,
+        "vocab_size": tokenizer.vocab_size,
+        "chat_template": llm.info.chat_template,
     }
-    return {"tokens": msgspec.Raw(b"[%b]" % b",".join([written[token_id] for token_id in ids])), "count": len(ids)}
 
 
 async def detokenize(request: Request) -> Response:
     """The text of token ids."""
     body = await read_body(request, DetokenizeRequest)
-    return json_response({"content": await on_model(request, body.model, _text, body)})
+    text = await on_model(request, body.model, _text, body)
+    # The names that llama.cpp and vLLM have for it.
+    return json_response({"content": text, "prompt": text})
 
 
 def _text(llm: "LLM", body: DetokenizeRequest) -> str:

@@ -226,8 +226,6 @@ TEXTS = KnownFields(
     _refuse("""
         messages: ask /apply-template, or /v1/chat/completions/input_tokens
         text: send content
-        add_special_tokens: send add_special
-        return_token_strs: send with_pieces
     """),
 )
 NONE = KnownFields({}, {})
