@@ -67,7 +67,11 @@ READ: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {
     ),
     "parts": (
         [{"role": "user", "content": [{"type": "text", "text": "H"}, {"type": "input_text", "text": "i"}]}],
-        [USER],
+        [{"role": "user", "content": "H\ni"}],
+    ),
+    "parts of a reply": (
+        [USER, {"role": "assistant", "content": [{"type": "text", "text": "N"}, {"type": "refusal", "refusal": "o."}]}],
+        [USER, {"role": "assistant", "content": "No."}],
     ),
     "a refusal": (
         [USER, {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]}],

@@ -24,8 +24,9 @@ _MAY_BE_SILENT = ("assistant", "tool")
 def read_messages(messages: object) -> list[dict[str, Any]]:
     """Return messages with `role` and `content`, both text, and what else they hold but for members that are None.
 
-    Content in parts becomes their text; "developer" becomes "system", "function" "tool", and `reasoning`
-    `reasoning_content`. Raises: MessageError for what is no message, naming its place; RequestError if there is none.
+    Content in parts becomes their text, see `joined_parts`; "developer" becomes "system", "function" "tool", and
+    `reasoning` `reasoning_content`. Raises: MessageError for what is no message, naming its place; RequestError if
+    there is none.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
         raise RequestError(f"messages are {messages!r:.60}; give a list of at least one, like {_EXAMPLE}")
@@ -57,11 +58,16 @@ def _read_message(message: object, path: str) -> dict[str, Any]:
         raise MessageError(
             f"{path}.content is missing or null; only an assistant's or a tool's may be", f"{path}.content"
         )
-    read["content"] = "" if content is None else _text(content, f"{path}.content")
+    read["content"] = "" if content is None else _text(content, f"{path}.content", role)
     return read
 
 
-def _text(content: object, path: str) -> str:
+def joined_parts(texts: Sequence[str], role: str) -> str:
+    """The parts of a message as one text: lines of their own, but in a reply, whose parts are pieces of one text."""
+    return ("" if role == "assistant" else "\n").join(texts)
+
+
+def _text(content: object, path: str, role: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, Sequence) or isinstance(content, bytes):
@@ -81,7 +87,7 @@ def _text(content: object, path: str) -> str:
                 is_unsupported=True,
             )
         texts.append(text)
-    return "".join(texts)
+    return joined_parts(texts, role)
 
 
 def _read_calls(calls: object, single: object, role: str, path: str) -> list[dict[str, Any]]:

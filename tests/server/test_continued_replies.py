@@ -48,6 +48,10 @@ def test_templates_and_counts_are_those_of_the_continued_reply(tcp):
     [
         ({"continue_final_message": True, "add_generation_prompt": True}, "add_generation_prompt"),
         ({"add_generation_prompt": False}, "add_generation_prompt"),
+        (
+            {"add_generation_prompt": False, "messages": [{"role": "assistant", "content": "x"}]},
+            "add_generation_prompt",
+        ),
         ({"continue_final_message": True}, "messages"),
         (
             {
@@ -63,6 +67,30 @@ def test_what_cannot_be_continued_is_refused(tcp, more, param):
     response = tcp.post(PATH, json={**GREEDY, "max_tokens": 2, **more})
     assert response.status_code == 400
     assert response.json()["error"]["param"].startswith(param)
+
+
+def test_last_reply_is_continued_unless_a_new_one_is_asked_for(tcp):
+    messages = [*STORY, {"role": "assistant", "content": "Once upon a ti"}]
+    prompts = [
+        tcp.post("/apply-template", json={"messages": messages, **more}).json()["prompt"]
+        for more in ({}, CONTINUES, {"add_generation_prompt": True}, {"continue_final_message": False})
+    ]
+    assert prompts[0] == prompts[1] != prompts[2] == prompts[3]
+    continued = answer(tcp, messages=messages, max_tokens=8)
+    assert continued == answer(tcp, messages=messages, max_tokens=8, **CONTINUES)
+    assert continued != answer(tcp, messages=messages, max_tokens=8, add_generation_prompt=True)
+    assert answer(tcp, messages=messages, max_tokens=8, add_generation_prompt=False) == continued
+    own = {"messages": messages, "max_tokens": 8, "temperature": 0}
+    assert tcp.post("/v1/messages", json=own).json()["content"][0]["text"] == continued["message"]["content"]
+    counted = tcp.post("/v1/messages/count_tokens", json={"messages": messages}).json()["input_tokens"]
+    usage = tcp.post(PATH, json={**GREEDY, "messages": messages, "max_tokens": 1}).json()["usage"]
+    assert counted == usage["prompt_tokens"]
+
+
+def test_new_reply_is_held_to_a_form(tcp):
+    messages = [*STORY, {"role": "assistant", "content": "Once"}]
+    reply = answer(tcp, messages=messages, max_tokens=40, regex="[ab]c")
+    assert reply["message"]["content"] in ("ac", "bc")
 
 
 def test_the_description_of_the_routes_says_what_it_does(tcp):

@@ -10,10 +10,11 @@ ROLES = ("system", "user", "assistant", "tool")
 @pytest.mark.parametrize("shape", READ)
 def test_routes_read_what_methods_read(tcp, llm, shape):
     sent, _ = READ[shape]
-    assert tcp.post("/apply-template", json={"messages": sent}).json() == {"prompt": llm.render_chat(sent)}
-    reply = tcp.post("/v1/chat/completions", json={"messages": sent, "max_tokens": 1})
+    asked = {"messages": sent, "add_generation_prompt": True}
+    assert tcp.post("/apply-template", json=asked).json() == {"prompt": llm.render_chat(sent)}
+    reply = tcp.post("/v1/chat/completions", json={**asked, "max_tokens": 1})
     assert reply.status_code == 200, reply.text
-    counted = tcp.post("/v1/chat/completions/input_tokens", json={"messages": sent})
+    counted = tcp.post("/v1/chat/completions/input_tokens", json=asked)
     assert counted.json()["input_tokens"] == llm.count_chat_tokens(sent) == reply.json()["usage"]["prompt_tokens"]
 
 
@@ -63,7 +64,7 @@ def as_blocks(messages):
     "shape", ["text", "calls without content", "a result", "a result without content", "a refusal"]
 )
 def test_other_apis_count_the_same_prompt(tcp, llm, shape):
-    _, read = READ[shape]
+    read = [*READ[shape][1], {"role": "user", "content": "And now?"}]
     expected = llm.count_chat_tokens(read)
     reply = tcp.post("/v1/responses", json={"input": as_items(read), "max_output_tokens": 1})
     assert reply.json()["usage"]["input_tokens"] == expected, reply.text

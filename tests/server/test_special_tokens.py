@@ -1,4 +1,4 @@
-"""Special tokens that a prompt writes out: tokens in completions, which templates of clients need, and text in chats."""
+"""Special tokens that a prompt writes out: tokens in completions, for templates of clients, and text in chats."""
 
 import pytest
 from local_servers import STORY

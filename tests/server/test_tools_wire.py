@@ -127,9 +127,14 @@ def test_thinking_may_be_asked_for_in_every_way(tcp):
         {"chat_template_kwargs": {"enable_thinking": False}},
         {"reasoning_effort": "none"},
         {"thinking": {"type": "disabled"}},
+        # A model that does not reason answers without.
+        {"enable_thinking": True},
+        {"chat_template_kwargs": {"enable_thinking": True}},
+        {"reasoning_effort": "high"},
+        {"thinking": {"type": "enabled", "budget_tokens": 1024}},
+        {"thinking": {"type": "adaptive"}},
+        {"thinking_budget": 5},
     ):
-        response = tcp.post(PATH, json={"messages": STORY, "max_tokens": 2, **members})
-        assert response.status_code == 200, response.text
-    response = tcp.post(PATH, json={"messages": STORY, "max_tokens": 2, "thinking_budget": 5})
-    assert response.status_code == 400
-    assert "reasoning" in response.json()["error"]["message"]
+        for path in (PATH, f"{PATH}/input_tokens", "/apply-template"):
+            response = tcp.post(path, json={"messages": STORY, "max_tokens": 2, **members})
+            assert response.status_code == 200, response.text

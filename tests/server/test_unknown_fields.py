@@ -256,7 +256,7 @@ CUSTOM = {"type": "custom", "name": "patch", "description": "Free text."}
         ),
         (RESPONSES, {"type": "namespace", "name": "n", "tools": []}),
         (RESPONSES, {"type": "namespace", "name": "n", "tools": [CUSTOM]}),
-        (MESSAGES, {"type": "web_search_20250305", "name": "web_search"}),
+        (MESSAGES, {"type": "computer_20250124", "name": "computer", "display_width_px": 100}),
         (MESSAGES, {"type": "bash_20250124", "name": "bash", "input_schema": {"type": "object"}}),
     ],
     ids=lambda value: json.dumps(value)[:60],

@@ -1,6 +1,6 @@
 """`/v1/chat/completions`: OpenAI's chats."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta
@@ -60,13 +60,17 @@ class ChatRequest(ChatFields, kw_only=True):
     reasoning_format: Literal["both", "reasoning_content", "reasoning", "none"] | None = None
     return_progress: bool | None = None
 
-    def generation_options(self) -> dict[str, Any]:
-        """The engine's options for this request. Raises: ApiError."""
+    def generation_options(self, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """The engine's options for this request, whose messages are as templates read them. Raises: ApiError."""
         if self.modalities and self.modalities != ["text"]:
             raise unsupported("modalities has more than text, which is all that is generated here", "modalities")
         if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "top_logprobs is given without logprobs; send logprobs: true", param="top_logprobs")
-        if self.add_generation_prompt is False and not self.continue_final_message:
+        replying = self.reply_options()
+        continuing = continuation(
+            self.continue_final_message, self.add_generation_prompt, messages, has_form="constraint" in replying
+        )
+        if self.add_generation_prompt is False and not continuing:
             raise unsupported(
                 "add_generation_prompt is false, and nothing would be answered; leave it out, or send "
                 "continue_final_message: true",
@@ -74,8 +78,8 @@ class ChatRequest(ChatFields, kw_only=True):
             )
         return {
             **self.sampling_options(),
-            **self.reply_options(),
-            **continuation(self.continue_final_message, self.add_generation_prompt),
+            **replying,
+            **continuing,
             **given(
                 max_tokens=self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens,
                 prediction=None if self.prediction is None else self.prediction.text(),
@@ -98,7 +102,7 @@ async def chat_completions(request: Request) -> Response:
     body = await read_body(request, ChatRequest)
     check_text_count(body.n or 1, service.settings)
     messages = template_messages(body.messages)
-    options = {**body.generation_options(), "owner": owner_of(request)}
+    options = {**body.generation_options(messages), "owner": owner_of(request)}
     silence = service.settings.ping_seconds
     if body.return_progress:
         silence = min(silence, service.settings.progress_seconds)

@@ -9,36 +9,35 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from localinfer.server.api.writer import BlockWriter, Delta, Event, chat_plan, serve_reply, timings
-from localinfer.server.replies.fields import Count, StopText, Thinking, given
+from localinfer.server.replies.block_fields import (
+    InputMessage,
+    chat_messages,
+    check_tool_choice,
+    function_tools,
+    text_of,
+)
+from localinfer.server.replies.fields import (
+    Count,
+    StopText,
+    Thinking,
+    continuation,
+    given,
+    without_missing_thinking,
+)
 from localinfer.server.replies.form_fields import ResponseFormat
-from localinfer.server.replies.message_fields import ChatMessage, FunctionCall, ToolCall, template_messages
+from localinfer.server.replies.message_fields import ChatMessage, template_messages
 from localinfer.server.replies.service import on_model, owner_of, read_body
 from localinfer.server.replies.tool_fields import Tools, checked_choice
-from localinfer.server.transport.http import ApiError, check_object, json_response, unsupported
-from localinfer.server.transport.known_fields import COUNTS, MESSAGE_PARTS, MESSAGES, TOOLS
+from localinfer.server.transport.http import ANTHROPIC, ApiError, json_response
+from localinfer.server.transport.known_fields import COUNTS, MESSAGES
 
 if TYPE_CHECKING:
     from localinfer.generation.completion import Stats
     from localinfer.llm import LLM
     from localinfer.server.replies.reply import Reply
 
-_MEMBERS = {
-    "text": "type text",
-    "thinking": "type thinking",
-    "redacted_thinking": "type",
-    "tool_use": "type id name input",
-    "tool_result": "type tool_use_id content",
-}
-"""Type of a block -> its members that are read."""
 _DELTAS = {"text": ("text", "text"), "reasoning": ("thinking", "thinking"), "call": ("input_json", "partial_json")}
 """Kind of delta -> what it is called here, and its member that holds the text."""
-
-
-class InputMessage(msgspec.Struct, forbid_unknown_fields=True):
-    """One message: text, or blocks of text, tool calls, their results, and former reasoning."""
-
-    role: Literal["user", "assistant", "system"]
-    content: str | list[dict[str, Any]]
 
 
 class ToolChoice(msgspec.Struct, forbid_unknown_fields=True):
@@ -78,7 +77,8 @@ class CountRequest(msgspec.Struct, kw_only=True):
     def chat_options(self) -> dict[str, Any]:
         """The engine's options about tools and reasoning. Raises: ApiError for a tool that is not the caller's own."""
         choice = self.tool_choice or ToolChoice()
-        tools = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(self.tools or ())]
+        check_tool_choice(self.tools or (), choice.name)
+        tools = function_tools(self.tools or ())
         tool_choice = checked_choice(choice.as_openai(), has_tools=bool(tools))
         effort = None if self.output_config is None else self.output_config.effort
         return given(
@@ -92,9 +92,9 @@ class CountRequest(msgspec.Struct, kw_only=True):
 
     def chat_messages(self) -> list[ChatMessage]:
         """The conversation as chat messages, the system's first. Raises: ApiError for what is not text."""
-        found = [] if self.system is None else [ChatMessage("system", _text(self.system, "system"))]
+        found = [] if self.system is None else [ChatMessage("system", text_of(self.system, "system"))]
         for index, message in enumerate(self.messages):
-            found += _convert(message, f"messages[{index}].content")
+            found += chat_messages(message, f"messages[{index}].content")
         return found
 
 
@@ -126,81 +126,11 @@ class MessagesRequest(CountRequest, kw_only=True):
         }
 
 
-def _tool(tool: dict[str, Any], path: str) -> dict[str, Any]:
-    """A tool as chat completions have it. Raises: ApiError for one that this API's maker would run itself."""
-    match tool:
-        case {"name": str(name), "input_schema": dict(schema)} if tool.get("type", "custom") in (None, "custom"):
-            check_object(tool, "type name description input_schema strict", path, TOOLS)
-            described = {"name": name, "description": tool.get("description") or "", "parameters": schema}
-            return {"type": "function", "function": described | ({"strict": True} if tool.get("strict") else {})}
-        case _:
-            raise _refused(tool, path)
-
-
-def _convert(message: InputMessage, path: str) -> list[ChatMessage]:
-    """One message as one or several: results of tools are messages of their own."""
-    if isinstance(message.content, str):
-        return [ChatMessage(message.role, message.content)]
-    results: list[ChatMessage] = []
-    texts: list[str] = []
-    reasoning: list[str] = []
-    calls: list[ToolCall] = []
-    for index, block in enumerate(message.content):
-        place = f"{path}[{index}]"
-        check_object(block, _MEMBERS.get(str(block.get("type")), " ".join(block)), place, MESSAGE_PARTS)
-        match block:
-            case {"type": "text", "text": str(text)}:
-                texts.append(text)
-            case {"type": "thinking", "thinking": str(text)}:
-                reasoning.append(text)
-            case {"type": "redacted_thinking"}:
-                continue
-            case {"type": "tool_use", "id": str(call_id), "name": str(name), "input": dict(arguments)}:
-                calls.append(ToolCall(FunctionCall(name, arguments), call_id, "function"))
-            case {"type": "tool_result", "tool_use_id": str(call_id)}:
-                content = _text(block.get("content") or "", f"{place}.content")
-                results.append(ChatMessage("tool", content, tool_call_id=call_id))
-            case _:
-                raise _refused(block, place)
-    if not (texts or reasoning or calls) and results:
-        return results
-    return [
-        *results,
-        ChatMessage(
-            message.role,
-            "".join(texts),
-            tool_calls=calls or None,
-            reasoning_content="".join(reasoning) if reasoning else None,
-        ),
-    ]
-
-
-def _text(content: Any, path: str) -> str:
-    if isinstance(content, str):
-        return content
-    texts = []
-    for index, block in enumerate(content if isinstance(content, list) else [content]):
-        match block:
-            case {"type": "text", "text": str(text)}:
-                check_object(block, "type text", f"{path}[{index}]", MESSAGE_PARTS)
-                texts.append(text)
-            case _:
-                raise _refused(block, f"{path}[{index}]")
-    return "".join(texts)
-
-
-def _refused(block: Any, path: str) -> ApiError:
-    kind = block.get("type") if isinstance(block, dict) else block
-    return unsupported(
-        f"{path} is of type {kind!r:.40} and cannot be read; this server reads text, tool calls and their results", path
-    )
-
-
 async def messages(request: Request) -> Response:
     """Answer a conversation, streamed or whole."""
     body = await read_body(request, MessagesRequest)
     asked = template_messages(body.chat_messages())
-    options = {**body.generation_options(), "owner": owner_of(request)}
+    options = {**body.generation_options(), **continuation(None, None, asked), "owner": owner_of(request)}
     return await serve_reply(request, body, "msg", chat_plan(asked, options), _MessageWriter)
 
 
@@ -211,7 +141,9 @@ async def count_tokens(request: Request) -> Response:
 
 
 def _count(llm: "LLM", body: CountRequest) -> int:
-    return llm.count_chat_tokens(template_messages(body.chat_messages()), **body.chat_options())
+    asked = template_messages(body.chat_messages())
+    options = {**body.chat_options(), **continuation(None, None, asked)}
+    return llm.count_chat_tokens(asked, **without_missing_thinking(llm, options))
 
 
 class _MessageWriter(BlockWriter):
@@ -236,7 +168,7 @@ class _MessageWriter(BlockWriter):
         yield {"type": "message_stop"}
 
     def failure(self, error: ApiError) -> Event:
-        return {"type": "error", **error.body()}
+        return error.body(ANTHROPIC)
 
     def whole(self) -> dict[str, Any]:
         delta, usage, stats = self._ending["delta"], self._ending["usage"], self.reply.stats[0]

@@ -1,6 +1,7 @@
 """Text and tokens without generation: `/tokenize`, `/detokenize`, `/tokenizer_info`, `/apply-template`, and counting
 what a prompt has."""
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
@@ -14,6 +15,7 @@ from localinfer.server.replies.fields import (
     TokenId,
     continuation,
     given,
+    without_missing_thinking,
 )
 from localinfer.server.replies.message_fields import Messages, template_messages
 from localinfer.server.replies.service import on_model, read_body
@@ -73,13 +75,13 @@ class TemplateRequest(ChatFields, kw_only=True):
     continue_final_message: ContinueFinalMessage | None = None
     add_generation_prompt: AddGenerationPrompt | None = None
 
-    def chat_options(self) -> dict[str, Any]:
-        """The engine's options that the prompt depends on."""
+    def chat_options(self, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """The engine's options that the prompt of these messages depends on."""
         options = self.reply_options()
-        options.pop("constraint", None)
+        has_form = options.pop("constraint", None) is not None
         choice = checked_choice(self.tool_choice, has_tools=bool(self.tools))
         tools = function_tools(self.tools)
-        options |= continuation(self.continue_final_message, self.add_generation_prompt)
+        options |= continuation(self.continue_final_message, self.add_generation_prompt, messages, has_form=has_form)
         return {**options, **given(tools=tools or None, tool_choice=choice if self.tools else None)}
 
 
@@ -154,7 +156,8 @@ async def apply_template(request: Request) -> Response:
 
 
 def _prompt(llm: "LLM", body: TemplateRequest) -> str:
-    messages, options = template_messages(body.messages), body.chat_options()
+    messages = template_messages(body.messages)
+    options = without_missing_thinking(llm, body.chat_options(messages))
     return llm.render_chat(messages, add_generation_prompt=body.add_generation_prompt is not False, **options)
 
 
@@ -166,4 +169,5 @@ async def count_chat_tokens(request: Request) -> Response:
 
 
 def _count(llm: "LLM", body: TemplateRequest) -> int:
-    return llm.count_chat_tokens(template_messages(body.messages), **body.chat_options())
+    messages = template_messages(body.messages)
+    return llm.count_chat_tokens(messages, **without_missing_thinking(llm, body.chat_options(messages)))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from starlette.requests import Request
 from starlette.responses import Response
 
-from localinfer.server.replies.fields import StreamOptions, seeded
+from localinfer.server.replies.fields import StreamOptions, seeded, without_missing_thinking
 from localinfer.server.replies.reply import End, Reply, Silence, TextPlan, Token
 from localinfer.server.replies.service import Plan, service_of, unless_gone
 from localinfer.server.transport.http import (
@@ -265,8 +265,9 @@ def chat_plan(messages: Sequence[Mapping[str, Any]], options: dict[str, Any], co
     """One answer to a chat per choice; the later ones find the prompt in the cache."""
 
     def plan(llm: "LLM") -> list[TextPlan]:
+        possible = without_missing_thinking(llm, options)
         return [
-            TextPlan(partial(llm.stream_chat, messages, **seeded(options, index)), 0 if index else None)
+            TextPlan(partial(llm.stream_chat, messages, **seeded(possible, index)), 0 if index else None)
             for index in range(count)
         ]
 

@@ -1,6 +1,6 @@
 """Members that several requests share about how a reply is made, and the engine's options that they become."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
@@ -12,6 +12,8 @@ from localinfer.server.replies.message_fields import joined_text
 from localinfer.server.transport.http import ApiError
 from localinfer.server.transport.settings import ServerSettings
 
+if TYPE_CHECKING:
+    from localinfer.llm import LLM
 
 Count = Annotated[int, Meta(ge=1, le=1 << 31)]
 TextCount = Annotated[int, Meta(ge=1, le=1 << 16)]
@@ -64,7 +66,7 @@ class Prediction(msgspec.Struct, forbid_unknown_fields=True):
 
     def text(self) -> str:
         """The text, of its parts if it has some. Raises: ApiError for parts that are no text."""
-        return joined_text(self.content, "prediction.content")
+        return joined_text(self.content, "prediction.content", "assistant")
 
 
 def _number_field(option: NumberOption) -> Any:
@@ -172,8 +174,15 @@ AddGenerationPrompt = Annotated[
 ]
 
 
-def continuation(continues: bool | None, begins: bool | None) -> dict[str, Any]:
-    """The engine's option for a last message that is continued. Raises: ApiError if a new reply is wanted as well."""
+def continuation(
+    continues: bool | None, begins: bool | None, messages: Sequence[Mapping[str, Any]], *, has_form: bool = False
+) -> dict[str, Any]:
+    """The engine's option for a last message that is continued.
+
+    continues, begins: continue_final_message and add_generation_prompt. Without either, a last message of the role
+    "assistant" that has text and calls no tools is continued, unless the reply is held to a form, which holds for whole
+    replies. Raises: ApiError if a new reply is wanted as well.
+    """
     if continues and begins:
         raise ApiError(
             400,
@@ -181,7 +190,21 @@ def continuation(continues: bool | None, begins: bool | None) -> dict[str, Any]:
             "send add_generation_prompt: false",
             param="add_generation_prompt",
         )
+    if continues is None and not begins and not has_form and len(messages) > 1:
+        last = messages[-1]
+        continues = last["role"] == "assistant" and bool(last["content"]) and not last.get("tool_calls")
     return given(continue_final_message=continues or None)
+
+
+def without_missing_thinking(llm: "LLM", options: dict[str, Any]) -> dict[str, Any]:
+    """Options of a chat without those that only a model can follow that reasons, for one that does not.
+
+    Clients ask all models alike, and a reply without reasoning is one that took none.
+    """
+    asks = options.get("thinking") or options.get("thinking_budget") is not None
+    if not asks or llm.info.supports_thinking:
+        return options
+    return {name: value for name, value in options.items() if name not in ("thinking", "thinking_budget")}
 
 
 def split_prompts(prompts: Prompts, field: str, *, at_most: int) -> list[str | Sequence[int]]:

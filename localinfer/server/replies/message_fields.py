@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from localinfer.chat.messages import read_messages
+from localinfer.chat.messages import joined_parts, read_messages
 from localinfer.errors import MessageError
 from localinfer.server.transport.http import ApiError, check_object, unsupported
 from localinfer.server.transport.known_fields import MESSAGE_PARTS
@@ -73,15 +73,15 @@ def _as_written(message: ChatMessage, path: str) -> dict[str, Any]:
     for call in written["tool_calls"] or ():
         del call["index"]
     if isinstance(message.content, list):
-        written["content"] = joined_text(message.content, f"{path}.content")
+        written["content"] = joined_text(message.content, f"{path}.content", message.role)
     return written
 
 
-def joined_text(content: str | Sequence[Mapping[str, Any]] | None, path: str) -> str:
+def joined_text(content: str | Sequence[Mapping[str, Any]] | None, path: str, role: str = "user") -> str:
     """The text of a message, of its parts if it has some. Raises: ApiError for what is not text."""
     if content is None or isinstance(content, str):
         return content or ""
-    return "".join(_text_of(part, f"{path}[{index}]") for index, part in enumerate(content))
+    return joined_parts([_text_of(part, f"{path}[{index}]") for index, part in enumerate(content)], role)
 
 
 def _text_of(part: Mapping[str, Any], path: str) -> str:

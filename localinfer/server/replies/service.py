@@ -237,7 +237,7 @@ def route(path: str, endpoint: Endpoint, method: str = "GET", *, prompt_field: s
         except (ClientGone, ClientDisconnect):
             response = Response(status_code=_CLIENT_CLOSED)
         except Exception as error:
-            response = to_api_error(error, request_id, prompt_field=prompt_field).response()
+            response = to_api_error(error, request_id, prompt_field=prompt_field).response(path)
         service_of(request).metrics.requests.labels(path, str(response.status_code)).inc()
         seconds = time.perf_counter() - began
         logger.info("%s %s %s %d %.3f s", request_id, method, path, response.status_code, seconds)

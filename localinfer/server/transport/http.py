@@ -51,6 +51,18 @@ _TYPES = {
 }
 """Status of an error -> its type; "server_error" for any other."""
 
+ANTHROPIC = "/messages"
+"""How the paths of Anthropic's API begin, which has another shape of errors."""
+_ANTHROPIC_TYPES = {
+    408: "timeout_error",
+    409: "invalid_request_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+}
+"""Status of an error -> its type there, where that is another."""
+
 DONE = b"data: [DONE]\n\n"
 PING = b": ping\n"
 """A comment line, without the blank one that would make several clients see an event."""
@@ -106,14 +118,17 @@ class ApiError(Exception):
             # Clients repeat these by themselves, though the same request would fail the same way.
             self.headers.setdefault("x-should-retry", "true" if code == "model_loading" else "false")
 
-    def body(self) -> dict[str, Any]:
-        """The JSON object that goes to the client."""
+    def body(self, path: str = "") -> dict[str, Any]:
+        """The JSON object that goes to the client. path: of the request, without `/v1`, whose API has a shape."""
         kind = _TYPES.get(self.status, "server_error")
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code, **self.facts}}
+        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code, **self.facts}
+        if not path.startswith(ANTHROPIC):
+            return {"error": error}
+        return {"type": "error", "error": {**error, "type": _ANTHROPIC_TYPES.get(self.status, kind)}}
 
-    def response(self) -> Response:
-        """The error as a response."""
-        return json_response(self.body(), self.status, self.headers)
+    def response(self, path: str = "") -> Response:
+        """The error as a response. path: as in `body`."""
+        return json_response(self.body(path), self.status, self.headers)
 
 
 def unsupported(message: str, param: str | None = None) -> ApiError:

@@ -1,7 +1,7 @@
 """Values of requests that other servers take for "nothing" or for the same number, brought into the form of ours.
 
-Clients are written against servers that read `-1` as "no limit", an empty text as "none", and `3.0` as 3. What they mean
-is beyond doubt, so they are not refused; a value with a second reading is.
+Clients are written against servers that read `-1` as "no limit", an empty text as "none", and `3.0` as 3. What they
+mean is beyond doubt, so they are not refused; a value with a second reading is.
 """
 
 import re

@@ -60,7 +60,7 @@ class SecurityMiddleware:
             if scope["method"] == "OPTIONS":
                 app = Response(status_code=204, headers={"allow": _METHODS})
         except ApiError as error:
-            app = error.response()
+            app = error.response(scope["path"].removeprefix("/v1"))
         await app(scope, receive, send_marked)
 
     def _check(self, scope: Scope, headers: Headers) -> None:
