@@ -17,6 +17,7 @@ from localinfer.terminal import Progress, check_text
 if TYPE_CHECKING:
     from localinfer.llm import LLM
     from localinfer.models.load.model_changes import ModelChanges
+    from localinfer.types import ProgressCallback
 
 Command = Callable[..., Any]
 Decorator = Callable[[Command], Command]
@@ -226,17 +227,26 @@ def changes_of(options: LoadOptions) -> "ModelChanges":
     return model_changes(**{name: options[name] for name in ("chat_template", "rope", "overrides")})
 
 
-def load_with(options: LoadOptions, *, stopping: threading.Event | None = None) -> "LLM":
+def load_with(
+    options: LoadOptions, *, stopping: threading.Event | None = None, report: "ProgressCallback | None" = None
+) -> "LLM":
     """Load a model, with a progress line on the terminal.
 
-    stopping: ends the load once it is set. Raises: LocalinferError; LoadCancelledError if it was ended.
+    stopping: ends the load once it is set. report: told of its progress too.
+    Raises: LocalinferError; LoadCancelledError if it was ended.
     """
     import localinfer
     from localinfer.hub.find import find_model
 
     named = {name: str(find_model(options[name])) for name in ("model", "draft") if options.get(name) is not None}
     with Progress() as progress:
-        return localinfer.load(**{**options, **named}, progress=progress, cancel=stopping)
+
+        def tell(stage: str, done: int, total: int) -> None:
+            progress(stage, done, total)
+            if report is not None:
+                report(stage, done, total)
+
+        return localinfer.load(**{**options, **named}, progress=tell, cancel=stopping)
 
 
 def _token_biases(

@@ -54,12 +54,14 @@ class ServeProcess:
 @option("--host", "ADDRESS", "TCP address to listen on.", default="127.0.0.1")
 @option("--port", "N", "TCP port; 0: any free one.", type=click.IntRange(0, 65535), default=8080)
 @flag("--no-tcp", "Listen on the Unix socket only.")
-@option("--socket socket_path", "PATH", "Path of the Unix socket. Default: in your runtime folder.")
+@option("--socket socket_path", "PATH", "Path of the Unix socket. Default: in your runtime folder, if it is free.")
+@flag("--no-socket", "Listen on TCP only.")
 @option("--token-file", "FILE", "File with the bearer token required over TCP.")
 @option("--token-env", "NAME", "Environment variable with that token.")
 @option("--allow-host", "NAME", "Accept this Host header too; may be repeated.", multiple=True)
 @option("--allow-origin", "ORIGIN", "Accept requests from pages of this origin (CORS); may be repeated.", multiple=True)
 @flag("--allow-private-network", "Accept them from pages on the public internet too.")
+@flag("--no-page", "Serve no chat page at /.")
 @flag("--strict-model", "Refuse unknown model names even if only one model is served.")
 @option(
     "--idle-unload", "SECONDS", "Unload a model after so long without requests; 0: never.", type=_SECONDS, default=900
@@ -103,11 +105,15 @@ def serve_command(
     if is_sidecar and _is_default("shutdown_seconds"):
         shutdown_seconds = _SIDECAR_SHUTDOWN_SECONDS
     watch = (process.watch or ParentWatch(lambda: None)) if until_stdin_ends else None
-    socket_path = listening.pop("socket_path")
+    socket_path, no_socket = listening.pop("socket_path"), listening.pop("no_socket")
+    if no_socket and socket_path is not None:
+        raise RequestError("--no-socket and --socket were given; leave one of them out")
     own_files: list[Path] = []
     place: Path | None = None
     if socket_path is not None:
         place = expand_home(socket_path).absolute()
+    elif no_socket:
+        place = None
     elif not ready_json:
         place = default_socket_path()
     elif (place := _own_socket()) is not None:
@@ -127,6 +133,7 @@ def serve_command(
             ending,
             process.ready_line,
             socket_path=place,
+            needs_socket=socket_path is not None,
             shutdown_seconds=shutdown_seconds,
             **listening,
         )
@@ -160,7 +167,9 @@ def _serve(
     def make_registry(metrics: "Metrics") -> "ModelRegistry":
         return ModelRegistry(
             sources,
-            lambda source: load_with({**options, "model": str(source.path)}, stopping=threads.stopping),
+            lambda source: load_with(
+                {**options, "model": str(source.path)}, stopping=threads.stopping, report=server.service.note_load
+            ),
             lambda source: measure_need(source.path, options["kv_type"], changes_of(options), context_length),
             metrics,
             strict=settings.strict_model,
@@ -187,8 +196,9 @@ def _serve(
                 ready_line.tell_ready(pid=os.getpid(), **place, models=[source.id for source in sources])
 
         ending.attach(server.stop, leave)
-        if settings.socket_path is None:
-            click.echo("there is no Unix socket: TCP only", err=True)
+        if server.settings.socket_path is None:
+            taken = "" if settings.socket_path is None else f": another server listens on {settings.socket_path}"
+            click.echo(f"there is no Unix socket{taken}; TCP only", err=True)
         names = ", ".join(source.id for source in sources[:5]) + (", ..." if len(sources) > 5 else "")
         places = " and ".join(server.addresses)
         click.echo(f"listening on {places}" + ("" if server.service.is_ready else f", loading {names}"), err=True)
@@ -230,6 +240,7 @@ def _settings(
     allow_host: tuple[str, ...],
     allow_origin: tuple[str, ...],
     allow_private_network: bool,
+    no_page: bool,
     **more: Any,
 ) -> "ServerSettings":
     from localinfer.server.transport.settings import ServerSettings
@@ -243,6 +254,7 @@ def _settings(
         allowed_hosts=allow_host,
         allowed_origins=allow_origin,
         allows_private_network=allow_private_network,
+        serves_page=not no_page,
         **more,
     )
 

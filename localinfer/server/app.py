@@ -6,9 +6,11 @@ import logging
 import signal
 import socket
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import replace
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -28,12 +30,21 @@ from localinfer.server.transport.connection import Connection
 from localinfer.server.transport.http import ApiError
 from localinfer.server.transport.security import MAX_HEADER_BYTES, SecurityMiddleware
 from localinfer.server.transport.settings import ServerSettings
-from localinfer.server.transport.sockets import BACKLOG, UnixListener, affordable_connections, bind_tcp
+from localinfer.server.transport.sockets import (
+    BACKLOG,
+    SocketTakenError,
+    UnixListener,
+    affordable_connections,
+    bind_tcp,
+)
 
 logger = logging.getLogger(__name__)
 
 _GRACE_SECONDS = 2
 """What streams get, after their time is over, to send the error that says so."""
+_CUT_SECONDS = 0.5
+"""The same after a second signal, by which somebody says not to wait."""
+_CUT_STEP_SECONDS = 0.02
 _KEEP_ALIVE_SECONDS = 75
 """Longer than clients keep an idle connection, so that they close it, and never write to one that we just closed."""
 _ACCEPTED_AT_ONCE = 16
@@ -119,9 +130,7 @@ class LocalServer(Closing):
         self._listener: UnixListener | None = None
         try:
             if settings.socket_path is not None:
-                self._listener = self._closing.enter_context(UnixListener(settings.socket_path))
-                self._sockets.append(self._listener.socket)
-                self.addresses.append(f"unix:{settings.socket_path}")
+                self._listen_on_socket(settings.socket_path)
             if settings.host is not None:
                 bound = self._closing.enter_context(bind_tcp(settings.host, settings.port))
                 self._sockets.append(bound)
@@ -148,9 +157,20 @@ class LocalServer(Closing):
         )
         self._server = _Server(config, self.service, on_signal)
 
+    def _listen_on_socket(self, path: Path) -> None:
+        try:
+            self._listener = self._closing.enter_context(UnixListener(path))
+        except SocketTakenError:
+            if self.settings.needs_socket or self.settings.host is None:
+                raise
+            self.settings = replace(self.settings, socket_path=None)
+            return
+        self._sockets.append(self._listener.socket)
+        self.addresses.append(f"unix:{path}")
+
     def run(self, on_ready: Callable[[], object] = lambda: None) -> None:
         """Serve; return when `stop` was called, or SIGTERM or Ctrl-C came and replies have ended. A second signal
-        ends them at once.
+        ends them at once, with an error that says so; a third without.
 
         on_ready: called when models answer. Raises: LocalinferError if the default model cannot be loaded, ClosedError
         once it was closed.
@@ -181,9 +201,9 @@ class LocalServer(Closing):
         self._server.should_exit = True
 
     def leave(self) -> None:
-        """Remove the socket file, before the process is ended while the server still runs; any thread."""
+        """Remove the socket file and its lock, before the process is ended while the server runs; any thread."""
         if self._listener is not None:
-            self._listener.remove_file()
+            self._listener.remove_files()
 
     def close(self) -> None:
         """End `run`, wait for it where another thread is in it, and close the sockets; may be called again.
@@ -211,9 +231,12 @@ class _Server(uvicorn.Server):
         self._service = service
         self._starting: asyncio.Task[None] | None = None
         self._is_short_of_descriptors = False
+        self._num_signals = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        asyncio.get_running_loop().set_exception_handler(self._note_loop_error)
+        self._loop = asyncio.get_running_loop()
+        self._loop.set_exception_handler(self._note_loop_error)
         await super().startup(sockets)
         for listener in sockets or ():
             # What waits in the system costs nothing here; only how many are taken at a time was to be small.
@@ -264,6 +287,18 @@ class _Server(uvicorn.Server):
                 signal.signal(number, handler)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self.force_exit = self.should_exit
+        self._num_signals += 1
         self.should_exit = True
+        if self._num_signals == 2 and self._loop is not None:
+            self._loop.call_soon_threadsafe(self._cut_replies, time.monotonic() + _CUT_SECONDS)
+        elif self._num_signals > 1:
+            self.force_exit = True
         self._on_signal()
+
+    def _cut_replies(self, deadline: float) -> None:
+        """Let running replies tell their clients why they end, and then end whatever has not."""
+        self._service.fail_replies()
+        if self._service.replies() and time.monotonic() < deadline:
+            asyncio.get_running_loop().call_later(_CUT_STEP_SECONDS, self._cut_replies, deadline)
+        else:
+            self.force_exit = True

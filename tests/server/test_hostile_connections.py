@@ -3,6 +3,8 @@
 import json
 import socket
 import time
+import urllib.error
+import urllib.request
 
 import pytest
 from local_servers import STORY, read_all
@@ -96,6 +98,33 @@ def test_chunks_over_the_limit_are_refused(served):
         except OSError:
             reply = reply or b"HTTP/1.1 413"
     assert reply.startswith(b"HTTP/1.1 413")
+
+
+@pytest.mark.parametrize("close", ["close", "keep-alive"])
+def test_client_that_sends_all_before_it_reads_learns_that_its_body_is_too_large(served, close):
+    body = b'{"messages": "' + b"x" * (24 << 20) + b'"}'
+    head = HEAD + b"Connection: %b\r\nContent-Length: %d\r\n\r\n" % (close.encode(), len(body))
+    with served.connect() as connection:
+        connection.sendall(head)
+        connection.sendall(body)
+        connection.shutdown(socket.SHUT_WR)
+        reply = read_all(connection, 3)
+    assert status_and_error(reply)[0] == 413
+
+
+def test_library_that_closes_after_each_request_reads_the_refusal(served):
+    request = urllib.request.Request(
+        f"{served.url}/v1/chat/completions", b"x" * (24 << 20), {"content-type": "application/json"}
+    )
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(request, timeout=seconds(10))
+    with refused.value as answer:
+        assert answer.code == 413
+    request = urllib.request.Request(f"{served.url}/v1/completions", b"x" * (3 << 20), {"content-type": "text/plain"})
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(request, timeout=seconds(10))
+    with refused.value as answer:
+        assert answer.code == 415
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from localinfer.errors import (
 )
 from localinfer.server.router.model_folder import ModelSource
 from localinfer.server.transport.settings import ServerSettings
-from tests.limits import seconds
+from tests.limits import seconds, wait_until
 
 PATH = "/v1/chat/completions"
 BODY = {"messages": STORY, "max_tokens": 2}
@@ -62,6 +62,14 @@ def command(folder: Path, *words: str, script: str | None = None) -> Iterator[su
         if process.poll() is None:
             process.kill()
         process.communicate(timeout=seconds(15))
+
+
+def wait_for_progress(url: str) -> dict:
+    def told() -> dict:
+        return httpx.get(f"{url}/health", trust_env=False).json()["error"]
+
+    assert wait_until(lambda: "progress" in told())
+    return told()
 
 
 def url_in(line: str) -> str:
@@ -136,6 +144,10 @@ def test_load_ends_with_the_server_and_nothing_more_is_said(runtime_folder, step
         assert process.stderr.readline() == "loading has begun\n"
         loading = httpx.get(f"{url}/health", trust_env=False)
         assert (loading.status_code, loading.json()["error"]["code"]) == (503, "model_loading")
+        if "progress" in step:
+            told = wait_for_progress(url)
+            assert told["progress"] == {"stage": "reading", "done": 1, "total": 2}
+            assert "(reading, 1 of 2)" in told["message"]
         assert loading.headers["x-should-retry"] == "true"
         process.send_signal(number)
         told, said = process.communicate(timeout=seconds(15))

@@ -133,7 +133,27 @@ def test_other_addresses_need_a_token(host):
     assert ServerSettings(host=host, token="x").host == host
 
 
-@pytest.mark.parametrize("origin", ["*", "null", "localhost:3000", "http://localhost:3000/"])
+@pytest.mark.parametrize("origin", ["app://obsidian.md", "chrome-extension://abcdefghijklmnop", "file://", "null"])
+def test_pages_of_applications_and_extensions_may_be_allowed(origin):
+    settings = ServerSettings(port=0, allowed_origins=(origin,))
+    with serving(settings) as running, running.client() as client:
+        reply = client.post(PATH, json=BODY, headers={"origin": origin, "sec-fetch-site": "cross-site"})
+        assert (reply.status_code, reply.headers["access-control-allow-origin"]) == (200, origin)
+        others = {"app://obsidian.md", "null"} - {origin}
+        for other in others:
+            assert client.post(PATH, json=BODY, headers={"origin": other}).status_code == 403
+
+
+def test_page_is_open_and_nothing_is_where_it_is_switched_off():
+    for serves_page, with_token, without in ((True, 200, 200), (False, 404, 401)):
+        settings = ServerSettings(port=0, token="s3cret", serves_page=serves_page)
+        with serving(settings) as running, running.client() as client:
+            assert client.get("/").status_code == without
+            assert client.get("/", headers={"authorization": "Bearer s3cret"}).status_code == with_token
+            assert client.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize("origin", ["*", "localhost:3000", "http://localhost:3000/", "app://", "Null", "a b://c"])
 def test_origins_that_would_match_nothing_or_all_are_refused(origin):
     with pytest.raises(RequestError, match="origin"):
         ServerSettings(allowed_origins=(origin,))

@@ -15,7 +15,8 @@ import pytest
 from local_servers import STORY
 
 from localinfer.cli import EXIT_BAD_INPUT, main
-from localinfer.server.transport.sockets import has_unix_sockets
+from localinfer.server.app import LocalServer
+from localinfer.server.transport.sockets import UnixListener, has_unix_sockets
 from tests.limits import seconds, wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals and sockets of Unix")
@@ -112,6 +113,29 @@ def test_second_server_of_a_socket_is_refused(served, tcp):
     assert tcp.get("/health").status_code == 200
 
 
+def test_second_server_goes_on_by_tcp_where_its_socket_was_not_named(runtime_folder, capsys, monkeypatch):
+    place = runtime_folder / "localinfer" / "server.sock"
+    monkeypatch.setattr("localinfer.server.transport.sockets.default_socket_path", lambda: place)
+    said, run = [], LocalServer.run
+
+    def run_until_ready(server: LocalServer, on_ready) -> None:
+        said.append((server.addresses, server.settings.socket_path))
+        run(server, on_ready=lambda: (on_ready(), server.stop()))
+
+    monkeypatch.setattr(LocalServer, "run", run_until_ready)
+    words = ["serve", "--port", "0", "--no-disk-cache"]
+    with UnixListener(place):
+        assert main(words) == 0
+        assert f"another server listens on {place}" in capsys.readouterr().err
+        assert main(["serve", "--no-tcp"]) == EXIT_BAD_INPUT
+        assert main([*words, "--no-socket"]) == 0
+        assert "another server" not in capsys.readouterr().err.partition("--no-tcp")[2]
+    assert list(place.parent.iterdir()) == []
+    assert [socket_path for _, socket_path in said] == [None, None]
+    assert all(len(addresses) == 1 for addresses, _ in said)
+    assert main(["serve", "--no-socket", "--socket", str(place)]) == EXIT_BAD_INPUT
+
+
 def test_second_signal_ends_the_server_at_once(runtime_folder):
     folder = runtime_folder / "twice"
     folder.mkdir(mode=0o700)
@@ -122,9 +146,12 @@ def test_second_signal_ends_the_server_at_once(runtime_folder):
             with pytest.raises(ConnectionError):
                 wait_until(lambda: socket.create_connection(address, timeout=5).close())
             assert process.poll() is None and next(lines) is not None
-            process.send_signal(signal.SIGTERM)
+            process.send_signal(signal.SIGINT)
+            rest = [line for line in lines if line]
             assert process.wait(seconds(15)) == 0
-        assert not (folder / "s.sock").exists()
+        assert rest[-1] == "data: [DONE]"
+        assert json.loads(rest[-2].removeprefix("data: "))["error"]["code"] == "shutting_down"
+        assert list(folder.glob("s.sock*")) == []
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,13 @@ from pathlib import Path
 import pytest
 
 from localinfer.errors import RequestError
-from localinfer.server.transport.sockets import UnixListener, bind_tcp, default_socket_path, has_unix_sockets
+from localinfer.server.transport.sockets import (
+    SocketTakenError,
+    UnixListener,
+    bind_tcp,
+    default_socket_path,
+    has_unix_sockets,
+)
 
 pytestmark = pytest.mark.skipif(not has_unix_sockets(), reason="this system has no Unix sockets for Python")
 
@@ -27,7 +33,28 @@ def test_socket_is_for_its_owner_only_and_goes_with_the_server(folder):
     with UnixListener(place):
         assert stat.S_IMODE(place.stat().st_mode) == 0o600
         assert stat.S_IMODE(place.parent.stat().st_mode) == 0o700
-    assert not place.exists()
+    assert list(place.parent.iterdir()) == []
+
+
+def test_lock_whose_file_was_removed_meanwhile_is_taken_anew(folder, monkeypatch):
+    place, lock = folder / "s.sock", folder / "s.sock.lock"
+    opened, system_open = [], os.open
+
+    def open_and_lose(path, *arguments):
+        descriptor = system_open(path, *arguments)
+        if path == lock:
+            opened.append(descriptor)
+            if len(opened) == 1:
+                # As by a server that ended between this one's opening and locking.
+                lock.unlink()
+        return descriptor
+
+    monkeypatch.setattr("os.open", open_and_lose)
+    with UnixListener(place):
+        assert len(opened) == 2
+        with pytest.raises(SocketTakenError):
+            UnixListener(place)
+    assert list(folder.iterdir()) == []
 
 
 @pytest.mark.skipif(sys.platform in ("darwin", "win32"), reason="folders of Linux")

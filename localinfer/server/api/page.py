@@ -14,6 +14,9 @@ from pathlib import Path
 from starlette.requests import Request
 from starlette.responses import Response
 
+from localinfer.server.replies.service import service_of
+from localinfer.server.transport.http import ApiError
+
 _FOLDER = Path(__file__).resolve().parents[1] / "page"
 _PARTS = re.compile(r'<link rel="stylesheet" href="(?P<style>[\w.]+)">|<script src="(?P<script>[\w.]+)"></script>')
 
@@ -79,6 +82,8 @@ def _page() -> Page:
 
 async def chat_page(request: Request) -> Response:
     """The page, or 304 if the client has it."""
+    if not service_of(request).settings.serves_page:
+        raise ApiError(404, "the chat page is switched off by --no-page; ask the API under /v1", code="not_found")
     page = _page()
     known = [tag.strip().removeprefix("W/") for tag in request.headers.get("if-none-match", "").split(",")]
     if page.headers["etag"] in known:

@@ -18,7 +18,10 @@ async def health(request: Request) -> Response:
     if service.is_stopping:
         raise shutting_down("the server is being stopped")
     if not service.is_ready:
-        raise ApiError(503, "the model is being loaded; try again", code="model_loading")
+        progress = service.load_progress()
+        stage = f" ({progress['stage']}, {progress['done']} of {progress['total']})" if progress else ""
+        facts = {"progress": progress} if progress else {}
+        raise ApiError(503, f"the model is being loaded{stage}; try again", code="model_loading", facts=facts)
     return json_response({"status": "ok"})
 
 

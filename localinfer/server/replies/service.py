@@ -64,6 +64,7 @@ class Service:
         self._state: ServerState | None = None
         self._replies: dict[str, Reply] = {}
         self._sessions: dict[str, Reply] = {}
+        self._load_progress: tuple[str, int, int] | None = None
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[None]:
@@ -92,6 +93,15 @@ class Service:
         except ModelLoadError as error:
             raise error.__cause__ or error from None
         self.is_ready = True
+
+    def note_load(self, stage: str, done: int, total: int) -> None:
+        """Remember how far a load is, for who asks; any thread."""
+        self._load_progress = stage, done, total
+
+    def load_progress(self) -> dict[str, Any]:
+        """The stage of the load that was noted last, its units done and their total; empty if there was none."""
+        noted = self._load_progress
+        return {} if noted is None else dict(zip(("stage", "done", "total"), noted, strict=True))
 
     def stop(self) -> None:
         """Admit no new requests, and load no model; what runs goes on until `fail_replies`."""

@@ -30,6 +30,11 @@ that reaches no program, and the second one fails. Some clients take only five s
 _CHUNK_SIZE = re.compile(rb"([0-9A-Fa-f]{1,16})[ \t]*(?:;.*)?")
 
 
+_DRAIN_SECONDS = 5.0
+_DRAIN_BYTES = 1 << 30
+"""How long, and how much, is still read of a body that was refused."""
+
+
 class _Part(Enum):
     """What the next byte belongs to."""
 
@@ -130,6 +135,23 @@ class FramingCheck:
                 self._has_chunks = True
 
 
+class _DrainingTransport:
+    """A transport that is closed by its protocol's `close_in_order`, and in all else as it is."""
+
+    def __init__(self, transport: asyncio.Transport, protocol: "Connection") -> None:
+        self._transport = transport
+        self._protocol = protocol
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def close(self) -> None:
+        self._protocol.close_in_order(self._transport)
+
+    def is_closing(self) -> bool:
+        return self._protocol.is_draining or self._transport.is_closing()
+
+
 class Connection(H11Protocol):
     """uvicorn's protocol for HTTP/1.1 with the limits of `settings`, which a subclass made by `limited` carries."""
 
@@ -145,6 +167,8 @@ class Connection(H11Protocol):
         self._framing = FramingCheck()
         self._is_half_closed = False
         self._is_dropped = False
+        self._num_drained: int | None = None
+        self._drain_timer: asyncio.TimerHandle | None = None
 
     @classmethod
     def limited(cls, settings: ServerSettings) -> type["Connection"]:
@@ -156,8 +180,14 @@ class Connection(H11Protocol):
         """Whether no request is being answered."""
         return self.cycle is None or self.cycle.response_complete
 
+    @property
+    def is_draining(self) -> bool:
+        """Whether all was said, and the rest of a request is read only to be thrown away."""
+        return self._num_drained is not None
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.transport = _DrainingTransport(transport, self)  # type: ignore[assignment]
         if transport.get_extra_info("socket").family == getattr(socket, "AF_UNIX", None):
             self.app_state = {**self.app_state, IS_UNIX_SOCKET: True}
         self._keep_to_limit()
@@ -165,11 +195,38 @@ class Connection(H11Protocol):
             self._watch_request()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        for timer in (self._request_timer, self._reader_timer, self._probe_timer):
+        for timer in (self._request_timer, self._reader_timer, self._probe_timer, self._drain_timer):
             self._stop(timer)
         super().connection_lost(exc)
 
+    def close_in_order(self, transport: asyncio.Transport) -> None:
+        """Close the connection; where a body is still being sent, only after its end, or after a while.
+
+        Closed at once, the system would answer what comes next with a reset, and many clients read no reply then.
+        """
+        if self.is_draining:
+            return
+        if self.conn.their_state is not h11.SEND_BODY or self._is_half_closed or transport.is_closing():
+            transport.close()
+            return
+        self._num_drained = 0
+        if transport.can_write_eof():
+            transport.write_eof()
+        transport.resume_reading()
+        self._drain_timer = self.loop.call_later(_DRAIN_SECONDS, transport.abort)
+
+    def shutdown(self) -> None:
+        if self.is_draining:
+            self.transport.abort()
+        else:
+            super().shutdown()
+
     def data_received(self, data: bytes) -> None:
+        if self._num_drained is not None:
+            self._num_drained += len(data)
+            if self._num_drained > _DRAIN_BYTES:
+                self.transport.abort()
+            return
         if self._framing.has_fault:
             return
         num_sound = self._framing.feed(data)
@@ -180,7 +237,7 @@ class Connection(H11Protocol):
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """The client sends no more. It may still wait for its answer, or have left: only writing to it shows which."""
-        if self.is_idle or self.cycle.more_body:
+        if self.is_idle or self.cycle.more_body or self.is_draining:
             return False
         self._is_half_closed = True
         self._probe(0)

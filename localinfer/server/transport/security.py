@@ -95,7 +95,7 @@ class SecurityMiddleware:
 
     def _check_token(self, scope: Scope, headers: Headers) -> None:
         token = self._settings.token
-        if token is None or scope["state"].get(IS_UNIX_SOCKET) or scope["path"].rstrip("/") in _OPEN_PATHS:
+        if token is None or scope["state"].get(IS_UNIX_SOCKET) or self._is_open(scope["path"].rstrip("/")):
             return
         scheme, _, shown = headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer":
@@ -107,6 +107,9 @@ class SecurityMiddleware:
                 code="invalid_api_key",
                 headers={"www-authenticate": "Bearer"},
             )
+
+    def _is_open(self, path: str) -> bool:
+        return path in _OPEN_PATHS and (path != "" or self._settings.serves_page)
 
     def _is_allowed_host(self, host: str) -> bool:
         found = _HOST.fullmatch(host)

@@ -1,12 +1,15 @@
 """The settings of a server: where it listens, which requests it answers, and its limits."""
 
 import ipaddress
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from localinfer.errors import RequestError
 
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
+_ORIGIN = re.compile(r"file://|[a-z][a-z0-9+.-]*://(?:[A-Za-z0-9._~-]+|\[[0-9a-fA-F:.]+\])(?::\d{1,5})?")
+"""As browsers send it (RFC 6454), whatever the scheme; the wildcard is none, and neither is a path."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +26,8 @@ class ServerSettings:
     body_seconds: for the whole request. slow_reader_seconds: how long a client may read nothing of a reply.
     shutdown_seconds: what running replies get to finish after SIGTERM. ping_seconds: between signs of life in a stream.
     progress_seconds: between reports of how far a prompt was read, where a request asks for them.
+    needs_socket: whether a Unix socket that another server listens on is an error; else TCP alone is served.
+    serves_page: whether there is a chat page at `/`, which everybody may read; without, a token is asked for there too.
     Raises: RequestError.
     """
 
@@ -43,6 +48,8 @@ class ServerSettings:
     shutdown_seconds: float = 5.0
     ping_seconds: float = 15.0
     progress_seconds: float = 0.25
+    needs_socket: bool = True
+    serves_page: bool = True
 
     def __post_init__(self) -> None:
         if self.host is None and self.socket_path is None:
@@ -57,10 +64,10 @@ class ServerSettings:
         if self.token is not None and not (self.token and self.token.isascii() and self.token.isprintable()):
             raise RequestError("the token is empty or has characters that no header can hold; use letters and digits")
         for origin in self.allowed_origins:
-            if not origin.startswith(("http://", "https://")) or origin.count("/") != 2:
+            if origin != "null" and not _ORIGIN.fullmatch(origin):
                 raise RequestError(
-                    f"{origin!r} is not the origin of a web page; give its scheme, name and port, such as "
-                    "http://localhost:3000"
+                    f"{origin!r} is not the origin of a page; give its scheme, name and port, such as "
+                    "http://localhost:3000, app://obsidian.md or chrome-extension://ID, or null for pages without one"
                 )
 
     @property

@@ -4,6 +4,7 @@ import os
 import socket
 import stat
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
@@ -62,12 +63,16 @@ def bind_tcp(host: str, port: int) -> socket.socket:
     return listener
 
 
+class SocketTakenError(RequestError):
+    """A program listens on the Unix socket already."""
+
+
 class UnixListener(Closing):
     """A listening Unix socket of mode 0600 in a folder of mode 0700, and the lock that makes it the only one there.
 
     A socket file without a server is removed first; anything else at its place is left alone and refused.
-    Leaving the context closes the socket and removes its file.
-    Raises: RequestError; BackendUnavailableError where the system has no Unix sockets.
+    Leaving the context closes the socket and removes its file and the lock's.
+    Raises: RequestError, SocketTakenError; BackendUnavailableError where the system has no Unix sockets.
     """
 
     def __init__(self, path: Path) -> None:
@@ -87,7 +92,7 @@ class UnixListener(Closing):
             _remove_stale(path)
             self.socket = _listen(path)
         except BaseException:
-            self._lock.close()
+            self._unlock()
             raise
         self._identity = _identity(path)
 
@@ -96,12 +101,24 @@ class UnixListener(Closing):
         self.socket.close()
         if not self._lock.closed:
             self.remove_file()
-            self._lock.close()
+            self._unlock()
 
     def remove_file(self) -> None:
         """Remove the file, if it is still ours, so that nobody finds the socket any more."""
         if _identity(self.path) == self._identity:
             self.path.unlink(missing_ok=True)
+
+    def remove_files(self) -> None:
+        """Remove the lock's file too, before the process is ended: then nobody else holds it yet."""
+        self.remove_file()
+        if not self._lock.closed:
+            _lock_place(self.path).unlink(missing_ok=True)
+
+    def _unlock(self) -> None:
+        # First the file, while it is locked: who opens it later finds another, or none.
+        with suppress(OSError):
+            _lock_place(self.path).unlink(missing_ok=True)
+        self._lock.close()
 
 
 def _too_open(folder: Path) -> str | None:
@@ -114,11 +131,22 @@ def _too_open(folder: Path) -> str | None:
     return f"others can enter {folder}, which must have mode 0700" if is_open else None
 
 
+def _lock_place(path: Path) -> Path:
+    return path.with_name(f"{path.name}.lock")
+
+
 def _lock(path: Path) -> IO[bytes]:
     """Hold a lock beside the socket; the system gives it up when the process ends, however it ends."""
+    while (lock := _try_lock(path)) is None:
+        pass
+    return lock
+
+
+def _try_lock(path: Path) -> IO[bytes] | None:
+    """The lock; None if its file was removed, by a server that ended, before it was locked."""
     import fcntl
 
-    place = path.with_name(f"{path.name}.lock")
+    place = _lock_place(path)
     try:
         descriptor = os.open(place, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except OSError as error:
@@ -128,10 +156,14 @@ def _lock(path: Path) -> IO[bytes]:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         lock.close()
-        raise RequestError(
+        raise SocketTakenError(
             f"another server listens on {path}; use that one, stop it, or choose another place with --socket"
         ) from None
-    return lock
+    status = os.fstat(descriptor)
+    if _identity(place) == (status.st_dev, status.st_ino):
+        return lock
+    lock.close()
+    return None
 
 
 def _remove_stale(path: Path) -> None:
@@ -153,7 +185,7 @@ def _remove_stale(path: Path) -> None:
             return
         except OSError as error:
             raise RequestError(f"{path} does not say whether it is in use: {error}; choose another place") from None
-    raise RequestError(f"another program listens on {path}; stop it, or choose another place with --socket")
+    raise SocketTakenError(f"another program listens on {path}; stop it, or choose another place with --socket")
 
 
 def _listen(path: Path) -> socket.socket:
