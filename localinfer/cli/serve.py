@@ -150,7 +150,9 @@ def _serve(
     **listening: Any,
 ) -> None:
     from localinfer.server.app import LocalServer
-    from localinfer.server.router.models import LoadThreads, ModelRegistry, measure_need
+    from localinfer.server.router.load_threads import LoadThreads
+    from localinfer.server.router.memory_need import measure_need
+    from localinfer.server.router.models import ModelRegistry
 
     # It warns of every client that disconnects during a stream, which is normal.
     logging.getLogger("asyncio").setLevel(logging.ERROR)

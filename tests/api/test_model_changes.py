@@ -14,7 +14,7 @@ from localinfer.models.decoder.rope import RopeOptions
 from localinfer.models.load.loader import load_model, open_model_file, read_config
 from localinfer.models.load.model_changes import parse_override
 from localinfer.persistence.fingerprint import ModelIdentity
-from localinfer.server.router.models import measure_need
+from localinfer.server.router.memory_need import measure_need
 from tests.checkpoint_files import LLAMA_CONFIG, llama_weights, write_folder
 from tests.models.small_models import write_small_llama
 

@@ -24,8 +24,9 @@ from typing import Any
 import localinfer
 from localinfer.loading.options import model_path
 from localinfer.server.app import LocalServer
+from localinfer.server.router.memory_need import measure_need
 from localinfer.server.router.model_folder import ModelSource
-from localinfer.server.router.models import ModelRegistry, measure_need
+from localinfer.server.router.models import ModelRegistry
 from localinfer.server.transport.settings import ServerSettings
 
 ROOT = Path(__file__).parents[2]

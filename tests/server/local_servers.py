@@ -15,8 +15,9 @@ from localinfer.llm import LLM
 from localinfer.loading.options import model_path
 from localinfer.server.app import LocalServer
 from localinfer.server.operation.metrics import Metrics
+from localinfer.server.router.memory_need import measure_need
 from localinfer.server.router.model_folder import ModelSource
-from localinfer.server.router.models import ModelRegistry, measure_need
+from localinfer.server.router.models import ModelRegistry
 from localinfer.server.transport.settings import ServerSettings
 from tests.limits import seconds, wait_until
 

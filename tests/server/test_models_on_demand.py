@@ -9,8 +9,8 @@ from scripted_models import scripted_model, scripted_sources
 
 from localinfer.errors import OutOfMemoryError
 from localinfer.llm import LLM
+from localinfer.server.router.memory_need import MemoryNeed, measure_need
 from localinfer.server.router.model_folder import ModelSource
-from localinfer.server.router.models import MemoryNeed, measure_need
 from localinfer.server.transport.settings import ServerSettings
 from tests.limits import wait_until
 

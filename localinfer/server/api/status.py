@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from localinfer.kernels.versions import installed_version
 from localinfer.server.replies.service import service_of
-from localinfer.server.router.models import ServedModel
+from localinfer.server.router.served_model import ServedModel
 from localinfer.server.transport.http import ApiError, json_response, shutting_down
 
 

@@ -16,7 +16,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from localinfer.server.operation.metrics import LatencyTracker, Metrics
-from localinfer.server.router.models import Lease
+from localinfer.server.router.served_model import Lease
 from localinfer.system.event_loop import LoopCalls
 
 if TYPE_CHECKING:

@@ -18,7 +18,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from localinfer.server.operation.metrics import Metrics
 from localinfer.server.replies.reply import Reply, ServerState, TextPlan
-from localinfer.server.router.models import Lease, ModelRegistry
+from localinfer.server.router.models import ModelRegistry
+from localinfer.server.router.served_model import Lease
 from localinfer.server.transport.http import (
     ApiError,
     ClientGone,

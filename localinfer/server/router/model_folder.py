@@ -26,12 +26,13 @@ _PART = re.compile(r"(?P<name>.*)-(?P<number>\d+)-of-\d+")
 class ModelSource:
     """A model that can be loaded: its name to clients, which does not show where the folder lies, and its file.
 
-    created: when the file was last changed, in seconds since 1970.
+    created: when the file was last changed, in seconds since 1970. aliases: further names that clients may use.
     """
 
     id: str
     path: Path
     created: int
+    aliases: tuple[str, ...] = ()
 
     @cached_property
     def fingerprint(self) -> str:

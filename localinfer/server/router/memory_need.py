@@ -1,0 +1,75 @@
+"""What a model takes in memory, read from its file before it is loaded."""
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from localinfer.errors import OutOfMemoryError
+
+if TYPE_CHECKING:
+    from localinfer.models.load.model_changes import ModelChanges
+
+_LEAST_CONTEXT = 512
+"""A model with room for fewer tokens than this is not worth loading."""
+
+
+@dataclass(frozen=True)
+class MemoryNeed:
+    """Bytes that a model takes: its weights with all that comes with them, and its cache per token of context.
+
+    capabilities: what it can be asked for.
+    """
+
+    fixed_bytes: int
+    bytes_per_token: int
+    context_length: int
+    capabilities: tuple[str, ...] = ("completion", "chat", "embeddings")
+
+    def largest_context(self, available_bytes: int) -> int:
+        """How many tokens of context fit beside the weights, 0 if not even the weights do."""
+        return min(self.context_length, max(0, available_bytes - self.fixed_bytes) // max(1, self.bytes_per_token))
+
+    def check(self, name: str, available_bytes: int, *, wanted_context: int | None) -> None:
+        """Raise OutOfMemoryError, with the numbers, if the model would not fit.
+
+        wanted_context: tokens that must fit; None asks for enough to be of use, as the cache grows when it is needed.
+        """
+        least = min(self.context_length, _LEAST_CONTEXT if wanted_context is None else wanted_context)
+        fits = self.largest_context(available_bytes)
+        if fits >= least:
+            return
+        needed = self.fixed_bytes + least * self.bytes_per_token
+        is_usable = fits >= _LEAST_CONTEXT
+        way_out = f"load it with a context of at most {fits} tokens" if is_usable else "use a smaller model"
+        raise OutOfMemoryError(
+            f"{name} needs {needed:,} bytes ({self.fixed_bytes:,} for weights, {self.bytes_per_token:,} for each of "
+            f"{least} tokens), and {max(0, available_bytes):,} are available; close something, or {way_out}"
+        )
+
+
+def measure_need(
+    path: str | os.PathLike[str],
+    kv_type: str,
+    changes: "ModelChanges | None" = None,
+    context_length: int | None = None,
+) -> MemoryNeed:
+    """Read from a model's file what it will take.
+
+    changes: settings in place of those of the file. context_length: the one it will be loaded with, None for its own.
+    Raises: ModelFileError and below; RequestError for changes without meaning.
+    """
+    from localinfer.memory.plan import plan_memory
+    from localinfer.models.load.loader import capabilities, open_model_file
+
+    file = open_model_file(path, changes, context_length)
+    try:
+        plan = plan_memory(file, kv_type=kv_type, draft_layers=True)
+        longest = max(plan.config.context_length, context_length or 0)
+        layout = plan.kv_layout(longest)
+        per_token = -(-layout.page_bytes // layout.page_tokens)
+        pages = -(-longest // layout.page_tokens) * layout.page_bytes
+        # Sliding windows and recurrent states do not grow with the text.
+        fixed = plan.total_bytes(longest) - pages
+        return MemoryNeed(fixed, per_token, longest, capabilities(plan.config, file.metadata))
+    finally:
+        file.close()

@@ -1,0 +1,94 @@
+"""One model of a server: whether it is loaded, who uses it, and what keeps it loaded meanwhile."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+from localinfer.closing import Closing
+from localinfer.server.router.memory_need import MemoryNeed
+from localinfer.server.router.model_folder import ModelSource
+
+if TYPE_CHECKING:
+    from localinfer.llm import LLM
+
+ModelState = Literal["unloaded", "loading", "loaded", "failed"]
+
+
+@dataclass(eq=False)
+class ServedModel:
+    """A model of the server.
+
+    llm: None while it is not loaded. num_leases: replies that use it now; num_waiting: requests that wait for it.
+    keep_alive_seconds: how long it stays loaded without requests, None for ever; until it is unloaded.
+    num_drains: what waits for its replies to end, to unload it; new requests wait meanwhile, and load it again.
+    failure: why it could not be loaded when that was last tried.
+    """
+
+    source: ModelSource
+    keep_alive_seconds: float | None = None
+    llm: "LLM | None" = None
+    need: MemoryNeed | None = None
+    num_leases: int = 0
+    num_waiting: int = 0
+    last_used_seconds: float = 0.0
+    loading: "asyncio.Task[LLM] | None" = field(default=None, repr=False)
+    num_drains: int = 0
+    failure: BaseException | None = field(default=None, repr=False)
+
+    @property
+    def capabilities(self) -> tuple[str, ...]:
+        """What it can be asked for; of a model that nothing was read of yet, what most can."""
+        if self.llm is not None:
+            return self.llm.capabilities
+        return MemoryNeed(0, 0, 0).capabilities if self.need is None else self.need.capabilities
+
+    @property
+    def state(self) -> ModelState:
+        """Whether it can answer at once, soon, when it is asked for, or could not when it was last tried."""
+        if self.llm is not None:
+            return "loaded"
+        if self.loading is not None:
+            return "loading"
+        return "unloaded" if self.failure is None else "failed"
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether it takes no more replies until it was unloaded."""
+        return self.num_drains > 0
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it is loaded and nothing is lost by unloading it: requests that wait came later, or do not exist."""
+        return self.llm is not None and not self.num_leases and (self.is_draining or not self.num_waiting)
+
+    @property
+    def idle_until_seconds(self) -> float | None:
+        """When it is to be unloaded by the monotonic clock, if no request comes; None if it is used, or never."""
+        if self.keep_alive_seconds is None or not self.is_idle:
+            return None
+        return self.last_used_seconds + self.keep_alive_seconds
+
+
+class Lease(Closing):
+    """A loaded model that stays loaded until this is closed; on the event loop.
+
+    fingerprint: by it clients see whether the same model and version answered. on_close: called when it is closed.
+    """
+
+    def __init__(self, model: ServedModel, llm: "LLM", on_close: Callable[[], object] = lambda: None) -> None:
+        self.llm = llm
+        self.model_id = model.source.id
+        self.fingerprint = model.source.fingerprint
+        self._model: ServedModel | None = model
+        self._on_close = on_close
+        model.num_leases += 1
+
+    def close(self) -> None:
+        """Allow the model to be unloaded; may be called again."""
+        if self._model is not None:
+            self._model.num_leases -= 1
+            self._model.last_used_seconds = time.monotonic()
+            self._model = None
+            self._on_close()
