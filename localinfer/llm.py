@@ -136,6 +136,11 @@ class LLM(ThreadControl, Closing):
         return self._model.capabilities
 
     @property
+    def kv_bytes(self) -> int:
+        """Bytes of memory that keys, values and recurrent states take now, those of former texts included."""
+        return self._engine.pool.allocated_bytes
+
+    @property
     def has_chat_template(self) -> bool:
         """Whether the file says how this model wants conversations; without, `chat` takes a general form."""
         template = self._model.chat_template

@@ -1,6 +1,7 @@
 """The registry of models by itself: what is loaded, unloaded and replaced, and what requests wait for meanwhile."""
 
 import asyncio
+import math
 import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -8,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from localinfer.errors import ModelFileError, RequestError
+from localinfer.errors import ModelFileError, OutOfMemoryError, RequestError
 from localinfer.server.operation.metrics import Metrics
 from localinfer.server.router.memory_need import MemoryNeed
 from localinfer.server.router.model_folder import ModelSource
+from localinfer.server.router.model_settings import ModelSettings
 from localinfer.server.router.models import ModelRegistry
 from localinfer.server.transport.http import ApiError, ModelLoadError
 from tests.limits import seconds
@@ -23,6 +25,7 @@ class LoadedModel:
     """Stands for a model in memory."""
 
     capabilities = ("completion",)
+    kv_bytes = 0
 
     def __init__(self, source: ModelSource) -> None:
         self.source = source
@@ -33,11 +36,15 @@ class LoadedModel:
 
 
 class Loader:
-    """Loads what stands for models, once it may. failing: names of models that cannot be loaded."""
+    """Loads what stands for models, once it may.
+
+    failing: names of models that cannot be loaded; too_large: of those that cannot beside another.
+    """
 
     def __init__(self) -> None:
         self.loaded: list[LoadedModel] = []
         self.failing: set[str] = set()
+        self.too_large: set[str] = set()
         self.began = threading.Event()
         self.may_go_on = threading.Event()
         self.may_go_on.set()
@@ -47,6 +54,8 @@ class Loader:
         assert self.may_go_on.wait(seconds(20)), "nobody let the load go on"
         if source.id in self.failing:
             raise ModelFileError(f"{source.id} is damaged")
+        if source.id in self.too_large and not all(model.is_closed for model in self.loaded):
+            raise OutOfMemoryError("there is another model")
         self.loaded.append(LoadedModel(source))
         return self.loaded[-1]
 
@@ -220,3 +229,144 @@ def test_aliases_name_a_model_before_parts_of_names_do():
         assert registry.find("y/b").source.id == "y/b"
 
     run(test, [*sources("x/a", aliases=("gpt-4o", "b")), *sources("y/b")])
+
+
+LIMIT = 250
+"""Room for two models."""
+
+
+async def waits(task: asyncio.Task[Any]) -> bool:
+    await rounds()
+    return not task.done()
+
+
+def loaded_names(registry: ModelRegistry) -> set[str]:
+    return {model.source.id for model in registry.models() if model.llm is not None}
+
+
+def test_the_idle_model_that_was_used_least_recently_makes_room():
+    async def test(registry: ModelRegistry, loader: Loader) -> None:
+        for name in ("a", "b", "a", "c"):
+            await registry.load(name)
+        assert loaded_names(registry) == {"a", "c"}
+        running = await registry.lease("a")
+        await registry.load("d")
+        assert loaded_names(registry) == {"a", "d"}
+        running.close()
+
+    run(test, sources("a", "b", "c", "d"), memory_limit=LIMIT)
+
+
+def test_one_model_that_makes_room_alone_goes_before_several_that_were_used_earlier():
+    sizes = {"small": 10, "large": 200, "new": 150}
+
+    async def test(registry: ModelRegistry, loader: Loader) -> None:
+        for name in ("small", "large", "new"):
+            await registry.load(name)
+        assert loaded_names(registry) == {"small", "new"}
+
+    def measure(source: ModelSource) -> MemoryNeed:
+        return MemoryNeed(sizes[source.id], 0, 4096)
+
+    run(test, sources(*sizes), memory_limit=LIMIT, measure=measure)
+
+
+def test_a_model_waits_for_replies_in_its_way_and_neither_ends_them_nor_is_kept_out_by_new_ones():
+    async def test(registry: ModelRegistry, loader: Loader) -> None:
+        first = await registry.lease("a")
+        other = asyncio.create_task(registry.lease("b"))
+        assert await waits(other)
+        assert registry.find("b").waiting_for == ("a",)
+        again = asyncio.create_task(registry.lease("a"))
+        assert await waits(again)
+        assert not loader.loaded[0].is_closed
+        first.close()
+        lease = await other
+        assert loaded_names(registry) == {"b"}
+        assert await waits(again)
+        lease.close()
+        (await again).close()
+        assert loader.names == ["a", "b", "a"]
+
+    run(test, sources("a", "b"), memory_limit=150)
+
+
+def test_a_model_that_nobody_waits_for_any_more_holds_up_no_other():
+    async def test(registry: ModelRegistry, loader: Loader) -> None:
+        first = await registry.lease("a")
+        other = asyncio.create_task(registry.lease("b"))
+        assert await waits(other)
+        assert registry.lease_loaded("a") is None
+        other.cancel()
+        await until(lambda: registry.find("b").loading is None)
+        second = registry.lease_loaded("a")
+        assert second is not None
+        second.close()
+        first.close()
+
+    run(test, sources("a", "b"), memory_limit=150)
+
+
+def test_what_holds_the_memory_is_named_where_waiting_is_in_vain_or_takes_too_long():
+    async def test(registry: ModelRegistry, loader: Loader) -> None:
+        lease = await registry.lease("a")
+        with pytest.raises(ApiError, match="b has no room after 0.05 s: a holds 1 MB and is 1 running") as raised:
+            await registry.lease("b")
+        assert (raised.value.status, registry.state_of("b")) == (503, "unloaded")
+        with pytest.raises(OutOfMemoryError, match=r"huge needs 1,000 bytes .*\(a holds 1 MB and is 1 running\)"):
+            await registry.lease("huge")
+        assert registry.state_of("huge") == "failed"
+        lease.close()
+
+    def measure(source: ModelSource) -> MemoryNeed:
+        return MemoryNeed(1000 if source.id == "huge" else 100, 0, 4096)
+
+    run(test, sources("a", "b", "huge"), memory_limit=150, wait_seconds=0.05, measure=measure)
+
+
+def test_pinned_models_are_loaded_at_start_and_stay():
+    pinned = sources("pinned", settings=ModelSettings(is_pinned=True))
+
+    async def test(registry: ModelRegistry, loader: Loader) -> None:
+        await until(lambda: registry.state_of("pinned") == "loaded")
+        await registry.preload()
+        assert loader.names == ["pinned"]
+        await registry.load("a")
+        await registry.load("b")
+        assert loaded_names(registry) == {"pinned", "b"}
+        with pytest.raises(ApiError, match="is pinned") as raised:
+            await registry.unload("pinned")
+        assert raised.value.status == 409
+        with pytest.raises(OutOfMemoryError, match="pinned holds 1 MB and is pinned"):
+            await registry.lease("large")
+        registry.set_keep_alive("pinned", 0)
+        await rounds()
+        registry.replace_sources([*sources("a", settings=ModelSettings(is_pinned=True)), *sources("b")])
+        await until(lambda: loaded_names(registry) == {"a", "b"} and loader.loaded[0].is_closed)
+
+    def measure(source: ModelSource) -> MemoryNeed:
+        return MemoryNeed(200 if source.id == "large" else 100, 0, 4096)
+
+    run(test, [*sources("a", "b", "large"), *pinned], memory_limit=LIMIT, measure=measure)
+
+
+def test_models_have_a_keep_alive_of_their_own():
+    async def test(registry: ModelRegistry, loader: Loader) -> None:
+        await registry.load("stays")
+        await registry.load("goes")
+        await until(lambda: registry.state_of("goes") == "unloaded")
+        assert registry.state_of("stays") == "loaded"
+
+    stays = sources("stays", settings=ModelSettings(keep_alive_seconds=math.inf))
+    run(test, [*stays, *sources("goes")], idle_unload_seconds=0.01)
+
+
+def test_an_idle_model_makes_room_where_only_the_load_finds_out_that_there_is_none():
+    async def test(registry: ModelRegistry, loader: Loader) -> None:
+        await registry.load("a")
+        loader.too_large = {"b"}
+        await registry.load("b")
+        assert loaded_names(registry) == {"b"}
+        assert loader.loaded[0].is_closed
+
+    run(test, sources("a", "b"))

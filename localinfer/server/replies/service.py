@@ -50,7 +50,7 @@ _CLIENT_CLOSED = 499
 class Service:
     """The server behind its routes. Lives on one event loop, between `open` and its end.
 
-    preloads: load the default model at once; until then `is_ready` is false, and requests for it wait.
+    preloads: load what the registry's `preload` does at once; until then `is_ready` is false, and requests for it wait.
     Raises: RequestError.
     """
 
@@ -86,11 +86,11 @@ class Service:
             await self.registry.close()
 
     async def get_ready(self) -> None:
-        """Load the default model, if that was wanted. Raises: what the load raised."""
+        """Load the models that are wanted from the start, if any are. Raises: what the load raised."""
         if self.is_ready:
             return
         try:
-            (await self.registry.lease(None)).close()
+            await self.registry.preload()
         except ModelLoadError as error:
             raise error.__cause__ or error from None
         self.is_ready = True

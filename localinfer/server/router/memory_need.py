@@ -29,22 +29,29 @@ class MemoryNeed:
         """How many tokens of context fit beside the weights, 0 if not even the weights do."""
         return min(self.context_length, max(0, available_bytes - self.fixed_bytes) // max(1, self.bytes_per_token))
 
+    def bytes_for(self, wanted_context: int | None) -> int:
+        """Bytes that must be free to load it: for so many tokens, or, for None, for enough to be of use."""
+        return self.fixed_bytes + self._least(wanted_context) * self.bytes_per_token
+
     def check(self, name: str, available_bytes: int, *, wanted_context: int | None) -> None:
         """Raise OutOfMemoryError, with the numbers, if the model would not fit.
 
         wanted_context: tokens that must fit; None asks for enough to be of use, as the cache grows when it is needed.
         """
-        least = min(self.context_length, _LEAST_CONTEXT if wanted_context is None else wanted_context)
+        least = self._least(wanted_context)
         fits = self.largest_context(available_bytes)
         if fits >= least:
             return
-        needed = self.fixed_bytes + least * self.bytes_per_token
+        needed = self.bytes_for(wanted_context)
         is_usable = fits >= _LEAST_CONTEXT
         way_out = f"load it with a context of at most {fits} tokens" if is_usable else "use a smaller model"
         raise OutOfMemoryError(
             f"{name} needs {needed:,} bytes ({self.fixed_bytes:,} for weights, {self.bytes_per_token:,} for each of "
             f"{least} tokens), and {max(0, available_bytes):,} are available; close something, or {way_out}"
         )
+
+    def _least(self, wanted_context: int | None) -> int:
+        return min(self.context_length, _LEAST_CONTEXT if wanted_context is None else wanted_context)
 
 
 def measure_need(

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from localinfer.errors import RequestError
 from localinfer.kernels.versions import installed_version
+from localinfer.server.router.model_settings import ModelSettings
 
 logger = logging.getLogger(__name__)
 
@@ -27,12 +28,14 @@ class ModelSource:
     """A model that can be loaded: its name to clients, which does not show where the folder lies, and its file.
 
     created: when the file was last changed, in seconds since 1970. aliases: further names that clients may use.
+    settings: what holds for this model alone.
     """
 
     id: str
     path: Path
     created: int
     aliases: tuple[str, ...] = ()
+    settings: ModelSettings = ModelSettings()
 
     @cached_property
     def fingerprint(self) -> str:

@@ -2,19 +2,20 @@
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from localinfer.errors import OutOfMemoryError, RequestError
+from localinfer.errors import RequestError
 from localinfer.server.operation.metrics import Metrics
-from localinfer.server.router.load_threads import LoadThreads, Result
+from localinfer.server.router.load_threads import LoadThreads
 from localinfer.server.router.memory_need import MemoryNeed
 from localinfer.server.router.model_folder import ModelSource, matching_names
+from localinfer.server.router.model_loader import Changes, ModelLoader
 from localinfer.server.router.served_model import Lease, ModelState, ServedModel
-from localinfer.server.transport.http import ApiError, ModelLoadError, shutting_down
-from localinfer.system.machine_limits import memory_limits
+from localinfer.server.transport.http import ApiError
 
 if TYPE_CHECKING:
     from localinfer.llm import LLM
@@ -28,7 +29,8 @@ class ModelRegistry:
     load: loads a model, in a thread. measure: says what one will take, before. idle_unload_seconds: None keeps models
     loaded. memory_limit: bytes that all loaded models may take together; None leaves it to the machine.
     context_length: the one that models are loaded with, None for their own. threads: what loads; its event `stopping`
-    makes `load` give up.
+    makes `load` give up. wait_seconds: how long a request for a model waits for memory that running replies hold.
+    preload: models that are loaded at start, beside those that are pinned.
     """
 
     def __init__(
@@ -43,17 +45,25 @@ class ModelRegistry:
         memory_limit: int | None = None,
         context_length: int | None = None,
         threads: LoadThreads | None = None,
+        wait_seconds: float = 300.0,
+        preload: Sequence[str] = (),
     ) -> None:
-        self._load = load
-        self._measure = measure
-        self._metrics = metrics
         self._is_strict = strict
         self._idle_unload_seconds = idle_unload_seconds
-        self._memory_limit = memory_limit
-        self._context_length = context_length
+        self._preload = preload
         self._threads = LoadThreads() if threads is None else threads
-        self._loading = asyncio.Lock()
-        self._changed = asyncio.Event()
+        self._changes = Changes()
+        self._loader = ModelLoader(
+            load,
+            measure,
+            self._all_models,
+            metrics,
+            self._changes,
+            memory_limit=memory_limit,
+            context_length=context_length,
+            wait_seconds=wait_seconds,
+            threads=self._threads,
+        )
         self._models: dict[str, ServedModel] = {}
         self._former: list[ServedModel] = []
         self.replace_sources(sources)
@@ -78,13 +88,13 @@ class ModelRegistry:
             if known is not None and known.source == source:
                 self._models[source.id] = former.pop(source.id)
             else:
-                self._models[source.id] = ServedModel(source, self._idle_unload_seconds)
+                self._models[source.id] = ServedModel(source, self._keep_alive_seconds(source))
         for model in former.values():
-            model.num_drains += 1
+            model.drained_by.add(self)
             if model.loading is not None:
                 model.loading.cancel()
         self._former = [model for model in (*self._former, *former.values()) if model.llm is not None]
-        self._notify()
+        self._changes.notify()
 
     def models(self) -> list[ServedModel]:
         """All models, the default one first."""
@@ -129,7 +139,7 @@ class ModelRegistry:
         It counts until the model is unloaded. Raises: ApiError 404.
         """
         self.find(name).keep_alive_seconds = seconds
-        self._notify()
+        self._changes.notify()
 
     def lease_loaded(self, name: str | None) -> Lease | None:
         """A model by name, unless it has to be loaded first. Raises: ApiError 404."""
@@ -147,7 +157,7 @@ class ModelRegistry:
                 if model.llm is None:
                     await self._loaded(model)
                 else:
-                    await self._changed.wait()
+                    await self._changes.next.wait()
                 if not self._is_served(model):
                     model.num_waiting -= 1
                     model = self.find(name)
@@ -155,7 +165,10 @@ class ModelRegistry:
             return lease
         finally:
             model.num_waiting -= 1
-            self._notify()
+            if model.waiting_for and model.loading is not None and not model.num_waiting:
+                # Nobody wants it any more, and it holds others up.
+                model.loading.cancel()
+            self._changes.notify()
 
     async def load(self, name: str | None) -> ServedModel:
         """Load a model without using it. Raises: as `lease`."""
@@ -165,9 +178,16 @@ class ModelRegistry:
     async def unload(self, name: str | None) -> bool:
         """Unload a model once its running replies have ended; requests that come meanwhile load it again.
 
-        Return whether it was loaded; a load that has begun is given up. Raises: ApiError 404.
+        Return whether it was loaded; a load that has begun is given up. Raises: ApiError 404, or 409 if it is pinned.
         """
         model = self.find(name)
+        if model.is_pinned:
+            raise ApiError(
+                409,
+                f"{model.source.id} is pinned, so it is not unloaded; unpin it first",
+                code="model_pinned",
+                param="model",
+            )
         loading = model.loading
         if loading is not None:
             loading.cancel()
@@ -175,41 +195,45 @@ class ModelRegistry:
             return False
         if (llm := model.llm) is None:
             return False
-        model.num_drains += 1
+        drain = object()
+        model.drained_by.add(drain)
         try:
             while model.llm is llm and not model.is_idle:
-                await self._changed.wait()
+                await self._changes.next.wait()
             if model.llm is llm:
-                await self._unload(model)
+                await self._loader.unload(model)
         finally:
-            model.num_drains -= 1
-            self._notify()
+            model.drained_by.discard(drain)
+            self._changes.notify()
         return True
 
     def stop_loading(self) -> None:
         """Give up what is being loaded, and load nothing more."""
-        self._threads.stopping.set()
-        for model in self._models.values():
-            if model.loading is not None:
-                model.loading.cancel()
-        self._notify()
+        self._loader.stop()
 
     def join_loads(self, seconds: float) -> bool:
         """Wait for threads whose load was given up; return whether none is left. Called off the event loop."""
         return self._threads.join(seconds)
 
+    async def preload(self) -> None:
+        """Load what is wanted from the start, the default one if nothing else is. Raises: as `lease`."""
+        pinned = [source.id for source in self.sources if source.settings.is_pinned]
+        for name in dict.fromkeys([*self._preload, *pinned] or [self.sources[0].id]):
+            await self.load(name)
+
     async def unload_idle(self) -> None:
-        """Unload models that were not used for long, and those that are no longer served, for ever."""
+        """Unload models that were not used for long or are no longer served, and load pinned ones, for ever."""
         while True:
-            changed = self._changed
-            now = time.monotonic()
+            changed = self._changes.next
             for model in self._former:
                 if model.is_idle:
-                    await self._unload(model)
+                    await self._loader.unload(model)
             self._former = [model for model in self._former if model.llm is not None]
             for model in self.models():
-                if (until := model.idle_until_seconds) is not None and until <= now:
-                    await self._unload(model)
+                if (until := model.idle_until_seconds) is not None and until <= time.monotonic():
+                    await self._loader.unload(model)
+                if not self._loader.is_stopping and model.is_pinned and model.state == "unloaded":
+                    self._loader.begin(model)
             dues = [until for model in self.models() if (until := model.idle_until_seconds) is not None]
             with suppress(TimeoutError):
                 async with asyncio.timeout(max(0.0, min(dues) - time.monotonic()) if dues else None):
@@ -220,34 +244,28 @@ class ModelRegistry:
         loading = [model.loading for model in self._models.values() if model.loading is not None]
         self.stop_loading()
         await asyncio.gather(*loading, return_exceptions=True)
-        for model in (*self._models.values(), *self._former):
-            await self._unload(model)
+        for model in self._all_models():
+            await self._loader.unload(model)
 
     def _leased(self, model: ServedModel) -> Lease | None:
-        if model.llm is None or model.is_draining:
+        if model.llm is None or model.drained_by:
             return None
-        return Lease(model, model.llm, self._notify)
+        return Lease(model, model.llm, self._changes.notify)
+
+    def _all_models(self) -> list[ServedModel]:
+        """Those that are served, and those that were and still have replies."""
+        return [*self._models.values(), *self._former]
+
+    def _keep_alive_seconds(self, source: ModelSource) -> float | None:
+        own = source.settings.keep_alive_seconds
+        return self._idle_unload_seconds if own is None else None if own == math.inf else own
 
     def _is_served(self, model: ServedModel) -> bool:
         return self._models.get(model.source.id) is model
 
-    def _notify(self) -> None:
-        """Let all look again who wait for a change."""
-        changed, self._changed = self._changed, asyncio.Event()
-        changed.set()
-
-    def _check_stopping(self) -> None:
-        if self._threads.stopping.is_set():
-            raise shutting_down()
-
     async def _loaded(self, model: ServedModel) -> None:
         """Wait for a model's load, which is begun if need be."""
-        self._check_stopping()
-        if model.loading is None:
-            model.loading = asyncio.create_task(self._load_model(model))
-            # Whether or not a request still waits for it.
-            model.loading.add_done_callback(lambda task: task.cancelled() or task.exception())
-        loading = model.loading
+        loading = self._loader.begin(model)
         try:
             # The first request may be cancelled; others still wait for the model.
             await asyncio.shield(loading)
@@ -255,69 +273,10 @@ class ModelRegistry:
             task = asyncio.current_task()
             if not loading.cancelled() or (task is not None and task.cancelling()):
                 raise
-            self._check_stopping()
+            self._loader.check_stopping()
             if self._is_served(model):
                 reason = f"{model.source.id} was unloaded while it was being loaded; ask for it again"
                 raise ApiError(503, reason, code="model_unloaded") from None
-
-    async def _load_model(self, model: ServedModel) -> "LLM":
-        source = model.source
-        model.failure = None
-        try:
-            async with self._loading:
-                need = model.need
-                if need is None:
-                    need = model.need = await self._work(source, lambda: self._measure(source), lambda need: None)
-                await self._unload_until_it_fits(model, need)
-                began = time.monotonic()
-                llm = await self._work(source, lambda: self._load(source), lambda llm: llm.close())
-                model.llm, model.last_used_seconds = llm, time.monotonic()
-                self._metrics.loaded.inc()
-                logger.info("loaded %s in %.1f s", source.id, time.monotonic() - began)
-                return llm
-        except Exception as error:
-            model.failure = error
-            raise
-        finally:
-            model.loading = None
-            self._notify()
-
-    async def _work(
-        self, source: ModelSource, work: Callable[[], Result], discard: Callable[[Result], object]
-    ) -> Result:
-        try:
-            return await self._threads.run(work, discard)
-        except Exception as error:
-            raise ModelLoadError(source.id) from error
-
-    async def _unload_until_it_fits(self, model: ServedModel, need: MemoryNeed) -> None:
-        """Unload idle models, least recently used first, until this one fits. Raises: OutOfMemoryError."""
-        while True:
-            try:
-                need.check(model.source.id, self._available_bytes(), wanted_context=self._context_length)
-            except OutOfMemoryError:
-                idle = [other for other in self._models.values() if other.is_idle]
-                if not idle:
-                    raise
-                await self._unload(min(idle, key=lambda other: other.last_used_seconds))
-            else:
-                return
-
-    def _available_bytes(self) -> int:
-        available = memory_limits().available_bytes
-        if self._memory_limit is None:
-            return available
-        loaded = [other for other in (*self._models.values(), *self._former) if other.llm is not None]
-        return min(available, self._memory_limit - sum(other.need.fixed_bytes for other in loaded if other.need))
-
-    async def _unload(self, model: ServedModel) -> None:
-        llm, model.llm = model.llm, None
-        if llm is not None:
-            model.keep_alive_seconds = self._idle_unload_seconds
-            await asyncio.to_thread(llm.close)
-            self._metrics.loaded.dec()
-            logger.info("unloaded %s", model.source.id)
-            self._notify()
 
 
 def _check_names(sources: Sequence[ModelSource]) -> None:

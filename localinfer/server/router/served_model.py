@@ -21,21 +21,28 @@ class ServedModel:
     """A model of the server.
 
     llm: None while it is not loaded. num_leases: replies that use it now; num_waiting: requests that wait for it.
-    keep_alive_seconds: how long it stays loaded without requests, None for ever; until it is unloaded.
-    num_drains: what waits for its replies to end, to unload it; new requests wait meanwhile, and load it again.
-    failure: why it could not be loaded when that was last tried.
+    keep_alive_seconds: how long it stays loaded without requests, None for ever; own_keep_alive_seconds once it was
+    unloaded.
+    drained_by: what waits for its replies to end, to unload it; new requests wait meanwhile, and load it again.
+    waiting_for: the models whose memory it needs and whose replies have to end before it can be loaded.
+    failure: why it could not be loaded, or its file not be read, when that was last tried.
     """
 
     source: ModelSource
-    keep_alive_seconds: float | None = None
+    own_keep_alive_seconds: float | None = None
+    keep_alive_seconds: float | None = field(init=False)
     llm: "LLM | None" = None
     need: MemoryNeed | None = None
     num_leases: int = 0
     num_waiting: int = 0
     last_used_seconds: float = 0.0
     loading: "asyncio.Task[LLM] | None" = field(default=None, repr=False)
-    num_drains: int = 0
+    drained_by: set[object] = field(default_factory=set, repr=False)
+    waiting_for: tuple[str, ...] = ()
     failure: BaseException | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        self.keep_alive_seconds = self.own_keep_alive_seconds
 
     @property
     def capabilities(self) -> tuple[str, ...]:
@@ -54,21 +61,35 @@ class ServedModel:
         return "unloaded" if self.failure is None else "failed"
 
     @property
-    def is_draining(self) -> bool:
-        """Whether it takes no more replies until it was unloaded."""
-        return self.num_drains > 0
+    def is_pinned(self) -> bool:
+        """Whether it stays loaded whatever happens."""
+        return self.source.settings.is_pinned
 
     @property
     def is_idle(self) -> bool:
-        """Whether it is loaded and nothing is lost by unloading it: requests that wait came later, or do not exist."""
-        return self.llm is not None and not self.num_leases and (self.is_draining or not self.num_waiting)
+        """Whether it is loaded and may be unloaded: requests that wait for a drained model came later."""
+        return self.llm is not None and not self.num_leases and (bool(self.drained_by) or not self.num_waiting)
 
     @property
     def idle_until_seconds(self) -> float | None:
         """When it is to be unloaded by the monotonic clock, if no request comes; None if it is used, or never."""
-        if self.keep_alive_seconds is None or not self.is_idle:
+        if self.keep_alive_seconds is None or self.is_pinned or not self.is_idle:
             return None
         return self.last_used_seconds + self.keep_alive_seconds
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes that it takes now, as far as they are known: its weights and what comes with them, and its cache."""
+        if self.llm is None:
+            return 0
+        return (0 if self.need is None else self.need.fixed_bytes) + self.llm.kv_bytes
+
+    @property
+    def use(self) -> str:
+        """Why it is not unloaded, in words."""
+        if self.is_pinned:
+            return "pinned"
+        return f"{self.num_leases} running" if self.num_leases else "idle"
 
 
 class Lease(Closing):
