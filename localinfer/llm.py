@@ -398,10 +398,7 @@ class LLM(ThreadControl, Closing):
 
     @property
     def snapshot_stats(self) -> "SnapshotStats | None":
-        """Figures of the prefix cache's snapshots of recurrent states; None for a model without recurrent layers.
-
-        Any thread may ask, during a step too.
-        """
+        """Figures of the prefix cache's snapshots, None without recurrent layers; any thread may ask, also in a step."""
         return self._engine.snapshot_stats
 
     def clear_cache(self) -> None:

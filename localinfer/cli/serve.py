@@ -13,8 +13,9 @@ import click
 
 from localinfer.cli.config_option import is_from_config, takes_config
 from localinfer.cli.ending import Ending
-from localinfer.cli.options import COUNT, LoadOptions, byte_size, changes_of, flag, load_options, load_with, option
+from localinfer.cli.options import COUNT, LoadOptions, byte_size, flag, load_options, load_with, option
 from localinfer.cli.ready_line import READY_JSON, ReadyLine, drain_stderr
+from localinfer.cli.serve_models import ModelsOptions, find_sources, load_options_of, measure, models_options
 from localinfer.errors import RequestError
 from localinfer.system.folders import expand_home
 from localinfer.system.parent_watch import OPTION, ParentWatch
@@ -22,7 +23,6 @@ from localinfer.terminal import check_text
 
 if TYPE_CHECKING:
     from localinfer.server.operation.metrics import Metrics
-    from localinfer.server.router.model_folder import ModelSource
     from localinfer.server.router.models import ModelRegistry
     from localinfer.server.transport.settings import ServerSettings
 
@@ -50,7 +50,7 @@ class ServeProcess:
 @click.command("serve")
 @load_options
 @takes_config()
-@option("--models", "FOLDER", "Serve every model in a folder and its subfolders, loaded on demand.")
+@models_options
 @option("--host", "ADDRESS", "TCP address to listen on.", default="127.0.0.1")
 @option("--port", "N", "TCP port; 0: any free one.", type=click.IntRange(0, 65535), default=8080)
 @flag("--no-tcp", "Listen on the Unix socket only.")
@@ -80,7 +80,7 @@ class ServeProcess:
 @flag("--verbose", "Log each request, and what of its prompt was cached, without its text, to stderr.")
 def serve_command(
     options: LoadOptions,
-    models: str | None,
+    models: ModelsOptions,
     idle_unload: float,
     memory_limit: int | None,
     shutdown_seconds: float,
@@ -141,7 +141,7 @@ def serve_command(
 
 def _serve(
     options: LoadOptions,
-    models: str | None,
+    models: ModelsOptions,
     idle_unload: float,
     memory_limit: int | None,
     verbose: bool,
@@ -151,37 +151,37 @@ def _serve(
 ) -> None:
     from localinfer.server.app import LocalServer
     from localinfer.server.router.load_threads import LoadThreads
-    from localinfer.server.router.memory_need import measure_need
     from localinfer.server.router.models import ModelRegistry
 
     # It warns of every client that disconnects during a stream, which is normal.
     logging.getLogger("asyncio").setLevel(logging.ERROR)
     if verbose:
         _log_requests()
-    if models is not None and is_from_config("model"):
-        # A folder that is named says what to serve; a default does not add to it.
+    if models.names_some and is_from_config("model"):
+        # Models that are named say what to serve; a default does not add to them.
         options["model"] = None
     settings = _settings(**listening)
-    context_length = options["context_length"]
-    sources = _sources(options["model"], models)
+    sources, preload = find_sources(options["model"], models, options)
     threads = LoadThreads()
 
     def make_registry(metrics: "Metrics") -> "ModelRegistry":
         return ModelRegistry(
             sources,
             lambda source: load_with(
-                {**options, "model": str(source.path)}, stopping=threads.stopping, report=server.service.note_load
+                load_options_of(source, options), stopping=threads.stopping, report=server.service.note_load
             ),
-            lambda source: measure_need(source.path, options["kv_type"], changes_of(options), context_length),
+            lambda source: measure(source, options),
             metrics,
             strict=settings.strict_model,
             idle_unload_seconds=idle_unload or None,
             memory_limit=memory_limit,
-            context_length=context_length,
+            context_length=options["context_length"],
             threads=threads,
+            wait_seconds=models.load_wait,
+            preload=preload,
         )
 
-    preloads = models is None or options["model"] is not None
+    preloads = bool(preload) or any(source.settings.is_pinned for source in sources)
     with LocalServer(settings, make_registry, preloads=preloads, on_signal=ending.ask) as server:
 
         def leave() -> None:
@@ -302,22 +302,3 @@ def _read_token(path: Path) -> str:
         return path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise RequestError(f"the token file {path} cannot be read: {error}; give another with --token-file") from None
-
-
-def _sources(path: str | None, folder: str | None) -> "list[ModelSource]":
-    """The models to serve, the one named by -m first; the demo model if none is named."""
-    from localinfer.hub.find import find_model
-    from localinfer.loading.options import model_path
-    from localinfer.server.router.model_folder import ModelSource, find_models, model_source
-
-    sources = [] if folder is None else find_models(expand_home(folder))
-    if path is None and sources:
-        return sources
-    file = model_path(None) if path is None else find_model(path)
-    first = model_source(file)
-    if first is None and path is not None and file.is_file() and file != expand_home(path):
-        # Files of Ollama have checksums for names: the model's name is the one that it was found by.
-        first = ModelSource(path, file, int(file.stat().st_mtime))
-    if first is None:
-        raise RequestError(f"{file} is not a model; give a GGUF file, the first part of a split one, or a model folder")
-    return [first, *(other for other in sources if other.id != first.id and not other.path.samefile(first.path))]

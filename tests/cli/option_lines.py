@@ -117,6 +117,7 @@ GOOD = {
         --allow-origin http://a.example --allow-private-network --port 0 --socket {sock} --idle-unload 5 --verbose
         --memory-limit 1GB --max-generations 2 --shutdown-seconds 1 --until-stdin-ends --no-tcp --socket {sock}
         --models {models} --token-env TOKEN_OF_THIS_TEST --ready-json --port 0 --socket {sock}
+        --pulled --models {models} --models-config {settings} --load-wait 1 --no-tcp --socket {sock}
     """,
 }
 """Lines of words; each option of a command must stand in one."""
@@ -343,6 +344,9 @@ BAD = {
     """,
     "serve": """
         --models no-such-folder
+        --pulled=maybe
+        --models-config no-such-file
+        --load-wait -1
         --host 256.0.0.1
         --port 65536
         --no-tcp=maybe

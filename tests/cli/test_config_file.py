@@ -93,11 +93,11 @@ def test_a_folder_of_models_is_not_joined_by_the_default_one(config, capsys, mon
     config(WHOLE)
     seen = []
 
-    def sources(model, models):
-        seen.append((model, models))
+    def sources(model, models, options):
+        seen.append((model, models.folder))
         raise RequestError("enough")
 
-    monkeypatch.setattr("localinfer.cli.serve._sources", sources)
+    monkeypatch.setattr("localinfer.cli.serve.find_sources", sources)
     words = ["serve", "--no-tcp", "--socket", str(tmp_path / "s")]
     assert main([*words, "--models", "all"]) == 2
     assert main(words) == 2

@@ -46,13 +46,14 @@ def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "file").write_text("")
     (tmp_path / "template").write_text("{{ messages[0].content }}")
     (tmp_path / "broken").write_text("{% for %}")
+    (tmp_path / "settings").write_text('[models.demo]\naliases = "small"\nthreads = 1\n')
     monkeypatch.setattr(sys, "stdin", io.StringIO("Hi\n"))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TOKEN_OF_THIS_TEST", "secret")
     monkeypatch.setattr("localinfer.persistence.conversations.user_folder", lambda _: tmp_path / "state")
     kept = SavedConversation.begin("demo", name="kept").with_turns([{"role": "user", "content": "Hi"}], system=None)
     ConversationStore(tmp_path / "state" / "conversations").save(kept)
-    places = {name: str(tmp_path / name) for name in ("folder", "models", "file", "template", "broken")}
+    places = {name: str(tmp_path / name) for name in ("folder", "models", "file", "template", "broken", "settings")}
     places |= {"schema": str(tmp_path / "schema.json"), "grammar": str(tmp_path / "grammar.lark"), "demo": DEMO}
     places |= {"text": str(tmp_path / "text.txt"), "sock": "s/s.sock"}
     (tmp_path / "s").mkdir(mode=0o700)

@@ -82,12 +82,12 @@ def test_a_model_of_ollama_runs_from_where_it_lies(hub, tmp_path, capsys, monkey
 
 
 def test_served_models_keep_the_name_they_were_asked_for(hub, tmp_path, monkeypatch):
-    from localinfer.cli.serve import _sources
+    from localinfer.cli.serve_models import ModelsOptions, find_sources
 
     blob = tmp_path / "sha256-abc"
     blob.write_bytes(DEMO.read_bytes())
     monkeypatch.setattr("localinfer.hub.find.find_model", lambda name: blob)
-    [source] = _sources("tiny:1b", None)
+    [source], _ = find_sources("tiny:1b", ModelsOptions(), {})
     assert source.id == "tiny:1b" and source.path == blob
 
 

@@ -196,7 +196,7 @@ def test_what_is_wrong_is_one_line_with_the_way_out(runtime_folder, tmp_path, ca
 
 
 def test_a_fault_of_ours_is_told_in_the_line_too(runtime_folder, capfd, monkeypatch):
-    monkeypatch.setattr("localinfer.cli.serve._sources", lambda *_: 1 / 0)
+    monkeypatch.setattr("localinfer.cli.serve.find_sources", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         main(_command(runtime_folder)[2:])
     assert json.loads(capfd.readouterr().out)["error"]["type"] == "InternalError"

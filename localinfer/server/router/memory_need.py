@@ -1,7 +1,8 @@
 """What a model takes in memory, read from its file before it is loaded."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from localinfer.errors import OutOfMemoryError
@@ -59,18 +60,26 @@ def measure_need(
     kv_type: str,
     changes: "ModelChanges | None" = None,
     context_length: int | None = None,
+    *,
+    draft: str | os.PathLike[str] | None = None,
 ) -> MemoryNeed:
     """Read from a model's file what it will take.
 
     changes: settings in place of those of the file. context_length: the one it will be loaded with, None for its own.
+    draft: path of a draft model that is loaded with it.
     Raises: ModelFileError and below; RequestError for changes without meaning.
     """
-    from localinfer.memory.plan import plan_memory
+    from localinfer.memory.plan import file_bytes, plan_file, plan_memory
+    from localinfer.models.load.assistant import is_assistant
     from localinfer.models.load.loader import capabilities, open_model_file
 
     file = open_model_file(path, changes, context_length)
     try:
-        plan = plan_memory(file, kv_type=kv_type, draft_layers=True)
+        plan = plan_memory(file, kv_type=kv_type, draft_layers=draft is None)
+        if draft is not None and is_assistant(Path(draft)):
+            plan = replace(plan, weight_bytes=plan.weight_bytes + file_bytes(draft))
+        elif draft is not None:
+            plan = replace(plan, beside=plan_file(draft, kv_type=kv_type))
         longest = max(plan.config.context_length, context_length or 0)
         layout = plan.kv_layout(longest)
         per_token = -(-layout.page_bytes // layout.page_tokens)

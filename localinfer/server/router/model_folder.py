@@ -101,6 +101,13 @@ def matching_names(wanted: str, names: Sequence[str]) -> list[str]:
     return ending or [name for name in names if f"/{name.rpartition('/')[0]}".endswith(f"/{wanted}") and "/" in name]
 
 
+def matching_sources(wanted: str, sources: Sequence[ModelSource]) -> list[ModelSource]:
+    """The models that a client may mean, by their names and aliases: each of these comes before a part of another."""
+    owners = {name: source for source in sources for name in (source.id, *source.aliases)}
+    found = [owners[name] for name in matching_names(wanted, list(owners))]
+    return list({source.id: source for source in found}.values())
+
+
 def _paths_below(folder: Path) -> Iterator[Path]:
     """Files and folders, level by level, each folder once however many links lead to it."""
     seen = {os.path.realpath(folder)}

@@ -12,7 +12,7 @@ from localinfer.errors import RequestError
 from localinfer.server.operation.metrics import Metrics
 from localinfer.server.router.load_threads import LoadThreads
 from localinfer.server.router.memory_need import MemoryNeed
-from localinfer.server.router.model_folder import ModelSource, matching_names
+from localinfer.server.router.model_folder import ModelSource, matching_sources
 from localinfer.server.router.model_loader import Changes, ModelLoader
 from localinfer.server.router.served_model import Lease, ModelState, ServedModel
 from localinfer.server.transport.http import ApiError
@@ -105,13 +105,13 @@ class ModelRegistry:
 
         Without a name, or where any will do, the default. Raises: ApiError 404, also for a name that several have.
         """
-        names = list(self._models)
-        default = self._models[names[0]]
         if not name:
-            return default
+            return next(iter(self._models.values()))
+        if name in self._models:
+            return self._models[name]
+        sources = self.sources
         for wanted in (name, name.removesuffix(".gguf"), name.rpartition("/")[2].removesuffix(".gguf")):
-            by_alias = [model.source.id for model in self._models.values() if wanted in model.source.aliases]
-            found = by_alias or matching_names(wanted, names)
+            found = [source.id for source in matching_sources(wanted, sources)]
             if len(found) == 1:
                 return self._models[found[0]]
             if found:
@@ -122,9 +122,9 @@ class ModelRegistry:
                     param="model",
                     facts={"candidates": found[:100]},
                 )
-        if len(names) == 1 and not self._is_strict:
-            return default
-        known = ", ".join(names[:10])
+        if len(sources) == 1 and not self._is_strict:
+            return self._models[sources[0].id]
+        known = ", ".join(source.id for source in sources[:10])
         raise ApiError(
             404, f"there is no model {name[:80]!r}; there are {known}", code="model_not_found", param="model"
         )
