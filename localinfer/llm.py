@@ -398,7 +398,7 @@ class LLM(ThreadControl, Closing):
 
     @property
     def snapshot_stats(self) -> "SnapshotStats | None":
-        """Figures of the prefix cache's snapshots, None without recurrent layers; any thread may ask, also in a step."""
+        """Figures of the prefix cache's snapshots, None without recurrent layers; any thread may ask in a step."""
         return self._engine.snapshot_stats
 
     def clear_cache(self) -> None:
