@@ -22,7 +22,7 @@ from starlette.middleware import Middleware
 from localinfer.closing import Closing
 from localinfer.errors import BackendUnavailableError, ClosedError
 from localinfer.server import openapi
-from localinfer.server.api import chat, completions, embeddings, messages, page, rerank, responses, status, text
+from localinfer.server.api import chat, completions, embeddings, messages, models, page, rerank, responses, status, text
 from localinfer.server.operation.metrics import Metrics
 from localinfer.server.replies.service import PlainPaths, Service, route, unrouted
 from localinfer.server.router.models import ModelRegistry
@@ -81,8 +81,8 @@ def make_app(service: Service) -> Starlette:
         route("/openapi.json", openapi.openapi),
         route("/health", status.health),
         route("/version", status.show_version),
-        route("/models", status.models),
-        route("/models/{model:path}", status.model),
+        route("/models", models.models),
+        route("/models/{model:path}", models.model),
         route("/metrics", status.metrics),
         route("/slots", status.slots),
         route("/requests/{reply}/cancel", status.cancel, "POST"),

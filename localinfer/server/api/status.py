@@ -1,14 +1,12 @@
-"""What the server is doing: health, models, metrics, running replies, and how to stop one."""
+"""What the server is doing: health, metrics, running replies, and how to stop one."""
 
 import time
-from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from localinfer.kernels.versions import installed_version
 from localinfer.server.replies.service import service_of
-from localinfer.server.router.served_model import ServedModel
 from localinfer.server.transport.http import ApiError, json_response, shutting_down
 
 
@@ -28,17 +26,6 @@ async def health(request: Request) -> Response:
 async def show_version(request: Request) -> Response:
     """Say which version answers."""
     return json_response({"version": installed_version("localinfer")})
-
-
-async def models(request: Request) -> Response:
-    """All models, loaded or not; loads none."""
-    listed = [_model_card(model) for model in service_of(request).registry.models()]
-    return json_response({"object": "list", "data": listed})
-
-
-async def model(request: Request) -> Response:
-    """One model."""
-    return json_response(_model_card(service_of(request).registry.find(request.path_params["model"])))
 
 
 async def metrics(request: Request) -> Response:
@@ -72,18 +59,3 @@ async def cancel(request: Request) -> Response:
     if not service_of(request).cancel(reply_id):
         raise ApiError(404, f"no reply {reply_id!r:.80} is running", code="reply_not_found", param="id")
     return json_response({"id": reply_id, "object": "reply.cancelled", "cancelled": True})
-
-
-def _model_card(model: ServedModel) -> dict[str, Any]:
-    llm, need = model.llm, model.need
-    context = llm.context_length if llm is not None else None if need is None else need.context_length
-    return {
-        "id": model.source.id,
-        "object": "model",
-        "created": model.source.created,
-        "owned_by": "localinfer",
-        "max_model_len": context,
-        "context_length": context,
-        "capabilities": list(model.capabilities),
-        "meta": {"n_ctx": context, "loaded": llm is not None},
-    }

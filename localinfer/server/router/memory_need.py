@@ -18,13 +18,16 @@ _LEAST_CONTEXT = 512
 class MemoryNeed:
     """Bytes that a model takes: its weights with all that comes with them, and its cache per token of context.
 
-    capabilities: what it can be asked for.
+    context_length: tokens that it will have room for. capabilities: what it can be asked for. file_bytes: on disk.
+    trained_context_length: as its file says.
     """
 
     fixed_bytes: int
     bytes_per_token: int
     context_length: int
     capabilities: tuple[str, ...] = ("completion", "chat", "embeddings")
+    file_bytes: int = 0
+    trained_context_length: int | None = None
 
     def largest_context(self, available_bytes: int) -> int:
         """How many tokens of context fit beside the weights, 0 if not even the weights do."""
@@ -81,11 +84,19 @@ def measure_need(
         elif draft is not None:
             plan = replace(plan, beside=plan_file(draft, kv_type=kv_type))
         longest = max(plan.config.context_length, context_length or 0)
-        layout = plan.kv_layout(longest)
-        per_token = -(-layout.page_bytes // layout.page_tokens)
-        pages = -(-longest // layout.page_tokens) * layout.page_bytes
+        layouts = [one.kv_layout(longest) for one in (plan, plan.beside) if one is not None]
+        per_token = sum(-(-layout.page_bytes // layout.page_tokens) for layout in layouts)
+        pages = sum(-(-longest // layout.page_tokens) * layout.page_bytes for layout in layouts)
         # Sliding windows and recurrent states do not grow with the text.
         fixed = plan.total_bytes(longest) - pages
-        return MemoryNeed(fixed, per_token, longest, capabilities(plan.config, file.metadata))
+        trained = file.metadata.get(f"{plan.config.architecture}.context_length")
+        return MemoryNeed(
+            fixed,
+            per_token,
+            longest,
+            capabilities(plan.config, file.metadata),
+            file.num_bytes,
+            trained if isinstance(trained, int) else None,
+        )
     finally:
         file.close()

@@ -68,6 +68,7 @@ class ModelLoader:
         self._wait_seconds = wait_seconds
         self._threads = threads
         self._lock = asyncio.Lock()
+        self._reading = asyncio.Lock()
 
     @property
     def is_stopping(self) -> bool:
@@ -83,8 +84,9 @@ class ModelLoader:
         """Give up what is being loaded, and load nothing more."""
         self._threads.stopping.set()
         for model in self._models():
-            if model.loading is not None:
-                model.loading.cancel()
+            for task in (model.loading, model.measuring):
+                if task is not None:
+                    task.cancel()
         self._changes.notify()
 
     def begin(self, model: ServedModel) -> "asyncio.Task[LLM]":
@@ -106,17 +108,31 @@ class ModelLoader:
             logger.info("unloaded %s", model.source.id)
             self._changes.notify()
 
-    async def measure(self, model: ServedModel) -> MemoryNeed:
-        """What a model takes, from its file. Raises: ModelLoadError."""
-        if model.need is None:
-            source = model.source
-            model.need = await self._work(source, lambda: self._measure(source), lambda need: None)
+    def begin_measuring(self, model: ServedModel) -> "asyncio.Task[MemoryNeed]":
+        """The reading of what a model takes, one file at a time, whether or not somebody waits for it."""
+        if model.measuring is None:
+            model.measuring = asyncio.create_task(self._measure_model(model))
+            model.measuring.add_done_callback(lambda task: task.cancelled() or task.exception())
+        return model.measuring
+
+    async def _measure_model(self, model: ServedModel) -> MemoryNeed:
+        source = model.source
+        try:
+            async with self._reading:
+                model.need = await self._work(source, lambda: self._measure(source), lambda need: None)
+        except ModelLoadError as error:
+            if model.failure is None:
+                logger.warning("%s cannot be read: %s", source.id, " ".join(str(error.__cause__).split()))
+            model.failure = error
+            raise
+        finally:
+            model.measuring = None
         return model.need
 
     async def _load_model(self, model: ServedModel) -> "LLM":
         model.failure = None
         try:
-            need = await self.measure(model)
+            need = model.need or await asyncio.shield(self.begin_measuring(model))
             return await self._load_when_it_fits(model, need)
         except (ModelLoadError, OutOfMemoryError) as error:
             model.failure = error

@@ -170,6 +170,12 @@ class ModelRegistry:
                 model.loading.cancel()
             self._changes.notify()
 
+    async def measure_all(self, seconds: float, *models: ServedModel) -> None:
+        """Read what models take of which nothing is known yet, all or these, for so long at most."""
+        unknown = [model for model in models or self.models() if model.need is None and model.failure is None]
+        if unknown:
+            await asyncio.wait([self._loader.begin_measuring(model) for model in unknown], timeout=seconds)
+
     async def load(self, name: str | None) -> ServedModel:
         """Load a model without using it. Raises: as `lease`."""
         with await self.lease(name):

@@ -37,6 +37,7 @@ class ServedModel:
     num_waiting: int = 0
     last_used_seconds: float = 0.0
     loading: "asyncio.Task[LLM] | None" = field(default=None, repr=False)
+    measuring: "asyncio.Task[MemoryNeed] | None" = field(default=None, repr=False)
     drained_by: set[object] = field(default_factory=set, repr=False)
     waiting_for: tuple[str, ...] = ()
     failure: BaseException | None = field(default=None, repr=False)
