@@ -180,17 +180,20 @@ class EngineProcess(ChildProcess):
 class ServerProcess(ChildProcess):
     """`localinfer serve` with one model on a free loopback `port`; the constructor returns once it is ready.
 
-    It ends with its standard input, so also when this process is killed.
+    It ends with its standard input, so also when this process is killed. more: further words of its command line.
     Raises: BackendUnavailableError if it exits.
     """
 
-    def __init__(self, model: str, *, device: str, threads: int | None, max_generations: int) -> None:
+    def __init__(
+        self, model: str, *, device: str, threads: int | None, max_generations: int, more: Sequence[str] = ()
+    ) -> None:
         # Private, by its mode and its name.
         folder = tempfile.TemporaryDirectory(prefix="localinfer-")
         words = ["serve", "--model", model, "--device", device, "--max-generations", str(max_generations)]
         words += ["--port", "0", "--socket", str(Path(folder.name) / "s.sock"), "--until-stdin-ends"]
         words += ["--no-disk-cache", "--idle-unload", "0", "--shutdown-seconds", "0"]
         words += [] if threads is None else ["--threads", str(threads)]
+        words += more
         super().__init__([sys.executable, "-m", "localinfer", *words], subprocess.DEVNULL, folder)
         try:
             self.port = self._wait_for_port()
