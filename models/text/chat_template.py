@@ -1,15 +1,14 @@
 """Chat messages to the text a model was trained on, by the Jinja template its file carries."""
 
-import json
 import threading
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from localinfer.errors import TemplateError
 from localinfer.models.text.splitting import SpellingFinder
+from localinfer.models.text.template_names import TemplateNames
 from localinfer.models.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -25,8 +24,6 @@ _FALLBACK_SOURCE = (
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 _FALLBACK_STOPS = ("<|im_end|>", "<|im_start|>")
-# Names that some templates read beside those that are documented.
-_OTHER_NAMES = frozenset(("tools", "xml_tools", "functions", "datetime"))
 # Characters that Unicode keeps for a program's own use and never assigns (U+FDD0 to U+FDEF).
 _MARKS = "".join(map(chr, range(0xFDD0, 0xFDF0)))
 
@@ -53,7 +50,7 @@ class ChatTemplate:
         self._lock = threading.Lock()
         self._sandbox: TemplateSandbox | None = None
         self._compiled: dict[str | None, tuple[Template, bool]] = {}
-        self._wanted: dict[str | None, frozenset[str]] = {}
+        self._names: dict[str | None, TemplateNames] = {}
 
     @classmethod
     def from_metadata(cls, metadata: Mapping[str, object], tokenizer: Tokenizer | None = None) -> "ChatTemplate":
@@ -176,17 +173,10 @@ class ChatTemplate:
                 sandbox.budget.end()
 
     def _other_names(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """What a template reads under names of its own: the tools, and the time."""
+        """What a template reads beside what every one is given."""
         source = self.tool_source if values["tools"] and self.tool_source is not None else self.source
-        wanted = self._wanted.get(source, frozenset())
-        made: dict[str, Any] = {}
-        if "xml_tools" in wanted and values["tools"]:
-            made["xml_tools"] = values["tools"]
-        if "functions" in wanted and "tools" not in wanted:
-            made["functions"] = json.dumps(values["tools"] or [], ensure_ascii=False)
-        if "datetime" in wanted:
-            made["datetime"] = datetime.now().strftime("%B %d %Y")
-        return made
+        names = self._names.get(source)
+        return {} if names is None else names.values(values["tools"])
 
     def _template(self, tools: object) -> tuple["Template", bool]:
         """Return the compiled template and whether it is the fallback."""
@@ -197,7 +187,6 @@ class ChatTemplate:
 
     def _compile(self, source: str | None) -> tuple["Template", bool]:
         from jinja2 import TemplateError as JinjaError
-        from jinja2 import meta
 
         from localinfer.models.text.template_sandbox import TemplateSandbox
 
@@ -210,7 +199,7 @@ class ChatTemplate:
         else:
             try:
                 compiled = self._sandbox.from_string(source), False
-                self._wanted[source] = _OTHER_NAMES & meta.find_undeclared_variables(self._sandbox.parse(source))
+                self._names[source] = TemplateNames.of(self._sandbox.parse(source))
                 return compiled
             # Jinja reports syntax; Python's compiler may add stack, memory and nesting limits of its own.
             except Exception as error:
