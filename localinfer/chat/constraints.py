@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from localinfer.arguments import owned
-from localinfer.chat.json_schema import MAX_CHARACTERS, checked_schema, keyword_in
+from localinfer.chat.closed_objects import enforced_schema
+from localinfer.chat.json_schema import MAX_CHARACTERS, keyword_in
 from localinfer.errors import ConstraintError, OverloadedError
 from localinfer.system.extras import require
 
@@ -43,7 +44,8 @@ class JsonSchema:
     """A JSON text that a schema accepts (JSON Schema 2020-12), on one line as `json.dumps` writes it.
 
     schema: as a mapping, which is copied, or as JSON text; properties come in the order in which it lists them. What
-        it asks for is enforced to the letter, or refused: ConstraintError names the keyword that cannot be.
+        it asks for is enforced to the letter, or refused: ConstraintError names the keyword that cannot be. Objects
+        whose schema has `properties` take no others, unless it has `additionalProperties` too.
     """
 
     schema: Mapping[str, Any] | str | bool
@@ -191,7 +193,7 @@ def grammar_of(constraint: Constraint) -> str:
         case JsonObject():
             return json_grammar({"type": "object"})
         case JsonSchema(schema):
-            return json_grammar(checked_schema(schema))
+            return json_grammar(enforced_schema(schema))
         case Regex(pattern):
             _check_text("regular expression", pattern)
             return LLMatcher.grammar_from_regex(pattern)

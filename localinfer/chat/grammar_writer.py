@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from localinfer.models.text.reply_format import CALL_ID, CALL_NUMBER, PARAMETER_NAME
 from localinfer.models.text.splitting import SpellingFinder
@@ -16,6 +16,7 @@ _HOLES = {
     PARAMETER_NAME: ("PARAMETER_NAME", ANY_NAME),
 }
 """What the model chooses in a text of the format: the names and the expressions of terminals."""
+_NAMES = frozenset(name for name, _ in _HOLES.values())
 _HOLE = re.compile(f"([{''.join(_HOLES)}])")
 
 
@@ -34,6 +35,21 @@ class GrammarWriter:
     def literal(self, text: str) -> str:
         """A text."""
         return " ".join(self._pieces(text))
+
+    def naming(self, rule: str, text: str, name: str, besides: Iterable[str]) -> list[str]:
+        """Rules, the first named `rule`, for a text and any name but some behind it.
+
+        name: its regular expression between slashes. The end of the text is one terminal with the name: beside literals
+        that begin alike, only a longer one is found.
+        """
+        *first, last = self._pieces(text)
+        if last.startswith("<[") or last in _NAMES:
+            first, last = [*first, last], '""'
+        start = escaped(json.loads(last))
+        terminal = rule.upper()
+        taken = "|".join(map(escaped, besides))
+        but = f" & ~/{start}({taken})/" if taken else ""
+        return [f"{rule}: {' '.join([*first, terminal])}", f"{terminal}: /{start}{name.strip('/')}/{but}"]
 
     def until(self, name: str, before: str, text: str) -> list[str]:
         """Rules, the first named `name`, for what ends with the first place of a text; before: what comes before it."""

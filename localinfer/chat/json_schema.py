@@ -57,7 +57,7 @@ def checked_schema(schema: object) -> dict[str, Any]:
     parsed = _parse(schema)
     total = 0
     num_named = dict.fromkeys(MAX_PROPERTIES, 0)
-    for place, node in _schemas(parsed):
+    for place, node in schemas_in(parsed):
         for keyword in sorted(_NOT_ENFORCED & node.keys()):
             raise ConstraintError(
                 f"the schema uses {keyword!r} at {place}, which cannot be enforced; leave it out, and check it in the "
@@ -157,7 +157,7 @@ def _check_text_depth(text: str) -> None:
             raise ConstraintError(_TOO_DEEP)
 
 
-def _schemas(root: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+def schemas_in(root: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Every schema in a schema, with its place as a JSON pointer; not what merely looks like one, such as a const."""
     waiting: deque[tuple[str, object]] = deque([("#", root)])
     while waiting:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from localinfer.arguments import shown
-from localinfer.chat.json_schema import checked_schema
+from localinfer.chat.closed_objects import enforced_schema
 from localinfer.errors import ConstraintError, MessageError, RequestError
 
 _EXAMPLE = '{"role": "user", "content": "Hello"}'
@@ -194,7 +194,7 @@ def _read_tool(index: int, tool: object) -> Tool:
         )
     schema = function.get("parameters")
     try:
-        parameters: Mapping[str, Any] | None = checked_schema({"type": "object", **(schema or {})})
+        parameters: Mapping[str, Any] | None = enforced_schema({"type": "object", **(schema or {})})
         if parameters is not None and parameters["type"] != "object":
             raise ConstraintError("the arguments of a tool are an object; give its parameters that type")
     except (ConstraintError, TypeError) as error:

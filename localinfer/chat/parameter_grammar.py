@@ -1,7 +1,7 @@
 """The grammar of arguments that stand one by one, each with its name: in the order of the schema, and what may be left
 out may be missing."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from localinfer.chat.grammar_writer import ANY_NAME, NAME_BEFORE_COLON, GrammarWriter
@@ -47,7 +47,11 @@ def parameter_rules(writer: GrammarWriter, calls: CallFormat, tool: Tool, rule: 
             missing = f" | {rule}_{start}_{index + 1}" if may_miss else ""
             rules.append(f"{rule}_{start}_{index}: {taken}{missing}")
     last = len(properties)
-    rules += [f"{rule}_first_{last}: {writer.literal(form.empty)}", f"{rule}_rest_{last}: {writer.literal(calls.end)}"]
+    first, rest = writer.literal(form.empty), writer.literal(calls.end)
+    if (extra := schema.get("additionalProperties", False)) is not False:
+        rules += _others(writer, calls, rule, written, extra, schema, besides=properties)
+        first, rest = f"{rule}_other {rest} | {first}", f"{rule}_further* {rest}"
+    rules += [f"{rule}_first_{last}: {first}", f"{rule}_rest_{last}: {rest}"]
     return rules + written.rules
 
 
@@ -66,8 +70,28 @@ def _any_parameters(
     name, end = writer.literal(tool.name), writer.literal(calls.end)
     if extra is False:
         return [f"{rule}: {name} {writer.literal(form.empty)}"]
+    others = _others(writer, calls, rule, written, extra, schema)
+    return [f"{rule}: {name} ({rule}_other {end} | {writer.literal(form.empty)})", *others]
+
+
+def _others(
+    writer: GrammarWriter,
+    calls: CallFormat,
+    rule: str,
+    written: TextValues | NotationValues,
+    extra: object,
+    schema: Mapping[str, Any],
+    besides: Iterable[str] = (),
+) -> list[str]:
+    """Rules `RULE_other` for parameters of any names but some, from behind the call's name on, and `RULE_further` for
+    one behind others. extra: the schema of their values."""
+    form = calls.parameters
+    assert form is not None, "the format writes parameters one by one"
     value = written.value(f"{rule}_value", PARAMETER_NAME, extra if isinstance(extra, Mapping) else {}, schema)
     any_name = NAME_BEFORE_COLON if form.assign.startswith(":") else ANY_NAME
-    one = f"{rule}_name {value}"
-    some = f"{writer.literal(calls.middle)} {one} ({writer.literal(form.following)} {one})* {end}"
-    return [f"{rule}: {name} ({some} | {writer.literal(form.empty)})", f"{rule}_name: {any_name}"]
+    return [
+        f"{rule}_other: {rule}_name {value} {rule}_further*",
+        f"{rule}_further: {rule}_next {value}",
+        *writer.naming(f"{rule}_name", calls.middle, any_name, besides),
+        *writer.naming(f"{rule}_next", form.following, any_name, besides),
+    ]

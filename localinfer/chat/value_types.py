@@ -3,9 +3,10 @@
 import json
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from localinfer.chat.messages import Tool
+if TYPE_CHECKING:
+    from localinfer.chat.messages import Tool
 
 ANY_TYPE = frozenset(("string", "number", "integer", "boolean", "null", "array", "object"))
 TEXT = frozenset(("string",))
@@ -17,7 +18,7 @@ _WORDS = {"True": "true", "False": "false", "None": "null"}
 """Values as templates write them that print Python's, and so as some models learned to."""
 
 
-def parameter_types(tool: Tool) -> dict[str, frozenset[str]]:
+def parameter_types(tool: "Tool") -> dict[str, frozenset[str]]:
     """The types that each parameter of a tool may have, as its description says."""
     schema = tool.description["function"].get("parameters")
     properties = schema.get("properties") if isinstance(schema, Mapping) else None
