@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from localinfer import errors
     from localinfer.cache.prefix_cache import SnapshotStats
     from localinfer.chat.constraints import Constraint, Grammar, JsonObject, JsonSchema, Regex
-    from localinfer.chat.messages import ToolChoice
     from localinfer.chat.parser import ToolCall, ToolCallDelta
     from localinfer.chat.reply import ReplyOptions
+    from localinfer.chat.tool_choice import ToolChoice
     from localinfer.chat_model import ChatOptions
     from localinfer.embedding import RankedDocument
     from localinfer.engine.beam_search import Beam
@@ -122,7 +122,7 @@ _MODULE_OF = {
     "Tool": "localinfer.session.python_tools",
     "ToolCall": "localinfer.chat.parser",
     "ToolCallDelta": "localinfer.chat.parser",
-    "ToolChoice": "localinfer.chat.messages",
+    "ToolChoice": "localinfer.chat.tool_choice",
     "WarmUp": "localinfer.loading.warm_up",
     "aload": "localinfer.loading.aload",
     "availability": "localinfer.loading.availability",

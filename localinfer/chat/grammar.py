@@ -12,7 +12,7 @@ from localinfer.chat.constraints import ONE_LINE
 from localinfer.chat.grammar_writer import ANY, GrammarWriter, escaped
 from localinfer.chat.messages import Tool
 from localinfer.chat.parameter_grammar import parameter_rules
-from localinfer.models.text.reply_format import CallFormat, ReasoningFormat
+from localinfer.models.text.reply_format import CallFormat, ReasoningFormat, first_marker
 from localinfer.models.text.splitting import SpellingFinder
 
 ReasoningState = Literal["open", "possible", "none"]
@@ -33,7 +33,8 @@ def reply_grammar(
     """The grammar in llguidance's form, or None where everything is allowed.
 
     answer: the grammar of what is neither reasoning nor call, from `constraint_compiler.grammar_of`; None allows any
-    text. calls: None where there are no tools. specials: the spellings of control tokens.
+    text. calls: None where the prompt has no tools; where it has some, but `tools` are none, no call may be written.
+    specials: the spellings of control tokens.
     Raises: ConstraintError for a tool whose parameters cannot be enforced where they stand one by one.
     """
     if calls is None and answer is None:
@@ -45,7 +46,11 @@ def reply_grammar(
     if state == "possible" and reasoning is not None:
         not_text.append(reasoning.begin)
     options = []
-    if calls is not None:
+    nowhere = []
+    if calls is not None and not tools:
+        nowhere.append(calls.opening + calls.begin)
+        not_text.append(calls.opening + calls.begin)
+    elif calls is not None:
         rules += _call_rules(writer, calls, tools, is_parallel)
         if must_call or answer is not None:
             options.append("section")
@@ -72,6 +77,7 @@ def reply_grammar(
         rules.append(f"head: {' | '.join(map(writer.literal, (frame.answer_begin, *frame.other_answers)))}")
     rules += [f"reply: {' | '.join(options)}", r"GAP: /[ \t\r\n]{0,8}/"]
     exclusions = "".join(rf" & ~/\s*{escaped(text)}(?s:.*)/" for text in not_text)
+    exclusions += "".join(rf" & ~/(?s:.*){_spaced(text)}(?s:.*)/" for text in nowhere if first_marker(text))
     rules += [f"TEXT: {ANY}{exclusions}", f"THOUGHT: {ANY}", *writer.terminals]
     grammars: list[dict[str, Any]] = [{"name": "reply", "lark_grammar": "\n".join(["%llguidance {}", *rules, ""])}]
     if answer is not None:
@@ -106,6 +112,11 @@ def _call_rules(writer: GrammarWriter, calls: CallFormat, tools: Sequence[Tool],
     rules.append(f"first_call: call{more} {writer.literal(calls.closing)}")
     rules.append(f"section: {writer.literal(calls.opening + calls.begin)} first_call")
     return rules
+
+
+def _spaced(text: str) -> str:
+    """A text as a regular expression, whatever white space is in it."""
+    return r"\s*".join(map(escaped, text.split()))
 
 
 def _arguments_schema(parameters: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -7,9 +7,8 @@ members that do not apply are null. Every way into a chat, in Python and by HTTP
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-from localinfer.arguments import shown
 from localinfer.chat.closed_objects import enforced_schema
 from localinfer.errors import ConstraintError, MessageError, RequestError
 
@@ -124,10 +123,6 @@ def _read_call(call: object, path: str) -> dict[str, Any]:
     return {**read, "function": {key: value for key, value in function.items() if value is not None}}
 
 
-ToolChoice = Literal["auto", "none", "required"] | Mapping[str, Any]
-"""auto: the model decides. none: it may not call. required: it has to. {"type": "function", "function": {"name": ...}}:
-it has to call that one."""
-
 _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 _TOOL_EXAMPLE = '{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}'
 _MOST_TOOLS = 512
@@ -158,30 +153,6 @@ def read_tools(tools: object) -> tuple[Tool, ...]:
     if twice is not None:
         raise RequestError(f"two tools are named {twice!r}; give each a name of its own")
     return read
-
-
-def choose_tools(tools: tuple[Tool, ...], choice: ToolChoice | None) -> tuple[tuple[Tool, ...], bool]:
-    """The tools that the model may call, and whether it has to. Raises: RequestError for a choice that is none."""
-    if not isinstance(choice, str | Mapping | None):
-        raise RequestError(f"tool_choice is {shown(choice)}; give 'auto', 'none', 'required' or the name of a tool")
-    if choice is None or choice == "auto":
-        return tools, False
-    if choice == "none":
-        return (), False
-    if choice == "required":
-        if not tools:
-            raise RequestError("tool_choice is 'required', but there are no tools; give some, or leave it out")
-        return tools, True
-    function = choice.get("function") if isinstance(choice, Mapping) else None
-    name = function.get("name") if isinstance(function, Mapping) else None
-    named = tuple(tool for tool in tools if tool.name == name)
-    if not named:
-        known = ", ".join(tool.name for tool in tools) or "none"
-        raise RequestError(
-            f"tool_choice is {choice!r:.80}; give 'auto', 'none', 'required' or "
-            f'{{"type": "function", "function": {{"name": ...}}}} with the name of a tool (there are: {known})'
-        )
-    return named, True
 
 
 def _read_tool(index: int, tool: object) -> Tool:

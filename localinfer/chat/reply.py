@@ -9,10 +9,11 @@ from localinfer.arguments import check_flag, check_number
 from localinfer.chat.begun_reply import BegunReply
 from localinfer.chat.constraints import Constraint, ConstraintCompiler, grammar_of, json_grammar
 from localinfer.chat.grammar import ReasoningState, reply_grammar
-from localinfer.chat.messages import Tool, ToolChoice, choose_tools, read_tools
+from localinfer.chat.messages import Tool, read_tools
 from localinfer.chat.parser import ReplyParser
 from localinfer.chat.template_messages import template_messages, with_reasoning_as
 from localinfer.chat.thinking import ThinkingBudget
+from localinfer.chat.tool_choice import ToolChoice, choose_tools
 from localinfer.chat.value_types import parameter_types
 from localinfer.errors import ConstraintError, RequestError, TemplateError
 from localinfer.models.text.call_learning import learn_call_format
@@ -33,7 +34,9 @@ class ReplyOptions(TypedDict, total=False):
         "description", "parameters", "strict"}}. Their calls come back in `tool_calls`, with arguments that their schema
         accepts. Where a part of a schema cannot be enforced, `"strict": true` makes that a ConstraintError naming the
         keyword; any other tool is then only held to a JSON object.
-    tool_choice: "auto" (the default), "none", "required", or {"type": "function", "function": {"name": ...}}.
+    tool_choice: "auto" (the default), "none", "required", {"type": "function", "function": {"name": ...}} for one call
+        of that one, or {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [...]}}. The prompt
+        describes all tools whatever is chosen, so that it stays the one that is cached.
     parallel_tool_calls: whether one reply may have several calls; yes by default, where the template can write them.
     thinking: whether the model reasons before it answers; None, the default, leaves that to its template.
     thinking_budget: most tokens of reasoning; then it is closed, and the answer follows. None sets no limit.
@@ -55,7 +58,8 @@ class ReplyOptions(TypedDict, total=False):
 class ReplyFormat:
     """How the reply to one prompt is constrained and read.
 
-    shown_ids: control tokens that are part of the format, so that their spelling belongs to the text that is parsed.
+    tools: that may be called; where there are none, `calls` is a format that no text may have. shown_ids: control
+    tokens that are part of the format, so that their spelling belongs to the text that is parsed.
     """
 
     reasoning: ReasoningFormat | None
@@ -76,7 +80,8 @@ class ReplyFormat:
         """A parser for one reply."""
         reasoning = None if self.state == "none" and not self._has_frame else self.reasoning
         types = {tool.name: parameter_types(tool) for tool in self.tools}
-        return ReplyParser(reasoning, self.calls, starts_reasoning=self.state == "open", types=types)
+        calls = self.calls if self.tools else None
+        return ReplyParser(reasoning, calls, starts_reasoning=self.state == "open", types=types)
 
     def mask(
         self,
@@ -90,7 +95,7 @@ class ReplyFormat:
         """The mask of one reply after `start` tokens; None where everything is allowed. Raises: ConstraintError."""
         if constraint is None and self.calls is None:
             mask: GuidingMask | None = None
-        elif self.calls is None and self.state == "none" and constraint is not None and not self._has_frame:
+        elif not self.tools and self.state == "none" and constraint is not None and not self._has_frame:
             mask = compiler.mask(constraint, start=start)
         else:
             grammar = reply_grammar(
@@ -123,11 +128,12 @@ class ReplyFormat:
 class ChatRequest:
     """A chat's options, checked against a model: how its prompt is rendered, and how its reply is to be read.
 
-    template_tools, variables: what the template is given beside the messages. continues: whether the last message is
-    a reply to be continued.
+    described: the tools that the prompt describes. template_tools, variables: what the template is given beside the
+    messages. continues: whether the last message is a reply to be continued.
     """
 
     format: ReplyFormat
+    described: tuple[Tool, ...]
     template_tools: tuple[Mapping[str, Any], ...]
     variables: Mapping[str, Any]
     formats: "TemplateFormats"
@@ -144,12 +150,12 @@ class ChatRequest:
         """Messages as the template expects them."""
         if self.format.reasoning is not None:
             messages = with_reasoning_as(self.format.reasoning.member, messages)
-        if not self.format.tools and not any(
+        if not self.described and not any(
             message.get("tool_calls") or message["role"] == "tool" for message in messages
         ):
             return messages
         formats = self.formats
-        return template_messages(messages, formats.calls, self.format.tools, has_system=formats.has_system)
+        return template_messages(messages, formats.calls, self.described, has_system=formats.has_system)
 
     def format_after(self, prompt: str, begun: BegunReply | None = None) -> ReplyFormat:
         """How the reply to a rendered prompt is read, or what is still to come of one that was begun."""
@@ -197,13 +203,15 @@ class TemplateFormats:
 
     def request(self, options: ReplyOptions) -> ChatRequest:
         """Check the options of one chat. Raises: RequestError; ConstraintError naming a tool and a keyword."""
-        tools, must_call = choose_tools(read_tools(options.get("tools")), options.get("tool_choice"))
-        tools = tuple(map(self._enforceable, tools))
+        described = read_tools(options.get("tools"))
+        chosen = choose_tools(described, options.get("tool_choice"))
+        tools = tuple(map(self._enforceable, chosen.tools))
         thinking = options.get("thinking")
         if thinking is not None and not isinstance(thinking, bool):
             raise RequestError(f"thinking is {thinking!r}; give True, False, or None for the template's choice")
         budget = check_number("thinking_budget", options.get("thinking_budget"), 0, none="for no limit")
         is_parallel = options.get("parallel_tool_calls")
+        is_parallel = is_parallel is None or check_flag("parallel_tool_calls", is_parallel)
         if self.reasoning is None and (thinking or budget is not None):
             raise RequestError(
                 "thinking was asked for, but the model's chat template has no reasoning; leave thinking and "
@@ -216,19 +224,20 @@ class TemplateFormats:
         taken = {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"} & variables.keys()
         if taken:
             raise RequestError(f"template_variables hold {', '.join(sorted(taken))}, which are not theirs to set")
-        calls = self.calls if tools else None
+        calls = self.calls if described else None
         return ChatRequest(
             format=ReplyFormat(
                 reasoning=self.reasoning,
                 state="none",
                 calls=calls,
                 tools=tools,
-                must_call=must_call,
-                is_parallel=is_parallel is None or check_flag("parallel_tool_calls", is_parallel),
+                must_call=chosen.must_call,
+                is_parallel=not chosen.is_single and is_parallel,
                 budget=0 if thinking is False else budget,
-                shown_ids=self._shown_ids(calls),
+                shown_ids=self._shown_ids(calls if tools else None),
             ),
-            template_tools=tuple(tool.description for tool in tools)
+            described=described,
+            template_tools=tuple(tool.description for tool in described)
             if calls is not None and calls.describes_tools
             else (),
             variables={**self._thinking_variables(thinking), **variables},

@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 
 from localinfer.cache.prefix_tree import common_length
 from localinfer.chat.history import SessionHistory
-from localinfer.chat.messages import ToolChoice
 from localinfer.chat.reply import ReplyOptions
+from localinfer.chat.tool_choice import ToolChoice
 from localinfer.chat.turns import Turn
 from localinfer.chat_model import ChatModel
 from localinfer.errors import ContextLengthError, RequestError

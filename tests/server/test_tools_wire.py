@@ -14,6 +14,7 @@ PARAMETERS = {
     "additionalProperties": False,
 }
 TOOL = {"type": "function", "function": {"name": "weather", "description": "Say it.", "parameters": PARAMETERS}}
+NAMED = {"type": "function", "function": {"name": "weather"}}
 BODY = {
     "messages": [{"role": "user", "content": "How is the weather?"}],
     "tools": [TOOL],
@@ -57,11 +58,46 @@ def test_streamed_call_tells_its_name_once_and_every_byte_of_its_arguments_once(
 
 
 def test_named_tool_is_called_and_none_calls_none(tcp):
-    named = {"type": "function", "function": {"name": "weather"}}
-    reply = tcp.post(PATH, json={**BODY, "tool_choice": named}).json()["choices"][0]
+    reply = tcp.post(PATH, json={**BODY, "tool_choice": NAMED}).json()["choices"][0]
     assert reply["message"]["tool_calls"][0]["function"]["name"] == "weather"
     reply = tcp.post(PATH, json={**BODY, "tool_choice": "none", "max_tokens": 8}).json()["choices"][0]
     assert "tool_calls" not in reply["message"]
+
+
+@pytest.mark.parametrize(
+    ("choice", "count"),
+    [
+        ("any", 1),
+        ({"type": "required"}, 1),
+        ({"type": "function", "name": "weather"}, 1),
+        ({"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [NAMED]}}, 1),
+        ({"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "weather"}]}, 1),
+        ({"type": "allowed_tools", "mode": "auto", "tools": []}, 0),
+        ({"type": "none"}, 0),
+    ],
+    ids=json.dumps,
+)
+def test_choices_have_the_shapes_of_every_api(tcp, choice, count):
+    response = tcp.post(PATH, json={**BODY, "tool_choice": choice, "max_tokens": 100 if count else 4})
+    assert response.status_code == 200, response.text
+    assert len(response.json()["choices"][0]["message"].get("tool_calls", ())) == count
+
+
+def test_named_tool_is_called_once_though_calls_may_be_parallel(tcp):
+    chunks = post_stream(tcp, PATH, {**BODY, "tool_choice": NAMED, "parallel_tool_calls": True})
+    indices = {call["index"] for chunk in chunks for call in chunk["choices"][0]["delta"].get("tool_calls", [])}
+    assert indices == {0}
+    assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
+    flat = [{"type": "function", "name": "weather", "parameters": PARAMETERS}]
+    body = {"input": "How is the weather?", "tools": flat, "max_output_tokens": 100, "seed": 3}
+    named = {"type": "function", "name": "weather"}
+    for choice in (named, {"type": "allowed_tools", "mode": "required", "tools": [named, {"type": "web_search"}]}):
+        reply = tcp.post("/v1/responses", json={**body, "tool_choice": choice, "parallel_tool_calls": False})
+        assert [item["type"] for item in reply.json()["output"]] == ["function_call"], reply.text
+    tool = {"name": "weather", "input_schema": PARAMETERS}
+    body = {"messages": BODY["messages"], "max_tokens": 100, "tools": [tool]}
+    reply = tcp.post("/v1/messages", json={**body, "tool_choice": {"type": "tool", "name": "weather"}}).json()
+    assert [block["type"] for block in reply["content"]] == ["tool_use"]
 
 
 def test_results_come_back(tcp):
@@ -110,6 +146,9 @@ def test_responses_and_messages_call_too(tcp):
         {"tools": [{"type": "function"}]},
         {"tools": [{"type": "function", "function": {"name": "no spaces"}}]},
         {"tool_choice": "sometimes"},
+        {"tool_choice": {"type": "custom", "name": "weather"}},
+        {"tool_choice": {"type": "allowed_tools"}},
+        {"tool_choice": {"type": "allowed_tools", "mode": "never", "tools": [NAMED]}},
         {"tool_choice": {"type": "function", "function": {"name": "other"}}},
         {"tools": [{"type": "function", "function": {"name": "f", "strict": True, "parameters": {"not": {}}}}]},
         {"tools": "weather"},

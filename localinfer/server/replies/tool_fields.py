@@ -57,8 +57,13 @@ def checked_choice(choice: str | Mapping[str, Any] | None, *, has_tools: bool) -
     return made
 
 
-def _named_choice(choice: Mapping[str, Any]) -> dict[str, Any]:
+def _named_choice(choice: Mapping[str, Any]) -> str | dict[str, Any]:
     function = choice.get("function")
+    if choice.get("type") in ("auto", "none", "required", "any"):
+        check_object(choice, "type", "tool_choice", {})
+        return str(choice["type"])
+    if choice.get("type") == "allowed_tools":
+        return _allowed_tools(choice)
     if choice.get("type") == "function" and isinstance(function, Mapping):
         check_object(choice, "type function", "tool_choice", {})
         check_object(function, "name", "tool_choice.function", {})
@@ -67,9 +72,25 @@ def _named_choice(choice: Mapping[str, Any]) -> dict[str, Any]:
         check_object(choice, "type name namespace", "tool_choice", {})
         return {"type": "function", "function": {"name": joined_name(choice.get("namespace"), choice["name"])}}
     raise unsupported(
-        f"tool_choice is of type {choice.get('type')!r:.40}; give auto, none, required, or a function's name",
+        f"tool_choice is of type {choice.get('type')!r:.40}; give auto, none, required, a function's name, or "
+        "allowed_tools",
         "tool_choice",
     )
+
+
+def _allowed_tools(choice: Mapping[str, Any]) -> dict[str, Any]:
+    """The tools among which the model may choose, given beside the type or, for chat completions, in a wrapper."""
+    wrapped = choice.get("allowed_tools")
+    given = wrapped if isinstance(wrapped, Mapping) else choice
+    check_object(choice, "type allowed_tools" if given is wrapped else "type mode tools", "tool_choice", {})
+    tools = given.get("tools")
+    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise ApiError(400, "tool_choice has no list of the tools that are allowed; give tools", param="tool_choice")
+    return {
+        "type": "allowed_tools",
+        "mode": given.get("mode", "auto"),
+        "tools": [_named_choice(tool) for tool in tools if tool.get("type") not in SEARCH_TOOLS],
+    }
 
 
 def _namespace_tools(tool: Mapping[str, Any], path: str) -> Iterator[dict[str, Any]]:
