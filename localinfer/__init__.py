@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from localinfer import errors
     from localinfer.cache.prefix_cache import SnapshotStats
-    from localinfer.chat.constraints import Constraint, Grammar, JsonObject, JsonSchema, Regex
+    from localinfer.chat.constraints import Constraint, Grammar, JsonObject, JsonSchema, Regex, StructuralTag
     from localinfer.chat.parser import ToolCall, ToolCallDelta
     from localinfer.chat.reply import ReplyOptions
     from localinfer.chat.tool_choice import ToolChoice
@@ -71,6 +71,7 @@ __all__ = [
     "SnapshotStats",
     "Stats",
     "StreamEvent",
+    "StructuralTag",
     "TextStream",
     "TokenLogprobs",
     "Tokenizer",
@@ -116,6 +117,7 @@ _MODULE_OF = {
     "SnapshotStats": "localinfer.cache.prefix_cache",
     "Stats": "localinfer.generation.completion",
     "StreamEvent": "localinfer.generation.completion",
+    "StructuralTag": "localinfer.chat.constraints",
     "TextStream": "localinfer.generation.stream",
     "TokenLogprobs": "localinfer.sampling.filters",
     "Tokenizer": "localinfer.models.text.tokenizer",

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from localinfer.arguments import owned
 from localinfer.chat.closed_objects import enforced_schema
 from localinfer.chat.json_schema import MAX_CHARACTERS, keyword_in
+from localinfer.chat.structural_tags import structural_tag_grammar
 from localinfer.errors import ConstraintError, OverloadedError
 from localinfer.system.extras import require
 
@@ -26,7 +27,7 @@ MAX_COMPILE_SECONDS = 2.0
 _MOST_COMPILED = 32
 _MOST_LATE = 2
 """Compilations that took too long and cannot be stopped: while so many still run, no other begins."""
-_FIELDS = {"regular expression": "regex", "grammar": "grammar"}
+_FIELDS = {"regular expression": "regex", "grammar": "grammar", "structural tag": "structural_tag"}
 """What a constraint is called in messages, and in the `field` of an error."""
 _PART = "what constrains a text (a schema, a regular expression, a grammar, tools)"
 Result = TypeVar("Result")
@@ -75,7 +76,21 @@ class Grammar:
     text: str
 
 
-Constraint = JsonObject | JsonSchema | Regex | Grammar
+@dataclass(frozen=True)
+class StructuralTag:
+    """Free text in which tags hold what is between them to a form, as vLLM, SGLang and xgrammar have it.
+
+    form: {"format": {"type": "triggered_tags", ...}}, or {"structures": [...], "triggers": [...]}, as a mapping, which
+        is copied, or as JSON text.
+    """
+
+    form: Mapping[str, Any] | str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "form", owned(self.form))
+
+
+Constraint = JsonObject | JsonSchema | Regex | Grammar | StructuralTag
 """What the option `constraint` takes."""
 
 
@@ -200,8 +215,11 @@ def grammar_of(constraint: Constraint) -> str:
         case Grammar(text):
             _check_text("grammar", text)
             return LLMatcher.grammar_from_lark(_as_lark(text))
+        case StructuralTag(form):
+            return LLMatcher.grammar_from_lark(structural_tag_grammar(form, ONE_LINE))
     raise ConstraintError(
-        f"constraint is {constraint!r:.60}; give a JsonObject, JsonSchema, Regex or Grammar of localinfer"
+        f"constraint is {constraint!r:.60}; give a JsonObject, JsonSchema, Regex, Grammar or "
+        "StructuralTag of localinfer"
     )
 
 
@@ -252,7 +270,8 @@ def _check_text(what: str, text: object) -> None:
 
 
 def _name(constraint: Constraint) -> str:
-    return {Regex: "regular expression", Grammar: "grammar"}.get(type(constraint), "schema")
+    names = {Regex: "regular expression", Grammar: "grammar", StructuralTag: "structural tag"}
+    return names.get(type(constraint), "schema")
 
 
 def _refusal(what: str, message: str) -> ConstraintError:

@@ -108,7 +108,7 @@ def keyword_in(message: str) -> str | None:
 
 def _parse(schema: object) -> dict[str, Any]:
     if not isinstance(schema, str):
-        _check_depth(schema)
+        check_depth(schema)
         try:
             schema = json.dumps(schema, allow_nan=False)
         except (TypeError, ValueError) as error:
@@ -129,8 +129,8 @@ def _parse(schema: object) -> dict[str, Any]:
     return parsed
 
 
-def _check_depth(value: object) -> None:
-    """Walk level by level, without recursion: the value may contain itself."""
+def check_depth(value: object) -> None:
+    """Raise ConstraintError for what is nested too deeply, or without end."""
     level: list[object] = [value]
     size = 0
     for _ in range(MAX_DEPTH + 1):

@@ -31,7 +31,7 @@ class GenerationOptions(SamplingOptions, total=False):
     pin_cache: keep this prompt and completion in memory longer than others.
     prediction: text, or token ids, that the completion is likely to have, such as the file to be edited: where it has,
         the completion comes faster. It changes speed only, and nothing where speculation is off.
-    constraint: what the completion has to be: a JsonObject, JsonSchema, Regex or Grammar of `localinfer`. It then
+    constraint: what the completion has to be: a JsonObject, JsonSchema, Regex, Grammar or StructuralTag. It then
         ends with an end token, or incomplete at max_tokens; penalties, seeds and drafts work as ever. In a chat it
         counts for the content, after the reasoning; the model may still call a tool instead.
     dry_sequence_breakers: texts whose tokens no repetition goes across, for dry_multiplier; special tokens are

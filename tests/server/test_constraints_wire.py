@@ -30,8 +30,20 @@ def reply_of(client, **members) -> str:
         {"response_format": {"type": "json_schema", "schema": SCHEMA}},
         {"response_format": {"type": "json_object", "schema": SCHEMA}},
         {"json_schema": SCHEMA},
+        {"response_format": {"type": "json_schema", "json_schema": SCHEMA}},
+        {"response_format": {"type": "json_schema", "name": "pet", "schema": SCHEMA, "strict": True}},
+        {"response_format": {"type": "json_object", "json_schema": {"schema": SCHEMA}}},
+        {"response_format": {"type": "json", "value": SCHEMA}},
+        {"response_format": {"type": "json_object", "value": json.dumps(SCHEMA)}},
+        {"guided_json": SCHEMA},
+        {"guided_json": json.dumps(SCHEMA)},
+        {"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True, "disable_fallback": True}},
+        {"structured_outputs": {"json": json.dumps(SCHEMA), "regex": None}},
+        {"response_format": {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": SCHEMA}}},
+        {"structural_tag": json.dumps({"format": {"type": "json_schema", "json_schema": SCHEMA}})},
+        {"structured_outputs": {"structural_tag": {"format": {"type": "json_schema", "json_schema": SCHEMA}}}},
     ],
-    ids=["wrapped", "beside", "object", "own"],
+    ids=json.dumps,
 )
 def test_schema_holds_in_every_wrapper(tcp, form):
     found = json.loads(reply_of(tcp, **form))
@@ -48,9 +60,38 @@ def test_any_json_object_is_an_object_or_unfinished(tcp):
     assert reply_of(tcp, response_format={"type": "json_object"}).startswith("{")
 
 
-def test_grammar_and_regular_expression_hold(tcp):
-    assert reply_of(tcp, grammar='root ::= "yes" | "no"') in ("yes", "no")
-    assert re.fullmatch("[0-9]{3}-[ab]", reply_of(tcp, regex="[0-9]{3}-[ab]"))
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"grammar": 'root ::= "yes" | "no"'},
+        {"grammar": 'start: "yes" | "no"'},
+        {"guided_grammar": 'root ::= "yes" | "no"', "grammar": ""},
+        {"guided_choice": ["yes", "no"]},
+        {"structured_outputs": {"choice": ["yes", "no"]}},
+        {"structured_outputs": {"grammar": 'root ::= "yes" | "no"'}},
+        {"response_format": {"type": "grammar", "grammar": 'root ::= "yes" | "no"'}},
+        {"response_format": {"type": "regex", "pattern": "yes|no"}},
+        {"response_format": {"type": "regex", "value": "yes|no"}},
+        {"regex": "yes|no"},
+        {"guided_regex": "yes|no"},
+        {"structured_outputs": {"regex": "yes|no"}},
+    ],
+    ids=json.dumps,
+)
+def test_grammars_expressions_and_choices_hold_in_every_way(tcp, form):
+    assert reply_of(tcp, **form) in ("yes", "no")
+
+
+def test_tags_hold_what_is_between_them_in_free_text(tcp):
+    # Every letter of the text is a trigger, so that the first tag comes at once.
+    structures = [
+        {"begin": f"{letter}<pet>", "schema": SCHEMA, "end": "</pet>"} for letter in "abcdefghijklmnopqrstuvwxyz"
+    ]
+    older = {"type": "structural_tag", "structures": structures, "triggers": list("abcdefghijklmnopqrstuvwxyz")}
+    text = reply_of(tcp, response_format=older, max_tokens=120)
+    found = re.search("<pet>(.*?)</pet>", text)
+    assert found, text
+    assert json.loads(found[1])["name"] in ("Tom", "Lily")
 
 
 def test_plain_text_is_no_form(tcp):
@@ -95,6 +136,15 @@ def test_what_cannot_be_enforced_is_refused_by_its_keyword(tcp, schema, keyword)
     [
         {"response_format": {"type": "json_schema"}},
         {"response_format": {"type": "xml"}},
+        {"response_format": {"type": "regex"}},
+        {"response_format": {"type": "regex", "pattern": "a", "value": "b"}},
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA, "more": 1}}},
+        {"response_format": {"type": "structural_tag"}},
+        {"structural_tag": {"format": {"type": "qwen_xml_parameter", "json_schema": {}}}},
+        {"structured_outputs": {"json": SCHEMA, "regex": "a"}},
+        {"structured_outputs": {"json": SCHEMA, "whitespace_pattern": " *"}},
+        {"structured_outputs": {"xml": "a"}},
+        {"guided_json": SCHEMA, "guided_whitespace_pattern": " *"},
         {"response_format": {}},
         {"grammar": "root ::= missing"},
         {"regex": "(?=a)"},

@@ -7,65 +7,102 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from localinfer.chat.constraints import Constraint, Grammar, JsonObject, JsonSchema, Regex
-from localinfer.server.transport.http import ApiError
+from localinfer.chat.constraints import Constraint, Grammar, JsonObject, JsonSchema, Regex, StructuralTag
+from localinfer.server.transport.http import ApiError, refused_member, unsupported
 
 MAX_SCHEMA_BYTES = 256 << 10
 _SYNTAX = re.compile(r"[\\.+*?()|\[\]{}^$#&\-~]")
 """Characters that mean something in a regular expression."""
 
-Source = Annotated[str, Meta(min_length=1, max_length=MAX_SCHEMA_BYTES)]
+Source = Annotated[str, Meta(max_length=MAX_SCHEMA_BYTES)]
+"""Text that defines a form; empty, it asks for nothing."""
 Schema = dict[str, Any] | bool
-Choices = Annotated[list[Source], Meta(min_length=1, max_length=10_000)]
-
-
-class NamedSchema(msgspec.Struct, forbid_unknown_fields=True):
-    """A schema with a name, as chat completions wrap it. What it asks for is always enforced, `strict` or not.
-
-    name, description: for people; the model is held to the schema, and not shown it.
-    """
-
-    schema: Schema | None = None
-    name: str | None = None
-    strict: bool | None = None
-    description: str | None = None
+_Choice = Annotated[str, Meta(min_length=1, max_length=MAX_SCHEMA_BYTES)]
+Choices = Annotated[list[_Choice], Meta(min_length=1, max_length=10_000)]
+_WRAPPER = frozenset(("name", "description", "strict"))
 
 
 class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
-    """The form of a reply: any text, any JSON object, or JSON of a schema, which stands in its wrapper or beside."""
+    """The form of a reply. What it asks for is always enforced, `strict` or not.
 
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: NamedSchema | None = None
+    json_schema, schema, value: a schema in a wrapper with a name, as chat completions have it, or alone, or beside the
+    type. pattern, value: of regex. structures, triggers, format: of structural_tag. name, description: for people; the
+    model is held to the schema, and not shown it.
+    """
+
+    type: Literal["text", "json_object", "json_schema", "json", "regex", "grammar", "structural_tag"]
+    json_schema: Schema | None = None
     schema: Schema | None = None
     name: str | None = None
     strict: bool | None = None
     description: str | None = None
+    pattern: Source | None = None
+    regex: Source | None = None
+    grammar: Source | None = None
+    value: Schema | Source | None = None
+    structures: list[dict[str, Any]] | None = None
+    triggers: list[str] | None = None
+    format: dict[str, Any] | None = None
 
     def constraint(self, path: str) -> Constraint | None:
         """The constraint that this form is, None for any text. Raises: ApiError."""
-        schema = self.schema if self.json_schema is None else self.json_schema.schema
+        match self.type:
+            case "text":
+                return None
+            case "regex":
+                return Regex(self._text(path, pattern=self.pattern, regex=self.regex, value=self.value))
+            case "grammar":
+                return Grammar(self._text(path, grammar=self.grammar, value=self.value))
+            case "structural_tag":
+                older = {"structures": self.structures, "triggers": self.triggers}
+                return StructuralTag(older if self.format is None else {"format": self.format})
+        schema = self._schema(path)
         if self.type == "json_schema" and schema is None:
             raise ApiError(400, f"{path} is of type json_schema and has no schema; add one", param=path)
-        if self.type == "text":
-            return None
         return JsonObject() if schema is None else _json_schema(schema, path)
+
+    def _schema(self, path: str) -> Schema | str | None:
+        found = self.json_schema
+        if isinstance(found, dict):
+            if found.keys() <= _WRAPPER | {"schema"}:
+                found = found.get("schema")
+            elif isinstance(found.get("schema"), dict):
+                named = next(name for name in found if name not in _WRAPPER | {"schema"})
+                raise refused_member(f"{path}.json_schema.{named}")
+        return next((one for one in (found, self.schema, self.value) if one is not None), None)
+
+    def _text(self, path: str, **members: object) -> str:
+        """The only member that has text. Raises: ApiError."""
+        found = [text for text in members.values() if isinstance(text, str) and text]
+        if len(found) != 1:
+            raise ApiError(400, f"{path} is of type {self.type}; give {' or '.join(members)} as text", param=path)
+        return found[0]
 
 
 class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
-    """The form of a reply as vLLM has it."""
+    """The form of a reply as vLLM has it.
+
+    disable_any_whitespace, disable_additional_properties, disable_fallback: JSON is on one line, objects take the
+    members that their schema names, and nothing but the form is tried, whatever these say.
+    """
 
     json: Schema | Source | None = None
     regex: Source | None = None
     choice: Choices | None = None
     grammar: Source | None = None
     json_object: bool | None = None
+    structural_tag: dict[str, Any] | Source | None = None
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None
+    disable_fallback: bool | None = None
+    whitespace_pattern: Source | None = None
 
 
 class FormFields(msgspec.Struct):
     """The ways to hold a reply to a form, of which at most one may be given.
 
     response_format: OpenAI's way. grammar, json_schema: llama.cpp's. structured_outputs and what begins with `guided`:
-    vLLM's newer and older ways. Schemas may be JSON text too, where vLLM allows it.
+    vLLM's newer and older ways, and structural_tag. Schemas may be JSON text too, where vLLM allows it.
     """
 
     response_format: ResponseFormat | None = None
@@ -77,10 +114,14 @@ class FormFields(msgspec.Struct):
     guided_regex: Source | None = None
     guided_choice: Choices | None = None
     guided_grammar: Source | None = None
+    structural_tag: dict[str, Any] | Source | None = None
 
     def constraint(self) -> Constraint | None:
         """What the reply must be, None for anything. Raises: ApiError."""
         outputs = self.structured_outputs or StructuredOutputs()
+        if outputs.whitespace_pattern:
+            path = "structured_outputs.whitespace_pattern"
+            raise unsupported(f"{path} cannot be had: JSON comes on one line; lay it out in the client", path)
         forms: tuple[tuple[str, Any, Callable[[Any, str], Constraint | None]], ...] = (
             ("response_format", self.response_format, ResponseFormat.constraint),
             ("grammar", self.grammar, _grammar),
@@ -95,8 +136,14 @@ class FormFields(msgspec.Struct):
             ("structured_outputs.choice", outputs.choice, _choice),
             ("structured_outputs.grammar", outputs.grammar, _grammar),
             ("structured_outputs.json_object", outputs.json_object or None, lambda value, path: JsonObject()),
+            ("structured_outputs.structural_tag", outputs.structural_tag, _structural_tag),
+            ("structural_tag", self.structural_tag, _structural_tag),
         )
-        found = {path: form for path, value, make in forms if value is not None and (form := make(value, path))}
+        found = {
+            path: form
+            for path, value, make in forms
+            if value is not None and value != "" and (form := make(value, path))
+        }
         if len(found) > 1:
             names = " and ".join(found)
             raise ApiError(400, f"{names} were given, and a reply has one form; choose one", param=list(found)[1])
@@ -114,6 +161,10 @@ def _regex(pattern: str, path: str) -> Regex:
 def _choice(texts: Sequence[str], path: str) -> Regex:
     """One of several texts, to the letter."""
     return Regex("|".join(_SYNTAX.sub(r"\\\g<0>", text) for text in texts))
+
+
+def _structural_tag(tag: dict[str, Any] | str, path: str) -> StructuralTag:
+    return StructuralTag(tag)
 
 
 def _json_schema(schema: Schema | str, path: str) -> JsonSchema:

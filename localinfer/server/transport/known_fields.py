@@ -99,7 +99,6 @@ _SAMPLING = _refuse("""
     response_fields: do that in the client
     format: send response_format
     guided_whitespace_pattern: JSON comes on one line; lay it out in the client
-    structural_tag: send a grammar
     grammar_lazy grammar_triggers: a grammar holds from the first token on; leave it out
     lora lora_adapters: load the model with the option you want instead
     draft_model: start the server with --draft
