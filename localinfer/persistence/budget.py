@@ -1,11 +1,11 @@
-"""The files of the cache folder, and their byte budget: the least recently used are deleted first."""
+"""The files of the cache folders, and their byte budget: the least recently used are deleted first."""
 
 import contextlib
 import os
 import re
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,11 +20,15 @@ CHATS_FOLDER = "chats"
 
 CHAT_SUFFIX = ".chat"
 
+RESPONSE_FILE = r"(?:resp|conv)_[0-9a-f]{24}\.(?:json|events)"
+"""The name of a file that a server keeps of a response or of a conversation."""
+
 _FOLDER = re.compile(r"[0-9a-f]{32}")
 _SHARD = re.compile(r"[0-9a-f]")
 _KEY = "[0-9a-f]{32}"
 _FILE = re.compile(
-    rf"{re.escape(DESCRIPTION)}|{_KEY}|{_KEY}\.chat|{_KEY}-{_KEY}\.(?:page|window|state)|(?:tmp\w+|\.[0-9a-f]{{12}})\.tmp"
+    rf"{re.escape(DESCRIPTION)}|{_KEY}|{_KEY}\.chat|{_KEY}-{_KEY}\.(?:page|window|state)|{RESPONSE_FILE}"
+    r"|(?:tmp\w+|\.[0-9a-f]{12})\.tmp"
 )
 
 _ABANDONED_SECONDS = 3600.0
@@ -43,11 +47,14 @@ class DiskBudget:
     """The byte budget of a folder that several processes write.
 
     Between measurements only this process's writes are counted, so the folder may exceed the budget by a sixteenth per
-    process. Not thread-safe.
+    process. Not thread-safe. list_files: which files of the folder count; None for those of `stored_files`.
     """
 
-    def __init__(self, folder: Path, max_bytes: int) -> None:
+    def __init__(
+        self, folder: Path, max_bytes: int, list_files: "Callable[[Path], Iterable[StoredFile]] | None" = None
+    ) -> None:
         self._folder = folder
+        self._list_files = stored_files if list_files is None else list_files
         self._max_bytes = max_bytes
         self._slack_bytes = max_bytes // 16
         self._measured_bytes: int | None = None
@@ -62,7 +69,7 @@ class DiskBudget:
         is_known = self._measured_bytes is not None and self._written_bytes <= self._slack_bytes
         if is_known and (self._measured_bytes or 0) + self._written_bytes <= self._max_bytes:
             return 0
-        files = sorted(stored_files(self._folder))
+        files = sorted(self._list_files(self._folder))
         total = sum(file.num_bytes for file in files)
         excess = total - (self._max_bytes - self._slack_bytes) if total > self._max_bytes else 0
         abandoned_ns = time.time_ns() - int(_ABANDONED_SECONDS * 1e9)

@@ -21,8 +21,23 @@ from starlette.middleware import Middleware
 
 from localinfer.closing import Closing
 from localinfer.errors import BackendUnavailableError, ClosedError
+from localinfer.persistence.response_store import ResponseStore
 from localinfer.server import openapi
-from localinfer.server.api import chat, completions, embeddings, messages, models, page, rerank, responses, status, text
+from localinfer.server.api import (
+    chat,
+    completions,
+    conversations,
+    embeddings,
+    messages,
+    models,
+    page,
+    rerank,
+    responses,
+    status,
+    text,
+)
+from localinfer.server.api.responses_background import BackgroundResponses
+from localinfer.server.api.responses_memory import ResponseMemory
 from localinfer.server.operation.metrics import Metrics
 from localinfer.server.replies.service import PlainPaths, Service, route, unrouted
 from localinfer.server.router.models import ModelRegistry
@@ -57,10 +72,14 @@ _NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 def make_app(service: Service) -> Starlette:
     """The application of a service; paths are written without `/v1`, which may stand before each."""
 
+    memory = ResponseMemory(ResponseStore(service.settings.kept_responses))
+    background = BackgroundResponses()
+
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        async with service.open():
+        async with service.open(), background.open():
             yield
+        await asyncio.to_thread(memory.store.close)
 
     routes = [
         route("/", page.chat_page),
@@ -72,6 +91,19 @@ def make_app(service: Service) -> Starlette:
         # Where Cohere's clients ask.
         route("/v2/rerank", rerank.rerank, "POST", prompt_field="documents"),
         route("/responses", responses.responses, "POST", prompt_field="input"),
+        route("/responses/input_tokens", responses.input_tokens, "POST", prompt_field="input"),
+        route("/responses/{response}", responses.response),
+        route("/responses/{response}", responses.delete_response, "DELETE"),
+        route("/responses/{response}/input_items", responses.input_items),
+        route("/responses/{reply}/cancel", responses.cancel_response, "POST"),
+        route("/conversations", conversations.create_conversation, "POST"),
+        route("/conversations/{conversation}", conversations.conversation),
+        route("/conversations/{conversation}", conversations.update_conversation, "POST"),
+        route("/conversations/{conversation}", conversations.delete_conversation, "DELETE"),
+        route("/conversations/{conversation}/items", conversations.conversation_items),
+        route("/conversations/{conversation}/items", conversations.add_items, "POST"),
+        route("/conversations/{conversation}/items/{item}", conversations.conversation_item),
+        route("/conversations/{conversation}/items/{item}", conversations.delete_item, "DELETE"),
         route("/messages", messages.messages, "POST"),
         route("/messages/count_tokens", messages.count_tokens, "POST"),
         route("/tokenize", text.tokenize, "POST"),
@@ -87,7 +119,6 @@ def make_app(service: Service) -> Starlette:
         route("/slots", status.slots),
         route("/requests/{reply}/cancel", status.cancel, "POST"),
         route("/requests/{reply}", status.cancel, "DELETE"),
-        route("/responses/{reply}/cancel", status.cancel, "POST"),
     ]
     app = Starlette(
         routes=routes,
@@ -96,6 +127,7 @@ def make_app(service: Service) -> Starlette:
         lifespan=lifespan,
     )
     app.state.service = service
+    app.state.responses, app.state.background = memory, background
     app.router.redirect_slashes = False
     return app
 

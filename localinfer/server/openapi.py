@@ -9,10 +9,11 @@ from starlette.responses import Response
 from localinfer.kernels.versions import installed_version
 from localinfer.server.api.chat import ChatRequest
 from localinfer.server.api.completions import CompletionRequest
+from localinfer.server.api.conversations import ConversationRequest
 from localinfer.server.api.embeddings import EmbeddingRequest
 from localinfer.server.api.messages import CountRequest, MessagesRequest
 from localinfer.server.api.rerank import RerankRequest
-from localinfer.server.api.responses import ResponsesRequest
+from localinfer.server.api.responses_request import ResponsesRequest
 from localinfer.server.api.text import DetokenizeRequest, TemplateRequest, TokenizeRequest
 from localinfer.server.transport.http import json_response
 
@@ -23,6 +24,8 @@ BODIES: dict[str, type[msgspec.Struct]] = {
     "/v1/embeddings": EmbeddingRequest,
     "/v1/rerank": RerankRequest,
     "/v1/responses": ResponsesRequest,
+    "/v1/responses/input_tokens": ResponsesRequest,
+    "/v1/conversations": ConversationRequest,
     "/v1/messages": MessagesRequest,
     "/v1/messages/count_tokens": CountRequest,
     "/tokenize": TokenizeRequest,

@@ -1,6 +1,5 @@
 """What leaves `/v1/responses` and `/v1/messages`, and the routes that only look at text."""
 
-import pytest
 from event_frames import named_events
 from local_servers import STORY
 
@@ -49,13 +48,6 @@ def test_response_to_items_is_that_to_their_chat(tcp):
     reply = tcp.post("/v1/responses", json={**ASK, "input": items, "instructions": "Be brief."})
     assert reply.status_code == 200, reply.text
     assert reply.json()["instructions"] == "Be brief."
-
-
-@pytest.mark.parametrize("member", [{"previous_response_id": "resp_1"}, {"background": True}, {"conversation": "c"}])
-def test_what_needs_kept_responses_is_refused(tcp, member):
-    response = tcp.post("/v1/responses", json={**ASK, **member})
-    assert response.status_code == 400
-    assert response.json()["error"]["param"] in member
 
 
 def test_unknown_items_are_refused_by_place(tcp):

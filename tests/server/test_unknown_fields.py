@@ -246,16 +246,15 @@ CUSTOM = {"type": "custom", "name": "patch", "description": "Free text."}
         (CHAT, {"type": "custom", "custom": {"name": "patch"}}),
         (CHAT, {"type": "namespace", "name": "n", "tools": [FUNCTION]}),
         (CHAT, {"type": "web_search"}),
-        *(
-            (RESPONSES, {**CUSTOM, "type": kind})
-            for kind in ("custom", "mcp", "local_shell", "file_search", "new_kind")
-        ),
+        *((RESPONSES, {**CUSTOM, "type": kind}) for kind in ("mcp", "local_shell", "file_search", "new_kind")),
         *(
             (RESPONSES, {**CUSTOM, "type": kind})
             for kind in ("code_interpreter", "computer_use_preview", "tool_search")
         ),
         (RESPONSES, {"type": "namespace", "name": "n", "tools": []}),
-        (RESPONSES, {"type": "namespace", "name": "n", "tools": [CUSTOM]}),
+        (RESPONSES, {"type": "namespace", "name": "n", "tools": [{**CUSTOM, "type": "mcp"}]}),
+        (RESPONSES, {**CUSTOM, "format": {"type": "grammar", "syntax": "gbnf", "definition": "root ::= x"}}),
+        (RESPONSES, {**CUSTOM, "format": {"type": "text", "something_new": 1}}),
         (MESSAGES, {"type": "computer_20250124", "name": "computer", "display_width_px": 100}),
         (MESSAGES, {"type": "bash_20250124", "name": "bash", "input_schema": {"type": "object"}}),
     ],

@@ -193,6 +193,10 @@ class ReplyWriter:
         """What a stream ends with if something failed."""
         return error.body()
 
+    def failures(self, error: ApiError) -> Iterable[Event]:
+        """The same, where it is several events."""
+        return (self.failure(error),)
+
     def whole(self) -> dict[str, Any]:
         """The answer that is not streamed, when all texts have ended."""
         raise NotImplementedError
@@ -227,7 +231,7 @@ async def serve_reply(
     finally:
         if not body.stream:
             reply.close()
-    return EventStream(_frames(writer, ping_seconds or service.settings.ping_seconds), reply.close)
+    return EventStream(reply_frames(writer, ping_seconds or service.settings.ping_seconds), reply.close)
 
 
 async def _whole(writer: ReplyWriter) -> dict[str, Any]:
@@ -237,7 +241,8 @@ async def _whole(writer: ReplyWriter) -> dict[str, Any]:
     return writer.whole()
 
 
-async def _frames(writer: ReplyWriter, ping_seconds: float) -> AsyncIterator[bytes]:
+async def reply_frames(writer: ReplyWriter, ping_seconds: float) -> AsyncIterator[bytes]:
+    """A reply as a stream: frames of events, and pings while nothing comes."""
     reply = writer.reply
     for event in writer.begin():
         yield event_frame(event)
@@ -248,7 +253,8 @@ async def _frames(writer: ReplyWriter, ping_seconds: float) -> AsyncIterator[byt
         for event in writer.finish():
             yield event_frame(event)
     except Exception as error:
-        yield event_frame(writer.failure(to_api_error(error, reply.id)))
+        for event in writer.failures(to_api_error(error, reply.id)):
+            yield event_frame(event)
     if writer.last_frame:
         yield writer.last_frame
 
@@ -336,7 +342,13 @@ class BlockWriter(ReplyWriter):
                 yield from self.block_opened(delta)
             if delta.text:
                 self._texts.append(delta.text)
-                yield self.block_grown(delta)
+                if (grown := self.block_grown(delta)) is not None:
+                    yield grown
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the last block may still grow."""
+        return self._open is not None
 
     def close_block(self) -> Iterator[Event]:
         """Close the block that is open, if one is."""
@@ -349,8 +361,8 @@ class BlockWriter(ReplyWriter):
         """Append an empty block of a delta's kind."""
         raise NotImplementedError
 
-    def block_grown(self, delta: Delta) -> Event:
-        """The event for what a delta adds to the open block."""
+    def block_grown(self, delta: Delta) -> Event | None:
+        """The event for what a delta adds to the open block; None if that shows later."""
         raise NotImplementedError
 
     def block_closed(self, kind: str, text: str) -> Iterator[Event]:

@@ -1,6 +1,11 @@
-"""Tools and the choice among them, brought from the shapes of each API into the one of the engine, or refused."""
+"""Tools and the choice among them, brought from the shapes of each API into the one of the engine, or refused.
 
+A custom tool takes any text. It becomes a function whose one argument is that text.
+"""
+
+import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 from msgspec import Meta
@@ -12,6 +17,17 @@ Tools = Annotated[list[dict[str, Any]], Meta(max_length=256)]
 _FUNCTION = "name description parameters strict"
 _SEPARATOR = "__"
 """Between the name of a namespace and that of a tool in it: letters that every template prints as they are."""
+CUSTOM_ARGUMENT = "input"
+"""The one argument of the function that a custom tool becomes."""
+
+
+@dataclass(frozen=True)
+class ToolName:
+    """What a client calls a tool that the model may call: its name, in its namespace if it has one."""
+
+    name: str
+    namespace: str | None = None
+    is_custom: bool = False
 
 
 def function_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]]:
@@ -23,25 +39,33 @@ def function_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, 
 
 
 def responses_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]]:
-    """Like `function_tools`, with those of namespaces, and without searches, as the API of responses has them."""
+    """Like `function_tools` for the API of responses: with custom tools and namespaces, and without searches."""
     made: list[dict[str, Any]] = []
     for index, tool in enumerate(tools or ()):
         if tool.get("type") == "namespace":
             made += _namespace_tools(tool, f"tools[{index}]")
         elif tool.get("type") not in SEARCH_TOOLS:
-            made.append(_wrapped(tool, f"tools[{index}]"))
+            made.append(_responses_tool(tool, f"tools[{index}]"))
     return made
 
 
-def namespaced_names(tools: Sequence[Mapping[str, Any]] | None) -> dict[str, tuple[str, str]]:
-    """By the name that the model calls: the namespace of a tool, and its name in there."""
-    names = [
-        (str(tool.get("name")), str(inner.get("name")))
-        for tool in tools or ()
-        if tool.get("type") == "namespace"
-        for inner in _inner_tools(tool)
-    ]
-    return {joined_name(*name): name for name in names}
+def tool_names(tools: Sequence[Mapping[str, Any]] | None) -> dict[str, ToolName]:
+    """By the name that the model calls: what clients of the API of responses call each tool."""
+    names: dict[str, ToolName] = {}
+    for tool in tools or ():
+        if tool.get("type") in SEARCH_TOOLS:
+            continue
+        namespace = str(tool.get("name")) if tool.get("type") == "namespace" else None
+        for one in [tool] if namespace is None else _inner_tools(tool):
+            made = ToolName(str(one.get("name")), namespace, one.get("type") == "custom")
+            names[joined_name(namespace, made.name)] = made
+    return names
+
+
+def custom_arguments(text: str) -> str:
+    """The arguments of the function that a custom tool became, for an input."""
+    # Written as models are held to write it, so that a call in a conversation is found in the prefix cache.
+    return json.dumps({CUSTOM_ARGUMENT: text}, ensure_ascii=False)
 
 
 def joined_name(namespace: str | None, name: str) -> str:
@@ -55,6 +79,19 @@ def checked_choice(choice: str | Mapping[str, Any] | None, *, has_tools: bool) -
     if not has_tools and made not in (None, "auto", "none"):
         raise ApiError(400, "tool_choice demands a call, but there are no tools; give some", param="tool_choice")
     return made
+
+
+def responses_choice(
+    choice: str | Mapping[str, Any] | None, tools: Sequence[Mapping[str, Any]] | None
+) -> str | dict[str, Any] | None:
+    """Like `checked_choice`, where a custom tool may be named, with the tools as they were given."""
+    names = tool_names(tools)
+    if isinstance(choice, Mapping) and choice.get("type") == "custom" and isinstance(choice.get("name"), str):
+        name = joined_name(choice.get("namespace"), choice["name"])
+        if name not in names or not names[name].is_custom:
+            raise ApiError(400, f"tool_choice names {name!r:.80}, which is no custom tool here", param="tool_choice")
+        choice = {**choice, "type": "function"}
+    return checked_choice(choice, has_tools=bool(names))
 
 
 def _named_choice(choice: Mapping[str, Any]) -> str | dict[str, Any]:
@@ -99,7 +136,7 @@ def _namespace_tools(tool: Mapping[str, Any], path: str) -> Iterator[dict[str, A
     if not isinstance(namespace, str) or not _inner_tools(tool):
         raise ApiError(400, f"{path} is a namespace without a name or without tools; give both", param=path)
     for index, inner in enumerate(_inner_tools(tool)):
-        wrapped = _wrapped(inner, f"{path}.tools[{index}]")
+        wrapped = _responses_tool(inner, f"{path}.tools[{index}]")
         function = wrapped["function"]
         descriptions = (tool.get("description"), function.get("description"))
         joined = "\n".join(text for text in descriptions if isinstance(text, str) and text)
@@ -110,6 +147,55 @@ def _namespace_tools(tool: Mapping[str, Any], path: str) -> Iterator[dict[str, A
 def _inner_tools(tool: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     inner = tool.get("tools")
     return [one for one in inner if isinstance(one, Mapping)] if isinstance(inner, list) else []
+
+
+def _responses_tool(tool: Mapping[str, Any], path: str) -> dict[str, Any]:
+    return _custom_tool(tool, path) if tool.get("type") == "custom" else _wrapped(tool, path)
+
+
+def _custom_tool(tool: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """A custom tool as a function. A regex binds its argument; a Lark grammar is only shown, as JSON cannot hold one.
+
+    Raises: ApiError.
+    """
+    check_object(tool, "type name description format", path, TOOLS)
+    form = tool.get("format") or {"type": "text"}
+    if not isinstance(form, Mapping) or form.get("type") not in ("text", "grammar"):
+        raise ApiError(
+            400, f'{path}.format is {form!r:.60}; give {{"type": "text"}} or a grammar', param=f"{path}.format"
+        )
+    check_object(form, "type syntax definition", f"{path}.format", {})
+    argument: dict[str, Any] = {"type": "string", "description": "The input, as plain text."}
+    parts = [tool.get("description")]
+    is_regex = False
+    if form["type"] == "grammar":
+        syntax, definition = form.get("syntax"), form.get("definition")
+        if syntax not in ("lark", "regex") or not isinstance(definition, str):
+            raise ApiError(
+                400,
+                f"{path}.format is a grammar; name lark or regex as its syntax, and give its definition",
+                param=f"{path}.format",
+            )
+        parts.append(
+            f"The {CUSTOM_ARGUMENT} must follow this {'Lark grammar' if syntax == 'lark' else 'regex'}:\n{definition}"
+        )
+        is_regex = syntax == "regex"
+        if is_regex:
+            argument["pattern"] = f"^(?:{definition})$"
+    parameters = {
+        "type": "object",
+        "properties": {CUSTOM_ARGUMENT: argument},
+        "required": [CUSTOM_ARGUMENT],
+        "additionalProperties": False,
+    }
+    function = {
+        "name": tool.get("name"),
+        "description": "\n\n".join(part for part in parts if isinstance(part, str) and part),
+        "parameters": parameters,
+        # Then a regex that cannot be enforced is refused.
+        **({"strict": True} if is_regex else {}),
+    }
+    return {"type": "function", "function": function}
 
 
 def _wrapped(tool: Mapping[str, Any], path: str) -> dict[str, Any]:

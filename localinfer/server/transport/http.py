@@ -2,9 +2,11 @@
 
 import asyncio
 import logging
-import random
 import re
+import secrets
 from collections.abc import AsyncIterator, Callable, Mapping
+from hashlib import blake2b
+from itertools import count
 from typing import Any, TypeVar
 
 import msgspec
@@ -70,19 +72,25 @@ STREAMS_EVENTS = "streams_events"
 """Set in the state of a request whose answer is a stream of events: a ping may stand between any two of its writes."""
 
 Record = TypeVar("Record")
-_random = random.Random()
+_KEY = secrets.token_bytes(32)
+_numbers = count()
+_WITH_UNDERSCORE = ("resp", "conv", "msg")
+"""Kinds of names that OpenAI and Anthropic write so."""
 # A string, closed or running to the end, or a sign; possessive, so that no input is read twice.
 _STRING_OR_SIGN = re.compile(rb'"(?:[^"\\]++|\\(?:.|\Z))*+(?:"|\Z)|[\[\]{},]', re.DOTALL)
 _UNKNOWN_MEMBER = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
 
 
 def identifier(prefix: str) -> str:
-    """A name for a request or a reply, unlike any other and no secret: the prefix and 24 hexadecimal digits.
+    """A name for a request, a reply or what is kept of one: the prefix and 24 hexadecimal digits.
 
-    None of them comes from the system: such a call releases the interpreter's lock, and the event loop would wait for
-    threads that compute to reacquire it, up to a millisecond each time.
+    Unlike any other, and not to be guessed by the owners of others: what is kept is found by its name. No digit comes
+    from the system: such a call releases the interpreter's lock, and the event loop would wait for threads that compute
+    to reacquire it, up to a millisecond each time.
     """
-    return f"{prefix}-{_random.getrandbits(96):024x}"
+    number = next(_numbers).to_bytes(8, "big")
+    separator = "_" if prefix in _WITH_UNDERSCORE else "-"
+    return f"{prefix}{separator}{blake2b(number, digest_size=12, key=_KEY).hexdigest()}"
 
 
 class ClientGone(Exception):

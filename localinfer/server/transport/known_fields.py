@@ -8,7 +8,7 @@ null, or whose value says what happens anyway, asks for nothing.
 from typing import Any, NamedTuple
 
 _ACCOUNT = "accounts, billing and statistics of a service"
-_STORED = "nothing is stored here"
+_STORED = "chats are not kept; responses are"
 _CACHE = "the prefix cache needs no hints: prompts that were computed before are found by themselves"
 _QUEUE = "there is one queue, and requests have equal rights in it"
 _MODERATION = "nothing is moderated here"
@@ -53,7 +53,6 @@ def _refuse(table: str) -> dict[str, Refusal]:
 
 _OPENAI = _ignore(f"""
     user service_tier safety_identifier: {_ACCOUNT}
-    store: {_STORED}
     prompt_cache_key prompt_cache_options prompt_cache_retention: {_CACHE}
     moderation: {_MODERATION}
 """)
@@ -123,7 +122,7 @@ _CHAT_SHAPE = _refuse("""
     models: send the name of one model
 """)
 _CHAT_MORE = _ignore(f"""
-    metadata: {_STORED}
+    metadata store: {_STORED}
     verbosity: {_VERBOSITY}
     audio function_call: {_NEEDS_MORE}
 """)
@@ -158,7 +157,7 @@ RESPONSES = KnownFields(
         stream_options: events are not padded, which is all that it asks about
         max_tool_calls: it bounds tools that a server runs itself, and this one runs none
         context_management: {_NO_SHORTENING}
-        verbosity: {_VERBOSITY}
+        verbosity personality: {_VERBOSITY}
     """),
     _SAMPLING
     | _refuse("""

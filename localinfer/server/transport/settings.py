@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from localinfer.errors import RequestError
+from localinfer.persistence.response_store import ResponseStoreOptions
 
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 _ORIGIN = re.compile(r"file://|[a-z][a-z0-9+.-]*://(?:[A-Za-z0-9._~-]+|\[[0-9a-fA-F:.]+\])(?::\d{1,5})?")
@@ -28,6 +29,7 @@ class ServerSettings:
     progress_seconds: between reports of how far a prompt was read, where a request asks for them.
     needs_socket: whether a Unix socket that another server listens on is an error; else TCP alone is served.
     serves_page: whether there is a chat page at `/`, which everybody may read; without, a token is asked for there too.
+    kept_responses: what is kept of responses and conversations, and where.
     Raises: RequestError.
     """
 
@@ -50,6 +52,7 @@ class ServerSettings:
     progress_seconds: float = 0.25
     needs_socket: bool = True
     serves_page: bool = True
+    kept_responses: ResponseStoreOptions = ResponseStoreOptions()
 
     def __post_init__(self) -> None:
         if self.host is None and self.socket_path is None:
