@@ -138,8 +138,10 @@ def test_fault_after_the_start_is_an_event_of_the_other_routes_too(scripted):
     response = scripted.post("/v1/messages", json=body("failing", max_tokens=9, stream=True))
     assert named_events(response)[-1]["error"]["type"] == "server_error"
     response = scripted.post("/v1/responses", json={"model": "failing", "input": "hi", "stream": True})
-    *events, last = named_events(response)
-    assert (last["type"], last["sequence_number"]) == ("error", len(events))
+    *events, error, failed = named_events(response)
+    assert (error["type"], error["sequence_number"]) == ("error", len(events))
+    assert (failed["type"], failed["response"]["status"]) == ("response.failed", "failed")
+    assert failed["response"]["error"]["code"] == "server_error"
     assert "secret" not in response.text
 
 
