@@ -15,7 +15,8 @@ from localinfer.errors import RequestError
 @option("--disk-cache-folder", "FOLDER", "Location. Default: your cache folder.")
 @flag("--clear", "Delete everything in it, and say what else is kept.")
 @flag("--typed-lines", "With --clear: also delete the lines typed in chats, which the arrow keys recall.")
-def cache_command(disk_cache_folder: str | None, clear: bool, typed_lines: bool) -> None:
+@flag("--responses", "With --clear: also delete the responses and conversations kept by servers.")
+def cache_command(disk_cache_folder: str | None, clear: bool, typed_lines: bool, responses: bool) -> None:
     """Show the prompt cache on disk, or delete it.
 
     It can be deleted at any time: missing entries are computed again. Saved conversations are no part of it:
@@ -26,14 +27,16 @@ def cache_command(disk_cache_folder: str | None, clear: bool, typed_lines: bool)
     from localinfer.persistence.prompt_cache import conversations_folder
     from localinfer.terminal import neutralise_controls
 
-    if typed_lines and not clear:
-        raise RequestError("--typed-lines says what --clear deletes as well; give both")
+    for name, is_given in (("--typed-lines", typed_lines), ("--responses", responses)):
+        if is_given and not clear:
+            raise RequestError(f"{name} says what --clear deletes as well; give both")
     folder = conversations_folder(disk_cache_folder)
     if folder is None:
         raise RequestError("this user has no cache folder; name one with --disk-cache-folder")
     if clear:
         click.echo(f"deleted {clear_folder(folder):,} bytes from {neutralise_controls(str(folder))}")
-        for line in (_clear_typed_lines() if typed_lines else _typed_lines(), _saved_conversations()):
+        lines = _clear_typed_lines() if typed_lines else _typed_lines()
+        for line in (lines, _saved_conversations(), _responses(disk_cache_folder, clear=responses)):
             if line is not None:
                 click.echo(line)
         return
@@ -83,6 +86,22 @@ def _saved_conversations() -> str | None:
         return None
     plural = "" if count == 1 else "s"
     return f"kept {count:,} saved conversation{plural} in {store.folder}; 'localinfer sessions' lists and deletes them"
+
+
+def _responses(parent: str | None, *, clear: bool) -> str | None:
+    """A line that says that servers keep responses, or that they were deleted; None if there are none."""
+    from localinfer.persistence.response_store import clear_responses, responses_folder, stored_responses
+
+    folder = responses_folder(parent)
+    num_bytes = 0 if folder is None else sum(file.num_bytes for file in stored_responses(folder))
+    if folder is None or not num_bytes:
+        return None
+    if clear:
+        return f"deleted {clear_responses(folder):,} bytes of responses and conversations of servers from {folder}"
+    return (
+        f"kept {num_bytes:,} bytes of responses and conversations of servers, in {folder}; --clear --responses deletes "
+        "them"
+    )
 
 
 def _models(folder: Path) -> Iterator[tuple[float, str]]:

@@ -16,6 +16,7 @@ from localinfer.cli.ending import Ending
 from localinfer.cli.options import COUNT, LoadOptions, byte_size, flag, load_options, load_with, option
 from localinfer.cli.ready_line import READY_JSON, ReadyLine, drain_stderr
 from localinfer.cli.serve_models import ModelsOptions, find_sources, load_options_of, measure, models_options
+from localinfer.cli.serve_responses import KeptResponses, responses_options
 from localinfer.errors import RequestError
 from localinfer.system.folders import expand_home
 from localinfer.system.parent_watch import OPTION, ParentWatch
@@ -75,6 +76,7 @@ class ServeProcess:
     type=_SECONDS,
     default=5,
 )
+@responses_options
 @flag(OPTION, "Exit within two seconds of the end of standard input, or of the parent process.")
 @flag(READY_JSON, "Print one line of JSON when ready, or with the error, and nothing else, on stdout.")
 @flag("--verbose", "Log each request, and what of its prompt was cached, without its text, to stderr.")
@@ -87,6 +89,7 @@ def serve_command(
     until_stdin_ends: bool,
     ready_json: bool,
     verbose: bool,
+    kept_responses: KeptResponses,
     **listening: Any,
 ) -> None:
     """Serve OpenAI's and Anthropic's APIs locally.
@@ -135,6 +138,7 @@ def serve_command(
             socket_path=place,
             needs_socket=socket_path is not None,
             shutdown_seconds=shutdown_seconds,
+            kept_responses=kept_responses.options(options),
             **listening,
         )
 

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 
 from localinfer.closing import Closing
-from localinfer.persistence.budget import RESPONSE_FILE, DiskBudget, mark_used, newest_first
+from localinfer.persistence.budget import RESPONSE_FILE, DiskBudget, StoredFile, mark_used, newest_first
 from localinfer.system.files import read_bounded, write_all, write_atomically
 from localinfer.system.folders import expand_home, make_private, user_folder
 
@@ -35,6 +35,21 @@ def responses_folder(parent: str | os.PathLike[str] | None) -> Path | None:
     """The folder of responses, beside the prompt cache: inside `parent`, or inside this user's cache folder."""
     cache = user_folder("cache") if parent is None else expand_home(parent).absolute()
     return None if cache is None else cache / "responses"
+
+
+def stored_responses(folder: Path) -> list[StoredFile]:
+    """The files of a folder of responses, those used last first."""
+    return newest_first(folder)
+
+
+def clear_responses(folder: Path) -> int:
+    """Delete all of them, and return their bytes; a server that runs has forgotten them then."""
+    deleted = 0
+    for file in stored_responses(folder):
+        with contextlib.suppress(OSError):
+            os.unlink(file.path)
+            deleted += file.num_bytes
+    return deleted
 
 
 @dataclass(frozen=True)
@@ -72,7 +87,7 @@ class ResponseStore(Closing):
             logger.warning("responses are kept in memory only: %s", problem)
             self._folder = None
         if self._folder is not None:
-            self._budget = DiskBudget(self._folder, options.max_bytes, newest_first)
+            self._budget = DiskBudget(self._folder, options.max_bytes, stored_responses)
             self._writer = ThreadPoolExecutor(1, "localinfer-responses")
 
     def put(self, name: str, content: bytes) -> None:
@@ -168,7 +183,7 @@ class ResponseStore(Closing):
             return
         self._swept = time.monotonic()
         assert self._folder is not None, "there is a folder"
-        for file in newest_first(self._folder):
+        for file in stored_responses(self._folder):
             if self._has_expired(file.used_ns / 1e9):
                 with contextlib.suppress(OSError):
                     os.unlink(file.path)

@@ -58,7 +58,7 @@ GOOD = {
         {mtp} --decode 2 --repetitions 1 --threads 1 --speculation
     """,
     "cache": """
-        --disk-cache-folder {folder} --clear --typed-lines
+        --disk-cache-folder {folder} --clear --typed-lines --responses
     """,
     "sessions": """
         --json
@@ -118,6 +118,8 @@ GOOD = {
         --memory-limit 1GB --max-generations 2 --shutdown-seconds 1 --until-stdin-ends --no-tcp --socket {sock}
         --models {models} --token-env TOKEN_OF_THIS_TEST --ready-json --port 0 --socket {sock}
         --pulled --models {models} --models-config {settings} --load-wait 1 --no-tcp --socket {sock}
+        {local} --no-store
+        --disk-cache-folder {folder} --store-size 0 --store-days 0.5 --no-tcp --socket {sock}
     """,
 }
 """Lines of words; each option of a command must stand in one."""
@@ -250,6 +252,8 @@ BAD = {
         --clear=maybe
         --clear --typed-lines=maybe
         --typed-lines
+        --clear --responses=maybe
+        --responses
     """,
     "sessions": """
         --json=maybe
@@ -364,6 +368,9 @@ BAD = {
         --until-stdin-ends=maybe
         --ready-json=maybe
         --verbose=maybe
+        --no-store=maybe
+        --store-size none
+        --store-days -1
     """,
 }
 """The same; "*" are options of all commands that load a model, "sampling" of those that sample."""
