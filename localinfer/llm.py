@@ -305,7 +305,11 @@ class LLM(ThreadControl, Closing):
 
     def count_chat_tokens(self, messages: Sequence[Mapping[str, Any]], **options: Unpack[ReplyOptions]) -> int:
         """Return how many tokens `chat` would make of a conversation. Raises: TemplateError, RequestError."""
-        return int(self._chats().encode(messages, options).token_ids.size)
+        return len(self.chat_token_ids(messages, **options))
+
+    def chat_token_ids(self, messages: Sequence[Mapping[str, Any]], **options: Unpack[ReplyOptions]) -> list[int]:
+        """Return the prompt that `chat` would make of a conversation, as ids. Raises: TemplateError, RequestError."""
+        return list(self._chats().encode(messages, options).token_ids.tolist())
 
     def score(self, token_ids: Sequence[int] | NDArray[np.integer], *, top: int = 0) -> "list[TokenLogprobs | None]":
         """Return how likely each token was after those before it, None for the first.

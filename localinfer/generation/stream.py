@@ -44,6 +44,11 @@ class TextStream(Closing, Iterator[StreamEvent], AsyncIterator[StreamEvent]):
         return self._generation.prompt_tokens
 
     @property
+    def prompt_ids(self) -> list[int]:
+        """The token ids of the prompt. Any thread may ask."""
+        return list(self._generation.prompt_ids.tolist())
+
+    @property
     def computed_tokens(self) -> int:
         """How many tokens of prompt and completion the model has read so far, those from the cache included.
 

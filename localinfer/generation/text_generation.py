@@ -50,8 +50,8 @@ class TextGeneration(Iterator[StreamEvent]):
 
     Wrong requests raise when it is made. template_stops: stop texts of the chat template. chats: where a chat and its
     reply are kept at the end. through: what the events go through before they are read.
-    has_ended: whether nothing comes any more, and `completion` is final. is_cancelled: by `cancel` or `close`, though
-    it may have ended by itself before.
+    prompt_ids: of the whole prompt, int32. has_ended: whether nothing comes any more, and `completion` is final.
+    is_cancelled: by `cancel` or `close`, though it may have ended by itself before.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class TextGeneration(Iterator[StreamEvent]):
         self._parses_text = self._parser is not None or bool(template_stops) or bool(options.stops)
         self._stop_text: str | None = None
         self._has_calls = False
-        self._prompt_tokens = prompt_ids.size
+        self.prompt_ids = prompt_ids
         self._chat = prompt.chat
         self._chats = chats
         self.has_ended = threading.Event()
@@ -137,7 +137,7 @@ class TextGeneration(Iterator[StreamEvent]):
         num_tokens, seconds = len(self._token_ids), self._decode_seconds
         record = self._tokens.record
         return Stats(
-            prompt_tokens=self._prompt_tokens,
+            prompt_tokens=self.prompt_ids.size,
             cached_tokens=record.cached_tokens,
             cache_miss=None if record.miss is None else record.miss.describe(self._tokenizer),
             cache_miss_summary=None if record.miss is None else record.miss.summary,
@@ -158,7 +158,7 @@ class TextGeneration(Iterator[StreamEvent]):
     @property
     def prompt_tokens(self) -> int:
         """How many tokens the prompt has."""
-        return self._prompt_tokens
+        return int(self.prompt_ids.size)
 
     @property
     def computed_tokens(self) -> int:

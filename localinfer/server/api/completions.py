@@ -122,7 +122,7 @@ async def completions(request: Request) -> Response:
 def _open(llm: "LLM", prompt: str | Sequence[int], body: CompletionRequest, options: dict[str, Any]) -> "TextStream":
     most = None if options.get("context_shift") else llm.context_length
     if body.suffix is not None:
-        return llm.stream(_fill_in_prompt(llm.tokenizer, prompt, body, most), **options)
+        return llm.stream(fill_in_prompt(llm.tokenizer, prompt, body, most), **options)
     if isinstance(prompt, str) and body.add_special_tokens is False:
         return llm.stream(_encoded(llm.tokenizer, prompt, body, max_tokens=most), **options)
     if isinstance(prompt, str):
@@ -143,7 +143,7 @@ def _encoded(
     return tokenizer.encode(text, add_special, body.parses_special, max_tokens=max_tokens)
 
 
-def _fill_in_prompt(
+def fill_in_prompt(
     tokenizer: "Tokenizer", prompt: str | Sequence[int], body: CompletionRequest, max_tokens: int | None
 ) -> list[int]:
     """The ids of a prompt whose completion stands before `suffix`: first what is before, then what is after.

@@ -16,7 +16,6 @@ from localinfer.server.replies.reply import End, Reply, Silence, TextPlan, Token
 from localinfer.server.replies.service import Plan, service_of, unless_gone
 from localinfer.server.transport.http import (
     DONE,
-    PING,
     ApiError,
     EventStream,
     event_frame,
@@ -161,10 +160,13 @@ class ReplyWriter:
     """One reply in a wire format: the events that its tokens become on a stream, and the object they are together.
 
     prepare: run in a thread before anything is written. last_frame: written after the last event of a stream.
+    stream, frame: how a stream is answered, and an event written on it.
     """
 
     prepare: Callable[[], None] | None = None
     last_frame = b""
+    stream: type[EventStream] = EventStream
+    frame: Callable[[Event], bytes] = staticmethod(event_frame)
 
     def __init__(self, reply: Reply) -> None:
         self.reply = reply
@@ -231,7 +233,7 @@ async def serve_reply(
     finally:
         if not body.stream:
             reply.close()
-    return EventStream(reply_frames(writer, ping_seconds or service.settings.ping_seconds), reply.close)
+    return writer.stream(reply_frames(writer, ping_seconds or service.settings.ping_seconds), reply.close)
 
 
 async def _whole(writer: ReplyWriter) -> dict[str, Any]:
@@ -245,16 +247,16 @@ async def reply_frames(writer: ReplyWriter, ping_seconds: float) -> AsyncIterato
     """A reply as a stream: frames of events, and pings while nothing comes."""
     reply = writer.reply
     for event in writer.begin():
-        yield event_frame(event)
+        yield writer.frame(event)
     try:
         async for item in reply.events(ping_seconds):
             for made in _written(writer, item):
-                yield PING if made is None else event_frame(made)
+                yield writer.stream.ping if made is None else writer.frame(made)
         for event in writer.finish():
-            yield event_frame(event)
+            yield writer.frame(event)
     except Exception as error:
         for event in writer.failures(to_api_error(error, reply.id)):
-            yield event_frame(event)
+            yield writer.frame(event)
     if writer.last_frame:
         yield writer.last_frame
 

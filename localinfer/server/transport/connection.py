@@ -20,7 +20,7 @@ import h11
 import msgspec
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from localinfer.server.transport.http import PING, STREAMS_EVENTS, ApiError
+from localinfer.server.transport.http import STREAMS_EVENTS, ApiError
 from localinfer.server.transport.security import IS_UNIX_SOCKET
 from localinfer.server.transport.settings import ServerSettings
 
@@ -289,8 +289,9 @@ class Connection(H11Protocol):
         """Write what a client ignores if it listens, and what fails if it left."""
         if self.is_idle or self.transport.is_closing():
             return
-        if self.conn.our_state is h11.SEND_BODY and self.scope["state"].get(STREAMS_EVENTS):
-            self.transport.write(self.conn.send(h11.Data(data=PING)) or b"")
+        ping = self.scope["state"].get(STREAMS_EVENTS)
+        if self.conn.our_state is h11.SEND_BODY and ping is not None:
+            self.transport.write(self.conn.send(h11.Data(data=ping)) or b"")
         elif self.conn.our_state is h11.SEND_RESPONSE and self.conn.their_http_version != b"1.0":
             self.transport.write(self.conn.send(h11.InformationalResponse(status_code=100, headers=[])) or b"")
         if count < len(_PROBE_SECONDS):

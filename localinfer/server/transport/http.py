@@ -69,7 +69,8 @@ DONE = b"data: [DONE]\n\n"
 PING = b": ping\n"
 """A comment line, without the blank one that would make several clients see an event."""
 STREAMS_EVENTS = "streams_events"
-"""Set in the state of a request whose answer is a stream of events: a ping may stand between any two of its writes."""
+"""Set in the state of a request whose answer is a stream of events, to the ping that may stand between any two of its
+writes."""
 
 Record = TypeVar("Record")
 _KEY = secrets.token_bytes(32)
@@ -360,16 +361,18 @@ def event_frame(value: Mapping[str, Any]) -> bytes:
 class EventStream(StreamingResponse):
     """Frames as they come. When the client leaves, `on_end` is called, which must bring the frames to an end.
 
-    It is called again when they have ended or failed.
+    It is called again when they have ended or failed. ping: what its clients read as nothing, between two frames.
     """
 
+    media_type = "text/event-stream"
+    ping = PING
+
     def __init__(self, frames: AsyncIterator[bytes], on_end: Callable[[], object]) -> None:
-        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-        super().__init__(frames, headers=headers, media_type="text/event-stream")
+        super().__init__(frames, headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         self._on_end = on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope.setdefault("state", {})[STREAMS_EVENTS] = True
+        scope.setdefault("state", {})[STREAMS_EVENTS] = self.ping
         watching = asyncio.create_task(self._watch(receive))
         try:
             await self.stream_response(send)
