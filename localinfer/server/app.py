@@ -30,7 +30,6 @@ from localinfer.server.api import (
     embeddings,
     messages,
     models,
-    page,
     rerank,
     responses,
     status,
@@ -38,6 +37,8 @@ from localinfer.server.api import (
 )
 from localinfer.server.api.responses_background import BackgroundResponses
 from localinfer.server.api.responses_memory import ResponseMemory
+from localinfer.server.ollama.routes import ollama_routes
+from localinfer.server.ollama.wire import ErrorTexts
 from localinfer.server.operation.metrics import Metrics
 from localinfer.server.replies.service import PlainPaths, Service, route, unrouted
 from localinfer.server.router.models import ModelRegistry
@@ -82,7 +83,7 @@ def make_app(service: Service) -> Starlette:
         await asyncio.to_thread(memory.store.close)
 
     routes = [
-        route("/", page.chat_page),
+        *ollama_routes(),
         route("/chat/completions", chat.chat_completions, "POST"),
         route("/chat/completions/input_tokens", text.count_chat_tokens, "POST"),
         route("/completions", completions.completions, "POST", prompt_field="prompt"),
@@ -122,7 +123,11 @@ def make_app(service: Service) -> Starlette:
     ]
     app = Starlette(
         routes=routes,
-        middleware=[Middleware(SecurityMiddleware, settings=service.settings), Middleware(PlainPaths)],
+        middleware=[
+            Middleware(ErrorTexts),
+            Middleware(SecurityMiddleware, settings=service.settings),
+            Middleware(PlainPaths),
+        ],
         exception_handlers={HTTPException: unrouted},
         lifespan=lifespan,
     )

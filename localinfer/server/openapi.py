@@ -15,6 +15,7 @@ from localinfer.server.api.messages import CountRequest, MessagesRequest
 from localinfer.server.api.rerank import RerankRequest
 from localinfer.server.api.responses_request import ResponsesRequest
 from localinfer.server.api.text import DetokenizeRequest, TemplateRequest, TokenizeRequest
+from localinfer.server.ollama.routes import DELETED, POSTED, READ
 from localinfer.server.transport.http import json_response
 
 BODIES: dict[str, type[msgspec.Struct]] = {
@@ -31,6 +32,7 @@ BODIES: dict[str, type[msgspec.Struct]] = {
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
     "/apply-template": TemplateRequest,
+    **POSTED,
 }
 """What is posted, by route."""
 
@@ -55,7 +57,7 @@ _ERROR = {
 
 def describe() -> dict[str, Any]:
     """The description, as a JSON object."""
-    bodies = tuple(dict.fromkeys(BODIES.values()))
+    bodies = tuple(dict.fromkeys((*BODIES.values(), *DELETED.values())))
     references, schemas = msgspec.json.schema_components(bodies, ref_template="#/components/schemas/{name}")
     reference_of = dict(zip(bodies, references, strict=True))
     answers = {
@@ -65,10 +67,11 @@ def describe() -> dict[str, Any]:
             "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}},
         },
     }
-    paths: dict[str, Any] = {path: {"get": {"responses": answers}} for path in _READ}
-    for path, body in BODIES.items():
+    paths: dict[str, Any] = {path: {"get": {"responses": answers}} for path in (*_READ, *READ)}
+    sent = [("post", *item) for item in BODIES.items()] + [("delete", *item) for item in DELETED.items()]
+    for method, path, body in sent:
         content = {"application/json": {"schema": reference_of[body]}}
-        paths[path] = {"post": {"requestBody": {"required": True, "content": content}, "responses": answers}}
+        paths[path] = {method: {"requestBody": {"required": True, "content": content}, "responses": answers}}
     return {
         "openapi": "3.1.0",
         "info": {"title": "localinfer", "version": installed_version("localinfer")},

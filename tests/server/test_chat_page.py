@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import re
+from collections.abc import Iterator
 
 import httpx
 import pytest
@@ -13,6 +14,13 @@ from localinfer.server.transport.settings import ServerSettings
 
 MODELS = "/v1/models"
 VISIT = {"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate", "sec-fetch-dest": "document"}
+
+
+@pytest.fixture
+def tcp(served: ServedModel) -> Iterator[httpx.Client]:
+    """A client that asks for HTML, as browsers do."""
+    with served.client(headers={"accept": "text/html,*/*;q=0.8"}) as client:
+        yield client
 
 
 def policy_of(response: httpx.Response) -> dict[str, str]:

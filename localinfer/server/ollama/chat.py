@@ -1,0 +1,79 @@
+"""`/api/chat`: Ollama's chats."""
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from localinfer.server.api.writer import Event, serve_reply
+from localinfer.server.ollama.messages import OllamaMessages, read_ollama_messages
+from localinfer.server.ollama.reply_fields import ReplyFields, begin_request, load_or_unload
+from localinfer.server.ollama.reply_lines import LineWriter
+from localinfer.server.replies.fields import given
+from localinfer.server.replies.reply import TextPlan
+from localinfer.server.replies.service import owner_of, read_body
+from localinfer.server.replies.tool_fields import Tools, function_tools
+from localinfer.server.transport.http import ApiError
+
+if TYPE_CHECKING:
+    from localinfer.generation.stream import TextStream
+    from localinfer.llm import LLM
+
+
+class OllamaChatRequest(ReplyFields, kw_only=True):
+    """A chat; without messages its model is loaded, or unloaded by a `keep_alive` of 0."""
+
+    messages: OllamaMessages | None = None
+    tools: Tools | None = None
+
+    def chat_options(self, *, continues: bool) -> dict[str, Any]:
+        """The engine's options. continues: whether the last message is a reply to be continued. Raises: ApiError."""
+        constraint = self.constraint()
+        if continues and constraint is not None:
+            raise ApiError(
+                400,
+                "format was given, which holds for whole replies, and the last message is an assistant's, which would "
+                "be continued; end with another message, or leave format out",
+                param="format",
+            )
+        return {
+            **self.generation_options(),
+            **self.thinking_options(),
+            **given(
+                constraint=constraint,
+                tools=function_tools(self.tools) or None,
+                continue_final_message=continues or None,
+            ),
+        }
+
+
+async def ollama_chat(request: Request) -> Response:
+    """Answer a chat, as lines or whole."""
+    body = await read_body(request, OllamaChatRequest)
+    begun = begin_request(request, body.model, body.keep_alive)
+    if not body.messages:
+        return await load_or_unload(request, begun, body.keep_alive, _message("", "", []))
+    messages, continues = read_ollama_messages(body.messages)
+    options = {**body.chat_options(continues=continues), "owner": owner_of(request)}
+
+    def plan(llm: "LLM") -> list[TextPlan]:
+        return [TextPlan(partial(_open, llm, body, messages, options))]
+
+    asked = msgspec.structs.replace(body, model=begun.named.id, stream=body.stream is not False)
+    return await serve_reply(request, asked, "chat", plan, lambda reply: LineWriter(reply, begun, body, _message))
+
+
+def _open(llm: "LLM", body: OllamaChatRequest, messages: list[dict[str, Any]], options: dict[str, Any]) -> "TextStream":
+    body.check_thinking(llm)
+    return llm.stream_chat(messages, **options)
+
+
+def _message(text: str, reasoning: str, calls: list[Event]) -> Event:
+    message: Event = {"role": "assistant", "content": text}
+    if reasoning:
+        message["thinking"] = reasoning
+    if calls:
+        message["tool_calls"] = calls
+    return {"message": message}

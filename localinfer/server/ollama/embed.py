@@ -1,0 +1,130 @@
+"""`/api/embed` and the older `/api/embeddings`: texts as vectors."""
+
+import asyncio
+import time
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+import msgspec
+from msgspec import Meta
+from starlette.requests import Request
+from starlette.responses import Response
+
+from localinfer.server.ollama.keep_alive import KeepAlive
+from localinfer.server.ollama.options import Options
+from localinfer.server.ollama.reply_fields import begin_request
+from localinfer.server.ollama.wire import nanoseconds
+from localinfer.server.replies.service import read_body, service_of, unless_gone
+from localinfer.server.transport.http import json_response
+from localinfer.server.transport.known_fields import KnownFields, Refusal
+
+if TYPE_CHECKING:
+    from localinfer.llm import LLM
+
+_MOST_TEXTS = 2048
+_TEXTS_AT_ONCE = 64
+"""Texts between two looks at whether the client is still there."""
+
+
+class OllamaEmbedRequest(msgspec.Struct, kw_only=True):
+    """Texts that vectors of length 1 are wanted for; without any the model is loaded.
+
+    truncate: cut those longer than the context, as Ollama does by default; an answer says so in `warnings`.
+    """
+
+    known_fields: ClassVar = KnownFields({}, {"prompt": Refusal("send input, or ask /api/embeddings")})
+
+    model: str | None = None
+    input: str | Annotated[list[str], Meta(max_length=_MOST_TEXTS)] | None = None
+    truncate: bool | None = None
+    dimensions: Annotated[int, Meta(ge=0)] | None = None
+    keep_alive: KeepAlive | None = None
+    options: Options | None = None
+
+
+class OllamaEmbeddingsRequest(msgspec.Struct, kw_only=True):
+    """One text that a vector is wanted for, as the model gives it; without it the model is loaded."""
+
+    known_fields: ClassVar = KnownFields({}, {"input": Refusal("send prompt, or ask /api/embed")})
+
+    model: str | None = None
+    prompt: str | None = None
+    keep_alive: KeepAlive | None = None
+    options: Options | None = None
+
+
+async def embed(request: Request) -> Response:
+    """The vectors of texts, in order."""
+    body = await read_body(request, OllamaEmbedRequest)
+    texts = [body.input] if isinstance(body.input, str) and body.input else list(body.input or ())
+    begun = begin_request(request, body.model, body.keep_alive)
+    vectors: list[msgspec.Raw] = []
+    count = num_cut = 0
+    with await service_of(request).lease(request, begun.named.id) as lease:
+        loaded = time.monotonic()
+        for start in range(0, len(texts), _TEXTS_AT_ONCE):
+            some = texts[start : start + _TEXTS_AT_ONCE]
+            found = await unless_gone(request, asyncio.to_thread(_embed, lease.llm, some, body))
+            vectors += found.vectors
+            count += found.num_tokens
+            num_cut += found.num_cut
+        warnings = _warnings(body.options, lease.llm.context_length, num_cut)
+    answer = {
+        "model": begun.named.shown,
+        "embeddings": vectors,
+        "total_duration": nanoseconds(time.monotonic() - begun.began),
+        "load_duration": nanoseconds(loaded - begun.began),
+        "prompt_eval_count": count,
+    }
+    return json_response({**answer, **warnings})
+
+
+async def embeddings(request: Request) -> Response:
+    """The vector of one text."""
+    body = await read_body(request, OllamaEmbeddingsRequest)
+    begun = begin_request(request, body.model, body.keep_alive)
+    warnings: dict[str, Any] = {}
+    vector: list[float] = []
+    with await service_of(request).lease(request, begun.named.id) as lease:
+        if body.prompt:
+            vector = await unless_gone(request, asyncio.to_thread(_embed_one, lease.llm, body))
+        warnings = _warnings(body.options, lease.llm.context_length, 0)
+    return json_response({"embedding": vector, **warnings})
+
+
+class _Found(msgspec.Struct):
+    """Vectors as JSON, with how many tokens they were made of, and how many texts were cut."""
+
+    vectors: list[msgspec.Raw]
+    num_tokens: int
+    num_cut: int
+
+
+def _embed(llm: "LLM", texts: list[str], body: OllamaEmbedRequest) -> _Found:
+    _check(body.options)
+    ids = llm.embedding_ids(texts, truncate=body.truncate is not False)
+    vectors = llm.embed_many(ids, dimensions=body.dimensions or None)
+    # A text that fills the context to the last token was cut, or is taken for it.
+    num_cut = sum(len(one) >= llm.context_length for one in ids)
+    written = [msgspec.Raw(msgspec.json.encode(vector.tolist())) for vector in vectors]
+    return _Found(written, sum(map(len, ids)), num_cut)
+
+
+def _embed_one(llm: "LLM", body: OllamaEmbeddingsRequest) -> list[float]:
+    _check(body.options)
+    vector: list[float] = llm.embed(body.prompt or "", normalize=False).tolist()
+    return vector
+
+
+def _check(options: Options | None) -> None:
+    if options is not None:
+        options.check()
+
+
+def _warnings(options: Options | None, context_length: int, num_cut: int) -> dict[str, Any]:
+    told = [] if options is None else [options.context_warning(context_length)]
+    if num_cut:
+        told.append(
+            f"{num_cut} texts have more than {context_length} tokens and were cut; send truncate: false instead"
+        )
+    warnings = [warning for warning in told if warning is not None]
+    return {"warnings": warnings} if warnings else {}

@@ -1,0 +1,131 @@
+"""Ollama's routes about models and the server: what there is, what is loaded, and which version answers."""
+
+import asyncio
+import time
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+
+from localinfer.kernels.versions import installed_version
+from localinfer.server.api.page import chat_page
+from localinfer.server.ollama.model_facts import ModelFacts, capabilities_of, facts_of
+from localinfer.server.ollama.names import find_named, listed_name
+from localinfer.server.ollama.wire import timestamp
+from localinfer.server.replies.service import read_body, service_of
+from localinfer.server.router.served_model import ServedModel
+from localinfer.server.transport.http import ApiError, json_response
+
+API_VERSION = "0.32.0"
+"""The version of Ollama whose API this is; clients refuse servers that seem too old."""
+_RUNNING = "Ollama is running"
+"""By these words clients know a server of this API."""
+_KEY_WIDTH = 30
+
+
+class ShowRequest(msgspec.Struct):
+    """A model that facts are wanted of. name: the older name of `model`. verbose: with the list of tensors.
+
+    system, template, options: not read, as no model is made of them here.
+    """
+
+    model: str | None = None
+    name: str | None = None
+    verbose: bool | None = None
+    system: str | None = None
+    template: str | None = None
+    options: dict[str, Any] | None = None
+
+
+async def root(request: Request) -> Response:
+    """The chat page for browsers, which ask for HTML; for others the line by which Ollama's clients find a server."""
+    if "text/html" in request.headers.get("accept", ""):
+        response = await chat_page(request)
+    else:
+        response = PlainTextResponse(_RUNNING)
+    response.headers["vary"] = "Accept"
+    return response
+
+
+async def version(request: Request) -> Response:
+    """Which version of Ollama's API answers, and of what."""
+    return json_response({"version": API_VERSION, "localinfer": installed_version("localinfer")})
+
+
+async def tags(request: Request) -> Response:
+    """All models, loaded or not; loads none."""
+    models = service_of(request).registry.models()
+    facts = await asyncio.to_thread(lambda: [facts_of(model.source) for model in models])
+    told = []
+    for model, one in zip(models, facts, strict=True):
+        card = {**_card(model, one), "modified_at": timestamp(model.source.created)}
+        told.append({**card, "capabilities": capabilities_of(model, one)})
+    return json_response({"models": told})
+
+
+async def show(request: Request) -> Response:
+    """One model: its settings, its template, what it can do."""
+    body = await read_body(request, ShowRequest)
+    model = find_named(service_of(request).registry, body.model or body.name).model
+    facts = await asyncio.to_thread(facts_of, model.source)
+    if facts.problem:
+        raise ApiError(500, f"the file of {model.source.id} cannot be read; `localinfer show` tells more")
+    name = listed_name(model.source.id)
+    parameters = _parameters(model)
+    lines = ["# What a Modelfile would say of this model", f"FROM {name}", *(f"PARAMETER {one}" for one in parameters)]
+    shown = {
+        "license": facts.license,
+        "modelfile": "\n".join(lines) + "\n",
+        "parameters": "\n".join(parameters),
+        "template": facts.template,
+        "details": facts.details(),
+        "model_info": dict(facts.model_info),
+        "capabilities": capabilities_of(model, facts),
+        "modified_at": timestamp(model.source.created),
+        **({"tensors": list(facts.tensors)} if body.verbose else {}),
+    }
+    return json_response(shown)
+
+
+async def running(request: Request) -> Response:
+    """The models that are loaded, with how long they stay."""
+    models = [model for model in service_of(request).registry.models() if model.llm is not None]
+    facts = await asyncio.to_thread(lambda: [facts_of(model.source) for model in models])
+    cards = [_running_card(model, one) for model, one in zip(models, facts, strict=True)]
+    return json_response({"models": [card for card in cards if card is not None]})
+
+
+def _card(model: ServedModel, facts: ModelFacts) -> dict[str, Any]:
+    name = listed_name(model.source.id)
+    return {
+        "name": name,
+        "model": name,
+        "size": facts.num_bytes,
+        "digest": facts.digest,
+        "details": facts.details(),
+    }
+
+
+def _running_card(model: ServedModel, facts: ModelFacts) -> dict[str, Any] | None:
+    llm = model.llm
+    if llm is None:
+        # It was unloaded while its file was looked at.
+        return None
+    info, seconds = llm.info, model.keep_alive_seconds
+    idle = 0.0 if model.num_leases else time.monotonic() - model.last_used_seconds
+    return {
+        **_card(model, facts),
+        "size": info.memory_bytes,
+        "size_vram": 0 if info.device == "cpu" else info.memory_bytes,
+        "expires_at": timestamp(None if seconds is None else time.time() + max(0.0, seconds - idle)),
+        "context_length": llm.context_length,
+    }
+
+
+def _parameters(model: ServedModel) -> list[str]:
+    """The context that a model has, or will have when it is loaded."""
+    context = model.need.context_length if model.llm is None and model.need is not None else None
+    if model.llm is not None:
+        context = model.llm.context_length
+    return [] if context is None else [f"{'num_ctx':<{_KEY_WIDTH}} {context}"]
