@@ -8,6 +8,7 @@ from local_servers import MODEL
 from numpy.typing import NDArray
 
 from localinfer.llm import LLM
+from localinfer.model_info import ModelInfo
 from localinfer.server.router.model_folder import ModelSource
 from tests.engine.fakes import FakeTemplate, fake_model
 from tests.limits import seconds
@@ -46,7 +47,35 @@ def scripted_model(steps: Sequence[Step], template: type[FakeTemplate] = Thinkin
 
     model = fake_model(logits, context_length=4096, max_batch_rows=64, max_output_rows=8)
     model.chat_template = template()
-    return LLM(model)  # type: ignore[arg-type]
+    llm = LLM(model)  # type: ignore[arg-type]
+    # There is no file that it could be read from.
+    llm.info = _info(supports=bool(template.source))  # type: ignore[misc]
+    return llm
+
+
+def _info(*, supports: bool) -> ModelInfo:
+    return ModelInfo(
+        name="scripted",
+        path=MODEL.path,
+        architecture="fake",
+        capabilities=("completion", "chat", "embeddings"),
+        parameters=0,
+        quantization="F32",
+        bits_per_weight=32.0,
+        file_bytes=0,
+        num_layers=1,
+        num_experts=0,
+        vocab_size=0,
+        context_length=4096,
+        trained_context_length=4096,
+        device="cpu",
+        threads=1,
+        kv_type="f16",
+        memory_bytes=1 << 20,
+        chat_template=None,
+        supports_tools=supports,
+        supports_thinking=supports,
+    )
 
 
 def scripted_sources(*names: str) -> list[ModelSource]:
