@@ -410,6 +410,15 @@ class LLM(ThreadControl, Closing):
         with self._engine.exclusive_cache() as cache:
             cache.clear()
 
+    def forget(self, token_ids: Sequence[int] | NDArray[np.integer]) -> int:
+        """Forget the keys and values, in memory, of one text, as far as no other text begins like it.
+
+        Returns how many tokens that was. Running generations and the disk keep theirs.
+        """
+        wanted = self._engine.check_prompt(token_ids)
+        with self._engine.exclusive_cache() as cache:
+            return cache.forget(wanted)
+
     def save_session(
         self, path: str | os.PathLike[str], token_ids: Sequence[int] | NDArray[np.integer] | None = None
     ) -> int:

@@ -354,6 +354,10 @@ class PrefixCache:
         """Evict everything that no running sequence uses."""
         self.tree.clear()
 
+    def forget(self, token_ids: TokenIds) -> int:
+        """Evict what of a text no other text and no running sequence uses; return how many ids that was."""
+        return self.tree.forget(token_ids)
+
     def _reusable(self, token_ids: TokenIds) -> TokenIds:
         """What a sequence may adopt of a prompt: all but its last token, and no more than its window holds."""
         prefix = token_ids[:-1]

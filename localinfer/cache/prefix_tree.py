@@ -151,6 +151,22 @@ class PrefixTree:
             self._drop_snapshot(place)
         self._evicted.clear()
 
+    def forget(self, token_ids: TokenIds) -> int:
+        """Evict the end of a text that no other text has and that is not in use; return how many ids that was."""
+        before = self.evicted_tokens
+        match = self.match(token_ids)
+        node = match.node
+        # Where the text ends inside of a node, another one goes on there.
+        while node.parent is not None and not node.children and (
+            node is not match.node or match.offset == node.token_ids.size
+        ):
+            parent = node.parent
+            self._trim(node, node.pages.size)
+            if node in parent.children:
+                break
+            node = parent
+        return self.evicted_tokens - before
+
     @property
     def num_snapshots(self) -> int:
         """Snapshots of recurrent states that are cached."""

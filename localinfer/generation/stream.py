@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
-from typing import Self, cast
+from typing import TYPE_CHECKING, Self, cast
 
 from localinfer.arguments import owned
 from localinfer.closing import Closing
@@ -12,6 +12,10 @@ from localinfer.generation.completion import Completion, Stats, StreamEvent
 from localinfer.generation.options import GenerationOptions
 from localinfer.generation.text_generation import TextGeneration, second_reader_error
 from localinfer.system.event_loop import LoopCalls, in_thread
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 class TextStream(Closing, Iterator[StreamEvent], AsyncIterator[StreamEvent]):
@@ -47,6 +51,11 @@ class TextStream(Closing, Iterator[StreamEvent], AsyncIterator[StreamEvent]):
     def prompt_ids(self) -> list[int]:
         """The token ids of the prompt. Any thread may ask."""
         return list(self._generation.prompt_ids.tolist())
+
+    @property
+    def token_ids(self) -> "NDArray[np.int32]":
+        """The ids of prompt and completion so far, int32[N]: what `LLM.save_session` takes. Any thread may ask."""
+        return self._generation.token_ids
 
     @property
     def computed_tokens(self) -> int:

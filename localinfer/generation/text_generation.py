@@ -161,6 +161,11 @@ class TextGeneration(Iterator[StreamEvent]):
         return int(self.prompt_ids.size)
 
     @property
+    def token_ids(self) -> NDArray[np.int32]:
+        """The ids of prompt and completion so far, int32[N]."""
+        return np.concatenate((self.prompt_ids, np.asarray(self._token_ids, np.int32)))
+
+    @property
     def computed_tokens(self) -> int:
         """How many tokens of prompt and completion the model has read so far, those from the cache included."""
         return self._tokens.computed_tokens

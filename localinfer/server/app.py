@@ -37,6 +37,7 @@ from localinfer.server.api import (
 )
 from localinfer.server.api.responses_background import BackgroundResponses
 from localinfer.server.api.responses_memory import ResponseMemory
+from localinfer.server.llama_server import completion
 from localinfer.server.ollama.routes import ollama_routes
 from localinfer.server.ollama.wire import ErrorTexts
 from localinfer.server.operation.metrics import Metrics
@@ -118,6 +119,8 @@ def make_app(service: Service) -> Starlette:
         route("/models/{model:path}", models.model),
         route("/metrics", status.metrics),
         route("/slots", status.slots),
+        # llama-server's own shapes.
+        route("/completion", completion.completion, "POST", prompt_field="prompt"),
         route("/requests/{reply}/cancel", status.cancel, "POST"),
         route("/requests/{reply}", status.cancel, "DELETE"),
     ]

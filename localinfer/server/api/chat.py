@@ -1,12 +1,13 @@
 """`/v1/chat/completions`: OpenAI's chats."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
+from localinfer.server.api.progress import PromptProgress
 from localinfer.server.api.writer import ChoicesWriter, Delta, Event, chat_logprobs, chat_plan, deltas_of, serve_reply
 from localinfer.server.replies.fields import (
     AddGenerationPrompt,
@@ -122,7 +123,8 @@ class _ChatWriter(ChoicesWriter):
     def __init__(self, reply: Reply, body: ChatRequest, service: Service) -> None:
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
         super().__init__(reply, kind, body.stream_options)
-        self._tells_progress = body.return_progress
+        self._tells_progress = body.return_progress and body.stream
+        self._progress = PromptProgress(reply)
         self._service = service
         self._choices = [_Choice(body, reply.llm.tokenizer) for _ in range(reply.num_texts)]
 
@@ -131,6 +133,8 @@ class _ChatWriter(ChoicesWriter):
             yield self.chunk(_delta_choice(index, {"role": "assistant", "content": ""}))
 
     def add(self, index: int, token: "StreamEvent") -> Iterator[Event]:
+        if self._tells_progress and index == 0:
+            yield from self._progress_chunks(is_read=True)
         for delta, logprobs in self._choices[index].deltas(token):
             yield self.chunk(_delta_choice(index, delta, logprobs=logprobs))
 
@@ -138,11 +142,15 @@ class _ChatWriter(ChoicesWriter):
         self._choices[index].finish_reason = reason
         yield self.last_chunk(_delta_choice(index, {}, reason), stats)
 
-    def silence(self) -> Event | None:
+    def silence(self) -> Iterable[Event | None]:
         if not self._tells_progress or self.reply.num_tokens:
-            return None
-        progress = {**self.reply.progress(), "position": self._service.num_ahead(self.reply)}
-        return self.chunk(_delta_choice(0, {}), prompt_progress=progress)
+            return (None,)
+        return list(self._progress_chunks(is_read=False)) or (None,)
+
+    def _progress_chunks(self, *, is_read: bool) -> Iterator[Event]:
+        for report in self._progress.reports(is_read=is_read):
+            progress = {**report, "position": self._service.num_ahead(self.reply)}
+            yield self.chunk(_delta_choice(0, {}), prompt_progress=progress)
 
     def whole(self) -> dict[str, Any]:
         return self.completion([choice.whole(index) for index, choice in enumerate(self._choices)])

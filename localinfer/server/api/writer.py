@@ -141,11 +141,13 @@ def timings(stats: "Stats") -> dict[str, Any]:
     return {
         "cache_n": stats.cached_tokens,
         "prompt_n": computed,
-        "prompt_ms": round(1e3 * first, 3),
-        "prompt_per_second": round(computed / first, 3) if first > 0 else 0.0,
+        "prompt_ms": 1e3 * first,
+        "prompt_per_token_ms": 1e3 * first / computed if computed else 0.0,
+        "prompt_per_second": computed / first if first > 0 else 0.0,
         "predicted_n": stats.completion_tokens,
-        "predicted_ms": round(1e3 * decoded / rate, 3) if rate > 0 else 0.0,
-        "predicted_per_second": round(rate, 3),
+        "predicted_ms": 1e3 * decoded / rate if rate > 0 else 0.0,
+        "predicted_per_token_ms": 1e3 / rate if rate > 0 else 0.0,
+        "predicted_per_second": rate,
         "draft_n": stats.drafted_tokens,
         "draft_n_accepted": stats.accepted_tokens,
         **({"cache_miss": stats.cache_miss_summary} if stats.cache_miss_summary is not None else {}),
@@ -183,9 +185,9 @@ class ReplyWriter:
         """Take the end of a text."""
         raise NotImplementedError
 
-    def silence(self) -> Event | None:
+    def silence(self) -> "Iterable[Event | None]":
         """What a stream says when nothing came for a while; None for a ping, which is no event."""
-        return None
+        return (None,)
 
     def finish(self) -> Iterable[Event]:
         """What a stream ends with, if nothing failed."""
@@ -199,7 +201,7 @@ class ReplyWriter:
         """The same, where it is several events."""
         return (self.failure(error),)
 
-    def whole(self) -> dict[str, Any]:
+    def whole(self) -> Any:
         """The answer that is not streamed, when all texts have ended."""
         raise NotImplementedError
 
@@ -220,7 +222,8 @@ async def serve_reply(
     ping_seconds: between signs of life in a stream, if not the server's.
     """
     service = service_of(request)
-    reply = await service.begin(request, body.model, kind, plan, session=session)
+    id_slot = getattr(body, "id_slot", None)
+    reply = await service.begin(request, body.model, kind, plan, session=session, id_slot=id_slot)
     try:
         writer = make_writer(reply)
         if writer.prepare is not None:
@@ -236,7 +239,7 @@ async def serve_reply(
     return writer.stream(reply_frames(writer, ping_seconds or service.settings.ping_seconds), reply.close)
 
 
-async def _whole(writer: ReplyWriter) -> dict[str, Any]:
+async def _whole(writer: ReplyWriter) -> Any:
     async for event in writer.reply.events():
         for _ in _written(writer, event):
             pass
@@ -266,7 +269,7 @@ def _written(writer: ReplyWriter, item: Token | End | Silence) -> Iterable[Event
         return writer.add(item.index, item.event)
     if isinstance(item, End):
         return writer.end(item.index, item.finish_reason, item.stats)
-    return (writer.silence(),)
+    return writer.silence()
 
 
 def chat_plan(messages: Sequence[Mapping[str, Any]], options: dict[str, Any], count: int = 1) -> Plan:

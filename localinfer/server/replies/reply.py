@@ -161,7 +161,7 @@ _Item = ReplyEvent | _Started | _Failure
 class Reply:
     """The texts of one request, from admission to the last event. Made, iterated and closed on the event loop.
 
-    id: names the request to clients. stats: one per text, None until its end was taken. prompt_tokens: one per text,
+    id: names the request to clients. slot_ids: one per text, where it shows among the slots. stats: one per text, None until its end was taken. prompt_tokens: one per text,
     known when `start` has returned.
     """
 
@@ -180,6 +180,7 @@ class Reply:
         self.created = int(time.time())
         self.opened_seconds = time.monotonic()
         self.is_cancelled = False
+        self.slot_ids: list[int] = []
         self.num_tokens = 0
         self.num_reasoning_tokens = 0
         self.stats: list[Stats | None] = [None] * len(plans)
@@ -213,6 +214,10 @@ class Reply:
         cached, computed = self._texts[0].progress()
         milliseconds = round(1e3 * (time.monotonic() - self.opened_seconds), 3)
         return {"total": total, "cache": cached, "processed": min(computed, total), "time_ms": milliseconds}
+
+    def stats_so_far(self, index: int) -> "Stats | None":
+        """What a text has cost up to now; None before it was begun."""
+        return self.stats[index] or self._texts[index].stats_so_far()
 
     async def start(self) -> None:
         """Begin, and return when every prompt has been checked. Raises: what is wrong with one."""
@@ -263,6 +268,10 @@ class Reply:
         self.is_cancelled = True
         for text in self._texts:
             text.cancel()
+
+    def cancel_text(self, index: int) -> None:
+        """Stop one text; `events` then yields its end."""
+        self._texts[index].cancel()
 
     def fail(self, reason: BaseException) -> None:
         """Stop all texts; `events` then raises the reason."""
@@ -341,6 +350,10 @@ class _Text:
         with self._lock:
             stream = self._stream
         return (0, 0) if stream is None else (stream.stats.cached_tokens, stream.computed_tokens)
+
+    def stats_so_far(self) -> "Stats | None":
+        with self._lock:
+            return self._stats if self._stream is None else self._stream.stats
 
     def cancel(self) -> None:
         with self._lock:

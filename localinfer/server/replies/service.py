@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from starlette.exceptions import HTTPException
@@ -18,6 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from localinfer.server.operation.metrics import Metrics
 from localinfer.server.replies.reply import Reply, ServerState, TextPlan
+from localinfer.server.replies.slots import NO_SLOT, SlotTable
 from localinfer.server.router.models import ModelRegistry
 from localinfer.server.router.served_model import Lease
 from localinfer.server.transport.http import (
@@ -43,6 +45,7 @@ Plan = Callable[["LLM"], Sequence[TextPlan]]
 """Lists the texts of a request."""
 Endpoint = Callable[[Request], Awaitable[Response]]
 _JOIN_SECONDS = 5.0
+_LLAMA_PATHS = {"/completions": "/completion", "/embeddings": "/embedding"}
 _CLIENT_CLOSED = 499
 """Written to the log only: the client has left."""
 
@@ -63,6 +66,7 @@ class Service:
         self.is_ready = not preloads
         self.is_stopping = False
         self._state: ServerState | None = None
+        self.slots = SlotTable(settings.num_slots)
         self._replies: dict[str, Reply] = {}
         self._sessions: dict[str, Reply] = {}
         self._load_progress: tuple[str, int, int] | None = None
@@ -139,18 +143,26 @@ class Service:
         return await unless_gone(request, self.registry.lease(model), Lease.close)
 
     async def begin(
-        self, request: Request, model: str | None, kind: str, plan: Plan, *, session: str | None = None
+        self,
+        request: Request,
+        model: str | None,
+        kind: str,
+        plan: Plan,
+        *,
+        session: str | None = None,
+        id_slot: int | None = None,
     ) -> Reply:
         """Have texts generated, and return when the model is loaded and every prompt was checked.
 
-        kind: how the reply's id begins. session: ends the reply that runs under the same name.
+        kind: how the reply's id begins. session: ends the reply that runs under the same name. id_slot: the slot
+        of the first text, if that matters.
         The caller closes the reply. Checking a prompt goes on when its client has left, which the reply will notice.
         Raises: ApiError, LocalinferError, ClientGone; then nothing runs any more.
         """
         lease = await self.lease(request, model)
         reply: Reply | None = None
         try:
-            reply = self._admit(lease, kind, plan(lease.llm), session)
+            reply = self._admit(lease, kind, plan(lease.llm), session, id_slot)
             await reply.start()
         except BaseException:
             if reply is not None:
@@ -159,7 +171,9 @@ class Service:
             raise
         return reply
 
-    def _admit(self, lease: Lease, kind: str, plans: Sequence[TextPlan], session: str | None) -> Reply:
+    def _admit(
+        self, lease: Lease, kind: str, plans: Sequence[TextPlan], session: str | None, id_slot: int | None
+    ) -> Reply:
         former = self._sessions.pop(session, None) if session else None
         if former is not None:
             reason = "a newer request with the same prompt_cache_key took its place"
@@ -172,14 +186,25 @@ class Service:
                 code="queue_full",
             )
 
+        reply_id = identifier(kind)
+        slots = [self.slots.take(lease.model_id, reply_id, None if index else id_slot) for index in range(len(plans))]
+        in_slots = [
+            plan if slot is None else replace(plan, open=slot.opening(plan.open))
+            for plan, slot in zip(plans, slots, strict=True)
+        ]
+
         def forget(reply: Reply) -> None:
             self._replies.pop(reply.id, None)
+            for slot in slots:
+                if slot is not None:
+                    slot.end()
             if session and self._sessions.get(session) is reply:
                 del self._sessions[session]
             lease.close()
 
         assert self._state is not None, "the service is not open"
-        reply = Reply(identifier(kind), lease, plans, self._state, forget)
+        reply = Reply(reply_id, lease, in_slots, self._state, forget)
+        reply.slot_ids = [NO_SLOT if slot is None else slot.slot_id for slot in slots]
         self._replies[reply.id] = reply
         if session:
             self._sessions[session] = reply
@@ -267,7 +292,10 @@ async def unrouted(request: Request, error: Exception) -> Response:
 
 
 class PlainPaths:
-    """ASGI middleware that strips `/v1` from paths, and slashes from their ends: clients disagree on both."""
+    """ASGI middleware that strips `/v1` from paths, and slashes from their ends: clients disagree on both.
+
+    Where llama-server has a shape of its own at a path that is OpenAI's with `/v1`, the bare path is its own.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -275,6 +303,7 @@ class PlainPaths:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             path = scope["path"].rstrip("/")
-            path = path.removeprefix("/v1") if path == "/v1" or path.startswith("/v1/") else path
+            is_bare = path != "/v1" and not path.startswith("/v1/")
+            path = _LLAMA_PATHS.get(path, path) if is_bare else path.removeprefix("/v1")
             scope = {**scope, "path": path or "/"}
         await self._app(scope, receive, send)

@@ -30,6 +30,8 @@ class ServerSettings:
     needs_socket: whether a Unix socket that another server listens on is an error; else TCP alone is served.
     serves_page: whether there is a chat page at `/`, which everybody may read; without, a token is asked for there too.
     kept_responses: what is kept of responses and conversations, and where.
+    num_slots: as many texts are generated at one time. slot_folder: where clients may save what is in a slot, None for
+    nowhere. shows_slots, shows_metrics: whether /slots and /metrics are there.
     Raises: RequestError.
     """
 
@@ -53,6 +55,10 @@ class ServerSettings:
     needs_socket: bool = True
     serves_page: bool = True
     kept_responses: ResponseStoreOptions = ResponseStoreOptions()
+    num_slots: int = 16
+    slot_folder: Path | None = None
+    shows_slots: bool = True
+    shows_metrics: bool = True
 
     def __post_init__(self) -> None:
         if self.host is None and self.socket_path is None:
