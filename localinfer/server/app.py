@@ -37,7 +37,7 @@ from localinfer.server.api import (
 )
 from localinfer.server.api.responses_background import BackgroundResponses
 from localinfer.server.api.responses_memory import ResponseMemory
-from localinfer.server.llama_server import completion
+from localinfer.server.llama_server import completion, embedding, infill, model_control, properties, slots
 from localinfer.server.ollama.routes import ollama_routes
 from localinfer.server.ollama.wire import ErrorTexts
 from localinfer.server.operation.metrics import Metrics
@@ -118,9 +118,20 @@ def make_app(service: Service) -> Starlette:
         route("/models", models.models),
         route("/models/{model:path}", models.model),
         route("/metrics", status.metrics),
-        route("/slots", status.slots),
+        route("/requests", status.requests),
         # llama-server's own shapes.
         route("/completion", completion.completion, "POST", prompt_field="prompt"),
+        route("/infill", infill.infill, "POST", prompt_field="input_prefix"),
+        route("/embedding", embedding.embedding, "POST", prompt_field="input"),
+        route("/reranking", rerank.rerank, "POST", prompt_field="documents"),
+        route("/props", properties.show_properties),
+        route("/props", properties.change_properties, "POST"),
+        route("/models/load", model_control.load, "POST"),
+        route("/models/unload", model_control.unload, "POST"),
+        route("/lora-adapters", model_control.lora_adapters),
+        route("/lora-adapters", model_control.change_lora_adapters, "POST"),
+        route("/slots", slots.slots),
+        route("/slots/{slot}", slots.act, "POST"),
         route("/requests/{reply}/cancel", status.cancel, "POST"),
         route("/requests/{reply}", status.cancel, "DELETE"),
     ]

@@ -22,6 +22,7 @@ from localinfer.models.text.encoders import (
     SubwordEncoder,
     WordPieceEncoder,
 )
+from localinfer.models.text.fill_in import FillInTokens, find_fill_in_tokens
 from localinfer.models.text.splitting import Spelling, SpellingFinder
 from localinfer.models.text.unigram import UnigramEncoder
 from localinfer.models.text.vocabulary import TokenType, Vocabulary, read_vocabulary
@@ -252,6 +253,11 @@ class Tokenizer:
     def special_ids(self) -> Mapping[str, int]:
         """The ids of the control and unknown tokens by their spelling."""
         return self._vocabulary.special_ids
+
+    @property
+    def fill_in_tokens(self) -> FillInTokens | None:
+        """The tokens by which the model fills in between two texts; None if it cannot."""
+        return find_fill_in_tokens(self.special_ids, self._vocabulary.role_ids)
 
     @cached_property
     def special_spellings(self) -> SpellingFinder:

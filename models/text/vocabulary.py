@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.errors import TokenizerError
+from localinfer.models.text.fill_in import FILL_IN_ROLES
 from localinfer.models.text.splitting import CONTROL_TEXTS, find_end_of_generation
 from localinfer.quant.gguf.metadata import Metadata
 from localinfer.system.pieces import last_places, pieces
@@ -35,9 +36,9 @@ _DEFAULT_IDS: dict[str, dict[str, tuple[int, str]]] = {
     "unigram": {"eos": (1, "</s>"), "unknown": (2, "<unk>")},
     "bpe": {},
 }
-# An id outside the vocabulary under these keys harms nothing: they are never produced or obeyed here,
+# An id outside the vocabulary under these keys harms nothing: the model is never asked for them, or only to fill in,
 # and published files carry such ids.
-_UNUSED_IDS = ("padding", "mask")
+_UNUSED_IDS = ("padding", "mask", *FILL_IN_ROLES)
 # Published files of these deny the BOS token that their models cannot do without.
 _ALWAYS_WITH_BOS = ("gemma4", "granite-embed-multi-311m")
 _FLAGS = (

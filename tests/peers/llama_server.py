@@ -10,8 +10,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
 from tests.peers.suite_models import MODELS_VARIABLE, SuiteModels
 
 IGNORED = (

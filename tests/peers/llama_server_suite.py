@@ -1,6 +1,6 @@
 """Run llama.cpp's own server tests against `localinfer serve`; README.md says where they come from.
 
-python tests/peers/llama_server_suite.py TESTS [--models FOLDER] [options of pytest]
+python -m tests.peers.llama_server_suite TESTS [--models FOLDER] [options of pytest]
 """
 
 import argparse
@@ -10,10 +10,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))
-
 from tests.peers.suite_models import MODELS_VARIABLE, SuiteModels
+
+ROOT = Path(__file__).parents[2]
 
 
 def main() -> int:
@@ -26,7 +25,7 @@ def main() -> int:
         folder = Path(name)
         SuiteModels(folder).write(given.models)
         starter = folder / "llama-server"
-        starter.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{Path(__file__).with_name("llama_server.py")}" "$@"\n')
+        starter.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m tests.peers.llama_server "$@"\n')
         starter.chmod(0o700)
         environment = {
             **os.environ,

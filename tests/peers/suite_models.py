@@ -1,4 +1,4 @@
-"""Models in place of those that llama.cpp's server tests download: the demo model, and small ones with random weights."""
+"""Models in place of those that llama.cpp's server tests download: the demo model, and small ones of random weights."""
 
 import os
 import shutil

@@ -8,7 +8,6 @@ from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
-from localinfer.models.text.splitting import FILL_IN_SPELLINGS
 from localinfer.server.api.writer import ChoicesWriter, Event, LegacyLogprobs, serve_reply
 from localinfer.server.replies.fields import (
     GenerationFields,
@@ -151,11 +150,8 @@ def fill_in_prompt(
     Raises: ApiError 400 if the vocabulary has no tokens for that; ContextLengthError for a long text of more than
     `max_tokens`. Source: Bavarian et al., arXiv 2207.14255 (PSM).
     """
-    begin, hole, end = (
-        next((token_id for text in spellings if (token_id := tokenizer.special_ids.get(text)) is not None), None)
-        for spellings in FILL_IN_SPELLINGS
-    )
-    if begin is None or hole is None or end is None:
+    tokens = tokenizer.fill_in_tokens
+    if tokens is None:
         raise unsupported(
             "suffix was given, but this model has no tokens for filling in; leave it out, or use a model for code",
             "suffix",
@@ -164,7 +160,7 @@ def fill_in_prompt(
     has_first = tokenizer.adds_bos and body.add_special_tokens is not False
     first = [tokenizer.bos_token_id] if has_first and tokenizer.bos_token_id is not None else []
     before = encode(prompt) if isinstance(prompt, str) else prompt
-    return [*first, begin, *before, hole, *encode(body.suffix or ""), end]
+    return [*first, tokens.prefix, *before, tokens.suffix, *encode(body.suffix or ""), tokens.middle]
 
 
 class _CompletionWriter(ChoicesWriter):

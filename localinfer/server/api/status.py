@@ -36,7 +36,7 @@ async def metrics(request: Request) -> Response:
     return Response(service.metrics.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
-async def slots(request: Request) -> Response:
+async def requests(request: Request) -> Response:
     """The replies that are running, without their text."""
     now = time.monotonic()
     running = [

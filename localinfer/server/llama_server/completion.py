@@ -14,8 +14,8 @@ from localinfer.server.api.writer import Event, ReplyWriter, serve_reply, timing
 from localinfer.server.llama_server.completion_request import LlamaCompletionRequest, LlamaFields
 from localinfer.server.llama_server.generation_settings import generation_settings, sampling_params
 from localinfer.server.llama_server.probabilities import ShownProbabilities, needed_logprobs
-from localinfer.server.llama_server.prompts import Pieces, encode_pieces, read_prompts
 from localinfer.server.replies.fields import check_text_count, seeded
+from localinfer.server.replies.mixed_prompts import Pieces, encode_pieces, read_prompts
 from localinfer.server.replies.reply import Reply, TextPlan
 from localinfer.server.replies.service import owner_of, read_body, service_of
 from localinfer.server.transport.http import ApiError
@@ -38,7 +38,7 @@ async def completion(request: Request) -> Response:
     prompts = read_prompts(body.prompt, "prompt", at_most=_MOST_PROMPTS)
 
     def encode(llm: "LLM", pieces: Pieces, max_tokens: int | None) -> list[int]:
-        return encode_pieces(llm.tokenizer, pieces, add_special=True, max_tokens=max_tokens)
+        return encode_pieces(llm.tokenizer, pieces, add_special=True, parse_special=True, max_tokens=max_tokens)
 
     return await serve_completion(request, body, [partial(encode, pieces=pieces) for pieces in prompts])
 

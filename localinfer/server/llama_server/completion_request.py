@@ -26,10 +26,11 @@ TokenLimit = Annotated[int, Meta(ge=-1, le=1 << 31)]
 class LlamaFields(GenerationFields, kw_only=True):
     """Members of llama-server's own completions.
 
-    n_predict: -1 for no limit but the context; max_tokens and max_completion_tokens are other names of it. n_probs: tell
-    the probabilities of so many tokens, post_sampling_probs: as they were drawn from; logprobs is another name of the
-    first. return_tokens: tell the token ids of a whole answer, as a stream does anyway. response_fields: the members of
-    the last object, `a/b` for member b of member a. id_slot: the slot that the text shows in, to be saved by it.
+    n_predict: -1 for no limit but the context; max_tokens and max_completion_tokens are other names of it. n_probs:
+    tell the probabilities of so many tokens, post_sampling_probs: as they were drawn from; logprobs is another name of
+    the first. return_tokens: tell the token ids of a whole answer, as a stream does anyway. response_fields: the
+    members of the last object, `a/b` for member b of member a. id_slot: the slot that the text shows in, to be saved
+    by it.
     t_max_predict_ms: end at the first token after so long, counted from the first one, once there was a new line.
     dry_penalty_last_n: as dry_last_n. logit_bias: an object, or pairs in a list, of a token id, or a text whose tokens
     are meant, and a number, or false to forbid it.

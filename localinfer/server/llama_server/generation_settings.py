@@ -39,10 +39,9 @@ def generation_settings(
     most = options.get("max_tokens")
     n_predict = -1 if most is None else most
     stop = options.get("stop") or []
-    bias = [
-        {"token": token_id, "bias": None if math.isinf(value) else value}
-        for token_id, value in params.logit_bias.items()
-    ]
+    # JSON has no infinity.
+    finite = {token_id: None if math.isinf(value) else value for token_id, value in params.logit_bias.items()}
+    bias: list[dict[str, Any]] = [{"token": token_id, "bias": value} for token_id, value in finite.items()]
     if options.get("ignore_eos") and tokenizer is not None:
         bias += [{"token": token_id, "bias": None} for token_id in sorted(tokenizer.eog_token_ids)]
     return {

@@ -18,10 +18,7 @@ OFF_VALUES: Mapping[str, Mapping[str, Any]] = {
 }
 """The steps by llama-server's names, in the order in which they are taken here, each with what switches it off."""
 _OTHER_NAMES = {"typical_p": "typ_p", "typical": "typ_p", "temp": "temperature", "top-k": "top_k", "top-p": "top_p"}
-_LETTERS = {
-    "e": "penalties", "d": "dry", "s": "top_n_sigma", "t": "temperature", "k": "top_k", "y": "typ_p",
-    "p": "top_p", "m": "min_p", "x": "xtc",
-}
+_LETTERS = dict(zip("edstkypmx", OFF_VALUES, strict=True))
 
 
 def options_without(samplers: Sequence[str] | str | None) -> dict[str, Any]:

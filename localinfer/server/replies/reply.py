@@ -161,8 +161,8 @@ _Item = ReplyEvent | _Started | _Failure
 class Reply:
     """The texts of one request, from admission to the last event. Made, iterated and closed on the event loop.
 
-    id: names the request to clients. slot_ids: one per text, where it shows among the slots. stats: one per text, None until its end was taken. prompt_tokens: one per text,
-    known when `start` has returned.
+    id: names the request to clients. slot_ids: one per text, where it shows among the slots. stats: one per text, None
+    until its end was taken. prompt_tokens: one per text, known when `start` has returned.
     """
 
     def __init__(

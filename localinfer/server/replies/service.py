@@ -67,6 +67,7 @@ class Service:
         self.is_stopping = False
         self._state: ServerState | None = None
         self.slots = SlotTable(settings.num_slots)
+        self._tasks: set[asyncio.Task[object]] = set()
         self._replies: dict[str, Reply] = {}
         self._sessions: dict[str, Reply] = {}
         self._load_progress: tuple[str, int, int] | None = None
@@ -121,6 +122,22 @@ class Service:
     def replies(self) -> list[Reply]:
         """What is being generated now."""
         return list(self._replies.values())
+
+    def keep(self, work: Coroutine[Any, Any, object]) -> None:
+        """Do some work beside requests; what it raises is logged."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+
+        def done(task: asyncio.Task[object]) -> None:
+            self._tasks.discard(task)
+            if not task.cancelled() and (error := task.exception()) is not None:
+                to_api_error(error)
+
+        task.add_done_callback(done)
+
+    def reply(self, reply_id: str) -> Reply | None:
+        """A reply that is being generated, by its id."""
+        return self._replies.get(reply_id)
 
     def num_ahead(self, reply: Reply) -> int:
         """How many replies came before this one and have no token either."""

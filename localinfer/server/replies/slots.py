@@ -61,12 +61,15 @@ class SlotTable:
         """What a slot holds. Raises: ApiError if there is no such slot."""
         if slot_id not in self._texts:
             last = len(self._texts) - 1
-            raise ApiError(
-                400,
-                f"there is no slot {slot_id}; give one from 0 to {last}, or more of them by --parallel",
-                param="id_slot",
-            )
+            reason = f"there is no slot {slot_id}; give one from 0 to {last}, or start the server with --parallel"
+            raise ApiError(400, reason, param="id_slot")
         return self._texts[slot_id]
+
+    def check_idle(self, slot_id: int) -> None:
+        """Raise ApiError if there is no such slot, or a text runs in it."""
+        text = self.text(slot_id)
+        if text is not None and not text.has_ended:
+            raise ApiError(409, f"slot {slot_id} is generating; try again when it has ended", code="slot_busy")
 
     def take(self, model_id: str, reply_id: str, wanted: int | None) -> SlotText | None:
         """Put a text into the slot that is wanted, or that was used least recently; None if that is taken.
@@ -85,9 +88,7 @@ class SlotTable:
 
     def hold(self, slot_id: int, model_id: str, token_ids: Sequence[int]) -> None:
         """Put a text into a slot that does not run. Raises: ApiError if one runs there."""
-        former = self.text(slot_id)
-        if former is not None and not former.has_ended:
-            raise ApiError(409, f"slot {slot_id} is generating; try again when it has ended", code="slot_busy")
+        self.check_idle(slot_id)
         self._put(SlotText(slot_id, model_id, None, token_ids, has_ended=True))
 
     def erase(self, slot_id: int) -> None:

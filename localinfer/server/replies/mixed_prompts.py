@@ -26,19 +26,33 @@ def read_prompts(prompt: Any, field: str, *, at_most: int) -> list[Pieces]:
     return [_pieces(prompt, field)]
 
 
-def encode_pieces(tokenizer: "Tokenizer", pieces: Pieces, *, add_special: bool, max_tokens: int | None) -> list[int]:
-    """The ids of a prompt, in which names of special tokens are those tokens.
+def encode_pieces(
+    tokenizer: "Tokenizer",
+    pieces: Pieces,
+    *,
+    max_tokens: int | None,
+    add_special: bool = False,
+    parse_special: bool = False,
+) -> list[int]:
+    """The ids of a prompt.
 
-    add_special: with the tokens that begin and end a text, where the prompt begins with one. max_tokens: a longer text
-    is not encoded to its end. Raises: ContextLengthError.
+    max_tokens: a longer text is not encoded to its end. add_special: with the tokens that begin and end a text, where
+    the prompt begins with one. parse_special: names of special tokens are those tokens. Raises: ContextLengthError.
     """
     ids: list[int] = []
     for index, piece in enumerate(pieces):
         if isinstance(piece, int):
             ids.append(piece)
         else:
-            ids += tokenizer.encode(piece, add_special and not index, True, max_tokens=max_tokens)
+            ids += tokenizer.encode(piece, add_special and not index, parse_special, max_tokens=max_tokens)
     return ids
+
+
+def embedding_prompt(tokenizer: "Tokenizer", pieces: Pieces) -> str | list[int]:
+    """A prompt as `LLM.embed_many` takes it: a text by itself, or the ids of what is mixed."""
+    if len(pieces) == 1 and isinstance(pieces[0], str):
+        return pieces[0]
+    return encode_pieces(tokenizer, pieces, max_tokens=None, add_special=True)
 
 
 def _is_mixed(items: Sequence[Any]) -> bool:
@@ -57,7 +71,7 @@ def _pieces(prompt: Any, path: str) -> Pieces:
                     raise ApiError(400, f"{path} has the token id {item}; see /tokenize", param=path)
             return prompt
         case dict():
-            return [*_object_texts(prompt, path)]
+            return ["".join(_object_texts(prompt, path))]
     raise ApiError(
         400, f"{path} is no prompt; give a text, a list of token ids and texts, or a list of these", param=path
     )

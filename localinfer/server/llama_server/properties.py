@@ -1,0 +1,64 @@
+"""`/props`: what the server and its model are, as llama-server tells it."""
+
+from typing import TYPE_CHECKING, Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from localinfer.kernels.versions import installed_version
+from localinfer.server.llama_server.generation_settings import generation_settings
+from localinfer.server.llama_server.slots import not_supported
+from localinfer.server.replies.service import Service, service_of
+from localinfer.server.router.served_model import ServedModel
+from localinfer.server.transport.http import json_response
+
+if TYPE_CHECKING:
+    from localinfer.llm import LLM
+
+
+async def show_properties(request: Request) -> Response:
+    """The server's properties, with those of one model: of `?model=`, or the default one. Loads none."""
+    service = service_of(request)
+    model = service.registry.find(request.query_params.get("model"))
+    is_router = len(service.registry.models()) > 1
+    need = model.need
+    context = model.llm.context_length if model.llm is not None else None if need is None else need.context_length
+    settings = generation_settings({}, None, seed=None)
+    properties = {
+        "default_generation_settings": {"params": settings, "n_ctx": context},
+        "total_slots": service.settings.num_slots,
+        "model_alias": model.source.id,
+        # Where it lies is not told.
+        "model_path": model.source.path.name,
+        "modalities": {"vision": False, "video": False, "audio": False},
+        "endpoint_slots": service.settings.shows_slots,
+        "endpoint_props": False,
+        "endpoint_metrics": service.settings.shows_metrics,
+        "ui": service.settings.shows_page,
+        "build_info": f"b-localinfer-{installed_version('localinfer')}",
+        "is_sleeping": model.state == "unloaded",
+        "cors_proxy_enabled": False,
+        **({} if model.llm is None else _of_model(model.llm)),
+    }
+    return json_response({**properties, **(_of_router(service, model) if is_router else {})})
+
+
+async def change_properties(request: Request) -> Response:
+    """Refuse: properties are options of the command."""
+    raise not_supported("properties are not changed while the server runs; start it with other options, or send them")
+
+
+def _of_model(llm: "LLM") -> dict[str, Any]:
+    info = llm.info
+    begins, ends = llm.tokenizer.bos_token_id, llm.tokenizer.eos_token_id
+    return {
+        "model_ftype": info.quantization,
+        "chat_template": info.chat_template or "",
+        "chat_template_caps": {"supports_tools": info.supports_tools, "supports_thinking": info.supports_thinking},
+        "bos_token": "" if begins is None else llm.tokenizer.token_text(begins),
+        "eos_token": "" if ends is None else llm.tokenizer.token_text(ends),
+    }
+
+
+def _of_router(service: Service, model: ServedModel) -> dict[str, Any]:
+    return {"role": "router", "max_instances": len(service.registry.models()), "models_autoload": True}
