@@ -16,6 +16,14 @@ from localinfer.toml_file import TomlFile
 
 FILE_NAME = "config.toml"
 DEVICES = ("auto", "cpu", "cuda")
+SERVE_SETTINGS: dict[str, tuple[str, Any]] = {
+    "allow_host": ("allowed_hosts", ()),
+    "allow_origin": ("allowed_origins", ()),
+    "requests_per_minute": ("requests_per_minute", None),
+    "tokens_per_minute": ("tokens_per_minute", None),
+}
+"""Keys of the table `[serve]`, which are options of `localinfer serve` -> the member of the server's settings, and its
+value without the key."""
 _WAY_OUT = "correct it, or pass --no-config to do without the file"
 
 
@@ -24,7 +32,7 @@ class Config:
     """Defaults of the command line; None, or an absent name, where the file says nothing.
 
     path: the file they were read from, None without one. model: a path or a name, as -m takes it. sampling: values by
-    the names of `localinfer.sampling.params.SamplingParams`. system: the system prompt of a chat.
+    the names of `localinfer.sampling.params.SamplingParams`. system: the system prompt of a chat. serve: of a server.
     """
 
     path: Path | None = None
@@ -35,12 +43,13 @@ class Config:
     device: str | None = None
     sampling: Mapping[str, float | int] = field(default_factory=dict)
     system: str | None = None
+    serve: Mapping[str, tuple[str, ...] | int] = field(default_factory=dict)
 
     def defaults(self) -> dict[str, Any]:
         """The values that the file gives, by the names of the commands' parameters."""
         names = ("model", "threads", "context_length", "kv_type", "device", "system")
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        return {**given, **self.sampling}
+        return {**given, **self.sampling, **self.serve}
 
 
 def config_path() -> Path | None:
@@ -104,11 +113,13 @@ def _read(file: TomlFile) -> Config:
     sampling = file.checked(["sampling"], table, SAMPLING_KEYS)
     loading = file.checked(
         [],
-        {key: value for key, value in file.content.items() if key not in ("chat", "sampling")},
+        {key: value for key, value in file.content.items() if key not in ("chat", "sampling", "serve")},
         {"model": _model, "threads": _count, "context_length": _count, "kv_type": _kv_type, "device": _device},
-        also=("[sampling]", "[chat]"),
+        also=("[sampling]", "[chat]", "[serve]"),
     )
-    return Config(path=file.path, sampling=sampling, **chat, **loading)
+    kinds = {name: _count if default is None else _names for name, (_, default) in SERVE_SETTINGS.items()}
+    serve = file.checked(["serve"], file.table(file.content, "serve"), kinds)
+    return Config(path=file.path, sampling=sampling, serve=serve, **chat, **loading)
 
 
 def _text(key: str, value: Any) -> str:
@@ -129,6 +140,12 @@ def _model(key: str, value: Any) -> str:
 def _count(key: str, value: Any) -> int:
     check_number(key, value, 1)
     return int(value)
+
+
+def _names(key: str, value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(one, str) and one.isprintable() for one in value):
+        raise RequestError(f'{key} is {shown(value)}; wanted a list of names, such as {key} = ["example.org"]')
+    return tuple(value)
 
 
 def _kv_type(key: str, value: Any) -> str:

@@ -17,7 +17,7 @@ from localinfer.chat_model import ChatModel, ChatOptions
 from localinfer.closing import Closing
 from localinfer.embedding import RankedDocument, TextEmbedder
 from localinfer.engine.beam_search import Beam, search_beams
-from localinfer.engine.engine import Engine
+from localinfer.engine.engine import Engine, EngineStats
 from localinfer.engine.scheduler import EngineLimits
 from localinfer.errors import RequestError, SessionFileError
 from localinfer.generation.completion import Completion
@@ -399,6 +399,11 @@ class LLM(ThreadControl, Closing):
     def logits(self, token_ids: Sequence[int] | NDArray[np.integer]) -> NDArray[np.float32]:
         """Return float32[T, vocab_size]: row i holds the logits of the token after token_ids[:i + 1]."""
         return self._engine.logits(token_ids)
+
+    @property
+    def engine_stats(self) -> EngineStats:
+        """How many texts run and wait, and what of the key-value memory they hold. Any thread may ask, at any time."""
+        return self._engine.stats
 
     @property
     def snapshot_stats(self) -> "SnapshotStats | None":

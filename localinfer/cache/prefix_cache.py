@@ -249,6 +249,17 @@ class PrefixCache:
         more = pool.num_bytes(len(held), len(held))
         return pool.num_bytes(pages.size, windowed, states, logs) + wanted + more <= pool.max_bytes
 
+    def used_fraction(self, held: Sequence[SequenceCache]) -> float:
+        """Of the pages that there is memory for, the part that these sequences hold; 0 without a limit.
+
+        Any thread may ask, during a step too.
+        """
+        pool = self.pool
+        if not pool.max_bytes:
+            return 0.0
+        num_bytes = pool.num_bytes(_distinct(sequence.pages for sequence in held).size, 0)
+        return min(1.0, num_bytes / pool.max_bytes)
+
     def open(self) -> SequenceCache:
         """Return an empty sequence."""
         return SequenceCache(self.pool, max_length=self._context_length, window=self.window, policy=self._policy)

@@ -157,8 +157,10 @@ class PrefixTree:
         match = self.match(token_ids)
         node = match.node
         # Where the text ends inside of a node, another one goes on there.
-        while node.parent is not None and not node.children and (
-            node is not match.node or match.offset == node.token_ids.size
+        while (
+            node.parent is not None
+            and not node.children
+            and (node is not match.node or match.offset == node.token_ids.size)
         ):
             parent = node.parent
             self._trim(node, node.pages.size)

@@ -16,6 +16,7 @@ from localinfer.cli.ending import Ending
 from localinfer.cli.options import COUNT, LoadOptions, byte_size, flag, load_options, load_with, option
 from localinfer.cli.ready_line import READY_JSON, ReadyLine, drain_stderr
 from localinfer.cli.serve_models import ModelsOptions, find_sources, load_options_of, measure, models_options
+from localinfer.cli.serve_operation import OperationOptions, SettingsReader, operating, operation_options, read_tokens
 from localinfer.cli.serve_responses import KeptResponses, responses_options
 from localinfer.errors import RequestError
 from localinfer.system.folders import expand_home
@@ -24,6 +25,7 @@ from localinfer.terminal import check_text
 
 if TYPE_CHECKING:
     from localinfer.server.operation.metrics import Metrics
+    from localinfer.server.router.model_folder import ModelSource
     from localinfer.server.router.models import ModelRegistry
     from localinfer.server.transport.settings import ServerSettings
 
@@ -57,7 +59,7 @@ class ServeProcess:
 @flag("--no-tcp", "Listen on the Unix socket only.")
 @option("--socket socket_path", "PATH", "Path of the Unix socket. Default: in your runtime folder, if it is free.")
 @flag("--no-socket", "Listen on TCP only.")
-@option("--token-file", "FILE", "File with the bearer token required over TCP.")
+@option("--token-file", "FILE", "File with the bearer tokens accepted over TCP, one per line, or NAME: TOKEN.")
 @option("--token-env", "NAME", "Environment variable with that token.")
 @option("--allow-host", "NAME", "Accept this Host header too; may be repeated.", multiple=True)
 @option("--allow-origin", "ORIGIN", "Accept requests from pages of this origin (CORS); may be repeated.", multiple=True)
@@ -77,6 +79,7 @@ class ServeProcess:
     default=5,
 )
 @responses_options
+@operation_options
 @flag(OPTION, "Exit within two seconds of the end of standard input, or of the parent process.")
 @flag(READY_JSON, "Print one line of JSON when ready, or with the error, and nothing else, on stdout.")
 @flag("--verbose", "Log each request, and what of its prompt was cached, without its text, to stderr.")
@@ -90,13 +93,15 @@ def serve_command(
     ready_json: bool,
     verbose: bool,
     kept_responses: KeptResponses,
+    operation: OperationOptions,
     **listening: Any,
 ) -> None:
     """Serve OpenAI's and Anthropic's APIs locally.
 
     Listens on a Unix socket that only you can open, and on TCP on the loopback interface unless --no-tcp. Point clients
     at http://127.0.0.1:8080/v1, and a browser at http://127.0.0.1:8080 to chat; a line on stdout says when the server
-    is ready. Ctrl-C ends it after the running replies.
+    is ready. Ctrl-C ends it after the running replies. SIGHUP reads tokens, models, and the table [serve] of the
+    configuration file again.
 
     All clients share one prompt cache, and replies report how much of a prompt was cached (cached_tokens): a client can
     find out, token by token, what others have sent. Give access only to people who may read your texts.
@@ -133,6 +138,7 @@ def serve_command(
             idle_unload,
             memory_limit,
             verbose,
+            operation,
             ending,
             process.ready_line,
             socket_path=place,
@@ -149,22 +155,26 @@ def _serve(
     idle_unload: float,
     memory_limit: int | None,
     verbose: bool,
+    operation: OperationOptions,
     ending: Ending,
     ready_line: ReadyLine | None,
     **listening: Any,
 ) -> None:
     from localinfer.server.app import LocalServer
+    from localinfer.server.operation.structured_log import log_to_stderr
     from localinfer.server.router.load_threads import LoadThreads
     from localinfer.server.router.models import ModelRegistry
 
     # It warns of every client that disconnects during a stream, which is normal.
     logging.getLogger("asyncio").setLevel(logging.ERROR)
-    if verbose:
-        _log_requests()
+    log_to_stderr(as_json=operation.as_json, verbose=verbose)
     if models.names_some and is_from_config("model"):
         # Models that are named say what to serve; a default does not add to them.
         options["model"] = None
-    settings = _settings(**listening)
+    token_file = listening["token_file"]
+    settings = _settings(
+        requests_per_minute=operation.requests_per_minute, tokens_per_minute=operation.tokens_per_minute, **listening
+    )
     sources, preload = find_sources(options["model"], models, options)
     threads = LoadThreads()
 
@@ -186,7 +196,15 @@ def _serve(
         )
 
     preloads = bool(preload) or any(source.settings.is_pinned for source in sources)
-    with LocalServer(settings, make_registry, preloads=preloads, on_signal=ending.ask) as server:
+    reader = SettingsReader(None if token_file is None else expand_home(token_file))
+
+    def read_again(settings: "ServerSettings") -> "tuple[ServerSettings, list[ModelSource]]":
+        return reader.read(settings), find_sources(options["model"], models, options)[0]
+
+    with (
+        operating(operation, read_again) as watched,
+        LocalServer(settings, make_registry, preloads=preloads, on_signal=ending.ask, operation=watched) as server,
+    ):
 
         def leave() -> None:
             server.leave()
@@ -204,16 +222,16 @@ def _serve(
         ending.attach(server.stop, leave)
         if server.settings.socket_path is None:
             taken = "" if settings.socket_path is None else f": another server listens on {settings.socket_path}"
-            click.echo(f"there is no Unix socket{taken}; TCP only", err=True)
+            operation.say(f"there is no Unix socket{taken}; TCP only")
         names = ", ".join(source.id for source in sources[:5]) + (", ..." if len(sources) > 5 else "")
         places = " and ".join(server.addresses)
-        click.echo(f"listening on {places}" + ("" if server.service.is_ready else f", loading {names}"), err=True)
+        operation.say(f"listening on {places}" + ("" if server.service.is_ready else f", loading {names}"))
         server.run(on_ready=on_ready)
         has_ended = server.has_ended()
         server.close()
         with contextlib.suppress(OSError):
             sys.stdout.flush()
-        ending.end(must=not has_ended)
+    ending.end(must=not has_ended)
 
 
 def _is_default(name: str) -> bool:
@@ -226,15 +244,6 @@ def _say_ready(line: str) -> None:
     with contextlib.suppress(OSError):
         click.echo(line)
         sys.stdout.flush()
-
-
-def _log_requests() -> None:
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
-    logger = logging.getLogger("localinfer.server")
-    logger.addHandler(handler)
-    logger.propagate = False
-    logger.setLevel(logging.INFO)
 
 
 def _settings(
@@ -256,7 +265,8 @@ def _settings(
             check_text(value, name)
     return ServerSettings(
         host=None if no_tcp else host,
-        token=_token(token_file, token_env),
+        token=_token(token_env, is_in_file=token_file is not None),
+        tokens=() if token_file is None else read_tokens(expand_home(token_file)),
         allowed_hosts=allow_host,
         allowed_origins=allow_origin,
         allows_private_network=allow_private_network,
@@ -285,13 +295,11 @@ def _own_socket() -> Path | None:
     return path
 
 
-def _token(file: str | None, variable: str | None) -> str | None:
-    if file is not None and variable is not None:
-        raise RequestError("the token is either in a file or in a variable; leave out --token-file or --token-env")
-    if file is not None:
-        return _read_token(expand_home(file))
+def _token(variable: str | None, *, is_in_file: bool) -> str | None:
     if variable is None:
         return None
+    if is_in_file:
+        raise RequestError("the token is either in a file or in a variable; leave out --token-file or --token-env")
     # Processes that are started from here need not have it.
     token = os.environ.pop(variable, "").strip()
     if not token:
@@ -299,10 +307,3 @@ def _token(file: str | None, variable: str | None) -> str | None:
             f"there is no token in the environment variable {variable:.80}, which --token-env names; put it there"
         )
     return token
-
-
-def _read_token(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise RequestError(f"the token file {path} cannot be read: {error}; give another with --token-file") from None

@@ -7,6 +7,7 @@ computes them. Text is above this package.
 import sys
 from collections.abc import Collection, Generator, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -32,6 +33,21 @@ if TYPE_CHECKING:
 
 _NO_HINTS = CacheHints()
 _DEFAULT_LIMITS = EngineLimits()
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """What an engine does at one moment.
+
+    running: requests that take part in steps. waiting: those without a place or memory, preempted ones among them.
+    cache_fraction: of the memory for keys and values, what running requests hold, from 0 to 1; what is only cached
+    counts as free, and without a limit all does. preemptions: since loading.
+    """
+
+    running: int
+    waiting: int
+    cache_fraction: float
+    preemptions: int
 
 
 class Engine:
@@ -69,6 +85,14 @@ class Engine:
         self.check_usable()
         with self.scheduler.exclusive():
             yield self._cache
+
+    @property
+    def stats(self) -> EngineStats:
+        """What runs and waits now. Any thread may ask, during a step too."""
+        requests = self.scheduler.requests()
+        held = [sequence for request in requests if (sequence := request.sequence) is not None]
+        fraction = self._cache.used_fraction(held)
+        return EngineStats(len(held), len(requests) - len(held), fraction, self.scheduler.preemptions)
 
     @property
     def snapshot_stats(self) -> SnapshotStats | None:

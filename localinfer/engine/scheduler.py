@@ -60,8 +60,10 @@ class Scheduler:
         self._max_rows = program.max_batch_rows
         self._max_outputs = program.max_output_rows
         self._unfinished: set[Request] = set()
-        """Every request that has not ended; `running`: those whose readers have begun, in order of arrival."""
+        """Every request that has not ended; `running`: those whose readers have begun, in order of arrival;
+        `preemptions`: how often one lost its memory to others."""
         self.running: list[Request] = []
+        self.preemptions = 0
         self._departed: deque[Request] = deque()
         self._steps = 0
         self._is_stepping = False
@@ -92,6 +94,10 @@ class Scheduler:
                 "the model was loaded before this process was forked, and its threads stayed behind; load it here, or "
                 "start processes with the 'spawn' method"
             )
+
+    def requests(self) -> list[Request]:
+        """Every request that has not ended, in no order. Any thread may ask, during a step too."""
+        return list(self._unfinished)
 
     def add(self, request: Request) -> None:
         """Take on a request. Raises: OverloadedError."""
@@ -283,6 +289,7 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         """Free the memory of a request, which is admitted again and recomputed when there is room."""
+        self.preemptions += 1
         token_ids = request.token_ids()
         self._runner.retire(request)
         request.restart(token_ids)

@@ -41,6 +41,9 @@ from localinfer.server.llama_server import completion, embedding, infill, model_
 from localinfer.server.ollama.routes import ollama_routes
 from localinfer.server.ollama.wire import ErrorTexts
 from localinfer.server.operation.metrics import Metrics
+from localinfer.server.operation.observing import ObservingMiddleware, log_request
+from localinfer.server.operation.service_manager import given_sockets, settings_of_sockets, tell_manager, tell_reloading
+from localinfer.server.replies.configuration import NO_OPERATION, Operation
 from localinfer.server.replies.service import PlainPaths, Service, route, unrouted
 from localinfer.server.router.models import ModelRegistry
 from localinfer.server.transport.connection import Connection
@@ -71,7 +74,7 @@ _LOAD_END_SECONDS = 0.8
 _NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
-def make_app(service: Service) -> Starlette:
+def make_app(service: Service, operation: Operation = NO_OPERATION) -> Starlette:
     """The application of a service; paths are written without `/v1`, which may stand before each."""
 
     memory = ResponseMemory(ResponseStore(service.settings.kept_responses))
@@ -138,8 +141,13 @@ def make_app(service: Service) -> Starlette:
     app = Starlette(
         routes=routes,
         middleware=[
+            Middleware(
+                ObservingMiddleware,
+                observers=(service.observe, log_request, *operation.observers),
+                request_log=operation.request_log,
+            ),
             Middleware(ErrorTexts),
-            Middleware(SecurityMiddleware, settings=service.settings),
+            Middleware(SecurityMiddleware, settings=service.settings, present=lambda: service.settings),
             Middleware(PlainPaths),
         ],
         exception_handlers={HTTPException: unrouted},
@@ -156,6 +164,7 @@ class LocalServer(Closing):
 
     preloads: load the default model at once. Meanwhile `/health` says so, and requests for a model wait.
     on_signal: called when a signal asks for the end; in the handler, so it may come in the midst of anything.
+    operation: what is told of requests, and how the configuration is read again.
     addresses: where it listens, as URLs and paths. Leaving the context closes the sockets and removes the socket file.
     Raises: RequestError.
     """
@@ -167,8 +176,11 @@ class LocalServer(Closing):
         *,
         preloads: bool = False,
         on_signal: Callable[[], object] = lambda: None,
+        operation: Operation = NO_OPERATION,
     ) -> None:
         limit = affordable_connections(settings.max_connections)
+        given = given_sockets()
+        settings = settings_of_sockets(settings, given)
         self.settings = settings = replace(settings, max_connections=limit)
         self.service = Service(settings, make_registry, preloads=preloads)
         self.port: int | None = None
@@ -180,9 +192,13 @@ class LocalServer(Closing):
         self._sockets: list[socket.socket] = []
         self._listener: UnixListener | None = None
         try:
-            if settings.socket_path is not None:
+            for listener in given:
+                self._sockets.append(self._closing.enter_context(listener))
+            if given:
+                self._describe_given()
+            elif settings.socket_path is not None:
                 self._listen_on_socket(settings.socket_path)
-            if settings.host is not None:
+            if settings.host is not None and not given:
                 bound = self._closing.enter_context(bind_tcp(settings.host, settings.port))
                 self._sockets.append(bound)
                 self.port = int(bound.getsockname()[1])
@@ -192,7 +208,7 @@ class LocalServer(Closing):
             self._closing.close()
             raise
         config = uvicorn.Config(
-            make_app(self.service),
+            make_app(self.service, operation),
             http=Connection.limited(settings),
             ws="none",
             lifespan="on",
@@ -206,7 +222,7 @@ class LocalServer(Closing):
             h11_max_incomplete_event_size=MAX_HEADER_BYTES,
             backlog=_ACCEPTED_AT_ONCE,
         )
-        self._server = _Server(config, self.service, on_signal)
+        self._server = _Server(config, self.service, on_signal, operation)
 
     def _listen_on_socket(self, path: Path) -> None:
         try:
@@ -243,6 +259,17 @@ class LocalServer(Closing):
         if self._server.start_error is not None:
             raise self._server.start_error
 
+    def _describe_given(self) -> None:
+        """Note where the sockets of the service manager listen."""
+        for listener in self._sockets:
+            place = listener.getsockname()
+            if isinstance(place, tuple):
+                name = f"[{place[0]}]" if ":" in place[0] else place[0]
+                self.port = self.port or int(place[1])
+                self.addresses.append(f"http://{name}:{place[1]}")
+            else:
+                self.addresses.append(f"unix:{place}")
+
     def has_ended(self) -> bool:
         """Whether no thread is left that still loads a model, which was given up; waits for it a little."""
         return self.service.registry.join_loads(_LOAD_END_SECONDS)
@@ -274,8 +301,13 @@ class _Server(uvicorn.Server):
     start_error: why the default model could not be loaded, which ends the server.
     """
 
-    def __init__(self, config: uvicorn.Config, service: Service, on_signal: Callable[[], object]) -> None:
+    def __init__(
+        self, config: uvicorn.Config, service: Service, on_signal: Callable[[], object], operation: Operation
+    ) -> None:
         super().__init__(config)
+        self._operation = operation
+        self._reloading: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._on_signal = on_signal
         self.start_error: Exception | None = None
         self.on_ready: Callable[[], object] = lambda: None
@@ -304,6 +336,35 @@ class _Server(uvicorn.Server):
             self.start_error, self.should_exit = error, True
             return
         self.on_ready()
+        tell_manager("READY=1")
+
+    async def _reload(self) -> None:
+        """Read the configuration again; one that is wrong is reported, and the former stays."""
+        read = self._operation.read_configuration
+        if read is None:
+            return
+        tell_reloading()
+        try:
+            fresh = await asyncio.to_thread(read, self._service.settings)
+            self._service.reload(fresh.settings, fresh.sources)
+        except Exception as error:
+            reason = " ".join(str(error).split())
+            logger.error("the configuration was not read again, and the former one stays: %s", reason)
+        else:
+            number = len(self._service.registry.models())
+            logger.warning("the configuration was read again; models served: %d", number)
+        tell_manager("READY=1")
+
+    def _begin_reload(self) -> None:
+        former = self._reloading
+
+        async def reload() -> None:
+            # One after the other: the last configuration counts.
+            if former is not None:
+                await asyncio.wait([former])
+            await self._reload()
+
+        self._reloading = asyncio.create_task(reload())
 
     def _note_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """Close idle connections where none can be accepted; asyncio tries again a second later by itself."""
@@ -319,6 +380,7 @@ class _Server(uvicorn.Server):
             logger.error("no more connections can be taken now: %s; idle ones were closed", error.strerror)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        tell_manager("STOPPING=1")
         self._service.stop()
         seconds = self._service.settings.shutdown_seconds
         asyncio.get_running_loop().call_later(0 if self.force_exit else seconds, self._service.fail_replies)
@@ -331,11 +393,18 @@ class _Server(uvicorn.Server):
             return
         watched = (signal.SIGINT, signal.SIGTERM)
         former = {number: signal.signal(number, self.handle_exit) for number in watched}
+        if self._operation.read_configuration is not None and hasattr(signal, "SIGHUP"):
+            former[signal.SIGHUP] = signal.signal(signal.SIGHUP, self._handle_hangup)
         try:
             yield
         finally:
             for number, handler in former.items():
                 signal.signal(number, handler)
+
+    def _handle_hangup(self, sig: int, frame: FrameType | None) -> None:
+        # It may come before the loop runs, when everything is still to be read.
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._begin_reload)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self._num_signals += 1

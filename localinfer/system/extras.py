@@ -16,6 +16,10 @@ EXTRAS: dict[str, tuple[str, ...]] = {
 }
 """Modules of each extra of the distribution; all of them are dependencies, so that a plain install has every part."""
 
+OPTIONAL: dict[str, tuple[str, ...]] = {
+    "otel": ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"),
+}
+"""The same of extras that a plain install is without."""
 
 _found: set[str] = set()
 
@@ -24,9 +28,9 @@ def require(extra: str, what: str) -> None:
     """Raise MissingPackageError unless the packages of an extra are there; what: the part that needs them."""
     if extra in _found:
         return
-    missing = [name for name in EXTRAS[extra] if not _is_there(name)]
+    missing = [name for name in (EXTRAS | OPTIONAL)[extra] if not _is_there(name)]
     if missing:
-        names = ", ".join(name.replace("_", "-") for name in missing)
+        names = ", ".join(name.replace("_", "-").replace(".", "-") for name in missing)
         raise MissingPackageError(
             f"{what} needs {names}, which {'are' if missing[1:] else 'is'} not installed; "
             f"type `pip install 'localinfer[{extra}]'`",

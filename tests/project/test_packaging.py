@@ -13,7 +13,7 @@ import pytest
 
 import localinfer
 from localinfer.kernels.cuda.kernel_cache import OLDEST_VERSIONS
-from localinfer.system.extras import EXTRAS
+from localinfer.system.extras import EXTRAS, OPTIONAL
 from tests.bench.cuda_requirements import version_problem, wanted_versions
 from tests.limits import seconds
 
@@ -78,6 +78,7 @@ def test_import_contracts_place_every_module_and_package(settings, container):
 def test_extras_are_the_documented_ones(settings):
     assert set(settings["project"]["optional-dependencies"]) == {
         *EXTRAS,
+        *OPTIONAL,
         "bench",
         "cuda",
         "dev",

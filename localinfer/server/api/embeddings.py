@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from starlette.requests import Request
 from starlette.responses import Response
 
+from localinfer.server.operation.request_record import record_of
 from localinfer.server.replies.fields import Prompts, split_prompts
 from localinfer.server.replies.service import read_body, service_of, unless_gone
 from localinfer.server.transport.http import json_response
@@ -50,6 +51,7 @@ async def embeddings(request: Request) -> Response:
             vectors += found
             count += num_tokens
     data = await asyncio.to_thread(_data, vectors, body.encoding_format)
+    record_of(request.scope).input_tokens = count
     usage = {"prompt_tokens": count, "total_tokens": count}
     return json_response({"object": "list", "data": data, "model": lease.model_id, "usage": usage})
 

@@ -8,6 +8,7 @@ from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
+from localinfer.server.operation.request_record import record_of
 from localinfer.server.replies.service import read_body, service_of, unless_gone
 from localinfer.server.transport.http import json_response
 from localinfer.server.transport.known_fields import RERANK
@@ -48,5 +49,6 @@ async def rerank(request: Request) -> Response:
             result["document"] = {"text": texts[one.index]}
         results.append(result)
     count = sum(one.num_tokens for one in ranked)
+    record_of(request.scope).input_tokens = count
     usage = {"prompt_tokens": count, "total_tokens": count}
     return json_response({"object": "list", "model": lease.model_id, "results": results, "usage": usage})

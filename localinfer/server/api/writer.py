@@ -128,8 +128,7 @@ def usage(reply: Reply) -> dict[str, Any]:
 
 def running_usage(reply: Reply) -> dict[str, Any]:
     """OpenAI's `usage` of a reply so far."""
-    prompt = sum(count for index, count in enumerate(reply.prompt_tokens) if not reply.shares_prompt(index))
-    completion = reply.num_tokens
+    prompt, completion = reply.num_used()
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 

@@ -1,14 +1,18 @@
 """What the server counts and times, in Prometheus' text format, in a registry of its own."""
 
 import time
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from localinfer.server.operation.vllm_metrics import VllmMetrics
+
 if TYPE_CHECKING:
     from localinfer.cache.prefix_cache import SnapshotStats
+    from localinfer.engine.engine import EngineStats
     from localinfer.generation.completion import Stats
 
 GOOD_FIRST_TOKEN_SECONDS = 1.0
@@ -21,7 +25,10 @@ _INTERVAL_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.
 
 
 class Metrics:
-    """The server's metrics; threads may share them. No label and no value holds text of a request."""
+    """The server's metrics; threads may share them. No label and no value holds text of a request.
+
+    engines: says what each loaded model's engine does now, by the model's name. vllm: the same under vLLM's names.
+    """
 
     def __init__(self) -> None:
         registry = self.registry = CollectorRegistry()
@@ -64,6 +71,8 @@ class Metrics:
         self.waiting = gauge("localinfer_waiting_generations", "Texts admitted that have no token yet")
         self.loaded = gauge("localinfer_loaded_models", "Models in memory")
         snapshots = "Snapshots of recurrent states"
+        self.engines: Callable[[], Mapping[str, EngineStats]] = dict
+        self.vllm = VllmMetrics(self)
         self._snapshots = {
             "held": gauge("localinfer_state_snapshots", f"{snapshots} in memory", ["model"]),
             "num_bytes": gauge("localinfer_state_snapshot_bytes", "Their bytes", ["model"]),
@@ -87,12 +96,12 @@ class Metrics:
                 with suppress(KeyError):
                     shown.remove(model)
 
-    def count_reply(self, model: str, stats: "Stats", ending: str) -> None:
-        """Count what a finished generation cost."""
+    def count_reply(self, model: str, stats: "Stats", ending: str, latency: "LatencyTracker") -> None:
+        """Count what a finished generation cost; its tokens were counted as they came,."""
         self.queue_seconds.labels(model).observe(stats.waited_seconds)
         self.prompt_tokens.labels(model).inc(stats.prompt_tokens)
         self.cached_tokens.labels(model).inc(stats.cached_tokens)
-        self.completion_tokens.labels(model).inc(stats.completion_tokens)
+        self.completion_tokens.labels(model).inc(max(0, stats.completion_tokens - latency.num_tokens))
         for position, count in enumerate(stats.drafted_by_position):
             self.drafted.labels(str(position)).inc(count)
         for position, count in enumerate(stats.accepted_by_position):
@@ -101,20 +110,32 @@ class Metrics:
             self.drafters["drafted"].labels(name).inc(drafted)
             self.drafters["accepted"].labels(name).inc(accepted)
         self.replies.labels(ending).inc()
+        self.vllm.count_text(model, stats, ending, latency)
 
 
 class LatencyTracker:
-    """Times the tokens of one generation, from its admission on."""
+    """Times the tokens of one generation, from its admission on, and counts them."""
 
     def __init__(self, metrics: Metrics, model: str) -> None:
         self._metrics = metrics
         self._first = metrics.first_token_seconds.labels(model)
         self._interval = metrics.interval_seconds.labels(model)
+        self._count = metrics.completion_tokens.labels(model).inc
         self._admitted = self._last = time.perf_counter()
         self._began: float | None = None
-        self._num_tokens = 0
+        self.num_tokens = 0
         metrics.running.inc()
         metrics.waiting.inc()
+
+    @property
+    def seconds(self) -> float:
+        """From the admission to the last token so far."""
+        return self._last - self._admitted
+
+    @property
+    def seconds_to_first(self) -> float | None:
+        """From the admission to the first token, None before it."""
+        return None if self._began is None else self._began - self._admitted
 
     def tick(self) -> None:
         """Count the next token."""
@@ -126,7 +147,8 @@ class LatencyTracker:
         else:
             self._interval.observe(now - self._last)
         self._last = now
-        self._num_tokens += 1
+        self.num_tokens += 1
+        self._count()
 
     def end(self, *, is_whole: bool) -> None:
         """End the generation. is_whole: the text came to its own end, and was neither stopped nor failed."""
@@ -136,6 +158,6 @@ class LatencyTracker:
             return
         if not is_whole:
             return
-        mean_interval = (self._last - self._began) / max(1, self._num_tokens - 1)
+        mean_interval = (self._last - self._began) / max(1, self.num_tokens - 1)
         if self._began - self._admitted <= GOOD_FIRST_TOKEN_SECONDS and mean_interval <= GOOD_INTERVAL_SECONDS:
             self._metrics.good_replies.inc()

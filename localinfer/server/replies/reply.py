@@ -161,8 +161,9 @@ _Item = ReplyEvent | _Started | _Failure
 class Reply:
     """The texts of one request, from admission to the last event. Made, iterated and closed on the event loop.
 
-    id: names the request to clients. slot_ids: one per text, where it shows among the slots. stats: one per text, None
-    until its end was taken. prompt_tokens: one per text, known when `start` has returned.
+    id: names the request to clients. slot_ids: one per text, where it shows among the slots. stats, finish_reasons: one
+    per text, None until its end was taken. failure: what `events` raised. prompt_tokens: one per text, known when
+    `start` has returned.
     """
 
     def __init__(
@@ -184,6 +185,8 @@ class Reply:
         self.num_tokens = 0
         self.num_reasoning_tokens = 0
         self.stats: list[Stats | None] = [None] * len(plans)
+        self.finish_reasons: list[str | None] = [None] * len(plans)
+        self.failure: BaseException | None = None
         self.prompt_tokens = [0] * len(plans)
         self._queue: asyncio.Queue[_Item] = asyncio.Queue()
         self._texts: list[_Text] = []
@@ -207,6 +210,11 @@ class Reply:
     def shares_prompt(self, index: int) -> bool:
         """Whether an earlier text has the same prompt, which was computed and is counted there."""
         return self._texts[index].leader is not None
+
+    def num_used(self) -> tuple[int, int]:
+        """Tokens of the prompts so far, each counted once, and tokens generated."""
+        prompt = sum(count for index, count in enumerate(self.prompt_tokens) if not self.shares_prompt(index))
+        return prompt, self.num_tokens
 
     def progress(self) -> dict[str, Any]:
         """How much of the first prompt was read, under llama.cpp's names, the time in milliseconds."""
@@ -252,12 +260,13 @@ class Reply:
             self._last_item_seconds = time.monotonic()
             match item:
                 case _Failure(error):
+                    self.failure = error
                     raise error
                 case _Started():
                     continue
                 case End(index):
                     left -= 1
-                    self.stats[index] = item.stats
+                    self.stats[index], self.finish_reasons[index] = item.stats, item.finish_reason
                 case Token(_, token):
                     self.num_tokens += 1
                     self.num_reasoning_tokens += bool(token.reasoning)
@@ -379,7 +388,7 @@ class _Text:
         finally:
             self._latency.end(is_whole=ending not in ("cancelled", "failed"))
             if self._stats is not None:
-                self._state.metrics.count_reply(self._model_id, self._stats, ending)
+                self._state.metrics.count_reply(self._model_id, self._stats, ending, self._latency)
                 _log_cache(self._model_id, self._stats)
             self.has_token.set()
             if error is None or self._is_cancelled:
@@ -403,7 +412,9 @@ class _Text:
                 for event in stream:
                     ending = event.finish_reason or ending
                     if event.finish_reason != "cancelled":
-                        tick()
+                        # Where memory ended the last event has no token.
+                        if event.token_id >= 0:
+                            tick()
                         put(Token(index, event))
                     self.has_token.set()
             finally:

@@ -4,7 +4,6 @@ Paths are served with and without `/v1`.
 """
 
 import asyncio
-import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
@@ -18,8 +17,11 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from localinfer.server.operation.metrics import Metrics
+from localinfer.server.operation.rate_limits import RateLimiter
+from localinfer.server.operation.request_record import RequestRecord, error_name, record_of
 from localinfer.server.replies.reply import Reply, ServerState, TextPlan
 from localinfer.server.replies.slots import NO_SLOT, SlotTable
+from localinfer.server.router.model_folder import ModelSource
 from localinfer.server.router.models import ModelRegistry
 from localinfer.server.router.served_model import Lease
 from localinfer.server.transport.http import (
@@ -36,8 +38,6 @@ from localinfer.server.transport.settings import ServerSettings
 
 if TYPE_CHECKING:
     from localinfer.llm import LLM
-
-logger = logging.getLogger(__name__)
 
 Body = TypeVar("Body")
 Result = TypeVar("Result")
@@ -63,6 +63,10 @@ class Service:
         self.settings = settings
         self.metrics = Metrics()
         self.registry = make_registry(self.metrics)
+        self.limiter = RateLimiter(lambda: self.settings)
+        self.metrics.engines = lambda: {
+            model.source.id: model.llm.engine_stats for model in self.registry.models() if model.llm is not None
+        }
         self.is_ready = not preloads
         self.is_stopping = False
         self._state: ServerState | None = None
@@ -113,6 +117,22 @@ class Service:
         """Admit no new requests, and load no model; what runs goes on until `fail_replies`."""
         self.is_stopping = True
         self.registry.stop_loading()
+
+    def reload(self, settings: ServerSettings, sources: Sequence[ModelSource] | None = None) -> None:
+        """Go on with other settings, and other models if any are given; what runs is not touched.
+
+        Where the server listens stays as it is. Raises: RequestError; then nothing has changed.
+        """
+        if sources is not None:
+            self.registry.replace_sources(sources)
+        self.settings = settings
+
+    def observe(self, record: RequestRecord) -> None:
+        """Count what a request that has ended took."""
+        self.limiter.charge(record)
+        if record.reply is not None:
+            lengths = [0 if one is None else one.completion_tokens for one in record.reply.stats]
+            self.metrics.vllm.count_request(record.reply.model_id, lengths, record.max_tokens)
 
     def fail_replies(self) -> None:
         """End what still runs, with an error that says why."""
@@ -180,6 +200,7 @@ class Service:
         reply: Reply | None = None
         try:
             reply = self._admit(lease, kind, plan(lease.llm), session, id_slot)
+            record_of(request.scope).reply = reply
             await reply.start()
         except BaseException:
             if reply is not None:
@@ -270,7 +291,9 @@ def owner_of(request: Request) -> str:
 
 async def read_body(request: Request, record: type[Record]) -> Record:
     """The body of a request as a record. Raises: as `http.read_json`."""
-    return await read_json(request, record, service_of(request).settings)
+    body = await read_json(request, record, service_of(request).settings)
+    record_of(request.scope).take_body(body)
+    return body
 
 
 async def on_model(request: Request, name: str | None, work: "Callable[[LLM, Body], Result]", body: Body) -> Result:
@@ -280,20 +303,27 @@ async def on_model(request: Request, name: str | None, work: "Callable[[LLM, Bod
 
 
 def route(path: str, endpoint: Endpoint, method: str = "GET", *, prompt_field: str = "messages") -> Route:
-    """A route whose errors are answered, counted and logged. prompt_field: the member of its body with the prompt."""
+    """A route whose errors are answered and counted, within the limits of rates.
+
+    prompt_field: the member of its body with the prompt.
+    """
 
     async def guarded(request: Request) -> Response:
-        began = time.perf_counter()
-        request_id = request.state.request_id
+        request_id, record, service = request.state.request_id, record_of(request.scope), service_of(request)
+        record.route = path
+        headers: dict[str, str] = {}
         try:
+            if method == "POST" and not path.endswith("/cancel"):
+                headers = service.limiter.admit(request.scope["state"].get("token_name", ""))
             response = await endpoint(request)
         except (ClientGone, ClientDisconnect):
             response = Response(status_code=_CLIENT_CLOSED)
         except Exception as error:
-            response = to_api_error(error, request_id, prompt_field=prompt_field).response(path)
-        service_of(request).metrics.requests.labels(path, str(response.status_code)).inc()
-        seconds = time.perf_counter() - began
-        logger.info("%s %s %s %d %.3f s", request_id, method, path, response.status_code, seconds)
+            refusal = to_api_error(error, request_id, prompt_field=prompt_field)
+            record.error = error_name(refusal if refusal.code else error)
+            response = refusal.response(path)
+        response.headers.update(headers)
+        service.metrics.requests.labels(path, str(response.status_code)).inc()
         return response
 
     return Route(path, guarded, methods=[method])

@@ -6,20 +6,24 @@ and every body that is not JSON are refused, and pages of other origins get no p
 is the server's own: its origin is the very host that was asked, after that host has passed.
 """
 
-import hmac
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from localinfer.server.transport.access_tokens import matching_token
 from localinfer.server.transport.http import ApiError, identifier
 from localinfer.server.transport.settings import LOOPBACK_NAMES, ServerSettings, ip_address
 
 _HOST = re.compile(r"(?:\[(?P<bracketed>[0-9a-fA-F:.]+)\]|(?P<name>[A-Za-z0-9._-]+))(?::\d{1,5})?")
 MAX_HEADER_BYTES = 32 << 10
 _METHODS = "GET, POST, DELETE, OPTIONS"
+EXPOSED_HEADERS = "x-request-id, retry-after, " + ", ".join(
+    f"x-ratelimit-{what}-{kind}" for kind in ("requests", "tokens") for what in ("limit", "remaining", "reset")
+)
+"""That a page of an allowed origin may read."""
 IS_UNIX_SOCKET = "is_unix_socket"
 """Set in the state of a request that came through the Unix socket, whose folder guards it."""
 _OPEN_PATHS = ("", "/health", "/v1/health")
@@ -27,11 +31,21 @@ _OPEN_PATHS = ("", "/health", "/v1/health")
 
 
 class SecurityMiddleware:
-    """ASGI middleware that checks hosts, origins and tokens, gives every request an id, and answers preflights."""
+    """ASGI middleware that checks hosts, origins and tokens, gives every request an id, and answers preflights.
 
-    def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
+    present: the settings now, where they may change while the server runs.
+    """
+
+    def __init__(
+        self, app: ASGIApp, settings: ServerSettings, present: Callable[[], ServerSettings] | None = None
+    ) -> None:
         self._app = app
+        self._present = present or (lambda: settings)
+        self._use(settings)
+
+    def _use(self, settings: ServerSettings) -> None:
         self._settings = settings
+        self._tokens = settings.access_tokens
         self._hosts = {*LOOPBACK_NAMES, *(name.lower() for name in settings.allowed_hosts)}
         if settings.host is not None and not settings.listens_everywhere:
             self._hosts.add(settings.host.lower())
@@ -40,6 +54,8 @@ class SecurityMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        if (settings := self._present()) is not self._settings:
+            self._use(settings)
         headers = Headers(scope=scope)
         request_id = identifier("req")
         scope.setdefault("state", {})["request_id"] = request_id
@@ -94,19 +110,20 @@ class SecurityMiddleware:
                 )
 
     def _check_token(self, scope: Scope, headers: Headers) -> None:
-        token = self._settings.token
-        if token is None or scope["state"].get(IS_UNIX_SOCKET) or self._is_open(scope["path"].rstrip("/")):
+        if not self._tokens or scope["state"].get(IS_UNIX_SOCKET) or self._is_open(scope["path"].rstrip("/")):
             return
         scheme, _, shown = headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer":
             shown = headers.get("x-api-key", "")
-        if not hmac.compare_digest(shown.strip().encode(), token.encode()):
+        token = matching_token(shown.strip(), self._tokens)
+        if token is None:
             raise ApiError(
                 401,
                 "the token is missing or wrong; send it as 'Authorization: Bearer TOKEN'",
                 code="invalid_api_key",
                 headers={"www-authenticate": "Bearer"},
             )
+        scope["state"]["token_name"] = token.name
 
     def _is_open(self, path: str) -> bool:
         return path in _OPEN_PATHS and (path != "" or self._settings.serves_page)
@@ -128,7 +145,7 @@ class SecurityMiddleware:
             return {"vary": "Origin"} if self._settings.allowed_origins else {}
         granted = {
             "access-control-allow-origin": origin,
-            "access-control-expose-headers": "x-request-id, retry-after",
+            "access-control-expose-headers": EXPOSED_HEADERS,
             "vary": "Origin",
         }
         wanted = headers.get("access-control-request-headers")

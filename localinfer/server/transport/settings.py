@@ -7,6 +7,7 @@ from pathlib import Path
 
 from localinfer.errors import RequestError
 from localinfer.persistence.response_store import ResponseStoreOptions
+from localinfer.server.transport.access_tokens import AccessToken
 
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 _ORIGIN = re.compile(r"file://|[a-z][a-z0-9+.-]*://(?:[A-Za-z0-9._~-]+|\[[0-9a-fA-F:.]+\])(?::\d{1,5})?")
@@ -32,6 +33,7 @@ class ServerSettings:
     kept_responses: what is kept of responses and conversations, and where.
     num_slots: as many texts are generated at one time. slot_folder: where clients may save what is in a slot, None for
     nowhere. shows_slots, shows_metrics: whether /slots and /metrics are there.
+    tokens: those that have names, beside `token`. requests_per_minute, tokens_per_minute: what one token may ask for.
     Raises: RequestError.
     """
 
@@ -59,25 +61,34 @@ class ServerSettings:
     slot_folder: Path | None = None
     shows_slots: bool = True
     shows_metrics: bool = True
+    tokens: tuple[AccessToken, ...] = ()
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
 
     def __post_init__(self) -> None:
         if self.host is None and self.socket_path is None:
             raise RequestError("the server has nowhere to listen: allow TCP, or name a socket")
         if not 0 <= self.port <= 65535:
             raise RequestError(f"the port is {self.port}; it must be from 1 to 65535, or 0 for one that is free")
-        if self.host is not None and self.token is None and not is_loopback(self.host):
+        if self.host is not None and not self.access_tokens and not is_loopback(self.host):
             raise RequestError(
                 f"{self.host} can be reached from other machines; give a file with a token that clients must show "
                 "(--token-file), or listen on 127.0.0.1"
             )
-        if self.token is not None and not (self.token and self.token.isascii() and self.token.isprintable()):
-            raise RequestError("the token is empty or has characters that no header can hold; use letters and digits")
+        for name in ("requests_per_minute", "tokens_per_minute"):
+            if (limit := getattr(self, name)) is not None and limit < 1:
+                raise RequestError(f"{name} is {limit}; give at least 1, or leave it out for no limit", field=name)
         for origin in self.allowed_origins:
             if origin != "null" and not _ORIGIN.fullmatch(origin):
                 raise RequestError(
                     f"{origin!r} is not the origin of a page; give its scheme, name and port, such as "
                     "http://localhost:3000, app://obsidian.md or chrome-extension://ID, or null for pages without one"
                 )
+
+    @property
+    def access_tokens(self) -> tuple[AccessToken, ...]:
+        """Every token that is valid."""
+        return (*((AccessToken("token", self.token),) if self.token is not None else ()), *self.tokens)
 
     @property
     def listens_everywhere(self) -> bool:

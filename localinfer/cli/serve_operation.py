@@ -1,0 +1,143 @@
+"""The options of `localinfer serve` for who runs it: logs, traces, limits, and what SIGHUP reads again."""
+
+import functools
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from localinfer.cli.options import COUNT, Command, byte_size, option, options_group
+from localinfer.config import SERVE_SETTINGS, read_config
+from localinfer.errors import RequestError
+from localinfer.system.folders import expand_home
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from localinfer.server.replies.configuration import Operation
+    from localinfer.server.router.model_folder import ModelSource
+    from localinfer.server.transport.access_tokens import AccessToken
+    from localinfer.server.transport.settings import ServerSettings
+
+_LEAST_LOG_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class OperationOptions:
+    """What the options below were given."""
+
+    log_format: str = "text"
+    log_requests: str | None = None
+    log_requests_size: int | None = None
+    otlp_endpoint: str | None = None
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+
+    @property
+    def as_json(self) -> bool:
+        """Whether the log is lines of JSON."""
+        return self.log_format == "json"
+
+    def say(self, line: str) -> None:
+        """Tell the user something on standard error, in the form of the log."""
+        if self.as_json:
+            logging.getLogger("localinfer.server").info(line)
+        else:
+            click.echo(line, err=True)
+
+
+_NAMES = tuple(OperationOptions.__dataclass_fields__)
+
+
+def operation_options(command: Command) -> Command:
+    """Add the options, and pass them on as `operation`."""
+
+    @functools.wraps(command)
+    def call(**values: Any) -> Any:
+        return command(operation=OperationOptions(**{name: values.pop(name) for name in _NAMES}), **values)
+
+    return options_group(
+        option("--requests-per-minute", "N", "Most requests of each token per minute.", type=COUNT),
+        option("--tokens-per-minute", "N", "Most tokens read and generated for each token per minute.", type=COUNT),
+        option(
+            "--log-format",
+            "FORMAT",
+            "Log on stderr: text, or json: an object per line, one for each request.",
+            type=click.Choice(["text", "json"]),
+            default="text",
+        ),
+        option("--log-requests", "FILE", "For debugging: write requests and replies, with their texts, to a file."),
+        option("--log-requests-size", "SIZE", "Maximum size of that file, and of its predecessor.", callback=byte_size),
+        option(
+            "--otlp-endpoint",
+            "URL",
+            "Export OpenTelemetry traces, without texts, to this URL (OTLP over HTTP).",
+        ),
+    )(call)
+
+
+@contextmanager
+def operating(
+    options: OperationOptions, read_again: "Callable[[ServerSettings], tuple[ServerSettings, list[ModelSource]]]"
+) -> "Iterator[Operation]":
+    """What watches a server, until the context is left. read_again: reads the configuration for SIGHUP.
+
+    Raises: RequestError, MissingPackageError.
+    """
+    from localinfer.server.operation.request_log import DEFAULT_BYTES, RequestLog
+    from localinfer.server.operation.tracing import RequestTracer, wants_traces
+    from localinfer.server.replies.configuration import Configuration, Operation
+
+    with ExitStack() as stack:
+        log = None
+        if options.log_requests is not None:
+            size = options.log_requests_size or DEFAULT_BYTES
+            if size < _LEAST_LOG_BYTES:
+                raise RequestError(f"--log-requests-size is {size:,} bytes; give 1MiB or more")
+            log = stack.enter_context(RequestLog(expand_home(options.log_requests), size))
+        elif options.log_requests_size is not None:
+            raise RequestError("--log-requests-size bounds the file of --log-requests; name that file too")
+        observers = ()
+        if wants_traces(options.otlp_endpoint):
+            observers = (stack.enter_context(RequestTracer(options.otlp_endpoint)).observe,)
+        yield Operation(observers, log, lambda settings: Configuration(*read_again(settings)))
+
+
+def read_tokens(path: "Path") -> "tuple[AccessToken, ...]":
+    """The tokens of a file, a line each. Raises: RequestError naming the file."""
+    from localinfer.server.transport.access_tokens import parse_tokens
+
+    try:
+        return parse_tokens(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, RequestError) as error:
+        raise RequestError(f"the token file {path} cannot be read: {error}; give another with --token-file") from None
+
+
+class SettingsReader:
+    """Reads again what settings of a server came from files: its tokens, and the table `[serve]` of the configuration.
+
+    Made while the command runs: options of its line are not read again, and stay.
+    """
+
+    def __init__(self, token_file: "Path | None") -> None:
+        self._token_file = token_file
+        context = click.get_current_context()
+        sources = {name: context.get_parameter_source(name) for name in SERVE_SETTINGS}
+        reads_config = context.default_map is not None
+        given = (click.core.ParameterSource.DEFAULT, click.core.ParameterSource.DEFAULT_MAP)
+        self._names = [name for name, source in sources.items() if reads_config and source in given]
+
+    def read(self, settings: "ServerSettings") -> "ServerSettings":
+        """The settings as the files have them now. Raises: RequestError; then nothing is to change."""
+        changed: dict[str, Any] = {}
+        if self._token_file is not None:
+            changed["tokens"] = read_tokens(self._token_file)
+        if self._names:
+            found = read_config().serve
+            for name in self._names:
+                member, default = SERVE_SETTINGS[name]
+                changed[member] = found.get(name, default)
+        return replace(settings, **changed)

@@ -1,0 +1,55 @@
+"""The tokens that clients show: several may be valid, each with a name for logs and limits."""
+
+import hmac
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from localinfer.errors import RequestError
+
+_NAMED = re.compile(r"(?P<name>[A-Za-z0-9_.@-]{1,64}):\s*(?P<value>\S.*)")
+
+
+@dataclass(frozen=True)
+class AccessToken:
+    """A token and the name of who has it. Raises: RequestError for a value that no header can hold."""
+
+    name: str
+    value: str = field(repr=False)
+
+    def __post_init__(self) -> None:
+        if not (self.value and self.value.isascii() and self.value.isprintable()):
+            raise RequestError("the token is empty or has characters that no header can hold; use letters and digits")
+
+
+def parse_tokens(text: str) -> tuple[AccessToken, ...]:
+    """The tokens of a file: one per line, `NAME:` before it if it is to have one; blank lines and `#` lines are none.
+
+    Those without a name are called by their line, `token-3`.
+    Raises: RequestError for a file without tokens, and for two of one name or one value.
+    """
+    tokens: list[AccessToken] = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        line = line.strip()
+        if not line or line.startswith("#"):
+            continue
+        found = _NAMED.fullmatch(line)
+        token = AccessToken(f"token-{number}", line) if found is None else AccessToken(found["name"], found["value"])
+        for other in tokens:
+            if other.name == token.name or other.value == token.value:
+                what = f"the name {token.name}" if other.name == token.name else f"the token of {other.name}"
+                raise RequestError(f"line {number} has {what} a second time; give each token its own line and name")
+        tokens.append(token)
+    if not tokens:
+        raise RequestError("there is no token in it; write one per line")
+    return tuple(tokens)
+
+
+def matching_token(shown: str, tokens: Sequence[AccessToken]) -> AccessToken | None:
+    """The token that a client shows; how long that takes says nothing about how much of one was right, nor which."""
+    given = shown.encode()
+    found = None
+    for token in tokens:
+        if hmac.compare_digest(given, token.value.encode()):
+            found = token
+    return found
