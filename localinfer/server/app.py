@@ -40,6 +40,7 @@ from localinfer.server.api.responses_memory import ResponseMemory
 from localinfer.server.llama_server import completion, embedding, infill, model_control, properties, slots
 from localinfer.server.ollama.routes import ollama_routes
 from localinfer.server.ollama.wire import ErrorTexts
+from localinfer.server.operation.hangup import HangupHandler
 from localinfer.server.operation.metrics import Metrics
 from localinfer.server.operation.observing import ObservingMiddleware, log_request
 from localinfer.server.operation.service_manager import given_sockets, settings_of_sockets, tell_manager, tell_reloading
@@ -223,6 +224,9 @@ class LocalServer(Closing):
             backlog=_ACCEPTED_AT_ONCE,
         )
         self._server = _Server(config, self.service, on_signal, operation)
+        if operation.read_configuration is not None:
+            hangup = HangupHandler(self._server.reload, lambda: self._server.handle_exit(signal.SIGTERM, None))
+            self._closing.enter_context(hangup)
 
     def _listen_on_socket(self, path: Path) -> None:
         try:
@@ -308,6 +312,7 @@ class _Server(uvicorn.Server):
         self._operation = operation
         self._reloading: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._reloads_at_start = False
         self._on_signal = on_signal
         self.start_error: Exception | None = None
         self.on_ready: Callable[[], object] = lambda: None
@@ -325,6 +330,8 @@ class _Server(uvicorn.Server):
             # What waits in the system costs nothing here; only how many are taken at a time was to be small.
             listener.listen(BACKLOG)
         self._starting = asyncio.create_task(self._get_ready())
+        if self._reloads_at_start:
+            self._begin_reload()
 
     async def _get_ready(self) -> None:
         try:
@@ -393,17 +400,17 @@ class _Server(uvicorn.Server):
             return
         watched = (signal.SIGINT, signal.SIGTERM)
         former = {number: signal.signal(number, self.handle_exit) for number in watched}
-        if self._operation.read_configuration is not None and hasattr(signal, "SIGHUP"):
-            former[signal.SIGHUP] = signal.signal(signal.SIGHUP, self._handle_hangup)
         try:
             yield
         finally:
             for number, handler in former.items():
                 signal.signal(number, handler)
 
-    def _handle_hangup(self, sig: int, frame: FrameType | None) -> None:
-        # It may come before the loop runs, when everything is still to be read.
-        if self._loop is not None:
+    def reload(self) -> None:
+        """Read the configuration again, at once or as soon as the loop runs. Signal handlers may call it."""
+        if self._loop is None:
+            self._reloads_at_start = True
+        else:
             self._loop.call_soon_threadsafe(self._begin_reload)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:

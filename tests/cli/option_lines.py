@@ -120,6 +120,8 @@ GOOD = {
         --pulled --models {models} --models-config {settings} --load-wait 1 --no-tcp --socket {sock}
         {local} --no-store
         --disk-cache-folder {folder} --store-size 0 --store-days 0.5 --no-tcp --socket {sock}
+        {local} --requests-per-minute 5 --tokens-per-minute 500 --log-format json --otlp-endpoint http://localhost:1
+        {local} --log-requests {folder}/requests.jsonl --log-requests-size 2MB
     """,
 }
 """Lines of words; each option of a command must stand in one."""
@@ -367,6 +369,13 @@ BAD = {
         --shutdown-seconds -1
         --until-stdin-ends=maybe
         --ready-json=maybe
+        --requests-per-minute 0
+        --tokens-per-minute none
+        --log-format yaml
+        --log-requests {folder}
+        --log-requests {folder}/x --log-requests-size 5
+        --log-requests-size 1GB
+        --otlp-endpoint nowhere
         --verbose=maybe
         --no-store=maybe
         --store-size none

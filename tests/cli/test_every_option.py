@@ -60,9 +60,9 @@ def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     places |= {"hi": "-p Hi -n 1 --no-disk-cache", "one": "--lines -n 1 --no-disk-cache"}
     places["brief"] = "--system Brief. --no-disk-cache --temperature 0"
     places["local"] = "--no-disk-cache --no-tcp --socket s/s.sock"
-    # --verbose adds a handler, on the standard error of its test, and lets more through.
-    logger = logging.getLogger("localinfer.server")
-    handlers, propagate, level = logger.handlers[:], logger.propagate, logger.level
+    # --verbose and --log-format add a handler, on the standard error of its test, and lets more through.
+    loggers = [logging.getLogger(name) for name in ("localinfer", "localinfer.server")]
+    kept = [(logger, logger.handlers[:], logger.propagate, logger.level) for logger in loggers]
 
     def fill(line: str) -> list[str]:
         if "{models}" in line:
@@ -75,8 +75,9 @@ def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         return line.format(**places).split()
 
     yield fill
-    logger.handlers[:], logger.propagate = handlers, propagate
-    logger.setLevel(level)
+    for logger, handlers, propagate, level in kept:
+        logger.handlers[:], logger.propagate = handlers, propagate
+        logger.setLevel(level)
 
 
 @pytest.mark.parametrize(("command", "line"), [(name, line) for name, line in cases(GOOD) if name != "quantize"])

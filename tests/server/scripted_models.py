@@ -7,6 +7,7 @@ import numpy as np
 from local_servers import MODEL
 from numpy.typing import NDArray
 
+from localinfer.engine.scheduler import EngineLimits
 from localinfer.llm import LLM
 from localinfer.model_info import ModelInfo
 from localinfer.server.router.model_folder import ModelSource
@@ -25,7 +26,9 @@ class ThinkingTemplate(FakeTemplate):
     source = "<think></think>"
 
 
-def scripted_model(steps: Sequence[Step], template: type[FakeTemplate] = ThinkingTemplate) -> LLM:
+def scripted_model(
+    steps: Sequence[Step], template: type[FakeTemplate] = ThinkingTemplate, max_running: int = 16
+) -> LLM:
     """A model that answers every chat, and every prompt that ends with a bar, with the same tokens, then ends.
 
     An event among the steps is waited for before the next token; an exception is raised there.
@@ -47,7 +50,7 @@ def scripted_model(steps: Sequence[Step], template: type[FakeTemplate] = Thinkin
 
     model = fake_model(logits, context_length=4096, max_batch_rows=64, max_output_rows=8)
     model.chat_template = template()
-    llm = LLM(model)  # type: ignore[arg-type]
+    llm = LLM(model, limits=EngineLimits(max_running=max_running))  # type: ignore[arg-type]
     # There is no file that it could be read from.
     llm.info = _info(supports=bool(template.source))  # type: ignore[misc]
     return llm
@@ -82,6 +85,6 @@ def scripted_sources(*names: str) -> list[ModelSource]:
     return [ModelSource(name, MODEL.path, MODEL.created) for name in names]
 
 
-def loader(scripts: dict[str, Sequence[Step]]) -> Callable[[ModelSource], LLM]:
-    """What loads each script under its name."""
-    return lambda source: scripted_model(scripts[source.id])
+def loader(scripts: dict[str, Sequence[Step]], max_running: int = 16) -> Callable[[ModelSource], LLM]:
+    """What loads each script under its name. max_running: texts that it says at one time."""
+    return lambda source: scripted_model(scripts[source.id], max_running=max_running)

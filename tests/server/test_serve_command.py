@@ -1,10 +1,8 @@
 """The command as people run it: in a process of its own, ended by signals, and killed."""
 
 import json
-import re
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 from local_servers import STORY
+from server_process import serve
 
 from localinfer.cli import EXIT_BAD_INPUT, main
 from localinfer.server.app import LocalServer
@@ -22,26 +21,6 @@ from tests.limits import seconds, wait_until
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals and sockets of Unix")
 PATH = "/v1/chat/completions"
 ENDLESS = {"messages": STORY, "ignore_eos": True, "context_shift": True, "max_tokens": 1 << 20, "stream": True}
-
-
-@contextmanager
-def serve(folder: Path, *options: str) -> Iterator[tuple[subprocess.Popen, str]]:
-    """Run `localinfer serve`; yield the process and its address by TCP."""
-    words = ["serve", "--port", "0", "--socket", str(folder / "s.sock"), "--threads", "1", "--idle-unload", "0"]
-    words += ["--disk-cache-folder", str(folder), *options]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "localinfer", *words], stderr=subprocess.PIPE, text=True, stdin=subprocess.DEVNULL
-    )
-    try:
-        assert process.stderr is not None
-        line = process.stderr.readline()
-        found = re.search(r"http://127\.0\.0\.1:\d+", line)
-        assert found, line + process.stderr.read()
-        yield process, found[0]
-    finally:
-        process.kill()
-        process.wait(seconds(10))
-        process.stderr.close()
 
 
 def ask(url: str, messages: list[dict], **members) -> dict:

@@ -88,11 +88,11 @@ def _listener(descriptor: int) -> socket.socket:
             _check_private(given.getsockname())
         elif given.family not in (socket.AF_INET, socket.AF_INET6):
             raise RequestError(f"socket {descriptor} of the service manager is neither TCP nor a Unix socket")
+        if given.family != socket.AF_UNIX:
+            # With its protocol named: asyncio switches Nagle's algorithm off only then.
+            given = socket.socket(given.family, given.type, socket.IPPROTO_TCP, fileno=given.detach())
         given.setblocking(False)
-        if given.family == socket.AF_UNIX:
-            return given
-        # With its protocol named: asyncio switches Nagle's algorithm off only then.
-        return socket.socket(given.family, given.type, socket.IPPROTO_TCP, fileno=given.detach())
+        return given
     except BaseException:
         given.close()
         raise

@@ -54,7 +54,8 @@ class RequestTracer(Closing):
         address: str | None = None,
         port: int | None = None,
     ) -> None:
-        require("otel", "exporting traces")
+        if exporter is None:
+            require("otel", "exporting traces")
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor, SimpleSpanProcessor

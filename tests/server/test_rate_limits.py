@@ -1,0 +1,140 @@
+"""Tokens with names, and what each may ask for in a minute."""
+
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from local_servers import STORY, ServedModel, serving
+from scripted_models import loader, scripted_sources
+
+from localinfer.errors import RequestError
+from localinfer.server.operation.rate_limits import RateLimiter
+from localinfer.server.operation.request_record import RequestRecord
+from localinfer.server.transport.access_tokens import AccessToken, matching_token, parse_tokens
+from localinfer.server.transport.http import ApiError
+from localinfer.server.transport.settings import ServerSettings
+
+PATH = "/v1/chat/completions"
+TOKENS = parse_tokens("alice: first\nbob: second\nthird\n")
+ASK = {"model": "says", "messages": STORY, "temperature": 0}
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_tokens_of_a_file_have_names_and_stand_alone_on_a_line():
+    tokens = parse_tokens("# who may ask\n\nalice:  sk-1\nsk-2  \n  bob@work: a:b\nhttp://x\n")
+    assert [(one.name, one.value) for one in tokens] == [
+        ("alice", "sk-1"),
+        ("token-4", "sk-2"),
+        ("bob@work", "a:b"),
+        ("http", "//x"),
+    ]
+    assert matching_token("sk-2", tokens) is tokens[1]
+    assert matching_token("alice: sk-1", tokens) is matching_token("", tokens) is None
+    assert "sk-1" not in repr(tokens)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [("", "no token"), ("# none\n", "no token"), ("a: x\na: y", "line 2"), ("x\ny: x", "line 2"), ("grüße", "header")],
+)
+def test_wrong_token_files_are_refused(text, told):
+    with pytest.raises(RequestError, match=told):
+        parse_tokens(text)
+
+
+def test_requests_come_back_with_time_for_each_token_on_its_own():
+    clock = Clock()
+    settings = ServerSettings(requests_per_minute=2)
+    limiter = RateLimiter(lambda: settings, clock)
+    assert limiter.admit("a")["x-ratelimit-remaining-requests"] == "1"
+    last = limiter.admit("a")
+    assert (last["x-ratelimit-remaining-requests"], last["x-ratelimit-reset-requests"]) == ("0", "1m0s")
+    clock.now += 10.5
+    with pytest.raises(ApiError) as refused:
+        limiter.admit("a")
+    assert (refused.value.status, refused.value.code) == (429, "rate_limit_exceeded")
+    assert refused.value.headers["retry-after"] == "20"
+    assert refused.value.headers["x-ratelimit-limit-requests"] == "2"
+    limiter.admit("b")
+    clock.now += 19.5
+    limiter.admit("a")
+    settings = ServerSettings(requests_per_minute=10)
+    assert limiter.admit("a")["x-ratelimit-limit-requests"] == "10"
+    settings = ServerSettings()
+    assert limiter.admit("a") == {}
+
+
+def test_tokens_are_taken_at_the_end_and_what_is_owed_is_waited_for():
+    clock = Clock()
+    limiter = RateLimiter(lambda: ServerSettings(tokens_per_minute=600), clock)
+    limiter.admit("a")
+    limiter.charge(RequestRecord(token="a", input_tokens=700))
+    with pytest.raises(ApiError) as refused:
+        limiter.admit("a")
+    assert refused.value.headers["retry-after"] == "11"
+    assert refused.value.headers["x-ratelimit-remaining-tokens"] == "0"
+    assert refused.value.headers["x-ratelimit-reset-tokens"] == "1m10s"
+    assert limiter.admit("b")["x-ratelimit-remaining-tokens"] == "600"
+    clock.now += 11
+    assert limiter.admit("a")["x-ratelimit-remaining-tokens"] == "10"
+    clock.now += 1000
+    assert limiter.admit("a")["x-ratelimit-remaining-tokens"] == "600"
+
+
+@pytest.fixture(scope="module")
+def limited() -> Iterator[ServedModel]:
+    settings = ServerSettings(
+        port=0, tokens=TOKENS, requests_per_minute=3, tokens_per_minute=60, allowed_origins=("http://a.example",)
+    )
+    with serving(settings, sources=scripted_sources("says"), load=loader({"says": b"Hello."})) as running:
+        yield running
+
+
+def client_of(limited: ServedModel, token: str) -> httpx.Client:
+    return limited.client(headers={"authorization": f"Bearer {token}"})
+
+
+def test_a_token_over_its_limit_is_refused_and_another_is_not(limited):
+    with client_of(limited, "first") as alice, client_of(limited, "second") as bob:
+        answers = [alice.post(PATH, json={**ASK, "stream": streams}) for streams in (True, False)]
+        answers.append(alice.post("/v1/embeddings", json={"model": "none", "input": 5}))
+        assert [answer.status_code for answer in answers] == [200, 200, 400]
+        left = [answer.headers["x-ratelimit-remaining-requests"] for answer in answers]
+        assert left == ["2", "1", "0"], "streams, wrong requests and whole replies count alike"
+        used = answers[1].json()["usage"]["total_tokens"]
+        remaining = [int(answer.headers["x-ratelimit-remaining-tokens"]) for answer in answers]
+        assert (remaining[0], answers[0].headers["x-ratelimit-limit-tokens"]) == (60, "60")
+        assert remaining[2] < 60 - used // 2
+        refused = alice.post(PATH, json=ASK, headers={"origin": "http://a.example"})
+        assert refused.status_code == 429
+        assert refused.json()["error"]["type"] == "rate_limit_error"
+        assert refused.json()["error"]["code"] == "rate_limit_exceeded"
+        assert 1 <= int(refused.headers["retry-after"]) <= 20
+        assert "x-ratelimit-reset-requests" in refused.headers["access-control-expose-headers"]
+        # What costs nothing, and stopping what runs, is never refused.
+        for path in ("/health", "/v1/models", "/metrics"):
+            assert alice.get(path).status_code == 200
+        assert alice.post("/v1/requests/none/cancel", json={}).status_code == 404
+        assert bob.post(PATH, json=ASK).headers["x-ratelimit-remaining-requests"] == "2"
+
+
+@pytest.mark.parametrize("header", [{}, {"authorization": "Bearer fourth"}, {"authorization": "Bearer alice: first"}])
+def test_only_the_tokens_of_the_file_are_taken(limited, header):
+    with limited.client() as client:
+        assert client.get("/v1/models", headers=header).status_code == 401
+        assert client.get("/v1/models", headers={"x-api-key": "third"}).status_code == 200
+
+
+def test_other_machines_are_answered_with_any_named_token():
+    with pytest.raises(RequestError, match="--token-file"):
+        ServerSettings(host="0.0.0.0")
+    assert ServerSettings(host="0.0.0.0", tokens=(AccessToken("a", "b"),)).access_tokens[0].name == "a"
+    with pytest.raises(RequestError, match="requests_per_minute"):
+        ServerSettings(requests_per_minute=0)
