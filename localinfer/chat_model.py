@@ -14,6 +14,7 @@ from localinfer.chat.constraints import Constraint, ConstraintCompiler
 from localinfer.chat.history import ChatHistory, EncodedChat, SessionHistory
 from localinfer.chat.messages import read_messages
 from localinfer.chat.reply import ChatRequest, ReplyOptions, TemplateFormats
+from localinfer.chat.volatile_head import VolatileHeads, varying_spans
 from localinfer.engine.engine import Engine
 from localinfer.errors import RequestError
 from localinfer.generation.completion import StreamEvent
@@ -38,7 +39,8 @@ class ChatModel:
     """Renders, encodes and answers conversations with one model; threads may share it.
 
     template, history: the model's template, and the chats that it answered. formats: how it writes tool calls and
-    reasoning. disk: where set, is waited for before a chat, so that what it keeps is known.
+    reasoning. heads: lines of system messages that vary. disk: where set, is waited for before a chat, so that what it
+    keeps is known.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class ChatModel:
         self.template = template
         self.history = ChatHistory(template, tokenizer, finds_branches=engine.pool.has_states)
         self.formats = TemplateFormats(template, tokenizer, constraints)
+        self.heads = VolatileHeads()
         self.disk: DiskCache | None = None
         self._engine = engine
         self._tokenizer = tokenizer
@@ -89,11 +92,20 @@ class ChatModel:
         if self.disk is not None:
             self.disk.wait_until_open()
         max_tokens = None if values.get("context_shift") else self.context_length
-        chat, begun = self._encode(request, messages, max_tokens, history)
+        read = read_messages(messages)
+        varying = self.heads.observe(read)
+        chat, begun = self._encode(request, self.heads.arrange(read, varying), max_tokens, history)
+        prompt = EncodedPrompt(
+            chat.token_ids,
+            chat.system_tokens,
+            chat,
+            request.format_after(chat.text, begun),
+            varying_spans(chat.text, read, varying),
+        )
         generation = TextGeneration(
             self._engine,
             self._tokenizer,
-            EncodedPrompt(chat.token_ids, chat.system_tokens, chat, request.format_after(chat.text, begun)),
+            prompt,
             checked,
             self.template.stop_strings,
             self._constraints,
@@ -106,14 +118,14 @@ class ChatModel:
         self, messages: Messages, options: ReplyOptions, *, history: SessionHistory | None = None
     ) -> EncodedChat:
         """Return the prompt of a conversation. Raises: TemplateError, RequestError."""
-        chat, _ = self._encode(self.formats.request(options), messages, None, history)
+        chat, _ = self._encode(self.formats.request(options), self._arranged(messages), None, history)
         return chat
 
     def render(self, messages: Messages, options: ReplyOptions, *, add_generation_prompt: bool) -> str:
         """Return the prompt of a conversation as text. Raises: TemplateError, RequestError."""
         add_generation_prompt = check_flag("add_generation_prompt", add_generation_prompt)
         request = self.formats.request(options)
-        asked, begun = request.split(read_messages(messages))
+        asked, begun = request.split(self._arranged(messages))
         if begun is not None:
             add_generation_prompt = True
         text = self.template.render(asked, add_generation_prompt, request.template_tools or None, **request.variables)
@@ -140,11 +152,16 @@ class ChatModel:
             pass
         return int(token_ids.size) - generation.record.cached_tokens
 
+    def _arranged(self, messages: Messages) -> Messages:
+        """Messages as `stream` would have them rendered, of which nothing is remembered."""
+        read = read_messages(messages)
+        return self.heads.arrange(read, self.heads.observe(read, learns=False), learns=False)
+
     def _encode(
         self, request: ChatRequest, messages: Messages, max_tokens: int | None, history: SessionHistory | None
     ) -> tuple[EncodedChat, BegunReply | None]:
-        """The prompt of a chat, and the reply that it continues."""
-        asked, begun = request.split(read_messages(messages))
+        """The prompt of a chat, its messages as `read_messages` reads them, and the reply that it continues."""
+        asked, begun = request.split(messages)
         begin = None
         if begun is not None:
             spellings = self._tokenizer.special_spellings

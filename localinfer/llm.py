@@ -311,6 +311,10 @@ class LLM(ThreadControl, Closing):
         """Return the prompt that `chat` would make of a conversation, as ids. Raises: TemplateError, RequestError."""
         return list(self._chats().encode(messages, options).token_ids.tolist())
 
+    def move_volatile_heads(self) -> None:
+        """Give the model lines of system messages that vary behind the rest; see `localinfer.chat.volatile_head`."""
+        self._chats().heads.moves = True
+
     def score(self, token_ids: Sequence[int] | NDArray[np.integer], *, top: int = 0) -> "list[TokenLogprobs | None]":
         """Return how likely each token was after those before it, None for the first.
 

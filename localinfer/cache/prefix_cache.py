@@ -81,7 +81,7 @@ class CacheMiss:
         if self.cause == "foreign":
             return f"what is stored cannot be used: {self.detail}"
         what = "the chat template wrote an earlier message anew" if self.cause == "template" else "the text differs"
-        return f"{what} at token {self.position}"
+        return f"{what} at token {self.position}" + (f", {self.detail}" if self.detail else "")
 
 
 @dataclass

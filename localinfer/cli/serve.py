@@ -15,6 +15,7 @@ from localinfer.cli.config_option import is_from_config, takes_config
 from localinfer.cli.ending import Ending
 from localinfer.cli.options import COUNT, LoadOptions, byte_size, flag, load_options, load_with, option
 from localinfer.cli.ready_line import READY_JSON, ReadyLine, drain_stderr
+from localinfer.cli.serve_agents import AgentOptions, agent_options
 from localinfer.cli.serve_models import ModelsOptions, find_sources, load_options_of, measure, models_options
 from localinfer.cli.serve_operation import OperationOptions, SettingsReader, operating, operation_options, read_tokens
 from localinfer.cli.serve_responses import KeptResponses, responses_options
@@ -80,6 +81,7 @@ class ServeProcess:
 )
 @responses_options
 @operation_options
+@agent_options
 @flag(OPTION, "Exit within two seconds of the end of standard input, or of the parent process.")
 @flag(READY_JSON, "Print one line of JSON when ready, or with the error, and nothing else, on stdout.")
 @flag("--verbose", "Log each request, and what of its prompt was cached, without its text, to stderr.")
@@ -94,6 +96,7 @@ def serve_command(
     verbose: bool,
     kept_responses: KeptResponses,
     operation: OperationOptions,
+    agents: AgentOptions,
     **listening: Any,
 ) -> None:
     """Serve OpenAI's and Anthropic's APIs locally.
@@ -139,6 +142,7 @@ def serve_command(
             memory_limit,
             verbose,
             operation,
+            agents,
             ending,
             process.ready_line,
             socket_path=place,
@@ -156,6 +160,7 @@ def _serve(
     memory_limit: int | None,
     verbose: bool,
     operation: OperationOptions,
+    agents: AgentOptions,
     ending: Ending,
     ready_line: ReadyLine | None,
     **listening: Any,
@@ -181,8 +186,8 @@ def _serve(
     def make_registry(metrics: "Metrics") -> "ModelRegistry":
         return ModelRegistry(
             sources,
-            lambda source: load_with(
-                load_options_of(source, options), stopping=threads.stopping, report=server.service.note_load
+            lambda source: agents.prepared(
+                load_with(load_options_of(source, options), stopping=threads.stopping, report=server.service.note_load)
             ),
             lambda source: measure(source, options),
             metrics,

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.cache.prefix_cache import CacheHints
+from localinfer.cache.prefix_cache import CacheHints, CacheMiss
 from localinfer.chat.constraints import Constraint
 from localinfer.chat.parser import ReplyDelta, ReplyParser, ToolCallDelta, joined_calls
+from localinfer.chat.volatile_head import words_at
 from localinfer.engine.engine import Engine
 from localinfer.engine.request import NO_TOKEN
 from localinfer.errors import RequestError
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from localinfer.chat.constraints import ConstraintCompiler
     from localinfer.chat.history import ChatHistory, EncodedChat, SessionHistory
     from localinfer.chat.reply import ReplyFormat
+    from localinfer.chat.volatile_head import VaryingSpan
     from localinfer.models.text.tokenizer import Tokenizer
 
 
@@ -36,13 +38,14 @@ class EncodedPrompt:
     """A prompt as token ids.
 
     system_tokens: ids at the start that other prompts share. chat: of a conversation, what the prompt was made of.
-    reply: how the reply to a chat is constrained and parsed.
+    reply: how the reply to a chat is constrained and parsed. varying: lines of the system message that vary.
     """
 
     token_ids: Sequence[int] | NDArray[np.integer]
     system_tokens: int = 0
     chat: "EncodedChat | None" = None
     reply: "ReplyFormat | None" = None
+    varying: Sequence["VaryingSpan"] = ()
 
 
 class TextGeneration(Iterator[StreamEvent]):
@@ -112,6 +115,8 @@ class TextGeneration(Iterator[StreamEvent]):
         self._has_calls = False
         self.prompt_ids = prompt_ids
         self._chat = prompt.chat
+        self._varying = prompt.varying
+        self._explanation: CacheMiss | None = None
         self._chats = chats
         self.has_ended = threading.Event()
         self.is_cancelled = False
@@ -136,11 +141,12 @@ class TextGeneration(Iterator[StreamEvent]):
         """The numbers so far; final once the stream has ended or was closed."""
         num_tokens, seconds = len(self._token_ids), self._decode_seconds
         record = self._tokens.record
+        miss = self._explained(record.miss)
         return Stats(
             prompt_tokens=self.prompt_ids.size,
             cached_tokens=record.cached_tokens,
-            cache_miss=None if record.miss is None else record.miss.describe(self._tokenizer),
-            cache_miss_summary=None if record.miss is None else record.miss.summary,
+            cache_miss=None if miss is None else miss.describe(self._tokenizer),
+            cache_miss_summary=None if miss is None else miss.summary,
             dropped_tokens=record.dropped_tokens,
             completion_tokens=num_tokens,
             time_to_first_token_seconds=self._first_token_seconds,
@@ -265,6 +271,16 @@ class TextGeneration(Iterator[StreamEvent]):
             tokens.close()
             if self._chats is not None and self._chat is not None:
                 self._chats.remember(self._chat, token_ids)
+
+    def _explained(self, miss: CacheMiss | None) -> CacheMiss | None:
+        """Why no more of the prompt was cached, with the line of the system message that is the cause, if one is."""
+        if miss is None or miss.cause != "different" or not self._varying or self._explanation is not None:
+            return miss if self._explanation is None else self._explanation
+        assert self._chat is not None and self._tokenizer is not None, "only chats have system messages"
+        chat = self._chat
+        words = words_at(miss.position, chat.text, chat.token_ids, self._tokenizer, self._varying)
+        self._explanation = replace(miss, detail=words)
+        return self._explanation
 
     def _parse(self, text: str, *, is_last: bool) -> tuple[ReplyDelta, bool]:
         """Find stop texts, reasoning and tool calls in the next text; also say whether a stop text ends it."""

@@ -110,7 +110,7 @@ GOOD = {
         {local} {linear} --set llama.rope.freq_base=20000
         --model {demo} --device cpu --gpu-layers 0 --threads 1 --no-disk-cache --no-config --port 0 --socket {sock}
         --kv-type q8_0/f16 --kv-memory 64MB --disk-cache-size 1MB --disk-cache-folder {folder} --port 0 --socket {sock}
-        --kv-window 256 --no-tcp --context-length 512 --socket {sock}
+        --kv-window 256 --no-tcp --context-length 512 --socket {sock} --move-volatile-head
         --speculation draft --draft {demo} --no-tcp --socket {sock}
         --model {mtp} --speculation mtp --threads 1 --measure-again --no-disk-cache --no-tcp --socket {sock}
         --models {models} --host 127.0.0.1 --port 0 --socket {sock} --token-file {text} --allow-host x --strict-model
@@ -363,6 +363,7 @@ BAD = {
         --allow-origin \udcff
         --allow-private-network=maybe
         --strict-model=maybe
+        --move-volatile-head=maybe
         --idle-unload -1
         --memory-limit none
         --max-generations 0

@@ -1,4 +1,4 @@
-"""Answers of every API read as agents read them: events in the only order that their parsers take, and what they cost."""
+"""Answers of every API read as agents do: events in the one order that their parsers take, and what a reply cost."""
 
 import json
 from collections.abc import Sequence
@@ -37,8 +37,7 @@ def read_answer(path: str, response: httpx.Response) -> Answer:
         return _responses(named_events(response))
     if response.headers["content-type"].startswith("application/json"):
         whole = response.json()
-        answer = _costs(Answer(whole["choices"][0]["message"]["content"] or ""), whole["usage"], whole["timings"])
-        return answer
+        return _costs(Answer(whole["choices"][0]["message"]["content"] or ""), whole["usage"], whole["timings"])
     return _chat([frame.removeprefix("data: ") for frame in response.text.split("\n\n")[:-1]])
 
 

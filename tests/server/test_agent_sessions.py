@@ -14,7 +14,6 @@ import pytest
 from agent_models import given_replies, load_agent_model, write_agent_model
 from agent_replies import Answer, read_answer
 from agent_sessions import NAMES, AgentRequest, chat_reply, read_session
-
 from client_imports import import_or_skip
 from local_servers import serving
 
