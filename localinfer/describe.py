@@ -17,6 +17,7 @@ import numpy as np
 from localinfer.memory.report import describe_memory, memory_lines
 from localinfer.quant.formats.types import TensorRecord, bits_per_weight
 from localinfer.quant.gguf.reader import GGUFFile, Metadata, read_gguf
+from localinfer.sampling.file_defaults import file_sampling
 from localinfer.terminal import neutralise_controls
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ class FileDescription:
 
     unknown_settings: metadata keys that this version ignores and that may change results.
     stored_as: how a folder stores its quantized matrices, what they run as, and what is not used; empty for a file.
+    sampling: options of sampling that the file recommends.
     drafts_for: of a draft model that runs beside its target only, the target's architecture; else None.
     memory: what it needs of memory by context length, see `memory_report.describe_memory`.
     program: the model's ops (`models.decoder.listing`), if requested.
@@ -83,6 +85,7 @@ class FileDescription:
     drafts_for: str | None = None
     memory: dict[str, Any] = field(default_factory=dict)
     program: dict[str, Any] | None = None
+    sampling: dict[str, float | int] = field(default_factory=dict)
 
 
 def describe_file(path: str, *, ops: bool = False) -> FileDescription:
@@ -124,6 +127,7 @@ def describe_file(path: str, *, ops: bool = False) -> FileDescription:
             drafts_for=OF_ANOTHER_CACHE.get(architecture),
             memory=describe_memory(path),
             program=_program(file) if ops else None,
+            sampling=file_sampling(metadata, name=file.path.name),
         )
 
 
@@ -267,6 +271,8 @@ def _summary_lines(description: FileDescription) -> Iterator[str]:
     }
     if description.drafts_for is not None:
         rows["architecture"] += f", a draft model: for a {description.drafts_for} model, given with it as --draft"
+    if description.sampling:
+        rows["sampling"] = ", ".join(f"{name} {value:g}" for name, value in description.sampling.items())
     if description.unknown_settings:
         rows["not understood"] = f"{listed(description.unknown_settings)} (ignored; may change the model's answers)"
     if description.num_parts > 1:

@@ -5,7 +5,7 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
+from typing import TYPE_CHECKING, Any, NamedTuple, Unpack, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,7 @@ from localinfer.chat.constraints import ConstraintCompiler
 from localinfer.chat.reply import ReplyOptions
 from localinfer.chat_model import ChatModel, ChatOptions
 from localinfer.closing import Closing
+from localinfer.default_options import DefaultOptions
 from localinfer.embedding import RankedDocument, TextEmbedder
 from localinfer.engine.beam_search import Beam, search_beams
 from localinfer.engine.engine import Engine, EngineStats
@@ -53,7 +54,7 @@ class BeamCompletion(NamedTuple):
     beam: Beam
 
 
-class LLM(ThreadControl, Closing):
+class LLM(ThreadControl, DefaultOptions, Closing):
     """A loaded model, ready to answer; made by `localinfer.load`. A context manager: leaving it closes the model.
 
     May be used from several threads: generations that run at the same time share their steps. After `close`, and in a
@@ -170,8 +171,8 @@ class LLM(ThreadControl, Closing):
         self, prompt: Prompt, *, parse_special: bool = False, **options: Unpack[GenerationOptions]
     ) -> TextStream:
         """Continue a prompt like `complete`, and yield an event per token as it comes; closing the stream cancels."""
-        checked = self._checked(options)
-        encoded = self._encode(prompt, parse_special, self._most_tokens(options))
+        given = self._with_defaults(options)
+        checked, encoded = self._checked(given), self._encode(prompt, parse_special, self._most_tokens(given))
         return TextStream(
             TextGeneration(self._engine, self._model.tokenizer, encoded, checked, constraints=self._constraints)
         )
@@ -196,7 +197,7 @@ class LLM(ThreadControl, Closing):
 
     def stream_chat(self, messages: Sequence[Mapping[str, Any]], **options: Unpack[ChatOptions]) -> TextStream:
         """Answer a conversation like `chat`, and yield an event per token as it comes; closing the stream cancels."""
-        return self._chats().stream(messages, options)
+        return self._chats().stream(messages, self._with_defaults(options, in_chat=True))
 
     def complete_many(
         self,
@@ -290,7 +291,7 @@ class LLM(ThreadControl, Closing):
 
         box = ToolBox(tools, on_call=on_tool_call, on_result=on_tool_result)
         name = "" if self._identity is None else self._model.file.path.name
-        prompts = SessionPrompts(self._chats(), box, options)
+        prompts = SessionPrompts(self._chats(), box, cast("SessionOptions", self._with_defaults(options, in_chat=True)))
         return Session(prompts, first_turns(system, messages), max_tool_rounds=max_tool_rounds, name=name)
 
     def render_chat(
@@ -301,7 +302,8 @@ class LLM(ThreadControl, Closing):
         **options: Unpack[ReplyOptions],
     ) -> str:
         """Return the prompt that `chat` would make of a conversation, as text. Raises: TemplateError, RequestError."""
-        return self._chats().render(messages, options, add_generation_prompt=add_generation_prompt)
+        given = self._with_reply_defaults(options)
+        return self._chats().render(messages, given, add_generation_prompt=add_generation_prompt)
 
     def count_chat_tokens(self, messages: Sequence[Mapping[str, Any]], **options: Unpack[ReplyOptions]) -> int:
         """Return how many tokens `chat` would make of a conversation. Raises: TemplateError, RequestError."""
@@ -309,7 +311,7 @@ class LLM(ThreadControl, Closing):
 
     def chat_token_ids(self, messages: Sequence[Mapping[str, Any]], **options: Unpack[ReplyOptions]) -> list[int]:
         """Return the prompt that `chat` would make of a conversation, as ids. Raises: TemplateError, RequestError."""
-        return list(self._chats().encode(messages, options).token_ids.tolist())
+        return list(self._chats().encode(messages, self._with_reply_defaults(options)).token_ids.tolist())
 
     def move_volatile_heads(self) -> None:
         """Give the model lines of system messages that vary behind the rest; see `localinfer.chat.volatile_head`."""

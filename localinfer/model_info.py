@@ -2,11 +2,13 @@
 
 import math
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from localinfer.memory.plan import plan_memory
+from localinfer.sampling.file_defaults import file_sampling
 
 if TYPE_CHECKING:
     from localinfer.chat.reply import TemplateFormats
@@ -31,6 +33,7 @@ class ModelInfo:
     supports_tools: the template describes tools to the model, or writes its calls; with others `chat` does, for a
         model that may never have seen any. supports_thinking: the template has reasoning, so that
         `thinking` may be given.
+    sampling: options that the file recommends, by name; empty without. `llm.set_defaults(**llm.info.sampling)` obeys.
     """
 
     name: str
@@ -53,6 +56,7 @@ class ModelInfo:
     chat_template: str | None
     supports_tools: bool
     supports_thinking: bool
+    sampling: Mapping[str, float | int]
 
 
 def model_info(model: "Model", replies: "TemplateFormats | None") -> ModelInfo:
@@ -89,6 +93,7 @@ def model_info(model: "Model", replies: "TemplateFormats | None") -> ModelInfo:
         chat_template=source,
         supports_tools=own is not None and (own.calls.is_native or own.calls.describes_tools),
         supports_thinking=own is not None and own.reasoning is not None,
+        sampling=file_sampling(file.metadata, name=file.path.name),
     )
 
 

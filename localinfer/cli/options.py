@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 Command = Callable[..., Any]
 Decorator = Callable[[Command], Command]
 LoadOptions = dict[str, Any]
-"""Keyword arguments of `localinfer.load`."""
+"""Keyword arguments of `localinfer.load`, and `ignore_model_sampling`."""
 
 COUNT = click.IntRange(min=1)
 _SIZE_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
@@ -114,7 +114,7 @@ def _kv_type(context: click.Context, parameter: click.Parameter, value: str) -> 
 
 _LOAD_NAMES = (
     "model device gpu_layers threads measure_again context_length kv_type kv_memory kv_window disk_cache_folder"
-    " speculation draft chat_template overrides".split()
+    " speculation draft chat_template overrides ignore_model_sampling".split()
 )
 _ROPE_NAMES = (
     "rope_scaling rope_scale rope_base rope_frequency_scale yarn_original_context yarn_extrapolation_factor"
@@ -216,6 +216,7 @@ load_options = options_group(
         multiple=True,
         callback=_overrides,
     ),
+    flag("--ignore-model-sampling", "Use none of the sampling options that the model's file recommends."),
     _gather_load_options,
 )
 
@@ -230,7 +231,7 @@ def changes_of(options: LoadOptions) -> "ModelChanges":
 def load_with(
     options: LoadOptions, *, stopping: threading.Event | None = None, report: "ProgressCallback | None" = None
 ) -> "LLM":
-    """Load a model, with a progress line on the terminal.
+    """Load a model, with a progress line on the terminal; it samples as its file recommends, unless that is ignored.
 
     stopping: ends the load once it is set. report: told of its progress too.
     Raises: LocalinferError; LoadCancelledError if it was ended.
@@ -238,6 +239,8 @@ def load_with(
     import localinfer
     from localinfer.hub.find import find_model
 
+    options = dict(options)
+    ignores_sampling = options.pop("ignore_model_sampling", False)
     named = {name: str(find_model(options[name])) for name in ("model", "draft") if options.get(name) is not None}
     with Progress() as progress:
 
@@ -246,7 +249,10 @@ def load_with(
             if report is not None:
                 report(stage, done, total)
 
-        return localinfer.load(**{**options, **named}, progress=tell, cancel=stopping)
+        llm = localinfer.load(**{**options, **named}, progress=tell, cancel=stopping)
+    if not ignores_sampling:
+        llm.set_defaults(**llm.recommended_sampling)
+    return llm
 
 
 def _token_biases(
@@ -263,7 +269,7 @@ def _token_biases(
 
 
 def _drop_unset(command: Command) -> Command:
-    """Pass less common options only if they are given, so that the library's defaults hold."""
+    """Pass options only if they are given, so that those of the model's file and the library's hold."""
 
     @functools.wraps(command)
     def call(*, dry_sequence_breakers: tuple[str, ...], **values: Any) -> Any:
@@ -271,7 +277,7 @@ def _drop_unset(command: Command) -> Command:
             check_text(text, "--dry-sequence-breaker")
         if dry_sequence_breakers:
             values["dry_sequence_breakers"] = list(dry_sequence_breakers)
-        for name in _RARE_NAMES:
+        for name in (*NUMBER_OPTIONS, "logit_bias"):
             if values[name] is None:
                 del values[name]
         return command(**values)
@@ -287,13 +293,19 @@ def _number_flag(name: str, number: NumberOption) -> Decorator:
         kind = click.IntRange(None if least is None else int(least), None if most is None else int(most))
     elif least is not None:
         kind = click.FloatRange(math.floor(least), most, min_open=not float(least).is_integer())
-    default = {"default": number.default} if number.is_common else {}
-    text = number.help.format(default=f"{number.default:g}")
-    return option(f"--{name.replace('_', '-')}", number.metavar, text, type=kind, **default)
+    shown = f"{number.default:g}"
+    text = number.help.format(default=shown)
+    default = f" Default: the model's, or {shown}." if number.is_common else ""
+    other = _OTHER_FLAGS.get(name) or number.alias
+    flags = " ".join(f"--{one.replace('_', '-')}" for one in (name, other) if one is not None)
+    return option(f"{flags} {name}", number.metavar, f"{text}{default}", type=kind)
 
 
+_OTHER_FLAGS = {"temperature": "temp"}
+"""Further names of options, beside those that requests may use too."""
 _IN_HELP = sorted(NUMBER_OPTIONS.items(), key=lambda named: not named[1].is_common)
-_RARE_NAMES = (*(name for name, number in _IN_HELP if not number.is_common), "logit_bias")
+SAMPLING_NAMES = (*NUMBER_OPTIONS, "dry_sequence_breakers", "logit_bias", "seed")
+"""What `sampling_options` pass on, where they are given."""
 
 sampling_options = options_group(
     *(_number_flag(name, number) for name, number in _IN_HELP),

@@ -16,6 +16,7 @@ from localinfer.cli.ending import Ending
 from localinfer.cli.options import COUNT, LoadOptions, byte_size, flag, load_options, load_with, option
 from localinfer.cli.ready_line import READY_JSON, ReadyLine, drain_stderr
 from localinfer.cli.serve_agents import AgentOptions, agent_options
+from localinfer.cli.serve_defaults import ServerDefaults, default_options
 from localinfer.cli.serve_models import ModelsOptions, find_sources, load_options_of, measure, models_options
 from localinfer.cli.serve_operation import OperationOptions, SettingsReader, operating, operation_options, read_tokens
 from localinfer.cli.serve_responses import KeptResponses, responses_options
@@ -25,6 +26,7 @@ from localinfer.system.parent_watch import OPTION, ParentWatch
 from localinfer.terminal import check_text
 
 if TYPE_CHECKING:
+    from localinfer.llm import LLM
     from localinfer.server.operation.metrics import Metrics
     from localinfer.server.router.model_folder import ModelSource
     from localinfer.server.router.models import ModelRegistry
@@ -54,6 +56,7 @@ class ServeProcess:
 @click.command("serve")
 @load_options
 @takes_config()
+@default_options
 @models_options
 @option("--host", "ADDRESS", "TCP address to listen on.", default="127.0.0.1")
 @option("--port", "N", "TCP port; 0: any free one.", type=click.IntRange(0, 65535), default=8080)
@@ -87,6 +90,7 @@ class ServeProcess:
 @flag("--verbose", "Log each request, and what of its prompt was cached, without its text, to stderr.")
 def serve_command(
     options: LoadOptions,
+    defaults: ServerDefaults,
     models: ModelsOptions,
     idle_unload: float,
     memory_limit: int | None,
@@ -137,6 +141,7 @@ def serve_command(
     ) as ending:
         _serve(
             options,
+            defaults,
             models,
             idle_unload,
             memory_limit,
@@ -155,6 +160,7 @@ def serve_command(
 
 def _serve(
     options: LoadOptions,
+    defaults: ServerDefaults,
     models: ModelsOptions,
     idle_unload: float,
     memory_limit: int | None,
@@ -178,17 +184,24 @@ def _serve(
         options["model"] = None
     token_file = listening["token_file"]
     settings = _settings(
-        requests_per_minute=operation.requests_per_minute, tokens_per_minute=operation.tokens_per_minute, **listening
+        api_key=defaults.api_key,
+        requests_per_minute=operation.requests_per_minute,
+        tokens_per_minute=operation.tokens_per_minute,
+        **listening,
     )
-    sources, preload = find_sources(options["model"], models, options)
+    sources, preload = defaults.named(*find_sources(options["model"], models, options))
     threads = LoadThreads()
+
+    def load(source: "ModelSource") -> "LLM":
+        own = load_options_of(source, options)
+        llm = load_with(own, stopping=threads.stopping, report=server.service.note_load)
+        defaults.apply(llm, source.settings.sampling)
+        return agents.prepared(llm)
 
     def make_registry(metrics: "Metrics") -> "ModelRegistry":
         return ModelRegistry(
             sources,
-            lambda source: agents.prepared(
-                load_with(load_options_of(source, options), stopping=threads.stopping, report=server.service.note_load)
-            ),
+            load,
             lambda source: measure(source, options),
             metrics,
             strict=settings.strict_model,
@@ -204,7 +217,7 @@ def _serve(
     reader = SettingsReader(None if token_file is None else expand_home(token_file))
 
     def read_again(settings: "ServerSettings") -> "tuple[ServerSettings, list[ModelSource]]":
-        return reader.read(settings), find_sources(options["model"], models, options)[0]
+        return reader.read(settings), defaults.named(*find_sources(options["model"], models, options))[0]
 
     with (
         operating(operation, read_again) as watched,
@@ -257,6 +270,7 @@ def _settings(
     no_tcp: bool,
     token_file: str | None,
     token_env: str | None,
+    api_key: str | None,
     allow_host: tuple[str, ...],
     allow_origin: tuple[str, ...],
     allow_private_network: bool,
@@ -265,12 +279,14 @@ def _settings(
 ) -> "ServerSettings":
     from localinfer.server.transport.settings import ServerSettings
 
+    if api_key is not None and (token_file is not None or token_env is not None):
+        raise RequestError("--api-key is the token, and another option says where it is; leave one of them out")
     for name, values in (("--allow-host", allow_host), ("--allow-origin", allow_origin)):
         for value in values:
             check_text(value, name)
     return ServerSettings(
         host=None if no_tcp else host,
-        token=_token(token_env, is_in_file=token_file is not None),
+        token=_token(token_env, is_in_file=token_file is not None) if api_key is None else api_key,
         tokens=() if token_file is None else read_tokens(expand_home(token_file)),
         allowed_hosts=allow_host,
         allowed_origins=allow_origin,

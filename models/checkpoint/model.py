@@ -21,6 +21,7 @@ from localinfer.closing import Closing
 from localinfer.errors import CorruptFileError, TokenizerError, UnsupportedFormatError
 from localinfer.models.checkpoint.changes import ExpertRows, Rows
 from localinfer.models.checkpoint.hyperparameters import Hyperparameters, read_hyperparameters
+from localinfer.models.checkpoint.recommended_sampling import read_sampling
 from localinfer.models.checkpoint.tensor_plan import PlannedTensor, has_head, plan_tensors
 from localinfer.models.checkpoint.text_modules import read_text_modules
 from localinfer.models.checkpoint.tokenizer_json import read_tokenizer
@@ -105,7 +106,7 @@ class CheckpointModel(Closing):
         metadata = parameters.metadata | self._per_layer(parameters)
         if text_modules.pooling_type is not None:
             metadata.setdefault(f"{parameters.family.architecture}.pooling_type", text_modules.pooling_type)
-        self.metadata = metadata | quantization | self._read_tokenizer()
+        self.metadata = metadata | quantization | self._read_tokenizer() | read_sampling(folder)
         self.tensors = {name: self._record(planned) for name, planned in self._plan.items()}
         for name, values in self._made.items():
             self.tensors[name] = TensorRecord(name, TensorType.F32, values.shape)

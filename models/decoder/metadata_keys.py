@@ -102,6 +102,8 @@ _NEUTRAL = {"attention.rope_pattern": 1, "embedding_scale": 1.0, "logit_scale": 
 
 _MOST_LISTED = 64
 
+SAMPLING_PREFIX = "general.sampling."
+"""Begins the keys by which a file recommends how to sample."""
 GENERAL_KEYS = frozenset(
     ("general.architecture", "general.name", "tokenizer.chat_template", "tokenizer.chat_template.tool_use")
 )
@@ -146,7 +148,7 @@ def unknown_keys(metadata: Mapping[str, object], architecture: str) -> list[str]
 
 def is_understood(whole_key: str, architecture: str) -> bool:
     """Whether this key is read for a model of this architecture."""
-    if whole_key in GENERAL_KEYS or whole_key in TOKENIZER_KEYS:
+    if whole_key in GENERAL_KEYS or whole_key in TOKENIZER_KEYS or whole_key.startswith(SAMPLING_PREFIX):
         return True
     key = whole_key.removeprefix(f"{architecture}.")
     return key != whole_key and _is_read(key, architecture)

@@ -81,6 +81,11 @@ class FakeLLM:
         self.dropped_tokens = 0
         self.tokenizer = FakeTokenizer()
         self.context_length = 4096
+        self.recommended_sampling: dict[str, float] = {}
+        self.defaults: dict[str, Any] = {}
+
+    def set_defaults(self, **options: Any) -> None:
+        self.defaults = options
 
     def stream(self, prompt: Any, **options: Any) -> FakeStream:
         self.prompts.append(prompt)

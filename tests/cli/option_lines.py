@@ -23,7 +23,7 @@ GOOD = {
         {hi} --kv-window 256 --kv-type q8_0/f16 --kv-memory 64MB --grammar {grammar}
         {hi} --speculation draft --draft {demo} --regex a+
         {hi} --model {mtp} --speculation mtp --threads 1 --measure-again
-        {hi} --beams 2 --raw
+        {hi} --beams 2 --raw --ignore-model-sampling
     """,
     "chat": """
         {one} --chat-template {template} --set llama.rope.freq_base=20000 --system Brief. --context-shift --stats
@@ -42,7 +42,7 @@ GOOD = {
         {one} --model {mtp} --speculation mtp --threads 1 --measure-again
         {one} --continue
         {one} --session dogs
-        -n 1 --no-history --lines
+        -n 1 --no-history --lines --ignore-model-sampling
     """,
     "show": """
         {demo} --tensors
@@ -107,6 +107,9 @@ GOOD = {
     """,
     "serve": """
         {local} --chat-template {template} {yarn}
+        {local} {filters} --max-tokens 5 --reasoning on --reasoning-budget 9 --alias a,b --ignore-model-sampling
+        --no-tcp --socket {sock} --no-disk-cache {penalties} --chat-template-file {template}
+        --port 0 --no-socket --no-page --api-key key
         {local} {linear} --set llama.rope.freq_base=20000
         --model {demo} --device cpu --gpu-layers 0 --threads 1 --no-disk-cache --no-config --port 0 --socket {sock}
         --kv-type q8_0/f16 --kv-memory 64MB --disk-cache-size 1MB --disk-cache-folder {folder} --port 0 --socket {sock}
@@ -158,6 +161,7 @@ BAD = {
         --set llama.rope.freq_base
         --set llama.rope.freq_base=banana
         --set llama.no_such_key=1
+        --ignore-model-sampling=maybe
     """,
     "sampling": """
         --temperature -1
@@ -185,6 +189,8 @@ BAD = {
         --logit-bias 5
         --seed -1
         --max-tokens 0
+    """,
+    "texts": """
         --context-shift=maybe
         --stats=maybe
     """,
@@ -354,6 +360,16 @@ BAD = {
         --models-config no-such-file
         --load-wait -1
         --host 256.0.0.1
+        --reasoning maybe
+        --reasoning-budget -2
+        --alias a,,b
+        --chat-template-file no-such-file
+        --chat-template-file {template} --chat-template {template}
+        --api-key \u00e9
+        --api-key a --token-env TOKEN_OF_THIS_TEST
+        --no-socket=maybe
+        --no-socket --socket {sock}
+        --no-page=maybe
         --port 65536
         --no-tcp=maybe
         --socket {file}/s.sock
@@ -383,7 +399,8 @@ BAD = {
         --store-days -1
     """,
 }
-"""The same; "*" are options of all commands that load a model, "sampling" of those that sample."""
+"""The same; "*" are options of all commands that load a model, "sampling" of those that sample, "texts" of those that
+print what they sample."""
 
 
 def cases(table: dict[str, str]) -> list[tuple[str, str]]:
@@ -391,7 +408,9 @@ def cases(table: dict[str, str]) -> list[tuple[str, str]]:
 
 
 def lines_of(table: dict[str, str], command: str) -> list[str]:
-    shared = {"run": ("*", "sampling"), "chat": ("*", "sampling"), "serve": ("*",)}.get(command, ())
+    shared = {"run": ("*", "sampling", "texts"), "chat": ("*", "sampling", "texts"), "serve": ("*", "sampling")}.get(
+        command, ()
+    )
     lines = "\n".join(table.get(name, "") for name in (command, *shared)).splitlines()
     for name, words in TOGETHER.items():
         lines = [line.replace(name, " ".join(words.split())) for line in lines]

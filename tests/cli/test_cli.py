@@ -84,11 +84,6 @@ def test_run_defaults_are_the_documented_ones(fake_llm, capsys):
         "ignore_eos": False,
         "context_shift": False,
         "constraint": None,
-        "temperature": 0.8,
-        "top_k": 40,
-        "top_p": 0.95,
-        "min_p": 0.05,
-        "repetition_penalty": 1.0,
         "seed": None,
     }
     load_options = dict(fake_llm.load_options)

@@ -78,6 +78,11 @@ class Conversation:
         return self._llm
 
     @property
+    def defaults(self) -> Mapping[str, Any]:
+        """Options of replies that are not set here: what the model's file recommends."""
+        return self._llm.defaults
+
+    @property
     def context_is_full(self) -> bool:
         """Whether the last reply was cut by the end of the context."""
         stats = self.last_stats

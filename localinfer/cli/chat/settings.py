@@ -57,7 +57,7 @@ def _number_setting(name: str, option: NumberOption) -> Setting:
         f"{option.default:g}",
         ("default",),
         change,
-        lambda conversation: f"{conversation.sampling.get(name, option.default):g}",
+        lambda conversation: f"{conversation.sampling.get(name, conversation.defaults.get(name, option.default)):g}",
     )
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 _MOST_PROMPTS = 64
 _DEFAULT_TOKENS = 16
-"""OpenAI's own default on this route."""
+"""OpenAI's own default on this route, where the server has no other."""
 
 
 class CompletionRequest(GenerationFields, kw_only=True):
@@ -55,7 +55,7 @@ class CompletionRequest(GenerationFields, kw_only=True):
     stream_options: StreamOptions | None = None
     n: TextCount | None = None
     best_of: TextCount | None = None
-    max_tokens: Annotated[int, Meta(ge=0, le=1 << 31)] | None = _DEFAULT_TOKENS
+    max_tokens: Annotated[int, Meta(ge=0, le=1 << 31)] | None | UnsetType = UNSET
     echo: bool | None = None
     suffix: str | None = None
     prediction: Prediction | None = None
@@ -87,7 +87,8 @@ class CompletionRequest(GenerationFields, kw_only=True):
             constraint=self.constraint(),
             prediction=None if self.prediction is None else self.prediction.text(),
         )
-        return {**self.sampling_options(), "max_tokens": self.max_tokens, **more}
+        limit = {} if self.max_tokens is UNSET else {"max_tokens": self.max_tokens}
+        return {**self.sampling_options(), **limit, **more}
 
 
 async def completions(request: Request) -> Response:
@@ -119,6 +120,7 @@ async def completions(request: Request) -> Response:
 
 
 def _open(llm: "LLM", prompt: str | Sequence[int], body: CompletionRequest, options: dict[str, Any]) -> "TextStream":
+    options.setdefault("max_tokens", llm.defaults.get("max_tokens", _DEFAULT_TOKENS))
     most = None if options.get("context_shift") else llm.context_length
     if body.suffix is not None:
         return llm.stream(fill_in_prompt(llm.tokenizer, prompt, body, most), **options)

@@ -1,0 +1,59 @@
+"""Options of generations that do not name them: what a program, a user or the model's file sets for all of them."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from localinfer.errors import RequestError
+from localinfer.generation.options import check_options
+from localinfer.sampling.file_defaults import file_sampling
+
+if TYPE_CHECKING:
+    from localinfer.models.load.loader import Model
+
+_OF_REPLIES = ("thinking", "thinking_budget")
+"""Those that only chats have; the prompt depends on them too."""
+
+
+class DefaultOptions:
+    """The part of an `LLM` that completes the options of a generation."""
+
+    if TYPE_CHECKING:
+        _model: Model
+
+    _defaults: Mapping[str, Any] = MappingProxyType({})
+
+    @property
+    def defaults(self) -> Mapping[str, Any]:
+        """Options by name that hold where a generation does not name them; none until they are set."""
+        return self._defaults
+
+    @property
+    def recommended_sampling(self) -> dict[str, float | int]:
+        """The sampling options that the model's file recommends."""
+        return file_sampling(self._model.file.metadata, name=self._model.file.path.name)
+
+    def set_defaults(self, **options: Any) -> None:
+        """Let options hold for every generation from now on that does not name them, in place of those set before.
+
+        options: of GenerationOptions, such as `llm.recommended_sampling`, which is what the file recommends; and
+        `thinking` and `thinking_budget`, which hold for chats. A generation that gives None for one has the library's
+        own default. Raises: RequestError for what is no such option, and for a value that it cannot have.
+        """
+        thinking = options.get("thinking")
+        if not isinstance(thinking, bool | None):
+            raise RequestError(f"thinking is {thinking!r:.60}; give True, False, or None", field="thinking")
+        given = {name: value for name, value in options.items() if value is not None}
+        check_options({name: given[name] for name in given if name not in _OF_REPLIES}, self._model.tokenizer)
+        self._defaults = MappingProxyType(given)
+
+    def _with_defaults(self, options: Mapping[str, Any], *, in_chat: bool = False) -> dict[str, Any]:
+        """The options of one generation."""
+        return {
+            **{name: value for name, value in self._defaults.items() if in_chat or name not in _OF_REPLIES},
+            **options,
+        }
+
+    def _with_reply_defaults(self, options: Mapping[str, Any]) -> Any:
+        """The options that the prompt of a chat depends on."""
+        return {**{name: self._defaults[name] for name in _OF_REPLIES if name in self._defaults}, **options}
