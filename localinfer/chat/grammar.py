@@ -29,19 +29,21 @@ def reply_grammar(
     is_parallel: bool,
     answer: str | None,
     specials: SpellingFinder,
+    calls_in_reasoning: bool = False,
 ) -> str | None:
     """The grammar in llguidance's form, or None where everything is allowed.
 
     answer: the grammar of what is neither reasoning nor call, from `constraint_compiler.grammar_of`; None allows any
     text. calls: None where the prompt has no tools; where it has some, but `tools` are none, no call may be written.
-    specials: the spellings of control tokens.
+    specials: the spellings of control tokens. calls_in_reasoning: a call may also end the reasoning.
     Raises: ConstraintError for a tool whose parameters cannot be enforced where they stand one by one.
     """
     if calls is None and answer is None:
         return None
     writer = GrammarWriter(specials)
-    rules = [_reasoning_rule(writer, reasoning, state)]
     frame = reasoning if reasoning is not None and reasoning.answer_begin else None
+    called = calls if tools and calls_in_reasoning and frame is None else None
+    rules = [*_reasoning_rules(writer, reasoning, state, called)]
     not_text = []
     if state == "possible" and reasoning is not None:
         not_text.append(reasoning.begin)
@@ -62,9 +64,7 @@ def reply_grammar(
         elif not calls.trigger:
             options.append("section")
         else:
-            head = writer.until("until_call", "TEXT", calls.trigger)
-            rest = writer.literal((calls.opening + calls.begin)[len(calls.trigger) :])
-            rules += [*head, f"text_and_calls: until_call {rest} first_call"]
+            rules += _calls_behind(writer, "text_and_calls", "TEXT", calls, "")
             options.append("text_and_calls")
         if not calls.trigger:
             not_text.append(calls.opening + calls.begin)
@@ -78,23 +78,44 @@ def reply_grammar(
     rules += [f"reply: {' | '.join(options)}", r"GAP: /[ \t\r\n]{0,8}/"]
     exclusions = "".join(rf" & ~/\s*{escaped(text)}(?s:.*)/" for text in not_text)
     exclusions += "".join(rf" & ~/(?s:.*){_spaced(text)}(?s:.*)/" for text in nowhere if first_marker(text))
-    rules += [f"TEXT: {ANY}{exclusions}", f"THOUGHT: {ANY}", *writer.terminals]
+    # A call right behind the marker that opens reasoning is none of its text.
+    called_first = "" if called is None else rf" & ~/\s*{escaped(called.opening + called.begin)}(?s:.*)/"
+    rules += [f"TEXT: {ANY}{exclusions}", f"THOUGHT: {ANY}{called_first}", *writer.terminals]
     grammars: list[dict[str, Any]] = [{"name": "reply", "lark_grammar": "\n".join(["%llguidance {}", *rules, ""])}]
     if answer is not None:
         grammars.append({**json.loads(answer)["grammars"][0], "name": "answer"})
     return json.dumps({"grammars": grammars})
 
 
-def _reasoning_rule(writer: GrammarWriter, reasoning: ReasoningFormat | None, state: ReasoningState) -> str:
+def _reasoning_rules(
+    writer: GrammarWriter, reasoning: ReasoningFormat | None, state: ReasoningState, calls: CallFormat | None
+) -> list[str]:
+    """Rules, the first named `start`; calls: the format of those that may also end the reasoning."""
     if reasoning is None or state == "none":
-        return "start: reply"
-    thought = writer.until("thought", "THOUGHT", reasoning.end)
-    behind = f"thought GAP {writer.literal(reasoning.following)}"
+        return ["start: reply"]
+    rules = writer.until("thought", "THOUGHT", reasoning.end)
+    behind = f"thought GAP {writer.literal(reasoning.following)} reply"
+    if calls is not None and calls.trigger:
+        rules += _calls_behind(writer, "thought_and_calls", "THOUGHT", calls, "\n")
+        behind = f"({behind} | thought_and_calls | GAP section)"
     if state == "open":
-        start = f"start: {behind} reply"
-    else:
-        start = f"start: (GAP {writer.literal(reasoning.begin)} {behind})? reply"
-    return "\n".join([start, *thought])
+        return [f"start: {behind}", *rules]
+    return [f"start: GAP {writer.literal(reasoning.begin)} {behind} | reply", *rules]
+
+
+def _calls_behind(writer: GrammarWriter, rule: str, text: str, calls: CallFormat, line: str) -> list[str]:
+    """Rules, the first named `rule`, for calls behind a text, which ends where the first of them begins.
+
+    line: what stands before markers that a text may be about; then the text ends where all that begins a call stands.
+    """
+    made, choices = [], []
+    for index, begin in enumerate((calls.opening + calls.begin, *calls.late_begins)):
+        marker = first_marker(begin)
+        is_control = writer.is_control(marker)
+        head, rest = (marker, begin[len(marker) :]) if is_control or not line else (line + begin, "")
+        made += writer.until(f"{rule}_{index}", text, head)
+        choices.append(f"{rule}_{index} {writer.literal(rest)} {'late_call' if index else 'first_call'}")
+    return [f"{rule}: {' | '.join(choices)}", *made]
 
 
 def _call_rules(writer: GrammarWriter, calls: CallFormat, tools: Sequence[Tool], is_parallel: bool) -> list[str]:
@@ -109,7 +130,9 @@ def _call_rules(writer: GrammarWriter, calls: CallFormat, tools: Sequence[Tool],
     more = ""
     if is_parallel and calls.separator is not None:
         more = f" ({writer.literal(calls.separator + calls.begin)} call)*"
-    rules.append(f"first_call: call{more} {writer.literal(calls.closing)}")
+    closing = writer.literal(calls.closing)
+    rules.append(f"first_call: call{more} {closing}")
+    rules.append(f"late_call: call{more}" + (f" ({closing})?" if closing else ""))
     rules.append(f"section: {writer.literal(calls.opening + calls.begin)} first_call")
     return rules
 

@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator
 
-from localinfer.models.text.reply_format import CALL_ID, CALL_NUMBER, PARAMETER_NAME
+from localinfer.models.text.reply_format import CALL_ID, CALL_NUMBER, CONTROL_BEGINS, PARAMETER_NAME
 from localinfer.models.text.splitting import SpellingFinder
 
 ANY = "/(?s:.*)/"
@@ -31,6 +31,10 @@ class GrammarWriter:
     def terminals(self) -> list[str]:
         """Rules for what literals that were written so far leave to the model."""
         return [f"{name}: {expression}" for name, expression in sorted(self._terminals)]
+
+    def is_control(self, marker: str) -> bool:
+        """Whether a marker is a control token, or looks like one."""
+        return marker.startswith(CONTROL_BEGINS) or any(found.start == 0 for found in self._specials.find(marker))
 
     def literal(self, text: str) -> str:
         """A text."""

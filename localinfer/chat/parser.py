@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from localinfer.chat.matching import id_in, marks_of, match_length, name_length
+from localinfer.chat.matching import Mark, id_in, marks_of, match_length, name_length
 from localinfer.chat.notation_reader import NotationReader
 from localinfer.chat.parameter_reader import ParameterReader
 from localinfer.models.text.known_calls import HERMES
-from localinfer.models.text.reply_format import CALL_NAME, CallFormat, ReasoningFormat
+from localinfer.models.text.reply_format import CALL_NAME, CONTROL_BEGINS, CallFormat, ReasoningFormat
 
 _NOT_NAME = re.compile(r"[^A-Za-z0-9_.:-]")
 _MEMBER = re.compile(r',\s*"\w{1,32}"\s*:\s*("[^"\\]{0,64}"|\d{1,9}(?=\D))\s*')
@@ -59,8 +59,9 @@ class ReplyParser:
     """Takes the text of one reply as it arrives; what it returns, joined, does not depend on where the text is split.
 
     starts_reasoning: the prompt has opened the reasoning. types: by tool and parameter, the JSON types that it may
-    have, for formats that write strings without quotation marks; there, arguments become JSON here. White space around
-    reasoning and before calls belongs to the format and is left out. What looks like a call but is none is content.
+    have, for formats that write strings without quotation marks; there, arguments become JSON here. calls_in_reasoning:
+    a call inside the reasoning is one too. White space around reasoning and before calls belongs to the format and is
+    left out. What looks like a call but is none is content, or reasoning inside of that.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class ReplyParser:
         calls: CallFormat | None,
         *,
         starts_reasoning: bool = False,
+        calls_in_reasoning: bool = False,
         types: Mapping[str, Mapping[str, frozenset[str]]] | None = None,
         new_id: Callable[[], str] | None = None,
     ) -> None:
@@ -90,6 +92,10 @@ class ReplyParser:
         self._in_string = self._escaped = False
         # By what may stand in a text: the state behind it.
         self._marks = marks_of(self._format, calls)
+        may_call = calls_in_reasoning and calls is not None and not self._format.answer_begin
+        self._thought_marks = [mark for mark in self._marks if mark.state == "call" and may_call]
+        self._is_thinking = False
+        self._is_line_start = True
         self._state: Callable[[], bool] = self._start
         if reasoning is not None:
             self._state = self._reopened if starts_reasoning else self._opening
@@ -104,23 +110,30 @@ class ReplyParser:
     def flush(self) -> ReplyDelta:
         """Take the end of the reply: what was held back for a marker that did not come.
 
-        What is left of the frame of a call that was cut short is left out.
+        A call that was cut short before its arguments is text; what is left of the frame behind them is left out.
         """
         if self._state in (self._reopened, self._thought):
             self._reasoning.append(self._held.rstrip())
         elif self._state == self._named and self._parameters is not None:
             if fragment := self._parameters.flush(self._held):
                 self._deltas.append(ToolCallDelta(self._index, fragment))
-        elif (
-            self._state == self._text
-            and self._held
-            and any(mark.state == "frame" and mark.literal.startswith(self._held.strip()) for mark in self._marks)
-        ):
+        elif self._state == self._call:
+            self._texts.append(self._begun + self._held)
+        elif self._state == self._text and self._is_cut_frame(self._held.strip()):
             pass
-        elif self._state not in (self._gap, self._call, self._after, self._between, self._done):
+        elif self._state not in (self._gap, self._after, self._between, self._done):
             self._content.append(self._held)
         self._held = ""
         return self._take()
+
+    @property
+    def _texts(self) -> list[str]:
+        """Where the text goes in which a call began."""
+        return self._reasoning if self._is_thinking else self._content
+
+    def _is_cut_frame(self, text: str) -> bool:
+        """Whether a text is no more than the beginning of what stands around content."""
+        return len(text) > 2 and any(mark.state == "frame" and mark.literal.startswith(text) for mark in self._marks)
 
     def _take(self) -> ReplyDelta:
         delta = ReplyDelta("".join(self._content), "".join(self._reasoning), tuple(self._deltas))
@@ -148,14 +161,39 @@ class ReplyParser:
         return False if begin.startswith(self._held) else self._go(self._thought)
 
     def _thought(self) -> bool:
-        end = self._format.end
-        before, found, after = self._held.partition(end)
-        if found:
-            self._reasoning.append(before.rstrip())
-            self._held = after
+        end, marks = self._format.end, self._thought_marks
+        place = self._held.find(end)
+        last = place if place >= 0 else len(self._held)
+        begins = [(found.start(), mark) for mark in marks for found in re.finditer(re.escape(mark.first), self._held)]
+        for call, mark in sorted(begins):
+            if call < last and (found := self._call_in_thought(call, mark)) is not None:
+                return found
+        if place >= 0:
+            self._reasoning.append(self._held[:place].rstrip())
+            self._held = self._held[place + len(end) :]
+            self._is_thinking = False
             return self._go(self._gap)
-        self._held = self._release(self._reasoning, end)
+        self._held = self._release(self._reasoning, end, *(mark.first for mark in marks))
+        self._is_line_start = self._is_line_start and not self._reasoning[-1]
         return False
+
+    def _call_in_thought(self, place: int, mark: Mark) -> bool | None:
+        """At what may begin a call inside the reasoning: whether to go on, None if it begins none.
+
+        Markers that a model may write about count where a line begins only.
+        """
+        before = self._held[:place].rstrip()
+        gap = self._held[len(before) : place]
+        is_apart = "\n" in gap or mark.first.startswith(CONTROL_BEGINS) or (not before and self._is_line_start)
+        length = match_length(self._held[place:], mark.literal) if is_apart else -1
+        if length == -1:
+            return None
+        self._reasoning.append(before)
+        self._held = self._held[len(before) :]
+        if length is None:
+            return False
+        self._is_thinking = True
+        return self._begin_call(place - len(before) + length, mark.literal)
 
     def _gap(self) -> bool:
         """Behind the reasoning."""
@@ -245,8 +283,8 @@ class ReplyParser:
             length = length if arguments[0] == "{" else -1
         if max(length, empty) < 0 or not name:
             # It only began like a call.
-            self._content.append(self._begun)
-            return self._go(self._text if self._marks else self._plain)
+            self._texts.append(self._begun)
+            return self._go(self._behind_calls())
         self._index += 1
         self._deltas.append(ToolCallDelta(self._index, id=self._id(rest[:length], middle), name=name))
         self._held = rest[max(length, empty) :]
@@ -339,9 +377,15 @@ class ReplyParser:
         return self._go(self._done)
 
     def _done(self) -> bool:
-        """Behind all calls, where only text may follow."""
+        """Behind all calls, where text may follow, and others behind that."""
         self._held = self._held.lstrip()
-        return self._go(self._plain) if self._held else False
+        return self._go(self._behind_calls()) if self._held else False
+
+    def _behind_calls(self) -> Callable[[], bool]:
+        """The state behind a call or what only began like one."""
+        if self._is_thinking:
+            return self._thought
+        return self._text if self._marks else self._plain
 
     def _go(self, state: Callable[[], bool]) -> bool:
         self._state = state

@@ -76,12 +76,23 @@ class ReplyFormat:
         """Whether answers have marks around them."""
         return self.reasoning is not None and bool(self.reasoning.answer_begin)
 
+    @property
+    def _has_calls_in_reasoning(self) -> bool:
+        """Whether a call may end the reasoning: not where that is ended by a number of tokens, perhaps amid a call."""
+        return self.budget is None
+
     def parser(self) -> ReplyParser:
         """A parser for one reply."""
         reasoning = None if self.state == "none" and not self._has_frame else self.reasoning
         types = {tool.name: parameter_types(tool) for tool in self.tools}
         calls = self.calls if self.tools else None
-        return ReplyParser(reasoning, calls, starts_reasoning=self.state == "open", types=types)
+        return ReplyParser(
+            reasoning,
+            calls,
+            starts_reasoning=self.state == "open",
+            calls_in_reasoning=self._has_calls_in_reasoning,
+            types=types,
+        )
 
     def mask(
         self,
@@ -107,6 +118,7 @@ class ReplyFormat:
                 is_parallel=self.is_parallel,
                 answer=None if constraint is None else grammar_of(constraint),
                 specials=tokenizer.special_spellings,
+                calls_in_reasoning=self._has_calls_in_reasoning,
             )
             assert grammar is not None, "there are calls or a constraint"
             mask = compiler.grammar_mask(grammar, start=start, what="schema")

@@ -12,7 +12,10 @@ CALL_ID, CALL_NUMBER, CALL_NAME, PARAMETER_NAME, TYPE_NAME = map(chr, range(0xE0
 """Stand in a format's texts for what differs from call to call: the call's id, its number, its name (where that comes
 twice), the name of a parameter (where that comes behind its value too) and the JSON type of a value."""
 
-_MARKER = re.compile(r"""<[^<>\s{]+>|\[[A-Z_/]+\]|[^\s\w{\["'<]\S*""")
+_MARKER = re.compile(r"""<[^<>\s{]+>|<[A-Za-z][\w:.-]*(?:=|\s+\w+=")|\[[A-Z_/]+\]|[^\s\w{\["'<]\S*""")
+_LATE_MARKER = re.compile(r"<[A-Za-z|｜]")
+CONTROL_BEGINS = ("<|", "<｜")
+"""What markers begin with that no text is about, as they are control tokens of vocabularies."""
 THINKING_VARIABLES = ("enable_thinking", "thinking")
 """Names under which templates take whether the model is to reason."""
 
@@ -123,6 +126,13 @@ class CallFormat:
         form = self.parameters
         parameters = None if form is None else replace(form, empty=form.empty.replace(CALL_NAME, name))
         return replace(self, middle=self.middle.replace(CALL_NAME, name), parameters=parameters)
+
+    @property
+    def late_begins(self) -> tuple[str, ...]:
+        """What begins a call where a model leaves out the first markers of `opening begin`, as some models do."""
+        whole = self.opening + self.begin
+        places = [found.start() for found in _LATE_MARKER.finditer(whole) if found.start() > 0]
+        return tuple(whole[place:] for place in places if first_marker(whole[place:])) if self.trigger else ()
 
     @property
     def trigger(self) -> str:

@@ -227,11 +227,18 @@ def test_a_malformed_call_is_given_back_as_text_and_the_next_is_read(call: str) 
     assert_cuts_do_not_matter(both, FORMS["hermes"], (whole, "", [("weather", ARGUMENTS[0])]))
 
 
-def test_a_second_call_that_is_cut_short_before_its_arguments_is_left_out() -> None:
+def test_a_call_that_is_cut_short_before_its_arguments_is_text() -> None:
     whole = FAMILIES["hermes"].two_calls
     assert whole is not None
-    for cut in range(whole.index("</tool_call>") + 3, whole.rindex('"search"')):
-        assert parse([whole[:cut]], FORMS["hermes"]) == ("", "", [("weather", ARGUMENTS[0])])
+    for start, calls in ((0, []), (whole.index("</tool_call>"), [("weather", ARGUMENTS[0])])):
+        place = whole.index("<tool_call>", start)
+        named = whole.index('"name": "', place) + len('"name": "')
+        for cut in range(named + 1, whole.index('{"', named)):
+            content, *rest = parse([whole[:cut]], FORMS["hermes"])
+            assert (content.lstrip(), rest) == (whole[place:cut], ["", calls])
+    # Of the frame between two calls nothing is text.
+    for cut in range(whole.index("</tool_call>") + 3, named):
+        assert parse([whole[:cut]], FORMS["hermes"]) == ("", "", calls)
 
 
 def test_text_after_the_calls_is_content() -> None:
