@@ -339,10 +339,8 @@ class LLM(ThreadControl, DefaultOptions, Closing):
 
         prompt: text, which gets the tokens that begin and end a text, or token ids, which are taken as they are.
         """
-        (vector,) = self.embed_many(
-            [prompt], pooling=pooling, normalize=normalize, dimensions=dimensions, truncate=truncate
-        )
-        return vector
+        options: Any = {"pooling": pooling, "normalize": normalize, "dimensions": dimensions, "truncate": truncate}
+        return self.embed_many([prompt], **options)[0]
 
     def embed_many(
         self,

@@ -39,7 +39,6 @@ from localinfer.server.api.responses_background import BackgroundResponses
 from localinfer.server.api.responses_memory import ResponseMemory
 from localinfer.server.llama_server import completion, embedding, infill, model_control, properties, slots
 from localinfer.server.ollama.routes import ollama_routes
-from localinfer.server.ollama.wire import ErrorTexts
 from localinfer.server.operation.hangup import HangupHandler
 from localinfer.server.operation.metrics import Metrics
 from localinfer.server.operation.observing import ObservingMiddleware, log_request
@@ -147,7 +146,6 @@ def make_app(service: Service, operation: Operation = NO_OPERATION) -> Starlette
                 observers=(service.observe, log_request, *operation.observers),
                 request_log=operation.request_log,
             ),
-            Middleware(ErrorTexts),
             Middleware(SecurityMiddleware, settings=service.settings, present=lambda: service.settings),
             Middleware(PlainPaths),
         ],

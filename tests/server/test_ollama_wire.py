@@ -63,6 +63,19 @@ def test_the_gate_stands_before_every_route(served, path, method):
         assert method == "HEAD" or isinstance(response.json()["error"], str)
 
 
+@pytest.mark.parametrize("kind", [None, "application/x-www-form-urlencoded"])
+def test_programs_need_not_say_that_they_send_json(tcp, kind):
+    asked = json.dumps({**CHAT, "stream": False}).encode()
+    headers = {} if kind is None else {"content-type": kind}
+    assert tcp.post("/api/chat", content=asked, headers=headers).json()["done"]
+    for path, more in (
+        ("/api/chat", {"origin": str(tcp.base_url)}),
+        ("/api/chat", {"sec-fetch-site": "same-origin"}),
+        ("/v1/chat/completions", {}),
+    ):
+        assert tcp.post(path, content=asked, headers={**headers, **more}).status_code == 415
+
+
 def test_the_token_is_wanted_on_every_route():
     settings = ServerSettings(port=0, token="s3cret")
     with serving(settings, sources=scripted_sources("demo"), load=loader({"demo": b"Hi."})) as running:
@@ -134,7 +147,15 @@ def test_options_that_change_no_reply_and_neutral_ones_pass(tcp):
     more = {"num_batch": 2, "num_gpu": 99, "main_gpu": 0, "num_thread": 8, "numa": False, "low_vram": False}
     more |= {"use_mmap": True, "use_mlock": False, "num_keep": 5, "draft_num_predict": 4, "tfs_z": 1, "f16_kv": True}
     more |= {"penalize_newline": True, "vocab_only": False, "logits_all": False, "num_ctx": 1024, "typical_p": 1.0}
-    more |= {"repeat_last_n": 33, "repeat_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "seed": 42}
+    more |= {
+        "top_k": -1,
+        "stop": [""],
+        "repeat_last_n": 33,
+        "repeat_penalty": 0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "seed": 42,
+    }
     plain = tcp.post("/api/chat", json={**CHAT, "stream": False}).json()
     reply = tcp.post("/api/chat", json={**CHAT, "stream": False, "options": {**SHORT, **more}, "think": False}).json()
     assert reply["message"] == plain["message"]

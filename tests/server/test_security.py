@@ -147,7 +147,7 @@ def test_pages_of_applications_and_extensions_may_be_allowed(origin):
 def test_page_is_open_and_nothing_is_where_it_is_switched_off():
     for serves_page, with_token, without in ((True, 200, 200), (False, 404, 401)):
         settings = ServerSettings(port=0, token="s3cret", serves_page=serves_page)
-        with serving(settings) as running, running.client() as client:
+        with serving(settings) as running, running.client(headers={"accept": "text/html"}) as client:
             assert client.get("/").status_code == without
             assert client.get("/", headers={"authorization": "Bearer s3cret"}).status_code == with_token
             assert client.get("/health").status_code == 200

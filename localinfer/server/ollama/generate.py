@@ -9,7 +9,7 @@ from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
-from localinfer.server.api.completions import fill_in_prompt
+from localinfer.server.api.completions import CompletionRequest, fill_in_prompt
 from localinfer.server.api.writer import Event, serve_reply
 from localinfer.server.ollama.messages import check_no_images
 from localinfer.server.ollama.reply_fields import ReplyFields, begin_request, load_or_unload
@@ -118,7 +118,8 @@ class _Prompts:
         body, prompt, options = self._body, self._body.prompt or "", self._options
         most = None if options.get("context_shift") else llm.context_length
         if body.suffix:
-            return llm.stream(fill_in_prompt(llm.tokenizer, prompt, body.suffix, most), **options)
+            asked = CompletionRequest(prompt=prompt, suffix=body.suffix)
+            return llm.stream(fill_in_prompt(llm.tokenizer, prompt, asked, most), **options)
         if body.is_raw:
             return llm.stream(_raw_ids(llm, prompt, most), **options)
         messages = [{"role": "system", "content": body.system}] if body.system else []

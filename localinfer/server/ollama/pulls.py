@@ -20,7 +20,7 @@ from localinfer.server.ollama.wire import LineStream, line
 from localinfer.server.replies.service import Service, read_body, service_of, unless_gone
 from localinfer.server.router.load_threads import LoadThreads
 from localinfer.server.router.model_folder import ModelSource
-from localinfer.server.transport.http import ApiError, json_response, to_api_error, unsupported
+from localinfer.server.transport.http import OLLAMA, ApiError, json_response, to_api_error, unsupported
 from localinfer.server.transport.known_fields import KnownFields
 from localinfer.system.event_loop import LoopCalls
 
@@ -161,13 +161,10 @@ class _Pull:
 
     async def whole(self, request_id: str) -> dict[str, Any]:
         """The last line. Raises: ApiError."""
-        told: dict[str, Any] = {}
         try:
-            async for told in self.lines():
-                pass
+            return [told async for told in self.lines()][-1]
         except Exception as error:
             raise self.in_words(error, request_id) from error
-        return told
 
     async def frames(self, request_id: str) -> AsyncIterator[bytes]:
         """The lines of a stream, an error last if there was one."""
@@ -175,7 +172,7 @@ class _Pull:
             async for told in self.lines():
                 yield line(told)
         except Exception as error:
-            yield line({"error": self.in_words(error, request_id).message})
+            yield line(self.in_words(error, request_id).body(OLLAMA))
 
     async def lines(self) -> AsyncIterator[dict[str, Any]]:
         """What happens, up to the success. Raises: what the pull raises."""

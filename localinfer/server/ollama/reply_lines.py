@@ -11,7 +11,7 @@ from localinfer.server.ollama.messages import written_call
 from localinfer.server.ollama.reply_fields import BegunRequest, ReplyFields
 from localinfer.server.ollama.wire import LineStream, line, nanoseconds
 from localinfer.server.replies.reply import Reply
-from localinfer.server.transport.http import ApiError
+from localinfer.server.transport.http import OLLAMA, ApiError
 
 if TYPE_CHECKING:
     from localinfer.generation.completion import Stats, StreamEvent
@@ -83,7 +83,7 @@ class LineWriter(ReplyWriter):
         yield {**self._begun.head, **self._content("", "", []), **self._last}
 
     def failure(self, error: ApiError) -> Event:
-        return {"error": error.message}
+        return error.body(OLLAMA)
 
     def whole(self) -> Event:
         content = self._content("".join(self._texts), "".join(self._reasoning), self._calls)

@@ -332,10 +332,11 @@ def route(path: str, endpoint: Endpoint, method: str = "GET", *, prompt_field: s
 async def unrouted(request: Request, error: Exception) -> Response:
     """Answer a path or a method that does not exist."""
     assert isinstance(error, HTTPException), "registered for it only"
+    path = request.url.path
     if error.status_code == 405:
         message = f"{request.method} is not possible here; use {(error.headers or {}).get('Allow', 'another method')}"
-        return ApiError(405, message, code="method_not_allowed", headers=error.headers).response()
-    return ApiError(error.status_code, f"there is nothing at {request.url.path!r:.80}", code="not_found").response()
+        return ApiError(405, message, code="method_not_allowed", headers=error.headers).response(path)
+    return ApiError(error.status_code, f"there is nothing at {path!r:.80}", code="not_found").response(path)
 
 
 class PlainPaths:

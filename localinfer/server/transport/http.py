@@ -65,6 +65,11 @@ _ANTHROPIC_TYPES = {
 }
 """Status of an error -> its type there, where that is another."""
 
+OLLAMA = "/api/"
+"""How the paths of Ollama's API begin, whose errors are one text."""
+_OLLAMA_STATUSES = {429: 503}
+"""Status of an error -> its status there, where that is another: its clients know a full queue by 503."""
+
 DONE = b"data: [DONE]\n\n"
 PING = b": ping\n"
 """A comment line, without the blank one that would make several clients see an event."""
@@ -129,6 +134,8 @@ class ApiError(Exception):
 
     def body(self, path: str = "") -> dict[str, Any]:
         """The JSON object that goes to the client. path: of the request, without `/v1`, whose API has a shape."""
+        if path.startswith(OLLAMA):
+            return {"error": self.message}
         kind = _TYPES.get(self.status, "server_error")
         error = {"message": self.message, "type": kind, "param": self.param, "code": self.code, **self.facts}
         if not path.startswith(ANTHROPIC):
@@ -137,7 +144,8 @@ class ApiError(Exception):
 
     def response(self, path: str = "") -> Response:
         """The error as a response. path: as in `body`."""
-        return json_response(self.body(path), self.status, self.headers)
+        status = _OLLAMA_STATUSES.get(self.status, self.status) if path.startswith(OLLAMA) else self.status
+        return json_response(self.body(path), status, self.headers)
 
 
 def unsupported(message: str, param: str | None = None) -> ApiError:

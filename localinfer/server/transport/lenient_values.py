@@ -23,6 +23,8 @@ _MEANT: Mapping[str, tuple[tuple[Any, Any], ...]] = {
 }
 """Member -> pairs of a value that clients send and the one that it means here; None: as if it were not there."""
 _STOPS = ("stop", "stop_sequences")
+_OPTIONS = "options"
+"""The member in which Ollama's requests have such members."""
 _LARGEST = 1 << 53
 """Beyond it not every whole number is a float, so that one could mean another."""
 _STRING_OR_NUMBER = re.compile(rb'"(?:[^"\\]++|\\.)*+"|-?\d++(?:\.\d++)?+(?:[eE][+-]?\d++)?+', re.DOTALL)
@@ -47,7 +49,19 @@ def with_meant_values(members: Mapping[str, msgspec.Raw], record: type) -> dict[
             # True is no number here.
             if value == sent and not isinstance(value, bool) and not (meant is None and name in required):
                 made[name] = meant
+    if (inner := _object(members.get(_OPTIONS))) is not None and (
+        meant := with_meant_values(inner, record)
+    ) is not None:
+        made[_OPTIONS] = meant
     return {**members, **made} if made else None
+
+
+def _object(member: msgspec.Raw | None) -> dict[str, msgspec.Raw] | None:
+    """The members of an object; None of anything else."""
+    try:
+        return None if member is None else msgspec.json.decode(member, type=dict[str, msgspec.Raw])
+    except msgspec.DecodeError:
+        return None
 
 
 def with_whole_numbers(body: bytes) -> bytes:

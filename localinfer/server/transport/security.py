@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from localinfer.server.transport.access_tokens import matching_token
-from localinfer.server.transport.http import ApiError, identifier
+from localinfer.server.transport.http import OLLAMA, ApiError, identifier
 from localinfer.server.transport.settings import LOOPBACK_NAMES, ServerSettings, ip_address
 
 _HOST = re.compile(r"(?:\[(?P<bracketed>[0-9a-fA-F:.]+)\]|(?P<name>[A-Za-z0-9._-]+))(?::\d{1,5})?")
@@ -28,6 +28,9 @@ IS_UNIX_SOCKET = "is_unix_socket"
 """Set in the state of a request that came through the Unix socket, whose folder guards it."""
 _OPEN_PATHS = ("", "/health", "/v1/health")
 """Without their last slash; the first is the chat page, the same for everybody, which asks for the token itself."""
+
+
+_UNSTATED_KINDS = ("", "application/x-www-form-urlencoded")
 
 
 class SecurityMiddleware:
@@ -104,7 +107,7 @@ class SecurityMiddleware:
         self._check_token(scope, headers)
         if scope["method"] in ("POST", "PUT", "PATCH"):
             kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-            if kind != "application/json":
+            if kind != "application/json" and not _is_json_all_the_same(kind, scope, headers):
                 raise ApiError(
                     415, f"the body is {kind or 'of no type'!r:.80}; send JSON, as application/json", code="not_json"
                 )
@@ -170,6 +173,13 @@ def _opens_the_page(scope: Scope, headers: Headers) -> bool:
     """Whether a link of another page is followed to the chat page, in a window that this page cannot look into."""
     is_visit = headers.get("sec-fetch-mode") == "navigate" and headers.get("sec-fetch-dest") == "document"
     return is_visit and scope["method"] == "GET" and scope["path"] == "/"
+
+
+def _is_json_all_the_same(kind: str, scope: Scope, headers: Headers) -> bool:
+    """Whether a body counts as JSON though it is not said to be: Ollama's API is asked without a type by LiteLLM, and
+    with that of forms by curl. Browsers say from where they send a body, and write no JSON into such a form."""
+    is_from_a_program = "origin" not in headers and "sec-fetch-site" not in headers
+    return kind in _UNSTATED_KINDS and is_from_a_program and scope["path"].removeprefix("/v1").startswith(OLLAMA)
 
 
 def _check_message(scope: Scope, headers: Headers) -> None:
