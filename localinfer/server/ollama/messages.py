@@ -89,12 +89,13 @@ class _OpenCalls:
         return call_id
 
     def take(self, message: OllamaMessage) -> str | None:
-        """The id of the call that a result answers; None if none is open."""
+        """The id of the call that a result answers; where none is open, the one that it names."""
         wanted = message.tool_call_id
-        if wanted is None:
+        if self._names and wanted not in self._names:
+            # Some clients name ids in results only.
             name = message.tool_name or message.name
             named = (call_id for call_id, called in self._names.items() if called == name)
-            wanted = next(named, None) or next(iter(self._names), None)
+            wanted = next(named, None) or next(iter(self._names))
         if wanted is not None:
             self._names.pop(wanted, None)
         return wanted

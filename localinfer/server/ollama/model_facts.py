@@ -113,6 +113,8 @@ def _read(path: Path, model_id: str, changed: int, size: int) -> ModelFacts:
     }
     template, license_name = info.get(_TEMPLATE), info.get("general.license")
     info = {key: value for key, value in info.items() if key not in _LEFT_OUT}
+    # Clients show the one, and count on the other.
+    info.setdefault("general.basename", model_id.rpartition("/")[2])
     info.setdefault("general.parameter_count", described.num_parameters)
     blob = _BLOB.fullmatch(path.resolve().name)
     return ModelFacts(

@@ -112,7 +112,7 @@ def _running_card(model: ServedModel, facts: ModelFacts) -> dict[str, Any] | Non
     if llm is None:
         # It was unloaded while its file was looked at.
         return None
-    info, seconds = llm.info, model.keep_alive_seconds
+    info, seconds = llm.info, None if model.is_pinned else model.keep_alive_seconds
     idle = 0.0 if model.num_leases else time.monotonic() - model.last_used_seconds
     return {
         **_card(model, facts),
@@ -124,8 +124,10 @@ def _running_card(model: ServedModel, facts: ModelFacts) -> dict[str, Any] | Non
 
 
 def _parameters(model: ServedModel) -> list[str]:
-    """The context that a model has, or will have when it is loaded."""
-    context = model.need.context_length if model.llm is None and model.need is not None else None
+    """The context that a model has, if that is known yet, and what its user set for it."""
+    parameters: dict[str, object] = {}
     if model.llm is not None:
-        context = model.llm.context_length
-    return [] if context is None else [f"{'num_ctx':<{_KEY_WIDTH}} {context}"]
+        parameters["num_ctx"] = model.llm.context_length
+    elif model.need is not None:
+        parameters["num_ctx"] = model.need.context_length
+    return [f"{name:<{_KEY_WIDTH}} {value}" for name, value in {**parameters, **model.source.settings.sampling}.items()]

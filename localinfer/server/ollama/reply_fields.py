@@ -126,11 +126,12 @@ async def load_or_unload(
     """Answer a request without a prompt, which loads its model, or with a `keep_alive` of 0 unloads it.
 
     A model that answers others is unloaded after them. content: what the answer has in place of a reply.
+    Raises: ApiError, 409 for a model that is pinned.
     """
     registry, model_id, reason = service_of(request).registry, begun.named.id, "load"
     if keep_alive is not None and keep_alive_seconds(keep_alive) == 0:
         reason = "unload"
-        if begun.named.model.is_idle:
+        if begun.named.model.is_idle or begun.named.model.is_pinned:
             await registry.unload(model_id)
     else:
         await unless_gone(request, registry.load(model_id))
