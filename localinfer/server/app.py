@@ -318,7 +318,6 @@ class _Server(uvicorn.Server):
         self._starting: asyncio.Task[None] | None = None
         self._is_short_of_descriptors = False
         self._num_signals = 0
-        self._loop: asyncio.AbstractEventLoop | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()

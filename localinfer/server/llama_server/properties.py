@@ -34,7 +34,7 @@ async def show_properties(request: Request) -> Response:
         "endpoint_slots": service.settings.shows_slots,
         "endpoint_props": False,
         "endpoint_metrics": service.settings.shows_metrics,
-        "ui": service.settings.shows_page,
+        "ui": service.settings.serves_page,
         "build_info": f"b-localinfer-{installed_version('localinfer')}",
         "is_sleeping": model.state == "unloaded",
         "cors_proxy_enabled": False,
