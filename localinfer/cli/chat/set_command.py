@@ -65,7 +65,9 @@ class SetCommand:
 
     def _describe(self, setting: Setting) -> None:
         shown = setting.shown(self._chat.conversation)
-        changed = "" if shown == setting.default else f" (default {setting.default})"
+        own = self._chat.conversation.defaults.get(setting.name)
+        default = setting.default if own is None else f"{own:g}, the model's"
+        changed = "" if default.startswith(f"{shown},") or shown == default else f" (default {default})"
         text = f"{setting.name:<{_NAME_COLUMNS}}  {shown}{changed}; {setting.form}. {setting.help}"
         self._chat.notice(text, hanging=_NAME_COLUMNS + 2)
 

@@ -1,6 +1,6 @@
 """`/v1/messages`: Anthropic's messages."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -90,6 +90,11 @@ class CountRequest(msgspec.Struct, kw_only=True):
             template_variables=None if effort is None else {"reasoning_effort": effort},
         )
 
+    def continuation(self, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """The engine's option for a last message that is continued, where they end with a reply."""
+        has_form = self.output_config is not None and self.output_config.format is not None
+        return continuation(None, None, messages, has_form=has_form)
+
     def chat_messages(self) -> list[ChatMessage]:
         """The conversation as chat messages, the system's first. Raises: ApiError for what is not text."""
         found = [] if self.system is None else [ChatMessage("system", text_of(self.system, "system"))]
@@ -130,7 +135,7 @@ async def messages(request: Request) -> Response:
     """Answer a conversation, streamed or whole."""
     body = await read_body(request, MessagesRequest)
     asked = template_messages(body.chat_messages())
-    options = {**body.generation_options(), **continuation(None, None, asked), "owner": owner_of(request)}
+    options = {**body.generation_options(), **body.continuation(asked), "owner": owner_of(request)}
     return await serve_reply(request, body, "msg", chat_plan(asked, options), _MessageWriter)
 
 
@@ -142,7 +147,7 @@ async def count_tokens(request: Request) -> Response:
 
 def _count(llm: "LLM", body: CountRequest) -> int:
     asked = template_messages(body.chat_messages())
-    options = {**body.chat_options(), **continuation(None, None, asked)}
+    options = {**body.chat_options(), **body.continuation(asked)}
     return llm.count_chat_tokens(asked, **without_missing_thinking(llm, options))
 
 
