@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from localinfer.arguments import check_number
 from localinfer.errors import RequestError
 from localinfer.generation.options import check_options
 from localinfer.sampling.file_defaults import file_sampling
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
 
 _OF_REPLIES = ("thinking", "thinking_budget")
 """Those that only chats have; the prompt depends on them too."""
+_OF_ONE_GENERATION = ("constraint", "prediction", "owner")
 
 
 class DefaultOptions:
@@ -44,6 +46,11 @@ class DefaultOptions:
         if not isinstance(thinking, bool | None):
             raise RequestError(f"thinking is {thinking!r:.60}; give True, False, or None", field="thinking")
         given = {name: value for name, value in options.items() if value is not None}
+        for name in ("max_tokens", "thinking_budget"):
+            check_number(name, given.get(name), 0, none="for no limit")
+        of_one = sorted(given.keys() & set(_OF_ONE_GENERATION))
+        if of_one:
+            raise RequestError(f"{', '.join(of_one)} belongs to one generation, and not to all; give it to each")
         check_options({name: given[name] for name in given if name not in _OF_REPLIES}, self._model.tokenizer)
         self._defaults = MappingProxyType(given)
 
