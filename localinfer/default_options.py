@@ -10,6 +10,7 @@ from localinfer.generation.options import check_options
 from localinfer.sampling.file_defaults import file_sampling
 
 if TYPE_CHECKING:
+    from localinfer.chat_model import ChatModel
     from localinfer.models.load.loader import Model
 
 _OF_REPLIES = ("thinking", "thinking_budget")
@@ -22,6 +23,7 @@ class DefaultOptions:
 
     if TYPE_CHECKING:
         _model: Model
+        _chat_model: ChatModel | None
 
     _defaults: Mapping[str, Any] = MappingProxyType({})
 
@@ -34,6 +36,11 @@ class DefaultOptions:
     def recommended_sampling(self) -> dict[str, float | int]:
         """The sampling options that the model's file recommends."""
         return file_sampling(self._model.file.metadata, name=self._model.file.path.name)
+
+    @property
+    def can_think(self) -> bool:
+        """Whether a chat may be asked to reason first: the model's template has reasoning, which is learned of it."""
+        return self._chat_model is not None and self._chat_model.formats.reasoning is not None
 
     def set_defaults(self, **options: Any) -> None:
         """Let options hold for every generation from now on that does not name them, in place of those set before.

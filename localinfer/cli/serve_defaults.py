@@ -40,7 +40,7 @@ class ServerDefaults:
         """
         thinking: dict[str, Any] = {"thinking": self.thinking, "thinking_budget": self.thinking_budget}
         try:
-            if not llm.info.supports_thinking:
+            if not llm.can_think:
                 thinking = {}
             llm.set_defaults(**{**llm.defaults, **self.options, **thinking, **own})
         except BaseException:

@@ -118,6 +118,19 @@ def test_failure_of_a_stream_has_it_too(scripted):
     assert '"type":"api_error"' in streamed
 
 
+def test_reasoning_may_be_left_out(scripted):
+    body = {"messages": STORY, "model": "thinking", "max_tokens": 60}
+    shown, omitted = (
+        scripted.post(PATH, json={**body, "thinking": {"type": "adaptive", "display": display}}).json()["content"]
+        for display in ("summarized", "omitted")
+    )
+    assert [block["type"] for block in shown] == [block["type"] for block in omitted] == ["thinking", "text"]
+    assert (shown[0]["thinking"], omitted[0]["thinking"]) == ("Hm, well.", "")
+    streamed = scripted.post(PATH, json={**body, "stream": True, "thinking": {"type": "enabled", "display": "omitted"}})
+    assert "well" not in streamed.text and "thinking_delta" in streamed.text
+    assert shown[1] == omitted[1]
+
+
 def test_official_client_raises_its_own_errors_by_their_type(served):
     anthropic = import_or_skip("anthropic")
     with anthropic.Anthropic(base_url=served.url, api_key="none", max_retries=0) as client:

@@ -136,7 +136,9 @@ async def messages(request: Request) -> Response:
     body = await read_body(request, MessagesRequest)
     asked = template_messages(body.chat_messages())
     options = {**body.generation_options(), **body.continuation(asked), "owner": owner_of(request)}
-    return await serve_reply(request, body, "msg", chat_plan(asked, options), _MessageWriter)
+    omits = body.thinking is not None and body.thinking.display == "omitted"
+    plan = chat_plan(asked, options)
+    return await serve_reply(request, body, "msg", plan, lambda reply: _MessageWriter(reply, omits_reasoning=omits))
 
 
 async def count_tokens(request: Request) -> Response:
@@ -152,10 +154,11 @@ def _count(llm: "LLM", body: CountRequest) -> int:
 
 
 class _MessageWriter(BlockWriter):
-    """Blocks of content that open, grow and close."""
+    """Blocks of content that open, grow and close. omits_reasoning: its block is there, and has no text."""
 
-    def __init__(self, reply: "Reply") -> None:
+    def __init__(self, reply: "Reply", *, omits_reasoning: bool) -> None:
         super().__init__(reply)
+        self._omits_reasoning = omits_reasoning
         self._envelope = {"id": reply.id, "type": "message", "role": "assistant", "model": reply.model_id}
         self._ending = _ending("length", None)
 
@@ -193,14 +196,15 @@ class _MessageWriter(BlockWriter):
 
     def block_grown(self, delta: Delta) -> Event:
         name, member = _DELTAS[delta.kind]
-        return {**self._at("content_block_delta"), "delta": {"type": f"{name}_delta", member: delta.text}}
+        text = "" if delta.kind == "reasoning" and self._omits_reasoning else delta.text
+        return {**self._at("content_block_delta"), "delta": {"type": f"{name}_delta", member: text}}
 
     def block_closed(self, kind: str, text: str) -> Iterator[Event]:
         block = self.blocks[-1]
         if kind == "call":
             block["input"] = _whole_object(text)
         else:
-            block[block["type"]] = text
+            block[block["type"]] = "" if kind == "reasoning" and self._omits_reasoning else text
         yield self._at("content_block_stop")
 
     def _at(self, kind: str) -> Event:

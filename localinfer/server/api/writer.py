@@ -25,6 +25,7 @@ from localinfer.server.transport.http import (
 
 if TYPE_CHECKING:
     from localinfer.generation.completion import Stats, StreamEvent
+    from localinfer.generation.stream import TextStream
     from localinfer.llm import LLM
     from localinfer.models.text.tokenizer import Tokenizer
     from localinfer.sampling.filters import TokenLogprobs
@@ -274,12 +275,11 @@ def _written(writer: ReplyWriter, item: Token | End | Silence) -> Iterable[Event
 def chat_plan(messages: Sequence[Mapping[str, Any]], options: dict[str, Any], count: int = 1) -> Plan:
     """One answer to a chat per choice; the later ones find the prompt in the cache."""
 
+    def open_stream(llm: "LLM", index: int) -> "TextStream":
+        return llm.stream_chat(messages, **seeded(without_missing_thinking(llm, options), index))
+
     def plan(llm: "LLM") -> list[TextPlan]:
-        possible = without_missing_thinking(llm, options)
-        return [
-            TextPlan(partial(llm.stream_chat, messages, **seeded(possible, index)), 0 if index else None)
-            for index in range(count)
-        ]
+        return [TextPlan(partial(open_stream, llm, index), 0 if index else None) for index in range(count)]
 
     return plan
 

@@ -128,11 +128,14 @@ class GenerationFields(NumberFields):
 
 
 class Thinking(msgspec.Struct, forbid_unknown_fields=True):
-    """Whether a model reasons first, and for how many tokens at most. display: reasoning is always shown as it is."""
+    """Whether a model reasons first, and for how many tokens at most.
+
+    display: reasoning is shown as it is, never summarized; "omitted" leaves its text out of Anthropic's replies.
+    """
 
     type: Literal["enabled", "disabled", "adaptive", "auto"] = "enabled"
     budget_tokens: Annotated[int, Meta(ge=0, le=1 << 31)] | None = None
-    display: Literal["summarized"] | None = None
+    display: Literal["summarized", "omitted"] | None = None
 
 
 class ChatFields(GenerationFields):
@@ -202,7 +205,7 @@ def without_missing_thinking(llm: "LLM", options: dict[str, Any]) -> dict[str, A
     Clients ask all models alike, and a reply without reasoning is one that took none.
     """
     asks = options.get("thinking") or options.get("thinking_budget") is not None
-    if not asks or llm.info.supports_thinking:
+    if not asks or llm.can_think:
         return options
     return {name: value for name, value in options.items() if name not in ("thinking", "thinking_budget")}
 

@@ -25,6 +25,7 @@ _MEANT: Mapping[str, tuple[tuple[Any, Any], ...]] = {
 _STOPS = ("stop", "stop_sequences")
 _OPTIONS = "options"
 """The member in which Ollama's requests have such members."""
+_NAMES = frozenset((*_MEANT, *_STOPS))
 _LARGEST = 1 << 53
 """Beyond it not every whole number is a float, so that one could mean another."""
 _STRING_OR_NUMBER = re.compile(rb'"(?:[^"\\]++|\\.)*+"|-?\d++(?:\.\d++)?+(?:[eE][+-]?\d++)?+', re.DOTALL)
@@ -36,8 +37,7 @@ def with_meant_values(members: Mapping[str, msgspec.Raw], record: type) -> dict[
     record: what they are decoded as; a member that it must have is never taken for nothing.
     """
     made: dict[str, Any] = {}
-    required = {field.encode_name for field in msgspec.structs.fields(record) if field.required}
-    for name in members.keys() & (_MEANT.keys() | set(_STOPS)):
+    for name in members.keys() & _NAMES:
         try:
             value = msgspec.json.decode(members[name])
         except msgspec.DecodeError:
@@ -47,12 +47,15 @@ def with_meant_values(members: Mapping[str, msgspec.Raw], record: type) -> dict[
             made[name] = [text for text in value if text != ""]
         for sent, meant in _MEANT.get(name, ()):
             # True is no number here.
-            if value == sent and not isinstance(value, bool) and not (meant is None and name in required):
+            if value == sent and not isinstance(value, bool):
                 made[name] = meant
     if (inner := _object(members.get(_OPTIONS))) is not None and (
         meant := with_meant_values(inner, record)
     ) is not None:
         made[_OPTIONS] = meant
+    if made:
+        required = {field.encode_name for field in msgspec.structs.fields(record) if field.required}
+        made = {name: value for name, value in made.items() if value is not None or name not in required}
     return {**members, **made} if made else None
 
 
