@@ -49,6 +49,15 @@ def test_set_refuses_a_value_out_of_range_with_the_range(session, name, value):
     assert "must be" not in session.type(f"/set {name}"), "shows it"
 
 
+def test_what_the_models_file_recommends_is_shown_and_taken_back_to(session, fake_llm):
+    fake_llm.defaults = {"temperature": 0.6}
+    assert re.search(r"^temperature +0\.6; ", session.type("/set temperature"), re.MULTILINE)
+    assert "0.9 (default 0.6, the model's)" in session.type("/set temperature 0.9", "/set temperature")
+    assert "temperature is 0.6 " in session.type("/set temperature default")
+    session.type("hi")
+    assert "temperature" not in fake_llm.options[-1]
+
+
 def test_set_lists_every_option_with_its_range(session):
     told = session.type("/set top_p 0.5", "/set")
     for name in SETTINGS:
