@@ -36,6 +36,15 @@ def test_socket_is_for_its_owner_only_and_goes_with_the_server(folder):
     assert list(place.parent.iterdir()) == []
 
 
+def test_lock_of_another_server_stays(folder):
+    place, lock = folder / "s.sock", folder / "s.sock.lock"
+    listener = UnixListener(place)
+    lock.unlink()
+    lock.write_text("another's")
+    listener.close()
+    assert [path.name for path in folder.iterdir()] == ["s.sock.lock"]
+
+
 def test_lock_whose_file_was_removed_meanwhile_is_taken_anew(folder, monkeypatch):
     place, lock = folder / "s.sock", folder / "s.sock.lock"
     opened, system_open = [], os.open

@@ -111,14 +111,18 @@ class UnixListener(Closing):
     def remove_files(self) -> None:
         """Remove the lock's file too, before the process is ended: then nobody else holds it yet."""
         self.remove_file()
-        if not self._lock.closed:
-            _lock_place(self.path).unlink(missing_ok=True)
+        self._remove_lock()
 
     def _unlock(self) -> None:
         # First the file, while it is locked: who opens it later finds another, or none.
-        with suppress(OSError):
-            _lock_place(self.path).unlink(missing_ok=True)
+        self._remove_lock()
         self._lock.close()
+
+    def _remove_lock(self) -> None:
+        place = _lock_place(self.path)
+        with suppress(OSError):
+            if not self._lock.closed and _is_at(place, self._lock.fileno()):
+                place.unlink(missing_ok=True)
 
 
 def _too_open(folder: Path) -> str | None:
@@ -159,8 +163,7 @@ def _try_lock(path: Path) -> IO[bytes] | None:
         raise SocketTakenError(
             f"another server listens on {path}; use that one, stop it, or choose another place with --socket"
         ) from None
-    status = os.fstat(descriptor)
-    if _identity(place) == (status.st_dev, status.st_ino):
+    if _is_at(place, descriptor):
         return lock
     lock.close()
     return None
@@ -200,6 +203,12 @@ def _listen(path: Path) -> socket.socket:
         listener.close()
         raise RequestError(f"cannot listen on {path}: {error.strerror or error}; choose another --socket") from None
     return listener
+
+
+def _is_at(path: Path, descriptor: int) -> bool:
+    """Whether an open file is the one at a path."""
+    status = os.fstat(descriptor)
+    return _identity(path) == (status.st_dev, status.st_ino)
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
