@@ -80,6 +80,8 @@ def test_last_reply_is_continued_unless_a_new_one_is_asked_for(tcp):
     assert continued == answer(tcp, messages=messages, max_tokens=8, **CONTINUES)
     assert continued != answer(tcp, messages=messages, max_tokens=8, add_generation_prompt=True)
     assert answer(tcp, messages=messages, max_tokens=8, add_generation_prompt=False) == continued
+    for name in ("prefix", "partial"):
+        assert answer(tcp, messages=[*STORY, {**messages[-1], name: True}], max_tokens=8) == continued
     own = {"messages": messages, "max_tokens": 8, "temperature": 0}
     assert tcp.post("/v1/messages", json=own).json()["content"][0]["text"] == continued["message"]["content"]
     counted = tcp.post("/v1/messages/count_tokens", json={"messages": messages}).json()["input_tokens"]

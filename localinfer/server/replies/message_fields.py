@@ -13,7 +13,7 @@ from localinfer.server.transport.known_fields import MESSAGE_PARTS
 
 Role = Literal["developer", "system", "user", "assistant", "tool", "function"]
 _TEXT_PARTS = ("text", "input_text", "output_text", "reasoning_text", "summary_text")
-_IGNORED = ("refusal", "annotations", "audio", "id")
+_IGNORED = ("refusal", "annotations", "audio", "id", "prefix", "partial")
 
 
 class FunctionCall(msgspec.Struct, forbid_unknown_fields=True):
@@ -36,7 +36,7 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
     """One message of a chat, as clients write it, and as they send former replies back.
 
     refusal, annotations, audio, id: members of former replies that are ignored, because this server gives none of them,
-    or nothing in them.
+    or nothing in them. prefix, partial: say of a last reply that it is to be continued, which it is anyway.
     """
 
     role: Role
@@ -51,6 +51,8 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
     audio: None = None
     function_call: FunctionCall | None = None
     id: str | None = None
+    prefix: bool | None = None
+    partial: bool | None = None
 
 
 Messages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=10_000)]
