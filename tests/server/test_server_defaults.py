@@ -65,6 +65,15 @@ def test_each_source_of_an_option_goes_before_the_next(serve):
     assert defaults == {"temperature": 0.125, "top_k": 9, "top_p": 0.5, "seed": 3, "max_tokens": 5}
 
 
+def test_what_is_set_for_one_model_goes_before_what_is_set_for_all(serve, tmp_path):
+    (tmp_path / "models.toml").write_text(
+        '[defaults.sampling]\ntop_p = 0.5\n[models.demo-f16]\nignore-model-sampling = true\n'
+        "[models.demo-f16.sampling]\ntemperature = 0.75\n"
+    )
+    _, defaults, _ = serve(*OF_FILE, "--models-config", str(tmp_path / "models.toml"), "--temp", "0", "--top-p", "1")
+    assert defaults == {"temperature": 0.75, "top_p": 0.5}
+
+
 def test_every_option_of_the_table_is_one_of_the_server(serve):
     values = {"mirostat": 2, "dry_base": 1.5, "repetition_last_n": 5, "dry_allowed_length": 3, "dry_last_n": 9}
     wanted = {name: values.get(name, 1 if option.kind is int else 0.5) for name, option in NUMBER_OPTIONS.items()}
