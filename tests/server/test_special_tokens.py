@@ -1,6 +1,7 @@
 """Special tokens that a prompt writes out: tokens in completions, for templates of clients, and text in chats."""
 
 import pytest
+from client_imports import import_or_skip
 from local_servers import STORY
 
 from localinfer.llm import LLM
@@ -44,6 +45,21 @@ def test_echoed_log_probabilities_are_those_of_what_was_computed(tcp, llm: LLM):
         reply = answer(tcp, "<|im_start|>user\nHi", echo=True, logprobs=1, **more)
         assert len(reply["choices"][0]["logprobs"]["tokens"]) == reply["usage"]["prompt_tokens"] + 6
         assert reply["choices"][0]["text"].startswith("<|im_start|>user\nHi")
+
+
+def test_official_client_sends_prompts_of_its_own_template(served, tcp):
+    openai = import_or_skip("openai")
+    prompt = tcp.post("/apply-template", json={"messages": STORY}).json()["prompt"]
+    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
+        made = client.completions.create(model="demo", prompt=prompt, **ASKED)
+        begun = client.chat.completions.create(
+            model="demo", messages=[*STORY, {"role": "assistant", "content": made.choices[0].text}], n=12, **ASKED
+        )
+        more = {"add_special_tokens": False, "parse_special": False}
+        plain = client.completions.create(model="demo", prompt=prompt, extra_body=more, **ASKED)
+    whole = answer(tcp, prompt, max_tokens=12)["choices"][0]["text"]
+    assert [made.choices[0].text + choice.message.content for choice in begun.choices] == [whole] * 12
+    assert plain.usage.prompt_tokens > made.usage.prompt_tokens
 
 
 def test_other_routes_keep_control_tokens_as_text(tcp, llm: LLM):
