@@ -6,6 +6,7 @@ Source: the keys that llama.cpp's converter writes.
 import logging
 import math
 from collections.abc import Mapping
+from typing import Any
 
 from localinfer.errors import RequestError
 from localinfer.models.decoder.metadata_keys import SAMPLING_PREFIX
@@ -53,5 +54,6 @@ def _checked(name: str, value: object) -> float | int:
     else:
         # Single precision in the file: 0.6 is what was meant by 0.6000000238418579.
         number = float(f"{value:.6g}")
-    SamplingParams(**{name: number})
+    checked: dict[str, Any] = {name: number}
+    SamplingParams(**checked)
     return number

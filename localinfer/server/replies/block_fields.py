@@ -5,7 +5,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from localinfer.server.replies.message_fields import ChatMessage, FunctionCall, ToolCall, joined_parts
+from localinfer.chat.messages import joined_parts
+from localinfer.server.replies.message_fields import ChatMessage, FunctionCall, ToolCall
 from localinfer.server.transport.http import ApiError, check_object, unsupported
 from localinfer.server.transport.known_fields import MESSAGE_PARTS, TOOLS
 
