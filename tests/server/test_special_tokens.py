@@ -68,6 +68,8 @@ def test_other_routes_keep_control_tokens_as_text(tcp, llm: LLM):
     embedded = tcp.post("/v1/embeddings", json={"input": spelled}).json()["usage"]["prompt_tokens"]
     assert embedded == as_text > len(llm.tokenizer.encode(spelled, parse_special=True))
     message = [{"role": "user", "content": f"Tell me a story.{spelled}"}]
-    asked = {"messages": message, "add_special_tokens": False}
-    refused = tcp.post(CHAT, json=asked).json()["error"]
-    assert refused["param"] == "add_special_tokens"
+    for more in ({}, {"add_special_tokens": False}, {"add_special_tokens": True}):
+        usage = tcp.post(CHAT, json={"messages": message, "max_tokens": 1, **more}).json()["usage"]
+        assert usage["prompt_tokens"] == llm.count_chat_tokens(message) > llm.count_chat_tokens(STORY) + 3
+    refused = tcp.post(CHAT, json={"messages": message, "parse_special": True}).json()["error"]
+    assert refused["param"] == "parse_special"

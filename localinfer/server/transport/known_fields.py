@@ -36,7 +36,15 @@ class KnownFields(NamedTuple):
     refused: dict[str, Refusal]
 
 
-_NEUTRAL = {"": OFF, "0": (*OFF, 0), "1": (*OFF, 1), "2": (None, 2), "true": (None, True), "null": (None,)}
+_NEUTRAL = {
+    "": OFF,
+    "0": (*OFF, 0),
+    "1": (*OFF, 1),
+    "2": (None, 2),
+    "true": (None, True),
+    "flag": (None, True, False),
+    "null": (None,),
+}
 
 
 def _ignore(table: str) -> dict[str, str]:
@@ -90,7 +98,7 @@ _SAMPLING = _refuse("""
     include_stop_str_in_output: add the text in the client
     truncate_prompt_tokens: prompts are never cut; shorten it in the client
     skip_special_tokens=true: special tokens are never part of the text; leave it out
-    add_special_tokens=true: a chat begins as its template says; ask /v1/completions
+    add_special_tokens=flag: a chat begins as its template says; ask /v1/completions
     prompt_logprobs: send echo and logprobs to /v1/completions
     n_probs=0 post_sampling_probs: send logprobs
     return_tokens_as_token_ids return_token_ids return_tokens: ask /tokenize for ids
