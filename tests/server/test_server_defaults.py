@@ -67,7 +67,7 @@ def test_each_source_of_an_option_goes_before_the_next(serve):
 
 def test_what_is_set_for_one_model_goes_before_what_is_set_for_all(serve, tmp_path):
     (tmp_path / "models.toml").write_text(
-        '[defaults.sampling]\ntop_p = 0.5\n[models.demo-f16]\nignore-model-sampling = true\n'
+        "[defaults.sampling]\ntop_p = 0.5\n[models.demo-f16]\nignore-model-sampling = true\n"
         "[models.demo-f16.sampling]\ntemperature = 0.75\n"
     )
     _, defaults, _ = serve(*OF_FILE, "--models-config", str(tmp_path / "models.toml"), "--temp", "0", "--top-p", "1")
@@ -100,6 +100,7 @@ def test_request_goes_before_all(serve):
         assert complete()["usage"]["completion_tokens"] == 5
         assert complete(max_tokens=7)["usage"]["completion_tokens"] == 7
         assert said(complete()) == said(complete(temperature=0))
+        assert len({choice["message"]["content"] for choice in chat(n=4, temperature=3.0, min_p=0)["choices"]}) > 1
         hot = {"temperature": 3.0, "top_p": 1, "min_p": 0, "top_k": 0}
         assert len({said(chat(**hot, seed=seed)) for seed in range(4)}) > 1
         own = client.post("/v1/messages", json={"messages": STORY, "max_tokens": 5}).json()
@@ -108,7 +109,7 @@ def test_request_goes_before_all(serve):
         assert response["output"][0]["content"][0]["text"] == said(chat())
         return []
 
-    serve("--temp", "0", "-n", "5", ask=ask)
+    serve("--temp", "0", "-n", "5", "--seed", "7", ask=ask)
     _, defaults, tokens = serve(ask=lambda client: client.post("/v1/completions", json={"prompt": "Once"}).json())
     assert defaults == {}
     assert tokens["usage"]["completion_tokens"] <= 16

@@ -102,7 +102,7 @@ async def completions(request: Request) -> Response:
         # The later texts of a prompt find it in the cache.
         return [
             TextPlan(
-                partial(_open, llm, prompt, body, seeded(options, index)),
+                partial(_open, llm, prompt, body, seeded(options, index, llm.defaults)),
                 number * body.num_made if index else None,
             )
             for number, prompt in enumerate(prompts)

@@ -276,7 +276,7 @@ def chat_plan(messages: Sequence[Mapping[str, Any]], options: dict[str, Any], co
     """One answer to a chat per choice; the later ones find the prompt in the cache."""
 
     def open_stream(llm: "LLM", index: int) -> "TextStream":
-        return llm.stream_chat(messages, **seeded(without_missing_thinking(llm, options), index))
+        return llm.stream_chat(messages, **seeded(without_missing_thinking(llm, options), index, llm.defaults))
 
     def plan(llm: "LLM") -> list[TextPlan]:
         return [TextPlan(partial(open_stream, llm, index), 0 if index else None) for index in range(count)]

@@ -1,6 +1,7 @@
 """Members that several requests share about how a reply is made, and the engine's options that they become."""
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
@@ -33,9 +34,12 @@ def given(**options: Any) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 
 
-def seeded(options: dict[str, Any], index: int) -> dict[str, Any]:
-    """Options for the text of this index: texts of one request differ, and the same seed gives the same ones."""
-    seed = options.get("seed")
+def seeded(options: dict[str, Any], index: int, defaults: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
+    """Options for the text of this index: texts of one request differ, and the same seed gives the same ones.
+
+    defaults: the model's, whose seed holds where the options have none.
+    """
+    seed = options.get("seed", defaults.get("seed"))
     return options if seed is None or index == 0 else {**options, "seed": (seed + index) % (MAX_SEED + 1)}
 
 
