@@ -1,7 +1,6 @@
 """The public API: text and messages in, text out, over an engine of token ids."""
 
 import logging
-import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Unpack, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.arguments import check_flag, check_path, owned
+from localinfer.arguments import check_flag, owned
 from localinfer.chat.constraints import ConstraintCompiler
 from localinfer.chat.reply import ReplyOptions
 from localinfer.chat_model import ChatModel, ChatOptions
@@ -20,13 +19,14 @@ from localinfer.embedding import RankedDocument, TextEmbedder
 from localinfer.engine.beam_search import Beam, search_beams
 from localinfer.engine.engine import Engine, EngineStats
 from localinfer.engine.scheduler import EngineLimits
-from localinfer.errors import RequestError, SessionFileError
+from localinfer.errors import RequestError
 from localinfer.generation.completion import Completion
 from localinfer.generation.many_completions import complete_many
 from localinfer.generation.options import CheckedOptions, GenerationOptions, check_options
 from localinfer.generation.stream import TextStream, complete_in_thread
 from localinfer.generation.text_generation import EncodedPrompt, TextGeneration
 from localinfer.model_info import ModelInfo, model_info
+from localinfer.session_files import SessionFiles
 from localinfer.thread_control import ThreadControl
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class BeamCompletion(NamedTuple):
     beam: Beam
 
 
-class LLM(ThreadControl, DefaultOptions, Closing):
+class LLM(ThreadControl, DefaultOptions, SessionFiles, Closing):
     """A loaded model, ready to answer; made by `localinfer.load`. A context manager: leaving it closes the model.
 
     May be used from several threads: generations that run at the same time share their steps. After `close`, and in a
@@ -428,38 +428,6 @@ class LLM(ThreadControl, DefaultOptions, Closing):
         with self._engine.exclusive_cache() as cache:
             return cache.forget(wanted)
 
-    def save_session(
-        self, path: str | os.PathLike[str], token_ids: Sequence[int] | NDArray[np.integer] | None = None
-    ) -> int:
-        """Write the keys and values of one conversation to a file, to go on with later; return its tokens.
-
-        token_ids: the conversation; None takes the one that was answered last. What is not in memory of it is left
-        out. The file holds the text, as token ids: only its owner can read a new one; an old one keeps its mode.
-        Raises: SessionFileError if nothing of it is in memory, the file cannot be written, or the model's has changed.
-        """
-        from localinfer.persistence.sessions import save_session
-
-        file = check_path("path", path)
-        wanted = None if token_ids is None else self._engine.check_prompt(token_ids)
-        identity = self._require_identity()
-        with self._session_lock:
-            return save_session(self._engine, identity, file, wanted)
-
-    def load_session(self, path: str | os.PathLike[str]) -> list[int]:
-        """Read a file that `save_session` wrote, so that a prompt that begins like it computes only what is new.
-
-        Returns the token ids it holds. Nothing of the file is used before all of it is proven.
-        Raises: SessionFileError if it is missing or damaged; SessionMismatchError, naming what differs, if it was saved
-            with another model, setting or version; OutOfMemoryError.
-        """
-        from localinfer.persistence.sessions import load_session
-
-        file = check_path("path", path)
-        identity = self._require_identity()
-        with self._session_lock:
-            token_ids = load_session(self._engine, identity, file)
-        return [int(token_id) for token_id in token_ids]
-
     def close(self) -> None:
         """Write conversations to disk, for some seconds at most; release memory and threads. May be called again.
 
@@ -472,14 +440,6 @@ class LLM(ThreadControl, DefaultOptions, Closing):
         with self._session_lock:
             self._engine.close()
             self._embedder.close()
-
-    def _require_identity(self) -> "ModelIdentity":
-        self._engine.check_usable()
-        if self._identity is None:
-            raise SessionFileError(
-                "this model's files cannot be told apart from others'; load it with localinfer.load from where it lies"
-            )
-        return self._identity
 
     def _text_after(self, prompt_ids: Sequence[int] | NDArray[np.integer], beam: Beam) -> str:
         """The text of a beam, without an end token."""
