@@ -13,11 +13,11 @@ import click
 
 from localinfer.cli.config_option import is_from_config, takes_config
 from localinfer.cli.ending import Ending
-from localinfer.cli.options import COUNT, LoadOptions, byte_size, flag, load_options, load_with, option
+from localinfer.cli.options import COUNT, LoadOptions, byte_size, flag, load_options, option
 from localinfer.cli.ready_line import READY_JSON, ReadyLine, drain_stderr
 from localinfer.cli.serve_agents import AgentOptions, agent_options
 from localinfer.cli.serve_defaults import ServerDefaults, default_options
-from localinfer.cli.serve_models import ModelsOptions, find_sources, load_options_of, measure, models_options
+from localinfer.cli.serve_models import ModelsOptions, find_sources, load_source, measure, models_options
 from localinfer.cli.serve_operation import OperationOptions, SettingsReader, operating, operation_options, read_tokens
 from localinfer.cli.serve_responses import KeptResponses, responses_options
 from localinfer.errors import RequestError
@@ -193,8 +193,7 @@ def _serve(
     threads = LoadThreads()
 
     def load(source: "ModelSource") -> "LLM":
-        own = load_options_of(source, options)
-        llm = load_with(own, stopping=threads.stopping, report=server.service.note_load)
+        llm = load_source(source, options, threads, server.service.note_load)
         defaults.apply(llm, source.settings.sampling)
         return agents.prepared(llm)
 

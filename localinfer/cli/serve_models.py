@@ -8,14 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from localinfer.cli.options import Command, LoadOptions, changes_of, flag, option, options_group
+from localinfer.cli.options import Command, LoadOptions, changes_of, flag, load_with, option, options_group
 from localinfer.errors import RequestError
 from localinfer.system.folders import expand_home
 
 if TYPE_CHECKING:
     from localinfer.cli.models_config import ModelsConfig
+    from localinfer.llm import LLM
+    from localinfer.server.router.load_threads import LoadThreads
     from localinfer.server.router.memory_need import MemoryNeed
     from localinfer.server.router.model_folder import ModelSource
+    from localinfer.types import ProgressCallback
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,23 @@ def measure(source: "ModelSource", options: LoadOptions) -> "MemoryNeed":
     return measure_need(
         source.path, chosen["kv_type"], changes_of(chosen), chosen["context_length"], draft=chosen["draft"]
     )
+
+
+def load_source(
+    source: "ModelSource", options: LoadOptions, threads: "LoadThreads", report: "ProgressCallback | None" = None
+) -> "LLM":
+    """Load a model of the server; beside others with what they leave of the processors, and measuring nothing.
+
+    options: those of the command line. report: told of its progress. Raises: LocalinferError.
+    """
+    is_beside = threads.is_beside_others
+    chosen = load_options_of(source, options)
+    if is_beside:
+        chosen |= {"priority": "background", "may_measure": False}
+    llm = load_with(chosen, stopping=threads.stopping, report=report)
+    if is_beside:
+        llm.set_priority("normal")
+    return llm
 
 
 def load_options_of(source: "ModelSource", options: LoadOptions) -> LoadOptions:

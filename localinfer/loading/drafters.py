@@ -14,7 +14,7 @@ from localinfer.kernels.program import MeasurableProgram, Program
 from localinfer.models.load.measurements import get_measurement, put_measurement
 from localinfer.models.load.stages import Stage, checked_run
 from localinfer.speculation.assistant import AssistantDrafter
-from localinfer.speculation.costs import VerificationCosts, measure_costs
+from localinfer.speculation.costs import MAX_DRAFT_TOKENS, VerificationCosts, measure_costs
 from localinfer.speculation.draft_model import DraftModel
 from localinfer.speculation.mtp import MTPDrafter
 from localinfer.speculation.ngram import NgramDrafter
@@ -38,17 +38,20 @@ def make_speculation(
     *,
     kv_memory: int | None = None,
     measure_again: bool = False,
+    may_measure: bool = True,
     progress: ProgressCallback | None = None,
 ) -> Speculation:
     """Make the drafters for an engine over `model`. Without an error they own the draft model.
 
     draft: a model of its own; one that drafts from the cache of `model` was loaded with it. measure_again: what passes
-        cost, whatever earlier loads have found.
+        cost, whatever earlier loads have found. may_measure: else what one of them has found, or a careful guess.
     Raises: RequestError if the two vocabularies differ.
     """
     if draft is not None:
         _check_vocabularies(model, draft)
-    costs = VerificationCosts(_verification_seconds(model.program, model.kv_layout, progress, measure_again))
+    costs = VerificationCosts(
+        _verification_seconds(model.program, model.kv_layout, progress, measure_again, may_measure)
+    )
     drafter: DraftModel | MTPDrafter | None = None
     if draft is not None:
         told = Stage(progress, "measuring the draft model")
@@ -73,14 +76,21 @@ def _check_vocabularies(model: "Model", draft: "Model") -> None:
 
 
 def _verification_seconds(
-    program: Program, kv_layout: KVLayout, progress: ProgressCallback | None, measure_again: bool
+    program: Program,
+    kv_layout: KVLayout,
+    progress: ProgressCallback | None,
+    measure_again: bool,
+    may_measure: bool,
 ) -> list[float]:
     """Seconds of passes over 1 to 16 rows, as initial estimates; cached once two loads on an idle machine agree."""
     max_rows = min(program.max_batch_rows, program.max_output_rows)
     key = _fingerprint(program, kv_layout)
     known, loads = ([], 0) if key is None or measure_again else _cached_seconds(key)
-    if known and loads >= _AGREEING_LOADS:
+    if known and (loads >= _AGREEING_LOADS or not may_measure):
         return known[:max_rows]
+    if not may_measure:
+        # A row costs as much as a pass of its own, until passes with drafts show what they cost.
+        return [float(num_rows) for num_rows in range(1, min(max_rows, MAX_DRAFT_TOKENS + 1) + 1)]
     stage = Stage(progress, STAGE)
     run_batch = checked_run(program, stage)
     cache = SequenceCache(PagePool(kv_layout), max_length=max_rows)

@@ -65,6 +65,7 @@ def load(
     memory_limit: int | None = None,
     priority: str = "normal",
     measure_again: bool = False,
+    may_measure: bool = True,
     progress: ProgressCallback | None = None,
     cancel: threading.Event | None = None,
 ) -> LLM:
@@ -108,6 +109,8 @@ def load(
     priority: of the threads that load and compute, "normal" or "background"; see `LLM.set_priority`.
     measure_again: do not use what earlier loads have measured of this machine: the number of threads that decodes
         fastest, and what verifying drafts costs. Measurements are kept for 30 days, and none of a busy machine.
+    may_measure: whether to measure what no earlier load has. False loads faster, and without work that other models
+        would feel: all threads decode, and drafts are tried with care until it shows what they cost.
     progress: called with a stage's name, the units done and the total, in the thread that loads, several times in 200
         ms; what it raises ends the load.
     cancel: once it is set, from any thread, the load stops within 200 ms with LoadCancelledError, and leaves no thread,
@@ -134,10 +137,13 @@ def load(
     check_limits(limits)
     own_priority = checked_priority(priority)
     measure_again = check_flag("measure_again", measure_again)
+    may_measure = check_flag("may_measure", may_measure)
     report = stoppable(progress, cancel)
     disk = disk_options(disk_cache, disk_cache_folder)
     try:
-        return _load(options, disk, limits, report, priority=own_priority, measure_again=measure_again)
+        return _load(
+            options, disk, limits, report, priority=own_priority, measure_again=measure_again, may_measure=may_measure
+        )
     except LoadCancelledError as error:
         cancelled = str(error)
     # A new one: as long as an app keeps the first, its frames would keep the weights.
@@ -152,6 +158,7 @@ def _load(
     *,
     priority: "Priority",
     measure_again: bool,
+    may_measure: bool,
 ) -> LLM:
     budget = KVBudget(0, options.kv_memory, options.kv_memory)
 
@@ -175,6 +182,7 @@ def _load(
             choose_context=context_that_fits,
             priority=priority,
             measure_again=measure_again,
+            may_measure=may_measure,
             progress=progress,
         )
         loads.callback(loaded.close)
@@ -199,6 +207,7 @@ def _load(
                 drafting,
                 kv_memory=budget.draft_kv_memory,
                 measure_again=measure_again,
+                may_measure=may_measure,
                 progress=progress,
             )
         if progress is not None:

@@ -163,6 +163,7 @@ def load_model(
     choose_context: Callable[[ModelFile, ModelConfig], int] | None = None,
     priority: Priority = "normal",
     measure_again: bool = False,
+    may_measure: bool = True,
     progress: ProgressCallback | None = None,
 ) -> Model:
     """Load a GGUF file or a Hugging Face folder and compile its kernels.
@@ -180,7 +181,8 @@ def load_model(
     changes: settings in place of the file's.
     choose_context: called before anything large is read of a model that runs on the CPU; returns the context length to
         load it with, from the open file and the configuration with `context_length`.
-    priority: of the threads. measure_again: how many threads decode fastest, whatever earlier loads have found.
+    priority: of the threads. measure_again: how many threads decode fastest, whatever earlier loads have found;
+        may_measure: it otherwise, where they have not.
     Raises: ModelFileError or a subclass, RequestError for an invalid option, OutOfMemoryError.
     """
     check_gpu_layers(device, gpu_layers)
@@ -235,7 +237,7 @@ def load_model(
             pool = ThreadPool(available_threads() if threads is None else checked_threads(threads), priority=priority)
         shared_pool = pool if beside is None else beside.pool
         assert shared_pool is not None, "made here or by the model beside"
-        parts = Parts(config, file, shared_pool, kv_type, progress, threads is None, measure_again)
+        parts = Parts(config, file, shared_pool, kv_type, progress, threads is None, measure_again, may_measure)
         written = None if placed is None else write_on_gpu(parts, *placed, is_required=device == "cuda")
         used, weights = "cuda", None
         drafts: tuple[tuple[HiddenProgram, ...], ...] = ()

@@ -37,6 +37,7 @@ class Parts:
     progress: ProgressCallback | None
     chooses_threads: bool
     measures_again: bool = False
+    may_measure: bool = True
 
 
 def write_on_cpu(
@@ -54,7 +55,12 @@ def write_on_cpu(
     program = lower_to_cpu(graph, parts.pool, kv_layout, max_summed_tokens=max_summed_tokens, progress=parts.progress)
     if parts.chooses_threads and not parts.config.is_encoder:
         choose_decode_threads(
-            program, kv_layout, parts.file.num_bytes, parts.progress, measure_again=parts.measures_again
+            program,
+            kv_layout,
+            parts.file.num_bytes,
+            parts.progress,
+            measure_again=parts.measures_again,
+            may_measure=parts.may_measure,
         )
     _note(parts.file, weights)
     return program
@@ -128,7 +134,14 @@ def _write_split(parts: Parts, gpu: CudaDevice, placement: Placement) -> tuple[P
     first = lower_to_cpu(graph, parts.pool, layout.host_part, max_output_rows=MAX_BATCH_ROWS, progress=progress)
     if parts.chooses_threads and num_first:
         part_bytes = parts.file.num_bytes * num_first // config.num_layers
-        choose_decode_threads(first, layout.host_part, part_bytes, progress, measure_again=parts.measures_again)
+        choose_decode_threads(
+            first,
+            layout.host_part,
+            part_bytes,
+            progress,
+            measure_again=parts.measures_again,
+            may_measure=parts.may_measure,
+        )
     on_cpu.notes.update(on_gpu.notes)
     _note(parts.file, on_cpu)
     return SplitProgram(first, rest, layout), layout

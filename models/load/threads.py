@@ -48,18 +48,20 @@ def choose_decode_threads(
     progress: ProgressCallback | None = None,
     *,
     measure_again: bool = False,
+    may_measure: bool = True,
 ) -> None:
     """Set the program's `decode_threads` to the fewest that decode within 3 % of the fastest.
 
-    measure_again: whatever earlier loads have found.
+    measure_again: whatever earlier loads have found. may_measure: else what one of them has found, or all.
     """
     if program.num_threads == 1:
         return
     # Shared by models of about the same size.
     key = f"{program.num_threads} {round(2 * float(np.log2(max(weight_bytes, 1))))}"
     cached, loads = (None, 0) if measure_again else cached_count(key, program.num_threads)
-    if cached is not None and loads >= _ENOUGH_LOADS:
+    if cached is not None and (loads >= _ENOUGH_LOADS or not may_measure):
         program.decode_threads = cached
+    if cached is not None and loads >= _ENOUGH_LOADS or not may_measure:
         return
     stage = Stage(progress, STAGE)
     timed = time_in_turns(_token_runs(program, kv_layout, stage), told=stage)

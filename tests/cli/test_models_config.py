@@ -1,15 +1,17 @@
 """The file of `serve --models-config`, and which models `serve` finds; what is wrong is told with its line."""
 
 import math
+import threading
 from pathlib import Path
 
 import pytest
 
-from localinfer.cli.serve_models import ModelsOptions, find_sources, load_options_of, measure
+from localinfer.cli.serve_models import ModelsOptions, find_sources, load_options_of, load_source, measure
 from localinfer.errors import RequestError
 from localinfer.hub.installed import InstalledModel
 from localinfer.models import demo
 from localinfer.models.decoder.rope import RopeOptions
+from localinfer.server.router.load_threads import LoadThreads
 
 DEMO = Path(demo.__file__).parent / "demo-f16.gguf"
 COMMAND_LINE = {
@@ -23,6 +25,7 @@ COMMAND_LINE = {
     "overrides": {"a": 1, "b": 2},
     "disk_cache": True,
     "speculation": "auto",
+    "ignore_model_sampling": False,
 }
 WHOLE = """
 [defaults]
@@ -163,3 +166,25 @@ def test_pulled_models_are_served_beside_those_of_a_folder(folder, monkeypatch):
     found(folder, "", pulled=True)
     only, preload = find_sources(None, ModelsOptions(), COMMAND_LINE)
     assert ([source.path for source in only], preload) == ([DEMO], ["demo-f16"])
+
+
+def test_a_model_is_loaded_in_the_background_beside_others_and_answers_as_the_others_do():
+    threads = LoadThreads()
+    options = {**COMMAND_LINE, "rope": RopeOptions(), "overrides": {}, "disk_cache": False}
+    [source], _ = find_sources(None, ModelsOptions(), options)
+    threads.is_beside_others = True
+    stages: set[str] = set()
+    priorities = []
+
+    def note(stage: str, done: int, total: int) -> None:
+        stages.add(stage)
+        names = {thread.name for thread in threading.enumerate()}
+        priorities.append("localinfer-0" in names)
+
+    measured = {**options, "measure_again": True, "threads": 2}
+    with load_source(source, measured, threads, note) as llm:
+        llm.complete("Once", max_tokens=2)
+        assert llm._model.pool.priority == "normal"
+    # The pool of a model in the background has a thread in place of the caller's.
+    assert any(priorities)
+    assert not any(stage.startswith("measuring") for stage in stages)

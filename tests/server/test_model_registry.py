@@ -11,6 +11,7 @@ import pytest
 
 from localinfer.errors import ModelFileError, OutOfMemoryError, RequestError
 from localinfer.server.operation.metrics import Metrics
+from localinfer.server.router.load_threads import LoadThreads
 from localinfer.server.router.memory_need import MemoryNeed
 from localinfer.server.router.model_folder import ModelSource
 from localinfer.server.router.model_settings import ModelSettings
@@ -70,7 +71,7 @@ def sources(*names: str, **more: Any) -> list[ModelSource]:
 
 def run(test: Callable[[ModelRegistry, Loader], Awaitable[None]], served: list[ModelSource], **options: Any) -> None:
     """Run a test on a registry, with the task beside it that unloads what is idle."""
-    loader = Loader()
+    loader = options.pop("loader", None) or Loader()
 
     async def whole() -> None:
         registry = ModelRegistry(served, loader, options.pop("measure", lambda source: NEED), Metrics(), **options)
@@ -370,3 +371,19 @@ def test_an_idle_model_makes_room_where_only_the_load_finds_out_that_there_is_no
         assert loader.loaded[0].is_closed
 
     run(test, sources("a", "b"))
+
+
+def test_a_model_is_told_to_leave_the_processors_to_those_that_are_loaded():
+    threads, told = LoadThreads(), []
+
+    async def test(registry: ModelRegistry, loader: Loader) -> None:
+        for name in ("a", "b"):
+            await registry.load(name)
+        assert told == [False, True]
+
+    class Telling(Loader):
+        def __call__(self, source: ModelSource) -> LoadedModel:
+            told.append(threads.is_beside_others)
+            return super().__call__(source)
+
+    run(test, sources("a", "b"), threads=threads, loader=Telling())

@@ -153,6 +153,17 @@ def test_what_was_measured_is_measured_again_when_asked(folder: Path, monkeypatc
     assert (program.decode_threads, program.runs > 0) == (1, True)
 
 
+def test_nothing_is_measured_where_that_is_not_wanted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = ScriptedProgram({1: 0.1, 2: 0.5}, monkeypatch)
+    program.decode_threads = 2
+    choose_decode_threads(program, LAYOUT, 1 << 30, may_measure=False)  # type: ignore[arg-type]
+    assert (program.decode_threads, program.runs) == (2, 0)
+    # One load alone is not believed, but better than nothing.
+    choose({1: 0.1, 2: 0.5}, monkeypatch)
+    choose_decode_threads(program, LAYOUT, 1 << 30, may_measure=False)  # type: ignore[arg-type]
+    assert (program.decode_threads, program.runs) == (1, 0)
+
+
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="the scheduler's statistics are of Linux")
 def test_load_by_others_is_the_time_that_threads_wait_for_a_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [(1.0, 0.5), (1.6, 0.9)]
