@@ -212,7 +212,7 @@ def _serve(
             preload=preload,
         )
 
-    preloads = bool(preload) or any(source.settings.is_pinned for source in sources)
+    first = dict.fromkeys([*preload, *(source.id for source in sources if source.settings.is_pinned)])
     reader = SettingsReader(None if token_file is None else expand_home(token_file))
 
     def read_again(settings: "ServerSettings") -> "tuple[ServerSettings, list[ModelSource]]":
@@ -220,7 +220,7 @@ def _serve(
 
     with (
         operating(operation, read_again) as watched,
-        LocalServer(settings, make_registry, preloads=preloads, on_signal=ending.ask, operation=watched) as server,
+        LocalServer(settings, make_registry, preloads=bool(first), on_signal=ending.ask, operation=watched) as server,
     ):
 
         def leave() -> None:
@@ -242,7 +242,8 @@ def _serve(
             operation.say(f"there is no Unix socket{taken}; TCP only")
         names = ", ".join(source.id for source in sources[:5]) + (", ..." if len(sources) > 5 else "")
         places = " and ".join(server.addresses)
-        operation.say(f"listening on {places}" + ("" if server.service.is_ready else f", loading {names}"))
+        loading = "" if server.service.is_ready else f", loading {', '.join(first)}"
+        operation.say(f"listening on {places}{loading}")
         server.run(on_ready=on_ready)
         has_ended = server.has_ended()
         server.close()

@@ -1,7 +1,7 @@
 """Which models `localinfer serve` has: of -m, of a folder, of `localinfer pull`, and of a file about them."""
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -78,7 +78,7 @@ def find_sources(model: str | None, options: ModelsOptions, load: LoadOptions) -
         found += find_models(expand_home(options.folder))
     if options.pulled:
         found += _pulled_sources()
-    named = [_source_of(entry.model, name) for name, entry in config.entries.items() if entry.model is not None]
+    named = [_named_source(entry.model, name, found, config) for name, entry in config.entries.items() if entry.model]
     if options.pulled and model is None and not (found or named):
         raise RequestError("there is nothing to serve for --pulled; `localinfer pull org/repo` brings a model")
     preload = []
@@ -137,6 +137,19 @@ def _source_of(path: str | None, name: str | None = None) -> "ModelSource":
     if found is None:
         raise RequestError(f"{file} is not a model; give a GGUF file, the first part of a split one, or a model folder")
     return found if name is None else replace(found, id=name)
+
+
+def _named_source(model: str, name: str, found: "Sequence[ModelSource]", config: "ModelsConfig") -> "ModelSource":
+    """The model that an entry of the configuration names: one of those found, or what -m takes."""
+    from localinfer.server.router.model_folder import matching_sources
+
+    same = matching_sources(model, found) or matching_sources(model.removesuffix(".gguf"), found)
+    if len(same) == 1:
+        return replace(same[0], id=name, aliases=())
+    try:
+        return _source_of(model, name)
+    except RequestError as error:
+        raise config.fault(name, str(error)) from None
 
 
 def _pulled_sources() -> "list[ModelSource]":

@@ -47,6 +47,10 @@ pinned = true
 keep_alive = -1
 sampling = {top_k = 7, temperature = 0}
 
+[models.same]
+model = "one"
+context_length = 64
+
 [models.other]
 model = "elsewhere.gguf"
 draft = "pub/one.gguf"
@@ -74,7 +78,8 @@ def found(folder: Path, text: str, **options):
 
 def test_each_model_has_its_own_settings_over_those_of_all(folder):
     models = found(folder, WHOLE)
-    assert set(models) == {"two", "pub/one", "pub/two", "other"}
+    assert set(models) == {"two", "pub/one", "pub/two", "same", "other"}
+    assert (models["same"].path, models["same"].settings.load["context_length"]) == (models["pub/one"].path, 64)
     one, other, two = models["pub/one"], models["other"], models["two"]
     assert one.aliases == ("gpt-4o", "small")
     assert (one.settings.is_pinned, one.settings.keep_alive_seconds) == (True, math.inf)
@@ -127,6 +132,7 @@ def test_what_a_model_takes_counts_its_own_settings(folder):
         ("[models.two]\ndraft = 'none.gguf'", 1, "none.gguf does not exist"),
         ("[models.three]\nthreads = 1", 1, "no model is called three: there are two, pub/one, pub/two"),
         ("[models.pub]\nthreads = 1", 1, "it may be any of pub/one, pub/two"),
+        ("[models.new]\nmodel = 'none.gguf'", 1, "none.gguf does not exist"),
         ("[models.two", None, "is not TOML"),
     ],
 )
