@@ -1,7 +1,7 @@
 """The file of `serve --models-config`: per model its aliases, how it is loaded and sampled, and how long it stays."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -122,7 +122,7 @@ class _EntryReader:
         merged = dict(load)
         for part in found.values():
             for name, value in part.items():
-                before = merged.get(name, self._options[name])
+                before: Any = merged.get(name, self._options[name])
                 if name == "rope":
                     value = replace(before, **value)
                 elif name == "overrides":
@@ -141,8 +141,7 @@ class _EntryReader:
             values = value if parameter.multiple and isinstance(value, list) else [value]
             words = [f"{flag}={self._word(key, one)}" for one in values]
         try:
-            context = _take_load_options.make_context("serve", words)
-            options: LoadOptions = _take_load_options.invoke(context)
+            options = read_load_options(words)
         except click.UsageError as error:
             raise RequestError(f"{key} is {shown(value)}: {error.message.rstrip('.')}") from None
         name = str(parameter.name)
@@ -169,6 +168,12 @@ class _EntryReader:
 @click.command(add_help_option=False)
 @load_options
 def _take_load_options(options: LoadOptions) -> LoadOptions:
+    return options
+
+
+def read_load_options(words: Sequence[str]) -> LoadOptions:
+    """What the options of a command line say about loading; defaults for the others. Raises: click.UsageError."""
+    options: LoadOptions = _take_load_options.invoke(_take_load_options.make_context("serve", list(words)))
     return options
 
 

@@ -108,6 +108,9 @@ def load_source(
 
     options: those of the command line. report: told of its progress. Raises: LocalinferError.
     """
+    from localinfer.hub.places import Places
+    from localinfer.hub.records import PullRecords
+
     is_beside = threads.is_beside_others
     chosen = load_options_of(source, options)
     if is_beside:
@@ -115,6 +118,9 @@ def load_source(
     llm = load_with(chosen, stopping=threads.stopping, report=report)
     if is_beside:
         llm.set_priority("normal")
+    if (records := Places.of_user().records) is not None:
+        # Of the name of a model that was pulled there is one.
+        PullRecords(records).mark_used(source.id)
     return llm
 
 

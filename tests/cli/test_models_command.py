@@ -91,6 +91,22 @@ def test_served_models_keep_the_name_they_were_asked_for(hub, tmp_path, monkeypa
     assert source.id == "tiny:1b" and source.path == blob
 
 
+def test_pulled_models_are_served_under_their_names(hub, tmp_path):
+    from localinfer.cli.models_config import read_load_options
+    from localinfer.cli.serve_models import ModelsOptions, find_sources, load_source
+    from localinfer.server.router.load_threads import LoadThreads
+
+    assert main(["pull", "org/Demo-GGUF"]) == 0
+    options = read_load_options(["--no-disk-cache", "--threads=1"])
+    [source], preload = find_sources(None, ModelsOptions(pulled=True), options)
+    assert (source.id, source.aliases, preload) == (NAME, ("org/Demo-GGUF",), [])
+    [record] = (tmp_path / "data").rglob("*.json")
+    os.utime(record, (1, 1))
+    with load_source(source, options, LoadThreads()) as llm:
+        assert llm.info.path.samefile(source.path)
+    assert record.stat().st_mtime > 1
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="Ctrl-C is sent as a signal of POSIX")
 def test_ctrl_c_keeps_what_arrived_and_says_so(hub, tmp_path):
     hub.stall_after = 1_000_000

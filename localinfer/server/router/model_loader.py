@@ -119,7 +119,7 @@ class ModelLoader:
         source = model.source
         try:
             async with self._reading:
-                model.need = await self._work(source, lambda: self._measure(source), lambda need: None)
+                need = model.need = await self._work(source, lambda: self._measure(source), lambda need: None)
         except ModelLoadError as error:
             if model.failure is None:
                 logger.warning("%s cannot be read: %s", source.id, " ".join(str(error.__cause__).split()))
@@ -127,12 +127,14 @@ class ModelLoader:
             raise
         finally:
             model.measuring = None
-        return model.need
+        return need
 
     async def _load_model(self, model: ServedModel) -> "LLM":
         model.failure = None
         try:
-            need = model.need or await asyncio.shield(self.begin_measuring(model))
+            need = model.need
+            if need is None:
+                need = await asyncio.shield(self.begin_measuring(model))
             return await self._load_when_it_fits(model, need)
         except (ModelLoadError, OutOfMemoryError) as error:
             model.failure = error
