@@ -362,15 +362,33 @@ def test_models_have_a_keep_alive_of_their_own():
     run(test, [*stays, *sources("goes")], idle_unload_seconds=0.01)
 
 
-def test_an_idle_model_makes_room_where_only_the_load_finds_out_that_there_is_none():
+def test_others_make_room_where_only_the_load_finds_out_that_there_is_none():
     async def test(registry: ModelRegistry, loader: Loader) -> None:
         await registry.load("a")
         loader.too_large = {"b"}
         await registry.load("b")
         assert loaded_names(registry) == {"b"}
         assert loader.loaded[0].is_closed
+        with await registry.lease("b"):
+            loader.too_large = {"a"}
+            waiting = asyncio.create_task(registry.lease("a"))
+            await until(lambda: registry.find("a").waiting_for == ("b",))
+        (await waiting).close()
+        assert loaded_names(registry) == {"a"}
 
     run(test, sources("a", "b"))
+
+
+def test_a_load_that_finds_no_room_at_all_tells_what_holds_it():
+    pinned = sources("pinned", settings=ModelSettings(is_pinned=True))
+
+    async def test(registry: ModelRegistry, loader: Loader) -> None:
+        await registry.load("pinned")
+        loader.too_large = {"b"}
+        with pytest.raises(OutOfMemoryError, match=r"there is another model \(pinned holds 1 MB and is pinned\)"):
+            await registry.load("b")
+
+    run(test, [*pinned, *sources("b")])
 
 
 def test_a_model_is_told_to_leave_the_processors_to_those_that_are_loaded():

@@ -3,7 +3,9 @@
 import json
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from local_servers import MODEL, STORY, serving
@@ -162,3 +164,32 @@ def test_running_streams_go_on_while_others_are_loaded_and_wait_for_their_memory
         *chunks, end = [json.loads(frame)["choices"][0] for frame in frames[:-1] if '"choices":[{' in frame]
         assert "".join(chunk["delta"].get("content") or "" for chunk in chunks) == "Once upon a time."
         assert (end["finish_reason"], frames[-1]) == ("stop", "[DONE]")
+
+
+def test_eight_streams_end_whole_before_a_model_takes_their_memory(runtime_folder):
+    may_end = threading.Event()
+    scripts = {"first": [*b"Once", may_end, *b" upon a time."], "other": [*b"Yes."]}
+    limit = measure_need(MODEL.path, "f16").fixed_bytes * 3 // 2
+    options = {"sources": scripted_sources(*scripts), "load": loader(scripts), "memory_limit": limit}
+    with serving(SETTINGS, **options) as running, running.client() as client, ThreadPoolExecutor(10) as pool:
+
+        def stream() -> str:
+            body = {**BODY, "max_tokens": 50, "stream": True, "model": "first"}
+            with client.stream("POST", PATH, json=body) as response:
+                return "".join(response.iter_lines())
+
+        def card(name: str) -> dict[str, Any]:
+            return client.get(f"/v1/models/{name}").json()
+
+        streams = [pool.submit(stream) for _ in range(8)]
+        assert wait_until(lambda: card("first")["running"] == 8)
+        waiting = pool.submit(client.post, PATH, json={**BODY, "model": "other"})
+        assert wait_until(lambda: card("other")["waiting_for"] == ["first"])
+        late = pool.submit(client.post, PATH, json={**BODY, "max_tokens": 50, "model": "first"})
+        assert wait_until(lambda: card("first")["waiting"] == 1)
+        assert client.get("/health").status_code == 200
+        may_end.set()
+        for text in (one.result() for one in streams):
+            assert text.endswith("data: [DONE]") and '"finish_reason":"stop"' in text
+        assert waiting.result().json()["choices"][0]["message"]["content"] == "Ye"
+        assert late.result().json()["choices"][0]["message"]["content"] == "Once upon a time."

@@ -155,7 +155,12 @@ class ModelLoader:
                 async with self._lock:
                     in_the_way = await self._make_room(model, need)
                     if not in_the_way:
-                        return await self._load_now(model)
+                        try:
+                            return await self._load_now(model)
+                        except OutOfMemoryError:
+                            in_the_way = self._busy_models()[:1]
+                            if not in_the_way:
+                                raise
                     changed = self._changes.next
                 model.waiting_for = tuple(other.source.id for other in in_the_way)
                 # One without replies was just loaded for requests that have not gone on yet.
@@ -176,6 +181,10 @@ class ModelLoader:
                 other.drained_by.discard(drain)
 
     async def _load_now(self, model: ServedModel) -> "LLM":
+        """Load a model, without idle others where only the load finds out that there is no room, as on a GPU.
+
+        Raises: OutOfMemoryError with what holds the memory; ModelLoadError.
+        """
         source = model.source
         while True:
             began = time.monotonic()
@@ -183,10 +192,11 @@ class ModelLoader:
             try:
                 llm = await self._work(source, lambda: self._load(source), lambda llm: llm.close())
             except ModelLoadError as error:
-                idle = self._idle_models()
-                if not isinstance(error.__cause__, OutOfMemoryError) or not idle:
+                if not isinstance(error.__cause__, OutOfMemoryError):
                     raise
-                # What only loading finds out, such as the memory of a GPU.
+                idle = self._idle_models()
+                if not idle:
+                    raise OutOfMemoryError(f"{error.__cause__} ({self._holders()})") from None
                 await self.unload(idle[0])
                 continue
             model.llm, model.last_used_seconds = llm, time.monotonic()
