@@ -104,14 +104,14 @@ def measure(source: "ModelSource", options: LoadOptions) -> "MemoryNeed":
 def load_source(
     source: "ModelSource", options: LoadOptions, threads: "LoadThreads", report: "ProgressCallback | None" = None
 ) -> "LLM":
-    """Load a model of the server; beside others with what they leave of the processors, and measuring nothing.
+    """Load a model of the server; beside replies with what they leave of the processors, and measuring nothing.
 
     options: those of the command line. report: told of its progress. Raises: LocalinferError.
     """
     from localinfer.hub.places import Places
     from localinfer.hub.records import PullRecords
 
-    is_beside = threads.is_beside_others
+    is_beside = threads.is_beside_replies
     chosen = load_options_of(source, options)
     if is_beside:
         chosen |= {"priority": "background", "may_measure": False}

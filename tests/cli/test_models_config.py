@@ -174,11 +174,11 @@ def test_pulled_models_are_served_beside_those_of_a_folder(folder, monkeypatch):
     assert ([source.path for source in only], preload) == ([DEMO], ["demo-f16"])
 
 
-def test_a_model_is_loaded_in_the_background_beside_others_and_answers_as_the_others_do():
+def test_a_model_is_loaded_in_the_background_beside_replies_and_answers_as_the_others_do():
     threads = LoadThreads()
     options = {**COMMAND_LINE, "rope": RopeOptions(), "overrides": {}, "disk_cache": False}
     [source], _ = find_sources(None, ModelsOptions(), options)
-    threads.is_beside_others = True
+    threads.is_beside_replies = True
     stages: set[str] = set()
     priorities = []
 

@@ -391,17 +391,19 @@ def test_a_load_that_finds_no_room_at_all_tells_what_holds_it():
     run(test, [*pinned, *sources("b")])
 
 
-def test_a_model_is_told_to_leave_the_processors_to_those_that_are_loaded():
+def test_a_model_is_told_to_leave_the_processors_to_those_that_answer():
     threads, told = LoadThreads(), []
 
     async def test(registry: ModelRegistry, loader: Loader) -> None:
         for name in ("a", "b"):
             await registry.load(name)
-        assert told == [False, True]
+        with await registry.lease("a"):
+            await registry.load("c")
+        assert told == [False, False, True]
 
     class Telling(Loader):
         def __call__(self, source: ModelSource) -> LoadedModel:
-            told.append(threads.is_beside_others)
+            told.append(threads.is_beside_replies)
             return super().__call__(source)
 
-    run(test, sources("a", "b"), threads=threads, loader=Telling())
+    run(test, sources("a", "b", "c"), threads=threads, loader=Telling())

@@ -15,13 +15,13 @@ class LoadThreads:
     """Does work in threads of its own, none of which keeps the event loop or the interpreter from ending.
 
     A server that ends need not wait for them: compiled code cannot be interrupted. stopping: set when work is to end;
-    work that looks at it now and then ends early, by raising what it likes. is_beside_others: whether what is loaded
-    now should leave the processors to models that answer.
+    work that looks at it now and then ends early, by raising what it likes. is_beside_replies: whether what is
+    loaded now should leave the processors to models that answer.
     """
 
     def __init__(self) -> None:
         self.stopping = threading.Event()
-        self.is_beside_others = False
+        self.is_beside_replies = False
         self._running: set[threading.Thread] = set()
 
     async def run(self, work: Callable[[], Result], discard: Callable[[Result], object]) -> Result:

@@ -188,7 +188,7 @@ class ModelLoader:
         source = model.source
         while True:
             began = time.monotonic()
-            self._threads.is_beside_others = any(other.llm is not None for other in self._models())
+            self._threads.is_beside_replies = any(other.num_leases for other in self._models())
             try:
                 llm = await self._work(source, lambda: self._load(source), lambda llm: llm.close())
             except ModelLoadError as error:
