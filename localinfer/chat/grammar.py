@@ -62,7 +62,8 @@ def reply_grammar(
             rules += [f"text_and_calls: (head preamble)? section{alone}", *writer.until("preamble", "TEXT", between)]
             options.append("text_and_calls")
         elif not calls.trigger:
-            options.append("section")
+            options += ["section", *(f"{writer.literal(begin)} first_call" for begin in calls.other_begins)]
+            not_text += calls.other_begins
         else:
             rules += _calls_behind(writer, "text_and_calls", "TEXT", calls, "")
             options.append("text_and_calls")

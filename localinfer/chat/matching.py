@@ -76,7 +76,7 @@ class Mark(NamedTuple):
 
 def marks_of(reasoning: ReasoningFormat, calls: CallFormat | None) -> list[Mark]:
     """What may stand in the text of a reply: calls, what stands around answers, and reasoning that begins again."""
-    begins = [] if calls is None else [calls.opening + calls.begin, *calls.other_begins]
+    begins = [] if calls is None or not calls.trigger else [calls.opening + calls.begin, *calls.other_begins]
     if calls is not None and not reasoning.answer_begin:
         begins += calls.late_begins
     literals: list[tuple[str, Literal["call", "frame", "reasoning"]]] = []

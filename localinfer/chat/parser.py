@@ -202,14 +202,15 @@ class ReplyParser:
 
     def _start(self) -> bool:
         """Where content begins, and in some formats a call, if there is one."""
-        begin = self._calls.opening + self._calls.begin
         if self._has_calls and not self._calls.trigger:
             frames = [match_length(self._held, mark.literal) for mark in self._marks if mark.state != "call"]
-            length = match_length(self._held, begin)
-            if length is None or None in frames:
+            begins = (self._calls.opening + self._calls.begin, *self._calls.other_begins)
+            lengths = {begin: match_length(self._held, begin) for begin in begins}
+            for begin, length in lengths.items():
+                if length is not None and length >= 0 and all(size == -1 for size in frames):
+                    return self._begin_call(length, begin)
+            if None in lengths.values() or None in frames:
                 return False
-            if length >= 0 and all(size == -1 for size in frames):
-                return self._begin_call(length, begin)
         return self._go(self._text if self._marks else self._plain)
 
     def _plain(self) -> bool:

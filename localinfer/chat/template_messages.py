@@ -76,6 +76,11 @@ def template_messages(
                 message = {**caller, "content": message["content"]}
         is_response = False
         result.append(message)
+    if tools and calls.reads_tools:
+        functions = json.dumps([tool.description["function"] for tool in tools], ensure_ascii=False)
+        if not result or result[0].get("role") != "system":
+            result.insert(0, {"role": "system", "content": ""})
+        return [{**result[0], "tools": functions}, *result[1:]]
     if tools and not calls.describes_tools:
         return _with_description(result, description(tools, calls), has_system)
     return result

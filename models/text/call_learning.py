@@ -86,14 +86,31 @@ def learn_call_format(
         describes_tools = NAMES[0] in template.render([ASK], tools=[{"type": "function", "function": tool}])
     except TemplateError:
         return HERMES
+    reads_tools = not describes_tools and _reads_tools(template)
     for id_form, content, as_text in product((None, *ID_FORMS), ("", None), (False, True)):
         found = _learn(_Probe(template, id_form, content, as_text), ends, reasoning)
         if found is not None:
-            known = AS_MODELS_WRITE.get(found.begin, {})
-            return replace(found, describes_tools=describes_tools, holds_results=_holds_results(template), **known)
-    if describes_tools and source is not None:
-        return next((form for marker, form in KNOWN_CALLS.items() if marker in source), HERMES)
+            known = AS_MODELS_WRITE.get(found.opening + found.begin, {})
+            return replace(
+                found,
+                describes_tools=describes_tools,
+                reads_tools=reads_tools,
+                holds_results=_holds_results(template),
+                **known,
+            )
+    if (describes_tools or reads_tools) and source is not None:
+        form = next((form for marker, form in KNOWN_CALLS.items() if marker in source), HERMES)
+        return replace(form, describes_tools=False, reads_tools=True) if reads_tools else form
     return HERMES
+
+
+def _reads_tools(template: Template) -> bool:
+    """Whether a template describes the tools that a system message holds."""
+    system = {"role": "system", "content": "", "tools": NAMES[0]}
+    try:
+        return NAMES[0] in template.render([system, ASK])
+    except TemplateError:
+        return False
 
 
 def _holds_results(template: Template) -> bool:

@@ -33,17 +33,20 @@ _LFM2 = CallFormat(
         notation=ValueNotation(quotes=('"', "'"), has_bare_keys=False),
     ),
 )
+_LIST = CallFormat(
+    opening="<|tool_call|>[",
+    begin='{"name": "',
+    middle='", "arguments": ',
+    end="}",
+    separator=", ",
+    closing="]",
+    is_native=False,
+)
 KNOWN_CALLS = {
     # Granite 3
-    "respond only with <|tool_call|> followed by a JSON list": CallFormat(
-        opening="<|tool_call|>[",
-        begin='{"name": "',
-        middle='", "arguments": ',
-        end="}",
-        separator=", ",
-        closing="]",
-        is_native=False,
-    ),
+    "respond only with <|tool_call|> followed by a JSON list": _LIST,
+    # Phi-4-mini
+    "<|tool|>": replace(_LIST, closing="]<|/tool_call|>"),
     # LFM2, whose later templates only name the list
     "<|tool_list_start|>": _LFM2,
     '"List of tools: ["': _LFM2,
@@ -53,6 +56,8 @@ KNOWN_CALLS = {
 """By a text of a template that describes tools, but writes no calls: how the model calls them."""
 
 AS_MODELS_WRITE: dict[str, dict[str, Any]] = {
+    # Llama 3
+    '{"name": "': {"other_begins": ('{"type": "function", "name": "', '<|python_tag|>{"name": "')},
     # Harmony: templates put the recipient before the channel, models behind it
     # (github.com/openai/harmony, docs/format.md)
     "to=functions.": {
@@ -62,7 +67,7 @@ AS_MODELS_WRITE: dict[str, dict[str, Any]] = {
         "name_end": "<|message|>",
     },
 }
-"""By what a template writes before the name of a call: what differs in replies."""
+"""By what a template writes before the name of the first call: what differs in replies."""
 
 ID_FORMS = ("functions.{name}:{number}",)
 """Ids of calls that hold the name, for templates that write nothing else of it (Kimi K2)."""

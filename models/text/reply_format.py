@@ -88,6 +88,7 @@ class CallFormat:
     id_form: what a template that writes only ids expects as the id of a call, of {name} and {number}.
     holds_results: whether the template reads results of calls in the message that made them, as `tool_responses`, and
     knows no messages of their own.
+    reads_tools: the template describes the tools that a system message holds as `tools`, in JSON text.
     other_begins: what may also stand for `opening begin`. name_end: what the text between name and arguments ends with,
     where the model may write more than `middle`.
     """
@@ -105,6 +106,7 @@ class CallFormat:
     allows_content: bool = True
     id_form: str | None = None
     holds_results: bool = False
+    reads_tools: bool = False
     other_begins: tuple[str, ...] = ()
     name_end: str = ""
 

@@ -1,0 +1,112 @@
+"""Replies with calls of well-known models: read at every cut, and allowed by their grammar, as their templates tell.
+
+A folder of the models' own templates, as llama.cpp has them in `models/templates`, may be beside the checkout as
+`../shared/templates`, or named by the environment variable LOCALINFER_TEST_TEMPLATES; without it, those are skipped.
+"""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from localinfer.chat.constraints import ConstraintCompiler
+from localinfer.chat.grammar import reply_grammar
+from localinfer.chat.messages import read_tools
+from localinfer.chat.parser import ReplyParser, joined_calls
+from localinfer.chat.value_types import parameter_types
+from localinfer.models.text.call_learning import learn_call_format
+from localinfer.models.text.chat_template import ChatTemplate
+from localinfer.models.text.reasoning_learning import learn_reasoning_format
+from localinfer.models.text.reply_format import CallFormat, ReasoningFormat
+from localinfer.models.text.splitting import SpellingFinder
+from tests.conftest import SHARED
+from tests.engine.fakes import ByteTokenizer
+from tests.models.text.tool_replies import ROWS, Row
+
+TOOLS = read_tools(
+    [
+        {"type": "function", "function": {"name": name, "description": "x", "parameters": {**schema, "type": "object"}}}
+        for name, schema in {
+            "get_weather": {
+                "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+                "required": ["city", "days"],
+            },
+            "search": {"properties": {"query": {"type": "string"}}, "required": ["query"]},
+        }.items()
+    ]
+)
+Formats = tuple[CallFormat, ReasoningFormat | None]
+Parsed = tuple[str, str, list[tuple[str, Any]]]
+
+
+def learned(source: str, ends: tuple[str, ...]) -> Formats:
+    template = ChatTemplate(source, "<s>", "</s>")
+    spellings = SpellingFinder({text: index for index, text in enumerate(ends)})
+    reasoning = learn_reasoning_format(template, source, spellings)
+    return learn_call_format(template, spellings, reasoning=reasoning, source=source), reasoning
+
+
+def parse(pieces: list[str], formats: Formats, row: Row) -> Parsed:
+    calls, reasoning = formats
+    types = {tool.name: parameter_types(tool) for tool in TOOLS}
+    parser = ReplyParser(reasoning, calls, starts_reasoning=row.is_open, calls_in_reasoning=True, types=types)
+    deltas = [*map(parser.push, pieces), parser.flush()]
+    made = joined_calls(delta for result in deltas for delta in result.tool_calls)
+    text = "".join(delta.content for delta in deltas), "".join(delta.reasoning for delta in deltas)
+    return (*text, [(call.name, json.loads(call.arguments)) for call in made])
+
+
+def check(formats: Formats, row: Row, accepts: Callable[[Formats, Row], bool]) -> None:
+    want = (row.content, row.reasoning, list(row.calls))
+    assert parse([row.reply], formats, row) == want
+    assert parse(list(row.reply), formats, row) == want
+    for cut in range(1, len(row.reply), 7):
+        assert parse([row.reply[:cut], row.reply[cut:]], formats, row) == want
+    assert accepts(formats, row)
+
+
+@pytest.fixture(scope="module")
+def accepts() -> Callable[[Formats, Row], bool]:
+    """Whether the grammar of a reply in which a model may call allows one."""
+    compiler = ConstraintCompiler(ByteTokenizer(), 260)
+
+    def allows(formats: Formats, row: Row) -> bool:
+        calls, reasoning = formats
+        grammar = reply_grammar(
+            reasoning=reasoning,
+            state="none" if reasoning is None else "open" if row.is_open else "possible",
+            calls=calls,
+            tools=TOOLS,
+            must_call=False,
+            is_parallel=True,
+            answer=None,
+            specials=SpellingFinder({}),
+            calls_in_reasoning=True,
+        )
+        assert grammar is not None
+        mask = compiler.grammar_mask(grammar, start=0, what="schema")
+        spelled = list(row.reply.encode())
+        if mask.count_allowed(np.empty(0, np.int32), spelled) < len(spelled):
+            return False
+        return bool(mask(np.array(spelled, np.int32))[ByteTokenizer.eos_token_id])
+
+    return allows
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_replies_of_every_family_are_read(accepts: Callable[[Formats, Row], bool], name: str) -> None:
+    row = ROWS[name]
+    check(learned(row.source, row.ends), row, accepts)
+
+
+@pytest.mark.parametrize("name", [name for name, row in ROWS.items() if row.real])
+def test_so_they_are_with_the_models_own_templates(accepts: Callable[[Formats, Row], bool], name: str) -> None:
+    row = ROWS[name]
+    path = Path(os.environ.get("LOCALINFER_TEST_TEMPLATES", SHARED / "templates")) / f"{row.real}.jinja"
+    if not path.is_file():
+        pytest.skip(f"the models' own templates are not in {path.parent}")
+    check(learned(path.read_text(encoding="utf-8"), row.ends), row, accepts)
