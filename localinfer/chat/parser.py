@@ -96,6 +96,7 @@ class ReplyParser:
         self._thought_marks = [mark for mark in self._marks if mark.state == "call" and may_call]
         self._is_thinking = False
         self._is_line_start = True
+        self._has_content = self._has_reasoning = False
         self._state: Callable[[], bool] = self._start
         if reasoning is not None:
             self._state = self._reopened if starts_reasoning else self._opening
@@ -137,6 +138,8 @@ class ReplyParser:
 
     def _take(self) -> ReplyDelta:
         delta = ReplyDelta("".join(self._content), "".join(self._reasoning), tuple(self._deltas))
+        self._has_content = self._has_content or bool(delta.content)
+        self._has_reasoning = self._has_reasoning or bool(delta.reasoning)
         self._content.clear()
         self._reasoning.clear()
         self._deltas.clear()
@@ -379,8 +382,13 @@ class ReplyParser:
 
     def _done(self) -> bool:
         """Behind all calls, where text may follow, and others behind that."""
-        self._held = self._held.lstrip()
-        return self._go(self._behind_calls()) if self._held else False
+        rest = self._held.lstrip()
+        if not rest:
+            return False
+        is_first = not (self._has_reasoning if self._is_thinking else self._has_content)
+        if is_first and not any(self._texts):
+            self._held = rest
+        return self._go(self._behind_calls())
 
     def _behind_calls(self) -> Callable[[], bool]:
         """The state behind a call or what only began like one."""
