@@ -173,6 +173,7 @@ def accepts() -> Callable[..., bool]:
             is_parallel=True,
             answer=None,
             specials=SpellingFinder({}),
+            calls_in_reasoning=True,
         )
         assert grammar is not None
         mask = compiler.grammar_mask(grammar, start=0, what="schema")
@@ -244,6 +245,7 @@ def test_grammars_hold_where_markers_are_control_tokens(name: str) -> None:
             is_parallel=True,
             answer=None,
             specials=tokenizer.special_spellings,
+            calls_in_reasoning=True,
         )
         assert grammar is not None
         mask = compiler.grammar_mask(grammar, start=0, what="schema")
