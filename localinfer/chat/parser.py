@@ -119,7 +119,8 @@ class ReplyParser:
             if fragment := self._parameters.flush(self._held):
                 self._deltas.append(ToolCallDelta(self._index, fragment))
         elif self._state == self._call:
-            self._texts.append(self._begun + self._held)
+            # Behind other calls, what stands between them comes first.
+            self._texts.append(self._begun.lstrip() + self._held if self._index >= 0 else self._begun + self._held)
         elif self._state == self._text and self._is_cut_frame(self._held.strip()):
             pass
         elif self._state not in (self._gap, self._after, self._between, self._done):
@@ -195,7 +196,7 @@ class ReplyParser:
         self._held = self._held[len(before) :]
         if length is None:
             return False
-        self._is_thinking = True
+        self._is_thinking, self._is_line_start = True, False
         return self._begin_call(place - len(before) + length, mark.literal)
 
     def _gap(self) -> bool:
@@ -261,17 +262,18 @@ class ReplyParser:
 
     def _call(self) -> bool:
         """At the name of a call, and behind it where its arguments begin."""
-        self._held = self._held.lstrip()
-        found = _NOT_NAME.search(self._held)
+        # What is no call after all keeps its white space.
+        held = self._held.lstrip()
+        found = _NOT_NAME.search(held)
         if found is None:
             return False
         calls, form = self._calls, self._calls.parameters
         ends = [calls.middle, "" if form is None else form.empty]
-        run = self._held[: found.start()]
-        size = name_length(self._held, len(run), [text.replace(CALL_NAME, run) for text in ends])
+        run = held[: found.start()]
+        size = name_length(held, len(run), [text.replace(CALL_NAME, run) for text in ends])
         if size is None:
             return False
-        name, rest = self._held[:size], self._held[size:]
+        name, rest = held[:size], held[size:]
         middle = calls.middle.replace(CALL_NAME, name)
         length = match_length(rest, middle)
         empty = -1 if form is None else match_length(rest, form.empty.replace(CALL_NAME, name))
@@ -288,6 +290,7 @@ class ReplyParser:
         if max(length, empty) < 0 or not name:
             # It only began like a call.
             self._texts.append(self._begun)
+            self._is_line_start = False
             return self._go(self._behind_calls())
         self._index += 1
         self._deltas.append(ToolCallDelta(self._index, id=self._id(rest[:length], middle), name=name))
@@ -386,7 +389,8 @@ class ReplyParser:
         if not rest:
             return False
         is_first = not (self._has_reasoning if self._is_thinking else self._has_content)
-        if is_first and not any(self._texts):
+        self._is_line_start = is_first and not any(self._texts)
+        if self._is_line_start:
             self._held = rest
         return self._go(self._behind_calls())
 

@@ -6,6 +6,7 @@ A folder of the models' own templates, as llama.cpp has them in `models/template
 
 import json
 import os
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -50,14 +51,14 @@ def learned(source: str, ends: tuple[str, ...]) -> Formats:
     return learn_call_format(template, spellings, reasoning=reasoning, source=source), reasoning
 
 
-def parse(pieces: list[str], formats: Formats, row: Row) -> Parsed:
+def parse(pieces: list[str], formats: Formats, row: Row, *, json_of: Callable[[str], Any] = json.loads) -> Parsed:
     calls, reasoning = formats
     types = {tool.name: parameter_types(tool) for tool in TOOLS}
     parser = ReplyParser(reasoning, calls, starts_reasoning=row.is_open, calls_in_reasoning=True, types=types)
     deltas = [*map(parser.push, pieces), parser.flush()]
     made = joined_calls(delta for result in deltas for delta in result.tool_calls)
     text = "".join(delta.content for delta in deltas), "".join(delta.reasoning for delta in deltas)
-    return (*text, [(call.name, json.loads(call.arguments)) for call in made])
+    return (*text, [(call.name, json_of(call.arguments)) for call in made])
 
 
 def check(formats: Formats, row: Row, accepts: Callable[[Formats, Row], bool]) -> None:
@@ -101,6 +102,49 @@ def accepts() -> Callable[[Formats, Row], bool]:
 def test_replies_of_every_family_are_read(accepts: Callable[[Formats, Row], bool], name: str) -> None:
     row = ROWS[name]
     check(learned(row.source, row.ends), row, accepts)
+
+
+def damaged(text: str, form: CallFormat, rng: random.Random) -> str:
+    """A text of which some parts are missing, doubled, or replaced by what a reply may have."""
+    others = [
+        "\n",
+        " ",
+        "<",
+        "{",
+        "}",
+        '"',
+        "</think>",
+        "<tool_call>",
+        "Hi",
+        "]",
+        "\\",
+        form.begin,
+        form.opening,
+        form.end,
+    ]
+    for _ in range(rng.randint(1, 4)):
+        start = rng.randrange(len(text) + 1)
+        end = min(len(text), start + rng.randint(1, 25))
+        choices = [text[:start] + text[end:], text[:end] + text[start:], text[:start]]
+        text = rng.choice([*choices, text[:start] + rng.choice(others) + text[start:]])
+    return text
+
+
+def test_no_reply_is_an_error_and_nothing_of_one_without_calls_is_lost() -> None:
+    rng = random.Random(18)
+    forms = {name: learned(row.source, row.ends) for name, row in ROWS.items()}
+    num_lossless = 0
+    for name, row in [item for item in ROWS.items() for _ in range(15)]:
+        text = damaged(row.reply, forms[name][0], rng)
+        cuts = sorted(rng.randrange(len(text) + 1) for _ in range(3))
+        pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+        whole = parse([text], forms[name], row, json_of=str)
+        assert parse(pieces, forms[name], row, json_of=str) == whole, text
+        content, _, calls = whole
+        if not calls and forms[name][1] is None:
+            assert content.split() == text.split(), text
+            num_lossless += 1
+    assert num_lossless > 50
 
 
 @pytest.mark.parametrize("name", [name for name, row in ROWS.items() if row.real])
