@@ -16,6 +16,7 @@ from localinfer.cli.config_option import config_model_named, takes_config
 from localinfer.cli.doctor import doctor_command
 from localinfer.cli.embed import embed_command, rerank_command
 from localinfer.cli.evaluate import compare_command, perplexity_command
+from localinfer.cli.mcp import mcp_command
 from localinfer.cli.messages import in_options, one_line, send_messages_to_stderr
 from localinfer.cli.models import list_command, pull_command, rm_command
 from localinfer.cli.next_command import library_error, unknown_command, usage_error, with_notes
@@ -309,6 +310,7 @@ localinfer_command.add_command(completion_command)
 localinfer_command.add_command(doctor_command)
 localinfer_command.add_command(embed_command)
 localinfer_command.add_command(rerank_command)
+localinfer_command.add_command(mcp_command)
 localinfer_command.add_command(pull_command)
 localinfer_command.add_command(list_command)
 localinfer_command.add_command(rm_command)

@@ -17,6 +17,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
 """Modules of each extra of the distribution; all of them are dependencies, so that a plain install has every part."""
 
 OPTIONAL: dict[str, tuple[str, ...]] = {
+    "mcp": ("mcp",),
     "otel": ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"),
 }
 """The same of extras that a plain install is without."""

@@ -105,6 +105,15 @@ GOOD = {
         {ranker} Hi one two --top-n 1 --no-normalize --truncate --context-length 64 --threads 1 --json
         {ranker} Hi --file {text} --truncate --no-config
     """,
+    "mcp": """
+        --no-disk-cache --chat-template {template} {yarn}
+        --no-disk-cache {linear} --set llama.rope.freq_base=20000 --no-config
+        --model {demo} --device cpu --gpu-layers 0 --threads 1 --no-disk-cache --context-length 512
+        --kv-type q8_0/f16 --kv-memory 64MB --disk-cache-size 1MB --disk-cache-folder {folder}
+        --kv-window 256 --no-disk-cache
+        --speculation draft --draft {demo} --no-disk-cache
+        --model {mtp} --speculation mtp --threads 1 --measure-again --no-disk-cache
+    """,
     "serve": """
         {local} --chat-template {template} {yarn}
         {local} {filters} --max-tokens 5 --reasoning on --reasoning-budget 9 --alias a,b --ignore-model-sampling
@@ -408,9 +417,12 @@ def cases(table: dict[str, str]) -> list[tuple[str, str]]:
 
 
 def lines_of(table: dict[str, str], command: str) -> list[str]:
-    shared = {"run": ("*", "sampling", "texts"), "chat": ("*", "sampling", "texts"), "serve": ("*", "sampling")}.get(
-        command, ()
-    )
+    shared = {
+        "run": ("*", "sampling", "texts"),
+        "chat": ("*", "sampling", "texts"),
+        "serve": ("*", "sampling"),
+        "mcp": ("*",),
+    }.get(command, ())
     lines = "\n".join(table.get(name, "") for name in (command, *shared)).splitlines()
     for name, words in TOGETHER.items():
         lines = [line.replace(name, " ".join(words.split())) for line in lines]

@@ -3,6 +3,7 @@
 import io
 import logging
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,6 +36,8 @@ def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         run(server, on_ready=end)
 
     monkeypatch.setattr(LocalServer, "run", run_until_ready)
+    # Which would read standard input; the model is loaded as ever.
+    monkeypatch.setattr("localinfer.cli.mcp.serve_model", lambda load: load(threading.Event()).close())
     # Whatever is pulled, listed and removed: the command has no other options here.
     monkeypatch.setattr("localinfer.hub.pull.pull_model", lambda *_, **__: SimpleNamespace(name="org/repo:Q8_0"))
     monkeypatch.setattr("localinfer.hub.installed.find_pulled", lambda places: [])
@@ -123,7 +126,7 @@ def _named(word: str, message: str) -> bool:
 SERVE = ("concurrency", "requests", "slo_ttft", "slo_itl")
 ELSEWHERE = {
     "good": {("bench", name) for name in ("compare", "peer_python", "output", *SERVE)},
-    "bad": {(command, "disk_cache_folder") for command in ("run", "chat", "serve", "cache")},
+    "bad": {(command, "disk_cache_folder") for command in ("run", "chat", "serve", "mcp", "cache")},
 }
 """Good values of the first want a peer, seconds of measuring or matplotlib, and are in test_bench.py and
 test_bench_serve.py. A folder that cannot be written costs speed only, so the others warn of it."""

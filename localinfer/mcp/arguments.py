@@ -1,0 +1,94 @@
+"""What the tools take and give, as records: the schemas that clients are shown are made of them."""
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+_MOST_TEXTS = 256
+
+
+class Message(msgspec.Struct, forbid_unknown_fields=True):
+    """A message of a conversation."""
+
+    role: Literal["system", "user", "assistant"]
+    content: str
+
+
+Temperature = Annotated[float, Meta(ge=0, le=100, description="0 always takes the likeliest token.")]
+Seed = Annotated[int, Meta(ge=0, le=(1 << 63) - 1, description="The same seed gives the same text.")]
+MaxTokens = Annotated[int, Meta(ge=1, le=1 << 31, description="Most tokens to write.")]
+
+
+class ChatArguments(msgspec.Struct, forbid_unknown_fields=True):
+    """Ask the local language model, and get its answer. It knows nothing but what it is told here."""
+
+    message: Annotated[str, Meta(description="What to ask or tell the model.")]
+    system: Annotated[str, Meta(description="How the model should answer, put before everything else.")] | None = None
+    history: (
+        Annotated[list[Message], Meta(max_length=1000, description="Earlier messages of the conversation, in order.")]
+        | None
+    ) = None
+    json_schema: Annotated[dict[str, Any], Meta(description="A JSON Schema that the answer is held to.")] | None = None
+    max_tokens: MaxTokens | None = None
+    temperature: Temperature | None = None
+    seed: Seed | None = None
+
+
+class CompleteArguments(msgspec.Struct, forbid_unknown_fields=True):
+    """Continue a text with the local language model, as it is: without a chat template."""
+
+    prompt: Annotated[str, Meta(min_length=1, description="The text to continue.")]
+    stop: Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(max_length=16, description="End before these.")] = []
+    max_tokens: MaxTokens = 256
+    temperature: Temperature | None = None
+    seed: Seed | None = None
+
+
+class TokenizeArguments(msgspec.Struct, forbid_unknown_fields=True):
+    """Split a text into the tokens of the local language model, for instance to count them."""
+
+    text: Annotated[str, Meta(description="The text to split.")]
+
+
+class EmbedArguments(msgspec.Struct, forbid_unknown_fields=True):
+    """Turn texts into vectors of length 1 whose scalar products say how alike the texts are."""
+
+    texts: Annotated[list[str], Meta(min_length=1, max_length=_MOST_TEXTS, description="The texts, in order.")]
+
+
+class Generated(msgspec.Struct):
+    """A text that was generated.
+
+    finish_reason: length where it was cut at max_tokens or the end of the context. cached_tokens: of the prompt, those
+    that needed not be computed.
+    """
+
+    text: str
+    finish_reason: str
+    reasoning: str
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+
+
+class Tokens(msgspec.Struct):
+    """A text's tokens."""
+
+    token_ids: list[int]
+    count: int
+
+
+class Vectors(msgspec.Struct):
+    """A vector for each text, in order."""
+
+    vectors: list[list[float]]
+
+
+def schema_of(record: type[msgspec.Struct]) -> dict[str, Any]:
+    """The JSON Schema of a record, whole: clients disagree about references to its root."""
+    (root,), parts = msgspec.json.schema_components([record], ref_template="#/$defs/{name}")
+    schema = dict(parts.pop(root["$ref"].rpartition("/")[2]))
+    schema.pop("title", None)
+    schema.pop("description", None)
+    return {**schema, **({"$defs": parts} if parts else {})}
