@@ -17,6 +17,7 @@ from tests.limits import wait_until
 PATH = "/v1/responses"
 ASK = {"input": "Tell me a story.", "max_output_tokens": 6, "temperature": 0}
 MORE = {"input": "Go on.", "max_output_tokens": 4, "temperature": 0}
+ASK_MORE = {"role": "user", "content": "Go on."}
 Post = Callable[..., dict[str, Any]]
 
 
@@ -210,6 +211,26 @@ def test_background_response_is_stopped(tcp, post):
     begun = post(**{**ASK, "max_output_tokens": 2000}, background=True, ignore_eos=True)
     assert tcp.delete(f"{PATH}/{begun['id']}").json()["deleted"]
     assert tcp.get(f"{PATH}/{begun['id']}").status_code == 404
+
+
+def test_background_response_that_a_stopping_server_ended_says_so(tmp_path):
+    kept = ResponseStoreOptions(tmp_path / "responses")
+    settings = ServerSettings(port=0, kept_responses=kept, shutdown_seconds=0)
+    endless = {**ASK, "max_output_tokens": 10**6, "ignore_eos": True, "truncation": "auto", "background": True}
+    with serving(settings) as running, running.client() as client:
+        begun = client.post(PATH, json=endless).json()
+    with serving(settings) as running, running.client() as client:
+        ended = client.get(f"{PATH}/{begun['id']}").json()
+    assert (ended["status"], ended["error"]["code"]) == ("failed", "shutting_down")
+
+
+def test_instructions_are_of_one_request(post):
+    first = post(**ASK, instructions="Be brief.")
+    without = post(**{**ASK, "input": [{"role": "user", "content": ASK["input"]}, *first["output"], ASK_MORE]})
+    second = post(**{**MORE, "input": [ASK_MORE]}, previous_response_id=first["id"])
+    assert second["usage"]["input_tokens"] == without["usage"]["input_tokens"]
+    assert second["instructions"] is None
+    assert post(**ASK, previous_response_id="")["previous_response_id"] is None
 
 
 def test_responses_and_conversations_outlive_the_server(tmp_path):

@@ -93,7 +93,7 @@ class ResponseMemory:
         """What a request continues. Raises: ApiError if that is not kept."""
         before: list[Item] = []
         parent = None
-        if body.previous_response_id is not None:
+        if body.previous_response_id:
             if not self.keeps:
                 raise unsupported(
                     f"previous_response_id is given, but {_NOT_KEPT}; send the whole conversation as input",
@@ -101,13 +101,13 @@ class ResponseMemory:
                 )
             parent = body.previous_response_id
             before = self.history(parent, "previous_response_id")
-        if (conversation_id := body.conversation_id) is not None:
+        if conversation_id := body.conversation_id:
             conversation = self.conversation(conversation_id, "conversation")
             before, parent = conversation.decoded(), conversation.last
         new = [self._referred(item, index, before) for index, item in enumerate(body.items)]
         if len(before) + len(new) > MOST_ITEMS:
             raise ApiError(400, f"the conversation has more than {MOST_ITEMS:,} items; begin another", param="input")
-        return Turn(before, new, self.keeps and body.store is not False, parent, conversation_id)
+        return Turn(before, new, self.keeps and body.store is not False, parent, conversation_id or None)
 
     def _referred(self, item: InputItem, index: int, before: Sequence[Item]) -> InputItem:
         """The item itself, or the one that it names."""

@@ -85,7 +85,7 @@ class ResponseWriter(BlockWriter):
             "model": reply.model_id,
             "output": self.blocks[:-1] if self.is_open else self.blocks[:],
             "parallel_tool_calls": body.parallel_tool_calls is not False,
-            "previous_response_id": body.previous_response_id,
+            "previous_response_id": body.previous_response_id or None,
             "prompt": None,
             "reasoning": {"effort": body.reasoning_effort, "summary": None},
             "service_tier": "default",
