@@ -75,6 +75,7 @@ def _info(*, supports: bool) -> ModelInfo:
         threads=1,
         kv_type="f16",
         memory_bytes=1 << 20,
+        sampling={},
         chat_template=None,
         supports_tools=supports,
         supports_thinking=supports,
