@@ -49,6 +49,29 @@ def responses_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str,
     return made
 
 
+def responses_choice(
+    choice: str | Mapping[str, Any] | None, tools: Sequence[Mapping[str, Any]] | None
+) -> str | dict[str, Any] | None:
+    """Like `checked_choice`, where custom tools may be named, with the tools as they were given."""
+    names = tool_names(tools)
+    if isinstance(choice, Mapping):
+        choice = _as_function(choice, names)
+        allowed = choice.get("tools")
+        if choice.get("type") == "allowed_tools" and isinstance(allowed, list):
+            choice = {**choice, "tools": [_as_function(one, names) for one in allowed if isinstance(one, Mapping)]}
+    return checked_choice(choice, has_tools=bool(names))
+
+
+def _as_function(choice: Mapping[str, Any], names: Mapping[str, ToolName]) -> Mapping[str, Any]:
+    """A choice of a custom tool as that of the function that it became. Raises: ApiError if there is none."""
+    if choice.get("type") != "custom" or not isinstance(choice.get("name"), str):
+        return choice
+    name = joined_name(choice.get("namespace"), choice["name"])
+    if name not in names or not names[name].is_custom:
+        raise ApiError(400, f"tool_choice names {name!r:.80}, which is no custom tool here", param="tool_choice")
+    return {**choice, "type": "function"}
+
+
 def tool_names(tools: Sequence[Mapping[str, Any]] | None) -> dict[str, ToolName]:
     """By the name that the model calls: what clients of the API of responses call each tool."""
     names: dict[str, ToolName] = {}
@@ -79,19 +102,6 @@ def checked_choice(choice: str | Mapping[str, Any] | None, *, has_tools: bool) -
     if not has_tools and made not in (None, "auto", "none"):
         raise ApiError(400, "tool_choice demands a call, but there are no tools; give some", param="tool_choice")
     return made
-
-
-def responses_choice(
-    choice: str | Mapping[str, Any] | None, tools: Sequence[Mapping[str, Any]] | None
-) -> str | dict[str, Any] | None:
-    """Like `checked_choice`, where a custom tool may be named, with the tools as they were given."""
-    names = tool_names(tools)
-    if isinstance(choice, Mapping) and choice.get("type") == "custom" and isinstance(choice.get("name"), str):
-        name = joined_name(choice.get("namespace"), choice["name"])
-        if name not in names or not names[name].is_custom:
-            raise ApiError(400, f"tool_choice names {name!r:.80}, which is no custom tool here", param="tool_choice")
-        choice = {**choice, "type": "function"}
-    return checked_choice(choice, has_tools=bool(names))
 
 
 def _named_choice(choice: Mapping[str, Any]) -> str | dict[str, Any]:
