@@ -16,7 +16,7 @@ from localinfer.server.api.rerank import RerankRequest
 from localinfer.server.api.responses_request import ResponsesRequest
 from localinfer.server.api.text import DetokenizeRequest, TemplateRequest, TokenizeRequest
 from localinfer.server.ollama.routes import DELETED, POSTED, READ
-from localinfer.server.transport.http import json_response
+from localinfer.server.transport.http import OLLAMA, json_response
 
 BODIES: dict[str, type[msgspec.Struct]] = {
     "/v1/chat/completions": ChatRequest,
@@ -53,6 +53,7 @@ _ERROR = {
         }
     },
 }
+_OLLAMA_ERROR = {"type": "object", "required": ["error"], "properties": {"error": {"type": "string"}}}
 
 
 def describe() -> dict[str, Any]:
@@ -60,23 +61,25 @@ def describe() -> dict[str, Any]:
     bodies = tuple(dict.fromkeys((*BODIES.values(), *DELETED.values())))
     references, schemas = msgspec.json.schema_components(bodies, ref_template="#/components/schemas/{name}")
     reference_of = dict(zip(bodies, references, strict=True))
-    answers = {
-        "200": {"description": "The answer, as JSON or as server-sent events."},
-        "default": {
-            "description": "An error.",
-            "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}},
-        },
-    }
-    paths: dict[str, Any] = {path: {"get": {"responses": answers}} for path in (*_READ, *READ)}
+    paths: dict[str, Any] = {path: {"get": {"responses": _answers(path)}} for path in (*_READ, *READ)}
     sent = [("post", *item) for item in BODIES.items()] + [("delete", *item) for item in DELETED.items()]
     for method, path, body in sent:
         content = {"application/json": {"schema": reference_of[body]}}
-        paths[path] = {method: {"requestBody": {"required": True, "content": content}, "responses": answers}}
+        paths[path] = {method: {"requestBody": {"required": True, "content": content}, "responses": _answers(path)}}
     return {
         "openapi": "3.1.0",
         "info": {"title": "localinfer", "version": installed_version("localinfer")},
         "paths": paths,
-        "components": {"schemas": {**schemas, "Error": _ERROR}},
+        "components": {"schemas": {**schemas, "Error": _ERROR, "OllamaError": _OLLAMA_ERROR}},
+    }
+
+
+def _answers(path: str) -> dict[str, Any]:
+    name, stream = ("OllamaError", "lines of JSON") if path.startswith(OLLAMA) else ("Error", "server-sent events")
+    schema = {"$ref": f"#/components/schemas/{name}"}
+    return {
+        "200": {"description": f"The answer, as JSON or as {stream}."},
+        "default": {"description": "An error.", "content": {"application/json": {"schema": schema}}},
     }
 
 
