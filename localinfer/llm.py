@@ -307,11 +307,7 @@ class LLM(ThreadControl, DefaultOptions, SessionFiles, Closing):
 
     def count_chat_tokens(self, messages: Sequence[Mapping[str, Any]], **options: Unpack[ReplyOptions]) -> int:
         """Return how many tokens `chat` would make of a conversation. Raises: TemplateError, RequestError."""
-        return len(self.chat_token_ids(messages, **options))
-
-    def chat_token_ids(self, messages: Sequence[Mapping[str, Any]], **options: Unpack[ReplyOptions]) -> list[int]:
-        """Return the prompt that `chat` would make of a conversation, as ids. Raises: TemplateError, RequestError."""
-        return list(self._chats().encode(messages, self._with_reply_defaults(options)).token_ids.tolist())
+        return int(self._chats().encode(messages, self._with_reply_defaults(options)).token_ids.size)
 
     def move_volatile_heads(self) -> None:
         """Give the model lines of system messages that vary behind the rest; see `localinfer.chat.volatile_head`."""

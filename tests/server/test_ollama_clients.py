@@ -13,6 +13,7 @@ import pytest
 from client_imports import import_or_skip
 from local_servers import STORY, ServedModel
 
+from localinfer.server.ollama.options import Options
 from tests.limits import seconds
 
 # Other people's packages warn of each other; what they send and read is what is tested.
@@ -113,6 +114,20 @@ def test_tools_and_thinking(scripted_client):
     ]
     again = scripted_client.chat("calls", messages=[*STORY, whole, *results], tools=[look, count])
     assert again.message.content == "I look."
+
+
+def test_levels_of_thinking(scripted_client):
+    for think in (True, "low", "max"):
+        reply = scripted_client.chat("thinking", messages=STORY, think=think).message
+        assert (reply.thinking, reply.content) == ("Hm, well.", "Yes.")
+    lines = list(scripted_client.generate("thinking", prompt="a", stream=True))
+    assert "".join(one.thinking or "" for one in lines) == "Hm, well."
+    assert "".join(one.response for one in lines) == "Yes."
+
+
+def test_every_option_that_the_client_knows_is_read_or_refused_by_name():
+    ollama = import_or_skip("ollama")
+    assert set(ollama.Options.model_fields) <= set(Options.__struct_fields__)
 
 
 def test_errors_are_those_that_the_client_reads(scripted_client):

@@ -6,18 +6,20 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from local_servers import STORY, ServedModel, serving
 from scripted_models import loader, scripted_model, scripted_sources
-from test_completions_wire import FillingTokenizer
 
 from localinfer.llm import LLM
+from localinfer.models.text.fill_in import FillInTokens
 from localinfer.server.ollama.keep_alive import keep_alive_seconds
+from localinfer.server.ollama.messages import OllamaCall, OllamaMessage, read_ollama_messages
 from localinfer.server.ollama.routes import ollama_routes
 from localinfer.server.router.model_folder import ModelSource
 from localinfer.server.transport.http import ApiError
 from localinfer.server.transport.settings import ServerSettings
-from tests.engine.fakes import fake_model
+from tests.engine.fakes import ByteTokenizer, fake_model
 
 SHORT = {"temperature": 0, "num_predict": 4}
 CHAT = {"model": "demo", "messages": STORY, "options": SHORT}
@@ -111,7 +113,6 @@ def test_what_clients_probe_a_server_by(tcp):
         ("chat", {"max_tokens": 5}, "options.num_predict"),
         ("chat", {"format": "yaml"}, "JSON Schema"),
         ("chat", {"format": "json", "options": {"regex": "a"}}, "choose one"),
-        ("chat", {"format": "json", "messages": [*STORY, {"role": "assistant", "content": "{"}]}, "continued"),
         ("chat", {"think": True}, '"demo" does not support thinking'),
         ("chat", {"think": "hard"}, "low, medium, high, max"),
         ("chat", {"top_logprobs": 2}, "logprobs: true"),
@@ -162,6 +163,57 @@ def test_options_that_change_no_reply_and_neutral_ones_pass(tcp):
     assert "warnings" not in reply
 
 
+HELLO = [{"role": "user", "content": "Hi"}]
+EVERY_OPTION = {"num_ctx": 512, "num_predict": 2, "stop": ["x"], "mirostat": 0, "mirostat_eta": 0.1, "mirostat_tau": 5}
+EVERY_OPTION |= {"top_k": 40, "top_p": 0.9, "min_p": 0, "tfs_z": 1, "repeat_last_n": 64, "num_thread": 4, "num_gpu": 1}
+EVERY_OPTION |= {"use_mmap": True, "use_mlock": False, "num_keep": 24, "num_batch": 512, "temperature": 0.7, "seed": 0}
+GO_CALL = {"id": "call_1", "function": {"index": 0, "name": "look", "arguments": {"at": "b"}}}
+SENT: dict[str, tuple[str, dict[str, Any]]] = {
+    # What has no value is written too.
+    "ollama run, loading": ("generate", {"model": "demo", "prompt": "", "suffix": "", "system": "", "template": ""}),
+    "ollama run": ("chat", {"messages": HELLO, "format": "", "options": {"num_predict": 2}, "keep_alive": "5m0s"}),
+    "ollama run, tools": (
+        "chat",
+        {
+            "messages": [
+                *HELLO,
+                {"role": "Assistant", "content": "", "tool_calls": [GO_CALL]},
+                {"role": "tool", "content": "c", "tool_name": "look", "tool_call_id": "call_1"},
+            ],
+            "tools": [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}],
+            "options": {"num_predict": 2},
+        },
+    ),
+    "ollama show": ("show", {"system": "", "template": "", "verbose": False, "options": None, "name": ""}),
+    "Open WebUI": (
+        "chat",
+        {"messages": HELLO, "options": EVERY_OPTION, "keep_alive": "5m", "think": None, "tools": None},
+    ),
+    "Open WebUI, documents": ("embed", {"input": ["a", "b"], "truncate": True}),
+    "Home Assistant": ("chat", {"messages": HELLO, "options": {"num_ctx": 8192, "num_predict": 2}, "keep_alive": -1}),
+    "Continue": ("generate", {"prompt": "a", "raw": True, "options": EVERY_OPTION, "keep_alive": 1800, "stream": True}),
+    "LiteLLM": ("generate", {"prompt": "### User:\na\n\n", "options": {"num_predict": 2}, "images": []}),
+    "LlamaIndex": ("chat", {"messages": [{**HELLO[0], "tool_calls": []}], "options": EVERY_OPTION, "format": None}),
+}
+
+
+@pytest.mark.parametrize("client", SENT)
+def test_requests_of_clients_are_answered(tcp, client):
+    path, body = SENT[client]
+    response = tcp.post(f"/api/{path}", json={"model": "demo:latest", **body})
+    assert response.status_code == 200, response.text
+    assert "error" not in response.text
+
+
+def test_results_name_their_calls_by_id_by_tool_or_by_order():
+    look, count = ({"function": {"name": name, "arguments": {}}} for name in ("look", "count"))
+    called = [OllamaMessage("assistant", tool_calls=msgspec.convert([look, count], list[OllamaCall]))]
+    told = [OllamaMessage("tool", "1", tool_name="count"), OllamaMessage("tool", "2", tool_call_id="unknown")]
+    read = read_ollama_messages([OllamaMessage("user", "a"), *called, *told])
+    first, second = (call["id"] for call in read[1]["tool_calls"])
+    assert [message["tool_call_id"] for message in read[2:]] == [second, first]
+
+
 def test_options_reach_the_sampler(tcp):
     def text(**options: Any) -> str:
         asked = {**CHAT, "stream": False, "options": {"num_predict": 12, "temperature": 1.5, "top_k": 0, **options}}
@@ -206,6 +258,14 @@ def test_json_mode(tcp):
     )
     assert reply.json()["response"].startswith("{")
     assert tcp.post("/api/chat", json={**CHAT, "format": ""}).status_code == 200
+
+
+class FillingTokenizer(ByteTokenizer):
+    """Has the tokens of models that were trained to fill in."""
+
+    vocab_size = 263
+    special_ids = {"<end>": 257}
+    fill_in_tokens = FillInTokens(260, 261, 262)
 
 
 def test_a_suffix_stands_behind_what_is_filled_in():

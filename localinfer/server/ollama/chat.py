@@ -11,11 +11,10 @@ from localinfer.server.api.writer import Event, serve_reply
 from localinfer.server.ollama.messages import OllamaMessages, read_ollama_messages
 from localinfer.server.ollama.reply_fields import ReplyFields, begin_request, load_or_unload
 from localinfer.server.ollama.reply_lines import LineWriter
-from localinfer.server.replies.fields import given
+from localinfer.server.replies.fields import continuation, given
 from localinfer.server.replies.reply import TextPlan
 from localinfer.server.replies.service import owner_of, read_body
 from localinfer.server.replies.tool_fields import Tools, function_tools
-from localinfer.server.transport.http import ApiError
 
 if TYPE_CHECKING:
     from localinfer.generation.stream import TextStream
@@ -28,24 +27,14 @@ class OllamaChatRequest(ReplyFields, kw_only=True):
     messages: OllamaMessages | None = None
     tools: Tools | None = None
 
-    def chat_options(self, *, continues: bool) -> dict[str, Any]:
-        """The engine's options. continues: whether the last message is a reply to be continued. Raises: ApiError."""
+    def chat_options(self, messages: list[dict[str, Any]]) -> dict[str, Any]:
+        """The engine's options. messages: as templates read them. Raises: ApiError."""
         constraint = self.constraint()
-        if continues and constraint is not None:
-            raise ApiError(
-                400,
-                "format was given, which holds for whole replies, and the last message is an assistant's, which would "
-                "be continued; end with another message, or leave format out",
-                param="format",
-            )
         return {
             **self.generation_options(),
             **self.thinking_options(),
-            **given(
-                constraint=constraint,
-                tools=function_tools(self.tools) or None,
-                continue_final_message=continues or None,
-            ),
+            **continuation(None, None, messages, has_form=constraint is not None),
+            **given(constraint=constraint, tools=function_tools(self.tools) or None),
         }
 
 
@@ -55,8 +44,8 @@ async def ollama_chat(request: Request) -> Response:
     begun = begin_request(request, body.model, body.keep_alive)
     if not body.messages:
         return await load_or_unload(request, begun, body.keep_alive, _message("", "", []))
-    messages, continues = read_ollama_messages(body.messages)
-    options = {**body.chat_options(continues=continues), "owner": owner_of(request)}
+    messages = read_ollama_messages(body.messages)
+    options = {**body.chat_options(messages), "owner": owner_of(request)}
 
     def plan(llm: "LLM") -> list[TextPlan]:
         return [TextPlan(partial(_open, llm, body, messages, options))]

@@ -138,8 +138,9 @@ def _raw_ids(llm: "LLM", prompt: str, max_tokens: int | None) -> list[int]:
 
 def _continued(llm: "LLM", context: Sequence[int], messages: list[dict[str, Any]]) -> list[int]:
     """The ids of a conversation and the next message, without reasoning, which could not be told from the text."""
-    thinking = {"thinking": False} if llm.info.supports_thinking else {}
-    ids = llm.chat_token_ids(messages, **thinking)
+    thinking = False if llm.info.supports_thinking else None
+    with llm.stream_chat(messages, thinking=thinking, max_tokens=0) as stream:
+        ids = stream.prompt_ids
     begin = llm.tokenizer.bos_token_id
     return [*context, *(ids[1:] if begin is not None and ids[:1] == [begin] else ids)]
 

@@ -16,7 +16,6 @@ class OllamaFunction(msgspec.Struct, forbid_unknown_fields=True):
     name: str
     arguments: dict[str, Any] | str | None = None
     index: int | None = None
-    description: str | None = None
 
 
 class OllamaCall(msgspec.Struct, forbid_unknown_fields=True):
@@ -47,16 +46,10 @@ class OllamaMessage(msgspec.Struct, forbid_unknown_fields=True):
 OllamaMessages = Annotated[list[OllamaMessage], Meta(max_length=10_000)]
 
 
-def read_ollama_messages(messages: Sequence[OllamaMessage]) -> tuple[list[dict[str, Any]], bool]:
-    """Messages as templates read them, and whether the last one is a reply to be continued.
-
-    Raises: ApiError for what cannot be read, naming its place.
-    """
+def read_ollama_messages(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]:
+    """Messages as templates read them. Raises: ApiError for what cannot be read, naming its place."""
     calls = _OpenCalls()
-    read = [_read(message, f"messages[{index}]", calls) for index, message in enumerate(messages)]
-    last = read[-1]
-    continues = last.role == "assistant" and not last.tool_calls and bool(last.content or last.reasoning_content)
-    return template_messages(read), continues
+    return template_messages([_read(message, f"messages[{index}]", calls) for index, message in enumerate(messages)])
 
 
 def check_no_images(images: Sequence[Any] | None, path: str) -> None:

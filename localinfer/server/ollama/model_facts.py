@@ -3,21 +3,22 @@
 import hashlib
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from localinfer.errors import LocalinferError
+from localinfer.errors import ClosedError, LocalinferError, RequestError
 from localinfer.hub.references import quant_of
-from localinfer.models.text.splitting import FILL_IN_SPELLINGS
+from localinfer.models.text.fill_in import FILL_IN_ROLES
 from localinfer.server.router.model_folder import ModelSource
 from localinfer.server.router.served_model import ServedModel
 
 _MOST_MODELS = 256
 _BLOB = re.compile(r"(?:sha256-)?(?P<digest>[0-9a-f]{64})")
 """The name of a file that is stored under its SHA-256, as the hub's cache and Ollama's do."""
-_FILL_IN_KEYS = ("tokenizer.ggml.fim_pre_token_id", "tokenizer.ggml.prefix_token_id")
+_FILL_IN_KEYS = tuple(f"tokenizer.ggml.{role}_token_id" for role in FILL_IN_ROLES)
 _TEMPLATE = "tokenizer.chat_template"
 _LEFT_OUT = ("general.name", _TEMPLATE)
 _THINKING = re.compile(r"enable_thinking|<think>|reasoning_content|<\|channel\|>|\bthinking\b")
@@ -74,22 +75,23 @@ def facts_of(source: ModelSource) -> ModelFacts:
 
 
 def capabilities_of(model: ServedModel, facts: ModelFacts) -> list[str]:
-    """What a model can be asked for, in Ollama's words; of one that is not loaded, as its file lets expect."""
-    llm = model.llm
-    found = []
-    if "completion" in model.capabilities:
-        found.append("completion")
-    if "embeddings" in model.capabilities and "completion" not in model.capabilities:
-        found.append("embedding")
-    if llm is not None:
-        special = llm.tokenizer.special_ids
-        has_tools, has_thinking = llm.info.supports_tools, llm.info.supports_thinking
-        can_fill_in = all(any(text in special for text in spellings) for spellings in FILL_IN_SPELLINGS)
-    else:
-        has_tools, has_thinking = "tools" in facts.template, bool(_THINKING.search(facts.template))
-        can_fill_in = any(key in facts.model_info for key in _FILL_IN_KEYS)
-    told = {"insert": can_fill_in, "tools": has_tools, "thinking": has_thinking}
-    return found + [name for name, is_there in told.items() if is_there and "completion" in found]
+    """What a model can be asked for, in Ollama's words; of one that is not loaded, as its file lets expect.
+
+    Not on the event loop: the template of one that was just loaded is looked at first.
+    """
+    if "completion" not in model.capabilities:
+        return ["embedding"] if "embeddings" in model.capabilities else []
+    told = {
+        "insert": any(key in facts.model_info for key in _FILL_IN_KEYS),
+        "tools": "tools" in facts.template,
+        "thinking": bool(_THINKING.search(facts.template)),
+    }
+    if (llm := model.llm) is not None:
+        # It may be unloaded meanwhile, or have no tokenizer.
+        with suppress(ClosedError, RequestError):
+            told["insert"] = llm.tokenizer.fill_in_tokens is not None
+            told |= {"tools": llm.info.supports_tools, "thinking": llm.info.supports_thinking}
+    return ["completion", *(name for name, is_there in told.items() if is_there)]
 
 
 def human_count(count: int) -> str:

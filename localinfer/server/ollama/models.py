@@ -8,6 +8,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
+from localinfer.errors import ClosedError
 from localinfer.kernels.versions import installed_version
 from localinfer.server.api.page import chat_page
 from localinfer.server.ollama.model_facts import ModelFacts, capabilities_of, facts_of
@@ -56,25 +57,38 @@ async def version(request: Request) -> Response:
 async def tags(request: Request) -> Response:
     """All models, loaded or not; loads none."""
     models = service_of(request).registry.models()
-    facts = await asyncio.to_thread(lambda: [facts_of(model.source) for model in models])
-    told = []
-    for model, one in zip(models, facts, strict=True):
-        card = {**_card(model, one), "modified_at": timestamp(model.source.created)}
-        told.append({**card, "capabilities": capabilities_of(model, one)})
-    return json_response({"models": told})
+    return json_response({"models": await asyncio.to_thread(lambda: [_listed(model) for model in models])})
 
 
 async def show(request: Request) -> Response:
     """One model: its settings, its template, what it can do."""
     body = await read_body(request, ShowRequest)
     model = find_named(service_of(request).registry, body.model or body.name).model
-    facts = await asyncio.to_thread(facts_of, model.source)
+    return json_response(await asyncio.to_thread(_shown, model, with_tensors=bool(body.verbose)))
+
+
+async def running(request: Request) -> Response:
+    """The models that are loaded, with how long they stay."""
+    models = [model for model in service_of(request).registry.models() if model.llm is not None]
+    cards = await asyncio.to_thread(lambda: [_running_card(model) for model in models])
+    return json_response({"models": [card for card in cards if card is not None]})
+
+
+def _listed(model: ServedModel) -> dict[str, Any]:
+    facts = facts_of(model.source)
+    told = {"modified_at": timestamp(model.source.created), "capabilities": capabilities_of(model, facts)}
+    return {**_card(model, facts), **told}
+
+
+def _shown(model: ServedModel, *, with_tensors: bool) -> dict[str, Any]:
+    """The facts of a model. Raises: ApiError if its file cannot be read."""
+    facts = facts_of(model.source)
     if facts.problem:
         raise ApiError(500, f"the file of {model.source.id} cannot be read; `localinfer show` tells more")
     name = listed_name(model.source.id)
     parameters = _parameters(model)
     lines = ["# What a Modelfile would say of this model", f"FROM {name}", *(f"PARAMETER {one}" for one in parameters)]
-    shown = {
+    return {
         "license": facts.license,
         "modelfile": "\n".join(lines) + "\n",
         "parameters": "\n".join(parameters),
@@ -83,17 +97,8 @@ async def show(request: Request) -> Response:
         "model_info": dict(facts.model_info),
         "capabilities": capabilities_of(model, facts),
         "modified_at": timestamp(model.source.created),
-        **({"tensors": list(facts.tensors)} if body.verbose else {}),
+        **({"tensors": list(facts.tensors)} if with_tensors else {}),
     }
-    return json_response(shown)
-
-
-async def running(request: Request) -> Response:
-    """The models that are loaded, with how long they stay."""
-    models = [model for model in service_of(request).registry.models() if model.llm is not None]
-    facts = await asyncio.to_thread(lambda: [facts_of(model.source) for model in models])
-    cards = [_running_card(model, one) for model, one in zip(models, facts, strict=True)]
-    return json_response({"models": [card for card in cards if card is not None]})
 
 
 def _card(model: ServedModel, facts: ModelFacts) -> dict[str, Any]:
@@ -107,19 +112,23 @@ def _card(model: ServedModel, facts: ModelFacts) -> dict[str, Any]:
     }
 
 
-def _running_card(model: ServedModel, facts: ModelFacts) -> dict[str, Any] | None:
-    llm = model.llm
-    if llm is None:
-        # It was unloaded while its file was looked at.
+def _running_card(model: ServedModel) -> dict[str, Any] | None:
+    """What is told of a loaded model; None if it is unloaded while it is looked at."""
+    facts, llm = facts_of(model.source), model.llm
+    try:
+        info = None if llm is None else llm.info
+    except ClosedError:
+        info = None
+    if info is None:
         return None
-    info, seconds = llm.info, None if model.is_pinned else model.keep_alive_seconds
+    seconds = None if model.is_pinned else model.keep_alive_seconds
     idle = 0.0 if model.num_leases else time.monotonic() - model.last_used_seconds
     return {
         **_card(model, facts),
         "size": info.memory_bytes,
         "size_vram": 0 if info.device == "cpu" else info.memory_bytes,
         "expires_at": timestamp(None if seconds is None else time.time() + max(0.0, seconds - idle)),
-        "context_length": llm.context_length,
+        "context_length": info.context_length,
     }
 
 

@@ -52,8 +52,10 @@ def find_exactly(registry: ModelRegistry, name: str | None) -> ServedModel | Non
     """
     if not name:
         raise ApiError(400, "model is required; name one of GET /api/tags", param="model")
-    by_name = {own.casefold(): model for model in registry.models() for own in _names_of(model)}
-    return next((by_name[one] for one in _spellings(name.strip().casefold()) if one in by_name), None)
+    own = {one: model for model in registry.models() for one in _names_of(model)}
+    in_any_case = {one.casefold(): model for one, model in own.items()}
+    found = (own.get(one) or in_any_case.get(one.casefold()) for one in _spellings(name.strip()))
+    return next((model for model in found if model is not None), None)
 
 
 def not_found(registry: ModelRegistry, name: str) -> ApiError:

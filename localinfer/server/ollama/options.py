@@ -56,9 +56,10 @@ class Options(GenerationFields, forbid_unknown_fields=True, kw_only=True):
     def engine_options(self) -> dict[str, Any]:
         """The engine's options about sampling and length. Raises: ApiError."""
         self.check()
-        if self.num_predict is None or self.num_predict < 0:
+        if self.num_predict is None:
             return self.sampling_options()
-        return {**self.sampling_options(), "max_tokens": self.num_predict}
+        # Where the server has a limit of its own, it is lifted.
+        return {**self.sampling_options(), "max_tokens": None if self.num_predict < 0 else self.num_predict}
 
     def context_warning(self, context_length: int) -> str | None:
         """What an answer says of a context that is shorter than was asked for; None if it is not."""
