@@ -48,11 +48,6 @@ class TextStream(Closing, Iterator[StreamEvent], AsyncIterator[StreamEvent]):
         return self._generation.prompt_tokens
 
     @property
-    def prompt_ids(self) -> list[int]:
-        """The token ids of the prompt. Any thread may ask."""
-        return list(self._generation.prompt_ids.tolist())
-
-    @property
     def token_ids(self) -> "NDArray[np.int32]":
         """The ids of prompt and completion so far, int32[N]: what `LLM.save_session` takes. Any thread may ask."""
         return self._generation.token_ids

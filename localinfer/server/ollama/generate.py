@@ -92,26 +92,25 @@ async def generate(request: Request) -> Response:
 
 
 class _Prompts:
-    """The prompt of one request, whose ids are known once it was opened."""
+    """The prompt of one request, and the ids of the conversation, which are known once it was opened."""
 
     def __init__(self, body: OllamaGenerateRequest, options: dict[str, Any], thinking: dict[str, Any]) -> None:
         self._body = body
         self._options = options
         self._thinking = thinking
-        self._prompt_ids: list[int] = []
+        self._stream: TextStream | None = None
 
     def plan(self, llm: "LLM") -> list[TextPlan]:
         """The text that is wanted."""
         return [TextPlan(partial(self._open, llm))]
 
-    def context(self, reply_ids: list[int]) -> list[int]:
+    def context(self) -> list[int]:
         """The ids of the whole conversation, with those of the reply."""
-        return self._prompt_ids + reply_ids
+        return [] if self._stream is None else list(self._stream.token_ids.tolist())
 
     def _open(self, llm: "LLM") -> "TextStream":
         self._body.check_thinking(llm)
-        stream = self._opened(llm)
-        self._prompt_ids = stream.prompt_ids
+        stream = self._stream = self._opened(llm)
         return stream
 
     def _opened(self, llm: "LLM") -> "TextStream":
@@ -140,7 +139,7 @@ def _continued(llm: "LLM", context: Sequence[int], messages: list[dict[str, Any]
     """The ids of a conversation and the next message, without reasoning, which could not be told from the text."""
     thinking = False if llm.info.supports_thinking else None
     with llm.stream_chat(messages, thinking=thinking, max_tokens=0) as stream:
-        ids = stream.prompt_ids
+        ids = stream.token_ids.tolist()
     begin = llm.tokenizer.bos_token_id
     return [*context, *(ids[1:] if begin is not None and ids[:1] == [begin] else ids)]
 

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 class LineWriter(ReplyWriter):
     """Lines: text and reasoning as they come, each tool call when it is whole, and the figures at the end.
 
-    content: puts text, reasoning and calls under a route's names. context: gives, with the ids of the reply, what the
-    last line has of the conversation.
+    content: puts text, reasoning and calls under a route's names. context: gives what the last line has of the
+    conversation.
     """
 
     stream = LineStream
@@ -33,7 +33,7 @@ class LineWriter(ReplyWriter):
         begun: BegunRequest,
         body: ReplyFields,
         content: Callable[[str, str, list[Event]], Event],
-        context: Callable[[list[int]], list[int]] | None = None,
+        context: Callable[[], list[int]] | None = None,
     ) -> None:
         super().__init__(reply)
         self._begun = begun
@@ -44,7 +44,6 @@ class LineWriter(ReplyWriter):
         self._reasoning: list[str] = []
         self._calls: list[Event] = []
         self._logprobs: list[Event] = []
-        self._token_ids: list[int] = []
         self._open: Delta | None = None
         self._arguments: list[str] = []
         self._last: Event = {}
@@ -67,8 +66,6 @@ class LineWriter(ReplyWriter):
             else:
                 reasoning += delta.text
         logprobs = self._logprobs_of(token)
-        if self._context is not None and token.token_id >= 0:
-            self._token_ids.append(token.token_id)
         if text or reasoning or calls or logprobs:
             yield self._line(text, reasoning, calls, logprobs)
 
@@ -133,7 +130,7 @@ class LineWriter(ReplyWriter):
             }
             self._warnings += stats.notices
         if self._context is not None:
-            figures["context"] = self._context(self._token_ids)
+            figures["context"] = self._context()
         if self._warnings:
             figures["warnings"] = self._warnings
         return figures

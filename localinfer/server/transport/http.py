@@ -67,8 +67,8 @@ _ANTHROPIC_TYPES = {
 
 OLLAMA = "/api/"
 """How the paths of Ollama's API begin, whose errors are one text."""
-_OLLAMA_STATUSES = {429: 503}
-"""Status of an error -> its status there, where that is another: its clients know a full queue by 503."""
+_OLLAMA_STATUSES = {"queue_full": 503}
+"""Code of an error -> its status there, where that is another."""
 
 DONE = b"data: [DONE]\n\n"
 PING = b": ping\n"
@@ -144,7 +144,7 @@ class ApiError(Exception):
 
     def response(self, path: str = "") -> Response:
         """The error as a response. path: as in `body`."""
-        status = _OLLAMA_STATUSES.get(self.status, self.status) if path.startswith(OLLAMA) else self.status
+        status = _OLLAMA_STATUSES.get(self.code or "", self.status) if path.startswith(OLLAMA) else self.status
         return json_response(self.body(path), status, self.headers)
 
 
