@@ -2,10 +2,13 @@
 
 import asyncio
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import msgspec
+import numpy as np
 from msgspec import Meta
+from numpy.typing import NDArray
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -13,8 +16,9 @@ from localinfer.server.ollama.keep_alive import KeepAlive
 from localinfer.server.ollama.options import Options
 from localinfer.server.ollama.reply_fields import begin_request
 from localinfer.server.ollama.wire import nanoseconds
+from localinfer.server.operation.request_record import record_of
 from localinfer.server.replies.service import read_body, service_of, unless_gone
-from localinfer.server.transport.http import json_response
+from localinfer.server.transport.http import json_response, unsupported
 from localinfer.server.transport.known_fields import KnownFields, Refusal
 
 if TYPE_CHECKING:
@@ -68,6 +72,7 @@ async def embed(request: Request) -> Response:
             count += found.num_tokens
             num_cut += found.num_cut
         warnings = _warnings(body.options, lease.llm.context_length, num_cut)
+    record_of(request.scope).input_tokens = count
     answer = {
         "model": begun.named.shown,
         "embeddings": vectors,
@@ -83,10 +88,12 @@ async def embeddings(request: Request) -> Response:
     body = await read_body(request, OllamaEmbeddingsRequest)
     begun = begin_request(request, body.model, body.keep_alive)
     warnings: dict[str, Any] = {}
-    vector: list[float] = []
+    vector = msgspec.Raw(b"[]")
     with await service_of(request).lease(request, begun.named.id) as lease:
         if body.prompt:
-            vector = await unless_gone(request, asyncio.to_thread(_embed_one, lease.llm, body))
+            found = await unless_gone(request, asyncio.to_thread(_embed_one, lease.llm, body))
+            record_of(request.scope).input_tokens = found.num_tokens
+            vector = found.vectors[0]
         warnings = _warnings(body.options, lease.llm.context_length, 0)
     return json_response({"embedding": vector, **warnings})
 
@@ -102,17 +109,23 @@ class _Found(msgspec.Struct):
 def _embed(llm: "LLM", texts: list[str], body: OllamaEmbedRequest) -> _Found:
     _check(body.options)
     ids = llm.embedding_ids(texts, truncate=body.truncate is not False)
-    vectors = llm.embed_many(ids, dimensions=body.dimensions or None)
+    return _found(ids, llm.embed_many(ids, dimensions=body.dimensions or None), llm.context_length)
+
+
+def _embed_one(llm: "LLM", body: OllamaEmbeddingsRequest) -> _Found:
+    _check(body.options)
+    ids = llm.embedding_ids([body.prompt or ""])
+    return _found(ids, llm.embed_many(ids, normalize=False), llm.context_length)
+
+
+def _found(ids: Sequence[NDArray[np.int32]], vectors: Sequence[NDArray[np.float32]], context_length: int) -> _Found:
+    """What was found for texts of these ids. Raises: ApiError for a model with a vector per token."""
+    if any(vector.ndim > 1 for vector in vectors):
+        raise unsupported("this model gives a vector per token, which has no place in this answer; ask /embedding")
     # A text that fills the context to the last token was cut, or is taken for it.
-    num_cut = sum(len(one) >= llm.context_length for one in ids)
+    num_cut = sum(len(one) >= context_length for one in ids)
     written = [msgspec.Raw(msgspec.json.encode(vector.tolist())) for vector in vectors]
     return _Found(written, sum(map(len, ids)), num_cut)
-
-
-def _embed_one(llm: "LLM", body: OllamaEmbeddingsRequest) -> list[float]:
-    _check(body.options)
-    vector: list[float] = llm.embed(body.prompt or "", normalize=False).tolist()
-    return vector
 
 
 def _check(options: Options | None) -> None:
