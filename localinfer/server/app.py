@@ -37,7 +37,7 @@ from localinfer.server.api import (
 )
 from localinfer.server.api.responses_background import BackgroundResponses
 from localinfer.server.api.responses_memory import ResponseMemory
-from localinfer.server.llama_server import completion, embedding, infill, model_control, properties, slots
+from localinfer.server.llama_server import completion, embedding, infill, metrics, model_control, properties, slots
 from localinfer.server.ollama.routes import ollama_routes
 from localinfer.server.operation.hangup import HangupHandler
 from localinfer.server.operation.metrics import Metrics
@@ -120,7 +120,7 @@ def make_app(service: Service, operation: Operation = NO_OPERATION) -> Starlette
         route("/version", status.show_version),
         route("/models", models.models),
         route("/models/{model:path}", models.model),
-        route("/metrics", status.metrics),
+        route("/metrics", metrics.metrics),
         route("/requests", status.requests),
         # llama-server's own shapes.
         route("/completion", completion.completion, "POST", prompt_field="prompt"),

@@ -73,6 +73,11 @@ def translated(given: argparse.Namespace, models: SuiteModels, folder: Path) -> 
         arguments += router_options(given, models, folder)
     else:
         arguments += ["-m", str(given.model or models.find(given.hf_repo, given.hf_file))]
+    arguments += ["--parallel", str(slots)]
+    for name, is_off in (("slots", not given.slots), ("metrics", not given.metrics), ("page", given.no_ui)):
+        arguments += [f"--no-{name}"] if is_off else []
+    if given.slot_save_path is not None:
+        arguments += ["--slot-save-path", given.slot_save_path]
     if given.ctx_size is not None:
         arguments += ["-c", str(given.ctx_size if given.kv_unified else given.ctx_size // slots)]
     if given.pooling is not None:

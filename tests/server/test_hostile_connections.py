@@ -220,7 +220,7 @@ def test_running_reply_is_listed_and_can_be_cancelled_by_id(served, tcp):
     with served.client() as other, other.stream("POST", "/v1/chat/completions", json=body) as response:
         lines = response.iter_lines()
         first = json.loads(next(lines).removeprefix("data: "))
-        (slot,) = tcp.get("/slots").json()
+        (slot,) = tcp.get("/requests").json()
         assert slot["id"] == first["id"]
         assert "content" not in slot
         cancelled = tcp.post(f"/v1/requests/{first['id']}/cancel", json={})

@@ -56,7 +56,7 @@ def test_first_bytes_and_health_wait_for_no_step() -> None:
             heads = [read_until(connection, b'"role":"assistant"') for connection in connections]
             with served.client() as client:
                 assert client.get("/health").json() == {"status": "ok"}
-                assert len(client.get("/slots").json()) == 4
+                assert len(client.get("/requests").json()) == 4
             may_compute.set()
             for head, connection in zip(heads, connections, strict=True):
                 assert b"[DONE]" in head + read_until(connection, b"[DONE]")

@@ -151,9 +151,9 @@ def test_gauges_follow_texts_that_run_and_a_client_that_leaves_is_not_good(count
         assert metrics["localinfer_running_generations"] == 3
         assert metrics["localinfer_loaded_models"] == 1
         assert client.get("/health").json() == {"status": "ok"}
-        assert len(client.get("/slots").json()) == 3
+        assert len(client.get("/requests").json()) == 3
     gained = gains(before, wait_for(client, "localinfer_running_generations", 0))
-    assert client.get("/slots").json() == []
+    assert client.get("/requests").json() == []
     assert "localinfer_waiting_generations" not in gained
     assert "localinfer_good_replies_total" not in gained
     assert not any(name.startswith("localinfer_replies_total") and "cancelled" not in name for name in gained)

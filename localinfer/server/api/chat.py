@@ -1,6 +1,6 @@
 """`/v1/chat/completions`: OpenAI's chats."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta
@@ -15,10 +15,14 @@ from localinfer.server.replies.fields import (
     ContinueFinalMessage,
     Count,
     Prediction,
+    ProbabilityCount,
+    SlotNumber,
     StreamOptions,
     TextCount,
+    TokenLimit,
     check_text_count,
     continuation,
+    first_limit,
     given,
 )
 from localinfer.server.replies.message_fields import Messages, template_messages
@@ -37,7 +41,8 @@ class ChatRequest(ChatFields, kw_only=True):
     """The members of a chat completion request that are read.
 
     reasoning_format: under which names reasoning is given; clients prefer one of two. return_progress: say in a stream
-    how far the prompt was read, and how many replies are ahead.
+    how far the prompt was read, and how many replies are ahead. timings_per_token: with the timings so far in each
+    chunk. n_probs, n_predict: other names of top_logprobs, with logprobs, and of max_tokens. id_slot: where it shows.
     """
 
     known_fields: ClassVar = CHAT
@@ -60,6 +65,15 @@ class ChatRequest(ChatFields, kw_only=True):
     add_generation_prompt: AddGenerationPrompt | None = None
     reasoning_format: Literal["both", "reasoning_content", "reasoning", "none"] | None = None
     return_progress: bool | None = None
+    timings_per_token: bool | None = None
+    n_probs: ProbabilityCount | None = None
+    n_predict: TokenLimit | None = None
+    id_slot: SlotNumber | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many likeliest tokens are told beside each, None for no log probabilities."""
+        return (self.top_logprobs or 0) if self.logprobs else self.n_probs or None
 
     def generation_options(self, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """The engine's options for this request, whose messages are as templates read them. Raises: ApiError."""
@@ -82,9 +96,9 @@ class ChatRequest(ChatFields, kw_only=True):
             **replying,
             **continuing,
             **given(
-                max_tokens=self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens,
+                max_tokens=first_limit(self.max_completion_tokens, self.max_tokens, self.n_predict),
                 prediction=None if self.prediction is None else self.prediction.text(),
-                logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+                logprobs=self.num_logprobs,
                 tools=function_tools(self.tools) or None,
                 tool_choice=checked_choice(self.tool_choice, has_tools=bool(self.tools)) if self.tool_choice else None,
                 parallel_tool_calls=self.parallel_tool_calls if self.tools else None,
@@ -122,10 +136,9 @@ class _ChatWriter(ChoicesWriter):
 
     def __init__(self, reply: Reply, body: ChatRequest, service: Service) -> None:
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
-        super().__init__(reply, kind, body.stream_options)
-        self._tells_progress = body.return_progress and body.stream
-        self._progress = PromptProgress(reply)
-        self._service = service
+        super().__init__(reply, kind, body.stream_options, tells_timings=bool(body.timings_per_token))
+        if body.return_progress and body.stream:
+            self.progress = PromptProgress(reply, service.num_ahead)
         self._choices = [_Choice(body, reply.llm.tokenizer) for _ in range(reply.num_texts)]
 
     def begin(self) -> Iterator[Event]:
@@ -133,24 +146,17 @@ class _ChatWriter(ChoicesWriter):
             yield self.chunk(_delta_choice(index, {"role": "assistant", "content": ""}))
 
     def add(self, index: int, token: "StreamEvent") -> Iterator[Event]:
-        if self._tells_progress and index == 0:
-            yield from self._progress_chunks(is_read=True)
+        if index == 0:
+            yield from self.progress_chunks(is_read=True)
         for delta, logprobs in self._choices[index].deltas(token):
-            yield self.chunk(_delta_choice(index, delta, logprobs=logprobs))
+            yield self.token_chunk(_delta_choice(index, delta, logprobs=logprobs))
 
     def end(self, index: int, reason: str, stats: "Stats | None") -> Iterator[Event]:
         self._choices[index].finish_reason = reason
         yield self.last_chunk(_delta_choice(index, {}, reason), stats)
 
-    def silence(self) -> Iterable[Event | None]:
-        if not self._tells_progress or self.reply.num_tokens:
-            return (None,)
-        return list(self._progress_chunks(is_read=False)) or (None,)
-
-    def _progress_chunks(self, *, is_read: bool) -> Iterator[Event]:
-        for report in self._progress.reports(is_read=is_read):
-            progress = {**report, "position": self._service.num_ahead(self.reply)}
-            yield self.chunk(_delta_choice(0, {}), prompt_progress=progress)
+    def empty_choice(self) -> dict[str, Any]:
+        return _delta_choice(0, {})
 
     def whole(self) -> dict[str, Any]:
         return self.completion([choice.whole(index) for index, choice in enumerate(self._choices)])
@@ -170,7 +176,7 @@ class _Choice:
         self._texts: list[str] = []
         self._reasoning: list[str] = []
         self._calls: list[dict[str, Any]] = []
-        self._logprobs: list[dict[str, Any]] | None = [] if body.logprobs else None
+        self._logprobs: list[dict[str, Any]] | None = None if body.num_logprobs is None else []
 
     def deltas(self, token: "StreamEvent") -> Iterator[tuple[dict[str, Any], dict[str, Any] | None]]:
         """The deltas of a token, and the `logprobs` that go with each; both are gathered."""

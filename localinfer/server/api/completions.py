@@ -1,6 +1,6 @@
 """`/v1/completions`: prompts continued as they are, filled in, and scored."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -8,20 +8,25 @@ from msgspec import UNSET, Meta, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
+from localinfer.server.api.progress import PromptProgress
 from localinfer.server.api.writer import ChoicesWriter, Event, LegacyLogprobs, serve_reply
 from localinfer.server.replies.fields import (
     GenerationFields,
     Prediction,
+    ProbabilityCount,
     Prompts,
+    SlotNumber,
     StreamOptions,
     TextCount,
+    TokenLimit,
     check_text_count,
+    first_limit,
     given,
     seeded,
     split_prompts,
 )
 from localinfer.server.replies.reply import Reply, TextPlan
-from localinfer.server.replies.service import owner_of, read_body, service_of
+from localinfer.server.replies.service import Service, owner_of, read_body, service_of
 from localinfer.server.transport.http import ApiError, unsupported
 from localinfer.server.transport.known_fields import COMPLETIONS
 
@@ -42,6 +47,7 @@ class CompletionRequest(GenerationFields, kw_only=True):
 
     best_of: make so many texts and return the `n` of the largest mean log probability per token, best first.
     prompt_cache_key: names a place in an editor, say; a newer request with the same key ends the older one.
+    timings_per_token, return_progress, n_probs, n_predict, id_slot: as on chats.
     add_special_tokens: begin a text with the model's first token, which one that begins with its name does not get
         twice. parse_special: read the names of special tokens in a text as those tokens; not in a prompt with a suffix,
         which is a file and no template, unless this is true.
@@ -63,6 +69,16 @@ class CompletionRequest(GenerationFields, kw_only=True):
     prompt_cache_key: str | None = None
     add_special_tokens: bool | None = None
     parse_special: bool | None = None
+    timings_per_token: bool | None = None
+    return_progress: bool | None = None
+    n_probs: ProbabilityCount | None = None
+    n_predict: TokenLimit | None = None
+    id_slot: SlotNumber | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many likeliest tokens are told beside each, None for no log probabilities."""
+        return self.n_probs or None if self.logprobs is None else self.logprobs
 
     @property
     def parses_special(self) -> bool:
@@ -83,11 +99,12 @@ class CompletionRequest(GenerationFields, kw_only=True):
                 param="best_of",
             )
         more = given(
-            logprobs=0 if self.best_of is not None and self.logprobs is None else self.logprobs,
+            logprobs=0 if self.best_of is not None and self.num_logprobs is None else self.num_logprobs,
             constraint=self.constraint(),
             prediction=None if self.prediction is None else self.prediction.text(),
         )
-        limit = {} if self.max_tokens is UNSET else {"max_tokens": self.max_tokens}
+        sent = self.n_predict if self.max_tokens is UNSET else self.max_tokens
+        limit = {} if self.max_tokens is UNSET and self.n_predict is None else {"max_tokens": first_limit(sent)}
         return {**self.sampling_options(), **limit, **more}
 
 
@@ -114,7 +131,7 @@ async def completions(request: Request) -> Response:
         body,
         "cmpl",
         plan,
-        lambda reply: _CompletionWriter(reply, body, prompts),
+        lambda reply: _CompletionWriter(reply, body, prompts, service_of(request)),
         session=body.prompt_cache_key,
     )
 
@@ -168,8 +185,12 @@ def fill_in_prompt(
 class _CompletionWriter(ChoicesWriter):
     """Chunks: a prompt that is echoed at once, text as it comes, each choice's end."""
 
-    def __init__(self, reply: Reply, body: CompletionRequest, prompts: Sequence[str | Sequence[int]]) -> None:
-        super().__init__(reply, "text_completion", body.stream_options)
+    def __init__(
+        self, reply: Reply, body: CompletionRequest, prompts: Sequence[str | Sequence[int]], service: Service
+    ) -> None:
+        super().__init__(reply, "text_completion", body.stream_options, tells_timings=bool(body.timings_per_token))
+        if body.return_progress and body.stream:
+            self.progress = PromptProgress(reply, service.num_ahead)
         self._body = body
         self._prompts = prompts
         self._choices = [_Choice(body, reply.llm.tokenizer) for _ in range(reply.num_texts)]
@@ -178,7 +199,7 @@ class _CompletionWriter(ChoicesWriter):
             self.prepare = self._echo_prompts
 
     def _echo_prompts(self) -> None:
-        llm, top = self.reply.llm, self._body.logprobs
+        llm, top = self.reply.llm, self._body.num_logprobs
         for number, prompt in enumerate(self._prompts):
             text = prompt if isinstance(prompt, str) else llm.tokenizer.decode(prompt)
             scored: list[tuple[int, TokenLogprobs | None]] = []
@@ -202,12 +223,16 @@ class _CompletionWriter(ChoicesWriter):
             for index, choice in enumerate(self._choices):
                 yield self.chunk(choice.part(index))
 
-    def add(self, index: int, token: "StreamEvent") -> Iterable[Event]:
+    def add(self, index: int, token: "StreamEvent") -> Iterator[Event]:
+        if index == 0:
+            yield from self.progress_chunks(is_read=True)
         choice = self._choices[index]
         choice.add(token)
-        if self._body.stream and (token.text or self._body.logprobs is not None):
-            return (self.chunk(choice.part(index)),)
-        return ()
+        if self._body.stream and (token.text or self._body.num_logprobs is not None):
+            yield self.token_chunk(choice.part(index))
+
+    def empty_choice(self) -> dict[str, Any]:
+        return {"index": 0, "text": "", "logprobs": None, "finish_reason": None}
 
     def end(self, index: int, reason: str, stats: "Stats | None") -> Iterator[Event]:
         self._choices[index].finish_reason = reason
@@ -232,7 +257,7 @@ class _Choice:
         self.finish_reason: str | None = None
         self.texts: list[str] = []
         self.logprobs = LegacyLogprobs(tokenizer)
-        self._shows_logprobs = body.logprobs is not None
+        self._shows_logprobs = body.num_logprobs is not None
         self._sum = 0.0
         self._num_tokens = 0
 

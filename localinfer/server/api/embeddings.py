@@ -2,8 +2,9 @@
 
 import asyncio
 import base64
+import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import msgspec
 import numpy as np
@@ -13,9 +14,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from localinfer.server.operation.request_record import record_of
-from localinfer.server.replies.fields import Prompts, split_prompts
+from localinfer.server.replies.mixed_prompts import Pieces, embedding_prompt, read_prompts
 from localinfer.server.replies.service import read_body, service_of, unless_gone
-from localinfer.server.transport.http import json_response
+from localinfer.server.transport.http import json_response, unsupported
 from localinfer.server.transport.known_fields import EMBEDDINGS
 
 if TYPE_CHECKING:
@@ -27,11 +28,11 @@ _TEXTS_AT_ONCE = 64
 
 
 class EmbeddingRequest(msgspec.Struct):
-    """Texts, or lists of token ids, that vectors are wanted for. truncate: cut those longer than the context."""
+    """Texts, token ids, or both mixed, that vectors are wanted for. truncate: cut those longer than the context."""
 
     known_fields: ClassVar = EMBEDDINGS
 
-    input: Prompts
+    input: str | list[Any] | dict[str, Any]
     model: str | None = None
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: Annotated[int, Meta(ge=1)] | None = None
@@ -41,7 +42,8 @@ class EmbeddingRequest(msgspec.Struct):
 async def embeddings(request: Request) -> Response:
     """The vectors of texts, in order, as numbers or as base64 of little-endian float32."""
     body = await read_body(request, EmbeddingRequest)
-    texts = split_prompts(body.input, "input", at_most=_MOST_TEXTS)
+    texts = read_prompts(body.input, "input", at_most=_MOST_TEXTS)
+    began = time.perf_counter()
     vectors: list[NDArray[np.float32]] = []
     count = 0
     with await service_of(request).lease(request, body.model) as lease:
@@ -50,18 +52,20 @@ async def embeddings(request: Request) -> Response:
             num_tokens, found = await unless_gone(request, asyncio.to_thread(_embed, lease.llm, some, body))
             vectors += found
             count += num_tokens
+    service_of(request).totals.count_prompts(count, time.perf_counter() - began)
     data = await asyncio.to_thread(_data, vectors, body.encoding_format)
     record_of(request.scope).input_tokens = count
     usage = {"prompt_tokens": count, "total_tokens": count}
     return json_response({"object": "list", "data": data, "model": lease.model_id, "usage": usage})
 
 
-def _embed(
-    llm: "LLM", texts: Sequence[str | Sequence[int]], body: EmbeddingRequest
-) -> tuple[int, list[NDArray[np.float32]]]:
-    """How many tokens the texts have, and their vectors."""
-    ids = llm.embedding_ids(texts, truncate=body.truncate)
-    return sum(map(len, ids)), llm.embed_many(ids, dimensions=body.dimensions)
+def _embed(llm: "LLM", texts: Sequence[Pieces], body: EmbeddingRequest) -> tuple[int, list[NDArray[np.float32]]]:
+    """How many tokens the texts have, and their vectors. Raises: ApiError for a model with a vector per token."""
+    ids = llm.embedding_ids([embedding_prompt(llm.tokenizer, text) for text in texts], truncate=body.truncate)
+    vectors = llm.embed_many(ids, dimensions=body.dimensions)
+    if any(vector.ndim > 1 for vector in vectors):
+        raise unsupported("this model gives a vector per token, which OpenAI's shape has no place for; ask /embedding")
+    return sum(map(len, ids)), vectors
 
 
 def _data(vectors: Sequence[NDArray[np.float32]], encoding: str) -> list[msgspec.Raw]:

@@ -81,7 +81,7 @@ def _page() -> Page:
 
 
 async def chat_page(request: Request) -> Response:
-    """The page, or 304 if the client has it."""
+    """The page, or 304 if the client has it. Raises: ApiError where it is switched off."""
     if not service_of(request).settings.serves_page:
         raise ApiError(404, "the chat page is switched off by --no-page; ask the API under /v1", code="not_found")
     page = _page()

@@ -1,16 +1,20 @@
 """How far the prompt of a reply was read, for streams that ask for `return_progress`."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from localinfer.server.replies.reply import Reply
 
 
 class PromptProgress:
-    """Reports under llama-server's names: a first one before anything was read, a last one when all was."""
+    """Reports under llama-server's names: a first one before anything was read, a last one when all was.
 
-    def __init__(self, reply: Reply) -> None:
+    num_ahead: how many replies come before one.
+    """
+
+    def __init__(self, reply: Reply, num_ahead: Callable[[Reply], int]) -> None:
         self._reply = reply
+        self._num_ahead = num_ahead
         self._processed: int | None = None
         self._is_done = False
 
@@ -18,7 +22,7 @@ class PromptProgress:
         """What there is to report now, nothing if that was said. is_read: the first token is there."""
         if self._is_done:
             return
-        found = self._reply.progress()
+        found = {**self._reply.progress(), "position": self._num_ahead(self._reply)}
         self._is_done = is_read
         if is_read:
             found["processed"] = found["total"]

@@ -1,6 +1,7 @@
 """`/v1/rerank`: documents by their relevance to a query, in the shape of Jina's and Cohere's APIs."""
 
 import asyncio
+import time
 from typing import Annotated, Any, ClassVar
 
 import msgspec
@@ -10,7 +11,7 @@ from starlette.responses import Response
 
 from localinfer.server.operation.request_record import record_of
 from localinfer.server.replies.service import read_body, service_of, unless_gone
-from localinfer.server.transport.http import json_response
+from localinfer.server.transport.http import ApiError, json_response
 from localinfer.server.transport.known_fields import RERANK
 
 _MOST_DOCUMENTS = 1024
@@ -22,33 +23,53 @@ class Document(msgspec.Struct, forbid_unknown_fields=True):
     text: str
 
 
+Documents = Annotated[list[str | Document], Meta(min_length=1, max_length=_MOST_DOCUMENTS)]
+
+
 class RerankRequest(msgspec.Struct):
-    """A query, and documents to rank by it. truncate: cut documents that do not fit the context."""
+    """A query, and documents to rank by it. truncate: cut documents that do not fit the context.
+
+    texts, return_text, raw_scores: in the shape of Text Embeddings Inference, whose answer is a list; raw_scores leaves
+    scores as the classifier gives them.
+    """
 
     known_fields: ClassVar = RERANK
 
     query: str
-    documents: Annotated[list[str | Document], Meta(min_length=1, max_length=_MOST_DOCUMENTS)]
+    documents: Documents | None = None
     model: str | None = None
     top_n: Annotated[int, Meta(ge=1)] | None = None
     return_documents: bool = False
     truncate: bool = False
+    texts: Documents | None = None
+    return_text: bool = False
+    raw_scores: bool = False
 
 
 async def rerank(request: Request) -> Response:
     """The documents by falling relevance: their places among those sent, and scores from 0 to 1."""
     body = await read_body(request, RerankRequest)
-    texts = [one.text if isinstance(one, Document) else one for one in body.documents]
+    documents = body.documents if body.texts is None else body.texts
+    if documents is None or (body.documents is not None and body.texts is not None):
+        raise ApiError(400, "documents and texts are two names of one member; give one of them", param="documents")
+    texts = [one.text if isinstance(one, Document) else one for one in documents]
+    began = time.perf_counter()
     with await service_of(request).lease(request, body.model) as lease:
-        work = asyncio.to_thread(lease.llm.rerank, body.query, texts, truncate=body.truncate)
+        work = asyncio.to_thread(
+            lease.llm.rerank, body.query, texts, normalize=not body.raw_scores, truncate=body.truncate
+        )
         ranked = await unless_gone(request, work)
+    count = sum(one.num_tokens for one in ranked)
+    service_of(request).totals.count_prompts(count, time.perf_counter() - began)
+    if body.texts is not None:
+        listed = [{"index": one.index, "score": one.score} for one in ranked[: body.top_n]]
+        return json_response([{**one, "text": texts[one["index"]]} for one in listed] if body.return_text else listed)
     results = []
     for one in ranked[: body.top_n]:
         result: dict[str, Any] = {"index": one.index, "relevance_score": one.score}
         if body.return_documents:
             result["document"] = {"text": texts[one.index]}
         results.append(result)
-    count = sum(one.num_tokens for one in ranked)
     record_of(request.scope).input_tokens = count
     usage = {"prompt_tokens": count, "total_tokens": count}
     return json_response({"object": "list", "model": lease.model_id, "results": results, "usage": usage})

@@ -7,7 +7,7 @@ from starlette.responses import Response
 
 from localinfer.kernels.versions import installed_version
 from localinfer.server.replies.service import service_of
-from localinfer.server.transport.http import ApiError, json_response, shutting_down
+from localinfer.server.transport.http import ApiError, json_response, not_supported, shutting_down
 
 
 async def health(request: Request) -> Response:
@@ -31,6 +31,8 @@ async def show_version(request: Request) -> Response:
 async def metrics(request: Request) -> Response:
     """All metrics, as Prometheus reads them."""
     service = service_of(request)
+    if not service.settings.shows_metrics:
+        raise not_supported("/metrics is switched off; start the server without --no-metrics")
     for model in service.registry.models():
         service.metrics.show_snapshots(model.source.id, None if model.llm is None else model.llm.snapshot_stats)
     return Response(service.metrics.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from starlette.requests import Request
 from starlette.responses import Response
 
+from localinfer.server.api.progress import PromptProgress
 from localinfer.server.replies.fields import StreamOptions, seeded, without_missing_thinking
 from localinfer.server.replies.reply import End, Reply, Silence, TextPlan, Token
 from localinfer.server.replies.service import Plan, service_of, unless_gone
@@ -285,12 +286,20 @@ def chat_plan(messages: Sequence[Mapping[str, Any]], options: dict[str, Any], co
 
 
 class ChoicesWriter(ReplyWriter):
-    """What OpenAI's completions and chat completions share: chunks of choices, usage, and `[DONE]`."""
+    """What OpenAI's completions and chat completions share: chunks of choices, usage, and `[DONE]`.
+
+    tells_timings: in each chunk. progress: what is told of the reading of the prompt, None for nothing.
+    """
 
     last_frame = DONE
 
-    def __init__(self, reply: Reply, kind: str, stream_options: StreamOptions | None) -> None:
+    progress: PromptProgress | None = None
+
+    def __init__(
+        self, reply: Reply, kind: str, stream_options: StreamOptions | None, *, tells_timings: bool = False
+    ) -> None:
         super().__init__(reply)
+        self._tells_timings = tells_timings
         self._envelope = {
             "id": reply.id,
             "object": kind,
@@ -310,13 +319,33 @@ class ChoicesWriter(ReplyWriter):
             made.update(more)
         return made
 
+    def token_chunk(self, choice: dict[str, Any]) -> Event:
+        """The event for a token, with the timings so far where they are wanted."""
+        stats = self.reply.stats_so_far(choice["index"]) if self._tells_timings else None
+        return self.chunk(choice) if stats is None else self.chunk(choice, timings=timings(stats))
+
+    def empty_choice(self) -> dict[str, Any]:
+        """A choice to which nothing is added."""
+        raise NotImplementedError
+
+    def progress_chunks(self, *, is_read: bool) -> Iterator[Event]:
+        """The events for what is new about the reading of the prompt. is_read: the first token is there."""
+        if self.progress is not None:
+            for report in self.progress.reports(is_read=is_read):
+                yield self.chunk(self.empty_choice(), prompt_progress=report)
+
+    def silence(self) -> Iterable[Event | None]:
+        return list(self.progress_chunks(is_read=False)) or (None,)
+
     def last_chunk(self, choice: dict[str, Any], stats: "Stats | None") -> Event:
         """The event that ends a choice."""
         return self.chunk(choice, **({} if stats is None else {"timings": timings(stats)}))
 
     def finish(self) -> Iterable[Event]:
         if self._has_usage:
-            yield {**self._envelope, "choices": [], "usage": usage(self.reply)}
+            first = self.reply.stats[0]
+            costs = {"usage": usage(self.reply), "timings": None if first is None else timings(first)}
+            yield {**self._envelope, "choices": [], **costs}
 
     def completion(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         """The whole answer."""

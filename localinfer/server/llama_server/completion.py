@@ -17,7 +17,7 @@ from localinfer.server.llama_server.probabilities import ShownProbabilities, nee
 from localinfer.server.replies.fields import check_text_count, seeded
 from localinfer.server.replies.mixed_prompts import Pieces, encode_pieces, read_prompts
 from localinfer.server.replies.reply import Reply, TextPlan
-from localinfer.server.replies.service import owner_of, read_body, service_of
+from localinfer.server.replies.service import Service, owner_of, read_body, service_of
 from localinfer.server.transport.http import ApiError
 
 if TYPE_CHECKING:
@@ -64,7 +64,9 @@ async def serve_completion(
             for number, text in enumerate(texts)
         ]
 
-    return await serve_reply(request, body, "cmpl", plan, lambda reply: _Writer(reply, body, texts))
+    return await serve_reply(
+        request, body, "cmpl", plan, lambda reply: _Writer(reply, body, texts, service_of(request))
+    )
 
 
 class _Text:
@@ -123,11 +125,11 @@ def too_long(error: ContextLengthError) -> ApiError:
 class _Writer(ReplyWriter):
     """Objects with the text since the last one, and for each text a last one with everything else."""
 
-    def __init__(self, reply: Reply, body: LlamaFields, texts: Sequence[_Text]) -> None:
+    def __init__(self, reply: Reply, body: LlamaFields, texts: Sequence[_Text], service: Service) -> None:
         super().__init__(reply)
         self._body = body
         self._texts = texts
-        self._progress = PromptProgress(reply) if body.return_progress and body.stream else None
+        self._progress = PromptProgress(reply, service.num_ahead) if body.return_progress and body.stream else None
         tokenizer = reply.llm.tokenizer
         self._shown = [
             ShownProbabilities(

@@ -7,9 +7,16 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 import msgspec
 from msgspec import Meta
 
-from localinfer.sampling.params import MAX_LOGPROBS
 from localinfer.server.llama_server.samplers import options_without
-from localinfer.server.replies.fields import GenerationFields, TextCount, given
+from localinfer.server.replies.fields import (
+    GenerationFields,
+    ProbabilityCount,
+    SlotNumber,
+    TextCount,
+    TokenLimit,
+    first_limit,
+    given,
+)
 from localinfer.server.transport.http import ApiError
 from localinfer.server.transport.known_fields import COMPLETIONS, KnownFields, Refusal
 
@@ -19,8 +26,6 @@ if TYPE_CHECKING:
 _MOST_BIASES = 1024
 _MOST_BIAS = 1000.0
 _SAME_BITS = "the text is the same with it and without"
-
-TokenLimit = Annotated[int, Meta(ge=-1, le=1 << 31)]
 
 
 class LlamaFields(GenerationFields, kw_only=True):
@@ -43,12 +48,12 @@ class LlamaFields(GenerationFields, kw_only=True):
     max_completion_tokens: TokenLimit | None = None
     n: TextCount | None = None
     n_cmpl: TextCount | None = None
-    n_probs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
-    logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    n_probs: ProbabilityCount | None = None
+    logprobs: ProbabilityCount | None = None
     post_sampling_probs: bool | None = None
     return_tokens: bool | None = None
     response_fields: Annotated[list[str], Meta(max_length=100)] | None = None
-    id_slot: Annotated[int, Meta(ge=-1, le=1 << 31)] | None = None
+    id_slot: SlotNumber | None = None
     samplers: list[str] | str | None = None
     t_max_predict_ms: Annotated[int, Meta(ge=-1, le=1 << 40)] | None = None
     timings_per_token: bool | None = None
@@ -68,14 +73,11 @@ class LlamaFields(GenerationFields, kw_only=True):
 
     def engine_options(self) -> dict[str, Any]:
         """The engine's options, all but `logit_bias`. Raises: ApiError."""
-        # None of the three is an alias to the table of options, where it would be on every route.
-        limits = (self.n_predict, self.max_completion_tokens, self.max_tokens)
-        limit = next((limit for limit in limits if limit is not None), None)
         shared = msgspec.structs.replace(self, logit_bias=None, json_schema=None if self.grammar else self.json_schema)
         return {
             **GenerationFields.sampling_options(shared),
             **given(
-                max_tokens=None if limit == -1 else limit,
+                max_tokens=first_limit(self.n_predict, self.max_completion_tokens, self.max_tokens),
                 constraint=shared.constraint(),
                 dry_last_n=self.dry_penalty_last_n if self.dry_last_n is None else self.dry_last_n,
             ),

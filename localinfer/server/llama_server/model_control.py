@@ -7,9 +7,8 @@ from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
-from localinfer.server.llama_server.slots import not_supported
 from localinfer.server.replies.service import read_body, service_of
-from localinfer.server.transport.http import json_response
+from localinfer.server.transport.http import json_response, not_supported
 
 
 class ModelRequest(msgspec.Struct):

@@ -7,10 +7,9 @@ from starlette.responses import Response
 
 from localinfer.kernels.versions import installed_version
 from localinfer.server.llama_server.generation_settings import generation_settings
-from localinfer.server.llama_server.slots import not_supported
 from localinfer.server.replies.service import Service, service_of
 from localinfer.server.router.served_model import ServedModel
-from localinfer.server.transport.http import json_response
+from localinfer.server.transport.http import json_response, not_supported
 
 if TYPE_CHECKING:
     from localinfer.llm import LLM

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from localinfer.errors import SessionFileError, SessionMismatchError
 from localinfer.server.replies.service import Service, read_body, service_of
 from localinfer.server.replies.slots import SlotText
-from localinfer.server.transport.http import ApiError, json_response
+from localinfer.server.transport.http import ApiError, json_response, not_supported
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._ -]*")
 """Names of files that mean the same on every system and lead nowhere else."""
@@ -57,11 +57,6 @@ async def act(request: Request) -> Response:
         case "erase":
             return await _erase(request, service, slot_id)
     raise ApiError(400, f"the action is {action!r:.40}; give action=save, restore or erase", param="action")
-
-
-def not_supported(message: str) -> ApiError:
-    """The error for what this server was started without."""
-    return ApiError(501, message, code="not_supported", facts={"type": "not_supported_error"})
 
 
 async def _save(request: Request, service: Service, slot_id: int) -> Response:

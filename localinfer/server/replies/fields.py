@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from localinfer.sampling.params import MAX_SEED, NUMBER_OPTIONS, NumberOption
+from localinfer.sampling.params import MAX_LOGPROBS, MAX_SEED, NUMBER_OPTIONS, NumberOption
 from localinfer.server.replies.form_fields import FormFields
 from localinfer.server.replies.message_fields import joined_text
 from localinfer.server.transport.http import ApiError
@@ -27,6 +27,17 @@ Biases = Annotated[
 Variables = Annotated[dict[str, Any], Meta(max_length=64)]
 TokenId = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
 Prompts = str | list[str | TokenId | list[TokenId]]
+
+
+ProbabilityCount = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
+TokenLimit = Annotated[int, Meta(ge=-1, le=1 << 31)]
+SlotNumber = Annotated[int, Meta(ge=-1, le=1 << 31)]
+
+
+def first_limit(*limits: int | None) -> int | None:
+    """The first limit of tokens that is given under one of its names; -1 is none."""
+    limit = next((limit for limit in limits if limit is not None), None)
+    return None if limit == -1 else limit
 
 
 def given(**options: Any) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from localinfer.server.operation.rate_limits import RateLimiter
 from localinfer.server.operation.request_record import RequestRecord, error_name, record_of
 from localinfer.server.replies.reply import Reply, ServerState, TextPlan
 from localinfer.server.replies.slots import NO_SLOT, SlotTable
+from localinfer.server.replies.totals import ReplyTotals
 from localinfer.server.router.model_folder import ModelSource
 from localinfer.server.router.models import ModelRegistry
 from localinfer.server.router.served_model import Lease
@@ -71,6 +72,7 @@ class Service:
         self.is_stopping = False
         self._state: ServerState | None = None
         self.slots = SlotTable(settings.num_slots)
+        self.totals = ReplyTotals()
         self._tasks: set[asyncio.Task[object]] = set()
         self._replies: dict[str, Reply] = {}
         self._sessions: dict[str, Reply] = {}
@@ -232,7 +234,11 @@ class Service:
         ]
 
         def forget(reply: Reply) -> None:
+            num_running = sum(other.num_texts for other in self._replies.values())
             self._replies.pop(reply.id, None)
+            for index in range(reply.num_texts):
+                if (stats := reply.stats_so_far(index)) is not None:
+                    self.totals.count_text(stats, num_running)
             for slot in slots:
                 if slot is not None:
                     slot.end()

@@ -153,6 +153,11 @@ def unsupported(message: str, param: str | None = None) -> ApiError:
     return ApiError(400, message, code="unsupported_parameter", param=param)
 
 
+def not_supported(message: str) -> ApiError:
+    """The error for a route that this server was started without, or has not."""
+    return ApiError(501, message, code="not_supported", facts={"type": "not_supported_error"})
+
+
 def shutting_down(message: str = "the server is being stopped; try again") -> ApiError:
     """The error for requests to a server that ends."""
     return ApiError(503, message, code="shutting_down")

@@ -140,14 +140,25 @@ _CHAT_NO_PROMPT = (
     " modalities reasoning_format return_progress"
 )
 
-CHAT = KnownFields(_OPENAI | _LOCAL_SERVERS | _ROUTERS | _CHAT_MORE, _SAMPLING | _CHAT_SHAPE)
+_LLAMA_SERVER = ("n_predict", "n_probs", "timings_per_token", "id_slot")
+"""Members of llama-server that both of OpenAI's routes for text read."""
+
+
+def _without(table: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+    return {name: row for name, row in table.items() if name not in names}
+
+
+CHAT = KnownFields(
+    _without(_OPENAI | _LOCAL_SERVERS | _ROUTERS | _CHAT_MORE, _LLAMA_SERVER),
+    _without(_SAMPLING, _LLAMA_SERVER) | _CHAT_SHAPE,
+)
 TEMPLATES = KnownFields(
     CHAT.ignored | dict.fromkeys(_CHAT_NO_PROMPT.split(), _PROMPT_ONLY),
     CHAT.refused,
 )
 COMPLETIONS = KnownFields(
-    {name: why for name, why in (_LOCAL_SERVERS | _OPENAI).items() if name != "prompt_cache_key"},
-    {name: refusal for name, refusal in _SAMPLING.items() if name != "add_special_tokens"}
+    _without(_LOCAL_SERVERS | _OPENAI, ("prompt_cache_key", *_LLAMA_SERVER)),
+    _without(_SAMPLING, ("add_special_tokens", *_LLAMA_SERVER))
     | _refuse("""
         messages: send prompt, or ask /v1/chat/completions
         tools: ask /v1/chat/completions
@@ -220,11 +231,8 @@ RERANK = KnownFields(
     """),
     _refuse("""
         truncate_prompt_tokens max_tokens_per_doc max_chunks_per_doc: send truncate, which cuts to the context
-        raw_scores: scores are from 0 to 1
         rank_fields: send documents as texts
-        texts: send documents
         input: send query and documents
-        return_text: send return_documents
     """),
 )
 TEXTS = KnownFields(
