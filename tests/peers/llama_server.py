@@ -14,7 +14,7 @@ from tests.peers.suite_models import MODELS_VARIABLE, SuiteModels
 
 IGNORED = (
     "--offline --cont-batching --embedding --reranking --kv-unified --swa-full --jinja --no-jinja --no-mmproj"
-    " --no-cache-idle-slots"
+    " --no-cache-idle-slots --backend_sampling"
 )
 IGNORED_WITH_VALUE = (
     "--batch-size --ubatch-size --n-gpu-layers -fa --cache-ram --spec-draft-n-max --spec-draft-n-min --tags"
@@ -86,10 +86,16 @@ def translated(given: argparse.Namespace, models: SuiteModels, folder: Path) -> 
         arguments += ["--kv-type", f"{given.ctk}/{given.ctv or given.ctk}"]
     if given.model_draft is not None and given.spec_type is not None:
         arguments += ["--speculation", "draft", "--draft", given.model_draft]
+    for name, value in (("--temp", given.temp), ("--seed", given.seed), ("--alias", given.alias)):
+        arguments += [] if value is None else [name, value]
+    if given.n_predict is not None and given.n_predict > 0:
+        arguments += ["-n", str(given.n_predict)]
+    if given.reasoning is not None:
+        arguments += ["--reasoning", given.reasoning]
     if given.sleep_idle_seconds is not None:
         arguments += ["--idle-unload", str(given.sleep_idle_seconds)]
     if given.api_key is not None:
-        arguments += ["--token-file", written(folder / "token", given.api_key)]
+        arguments += ["--api-key", given.api_key]
     if given.chat_template is not None:
         text = TEMPLATES.get(given.chat_template, given.chat_template)
         arguments += ["--chat-template", written(folder / "template.jinja", text)]

@@ -77,6 +77,7 @@ class _Text:
     ) -> None:
         self.copy = copy
         self.options: dict[str, Any] = dict(options)
+        self.settings: dict[str, Any] = {}
         self.prompt_ids: list[int] = []
         self.token_ids: list[int] = []
         self.pieces: list[str] = []
@@ -91,12 +92,13 @@ class _Text:
     def open(self, llm: "LLM", owner: Any) -> "TextStream":
         """Check the text's prompt and options, and begin it. Raises: LocalinferError, ApiError."""
         body, options = self._body, self.options
+        self.settings = {**llm.defaults, **options}
         if body.logit_bias:
-            options["logit_bias"] = body.biases(llm.tokenizer)
+            options["logit_bias"] = self.settings["logit_bias"] = body.biases(llm.tokenizer)
         if body.num_probs:
             options["logprobs"] = needed_logprobs(
                 body.num_probs,
-                sampling_params(options),
+                sampling_params(self.settings),
                 after_sampling=bool(body.post_sampling_probs),
                 is_constrained="constraint" in options,
             )
@@ -135,7 +137,7 @@ class _Writer(ReplyWriter):
             ShownProbabilities(
                 tokenizer,
                 body.num_probs,
-                sampling_params(text.options),
+                sampling_params(text.settings),
                 after_sampling=bool(body.post_sampling_probs),
             )
             for text in texts
@@ -212,7 +214,7 @@ class _Writer(ReplyWriter):
             **self._head(index, "".join(text.pieces), told, is_last=True),
             "model": reply.model_id,
             "generation_settings": generation_settings(
-                text.options,
+                text.settings,
                 tokenizer,
                 seed=None if stats is None else stats.seed,
                 stream=bool(body.stream),
@@ -220,7 +222,7 @@ class _Writer(ReplyWriter):
                 timings_per_token=bool(body.timings_per_token),
                 post_sampling_probs=bool(body.post_sampling_probs),
             ),
-            "prompt": tokenizer.decode(text.prompt_ids, skip_special=False),
+            "prompt": b"".join(map(tokenizer.token_bytes, text.prompt_ids)).decode("utf-8", "replace"),
             "has_new_line": text.has_new_line,
             "truncated": self._is_truncated(text, reason, stats),
             "stop_type": "none" if reply.is_cancelled else _stop_type(reason, stats, text),
@@ -246,7 +248,7 @@ class _Writer(ReplyWriter):
         """Whether the text would have gone on in a longer context."""
         if stats is not None and stats.dropped_tokens:
             return True
-        most = text.options.get("max_tokens")
+        most = text.settings.get("max_tokens")
         return reason == "length" and (most is None or len(text.token_ids) < most)
 
 

@@ -74,10 +74,12 @@ class LlamaFields(GenerationFields, kw_only=True):
     def engine_options(self) -> dict[str, Any]:
         """The engine's options, all but `logit_bias`. Raises: ApiError."""
         shared = msgspec.structs.replace(self, logit_bias=None, json_schema=None if self.grammar else self.json_schema)
+        limits = (self.n_predict, self.max_completion_tokens, self.max_tokens)
         return {
             **GenerationFields.sampling_options(shared),
+            # No limit is said so: the model's own default may be one.
+            **({} if limits == (None, None, None) else {"max_tokens": first_limit(*limits)}),
             **given(
-                max_tokens=first_limit(self.n_predict, self.max_completion_tokens, self.max_tokens),
                 constraint=shared.constraint(),
                 dry_last_n=self.dry_penalty_last_n if self.dry_last_n is None else self.dry_last_n,
             ),

@@ -22,7 +22,7 @@ async def show_properties(request: Request) -> Response:
     is_router = len(service.registry.models()) > 1
     need = model.need
     context = model.llm.context_length if model.llm is not None else None if need is None else need.context_length
-    settings = generation_settings({}, None, seed=None)
+    settings = generation_settings({} if model.llm is None else model.llm.defaults, None, seed=None)
     properties = {
         "default_generation_settings": {"params": settings, "n_ctx": context},
         "total_slots": service.settings.num_slots,
