@@ -6,6 +6,7 @@ from local_servers import serving
 from scripted_models import scripted_sources
 
 from localinfer.llm import LLM
+from localinfer.models.text.fill_in import FillInTokens
 from localinfer.server.router.model_folder import ModelSource
 from localinfer.server.transport.settings import ServerSettings
 from tests.engine.fakes import ByteTokenizer, fake_model
@@ -82,6 +83,7 @@ class FillingTokenizer(ByteTokenizer):
 
     vocab_size = 263
     special_ids = {"<end>": 257, "<|fim_prefix|>": 260, "<|fim_suffix|>": 261, "<|fim_middle|>": 262}
+    fill_in_tokens = FillInTokens(260, 261, 262)
 
 
 def test_suffix_stands_behind_the_hole_that_is_filled():

@@ -83,7 +83,6 @@ def test_scores_are_the_logits_normalised(llm):
     [
         {"input": []},
         {"input": [[]]},
-        {"input": [1, "a"]},
         {"input": "a", "dimensions": 257},
         {"input": "a", "dimensions": 0},
         {"input": "a", "encoding_format": "int8"},

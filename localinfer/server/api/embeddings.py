@@ -13,10 +13,11 @@ from numpy.typing import NDArray
 from starlette.requests import Request
 from starlette.responses import Response
 
+from localinfer.errors import ContextLengthError
 from localinfer.server.operation.request_record import record_of
 from localinfer.server.replies.mixed_prompts import Pieces, embedding_prompt, read_prompts
 from localinfer.server.replies.service import read_body, service_of, unless_gone
-from localinfer.server.transport.http import json_response, unsupported
+from localinfer.server.transport.http import json_response, too_long, unsupported
 from localinfer.server.transport.known_fields import EMBEDDINGS
 
 if TYPE_CHECKING:
@@ -61,7 +62,10 @@ async def embeddings(request: Request) -> Response:
 
 def _embed(llm: "LLM", texts: Sequence[Pieces], body: EmbeddingRequest) -> tuple[int, list[NDArray[np.float32]]]:
     """How many tokens the texts have, and their vectors. Raises: ApiError for a model with a vector per token."""
-    ids = llm.embedding_ids([embedding_prompt(llm.tokenizer, text) for text in texts], truncate=body.truncate)
+    try:
+        ids = llm.embedding_ids([embedding_prompt(llm.tokenizer, text) for text in texts], truncate=body.truncate)
+    except ContextLengthError as error:
+        raise too_long(error, "input", "is too large") from None
     vectors = llm.embed_many(ids, dimensions=body.dimensions)
     if any(vector.ndim > 1 for vector in vectors):
         raise unsupported("this model gives a vector per token, which OpenAI's shape has no place for; ask /embedding")

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from localinfer.errors import ContextLengthError
 from localinfer.server.api.progress import PromptProgress, progress_timings
 from localinfer.server.api.writer import Event, ReplyWriter, serve_reply, timings
 from localinfer.server.llama_server.completion_request import LlamaCompletionRequest, LlamaFields
@@ -18,7 +17,6 @@ from localinfer.server.replies.fields import check_text_count, seeded
 from localinfer.server.replies.mixed_prompts import Pieces, encode_pieces, read_prompts
 from localinfer.server.replies.reply import Reply, TextPlan
 from localinfer.server.replies.service import Service, owner_of, read_body, service_of
-from localinfer.server.transport.http import ApiError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -103,25 +101,7 @@ class _Text:
                 is_constrained="constraint" in options,
             )
         self.prompt_ids = self._encode(llm, max_tokens=None if options.get("context_shift") else llm.context_length)
-        try:
-            return llm.stream(self.prompt_ids, owner=owner, **seeded(options, self.copy))
-        except ContextLengthError as error:
-            raise too_long(error) from None
-
-
-def too_long(error: ContextLengthError) -> ApiError:
-    """The error for a prompt that does not fit, by the words that llama-server's clients look for."""
-    return ApiError(
-        400,
-        f"the prompt exceeds the available context size: {error}",
-        code="context_length_exceeded",
-        param="prompt",
-        facts={
-            "type": "exceed_context_size_error",
-            "n_prompt_tokens": error.num_tokens,
-            "n_ctx": error.context_length,
-        },
-    )
+        return llm.stream(self.prompt_ids, owner=owner, **seeded(options, self.copy))
 
 
 class _Writer(ReplyWriter):

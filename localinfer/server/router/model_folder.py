@@ -39,9 +39,9 @@ class ModelSource:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Differs for other models and other versions of localinfer."""
+        """Differs for other models and other versions of localinfer; begins as llama-server's does, for its clients."""
         facts = f"{installed_version('localinfer')} {self.id} {self.created}"
-        return f"fp_{hashlib.sha256(facts.encode()).hexdigest()[:12]}"
+        return f"b{hashlib.sha256(facts.encode()).hexdigest()[:12]}"
 
 
 def find_models(folder: Path) -> list[ModelSource]:

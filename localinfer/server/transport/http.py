@@ -153,6 +153,22 @@ def unsupported(message: str, param: str | None = None) -> ApiError:
     return ApiError(400, message, code="unsupported_parameter", param=param)
 
 
+def too_long(error: ContextLengthError, param: str, found: str = "exceeds the available context size") -> ApiError:
+    """The error for a text that does not fit: with OpenAI's code, and llama-server's type and words, which clients of
+    either look for to shorten their conversation."""
+    return ApiError(
+        400,
+        f"{param} {found}: {error}",
+        code="context_length_exceeded",
+        param=param,
+        facts={
+            "type": "exceed_context_size_error",
+            "n_prompt_tokens": error.num_tokens,
+            "n_ctx": error.context_length,
+        },
+    )
+
+
 def not_supported(message: str) -> ApiError:
     """The error for a route that this server was started without, or has not."""
     return ApiError(501, message, code="not_supported", facts={"type": "not_supported_error"})
@@ -186,8 +202,7 @@ def to_api_error(error: BaseException, request_id: str = "", *, prompt_field: st
         case ApiError():
             return error
         case ContextLengthError():
-            sizes = {"n_prompt_tokens": error.num_tokens, "n_ctx": error.context_length}
-            return ApiError(400, text, code="context_length_exceeded", param=prompt_field, facts=sizes)
+            return too_long(error, prompt_field)
         case TemplateError():
             return ApiError(400, text, param=prompt_field)
         case ConstraintError():

@@ -161,6 +161,11 @@ class SecurityMiddleware:
         return granted
 
 
+def _has_body(headers: Headers) -> bool:
+    """Whether bytes follow a head, as it says itself."""
+    return headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
+
+
 def _is_own(origin: str, scope: Scope, headers: Headers) -> bool:
     """Whether the server's own page asks. No browser reaches a Unix socket, so there only a proxy could say so."""
     is_from_elsewhere = headers.get("sec-fetch-site", "same-origin") != "same-origin"
@@ -177,7 +182,10 @@ def _opens_the_page(scope: Scope, headers: Headers) -> bool:
 
 def _is_json_all_the_same(kind: str, scope: Scope, headers: Headers) -> bool:
     """Whether a body counts as JSON though it is not said to be: Ollama's API is asked without a type by LiteLLM, and
-    with that of forms by curl. Browsers say from where they send a body, and write no JSON into such a form."""
+    with that of forms by curl. Browsers say from where they send a body, and write no JSON into such a form. What is no
+    body needs no type."""
+    if not kind and not _has_body(headers):
+        return True
     is_from_a_program = "origin" not in headers and "sec-fetch-site" not in headers
     return kind in _UNSTATED_KINDS and is_from_a_program and scope["path"].removeprefix("/v1").startswith(OLLAMA)
 
