@@ -33,7 +33,7 @@ class SuiteModels:
         shutil.copyfile(demo.with_name("demo-q4_k_m.gguf"), self.folder / "draft.gguf")
         if given is not None and (given / STORIES).is_file():
             shutil.copyfile(given / STORIES, self.folder / STORIES)
-        _add_fill_in_tokens(self.find("stories260K", None), self.folder / "infill.gguf")
+        add_fill_in_tokens(self.find("stories260K", None), self.folder / "infill.gguf")
         for name in ("bert-encoder", "bert-reranker"):
             write_encoder(self.folder, name)
         for name in _ROUTED:
@@ -64,7 +64,7 @@ class SuiteModels:
         return self.folder / "demo.gguf"
 
 
-def _add_fill_in_tokens(source: Path, target: Path) -> None:
+def add_fill_in_tokens(source: Path, target: Path) -> None:
     """Copy a model; its last three tokens become those for filling in."""
     with read_gguf(source) as file:
         values = copy_values(file.metadata)

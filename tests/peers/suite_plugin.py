@@ -51,6 +51,11 @@ def _replace_downloads() -> None:
     sys.modules["wget"] = module
 
 
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Start no server only to have its model downloaded."""
+    sys.modules["utils"].ServerPreset.load_all = staticmethod(lambda: None)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the cases that do not apply."""
     readme = Path(__file__).with_name("README.md").read_text(encoding="utf-8")
