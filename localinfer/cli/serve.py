@@ -17,10 +17,10 @@ from localinfer.cli.options import COUNT, LoadOptions, byte_size, flag, load_opt
 from localinfer.cli.ready_line import READY_JSON, ReadyLine, drain_stderr
 from localinfer.cli.serve_agents import AgentOptions, agent_options
 from localinfer.cli.serve_defaults import ServerDefaults, default_options
+from localinfer.cli.serve_llama_server import llama_server_options
 from localinfer.cli.serve_models import ModelsOptions, find_sources, load_source, measure, models_options
 from localinfer.cli.serve_operation import OperationOptions, SettingsReader, operating, operation_options, read_tokens
 from localinfer.cli.serve_responses import KeptResponses, responses_options
-from localinfer.cli.serve_slots import slot_options
 from localinfer.errors import RequestError
 from localinfer.system.folders import expand_home
 from localinfer.system.parent_watch import OPTION, ParentWatch
@@ -86,7 +86,7 @@ class ServeProcess:
 @responses_options
 @operation_options
 @agent_options
-@slot_options
+@llama_server_options
 @flag(OPTION, "Exit within two seconds of the end of standard input, or of the parent process.")
 @flag(READY_JSON, "Print one line of JSON when ready, or with the error, and nothing else, on stdout.")
 @flag("--verbose", "Log each request, and what of its prompt was cached, without its text, to stderr.")

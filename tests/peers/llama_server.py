@@ -90,6 +90,8 @@ def translated(given: argparse.Namespace, models: SuiteModels, folder: Path) -> 
         arguments += [] if value is None else [name, value]
     if given.n_predict is not None and given.n_predict > 0:
         arguments += ["-n", str(given.n_predict)]
+    if given.context_shift:
+        arguments.append("--context-shift")
     if given.reasoning is not None:
         arguments += ["--reasoning", given.reasoning]
     if given.sleep_idle_seconds is not None:

@@ -100,7 +100,9 @@ class _Text:
                 after_sampling=bool(body.post_sampling_probs),
                 is_constrained="constraint" in options,
             )
-        self.prompt_ids = self._encode(llm, max_tokens=None if options.get("context_shift") else llm.context_length)
+        self.prompt_ids = self._encode(
+            llm, max_tokens=None if self.settings.get("context_shift") else llm.context_length
+        )
         return llm.stream(self.prompt_ids, owner=owner, **seeded(options, self.copy))
 
 

@@ -1,31 +1,42 @@
-"""The options of `localinfer serve` for slots and for routes that can be switched off, as llama-server has them."""
+"""Options of `localinfer serve` that llama-server has too: slots, routes that are switched off, context shift."""
 
 import functools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from localinfer.cli.options import COUNT, Command, flag, option, options_group
+from localinfer.cli.serve_defaults import ServerDefaults
 from localinfer.errors import RequestError
 from localinfer.system.folders import expand_home
 
 _SHOWN = ("slots", "metrics")
 
 
-def slot_options(command: Command) -> Command:
-    """Add the options, and pass them on as fields of `ServerSettings`, `--parallel` to the loading of models too."""
+def llama_server_options(command: Command) -> Command:
+    """Add the options, and pass them on as fields of `ServerSettings`.
+
+    `--parallel` goes to the loading of models too, and `--context-shift` to the defaults of generations: the command
+    has `load_options` and `default_options`, which stand above.
+    """
 
     @functools.wraps(command)
-    def call(*, parallel: int, slot_save_path: str | None, **values: Any) -> Any:
+    def call(
+        *, parallel: int, slot_save_path: str | None, context_shift: bool, defaults: ServerDefaults, **values: Any
+    ) -> Any:
         from localinfer.engine.scheduler import EngineLimits
 
         folder = None if slot_save_path is None else _folder(slot_save_path)
         values["options"]["limits"] = EngineLimits(max_running=parallel)
         shown = {f"shows_{name}": not values.pop(f"no_{name}") for name in _SHOWN}
-        return command(num_slots=parallel, slot_folder=folder, **shown, **values)
+        if context_shift:
+            defaults = replace(defaults, options={**defaults.options, "context_shift": True})
+        return command(num_slots=parallel, slot_folder=folder, defaults=defaults, **shown, **values)
 
     return options_group(
         option("--parallel", "N", "Generations that share a step, and slots; others wait.", type=COUNT, default=16),
         option("--slot-save-path", "FOLDER", "Let clients save what is in a slot to files in this folder."),
+        flag("--context-shift", "At the end of the context, go on without the older half of a text."),
         flag("--no-slots", "Do not show on /slots what is generated."),
         flag("--no-metrics", "Do not show /metrics."),
     )(call)
