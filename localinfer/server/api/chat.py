@@ -43,6 +43,7 @@ class ChatRequest(ChatFields, kw_only=True):
     reasoning_format: under which names reasoning is given; clients prefer one of two. return_progress: say in a stream
     how far the prompt was read, and how many replies are ahead. timings_per_token: with the timings so far in each
     chunk. n_probs, n_predict: other names of top_logprobs, with logprobs, and of max_tokens. id_slot: where it shows.
+    verbose: show the prompt in a whole reply, as the member `__verbose`.
     """
 
     known_fields: ClassVar = CHAT
@@ -69,6 +70,7 @@ class ChatRequest(ChatFields, kw_only=True):
     n_probs: ProbabilityCount | None = None
     n_predict: TokenLimit | None = None
     id_slot: SlotNumber | None = None
+    verbose: bool | None = None
 
     @property
     def num_logprobs(self) -> int | None:
@@ -139,6 +141,7 @@ class _ChatWriter(ChoicesWriter):
         super().__init__(reply, kind, body.stream_options, tells_timings=bool(body.timings_per_token))
         if body.return_progress and body.stream:
             self.progress = PromptProgress(reply, service.num_ahead)
+        self._is_verbose = body.verbose and not body.stream
         self._choices = [_Choice(body, reply.llm.tokenizer) for _ in range(reply.num_texts)]
 
     def begin(self) -> Iterator[Event]:
@@ -159,7 +162,8 @@ class _ChatWriter(ChoicesWriter):
         return _delta_choice(0, {})
 
     def whole(self) -> dict[str, Any]:
-        return self.completion([choice.whole(index) for index, choice in enumerate(self._choices)])
+        made = self.completion([choice.whole(index) for index, choice in enumerate(self._choices)])
+        return {**made, "__verbose": {"prompt": self.reply.prompt_text(0)}} if self._is_verbose else made
 
 
 def _delta_choice(index: int, delta: dict[str, Any], reason: str | None = None, logprobs: Any = None) -> dict[str, Any]:

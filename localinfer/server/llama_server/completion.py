@@ -76,7 +76,6 @@ class _Text:
         self.copy = copy
         self.options: dict[str, Any] = dict(options)
         self.settings: dict[str, Any] = {}
-        self.prompt_ids: list[int] = []
         self.token_ids: list[int] = []
         self.pieces: list[str] = []
         self.probabilities: list[dict[str, Any]] = []
@@ -100,10 +99,8 @@ class _Text:
                 after_sampling=bool(body.post_sampling_probs),
                 is_constrained="constraint" in options,
             )
-        self.prompt_ids = self._encode(
-            llm, max_tokens=None if self.settings.get("context_shift") else llm.context_length
-        )
-        return llm.stream(self.prompt_ids, owner=owner, **seeded(options, self.copy))
+        prompt_ids = self._encode(llm, max_tokens=None if self.settings.get("context_shift") else llm.context_length)
+        return llm.stream(prompt_ids, owner=owner, **seeded(options, self.copy))
 
 
 class _Writer(ReplyWriter):
@@ -204,7 +201,7 @@ class _Writer(ReplyWriter):
                 timings_per_token=bool(body.timings_per_token),
                 post_sampling_probs=bool(body.post_sampling_probs),
             ),
-            "prompt": b"".join(map(tokenizer.token_bytes, text.prompt_ids)).decode("utf-8", "replace"),
+            "prompt": reply.prompt_text(index),
             "has_new_line": text.has_new_line,
             "truncated": self._is_truncated(text, reason, stats),
             "stop_type": "none" if reply.is_cancelled else _stop_type(reason, stats, text),

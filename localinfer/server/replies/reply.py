@@ -22,6 +22,7 @@ from localinfer.system.event_loop import LoopCalls
 if TYPE_CHECKING:
     from localinfer.generation.completion import Stats, StreamEvent
     from localinfer.generation.stream import TextStream
+    from localinfer.types import TokenIds
 
 logger = logging.getLogger(__name__)
 
@@ -227,6 +228,12 @@ class Reply:
         """What a text has cost up to now; None before it was begun."""
         return self.stats[index] or self._texts[index].stats_so_far()
 
+    def prompt_text(self, index: int) -> str:
+        """The prompt of a text as the model read it, special tokens as they are spelled; "" before it was begun."""
+        tokenizer, found = self.llm.tokenizer, self._texts[index].prompt_ids
+        ids = [] if found is None else found[found < tokenizer.vocab_size].tolist()
+        return b"".join(map(tokenizer.token_bytes, ids)).decode("utf-8", "replace")
+
     async def start(self) -> None:
         """Begin, and return when every prompt has been checked. Raises: what is wrong with one."""
         awaited = {text.index for text in self._texts if text.leader is None}
@@ -340,6 +347,7 @@ class _Text:
         self.has_token = threading.Event()
         self.has_ended = threading.Event()
         self.has_ended.set()
+        self.prompt_ids: TokenIds | None = None
         self._open = open_stream
         self._queue = queue
         self._state = state
@@ -406,6 +414,7 @@ class _Text:
                 self._stream = stream
                 if self._is_cancelled:
                     stream.cancel()
+            self.prompt_ids = stream.token_ids
             put(_Started(index, stream.prompt_tokens))
             self._state.barrier.wait()
             try:

@@ -12,6 +12,7 @@ from localinfer.server.transport.http import ApiError
 
 if TYPE_CHECKING:
     from localinfer.generation.stream import TextStream
+    from localinfer.types import TokenIds
 
 NO_SLOT = -1
 """Stands for any slot in a request, and for none in an answer: of a text that found every slot taken."""
@@ -27,7 +28,7 @@ class SlotText:
     slot_id: int
     model_id: str
     reply_id: str | None = None
-    token_ids: Sequence[int] = ()
+    token_ids: "Sequence[int] | TokenIds" = ()
     has_ended: bool = False
     _stream: "TextStream | None" = field(default=None, repr=False)
 
@@ -43,7 +44,7 @@ class SlotText:
     def end(self) -> None:
         """Keep what the text was, and let go of all else: a model that is unloaded must not live on here."""
         if self._stream is not None:
-            self.token_ids = self._stream.token_ids.tolist()
+            self.token_ids = self._stream.token_ids
         self._stream, self.has_ended = None, True
 
 

@@ -137,7 +137,7 @@ _CHAT_MORE = _ignore(f"""
 _PROMPT_ONLY = "it does not change the prompt"
 _CHAT_NO_PROMPT = (
     "stream stream_options n max_completion_tokens max_tokens prediction logprobs top_logprobs parallel_tool_calls"
-    " modalities reasoning_format return_progress"
+    " modalities reasoning_format return_progress timings_per_token n_probs n_predict id_slot verbose"
 )
 
 _LLAMA_SERVER = ("n_predict", "n_probs", "timings_per_token", "id_slot")
