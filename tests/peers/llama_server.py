@@ -70,7 +70,7 @@ def translated(given: argparse.Namespace, models: SuiteModels, folder: Path) -> 
     arguments += ["--no-disk-cache", "--shutdown-seconds", "0"]
     slots = given.parallel or 4
     if given.hf_repo is None and given.model is None:
-        arguments += router_options(given, models, folder)
+        arguments += router_options(given, models)
     else:
         arguments += ["-m", str(given.model or models.find(given.hf_repo, given.hf_file))]
     arguments += ["--parallel", str(slots)]
@@ -106,9 +106,10 @@ def translated(given: argparse.Namespace, models: SuiteModels, folder: Path) -> 
     return arguments
 
 
-def router_options(given: argparse.Namespace, models: SuiteModels, folder: Path) -> list[str]:
-    """Every model of the suite, or those of a preset."""
-    return ["--models", str(models.cached())]
+def router_options(given: argparse.Namespace, models: SuiteModels) -> list[str]:
+    """Every model of the suite, as many loaded at a time as are wanted."""
+    limit = [] if given.models_max is None else ["--memory-limit", str(models.memory_of(given.models_max))]
+    return ["--models", str(models.cached()), *limit]
 
 
 def written(path: Path, text: str) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 from localinfer.loading.options import model_path
 from localinfer.quant.gguf.reader import read_gguf
 from localinfer.quant.gguf.writer import GGUFWriter, copy_values, encode_value
+from localinfer.server.router.memory_need import measure_need
 from tests.api.encoder_models import write_encoder
 
 MODELS_VARIABLE = "LOCALINFER_PEER_MODELS"
@@ -39,7 +40,8 @@ class SuiteModels:
         for name in _ROUTED:
             path = self.cached() / f"{name}.gguf"
             path.parent.mkdir(parents=True, exist_ok=True)
-            os.link(self.find(name, None), path)
+            # One model under several names, so that so much memory is so many models.
+            os.link(self.folder / "demo.gguf", path)
 
     @property
     def has_stories(self) -> bool:
@@ -49,6 +51,11 @@ class SuiteModels:
     def cached(self) -> Path:
         """A folder with models under the names that the suite downloads them by."""
         return self.folder / "cached"
+
+    def memory_of(self, count: int) -> int:
+        """Bytes in which so many of the cached models fit, and not one more."""
+        need = measure_need(self.folder / "demo.gguf", "f16")
+        return count * need.fixed_bytes + (need.fixed_bytes + need.context_length * need.bytes_per_token) // 2
 
     def find(self, repository: str, file: str | None) -> Path:
         """The model for one of the suite's downloads."""
