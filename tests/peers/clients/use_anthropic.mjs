@@ -1,0 +1,25 @@
+// Anthropic's client for Node: messages, streams, tools and counting.
+import assert from 'node:assert/strict';
+import Anthropic from '@anthropic-ai/sdk';
+
+const client = new Anthropic({ baseURL: process.env.URL, apiKey: 'none', maxRetries: 0 });
+const ask = { model: 'demo', messages: [{ role: 'user', content: 'Tell me a story.' }], max_tokens: 20 };
+const input_schema = { type: 'object', properties: { name: { enum: ['Tom', 'Lily'] } }, required: ['name'] };
+
+const whole = await client.messages.create({ ...ask, system: 'Be kind.' });
+assert.ok(whole.content[0].text);
+const stream = client.messages.stream(ask);
+let told = '';
+stream.on('text', (piece) => (told += piece));
+assert.equal((await stream.finalMessage()).content[0].text, told);
+const called = await client.messages.create({
+  ...ask,
+  max_tokens: 60,
+  tools: [{ name: 'pet', input_schema }],
+  tool_choice: { type: 'any' },
+});
+assert.equal(called.stop_reason, 'tool_use');
+assert.ok(['Tom', 'Lily'].includes(called.content.find((block) => block.type === 'tool_use').input.name));
+const counted = await client.messages.countTokens({ model: 'demo', messages: ask.messages });
+assert.equal(counted.input_tokens, 14);
+assert.ok((await client.models.list()).data[0].id);

@@ -1,0 +1,30 @@
+"""Anthropic's client for Python: messages, streams, tools, thinking and counting."""
+
+import os
+
+from anthropic import Anthropic
+
+ASK = {"model": "demo", "messages": [{"role": "user", "content": "Tell me a story."}], "max_tokens": 20}
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "enum": ["Tom", "Lily"]}},
+    "required": ["name"],
+}
+TOOL = {"name": "pet", "description": "Gives a pet.", "input_schema": SCHEMA}
+CACHED = [{"type": "text", "text": "Be kind.", "cache_control": {"type": "ephemeral"}}]
+
+with Anthropic(base_url=os.environ["URL"], api_key="none", max_retries=0) as client:
+    whole = client.messages.create(**ASK, system=CACHED)
+    assert whole.content[0].text and whole.usage.output_tokens <= 20
+    with client.messages.stream(**ASK, system="Be kind.") as stream:
+        told = "".join(stream.text_stream)
+        assert stream.get_final_message().content[0].text == told
+    chosen = {"type": "tool", "name": "pet"}
+    called = client.messages.create(**{**ASK, "max_tokens": 60}, tools=[TOOL], tool_choice=chosen)
+    (call,) = (block for block in called.content if block.type == "tool_use")
+    assert call.input["name"] in ("Tom", "Lily") and called.stop_reason == "tool_use"
+    result = {"type": "tool_result", "tool_use_id": call.id, "content": "A cat."}
+    turns = [*ASK["messages"], {"role": "assistant", "content": called.content}, {"role": "user", "content": [result]}]
+    assert client.messages.create(**{**ASK, "messages": turns}, tools=[TOOL]).usage.input_tokens
+    assert client.messages.count_tokens(model="demo", messages=ASK["messages"], tools=[TOOL]).input_tokens > 14
+    assert client.models.list().data[0].id
