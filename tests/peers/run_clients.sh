@@ -46,6 +46,7 @@ use() { # place, file
 
 if [ -z "${URL:-}" ]; then
     private=$(mktemp -d)
+    : > "$folder/server.out"
     "$PYTHON" -m localinfer serve --port 0 --socket "$private/s.sock" --no-disk-cache --no-config \
         > "$folder/server.out" 2> "$folder/server.log" &
     server=$!
@@ -56,7 +57,8 @@ if [ -z "${URL:-}" ]; then
     done
     URL=$(sed 's/.*\(http:[^ ]*\).*/\1/' "$folder/server.out")
 fi
-export URL
+# Without it clients would ask their makers' servers.
+export URL="${URL:?the server has told no address}"
 
 failed=0
 printf '| %-14s | %-10s | %-6s |\n|---|---|---|\n' client version result
@@ -82,7 +84,7 @@ anthropic-npm js use_anthropic.mjs @anthropic-ai/sdk
 ai-sdk js use_ai_sdk.mjs ai @ai-sdk/openai-compatible zod
 langchain py use_langchain.py langchain-openai langchain-anthropic
 llama-index py use_llama_index.py llama-index-llms-openai-like llama-index-embeddings-openai-like
-litellm py use_litellm.py litellm
+litellm py use_litellm.py litellm mcp
 instructor py use_instructor.py instructor
 pydantic-ai py use_pydantic_ai.py pydantic-ai-slim[openai,anthropic]
 outlines py use_outlines.py outlines openai

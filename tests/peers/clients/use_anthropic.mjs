@@ -16,7 +16,7 @@ const called = await client.messages.create({
   ...ask,
   max_tokens: 60,
   tools: [{ name: 'pet', input_schema }],
-  tool_choice: { type: 'any' },
+  tool_choice: { type: 'any', disable_parallel_tool_use: true },
 });
 assert.equal(called.stop_reason, 'tool_use');
 assert.ok(['Tom', 'Lily'].includes(called.content.find((block) => block.type === 'tool_use').input.name));

@@ -14,9 +14,10 @@ cat > "$LLM_USER_PATH/keys.json" <<'LINES'
 {"local": "none"}
 LINES
 llm="$BIN/llm"
+schema='{"type": "object", "properties": {"is_cat": {"type": "boolean"}}, "required": ["is_cat"]}'
 test -n "$("$llm" -m local --no-stream -o max_tokens 20 'Tell me a story.')"
 test -n "$("$llm" -m local -o max_tokens 20 'Tell me a story.')"
 test -n "$("$llm" -m local -c -o max_tokens 20 'Go on.')"
-"$llm" -m local -o max_tokens 80 --schema 'name, is_cat bool' 'A pet?' | "$BIN/python" -c \
+"$llm" -m local -o max_tokens 80 --schema "$schema" 'A pet?' | "$BIN/python" -c \
     'import json, sys; assert json.load(sys.stdin)["is_cat"] in (True, False)'
 "$llm" -m local -o max_tokens 20 --functions 'def add(a: int, b: int) -> int: return a + b' 'Tell me a story.' > /dev/null

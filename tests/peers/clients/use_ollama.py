@@ -1,4 +1,4 @@
-"""Ollama's client for Python: chats, streams, structured output, tools, generate, embeddings and the lists of models."""
+"""Ollama's client for Python: chats, streams, structured output, tools, prompts, embeddings and the lists of models."""
 
 import json
 import os

@@ -1,6 +1,6 @@
 // OpenAI's client for Node: chats, streams, tools, structured output, responses and embeddings.
 import assert from 'node:assert/strict';
-import OpenAI, { NotFoundError } from 'openai';
+import OpenAI from 'openai';
 
 const client = new OpenAI({ baseURL: `${process.env.URL}/v1`, apiKey: 'none', maxRetries: 0 });
 const ask = { model: 'demo', messages: [{ role: 'user', content: 'Tell me a story.' }], max_tokens: 20, temperature: 0 };
@@ -38,4 +38,4 @@ for await (const event of client.responses.stream({ model: 'demo', input: 'Hi', 
 assert.equal(events[0], 'response.created');
 const vectors = await client.embeddings.create({ model: 'demo', input: ['A cat.', 'A dog.'] });
 assert.deepEqual(vectors.data.map((one) => one.embedding.length), [256, 256]);
-await assert.rejects(client.models.retrieve('no-such-model/at-all'), NotFoundError).catch(() => {});
+assert.ok((await client.models.list()).data[0].id);

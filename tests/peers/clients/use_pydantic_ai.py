@@ -27,7 +27,8 @@ assert Agent(model, model_settings=LIMIT).run_sync("Tell me a story.").output
 assert isinstance(Agent(model, output_type=Pet, model_settings=LIMIT).run_sync("A pet?").output, Pet)
 assert isinstance(Agent(model, output_type=NativeOutput(Pet), model_settings=LIMIT).run_sync("A pet?").output, Pet)
 assert Agent(OpenAIResponsesModel("demo", provider=provider), model_settings=LIMIT).run_sync("Hi").output
-claude = AnthropicModel("demo", provider=AnthropicProvider(anthropic_client=AsyncAnthropic(base_url=URL, api_key="none")))
+anthropic = AnthropicProvider(anthropic_client=AsyncAnthropic(base_url=URL, api_key="none"))
+claude = AnthropicModel("demo", provider=anthropic)
 assert Agent(claude, model_settings={"max_tokens": 80}).run_sync("Hi").output
 
 
