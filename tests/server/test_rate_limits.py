@@ -9,7 +9,6 @@ from scripted_models import loader, scripted_sources
 
 from localinfer.errors import RequestError
 from localinfer.server.operation.rate_limits import RateLimiter
-from localinfer.server.operation.request_record import RequestRecord
 from localinfer.server.transport.access_tokens import AccessToken, matching_token, parse_tokens
 from localinfer.server.transport.http import ApiError
 from localinfer.server.transport.settings import ServerSettings
@@ -75,7 +74,7 @@ def test_tokens_are_taken_at_the_end_and_what_is_owed_is_waited_for():
     clock = Clock()
     limiter = RateLimiter(lambda: ServerSettings(tokens_per_minute=600), clock)
     limiter.admit("a")
-    limiter.charge(RequestRecord(token="a", input_tokens=700))
+    limiter.charge("a", 700)
     with pytest.raises(ApiError) as refused:
         limiter.admit("a")
     assert refused.value.headers["retry-after"] == "11"

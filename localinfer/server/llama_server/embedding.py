@@ -9,6 +9,7 @@ from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
+from localinfer.server.operation.request_record import record_of
 from localinfer.server.replies.mixed_prompts import Pieces, embedding_prompt, read_prompts
 from localinfer.server.replies.service import read_body, service_of, unless_gone
 from localinfer.server.transport.http import ApiError, json_response
@@ -49,6 +50,7 @@ async def embedding(request: Request) -> Response:
     began = time.perf_counter()
     with await service_of(request).lease(request, body.model) as lease:
         count, vectors = await unless_gone(request, asyncio.to_thread(_embed, lease.llm, prompts, body))
+    record_of(request.scope).input_tokens = count
     service_of(request).totals.count_prompts(count, time.perf_counter() - began)
     return json_response(vectors)
 
@@ -62,3 +64,4 @@ def _embed(llm: "LLM", prompts: list[Pieces], body: LlamaEmbeddingRequest) -> tu
         msgspec.Raw(msgspec.json.encode({"index": index, "embedding": vector.reshape(-1, vector.shape[-1]).tolist()}))
         for index, vector in enumerate(made)
     ]
+    return written, sum(map(len, ids))

@@ -51,7 +51,6 @@ class ObservingMiddleware:
             await self._app(scope, receive_noted, send_noted)
         finally:
             record.id = scope["state"].get("request_id", "")
-            record.token = scope["state"].get("token_name", "")
             record.seconds = time.perf_counter() - began
             if exchange is not None:
                 exchange.end(record)

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from localinfer.server.operation.request_record import RequestRecord
 from localinfer.server.transport.http import ApiError
 from localinfer.server.transport.settings import ServerSettings
 
@@ -65,11 +64,11 @@ class RateLimiter:
             buckets["requests"].left -= 1.0
         return _headers(buckets)
 
-    def charge(self, record: RequestRecord) -> None:
-        """Take the tokens of a request that has ended."""
-        bucket = self._bucket(record.token, "tokens")
+    def charge(self, token: str, count: int) -> None:
+        """Take so many tokens, which were read and generated."""
+        bucket = self._bucket(token, "tokens")
         if bucket is not None:
-            bucket.left -= sum(record.num_tokens())
+            bucket.left -= count
 
     def _bucket(self, token: str, kind: str) -> _Bucket | None:
         settings = self._settings()

@@ -26,13 +26,17 @@ _MOST_TOKENS = ("max_completion_tokens", "max_output_tokens", "max_tokens")
 
 
 class ReplyFigures(Protocol):
-    """What is read of a reply. finish_reasons, stats: one per text, None until it has ended. failure: what failed."""
+    """What is read of a reply.
+
+    finish_reasons, stats: one per text, None until it has ended. failure: what failed. is_cancelled: nothing runs on.
+    """
 
     id: str
     model_id: str
     finish_reasons: "list[str | None]"
     stats: "list[Stats | None]"
     failure: BaseException | None
+    is_cancelled: bool
 
     def num_used(self) -> tuple[int, int]:
         """Tokens of the prompts, each once, and tokens generated so far."""
@@ -111,7 +115,8 @@ class RequestRecord:
 
 def reply_facts(reply: ReplyFigures) -> dict[str, Any]:
     """How the texts of a reply ended, and what the first one waited for."""
-    facts: dict[str, Any] = {"finish_reasons": [reason or "abort" for reason in reply.finish_reasons]}
+    without = "abort" if reply.is_cancelled else "running"
+    facts: dict[str, Any] = {"finish_reasons": [reason or without for reason in reply.finish_reasons]}
     if (first := reply.stats[0]) is not None:
         facts["cached_tokens"] = sum(one.cached_tokens for one in reply.stats if one is not None)
         facts["time_to_first_token_seconds"] = round(first.time_to_first_token_seconds, 6)

@@ -130,11 +130,9 @@ class Service:
         self.settings = settings
 
     def observe(self, record: RequestRecord) -> None:
-        """Count what a request that has ended took."""
-        self.limiter.charge(record)
-        if record.reply is not None:
-            lengths = [0 if one is None else one.completion_tokens for one in record.reply.stats]
-            self.metrics.vllm.count_request(record.reply.model_id, lengths, record.max_tokens)
+        """Take the tokens of a request that has ended from its client's; those of a reply are taken at its own end."""
+        if record.reply is None:
+            self.limiter.charge(record.token, record.input_tokens)
 
     def fail_replies(self) -> None:
         """End what still runs, with an error that says why."""
@@ -201,8 +199,8 @@ class Service:
         lease = await self.lease(request, model)
         reply: Reply | None = None
         try:
-            reply = self._admit(lease, kind, plan(lease.llm), session, id_slot)
-            record_of(request.scope).reply = reply
+            record = record_of(request.scope)
+            record.reply = reply = self._admit(lease, kind, plan(lease.llm), session, id_slot, record)
             await reply.start()
         except BaseException:
             if reply is not None:
@@ -212,7 +210,13 @@ class Service:
         return reply
 
     def _admit(
-        self, lease: Lease, kind: str, plans: Sequence[TextPlan], session: str | None, id_slot: int | None
+        self,
+        lease: Lease,
+        kind: str,
+        plans: Sequence[TextPlan],
+        session: str | None,
+        id_slot: int | None,
+        record: RequestRecord,
     ) -> Reply:
         former = self._sessions.pop(session, None) if session else None
         if former is not None:
@@ -244,6 +248,9 @@ class Service:
                     slot.end()
             if session and self._sessions.get(session) is reply:
                 del self._sessions[session]
+            self.limiter.charge(record.token, sum(reply.num_used()))
+            lengths = [0 if one is None else one.completion_tokens for one in reply.stats]
+            self.metrics.vllm.count_request(reply.model_id, lengths, record.max_tokens)
             lease.close()
 
         assert self._state is not None, "the service is not open"
@@ -316,11 +323,11 @@ def route(path: str, endpoint: Endpoint, method: str = "GET", *, prompt_field: s
 
     async def guarded(request: Request) -> Response:
         request_id, record, service = request.state.request_id, record_of(request.scope), service_of(request)
-        record.route = path
+        record.route, record.token = path, request.scope["state"].get("token_name", "")
         headers: dict[str, str] = {}
         try:
             if method == "POST" and not path.endswith("/cancel"):
-                headers = service.limiter.admit(request.scope["state"].get("token_name", ""))
+                headers = service.limiter.admit(record.token)
             response = await endpoint(request)
         except (ClientGone, ClientDisconnect):
             response = Response(status_code=_CLIENT_CLOSED)
