@@ -17,6 +17,7 @@ from localinfer.system.folders import expand_home
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from localinfer.server.operation.request_record import Observer
     from localinfer.server.replies.configuration import Operation
     from localinfer.server.router.model_folder import ModelSource
     from localinfer.server.transport.access_tokens import AccessToken
@@ -100,7 +101,7 @@ def operating(
             log = stack.enter_context(RequestLog(expand_home(options.log_requests), size))
         elif options.log_requests_size is not None:
             raise RequestError("--log-requests-size bounds the file of --log-requests; name that file too")
-        observers = ()
+        observers: tuple[Observer, ...] = ()
         if wants_traces(options.otlp_endpoint):
             observers = (stack.enter_context(RequestTracer(options.otlp_endpoint)).observe,)
         yield Operation(observers, log, lambda settings: Configuration(*read_again(settings)))

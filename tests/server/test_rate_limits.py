@@ -137,3 +137,22 @@ def test_other_machines_are_answered_with_any_named_token():
     assert ServerSettings(host="0.0.0.0", tokens=(AccessToken("a", "b"),)).access_tokens[0].name == "a"
     with pytest.raises(RequestError, match="requests_per_minute"):
         ServerSettings(requests_per_minute=0)
+
+
+EMBEDDINGS = {
+    "/v1/embeddings": {"input": "word " * 300},
+    "/embedding": {"content": "word " * 300},
+    "/api/embed": {"model": "demo", "input": ["word " * 150] * 2},
+    "/api/embeddings": {"model": "demo", "prompt": "word " * 300},
+}
+
+
+def test_what_is_only_read_counts_too():
+    """A text longer than the limit is owed for minutes, by every API for vectors, each with a token of its own."""
+    tokens = parse_tokens("\n".join(f"one-{number}" for number in range(len(EMBEDDINGS))))
+    with serving(ServerSettings(port=0, tokens=tokens, tokens_per_minute=60)) as running:
+        for token, (path, body) in zip(tokens, EMBEDDINGS.items(), strict=True):
+            with client_of(running, token.value) as client:
+                assert client.post(path, json=body).status_code == 200, path
+                refused = client.post(path, json=body)
+                assert (refused.status_code, int(refused.headers["retry-after"]) > 60) == (429, True), path

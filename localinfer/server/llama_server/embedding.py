@@ -64,4 +64,3 @@ def _embed(llm: "LLM", prompts: list[Pieces], body: LlamaEmbeddingRequest) -> tu
         msgspec.Raw(msgspec.json.encode({"index": index, "embedding": vector.reshape(-1, vector.shape[-1]).tolist()}))
         for index, vector in enumerate(made)
     ]
-    return written, sum(map(len, ids))

@@ -68,7 +68,7 @@ _ANTHROPIC_TYPES = {
 OLLAMA = "/api/"
 """How the paths of Ollama's API begin, whose errors are one text."""
 _OLLAMA_STATUSES = {"queue_full": 503}
-"""Code of an error -> its status there, where that is another."""
+"""Code of an error -> its status there, where that is another: its clients know a full queue by 503."""
 
 DONE = b"data: [DONE]\n\n"
 PING = b": ping\n"
