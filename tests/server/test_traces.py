@@ -1,6 +1,7 @@
 """Spans of requests, in memory: OpenTelemetry's names for generative AI, and no text."""
 
 import importlib
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +15,7 @@ from localinfer.server.app import LocalServer
 from localinfer.server.operation import tracing
 from localinfer.server.replies.configuration import Operation
 from localinfer.server.transport.settings import ServerSettings
-from tests.limits import wait_until
+from tests.limits import seconds, wait_until
 
 SECRET = "a question about somebody"
 SCRIPTS = {"says": b"Nobody else's answer.", "fails": [*b"abc", ValueError("a secret")]}
@@ -143,3 +144,15 @@ def test_spans_go_where_the_option_or_the_environment_says(monkeypatch):
     assert not tracing.wants_traces(None) and tracing.wants_traces("http://host")
     monkeypatch.setenv(tracing.ENDPOINT_VARIABLES[0], "http://host")
     assert tracing.wants_traces(None)
+
+
+def test_closing_waits_no_longer_than_told_for_a_collector_that_does_not_answer(exporter, monkeypatch):
+    tracer = tracing.RequestTracer(exporter=exporter)
+    gate = threading.Event()
+    monkeypatch.setattr(exporter, "shutdown", lambda: gate.wait(seconds(30)))
+    monkeypatch.setattr(tracing, "_FLUSH_SECONDS", 0.01)
+    tracer.close()
+    assert any(thread.name == "localinfer-traces" for thread in threading.enumerate()), "it still tries"
+    gate.set()
+    assert wait_until(lambda: not any(thread.name == "localinfer-traces" for thread in threading.enumerate()))
+    tracer.close()

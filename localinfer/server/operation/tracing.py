@@ -6,6 +6,7 @@ this was written, and those of HTTP.
 """
 
 import os
+import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -22,7 +23,7 @@ ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_
 """Of the environment; either switches traces on. The exporter reads both, and the other variables of its standard."""
 _SERVICE = "localinfer"
 _TRACES_PATH = "/v1/traces"
-_FLUSH_MILLISECONDS = 500
+_FLUSH_SECONDS = 0.5
 _NANOSECONDS = 1_000_000_000
 _OPERATIONS = (("embed", "embeddings"), ("rerank", "embeddings"), ("chat", "chat"), ("messages", "chat"))
 _PARAMETERS = {
@@ -104,7 +105,10 @@ class RequestTracer(Closing):
         """Send what is left, and make no more spans; may be called again."""
         if not self._is_closed:
             self._is_closed = True
-            self._provider.force_flush(_FLUSH_MILLISECONDS)
+            # Where nobody takes them, it would try again for longer than it is told.
+            sending = threading.Thread(target=self._provider.shutdown, name="localinfer-traces", daemon=True)
+            sending.start()
+            sending.join(_FLUSH_SECONDS)
 
 
 def wants_traces(endpoint: str | None) -> bool:
