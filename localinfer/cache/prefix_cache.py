@@ -12,8 +12,8 @@ import numpy as np
 
 from localinfer.cache.block_pool import STATES_OF_SEQUENCE, PageNumbers, PagePool, default_kv_memory
 from localinfer.cache.eviction import KVEviction
-from localinfer.cache.prefix_node import CachedPath, Match
-from localinfer.cache.prefix_tree import PrefixTree, common_length
+from localinfer.cache.prefix_node import CachedPath, Match, common_length
+from localinfer.cache.prefix_tree import PrefixTree
 from localinfer.cache.sequence import SequenceCache
 from localinfer.cache.sequence_state import Settle
 from localinfer.cache.snapshots import DEFAULT_POLICY, SnapshotPolicy
@@ -119,7 +119,8 @@ class SnapshotStats:
 class CacheHints:
     """How a generation's ids are to be cached.
 
-    system_tokens: how many at the start of the prompt other prompts share; they are evicted after ordinary ones.
+    system_tokens: how many at the start of the prompt other prompts share; once another has, they are evicted after
+    ordinary ones.
     branch_tokens: how many at the start a later prompt is likely to share, such as all before the reply begins.
     is_pinned: all of them are evicted last. history: int32, ids of the chat so far; where the prompt parts from them,
     its chat template is the cause.
@@ -283,6 +284,12 @@ class PrefixCache:
         page_tokens = self.pool.page_tokens
         places = (prefix.size, self._policy.before_end(prefix.size, page_tokens), system - system % page_tokens)
         sequence.want_snapshots(*places, *hints.branch_tokens, parting=match.length)
+        # A text that shares little more than the system prefix is another conversation. Only then, or where all of it
+        # is one, that prefix is kept for others: most programs' side questions have one of their own.
+        goes_on = match.length > system + page_tokens
+        sequence.has_shared_prefix = system >= token_ids.size or system - page_tokens < match.length and not goes_on
+        # Snapshots are weighed by what they save.
+        sequence.num_turns = match.num_turns if goes_on and not self.pool.has_states else 0
         self._take(sequence, match)
         if not is_prompt:
             return Admission(sequence, sequence.length, None)
@@ -390,8 +397,9 @@ class PrefixCache:
             pages,
             windowed,
             snapshots=snapshots,
-            system_tokens=hints.system_tokens,
+            system_tokens=hints.system_tokens if sequence.has_shared_prefix else 0,
             is_pinned=hints.is_pinned,
+            num_turns=sequence.num_turns,
         )
         if snapshots:
             sequence.forget_snapshots(list(snapshots))
@@ -400,7 +408,7 @@ class PrefixCache:
         """Make a sequence share a match's full pages and copy a last one that is not full."""
         if not match.usable:
             return
-        self.tree.touch(match.node, match.usable)
+        self.tree.touch(match.node, match.usable, match.offset)
         num_pages = self.pool.num_pages_for(match.usable)
         sequence.adopt(match.pages[:num_pages], match.usable, match.windowed[:num_pages], match.state)
         self.counters.snapshot_hits += self.pool.has_states

@@ -1,5 +1,6 @@
 """What the prefix tree is made of: nodes with their pages and snapshots, and what a search finds in them."""
 
+from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -12,9 +13,15 @@ from localinfer.cache.sliding_window import BoolArray
 from localinfer.cache.snapshots import Snapshot, tokens_saved
 from localinfer.types import TokenIds
 
+_MOST_EVICTED_TEXTS = 256
+_MOST_EVICTED_TOKENS = 1 << 20
+"""Evicted texts, and token ids of them, that are kept."""
+_MOST_TURNS = 32
+"""More turns of a conversation are worth no more."""
+
 
 class Priority(IntEnum):
-    """The lower is evicted first; within a priority the least recently used."""
+    """The lower is evicted first; within a priority what was continued least, and of equals the least recently used."""
 
     ORDINARY = 0
     SYSTEM = 1
@@ -27,7 +34,8 @@ class PrefixNode:
 
     heads: int32[children, page_tokens], the first page of ids of each child, -1 where it is shorter. by_first_page: the
     children that have a whole page of ids, by its bytes. Both are made when needed, until the children change.
-    snapshots: of recurrent states, by how many of this node's ids they come after, at least one.
+    snapshots: of recurrent states, by how many of this node's ids they come after, at least one. num_turns: how often
+    the text that ends here was continued. worth: what it is worth to keep, by that and by when it was used; see `use`.
     """
 
     token_ids: TokenIds
@@ -40,6 +48,24 @@ class PrefixNode:
     heads: TokenIds | None = None
     by_first_page: dict[bytes, "PrefixNode"] | None = None
     snapshots: dict[int, Snapshot] = field(default_factory=dict)
+    num_turns: int = 0
+    worth: int = 0
+
+    @property
+    def eviction_order(self) -> tuple[Priority, int, int]:
+        """The least is evicted first."""
+        return self.priority, self.worth, self.last_used
+
+    def use(self, clock: int, age: int) -> None:
+        """Mark this node and all before it as used now. age: what the last text that was evicted was worth.
+
+        The sum of both is how GreedyDual-Frequency (Arlitt et al., 2000) weighs uses against age: a conversation of
+        many turns outlives texts that nobody continues and shorter conversations, unless so many are evicted that its
+        turns count no more.
+        """
+        worth = age + min(self.num_turns, _MOST_TURNS)
+        for step in self.ancestry():
+            step.last_used, step.worth = clock, max(step.worth, worth)
 
     def ancestry(self) -> Iterator["PrefixNode"]:
         """This node, its parent and so on, up to the root."""
@@ -133,6 +159,15 @@ class Match(NamedTuple):
     snapshots: Mapping[int, int]
 
     @property
+    def num_turns(self) -> int:
+        """How many turns a text has that goes on from here: one more than the text that ends here, or almost here."""
+        node, rest = self.node, self.node.token_ids.size - self.offset
+        if node.children:
+            # Somewhere in the midst of texts, of which another begins.
+            return node.num_turns
+        return node.num_turns + 1 if self.length and rest <= self.length // 8 else 0
+
+    @property
     def state(self) -> int:
         """Slot of the recurrent states at `usable`; NO_SLOT for a model without."""
         return self.snapshots.get(self.usable, NO_SLOT)
@@ -158,3 +193,34 @@ def snapshots_of(node: PrefixNode, length: int) -> dict[int, int]:
         for offset, snapshot in step.snapshots.items()
         if start + offset <= length
     }
+
+
+class EvictedTexts:
+    """Token ids of the texts that were evicted last, to explain later misses."""
+
+    def __init__(self) -> None:
+        self._texts: deque[TokenIds] = deque(maxlen=_MOST_EVICTED_TEXTS)
+
+    def add(self, token_ids: TokenIds) -> None:
+        """Keep an evicted text, unless a longer one that begins so is kept already."""
+        if self.shared_length(token_ids) == token_ids.size:
+            return
+        self._texts.append(token_ids)
+        while len(self._texts) > 1 and sum(ids.size for ids in self._texts) > _MOST_EVICTED_TOKENS:
+            self._texts.popleft()
+
+    def shared_length(self, token_ids: TokenIds) -> int:
+        """How many ids at the start of a text an evicted one has too."""
+        return max((common_length(ids, token_ids) for ids in self._texts), default=0)
+
+    def clear(self) -> None:
+        """Forget them."""
+        self._texts.clear()
+
+
+def common_length(a: TokenIds, b: TokenIds) -> int:
+    """How many ids two arrays share at their start."""
+    size = min(a.size, b.size)
+    differs = a[:size] != b[:size]
+    first = int(differs.argmax()) if size else 0
+    return first if size and differs[first] else size

@@ -11,7 +11,7 @@ With recurrent layers, nodes hold snapshots of their states at some positions, a
 They are evicted before leaves that were used later, first those that save least for their age.
 """
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
@@ -19,10 +19,12 @@ import numpy as np
 from localinfer.cache.block_pool import STATES_OF_SEQUENCE, PageNumbers, PagePool
 from localinfer.cache.prefix_node import (
     CachedPath,
+    EvictedTexts,
     Match,
     PrefixNode,
     Priority,
     SnapshotPlace,
+    common_length,
     places_of_snapshots,
     snapshots_of,
 )
@@ -32,9 +34,6 @@ from localinfer.types import TokenIds
 
 _EVICTION_SHARE = 64
 """When memory ends, at least this part of all pages is freed at once, so that the next page does not evict again."""
-_MOST_EVICTED_TEXTS = 256
-_MOST_EVICTED_TOKENS = 1 << 20
-"""Evicted texts, and token ids of them, kept to explain later misses."""
 
 
 class PrefixTree:
@@ -52,8 +51,8 @@ class PrefixTree:
         self._policy = policy
         nothing = np.zeros(0, np.int64)
         self.root = PrefixNode(nothing.astype(np.int32), nothing, nothing.astype(np.bool_), None, Priority.ORDINARY, 0)
-        self._clock = 0
-        self._evicted: deque[TokenIds] = deque(maxlen=_MOST_EVICTED_TEXTS)
+        self._clock = self._age = 0
+        self._evicted = EvictedTexts()
         self.num_pages = 0
         self.evicted_tokens = 0
         self.evicted_bytes = 0
@@ -89,11 +88,14 @@ class PrefixTree:
         usable = self._usable_length(has_part, length, snapshots)
         return Match(length, np.concatenate(pages), node, offset, has_part, usable, snapshots)
 
-    def touch(self, node: PrefixNode, position: int = 0) -> None:
-        """Mark a node and all before it as used just now, and the snapshot at a position, if there is one."""
+    def touch(self, node: PrefixNode, position: int = 0, offset: int | None = None) -> None:
+        """Mark a node and all before it as used just now, and the snapshot at a position, if there is one.
+
+        offset: how many of the node's ids were of use, if not all; below half, the node itself was of none.
+        """
         self._clock += 1
-        for step in node.ancestry():
-            step.last_used = self._clock
+        is_used = offset is None or 2 * offset >= node.token_ids.size or node.parent is None
+        (node if is_used else node.parent or node).use(self._clock, self._age)
         if position and self._pool.has_states:
             for step, start in node.path():
                 snapshot = step.snapshots.get(position - start)
@@ -109,13 +111,14 @@ class PrefixTree:
         snapshots: Mapping[int, int] | None = None,
         system_tokens: int = 0,
         is_pinned: bool = False,
+        num_turns: int = 0,
     ) -> None:
         """Link token ids whose keys and values lie in `pages`, one per started page; retain what is new.
 
         Where ids are cached already, their pages stay, unless they lack the sliding-window block that a new one has.
         windowed: bool[pages], which of them the caller holds with that part; None for all. snapshots: slots of
         recurrent states by position; what is new is retained. system_tokens: how many ids at the start, rounded down to
-        whole pages, are a system prefix. is_pinned: all of it is evicted last.
+        whole pages, are a system prefix. is_pinned: all of it is evicted last. num_turns: of the text's conversation.
         """
         page_tokens = self._pool.page_tokens
         assert self._pool.num_pages_for(token_ids.size) == pages.size, "as many pages as the token ids take"
@@ -123,7 +126,7 @@ class PrefixTree:
         system = min(system_tokens, token_ids.size) // page_tokens
         if system:
             self._insert(token_ids[: system * page_tokens], pages[:system], windowed[:system], Priority.SYSTEM)
-        self._insert(token_ids, pages, windowed, Priority.PINNED if is_pinned else Priority.ORDINARY)
+        self._insert(token_ids, pages, windowed, Priority.PINNED if is_pinned else Priority.ORDINARY, num_turns)
         if snapshots:
             self._add_snapshots(token_ids, snapshots)
 
@@ -140,6 +143,7 @@ class PrefixTree:
             leaf = self._oldest_leaf()
             if leaf is None or (freed >= count and leaf.priority > Priority.ORDINARY):
                 break
+            self._age = max(self._age, leaf.worth)
             freed += self._trim(leaf, wanted - freed)
         return freed
 
@@ -190,7 +194,7 @@ class PrefixTree:
 
     def evicted_length(self, token_ids: TokenIds) -> int:
         """The longest prefix that was evicted, as far as evicted texts are kept."""
-        return max((common_length(ids, token_ids) for ids in self._evicted), default=0)
+        return self._evicted.shared_length(token_ids)
 
     def _usable_length(self, windowed: BoolArray, length: int, snapshots: Mapping[int, int]) -> int:
         """The longest prefix of `length` positions that a sequence can continue from."""
@@ -251,7 +255,7 @@ class PrefixTree:
     def _oldest_leaf(self) -> PrefixNode | None:
         """Of the leaves whose last page is not in use, the first to evict."""
         idle = [leaf for leaf in self._leaves() if self._pool.counts[leaf.pages[-1]] <= 1]
-        return min(idle, key=lambda leaf: (leaf.priority, leaf.last_used), default=None)
+        return min(idle, key=lambda leaf: leaf.eviction_order, default=None)
 
     def _least_place(self, leaf: PrefixNode | None) -> SnapshotPlace | None:
         """Of the snapshots that are not in use and were used before this leaf, the first to evict.
@@ -308,7 +312,9 @@ class PrefixTree:
                     self._nodes_of_slot[slot] += 1
                     node.snapshots[position - start] = Snapshot(slot, self._clock)
 
-    def _insert(self, token_ids: TokenIds, pages: PageNumbers, windowed: BoolArray, priority: Priority) -> None:
+    def _insert(
+        self, token_ids: TokenIds, pages: PageNumbers, windowed: BoolArray, priority: Priority, num_turns: int = 0
+    ) -> None:
         page_tokens = self._pool.page_tokens
         node, start = self.root, 0
         while start < token_ids.size:
@@ -331,6 +337,7 @@ class PrefixTree:
                 common = rest.size
             child.priority = max(child.priority, priority)
             node, start = child, start + common
+        node.num_turns = max(node.num_turns, num_turns)
         self.touch(node)
 
     def _extends(self, leaf: PrefixNode, priority: Priority) -> bool:
@@ -387,6 +394,7 @@ class PrefixTree:
         snapshots = node.snapshots.items()
         upper.snapshots = {offset: snapshot for offset, snapshot in snapshots if offset <= length}
         lower.snapshots = {offset - length: snapshot for offset, snapshot in snapshots if offset > length}
+        upper.num_turns, upper.worth = lower.num_turns, lower.worth = node.num_turns, node.worth
         upper.children, lower.children = [lower], node.children
         for child in node.children:
             child.parent = lower
@@ -468,7 +476,7 @@ class PrefixTree:
             return 0
         if self.on_evict is not None:
             self.on_evict(path, path.token_ids.size - lost)
-        self._keep_evicted(path.token_ids)
+        self._evicted.add(path.token_ids)
         surplus, surplus_windowed = leaf.pages[kept:], leaf.windowed[kept:]
         if kept:
             ids = leaf.token_ids[: kept * page_tokens].copy()
@@ -485,19 +493,3 @@ class PrefixTree:
         self.evicted_tokens += lost
         self.evicted_bytes += self._pool.num_bytes(surplus.size, int(surplus_windowed.sum()))
         return surplus.size
-
-    def _keep_evicted(self, token_ids: TokenIds) -> None:
-        """Keep the ids of an evicted text, unless a longer one that begins so is kept already."""
-        if self.evicted_length(token_ids) == token_ids.size:
-            return
-        self._evicted.append(token_ids)
-        while len(self._evicted) > 1 and sum(ids.size for ids in self._evicted) > _MOST_EVICTED_TOKENS:
-            self._evicted.popleft()
-
-
-def common_length(a: TokenIds, b: TokenIds) -> int:
-    """How many ids two arrays share at their start."""
-    size = min(a.size, b.size)
-    differs = a[:size] != b[:size]
-    first = int(differs.argmax()) if size else 0
-    return first if size and differs[first] else size

@@ -40,7 +40,8 @@ class SequenceCache:
 
     window: bounds how many pages are held; `reserve` drops the others. From then on the sequence is not exact: it is
     an approximation of what the model says to the whole text. keeps_unseen: nothing is freed and every rollback is
-    possible, as measuring needs it. policy: which snapshots are taken, once `want_snapshots` was called.
+    possible, as measuring needs it. policy: which snapshots are taken, once `want_snapshots` was called. num_turns: how
+    often the text that it goes on with was continued. has_shared_prefix: whether another text has its system prefix.
 
     For models with draft layers it carries the hidden states of the last position, which only decide how well is
     drafted. They are unknown where it goes on from a cached prefix, and after a rollback that `carry` does not follow:
@@ -58,6 +59,8 @@ class SequenceCache:
         policy: SnapshotPolicy | None = None,
     ) -> None:
         self.length = 0
+        self.num_turns = 0
+        self.has_shared_prefix = False
         self.pages: PageNumbers = _NO_PAGES
         self.windowed: BoolArray = np.zeros(0, np.bool_)
         self.page_addresses: NDArray[np.int64] = _NO_PAGES

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from localinfer.arguments import check_number
 from localinfer.cache.prefix_cache import PrefixCache
-from localinfer.cache.prefix_tree import common_length
+from localinfer.cache.prefix_node import common_length
 from localinfer.engine.request import NO_TOKEN, Request, StepLock, TokenEvent
 from localinfer.engine.runner import ModelRunner, ScheduledSequence, ShouldAbort
 from localinfer.errors import ClosedError, OutOfMemoryError, OverloadedError

@@ -6,7 +6,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.cache.prefix_tree import common_length
+from localinfer.cache.prefix_node import common_length
 from localinfer.chat.history import SessionHistory
 from localinfer.chat.reply import ReplyOptions
 from localinfer.chat.tool_choice import ToolChoice
