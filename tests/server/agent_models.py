@@ -24,7 +24,7 @@ Script = Callable[[Sequence[Mapping[str, Any]], Mapping[str, Any]], AssistantMes
 """Messages and options of a chat -> the reply that the model is to give."""
 
 CONTEXT = 131_072
-HIDDEN, FEED_FORWARD, HEAD_SIZE = 32, 32, 16
+HEAD_SIZE = 16
 TEMPLATE = """\
 {%- set has_system = messages[0].role == "system" -%}
 {%- if has_system or tools -%}
@@ -66,18 +66,20 @@ TEMPLATE = """\
 """
 
 
-def write_agent_model(path: Path) -> Path:
-    """Write a llama of one layer with the demo model's vocabulary; return its path."""
+def write_agent_model(path: Path, *, layers: int = 1, heads: int = 2, head_size: int = HEAD_SIZE) -> Path:
+    """Write a llama with the demo model's vocabulary, as wide as its heads are together; return its path."""
+    hidden, kv_size = heads * head_size, max(1, heads // 4) * head_size
+    feed_forward = hidden if layers == 1 else 3 * hidden
     writer = gguf.GGUFWriter(str(path), "llama")
     writer.add_name("agent-test")
-    writer.add_block_count(1)
+    writer.add_block_count(layers)
     writer.add_context_length(CONTEXT)
-    writer.add_embedding_length(HIDDEN)
-    writer.add_feed_forward_length(FEED_FORWARD)
-    writer.add_head_count(2)
-    writer.add_head_count_kv(1)
-    writer.add_key_length(HEAD_SIZE)
-    writer.add_value_length(HEAD_SIZE)
+    writer.add_embedding_length(hidden)
+    writer.add_feed_forward_length(feed_forward)
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(kv_size // head_size)
+    writer.add_key_length(head_size)
+    writer.add_value_length(head_size)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_freq_base(1e6)
     with read_gguf(MODEL.path) as demo:
@@ -93,19 +95,20 @@ def write_agent_model(path: Path) -> Path:
     writer.add_eot_token_id(3)
     writer.add_add_bos_token(True)
     writer.add_chat_template(TEMPLATE)
-    shapes = {"token_embd": (len(tokens), HIDDEN), "output": (len(tokens), HIDDEN), "output_norm": (HIDDEN,)}
-    for name, shape in (
-        ("attn_norm", (HIDDEN,)),
-        ("attn_q", (2 * HEAD_SIZE, HIDDEN)),
-        ("attn_k", (HEAD_SIZE, HIDDEN)),
-        ("attn_v", (HEAD_SIZE, HIDDEN)),
-        ("attn_output", (HIDDEN, 2 * HEAD_SIZE)),
-        ("ffn_norm", (HIDDEN,)),
-        ("ffn_gate", (FEED_FORWARD, HIDDEN)),
-        ("ffn_up", (FEED_FORWARD, HIDDEN)),
-        ("ffn_down", (HIDDEN, FEED_FORWARD)),
-    ):
-        shapes[f"blk.0.{name}"] = shape
+    shapes = {"token_embd": (len(tokens), hidden), "output": (len(tokens), hidden), "output_norm": (hidden,)}
+    for layer in range(layers):
+        for name, shape in (
+            ("attn_norm", (hidden,)),
+            ("attn_q", (hidden, hidden)),
+            ("attn_k", (kv_size, hidden)),
+            ("attn_v", (kv_size, hidden)),
+            ("attn_output", (hidden, hidden)),
+            ("ffn_norm", (hidden,)),
+            ("ffn_gate", (feed_forward, hidden)),
+            ("ffn_up", (feed_forward, hidden)),
+            ("ffn_down", (hidden, feed_forward)),
+        ):
+            shapes[f"blk.{layer}.{name}"] = shape
     generator = np.random.default_rng(7)
     for name, shape in shapes.items():
         values = generator.standard_normal(shape, dtype=np.float32)
