@@ -79,7 +79,6 @@ def _info(*, supports: bool) -> ModelInfo:
         chat_template=None,
         supports_tools=supports,
         supports_thinking=supports,
-        sampling={},
     )
 
 
