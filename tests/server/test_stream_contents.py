@@ -136,7 +136,7 @@ def test_fault_of_the_server_tells_its_request_and_nothing_else(scripted):
 
 def test_fault_after_the_start_is_an_event_of_the_other_routes_too(scripted):
     response = scripted.post("/v1/messages", json=body("failing", max_tokens=9, stream=True))
-    assert named_events(response)[-1]["error"]["type"] == "server_error"
+    assert named_events(response)[-1]["error"]["type"] == "api_error"
     response = scripted.post("/v1/responses", json={"model": "failing", "input": "hi", "stream": True})
     *events, error, failed = named_events(response)
     assert (error["type"], error["sequence_number"]) == ("error", len(events))
