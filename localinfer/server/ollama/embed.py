@@ -80,7 +80,6 @@ async def embed(request: Request) -> Response:
         "load_duration": nanoseconds(loaded - begun.began),
         "prompt_eval_count": count,
     }
-    record_of(request.scope).input_tokens = count
     return json_response({**answer, **warnings})
 
 
