@@ -12,6 +12,7 @@ from localinfer.server.operation.rate_limits import RateLimiter
 from localinfer.server.transport.access_tokens import AccessToken, matching_token, parse_tokens
 from localinfer.server.transport.http import ApiError
 from localinfer.server.transport.settings import ServerSettings
+from tests.limits import wait_until
 
 PATH = "/v1/chat/completions"
 TOKENS = parse_tokens("alice: first\nbob: second\nthird\n")
@@ -156,3 +157,21 @@ def test_what_is_only_read_counts_too():
                 assert client.post(path, json=body).status_code == 200, path
                 refused = client.post(path, json=body)
                 assert (refused.status_code, int(refused.headers["retry-after"]) > 60) == (429, True), path
+
+
+def test_a_reply_in_the_background_is_taken_from_who_asked_for_it():
+    scripts = {"says": b"x" * 200}
+    settings = ServerSettings(port=0, tokens=TOKENS, tokens_per_minute=60)
+    with (
+        serving(settings, sources=scripted_sources("says"), load=loader(scripts)) as running,
+        client_of(running, "first") as alice,
+        client_of(running, "second") as bob,
+    ):
+        asked = {"model": "says", "input": "hi", "background": True, "temperature": 0}
+        begun = alice.post("/v1/responses", json=asked)
+        assert (begun.status_code, begun.json()["status"] in ("queued", "in_progress")) == (200, True)
+        path = f"/v1/responses/{begun.json()['id']}"
+        assert wait_until(lambda: alice.get(path).json()["status"] == "completed")
+        assert alice.get(path).json()["usage"]["output_tokens"] > 100
+        assert wait_until(lambda: alice.post(PATH, json=ASK).status_code == 429)
+        assert bob.post(PATH, json=ASK).status_code == 200
