@@ -5,9 +5,10 @@
 adds a message of the same length. The model has random weights: 32 heads of 64 make it as wide as 1.1 billion
 parameters do. Everything goes through the server, streamed; seconds go from the request to the first event with text.
 
-lone message: one as long as a chat of its own, and as the first of another chat with the same head. Every token of a turn also attends to all before it, which costs
-context / (6 x width) of what the weights cost at least; "bound" is the lone message's time with that part added. `--volatile`
-puts a line with the turn's number first, `--move` moves it as `serve --move-volatile-head` does.
+lone message: one as long as a chat of its own, and as the first of another chat with the same head. Every token of a
+turn also attends to all before it, which costs context / (6 x width) of what the weights cost at least; "bound" is the
+lone message's time with that part added. `--volatile` puts a line with the turn's number first, `--move` moves it as
+`serve --move-volatile-head` does.
 """
 
 import argparse

@@ -129,3 +129,14 @@ def test_every_event_is_of_a_type_that_official_packages_have(replayed):
         for event in answer.events:
             if event.get("type") != "ping":
                 adapter.validate_python(event)
+
+
+def test_what_is_refused_has_a_message_where_programs_look_for_it(path: Path):
+    with agent_server(path) as server:
+        for sent in (read_session(name)[0] for name in NAMES):
+            for member, value in (("no_such_member", 1), ("model", 5)):
+                body = {**sent.body, member: value}
+                answer = server.client.post(sent.path, json=body, headers=dict(sent.headers))
+                assert answer.status_code == 400 and answer.headers["content-type"].startswith("application/json")
+                error = answer.json()["error"]
+                assert member in error["message"] and error["type"] == "invalid_request_error"
