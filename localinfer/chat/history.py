@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from localinfer.chat.system_messages import SYSTEM_ROLES
 from localinfer.errors import TemplateError
 from localinfer.models.text.tokenizer import StreamDecoder
 
@@ -32,7 +33,6 @@ _MOST_OF_SESSION = 8
 """Chats that a session keeps beside the shared ones: each repeats the text of those before it."""
 _MOST_PREFIXES = 16
 _CUT_TOKENS = 4
-_SYSTEM_ROLES = ("system", "developer")
 
 
 @dataclass(frozen=True)
@@ -337,7 +337,7 @@ def _changed(messages: Sequence[Mapping[str, Any]], index: int) -> list[Mapping[
 
 def _first_message(messages: Sequence[Mapping[str, Any]]) -> int:
     """Index of the first message after the system's."""
-    return next((i for i, message in enumerate(messages) if message["role"] not in _SYSTEM_ROLES), len(messages))
+    return next((i for i, message in enumerate(messages) if message["role"] not in SYSTEM_ROLES), len(messages))
 
 
 def _answered_ids(

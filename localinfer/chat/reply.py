@@ -11,6 +11,7 @@ from localinfer.chat.constraints import Constraint, ConstraintCompiler, grammar_
 from localinfer.chat.grammar import ReasoningState, reply_grammar
 from localinfer.chat.messages import Tool, read_tools
 from localinfer.chat.parser import ReplyParser
+from localinfer.chat.system_messages import SYSTEM_ROLES, has_late_system, placed_system
 from localinfer.chat.template_messages import template_messages, with_reasoning_as
 from localinfer.chat.thinking import ThinkingBudget
 from localinfer.chat.tool_choice import ToolChoice, choose_tools
@@ -160,6 +161,7 @@ class ChatRequest:
 
     def _messages(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
         """Messages as the template expects them."""
+        messages = self.formats.with_system_taken(messages)
         if self.format.reasoning is not None:
             messages = with_reasoning_as(self.format.reasoning.member, messages)
         if not self.described and not any(
@@ -206,6 +208,27 @@ class TemplateFormats:
         except TemplateError:
             return False
         return True
+
+    @cached_property
+    def _has_late_system(self) -> bool:
+        """Whether the template takes system messages behind others, and writes them."""
+        late = "late system message"
+        roles = ("system", "user", "system", "user")
+        try:
+            text = self._template.render(
+                [{"role": role, "content": late if i == 2 else role} for i, role in enumerate(roles)]
+            )
+        except TemplateError:
+            return False
+        return late in text
+
+    def with_system_taken(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+        """Messages with system messages only where the template takes them; see `placed_system`."""
+        if has_late_system(messages) and not self._has_late_system:
+            return placed_system(messages, takes_one=self.has_system)
+        if messages and messages[0]["role"] in SYSTEM_ROLES and not self.has_system:
+            return placed_system(messages, takes_one=False)
+        return messages
 
     @cached_property
     def _ends(self) -> SpellingFinder:

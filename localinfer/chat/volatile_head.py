@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from difflib import SequenceMatcher
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from localinfer.chat.system_messages import SYSTEM_ROLES
 from localinfer.types import TokenIds
 
 if TYPE_CHECKING:
@@ -30,7 +31,6 @@ _LEAST_SHARED = 0.75
 _MOST_HEADS = 32
 _MOST_LINES = 4096
 _MOST_NOTES = 4096
-_SYSTEM_ROLES = ("system", "developer")
 
 
 class HeadLine(NamedTuple):
@@ -181,7 +181,7 @@ def _system_messages(messages: Messages) -> Sequence[Mapping[str, Any]]:
     """The system messages at the start, as far as they are text."""
     found = []
     for message in messages:
-        if message["role"] not in _SYSTEM_ROLES or not isinstance(message.get("content"), str):
+        if message["role"] not in SYSTEM_ROLES or not isinstance(message.get("content"), str):
             break
         found.append(message)
     return found

@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
-from agent_models import given_replies, load_agent_model, write_agent_model
+from agent_models import TEMPLATE, given_replies, load_agent_model, write_agent_model
 from agent_replies import Answer, read_answer
 from agent_sessions import NAMES, AgentRequest, chat_reply, read_session
 from client_imports import import_or_skip
@@ -140,3 +140,14 @@ def test_what_is_refused_has_a_message_where_programs_look_for_it(path: Path):
                 assert answer.status_code == 400 and answer.headers["content-type"].startswith("application/json")
                 error = answer.json()["error"]
                 assert member in error["message"] and error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("refused", ["message.role == 'system' and not loop.first", "message.role == 'system'"])
+def test_templates_that_refuse_system_messages_answer_every_session(path: Path, refused: str):
+    check = (
+        f"{{% for message in messages %}}{{% if {refused} %}}{{{{ raise_exception('no') }}}}{{% endif %}}{{% endfor %}}"
+    )
+    with agent_server(path, chat_template=check + TEMPLATE) as server:
+        for name in NAMES:
+            for request in read_session(name)[:3]:
+                assert server.ask(request).message == request.reply
