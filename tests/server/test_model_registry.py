@@ -385,7 +385,7 @@ def test_a_load_that_finds_no_room_at_all_tells_what_holds_it():
     async def test(registry: ModelRegistry, loader: Loader) -> None:
         await registry.load("pinned")
         loader.too_large = {"b"}
-        with pytest.raises(OutOfMemoryError, match=r"there is another model \(pinned holds 1 MB and is pinned\)"):
+        with pytest.raises(ModelLoadError, match=r"'b' could not be loaded \(pinned holds 1 MB and is pinned\)"):
             await registry.load("b")
 
     run(test, [*pinned, *sources("b")])

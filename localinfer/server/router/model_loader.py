@@ -122,7 +122,7 @@ class ModelLoader:
                 need = model.need = await self._work(source, lambda: self._measure(source), lambda need: None)
         except ModelLoadError as error:
             if model.failure is None:
-                logger.warning("%s cannot be read: %s", source.id, " ".join(str(error.__cause__).split()))
+                logger.info("%s cannot be read: %s", source.id, " ".join(str(error.__cause__).split()))
             model.failure = error
             raise
         finally:
@@ -157,9 +157,9 @@ class ModelLoader:
                     if not in_the_way:
                         try:
                             return await self._load_now(model)
-                        except OutOfMemoryError:
+                        except ModelLoadError as error:
                             in_the_way = self._busy_models()[:1]
-                            if not in_the_way:
+                            if not in_the_way or not isinstance(error.__cause__, OutOfMemoryError):
                                 raise
                     changed = self._changes.next
                 model.waiting_for = tuple(other.source.id for other in in_the_way)
@@ -183,7 +183,7 @@ class ModelLoader:
     async def _load_now(self, model: ServedModel) -> "LLM":
         """Load a model, without idle others where only the load finds out that there is no room, as on a GPU.
 
-        Raises: OutOfMemoryError with what holds the memory; ModelLoadError.
+        Raises: ModelLoadError, with what holds the memory if there is too little.
         """
         source = model.source
         while True:
@@ -196,7 +196,7 @@ class ModelLoader:
                     raise
                 idle = self._idle_models()
                 if not idle:
-                    raise OutOfMemoryError(f"{error.__cause__} ({self._holders()})") from None
+                    raise ModelLoadError(source.id, self._holders()) from error.__cause__
                 await self.unload(idle[0])
                 continue
             model.llm, model.last_used_seconds = llm, time.monotonic()

@@ -180,10 +180,13 @@ def shutting_down(message: str = "the server is being stopped; try again") -> Ap
 
 
 class ModelLoadError(Exception):
-    """A model could not be loaded; its cause says why, and holds what no client may read, such as a path."""
+    """A model could not be loaded; its cause says why, and holds what no client may read, such as a path.
 
-    def __init__(self, model_id: str) -> None:
-        super().__init__(f"the model {model_id!r} could not be loaded")
+    more: of the reason, for clients.
+    """
+
+    def __init__(self, model_id: str, more: str = "") -> None:
+        super().__init__(f"the model {model_id!r} could not be loaded" + (f" ({more})" if more else ""))
 
 
 def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
