@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from localinfer.cli.config_option import is_from_config, takes_config
+from localinfer.cli.constraint_preparation import prepare_in_background
 from localinfer.cli.ending import Ending
 from localinfer.cli.options import COUNT, LoadOptions, byte_size, flag, load_options, option
 from localinfer.cli.ready_line import READY_JSON, ReadyLine, drain_stderr
@@ -197,7 +198,7 @@ def _serve(
     def load(source: "ModelSource") -> "LLM":
         llm = load_source(source, options, threads, server.service.note_load)
         defaults.apply(llm, source.settings.sampling)
-        return agents.prepared(llm)
+        return prepare_in_background(agents.prepared(llm))
 
     def make_registry(metrics: "Metrics") -> "ModelRegistry":
         return ModelRegistry(
