@@ -31,31 +31,39 @@ class ChosenTools:
 
 def choose_tools(tools: tuple[Tool, ...], choice: ToolChoice | None) -> ChosenTools:
     """What a choice means with these tools. Raises: RequestError for a choice that is none, or of unknown tools."""
-    kind: object = choice
+    kind: object = choice if isinstance(choice, str) else None
     if isinstance(choice, Mapping):
-        kind = choice.get("type")
+        kind = _word(choice.get("type"))
         if kind in ("function", "tool") or "function" in choice:
             return ChosenTools((_named(choice, tools, choice),), must_call=True, is_single=True)
         if kind == "allowed_tools":
             return _allowed(choice, tools)
-    if choice is None or kind == "auto":
-        return ChosenTools(tools)
-    if kind == "none":
-        return ChosenTools(())
-    if kind in ("required", "any"):
-        return ChosenTools(_some(tools, kind), must_call=True)
+    match kind:
+        case None if choice is None:
+            return ChosenTools(tools)
+        case "auto":
+            return ChosenTools(tools)
+        case "none":
+            return ChosenTools(())
+        case "required" | "any":
+            return ChosenTools(_some(tools, kind), must_call=True)
     raise RequestError(f"tool_choice is {shown(choice)}; {_WAYS}")
 
 
 def _allowed(choice: Mapping[str, Any], tools: tuple[Tool, ...]) -> ChosenTools:
     given = choice.get("allowed_tools", choice)
     allowed = given.get("tools") if isinstance(given, Mapping) else None
-    mode = given.get("mode", "auto") if isinstance(given, Mapping) else None
+    mode = _word(given.get("mode", "auto")) if isinstance(given, Mapping) else None
     if not isinstance(allowed, Sequence) or isinstance(allowed, str | bytes) or mode not in ("auto", "required"):
         raise RequestError(f"tool_choice is {shown(choice)}; give allowed_tools a mode, auto or required, and tools")
     named = [_named(one, tools, choice) for one in allowed]
     found = tuple(tool for tool in tools if tool in named)
     return ChosenTools(_some(found, mode) if mode == "required" else found, must_call=mode == "required")
+
+
+def _word(value: object) -> str | None:
+    """A text; None for anything else, which may not even compare with one."""
+    return value if isinstance(value, str) else None
 
 
 def _some(tools: tuple[Tool, ...], choice: object) -> tuple[Tool, ...]:
@@ -67,7 +75,7 @@ def _some(tools: tuple[Tool, ...], choice: object) -> tuple[Tool, ...]:
 def _named(one: object, tools: tuple[Tool, ...], choice: Mapping[str, Any]) -> Tool:
     """The tool that a choice names, with or without a wrapper."""
     function = one.get("function", one) if isinstance(one, Mapping) else None
-    name = function.get("name") if isinstance(function, Mapping) else None
+    name = _word(function.get("name")) if isinstance(function, Mapping) else None
     for tool in tools:
         if tool.name == name:
             return tool

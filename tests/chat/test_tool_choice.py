@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 
 from localinfer.chat.messages import read_tools
@@ -71,6 +72,10 @@ def test_choices_of_every_api_are_read(choice: Any, names: str, must_call: bool,
         {"type": "allowed_tools", "tools": [named("other")]},
         {"type": "allowed_tools", "mode": "required", "tools": []},
         3,
+        np.zeros(2),
+        {"type": np.zeros(2)},
+        {"type": "allowed_tools", "mode": np.zeros(2), "tools": [named("get")]},
+        {"type": "function", "name": np.zeros(2)},
     ],
     ids=repr,
 )
