@@ -65,7 +65,7 @@ def reply_grammar(
             options += ["section", *(f"{writer.literal(begin)} first_call" for begin in calls.other_begins)]
             not_text += calls.other_begins
         else:
-            rules += _calls_behind(writer, "text_and_calls", "TEXT", calls, "")
+            rules += _calls_behind(writer, "text_and_calls", "TEXT", calls)
             options.append("text_and_calls")
         if not calls.trigger:
             not_text.append(calls.opening + calls.begin)
@@ -97,25 +97,27 @@ def _reasoning_rules(
     rules = writer.until("thought", "THOUGHT", reasoning.end)
     behind = f"thought GAP {writer.literal(reasoning.following)} reply"
     if calls is not None and calls.trigger:
-        rules += _calls_behind(writer, "thought_and_calls", "THOUGHT", calls, "\n")
+        rules += _calls_behind(writer, "thought_and_calls", "THOUGHT", calls, is_about_calls=True)
         behind = f"({behind} | thought_and_calls | GAP section)"
     if state == "open":
         return [f"start: {behind}", *rules]
     return [f"start: GAP {writer.literal(reasoning.begin)} {behind} | reply", *rules]
 
 
-def _calls_behind(writer: GrammarWriter, rule: str, text: str, calls: CallFormat, line: str) -> list[str]:
+def _calls_behind(
+    writer: GrammarWriter, rule: str, text: str, calls: CallFormat, *, is_about_calls: bool = False
+) -> list[str]:
     """Rules, the first named `rule`, for calls behind a text, which ends where the first of them begins.
 
-    line: what stands before markers that a text may be about; then the text ends where all that begins a call stands.
+    is_about_calls: the text may have the marker that calls begin with, unless that is a control token, but no more.
     """
     made, choices = [], []
     for index, begin in enumerate((calls.opening + calls.begin, *calls.late_begins)):
         marker = first_marker(begin)
-        is_control = writer.is_control(marker)
-        head, rest = (marker, begin[len(marker) :]) if is_control or not line else (line + begin, "")
+        head = begin if is_about_calls and not writer.is_control(marker) else marker
         made += writer.until(f"{rule}_{index}", text, head)
-        choices.append(f"{rule}_{index} {writer.literal(rest)} {'late_call' if index else 'first_call'}")
+        rest = writer.literal(begin[len(head) :])
+        choices.append(f"{rule}_{index} {rest} {'late_call' if index else 'first_call'}")
     return [f"{rule}: {' | '.join(choices)}", *made]
 
 

@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator
 
-from localinfer.models.text.reply_format import CALL_ID, CALL_NUMBER, CONTROL_BEGINS, PARAMETER_NAME
+from localinfer.models.text.reply_format import CALL_ID, CALL_NUMBER, PARAMETER_NAME
 from localinfer.models.text.splitting import SpellingFinder
 
 ANY = "/(?s:.*)/"
@@ -33,8 +33,8 @@ class GrammarWriter:
         return [f"{name}: {expression}" for name, expression in sorted(self._terminals)]
 
     def is_control(self, marker: str) -> bool:
-        """Whether a marker is a control token, or looks like one."""
-        return marker.startswith(CONTROL_BEGINS) or any(found.start == 0 for found in self._specials.find(marker))
+        """Whether a marker is a control token, or begins with one."""
+        return any(found.start == 0 for found in self._specials.find(marker))
 
     def literal(self, text: str) -> str:
         """A text."""

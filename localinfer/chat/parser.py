@@ -11,7 +11,7 @@ from localinfer.chat.matching import Mark, id_in, marks_of, match_length, name_l
 from localinfer.chat.notation_reader import NotationReader
 from localinfer.chat.parameter_reader import ParameterReader
 from localinfer.models.text.known_calls import HERMES
-from localinfer.models.text.reply_format import CALL_NAME, CONTROL_BEGINS, CallFormat, ReasoningFormat
+from localinfer.models.text.reply_format import CALL_NAME, CallFormat, ReasoningFormat
 
 _NOT_NAME = re.compile(r"[^A-Za-z0-9_.:-]")
 _MEMBER = re.compile(r',\s*"\w{1,32}"\s*:\s*("[^"\\]{0,64}"|\d{1,9}(?=\D))\s*')
@@ -95,7 +95,6 @@ class ReplyParser:
         may_call = calls_in_reasoning and calls is not None and not self._format.answer_begin
         self._thought_marks = [mark for mark in self._marks if mark.state == "call" and may_call]
         self._is_thinking = False
-        self._is_line_start = True
         self._has_content = self._has_reasoning = False
         self._state: Callable[[], bool] = self._start
         if reasoning is not None:
@@ -178,25 +177,19 @@ class ReplyParser:
             self._is_thinking = False
             return self._go(self._gap)
         self._held = self._release(self._reasoning, end, *(mark.first for mark in marks))
-        self._is_line_start = self._is_line_start and not self._reasoning[-1]
         return False
 
     def _call_in_thought(self, place: int, mark: Mark) -> bool | None:
-        """At what may begin a call inside the reasoning: whether to go on, None if it begins none.
-
-        Markers that a model may write about count where a line begins only.
-        """
-        before = self._held[:place].rstrip()
-        gap = self._held[len(before) : place]
-        is_apart = "\n" in gap or mark.first.startswith(CONTROL_BEGINS) or (not before and self._is_line_start)
-        length = match_length(self._held[place:], mark.literal) if is_apart else -1
+        """At what may begin a call inside the reasoning: whether to go on, None if it begins none."""
+        length = match_length(self._held[place:], mark.literal)
         if length == -1:
             return None
+        before = self._held[:place].rstrip()
         self._reasoning.append(before)
         self._held = self._held[len(before) :]
         if length is None:
             return False
-        self._is_thinking, self._is_line_start = True, False
+        self._is_thinking = True
         return self._begin_call(place - len(before) + length, mark.literal)
 
     def _gap(self) -> bool:
@@ -290,7 +283,6 @@ class ReplyParser:
         if max(length, empty) < 0 or not name:
             # It only began like a call.
             self._texts.append(self._begun)
-            self._is_line_start = False
             return self._go(self._behind_calls())
         self._index += 1
         self._deltas.append(ToolCallDelta(self._index, id=self._id(rest[:length], middle), name=name))
@@ -389,8 +381,7 @@ class ReplyParser:
         if not rest:
             return False
         is_first = not (self._has_reasoning if self._is_thinking else self._has_content)
-        self._is_line_start = is_first and not any(self._texts)
-        if self._is_line_start:
+        if is_first and not any(self._texts):
             self._held = rest
         return self._go(self._behind_calls())
 

@@ -46,7 +46,8 @@ def parsed(pieces: list[str], name: str, *, is_open: bool, calls_in_reasoning: b
         ("hermes", f"So.\n{CALL}\n</think>\n\nDone.\n{OTHER}", "Done.", "So.", [ONE, TWO]),
         ("hermes", f"So.\n</think>\n\nFirst.\n{CALL}\nThen.\n{OTHER} End.", "First.\nThen. End.", "So.", [ONE, TWO]),
         # What reasoning is about is not done.
-        ("hermes", f"I could write {CALL} here.\n</think>\n\nHi", "Hi", f"I could write {CALL} here.", []),
+        ("hermes", f"I call {CALL} now.\n</think>\n\nHi", "Hi", "I call now.", [ONE]),
+        ("hermes", "A call begins with <tool_call>.\n</think>\n\nHi", "Hi", "A call begins with <tool_call>.", []),
         (
             "hermes",
             "A <tool_call> is one.\n<tool_call>\nNo.\n</think>\n\nHi",
