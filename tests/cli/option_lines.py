@@ -107,7 +107,7 @@ GOOD = {
     """,
     "mcp": """
         --no-disk-cache --chat-template {template} {yarn}
-        --no-disk-cache {linear} --set llama.rope.freq_base=20000 --no-config
+        --no-disk-cache {linear} --set llama.rope.freq_base=20000 --no-config --ignore-model-sampling
         --model {demo} --device cpu --gpu-layers 0 --threads 1 --no-disk-cache --context-length 512
         --kv-type q8_0/f16 --kv-memory 64MB --disk-cache-size 1MB --disk-cache-folder {folder}
         --kv-window 256 --no-disk-cache

@@ -164,7 +164,7 @@ def test_conversation_and_its_items_are_changed_and_deleted(tcp, post):
 def test_tokens_of_a_prompt_are_counted_before_it_is_sent(post):
     reply = post(**ASK, instructions="Be brief.")
     asked = {"input": ASK["input"], "instructions": "Be brief."}
-    counted = post(f"{PATH}/input_tokens", **asked)
+    counted = post(f"{PATH}/input_tokens", **asked, enable_thinking=True)
     assert counted == {"object": "response.input_tokens", "input_tokens": reply["usage"]["input_tokens"]}
     more = post(f"{PATH}/input_tokens", input="Go on.", previous_response_id=reply["id"])
     assert more["input_tokens"] == post(**MORE, previous_response_id=reply["id"])["usage"]["input_tokens"]

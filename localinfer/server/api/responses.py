@@ -20,6 +20,7 @@ from localinfer.server.api.responses_memory import ResponseMemory, Turn, memory_
 from localinfer.server.api.responses_request import ResponsesRequest
 from localinfer.server.api.responses_writer import ResponseWriter
 from localinfer.server.api.writer import chat_plan, serve_reply
+from localinfer.server.replies.fields import without_missing_thinking
 from localinfer.server.replies.message_fields import ChatMessage, template_messages
 from localinfer.server.replies.reply import Reply
 from localinfer.server.replies.service import on_model, owner_of, read_body, service_of
@@ -127,7 +128,7 @@ async def input_tokens(request: Request) -> Response:
 def _count(llm: "LLM", prompt: tuple[list[dict[str, Any]], dict[str, Any]]) -> int:
     messages, options = prompt
     options.pop("constraint", None)
-    return llm.count_chat_tokens(messages, **options)
+    return llm.count_chat_tokens(messages, **without_missing_thinking(llm, options))
 
 
 async def _turn(memory: ResponseMemory, body: ResponsesRequest) -> Turn:
