@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 import pytest
-from event_frames import post_stream
+from event_frames import named_events, post_stream
 from local_servers import MODEL, serving
 
 from localinfer.models.text.fill_in import FillInTokens, find_fill_in_tokens
@@ -171,6 +171,13 @@ def test_progress_begins_with_what_is_cached_and_ends_with_all(tcp):
     assert told[0]["processed"] == told[0]["cache"]
     assert told[-1]["processed"] == told[-1]["total"]
     assert [chunk["timings"]["predicted_n"] for chunk in chunks if "timings" in chunk]
+    body = {"input": prompt, "max_output_tokens": 2, "stream": True, "return_progress": True, "timings_per_token": True}
+    events = named_events(tcp.post("/v1/responses", json=body))
+    told = [event["prompt_progress"] for event in events if "prompt_progress" in event]
+    assert told[-1]["processed"] == told[-1]["total"]
+    assert {event["type"] for event in events if "prompt_progress" in event} == {"response.in_progress"}
+    assert all("timings" in event for event in events if event["type"] == "response.output_text.delta")
+    assert "timings" in events[-1]
 
 
 def test_the_hole_of_a_text_is_filled_by_the_tokens_of_the_file(llm, tmp_path):

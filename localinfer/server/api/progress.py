@@ -9,10 +9,10 @@ from localinfer.server.replies.reply import Reply
 class PromptProgress:
     """Reports under llama-server's names: a first one before anything was read, a last one when all was.
 
-    num_ahead: how many replies come before one.
+    num_ahead: how many replies come before one, where that is told too.
     """
 
-    def __init__(self, reply: Reply, num_ahead: Callable[[Reply], int]) -> None:
+    def __init__(self, reply: Reply, num_ahead: Callable[[Reply], int] | None = None) -> None:
         self._reply = reply
         self._num_ahead = num_ahead
         self._processed: int | None = None
@@ -22,7 +22,9 @@ class PromptProgress:
         """What there is to report now, nothing if that was said. is_read: the first token is there."""
         if self._is_done:
             return
-        found = {**self._reply.progress(), "position": self._num_ahead(self._reply)}
+        found = self._reply.progress()
+        if self._num_ahead is not None:
+            found["position"] = self._num_ahead(self._reply)
         self._is_done = is_read
         if is_read:
             found["processed"] = found["total"]

@@ -51,7 +51,10 @@ class ConversationName(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ResponsesRequest(ChatFields, kw_only=True):
-    """The members of a responses request that are read."""
+    """The members of a responses request that are read.
+
+    timings_per_token, return_progress: llama-server's, as on chats, for streams.
+    """
 
     known_fields: ClassVar = RESPONSES
 
@@ -74,6 +77,8 @@ class ResponsesRequest(ChatFields, kw_only=True):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     store: bool | None = None
+    timings_per_token: bool | None = None
+    return_progress: bool | None = None
 
     @property
     def conversation_id(self) -> str | None:

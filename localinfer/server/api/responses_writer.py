@@ -1,9 +1,10 @@
 """A reply as a response: items and parts that open, grow and close, as events numbered from 0."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from localinfer.server.api.progress import PromptProgress
 from localinfer.server.api.responses_items import Item, encrypted_reasoning, kept_items
 from localinfer.server.api.responses_memory import Turn
 from localinfer.server.api.responses_request import ResponsesRequest
@@ -15,7 +16,7 @@ from localinfer.server.transport.http import ApiError
 from localinfer.server.transport.known_fields import SEARCH_TOOLS
 
 if TYPE_CHECKING:
-    from localinfer.generation.completion import Stats
+    from localinfer.generation.completion import Stats, StreamEvent
 
 
 class ResponseWriter(BlockWriter):
@@ -35,11 +36,19 @@ class ResponseWriter(BlockWriter):
         self._number = 0
         self._status = "in_progress"
         self._error: ApiError | None = None
+        self._progress = PromptProgress(reply) if body.return_progress and body.stream else None
 
     def begin(self) -> Iterator[Event]:
         begun = self.response()
         yield self._event("response.created", response=begun)
         yield self._event("response.in_progress", response=begun)
+
+    def add(self, index: int, token: "StreamEvent") -> Iterator[Event]:
+        yield from self._progress_events(is_read=True)
+        yield from super().add(index, token)
+
+    def silence(self) -> "Iterable[Event | None]":
+        return list(self._progress_events(is_read=False)) or (None,)
 
     def end(self, index: int, reason: str, stats: "Stats | None") -> Iterator[Event]:
         is_cancelled = self.reply.is_cancelled and bool(self._body.background)
@@ -49,7 +58,9 @@ class ResponseWriter(BlockWriter):
     def finish(self) -> Iterator[Event]:
         # There is no event for a response that was cancelled.
         kind = "completed" if self._status == "completed" else "incomplete"
-        yield self._event(f"response.{kind}", response=self.whole())
+        whole = self.whole()
+        more = {"timings": whole["timings"]} if self._body.timings_per_token and "timings" in whole else {}
+        yield self._event(f"response.{kind}", response=whole, **more)
 
     def failures(self, error: ApiError) -> Iterator[Event]:
         # Some clients read the one, some the other.
@@ -131,7 +142,10 @@ class ResponseWriter(BlockWriter):
         at = self._place()
         match delta.kind:
             case "text":
-                return self._event("response.output_text.delta", **at, content_index=0, delta=delta.text, logprobs=[])
+                more = self._timings_so_far()
+                return self._event(
+                    "response.output_text.delta", **at, content_index=0, delta=delta.text, logprobs=[], **more
+                )
             case "reasoning":
                 return self._event("response.reasoning_text.delta", **at, content_index=0, delta=delta.text)
             case _ if self._custom is not None:
@@ -163,6 +177,16 @@ class ResponseWriter(BlockWriter):
                 item["arguments"] = text
                 yield self._event("response.function_call_arguments.done", **at, name=item["name"], arguments=text)
         yield self._event("response.output_item.done", output_index=at["output_index"], item=dict(item))
+
+    def _progress_events(self, *, is_read: bool) -> Iterator[Event]:
+        """What is new about the reading of the prompt, as llama-server tells it. is_read: the first token is there."""
+        if self._progress is not None:
+            for report in self._progress.reports(is_read=is_read):
+                yield self._event("response.in_progress", response=self.response(), prompt_progress=report)
+
+    def _timings_so_far(self) -> dict[str, Any]:
+        stats = self.reply.stats_so_far(0) if self._body.timings_per_token else None
+        return {} if stats is None else {"timings": timings(stats)}
 
     def _tool(self, delta: Delta) -> ToolName:
         """What the client calls the tool that a delta calls; nothing of the kind for text."""

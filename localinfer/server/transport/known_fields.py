@@ -178,7 +178,7 @@ RESPONSES = KnownFields(
         context_management: {_NO_SHORTENING}
         verbosity personality: {_VERBOSITY}
     """),
-    _SAMPLING
+    _without(_SAMPLING, ("timings_per_token",))
     | _refuse("""
         messages: send input, or ask /v1/chat/completions
         max_tokens max_completion_tokens: send max_output_tokens
