@@ -1,6 +1,5 @@
 """Models in place of those that llama.cpp's server tests download: the demo model, and small ones of random weights."""
 
-import os
 import shutil
 from pathlib import Path
 
@@ -41,7 +40,7 @@ class SuiteModels:
             path = self.cached() / f"{name}.gguf"
             path.parent.mkdir(parents=True, exist_ok=True)
             # One model under several names, so that so much memory is so many models.
-            os.link(self.folder / "demo.gguf", path)
+            shutil.copyfile(self.folder / "demo.gguf", path)
 
     @property
     def has_stories(self) -> bool:

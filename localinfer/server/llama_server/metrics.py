@@ -15,9 +15,10 @@ async def metrics(request: Request) -> Response:
     response = await status.metrics(request)
     body = bytes(response.body) + "".join(_lines(service_of(request))).encode()
     started = int(psutil.Process().create_time())
-    return Response(
-        body, headers={"process-start-time-unix": str(started)}, media_type=response.headers["content-type"]
-    )
+    shown = Response(body, media_type=response.headers["content-type"])
+    # Written as llama-server writes it: its clients look for it so.
+    shown.raw_headers.append((b"Process-Start-Time-Unix", str(started).encode()))
+    return shown
 
 
 def _lines(service: Service) -> Iterator[str]:
