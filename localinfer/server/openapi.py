@@ -15,6 +15,9 @@ from localinfer.server.api.messages import CountRequest, MessagesRequest
 from localinfer.server.api.rerank import RerankRequest
 from localinfer.server.api.responses_request import ResponsesRequest
 from localinfer.server.api.text import DetokenizeRequest, TemplateRequest, TokenizeRequest
+from localinfer.server.llama_server.completion_request import LlamaCompletionRequest
+from localinfer.server.llama_server.embedding import LlamaEmbeddingRequest
+from localinfer.server.llama_server.infill import InfillRequest
 from localinfer.server.ollama.routes import DELETED, POSTED, READ
 from localinfer.server.transport.http import OLLAMA, json_response
 
@@ -32,11 +35,14 @@ BODIES: dict[str, type[msgspec.Struct]] = {
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
     "/apply-template": TemplateRequest,
+    "/completion": LlamaCompletionRequest,
+    "/infill": InfillRequest,
+    "/embedding": LlamaEmbeddingRequest,
     **POSTED,
 }
 """What is posted, by route."""
 
-_READ = ("/health", "/version", "/v1/models", "/tokenizer_info", "/metrics", "/slots", "/openapi.json")
+_READ = ("/health", "/version", "/v1/models", "/tokenizer_info", "/metrics", "/slots", "/props", "/openapi.json")
 _ERROR = {
     "type": "object",
     "required": ["error"],

@@ -33,7 +33,8 @@ def find_fill_in_tokens(special_ids: Mapping[str, int], role_ids: Mapping[str, i
             return None
         found.append(token_id)
     repository = role_ids.get("fim_rep", _spelled(_REPOSITORY, special_ids))
-    return FillInTokens(*found, repository, role_ids.get("fim_sep", _spelled(_SEPARATOR, special_ids)))
+    prefix, suffix, middle = found
+    return FillInTokens(prefix, suffix, middle, repository, role_ids.get("fim_sep", _spelled(_SEPARATOR, special_ids)))
 
 
 def _spelled(spellings: list[str], special_ids: Mapping[str, int]) -> int | None:

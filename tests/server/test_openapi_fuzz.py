@@ -11,6 +11,7 @@ from localinfer.server.openapi import BODIES, describe
 DESCRIPTION = describe()
 SCHEMAS = DESCRIPTION["components"]["schemas"]
 SMALL = {"max_tokens": 2, "max_output_tokens": 2, "max_completion_tokens": 2, "n": 1, "best_of": 1, "keep_alive": -1}
+SMALL |= {"n_predict": 2, "n_cmpl": 1}
 SMALL_OPTIONS = {"num_predict": 2}
 """Of Ollama's requests, among their options."""
 ANYTHING = st.recursive(
@@ -43,6 +44,8 @@ def values(schema: dict[str, Any]) -> st.SearchStrategy[Any]:
             wanted = {name: members.pop(name) for name in schema.get("required", ())}
             small = {name: value for name, value in SMALL_OPTIONS.items() if name in members}
             return st.fixed_dictionaries(wanted, optional=members).map(lambda drawn: drawn | small)
+        case "array" if "prefixItems" in schema:
+            return st.tuples(*map(values, schema["prefixItems"])).map(list)
         case "array" if "items" in schema:
             return st.lists(st.deferred(lambda: values(schema["items"])), max_size=2)
         case "string":
