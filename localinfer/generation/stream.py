@@ -2,7 +2,10 @@
 
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
-from typing import TYPE_CHECKING, Self, cast
+from typing import Self, cast
+
+import numpy as np
+from numpy.typing import NDArray
 
 from localinfer.arguments import owned
 from localinfer.closing import Closing
@@ -12,10 +15,6 @@ from localinfer.generation.completion import Completion, Stats, StreamEvent
 from localinfer.generation.options import GenerationOptions
 from localinfer.generation.text_generation import TextGeneration, second_reader_error
 from localinfer.system.event_loop import LoopCalls, in_thread
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
 
 
 class TextStream(Closing, Iterator[StreamEvent], AsyncIterator[StreamEvent]):
@@ -48,7 +47,7 @@ class TextStream(Closing, Iterator[StreamEvent], AsyncIterator[StreamEvent]):
         return self._generation.prompt_tokens
 
     @property
-    def token_ids(self) -> "NDArray[np.int32]":
+    def token_ids(self) -> NDArray[np.int32]:
         """The ids of prompt and completion so far, int32[N]: what `LLM.save_session` takes. Any thread may ask."""
         return self._generation.token_ids
 

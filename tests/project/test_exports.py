@@ -14,7 +14,11 @@ import pytest
 
 import localinfer
 
-INTERNAL = {("Tokenizer", "special_spellings(return)"), ("Session", "from_json(llm)")}
+INTERNAL = {
+    ("Tokenizer", "special_spellings(return)"),
+    ("Tokenizer", "fill_in_tokens(return)"),
+    ("Session", "from_json(llm)"),
+}
 """What is public for other packages of localinfer, not for programs, and what an LLM is to a session."""
 
 EXPORTED = {name: getattr(localinfer, name) for name in localinfer.__all__ if name != "errors"}

@@ -62,8 +62,12 @@ async def rerank(request: Request) -> Response:
     count = sum(one.num_tokens for one in ranked)
     service_of(request).totals.count_prompts(count, time.perf_counter() - began)
     if body.texts is not None:
-        listed = [{"index": one.index, "score": one.score} for one in ranked[: body.top_n]]
-        return json_response([{**one, "text": texts[one["index"]]} for one in listed] if body.return_text else listed)
+        return json_response(
+            [
+                {"index": one.index, "score": one.score, **({"text": texts[one.index]} if body.return_text else {})}
+                for one in ranked[: body.top_n]
+            ]
+        )
     results = []
     for one in ranked[: body.top_n]:
         result: dict[str, Any] = {"index": one.index, "relevance_score": one.score}

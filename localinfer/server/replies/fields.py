@@ -97,6 +97,7 @@ if TYPE_CHECKING:
 
         temperature: float | None = None
         top_p: float | None = None
+        dry_last_n: int | None = None
 
 else:
     NumberFields = msgspec.defstruct(
