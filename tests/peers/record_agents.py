@@ -136,15 +136,16 @@ def serve(folder: Path, port: int) -> None:
     from agent_models import given_replies, load_agent_model, write_agent_model
 
     import localinfer.server.app as app_module
+    from localinfer.server.router.memory_need import measure_need
     from localinfer.server.router.model_folder import ModelSource
-    from localinfer.server.router.models import ModelRegistry, measure_need
+    from localinfer.server.router.models import ModelRegistry
     from localinfer.server.transport.settings import ServerSettings
 
     folder.mkdir(parents=True, exist_ok=True)
     make_app = app_module.make_app
 
-    def recorded(service: Any) -> Any:
-        app = make_app(service)
+    def recorded(*parts: Any) -> Any:
+        app = make_app(*parts)
         app.add_middleware(Recorder, folder=folder)
         return app
 
