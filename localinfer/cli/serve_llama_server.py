@@ -5,6 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import click
+
 from localinfer.cli.options import COUNT, Command, flag, option, options_group
 from localinfer.cli.serve_defaults import ServerDefaults
 from localinfer.errors import RequestError
@@ -36,6 +38,12 @@ def llama_server_options(command: Command) -> Command:
     return options_group(
         option("--parallel", "N", "Generations that share a step, and slots; others wait.", type=COUNT, default=16),
         option("--slot-save-path", "FOLDER", "Let clients save what is in a slot to files in this folder."),
+        option(
+            "--pooling",
+            None,
+            "How vectors of tokens become one, on /embedding and /v1/embeddings. Default: as models say.",
+            type=click.Choice(["mean", "cls", "last", "none"]),
+        ),
         flag("--context-shift", "At the end of the context, go on without the older half of a text."),
         flag("--no-slots", "Do not show on /slots what is generated."),
         flag("--no-metrics", "Do not show /metrics."),

@@ -128,7 +128,8 @@ GOOD = {
         --models {models} --host 127.0.0.1 --port 0 --socket {sock} --token-file {text} --allow-host x --strict-model
         --allow-origin http://a.example --allow-private-network --port 0 --socket {sock} --idle-unload 5 --verbose
         --memory-limit 1GB --max-generations 2 --shutdown-seconds 1 --until-stdin-ends --no-tcp --socket {sock}
-        --parallel 2 --slot-save-path {folder} --no-slots --no-metrics --context-shift --no-tcp --socket {sock}
+        --parallel 2 --slot-save-path {folder} --no-slots --no-metrics --no-tcp --socket {sock}
+        --context-shift --pooling last --no-tcp --socket {sock}
         --models {models} --token-env TOKEN_OF_THIS_TEST --ready-json --port 0 --socket {sock}
         --pulled --models {models} --models-config {settings} --load-wait 1 --no-tcp --socket {sock}
         {local} --no-store
@@ -399,6 +400,7 @@ BAD = {
         --no-slots=maybe
         --no-metrics=maybe
         --context-shift=maybe
+        --pooling most
         --until-stdin-ends=maybe
         --ready-json=maybe
         --requests-per-minute 0

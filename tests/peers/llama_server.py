@@ -19,7 +19,6 @@ IGNORED = (
 IGNORED_WITH_VALUE = (
     "--batch-size --ubatch-size --n-gpu-layers -fa --cache-ram --spec-draft-n-max --spec-draft-n-min --tags"
 )
-POOLINGS = ("none", "mean", "cls", "last")
 TEMPLATES = {
     "chatml": "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
@@ -81,7 +80,7 @@ def translated(given: argparse.Namespace, models: SuiteModels, folder: Path) -> 
     if given.ctx_size is not None:
         arguments += ["-c", str(given.ctx_size if given.kv_unified else given.ctx_size // slots)]
     if given.pooling is not None:
-        arguments += ["--set", f"bert.pooling_type=int:{POOLINGS.index(given.pooling)}"]
+        arguments += ["--pooling", given.pooling]
     if given.ctk is not None:
         arguments += ["--kv-type", f"{given.ctk}/{given.ctv or given.ctk}"]
     if given.model_draft is not None and given.spec_type is not None:

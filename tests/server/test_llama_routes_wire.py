@@ -102,9 +102,12 @@ def test_slots_show_what_runs_without_its_text(client):
     wait_until(lambda: not any(slot["is_processing"] for slot in client.get("/slots").json()), START_SECONDS)
 
 
-def test_routes_can_be_left_out(tmp_path):
-    settings = ServerSettings(port=0, shows_slots=False, shows_metrics=False)
+def test_routes_can_be_left_out_and_vectors_given_per_token():
+    settings = ServerSettings(port=0, shows_slots=False, shows_metrics=False, pooling="none")
     with serving(settings) as running, running.client() as client:
+        (per_token,) = asked(client, "/embedding", input=[5, 6, 7])
+        assert len(per_token["embedding"]) == 3
+        assert client.post("/v1/embeddings", json={"input": [5, 6, 7]}).status_code == 400
         for path in ("/slots", "/metrics"):
             assert client.get(path).json()["error"]["type"] == "not_supported_error"
         assert client.post("/slots/0?action=save", json={"filename": "x"}).status_code == 501

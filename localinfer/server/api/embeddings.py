@@ -50,7 +50,8 @@ async def embeddings(request: Request) -> Response:
     with await service_of(request).lease(request, body.model) as lease:
         for start in range(0, len(texts), _TEXTS_AT_ONCE):
             some = texts[start : start + _TEXTS_AT_ONCE]
-            num_tokens, found = await unless_gone(request, asyncio.to_thread(_embed, lease.llm, some, body))
+            work = asyncio.to_thread(_embed, lease.llm, some, body, service_of(request).settings.pooling)
+            num_tokens, found = await unless_gone(request, work)
             vectors += found
             count += num_tokens
     service_of(request).totals.count_prompts(count, time.perf_counter() - began)
@@ -60,15 +61,17 @@ async def embeddings(request: Request) -> Response:
     return json_response({"object": "list", "data": data, "model": lease.model_id, "usage": usage})
 
 
-def _embed(llm: "LLM", texts: Sequence[Pieces], body: EmbeddingRequest) -> tuple[int, list[NDArray[np.float32]]]:
-    """How many tokens the texts have, and their vectors. Raises: ApiError for a model with a vector per token."""
+def _embed(
+    llm: "LLM", texts: Sequence[Pieces], body: EmbeddingRequest, pooling: str | None
+) -> tuple[int, list[NDArray[np.float32]]]:
+    """How many tokens the texts have, and their vectors. Raises: ApiError if there is one per token."""
     try:
         ids = llm.embedding_ids([embedding_prompt(llm.tokenizer, text) for text in texts], truncate=body.truncate)
     except ContextLengthError as error:
         raise too_long(error, "input", "is too large") from None
-    vectors = llm.embed_many(ids, dimensions=body.dimensions)
+    vectors = llm.embed_many(ids, pooling=pooling, dimensions=body.dimensions)
     if any(vector.ndim > 1 for vector in vectors):
-        raise unsupported("this model gives a vector per token, which OpenAI's shape has no place for; ask /embedding")
+        raise unsupported("there is a vector per token, which OpenAI's shape has no place for; ask /embedding")
     return sum(map(len, ids)), vectors
 
 

@@ -47,19 +47,22 @@ async def embedding(request: Request) -> Response:
         raise ApiError(400, "input and content are two names of one member; give one of them", param="input")
     field = "input" if body.content is None else "content"
     prompts = read_prompts(getattr(body, field), field, at_most=_MOST_TEXTS)
+    pooling = service_of(request).settings.pooling
     began = time.perf_counter()
     with await service_of(request).lease(request, body.model) as lease:
-        count, vectors = await unless_gone(request, asyncio.to_thread(_embed, lease.llm, prompts, body))
+        count, vectors = await unless_gone(request, asyncio.to_thread(_embed, lease.llm, prompts, body, pooling))
     record_of(request.scope).input_tokens = count
     service_of(request).totals.count_prompts(count, time.perf_counter() - began)
     return json_response(vectors)
 
 
-def _embed(llm: "LLM", prompts: list[Pieces], body: LlamaEmbeddingRequest) -> tuple[int, list[msgspec.Raw]]:
+def _embed(
+    llm: "LLM", prompts: list[Pieces], body: LlamaEmbeddingRequest, pooling: str | None
+) -> tuple[int, list[msgspec.Raw]]:
     ids = llm.embedding_ids([embedding_prompt(llm.tokenizer, pieces) for pieces in prompts], truncate=body.truncate)
-    made = llm.embed_many(ids, normalize=False, dimensions=body.dimensions)
+    made = llm.embed_many(ids, pooling=pooling, normalize=False, dimensions=body.dimensions)
     if body.embd_normalize != -1 and all(vector.ndim == 1 for vector in made):
-        made = llm.embed_many(ids, dimensions=body.dimensions)
+        made = llm.embed_many(ids, pooling=pooling, dimensions=body.dimensions)
     return sum(map(len, ids)), [
         msgspec.Raw(msgspec.json.encode({"index": index, "embedding": vector.reshape(-1, vector.shape[-1]).tolist()}))
         for index, vector in enumerate(made)

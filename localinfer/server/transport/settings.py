@@ -32,7 +32,7 @@ class ServerSettings:
     serves_page: whether there is a chat page at `/`, which everybody may read; without, a token is asked for there too.
     kept_responses: what is kept of responses and conversations, and where.
     num_slots: as many texts are generated at one time. slot_folder: where clients may save what is in a slot, None for
-    nowhere. shows_slots, shows_metrics: whether /slots and /metrics are there.
+    nowhere. shows_slots, shows_metrics: whether /slots and /metrics are there. pooling: of vectors, None as models say.
     tokens: those that have names, beside `token`. requests_per_minute, tokens_per_minute: what one token may ask for.
     Raises: RequestError.
     """
@@ -61,6 +61,7 @@ class ServerSettings:
     slot_folder: Path | None = None
     shows_slots: bool = True
     shows_metrics: bool = True
+    pooling: str | None = None
     tokens: tuple[AccessToken, ...] = ()
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
