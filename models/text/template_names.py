@@ -47,7 +47,7 @@ class TemplateNames:
         if "functions" in self.reads and "tools" not in self.reads:
             made["functions"] = json.dumps(tools or [], ensure_ascii=False)
         if "datetime" in self.reads:
-            made["datetime"] = datetime.now().strftime("%B %d %Y")
+            made["datetime"] = datetime.now().strftime("%b %d %Y")
         if "date_string" in self.reads:
             made["date_string"] = datetime.now().strftime("%d %b %Y")
         return made
