@@ -337,10 +337,10 @@ def test_a_session_of_a_closed_model_says_so() -> None:
 
 
 def test_a_template_that_refuses_a_message_leaves_the_session_as_it_was() -> None:
-    strict = "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no') }}{% endif %}{{ m.content }}"
+    strict = "{% for m in messages %}{% if m.content == 'x' %}{{ raise_exception('no') }}{% endif %}{{ m.content }}"
     with localinfer.load(threads=1, chat_template=strict + "{% endfor %}") as llm:
         session = llm.session(**OPTIONS)
-        session.append({"role": "system", "content": "x"})
+        session.append({"role": "user", "content": "x"})
         for attempt in (lambda: session.ask("Hello"), lambda: session.context_used, session.prewarm):
             with pytest.raises(TemplateError):
                 attempt()

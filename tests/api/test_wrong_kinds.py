@@ -91,6 +91,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "embed_many": (lambda llm, **given: llm.embed_many(**{"prompts": [IDS, "a"], **given}), {}),
     "embedding_ids": (lambda llm, **given: llm.embedding_ids(**{"prompts": [IDS, "a"], **given}), {}),
     "logits": (lambda llm, **given: llm.logits(**{"token_ids": IDS, **given}), {}),
+    "forget": (lambda llm, **given: llm.forget(**{"token_ids": IDS, **given}), {}),
 }
 OPTIONS = {
     "complete": {"prompt", "parse_special", *GenerationOptions.__annotations__},
@@ -113,6 +114,7 @@ OPTIONS = {
     "embed_many": {"prompts", "pooling", "normalize", "dimensions", "truncate"},
     "embedding_ids": {"prompts", "truncate"},
     "logits": {"token_ids"},
+    "forget": {"token_ids"},
 }
 ALSO_NAMED = {
     # What an error may call an argument where it speaks of what is in it.
@@ -177,7 +179,15 @@ def test_every_parameter_of_the_methods_is_tried() -> None:
     tried = {name for names in OPTIONS.values() for name in names}
     methods = {name for name, _ in inspect.getmembers(LLM, inspect.isfunction) if not name.startswith("_")}
     assert methods - set(CALLS) == {
-        *("clear_cache", "close", "load_session", "prepare_constraints", "rerank", "save_session")
+        *(
+            "clear_cache",
+            "close",
+            "load_session",
+            "move_volatile_heads",
+            "prepare_constraints",
+            "rerank",
+            "save_session",
+        )
     }
     for method in CALLS:
         for name, parameter in inspect.signature(getattr(LLM, method)).parameters.items():

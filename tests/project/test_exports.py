@@ -17,6 +17,7 @@ import localinfer
 INTERNAL = {
     ("Tokenizer", "special_spellings(return)"),
     ("Tokenizer", "fill_in_tokens(return)"),
+    ("LLM", "engine_stats(return)"),
     ("Session", "from_json(llm)"),
 }
 """What is public for other packages of localinfer, not for programs, and what an LLM is to a session."""

@@ -26,7 +26,9 @@ CHAT = {"model": "demo", "messages": STORY, "options": SHORT}
 GENERATE = {"model": "demo", "prompt": "Tell me a story.", "options": SHORT}
 FIGURES = ["total_duration", "load_duration", "prompt_eval_count", "prompt_eval_cached_count", "prompt_eval_duration"]
 FIGURES += ["eval_count", "eval_duration"]
-ROUTES = [(path, method) for route in ollama_routes()[1:] for path in [route.path] for method in route.methods or ()]
+ROUTES = [
+    (path, method) for route in ollama_routes()[1:] for path in [route.path] for method in sorted(route.methods or ())
+]
 
 
 def lines_of(response: httpx.Response) -> list[dict[str, Any]]:
