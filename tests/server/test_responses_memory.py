@@ -17,6 +17,8 @@ from tests.limits import wait_until
 PATH = "/v1/responses"
 ASK = {"input": "Tell me a story.", "max_output_tokens": 6, "temperature": 0}
 MORE = {"input": "Go on.", "max_output_tokens": 4, "temperature": 0}
+NEW = {"input": "Tell me a story about a lamp.", "max_output_tokens": 6, "temperature": 0}
+"""What no other test asks: none has made the model read more of its reply."""
 ASK_MORE = {"role": "user", "content": "Go on."}
 Post = Callable[..., dict[str, Any]]
 
@@ -41,8 +43,8 @@ def text_of(reply: dict[str, Any]) -> str:
 
 
 def test_continued_response_is_that_to_the_whole_conversation_and_is_cached_to_the_token(tcp, post):
-    first = post(**ASK)
-    items = [{"role": "user", "content": ASK["input"]}, *first["output"]]
+    first = post(**NEW)
+    items = [{"role": "user", "content": NEW["input"]}, *first["output"]]
     prompt = tcp.post(f"{PATH}/input_tokens", json={"input": items}).json()["input_tokens"]
     continued = post(**MORE, previous_response_id=first["id"])
     # All of the first prompt and its reply but for the last token, which was never computed, and what ends a reply.

@@ -99,8 +99,12 @@ class App {
     byId('gauge').firstChild.style.width = `${most ? Math.min(100, 100 * used / most) : 0}%`;
   }
 
+  model() {
+    return this.models.find((model) => model.id === this.current.model);
+  }
+
   contextLength() {
-    return this.models.find((model) => model.id === this.current.model)?.context_length ?? null;
+    return this.model()?.context_length ?? null;
   }
 
   replyOf(turn) {
@@ -198,7 +202,8 @@ class App {
     if (byId('notice').firstElementChild.textContent === WAITS) byId('notice').hidden = true;
     this.say(turn.error ?? `The reply is complete: ${grouped(turn.content.length)} characters.`);
     if (this.current === conversation) this.touch();
-    if (this.contextLength() === null) await this.findModels();
+    // A model that had to be loaded may have less context than its file allows.
+    if (this.model()?.state !== 'loaded') await this.findModels();
     this.showFrame();
   }
 
