@@ -51,7 +51,11 @@ def _gather(command: Command) -> Command:
 models_options = options_group(
     option("--models", "FOLDER", "Serve every model in a folder and its subfolders, loaded on demand."),
     flag("--pulled", "Serve the models of `localinfer pull`, loaded on demand."),
-    option("--models-config", "FILE", "TOML file with aliases and options per model; see the server's README."),
+    option(
+        "--models-config",
+        "FILE",
+        "TOML file with aliases and options per model; see localinfer/server/router/README.md.",
+    ),
     option(
         "--load-wait",
         "SECONDS",

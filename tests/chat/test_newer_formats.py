@@ -21,6 +21,7 @@ from localinfer.models.text.chat_template import ChatTemplate
 from localinfer.models.text.reasoning_learning import learn_reasoning_format
 from localinfer.models.text.reply_format import CallFormat, ReasoningFormat
 from localinfer.models.text.splitting import SpellingFinder
+from tests.chat.allowed_replies import allows_reply
 from tests.engine.fakes import ByteTokenizer
 from tests.models.text.newer_templates import ARGUMENTS, HELD_RESULTS, NEWER_FAMILIES
 
@@ -163,24 +164,7 @@ def accepts() -> Callable[..., bool]:
     def check(
         formats: Formats, tools: tuple[Tool, ...], text: str, *, state: ReasoningState, must: bool = True
     ) -> bool:
-        calls, reasoning = formats
-        grammar = reply_grammar(
-            reasoning=reasoning,
-            state=state,
-            calls=calls,
-            tools=tools,
-            must_call=must,
-            is_parallel=True,
-            answer=None,
-            specials=SpellingFinder({}),
-            calls_in_reasoning=True,
-        )
-        assert grammar is not None
-        mask = compiler.grammar_mask(grammar, start=0, what="schema")
-        spelled = list(text.encode())
-        if mask.count_allowed(np.empty(0, np.int32), spelled) < len(spelled):
-            return False
-        return bool(mask(np.array(spelled, np.int32))[ByteTokenizer.eos_token_id])
+        return allows_reply(compiler, formats, tools, text, state=state, must_call=must)
 
     return check
 

@@ -11,11 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from localinfer.chat.constraints import ConstraintCompiler
-from localinfer.chat.grammar import reply_grammar
+from localinfer.chat.grammar import ReasoningState
 from localinfer.chat.messages import read_tools
 from localinfer.chat.parser import ReplyParser, joined_calls
 from localinfer.chat.value_types import parameter_types
@@ -24,6 +23,7 @@ from localinfer.models.text.chat_template import ChatTemplate
 from localinfer.models.text.reasoning_learning import learn_reasoning_format
 from localinfer.models.text.reply_format import CallFormat, ReasoningFormat
 from localinfer.models.text.splitting import SpellingFinder
+from tests.chat.allowed_replies import allows_reply
 from tests.conftest import SHARED
 from tests.engine.fakes import ByteTokenizer
 from tests.models.text.tool_replies import ROWS, Row
@@ -76,24 +76,8 @@ def accepts() -> Callable[[Formats, Row], bool]:
     compiler = ConstraintCompiler(ByteTokenizer(), 260)
 
     def allows(formats: Formats, row: Row) -> bool:
-        calls, reasoning = formats
-        grammar = reply_grammar(
-            reasoning=reasoning,
-            state="none" if reasoning is None else "open" if row.is_open else "possible",
-            calls=calls,
-            tools=TOOLS,
-            must_call=False,
-            is_parallel=True,
-            answer=None,
-            specials=SpellingFinder({}),
-            calls_in_reasoning=True,
-        )
-        assert grammar is not None
-        mask = compiler.grammar_mask(grammar, start=0, what="schema")
-        spelled = list(row.reply.encode())
-        if mask.count_allowed(np.empty(0, np.int32), spelled) < len(spelled):
-            return False
-        return bool(mask(np.array(spelled, np.int32))[ByteTokenizer.eos_token_id])
+        state: ReasoningState = "none" if formats[1] is None else "open" if row.is_open else "possible"
+        return allows_reply(compiler, formats, TOOLS, row.reply, state=state, must_call=False)
 
     return allows
 

@@ -28,20 +28,38 @@ def write_small_llama(path: Path, num_layers: int = 2, seed: int = 1, extra: dic
     kinds = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
     for key, value in (extra or {}).items():
         kinds[type(value)](f"llama.{key}", value)
-    shapes = {"token_embd": (VOCAB, HIDDEN), "output": (VOCAB, HIDDEN), "output_norm": (HIDDEN,)}
+    shapes = llama_shapes(VOCAB, HIDDEN, FEED_FORWARD, KV_HEADS * HEAD_SIZE, num_layers)
+    write_random_tensors(writer, shapes, seed)
+    return path
+
+
+def llama_shapes(
+    vocab: int, hidden: int, feed_forward: int, kv_size: int, num_layers: int
+) -> dict[str, tuple[int, ...]]:
+    """The shapes of a llama's weights, by their names in a GGUF file without `.weight`."""
+    shapes: dict[str, tuple[int, ...]] = {
+        "token_embd": (vocab, hidden),
+        "output": (vocab, hidden),
+        "output_norm": (hidden,),
+    }
     for layer in range(num_layers):
         for name, shape in (
-            ("attn_norm", (HIDDEN,)),
-            ("attn_q", (HEADS * HEAD_SIZE, HIDDEN)),
-            ("attn_k", (KV_HEADS * HEAD_SIZE, HIDDEN)),
-            ("attn_v", (KV_HEADS * HEAD_SIZE, HIDDEN)),
-            ("attn_output", (HIDDEN, HEADS * HEAD_SIZE)),
-            ("ffn_norm", (HIDDEN,)),
-            ("ffn_gate", (FEED_FORWARD, HIDDEN)),
-            ("ffn_up", (FEED_FORWARD, HIDDEN)),
-            ("ffn_down", (HIDDEN, FEED_FORWARD)),
+            ("attn_norm", (hidden,)),
+            ("attn_q", (hidden, hidden)),
+            ("attn_k", (kv_size, hidden)),
+            ("attn_v", (kv_size, hidden)),
+            ("attn_output", (hidden, hidden)),
+            ("ffn_norm", (hidden,)),
+            ("ffn_gate", (feed_forward, hidden)),
+            ("ffn_up", (feed_forward, hidden)),
+            ("ffn_down", (hidden, feed_forward)),
         ):
             shapes[f"blk.{layer}.{name}"] = shape
+    return shapes
+
+
+def write_random_tensors(writer: gguf.GGUFWriter, shapes: dict[str, tuple[int, ...]], seed: int) -> None:
+    """Write float32 weights of a size that keeps activations what they are, all metadata, and close the file."""
     rng = np.random.default_rng(seed)
     for name, shape in shapes.items():
         values = rng.standard_normal(shape, dtype=np.float32)
@@ -51,4 +69,3 @@ def write_small_llama(path: Path, num_layers: int = 2, seed: int = 1, extra: dic
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return path

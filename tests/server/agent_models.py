@@ -18,6 +18,7 @@ import localinfer
 from localinfer.generation import text_generation
 from localinfer.llm import LLM
 from localinfer.quant.gguf.reader import read_gguf
+from tests.models.small_models import llama_shapes, write_random_tensors
 
 AssistantMessage = dict[str, Any]
 Script = Callable[[Sequence[Mapping[str, Any]], Mapping[str, Any]], AssistantMessage]
@@ -95,29 +96,7 @@ def write_agent_model(path: Path, *, layers: int = 1, heads: int = 2, head_size:
     writer.add_eot_token_id(3)
     writer.add_add_bos_token(True)
     writer.add_chat_template(TEMPLATE)
-    shapes = {"token_embd": (len(tokens), hidden), "output": (len(tokens), hidden), "output_norm": (hidden,)}
-    for layer in range(layers):
-        for name, shape in (
-            ("attn_norm", (hidden,)),
-            ("attn_q", (hidden, hidden)),
-            ("attn_k", (kv_size, hidden)),
-            ("attn_v", (kv_size, hidden)),
-            ("attn_output", (hidden, hidden)),
-            ("ffn_norm", (hidden,)),
-            ("ffn_gate", (feed_forward, hidden)),
-            ("ffn_up", (feed_forward, hidden)),
-            ("ffn_down", (hidden, feed_forward)),
-        ):
-            shapes[f"blk.{layer}.{name}"] = shape
-    generator = np.random.default_rng(7)
-    for name, shape in shapes.items():
-        values = generator.standard_normal(shape, dtype=np.float32)
-        values = 1 + values / 10 if name.endswith("norm") else values / np.sqrt(shape[-1])
-        writer.add_tensor(f"{name}.weight", values.astype(np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_random_tensors(writer, llama_shapes(len(tokens), hidden, feed_forward, kv_size, layers), seed=7)
     return path
 
 

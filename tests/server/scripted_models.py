@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 from localinfer.engine.scheduler import EngineLimits
 from localinfer.llm import LLM
 from localinfer.model_info import ModelInfo
+from localinfer.models.text.fill_in import FillInTokens
 from localinfer.server.router.model_folder import ModelSource
-from tests.engine.fakes import FakeTemplate, fake_model
+from tests.engine.fakes import ByteTokenizer, FakeTemplate, fake_model
 from tests.limits import seconds
 
 Step = int | threading.Event | Exception
@@ -89,3 +90,30 @@ def scripted_sources(*names: str) -> list[ModelSource]:
 def loader(scripts: dict[str, Sequence[Step]], max_running: int = 16) -> Callable[[ModelSource], LLM]:
     """What loads each script under its name. max_running: texts that it says at one time."""
     return lambda source: scripted_model(scripts[source.id], max_running=max_running)
+
+
+class FillingTokenizer(ByteTokenizer):
+    """Has the tokens of models that were trained to fill in."""
+
+    vocab_size = 263
+    special_ids = {"<end>": 257, "<|fim_prefix|>": 260, "<|fim_suffix|>": 261, "<|fim_middle|>": 262}
+    fill_in_tokens = FillInTokens(260, 261, 262)
+
+
+def filling_loader(asked: list[list[int]]) -> Callable[[ModelSource], LLM]:
+    """What loads a model that fills every hole with an "x", and notes each prompt that it was asked by."""
+
+    def logits(history: NDArray[np.int32], vocab_size: int) -> NDArray[np.float32]:
+        row = np.zeros(vocab_size, np.float32)
+        is_first = history[-1] == FillingTokenizer.fill_in_tokens.middle
+        if is_first:
+            asked.append(history.tolist())
+        row[ord("x") if is_first else FillingTokenizer.special_ids["<end>"]] = 50.0
+        return row
+
+    def load(source: ModelSource) -> LLM:
+        model = fake_model(logits, vocab_size=FillingTokenizer.vocab_size)
+        model.tokenizer = FillingTokenizer()
+        return LLM(model)  # type: ignore[arg-type]
+
+    return load

@@ -1,15 +1,10 @@
 """What leaves `/v1/completions`."""
 
-import numpy as np
 from event_frames import post_stream
 from local_servers import serving
-from scripted_models import scripted_sources
+from scripted_models import filling_loader, scripted_sources
 
-from localinfer.llm import LLM
-from localinfer.models.text.fill_in import FillInTokens
-from localinfer.server.router.model_folder import ModelSource
 from localinfer.server.transport.settings import ServerSettings
-from tests.engine.fakes import ByteTokenizer, fake_model
 
 PATH = "/v1/completions"
 PROMPT = "Once upon a time"
@@ -78,32 +73,11 @@ def test_suffix_needs_a_model_that_fills_in(tcp):
     assert response.json()["error"]["param"] == "suffix"
 
 
-class FillingTokenizer(ByteTokenizer):
-    """Has the tokens of models that were trained to fill in."""
-
-    vocab_size = 263
-    special_ids = {"<end>": 257, "<|fim_prefix|>": 260, "<|fim_suffix|>": 261, "<|fim_middle|>": 262}
-    fill_in_tokens = FillInTokens(260, 261, 262)
-
-
 def test_suffix_stands_behind_the_hole_that_is_filled():
     asked: list[list[int]] = []
 
-    def logits(history: np.ndarray, vocab_size: int) -> np.ndarray:
-        row = np.zeros(vocab_size, np.float32)
-        is_first = history[-1] == 262
-        if is_first:
-            asked.append(history.tolist())
-        row[ord("x") if is_first else 257] = 50.0
-        return row
-
-    def load(source: ModelSource) -> LLM:
-        model = fake_model(logits, vocab_size=263)
-        model.tokenizer = FillingTokenizer()
-        return LLM(model)  # type: ignore[arg-type]
-
     with (
-        serving(ServerSettings(port=0), sources=scripted_sources("code"), load=load) as served,
+        serving(ServerSettings(port=0), sources=scripted_sources("code"), load=filling_loader(asked)) as served,
         served.client() as http,
     ):
         for prompt in ("def f(", [*b"def f("]):

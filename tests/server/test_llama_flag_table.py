@@ -6,7 +6,7 @@ from pathlib import Path
 import localinfer.server
 from localinfer.cli.serve import serve_command
 
-README = Path(localinfer.server.__file__).with_name("README.md")
+README = Path(localinfer.server.__file__).with_name("llama_server") / "README.md"
 
 
 def test_every_option_that_is_named_in_place_of_llama_servers_exists():

@@ -9,17 +9,13 @@ import httpx
 import msgspec
 import pytest
 from local_servers import STORY, ServedModel, serving
-from scripted_models import loader, scripted_model, scripted_sources
+from scripted_models import filling_loader, loader, scripted_model, scripted_sources
 
-from localinfer.llm import LLM
-from localinfer.models.text.fill_in import FillInTokens
 from localinfer.server.ollama.keep_alive import keep_alive_seconds
 from localinfer.server.ollama.messages import OllamaCall, OllamaMessage, read_ollama_messages
 from localinfer.server.ollama.routes import ollama_routes
-from localinfer.server.router.model_folder import ModelSource
 from localinfer.server.transport.http import ApiError
 from localinfer.server.transport.settings import ServerSettings
-from tests.engine.fakes import ByteTokenizer, fake_model
 
 SHORT = {"temperature": 0, "num_predict": 4}
 CHAT = {"model": "demo", "messages": STORY, "options": SHORT}
@@ -262,34 +258,11 @@ def test_json_mode(tcp):
     assert tcp.post("/api/chat", json={**CHAT, "format": ""}).status_code == 200
 
 
-class FillingTokenizer(ByteTokenizer):
-    """Has the tokens of models that were trained to fill in."""
-
-    vocab_size = 263
-    special_ids = {"<end>": 257}
-    fill_in_tokens = FillInTokens(260, 261, 262)
-
-
 def test_a_suffix_stands_behind_what_is_filled_in():
     asked: list[list[int]] = []
 
-    def logits(history: Any, vocab_size: int) -> Any:
-        import numpy as np
-
-        row = np.zeros(vocab_size, np.float32)
-        is_first = history[-1] == 262
-        if is_first:
-            asked.append(history.tolist())
-        row[ord("x") if is_first else 257] = 50.0
-        return row
-
-    def load(source: ModelSource) -> LLM:
-        model = fake_model(logits, vocab_size=263)
-        model.tokenizer = FillingTokenizer()
-        return LLM(model)  # type: ignore[arg-type]
-
     with (
-        serving(ServerSettings(port=0), sources=scripted_sources("code"), load=load) as running,
+        serving(ServerSettings(port=0), sources=scripted_sources("code"), load=filling_loader(asked)) as running,
         running.client() as http,
     ):
         body = {"model": "code", "prompt": "def f(", "suffix": "): pass", "stream": False}
