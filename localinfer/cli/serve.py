@@ -3,10 +3,8 @@
 import contextlib
 import logging
 import os
-import secrets
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -18,14 +16,13 @@ from localinfer.cli.options import COUNT, LoadOptions, byte_size, flag, load_opt
 from localinfer.cli.ready_line import READY_JSON, ReadyLine, drain_stderr
 from localinfer.cli.serve_agents import AgentOptions, agent_options
 from localinfer.cli.serve_defaults import ServerDefaults, default_options
+from localinfer.cli.serve_listening import ListeningOptions, SocketPlace, listening_options
 from localinfer.cli.serve_llama_server import llama_server_options
 from localinfer.cli.serve_models import ModelsOptions, find_sources, load_source, measure, models_options
-from localinfer.cli.serve_operation import OperationOptions, SettingsReader, operating, operation_options, read_tokens
+from localinfer.cli.serve_operation import OperationOptions, SettingsReader, operating, operation_options
 from localinfer.cli.serve_responses import KeptResponses, responses_options
-from localinfer.errors import RequestError
 from localinfer.system.folders import expand_home
 from localinfer.system.parent_watch import OPTION, ParentWatch
-from localinfer.terminal import check_text
 
 if TYPE_CHECKING:
     from localinfer.llm import LLM
@@ -60,17 +57,7 @@ class ServeProcess:
 @takes_config()
 @default_options
 @models_options
-@option("--host", "ADDRESS", "TCP address to listen on.", default="127.0.0.1")
-@option("--port", "N", "TCP port; 0: any free one.", type=click.IntRange(0, 65535), default=8080)
-@flag("--no-tcp", "Listen on the Unix socket only.")
-@option("--socket socket_path", "PATH", "Path of the Unix socket. Default: in your runtime folder, if it is free.")
-@flag("--no-socket", "Listen on TCP only.")
-@option("--token-file", "FILE", "File with the bearer tokens accepted over TCP, one per line, or NAME: TOKEN.")
-@option("--token-env", "NAME", "Environment variable with that token.")
-@option("--allow-host", "NAME", "Accept this Host header too; may be repeated.", multiple=True)
-@option("--allow-origin", "ORIGIN", "Accept requests from pages of this origin (CORS); may be repeated.", multiple=True)
-@flag("--allow-private-network", "Accept them from pages on the public internet too.")
-@flag("--no-page", "Serve no chat page at /.")
+@listening_options
 @flag("--strict-model", "Refuse unknown model names even if only one model is served.")
 @option(
     "--idle-unload", "SECONDS", "Unload a model after so long without requests; 0: never.", type=_SECONDS, default=900
@@ -92,87 +79,61 @@ class ServeProcess:
 @flag(READY_JSON, "Print one line of JSON when ready, or with the error, and nothing else, on stdout.")
 @flag("--verbose", "Log each request, and what of its prompt was cached, without its text, to stderr.")
 def serve_command(
-    options: LoadOptions,
-    defaults: ServerDefaults,
-    models: ModelsOptions,
-    idle_unload: float,
-    memory_limit: int | None,
+    listening: ListeningOptions,
+    kept_responses: KeptResponses,
     shutdown_seconds: float,
     until_stdin_ends: bool,
     ready_json: bool,
-    verbose: bool,
-    kept_responses: KeptResponses,
-    operation: OperationOptions,
-    agents: AgentOptions,
-    **listening: Any,
+    **served: Any,
 ) -> None:
-    """Serve OpenAI's and Anthropic's APIs locally.
+    """Serve OpenAI's, Anthropic's, Ollama's and llama-server's APIs locally.
 
     Listens on a Unix socket that only you can open, and on TCP on the loopback interface unless --no-tcp. Point clients
-    at http://127.0.0.1:8080/v1, and a browser at http://127.0.0.1:8080 to chat; a line on stdout says when the server
-    is ready. Ctrl-C ends it after the running replies. SIGHUP reads tokens, models, and the table [serve] of the
-    configuration file again.
+    at http://127.0.0.1:8080/v1, those of Ollama at http://127.0.0.1:8080, and a browser at the same to chat; a line on
+    stdout says when the server is ready. Ctrl-C ends it after the running replies. SIGHUP reads tokens, models, and the
+    table [serve] of the configuration file again.
 
     All clients share one prompt cache, and replies report how much of a prompt was cached (cached_tokens): a client can
     find out, token by token, what others have sent. Give access only to people who may read your texts.
     """
-    from localinfer.server.transport.sockets import default_socket_path
-
     process = click.get_current_context().find_object(ServeProcess) or ServeProcess()
     is_sidecar = until_stdin_ends or ready_json
     if is_sidecar and _is_default("shutdown_seconds"):
         shutdown_seconds = _SIDECAR_SHUTDOWN_SECONDS
     watch = (process.watch or ParentWatch(lambda: None)) if until_stdin_ends else None
-    socket_path, no_socket = listening.pop("socket_path"), listening.pop("no_socket")
-    if no_socket and socket_path is not None:
-        raise RequestError("--no-socket and --socket were given; leave one of them out")
-    own_files: list[Path] = []
-    place: Path | None = None
-    if socket_path is not None:
-        place = expand_home(socket_path).absolute()
-    elif no_socket:
-        place = None
-    elif not ready_json:
-        place = default_socket_path()
-    elif (place := _own_socket()) is not None:
-        own_files = [place, place.with_name(f"{place.name}.lock")]
+    place = listening.socket_place(needs_own=ready_json)
     with Ending(
         shutdown_seconds + (_SIDECAR_CLOSING_SECONDS if is_sidecar else _CLOSING_SECONDS),
         owns_process=process.owns_process,
         watch=watch,
-        remove=own_files,
+        remove=place.own_files,
     ) as ending:
         _serve(
-            options,
-            defaults,
-            models,
-            idle_unload,
-            memory_limit,
-            verbose,
-            operation,
-            agents,
             ending,
             process.ready_line,
-            socket_path=place,
-            needs_socket=socket_path is not None,
+            listening,
+            place,
             shutdown_seconds=shutdown_seconds,
-            kept_responses=kept_responses.options(options),
-            **listening,
+            kept_responses=kept_responses.options(served["options"]),
+            **served,
         )
 
 
 def _serve(
+    ending: Ending,
+    ready_line: ReadyLine | None,
+    listening: ListeningOptions,
+    place: SocketPlace,
+    *,
     options: LoadOptions,
     defaults: ServerDefaults,
     models: ModelsOptions,
+    operation: OperationOptions,
+    agents: AgentOptions,
     idle_unload: float,
     memory_limit: int | None,
     verbose: bool,
-    operation: OperationOptions,
-    agents: AgentOptions,
-    ending: Ending,
-    ready_line: ReadyLine | None,
-    **listening: Any,
+    **settings_of_server: Any,
 ) -> None:
     from localinfer.server.app import LocalServer
     from localinfer.server.operation.structured_log import log_to_stderr
@@ -185,13 +146,7 @@ def _serve(
     if models.names_some and is_from_config("model"):
         # Models that are named say what to serve; a default does not add to them.
         options["model"] = None
-    token_file = listening["token_file"]
-    settings = _settings(
-        api_key=defaults.api_key,
-        requests_per_minute=operation.requests_per_minute,
-        tokens_per_minute=operation.tokens_per_minute,
-        **listening,
-    )
+    settings = listening.settings(place, defaults.api_key, operation, **settings_of_server)
     sources, preload = defaults.named(*find_sources(options["model"], models, options))
     threads = LoadThreads()
 
@@ -216,7 +171,7 @@ def _serve(
         )
 
     first = dict.fromkeys([*preload, *(source.id for source in sources if source.settings.is_pinned)])
-    reader = SettingsReader(None if token_file is None else expand_home(token_file))
+    reader = SettingsReader(None if listening.token_file is None else expand_home(listening.token_file))
 
     def read_again(settings: "ServerSettings") -> "tuple[ServerSettings, list[ModelSource]]":
         return reader.read(settings), defaults.named(*find_sources(options["model"], models, options))[0]
@@ -236,8 +191,8 @@ def _serve(
                 _say_ready(f"serving {names} on {places}")
             else:
                 socket_path = None if server.settings.socket_path is None else str(server.settings.socket_path)
-                place = {"host": server.settings.host, "port": server.port, "socket": socket_path}
-                ready_line.tell_ready(pid=os.getpid(), **place, models=[source.id for source in sources])
+                address = {"host": server.settings.host, "port": server.port, "socket": socket_path}
+                ready_line.tell_ready(pid=os.getpid(), **address, models=[source.id for source in sources])
 
         ending.attach(server.stop, leave)
         if server.settings.socket_path is None:
@@ -265,69 +220,3 @@ def _say_ready(line: str) -> None:
     with contextlib.suppress(OSError):
         click.echo(line)
         sys.stdout.flush()
-
-
-def _settings(
-    *,
-    host: str,
-    no_tcp: bool,
-    token_file: str | None,
-    token_env: str | None,
-    api_key: str | None,
-    allow_host: tuple[str, ...],
-    allow_origin: tuple[str, ...],
-    allow_private_network: bool,
-    no_page: bool,
-    **more: Any,
-) -> "ServerSettings":
-    from localinfer.server.transport.settings import ServerSettings
-
-    if api_key is not None and (token_file is not None or token_env is not None):
-        raise RequestError("--api-key is the token, and another option says where it is; leave one of them out")
-    for name, values in (("--allow-host", allow_host), ("--allow-origin", allow_origin)):
-        for value in values:
-            check_text(value, name)
-    return ServerSettings(
-        host=None if no_tcp else host,
-        token=_token(token_env, is_in_file=token_file is not None) if api_key is None else api_key,
-        tokens=() if token_file is None else read_tokens(expand_home(token_file)),
-        allowed_hosts=allow_host,
-        allowed_origins=allow_origin,
-        allows_private_network=allow_private_network,
-        serves_page=not no_page,
-        **more,
-    )
-
-
-def _own_socket() -> Path | None:
-    """A place for the socket of one process, as every sidecar needs one; None where none can be made."""
-    from localinfer.server.transport.sockets import MAX_SOCKET_PATH_BYTES, default_socket_path
-    from localinfer.system.folders import make_private
-
-    default = default_socket_path()
-    if default is None:
-        return None
-    path = default.with_name(f"{secrets.token_hex(6)}.sock")
-    problem = make_private(path.parent)
-    if problem is None and not os.access(path.parent, os.W_OK):
-        problem = f"{path.parent} cannot be written"
-    if problem is None and len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
-        problem = f"the path {path} is too long"
-    if problem is not None:
-        click.echo(f"warning: no Unix socket: {problem}; give a place with --socket", err=True)
-        return None
-    return path
-
-
-def _token(variable: str | None, *, is_in_file: bool) -> str | None:
-    if variable is None:
-        return None
-    if is_in_file:
-        raise RequestError("the token is either in a file or in a variable; leave out --token-file or --token-env")
-    # Processes that are started from here need not have it.
-    token = os.environ.pop(variable, "").strip()
-    if not token:
-        raise RequestError(
-            f"there is no token in the environment variable {variable:.80}, which --token-env names; put it there"
-        )
-    return token
