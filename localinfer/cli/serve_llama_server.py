@@ -41,7 +41,7 @@ def llama_server_options(command: Command) -> Command:
         option(
             "--pooling",
             None,
-            "How vectors of tokens become one, on /embedding and /v1/embeddings. Default: as models say.",
+            "How vectors of tokens become one, on every route. Default: as models say.",
             type=click.Choice(["mean", "cls", "last", "none"]),
         ),
         flag("--context-shift", "At the end of the context, go on without the older half of a text."),

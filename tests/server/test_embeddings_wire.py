@@ -4,9 +4,11 @@ import base64
 
 import numpy as np
 import pytest
+from local_servers import serving
 
 from localinfer.errors import UnsupportedFormatError
 from localinfer.models.decoder.pooling import Pooling, read_pooling
+from localinfer.server.transport.settings import ServerSettings
 from tests.inside import engine_of, model_of
 
 PATH = "/v1/embeddings"
@@ -94,6 +96,20 @@ def test_scores_are_the_logits_normalised(llm):
 )
 def test_wrong_input_is_refused(tcp, body):
     assert tcp.post(PATH, json=body).status_code == 400
+
+
+def test_every_route_pools_as_the_server_says(llm):
+    text = "A cat sat on a mat."
+    want, plain = llm.embed(text, pooling="last"), llm.embed(text, pooling="last", normalize=False)
+    assert not np.array_equal(want, llm.embed(text))
+    with serving(ServerSettings(port=0, pooling="last")) as running, running.client() as client:
+        assert np.array_equal(vector_of(client, text), want)
+        found = client.post("/embedding", json={"content": text}).json()[0]["embedding"]
+        assert np.array_equal(np.array(found, np.float32), want[None])
+        found = client.post("/api/embed", json={"model": "any", "input": text}).json()["embeddings"]
+        assert np.array_equal(np.array(found, np.float32), want[None])
+        found = client.post("/api/embeddings", json={"model": "any", "prompt": text}).json()["embedding"]
+        assert np.array_equal(np.array(found, np.float32), plain)
 
 
 def test_pooling_is_read_from_the_file():

@@ -1,5 +1,6 @@
 """What leaves `/v1/responses` and `/v1/messages`, and the routes that only look at text."""
 
+import pytest
 from event_frames import named_events
 from local_servers import STORY
 
@@ -48,6 +49,19 @@ def test_response_to_items_is_that_to_their_chat(tcp):
     reply = tcp.post("/v1/responses", json={**ASK, "input": items, "instructions": "Be brief."})
     assert reply.status_code == 200, reply.text
     assert reply.json()["instructions"] == "Be brief."
+
+
+@pytest.mark.parametrize(("role", "kind"), [("assistant", "output_text"), ("user", "input_text")])
+def test_parts_of_a_reply_were_one_text_and_those_of_others_are_lines(tcp, role, kind):
+    def num_tokens(*texts: str) -> int:
+        said = {"role": role, "content": [{"type": kind, "text": text} for text in texts]}
+        asked = {"input": [said, {"role": "user", "content": "Go on."}]}
+        return tcp.post("/v1/responses/input_tokens", json=asked).json()["input_tokens"]
+
+    assert num_tokens("Once upon", " a time.") == num_tokens(
+        "Once upon a time." if role == "assistant" else "Once upon\n a time."
+    )
+    assert num_tokens("Once upon a time.") != num_tokens("Once upon\n a time.")
 
 
 def test_unknown_items_are_refused_by_place(tcp):

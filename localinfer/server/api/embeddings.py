@@ -3,8 +3,9 @@
 import asyncio
 import base64
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
 import numpy as np
@@ -23,7 +24,10 @@ from localinfer.server.transport.known_fields import EMBEDDINGS
 if TYPE_CHECKING:
     from localinfer.llm import LLM
 
-_MOST_TEXTS = 2048
+Text = TypeVar("Text")
+Result = TypeVar("Result")
+
+MOST_TEXTS = 2048
 _TEXTS_AT_ONCE = 64
 """Texts between two looks at whether the client is still there."""
 
@@ -43,15 +47,13 @@ class EmbeddingRequest(msgspec.Struct):
 async def embeddings(request: Request) -> Response:
     """The vectors of texts, in order, as numbers or as base64 of little-endian float32."""
     body = await read_body(request, EmbeddingRequest)
-    texts = read_prompts(body.input, "input", at_most=_MOST_TEXTS)
+    texts = read_prompts(body.input, "input", at_most=MOST_TEXTS)
     began = time.perf_counter()
     vectors: list[NDArray[np.float32]] = []
     count = 0
     with await service_of(request).lease(request, body.model) as lease:
-        for start in range(0, len(texts), _TEXTS_AT_ONCE):
-            some = texts[start : start + _TEXTS_AT_ONCE]
-            work = asyncio.to_thread(_embed, lease.llm, some, body, service_of(request).settings.pooling)
-            num_tokens, found = await unless_gone(request, work)
+        work = partial(_embed, lease.llm, body, service_of(request).settings.pooling)
+        async for num_tokens, found in in_batches(request, texts, work):
             vectors += found
             count += num_tokens
     service_of(request).totals.count_prompts(count, time.perf_counter() - began)
@@ -61,8 +63,19 @@ async def embeddings(request: Request) -> Response:
     return json_response({"object": "list", "data": data, "model": lease.model_id, "usage": usage})
 
 
+async def in_batches(
+    request: Request, texts: Sequence[Text], work: Callable[[Sequence[Text]], Result]
+) -> AsyncIterator[Result]:
+    """What some work makes of texts, done in a thread for some at a time: a client that leaves ends it.
+
+    Raises: ClientGone, and what the work raises.
+    """
+    for start in range(0, len(texts), _TEXTS_AT_ONCE):
+        yield await unless_gone(request, asyncio.to_thread(work, texts[start : start + _TEXTS_AT_ONCE]))
+
+
 def _embed(
-    llm: "LLM", texts: Sequence[Pieces], body: EmbeddingRequest, pooling: str | None
+    llm: "LLM", body: EmbeddingRequest, pooling: str | None, texts: Sequence[Pieces]
 ) -> tuple[int, list[NDArray[np.float32]]]:
     """How many tokens the texts have, and their vectors. Raises: ApiError if there is one per token."""
     try:

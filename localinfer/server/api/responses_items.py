@@ -82,7 +82,7 @@ def item_messages(items: Iterable[InputItem], place: Callable[[int], str]) -> li
                 reasoning.append(_reasoning_text(item, place(index)))
                 is_open = False
             case "message" if item.role == "assistant":
-                begin_reply(joined_text(item.content, f"{place(index)}.content"))
+                begin_reply(joined_text(item.content, f"{place(index)}.content", "assistant"))
                 is_open = True
             case "message" if item.role is not None:
                 messages.append(ChatMessage(item.role, joined_text(item.content, f"{place(index)}.content")))
@@ -152,7 +152,7 @@ def encrypted_reasoning(text: str) -> str:
 def _reasoning_text(item: InputItem, path: str) -> str:
     """What the model thought; nothing where only another server can read it. Raises: ApiError."""
     if item.content:
-        return joined_text(item.content, f"{path}.content")
+        return joined_text(item.content, f"{path}.content", "assistant")
     encoded = item.encrypted_content
     if not isinstance(encoded, str) or not encoded.startswith(_ENCODED):
         return ""

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import msgspec
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 from starlette.requests import Request
 from starlette.responses import Response
 
+from localinfer.server.api.embeddings import MOST_TEXTS, in_batches
 from localinfer.server.ollama.keep_alive import KeepAlive
 from localinfer.server.ollama.options import Options
 from localinfer.server.ollama.reply_fields import begin_request
@@ -24,10 +26,6 @@ from localinfer.server.transport.known_fields import KnownFields, Refusal
 if TYPE_CHECKING:
     from localinfer.llm import LLM
 
-_MOST_TEXTS = 2048
-_TEXTS_AT_ONCE = 64
-"""Texts between two looks at whether the client is still there."""
-
 
 class OllamaEmbedRequest(msgspec.Struct, kw_only=True):
     """Texts that vectors of length 1 are wanted for; without any the model is loaded.
@@ -38,7 +36,7 @@ class OllamaEmbedRequest(msgspec.Struct, kw_only=True):
     known_fields: ClassVar = KnownFields({}, {"prompt": Refusal("send input, or ask /api/embeddings")})
 
     model: str | None = None
-    input: str | Annotated[list[str], Meta(max_length=_MOST_TEXTS)] | None = None
+    input: str | Annotated[list[str], Meta(max_length=MOST_TEXTS)] | None = None
     truncate: bool | None = None
     dimensions: Annotated[int, Meta(ge=0)] | None = None
     keep_alive: KeepAlive | None = None
@@ -61,13 +59,12 @@ async def embed(request: Request) -> Response:
     body = await read_body(request, OllamaEmbedRequest)
     texts = [body.input] if isinstance(body.input, str) and body.input else list(body.input or ())
     begun = begin_request(request, body.model, body.keep_alive)
+    settings = service_of(request).settings
     vectors: list[msgspec.Raw] = []
     count = num_cut = 0
     with await service_of(request).lease(request, begun.named.id) as lease:
         loaded = time.monotonic()
-        for start in range(0, len(texts), _TEXTS_AT_ONCE):
-            some = texts[start : start + _TEXTS_AT_ONCE]
-            found = await unless_gone(request, asyncio.to_thread(_embed, lease.llm, some, body))
+        async for found in in_batches(request, texts, partial(_embed, lease.llm, body, settings.pooling)):
             vectors += found.vectors
             count += found.num_tokens
             num_cut += found.num_cut
@@ -91,7 +88,8 @@ async def embeddings(request: Request) -> Response:
     vector = msgspec.Raw(b"[]")
     with await service_of(request).lease(request, begun.named.id) as lease:
         if body.prompt:
-            found = await unless_gone(request, asyncio.to_thread(_embed_one, lease.llm, body))
+            pooling = service_of(request).settings.pooling
+            found = await unless_gone(request, asyncio.to_thread(_embed_one, lease.llm, body, pooling))
             record_of(request.scope).input_tokens = found.num_tokens
             vector = found.vectors[0]
         warnings = _warnings(body.options, lease.llm.context_length, 0)
@@ -106,16 +104,16 @@ class _Found(msgspec.Struct):
     num_cut: int
 
 
-def _embed(llm: "LLM", texts: list[str], body: OllamaEmbedRequest) -> _Found:
+def _embed(llm: "LLM", body: OllamaEmbedRequest, pooling: str | None, texts: Sequence[str]) -> _Found:
     _check(body.options)
     ids = llm.embedding_ids(texts, truncate=body.truncate is not False)
-    return _found(ids, llm.embed_many(ids, dimensions=body.dimensions or None), llm.context_length)
+    return _found(ids, llm.embed_many(ids, pooling=pooling, dimensions=body.dimensions or None), llm.context_length)
 
 
-def _embed_one(llm: "LLM", body: OllamaEmbeddingsRequest) -> _Found:
+def _embed_one(llm: "LLM", body: OllamaEmbeddingsRequest, pooling: str | None) -> _Found:
     _check(body.options)
     ids = llm.embedding_ids([body.prompt or ""])
-    return _found(ids, llm.embed_many(ids, normalize=False), llm.context_length)
+    return _found(ids, llm.embed_many(ids, pooling=pooling, normalize=False), llm.context_length)
 
 
 def _found(ids: Sequence[NDArray[np.int32]], vectors: Sequence[NDArray[np.float32]], context_length: int) -> _Found:
