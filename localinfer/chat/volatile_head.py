@@ -7,8 +7,8 @@ What can be done without another answer is to say so. `move` is what can be done
 
 import hashlib
 import threading
-from collections import OrderedDict, deque
-from collections.abc import Mapping, Sequence
+from collections import Counter, OrderedDict, deque
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -215,18 +215,10 @@ def _shared(stable: tuple[str, ...], texts: tuple[str, ...]) -> list[int]:
     return [index for block in matcher.get_matching_blocks() for index in range(block.b, block.b + block.size)]
 
 
-def _size(texts: Sequence[str]) -> int:
+def _size(texts: Iterable[str]) -> int:
     return sum(len(text) + 1 for text in texts)
 
 
 def _common_size(first: Sequence[str], second: Sequence[str]) -> int:
     """Characters of the lines that two heads share in any order."""
-    left: dict[str, int] = {}
-    for text in first:
-        left[text] = left.get(text, 0) + 1
-    size = 0
-    for text in second:
-        if left.get(text, 0):
-            left[text] -= 1
-            size += len(text) + 1
-    return size
+    return _size((Counter(first) & Counter(second)).elements())

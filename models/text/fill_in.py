@@ -1,6 +1,6 @@
 """The tokens by which a model for code fills in what stands between two texts."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from localinfer.models.text.splitting import FILL_IN_SPELLINGS
@@ -22,6 +22,10 @@ class FillInTokens(NamedTuple):
     middle: int
     repository: int | None = None
     separator: int | None = None
+
+    def around(self, before: Sequence[int], after: Sequence[int]) -> list[int]:
+        """The ids of a prompt for what stands between two texts of these. Source: arXiv 2207.14255 (PSM)."""
+        return [self.prefix, *before, self.suffix, *after, self.middle]
 
 
 def find_fill_in_tokens(special_ids: Mapping[str, int], role_ids: Mapping[str, int]) -> FillInTokens | None:

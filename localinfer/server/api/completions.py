@@ -179,7 +179,7 @@ def fill_in_prompt(
     has_first = tokenizer.adds_bos and body.add_special_tokens is not False
     first = [tokenizer.bos_token_id] if has_first and tokenizer.bos_token_id is not None else []
     before = encode(prompt) if isinstance(prompt, str) else prompt
-    return [*first, tokens.prefix, *before, tokens.suffix, *encode(body.suffix or ""), tokens.middle]
+    return [*first, *tokens.around(before, encode(body.suffix or ""))]
 
 
 class _CompletionWriter(ChoicesWriter):

@@ -30,8 +30,7 @@ async def model(request: Request) -> Response:
 
 def _card(model: ServedModel) -> dict[str, Any]:
     """A model to clients; what is not known yet, or cannot be read, is null."""
-    llm, need = model.llm, model.need
-    context = llm.context_length if llm is not None else None if need is None else need.context_length
+    need, context = model.need, model.context_length
     memory = {
         "fixed_bytes": None if need is None else need.fixed_bytes,
         "bytes_per_token": None if need is None else need.bytes_per_token,
@@ -61,6 +60,6 @@ def _card(model: ServedModel) -> dict[str, Any]:
             "n_ctx": context,
             "n_ctx_train": None if need is None else need.trained_context_length,
             "size": None if need is None else need.file_bytes,
-            "loaded": llm is not None,
+            "loaded": model.llm is not None,
         },
     }

@@ -84,7 +84,7 @@ def _prompt(
         )
     encode = partial(encode_pieces, tokenizer, max_tokens=max_tokens)
     first = [tokenizer.bos_token_id] if tokenizer.adds_bos and tokenizer.bos_token_id is not None else []
-    hole = [tokens.prefix, *encode(before), tokens.suffix, *encode(after), tokens.middle]
+    hole = tokens.around(encode(before), encode(after))
     own_name = [] if tokens.separator is None else [tokens.separator, *tokenizer.encode(_FILE, add_special=False)]
     project = [] if tokens.repository is None else [tokens.repository, *tokenizer.encode(_PROJECT, add_special=False)]
     room = llm.context_length - len(first) - len(hole) - len(own_name) - len(project) - max(1, reserved)

@@ -20,11 +20,9 @@ async def show_properties(request: Request) -> Response:
     service = service_of(request)
     model = service.registry.find(request.query_params.get("model"))
     is_router = len(service.registry.models()) > 1
-    need = model.need
-    context = model.llm.context_length if model.llm is not None else None if need is None else need.context_length
     settings = generation_settings({} if model.llm is None else model.llm.defaults, None, seed=None)
     properties = {
-        "default_generation_settings": {"params": settings, "n_ctx": context},
+        "default_generation_settings": {"params": settings, "n_ctx": model.context_length},
         "total_slots": service.settings.num_slots,
         "model_alias": model.source.id,
         # Where it lies is not told.

@@ -134,9 +134,5 @@ def _running_card(model: ServedModel) -> dict[str, Any] | None:
 
 def _parameters(model: ServedModel) -> list[str]:
     """The context that a model has, if that is known yet, and what its user set for it."""
-    parameters: dict[str, object] = {}
-    if model.llm is not None:
-        parameters["num_ctx"] = model.llm.context_length
-    elif model.need is not None:
-        parameters["num_ctx"] = model.need.context_length
-    return [f"{name:<{_KEY_WIDTH}} {value}" for name, value in {**parameters, **model.source.settings.sampling}.items()]
+    context = {} if model.context_length is None else {"num_ctx": model.context_length}
+    return [f"{name:<{_KEY_WIDTH}} {value}" for name, value in {**context, **model.source.settings.sampling}.items()]

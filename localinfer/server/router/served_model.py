@@ -53,6 +53,14 @@ class ServedModel:
         return MemoryNeed(0, 0, 0).capabilities if self.need is None else self.need.capabilities
 
     @property
+    def context_length(self) -> int | None:
+        """Tokens of context: of a model that is not loaded what its file and its settings say, None if not read yet."""
+        llm = self.llm
+        if llm is not None:
+            return llm.context_length
+        return None if self.need is None else self.need.context_length
+
+    @property
     def state(self) -> ModelState:
         """Whether it can answer at once, soon, when it is asked for, or could not when it was last tried."""
         if self.llm is not None:
