@@ -75,10 +75,6 @@ def _check_previous_row(op: further_ops.PreviousRow) -> None:
         check(op.out.index != op.x.index, f"{op.out.name} cannot take the rows before its own")
 
 
-def _check_receive(op: ops.Receive) -> None:
-    check(op.out.rows is Rows.BATCH, f"{op.out.name} holds output rows; batch rows are handed over")
-
-
 def _check_norm(op: ops.RmsNorm | ops.LayerNorm) -> None:
     _same_shape(op.out, op.x)
     size = op.group_size or op.x.width
@@ -438,7 +434,6 @@ class GraphBuilder:
     embed = _writer(ops.Embed, _check_embed)
     embed_positions = _writer(ops.EmbedPositions, _check_embed)
     previous_row = _writer(further_ops.PreviousRow, _check_previous_row)
-    receive = _writer(ops.Receive, _check_receive)
     rms_norm = _writer(ops.RmsNorm, _check_norm)
     layer_norm = _writer(ops.LayerNorm, _check_norm)
     matmul = _writer(ops.Matmul, _check_matmul)

@@ -173,11 +173,11 @@ class KVLayout:
 
 @runtime_checkable
 class DevicePages(Protocol):
-    """A layout whose pages are wholly or partly in a device's memory; addresses are valid there only."""
+    """A layout whose pages are wholly or partly in memory of devices; addresses are valid there only."""
 
     @property
-    def device_page_bytes(self) -> int:
-        """Bytes of a page on the device; the rest is in host memory."""
+    def host_page_bytes(self) -> int:
+        """Bytes of a page in host memory; the rest is on the device, or on several."""
         ...
 
     def allocate(self, num_bytes: int) -> int:
@@ -196,8 +196,8 @@ class DevicePages(Protocol):
         """Fill the page at an address with uint8[page_bytes]."""
         ...
 
-    def free_bytes(self) -> int:
-        """Free bytes of the device."""
+    def free_pages(self, spare: int) -> int:
+        """Pages for which there is free memory on every device that holds a part; `spare` bytes of each stay free."""
         ...
 
 

@@ -267,10 +267,14 @@ class EmbedPositions(Record):
     table: EmbeddingTable
 
 
-class Receive(Record):
-    """out[r] = what the program was given for row r: the hidden states that another device computed."""
+class Exchange(Record):
+    """The program stops here: programs of other devices read `gives`, and write `takes` before the next op.
 
-    out: Buffer
+    Only in graphs that were cut for several devices; what lies between two of these ops is a stage.
+    """
+
+    gives: Sequence[Buffer]
+    takes: Sequence[Buffer]
 
 
 class RmsNorm(Record):
@@ -428,7 +432,7 @@ class ExpertSum(Record):
 
 
 Op = (
-    Embed | EmbedPositions | Receive | RmsNorm | LayerNorm | Matmul | Rope | StoreKV | Attention | Activate
+    Embed | EmbedPositions | Exchange | RmsNorm | LayerNorm | Matmul | Rope | StoreKV | Attention | Activate
     | GatedActivate | Add | Scale | HeadMatmul | SelectOutput | Route | ExpertMatmul
     | ExpertSum | FurtherOp | RecurrentOp
 )  # fmt: skip

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from localinfer.errors import ContextLengthError, RequestError
 from localinfer.kernels.kv_layout import LOG_ROWS
-from localinfer.kernels.ops import Rows
+from localinfer.kernels.ops import Buffer, Rows
 from localinfer.types import FloatArray
 
 
@@ -207,6 +207,39 @@ class Program(Protocol):
     def close(self) -> None:
         """Release threads and buffers."""
         ...
+
+
+class StagedProgram(Program, Protocol):
+    """A program that can compute a batch in stages, which end at its graph's `Exchange` ops."""
+
+    def begin(self, batch: Batch) -> None:
+        """Check a batch and write it where the ops read it. Raises: RequestError, ContextLengthError."""
+        ...
+
+    def run_stage(self, stage: int) -> None:
+        """Compute one stage of the batch, or start to; every stage is run once, in order."""
+        ...
+
+    def give(self, buffer: Buffer, num_rows: int) -> FloatArray:
+        """Rows of a buffer after the last stage that was run, float32[num_rows, width], valid until the next one."""
+        ...
+
+    def take(self, buffer: Buffer, rows: FloatArray) -> None:
+        """Fill a buffer before the next stage: float32[rows, width], copied at once."""
+        ...
+
+
+@dataclass(frozen=True)
+class PlacedStage:
+    """One stage of a graph that was cut for several devices.
+
+    part: the number of the device's program, and `stage` that of its own stage. takes: buffers that are filled before
+    it runs, and the number of the program that has each.
+    """
+
+    part: int
+    stage: int
+    takes: tuple[tuple[Buffer, int], ...] = ()
 
 
 @runtime_checkable

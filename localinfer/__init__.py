@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from localinfer import errors
+    from localinfer.cache.block_hashes import block_hashes
     from localinfer.cache.prefix_cache import SnapshotStats
     from localinfer.chat.constraints import Constraint, Grammar, JsonObject, JsonSchema, Regex, StructuralTag
     from localinfer.chat.parser import ToolCall, ToolCallDelta
@@ -17,11 +18,13 @@ if TYPE_CHECKING:
     from localinfer.chat.tool_choice import ToolChoice
     from localinfer.chat_model import ChatOptions
     from localinfer.embedding import RankedDocument
+    from localinfer.engine.admission import EngineLimits
     from localinfer.engine.beam_search import Beam
-    from localinfer.engine.scheduler import EngineLimits
     from localinfer.generation.completion import Completion, Stats, StreamEvent
     from localinfer.generation.options import GenerationOptions
     from localinfer.generation.stream import TextStream
+    from localinfer.kv_events.config import KVEventsConfig
+    from localinfer.kv_events.publisher import KVEventPublisher
     from localinfer.llm import LLM, BeamCompletion, Prompt
     from localinfer.loading.aload import aload
     from localinfer.loading.availability import Availability, availability
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
     from localinfer.session.prompts import SessionOptions
     from localinfer.session.python_tools import CallOutcome, RequestedCall, Tool
     from localinfer.session.session import Session
+    from localinfer.system.crash_files import report_crashes
     from localinfer.system.folders import set_cache_folder
     from localinfer.system.freezing import freeze_support
     from localinfer.types import ProgressCallback
@@ -57,6 +61,8 @@ __all__ = [
     "Grammar",
     "JsonObject",
     "JsonSchema",
+    "KVEventPublisher",
+    "KVEventsConfig",
     "LLM",
     "ModelInfo",
     "ProgressCallback",
@@ -82,10 +88,12 @@ __all__ = [
     "WarmUp",
     "aload",
     "availability",
+    "block_hashes",
     "errors",
     "freeze_support",
     "load",
     "load_tokenizer",
+    "report_crashes",
     "set_cache_folder",
     "warm_up",
 ]
@@ -98,11 +106,13 @@ _MODULE_OF = {
     "ChatOptions": "localinfer.chat_model",
     "Completion": "localinfer.generation.completion",
     "Constraint": "localinfer.chat.constraints",
-    "EngineLimits": "localinfer.engine.scheduler",
+    "EngineLimits": "localinfer.engine.admission",
     "GenerationOptions": "localinfer.generation.options",
     "Grammar": "localinfer.chat.constraints",
     "JsonObject": "localinfer.chat.constraints",
     "JsonSchema": "localinfer.chat.constraints",
+    "KVEventPublisher": "localinfer.kv_events.publisher",
+    "KVEventsConfig": "localinfer.kv_events.config",
     "LLM": "localinfer.llm",
     "ModelInfo": "localinfer.model_info",
     "ProgressCallback": "localinfer.types",
@@ -128,9 +138,11 @@ _MODULE_OF = {
     "WarmUp": "localinfer.loading.warm_up",
     "aload": "localinfer.loading.aload",
     "availability": "localinfer.loading.availability",
+    "block_hashes": "localinfer.cache.block_hashes",
     "freeze_support": "localinfer.system.freezing",
     "load": "localinfer.loading.load",
     "load_tokenizer": "localinfer.loading.load",
+    "report_crashes": "localinfer.system.crash_files",
     "set_cache_folder": "localinfer.system.folders",
     "warm_up": "localinfer.loading.warm_up",
 }
@@ -138,6 +150,7 @@ _MODULE_OF = {
 _LIGHT = (
     "localinfer.loading.aload",
     "localinfer.chat.constraints",
+    "localinfer.system.crash_files",
     "localinfer.system.folders",
     "localinfer.system.freezing",
 )

@@ -10,6 +10,8 @@ from typing import Any
 from localinfer.errors import RequestError
 from localinfer.system.folders import expand_home
 
+MAX_PRIORITY = 2**31 - 1
+"""Of a request; the least is as far below 0."""
 _MOST_LEVELS = 128
 """Values nested deeper than this are not copied; whatever reads messages and schemas refuses them."""
 
@@ -60,6 +62,12 @@ def check_number(
         wanted = f" from {least_shown} to {most_shown}"
     more = ("" if none is None else f", or None {none}") + (f" ({hint})" if hint else "")
     raise RequestError(f"{name} is {shown(value)}; it must be {noun}{wanted}{more}", field=field or name)
+
+
+def check_priority(priority: object) -> int:
+    """Return how urgent a request is, the least number the most. Raises: RequestError."""
+    number: int = check_number("priority", priority, -MAX_PRIORITY, MAX_PRIORITY)
+    return number
 
 
 def check_hashable(name: str, value: object) -> None:

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from localinfer.arguments import check_flag
 from localinfer.cache.prefix_cache import CacheHints
+from localinfer.cache.salt import NO_SALT, salt_of
 from localinfer.chat.begun_reply import BegunReply
 from localinfer.chat.constraints import Constraint, ConstraintCompiler
 from localinfer.chat.history import ChatHistory, EncodedChat, SessionHistory
@@ -80,7 +81,8 @@ class ChatModel:
         """Answer messages; options: ChatOptions. through: passes on the events. Raises: as `LLM.stream_chat`."""
         values: dict[str, Any] = dict(options)
         request = self.formats.request(
-            cast(ReplyOptions, {name: values.pop(name) for name in ReplyOptions.__annotations__ if name in values})
+            cast(ReplyOptions, {name: values.pop(name) for name in ReplyOptions.__annotations__ if name in values}),
+            salt_of(values.get("cache_salt")),
         )
         self.check_usable()
         checked = check_options(values, self._tokenizer)
@@ -93,8 +95,9 @@ class ChatModel:
             self.disk.wait_until_open()
         max_tokens = None if values.get("context_shift") else self.context_length
         read = read_messages(messages)
-        varying = self.heads.observe(read)
-        chat, begun = self._encode(request, self.heads.arrange(read, varying), max_tokens, history)
+        varying = self.heads.observe(read, salt=checked.salt)
+        arranged = self.heads.arrange(read, varying, salt=checked.salt)
+        chat, begun = self._encode(request, arranged, max_tokens, history, checked.salt)
         prompt = EncodedPrompt(
             chat.token_ids,
             chat.system_tokens,
@@ -115,17 +118,24 @@ class ChatModel:
         return TextStream(generation)
 
     def encode(
-        self, messages: Messages, options: ReplyOptions, *, history: SessionHistory | None = None
+        self,
+        messages: Messages,
+        options: ReplyOptions,
+        *,
+        history: SessionHistory | None = None,
+        salt: bytes = NO_SALT,
     ) -> EncodedChat:
         """Return the prompt of a conversation. Raises: TemplateError, RequestError."""
-        chat, _ = self._encode(self.formats.request(options), self._arranged(messages), None, history)
+        chat, _ = self._encode(self.formats.request(options, salt), self._arranged(messages, salt), None, history, salt)
         return chat
 
-    def render(self, messages: Messages, options: ReplyOptions, *, add_generation_prompt: bool) -> str:
+    def render(
+        self, messages: Messages, options: ReplyOptions, *, add_generation_prompt: bool, salt: bytes = NO_SALT
+    ) -> str:
         """Return the prompt of a conversation as text. Raises: TemplateError, RequestError."""
         add_generation_prompt = check_flag("add_generation_prompt", add_generation_prompt)
-        request = self.formats.request(options)
-        asked, begun = request.split(self._arranged(messages))
+        request = self.formats.request(options, salt)
+        asked, begun = request.split(self._arranged(messages, salt))
         if begun is not None:
             add_generation_prompt = True
         text = self.template.render(asked, add_generation_prompt, request.template_tools or None, **request.variables)
@@ -134,7 +144,9 @@ class ChatModel:
         segments = begun.segments(text, request.format.reasoning, self._tokenizer.special_spellings)
         return text + "".join(part for part, _ in segments)
 
-    def compute(self, token_ids: NDArray[np.int32], *, system_tokens: int, is_pinned: bool) -> int:
+    def compute(
+        self, token_ids: NDArray[np.int32], *, system_tokens: int, is_pinned: bool, salt: bytes = NO_SALT
+    ) -> int:
         """Have a text's keys and values in the cache, and return how many tokens had to be computed for it.
 
         Raises: ContextLengthError, OutOfMemoryError, ClosedError.
@@ -143,22 +155,28 @@ class ChatModel:
         if self.disk is not None:
             self.disk.wait_until_open()
         with self._engine.exclusive_cache() as cache:
-            if cache.tree.match(token_ids).usable == token_ids.size:
+            if cache.tree.match(token_ids, salt).usable == token_ids.size:
                 return 0
-        hints = CacheHints(system_tokens=min(system_tokens, token_ids.size), is_pinned=is_pinned)
+        hints = CacheHints(system_tokens=min(system_tokens, token_ids.size), is_pinned=is_pinned, salt=salt)
         # What is sampled at the end is not computed, so it is not cached.
         generation = self._engine.generate(token_ids, SamplingParams(), max_tokens=1, cache_hints=hints)
         for _ in generation:
             pass
         return int(token_ids.size) - generation.record.cached_tokens
 
-    def _arranged(self, messages: Messages) -> Messages:
+    def _arranged(self, messages: Messages, salt: bytes) -> Messages:
         """Messages as `stream` would have them rendered, of which nothing is remembered."""
         read = read_messages(messages)
-        return self.heads.arrange(read, self.heads.observe(read, learns=False), learns=False)
+        varying = self.heads.observe(read, learns=False, salt=salt)
+        return self.heads.arrange(read, varying, learns=False, salt=salt)
 
     def _encode(
-        self, request: ChatRequest, messages: Messages, max_tokens: int | None, history: SessionHistory | None
+        self,
+        request: ChatRequest,
+        messages: Messages,
+        max_tokens: int | None,
+        history: SessionHistory | None,
+        salt: bytes,
     ) -> tuple[EncodedChat, BegunReply | None]:
         """The prompt of a chat, its messages as `read_messages` reads them, and the reply that it continues."""
         asked, begun = request.split(messages)
@@ -168,4 +186,4 @@ class ChatModel:
             begin = partial(begun.segments, form=request.format.reasoning, spellings=spellings)
         encode = self.history.encode if history is None else history.encode
         tools = request.template_tools or None
-        return encode(asked, tools, request.variables, begin=begin, max_tokens=max_tokens), begun
+        return encode(asked, tools, request.variables, begin=begin, max_tokens=max_tokens, salt=salt), begun

@@ -3,12 +3,12 @@
 Only the command line reads it; the Python API never does.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from localinfer.arguments import check_number, shown
+from localinfer.arguments import MAX_PRIORITY, check_number, shown
 from localinfer.errors import RequestError
 from localinfer.sampling.params import MAX_SEED, NUMBER_OPTIONS, SamplingParams
 from localinfer.system.folders import expand_home, user_folder
@@ -21,6 +21,10 @@ SERVE_SETTINGS: dict[str, tuple[str, Any]] = {
     "allow_origin": ("allowed_origins", ()),
     "requests_per_minute": ("requests_per_minute", None),
     "tokens_per_minute": ("tokens_per_minute", None),
+    "running_per_token": ("running_per_token", None),
+    "queued_per_token": ("queued_per_token", None),
+    "min_priority": ("min_priority", None),
+    "ttft_objective": ("ttft_objective", None),
 }
 """Keys of the table `[serve]`, which are options of `localinfer serve` -> the member of the server's settings, and its
 value without the key."""
@@ -43,7 +47,7 @@ class Config:
     device: str | None = None
     sampling: Mapping[str, float | int] = field(default_factory=dict)
     system: str | None = None
-    serve: Mapping[str, tuple[str, ...] | int] = field(default_factory=dict)
+    serve: Mapping[str, tuple[str, ...] | float] = field(default_factory=dict)
 
     def defaults(self) -> dict[str, Any]:
         """The values that the file gives, by the names of the commands' parameters."""
@@ -117,7 +121,10 @@ def _read(file: TomlFile) -> Config:
         {"model": _model, "threads": _count, "context_length": _count, "kv_type": _kv_type, "device": _device},
         also=("[sampling]", "[chat]", "[serve]"),
     )
-    kinds = {name: _count if default is None else _names for name, (_, default) in SERVE_SETTINGS.items()}
+    kinds: dict[str, Callable[[str, Any], Any]] = {
+        name: _count if default is None else _names for name, (_, default) in SERVE_SETTINGS.items()
+    }
+    kinds |= {"queued_per_token": _least_zero, "min_priority": _any_priority, "ttft_objective": _seconds}
     serve = file.checked(["serve"], file.table(file.content, "serve"), kinds)
     return Config(path=file.path, sampling=sampling, serve=serve, **chat, **loading)
 
@@ -142,6 +149,18 @@ def _count(key: str, value: Any) -> int:
     return int(value)
 
 
+def _least_zero(key: str, value: Any) -> int:
+    return int(check_number(key, value, 0))
+
+
+def _any_priority(key: str, value: Any) -> int:
+    return int(check_number(key, value, -MAX_PRIORITY, MAX_PRIORITY))
+
+
+def _seconds(key: str, value: Any) -> float:
+    return float(check_number(key, value, 0, kind=float))
+
+
 def _names(key: str, value: Any) -> tuple[str, ...]:
     if not isinstance(value, list) or not all(isinstance(one, str) and one.isprintable() for one in value):
         raise RequestError(f'{key} is {shown(value)}; wanted a list of names, such as {key} = ["example.org"]')
@@ -156,6 +175,9 @@ def _kv_type(key: str, value: Any) -> str:
 
 
 def _device(key: str, value: Any) -> str:
-    if value not in DEVICES:
-        raise RequestError(f"{key} is {shown(value)}; wanted one of {', '.join(DEVICES)}")
+    # A list of GPUs is checked where they are looked for.
+    if not isinstance(value, str) or (value not in DEVICES and not value.startswith("cuda:")):
+        raise RequestError(
+            f"{key} is {shown(value)}; wanted one of {', '.join(DEVICES)}, or GPUs such as cuda:0,cuda:1"
+        )
     return str(value)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 _OF_REPLIES = ("thinking", "thinking_budget")
 """Those that only chats have; the prompt depends on them too."""
-_OF_ONE_GENERATION = ("constraint", "prediction", "owner")
+_OF_ONE_GENERATION = ("constraint", "prediction", "owner", "cache_salt")
 
 
 class DefaultOptions:

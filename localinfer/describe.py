@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from localinfer.memory.gpu_plan import describe_gpus, gpu_line
 from localinfer.memory.report import describe_memory, memory_lines
 from localinfer.quant.formats.types import TensorRecord, bits_per_weight
 from localinfer.quant.gguf.reader import GGUFFile, Metadata, read_gguf
@@ -22,6 +23,7 @@ from localinfer.terminal import neutralise_controls
 
 if TYPE_CHECKING:
     from localinfer.models.checkpoint.model import CheckpointModel
+    from localinfer.verify import Verification
 
 LONGEST_ARRAY = 16
 """Arrays with more elements are shown by their count."""
@@ -61,7 +63,8 @@ class FileDescription:
     stored_as: how a folder stores its quantized matrices, what they run as, and what is not used; empty for a file.
     sampling: options of sampling that the file recommends.
     drafts_for: of a draft model that runs beside its target only, the target's architecture; else None.
-    memory: what it needs of memory by context length, see `memory_report.describe_memory`.
+    memory: what it needs of memory by context length, see `memory.report.describe_memory`. gpus: what GPUs would hold
+    of it, see `memory.gpu_plan.describe_gpus`; None without an NVIDIA driver.
     program: the model's ops (`models.decoder.listing`), if requested.
     gguf_version: None for a Hugging Face folder, whose tensors are described as in GGUF.
     """
@@ -84,6 +87,7 @@ class FileDescription:
     stored_as: list[str] = field(default_factory=list)
     drafts_for: str | None = None
     memory: dict[str, Any] = field(default_factory=dict)
+    gpus: dict[str, Any] | None = None
     program: dict[str, Any] | None = None
     sampling: dict[str, float | int] = field(default_factory=dict)
 
@@ -126,6 +130,7 @@ def describe_file(path: str, *, ops: bool = False) -> FileDescription:
             stored_as=_stored_as(file),
             drafts_for=OF_ANOTHER_CACHE.get(architecture),
             memory=describe_memory(path),
+            gpus=describe_gpus(path),
             program=_program(file) if ops else None,
             sampling=file_sampling(metadata, name=file.path.name),
         )
@@ -222,9 +227,11 @@ def _plain_number(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def render_json(description: FileDescription, *, tensors: bool) -> str:
-    """One JSON object, with tensors and ops if requested."""
+def render_json(description: FileDescription, *, tensors: bool, verification: "Verification | None" = None) -> str:
+    """One JSON object, with tensors, ops and what checks have found if requested."""
     record = dict(vars(description), types=[vars(share) for share in description.types])
+    if verification is not None:
+        record["verification"] = verification.as_json()
     if not tensors:
         del record["tensors"]
     if description.program is None:
@@ -232,13 +239,15 @@ def render_json(description: FileDescription, *, tensors: bool) -> str:
     return json.dumps(record, indent=2, ensure_ascii=False)
 
 
-def render_text(description: FileDescription, *, tensors: bool) -> str:
+def render_text(description: FileDescription, *, tensors: bool, verification: "Verification | None" = None) -> str:
     """Aligned lines without terminal controls."""
     lines = list(_summary_lines(description))
     lines += ["", "tensor types", *_type_lines(description)]
     if description.stored_as:
         lines += ["", "quantized in the folder, and run as", *(f"  {line}" for line in description.stored_as)]
     lines += ["", "memory on the CPU", *memory_lines(description.memory)]
+    if description.gpus is not None:
+        lines += ["", "on GPUs", f"  {gpu_line(description.gpus)}"]
     lines += ["", "metadata"]
     lines += [f"  {key} = {_short(value)}" for key, value in description.metadata.items()]
     if tensors:
@@ -250,6 +259,8 @@ def render_text(description: FileDescription, *, tensors: bool) -> str:
         from localinfer.models.decoder.listing import program_lines
 
         lines += ["", *program_lines(description.program)]
+    if verification is not None:
+        lines += ["", "verification", *verification.lines()]
     return neutralise_controls("\n".join(lines))
 
 

@@ -8,6 +8,7 @@ LocalinferError
 |-- ShapeError                     an array does not have the shape or type a function needs
 |-- RequestError                   an argument is invalid
 |   |-- ContextLengthError         the prompt does not fit the context
+|   |-- TokenIdError               these token ids are none that the model can read
 |   |-- MessageError               a message of a chat cannot be read
 |   |-- TemplateError              the chat template cannot render these messages
 |   `-- ConstraintError            a schema, regex or grammar cannot be enforced
@@ -21,7 +22,7 @@ LocalinferError
 |-- LoadCancelledError             the event given to `load` was set before the model was there
 |-- AnswerError                    an answer that was to be of a type is cut short, or is not of it
 |-- ToolRoundsError                the model calls tools again and again without an answer
-|-- OverloadedError                the queue of waiting requests is full
+|-- OverloadedError                the queue is full, or the first token would come too late
 `-- ClosedError                    the model or session was closed, or the process was forked
 
 A message names what was found, what was wanted, and the way out.
@@ -70,6 +71,10 @@ class ContextLengthError(RequestError):
         super().__init__(message)
         self.num_tokens = num_tokens
         self.context_length = context_length
+
+
+class TokenIdError(RequestError):
+    """Token ids are none that the model can read: one is not in its vocabulary, or there has to be one."""
 
 
 class MessageError(RequestError):
@@ -156,11 +161,18 @@ class ToolRoundsError(LocalinferError):
 
 
 class OverloadedError(LocalinferError):
-    """The queue of waiting requests is full; `retry_after_seconds`: when a place is likely to be free."""
+    """The queue of waiting requests is full, or a first token would come later than it is wanted.
 
-    def __init__(self, message: str, retry_after_seconds: float) -> None:
+    retry_after_seconds: when a place is likely to be free. predicted_ttft_seconds: until the first token, if that is
+    why.
+    """
+
+    def __init__(
+        self, message: str, retry_after_seconds: float, *, predicted_ttft_seconds: float | None = None
+    ) -> None:
         super().__init__(message)
         self.retry_after_seconds = retry_after_seconds
+        self.predicted_ttft_seconds = predicted_ttft_seconds
 
 
 class ClosedError(LocalinferError):

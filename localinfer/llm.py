@@ -10,15 +10,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.arguments import check_flag, owned
+from localinfer.cache.salt import salt_of
 from localinfer.chat.constraints import ConstraintCompiler
 from localinfer.chat.reply import ReplyOptions
 from localinfer.chat_model import ChatModel, ChatOptions
 from localinfer.closing import Closing
 from localinfer.default_options import DefaultOptions
 from localinfer.embedding import RankedDocument, TextEmbedder
+from localinfer.engine.admission import EngineLimits
 from localinfer.engine.beam_search import Beam, search_beams
 from localinfer.engine.engine import Engine, EngineStats
-from localinfer.engine.scheduler import EngineLimits
 from localinfer.errors import RequestError
 from localinfer.generation.completion import Completion
 from localinfer.generation.many_completions import complete_many
@@ -26,10 +27,13 @@ from localinfer.generation.options import CheckedOptions, GenerationOptions, che
 from localinfer.generation.stream import TextStream, complete_in_thread
 from localinfer.generation.text_generation import EncodedPrompt, TextGeneration
 from localinfer.model_info import ModelInfo, model_info
+from localinfer.prompt_handover import PromptHandover
 from localinfer.session_files import SessionFiles
+from localinfer.system.free_memory import return_free_memory
 from localinfer.thread_control import ThreadControl
 
 if TYPE_CHECKING:
+    from localinfer.cache.cache_observer import CacheObserver
     from localinfer.cache.eviction import KVEviction
     from localinfer.cache.prefix_cache import SnapshotStats
     from localinfer.models.load.loader import Model
@@ -54,7 +58,7 @@ class BeamCompletion(NamedTuple):
     beam: Beam
 
 
-class LLM(ThreadControl, DefaultOptions, SessionFiles, Closing):
+class LLM(ThreadControl, DefaultOptions, SessionFiles, PromptHandover, Closing):
     """A loaded model, ready to answer; made by `localinfer.load`. A context manager: leaving it closes the model.
 
     May be used from several threads: generations that run at the same time share their steps. After `close`, and in a
@@ -71,12 +75,14 @@ class LLM(ThreadControl, DefaultOptions, SessionFiles, Closing):
         disk: "DiskOptions | None" = None,
         speculation: "Speculation | None" = None,
         limits: EngineLimits | None = None,
+        observer: "CacheObserver | None" = None,
     ) -> None:
         """Take over a loaded model.
 
         kv_window: bounds what each text holds; the model must have been loaded for it.
         identity: of the model and its settings, for what is kept on disk. disk: keep conversations there.
         speculation: what guesses tokens; None decodes one by one. limits: how many generations it takes on at once.
+        observer: told of what the prefix cache holds.
         """
         self._model = model
         self._engine = Engine(
@@ -85,6 +91,7 @@ class LLM(ThreadControl, DefaultOptions, SessionFiles, Closing):
             kv_window=kv_window,
             speculation=speculation,
             limits=EngineLimits() if limits is None else limits,
+            observer=observer,
         )
         self._constraints: ConstraintCompiler | None = None
         if model.tokenizer is not None:
@@ -299,15 +306,19 @@ class LLM(ThreadControl, DefaultOptions, SessionFiles, Closing):
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
+        cache_salt: str | None = None,
         **options: Unpack[ReplyOptions],
     ) -> str:
         """Return the prompt that `chat` would make of a conversation, as text. Raises: TemplateError, RequestError."""
-        given = self._with_reply_defaults(options)
-        return self._chats().render(messages, given, add_generation_prompt=add_generation_prompt)
+        given, salt = self._with_reply_defaults(options), salt_of(cache_salt)
+        return self._chats().render(messages, given, add_generation_prompt=add_generation_prompt, salt=salt)
 
-    def count_chat_tokens(self, messages: Sequence[Mapping[str, Any]], **options: Unpack[ReplyOptions]) -> int:
+    def count_chat_tokens(
+        self, messages: Sequence[Mapping[str, Any]], *, cache_salt: str | None = None, **options: Unpack[ReplyOptions]
+    ) -> int:
         """Return how many tokens `chat` would make of a conversation. Raises: TemplateError, RequestError."""
-        return int(self._chats().encode(messages, self._with_reply_defaults(options)).token_ids.size)
+        given, salt = self._with_reply_defaults(options), salt_of(cache_salt)
+        return int(self._chats().encode(messages, given, salt=salt).token_ids.size)
 
     def move_volatile_heads(self) -> None:
         """Give the model lines of system messages that vary behind the rest; see `localinfer.chat.volatile_head`."""
@@ -415,14 +426,14 @@ class LLM(ThreadControl, DefaultOptions, SessionFiles, Closing):
         with self._engine.exclusive_cache() as cache:
             cache.clear()
 
-    def forget(self, token_ids: Sequence[int] | NDArray[np.integer]) -> int:
+    def forget(self, token_ids: Sequence[int] | NDArray[np.integer], *, cache_salt: str | None = None) -> int:
         """Forget the keys and values, in memory, of one text, as far as no other text begins like it.
 
-        Returns how many tokens that was. Running generations and the disk keep theirs.
+        Returns how many tokens that was. Running generations and the disk keep theirs. cache_salt: of the text.
         """
-        wanted = self._engine.check_prompt(token_ids)
+        wanted, salt = self._engine.check_prompt(token_ids), salt_of(cache_salt)
         with self._engine.exclusive_cache() as cache:
-            return cache.forget(wanted)
+            return cache.forget(wanted, salt)
 
     def close(self) -> None:
         """Write conversations to disk, for some seconds at most; release memory and threads. May be called again.
@@ -436,6 +447,7 @@ class LLM(ThreadControl, DefaultOptions, SessionFiles, Closing):
         with self._session_lock:
             self._engine.close()
             self._embedder.close()
+        return_free_memory()
 
     def _text_after(self, prompt_ids: Sequence[int] | NDArray[np.integer], beam: Beam) -> str:
         """The text of a beam, without an end token."""

@@ -33,6 +33,7 @@ class ModelInfo:
     supports_tools: the template describes tools to the model, or writes its calls; with others `chat` does, for a
         model that may never have seen any. supports_thinking: the template has reasoning, so that
         `thinking` may be given.
+    warnings: what the checks of a load found likely wrong with the file, a line each; see `verify` of `load`.
     sampling: options that the file recommends, by name; empty without. `llm.set_defaults(**llm.info.sampling)` obeys.
     """
 
@@ -57,6 +58,7 @@ class ModelInfo:
     supports_tools: bool
     supports_thinking: bool
     sampling: Mapping[str, float | int]
+    warnings: tuple[str, ...] = ()
 
 
 def model_info(model: "Model", replies: "TemplateFormats | None") -> ModelInfo:
@@ -94,6 +96,7 @@ def model_info(model: "Model", replies: "TemplateFormats | None") -> ModelInfo:
         supports_tools=own is not None and (own.calls.is_native or own.calls.describes_tools),
         supports_thinking=own is not None and own.reasoning is not None,
         sampling=file_sampling(file.metadata, name=file.path.name),
+        warnings=tuple(finding.message for finding in model.findings),
     )
 
 

@@ -74,7 +74,6 @@ class _Run:
     cache: dict[tuple[int, int], "_LayerCache"]
     kv_types: tuple[str, str] | None
     states: States
-    received: FloatArray | None
 
     def __getitem__(self, buffer: Buffer) -> Float64Array:
         return self.values[buffer.index]
@@ -108,20 +107,16 @@ class NumpyProgram:
         self._cache: dict[tuple[int, int], _LayerCache] = {}
         self._states = States()
         self.hidden: FloatArray | None = None
-        self._received: FloatArray | None = None
 
     def share_cache(self, other: "NumpyProgram") -> None:
         """Read what another program stores."""
         self._cache = other._cache
 
-    def hand_over(self, rows: FloatArray) -> None:
-        self._received = rows.copy()
-
     def run(self, batch: Batch) -> FloatArray:
         num_rows = {Rows.BATCH: len(batch.token_ids), Rows.OUTPUT: len(batch.output_rows)}
         values = {b.index: np.full((num_rows[b.rows], b.width), np.nan) for b in self._graph.buffers}
         positions = [s.start_position + np.arange(s.num_rows, dtype=np.int64) for s in batch.segments]
-        run = _Run(batch, values, np.concatenate(positions), self._cache, self._kv_types, self._states, self._received)
+        run = _Run(batch, values, np.concatenate(positions), self._cache, self._kv_types, self._states)
         for op in self._graph.ops:
             _FORMULAS[type(op)](run, op)
         if self._graph.hidden is not None:
@@ -167,12 +162,6 @@ def _previous_row(run: _Run, op: further_ops.PreviousRow) -> None:
 @_formula(ops.EmbedPositions)
 def _embed_positions(run: _Run, op: ops.EmbedPositions) -> None:
     run[op.out] = run[op.out] + op.table.packed[run.positions]
-
-
-@_formula(ops.Receive)
-def _receive(run: _Run, op: ops.Receive) -> None:
-    assert run.received is not None, "nothing was handed over"
-    run[op.out] = run.received.astype(np.float64)
 
 
 @_formula(ops.RmsNorm)

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 
 from localinfer.kernels.cpu import kernel_abi
+from localinfer.kernels.cpu.memory import zeros
 from localinfer.kernels.cpu.parameters import BATCH, SEGMENT
 from localinfer.kernels.graph_builder import check
 from localinfer.kernels.jit.object_cache import Kernel
@@ -34,7 +35,7 @@ def query_head_bytes(columns: int) -> int:
 def attention_sum_arrays(layout: KVLayout, num_segments: int, num_tokens: int) -> FloatArray:
     """float32[segments, heads, pages] of zeros, for `attention_sums` ops over sequences of at most so many tokens."""
     heads = max((shape.num_kv_heads for shape in layout.layers), default=1)
-    return np.zeros((num_segments, heads, -(-num_tokens // layout.page_tokens)), np.float32)
+    return zeros((num_segments, heads, -(-num_tokens // layout.page_tokens)), np.float32)
 
 
 def check_limits(shape: AttentionShape) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.kernels.cpu import kernel_abi
-from localinfer.kernels.cpu.memory import address, aligned, aligned_zeros
+from localinfer.kernels.cpu.memory import address, aligned, aligned_zeros, placed
 from localinfer.kernels.cpu.parameters import ENCODE, ROUND_COLUMNS
 from localinfer.kernels.cpu.program import POOL_KERNELS, ThreadPool
 from localinfer.kernels.jit.compile_ahead import compile_ahead
@@ -59,14 +59,17 @@ def encode_rows(
     rows, columns = source.shape
     memory = aligned_zeros(pool.num_threads * kernel_abi.ENCODER_MEMORY_BYTES)
     # The checked copies must outlive the run.
-    weights = None if importance is None else np.ascontiguousarray(importance, np.float32)
+    weights = None if importance is None else placed(np.ascontiguousarray(importance, np.float32))
+    given, written = placed(source), placed(target)
     words = ENCODE.pack(
-        control=pool.control_address, source=address(source), kind=_SOURCES[source.dtype],
-        stride=columns * source.itemsize, target=address(target), target_stride=target.shape[1], rows=rows,
+        control=pool.control_address, source=address(given), kind=_SOURCES[source.dtype],
+        stride=columns * source.itemsize, target=address(written), target_stride=target.shape[1], rows=rows,
         columns=columns, importance=0 if weights is None else address(weights), memory=address(memory),
     )  # fmt: skip
     ops = np.array([[ENCODERS[name].address, address(words)]], np.int64)
     pool.run(address(ops), 1, 0)
+    if written is not target:
+        target[:] = written
     found = (
         memory.reshape(pool.num_threads, -1)[:, kernel_abi.ENCODER_STATUS : kernel_abi.ENCODER_STATUS + 8]
         .copy()
@@ -123,7 +126,8 @@ class FeedbackColumns:
         self._scales = _lanes(scales)
         self._minimums = _lanes(np.zeros_like(scales) if minimums is None else minimums)
         self.errors, self.levels, self.decoded = (_aligned_like(self.wanted) for _ in range(3))
-        self._level_range, self._groups, self._places, self._weights = level_range, groups, places, weights
+        self._level_range, self._weights = level_range, placed(weights)
+        self._groups, self._places = placed(groups), placed(places)
 
     def round_block(self, first: int, end: int) -> None:
         """Round columns `first` to `end` - 1; the GIL is free meanwhile."""

@@ -18,8 +18,16 @@ STOPPING = OPS + 32
 IDLE_SPINS = OPS + 40
 YIELD_SPINS = OPS + 48
 """How often a thread looks for the next run before it sleeps, and for the others before it yields its processor."""
-SLEEPING = 5 * 64
+NUM_RUNS = 5 * 64
+RUNS = 6 * 64
+LAST_RUNS = 16
+"""Runs that are remembered, a line of RUN words each; how many there were so far says which is the next."""
+SLEEPING = RUNS + 64 * LAST_RUNS
 """One line per thread follows: 1 while that thread sleeps."""
+CURRENT_OP = 8
+THREAD_ID = 16
+"""In a thread's line: the address of the entry of the tape that it executes, 0 between runs; and which thread it is, as
+`threading.get_ident` says."""
 
 # Quantized activations: per row int8[K], then one record per block of 32.
 RECORD_BYTES = 20

@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 
 from localinfer.kernels import further_ops, ops
 from localinfer.kernels.cpu import attention, further, kernel_abi, parameters, recurrent
-from localinfer.kernels.cpu.memory import address, aligned, padded
+from localinfer.kernels.cpu.memory import address, aligned, padded, placed, zeros
 from localinfer.kernels.cpu.program import CpuProgram, ThreadPool
 from localinfer.kernels.cpu.tape import CpuTape
-from localinfer.kernels.cpu.weights import PackedWeight, RowTable
+from localinfer.kernels.cpu.weights import PackedWeight
 from localinfer.kernels.graph_builder import check, packed_weight
 from localinfer.kernels.jit.compile_ahead import compile_ahead, link
 from localinfer.kernels.jit.object_cache import Kernel
@@ -81,7 +81,7 @@ def _embed(tape: CpuTape, op: ops.Embed | ops.EmbedPositions) -> None:
     out, table = op.out, op.table
     by_position = isinstance(op, ops.EmbedPositions)
     scale = 1.0 if isinstance(op, ops.EmbedPositions) else op.scale
-    rows: RowTable = table.packed
+    rows = tape.memory.placed_table(table.packed)
     check(rows.num_columns == table.width, f"{table.name} is {table.width} wide, and stored {rows.num_columns} wide")
     check(rows.layout in GGUF_LAYOUTS, f"{table.name} is in {rows.layout.name}, which embeddings are not")
     sizes = SIZES[rows.layout]
@@ -97,7 +97,8 @@ def _embed(tape: CpuTape, op: ops.Embed | ops.EmbedPositions) -> None:
     )  # fmt: skip
     kernel = "embedding.embed_grid" if rows.layout in GRID_LAYOUTS else "embedding.embed"
     cost = Operation(kernel, Rows.BATCH, (table.name,), rows.data.size, rows.data.size // table.num_rows)
-    tape.add(kernel, words, writes=out, cost=cost)
+    about = f"{table.name} ({table.num_rows} rows x {table.width} columns, {rows.layout.name})"
+    tape.add(kernel, words, writes=out, cost=cost, about=about)
 
 
 def _norm(tape: CpuTape, op: ops.RmsNorm | ops.LayerNorm) -> None:
@@ -110,7 +111,7 @@ def _norm(tape: CpuTape, op: ops.RmsNorm | ops.LayerNorm) -> None:
         weight_stride=4 * size if per_group else 0, groups=groups, size=size, epsilon=op.epsilon,
         is_output=op.x.is_output,
     )  # fmt: skip
-    tape.add(f"elementwise.{kernel}", words, writes=op.out)
+    tape.add(f"elementwise.{kernel}", words, writes=op.out, about=op.x.name)
 
 
 def _matmul(tape: CpuTape, op: ops.Matmul) -> None:
@@ -138,9 +139,16 @@ def _matmul(tape: CpuTape, op: ops.Matmul) -> None:
         products = sum(weight.num_rows * weight.num_columns for weight in weights)
         names = tuple(weight.name for weight in weights)
         cost = Operation(kernel, x.rows, names, num_bytes, num_bytes, products)
-        tape.add(kernel, words, *(_projection_parameters(tape, projection) for projection in group), cost=cost)
+        blocks = (_projection_parameters(tape, projection) for projection in group)
+        tape.add(kernel, words, *blocks, cost=cost, about=", ".join(map(_described, weights)))
     for projection in op.projections:
         tape.forget_copies(projection.out)
+
+
+def _described(weight: LinearWeight) -> str:
+    """A matrix for reports of crashes: its name in the file, its shape, and how it is stored."""
+    stack = f"{weight.num_experts} experts of " if weight.num_experts > 1 else ""
+    return f"{weight.name} ({stack}{weight.num_rows} rows x {weight.num_columns} columns, {weight.packed.layout.name})"
 
 
 def _projection_parameters(tape: CpuTape, projection: Projection) -> parameters.Words:
@@ -185,7 +193,7 @@ def _activations(tape: CpuTape, x: Buffer, packed: PackedWeight, slots: int) -> 
             **tape.places(source=x), target=tape.quantized_place, target_stride=stride, columns=columns,
             is_output=x.is_output, slots=slots, slot_stride=4 * columns,
         )  # fmt: skip
-        tape.add("quantize.quantize_rows", words)
+        tape.add("quantize.quantize_rows", words, about=f"{x.name}, {columns} columns")
         tape.quantized_source = (x.rows, x.index, columns)
     return tape.quantized_place, stride * slots, stride if slots > 1 else 0
 
@@ -199,12 +207,12 @@ def _rope(tape: CpuTape, op: ops.Rope) -> None:
         heads=x.width // op.head_size, head_size=op.head_size, pairs=pairs,
         is_halves=op.table.pairing is ops.Pairing.HALVES,
     )  # fmt: skip
-    tape.add("elementwise.rope", words, writes=x)
+    tape.add("elementwise.rope", words, writes=x, about=f"{pairs} pairs of each head of {op.head_size}")
 
 
 def _rope_angles(tape: CpuTape, table: RopeTable) -> NDArray[np.uint8]:
     """The table's cosines and sines for every row, computed once per run."""
-    frequencies = np.ascontiguousarray(table.inverse_frequencies, np.float64)
+    frequencies = placed(np.ascontiguousarray(table.inverse_frequencies, np.float64))
     key = (frequencies.tobytes(), table.magnitude)
     if key not in tape.angles:
         angles = aligned(tape.max_rows[Rows.BATCH] * 8 * frequencies.size)
@@ -223,7 +231,7 @@ def _store_kv(tape: CpuTape, op: ops.StoreKV) -> None:
     (keys, keys_stride), (values, values_stride) = tape.place(op.keys), tape.place(op.values or op.keys)
     places = {"keys_source": keys, "keys_stride": keys_stride}
     places |= {"values_source": values, "values_stride": values_stride}
-    tape.add(kernel, parameters.STORE_KV.pack(**places, **words))
+    tape.add(kernel, parameters.STORE_KV.pack(**places, **words), about=f"layer {op.layer}, {_cache_types(tape)}")
 
 
 def _attention(tape: CpuTape, op: ops.Attention) -> None:
@@ -246,12 +254,24 @@ def _attention(tape: CpuTape, op: ops.Attention) -> None:
     calls = {
         parameters.ATTENTION.fields.index(word): kernel for word, kernel in attention.called_kernels(layout).items()
     }
-    tape.add("attention.attention", parameters.ATTENTION.pack(**words), writes=op.out, cost=cost, calls=calls)
+    about = _about_attention(tape, layer, shape)
+    block = parameters.ATTENTION.pack(**words)
+    tape.add("attention.attention", block, writes=op.out, cost=cost, calls=calls, about=about)
     if tape.attention_sums is not None:
         _, heads, pages = tape.attention_sums.shape
         work = tape.memory.shared("attention sums", tape.pool.max_threads * 64 * pages)
         words |= {"sums": address(tape.attention_sums), "sums_heads": heads, "sums_pages": pages, "work": work}
-        tape.add("attention_sums.attention_sums", parameters.ATTENTION_SUMS.pack(**words), calls=calls)
+        tape.add("attention_sums.attention_sums", parameters.ATTENTION_SUMS.pack(**words), calls=calls, about=about)
+
+
+def _cache_types(tape: CpuTape) -> str:
+    return f"keys in {tape.kv_layout.key_type}, values in {tape.kv_layout.value_type}"
+
+
+def _about_attention(tape: CpuTape, layer: int, shape: AttentionShape) -> str:
+    """Attention of a layer, for reports of crashes."""
+    heads = f"{shape.num_heads} heads over {shape.num_kv_heads} of {shape.key_size} and {shape.value_size}"
+    return f"layer {layer}, {heads}, {_cache_types(tape)}"
 
 
 def _choose_blocks(tape: CpuTape, op: further_ops.ChooseBlocks) -> None:
@@ -277,8 +297,9 @@ def _choose_blocks(tape: CpuTape, op: further_ops.ChooseBlocks) -> None:
         "choosing.score_blocks", kv_bytes=layout.head(op.layer).num_bytes // layout.page_tokens,
         kv_multiply_adds=op.num_heads * op.key_size,
     )  # fmt: skip
-    tape.add("choosing.score_blocks", parameters.CHOOSE_BLOCKS.pack(**words), calls=calls, cost=cost)
-    tape.add("choosing.choose_blocks", parameters.CHOOSE_BLOCKS.pack(**words), writes=chosen.blocks, calls=calls)
+    about, block = _about_attention(tape, op.layer, shape), parameters.CHOOSE_BLOCKS.pack(**words)
+    tape.add("choosing.score_blocks", block, calls=calls, cost=cost, about=about)
+    tape.add("choosing.choose_blocks", block.copy(), writes=chosen.blocks, calls=calls, about=about)
 
 
 def _queries(tape: CpuTape, queries: Buffer, layer: int, shape: AttentionShape) -> dict[str, int]:
@@ -292,7 +313,8 @@ def _queries(tape: CpuTape, queries: Buffer, layer: int, shape: AttentionShape) 
     target = tape.memory.shared("queries", tape.max_rows[Rows.BATCH] * stride)
     words = attention.query_parameters(layout, layer, shape) | places
     words |= {"target": target, "target_stride": stride, "target_head_bytes": head_bytes}
-    tape.add("kv_store.quantize_queries", parameters.QUANTIZE_QUERIES.pack(**words))
+    about = _about_attention(tape, layer, shape)
+    tape.add("kv_store.quantize_queries", parameters.QUANTIZE_QUERIES.pack(**words), about=about)
     return {"queries": target, "queries_stride": stride, "query_head_bytes": head_bytes}
 
 
@@ -319,7 +341,7 @@ def _head_matmul(tape: CpuTape, op: ops.HeadMatmul) -> None:
             source=source, source_stride=stride, target=address(memory), target_stride=row, columns=columns,
             is_output=x.is_output, slots=heads, slot_stride=slot_stride,
         )  # fmt: skip
-        tape.add("quantize.quantize_rows", words)
+        tape.add("quantize.quantize_rows", words, about=f"{x.name}, {columns} columns")
         source, stride, slot_stride = address(memory), heads * row, row
     target, out_stride = tape.place(out)
     zeros = tape.memory.zeros(rows)
@@ -334,7 +356,7 @@ def _head_matmul(tape: CpuTape, op: ops.HeadMatmul) -> None:
             **_weight_parameters(packed, head), out=target + 4 * (head * op.out_head_size + op.out_offset),
             out_stride=out_stride, residual=zeros, residual_stride=0, bias=zeros, bias_stride=0, scale=1.0, spare=0,
         )  # fmt: skip
-        tape.add(kernel, words, projection, writes=out, cost=cost)
+        tape.add(kernel, words, projection, writes=out, cost=cost, about=_described(weight))
 
 
 def _route(tape: CpuTape, op: ops.Route) -> None:
@@ -348,7 +370,7 @@ def _route(tape: CpuTape, op: ops.Route) -> None:
         is_output=logits.is_output,
     )  # fmt: skip
     tape.add("experts.route", words, writes=ids)
-    table = np.zeros(count + 2 + tape.max_rows[logits.rows] * selected, np.int64)
+    table = zeros(count + 2 + tape.max_rows[logits.rows] * selected, np.int64)
     tape.expert_groups[ids.index] = table
     tape.memory.keep(table)
     words = parameters.GROUP_BY_EXPERT.pack(
@@ -374,7 +396,7 @@ def _expert_matmul(tape: CpuTape, op: ops.ExpertMatmul) -> None:
     kernel = f"matmul.expert_matmul_{packed.layout.name.lower()}"
     row_bytes, products = packed.expert_bytes * selected, packed.num_rows * packed.num_columns * selected
     cost = Operation(kernel, x.rows, (weight.name,), packed.data.size, row_bytes, products)
-    tape.add(kernel, words, writes=out, cost=cost)
+    tape.add(kernel, words, writes=out, cost=cost, about=_described(weight))
 
 
 def _expert_sum(tape: CpuTape, op: ops.ExpertSum) -> None:
@@ -387,14 +409,16 @@ def _expert_sum(tape: CpuTape, op: ops.ExpertSum) -> None:
     tape.add("experts.expert_sum", words, writes=op.out)
 
 
-def _receive(tape: CpuTape, op: ops.Receive) -> None:
-    tape.received = tape.memory.rows(op.out)
+def _exchange(tape: CpuTape, op: ops.Exchange) -> None:
+    tape.stage_starts.append(len(tape.kernels))
+    for buffer in op.takes:
+        tape.forget_copies(buffer)
 
 
 LOWER: dict[type, Callable[[CpuTape, Any], None]] = {
     ops.Embed: _embed,
     ops.EmbedPositions: _embed,
-    ops.Receive: _receive,
+    ops.Exchange: _exchange,
     ops.RmsNorm: _norm,
     ops.LayerNorm: _norm,
     ops.Matmul: _matmul,

@@ -3,13 +3,15 @@
 import contextlib
 import mmap
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.errors import OutOfMemoryError
 from localinfer.kernels.address_space import shortage
+from localinfer.kernels.cpu import guard
 from localinfer.kernels.ops import Buffer, Rows
 from localinfer.types import FloatArray
 
@@ -20,11 +22,16 @@ ALIGNMENT = 64
 """Bytes; one cache line and one AVX-512 register."""
 
 READABLE_BYTES = 64
-"""What follows every array and may be read, since a vector that begins in the last columns ends beyond them."""
+"""What follows every array of `aligned` and may be read, since a vector that begins in the last columns ends beyond
+them. Nothing may be read behind any other array, nor before one."""
+
+Number = TypeVar("Number", bound=np.generic)
 
 
 def aligned(num_bytes: int) -> NDArray[np.uint8]:
     """Uninitialised uint8[num_bytes] whose address is a multiple of ALIGNMENT. Raises: OutOfMemoryError."""
+    if guard.IS_ON:
+        return guard.guarded(num_bytes, READABLE_BYTES)
     raw = _allocated(np.empty, num_bytes + ALIGNMENT + READABLE_BYTES)
     start = -raw.ctypes.data % ALIGNMENT
     return raw[start : start + num_bytes]
@@ -32,9 +39,35 @@ def aligned(num_bytes: int) -> NDArray[np.uint8]:
 
 def aligned_zeros(num_bytes: int) -> NDArray[np.uint8]:
     """As `aligned`, all zero; pages the kernel never touches take no memory."""
+    if guard.IS_ON:
+        return guard.guarded(num_bytes, READABLE_BYTES)
     raw = _allocated(np.zeros, num_bytes + ALIGNMENT + READABLE_BYTES)
     start = -raw.ctypes.data % ALIGNMENT
     return raw[start : start + num_bytes]
+
+
+def empty(shape: int | tuple[int, ...], kind: type[Number]) -> NDArray[Number]:
+    """An uninitialised array for kernels, which stay inside it."""
+    return _exact(np.dtype(kind), shape) if guard.IS_ON else np.empty(shape, kind)
+
+
+def zeros(shape: int | tuple[int, ...], kind: type[Number]) -> NDArray[Number]:
+    """An array of zeros for kernels, which stay inside it."""
+    return _exact(np.dtype(kind), shape) if guard.IS_ON else np.zeros(shape, kind)
+
+
+def placed(array: NDArray[Number]) -> NDArray[Number]:
+    """A contiguous array that kernels stay inside: itself, in guard mode a copy between protected pages."""
+    if not guard.IS_ON:
+        return array
+    copy: NDArray[Number] = _exact(array.dtype, array.shape)
+    copy[...] = array
+    return copy
+
+
+def _exact(kind: "np.dtype[Number]", shape: int | tuple[int, ...]) -> NDArray[Number]:
+    num_bytes = int(np.prod(shape, dtype=np.int64)) * kind.itemsize
+    return guard.guarded(num_bytes, alignment=kind.itemsize).view(kind).reshape(shape)
 
 
 def _allocated(allocate: Callable[..., NDArray[np.uint8]], num_bytes: int) -> NDArray[np.uint8]:
@@ -66,6 +99,8 @@ class Arena:
 
         Raises: OutOfMemoryError if the system has no such memory.
         """
+        if guard.IS_ON:
+            return guard.guarded(num_bytes)
         padded = -(-num_bytes // ALIGNMENT) * ALIGNMENT
         if padded > self._block.size:
             self._block = self._fresh_block(padded)
@@ -130,6 +165,10 @@ class TapeMemory:
         """A buffer as float32[rows, width]."""
         values = self.buffers[buffer.index].view(np.float32)
         return values.reshape(self._max_rows[buffer.rows], -1)[:, : buffer.width]
+
+    def placed_table(self, rows: "RowTable") -> "RowTable":
+        """A table whose rows are all there, as kernels may read it; see `placed`."""
+        return rows if rows.fill is not None else replace(rows, data=placed(rows.data))
 
     def keep_table(self, rows: "RowTable", *, by_position: bool) -> None:
         """Hold a table, and have its rows there in time: those of positions, which are few, now."""

@@ -66,6 +66,8 @@ SEGMENT = Block(
     "next_carried"
 )
 """From `state` on: see `program.StateStep`. targets: address of pairs int64[num_targets][2] of rows and address."""
+RUN = Block("ops num_ops num_threads num_rows num_output_rows num_segments")
+"""What a pool remembers of a run, for reports of crashes."""
 
 # Ops on rows. A stride is in bytes, from one row to the next; is_output says which rows of the batch.
 

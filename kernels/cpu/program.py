@@ -21,18 +21,22 @@ from numpy.typing import NDArray
 
 from localinfer.errors import ClosedError, RequestError
 from localinfer.kernels.address_space import shortage
-from localinfer.kernels.cpu import kernel_abi
-from localinfer.kernels.cpu.memory import address, aligned_zeros
+from localinfer.kernels.cpu import guard, kernel_abi
+from localinfer.kernels.cpu.crash_reports import HANDLER, REPORTS, install_if_asked
+from localinfer.kernels.cpu.memory import address, aligned_zeros, placed, zeros
 from localinfer.kernels.cpu.parameters import BATCH, SEGMENT
 from localinfer.kernels.cpu.tape import CpuTape
-from localinfer.kernels.cpu.worker_threads import FINISH_RUN, POOL_KERNELS, START_RUN, Priority, WorkerThreads
-from localinfer.kernels.ops import Rows
+from localinfer.kernels.cpu.worker_threads import FINISH_RUN, START_RUN, Priority, WorkerThreads, note_thread
+from localinfer.kernels.cpu.worker_threads import POOL_KERNELS as _THREAD_KERNELS
+from localinfer.kernels.ops import Buffer, Rows
 from localinfer.kernels.program import Batch, Operation, Segment, StateStep
 from localinfer.types import FloatArray
 
 __all__ = ["POOL_KERNELS", "CpuProgram", "ThreadPool", "stretches"]
 
 logger = logging.getLogger(__name__)
+
+POOL_KERNELS = (*_THREAD_KERNELS, HANDLER)
 
 _STACK_BYTES = 8 << 20
 """What most systems map for a thread."""
@@ -69,7 +73,9 @@ class ThreadPool:
         if not self._workers.start(num_threads):
             self._workers.stop()
             raise shortage(_STACK_BYTES * (num_threads - 1), f"starting {num_threads} threads")
-        self._finalizer = weakref.finalize(self, self._workers.stop)
+        REPORTS.add_pool(self._control, self.max_threads + 1)
+        install_if_asked()
+        self._finalizer = weakref.finalize(self, _end, self._workers, self.control_address)
 
     @property
     def priority(self) -> Priority:
@@ -128,8 +134,10 @@ class ThreadPool:
             self._workers.run(num_threads)
             return
         if num_threads == 1:
+            note_thread(control, 0)
             FINISH_RUN.call(self.control_address)
             return
+        note_thread(control, 0)
         generation, released = int(control[kernel_abi.GENERATION // 8]), int(control[kernel_abi.RELEASED // 8])
         try:
             self._workers.wake(int(START_RUN(self.control_address, num_threads)))
@@ -146,6 +154,17 @@ class ThreadPool:
         """End the threads; safe to call twice."""
         self._closed = True
         self._finalizer()
+
+
+def _end(workers: WorkerThreads, control_address: int) -> None:
+    """End a pool's threads; its control block may go."""
+    REPORTS.remove_pool(control_address)
+    workers.stop()
+
+
+def _strike_out(tapes: Sequence[int]) -> None:
+    for entries in tapes:
+        REPORTS.remove_tape(entries)
 
 
 _NUM_ROWS, _NUM_OUTPUT_ROWS, _NUM_SEGMENTS = map(BATCH.fields.index, ("num_rows", "num_output_rows", "num_segments"))
@@ -187,18 +206,22 @@ class CpuProgram:
         self._pool = tape.pool
         self.decode_threads = self._last_threads = tape.pool.num_threads
         addresses = zip(tape.kernels, tape.parameters, strict=True)
-        self._ops = np.array([[kernel.address, address(words)] for kernel, words in addresses], np.int64)
+        self._ops = placed(np.array([[kernel.address, address(words)] for kernel, words in addresses], np.int64))
         self._ops_address, self._num_ops = address(self._ops), len(self._ops)
         self._stretches = stretches(tape.operations)
-        self._recurrent_ops = np.ascontiguousarray(self._ops[tape.recurrent_kernels])
+        self._recurrent_ops = placed(np.ascontiguousarray(self._ops[tape.recurrent_kernels]))
+        carrying = [tape.descriptions[index] for index in tape.recurrent_kernels]
+        for entries, descriptions in ((self._ops, tape.descriptions), (self._recurrent_ops, carrying)):
+            REPORTS.add_tape(entries, descriptions)
+        self._forget = weakref.finalize(self, _strike_out, (self._ops_address, address(self._recurrent_ops)))
         self._fills = tuple(tape.memory.fills)
         rows = self.max_batch_rows
-        self._token_ids = np.zeros(rows, np.int64)
-        self._positions = np.zeros(rows, np.int64)
-        self._page_tables = np.zeros(rows, np.int64)
-        self._windowed_tables = np.zeros(rows, np.int64)
-        self._output_rows = np.zeros(self.max_output_rows, np.int64)
-        self._segments = np.zeros((rows, len(SEGMENT.fields)), np.int64)
+        self._token_ids = zeros(rows, np.int64)
+        self._positions = zeros(rows, np.int64)
+        self._page_tables = zeros(rows, np.int64)
+        self._windowed_tables = zeros(rows, np.int64)
+        self._output_rows = zeros(self.max_output_rows, np.int64)
+        self._segments = zeros((rows, len(SEGMENT.fields)), np.int64)
         self._scratch = aligned_zeros(self._pool.max_threads * kernel_abi.SCRATCH_BYTES)
         self._header = BATCH.pack(
             num_rows=0,
@@ -219,6 +242,7 @@ class CpuProgram:
         self._partials: NDArray[np.uint8] = aligned_zeros(0)
         self._reserve_partials(0)
         self._window, self._page_tokens = tape.kv_layout.window, tape.kv_layout.page_tokens
+        self._exact_tables: dict[int, NDArray[np.int64]] = {}
         self._targets: dict[int, NDArray[np.int64]] = {}
         self._last_pages: NDArray[np.int64] | None = None
         self._last_table = 0
@@ -237,12 +261,23 @@ class CpuProgram:
         self._pool.run(self._ops_address, self._num_ops, self._header_address, self._last_threads)
         return self._result(batch)
 
-    def hand_over(self, rows: FloatArray) -> None:
-        """Give the next run what its tape receives: float32[rows, width], copied at once."""
-        received = self.tape.received
-        assert received is not None, "this tape receives nothing"
-        assert rows.shape[1] == received.shape[1] and len(rows) <= len(received), "rows of the buffer's width"
-        received[: len(rows)] = rows
+    def begin(self, batch: Batch) -> None:
+        """Check a batch and write it where the ops read it; see `program.StagedProgram`."""
+        self._set_batch(batch)
+
+    def run_stage(self, stage: int) -> None:
+        """Compute one stage of the batch; see `program.StagedProgram`."""
+        first, end = (*self.tape.stage_starts, self._num_ops)[stage : stage + 2]
+        if first < end:
+            self._pool.run(self._ops_address + OP_BYTES * first, end - first, self._header_address, self._last_threads)
+
+    def give(self, buffer: Buffer, num_rows: int) -> FloatArray:
+        """Rows of a buffer; see `program.StagedProgram`."""
+        return self.tape.memory.rows(buffer)[:num_rows]
+
+    def take(self, buffer: Buffer, rows: FloatArray) -> None:
+        """Fill rows of a buffer; see `program.StagedProgram`."""
+        self.tape.memory.rows(buffer)[: len(rows)] = rows
 
     def run_abortable(
         self, batch: Batch, should_abort: Callable[[float], bool], *, least_rows: int = INTERRUPTIBLE_ROWS
@@ -283,6 +318,7 @@ class CpuProgram:
     def close(self) -> None:
         """End the pool's threads, and give up the memory of this program, however long it is referred to."""
         self._pool.close()
+        self._forget()
         if os.getpid() != self._pool.process:
             return
         self.tape.release()
@@ -346,6 +382,10 @@ class CpuProgram:
             raise RequestError(f"segment {index} has {len(pages)} pages, but attention is summed for {mass.shape[2]}")
         table = self._last_table
         windowed_table = self._windowed_table(index, segment) if self._window else table
+        if guard.IS_ON:
+            table = self._exact_table(index, pages, segment)
+            windowed = segment.windowed_addresses
+            windowed_table = table if windowed is None else self._exact_table(~index, windowed, segment)
         self._segments[index, :5] = row, count, start - dropped, table, windowed_table
         if self.hidden is not None:
             self._segments[index, -2:] = segment.carried
@@ -380,10 +420,16 @@ class CpuProgram:
 
     def _set_state(self, index: int, step: StateStep) -> None:
         """Write how a segment takes its states further, which `BatchLimits.check` has proven."""
-        targets = np.array(step.targets, np.int64).reshape(-1, 2)
+        targets = placed(np.array(step.targets, np.int64).reshape(-1, 2))
         self._targets[index] = targets
         words = step.source, step.log, step.num_logged, step.new_log, address(targets), len(targets)
         self._segments[index, 5:-2] = words
+
+    def _exact_table(self, key: int, pages: NDArray[np.int64], segment: Segment) -> int:
+        """Where a copy of the entries lies that a segment's rows may use, in guard mode."""
+        length = segment.start_position - segment.dropped_tokens + segment.num_rows
+        copy = self._exact_tables[key] = placed(pages[: -(-length // self._page_tokens)])
+        return address(copy)
 
     def _windowed_table(self, index: int, segment: Segment) -> int:
         """The table of a segment's sliding-window blocks, with an entry for every page that those layers will see."""

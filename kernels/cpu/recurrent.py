@@ -19,7 +19,8 @@ def add_recurrent(tape: CpuTape, kernel: str, op: RecurrentOp, words: parameters
     tape.recurrent_kernels.append(len(tape.kernels))
     # A step reads a state and writes the next one.
     num_bytes = 8 * op.state_shape.num_values
-    tape.add(kernel, words, writes=writes, cost=Operation(kernel, state_bytes=num_bytes))
+    cost = Operation(kernel, state_bytes=num_bytes)
+    tape.add(kernel, words, writes=writes, cost=cost, about=f"state {op.state}")
 
 
 def state_places(tape: CpuTape, op: RecurrentOp) -> dict[str, int]:

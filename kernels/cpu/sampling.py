@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from localinfer.kernels.cpu import guard
 from localinfer.kernels.cpu.kernel_abi import NOT_FINITE, NOTHING_LEFT, SAMPLING_BLOCK
-from localinfer.kernels.cpu.memory import address
+from localinfer.kernels.cpu.memory import address, empty, placed
 from localinfer.kernels.jit.object_cache import Function
 
 __all__ = ["NOTHING_LEFT", "NOT_FINITE", "RowSampler", "adjust", "order_key", "uniforms"]
@@ -105,6 +106,8 @@ class RowSampler:
         Returns: the token id, or NOT_FINITE, or NOTHING_LEFT.
         """
         assert logits.flags.c_contiguous, "kernels need contiguous arrays"
+        if guard.IS_ON:
+            logits = placed(logits)
         # As `address`, inlined, because it runs for every greedy token.
         place: int = logits.__array_interface__["data"][0]
         best_token: int = _SCAN.call(
@@ -226,7 +229,7 @@ class RowSampler:
 
 def _room(count: int, kind: type[np.generic]) -> tuple[NDArray[Any], int]:
     """An array, and where it is, for kernels take addresses."""
-    array = np.empty(count, kind)
+    array = empty(count, kind)
     return array, address(array)
 
 
@@ -275,7 +278,11 @@ def adjust(
     """
     assert history.size >= stop and bias_ids.size == bias_values.size, "shapes as documented"
     assert out.size == logits.size == counts.size, "one vocabulary"
+    target, row, counted = placed(out), placed(logits), placed(counts)
+    bias_ids, bias_values, history = placed(bias_ids), placed(bias_values), placed(history)
     _ADJUST(
-        address(out), address(logits), logits.size, address(bias_ids), address(bias_values), bias_ids.size,
-        address(history), start, stop, repetition_penalty, frequency_penalty, presence_penalty, address(counts),
+        address(target), address(row), row.size, address(bias_ids), address(bias_values), bias_ids.size,
+        address(history), start, stop, repetition_penalty, frequency_penalty, presence_penalty, address(counted),
     )  # fmt: skip
+    if guard.IS_ON:
+        out[:], counts[:] = target, counted

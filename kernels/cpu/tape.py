@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.kernels.cpu import attention
-from localinfer.kernels.cpu.memory import TapeMemory, address
+from localinfer.kernels.cpu.memory import TapeMemory, address, placed
 from localinfer.kernels.cpu.parameters import ELEMENTWISE, GATHER, Words
 from localinfer.kernels.graph_builder import check
 from localinfer.kernels.jit.object_cache import Kernel
@@ -24,7 +24,8 @@ class CpuTape:
 
     partial_bytes: what one row's attention to one chunk may have to keep until all chunks are merged.
     attention_sums: float32[segments, KV heads, pages] that the ops add up attention in; None if they do not.
-    received: the buffer float32[rows, width] that is handed over, if one is.
+    stage_starts: number of the first kernel of each stage, see `ops.Exchange`.
+    descriptions: of each kernel what it is, with its tensors and shapes, for reports of crashes.
     calls: kernels that kernels call themselves: a block, the index of the word that takes the address, and which.
     angles: cosines and sines by the RoPE table they are of. expert_groups: rows by expert, by the buffer of ids.
     inner_buffers: between kernels of one op, by name.
@@ -58,12 +59,13 @@ class CpuTape:
         self.kernels: list[Kernel] = []
         self.parameters: list[NDArray[np.int64]] = []
         self.operations: list[Operation] = []
+        self.descriptions: list[str] = []
         self.calls: list[tuple[NDArray[np.int64], int, Kernel]] = []
         self.partial_bytes = 0
         self.recurrent_kernels: list[int] = []
         self.inner_buffers: dict[str, Buffer] = {}
         self.attention_sums: FloatArray | None = None
-        self.received: FloatArray | None = None
+        self.stage_starts = [0]
         if max_summed_tokens:
             self.attention_sums = attention.attention_sum_arrays(kv_layout, max_batch_rows, max_summed_tokens)
         self.angles: dict[tuple[bytes, float], NDArray[np.uint8]] = {}
@@ -77,7 +79,7 @@ class CpuTape:
         """Give up all memory; the tape can no longer be run."""
         self.memory.release()
         self.logits = self.logits[:0].copy()
-        self.hidden = self.attention_sums = self.received = None
+        self.hidden = self.attention_sums = None
         self.parameters.clear()
         self.angles.clear()
         self.expert_groups.clear()
@@ -100,13 +102,19 @@ class CpuTape:
         writes: Buffer | None = None,
         cost: Operation | None = None,
         calls: dict[int, Kernel] | None = None,
+        about: str = "",
     ) -> None:
-        """Record a kernel. calls: kernels that it calls itself, by the index of the word that takes their address."""
-        block = np.concatenate(blocks)
+        """Record a kernel. calls: kernels that it calls itself, by the index of the word that takes their address.
+
+        about: its tensors with their shapes, or what else tells it from others of its kind.
+        """
+        block = placed(np.concatenate(blocks))
         self.kernels.append(Kernel(kernel))
         self.parameters.append(block)
         self.calls.extend((block, index, called) for index, called in (calls or {}).items())
         self.operations.append(cost or Operation(kernel))
+        out = "" if writes is None else f" -> {writes.name}, {writes.width} columns"
+        self.descriptions.append(f"{kernel}{' of ' if about else ''}{about}{out}")
         if writes is not None:
             self.forget_copies(writes)
 
@@ -115,7 +123,7 @@ class CpuTape:
         words = ELEMENTWISE.pack(
             **self.places(out=out, a=a, b=b), scalar=scalar, columns=out.width, is_output=out.is_output
         )
-        self.add(f"elementwise.{kernel}", words, writes=out)
+        self.add(f"elementwise.{kernel}", words, writes=out, about=a.name if a is b else f"{a.name}, {b.name}")
 
     def forget_copies(self, written: Buffer) -> None:
         """Quantize and gather a buffer again after it changed."""
@@ -138,10 +146,10 @@ class CpuTape:
             self._ordered[key] = self.memory.buffer(f"ordered {x.width}", x.width, x.rows)
         out, source = self._ordered[key], (x.index, columns.tobytes())
         if self._ordered_source != source:
-            offsets = 4 * columns.astype(np.int64)
+            offsets = placed(4 * columns.astype(np.int64))
             self.memory.keep(offsets)
             places = self.places(out=out, x=x)
             words = GATHER.pack(**places, offsets=address(offsets), columns=x.width, is_output=x.is_output)
-            self.add("gather.gather_columns", words, writes=out)
+            self.add("gather.gather_columns", words, writes=out, about=x.name)
             self._ordered_source = source
         return out

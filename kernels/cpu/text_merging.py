@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.kernels.cpu.kernel_abi import SCAN_SYMBOLS
-from localinfer.kernels.cpu.memory import address
+from localinfer.kernels.cpu.memory import address, empty, placed
 from localinfer.kernels.cpu.parameters import MERGE, SPLIT
 from localinfer.kernels.jit.object_cache import Function
 
@@ -44,7 +44,8 @@ def split_words(
     """
     assert codes.dtype == np.int32 and kinds.dtype == np.uint8 and codes.shape == kinds.shape, "read in place"
     assert codes.ndim == 1, "a text is one row"
-    ends = np.empty(codes.size, np.int64)
+    codes, kinds = placed(codes), placed(kinds)
+    ends = empty(codes.size, np.int64)
     block = SPLIT.pack(
         kinds=address(kinds),
         codes=address(codes),
@@ -73,15 +74,17 @@ class MergeTable:
         assert pairs.dtype == np.int64 and values.dtype == np.int64 and pairs.shape == values.shape, "read in place"
         assert not pairs.size or (pairs.min() >= 0 and values.min() >= 0), "symbols and ranks are not negative"
         size = _table_size(pairs.size)
-        self._keys = np.full(size, -1, np.int64)
-        self._values = np.empty(size, np.int64)
+        self._keys = placed(np.full(size, -1, np.int64))
+        self._values = empty(size, np.int64)
+        pairs, values = placed(pairs), placed(values)
         _FILL_PAIRS(address(pairs), address(values), pairs.size, address(self._keys), address(self._values), size)
         self._whole: tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int32]] | None = None
         if whole is not None:
             symbols, starts = whole
             assert symbols.dtype == np.int32 and starts.dtype == np.int64, "read in place"
             assert starts[0] == 0 and starts[-1] == symbols.size and (np.diff(starts) >= 0).all(), "rows in order"
-            table = np.full(_table_size(starts.size - 1), -1, np.int32)
+            symbols, starts = placed(symbols), placed(starts)
+            table = placed(np.full(_table_size(starts.size - 1), -1, np.int32))
             _FILL_WHOLE(address(symbols), address(starts), starts.size - 1, address(table), table.size)
             self._whole = symbols, starts, table
 
@@ -94,10 +97,11 @@ class MergeTable:
         lengths = np.diff(ends, prepend=0)
         assert symbols.size < 2**31 and (ends[-1] if ends.size else 0) == symbols.size and (lengths >= 0).all()
         longest = max(SCAN_SYMBOLS, int(lengths.max()) if ends.size else 0)
-        out, places = np.empty(symbols.size, np.int32), np.empty(symbols.size, np.int32)
+        symbols, ends = placed(symbols), placed(ends)
+        out, places = empty(symbols.size, np.int32), empty(symbols.size, np.int32)
         # Untouched pages take no memory.
-        following, preceding = np.empty(longest, np.int32), np.empty(longest, np.int32)
-        heap = np.empty(2 * longest, np.int64)
+        following, preceding = empty(longest, np.int32), empty(longest, np.int32)
+        heap = empty(2 * longest, np.int64)
         tokens, starts, table = self._whole or (None, None, None)
         block = MERGE.pack(
             symbols=address(symbols), ends=address(ends), num_words=ends.size, keys=address(self._keys),

@@ -6,8 +6,8 @@ How it works is in `compiled/tokens/token_history.py`.
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.kernels.cpu import kernel_abi
-from localinfer.kernels.cpu.memory import address
+from localinfer.kernels.cpu import guard, kernel_abi
+from localinfer.kernels.cpu.memory import address, empty, placed, zeros
 from localinfer.kernels.cpu.parameters import CURSOR, HISTORY
 from localinfer.kernels.jit.object_cache import Function
 
@@ -30,7 +30,7 @@ class Cursor:
     """A text being read into a history, and its longest match there."""
 
     def __init__(self) -> None:
-        self.words = _NEW_CURSOR.copy()
+        self.words = placed(_NEW_CURSOR.copy())
         self.address = self.words.ctypes.data
 
     @property
@@ -46,12 +46,12 @@ class TokenHistory:
     """
 
     def __init__(self) -> None:
-        self._words = np.zeros(len(HISTORY.fields), np.int64)
+        self._words = zeros(len(HISTORY.fields), np.int64)
         self._address = address(self._words)
-        self._states = np.empty((0, kernel_abi.STATE_WORDS), np.int32)
-        self._edges = np.empty((0, kernel_abi.EDGE_WORDS), np.int32)
-        self._nodes = np.empty((0, kernel_abi.NODE_WORDS), np.int32)
-        self._table = np.empty(0, np.int32)
+        self._states = empty((0, kernel_abi.STATE_WORDS), np.int32)
+        self._edges = empty((0, kernel_abi.EDGE_WORDS), np.int32)
+        self._nodes = empty((0, kernel_abi.NODE_WORDS), np.int32)
+        self._table = empty(0, np.int32)
         self._grow(_FIRST_ROOM)
         # Length 0, no link, never a match, the node before all tokens, no edges; and that node.
         self._states[0] = (0, -1, -1, 0, -1, 0)
@@ -66,6 +66,7 @@ class TokenHistory:
     def extend(self, cursor: Cursor, token_ids: NDArray[np.int32]) -> None:
         """Read the next tokens of a text, contiguous int32[T]."""
         assert token_ids.dtype == np.int32 and token_ids.flags.c_contiguous, "ids are read in place"
+        token_ids = placed(token_ids)
         done, place, size = 0, token_ids.ctypes.data, token_ids.size
         while (done := done + _EXTEND.call(self._address, cursor.address, place + 4 * done, size - done)) < size:
             self._grow(2 * len(self._nodes))
@@ -73,7 +74,11 @@ class TokenHistory:
     def draft(self, cursor: Cursor, out: NDArray[np.int32]) -> int:
         """Write what followed the longest match into contiguous int32[K]; return how many tokens are known."""
         assert out.dtype == np.int32 and out.flags.c_contiguous, "ids are written in place"
-        return int(_DRAFT.call(self._address, cursor.address, out.ctypes.data, out.size))
+        target = placed(out)
+        count = int(_DRAFT.call(self._address, cursor.address, target.ctypes.data, target.size))
+        if guard.IS_ON:
+            out[:] = target
+        return count
 
     def expect(self, cursor: Cursor, token_ids: NDArray[np.int32]) -> None:
         """Read another text, contiguous int32[T], and expect the cursor's text to go on with it."""
@@ -86,7 +91,7 @@ class TokenHistory:
 
     def tokens(self, cursor: Cursor, most: int) -> NDArray[np.int32]:
         """The last tokens of a cursor's text, at most so many."""
-        out = np.empty(most, np.int32)
+        out = empty(most, np.int32)
         node = int(cursor.words[_NODE])
         return out[_TRACE(self._address, node, address(out), most) :]
 
@@ -94,7 +99,7 @@ class TokenHistory:
         self._nodes = _resized(self._nodes, num_nodes)
         self._states = _resized(self._states, 2 * num_nodes)
         self._edges = _resized(self._edges, 4 * num_nodes)
-        self._table = np.full(8 * num_nodes, -1, np.int32)
+        self._table = placed(np.full(8 * num_nodes, -1, np.int32))
         HISTORY.write(
             self._words, states=address(self._states), edges=address(self._edges), nodes=address(self._nodes),
             table=address(self._table), state_room=len(self._states), edge_room=len(self._edges),
@@ -105,6 +110,6 @@ class TokenHistory:
 
 def _resized(array: NDArray[np.int32], size: int) -> NDArray[np.int32]:
     """The array with room for more rows, which are not written."""
-    larger = np.empty((size, array.shape[1]), np.int32)
+    larger = empty((size, array.shape[1]), np.int32)
     larger[: len(array)] = array
     return larger

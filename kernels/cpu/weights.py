@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.kernels.cpu.kernel_abi import CHECKSUM_LANES, CHECKSUM_MULTIPLIER
-from localinfer.kernels.cpu.memory import Arena, address
+from localinfer.kernels.cpu.memory import Arena, address, placed
 from localinfer.kernels.cpu.parameters import PACK_TILES
 from localinfer.kernels.cpu.program import ThreadPool
 from localinfer.kernels.jit.object_cache import Function, Kernel
@@ -94,7 +94,7 @@ def _with_steps(field: tuple[int, ...]) -> tuple[int, ...]:
 
 
 _FIELD_TABLES = {
-    layout: np.array([_with_steps(field) for field in fields], np.int64) for layout, fields in _FIELDS.items()
+    layout: placed(np.array([_with_steps(field) for field in fields], np.int64)) for layout, fields in _FIELDS.items()
 }
 
 
@@ -151,6 +151,7 @@ def pack(
     data: contiguous uint8 of exactly the stack's bytes. done: called with each packed range (first byte, end), so that
     the caller can release it. Raises: ShapeError if the bytes do not match the shape.
     """
+    data = placed(data)
     sizes = SIZES[layout]
     bytes_per_tile = tile_bytes(layout, num_columns)
     row_bytes = check_bytes(layout, data, num_experts, num_rows, num_columns)
@@ -195,7 +196,7 @@ def fold(data: memoryview | bytes) -> bytes:
 
     Equal data give equal results on every machine that is little-endian.
     """
-    words = np.frombuffer(data, np.uint64)
+    words = placed(np.frombuffer(data, np.uint64))
     lanes = _FIRST_LANES.copy()
     _FOLD(address(lanes), address(words), words.size)
     return lanes.tobytes()

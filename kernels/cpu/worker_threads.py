@@ -87,7 +87,7 @@ class WorkerThreads:
         self._control[kernel_abi.YIELD_SPINS // 8] = _YIELD_SPINS[self.priority]
         try:
             if is_background and self._leader is None:
-                leader = self._made(_lead, (self._address, self._runs, self._wake), 0)
+                leader = self._made(_lead, (self._address, self._runs, self._wake, self._control), 0)
                 leader.start()
                 self._leader = leader
             while self.num_threads < num_threads:
@@ -183,6 +183,7 @@ def lower_own_priority() -> None:
 def _serve(control: int, thread: int, wake: threading.Semaphore, keep: Any) -> None:
     """Body of a worker thread; `keep` holds the control block alive."""
     seen = 0
+    note_thread(keep, thread)
     while True:
         result = int(_WORK(control, thread, seen))
         if result == -1:
@@ -194,8 +195,16 @@ def _serve(control: int, thread: int, wake: threading.Semaphore, keep: Any) -> N
         wake.acquire()
 
 
-def _lead(control: int, runs: "queue.SimpleQueue[Run | None]", wake: list[threading.Semaphore]) -> None:
-    """Body of a leader."""
+def note_thread(control: NDArray[Any], thread: int) -> None:
+    """Write into a control block that the calling thread is this one of its pool."""
+    control[(kernel_abi.SLEEPING + 64 * thread + kernel_abi.THREAD_ID) // 8] = threading.get_ident()
+
+
+def _lead(
+    control: int, runs: "queue.SimpleQueue[Run | None]", wake: list[threading.Semaphore], keep: NDArray[Any]
+) -> None:
+    """Body of a leader; `keep` holds the control block alive."""
+    note_thread(keep, 0)
     while (run := runs.get()) is not None:
         if not run.claim():
             continue

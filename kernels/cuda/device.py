@@ -5,7 +5,6 @@ Only this module imports torch and the driver's bindings. Tests replace the devi
 
 import ctypes
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -57,16 +56,18 @@ class Gemm:
 
 Step = Launch | Gemm
 
+_LEAST_CAPABILITY = (7, 5)
 OVERLAP_CAPABILITY = (9, 0)
 """Minimum compute capability of programmatic dependent launch."""
 
 
 @dataclass(frozen=True)
 class FoundDevice:
-    """The GPU that would be used, and its free memory."""
+    """A GPU, its free memory, and its number among those of this process."""
 
     name: str
     free_bytes: int
+    index: int = 0
 
 
 def has_driver() -> bool:
@@ -79,7 +80,16 @@ def has_driver() -> bool:
 
 
 def find_device() -> FoundDevice:
-    """The first CUDA device. Raises: BackendUnavailableError with the reason."""
+    """The first CUDA device that can be used. Raises: BackendUnavailableError with the reason."""
+    return find_devices(1)[0]
+
+
+def find_devices(most: int | None = None, *, among: Sequence[int] | None = None) -> list[FoundDevice]:
+    """The CUDA devices that can be used, at least one.
+
+    most: the first so many of them. among: of these numbers only. To ask a GPU for its free memory takes some of it, so
+    no others are asked. Raises: BackendUnavailableError with the reason.
+    """
     if not has_driver():
         raise BackendUnavailableError(
             "device 'cuda' needs an NVIDIA GPU, and its driver is not installed; take device 'cpu'"
@@ -94,13 +104,21 @@ def find_device() -> FoundDevice:
         raise BackendUnavailableError(
             f"device 'cuda' needs a CUDA device, and {built}; check the driver with nvidia-smi, or take device 'cpu'"
         )
-    capability = torch.cuda.get_device_capability()
-    name = torch.cuda.get_device_name()
-    if capability < (7, 5):
+    there = range(torch.cuda.device_count())
+    wanted = there if among is None else [index for index in among if index in there]
+    usable = [index for index in wanted if torch.cuda.get_device_capability(index) >= _LEAST_CAPABILITY]
+    if not wanted:
+        named = ", ".join(f"cuda:{index}" for index in among or ())
+        raise BackendUnavailableError(f"there is no GPU {named}; there are {len(there)}, from cuda:0 on")
+    if not usable:
+        name, (major, minor) = torch.cuda.get_device_name(wanted[0]), torch.cuda.get_device_capability(wanted[0])
         raise BackendUnavailableError(
-            f"{name} has compute capability {capability[0]}.{capability[1]}; 7.5 or newer is needed: take device 'cpu'"
+            f"{name} has compute capability {major}.{minor}; 7.5 or newer is needed: take device 'cpu'"
         )
-    return FoundDevice(name, int(torch.cuda.mem_get_info()[0]))
+    return [
+        FoundDevice(torch.cuda.get_device_name(index), int(torch.cuda.mem_get_info(index)[0]), index)
+        for index in usable[:most]
+    ]
 
 
 def parameter_kinds(ptx: bytes) -> tuple[type[ctypes.c_float] | type[ctypes.c_int64], ...]:
@@ -127,29 +145,32 @@ def overlapping_launch(launch: Launch, stream: int) -> Any:
 
 
 class CudaDevice:
-    """The current CUDA device of torch. Any thread, one at a time.
+    """One CUDA device. Any thread, one at a time.
 
+    index: its number among those of this process.
     overlaps: use programmatic dependent launch where the GPU supports it. Off until it is measured on a GPU.
     waited_seconds: total time that `read` has waited for steps.
     """
 
-    def __init__(self, *, overlaps: bool = False) -> None:
-        found = find_device()
-        self.name, self._free_at_first = found.name, found.free_bytes
+    def __init__(self, index: int | None = None, *, overlaps: bool = False) -> None:
+        """index: None for the first that can be used. Raises: BackendUnavailableError."""
+        (found,) = find_devices(1, among=None if index is None else [index])
+        self.name, self._free_at_first, self.index = found.name, found.free_bytes, found.index
+        self._place = f"cuda:{found.index}"
         self.waited_seconds = 0.0
         import torch
         from cuda.bindings import driver
 
         self._torch = torch
         self._driver = driver
-        torch.zeros(1, device="cuda")  # creates the context into which kernels are loaded
-        (self._context,) = self._check(driver.cuCtxGetCurrent())
-        self._entered = threading.local()
-        major, minor = torch.cuda.get_device_capability()
+        with torch.cuda.device(self.index):
+            torch.zeros(1, device=self._place)  # creates the context into which kernels are loaded
+            (self._context,) = self._check(driver.cuCtxGetCurrent())
+        major, minor = torch.cuda.get_device_capability(self.index)
         self.capability = (int(major), int(minor))
         self.gemm_kind = BF16 if self.capability >= (8, 0) else F16
         self.overlaps = overlaps and self.capability >= OVERLAP_CAPABILITY
-        self._stream = torch.cuda.Stream()
+        self._stream = torch.cuda.Stream(device=self.index)
         self._tensors: dict[int, Any] = {}
         self._staging: list[Any] = []
         self._functions: dict[KernelKey, Any] = {}
@@ -160,15 +181,15 @@ class CudaDevice:
         """Address of zeroed memory, a multiple of 256. Raises: OutOfMemoryError."""
         self._enter()
         try:
-            tensor = self._torch.zeros(max(256, num_bytes), dtype=self._torch.uint8, device="cuda")
+            tensor = self._torch.zeros(max(256, num_bytes), dtype=self._torch.uint8, device=self._place)
         except self._torch.cuda.OutOfMemoryError:
-            free = self._torch.cuda.mem_get_info()[0]
+            free = self.free_bytes()
             raise OutOfMemoryError(
                 f"{num_bytes:,} bytes are needed on {self.name}, which has {free:,} free; close other programs, "
                 "give a smaller context_length or kv_memory, or take device 'cpu'"
             ) from None
         # Zeros are written on another stream than that of the steps.
-        self._torch.cuda.current_stream().synchronize()
+        self._torch.cuda.current_stream(self.index).synchronize()
         address = int(tensor.data_ptr())
         self._tensors[address] = tensor
         return address
@@ -204,7 +225,7 @@ class CudaDevice:
         self._check(self._driver.cuMemcpyDtoDAsync(target, source, num_bytes, self._stream.cuda_stream))
 
     def free_bytes(self) -> int:
-        return int(self._torch.cuda.mem_get_info()[0])
+        return int(self._torch.cuda.mem_get_info(self.index)[0])
 
     def used_bytes(self) -> int:
         """Memory allocated since this device was opened, by any process."""
@@ -215,7 +236,8 @@ class CudaDevice:
         torch = self._torch
         self._enter()
         with torch.cuda.stream(self._stream):
-            values = torch.ones(min(_READ_BYTES, self.free_bytes() // 4) // 4, dtype=torch.float32, device="cuda")
+            count = min(_READ_BYTES, self.free_bytes() // 4) // 4
+            values = torch.ones(count, dtype=torch.float32, device=self._place)
             marks = [torch.cuda.Event(enable_timing=True) for _ in range(_READS + 2)]
             for mark in marks:
                 mark.record()
@@ -318,10 +340,8 @@ class CudaDevice:
         return tensor[: tensor.numel() // size * size].view(kind).as_strided(shape, (stride, 1))
 
     def _enter(self) -> None:
-        """Make the device's context current in this thread."""
-        if not getattr(self._entered, "is_done", False):
-            self._check(self._driver.cuCtxSetCurrent(self._context))
-            self._entered.is_done = True
+        """Make the device's context current in this thread, where another device's may have been since."""
+        self._check(self._driver.cuCtxSetCurrent(self._context))
 
     def _synchronize(self) -> None:
         self._stream.synchronize()

@@ -66,15 +66,11 @@ def lower_to_cuda(
     limits = BatchLimits(
         max_batch_rows, max_rows[Rows.OUTPUT], graph.num_tokens, graph.num_positions, kv_layout.page_tokens
     )
-    builders = tuple(op.build for op in tape.ops)
-    return CudaProgram(
-        device,
-        limits,
-        lambda shape: [step for build in builders for step in build(shape)],
-        (*tape.memory.place(graph.output), graph.output.width),
-        tape.received,
-        progress,
-    )
+    builders = [op.build for op in tape.ops]
+    ends = [*tape.stage_starts[1:], len(builders)]
+    stages = [tuple(builders[start:end]) for start, end in zip(tape.stage_starts, ends, strict=True)]
+    logits = (*tape.memory.place(graph.output), graph.output.width)
+    return CudaProgram(device, limits, stages, logits, tape.memory.place, progress)
 
 
 def check_kv_types(layout: KVLayout) -> None:
@@ -100,9 +96,11 @@ def _embed(tape: CudaTape, op: ops.Embed | ops.EmbedPositions) -> None:
     tape.simple("rows.embed", (weight.layout,), Rows.BATCH, weight.num_columns, values, out)
 
 
-def _receive(tape: CudaTape, op: ops.Receive) -> None:
-    tape.written(op.out)
-    tape.received = (*tape.memory.place(op.out), op.out.width)
+def _exchange(tape: CudaTape, op: ops.Exchange) -> None:
+    tape.read(*op.gives)
+    # What follows is joined with nothing before it.
+    tape.add(lambda shape: iter(()), *op.takes)
+    tape.stage_starts.append(len(tape.ops))
 
 
 def _norm(tape: CudaTape, norm: ops.RmsNorm | ops.LayerNorm) -> None:
@@ -381,7 +379,7 @@ def _refuse(tape: CudaTape, op: ops.Attention | further_ops.AddVector | further_
 LOWER: dict[type, Callable[[CudaTape, Any], None]] = {
     ops.Embed: _embed,
     ops.EmbedPositions: _embed,
-    ops.Receive: _receive,
+    ops.Exchange: _exchange,
     ops.RmsNorm: _norm,
     ops.LayerNorm: _norm,
     ops.Matmul: _matmul,

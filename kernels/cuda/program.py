@@ -8,10 +8,11 @@ from numpy.typing import NDArray
 
 from localinfer.errors import BackendUnavailableError
 from localinfer.kernels.cuda.device import CudaDevice, Launch, Step
-from localinfer.kernels.cuda.gemm import Shape
+from localinfer.kernels.cuda.gemm import Builder, Shape
 from localinfer.kernels.cuda.kernel_cache import KernelKey
 from localinfer.kernels.cuda.memory import SMALL_ROWS
 from localinfer.kernels.cuda.sampling import Chosen, Draw, TokenChoice
+from localinfer.kernels.ops import Buffer
 from localinfer.kernels.program import Batch, BatchLimits
 from localinfer.types import FloatArray, ProgressCallback
 
@@ -31,18 +32,19 @@ class CudaProgram:
         self,
         device: CudaDevice,
         limits: BatchLimits,
-        build: Callable[[Shape], Sequence[Step]],
+        stages: Sequence[Sequence[Builder]],
         logits: tuple[int, int, int],
-        received: tuple[int, int, int] | None,
+        place: Callable[[Buffer], tuple[int, int]],
         progress: ProgressCallback | None,
     ) -> None:
-        """build: the steps for any shape. logits and received: address, row stride and width of the buffers that
-        `run` returns and that `hand_over` fills, if one is."""
+        """stages: of each its ops' steps for any shape. logits: address, row stride and width of what `run` returns.
+        place: address and row stride of a buffer."""
         self._device = device
         self._limits = limits
-        self._build = build
+        self._stages = stages
         self._logits_place = logits
-        self._received = received
+        self._place = place
+        self._shape: Shape | None = None
         self.max_batch_rows = limits.max_rows
         self.max_output_rows = limits.max_output_rows
         rows = max(limits.max_rows, SMALL_ROWS)
@@ -54,7 +56,7 @@ class CudaProgram:
         self._tables: list[tuple[int, int]] = []
         self._pages: list[NDArray[np.int64] | None] = []
         self._choice = TokenChoice(self._device, *logits, max(limits.max_output_rows, SMALL_ROWS))
-        self._replays: dict[tuple[int, int, int, Chosen], Callable[[], None]] = {}
+        self._replays: dict[tuple[int, int, int, int, Chosen], Callable[[], None]] = {}
         self._logits = np.empty((limits.max_output_rows, logits[2]), np.float32)
         most = _padded(limits.max_rows)
         sizes = [1 << power for power in range(SMALL_ROWS.bit_length()) if 1 << power < most]
@@ -67,29 +69,19 @@ class CudaProgram:
         Raises RequestError or ContextLengthError for an invalid batch.
         """
         self._start(batch, Chosen.NOTHING)
-        outputs = len(batch.output_rows)
-        if not outputs:
-            return self._logits[:0]
-        place, stride, width = self._logits_place
-        if stride == 4 * width:
-            self._device.read(place, self._logits[:outputs])
-        else:
-            rows = np.empty((outputs, stride // 4), np.float32)
-            self._device.read(place, rows)
-            self._logits[:outputs] = rows[:, :width]
-        return self._logits[:outputs]
+        return self.logits(len(batch.output_rows))
 
     def run_greedy(self, batch: Batch) -> NDArray[np.int32]:
         """Compute a batch and return the likeliest token of each output row; see `GreedyProgram`."""
         self._start(batch, Chosen.LIKELIEST)
-        return self._choice.read(len(batch.output_rows))
+        return self.tokens(len(batch.output_rows))
 
     def run_drawn(self, batch: Batch, draws: Sequence[Draw]) -> NDArray[np.int32]:
         """Compute a batch and sample a token of each output row; see `sampling.DrawingProgram`."""
         assert len(draws) == len(batch.output_rows) <= self.max_output_rows, "one draw per output row"
-        self._choice.write(draws)
+        self.write_draws(draws)
         self._start(batch, Chosen.DRAWN)
-        return self._choice.read(len(batch.output_rows))
+        return self.tokens(len(batch.output_rows))
 
     def logits_of(self, row: int) -> FloatArray:
         """The logits of one output row of the last batch; see `sampling.DrawingProgram`."""
@@ -97,16 +89,66 @@ class CudaProgram:
         self._device.read(place + row * stride, self._logits[row])
         return self._logits[row]
 
-    def hand_over(self, rows: FloatArray) -> None:
-        """Give the next run what its tape receives: float32[rows, width], copied at once."""
-        assert self._received is not None, "this tape receives nothing"
-        place, stride, width = self._received
-        assert rows.shape[1] == width and len(rows) <= self.max_batch_rows, "rows of the buffer's width"
-        if stride != 4 * width:
+    def begin(self, batch: Batch) -> None:
+        """Check a batch and copy it to the device; see `program.StagedProgram`."""
+        self._shape = self._write(batch)
+
+    def run_stage(self, stage: int, chosen: Chosen = Chosen.NOTHING) -> None:
+        """Start one stage of the batch; see `program.StagedProgram`. chosen: tokens of its logits, after the last."""
+        shape = self._shape
+        assert shape is not None, "a batch was begun"
+        if max(shape.batch_rows, shape.output_rows) > SMALL_ROWS:
+            self._device.run(self._steps(stage, shape, chosen))
+            return
+        key = (stage, shape.batch_rows, shape.output_rows, shape.num_chunks, chosen)
+        if key not in self._replays:
+            steps = self._steps(stage, shape, chosen)
+            if not steps:
+                # Of a stage for output rows alone, in a batch without any.
+                return
+            # Run once before capturing: loading kernels is not allowed in a capture.
+            self._device.run(steps)
+            self._replays[key] = self._device.capture(steps)
+            return
+        self._replays[key]()
+
+    def give(self, buffer: Buffer, num_rows: int) -> FloatArray:
+        """Wait for the last stage and copy rows of a buffer; see `program.StagedProgram`."""
+        place, stride = self._place(buffer)
+        rows = np.empty((num_rows, stride // 4), np.float32)
+        self._device.read(place, rows)
+        return rows[:, : buffer.width]
+
+    def take(self, buffer: Buffer, rows: FloatArray) -> None:
+        """Fill rows of a buffer after the last stage; see `program.StagedProgram`."""
+        place, stride = self._place(buffer)
+        assert rows.shape[1] == buffer.width, "rows of the buffer's width"
+        if stride != 4 * buffer.width:
             padded = np.zeros((len(rows), stride // 4), np.float32)
-            padded[:, :width] = rows
+            padded[:, : buffer.width] = rows
             rows = padded
         self._device.write(place, rows)
+
+    def write_draws(self, draws: Sequence[Draw]) -> None:
+        """How the tokens of the next output rows are sampled, where `run_stage` is told to."""
+        self._choice.write(draws)
+
+    def logits(self, num_rows: int) -> FloatArray:
+        """Wait for the last stage; the logits of so many output rows, valid until the next call."""
+        if not num_rows:
+            return self._logits[:0]
+        place, stride, width = self._logits_place
+        if stride == 4 * width:
+            self._device.read(place, self._logits[:num_rows])
+        else:
+            rows = np.empty((num_rows, stride // 4), np.float32)
+            self._device.read(place, rows)
+            self._logits[:num_rows] = rows[:, :width]
+        return self._logits[:num_rows]
+
+    def tokens(self, num_rows: int) -> NDArray[np.int32]:
+        """Wait for the last stage; the tokens that were chosen for so many output rows."""
+        return self._choice.read(num_rows)
 
     def close(self) -> None:
         """Release the device's memory."""
@@ -114,21 +156,13 @@ class CudaProgram:
         self._device.close()
 
     def _start(self, batch: Batch, chosen: Chosen) -> None:
-        shape = self._write(batch)
-        if max(shape.batch_rows, shape.output_rows) > SMALL_ROWS:
-            self._device.run(self._steps(shape, chosen))
-            return
-        key = (shape.batch_rows, shape.output_rows, shape.num_chunks, chosen)
-        if key not in self._replays:
-            steps = self._steps(shape, chosen)
-            # Run once before capturing: loading kernels is not allowed in a capture.
-            self._device.run(steps)
-            self._replays[key] = self._device.capture(steps)
-            return
-        self._replays[key]()
+        self.begin(batch)
+        assert len(self._stages) == 1, "a tape of several stages runs in a pipeline"
+        self.run_stage(0, chosen)
 
-    def _steps(self, shape: Shape, chosen: Chosen) -> list[Step]:
-        return [*self._build(shape), *self._choice.steps(chosen, shape.output_rows)]
+    def _steps(self, stage: int, shape: Shape, chosen: Chosen) -> list[Step]:
+        steps = [step for build in self._stages[stage] for step in build(shape)]
+        return [*steps, *self._choice.steps(chosen, shape.output_rows)]
 
     def _kernels(self, rows: int) -> list[KernelKey]:
         """The kernels of a batch of `rows`, with any way of sampling."""
@@ -136,7 +170,9 @@ class CudaProgram:
         _, address = self._headers[capacity]
         shape = _shape(rows, min(rows, self.max_output_rows), _FEWEST_CHUNKS, capacity, address)
         shape = replace(shape, segment_rows=(rows,))
-        steps = [*self._steps(shape, Chosen.LIKELIEST), *self._choice.steps(Chosen.DRAWN, 1)]
+        stages = range(len(self._stages))
+        steps = [step for stage in stages for step in self._steps(stage, shape, Chosen.LIKELIEST)]
+        steps += self._choice.steps(Chosen.DRAWN, 1)
         return list(dict.fromkeys(step.key for step in steps if isinstance(step, Launch)))
 
     def _write(self, batch: Batch) -> Shape:

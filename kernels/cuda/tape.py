@@ -31,7 +31,7 @@ class CudaTape:
     """Ops in order. What was put off, to be done by the next op that reads a buffer, is done here at the latest.
 
     quantized: where the codes of buffers are, by their index. angles: cosines and sines by the RoPE table they are of.
-    received: address, row stride and width of the buffer that is handed over, if one is.
+    stage_starts: number of the first op of each stage, see `ops.Exchange`.
     """
 
     def __init__(self, graph: OpGraph, device: CudaDevice, kv_layout: KVLayout, max_rows: dict[Rows, int]) -> None:
@@ -42,7 +42,7 @@ class CudaTape:
         self.ops: list[RecordedOp] = []
         self.quantized: dict[int, Quantized] = {}
         self.angles: dict[tuple[bytes, float], int] = {}
-        self.received: tuple[int, int, int] | None = None
+        self.stage_starts = [0]
         self._ropes: dict[int, Rope] = {}
         self._unwritten: set[int] = set()
 

@@ -15,6 +15,7 @@ import sys
 import tempfile
 import threading
 import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +173,8 @@ class Function(Kernel):
 
 
 _addresses: dict[str, int] = {}
+when_linked: list[Callable[[str, int, bytes], None]] = []
+"""Called with name, address and object file of each kernel that is linked from now on."""
 
 
 def _address(name: str) -> int:
@@ -191,7 +194,18 @@ def _address(name: str) -> int:
             engine.add_object_file(llvm.ObjectFileRef.from_data(code))
             engine.finalize_object()
             _addresses[name] = int(engine.get_function_address(symbol(name)))
+            for tell in when_linked:
+                tell(name, _addresses[name], code)
         return _addresses[name]
+
+
+def linked() -> Iterator[tuple[str, int, bytes]]:
+    """Name, address and object file of each kernel that is linked and cached."""
+    for name, place in list(_addresses.items()):
+        path = _path(name)
+        code = None if path is None else stored(path)
+        if code is not None:
+            yield name, place, code
 
 
 def symbol(name: str) -> str:

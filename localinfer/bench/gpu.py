@@ -21,10 +21,11 @@ from localinfer.bench.figures import Record, summarize, timing_figures
 from localinfer.bench.measured_model import MeasuredModel
 from localinfer.describe import describe_file
 from localinfer.errors import BackendUnavailableError
-from localinfer.kernels.cuda.memory import DeviceKVLayout, SplitKVLayout
+from localinfer.kernels.cuda.memory import DeviceKVLayout
+from localinfer.kernels.cuda.parted_pages import PartedKVLayout
 from localinfer.kernels.cuda.sampling import Draw, DrawingProgram
 from localinfer.kernels.program import Batch
-from localinfer.models.load.devices import bytes_per_token
+from localinfer.models.load.memory_needs import bytes_per_token
 from localinfer.sampling.params import SamplingParams
 from localinfer.types import ProgressCallback
 
@@ -58,9 +59,10 @@ def run_gpu_bench(settings: BenchSettings, progress: ProgressCallback) -> Record
 def _measure(model: MeasuredModel, settings: BenchSettings, progress: ProgressCallback) -> tuple[Record, Record]:
     """The machine, and the figures."""
     program, layout, config = model.model.program, model.model.kv_layout, model.model.config
-    if not isinstance(program, DrawingProgram) or not isinstance(layout, DeviceKVLayout | SplitKVLayout):
+    if not isinstance(program, DrawingProgram) or not isinstance(layout, DeviceKVLayout | PartedKVLayout):
         raise BackendUnavailableError("this model does not run on a GPU; measure it with --device cpu")
-    device, usual = layout.device, SamplingParams()
+    device = layout.devices[-1] if isinstance(layout, PartedKVLayout) else layout.device
+    usual = SamplingParams()
     draw = Draw(float(usual.temperature), usual.top_k, float(usual.top_p), float(usual.min_p), 1, 0)
 
     def sample(batch: Batch) -> NDArray[Any]:
@@ -115,9 +117,10 @@ def _measure(model: MeasuredModel, settings: BenchSettings, progress: ProgressCa
         "device_memory_bytes": device.used_bytes(),
     }
     ceiling = statistics.median(ceilings)
-    num_host_layers = layout.num_host_layers if isinstance(layout, SplitKVLayout) else 0
-    # Of a split model the CPU reads a part, so its bytes are not comparable with the GPU's bandwidth.
-    if not num_host_layers:
+    parts = layout.parts if isinstance(layout, PartedKVLayout) else ()
+    num_host_layers = sum(part.end - part.first for part in parts if part.device is None)
+    # Of a split model other devices read a part, so its bytes are not comparable with the GPU's bandwidth.
+    if not parts:
         weight_bytes = bytes_per_token(model.model.file, config)
         kv_bytes = layout.page_bytes * (settings.context + settings.decode // 2) // layout.page_tokens
         read = (weight_bytes + kv_bytes) * figures["decode_tokens_per_second"]["median"]

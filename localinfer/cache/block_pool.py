@@ -9,6 +9,8 @@ mechanism only; what is evicted when memory ends is decided above.
 
 import ctypes
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+from weakref import WeakSet
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +20,9 @@ from localinfer.cache.sliding_window import BoolArray, SlidingWindow
 from localinfer.errors import ClosedError, OutOfMemoryError
 from localinfer.kernels.kv_layout import DevicePages, KVLayout
 from localinfer.system.machine_limits import memory_limits
+
+if TYPE_CHECKING:
+    from localinfer.cache.sequence import SequenceCache
 
 PageNumbers = NDArray[np.int64]
 
@@ -49,8 +54,7 @@ def default_kv_memory(layout: KVLayout, context_length: int, batch_tokens: int =
     memory = memory_limits()
     free = max(memory.available_bytes // 2, min(full, int(_MOST_OF_FREE * memory.most_bytes)))
     if isinstance(layout, DevicePages) and layout.page_bytes:
-        on_device, in_host = layout.device_page_bytes, layout.page_bytes - layout.device_page_bytes
-        pages = max(layout.free_bytes() - _DEVICE_SPARE, layout.free_bytes() // 2) // on_device
+        pages, in_host = layout.free_pages(_DEVICE_SPARE), layout.host_page_bytes
         host = memory.available_bytes // 2
         free = (min(pages, host // in_host) if in_host else pages) * layout.page_bytes
     return min(free, max(_DEFAULT_MEMORY, full))
@@ -68,6 +72,7 @@ class PagePool:
     states, logs: slots of recurrent states at one position, and of their logs; of no bytes for a model without them.
     grid: slots of states that were kept for no better reason than their distance to others. make_grid_room, if set,
     says whether there may be one more that is worth so much.
+    sequences: those that were not closed, of requests and of all else that is computed, such as scores and beams.
     """
 
     def __init__(self, layout: KVLayout, *, max_bytes: int | None = None) -> None:
@@ -90,6 +95,7 @@ class PagePool:
         self.states = SharedSlots(layout.state_bytes, self._device)
         self.logs = SharedSlots(layout.log_bytes, self._device)
         self.grid: set[int] = set()
+        self.sequences: WeakSet[SequenceCache] = WeakSet()
         self.windowed_counts = np.zeros(64, np.int32)
         self._windowed_slots = np.full(64, -1, np.int64)
         self._closed = False
@@ -192,7 +198,7 @@ class PagePool:
         counts = self.counts[pages] - 1
         assert (counts >= 0).all(), "a free page was released"
         self.counts[pages] = counts
-        self._memory.free.extend(pages[counts == 0][::-1].tolist())
+        self._memory.give_back(pages[counts == 0][::-1].tolist())
 
     def release_windowed(self, pages: PageNumbers) -> None:
         """Drop a reference to the sliding-window blocks of distinct pages."""
@@ -204,7 +210,7 @@ class PagePool:
         unheld = pages[counts == 0][::-1]
         slots = self._windowed_slots[unheld].tolist()
         self._windowed_slots[unheld] = -1
-        self._windowed.free.extend(slots)
+        self._windowed.give_back(slots)
 
     def addresses(self, pages: PageNumbers) -> NDArray[np.int64]:
         """Where each page lies in memory, aligned to 64 bytes."""
@@ -255,6 +261,16 @@ class PagePool:
             first, second = self._windowed.addresses[blocks].tolist()
             self._copy(first, second, self.windowed_bytes)
 
+    def recover(self) -> None:
+        """Make free again what Ctrl-C left neither free nor held."""
+        self._memory.recover(int(np.count_nonzero(self.counts)), lambda: np.flatnonzero(self.counts).tolist())
+        self._windowed.recover(
+            int(np.count_nonzero(self.windowed_counts)),
+            lambda: self._windowed_slots[np.flatnonzero(self.windowed_counts)].tolist(),
+        )
+        self.states.memory.recover(self.states.num_held, lambda: self.states.held)
+        self.logs.memory.recover(self.logs.num_held, lambda: self.logs.held)
+
     def close(self) -> None:
         """Release all memory; pages acquired before are invalid from now on."""
         self._closed = True
@@ -288,6 +304,8 @@ class PagePool:
         short = [max(0, number - len(memory.free)) for memory, number in wanted]
         if not any(short):
             return 0, 0
+        self.recover()
+        short = [max(0, number - len(memory.free)) for memory, number in wanted]
         if self.max_bytes is not None:
             needed = sum(count * memory.slot_bytes for (memory, _), count in zip(wanted, short, strict=True))
             excess = needed + self.allocated_bytes - self.max_bytes

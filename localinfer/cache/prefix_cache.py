@@ -4,16 +4,18 @@ It combines the page pool, the prefix tree and, if there is one, a tier below (d
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 import numpy as np
 
 from localinfer.cache.block_pool import STATES_OF_SEQUENCE, PageNumbers, PagePool, default_kv_memory
+from localinfer.cache.cache_observer import CacheObserver, tell_cleared
 from localinfer.cache.eviction import KVEviction
 from localinfer.cache.prefix_node import CachedPath, Match, common_length
 from localinfer.cache.prefix_tree import PrefixTree
+from localinfer.cache.salt import NO_SALT
 from localinfer.cache.sequence import SequenceCache
 from localinfer.cache.sequence_state import Settle
 from localinfer.cache.snapshots import DEFAULT_POLICY, SnapshotPolicy
@@ -123,13 +125,14 @@ class CacheHints:
     ordinary ones.
     branch_tokens: how many at the start a later prompt is likely to share, such as all before the reply begins.
     is_pinned: all of them are evicted last. history: int32, ids of the chat so far; where the prompt parts from them,
-    its chat template is the cause.
+    its chat template is the cause. salt: only texts of the same salt share anything.
     """
 
     system_tokens: int = 0
     branch_tokens: tuple[int, ...] = ()
     is_pinned: bool = False
     history: TokenIds | None = None
+    salt: bytes = NO_SALT
 
 
 class Admission(NamedTuple):
@@ -143,8 +146,8 @@ class Admission(NamedTuple):
 class CacheTier(Protocol):
     """A slower memory under the tree, such as the disk; called under the step lock."""
 
-    def restore(self, token_ids: TokenIds, cached_tokens: int) -> str | None:
-        """Put more of a prompt into the tree than the `cached_tokens` it holds, if there is more.
+    def restore(self, token_ids: TokenIds, cached_tokens: int, salt: bytes) -> str | None:
+        """Put more of a prompt into the tree than the `cached_tokens` it holds, if there is more of the same salt.
 
         Returns why what is stored cannot be used, in words, or None.
         """
@@ -154,7 +157,7 @@ class CacheTier(Protocol):
         """Called when only `kept_tokens` of a path will stay in memory; its pages are valid during the call."""
         ...
 
-    def on_idle(self, token_ids: TokenIds) -> None:
+    def on_idle(self, token_ids: TokenIds, salt: bytes) -> None:
         """Called when a sequence has ended whose ids, all of them computed, are in the tree now."""
         ...
 
@@ -162,7 +165,8 @@ class CacheTier(Protocol):
 class PrefixCache:
     """Pages, tree and tier of one model. One thread at a time, under the step lock.
 
-    `last_retired` is the text that ended last, as token ids, whether or not it is still cached. batch_tokens: the most
+    `last_retired` is the text that ended last, as token ids, whether or not it is still cached, and
+    `last_retired_salt` its salt. batch_tokens: the most
     that one batch adds to a sequence. window: bounds what each sequence holds; what is computed after it has dropped
     pages is an approximation, and never enters the tree. settle: of the program, for a model with recurrent layers.
     """
@@ -182,6 +186,7 @@ class PrefixCache:
         self.tree = PrefixTree(self.pool, policy)
         self.counters = CacheCounters()
         self.last_retired: TokenIds | None = None
+        self.last_retired_salt = NO_SALT
         self._context_length = context_length
         self._batch_tokens = batch_tokens
         self.window = window
@@ -211,8 +216,16 @@ class PrefixCache:
         self._tier = tier
         self.tree.on_evict = tier.on_evict
 
+    def observe(self, observer: CacheObserver) -> None:
+        """Tell of pages that enter and leave the tree from now on, to one observer."""
+        self.tree.observer = observer
+
     def close(self) -> None:
         """Release all memory, and let go of the tier, which refers to what owns this cache."""
+        observer, self.tree.observer = self.tree.observer, None
+        if observer is not None:
+            tell_cleared(observer, self.tree.roots, self.pool.page_tokens)
+            observer.close()
         self.pool.close()
         self._tier = self.tree.on_evict = self.pool.reclaim = self.pool.make_grid_room = self._settle = None
 
@@ -231,11 +244,12 @@ class PrefixCache:
                 "prompt, or allow more with kv_memory or memory_limit"
             )
 
-    def has_room(self, token_ids: TokenIds, held: Sequence[SequenceCache]) -> bool:
-        """Whether one more sequence of these ids fits, beside those held and a page more for each of them."""
+    def has_room(self, token_ids: TokenIds, salt: bytes = NO_SALT, *, without: Collection[SequenceCache] = ()) -> bool:
+        """Whether one more sequence of these ids fits, beside all others that are open and a page more for each."""
         pool = self.pool
         if pool.max_bytes is None:
             return True
+        held = [sequence for sequence in pool.sequences if sequence not in without]
         pages, windowed, states, logs = _distinct(sequence.pages for sequence in held), 0, 0, 0
         if pool.sliding.tokens:
             windowed = _distinct(sequence.pages[sequence.windowed] for sequence in held).size
@@ -243,7 +257,7 @@ class PrefixCache:
             # Each alternates between two, whether or not it holds both now; snapshots are evicted for them.
             states = max(STATES_OF_SEQUENCE * len(held), len({s for one in held for s in one.state_slots}))
             logs = len({slot for sequence in held for slot in sequence.log_slots})
-        match = self.tree.match(self._reusable(token_ids))
+        match = self.tree.match(self._reusable(token_ids), salt)
         shared = np.isin(match.pages[: match.usable // pool.page_tokens], pages).sum()
         length = token_ids.size + 1 if self.window is None else min(token_ids.size + 1, self.window.max_tokens)
         wanted = pool.peak_bytes(length, self._batch_tokens) - int(shared) * pool.page_bytes
@@ -271,11 +285,11 @@ class PrefixCache:
         is_prompt: it counts as one; a sequence that continues a generation does not.
         """
         prefix = self._reusable(token_ids)
-        match = self.tree.match(prefix)
+        match = self.tree.match(prefix, hints.salt)
         refusal = None
         if self._tier is not None and match.usable < prefix.size:
-            refusal = self._tier.restore(prefix, match.usable)
-            match = self.tree.match(prefix)
+            refusal = self._tier.restore(prefix, match.usable, hints.salt)
+            match = self.tree.match(prefix, hints.salt)
         sequence = self.open()
         # Others are likely to continue from where texts part, and where a prompt, or its shared prefix, ends.
         system = min(hints.system_tokens, token_ids.size)
@@ -290,7 +304,12 @@ class PrefixCache:
         sequence.has_shared_prefix = system >= token_ids.size or system - page_tokens < match.length and not goes_on
         # Snapshots are weighed by what they save.
         sequence.num_turns = match.num_turns if goes_on and not self.pool.has_states else 0
-        self._take(sequence, match)
+        try:
+            self._take(sequence, match)
+        except BaseException:
+            # Ctrl-C while memory is being found: nobody else knows of what it holds.
+            sequence.close()
+            raise
         if not is_prompt:
             return Admission(sequence, sequence.length, None)
         miss = None if match.usable == prefix.size else self._explain(token_ids, match, hints, refusal)
@@ -303,9 +322,9 @@ class PrefixCache:
             counters.misses[miss.cause] += 1
         return Admission(sequence, sequence.length, miss)
 
-    def extend(self, sequence: SequenceCache, token_ids: TokenIds) -> int:
+    def extend(self, sequence: SequenceCache, token_ids: TokenIds, salt: bytes = NO_SALT) -> int:
         """Adopt what others have computed of a prompt since; return how many positions that saves."""
-        match = self.tree.match(self._reusable(token_ids))
+        match = self.tree.match(self._reusable(token_ids), salt)
         before = sequence.length
         if match.length > max(before, match.usable):
             # Requests that wait can continue from what this one computes there.
@@ -345,17 +364,20 @@ class PrefixCache:
     def retire(self, sequence: SequenceCache, token_ids: TokenIds, hints: CacheHints) -> None:
         """Make all of a sequence findable, unless it is an approximation, and close it."""
         known = token_ids[: sequence.length]
-        if sequence.is_exact and known.size:
-            sequence.snapshot_end(self._settle)
-        if not sequence.is_exact:
-            known = known[: self.tree.match(known).length]
-        elif known.size:
-            self._insert(sequence, known, hints)
-        if known.size:
-            self.last_retired = known
-        sequence.close()
+        try:
+            if sequence.is_exact and known.size:
+                sequence.snapshot_end(self._settle)
+            if not sequence.is_exact:
+                known = known[: self.tree.match(known, hints.salt).length]
+            elif known.size:
+                self._insert(sequence, known, hints)
+            if known.size:
+                self.last_retired, self.last_retired_salt = known, hints.salt
+        finally:
+            # After Ctrl-C too: nobody else knows of it any more.
+            sequence.close()
         if known.size and self._tier is not None:
-            self._tier.on_idle(known)
+            self._tier.on_idle(known, hints.salt)
 
     @property
     def snapshot_stats(self) -> SnapshotStats | None:
@@ -371,10 +393,12 @@ class PrefixCache:
     def clear(self) -> None:
         """Evict everything that no running sequence uses."""
         self.tree.clear()
+        if self.tree.observer is not None and next(self.tree.roots.nodes(), None) is None:
+            self.tree.observer.cleared()
 
-    def forget(self, token_ids: TokenIds) -> int:
+    def forget(self, token_ids: TokenIds, salt: bytes = NO_SALT) -> int:
         """Evict what of a text no other text and no running sequence uses; return how many ids that was."""
-        return self.tree.forget(token_ids)
+        return self.tree.forget(token_ids, salt)
 
     def _reusable(self, token_ids: TokenIds) -> TokenIds:
         """What a sequence may adopt of a prompt: all but its last token, and no more than its window holds."""
@@ -400,6 +424,7 @@ class PrefixCache:
             system_tokens=hints.system_tokens if sequence.has_shared_prefix else 0,
             is_pinned=hints.is_pinned,
             num_turns=sequence.num_turns,
+            salt=hints.salt,
         )
         if snapshots:
             sequence.forget_snapshots(list(snapshots))
@@ -439,7 +464,7 @@ class PrefixCache:
         position = match.usable
         if refusal is not None:
             return CacheMiss("foreign", position, detail=refusal)
-        if self.tree.evicted_length(token_ids) > match.length:
+        if self.tree.evicted_length(token_ids, hints.salt) > match.length:
             return CacheMiss("evicted", position)
         if position < match.length and not self.pool.has_states:
             return CacheMiss("windowed", position, until=match.length)
@@ -448,7 +473,7 @@ class PrefixCache:
         if match.length == token_ids.size - 1:
             return None
         position = match.length
-        if self.tree.is_empty:
+        if self.tree.is_empty(hints.salt):
             return CacheMiss("empty", 0)
         cached = self.tree.continuation(match, _SHOWN_TOKENS)
         if not cached.size:

@@ -1,13 +1,16 @@
 """What the prefix tree is made of: nodes with their pages and snapshots, and what a search finds in them."""
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from itertools import pairwise
 from typing import NamedTuple
 
+import numpy as np
+
 from localinfer.cache.block_pool import PageNumbers
+from localinfer.cache.salt import NO_SALT
 from localinfer.cache.sequence_state import NO_SLOT
 from localinfer.cache.sliding_window import BoolArray
 from localinfer.cache.snapshots import Snapshot, tokens_saved
@@ -36,6 +39,7 @@ class PrefixNode:
     children that have a whole page of ids, by its bytes. Both are made when needed, until the children change.
     snapshots: of recurrent states, by how many of this node's ids they come after, at least one. num_turns: how often
     the text that ends here was continued. worth: what it is worth to keep, by that and by when it was used; see `use`.
+    salt: of all texts that it is part of. block_hashes: of its first pages, those that an observer was told of.
     """
 
     token_ids: TokenIds
@@ -50,6 +54,15 @@ class PrefixNode:
     snapshots: dict[int, Snapshot] = field(default_factory=dict)
     num_turns: int = 0
     worth: int = 0
+    salt: bytes = NO_SALT
+    block_hashes: tuple[int, ...] = ()
+
+    @classmethod
+    def root(cls, salt: bytes) -> "PrefixNode":
+        """A node that stands for no ids, whose children begin the texts of a salt."""
+        nothing = np.zeros(0, np.int64)
+        ids, windowed = nothing.astype(np.int32), nothing.astype(np.bool_)
+        return cls(ids, nothing, windowed, None, Priority.ORDINARY, 0, salt=salt)
 
     @property
     def eviction_order(self) -> tuple[Priority, int, int]:
@@ -119,9 +132,46 @@ class SnapshotPlace(NamedTuple):
         return max(self.snapshot.last_used, self.node.last_used - (self.before > 0))
 
 
-def places_of_snapshots(root: PrefixNode) -> Iterator[SnapshotPlace]:
-    """Every snapshot in the tree."""
-    pending, nodes = [(root, 0, 0)], []
+class Roots:
+    """The roots of a tree, one for each salt that there are texts of. unsalted: the one that is always there."""
+
+    def __init__(self) -> None:
+        self.unsalted = PrefixNode.root(NO_SALT)
+        self._of_salt = {NO_SALT: self.unsalted}
+
+    def __iter__(self) -> Iterator[PrefixNode]:
+        return iter(self._of_salt.values())
+
+    def find(self, salt: bytes) -> PrefixNode:
+        """The root of a salt; without texts it is a new one, which is not kept."""
+        return self._of_salt.get(salt) or PrefixNode.root(salt)
+
+    def keep(self, node: PrefixNode) -> None:
+        """Keep a node that is about to get a text, if it is a root."""
+        if node.parent is None:
+            self._of_salt[node.salt] = node
+
+    def drop_if_empty(self, node: PrefixNode) -> None:
+        """Forget a root that has no texts any more: clients may choose any number of salts."""
+        if node.parent is None and not node.children and node is not self.unsalted:
+            self._of_salt.pop(node.salt, None)
+
+    def nodes(self) -> Iterator[PrefixNode]:
+        """Every node but the roots."""
+        pending = [child for root in self for child in root.children]
+        while pending:
+            node = pending.pop()
+            pending += node.children
+            yield node
+
+    def leaves(self) -> Iterator[PrefixNode]:
+        """Every node that ends a text."""
+        return (node for node in self.nodes() if not node.children)
+
+
+def places_of_snapshots(roots: Iterable[PrefixNode]) -> Iterator[SnapshotPlace]:
+    """Every snapshot under some roots."""
+    pending, nodes = [(root, 0, 0) for root in roots], []
     while pending:
         node, start, before = pending.pop()
         nodes.append((node, start, before))
@@ -175,7 +225,7 @@ class Match(NamedTuple):
 
 class CachedPath(NamedTuple):
     """All that is cached from the root to one leaf: token_ids int32[n], one page per started page of n, and which of
-    them have their sliding-window block; positions of snapshots."""
+    them have their sliding-window block; positions of snapshots; the texts' salt."""
 
     token_ids: TokenIds
     pages: PageNumbers
@@ -183,6 +233,21 @@ class CachedPath(NamedTuple):
     priority: Priority
     last_used: int
     snapshots: Mapping[int, int]
+    salt: bytes = NO_SALT
+
+    @classmethod
+    def of(cls, leaf: PrefixNode) -> "CachedPath":
+        """The path to a leaf."""
+        nodes = list(leaf.ancestry())[::-1]
+        return cls(
+            np.concatenate([node.token_ids for node in nodes]),
+            np.concatenate([node.pages for node in nodes]),
+            np.concatenate([node.windowed for node in nodes]),
+            leaf.priority,
+            leaf.last_used,
+            snapshots_of(leaf, sum(node.token_ids.size for node in nodes)),
+            leaf.salt,
+        )
 
 
 def snapshots_of(node: PrefixNode, length: int) -> dict[int, int]:
@@ -199,23 +264,33 @@ class EvictedTexts:
     """Token ids of the texts that were evicted last, to explain later misses."""
 
     def __init__(self) -> None:
-        self._texts: deque[TokenIds] = deque(maxlen=_MOST_EVICTED_TEXTS)
+        # Each with its salt and its first id, which tells most of them apart.
+        self._texts: deque[tuple[bytes, int, TokenIds]] = deque()
+        self._num_tokens = 0
 
-    def add(self, token_ids: TokenIds) -> None:
+    def add(self, token_ids: TokenIds, salt: bytes) -> None:
         """Keep an evicted text, unless a longer one that begins so is kept already."""
-        if self.shared_length(token_ids) == token_ids.size:
+        if self.shared_length(token_ids, salt) == token_ids.size:
             return
-        self._texts.append(token_ids)
-        while len(self._texts) > 1 and sum(ids.size for ids in self._texts) > _MOST_EVICTED_TOKENS:
-            self._texts.popleft()
+        self._texts.append((salt, int(token_ids[0]), token_ids))
+        self._num_tokens += token_ids.size
+        while len(self._texts) > _MOST_EVICTED_TEXTS or (
+            len(self._texts) > 1 and self._num_tokens > _MOST_EVICTED_TOKENS
+        ):
+            self._num_tokens -= self._texts.popleft()[2].size
 
-    def shared_length(self, token_ids: TokenIds) -> int:
-        """How many ids at the start of a text an evicted one has too."""
-        return max((common_length(ids, token_ids) for ids in self._texts), default=0)
+    def shared_length(self, token_ids: TokenIds, salt: bytes) -> int:
+        """How many ids at the start of a text an evicted one of the same salt has too."""
+        if not token_ids.size:
+            return 0
+        first = int(token_ids[0])
+        alike = (ids for own, begin, ids in self._texts if begin == first and own == salt)
+        return max((common_length(ids, token_ids) for ids in alike), default=0)
 
     def clear(self) -> None:
         """Forget them."""
         self._texts.clear()
+        self._num_tokens = 0
 
 
 def common_length(a: TokenIds, b: TokenIds) -> int:

@@ -1,4 +1,4 @@
-"""The prefix tree: a radix tree from token ids to the pages that hold them.
+"""The prefix tree: a radix tree from token ids to the pages that hold them, for each salt one of its own.
 
 Every node stands for a run of token ids that begins at a multiple of the page size; only a leaf may end inside a page.
 So a page belongs to one node, and texts that part inside a page each have a page of their own for it. The tree holds
@@ -9,6 +9,8 @@ before its end, and before the places that others are likely to continue from.
 
 With recurrent layers, nodes hold snapshots of their states at some positions, and only from those can a sequence go on.
 They are evicted before leaves that were used later, first those that save least for their age.
+
+Texts of different salts share no page and explain no miss to each other; eviction weighs them all together.
 """
 
 from collections import Counter
@@ -17,17 +19,20 @@ from collections.abc import Callable, Iterator, Mapping
 import numpy as np
 
 from localinfer.cache.block_pool import STATES_OF_SEQUENCE, PageNumbers, PagePool
+from localinfer.cache.cache_observer import CacheObserver, tell_removed, tell_stored
 from localinfer.cache.prefix_node import (
     CachedPath,
     EvictedTexts,
     Match,
     PrefixNode,
     Priority,
+    Roots,
     SnapshotPlace,
     common_length,
     places_of_snapshots,
     snapshots_of,
 )
+from localinfer.cache.salt import NO_SALT
 from localinfer.cache.sliding_window import BoolArray
 from localinfer.cache.snapshots import DEFAULT_POLICY, Snapshot, SnapshotPolicy
 from localinfer.types import TokenIds
@@ -42,15 +47,15 @@ class PrefixTree:
     Ctrl-C may end any change between two of its lines: each first retains pages, then links them, and releases last
     what is no longer linked, so that the worst an interrupt leaves is an unused page that is not freed.
 
-    root: stands for no ids; its children begin texts. on_evict: if set, called with a path and the length that will
-    be left of it, before pages are freed.
+    roots: stand for no ids; their children begin texts. root: of those without a salt. on_evict: if set, called with a
+    path and the length that will be left of it, before pages are freed. observer: told of whole pages, if there is one.
     """
 
     def __init__(self, pool: PagePool, policy: SnapshotPolicy = DEFAULT_POLICY) -> None:
         self._pool = pool
         self._policy = policy
-        nothing = np.zeros(0, np.int64)
-        self.root = PrefixNode(nothing.astype(np.int32), nothing, nothing.astype(np.bool_), None, Priority.ORDINARY, 0)
+        self.roots = Roots()
+        self.root = self.roots.unsalted
         self._clock = self._age = 0
         self._evicted = EvictedTexts()
         self.num_pages = 0
@@ -59,19 +64,19 @@ class PrefixTree:
         self.taken_snapshots = self.evicted_snapshots = 0
         self._nodes_of_slot: Counter[int] = Counter()
         self.on_evict: Callable[[CachedPath, int], None] | None = None
+        self.observer: CacheObserver | None = None
         pool.reclaim = self.evict
         if pool.has_states:
             pool.make_grid_room = self._make_grid_room
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing is cached."""
-        return not self.root.children
+    def is_empty(self, salt: bytes = NO_SALT) -> bool:
+        """Whether nothing is cached of a salt."""
+        return not self.roots.find(salt).children
 
-    def match(self, token_ids: TokenIds) -> Match:
-        """Find the longest cached prefix; changes nothing."""
-        node, offset, length = self.root, 0, 0
-        pages, windowed = [self.root.pages], [self.root.windowed]
+    def match(self, token_ids: TokenIds, salt: bytes = NO_SALT) -> Match:
+        """Find the longest cached prefix of the same salt; changes nothing."""
+        node, offset, length = self.roots.find(salt), 0, 0
+        pages, windowed = [node.pages], [node.windowed]
         while length < token_ids.size:
             child, common = self._best_child(node, token_ids[length:])
             if child is None:
@@ -112,6 +117,7 @@ class PrefixTree:
         system_tokens: int = 0,
         is_pinned: bool = False,
         num_turns: int = 0,
+        salt: bytes = NO_SALT,
     ) -> None:
         """Link token ids whose keys and values lie in `pages`, one per started page; retain what is new.
 
@@ -125,10 +131,10 @@ class PrefixTree:
         windowed = np.ones(pages.size, np.bool_) if windowed is None else windowed
         system = min(system_tokens, token_ids.size) // page_tokens
         if system:
-            self._insert(token_ids[: system * page_tokens], pages[:system], windowed[:system], Priority.SYSTEM)
-        self._insert(token_ids, pages, windowed, Priority.PINNED if is_pinned else Priority.ORDINARY, num_turns)
+            self._insert(token_ids[: system * page_tokens], pages[:system], windowed[:system], Priority.SYSTEM, salt)
+        self._insert(token_ids, pages, windowed, Priority.PINNED if is_pinned else Priority.ORDINARY, salt, num_turns)
         if snapshots:
-            self._add_snapshots(token_ids, snapshots)
+            self._add_snapshots(token_ids, snapshots, salt)
 
     def evict(self, count: int, num_bytes: int = 0) -> int:
         """Free at least `count` pages if that many are not in use: leaves first, from their ends; return how many.
@@ -155,10 +161,10 @@ class PrefixTree:
             self._drop_snapshot(place)
         self._evicted.clear()
 
-    def forget(self, token_ids: TokenIds) -> int:
+    def forget(self, token_ids: TokenIds, salt: bytes = NO_SALT) -> int:
         """Evict the end of a text that no other text has and that is not in use; return how many ids that was."""
         before = self.evicted_tokens
-        match = self.match(token_ids)
+        match = self.match(token_ids, salt)
         node = match.node
         # Where the text ends inside of a node, another one goes on there.
         while (
@@ -181,7 +187,7 @@ class PrefixTree:
     def paths(self) -> Iterator[CachedPath]:
         """Every cached path, one per leaf."""
         for leaf in self._leaves():
-            yield self._path_of(leaf)
+            yield CachedPath.of(leaf)
 
     def continuation(self, match: Match, count: int) -> TokenIds:
         """Up to `count` cached ids that follow a match, along its most recently used continuation."""
@@ -192,9 +198,9 @@ class PrefixTree:
             ids = np.concatenate((ids, node.token_ids[: count - ids.size]))
         return ids
 
-    def evicted_length(self, token_ids: TokenIds) -> int:
+    def evicted_length(self, token_ids: TokenIds, salt: bytes = NO_SALT) -> int:
         """The longest prefix that was evicted, as far as evicted texts are kept."""
-        return self._evicted.shared_length(token_ids)
+        return self._evicted.shared_length(token_ids, salt)
 
     def _usable_length(self, windowed: BoolArray, length: int, snapshots: Mapping[int, int]) -> int:
         """The longest prefix of `length` positions that a sequence can continue from."""
@@ -274,7 +280,7 @@ class PrefixTree:
         return min(places, key=worth, default=None)
 
     def _idle_places(self) -> Iterator[SnapshotPlace]:
-        return (place for place in places_of_snapshots(self.root) if self._is_idle(place.snapshot))
+        return (place for place in places_of_snapshots(self.roots) if self._is_idle(place.snapshot))
 
     def _drop_snapshot(self, place: SnapshotPlace) -> None:
         """Drop a snapshot, and pages that no sequence could continue from without it."""
@@ -295,9 +301,9 @@ class PrefixTree:
             self.evicted_snapshots += 1
         self._pool.release_state(slot)
 
-    def _add_snapshots(self, token_ids: TokenIds, snapshots: Mapping[int, int]) -> None:
+    def _add_snapshots(self, token_ids: TokenIds, snapshots: Mapping[int, int], salt: bytes) -> None:
         """Keep snapshots of ids that are cached, where there are none yet."""
-        match = self.match(token_ids)
+        match = self.match(token_ids, salt)
         assert match.length == token_ids.size, "what was inserted is there"
         path = match.node.path()
         for position, slot in snapshots.items():
@@ -313,10 +319,16 @@ class PrefixTree:
                     node.snapshots[position - start] = Snapshot(slot, self._clock)
 
     def _insert(
-        self, token_ids: TokenIds, pages: PageNumbers, windowed: BoolArray, priority: Priority, num_turns: int = 0
+        self,
+        token_ids: TokenIds,
+        pages: PageNumbers,
+        windowed: BoolArray,
+        priority: Priority,
+        salt: bytes,
+        num_turns: int = 0,
     ) -> None:
         page_tokens = self._pool.page_tokens
-        node, start = self.root, 0
+        node, start = self.roots.find(salt), 0
         while start < token_ids.size:
             first = start // page_tokens
             rest, rest_pages, rest_windowed = token_ids[start:], pages[first:], windowed[first:]
@@ -339,6 +351,8 @@ class PrefixTree:
             node, start = child, start + common
         node.num_turns = max(node.num_turns, num_turns)
         self.touch(node)
+        if self.observer is not None:
+            tell_stored(self.observer, node, page_tokens)
 
     def _extends(self, leaf: PrefixNode, priority: Priority) -> bool:
         """Whether a longer text replaces this node: always where it ends inside a page, else where they are alike."""
@@ -377,7 +391,9 @@ class PrefixTree:
     ) -> PrefixNode:
         self._pool.retain(pages, windowed)
         self.num_pages += pages.size
-        leaf = PrefixNode(token_ids.copy(), pages.copy(), windowed.copy(), parent, priority, self._clock)
+        ids, salt = token_ids.copy(), parent.salt
+        leaf = PrefixNode(ids, pages.copy(), windowed.copy(), parent, priority, self._clock, salt=salt)
+        self.roots.keep(parent)
         parent.drop_index()
         parent.children.append(leaf)
         return leaf
@@ -391,6 +407,8 @@ class PrefixTree:
         above, below = ids[:length], ids[length:]
         upper = PrefixNode(above, pages[:num_pages], windowed[:num_pages], parent, node.priority, node.last_used)
         lower = PrefixNode(below, pages[num_pages:], windowed[num_pages:], upper, node.priority, node.last_used)
+        upper.salt = lower.salt = node.salt
+        upper.block_hashes, lower.block_hashes = node.block_hashes[:num_pages], node.block_hashes[num_pages:]
         snapshots = node.snapshots.items()
         upper.snapshots = {offset: snapshot for offset, snapshot in snapshots if offset <= length}
         lower.snapshots = {offset - length: snapshot for offset, snapshot in snapshots if offset > length}
@@ -439,26 +457,8 @@ class PrefixTree:
 
         return min(equals, key=preference), common
 
-    def _nodes(self) -> Iterator[PrefixNode]:
-        pending = list(self.root.children)
-        while pending:
-            node = pending.pop()
-            pending += node.children
-            yield node
-
     def _leaves(self) -> Iterator[PrefixNode]:
-        return (node for node in self._nodes() if not node.children)
-
-    def _path_of(self, leaf: PrefixNode) -> CachedPath:
-        nodes = list(leaf.ancestry())[::-1]
-        return CachedPath(
-            np.concatenate([node.token_ids for node in nodes]),
-            np.concatenate([node.pages for node in nodes]),
-            np.concatenate([node.windowed for node in nodes]),
-            leaf.priority,
-            leaf.last_used,
-            snapshots_of(leaf, sum(node.token_ids.size for node in nodes)),
-        )
+        return self.roots.leaves()
 
     def _trim(self, leaf: PrefixNode, count: int) -> int:
         """Free up to `count` pages at the end of a leaf that are not in use; return how many.
@@ -467,7 +467,7 @@ class PrefixTree:
         """
         in_use = np.flatnonzero(self._pool.counts[leaf.pages] > 1)
         first_idle = int(in_use[-1]) + 1 if in_use.size else 0
-        path, page_tokens = self._path_of(leaf), self._pool.page_tokens
+        path, page_tokens = CachedPath.of(leaf), self._pool.page_tokens
         left = path.pages.size - min(count, leaf.pages.size)
         usable = self._usable_length(path.windowed[:left], min(path.token_ids.size, left * page_tokens), path.snapshots)
         kept = max(first_idle, self._pool.num_pages_for(usable) - (path.pages.size - leaf.pages.size))
@@ -476,7 +476,9 @@ class PrefixTree:
             return 0
         if self.on_evict is not None:
             self.on_evict(path, path.token_ids.size - lost)
-        self._evicted.add(path.token_ids)
+        if self.observer is not None:
+            tell_removed(self.observer, leaf, kept, page_tokens)
+        self._evicted.add(path.token_ids, path.salt)
         surplus, surplus_windowed = leaf.pages[kept:], leaf.windowed[kept:]
         if kept:
             ids = leaf.token_ids[: kept * page_tokens].copy()
@@ -486,6 +488,7 @@ class PrefixTree:
             assert leaf.parent is not None, "the root is no leaf"
             leaf.parent.drop_index()
             leaf.parent.children.remove(leaf)
+            self.roots.drop_if_empty(leaf.parent)
         self.num_pages -= surplus.size
         for offset in [offset for offset in leaf.snapshots if offset > kept * page_tokens]:
             self._forget_snapshot(leaf, offset)

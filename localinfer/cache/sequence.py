@@ -82,6 +82,7 @@ class SequenceCache:
         self._aside = _NO_PAGES
         self._policy = policy
         self._state = SequenceState(pool, policy)
+        pool.sequences.add(self)
 
     @property
     def is_exact(self) -> bool:
@@ -255,6 +256,10 @@ class SequenceCache:
         # Every decoded token passes here: no calls where nothing has to be done.
         pool, page_tokens = self._pool, self._page_tokens
         tail, offset = divmod(self.length - self._dropped, page_tokens)
+        first_free = tail + (offset > 0)
+        if self.pages.size > first_free and length > self.length and (pool.counts[self.pages[first_free:]] > 1).any():
+            # Ctrl-C came between going back and giving up these pages, which others share.
+            self._free_pages_after(self.length)
         copies_tail = offset > 0 and length > self.length and pool.counts[self.pages[tail]] > 1
         missing = -(-(length - self._dropped) // page_tokens) - self.pages.size
         if missing <= 0 and not copies_tail:
@@ -314,8 +319,9 @@ class SequenceCache:
         place = state.place_at(length, lambda there: there >= self._last_drop and self.can_truncate(there))
         state.retain(place)
         left, former, before = place.length, state.now, state.before
+        state.forget_after(left)
         self.length, state.now, state.before = left, place, None
-        state.forget(former, before)
+        state.release(former, before)
         self._free_pages_after(left)
         return left
 
@@ -366,11 +372,13 @@ class SequenceCache:
             self.truncate(0)
             self._state.release_reserved()
             self._closed = True
+            self._pool.sequences.discard(self)
 
     def _hold(self, pages: PageNumbers, length: int, windowed: BoolArray, place: StatePlace) -> None:
         self._pool.retain(pages, windowed)
         state = self._state
         state.retain(place)
+        state.forget_after(length)
         former, former_windowed, former_places = self.pages, self.windowed, (state.now, state.before)
         self.length, state.now, state.before = 0, BEGINNING, None
         self._dropped = self._last_drop = self._first_windowed = 0
@@ -378,7 +386,7 @@ class SequenceCache:
         self._set_pages(pages, windowed)
         self.length, state.now = length, place
         self._pool.release(former, former_windowed)
-        state.forget(*former_places)
+        state.release(*former_places)
 
     def _drop_surplus(self, window: KVEviction) -> None:
         """Drop the pages that the window does not keep; the last one, which may not be full, is always kept."""

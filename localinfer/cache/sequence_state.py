@@ -142,7 +142,8 @@ class SequenceState:
             if now.num_logged:
                 targets.append((0, pool.states.address(self.next_state)))
         else:
-            self._planned = _PlannedStep(first + num_rows, False, self._plan_snapshots(first, num_rows))
+            self._planned = _PlannedStep(first + num_rows, False)
+            self._plan_snapshots(first, num_rows)
             targets += [(place - first, pool.states.address(slot)) for place, slot in self._planned.snapshots]
             targets.append((num_rows, pool.states.address(self.next_state)))
         return StateStep(source, targets, log, now.num_logged, new_log)
@@ -186,9 +187,11 @@ class SequenceState:
         if place.log != NO_SLOT:
             self._pool.logs.retain(place.log)
 
-    def forget(self, *places: StatePlace | None) -> None:
-        """Release former places, and what lies after the present one."""
-        end = self.now.length
+    def forget_after(self, end: int) -> None:
+        """Release snapshots and a kept place after a position, before the sequence goes back to it.
+
+        Before, because Ctrl-C may come between the two: what is left of another text must not outlast the way back.
+        """
         self._last_snapshot = min(self._last_snapshot, end)
         for position in [position for position in self.taken if position > end]:
             self._pool.release_state(self.taken.pop(position))
@@ -196,6 +199,9 @@ class SequenceState:
         if kept is not None and kept.length > end:
             self._kept = None
             self._release(kept)
+
+    def release(self, *places: StatePlace | None) -> None:
+        """Release former places."""
         for place in places:
             if place is not None:
                 self._release(place)
@@ -216,9 +222,13 @@ class SequenceState:
         if now.num_logged and settle is not None:
             with suppress(OutOfMemoryError):
                 slot = self._pool.take_slot(self._pool.states)
-                source = self._pool.states.address(now.slot) if now.slot != NO_SLOT else 0
-                targets = ((0, self._pool.states.address(slot)),)
-                settle(StateStep(source, targets, self._pool.logs.address(now.log), now.num_logged))
+                try:
+                    source = self._pool.states.address(now.slot) if now.slot != NO_SLOT else 0
+                    targets = ((0, self._pool.states.address(slot)),)
+                    settle(StateStep(source, targets, self._pool.logs.address(now.log), now.num_logged))
+                except BaseException:
+                    self._pool.release_state(slot)
+                    raise
                 self._note_taken(now.length, slot)
                 return
         if now.slot != NO_SLOT and now.position - self._last_snapshot >= self._policy.near_tokens:
@@ -237,15 +247,14 @@ class SequenceState:
         log, self.next_log = self.next_log, NO_SLOT
         self._release(StatePlace(state, 0, log))
 
-    def _plan_snapshots(self, first: int, num_rows: int) -> tuple[tuple[int, int], ...]:
-        """Slots for the snapshots that a step of rows from `first` takes before its last row."""
+    def _plan_snapshots(self, first: int, num_rows: int) -> None:
+        """Allocate slots for the snapshots that a step of rows from `first` takes before its last row."""
         if not self._takes_snapshots or num_rows < 2:
-            return ()
+            return
         policy, end, last = self._policy, first + num_rows, self._last_snapshot
         grid = policy.grid_tokens
         places = {place for place in self._wanted if first < place < end}
         places |= set(range(first + grid - first % grid, end, grid))
-        planned: list[tuple[int, int]] = []
         for place in sorted(places):
             if place - last < policy.near_tokens:
                 continue
@@ -259,11 +268,11 @@ class SequenceState:
                 slot = self._pool.take_slot(self._pool.states)
             except OutOfMemoryError:
                 break
+            # One by one: Ctrl-C may come at the next.
+            self._planned = self._planned._replace(snapshots=(*self._planned.snapshots, (place, slot)))
             if is_grid:
                 self._pool.grid.add(slot)
-            planned.append((place, slot))
             last = place
-        return tuple(planned)
 
     def _take_present(self) -> None:
         """Keep the states just computed, if they are wanted, or the grid has come to a place since the last."""

@@ -2,11 +2,13 @@
 
 import mmap
 import sys
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.errors import OutOfMemoryError
+from localinfer.kernels.cpu import guard
 from localinfer.kernels.kv_layout import DevicePages
 
 ALIGNMENT = 64
@@ -20,6 +22,9 @@ class SlabAllocator:
 
     addresses: int64, where each slot lies. free: numbers of the free slots, the next one last. can_shrink: each slot
     is a slab of its own, so that `shrink` can return it to the system; its number is reused.
+
+    In guard mode slots lie apart between protected pages, and free ones are protected themselves, while the process may
+    have the maps for it.
     """
 
     def __init__(self, slot_bytes: int, device: DevicePages | None = None, *, can_shrink: bool = False) -> None:
@@ -30,6 +35,7 @@ class SlabAllocator:
         self._device = device
         self._can_shrink = can_shrink
         self._slabs: dict[int, NDArray[np.uint8]] = {}
+        self._guarded: dict[int, guard.GuardedSlot] = {}
         self._vacant: list[int] = []
         self._next = 0
 
@@ -43,7 +49,19 @@ class SlabAllocator:
         first = len(self.free) - count
         slots = np.array(self.free[first:][::-1], np.int64)
         del self.free[first:]
+        self._protect(slots.tolist(), False)
         return slots
+
+    def take_one(self) -> int:
+        """Allocate a free slot, of which there must be one."""
+        slot = self.free.pop()
+        self._protect((slot,), False)
+        return slot
+
+    def give_back(self, slots: Sequence[int]) -> None:
+        """Make slots free, the last of them the next one."""
+        self.free.extend(slots)
+        self._protect(slots, True)
 
     def grow(self, missing: int, max_bytes: int | None) -> None:
         """Allocate at least `missing` slots, or as many as `max_bytes` and the machine allow."""
@@ -69,35 +87,61 @@ class SlabAllocator:
             self._vacant.append(slot)
             self.num_slots -= 1
             self._slabs.pop(slot, None)
+            self._guarded.pop(slot, None)
 
     def close(self) -> None:
         """Release all memory."""
         self._slabs.clear()
+        self._guarded.clear()
         self.free.clear()
         self.num_slots = 0
 
+    def recover(self, num_held: int, held: Callable[[], Iterable[int]]) -> None:
+        """Make free again what Ctrl-C left neither free nor held, between two lines of who takes or gives back.
+
+        held: the numbers of those slots, `num_held`, that are in use; asked for only if slots are missing.
+        """
+        self.num_slots = self._next - len(self._vacant)
+        if len(self.free) + num_held < self.num_slots:
+            lost = set(range(self._next)) - set(self._vacant) - set(self.free) - set(held())
+            self.free[:0] = sorted(lost)
+
     def _add_slab(self, count: int) -> None:
+        # In this order: should Ctrl-C come between two lines, `recover` finds no slot without memory.
         is_reused = count == 1 and bool(self._vacant)
         first = self._vacant[-1] if is_reused else self._next
-        address = self._allocate(first, count * self.slot_bytes)
+        addresses = self._allocate(first, count)
+        while first + count > self.addresses.size:
+            self.addresses = np.concatenate((self.addresses, np.zeros_like(self.addresses)))
+        self.addresses[first : first + count] = addresses
         if is_reused:
             self._vacant.pop()
         self._next = max(self._next, first + count)
-        while self._next > self.addresses.size:
-            self.addresses = np.concatenate((self.addresses, np.zeros_like(self.addresses)))
-        self.addresses[first : first + count] = address + np.arange(count) * self.slot_bytes
         self.num_slots += count
         self.free.extend(range(first + count - 1, first - 1, -1))
 
-    def _allocate(self, slot: int, num_bytes: int) -> int:
-        """Address of a slab; 0 for slots of no bytes, which hold nothing."""
+    def _allocate(self, first: int, count: int) -> NDArray[np.int64] | int:
+        """Addresses of the slots of a slab; 0 for slots of no bytes, which hold nothing."""
+        num_bytes = count * self.slot_bytes
         if not num_bytes:
             return 0
+        steps = np.arange(count) * self.slot_bytes
         if self._device is not None:
-            return self._device.allocate(num_bytes)
+            return self._device.allocate(num_bytes) + steps
+        if guard.IS_ON and guard.has_room_for(count):
+            apart = {first + index: guard.GuardedSlot(self.slot_bytes) for index in range(count)}
+            self._guarded |= apart
+            self._protect(list(apart), True)
+            return np.array([slot.address for slot in apart.values()], np.int64)
         slab = _mapped(num_bytes) if self._can_shrink else np.zeros(num_bytes + ALIGNMENT, np.uint8)
-        self._slabs[slot] = slab
-        return -(-slab.ctypes.data // ALIGNMENT) * ALIGNMENT
+        self._slabs[first] = slab
+        return -(-slab.ctypes.data // ALIGNMENT) * ALIGNMENT + steps
+
+    def _protect(self, slots: Sequence[int], is_protected: bool) -> None:
+        """In guard mode let every access to these slots end the process, or allow it."""
+        for slot in slots if self._guarded else ():
+            if slot in self._guarded:
+                self._guarded[slot].set_protected(is_protected)
 
 
 def _mapped(num_bytes: int) -> NDArray[np.uint8]:
@@ -129,7 +173,7 @@ class SharedSlots:
 
     def take(self) -> int:
         """A free slot, of which there must be one, with one reference."""
-        slot = self.memory.free.pop()
+        slot = self.memory.take_one()
         self._counts[slot] = 1
         return slot
 
@@ -145,7 +189,7 @@ class SharedSlots:
             self._counts[slot] = count
         elif count == 0:
             del self._counts[slot]
-            self.memory.free.append(slot)
+            self.memory.give_back((slot,))
         else:
             assert not self.memory.num_slots, "a free slot was released"
 

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from localinfer.arguments import owned
+from localinfer.cache.salt import NO_SALT
 from localinfer.chat.closed_objects import enforced_schema
-from localinfer.chat.json_schema import MAX_CHARACTERS, keyword_in
+from localinfer.chat.json_schema import MAX_CHARACTERS, keyword_in, printable
 from localinfer.chat.structural_tags import structural_tag_grammar
 from localinfer.errors import ConstraintError, OverloadedError
 from localinfer.system.extras import require
@@ -106,7 +107,7 @@ class ConstraintCompiler:
         self._lock = threading.Lock()
         self._building = threading.Lock()
         self._trie: VocabularyTrie | None = None
-        self._compiled: OrderedDict[str, GrammarMatcher] = OrderedDict()
+        self._compiled: OrderedDict[tuple[bytes, str], GrammarMatcher] = OrderedDict()
         self._late: list[threading.Thread] = []
 
     def prepare(self) -> "VocabularyTrie":
@@ -122,32 +123,34 @@ class ConstraintCompiler:
                 self._trie = build_trie(self._tokenizer)
             return self._trie
 
-    def mask(self, constraint: Constraint, *, start: int) -> "MatcherMask":
-        """The mask of one generation whose prompt has `start` tokens.
+    def mask(self, constraint: Constraint, *, start: int, salt: bytes = NO_SALT) -> "MatcherMask":
+        """The mask of one generation whose prompt has `start` tokens. salt: whose former ones need not be compiled.
 
         Raises: ConstraintError if the constraint is wrong, cannot be enforced, or costs too much; OverloadedError while
         former ones that cost too much are still at it.
         """
         what = _name(constraint)
-        return self.grammar_mask(self._in_time(lambda: grammar_of(constraint), what), start=start, what=what)
+        grammar = self._in_time(lambda: grammar_of(constraint), what)
+        return self.grammar_mask(grammar, start=start, what=what, salt=salt)
 
-    def grammar_mask(self, grammar: str, *, start: int, what: str) -> "MatcherMask":
+    def grammar_mask(self, grammar: str, *, start: int, what: str, salt: bytes = NO_SALT) -> "MatcherMask":
         """As `mask`, for a grammar in llguidance's own form; what: how errors call it."""
         from localinfer.sampling.mask import MatcherMask
 
-        matcher = self._matcher(grammar, what).copy()
+        matcher = self._matcher(grammar, what, salt).copy()
         ends = sorted(self._tokenizer.eog_token_ids)
         return MatcherMask(matcher, start=start, vocab_size=self._vocab_size, end_ids=ends)
 
-    def _matcher(self, grammar: str, what: str) -> "GrammarMatcher":
+    def _matcher(self, grammar: str, what: str, salt: bytes) -> "GrammarMatcher":
+        key = (salt, grammar)
         with self._lock:
-            if (found := self._compiled.get(grammar)) is not None:
-                self._compiled.move_to_end(grammar)
+            if (found := self._compiled.get(key)) is not None:
+                self._compiled.move_to_end(key)
                 return found
         trie = self.prepare()
         matcher = self._in_time(lambda: _compile(trie, grammar, what), what)
         with self._lock:
-            self._compiled[grammar] = matcher
+            self._compiled[key] = matcher
             while len(self._compiled) > _MOST_COMPILED:
                 self._compiled.popitem(last=False)
         return matcher
@@ -274,11 +277,22 @@ def _name(constraint: Constraint) -> str:
     return names.get(type(constraint), "schema")
 
 
+def _shown(message: str) -> str:
+    """What the compiler says, on one line: its message goes over several, where it points into the text.
+
+    A fault of its own, which it tells as a panic with a trace, is one that only another constraint avoids.
+    """
+    if message.lstrip().startswith("panic"):
+        return "its compiler fails at it"
+    line = " ".join(message.replace("<non-verbose/>", "").split("<state>")[0].split())[:300]
+    return printable({"NoExtensionBias": "nothing that it allows could follow"}.get(line, line))
+
+
 def _refusal(what: str, message: str) -> ConstraintError:
     keyword = keyword_in(message) if what == "schema" else None
-    # The compiler's message goes over several lines, where it points into the text.
-    shown = " ".join(message.split("<state>")[0].split())[:300]
     about = f" ({keyword!r})" if keyword is not None else ""
     return ConstraintError(
-        f"the {what} cannot be enforced{about}: {shown}; change that part", keyword=keyword, field=_FIELDS.get(what)
+        f"the {what} cannot be enforced{about}: {_shown(message)}; change that part",
+        keyword=keyword,
+        field=_FIELDS.get(what),
     )

@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from localinfer.cache.salt import NO_SALT
 from localinfer.chat.system_messages import SYSTEM_ROLES
 from localinfer.errors import TemplateError
+from localinfer.models.text.render_time import sharing_render_time
 from localinfer.models.text.tokenizer import StreamDecoder
 
 if TYPE_CHECKING:
@@ -43,7 +45,7 @@ class EncodedChat:
     ids of an earlier prompt of the same chat and its reply, int32, where the messages repeat them. branch_tokens: how
     many ids at the start a later prompt of the chat is likely to share: those before the reply, where a template writes
     the reply in another way than it was generated; before the last message, which may be edited; and all before the
-    first message, tools included, with which other chats may begin.
+    first message, tools included, with which other chats may begin. salt: whose chats it may continue.
     """
 
     text: str
@@ -53,6 +55,7 @@ class EncodedChat:
     history: NDArray[np.int32] | None
     messages: tuple[str, ...]
     branch_tokens: tuple[int, ...] = ()
+    salt: bytes = NO_SALT
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,7 @@ class ChatHistory:
         self._finds_branches = finds_branches
         self._lock = threading.Lock()
         self._chats: deque[AnsweredChat] = deque(maxlen=_MOST_CHATS)
-        self._prefixes: OrderedDict[str, list[int]] = OrderedDict()
+        self._prefixes: OrderedDict[tuple[bytes, str], list[int]] = OrderedDict()
 
     def encode(
         self,
@@ -94,13 +97,28 @@ class ChatHistory:
         begin: Callable[[str], Segments] | None = None,
         max_tokens: int | None = None,
         answered: Sequence["AnsweredChat"] = (),
+        salt: bytes = NO_SALT,
     ) -> EncodedChat:
         """Render messages and return the ids of the prompt; tools, variables: what else the template is given.
 
+        All renderings share the time that one may take; once it is used up, `branch_tokens` are fewer.
         begin: gives what goes behind the rendered text, of a reply that was begun. max_tokens: what the context holds.
-        answered: further chats whose ids are kept.
+        answered: further chats whose ids are kept. salt: only chats of the same one count.
         Raises: TemplateError and RequestError as `ChatTemplate.encode`; ContextLengthError for more tokens than that.
         """
+        with sharing_render_time():
+            return self._encode_chat(messages, tools, variables, begin, max_tokens, answered, salt)
+
+    def _encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        variables: Mapping[str, Any] | None,
+        begin: Callable[[str], Segments] | None,
+        max_tokens: int | None,
+        answered: Sequence["AnsweredChat"],
+        salt: bytes,
+    ) -> EncodedChat:
         segments = self._template.render_segments(
             messages, self._tokenizer.special_spellings, tools=tools, **(variables or {})
         )
@@ -109,17 +127,18 @@ class ChatHistory:
         text = "".join(segment for segment, _ in segments)
         closed = _closed_spans(segments)
         with self._lock:
-            chats = [*self._chats, *answered]
+            chats = [chat for chat in (*self._chats, *answered) if chat.prompt.salt == salt]
         token_ids = self._reuse(text, segments, closed, chats, max_tokens)
         if token_ids is None:
             token_ids = np.array(self._encode(segments, max_tokens), np.int32)
         written = tuple(map(repr, messages))
-        system_tokens = self._count_system_tokens(text, segments, messages, token_ids)
+        system_tokens = self._count_system_tokens(text, segments, messages, token_ids, salt)
         former = _answered_ids(written, messages, chats)
         branches: tuple[int, ...] = ()
         if self._finds_branches:
-            branches = self._find_branches(text, segments, messages, token_ids, {**(variables or {}), "tools": tools})
-        return EncodedChat(text, closed, token_ids, system_tokens, former, written, branches)
+            values = {**(variables or {}), "tools": tools}
+            branches = self._find_branches(text, segments, messages, token_ids, values, salt)
+        return EncodedChat(text, closed, token_ids, system_tokens, former, written, branches, salt)
 
     def remember(self, prompt: EncodedChat, reply_ids: Sequence[int]) -> AnsweredChat | None:
         """Keep the ids of a reply, whole or cut short, and return what is kept; None of one without any text."""
@@ -229,6 +248,7 @@ class ChatHistory:
         messages: Sequence[Mapping[str, Any]],
         token_ids: NDArray[np.int32],
         values: Mapping[str, Any],
+        salt: bytes,
     ) -> tuple[int, ...]:
         """How many ids come before the reply begins, before the last message, and before the first after the system's.
 
@@ -246,7 +266,7 @@ class ChatHistory:
         if first < last:
             # Encoded from the start, which other chats share: the tail is long.
             end = self._shared(text, _changed(messages, first), values, add_generation_prompt=True)
-            places.add(self._count_prefix(text[:end], segments, token_ids))
+            places.add(self._count_prefix(text[:end], segments, token_ids, salt))
         return tuple(sorted(place for place in places if 0 < place < token_ids.size))
 
     def _shared(
@@ -275,21 +295,26 @@ class ChatHistory:
         return place if token_ids[place:].tolist() == tail else place - _CUT_TOKENS
 
     def _count_system_tokens(
-        self, text: str, segments: Segments, messages: Sequence[Mapping[str, Any]], token_ids: NDArray[np.int32]
+        self,
+        text: str,
+        segments: Segments,
+        messages: Sequence[Mapping[str, Any]],
+        token_ids: NDArray[np.int32],
+        salt: bytes,
     ) -> int:
         """How many ids at the start are those of the text up to the end of the system message, encoded alone."""
-        return self._count_prefix(text[: _system_end(text, messages)], segments, token_ids)
+        return self._count_prefix(text[: _system_end(text, messages)], segments, token_ids, salt)
 
-    def _count_prefix(self, prefix: str, segments: Segments, token_ids: NDArray[np.int32]) -> int:
+    def _count_prefix(self, prefix: str, segments: Segments, token_ids: NDArray[np.int32], salt: bytes) -> int:
         """How many ids at the start are those of a beginning of the text when it is encoded alone."""
         if not prefix:
             return 0
         with self._lock:
-            ids = self._prefixes.get(prefix)
+            ids = self._prefixes.get((salt, prefix))
         if ids is None:
             ids = self._encode(_cut(segments, 0, len(prefix)))
             with self._lock:
-                self._prefixes[prefix] = ids
+                self._prefixes[salt, prefix] = ids
                 while len(self._prefixes) > _MOST_PREFIXES:
                     self._prefixes.popitem(last=False)
         size = min(len(ids), token_ids.size)

@@ -26,6 +26,14 @@ _MANY = ("allOf", "anyOf", "oneOf", "prefixItems")
 _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _GROWING = ("minItems", "maxItems", "minProperties", "maxProperties")
 _COUNTED = (*_GROWING, "minLength", "maxLength")
+_SHAPES: dict[str, tuple[type, str]] = {
+    **dict.fromkeys(("$ref", "pattern", "format"), (str, "text")),
+    **dict.fromkeys(("enum", *_MANY), (list, "a list")),
+    **dict.fromkeys(("properties", "patternProperties"), (dict, "a mapping")),
+}
+_SHOWN_NAME = 80
+# Under these stand names; before there was a list, "required" was a flag of the member itself.
+_TEXTS = {"type": (str, list), "required": (list, bool)}
 # The validation keywords of every draft that the compiler neither enforces nor refuses by itself.
 _NOT_ENFORCED = frozenset(
     "not if then else contains minContains maxContains uniqueItems propertyNames dependentRequired dependentSchemas"
@@ -64,6 +72,7 @@ def checked_schema(schema: object) -> dict[str, Any]:
                 "answer instead",
                 keyword=keyword,
             )
+        _check_shapes(place, node)
         if isinstance(node.get("items"), list):
             raise ConstraintError(
                 f"the schema has a list under 'items' at {place}; since draft 2020-12 that is 'prefixItems'",
@@ -95,6 +104,18 @@ def checked_schema(schema: object) -> dict[str, Any]:
                     keyword=keyword,
                 )
     return parsed
+
+
+def _check_shapes(place: str, node: dict[str, Any]) -> None:
+    """Refuse keywords that hold what no schema has there."""
+    for keyword, (kind, wanted) in _SHAPES.items():
+        if keyword in node and not isinstance(node[keyword], kind):
+            raise ConstraintError(f"{keyword!r} at {place} is {node[keyword]!r:.40}; wanted {wanted}", keyword=keyword)
+    for keyword, kinds in _TEXTS.items():
+        found = node.get(keyword, [])
+        is_list_of_others = isinstance(found, list) and not all(isinstance(text, str) for text in found)
+        if not isinstance(found, kinds) or is_list_of_others:
+            raise ConstraintError(f"{keyword!r} at {place} is {found!r:.40}; wanted names", keyword=keyword)
 
 
 def keyword_in(message: str) -> str | None:
@@ -172,4 +193,11 @@ def schemas_in(root: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
                 waiting.extend((f"{place}/{keyword}/{index}", part) for index, part in enumerate(parts))
         for keyword in _NAMED:
             if isinstance(named := node.get(keyword), dict):
-                waiting.extend((f"{place}/{keyword}/{name}", part) for name, part in named.items())
+                waiting.extend(
+                    (f"{place}/{keyword}/{printable(name[:_SHOWN_NAME])}", part) for name, part in named.items()
+                )
+
+
+def printable(text: str) -> str:
+    """Text as messages show it, which may hold anything in a constraint: what cannot be printed is escaped."""
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)

@@ -27,8 +27,6 @@ def parameter_rules(writer: GrammarWriter, calls: CallFormat, tool: Tool, rule: 
     written = (TextValues if form.notation is None else NotationValues)(writer, form, rule, options, is_strict)
     schema = tool.parameters or {}
     properties: Mapping[str, Any] = schema.get("properties") or {}
-    if not properties or tool.parameters is None:
-        return [*_any_parameters(writer, calls, tool, rule, written, schema), *written.rules]
     for keyword in sorted(schema.keys() - _PARAMETERS):
         raise ConstraintError(
             f"{keyword!r} beside the parameters' names cannot be enforced; leave it out", keyword=keyword
@@ -37,6 +35,8 @@ def parameter_rules(writer: GrammarWriter, calls: CallFormat, tool: Tool, rule: 
     for name in required:
         if name not in properties:
             raise ConstraintError(f"'required' names {name!r}, which has no schema; add one", keyword="required")
+    if not properties or tool.parameters is None:
+        return [*_any_parameters(writer, calls, tool, rule, written, schema), *written.rules]
     rules = [f"{rule}: {writer.literal(tool.name)} {rule}_first_0"]
     for index, (name, of_property) in enumerate(properties.items()):
         value = written.value(f"{rule}_value_{index}", name, of_property, schema)

@@ -1,11 +1,12 @@
 """What a chat's reply has to look like: tools, reasoning and a constraint, put together for one model's template."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from localinfer.arguments import check_flag, check_number
+from localinfer.cache.salt import NO_SALT
 from localinfer.chat.begun_reply import BegunReply
 from localinfer.chat.constraints import Constraint, ConstraintCompiler, grammar_of, json_grammar
 from localinfer.chat.grammar import ReasoningState, reply_grammar
@@ -18,6 +19,7 @@ from localinfer.chat.tool_choice import ToolChoice, choose_tools
 from localinfer.chat.value_types import parameter_types
 from localinfer.errors import ConstraintError, RequestError, TemplateError
 from localinfer.models.text.call_learning import learn_call_format
+from localinfer.models.text.probes import Trials
 from localinfer.models.text.reasoning_learning import learn_reasoning_format
 from localinfer.models.text.reply_format import THINKING_VARIABLES, CallFormat, ReasoningFormat
 from localinfer.models.text.splitting import SpellingFinder
@@ -82,8 +84,8 @@ class ReplyFormat:
         """Whether a call may end the reasoning: not where that is ended by a number of tokens, perhaps amid a call."""
         return self.budget is None
 
-    def parser(self) -> ReplyParser:
-        """A parser for one reply."""
+    def parser(self, new_id: Callable[[], str] | None = None) -> ReplyParser:
+        """A parser for one reply; new_id: names its calls, where the model's format has no names."""
         reasoning = None if self.state == "none" and not self._has_frame else self.reasoning
         types = {tool.name: parameter_types(tool) for tool in self.tools}
         calls = self.calls if self.tools else None
@@ -93,6 +95,7 @@ class ReplyFormat:
             starts_reasoning=self.state == "open",
             calls_in_reasoning=self._has_calls_in_reasoning,
             types=types,
+            new_id=new_id,
         )
 
     def mask(
@@ -103,12 +106,16 @@ class ReplyFormat:
         *,
         start: int,
         vocab_size: int,
+        salt: bytes = NO_SALT,
     ) -> GuidingMask | None:
-        """The mask of one reply after `start` tokens; None where everything is allowed. Raises: ConstraintError."""
+        """The mask of one reply after `start` tokens; None where everything is allowed.
+
+        salt: whose former masks need not be compiled. Raises: ConstraintError.
+        """
         if constraint is None and self.calls is None:
             mask: GuidingMask | None = None
         elif not self.tools and self.state == "none" and constraint is not None and not self._has_frame:
-            mask = compiler.mask(constraint, start=start)
+            mask = compiler.mask(constraint, start=start, salt=salt)
         else:
             grammar = reply_grammar(
                 reasoning=self.reasoning,
@@ -122,7 +129,7 @@ class ReplyFormat:
                 calls_in_reasoning=self._has_calls_in_reasoning,
             )
             assert grammar is not None, "there are calls or a constraint"
-            mask = compiler.grammar_mask(grammar, start=start, what="schema")
+            mask = compiler.grammar_mask(grammar, start=start, what="schema", salt=salt)
         if self.budget is None or self.reasoning is None or self.state == "none":
             return mask
         return ThinkingBudget(
@@ -185,26 +192,26 @@ class TemplateFormats:
     """The formats of one model, learned from its template when they are first needed."""
 
     def __init__(self, template: "ChatTemplate", tokenizer: "Tokenizer", compiler: ConstraintCompiler) -> None:
-        self._template = template
+        self._source = template.source
+        self._trials = Trials(template)
         self._tokenizer = tokenizer
         self._compiler = compiler
 
     @cached_property
     def reasoning(self) -> ReasoningFormat | None:
         """How the model writes reasoning, None if its template has none."""
-        return learn_reasoning_format(self._template, self._template.source, self._ends)
+        return learn_reasoning_format(self._trials, self._source, self._ends)
 
     @cached_property
     def calls(self) -> CallFormat:
         """How the model writes tool calls."""
-        source = self._template.source
-        return learn_call_format(self._template, self._ends, reasoning=self.reasoning, source=source)
+        return learn_call_format(self._trials, self._ends, reasoning=self.reasoning, source=self._source)
 
     @cached_property
     def has_system(self) -> bool:
         """Whether the template takes a system message."""
         try:
-            self._template.render([{"role": role, "content": role} for role in ("system", "user")])
+            self._trials.render([{"role": role, "content": role} for role in ("system", "user")])
         except TemplateError:
             return False
         return True
@@ -215,7 +222,7 @@ class TemplateFormats:
         late = "late system message"
         roles = ("system", "user", "system", "user")
         try:
-            text = self._template.render(
+            text = self._trials.render(
                 [{"role": role, "content": late if i == 2 else role} for i, role in enumerate(roles)]
             )
         except TemplateError:
@@ -236,11 +243,14 @@ class TemplateFormats:
         tokenizer = self._tokenizer
         return SpellingFinder({tokenizer.token_text(token_id): token_id for token_id in tokenizer.eog_token_ids})
 
-    def request(self, options: ReplyOptions) -> ChatRequest:
-        """Check the options of one chat. Raises: RequestError; ConstraintError naming a tool and a keyword."""
+    def request(self, options: ReplyOptions, salt: bytes = NO_SALT) -> ChatRequest:
+        """Check the options of one chat. salt: see `ConstraintCompiler.mask`.
+
+        Raises: RequestError; ConstraintError naming a tool and a keyword.
+        """
         described = read_tools(options.get("tools"))
         chosen = choose_tools(described, options.get("tool_choice"))
-        tools = tuple(map(self._enforceable, chosen.tools))
+        tools = tuple(self._enforceable(tool, salt) for tool in chosen.tools)
         thinking = options.get("thinking")
         if thinking is not None and not isinstance(thinking, bool):
             raise RequestError(f"thinking is {thinking!r}; give True, False, or None for the template's choice")
@@ -294,20 +304,20 @@ class TemplateFormats:
         effort: dict[str, Any] = {"reasoning_effort": "high"}
         ask = [{"role": "user", "content": "?"}]
         try:
-            prompts = [self._template.render(ask, **flags, **more) for more in ({}, effort)]
+            prompts = [self._trials.render(ask, **flags, **more) for more in ({}, effort)]
         except TemplateError:
             return {}
         closed = [self.reasoning is not None and self.reasoning.is_closed(prompt) for prompt in prompts]
         return effort if closed == [True, False] else {}
 
-    def _enforceable(self, tool: Tool) -> Tool:
+    def _enforceable(self, tool: Tool, salt: bytes) -> Tool:
         """A tool, without its schema if that does not compile and need not."""
         if tool.parameters is None:
             return tool
         try:
-            self._compiler.grammar_mask(json_grammar(dict(tool.parameters)), start=0, what="schema")
+            self._compiler.grammar_mask(json_grammar(dict(tool.parameters)), start=0, what="schema", salt=salt)
             if self.calls.parameters is not None:
-                self._compiler.grammar_mask(self._call_grammar(tool), start=0, what="schema")
+                self._compiler.grammar_mask(self._call_grammar(tool), start=0, what="schema", salt=salt)
         except ConstraintError as error:
             if tool.description["function"].get("strict"):
                 raise ConstraintError(

@@ -12,27 +12,49 @@ from localinfer.models.text.reply_format import PARAMETER_NAME, TYPE_NAME, Param
 ANNOTATIONS = frozenset(("type", "title", "description", "default", "examples", "deprecated", "$comment"))
 LENGTHS = ("minLength", "maxLength")
 _NUMBERS = frozenset(("number", "integer"))
+_MOST_SEEN = 1_000
+"""Schemas that are looked at for the alternatives of one: references to each other multiply them."""
 
 
-def alternatives(schema: Mapping[str, Any], root: Mapping[str, Any], steps: int = 0) -> Iterator[Mapping[str, Any]]:
-    """Schemas of which a value satisfies one exactly if it satisfies `schema`, cut so that text and JSON come apart."""
+def alternatives(schema: Mapping[str, Any], root: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Schemas of which a value satisfies one exactly if it satisfies `schema`, cut so that text and JSON come apart.
+
+    The schema itself where there are very many.
+    """
+    found: list[Mapping[str, Any]] = []
+    waiting: list[tuple[Mapping[str, Any], int]] = [(schema, 0)]
+    num_seen = 0
+    while waiting:
+        part, steps = waiting.pop()
+        num_seen += 1
+        if num_seen > _MOST_SEEN:
+            return [schema]
+        choices = _choices(part, root) if steps <= MOST_STEPS else None
+        if choices is None:
+            found += _parted(part, root) if steps <= MOST_STEPS else [part]
+        else:
+            waiting.extend((choice, steps + 1) for choice in reversed(choices))
+    return found
+
+
+def _choices(schema: Mapping[str, Any], root: Mapping[str, Any]) -> list[Mapping[str, Any]] | None:
+    """What a schema leads to that is nothing but a reference, or one of several; None for others."""
     keywords = schema.keys() - {"title", "description", "default", "examples"}
+    if keywords == {"$ref"} and isinstance(pointed := pointed_at(schema["$ref"], root), Mapping):
+        return [pointed]
+    if len(keywords) == 1 and (keyword := next(iter(keywords))) in ("anyOf", "oneOf"):
+        return [choice if isinstance(choice, Mapping) else {} for choice in schema[keyword]]
+    return None
+
+
+def _parted(schema: Mapping[str, Any], root: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """A schema for each of its types, or for its texts and its other values."""
     types = schema.get("type")
-    if steps > MOST_STEPS:
-        yield schema
-    elif keywords == {"$ref"} and isinstance(pointed := pointed_at(schema["$ref"], root), Mapping):
-        yield from alternatives(pointed, root, steps + 1)
-    elif len(keywords) == 1 and (keyword := next(iter(keywords))) in ("anyOf", "oneOf"):
-        for choice in schema[keyword]:
-            yield from alternatives(choice, root, steps + 1) if isinstance(choice, Mapping) else iter([{}])
-    elif isinstance(values := schema.get("enum"), list) and schema_types(schema, root) != TEXT:
+    if isinstance(values := schema.get("enum"), list) and schema_types(schema, root) != TEXT:
         texts = [value for value in values if isinstance(value, str)]
         others = [value for value in values if not isinstance(value, str)]
-        yield from ({**schema, "enum": part} for part in (texts, others) if part)
-    elif isinstance(types, list):
-        yield from ({**schema, "type": one} for one in types)
-    else:
-        yield schema
+        return [{**schema, "enum": part} for part in (texts, others) if part]
+    return [{**schema, "type": one} for one in types] if isinstance(types, list) else [schema]
 
 
 class TextValues:

@@ -27,25 +27,38 @@ def parameter_types(tool: "Tool") -> dict[str, frozenset[str]]:
     return {name: schema_types(of_property, schema) for name, of_property in properties.items()}
 
 
-def schema_types(schema: object, root: Mapping[str, Any], steps: int = 0) -> frozenset[str]:
-    """The types of the values that a schema accepts, perhaps more. root: the schema that `$ref` points into."""
+def schema_types(schema: object, root: Mapping[str, Any]) -> frozenset[str]:
+    """The types of the values that a schema accepts, perhaps more. root: the schema that `$ref` points into.
+
+    A schema may be any value: those that cannot be enforced are never checked.
+    """
+    return _types(schema, root, {}, 0)
+
+
+def _types(schema: object, root: Mapping[str, Any], known: dict[int, frozenset[str]], steps: int) -> frozenset[str]:
+    """As `schema_types`. known: what was found, by the schema's id, so that each is looked at once however it is
+    referred to."""
     if not isinstance(schema, Mapping) or steps > MOST_STEPS:
         return ANY_TYPE
-    types = ANY_TYPE
+    if id(schema) in known:
+        return known[id(schema)]
+    known[id(schema)] = types = ANY_TYPE
     given = schema.get("type")
     if isinstance(given, str | list):
-        types &= frozenset([given] if isinstance(given, str) else given)
+        types &= frozenset(one for one in ([given] if isinstance(given, str) else given) if isinstance(one, str))
     if isinstance(values := schema.get("enum"), list):
         types &= frozenset(map(type_of, values))
     if "const" in schema:
         types &= {type_of(schema["const"])}
     if isinstance(pointer := schema.get("$ref"), str):
-        types &= schema_types(pointed_at(pointer, root), root, steps + 1)
+        types &= _types(pointed_at(pointer, root), root, known, steps + 1)
     for keyword in ("anyOf", "oneOf"):
         if isinstance(choices := schema.get(keyword), list):
-            types &= frozenset().union(*(schema_types(choice, root, steps + 1) for choice in choices))
-    for part in schema.get("allOf") or ():
-        types &= schema_types(part, root, steps + 1)
+            types &= frozenset().union(*(_types(choice, root, known, steps + 1) for choice in choices))
+    if isinstance(parts := schema.get("allOf"), list):
+        for part in parts:
+            types &= _types(part, root, known, steps + 1)
+    known[id(schema)] = types
     return types
 
 

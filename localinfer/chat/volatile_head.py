@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from difflib import SequenceMatcher
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from localinfer.cache.salt import NO_SALT
 from localinfer.chat.system_messages import SYSTEM_ROLES
 from localinfer.types import TokenIds
 
@@ -51,10 +52,12 @@ class VaryingSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class _Family:
-    """Heads of one origin. stable: the lines, in order, that all of them have. last: those of the latest one."""
+    """Heads of one origin. stable: the lines, in order, that all of them have. last: those of the latest one. salt: of
+    all of them."""
 
     stable: tuple[str, ...]
     last: tuple[str, ...]
+    salt: bytes
 
 
 class VolatileHeads:
@@ -69,24 +72,24 @@ class VolatileHeads:
         self._notes: OrderedDict[bytes, str] = OrderedDict()
         self._lock = threading.Lock()
 
-    def observe(self, messages: Messages, *, learns: bool = True) -> tuple[HeadLine, ...]:
+    def observe(self, messages: Messages, *, learns: bool = True, salt: bytes = NO_SALT) -> tuple[HeadLine, ...]:
         """Compare the system messages at the start with earlier ones, and return their lines that vary.
 
         A line varies if an earlier request did not have it whose other lines are the same: three quarters of all
-        characters at least. learns: whether this one is remembered.
+        characters at least. learns: whether this one is remembered. salt: requests of others do not count.
         """
         lines = _head_lines(messages)
         if not lines or len(lines) > _MOST_LINES:
             return ()
         texts = tuple(line.text for line in lines)
         with self._lock:
-            family = self._family_of(texts)
+            family = self._family_of(texts, salt)
             shared = range(len(texts)) if family is None else _shared(family.stable, texts)
             if learns:
                 if family is not None:
                     self._families.remove(family)
                 # The families that are used stay.
-                self._families.append(_Family(tuple(texts[index] for index in shared), texts))
+                self._families.append(_Family(tuple(texts[index] for index in shared), texts, salt))
         kept = set(shared)
         return tuple(
             line
@@ -94,7 +97,9 @@ class VolatileHeads:
             if line.text.startswith(BILLING_HEADER) or (index not in kept and line.text.strip())
         )
 
-    def arrange(self, messages: Messages, varying: Sequence[HeadLine], *, learns: bool = True) -> Messages:
+    def arrange(
+        self, messages: Messages, varying: Sequence[HeadLine], *, learns: bool = True, salt: bytes = NO_SALT
+    ) -> Messages:
         """The messages as they are to be rendered: with `moves`, lines that vary behind what they came with.
 
         The rule: the lines, as `observe` found them, are taken out of the system messages, and written, after NOTE, at
@@ -111,7 +116,7 @@ class VolatileHeads:
             return messages
         head = [message for message in _without(messages[:num_system], varying) if message["content"].strip()]
         now = "\n".join(line.text for line in varying)
-        digest = hashlib.sha256(repr([message["content"] for message in head]).encode())
+        digest = hashlib.sha256(salt + repr([message["content"] for message in head]).encode())
         latest: str | None = None
         with self._lock:
             for index, message in enumerate(rest):
@@ -132,11 +137,13 @@ class VolatileHeads:
                 self._notes.popitem(last=False)
         return [*head, *rest]
 
-    def _family_of(self, texts: tuple[str, ...]) -> _Family | None:
+    def _family_of(self, texts: tuple[str, ...], salt: bytes) -> _Family | None:
         """Of the families that a head may belong to, the one that it shares most with."""
         size = _size(texts)
         best, most = None, 0
         for family in reversed(self._families):
+            if family.salt != salt:
+                continue
             if texts == family.last:
                 return family
             wanted = _LEAST_SHARED * max(size, _size(family.last))

@@ -13,6 +13,7 @@ from localinfer.cli.bench import bench_command
 from localinfer.cli.cache import cache_command
 from localinfer.cli.completion import VARIABLE, complete, completion_command
 from localinfer.cli.config_option import config_model_named, takes_config
+from localinfer.cli.crashes import begin_crash_reports
 from localinfer.cli.doctor import doctor_command
 from localinfer.cli.embed import embed_command, rerank_command
 from localinfer.cli.evaluate import compare_command, perplexity_command
@@ -28,7 +29,6 @@ from localinfer.cli.options import (
     flag,
     load_options,
     load_with,
-    model_argument,
     model_option,
     option,
     sampling_options,
@@ -37,6 +37,7 @@ from localinfer.cli.quantize import quantize_command
 from localinfer.cli.ready_line import ReadyLine, sidecar_streams
 from localinfer.cli.serve import ServeProcess, serve_command
 from localinfer.cli.sessions import complete_name, sessions_command
+from localinfer.cli.show import show_command
 from localinfer.cli.standard_streams import open_missing_streams
 from localinfer.cli.warmup import warmup_command
 from localinfer.cli.word_wrap import wrapped_for
@@ -74,6 +75,8 @@ class _Commands(click.Group):
             from localinfer.kernels.address_space import require_libraries
 
             require_libraries(with_llvm=found[0] not in ("show", "sessions"))
+            if isinstance(ctx.obj, ServeProcess) and ctx.obj.owns_process:
+                begin_crash_reports(args[0])
         return found
 
 
@@ -262,23 +265,6 @@ def chat_command(
         )
 
 
-@localinfer_command.command("show")
-@model_argument("model")
-@flag("--tensors", "List every tensor.")
-@flag("--ops", "List the ops that the model computes, without running it.")
-@flag("--json as_json", "Print one JSON object, with all metadata.")
-def show_command(model: str, tensors: bool, ops: bool, as_json: bool) -> None:
-    """Show the contents of a GGUF file or a Hugging Face folder.
-
-    Of a quantized folder also how its matrices are stored and what they run as.
-    """
-    from localinfer.describe import describe_file, render_json, render_text
-
-    description = describe_file(model, ops=ops)
-    text = render_json(description, tensors=tensors) if as_json else render_text(description, tensors=tensors)
-    click.echo(text)
-
-
 @localinfer_command.command("tokenize")
 @model_option
 @takes_config()
@@ -304,6 +290,7 @@ def tokenize_command(model: str | None, text: str | None, ids: bool, no_special:
         click.echo(f"{token_id}\t{tokenizer.decode([token_id])!r}")
 
 
+localinfer_command.add_command(show_command)
 localinfer_command.add_command(bench_command)
 localinfer_command.add_command(cache_command)
 localinfer_command.add_command(completion_command)

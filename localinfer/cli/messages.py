@@ -36,14 +36,17 @@ def one_line(message: str) -> str:
 
 
 def send_messages_to_stderr(command: click.Command) -> None:
-    """Print each warning of the library as one line, without its source location."""
+    """Print each warning of the library as one line, without its source location; of a fault its traceback too."""
 
     def line(message: str) -> str:
         return wrapped_for(sys.stderr, f"warning: {one_line(in_options(message, command))}")
 
     class LineFormatter(logging.Formatter):
         def format(self, record: logging.LogRecord) -> str:
-            return line(record.getMessage())
+            told = line(record.getMessage())
+            if record.exc_info and record.exc_info[0] is not None:
+                told += f"\n{neutralise_controls(self.formatException(record.exc_info))}"
+            return told
 
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(LineFormatter())

@@ -20,6 +20,13 @@ if TYPE_CHECKING:
 
 _WAY_OUT = "correct it, or leave out --models-config"
 _DEFAULTS, _MODELS, _SAMPLING = "defaults", "models", "sampling"
+_ARGUMENTS = {
+    "no_disk_cache": "disk_cache",
+    "disk_cache_size": "disk_cache",
+    "no_verify": "verify",
+    "n_cpu_moe": "cpu_moe",
+}
+"""Arguments of `load` by options of another name."""
 _PATHS = ("model", "draft", "chat_template", "disk_cache_folder")
 """Options whose values may lie beside the file."""
 
@@ -144,9 +151,7 @@ class _EntryReader:
             options = read_load_options(words)
         except click.UsageError as error:
             raise RequestError(f"{key} is {shown(value)}: {error.message.rstrip('.')}") from None
-        name = str(parameter.name)
-        if name in ("no_disk_cache", "disk_cache_size"):
-            name = "disk_cache"
+        name = _ARGUMENTS.get(str(parameter.name), str(parameter.name))
         if name in options:
             return {name: options[name]}
         part = name.removeprefix("rope_")

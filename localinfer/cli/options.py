@@ -73,7 +73,12 @@ def _gather_load_options(command: Command) -> Command:
         from localinfer.models.decoder.rope import RopeOptions
 
         options: LoadOptions = {name: values.pop(name) for name in _LOAD_NAMES}
+        all_experts, num_layers = values.pop("cpu_moe"), values.pop("n_cpu_moe")
+        if all_experts and num_layers is not None:
+            raise click.UsageError("Give --cpu-moe for the experts of all layers, or --n-cpu-moe; leave one out.")
+        options["cpu_moe"] = True if all_experts else num_layers
         size = values.pop("disk_cache_size")
+        options["verify"] = not values.pop("no_verify")
         options["disk_cache"] = False if values.pop("no_disk_cache") else size or True
         options["rope"] = RopeOptions(**{name.removeprefix("rope_"): values.pop(name) for name in _ROPE_NAMES})
         if options["speculation"] == "off":
@@ -102,6 +107,30 @@ def _gpu_layers(context: click.Context, parameter: click.Parameter, value: str) 
     return int(value)
 
 
+def _devices(context: click.Context, parameter: click.Parameter, value: str) -> str:
+    from localinfer.errors import BackendUnavailableError
+    from localinfer.models.load.device_request import named_gpus
+
+    try:
+        named_gpus(value)
+    except BackendUnavailableError as error:
+        raise click.BadParameter(str(error)) from None
+    return value
+
+
+def _tensor_split(context: click.Context, parameter: click.Parameter, value: str | None) -> list[float] | None:
+    """Shares separated by commas or slashes, as llama.cpp takes them."""
+    if value is None:
+        return None
+    try:
+        shares = [float(part) for part in value.replace("/", ",").split(",")]
+    except ValueError:
+        shares = []
+    if not any(shares) or not all(math.isfinite(share) and share >= 0 for share in shares):
+        raise click.BadParameter(f"{value!r} are no shares; give one number for each GPU, such as 3,1.")
+    return shares
+
+
 def _kv_type(context: click.Context, parameter: click.Parameter, value: str) -> str:
     from localinfer.kernels.kv_layout import parse_kv_type
 
@@ -113,8 +142,8 @@ def _kv_type(context: click.Context, parameter: click.Parameter, value: str) -> 
 
 
 _LOAD_NAMES = (
-    "model device gpu_layers threads measure_again context_length kv_type kv_memory kv_window disk_cache_folder"
-    " speculation draft chat_template overrides ignore_model_sampling".split()
+    "model device gpu_layers tensor_split threads measure_again context_length kv_type kv_memory kv_window"
+    " disk_cache_folder speculation draft chat_template overrides ignore_model_sampling".split()
 )
 _ROPE_NAMES = (
     "rope_scaling rope_scale rope_base rope_frequency_scale yarn_original_context yarn_extrapolation_factor"
@@ -148,14 +177,29 @@ def device_option(help: str) -> Decorator:
 
 load_options = options_group(
     model_option,
-    device_option("Where to compute; auto: the GPU, if there is one."),
+    option(
+        "--device",
+        "DEVICE",
+        "Where to compute: auto (GPUs, if there are any), cpu, cuda, or GPUs by number, such as cuda:0,cuda:1.",
+        callback=_devices,
+        default="auto",
+        shell_complete=lambda context, parameter, begun: [one for one in _DEVICES.choices if one.startswith(begun)],
+    ),
     option(
         "--gpu-layers",
         "N|auto",
-        "Layers to run on the GPU, the others on the CPU; auto: as many as fit.",
+        "Layers to run on GPUs, the others on the CPU; auto: as many as fit.",
         callback=_gpu_layers,
         default="auto",
     ),
+    option(
+        "--tensor-split",
+        "N,N",
+        "Shares of several GPUs in the layers, such as 3,1 (split mode layer). Default: by free memory.",
+        callback=_tensor_split,
+    ),
+    flag("--cpu-moe", "Keep the experts of a mixture on the CPU, the rest on GPUs. Default: where that fits more."),
+    option("--n-cpu-moe", "N", "Keep the experts of the first N layers on the CPU.", type=click.IntRange(min=0)),
     threads_option,
     flag("--measure-again", "Measure anew how many threads decode fastest, which is done once a month."),
     option(
@@ -216,6 +260,7 @@ load_options = options_group(
         multiple=True,
         callback=_overrides,
     ),
+    flag("--no-verify", "Load a file without checking it: one whose weights are not finite, too."),
     flag("--ignore-model-sampling", "Use none of the sampling options that the model's file recommends."),
     _gather_load_options,
 )

@@ -16,11 +16,13 @@ from localinfer.cli.options import COUNT, LoadOptions, byte_size, flag, load_opt
 from localinfer.cli.ready_line import READY_JSON, ReadyLine, drain_stderr
 from localinfer.cli.serve_agents import AgentOptions, agent_options
 from localinfer.cli.serve_defaults import ServerDefaults, default_options
+from localinfer.cli.serve_kv_events import KVEventsOptions, kv_events_options, with_events
 from localinfer.cli.serve_listening import ListeningOptions, SocketPlace, listening_options
 from localinfer.cli.serve_llama_server import llama_server_options
 from localinfer.cli.serve_models import ModelsOptions, find_sources, load_source, measure, models_options
 from localinfer.cli.serve_operation import OperationOptions, SettingsReader, operating, operation_options
 from localinfer.cli.serve_responses import KeptResponses, responses_options
+from localinfer.cli.serve_roles import RoleOptions, role_options
 from localinfer.system.folders import expand_home
 from localinfer.system.parent_watch import OPTION, ParentWatch
 
@@ -71,9 +73,11 @@ class ServeProcess:
     type=_SECONDS,
     default=5,
 )
+@role_options
 @responses_options
 @operation_options
 @agent_options
+@kv_events_options
 @llama_server_options
 @flag(OPTION, "Exit within two seconds of the end of standard input, or of the parent process.")
 @flag(READY_JSON, "Print one line of JSON when ready, or with the error, and nothing else, on stdout.")
@@ -81,6 +85,7 @@ class ServeProcess:
 def serve_command(
     listening: ListeningOptions,
     kept_responses: KeptResponses,
+    roles: RoleOptions,
     shutdown_seconds: float,
     until_stdin_ends: bool,
     ready_json: bool,
@@ -115,6 +120,8 @@ def serve_command(
             place,
             shutdown_seconds=shutdown_seconds,
             kept_responses=kept_responses.options(served["options"]),
+            handover=roles.handover(served["options"]),
+            roles=roles,
             **served,
         )
 
@@ -130,8 +137,10 @@ def _serve(
     models: ModelsOptions,
     operation: OperationOptions,
     agents: AgentOptions,
+    events: KVEventsOptions,
     idle_unload: float,
     memory_limit: int | None,
+    roles: RoleOptions,
     verbose: bool,
     **settings_of_server: Any,
 ) -> None:
@@ -148,12 +157,13 @@ def _serve(
         options["model"] = None
     settings = listening.settings(place, defaults.api_key, operation, **settings_of_server)
     sources, preload = defaults.named(*find_sources(options["model"], models, options))
+    events.check_sources(sources)
     threads = LoadThreads()
 
     def load(source: "ModelSource") -> "LLM":
-        llm = load_source(source, options, threads, server.service.note_load)
+        llm = load_source(source, with_events(options, publisher), threads, server.service.note_load)
         defaults.apply(llm, source.settings.sampling)
-        return prepare_in_background(agents.prepared(llm))
+        return prepare_in_background(agents.prepared(roles.prepared(llm)))
 
     def make_registry(metrics: "Metrics") -> "ModelRegistry":
         return ModelRegistry(
@@ -174,9 +184,11 @@ def _serve(
     reader = SettingsReader(None if listening.token_file is None else expand_home(listening.token_file))
 
     def read_again(settings: "ServerSettings") -> "tuple[ServerSettings, list[ModelSource]]":
-        return reader.read(settings), defaults.named(*find_sources(options["model"], models, options))[0]
+        found, _ = defaults.named(*find_sources(options["model"], models, options))
+        return reader.read(settings), events.check_sources(found)
 
     with (
+        events.publishing() as publisher,
         operating(operation, read_again) as watched,
         LocalServer(settings, make_registry, preloads=bool(first), on_signal=ending.ask, operation=watched) as server,
     ):
@@ -202,6 +214,10 @@ def _serve(
         places = " and ".join(server.addresses)
         loading = "" if server.service.is_ready else f", loading {', '.join(first)}"
         operation.say(f"listening on {places}{loading}")
+        if publisher is not None:
+            operation.say(f"KV cache events at {publisher.places}")
+        if (said := roles.described(settings.handover)) is not None:
+            operation.say(said)
         server.run(on_ready=on_ready)
         has_ended = server.has_ended()
         server.close()

@@ -39,6 +39,7 @@ class ListeningOptions:
     no_socket: bool
     token_file: str | None
     token_env: str | None
+    isolate_cache: bool
     allow_host: tuple[str, ...]
     allow_origin: tuple[str, ...]
     allow_private_network: bool
@@ -77,13 +78,13 @@ class ListeningOptions:
             socket_path=place.path,
             needs_socket=place.is_named,
             token=token,
+            isolates_cache=self.isolate_cache,
             tokens=() if self.token_file is None else read_tokens(expand_home(self.token_file)),
             allowed_hosts=self.allow_host,
             allowed_origins=self.allow_origin,
             allows_private_network=self.allow_private_network,
             serves_page=not self.no_page,
-            requests_per_minute=operation.requests_per_minute,
-            tokens_per_minute=operation.tokens_per_minute,
+            **operation.limits(),
             **more,
         )
 
@@ -143,6 +144,7 @@ listening_options = options_group(
     flag("--no-socket", "Listen on TCP only."),
     option("--token-file", "FILE", "File with the bearer tokens accepted over TCP, one per line, or NAME: TOKEN."),
     option("--token-env", "NAME", "Environment variable with that token."),
+    flag("--isolate-cache", "Share nothing between tokens: cached prompts, slots, sessions, kept responses."),
     option("--allow-host", "NAME", "Accept this Host header too; may be repeated.", multiple=True),
     option(
         "--allow-origin", "ORIGIN", "Accept requests from pages of this origin (CORS); may be repeated.", multiple=True

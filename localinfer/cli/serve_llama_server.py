@@ -26,7 +26,7 @@ def llama_server_options(command: Command) -> Command:
     def call(
         *, parallel: int, slot_save_path: str | None, context_shift: bool, defaults: ServerDefaults, **values: Any
     ) -> Any:
-        from localinfer.engine.scheduler import EngineLimits
+        from localinfer.engine.admission import EngineLimits
 
         folder = None if slot_save_path is None else _folder(slot_save_path)
         values["options"]["limits"] = EngineLimits(max_running=parallel)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from localinfer.arguments import MAX_PRIORITY
 from localinfer.cli.options import COUNT, Command, byte_size, option, options_group
 from localinfer.config import SERVE_SETTINGS, read_config
 from localinfer.errors import RequestError
@@ -36,11 +37,19 @@ class OperationOptions:
     otlp_endpoint: str | None = None
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
+    running_per_token: int | None = None
+    queued_per_token: int | None = None
+    min_priority: int | None = None
+    ttft_objective: float | None = None
 
     @property
     def as_json(self) -> bool:
         """Whether the log is lines of JSON."""
         return self.log_format == "json"
+
+    def limits(self) -> dict[str, Any]:
+        """Members of the server's settings: what clients may ask for."""
+        return {name: getattr(self, name) for name in _LIMITS}
 
     def say(self, line: str) -> None:
         """Tell the user something on standard error, in the form of the log."""
@@ -50,6 +59,14 @@ class OperationOptions:
             click.echo(line, err=True)
 
 
+_LIMITS = (
+    "requests_per_minute",
+    "tokens_per_minute",
+    "running_per_token",
+    "queued_per_token",
+    "min_priority",
+    "ttft_objective",
+)
 _NAMES = tuple(OperationOptions.__dataclass_fields__)
 
 
@@ -63,6 +80,25 @@ def operation_options(command: Command) -> Command:
     return options_group(
         option("--requests-per-minute", "N", "Most requests of each token per minute.", type=COUNT),
         option("--tokens-per-minute", "N", "Most tokens read and generated for each token per minute.", type=COUNT),
+        option("--running-per-token", "N", "Most texts of each token that share a step; more wait.", type=COUNT),
+        option(
+            "--queued-per-token",
+            "N",
+            "Most texts of each token that wait; more are refused.",
+            type=click.IntRange(min=0),
+        ),
+        option(
+            "--min-priority",
+            "N",
+            "Most urgent priority that requests may ask for; lower numbers are more urgent.",
+            type=click.IntRange(-MAX_PRIORITY, MAX_PRIORITY),
+        ),
+        option(
+            "--ttft-objective",
+            "SECONDS",
+            "Refuse requests whose first token is predicted for later than this.",
+            type=click.FloatRange(min=0),
+        ),
         option(
             "--log-format",
             "FORMAT",

@@ -126,6 +126,14 @@ def _prompt_cache() -> Facts:
     }
 
 
+def _crashes() -> Facts:
+    from localinfer.system.crash_files import reports_folder, stored_reports
+
+    folder = reports_folder()
+    found = [{"path": str(report.path), "text": report.text} for report in stored_reports(folder)]
+    return {"folder": None if folder is None else str(folder), "reports": found}
+
+
 def _disk() -> Facts:
     from localinfer.hub.places import Places
 
@@ -146,16 +154,17 @@ def _existing(folder: Path) -> Path:
 
 def _gpu() -> Facts:
     from localinfer.errors import LocalinferError
-    from localinfer.kernels.cuda.device import find_device, has_driver
+    from localinfer.kernels.cuda.device import find_devices, has_driver
 
-    facts: Facts = {"has_driver": has_driver(), "name": None, "free_bytes": None, "reason": None}
+    facts: Facts = {"has_driver": has_driver(), "name": None, "free_bytes": None, "others": [], "reason": None}
     if not facts["has_driver"]:
         return {**facts, "reason": "no NVIDIA driver is installed"}
     try:
-        device = find_device()
+        device, *others = find_devices()
     except (LocalinferError, ImportError, OSError, RuntimeError) as error:
         return {**facts, "reason": str(error)}
-    return {**facts, "name": device.name, "free_bytes": device.free_bytes}
+    found = [{"index": one.index, "name": one.name, "free_bytes": one.free_bytes} for one in others]
+    return {**facts, "name": device.name, "free_bytes": device.free_bytes, "others": found}
 
 
 def _versions() -> Facts:
@@ -192,7 +201,20 @@ def _model_facts(model: Any) -> Facts:
         "path": str(model.path),
         "source": model.source,
         "problem": model.problem or None,
+        **_gpu_plan(model),
     }
+
+
+def _gpu_plan(model: Any) -> Facts:
+    """What GPUs would hold of a model, where there is a driver."""
+    from localinfer.kernels.cuda.device import has_driver
+
+    if model.problem or not has_driver():
+        return {}
+    from localinfer.memory.gpu_plan import describe_gpus, gpu_line
+
+    plan = describe_gpus(model.path)
+    return {} if plan is None else {"gpus": gpu_line(plan)}
 
 
 CHECKS: dict[str, Callable[[], Facts]] = {
@@ -205,6 +227,7 @@ CHECKS: dict[str, Callable[[], Facts]] = {
     "gpu": _gpu,
     "kernels": _kernels,
     "prompt_cache": _prompt_cache,
+    "crashes": _crashes,
     "disk": _disk,
     "versions": _versions,
     "config": _config,

@@ -15,6 +15,7 @@ Row = tuple[str, str]
 _WIDTH = 15
 _LEAST_WIDTH = 50
 """Columns below which values are not aligned."""
+_SHOWN_CRASHES = 2
 _SHOWN_FACTOR = 1.05
 _MODEL_SIZES = (1, 4, 8)
 """GB of weights, for which the fastest decoding is shown."""
@@ -131,6 +132,8 @@ def _gpu(gpu: Facts) -> Iterator[Row]:
         yield "device", f"none is used: {gpu['reason']}"
     else:
         yield "device", f"{gpu['name']}, {_size(gpu['free_bytes'])} free; used where --device allows it"
+        for other in gpu["others"]:
+            yield f"cuda:{other['index']}", f"{other['name']}, {_size(other['free_bytes'])} free"
 
 
 def _kernels(kernels: Facts) -> Iterator[Row]:
@@ -175,11 +178,21 @@ def _config(config: Facts) -> Iterator[Row]:
 def _models(models: Facts) -> Iterator[Row]:
     for model in models["found"]:
         problem = f"; {model['problem']}" if model["problem"] else ""
-        yield _size(model["num_bytes"]), f"{model['name']} ({model['source']}){problem}"
+        gpus = f"; {model['gpus']}" if "gpus" in model else ""
+        yield _size(model["num_bytes"]), f"{model['name']} ({model['source']}){problem}{gpus}"
 
 
 def _size(num_bytes: int) -> str:
     return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 10**9 else f"{num_bytes / 1e6:.1f} MB"
+
+
+def _crashes(crashes: Facts) -> Iterator[Row]:
+    for report in crashes["reports"][:_SHOWN_CRASHES]:
+        lines = [line.strip() for line in report["text"].splitlines()]
+        end = next((index for index, line in enumerate(lines) if line.startswith("last runs")), len(lines))
+        for index, line in enumerate(lines[:end]):
+            yield ("" if index else "last crashes"), line
+        yield "", f"the whole report: {report['path']}"
 
 
 _SECTIONS: dict[str, list[tuple[str, Callable[[Facts], Iterator[Row]]]]] = {
@@ -188,6 +201,7 @@ _SECTIONS: dict[str, list[tuple[str, Callable[[Facts], Iterator[Row]]]]] = {
     "GPU": [("gpu", _gpu)],
     "Caches": [("kernels", _kernels), ("prompt_cache", _prompt_cache)],
     "Disk": [("disk", _disk)],
+    "Crashes": [("crashes", _crashes)],
     "Models": [("models", _models)],
     "Configuration": [("config", _config)],
     "Versions": [("versions", _versions)],

@@ -13,14 +13,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.arguments import check_number, shown
+from localinfer.arguments import check_number, check_priority, shown
+from localinfer.cache.cache_observer import CacheObserver
 from localinfer.cache.eviction import KVEviction
 from localinfer.cache.prefix_cache import CacheHints, PrefixCache, SnapshotStats
 from localinfer.cache.sequence import forward
+from localinfer.engine.admission import EngineLimits
 from localinfer.engine.request import HISTORY_ROOM, GenerationRecord, Request
+from localinfer.engine.resumed import take_up
 from localinfer.engine.runner import ModelRunner, shortened
-from localinfer.engine.scheduler import EngineLimits, Generation, Scheduler
-from localinfer.errors import ContextLengthError, OutOfMemoryError, RequestError
+from localinfer.engine.scheduler import Generation, Scheduler
+from localinfer.engine.ttft import TtftStats
+from localinfer.errors import ContextLengthError, OutOfMemoryError, RequestError, TokenIdError
 from localinfer.kernels.program import Program
 from localinfer.sampling.params import SamplingParams
 from localinfer.sampling.sampler import SamplingPlan, TokenMask, not_finite_error
@@ -41,13 +45,15 @@ class EngineStats:
 
     running: requests that take part in steps. waiting: those without a place or memory, preempted ones among them.
     cache_fraction: of the memory for keys and values, what running requests hold, from 0 to 1; what is only cached
-    counts as free, and without a limit all does. preemptions: since loading.
+    counts as free, and without a limit all does. preemptions: since loading. ttft: what predictions of first tokens
+    were worth.
     """
 
     running: int
     waiting: int
     cache_fraction: float
     preemptions: int
+    ttft: TtftStats
 
 
 class Engine:
@@ -55,6 +61,7 @@ class Engine:
 
     model: `config.context_length` is the context it was loaded with; `program` returns float32[rows, vocab_size].
     program: the model's, to be run under `exclusive_cache`. pool: the pages of every sequence and of the cache.
+    observer: told of pages that enter and leave the cache.
     """
 
     def __init__(
@@ -65,6 +72,7 @@ class Engine:
         kv_window: KVEviction | None = None,
         speculation: Speculation | None = None,
         limits: EngineLimits = _DEFAULT_LIMITS,
+        observer: CacheObserver | None = None,
     ) -> None:
         self._model = model
         self._speculation = speculation
@@ -72,6 +80,8 @@ class Engine:
         self.vocab_size = model.config.vocab_size
         self.context_length = model.config.context_length
         self._cache = PrefixCache.for_model(model, kv_memory, kv_window)
+        if observer is not None:
+            self._cache.observe(observer)
         self.pool = self._cache.pool
         self._runner = ModelRunner(
             model.program, self._cache, speculation, vocab_size=self.vocab_size, context_length=self.context_length
@@ -92,7 +102,14 @@ class Engine:
         requests = self.scheduler.requests()
         held = [sequence for request in requests if (sequence := request.sequence) is not None]
         fraction = self._cache.used_fraction(held)
-        return EngineStats(len(held), len(requests) - len(held), fraction, self.scheduler.preemptions)
+        scheduler = self.scheduler
+        return EngineStats(
+            running=len(held),
+            waiting=len(requests) - len(held),
+            cache_fraction=fraction,
+            preemptions=scheduler.admission.preemptions,
+            ttft=scheduler.predictor.stats,
+        )
 
     @property
     def snapshot_stats(self) -> SnapshotStats | None:
@@ -120,7 +137,7 @@ class Engine:
     ) -> NDArray[np.int32]:
         """Return a copy of a prompt, int32[T], proven to be token ids that fit the context, unless it may be shifted.
 
-        Raises: RequestError naming the first wrong id, or if there has to be one; ContextLengthError with both lengths.
+        Raises: TokenIdError naming the first wrong id, or if there has to be one; ContextLengthError with both lengths.
         """
         token_ids = self._check_ids(prompt_ids)
         if token_ids.size > self.context_length and not shifts_context:
@@ -131,7 +148,7 @@ class Engine:
                 context_length=self.context_length,
             )
         if needs_tokens and not token_ids.size:
-            raise RequestError("the prompt has no tokens; give at least one, such as the beginning-of-text token")
+            raise TokenIdError("the prompt has no tokens; give at least one, such as the beginning-of-text token")
         return token_ids
 
     def generate(
@@ -146,6 +163,9 @@ class Engine:
         cache_hints: CacheHints = _NO_HINTS,
         prediction: Sequence[int] | NDArray[np.integer] = (),
         owner: Hashable = None,
+        resumed: Sequence[int] | NDArray[np.integer] = (),
+        priority: int = 0,
+        ttft_objective: float | None = None,
     ) -> Generation:
         """Continue a prompt; yield each token as it is sampled. Closing the generation cancels it.
 
@@ -160,11 +180,18 @@ class Engine:
         cache_hints: how the cache should keep the prompt.
         prediction: ids that the completion is likely to have; right or wrong, they change its speed only.
         owner: such as a connection: prompts of several owners are computed in fair round-robin, chunk by chunk; None
-            is an owner of its own.
+            is an owner of its own. An `Owner` may have a limit of what runs at once.
+        resumed: ids that another process has generated of this text, with the same model, prompt, seed and options:
+            they are yielded first, and the generation goes on with what would follow there.
+        priority: the lower, the earlier it is admitted and its prompt computed, and the later it loses its memory
+            where that ends. It changes when tokens come, and none of them.
+        ttft_objective: seconds in which the first token is wanted: where it is predicted for later, because of what
+            runs and waits, the request is refused; None never.
         Raises: at once RequestError, ContextLengthError, ClosedError, OutOfMemoryError for a prompt that can never
-            fit, OverloadedError if as many wait as may; while iterating ModelFileError for logits that are not finite,
-            ClosedError, and OutOfMemoryError before the first token. Where memory ends later, one last event of reason
-            "length" says so, and the record why. The engine stays usable after each but ClosedError.
+            fit, OverloadedError if as many wait as may, or for ttft_objective; while iterating ModelFileError for
+            logits that are not finite, ClosedError, and OutOfMemoryError before the first token. Where memory ends
+            later, one last event of reason "length" says so, and the record why. The engine stays usable after each
+            but ClosedError.
         """
         self.check_usable()
         self.check_generates()
@@ -189,13 +216,19 @@ class Engine:
             stops=stops,
             record=GenerationRecord(dropped_tokens=token_ids.size - head.size),
             owner=object() if owner is None else owner,
+            priority=check_priority(priority),
             is_over=limit == 0,
         )
+        if limit and (begun := self._check_ids(resumed, "resumed")).size:
+            take_up(request, begun, self.context_length)
+            if not request.is_over:
+                self._cache.check_fits(request.head.size)
         if self._speculation is not None:
-            request.speculative = self._speculation.begin(plan, expected)
+            request.speculative = self._speculation.begin(plan, expected, cache_hints.salt)
             request.record.speculation = request.speculative.record
-        if limit:
-            self.scheduler.add(request)
+        objective = check_number("ttft_objective", ttft_objective, 0, kind=float, none="for none")
+        if not request.is_over:
+            self.scheduler.add(request, objective)
         return Generation(self.scheduler, request)
 
     def logits(self, token_ids: Sequence[int] | NDArray[np.integer]) -> NDArray[np.float32]:
@@ -272,7 +305,7 @@ class Engine:
             if not wrong.size:
                 return array.astype(np.int32, copy=False)
             index, of = int(wrong[0]), f" of {name}" if name == "prediction" else ""
-            raise RequestError(
+            raise TokenIdError(
                 f"token id {array[index]} at index {index}{of} is not in the vocabulary, which has ids 0 to "
                 f"{self.vocab_size - 1}; encode the text with this model's tokenizer",
                 field="prediction" if name == "prediction" else None,

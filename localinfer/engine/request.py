@@ -143,6 +143,10 @@ FinishReason = Literal["stop", "length", "cancelled"]
 NO_TOKEN = -1
 """`token_id` of the event that ends a generation between two tokens, and stands for none."""
 
+_NO_IDS = np.empty(0, np.int32)
+_READ_AHEAD = 4
+"""Tokens a request may be ahead of its reader; with more, it waits until they are read."""
+
 HISTORY_ROOM = 512
 """Tokens a generation has room for before its list of ids first grows."""
 
@@ -163,12 +167,14 @@ class GenerationRecord:
     """What a generation has cost so far, updated while it runs.
 
     cached_tokens: of the prompt, not computed again. miss: why not more of them, None if nothing stood in the way.
+    prefilled_tokens: of those, what another process has computed for this very generation.
     dropped_tokens: left out of the context, by `context_shift`. speculation: what drafts did, None where it is off.
     waited_seconds: from the request to its admission. state_snapshots: of recurrent states, that the cache held at the
     end. notices: deviations from the options, in words.
     """
 
     cached_tokens: int = 0
+    prefilled_tokens: int = 0
     miss: CacheMiss | None = None
     dropped_tokens: int = 0
     speculation: SpeculationRecord | None = None
@@ -184,8 +190,12 @@ class Request:
     head: int32, the ids its sequence began with; history: int32, prompt and completion, with room for more; base: where
     in the history the head ends. position: of the next token, in the history; last: of the last one that is wanted.
     sequence: None before it is admitted, and while it is preempted. events: sampled, not read yet; any thread may
-    take them. matcher: its mask, if a grammar matcher. served: the last step that did. final_length: of its sequence,
-    once it is over.
+    take them. matcher: its mask, if a grammar matcher. served: the last step that did. gave_way_to: the sequences that
+    were open when it was preempted, which hold what it lacked. final_length: of its sequence, once it is over.
+    expected: int32, what another process generated of it, where that is drafted here, and must be chosen again.
+    priority: the lower, the earlier. token_seconds: when it was given its last token, or added.
+    expected_rows: of its prompt, that were neither computed nor cached when it came. predicted_seconds: until its first
+    token, counted from `began`; None where nobody asked.
     """
 
     plan: SamplingPlan
@@ -197,6 +207,7 @@ class Request:
     stops: frozenset[int]
     record: GenerationRecord
     owner: Hashable
+    priority: int = 0
     speculative: SpeculativeText | None = None
     is_prompt: bool = True
     sequence: SequenceCache | None = None
@@ -210,12 +221,31 @@ class Request:
     is_over: bool = False
     is_cancelled: bool = False
     served: int = 0
+    gave_way_to: frozenset[SequenceCache] = frozenset()
     began: float = 0.0
+    token_seconds: float = 0.0
+    expected_rows: int | None = None
+    predicted_seconds: float | None = None
     final_length: int = 0
+    expected: NDArray[np.int32] = field(default_factory=lambda: _NO_IDS)
 
     def __post_init__(self) -> None:
         self.prompt_length = self.position = self.base
         self.matcher = self.plan.mask if isinstance(self.plan.mask, GuidingMask) else None
+
+    @property
+    def is_guided(self) -> bool:
+        """Whether something else than a drafter knows what may follow."""
+        return self.matcher is not None or self.position - self.prompt_length < self.expected.size
+
+    def expected_ids(self) -> NDArray[np.int32]:
+        """What another process chose from here on."""
+        return self.expected[self.position - self.prompt_length :]
+
+    @property
+    def can_proceed(self) -> bool:
+        """Whether a step may work for it: its reader keeps up, and it has not ended."""
+        return len(self.events) < _READ_AHEAD and not self.is_over and not self.is_cancelled
 
     @property
     def length(self) -> int:

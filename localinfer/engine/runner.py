@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from localinfer.cache.prefix_cache import CacheHints, PrefixCache
 from localinfer.cache.sequence import forward
 from localinfer.engine.request import NO_TOKEN, FinishReason, Request, TokenEvent
-from localinfer.errors import OutOfMemoryError
+from localinfer.engine.step_fit import StepFit
+from localinfer.errors import OutOfMemoryError, SessionMismatchError
 from localinfer.kernels.program import AbortableProgram, Batch, HiddenProgram, Program
 from localinfer.sampling.mask import GuidingMask
 from localinfer.sampling.sampler import OnDeviceSampling, OutputSpec, Results, Sampler
@@ -71,9 +72,13 @@ class ScheduledSequence:
 
 
 class StepCosts:
-    """Moving averages of what rows of prompts and what plain steps take: they decide how long a prompt's chunk is."""
+    """Moving averages of what rows of prompts and what plain steps take: they decide how long a prompt's chunk is.
+
+    fit: the same as a line, by which times are predicted.
+    """
 
     def __init__(self) -> None:
+        self.fit = StepFit()
         self._decode_seconds: float | None = None
         self._row_seconds: float | None = None
 
@@ -81,6 +86,7 @@ class StepCosts:
         """Follow a step that computed rows of running streams, and of prompts, or of one of these kinds."""
         if seconds <= 0.0:
             return
+        self.fit.observe(decode_rows, chunk_rows, seconds)
         if not chunk_rows:
             self._decode_seconds = _moving_average(self._decode_seconds, seconds)
         elif chunk_rows >= _LEAST_ROWS:
@@ -171,7 +177,7 @@ class ModelRunner:
         chunk_rows = sum(part.num_rows for part in scheduled if part.is_chunk)
         room = min(self._program.max_batch_rows - rows - chunk_rows, self._program.max_output_rows - len(scheduled))
         for part in scheduled:
-            if part.may_draft or (part.request.matcher is not None and not part.is_chunk):
+            if part.may_draft or (part.request.is_guided and not part.is_chunk):
                 others = Others(rows - 1, len(scheduled) - 1) if len(scheduled) > 1 else None
                 self._draft(part, min(room, MAX_DRAFT_TOKENS), others)
                 rows += part.num_drafted
@@ -212,6 +218,9 @@ class ModelRunner:
     def retire(self, request: Request) -> None:
         """Leave what a request has computed to the cache."""
         if request.sequence is not None:
+            # Where Ctrl-C came before a draft was rolled back, the history has the tokens that were chosen instead.
+            if request.sequence.length > request.length:
+                request.sequence.truncate(request.length)
             sequence, token_ids = request.sequence, request.context_ids()
             request.sequence = None
             self._cache.retire(sequence, token_ids, request.hints)
@@ -274,8 +283,10 @@ class ModelRunner:
         request = part.request
         history, matcher = request.history[: request.position], request.matcher
         speculative = request.speculative if part.may_draft else None
-        forced = [] if matcher is None or most <= 0 else matcher.forced(history, most)
-        if forced:
+        forced: Sequence[int] | NDArray[np.int32] = request.expected_ids()[: max(0, most)]
+        if not len(forced) and matcher is not None and most > 0:
+            forced = matcher.forced(history, most)
+        if len(forced):
             part.is_forced = True
             if speculative is not None:
                 speculative.expect_forced(others)
@@ -391,6 +402,12 @@ class ModelRunner:
         chosen = choose_verified(
             self.sampler.choose, results, request.plan, position, request.history, guesses, request.stops
         )
+        expected = request.expected_ids()[: len(chosen)].tolist()
+        if chosen[: len(expected)] != expected:
+            raise SessionMismatchError(
+                f"the text that another process began goes on otherwise here, from position {position} on: its model, "
+                "version or settings are other ones; serve the same file with the same options everywhere"
+            )
         if len(chosen) <= part.num_drafted:
             sequence.truncate(sequence.length - (part.num_drafted + 1 - len(chosen)))
         if hidden is not None:

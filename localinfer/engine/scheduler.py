@@ -1,50 +1,31 @@
 """The scheduler: every step serves all requests that can proceed, however many threads read them.
 
 A step decodes a token, or a draft, of every request whose reader keeps up, and computes a chunk of one or several
-prompts beside them (chunked prefill): short enough that no stream stalls, in fair round-robin by owner. A request joins
-with the next step after its reader first asks, and leaves at once. It waits where as many run as may, or where memory
-has no room for it beside the others; where memory ends, a request is preempted, and recomputed to the same bits when
-others have ended. A lone request takes its steps on its reader's own thread, and pays for none of this.
+prompts beside them (chunked prefill): short enough that no stream stalls, the most urgent first, and in fair
+round-robin by owner among those. A request joins with the next step after its reader first asks, and leaves at once. It
+waits where as many run as may, or where memory has no room for it beside the others; where memory ends, the least
+urgent is preempted, and recomputed to the same bits when others have ended. A lone request takes its steps on its
+reader's own thread, and pays for none of this.
 """
 
 import os
+import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Generator, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
-from localinfer.arguments import check_number
 from localinfer.cache.prefix_cache import PrefixCache
 from localinfer.cache.prefix_node import common_length
+from localinfer.engine.admission import AdmissionControl, EngineLimits
 from localinfer.engine.request import NO_TOKEN, Request, StepLock, TokenEvent
 from localinfer.engine.runner import ModelRunner, ScheduledSequence, ShouldAbort
-from localinfer.errors import ClosedError, OutOfMemoryError, OverloadedError
+from localinfer.engine.ttft import TtftPredictor
+from localinfer.errors import ClosedError, OutOfMemoryError
 from localinfer.kernels.program import Program
 
-_READ_AHEAD = 4
-"""Tokens a request may be ahead of its reader; with more, it waits until they are read."""
 _WAIT_SECONDS = 0.1
 """What a new request waits for the end of a prompt's chunk, rather than have it aborted and computed again."""
-_LEAST_RETRY_SECONDS, _MOST_RETRY_SECONDS = 1.0, 60.0
-_DURATION_MEMORY = 0.8
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineLimits:
-    """How many requests are taken on at once.
-
-    max_running: most that share a step. max_queued: most that may wait for that, beyond which `generate` raises
-    OverloadedError; None sets no limit.
-    Raises: RequestError naming the value.
-    """
-
-    max_running: int = 16
-    max_queued: int | None = None
-
-    def __post_init__(self) -> None:
-        check_number("max_running", self.max_running, 1)
-        check_number("max_queued", self.max_queued, 0, none="for no limit")
 
 
 class Scheduler:
@@ -56,20 +37,19 @@ class Scheduler:
         self._process = os.getpid()
         self._cache = cache
         self._runner = runner
-        self._limits = limits
+        self.admission = AdmissionControl(cache, runner, limits)
         self._max_rows = program.max_batch_rows
         self._max_outputs = program.max_output_rows
         self._unfinished: set[Request] = set()
-        """Every request that has not ended; `running`: those whose readers have begun, in order of arrival;
-        `preemptions`: how often one lost its memory to others."""
+        """Every request that has not ended; `running`: those whose readers have begun, in order of arrival."""
         self.running: list[Request] = []
-        self.preemptions = 0
         self._departed: deque[Request] = deque()
         self._steps = 0
         self._is_stepping = False
         """Whether a step is in progress; at the start of one, whether the step before it was interrupted."""
         self._chunk_of_owner: dict[Hashable, int] = {}
-        self._mean_duration = _LEAST_RETRY_SECONDS
+        self._adding = threading.Lock()
+        self.predictor = TtftPredictor(cache, runner.costs.fit, self._chunk_rows, limits.max_running)
 
     @property
     def is_usable(self) -> bool:
@@ -99,19 +79,19 @@ class Scheduler:
         """Every request that has not ended, in no order. Any thread may ask, during a step too."""
         return list(self._unfinished)
 
-    def add(self, request: Request) -> None:
-        """Take on a request. Raises: OverloadedError."""
-        limits = self._limits
-        if limits.max_queued is not None and len(self._unfinished) >= limits.max_running + limits.max_queued:
-            rounds = 1 + limits.max_queued / limits.max_running
-            seconds = min(max(rounds * self._mean_duration, _LEAST_RETRY_SECONDS), _MOST_RETRY_SECONDS)
-            raise OverloadedError(
-                f"{limits.max_running} requests are running and {limits.max_queued} are waiting, as many as may; try "
-                f"again in {seconds:.0f} seconds",
-                seconds,
-            )
-        request.began = time.monotonic()
-        self._unfinished.add(request)
+    def add(self, request: Request, ttft_objective: float | None = None) -> None:
+        """Take on a request, unless its first token is predicted for later than it is wanted, in seconds.
+
+        Raises: OverloadedError.
+        """
+        with self._adding:
+            self.admission.check(len(self._unfinished))
+            request.began = request.token_seconds = time.monotonic()
+            if ttft_objective is not None:
+                request.predicted_seconds = self.predictor.check(
+                    request, ttft_objective, self.requests(), self._chunk_of_owner.copy()
+                )
+            self._unfinished.add(request)
 
     def next_event(self, request: Request) -> TokenEvent | None:
         """Take the next event of a request, by the steps of all if no other thread takes them; None after the last."""
@@ -212,8 +192,9 @@ class Scheduler:
             self.running.remove(request)
         if request in self._unfinished:
             self._unfinished.discard(request)
-            seconds = time.monotonic() - request.began
-            self._mean_duration += (1.0 - _DURATION_MEMORY) * (seconds - self._mean_duration)
+            self.admission.note_end(request)
+            if request.position > request.prompt_length:
+                self.predictor.note_length(request.position - request.prompt_length)
 
     def _step(self) -> None:
         """Take one step of every request that can proceed, under the step lock."""
@@ -225,7 +206,7 @@ class Scheduler:
                 _rollback(request)
         self._is_stepping = True
         if len(running) == 1 and (request := running[0]).sequence is not None and request.position > request.base:
-            if request.matcher is None and (request.speculative is None or request.speculative.in_backoff()):
+            if not request.is_guided and (request.speculative is None or request.speculative.in_backoff()):
                 self._runner.decode_alone(request)
             else:
                 self._step_alone(request)
@@ -237,7 +218,7 @@ class Scheduler:
 
     def _step_alone(self, request: Request) -> None:
         """Decode the only request there is, with drafts unless its step is to be plain."""
-        if request.matcher is not None:
+        if request.is_guided:
             part = ScheduledSequence(request)
             part.may_draft = self._runner.may_draft([part])
             self._compute([part])
@@ -249,21 +230,29 @@ class Scheduler:
     def _step_together(self, running: list[Request]) -> None:
         self._steps += 1
         num_known = len(running)
-        ready = [request for request in running if _can_proceed(request)]
-        self._admit(ready)
+        now = time.monotonic()
+        ready = self.admission.precedence.begin_step(running, now)
+        self.admission.admit(ready, running)
         decoding = [request for request in ready if request.sequence is not None and request.position > request.base]
         prompts = [request for request in ready if request.sequence is not None and request.position == request.base]
         scheduled = self._schedule(decoding, prompts)
         for part in scheduled:
             part.request.served = self._steps
+            if part.samples:
+                part.request.token_seconds = now
         self._compute(scheduled, self._abort_condition(scheduled, num_known))
         for request in ready:
+            if request.predicted_seconds is not None and request.position > request.prompt_length:
+                self.predictor.observe(request.predicted_seconds, time.monotonic() - request.began)
+                request.predicted_seconds = None
             if request.is_over:
                 self._remove(request)
 
     def _compute(self, scheduled: Sequence[ScheduledSequence], should_abort: ShouldAbort | None = None) -> None:
         """Reserve memory for the rows of a step, preempting where there is too little, and take it for the rest."""
-        with_memory = [part for part in scheduled if self._reserve(part)]
+        reserved = [part for part in scheduled if self._reserve(part)]
+        # A later one may have taken it from a less urgent one before it.
+        with_memory = [part for part in reserved if part.request.sequence is not None]
         if with_memory:
             self._runner.compute(with_memory, should_abort)
 
@@ -274,66 +263,25 @@ class Scheduler:
                 part.request.sequence.reserve(part.request.sequence.length + part.num_rows)
                 return True
             except OutOfMemoryError as error:
-                self._preempt_for(part.request, error)
+                self.admission.preempt_for(part.request, self.running, error)
         return False
 
-    def _preempt_for(self, request: Request, error: OutOfMemoryError) -> None:
-        """Find memory for a request: preempt it while others proceed, or one that cannot proceed; else it fails."""
-        others = [other for other in self.running if other is not request and other.sequence is not None]
-        if any(_can_proceed(other) or other.is_over or other.is_cancelled for other in others):
-            self._preempt(request)
-        elif others:
-            self._preempt(others[-1])
-        else:
-            self._runner.fail(request, error)
-
-    def _preempt(self, request: Request) -> None:
-        """Free the memory of a request, which is admitted again and recomputed when there is room."""
-        self.preemptions += 1
-        token_ids = request.token_ids()
-        self._runner.retire(request)
-        request.restart(token_ids)
-
-    def _admit(self, ready: list[Request]) -> None:
-        """Admit requests that wait, as long as there are places and memory; first those that were preempted."""
-        waiting = [request for request in ready if request.sequence is None]
-        active = [request for request in ready if request.sequence is not None]
-        while waiting:
-            if len(active) >= self._limits.max_running:
-                return
-            owners = Counter(request.owner for request in active)
-            request = min(waiting, key=lambda request: (request.is_prompt, owners[request.owner]))
-            held = [other.sequence for other in self.running if other.sequence is not None]
-            if active and not self._cache.has_room(request.head, held):
-                return
-            waiting.remove(request)
-            try:
-                admission = self._cache.admit(request.head, request.hints, is_prompt=request.is_prompt)
-            except Exception as error:
-                self._runner.fail(request, error)
-                continue
-            request.sequence = admission.sequence
-            if request.is_prompt:
-                request.record.cached_tokens, request.record.miss = admission.cached_tokens, admission.miss
-                request.record.waited_seconds = time.monotonic() - request.began
-                if request.speculative is not None:
-                    request.speculative.admit()
-            active.append(request)
-
     def _abort_condition(self, scheduled: Sequence[ScheduledSequence], num_known: int) -> ShouldAbort | None:
-        """When to abort a step: nothing reads it any more, or its only chunk is long and another request arrives.
+        """When to abort a step: nothing reads it any more, or its only chunk is long and a request arrives that is as
+        urgent.
 
         num_known: requests when the step was begun; meanwhile others are added, and none is removed.
         """
         if not all(part.is_chunk for part in scheduled):
             return None
-        yields_to_others = len(scheduled) == 1 and self._limits.max_running > 1
+        yields_to_others = len(scheduled) == 1 and self.admission.limits.max_running > 1
+        urgency = max(self.admission.precedence.urgency(part.request) for part in scheduled)
         began = time.perf_counter()
 
         def should_abort(done: float) -> bool:
             if not self.is_usable or all(part.request.is_over or part.request.is_cancelled for part in scheduled):
                 return True
-            if not yields_to_others or len(self.running) == num_known:
+            if not yields_to_others or all(other.priority > urgency for other in self.running[num_known:]):
                 return False
             return (time.perf_counter() - began) * (1.0 - done) > _WAIT_SECONDS * done
 
@@ -358,19 +306,20 @@ class Scheduler:
         return scheduled + chunks
 
     def _chunks(self, prompts: list[Request], num_decoding: int) -> list[ScheduledSequence]:
-        """Share a step's rows among prompts: first those of the owner whose last chunk is longest ago."""
+        """Share a step's rows among prompts: first the most urgent, of those first the owner's whose last chunk is
+        longest ago."""
+        urgency, last_chunk = self.admission.precedence.urgency, self._chunk_of_owner
+        prompts = sorted(prompts, key=urgency)
         # What draft layers lack of a cached prefix takes a row more.
         repeated = sum(request.cache.lacks_carried for request in prompts)
-        rows = self._runner.costs.chunk_rows(
-            num_streams=num_decoding, num_prompts=len(prompts), most=max(1, self._max_rows - num_decoding - repeated)
-        )
+        rows = self._chunk_rows(num_decoding, len(prompts), repeated)
         outputs = self._max_outputs - num_decoding
         for request in prompts:
-            saved = self._cache.extend(request.cache, request.head)
+            saved = self._cache.extend(request.cache, request.head, request.hints.salt)
             if request.is_prompt:
                 request.record.cached_tokens += saved
         chunks: list[ScheduledSequence] = []
-        for request in sorted(prompts, key=lambda request: self._chunk_of_owner.get(request.owner, 0)):
+        for request in sorted(prompts, key=lambda request: (urgency(request), last_chunk.get(request.owner, 0))):
             if not rows:
                 break
             if self._is_computed_by_another(request, prompts):
@@ -385,13 +334,26 @@ class Scheduler:
                 self._note_chunk(request.owner)
         return chunks
 
+    def _chunk_rows(self, num_decoding: int, num_prompts: int, repeated: int = 0) -> int:
+        """Rows of prompts that a step has beside streams. repeated: of them, those that are computed once more."""
+        most = max(1, self._max_rows - num_decoding - repeated)
+        return self._runner.costs.chunk_rows(num_streams=num_decoding, num_prompts=num_prompts, most=most)
+
     def _is_computed_by_another(self, request: Request, prompts: list[Request]) -> bool:
-        """Whether a prompt that is further, or came first, computes whole pages that this one wants next."""
+        """Whether a prompt that is further, or came first, computes whole pages that this one wants next.
+
+        prompts: the most urgent first. One that is less urgent may not be computed for long, and is not waited for.
+        """
         is_before = True
         length = request.cache.length
+        urgency = self.admission.precedence.urgency
         for other in prompts:
             if other is request:
                 is_before = False
+                continue
+            if urgency(other) > urgency(request):
+                return False
+            if other.hints.salt != request.hints.salt:
                 continue
             other_length = other.cache.length
             if other_length > length or (is_before and other_length == length):
@@ -448,14 +410,12 @@ class Generation(Iterator[TokenEvent]):
         self._scheduler.leave(self.request)
 
 
-def _can_proceed(request: Request) -> bool:
-    """Whether a step may work for it: its reader keeps up, and it has not ended."""
-    return len(request.events) < _READ_AHEAD and not request.is_over and not request.is_cancelled
-
-
 def _rollback(request: Request) -> None:
     """Forget what was computed and not sampled, because a step was interrupted between the two."""
     sequence = request.sequence
+    if sequence is None and request.position > request.base:
+        # It was being preempted.
+        request.restart(request.token_ids())
     if sequence is None or sequence.length < request.length:
         return
     if sequence.truncate(request.length - 1) < request.length - 1 and request.position > request.base:

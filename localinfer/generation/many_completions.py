@@ -47,7 +47,9 @@ def _read_alternately(
     try:
         for index in range(count):
             seed = (streams[0].stats.seed + index) % 2**64 if streams else options.get("seed")
-            stream = open_stream({**options, "seed": seed})
+            # What was begun is not given up for what follows.
+            objective = None if streams else options.get("ttft_objective")
+            stream = open_stream({**options, "seed": seed, "ttft_objective": objective})
             streams.append(stream)
             # The first token of one comes before the next one begins, which so finds the prompt in the cache.
             running += [stream for _ in itertools.islice(stream, 1)]

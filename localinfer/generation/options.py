@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.arguments import check_flag, check_hashable, half_character
+from localinfer.arguments import check_flag, check_hashable, check_number, check_priority, half_character
+from localinfer.cache.salt import salt_of
 from localinfer.chat.constraints import Constraint
 from localinfer.errors import RequestError
 from localinfer.sampling.params import SamplingOptions, SamplingParams
@@ -37,6 +38,12 @@ class GenerationOptions(SamplingOptions, total=False):
     dry_sequence_breakers: texts whose tokens no repetition goes across, for dry_multiplier; special tokens are
         breakers always. Without them: a new line, a colon, a quotation mark and an asterisk.
     owner: anything hashable, such as a connection: prompts are computed in fair round-robin by owner.
+    priority: a whole number, 0 without it: where several generations run, those of a lower one are begun first, have
+        their prompts computed first, and keep their memory longer. It changes no token.
+    ttft_objective: seconds in which the first token is wanted: where it is predicted for later, for what else runs and
+        waits, OverloadedError says so at once, and when to come back.
+    cache_salt: any text: what is cached, remembered or drafted of this prompt and its completion is of use to those
+        with the same one only, and nothing tells others that it was. Without: to all without one.
     The rest is described, with its defaults, at `localinfer.sampling.params.SamplingParams`.
     """
 
@@ -49,13 +56,16 @@ class GenerationOptions(SamplingOptions, total=False):
     constraint: Constraint | None
     dry_sequence_breakers: str | Sequence[str]
     owner: Hashable
+    priority: int
+    ttft_objective: float | None
+    cache_salt: str | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckedOptions:
     """Options of a generation, each of the kind it must have; texts that the engine wants as token ids are those.
 
-    began: when they were given, on the clock of `time.perf_counter`.
+    salt: of `cache_salt`. began: when they were given, on the clock of `time.perf_counter`.
     """
 
     max_tokens: int | None
@@ -66,6 +76,9 @@ class CheckedOptions:
     prediction_ids: Sequence[int] | NDArray[np.integer]
     constraint: Constraint | None
     owner: Hashable
+    priority: int
+    ttft_objective: float | None
+    salt: bytes
     sampling: SamplingParams
     began: float
 
@@ -82,6 +95,9 @@ def check_options(options: Mapping[str, Any], tokenizer: "Tokenizer | None") -> 
         raise RequestError("the model file has no tokenizer, so stop texts cannot be found; leave them out")
     owner = values.pop("owner", None)
     check_hashable("owner", owner)
+    objective = check_number("ttft_objective", values.pop("ttft_objective", None), 0, kind=float, none="for none")
+    priority = check_priority(values.pop("priority", 0))
+    salt = salt_of(values.pop("cache_salt", None))
     flags = {name: check_flag(name, values.pop(name, False)) for name in ("ignore_eos", "context_shift", "pin_cache")}
     max_tokens, constraint = values.pop("max_tokens", None), values.pop("constraint", None)
     prediction, breakers = values.pop("prediction", None), values.pop("dry_sequence_breakers", None)
@@ -99,6 +115,9 @@ def check_options(options: Mapping[str, Any], tokenizer: "Tokenizer | None") -> 
         prediction_ids=_prediction_ids(prediction, tokenizer),
         constraint=constraint,
         owner=owner,
+        priority=priority,
+        ttft_objective=objective,
+        salt=salt,
         sampling=sampling,
         began=began,
         **flags,

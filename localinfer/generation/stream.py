@@ -9,10 +9,12 @@ from numpy.typing import NDArray
 
 from localinfer.arguments import owned
 from localinfer.closing import Closing
+from localinfer.engine.request import Request
 from localinfer.errors import RequestError
 from localinfer.generation.async_reader import AsyncReader
 from localinfer.generation.completion import Completion, Stats, StreamEvent
 from localinfer.generation.options import GenerationOptions
+from localinfer.generation.resumed_text import ResumedText
 from localinfer.generation.text_generation import TextGeneration, second_reader_error
 from localinfer.system.event_loop import LoopCalls, in_thread
 
@@ -59,6 +61,25 @@ class TextStream(Closing, Iterator[StreamEvent], AsyncIterator[StreamEvent]):
         ask, also after the end.
         """
         return self._generation.computed_tokens
+
+    @property
+    def request(self) -> Request:
+        """What the engine is to compute, for those who have the prompt computed elsewhere before the first event."""
+        return self._generation.request
+
+    def note_prefilled(self, num_tokens: int, seconds: float) -> None:
+        """Note before the first event that another process has computed so much of the prompt, in so many seconds.
+
+        It counts as computed for this stream, not as cached.
+        """
+        self._generation.note_prefilled(num_tokens, seconds)
+
+    def take_up(self, begun: ResumedText) -> None:
+        """Go on with what another process generated of this text, which comes first; before any event is asked for.
+
+        Raises: as the generation itself.
+        """
+        self._generation.take_up(begun)
 
     def __next__(self) -> StreamEvent:
         if self._reader is not None:

@@ -12,14 +12,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.cache.prefix_cache import CacheHints, CacheMiss
-from localinfer.chat.constraints import Constraint
 from localinfer.chat.parser import ReplyDelta, ReplyParser, ToolCallDelta, joined_calls
 from localinfer.chat.volatile_head import words_at
 from localinfer.engine.engine import Engine
-from localinfer.engine.request import NO_TOKEN
+from localinfer.engine.request import NO_TOKEN, Request
 from localinfer.errors import RequestError
 from localinfer.generation.completion import Completion, CompletionEnd, Stats, StreamEvent
 from localinfer.generation.options import CheckedOptions
+from localinfer.generation.resumed_text import ResumedText, call_ids
 from localinfer.models.text.tokenizer import StopMatcher, StreamDecoder
 from localinfer.sampling.filters import TokenLogprobs
 from localinfer.sampling.sampler import TokenMask
@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 class EncodedPrompt:
     """A prompt as token ids.
 
-    system_tokens: ids at the start that other prompts share. chat: of a conversation, what the prompt was made of.
+    system_tokens: ids at the start that other prompts share. branch_tokens: lengths that others are likely to continue
+    from, where there is no chat. chat: of a conversation, what the prompt was made of.
     reply: how the reply to a chat is constrained and parsed. varying: lines of the system message that vary.
     """
 
@@ -46,6 +47,7 @@ class EncodedPrompt:
     chat: "EncodedChat | None" = None
     reply: "ReplyFormat | None" = None
     varying: Sequence["VaryingSpan"] = ()
+    branch_tokens: tuple[int, ...] = ()
 
 
 class TextGeneration(Iterator[StreamEvent]):
@@ -69,51 +71,28 @@ class TextGeneration(Iterator[StreamEvent]):
         through: Callable[[Generator[StreamEvent]], Generator[StreamEvent]] | None = None,
     ) -> None:
         prompt_ids = engine.check_prompt(prompt.token_ids, shifts_context=options.context_shift)
-        mask = _make_mask(constraints, tokenizer, options.constraint, prompt.reply, prompt_ids.size, engine.vocab_size)
-        plan = engine.plan(options.sampling)
-        if mask is not None:
-            if options.ignore_eos:
-                raise RequestError(
-                    "ignore_eos was given, but a text that is constrained, or may call tools, has to end",
-                    field="ignore_eos",
-                )
-            plan = engine.plan(replace(plan.params, seed=plan.seed), mask)
-        self._tokens = engine.generate(
-            prompt_ids,
-            plan,
-            max_tokens=options.max_tokens,
-            stop_token_ids=() if tokenizer is None else tokenizer.eog_token_ids,
-            ignore_eos=options.ignore_eos,
-            context_shift=options.context_shift,
-            cache_hints=CacheHints(
-                system_tokens=prompt.system_tokens,
-                branch_tokens=() if prompt.chat is None else prompt.chat.branch_tokens,
-                is_pinned=options.pin_cache,
-                history=None if prompt.chat is None else prompt.chat.history,
-            ),
-            prediction=options.prediction_ids,
-            owner=options.owner,
-        )
+        self._engine = engine
         self._tokenizer = tokenizer
+        self._prompt = prompt
+        self._options = options
+        self._constraints = constraints
         self._decoder: StreamDecoder | None = None
         # A model may have more logits than its vocabulary has tokens; the rows beyond are no text.
         self._vocab_size = 0 if tokenizer is None else tokenizer.vocab_size
-        if tokenizer is not None:
-            previous = int(prompt_ids[-1])
-            self._decoder = StreamDecoder(
-                tokenizer,
-                previous_token_id=previous if previous < tokenizer.vocab_size else None,
-                # A constrained text is the bytes that the constraint has seen.
-                keeps_first_space=mask is not None,
-                shown_ids=() if prompt.reply is None else prompt.reply.shown_ids,
-            )
-        self._parser: ReplyParser | None = None if prompt.reply is None else prompt.reply.parser()
+        self._resumed: ResumedText | None = None
+        hints = CacheHints(
+            system_tokens=prompt.system_tokens,
+            branch_tokens=prompt.branch_tokens if prompt.chat is None else prompt.chat.branch_tokens,
+            is_pinned=options.pin_cache,
+            history=None if prompt.chat is None else prompt.chat.history,
+            salt=options.salt,
+        )
+        self._begin(prompt_ids, hints)
         self._template_matcher = StopMatcher(template_stops)
         self._matcher = StopMatcher(options.stops)
         self._parses_text = self._parser is not None or bool(template_stops) or bool(options.stops)
         self._stop_text: str | None = None
         self._has_calls = False
-        self.prompt_ids = prompt_ids
         self._chat = prompt.chat
         self._varying = prompt.varying
         self._explanation: CacheMiss | None = None
@@ -128,13 +107,77 @@ class TextGeneration(Iterator[StreamEvent]):
         self._error: Exception | None = None
         # A completion of no tokens has no event to say so.
         self._finish_reason: CompletionEnd | None = "length" if self._tokens.request.is_over else None
-        self._seed = plan.seed
-        self._logprobs = plan.logprobs
-        self._returns_logprobs = plan.params.logprobs is not None
         self._first_token_seconds = 0.0
         self._decode_seconds = 0.0
         self._preparation_seconds = time.perf_counter() - options.began
         self._events = self._run() if through is None else through(self._run())
+
+    def take_up(self, begun: ResumedText) -> None:
+        """Go on with what another process generated of this text, before anything is generated here.
+
+        Its tokens come as events first. Raises: as the generation itself.
+        """
+        self._tokens.close()
+        self._resumed = begun
+        hints = self._tokens.request.hints
+        if not np.array_equal(begun.prompt_ids, self.prompt_ids):
+            # Hints count the ids of the prompt that was made here.
+            shared = slice(hints.system_tokens)
+            is_same = np.array_equal(begun.prompt_ids[shared], self.prompt_ids[shared])
+            hints = replace(hints, system_tokens=is_same * hints.system_tokens, branch_tokens=(), history=None)
+            self._chat = None
+        self._begin(self._engine.check_prompt(begun.prompt_ids, shifts_context=self._options.context_shift), hints)
+
+    def _begin(self, prompt_ids: NDArray[np.int32], hints: CacheHints) -> None:
+        """Check the request, and give it to the engine. hints: how the cache is to keep the prompt."""
+        engine, tokenizer, prompt, options, resumed = (
+            self._engine,
+            self._tokenizer,
+            self._prompt,
+            self._options,
+            self._resumed,
+        )
+        mask = _make_mask(self._constraints, tokenizer, options, prompt.reply, prompt_ids.size, engine.vocab_size)
+        sampling = options.sampling if resumed is None else replace(options.sampling, seed=resumed.seed)
+        plan = engine.plan(sampling)
+        if mask is not None:
+            if options.ignore_eos:
+                raise RequestError(
+                    "ignore_eos was given, but a text that is constrained, or may call tools, has to end",
+                    field="ignore_eos",
+                )
+            plan = engine.plan(replace(plan.params, seed=plan.seed), mask)
+        self._tokens = engine.generate(
+            prompt_ids,
+            plan,
+            max_tokens=options.max_tokens,
+            stop_token_ids=() if tokenizer is None else tokenizer.eog_token_ids,
+            ignore_eos=options.ignore_eos,
+            context_shift=options.context_shift,
+            cache_hints=hints,
+            prediction=options.prediction_ids,
+            owner=options.owner,
+            priority=options.priority,
+            # What has begun is not refused any more.
+            ttft_objective=options.ttft_objective if resumed is None else None,
+            resumed=() if resumed is None else resumed.token_ids,
+        )
+        if tokenizer is not None:
+            previous = int(prompt_ids[-1])
+            self._decoder = StreamDecoder(
+                tokenizer,
+                previous_token_id=previous if previous < tokenizer.vocab_size else None,
+                # A constrained text is the bytes that the constraint has seen.
+                keeps_first_space=mask is not None,
+                shown_ids=() if prompt.reply is None else prompt.reply.shown_ids,
+            )
+        self.prompt_ids = prompt_ids
+        self._seed = plan.seed
+        self._logprobs = plan.logprobs
+        self._returns_logprobs = plan.params.logprobs is not None
+        self._parser: ReplyParser | None = (
+            None if prompt.reply is None else prompt.reply.parser(call_ids(prompt_ids, plan.seed))
+        )
 
     @property
     def stats(self) -> Stats:
@@ -144,7 +187,7 @@ class TextGeneration(Iterator[StreamEvent]):
         miss = self._explained(record.miss)
         return Stats(
             prompt_tokens=self.prompt_ids.size,
-            cached_tokens=record.cached_tokens,
+            cached_tokens=self._cached_tokens(),
             cache_miss=None if miss is None else miss.describe(self._tokenizer),
             cache_miss_summary=None if miss is None else miss.summary,
             dropped_tokens=record.dropped_tokens,
@@ -161,6 +204,12 @@ class TextGeneration(Iterator[StreamEvent]):
             **(record.speculation or SpeculationRecord()).stats(),
         )
 
+    def _cached_tokens(self) -> int:
+        """How much of the prompt was cached; of a text that is gone on with, where it began."""
+        told = None if self._resumed is None else self._resumed.cached_tokens
+        found = max(0, self._tokens.record.cached_tokens - self._tokens.record.prefilled_tokens)
+        return min(found, int(self.prompt_ids.size)) if told is None else told
+
     @property
     def prompt_tokens(self) -> int:
         """How many tokens the prompt has."""
@@ -175,6 +224,16 @@ class TextGeneration(Iterator[StreamEvent]):
     def computed_tokens(self) -> int:
         """How many tokens of prompt and completion the model has read so far, those from the cache included."""
         return self._tokens.computed_tokens
+
+    @property
+    def request(self) -> Request:
+        """What the engine was asked for."""
+        return self._tokens.request
+
+    def note_prefilled(self, num_tokens: int, seconds: float) -> None:
+        """Note what another process has computed of the prompt for this generation, which had to wait for it."""
+        self._tokens.record.prefilled_tokens = num_tokens
+        self._preparation_seconds += seconds
 
     @property
     def is_being_read(self) -> bool:
@@ -318,11 +377,12 @@ def _is_taken(error: ValueError) -> bool:
 def _make_mask(
     constraints: "ConstraintCompiler | None",
     tokenizer: "Tokenizer | None",
-    constraint: Constraint | None,
+    options: CheckedOptions,
     reply: "ReplyFormat | None",
     start: int,
     vocab_size: int,
 ) -> TokenMask | None:
+    constraint, salt = options.constraint, options.salt
     if constraints is None or tokenizer is None:
         if constraint is not None:
             raise RequestError(
@@ -330,5 +390,5 @@ def _make_mask(
             )
         return None
     if reply is not None:
-        return reply.mask(constraints, tokenizer, constraint, start=start, vocab_size=vocab_size)
-    return None if constraint is None else constraints.mask(constraint, start=start)
+        return reply.mask(constraints, tokenizer, constraint, start=start, vocab_size=vocab_size, salt=salt)
+    return None if constraint is None else constraints.mask(constraint, start=start, salt=salt)

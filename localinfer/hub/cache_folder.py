@@ -6,7 +6,7 @@ from pathlib import Path
 
 from localinfer.hub.client import Repository
 from localinfer.hub.variants import StoredFile
-from localinfer.system.files import write_atomically
+from localinfer.system.files import delete_abandoned, write_atomically
 
 _PREFIX = "models--"
 
@@ -30,6 +30,8 @@ def set_main(cache: Path, repository: Repository) -> None:
     """Record which commit is the newest, so that other programs find it without a network. Raises: OSError."""
     folder = repository_folder(cache, repository.id) / "refs"
     folder.mkdir(parents=True, exist_ok=True)
+    # Other programs take every file here for the name of a commit.
+    delete_abandoned(folder)
     write_atomically(folder / "main", lambda file: None if file.write(repository.commit.encode()) else None)
 
 

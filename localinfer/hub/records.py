@@ -16,7 +16,7 @@ from localinfer.errors import DownloadError
 from localinfer.hub.client import Repository
 from localinfer.hub.references import parse_reference
 from localinfer.hub.variants import StoredFile, is_safe_path
-from localinfer.system.files import read_bounded, write_atomically
+from localinfer.system.files import delete_abandoned, read_bounded, write_atomically
 from localinfer.system.folders import make_private
 
 _VERSION = 1
@@ -105,6 +105,7 @@ class PullRecords:
             raise DownloadError(f"{refused}; make it a folder of yours: pulled models are recorded there")
         try:
             path = self._path(record.name, _WHOLE if record.is_whole else _UNFINISHED)
+            delete_abandoned(self._folder)
             write_atomically(path, lambda file: None if file.write(content) else None)
         except OSError as error:
             raise DownloadError(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from localinfer.errors import LocalinferError, RequestError, ShapeError, UnsupportedFormatError
-from localinfer.kernels.cuda.device import find_device
+from localinfer.kernels.cuda.device import find_devices
 from localinfer.loading.options import check_model_options
 from localinfer.memory.plan import LEAST_CONTEXT
 from localinfer.models.load.loader import open_model_file, read_config, with_context
@@ -90,8 +90,8 @@ def availability(
     except LocalinferError as error:
         return _refused(error)
     try:
-        if device == "cuda":
-            find_device()
+        if device.startswith("cuda"):
+            find_devices(1, among=options.gpus)
         with closing(open_model_file(options.path, options.changes, context_length)) as file:
             config = with_context(read_config(file), file, context_length, options.changes)
             plan = options.plan(file, config)

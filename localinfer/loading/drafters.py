@@ -1,16 +1,20 @@
 """The drafters of a model, and what verifying their drafts costs: measured once per machine and model."""
 
 import hashlib
+import logging
 import math
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from localinfer.cache.block_pool import PagePool
 from localinfer.cache.sequence import SequenceCache, forward
-from localinfer.errors import RequestError
+from localinfer.errors import BackendUnavailableError, OutOfMemoryError, RequestError
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.program import MeasurableProgram, Program
+from localinfer.loading.options import ModelOptions
+from localinfer.models.load.loader import load_model
 from localinfer.models.load.measurements import get_measurement, put_measurement
 from localinfer.models.load.stages import Stage, checked_run
 from localinfer.speculation.assistant import AssistantDrafter
@@ -24,11 +28,34 @@ from localinfer.types import ProgressCallback
 if TYPE_CHECKING:
     from localinfer.models.load.loader import Model
 
+logger = logging.getLogger(__name__)
+
 STAGE = "measuring drafts (once per machine and model)"
 
 _AGREEING_LOADS = 2
 _ALIKE = 1.3
 """Largest ratio of the relative costs of two measurements that agree."""
+
+
+def load_drafter(
+    options: ModelOptions, model: "Model", *, verify: bool = True, progress: ProgressCallback | None = None
+) -> "Model":
+    """Load the draft model of `options` beside its target: on a GPU, if what the target leaves there is enough.
+
+    Raises: as `load_model`.
+    """
+    assert options.draft_path is not None, "there is one"
+    device = "cpu" if model.device == "cpu" else "auto" if options.gpus is None else options.device
+    load = partial(
+        load_model, options.draft_path, kv_type=options.kv_type, beside=model, verify=verify, progress=progress
+    )
+    try:
+        return load(device=device)
+    except (BackendUnavailableError, OutOfMemoryError) as error:
+        if device in ("cpu", "auto"):
+            raise
+        logger.warning("%s drafts on the CPU: %s", options.draft_path.name, error)
+    return load(device="cpu")
 
 
 def make_speculation(

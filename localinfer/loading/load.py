@@ -3,17 +3,19 @@
 import logging
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from localinfer.arguments import check_flag
 from localinfer.cache.block_pool import default_kv_memory
 from localinfer.cache.eviction import window_of
-from localinfer.engine.scheduler import EngineLimits
+from localinfer.engine.admission import EngineLimits
 from localinfer.errors import LoadCancelledError, RequestError
+from localinfer.kernels.kv_layout import DevicePages
+from localinfer.kv_events.publisher import observer_of
 from localinfer.llm import LLM
-from localinfer.loading.drafters import make_speculation
+from localinfer.loading.drafters import load_drafter, make_speculation
 from localinfer.loading.options import (
     ModelOptions,
     check_limits,
@@ -22,7 +24,8 @@ from localinfer.loading.options import (
     model_path,
     stoppable,
 )
-from localinfer.memory.limit import KVBudget
+from localinfer.memory.limit import KVBudget, check_host_part
+from localinfer.memory.plan import plan_memory
 from localinfer.models.load.loader import load_model
 from localinfer.models.load.loader import load_tokenizer as tokenizer_of
 from localinfer.system import machine_limits
@@ -31,9 +34,12 @@ from localinfer.types import ProgressCallback
 
 if TYPE_CHECKING:
     from localinfer.kernels.cpu.worker_threads import Priority
+    from localinfer.kv_events.config import KVEventsConfig
+    from localinfer.kv_events.publisher import KVEventPublisher
     from localinfer.models.decoder.config import ModelConfig
     from localinfer.models.decoder.rope import RopeOptions
     from localinfer.models.load.loader import Model
+    from localinfer.models.load.placement import Placement
     from localinfer.models.text.tokenizer import Tokenizer
     from localinfer.persistence.fingerprint import ModelIdentity
     from localinfer.persistence.prompt_cache import DiskOptions
@@ -49,6 +55,8 @@ def load(
     *,
     device: str = "auto",
     gpu_layers: int | None = None,
+    tensor_split: Sequence[float] | None = None,
+    cpu_moe: bool | int | None = None,
     threads: int | None = None,
     context_length: int | None = None,
     kv_type: str = "f16",
@@ -66,6 +74,8 @@ def load(
     priority: str = "normal",
     measure_again: bool = False,
     may_measure: bool = True,
+    verify: bool = True,
+    kv_events: "str | KVEventsConfig | KVEventPublisher | None" = None,
     progress: ProgressCallback | None = None,
     cancel: threading.Event | None = None,
 ) -> LLM:
@@ -73,9 +83,14 @@ def load(
 
     model: path of a GGUF file (of a split model: any of its parts) or of a Hugging Face folder; None: the bundled demo
         model.
-    device: "cpu", "cuda", or "auto" for a GPU if there is one that holds at least one layer of the model.
-    gpu_layers: how many of the model's last layers run on the GPU, the others on the CPU; more than it has means all.
+    device: "cpu", "cuda", GPUs by number such as "cuda:1" or "cuda:0,cuda:1", or "auto" for GPUs if there is one that
+        holds at least one layer of the model. Several GPUs share the layers in the order in which they are named; if
+        none are named, the fewest that hold the whole model are taken.
+    gpu_layers: how many of the model's last layers run on GPUs, the others on the CPU; more than it has means all.
         None: as many as fit, with a KV cache of context_length tokens (8,192 if that is None).
+    tensor_split: each GPU's share of those layers, such as [3, 1]. None: shares that fill their free memory alike.
+    cpu_moe: of a mixture of experts, keep the routed experts on the CPU and all else on GPUs: True for every layer, or
+        of how many of the first layers. None: of as few as needed, where that lets more of the model run on GPUs.
     threads: CPU threads; None: the physical cores.
     context_length: tokens of prompt and completion together; None: as trained, or, with a warning, what fits into half
         of the memory that is free beside the weights. More than trained is allowed, with a warning; `rope` scales the
@@ -111,17 +126,26 @@ def load(
         fastest, and what verifying drafts costs. Measurements are kept for 30 days, and none of a busy machine.
     may_measure: whether to measure what no earlier load has. False loads faster, and without work that other models
         would feel: all threads decode, and drafts are tried with care until it shows what they cost.
+    verify: make cheap checks of the file, some milliseconds: what is likely wrong, such as a word splitting that is not
+        the vocabulary's, is logged and in `llm.info.warnings`; weights that are not finite are refused. False makes
+        none. `localinfer show --verify` makes them over every weight.
+    kv_events: publish KV cache events for routers, as vLLM does (ZMQ: BlockStored, BlockRemoved, AllBlocksCleared), at
+        this address, such as "tcp://127.0.0.1:5557"; or a `localinfer.KVEventsConfig`. Who can connect reads the token
+        ids of every text. None: no events.
     progress: called with a stage's name, the units done and the total, in the thread that loads, several times in 200
         ms; what it raises ends the load.
     cancel: once it is set, from any thread, the load stops within 200 ms with LoadCancelledError, and leaves no thread,
         child process, open file or memory behind. Kernels that are compiled in this process, where no child can be
         started, are each compiled to the end.
-    Raises: ModelFileError, RequestError, BackendUnavailableError, OutOfMemoryError, LoadCancelledError.
+    Raises: ModelFileError, RequestError, BackendUnavailableError, OutOfMemoryError, LoadCancelledError,
+        MissingPackageError.
     """
     options = check_model_options(
         model=model,
         device=device,
         gpu_layers=gpu_layers,
+        tensor_split=tensor_split,
+        cpu_moe=cpu_moe,
         threads=threads,
         context_length=context_length,
         kv_type=kv_type,
@@ -138,11 +162,20 @@ def load(
     own_priority = checked_priority(priority)
     measure_again = check_flag("measure_again", measure_again)
     may_measure = check_flag("may_measure", may_measure)
+    verify = check_flag("verify", verify)
     report = stoppable(progress, cancel)
     disk = disk_options(disk_cache, disk_cache_folder)
     try:
         return _load(
-            options, disk, limits, report, priority=own_priority, measure_again=measure_again, may_measure=may_measure
+            options,
+            disk,
+            limits,
+            report,
+            priority=own_priority,
+            measure_again=measure_again,
+            may_measure=may_measure,
+            verify=verify,
+            kv_events=kv_events,
         )
     except LoadCancelledError as error:
         cancelled = str(error)
@@ -159,6 +192,8 @@ def _load(
     priority: "Priority",
     measure_again: bool,
     may_measure: bool,
+    verify: bool,
+    kv_events: "str | KVEventsConfig | KVEventPublisher | None",
 ) -> LLM:
     budget = KVBudget(0, options.kv_memory, options.kv_memory)
 
@@ -167,7 +202,18 @@ def _load(
         budget = options.share(options.plan(file, config), machine_limits.memory_limits())
         return budget.context_length
 
+    def check_host(file: "ModelFile", config: "ModelConfig", placement: "Placement") -> None:
+        nonlocal budget
+        if not placement.uses_cpu:
+            return
+        plan = plan_memory(file, config, kv_type=options.kv_type)
+        most = check_host_part(plan, placement, machine_limits.memory_limits(), options.memory_limit)
+        budget = KVBudget(0, options.kv_memory, options.kv_memory, most)
+
     with ExitStack() as loads:
+        observer = observer_of(kv_events)
+        if observer is not None:
+            loads.callback(observer.close)
         loaded = load_model(
             options.path,
             threads=options.threads,
@@ -176,13 +222,17 @@ def _load(
             kv_window=options.kv_window,
             device=options.device,
             gpu_layers=options.gpu_layers,
+            tensor_split=options.tensor_split,
+            cpu_moe=options.cpu_moe,
             draft_layers=options.has_draft_layers,
             assistant=options.assistant,
             changes=options.changes,
             choose_context=context_that_fits,
+            check_placement=check_host,
             priority=priority,
             measure_again=measure_again,
             may_measure=may_measure,
+            verify=verify,
             progress=progress,
         )
         loads.callback(loaded.close)
@@ -194,11 +244,7 @@ def _load(
         if options.kv_window is not None and options.kv_window < loaded.config.context_length and keeps_pages:
             window = window_of(loaded, options.kv_window)
         if options.draft_path is not None and options.assistant is None:
-            # If the model left no room on the GPU, the draft model runs on the CPU.
-            beside = "cpu" if loaded.device == "cpu" else "auto"
-            drafting = load_model(
-                options.draft_path, kv_type=options.kv_type, device=beside, beside=loaded, progress=progress
-            )
+            drafting = load_drafter(options, loaded, verify=verify, progress=progress)
             loads.callback(drafting.close)
         if speculation is not None:
             made = make_speculation(
@@ -220,6 +266,7 @@ def _load(
             disk=disk,
             speculation=made,
             limits=limits,
+            observer=observer,
         )
         loads.callback(llm.close)
         if progress is not None:
@@ -249,10 +296,22 @@ def _checked_speculation(options: ModelOptions, loaded: "Model") -> str | None:
 
 def _kv_memory(options: ModelOptions, budget: KVBudget, loaded: "Model") -> int | None:
     """What keys and values may take: what a limit leaves, but no more than they may take by default."""
+    if budget.host_kv_memory is not None:
+        return _gpu_kv_memory(options, budget.host_kv_memory, loaded)
     if options.kv_memory is not None or budget.kv_memory is None:
         return budget.kv_memory
     default = default_kv_memory(loaded.kv_layout, loaded.config.context_length, loaded.program.max_batch_rows)
     return min(budget.kv_memory, default)
+
+
+def _gpu_kv_memory(options: ModelOptions, most_in_host: int, loaded: "Model") -> int | None:
+    """What keys and values may take of a model on GPUs, whose first layers' may be in main memory."""
+    layout = loaded.kv_layout
+    if not isinstance(layout, DevicePages) or not layout.host_page_bytes:
+        return options.kv_memory
+    most = most_in_host // layout.host_page_bytes * layout.page_bytes
+    default = default_kv_memory(layout, loaded.config.context_length, loaded.program.max_batch_rows)
+    return min(most, default if options.kv_memory is None else options.kv_memory)
 
 
 def load_tokenizer(model: str | os.PathLike[str] | None = None) -> "Tokenizer":

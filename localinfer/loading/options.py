@@ -2,18 +2,19 @@
 
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from localinfer.arguments import check_callable, check_number, check_path, shown
-from localinfer.engine.scheduler import EngineLimits
-from localinfer.errors import BackendUnavailableError, LoadCancelledError, ModelFileError, RequestError
+from localinfer.engine.admission import EngineLimits
+from localinfer.errors import LoadCancelledError, ModelFileError, RequestError
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.memory.limit import KVBudget, keep_within
 from localinfer.memory.plan import MemoryPlan, choose_context, file_bytes, plan_file, plan_memory
 from localinfer.models.load.assistant import is_assistant
+from localinfer.models.load.device_request import DeviceRequest, named_gpus
 from localinfer.system.machine_limits import MemoryLimits
 from localinfer.types import ProgressCallback
 
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
     from localinfer.models.load.model_changes import ModelChanges
     from localinfer.persistence.prompt_cache import DiskOptions
     from localinfer.quant.checkpoint.model_file import ModelFile
-
-DEVICES = ("auto", "cpu", "cuda")
 
 _SPECULATION = ("auto", "ngram", "draft", "mtp", None)
 
@@ -39,6 +38,8 @@ class ModelOptions:
     path: Path
     device: str = "auto"
     gpu_layers: int | None = None
+    tensor_split: Sequence[float] | None = None
+    cpu_moe: bool | int | None = None
     threads: int | None = None
     context_length: int | None = None
     kv_type: str = "f16"
@@ -49,6 +50,11 @@ class ModelOptions:
     draft_path: Path | None = None
     assistant: Path | None = None
     changes: "ModelChanges"
+
+    @property
+    def gpus(self) -> tuple[int, ...] | None:
+        """The numbers of the GPUs that were named; None if any may be taken."""
+        return named_gpus(self.device)
 
     @property
     def has_draft_layers(self) -> bool:
@@ -97,8 +103,8 @@ def check_model_options(
 
     Raises: RequestError, BackendUnavailableError; ModelFileError for a draft model that cannot be read.
     """
-    if not isinstance(device, str) or device not in DEVICES:
-        raise BackendUnavailableError(f"device is {device!r}; wanted one of {', '.join(map(repr, DEVICES))}")
+    placing = {name: options.get(name) for name in ("gpu_layers", "tensor_split", "cpu_moe")}
+    DeviceRequest(device=device, **placing).check()
     for name in ("threads", "context_length", "kv_memory", "kv_window"):
         check_number(name, options.get(name), 1, none="for the default")
     check_number("memory_limit", options.get("memory_limit"), 1, none="for what the machine has")

@@ -6,13 +6,14 @@ import time
 from dataclasses import dataclass
 
 from localinfer.arguments import check_callable, check_number, shown
-from localinfer.errors import LoadCancelledError, RequestError
+from localinfer.errors import BackendUnavailableError, LoadCancelledError, RequestError
 from localinfer.kernels.cuda.device import has_driver
 from localinfer.kernels.jit import object_cache
 from localinfer.kernels.jit.compile_ahead import compile_ahead
 from localinfer.loading.load import load
-from localinfer.loading.options import DEVICES, model_path
+from localinfer.loading.options import model_path
 from localinfer.models.load.assistant import is_assistant
+from localinfer.models.load.device_request import named_gpus
 from localinfer.models.load.needed_kernels import needed_kernels
 from localinfer.types import ProgressCallback
 
@@ -54,8 +55,10 @@ def warm_up(
     Raises: ModelFileError, RequestError, BackendUnavailableError, OutOfMemoryError, LoadCancelledError.
     """
     began = time.monotonic()
-    if device not in DEVICES:
-        raise RequestError(f"device is {shown(device)}; give one of {', '.join(map(repr, DEVICES))}")
+    try:
+        named_gpus(device)
+    except BackendUnavailableError as error:
+        raise RequestError(str(error)) from None
     check_callable("progress", progress)
     check_number("kv_window", kv_window, 1, none="for the default")
     if cancel is not None and not isinstance(cancel, threading.Event):
@@ -82,6 +85,6 @@ def warm_up(
     report(STAGE, 1, 1)
     missing = [kernel for kernel in kernels if not kernel.is_cached]
     compile_ahead(missing, report)
-    if device == "cuda" or (device == "auto" and has_driver()):
+    if device.startswith("cuda") or (device == "auto" and has_driver()):
         load(path, device=device, kv_type=kv_type, kv_window=kv_window, draft=draft, progress=report).close()
     return WarmUp(len(kernels), len(missing), time.monotonic() - began, is_kept=object_cache.cache_folder() is not None)

@@ -9,19 +9,21 @@ from dataclasses import dataclass
 from localinfer.errors import OutOfMemoryError
 from localinfer.kernels.cpu.lower import MAX_BATCH_ROWS
 from localinfer.memory.plan import LEAST_CONTEXT, MemoryPlan
-from localinfer.system.machine_limits import byte_text
+from localinfer.models.load.placement import Placement
+from localinfer.system.machine_limits import MemoryLimits, byte_text
 
 
 @dataclass(frozen=True)
 class KVBudget:
     """The context length of a model, and the most bytes of keys and values: its own, and a draft model's.
 
-    None leaves those to the machine.
+    None leaves those to the machine. host_kv_memory: of a model on GPUs, the part of them in main memory.
     """
 
     context_length: int
     kv_memory: int | None
     draft_kv_memory: int | None
+    host_kv_memory: int | None = None
 
 
 def keep_within(
@@ -55,6 +57,27 @@ def keep_within(
     whole = plan.kv_bytes(context_length)
     drafts = total * plan.beside.kv_bytes(context_length) // max(1, whole)
     return KVBudget(context_length, total - drafts, drafts)
+
+
+def check_host_part(plan: MemoryPlan, placement: Placement, memory: MemoryLimits, limit: int | None) -> int | None:
+    """The most bytes of keys and values that main memory may hold of a model on GPUs; None for no limit but its own.
+
+    placement: what of the model stays on the CPU. limit: `memory_limit` of `load`.
+    Raises: OutOfMemoryError, with the figures and the ways out, if that does not fit.
+    """
+    fixed, cache = placement.host_bytes + plan.scratch_bytes, placement.host_cache_bytes
+    room = memory.most_bytes if limit is None else min(limit, memory.most_bytes)
+    if fixed + cache > room:
+        there = memory.describe() if room == memory.most_bytes else f"memory_limit is {byte_text(room)}"
+        parts = f"{byte_text(placement.host_bytes)} for weights"
+        if placement.num_split_layers:
+            parts += ", experts among them"
+        raise OutOfMemoryError(
+            f"{plan.name} needs {byte_text(fixed + cache)} of main memory beside what is on GPUs ({parts}, "
+            f"{byte_text(cache)} for keys and values, {byte_text(plan.scratch_bytes)} for buffers), and {there}; put "
+            "more of it on GPUs (gpu_layers, cpu_moe), or take a smaller quantization or context_length"
+        )
+    return None if limit is None else room - fixed
 
 
 def _refusal(plan: MemoryPlan, limit: int, context_length: int, room: int) -> str:

@@ -9,6 +9,9 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from localinfer.system import disk
+from localinfer.system.files import abandoned_ns
+
 DESCRIPTION = "about.json"
 """The file in the folder of a fingerprint that describes it."""
 
@@ -31,9 +34,6 @@ _FILE = re.compile(
     r"|(?:tmp\w+|\.[0-9a-f]{12})\.tmp"
 )
 
-_ABANDONED_SECONDS = 3600.0
-"""Age from which an unfinished file belongs to a dead process."""
-
 
 class StoredFile(NamedTuple):
     """A file of the cache folder: its last use in nanoseconds, and its size."""
@@ -46,8 +46,9 @@ class StoredFile(NamedTuple):
 class DiskBudget:
     """The byte budget of a folder that several processes write.
 
-    Between measurements only this process's writes are counted, so the folder may exceed the budget by a sixteenth per
-    process. Not thread-safe. list_files: which files of the folder count; None for those of `stored_files`.
+    Between measurements only its own writes are counted, so the folder may exceed the budget by a sixteenth for each
+    process and kind of file. Not thread-safe. list_files: which files of the folder count; None for those of
+    `stored_files`.
     """
 
     def __init__(
@@ -72,11 +73,13 @@ class DiskBudget:
         files = sorted(self._list_files(self._folder))
         total = sum(file.num_bytes for file in files)
         excess = total - (self._max_bytes - self._slack_bytes) if total > self._max_bytes else 0
-        abandoned_ns = time.time_ns() - int(_ABANDONED_SECONDS * 1e9)
+        newest_ns = abandoned_ns()
         deleted = 0
         for file in files:
-            is_abandoned = file.path.endswith(".tmp") and file.used_ns < abandoned_ns
-            if (deleted < excess or is_abandoned) and _delete(file.path):
+            # An unfinished file that is young is being written by another process.
+            is_temporary = file.path.endswith(".tmp")
+            is_spare = file.used_ns < newest_ns if is_temporary else deleted < excess
+            if is_spare and _delete(file.path):
                 deleted += file.num_bytes
         self._measured_bytes = total - deleted
         self._written_bytes = 0
@@ -98,6 +101,14 @@ def stored_files(folder: str | os.PathLike[str]) -> Iterator[StoredFile]:
             yield from _files(entry.path)
 
 
+def described_folders(folder: Path) -> list[Path]:
+    """The descriptions of the fingerprints in a cache folder, in the order of their names."""
+    folders = [entry for entry in _folders(folder) if _FOLDER.fullmatch(entry.name)]
+    return sorted(
+        Path(file.path) for entry in folders for file in _files(entry.path) if file.path.endswith(DESCRIPTION)
+    )
+
+
 def newest_first(folder: Path) -> list[StoredFile]:
     """The localinfer files directly in a folder, most recently used first."""
     return sorted(_files(str(folder)), reverse=True)
@@ -114,18 +125,17 @@ def mark_used(paths: list[Path]) -> None:
     for index, path in enumerate(paths):
         with contextlib.suppress(OSError):
             used = now - index * 1000
-            os.utime(path, ns=(used, used))
+            disk.set_time(path, used)
 
 
-def _entries(folder: str | os.PathLike[str]) -> list[os.DirEntry[str]]:
+def _entries(folder: str | os.PathLike[str]) -> list[disk.Entry]:
     try:
-        with os.scandir(folder) as entries:
-            return list(entries)
+        return disk.entries(folder)
     except OSError:
         return []
 
 
-def _folders(folder: str | os.PathLike[str]) -> Iterator[os.DirEntry[str]]:
+def _folders(folder: str | os.PathLike[str]) -> Iterator[disk.Entry]:
     """Folders in a folder, without links."""
     for entry in _entries(folder):
         with contextlib.suppress(OSError):
@@ -148,7 +158,7 @@ def _files(folder: str) -> Iterator[StoredFile]:
 def _delete(path: str) -> bool:
     """Delete one file; False if it does not exist, or is open on a system that forbids it."""
     try:
-        os.unlink(path)
+        disk.delete(path)
     except OSError:
         return False
     return True

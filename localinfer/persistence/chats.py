@@ -9,7 +9,6 @@ import contextlib
 import hashlib
 import json
 import logging
-import os
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
@@ -18,7 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.chat.history import AnsweredChat, EncodedChat
-from localinfer.persistence.budget import CHAT_SUFFIX, newest_first
+from localinfer.persistence.budget import CHAT_SUFFIX, StoredFile, newest_first
+from localinfer.system import disk
 from localinfer.system.files import read_bounded, write_all, write_atomically
 
 logger = logging.getLogger(__name__)
@@ -37,19 +37,20 @@ class StoredChats:
     def save(self, chats: Iterable[AnsweredChat]) -> None:
         """Write chats, each atomically, and delete the oldest beyond the limit. Raises: OSError."""
         for chat in chats:
-            self._folder.mkdir(mode=0o700, exist_ok=True)
+            disk.make_folder(self._folder)
             text = _to_json(chat)
-            name = hashlib.sha256((chat.prompt.text + chat.reply).encode("utf-8", "surrogatepass")).hexdigest()[:32]
+            named = chat.prompt.salt + (chat.prompt.text + chat.reply).encode("utf-8", "surrogatepass")
+            name = hashlib.sha256(named).hexdigest()[:32]
             content = hashlib.sha256(text).hexdigest().encode() + b"\n" + text
             write_atomically(self._folder / f"{name}{CHAT_SUFFIX}", partial(write_all, data=content))
-        for file in newest_first(self._folder)[_MOST_FILES:]:
+        for file in self._files()[_MOST_FILES:]:
             with contextlib.suppress(OSError):
-                os.unlink(file.path)
+                disk.delete(file.path)
 
     def load(self, vocab_size: int) -> list[AnsweredChat]:
         """Return the chats that were written last, oldest first, without invalid ones."""
         chats, left = [], _MOST_BYTES_READ
-        for file in newest_first(self._folder)[:_MOST_READ]:
+        for file in self._files()[:_MOST_READ]:
             if file.num_bytes > left:
                 # An oversized file must not hide older ones.
                 continue
@@ -59,8 +60,12 @@ class StoredChats:
             except (OSError, ValueError, KeyError, TypeError, ArithmeticError, AttributeError, RecursionError) as error:
                 logger.info("%s is not used: %s", file.path, error)
                 with contextlib.suppress(OSError):
-                    os.unlink(file.path)
+                    disk.delete(file.path)
         return chats[::-1]
+
+    def _files(self) -> list[StoredFile]:
+        """The last written first, without what other processes have not finished."""
+        return [file for file in newest_first(self._folder) if file.path.endswith(CHAT_SUFFIX)]
 
 
 def _to_json(chat: AnsweredChat) -> bytes:
@@ -71,6 +76,7 @@ def _to_json(chat: AnsweredChat) -> bytes:
         "token_ids": _encode(prompt.token_ids),
         "system_tokens": prompt.system_tokens,
         "messages": prompt.messages,
+        "salt": prompt.salt.hex(),
         "reply": chat.reply,
         "reply_ids": _encode(chat.reply_ids),
         "reply_ends": _encode(np.array(chat.reply_ends, np.int32)),
@@ -98,7 +104,9 @@ def _from_file(content: bytes, vocab_size: int) -> AnsweredChat:
         not 0 <= start <= end <= len(prompt_text) for start, end in closed
     ):
         raise ValueError("its places are outside its text")
-    prompt = EncodedChat(prompt_text, closed, token_ids, system_tokens, None, messages)
+    # Files of former versions are of no salt.
+    salt = bytes.fromhex(fields.get("salt", ""))
+    prompt = EncodedChat(prompt_text, closed, token_ids, system_tokens, None, messages, salt=salt)
     return AnsweredChat(prompt, reply, reply_ids, ends.tolist())
 
 

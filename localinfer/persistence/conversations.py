@@ -6,10 +6,10 @@ that cannot be read is named in a warning, and neither deleted nor overwritten.
 """
 
 import contextlib
+import hashlib
+import json
 import logging
 import os
-import re
-import sys
 import time
 import unicodedata
 from collections.abc import Iterator
@@ -23,13 +23,9 @@ from typing import NamedTuple, TypeAlias
 
 from localinfer.errors import RequestError, SessionFileError
 from localinfer.persistence.saved_conversation import SavedConversation, check_name, is_id, name_from
-from localinfer.system.files import read_bounded, unwritable, write_all, write_atomically
+from localinfer.system import disk
+from localinfer.system.files import is_temporary, read_bounded, unwritable, write_all, write_atomically
 from localinfer.system.folders import make_private, user_folder
-
-if sys.platform == "win32":
-    import msvcrt
-else:
-    import fcntl
 
 __all__ = ["ConversationStore", "ConversationSummary", "SavedConversation", "open_store"]
 
@@ -37,7 +33,6 @@ logger = logging.getLogger(__name__)
 
 _SUFFIX = ".json"
 _LOCK = ".lock"
-_TEMPORARY = re.compile(r"\.[0-9a-f]{12}\.tmp")
 _MOST_BYTES = 256 << 20
 _LOCK_SECONDS = 5.0
 _RETRY_SECONDS = 0.01
@@ -63,14 +58,13 @@ _Texts: TypeAlias = list[str]
 
 
 class _Seen(NamedTuple):
-    """A conversation as this store last read or wrote it: its file, its name there and as the caller has it.
+    """A conversation as this store last read or wrote it: its name in the file and as the caller has it.
 
-    changes: times of change of the states that are not another writer's. file: None while it is written, and if that
-    failed.
+    states: what was said, as digests, where the file may have it from this store: the last one, and after a write that
+    failed the one before too.
     """
 
-    file: tuple[int, int, int] | None
-    changes: tuple[datetime, ...]
+    states: tuple[bytes, ...]
     stored_name: str
     given_name: str
 
@@ -87,7 +81,7 @@ class ConversationStore:
         self._seen: dict[str, _Seen] = {}
         self._moved: dict[str, str] = {}
         self._warned: set[str] = set()
-        self._is_swept = False
+        self._is_swept = self._is_named = False
 
     def save(self, conversation: SavedConversation) -> None:
         """Write a conversation, durably, in place of its former state.
@@ -97,18 +91,17 @@ class ConversationStore:
         Raises: SessionFileError if it cannot be written; what was saved before is then unchanged.
         """
         with self._locked():
-            self._sweep()
             given = conversation
-            conversation = replace(given, id=self._moved.get(given.id, given.id))
+            conversation = replace(given, id=self.id_of(given))
             seen, path = self._seen.get(given.id), self._path(conversation.id)
             name = seen.stored_name if seen is not None else ""
-            if path.exists() and (seen is None or _identity(path) != seen.file):
+            if self._is_there(path):
                 stored = self._read_if_whole(path)
-                if stored is None or (seen is not None and stored.changed not in seen.changes):
+                if stored is None or (seen is not None and _state(stored) not in seen.states):
                     conversation = self._move(conversation)
                 else:
                     name = stored.name
-            has_name = bool(name) and self._path(conversation.id).exists()
+            has_name = bool(name) and self._is_there(self._path(conversation.id))
             wanted = name if seen is not None and given.name == seen.given_name else given.name or name
             wanted = wanted or given.name or name_from(given)
             if wanted != name or not has_name:
@@ -117,13 +110,18 @@ class ConversationStore:
                 logger.warning("another conversation is named %r; this one is saved as %r", wanted, name)
             self._write(replace(conversation, name=name), given)
 
+    def id_of(self, conversation: SavedConversation) -> str:
+        """The id under which a conversation is saved: another one since a program changed the file of its own."""
+        return self._moved.get(conversation.id, conversation.id)
+
     def load(self, name_or_id: str) -> SavedConversation:
         """Read one conversation.
 
         Raises: RequestError if there is none of this name, SessionFileError if its file cannot be read.
         """
-        conversation, file = self._read(self._path(self._find(name_or_id)))
-        self._seen[conversation.id] = _Seen(file, (conversation.changed,), conversation.name, conversation.name)
+        conversation, _ = self._read(self._path(self._find(name_or_id)))
+        self._seen[conversation.id] = _Seen((_state(conversation),), conversation.name, conversation.name)
+        self._moved.pop(conversation.id, None)
         return conversation
 
     def find(self, name_or_id: str) -> SavedConversation | None:
@@ -144,9 +142,9 @@ class ConversationStore:
         found = []
         for path in self._paths():
             try:
-                conversation, (_, _, num_bytes) = self._read(path)
+                conversation, num_bytes = self._read(path)
             except SessionFileError as error:
-                if path.exists() and str(error) not in self._warned:
+                if not isinstance(error.__cause__, FileNotFoundError) and str(error) not in self._warned:
                     self._warned.add(str(error))
                     logger.warning("%s", error)
                 continue
@@ -180,7 +178,12 @@ class ConversationStore:
                 )
             seen = self._seen.get(id)
             given = conversation if seen is None else replace(conversation, name=seen.given_name)
-            self._write(replace(conversation, name=name), given)
+            try:
+                self._write(replace(conversation, name=name), given)
+            finally:
+                if seen is not None:
+                    # Turns of another program that are renamed here have not been seen by the caller.
+                    self._seen[id] = self._seen[id]._replace(states=seen.states)
 
     def delete(self, name_or_id: str) -> None:
         """Delete a conversation; by its id also one whose file cannot be read.
@@ -190,30 +193,36 @@ class ConversationStore:
         path = self._path(self._find(name_or_id))
         with self._locked():
             try:
-                path.unlink()
-                _sync_folder(self.folder)
+                disk.delete(path)
+                disk.sync_folder(self.folder)
             except OSError as error:
                 raise SessionFileError(f"{path} cannot be deleted: {error.strerror or error}") from error
 
     def _path(self, id: str) -> Path:
         return self.folder / f"{id}{_SUFFIX}"
 
+    def _is_there(self, path: Path) -> bool:
+        """Whether something is at a path. Raises: SessionFileError if that cannot be seen."""
+        try:
+            return disk.exists(path)
+        except OSError as error:
+            raise SessionFileError(f"{path} cannot be read: {error.strerror or error}") from error
+
     def _paths(self) -> Iterator[Path]:
         try:
-            names = sorted(os.listdir(self.folder))
+            names = sorted(entry.name for entry in disk.entries(self.folder))
         except FileNotFoundError:
             return
         except OSError as error:
             raise SessionFileError(f"{self.folder} cannot be read: {error.strerror or error}") from error
         for name in names:
-            if name != _LOCK and not _TEMPORARY.fullmatch(name):
+            if name != _LOCK and not is_temporary(name):
                 yield self.folder / name
 
     def _find(self, name_or_id: str) -> str:
         """The id of a conversation by its name, or by its id. Raises: RequestError."""
-        id = self._moved.get(name_or_id, name_or_id)
-        if is_id(id) and self._path(id).exists():
-            return id
+        if is_id(name_or_id) and self._is_there(self._path(name_or_id)):
+            return name_or_id
         matches = self._named(name_or_id)
         if len(matches) == 1:
             return matches[0]
@@ -228,14 +237,10 @@ class ConversationStore:
         wanted = _folded(name)
         return [summary.id for summary in self.list() if _folded(summary.name) == wanted]
 
-    def _read(self, path: Path) -> tuple[SavedConversation, tuple[int, int, int]]:
-        """A conversation and the identity of its file. Raises: SessionFileError, which names the file."""
+    def _read(self, path: Path) -> tuple[SavedConversation, int]:
+        """A conversation and the bytes of its file. Raises: SessionFileError, which names the file."""
         try:
-            while True:
-                file = _identity(path)
-                content = read_bounded(path, _MOST_BYTES)
-                if _identity(path) == file:
-                    break
+            content = read_bounded(path, _MOST_BYTES)
             conversation = SavedConversation.from_json(content)
             if path.name != f"{conversation.id}{_SUFFIX}":
                 raise SessionFileError(f"its name does not fit its id, {conversation.id}")
@@ -244,7 +249,7 @@ class ConversationStore:
             raise SessionFileError(
                 f"{path} cannot be read as a conversation: {reason}; it is kept as it is: repair, move or delete it"
             ) from error
-        return conversation, file
+        return conversation, len(content)
 
     def _read_if_whole(self, path: Path) -> SavedConversation | None:
         try:
@@ -258,17 +263,16 @@ class ConversationStore:
 
         def write(file: FileIO) -> None:
             write_all(file, content)
-            os.fsync(file.fileno())
+            disk.sync(file)
 
-        seen = self._seen.get(given.id) or _Seen(None, (), "", given.name)
-        self._seen[given.id] = seen._replace(file=None, changes=(*seen.changes, conversation.changed))
+        seen, state = self._seen.get(given.id) or _Seen((), "", given.name), _state(conversation)
+        self._seen[given.id] = seen._replace(states=(*seen.states, state))
         try:
             write_atomically(path, write)
-            _sync_folder(self.folder)
-            file = _identity(path)
+            disk.sync_folder(self.folder)
         except OSError as error:
             raise SessionFileError(unwritable(path, error)) from error
-        self._seen[given.id] = _Seen(file, (conversation.changed,), conversation.name, given.name)
+        self._seen[given.id] = _Seen((state,), conversation.name, given.name)
 
     def _move(self, conversation: SavedConversation) -> SavedConversation:
         """The conversation under another id, as its file has something else by now."""
@@ -291,37 +295,50 @@ class ConversationStore:
         """Delete what writers left that were killed: no other writes while we hold the lock."""
         if self._is_swept:
             return
-        self._is_swept = True
-        for name in os.listdir(self.folder):
-            if _TEMPORARY.fullmatch(name):
-                with contextlib.suppress(OSError):
-                    os.unlink(self.folder / name)
+        with contextlib.suppress(OSError):
+            for entry in disk.entries(self.folder):
+                if is_temporary(entry.name):
+                    disk.delete(entry.path)
+            self._is_swept = True
+
+    def _sync_name(self, folders: _Texts) -> None:
+        """Make the names of folders durable, which a power cut would take with all that is in them."""
+        try:
+            for folder in folders:
+                disk.sync_folder(os.path.dirname(folder))
+        except PermissionError:
+            # A folder above may be one that cannot be read.
+            return
+        except OSError as error:
+            raise SessionFileError(unwritable(self.folder, error)) from error
+        self._is_named = True
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
         """Hold the lock of the folder, which is made if it is missing. Raises: SessionFileError."""
+        new: list[str] = []
         # Only the last folder of a path is made with the mode that is asked for.
         with contextlib.suppress(OSError):
-            self.folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            new += disk.make_folder(self.folder.parent)
         problem = make_private(self.folder)
         if problem is not None:
             raise SessionFileError(f"conversations cannot be saved: {problem}; change that, or chat with --no-history")
+        self._sync_name([*new, str(self.folder)] if not self._is_named else new)
         path = self.folder / _LOCK
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o600)
+            lock = disk.open_lock(path)
         except OSError as error:
             raise SessionFileError(unwritable(path, error)) from error
-        try:
+        with lock:
             deadline = time.monotonic() + _LOCK_SECONDS
-            while not _try_lock(descriptor):
+            while not disk.try_lock(lock):
                 if time.monotonic() >= deadline:
                     raise SessionFileError(
                         f"another program has held {path} for {_LOCK_SECONDS:g} s; end it, and the next turn is saved"
                     )
                 time.sleep(_RETRY_SECONDS)
+            self._sweep()
             yield
-        finally:
-            os.close(descriptor)
 
 
 def open_store() -> ConversationStore | None:
@@ -330,36 +347,9 @@ def open_store() -> ConversationStore | None:
     return None if state is None else ConversationStore(state / "conversations")
 
 
-def _try_lock(descriptor: int) -> bool:
-    """Take the lock, until the descriptor is closed; False if another has it. True where the system has no locks."""
-    try:
-        if sys.platform == "win32":
-            msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
-        else:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
-        return False
-    except OSError:
-        # Some network file systems cannot lock: names may then be taken twice, and no turn is lost.
-        return True
-    return True
-
-
-def _identity(path: Path) -> tuple[int, int, int]:
-    """What tells one state of a file from the next: every write makes a new file."""
-    status = os.stat(path)
-    return status.st_ino, status.st_mtime_ns, status.st_size
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make renames in a folder durable, where the system can."""
-    if sys.platform == "win32":
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _state(conversation: SavedConversation) -> bytes:
+    """A digest of what was said: times may be the same of two writers, and a name may be given by any."""
+    return hashlib.sha256(json.dumps([conversation.system, list(map(dict, conversation.turns))]).encode()).digest()
 
 
 def _folded(name: str) -> str:

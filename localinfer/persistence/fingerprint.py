@@ -23,6 +23,7 @@ import numpy as np
 
 from localinfer.persistence.page_file import PageFormat
 from localinfer.quant.checkpoint.model_file import ModelFile
+from localinfer.system import disk
 from localinfer.system.files import read_bounded, run_all, write_all, write_atomically
 
 logger = logging.getLogger(__name__)
@@ -173,7 +174,7 @@ class WeightsFiles:
         if self._memory is not None and all(time.time_ns() - stamp[1] > _RACY_NS for stamp in self._stamps):
             text = f"{value} {self._proof(value)}".encode()
             with contextlib.suppress(OSError):
-                self._memory.mkdir(parents=True, exist_ok=True, mode=0o700)
+                disk.make_folder(self._memory)
                 write_atomically(self._memory / self._name, lambda file: write_all(file, text))
         return value
 

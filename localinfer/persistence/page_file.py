@@ -12,13 +12,12 @@ A file has a header, then the page's bytes as in memory:
 | 32 | checksum of the header up to here and of the page |
 
 The key of a page is the SHA-256 of the previous page's key and of its own token ids; the key before the first page is
-the fingerprint of everything else that the bytes depend on. So a key identifies a whole prefix, and sequences with a
-common prefix share files.
+the fingerprint of everything else that the bytes depend on, or of a salted text the SHA-256 of that and of its salt. So
+a key identifies a whole prefix, and sequences with a common prefix share files.
 """
 
 import functools
 import hashlib
-import os
 import stat
 import struct
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from pathlib import Path
 import numpy as np
 
 from localinfer.kernels.cpu.weights import fold
+from localinfer.system import disk
 from localinfer.system.files import open_regular, write_all, write_atomically
 from localinfer.types import TokenIds
 
@@ -140,7 +140,7 @@ def read_record(path: Path, form: PageFormat) -> PageRecord | Rejection:
 def check_file(path: Path, num_bytes: int) -> Rejection | None:
     """Check that a regular file of this length is at `path`, without opening it."""
     try:
-        status = os.stat(path)
+        status = disk.status(path)
     except FileNotFoundError:
         return Rejection.MISSING
     except OSError:
@@ -165,7 +165,7 @@ def _read(path: Path, form: PageFormat, page: memoryview | None = None) -> bytes
     try:
         with open_regular(path) as file:
             # Check the size before allocating memory for it.
-            if os.fstat(file.fileno()).st_size != form.file_bytes:
+            if disk.status_of(file).st_size != form.file_bytes:
                 return Rejection.TORN
             header = bytearray(form.header_bytes)
             if not (read_all(file, memoryview(header)) and (page is None or read_all(file, page))):

@@ -1,7 +1,7 @@
 """The disk tier of the prefix cache: sequences are written when they go idle, and restored when they continue.
 
-A background thread, which exists only while there is something to write, copies a few pages at a time between two steps
-of the engine, so that it holds no page and no step waits for the disk.
+They are written behind (`write_behind.py`): a few pages at a time are copied between two steps of the engine, so that
+the writer holds no page and no step waits for the disk.
 """
 
 import atexit
@@ -12,7 +12,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,10 +21,11 @@ import numpy as np
 from localinfer.cache.block_pool import PagePool
 from localinfer.cache.prefix_cache import PrefixCache
 from localinfer.cache.prefix_node import CachedPath, Match
+from localinfer.cache.salt import NO_SALT
 from localinfer.chat.history import AnsweredChat, ChatHistory
 from localinfer.engine.engine import Engine
 from localinfer.errors import ClosedError, LocalinferError, OutOfMemoryError
-from localinfer.persistence.budget import CHATS_FOLDER, DESCRIPTION, WEIGHTS_FOLDER
+from localinfer.persistence.budget import CHATS_FOLDER, DESCRIPTION, WEIGHTS_FOLDER, described_folders
 from localinfer.persistence.chats import StoredChats
 from localinfer.persistence.fingerprint import (
     Fingerprint,
@@ -33,9 +34,12 @@ from localinfer.persistence.fingerprint import (
     describe_folder,
     read_description,
 )
+from localinfer.persistence.prefetch import Tiers
 from localinfer.persistence.restore import restore_prompt
 from localinfer.persistence.snapshot_store import SnapshotTier, chosen_positions
-from localinfer.persistence.store import DiskCounters, DiskTier, FileKind, Found, PageSource, Saved, common_length
+from localinfer.persistence.store import DiskCounters, DiskTier, FileKind, Found, PageSource, Saved
+from localinfer.persistence.write_behind import IdleSequence, Steps, WriteBehind
+from localinfer.system import disk
 from localinfer.system.files import num_io_threads
 from localinfer.system.folders import expand_home, make_private, user_folder
 from localinfer.types import TokenIds
@@ -45,8 +49,6 @@ logger = logging.getLogger(__name__)
 DEFAULT_MAX_BYTES = 4 << 30
 _IDLE_SECONDS = 0.5
 """Idle time after a sequence's last token before it is written."""
-_MOST_DELAYS = 4
-"""How many idle times a sequence waits at most while others go idle after it."""
 _CLOSE_SECONDS = 5.0
 """Time limit for writing what is pending when closing."""
 _PAGES_IN_PLACE = 64
@@ -78,7 +80,8 @@ class DiskCache:
     """A `CacheTier` over a folder, for one engine. `close` and the end of the process write what is pending.
 
     history: its chats are stored too. The folder is created if it is missing, and refused, with a warning, if others
-    could write it. idle_seconds: idle time after a sequence's last token before it is written.
+    could write it. idle_seconds: idle time after a sequence's last token before it is written. in_background: False has
+    no thread: what is due is written when `write_next` is called.
     """
 
     def __init__(
@@ -89,6 +92,7 @@ class DiskCache:
         history: ChatHistory | None = None,
         *,
         idle_seconds: float = _IDLE_SECONDS,
+        in_background: bool = True,
     ) -> None:
         self._engine = engine
         self._identity = identity
@@ -96,7 +100,6 @@ class DiskCache:
         self._answered: deque[AnsweredChat] = deque(maxlen=128)
         self._folder = options.folder
         self._max_bytes = options.max_bytes
-        self.idle_seconds = idle_seconds
         self._tier: DiskTier | None = None
         self._parts_tier: DiskTier | None = None
         self._states_tier: SnapshotTier | None = None
@@ -104,14 +107,10 @@ class DiskCache:
         self._chats_failure: str | None = None
         self._is_outdated = False
         self._process = os.getpid()
-        self._wake = threading.Condition()
-        self._pending: list[TokenIds] = []
-        self._due = self._latest = 0.0
         self._deadline = float("inf")
         self._is_closing = False
-        self._writer: threading.Thread | None = None
-        # Lock order: before the engine's lock, which copying pages acquires.
-        self._writing = threading.Lock()
+        self._closing = threading.Lock()
+        self._behind = WriteBehind(self._saving, idle_seconds, has_thread=in_background)
         self._cache: PrefixCache | None = None
         self._at_exit = functools.partial(_close_at_exit, weakref.ref(self))
         problem = make_private(options.folder)
@@ -120,7 +119,10 @@ class DiskCache:
             self._is_closing = True
             return
         self._opener = threading.Thread(target=self._open_if_known, name="localinfer-fingerprint", daemon=True)
-        self._opener.start()
+        if in_background:
+            self._opener.start()
+        else:
+            self._open_if_known()
         atexit.register(self._at_exit)
         with engine.exclusive_cache() as cache:
             self._cache = cache
@@ -141,92 +143,122 @@ class DiskCache:
     def wait_until_open(self) -> None:
         """Wait until stored chats have been read, milliseconds after loading."""
         if not self._is_closing:
-            self._opener.join()
+            self._wait_for_opener()
 
-    def restore(self, token_ids: TokenIds, cached_tokens: int) -> str | None:
+    def restore(self, token_ids: TokenIds, cached_tokens: int, salt: bytes = NO_SALT) -> str | None:
         """Read pages that continue a prompt's cached prefix into the tree; see `CacheTier`."""
-        self._opener.join()
-        tier = self._tier
-        if tier is None:
+        self._wait_for_opener()
+        if self._tier is None:
             return None
+        tier, parts_tier, states_tier = self._tier.of_salt(salt), self._parts_tier, self._states_tier
         found = tier.find(token_ids, cached_tokens // tier.form.page_tokens)
         if found.num_tokens <= cached_tokens:
-            return self._explain(token_ids, cached_tokens, found)
+            return self._explain(token_ids, cached_tokens, found, salt)
         assert self._cache is not None, "a tier was set"
         try:
-            return restore_prompt(self._cache, tier, self._parts_tier, self._states_tier, token_ids, found)
+            return restore_prompt(
+                self._cache,
+                tier,
+                None if parts_tier is None else parts_tier.of_salt(salt),
+                None if states_tier is None else states_tier.of_salt(salt),
+                token_ids,
+                found,
+            )
         except OutOfMemoryError:
             return "it is on disk, and memory has no room for it beside the running sequences"
 
     def on_evict(self, path: CachedPath, kept_tokens: int) -> None:
         """Do nothing: an evicted sequence was written when it went idle."""
 
-    def on_idle(self, token_ids: TokenIds) -> None:
+    def on_idle(self, token_ids: TokenIds, salt: bytes = NO_SALT) -> None:
         """Write a sequence once it has been idle for a moment."""
-        with self._wake:
-            if self._is_closing:
-                return
-            kept = [ids for ids in self._pending if common_length(ids, token_ids) < ids.size]
-            now = time.monotonic()
-            if not self._pending:
-                self._latest = now + _MOST_DELAYS * self.idle_seconds
-            self._pending = [*kept, token_ids]
-            # Sequences that go idle all the time, as those before each context shift, must not put it off for ever.
-            self._due = min(now + self.idle_seconds, self._latest)
-            if self._writer is None:
-                self._writer = threading.Thread(target=self._write_behind, name="localinfer-write-behind", daemon=True)
-                self._writer.start()
+        self._behind.add(IdleSequence(token_ids, salt))
+
+    def write_next(self) -> bool:
+        """Write the next few pages of what is due, without waiting for the thread that does; False if nothing is."""
+        return self._behind.write_next()
+
+    def write_now(self, token_ids: TokenIds, salt: bytes = NO_SALT) -> None:
+        """Write what is cached of a text, a few pages at a time between two steps of the engine; return at its end."""
+        if not self._is_closing:
+            self._behind.write_now(IdleSequence(token_ids, salt))
+
+    @property
+    def folder(self) -> Path:
+        """Where the files of all fingerprints are."""
+        return self._folder
+
+    @property
+    def last_failure(self) -> str | None:
+        """Why the last save ended early, None if it did not."""
+        return self.counters.last_failure or self.snapshot_counters.last_failure
+
+    def tiers(self, salt: bytes = NO_SALT) -> Tiers | None:
+        """The files of a salt; None where nothing is kept. The first call may have to read the weights, to hash them.
+
+        Raises: OSError, ClosedError.
+        """
+        if self._is_closing:
+            return None
+        self._wait_for_opener()
+        if self._tier is None:
+            self._open(self._identity.compute(threads=num_io_threads(), should_stop=self._must_stop))
+        if self._tier is None or self._has_model_changed():
+            return None
+        parts, states = self._parts_tier, self._states_tier
+        return Tiers(
+            self._tier.of_salt(salt),
+            None if parts is None else parts.of_salt(salt),
+            None if states is None else states.of_salt(salt),
+        )
 
     def flush(self) -> None:
         """Write everything pending now, with all threads and no step of the engine meanwhile."""
-        self._save_pending(self._save_in_place, num_io_threads())
+        self._behind.write_all()
 
     def close(self, *, seconds: float = _CLOSE_SECONDS) -> None:
         """Write what is pending, for at most about `seconds`; may be called again. Does nothing in a forked child."""
         if os.getpid() != self._process:
             return
-        with self._wake:
+        with self._closing:
             if self._is_closing:
                 return
             self._is_closing = True
-            self._deadline = time.monotonic() + seconds
-            self._wake.notify()
-            writer = self._writer
+        self._deadline = time.monotonic() + seconds
+        self._behind.stop()
         atexit.unregister(self._at_exit)
-        self._opener.join(seconds)
-        if writer is not None:
-            writer.join(seconds)
+        self._wait_for_opener(seconds)
         # A thread that is blocked by the disk is abandoned: it holds no memory of the engine.
-        if not self._opener.is_alive() and (writer is None or not writer.is_alive()):
+        if self._behind.join(seconds) and not self._opener.is_alive():
             self.flush()
 
-    def _write_behind(self) -> None:
-        while True:
-            with self._wake:
-                while not self._is_closing and (rest := self._due - time.monotonic()) > 0:
-                    self._wake.wait(rest)
-                if self._is_closing or not self._pending:
-                    self._writer = None
-                    return
-            self._save_pending(self._save_behind, 1)
+    def _wait_for_opener(self, seconds: float | None = None) -> None:
+        if self._opener.ident is not None:
+            self._opener.join(seconds)
 
-    def _save_pending(self, save: Callable[[DiskTier, TokenIds, int], Saved], threads: int) -> None:
-        with self._writing:
-            with self._wake:
-                pending, self._pending = self._pending, []
-            if pending:
-                self._opener.join()
-            if self._has_model_changed():
-                return
-            for token_ids in pending:
-                try:
-                    fingerprint = self._identity.compute(threads=threads, should_stop=self._must_stop)
-                    tier = self._tier or self._open(fingerprint)
-                    if fingerprint and tier and save(tier, token_ids, threads).num_written:
-                        describe_folder(tier.folder / DESCRIPTION, self._identity.name, fingerprint, tier.form)
-                except (OSError, LocalinferError) as error:
-                    logger.warning("a prompt was not cached on disk: %s", error)
-            self._save_chats()
+    def _saving(self, pending: Sequence[IdleSequence], *, is_behind: bool) -> Steps:
+        """Write sequences and chats: in steps, between which the engine may run, or with all threads meanwhile."""
+        threads = 1 if is_behind else num_io_threads()
+        if pending:
+            self._wait_for_opener()
+        if self._has_model_changed():
+            return
+        for token_ids, salt in pending:
+            try:
+                fingerprint = self._identity.compute(threads=threads, should_stop=self._must_stop)
+                tier = self._tier or self._open(fingerprint)
+                if fingerprint is None or tier is None:
+                    continue
+                tier = tier.of_salt(salt)
+                if is_behind:
+                    saved = yield from self._saving_copies(tier, token_ids)
+                else:
+                    saved = self._save_in_place(tier, token_ids, threads)
+                if saved.num_written:
+                    describe_folder(tier.folder / DESCRIPTION, self._identity.name, fingerprint, tier.form)
+            except (OSError, LocalinferError) as error:
+                logger.warning("a prompt was not cached on disk: %s", error)
+        self._save_chats()
 
     def _has_model_changed(self) -> bool:
         """Whether the model's file was changed, so that nothing may be written; warns once."""
@@ -240,7 +272,7 @@ class DiskCache:
 
     def _save_chats(self) -> None:
         """Write the token ids of replies, which cannot be computed from their texts."""
-        if self._tier is None or not self._tier.folder.is_dir():
+        if self._tier is None or not disk.is_folder(self._tier.folder):
             return
         chats = []
         while self._answered:
@@ -253,19 +285,20 @@ class DiskCache:
             logger.log(level, "a reply's token ids were not cached on disk: %s", error)
             self._chats_failure = str(error)
 
-    def _save_behind(self, tier: DiskTier, token_ids: TokenIds, threads: int) -> Saved:
+    def _saving_copies(self, tier: DiskTier, token_ids: TokenIds) -> Generator[None, None, Saved]:
         """Copy a few pages at a time between two steps of the engine."""
-        saved = tier.save(token_ids, self._copies(tier, token_ids, is_windowed=False), threads=threads)
+        saved = yield from tier.saving(token_ids, self._copies(tier, token_ids, is_windowed=False))
         if self._parts_tier is not None:
+            parts_tier = self._parts_tier.of_salt(tier.salt)
             with self._engine.exclusive_cache() as cache:
-                places = np.flatnonzero(cache.tree.match(token_ids).windowed).tolist()
-            copies = self._copies(self._parts_tier, token_ids, is_windowed=True)
-            self._parts_tier.save(token_ids, copies, places=places, threads=threads)
+                places = np.flatnonzero(cache.tree.match(token_ids, tier.salt).windowed).tolist()
+            copies = self._copies(parts_tier, token_ids, is_windowed=True)
+            yield from parts_tier.saving(token_ids, copies, places=places)
         if self._states_tier is not None:
-            self._save_snapshots(self._states_tier, token_ids)
+            yield from self._saving_snapshots(self._states_tier.of_salt(tier.salt), token_ids)
         return saved
 
-    def _save_snapshots(self, tier: SnapshotTier, token_ids: TokenIds) -> None:
+    def _saving_snapshots(self, tier: SnapshotTier, token_ids: TokenIds) -> Steps:
         """Copy one snapshot after the other between two steps of the engine."""
         buffer = np.empty(tier.form.page_bytes, np.uint8).data
 
@@ -274,7 +307,7 @@ class DiskCache:
                 return None
             try:
                 with self._engine.exclusive_cache() as cache:
-                    slot = cache.tree.match(token_ids).snapshots.get(position)
+                    slot = cache.tree.match(token_ids, tier.salt).snapshots.get(position)
                     if slot is None:
                         return None
                     buffer[:] = cache.pool.state_view(slot).data
@@ -283,8 +316,8 @@ class DiskCache:
             return buffer
 
         with self._engine.exclusive_cache() as cache:
-            positions = chosen_positions(cache.tree.match(token_ids).snapshots, cache.pool.grid)
-        tier.save_snapshots(token_ids, positions, read)
+            positions = chosen_positions(cache.tree.match(token_ids, tier.salt).snapshots, cache.pool.grid)
+        yield from tier.saving_snapshots(token_ids, positions, read)
 
     def _copies(self, tier: DiskTier, token_ids: TokenIds, *, is_windowed: bool) -> PageSource:
         """Pages of one sequence, or their sliding-window blocks, copied alternately to two sets of buffers."""
@@ -298,7 +331,8 @@ class DiskCache:
             buffers = sets[0][: len(indices)]
             try:
                 with self._engine.exclusive_cache() as cache:
-                    pages = self._pages(cache.pool, cache.tree.match(token_ids), token_ids, indices, is_windowed)
+                    match = cache.tree.match(token_ids, tier.salt)
+                    pages = self._pages(cache.pool, match, token_ids, indices, is_windowed)
                     for page, buffer in zip(pages or (), buffers, strict=False):
                         buffer[:] = page
             except ClosedError:
@@ -310,7 +344,7 @@ class DiskCache:
     def _save_in_place(self, tier: DiskTier, token_ids: TokenIds, threads: int) -> Saved:
         """Write pages without copying them; no step of the engine runs meanwhile."""
         with self._engine.exclusive_cache() as cache:
-            pool, match = cache.pool, cache.tree.match(token_ids)
+            pool, match = cache.pool, cache.tree.match(token_ids, tier.salt)
 
             def save(tier: DiskTier, places: Sequence[int] | None, is_windowed: bool) -> Saved:
                 def read(indices: Sequence[int]) -> Sequence[memoryview] | None:
@@ -320,14 +354,14 @@ class DiskCache:
 
             saved = save(tier, None, False)
             if self._parts_tier is not None:
-                save(self._parts_tier, np.flatnonzero(match.windowed).tolist(), True)
+                save(self._parts_tier.of_salt(tier.salt), np.flatnonzero(match.windowed).tolist(), True)
             if self._states_tier is not None:
 
                 def states(position: int) -> memoryview | None:
                     return None if self._must_stop() else pool.state_view(match.snapshots[position]).data
 
                 positions = chosen_positions(match.snapshots, pool.grid)
-                self._states_tier.save_snapshots(token_ids, positions, states)
+                self._states_tier.of_salt(tier.salt).save_snapshots(token_ids, positions, states)
             return saved
 
     def _pages(
@@ -385,7 +419,7 @@ class DiskCache:
 
     def _find_others(self) -> Iterator[tuple[Mapping[str, str], DiskTier]]:
         """Other fingerprints of the folder, from their unverified descriptions, for explanations only."""
-        for path in sorted(self._folder.glob(f"*/{DESCRIPTION}"))[:_MAX_OTHERS]:
+        for path in described_folders(self._folder)[:_MAX_OTHERS]:
             try:
                 fields = read_description(path)
             except (OSError, ValueError) as error:
@@ -394,11 +428,11 @@ class DiskCache:
             parts = fields["parts"]
             yield parts, self._tier_of(Fingerprint(parts), fields["page_tokens"], fields["page_bytes"])
 
-    def _explain(self, token_ids: TokenIds, cached_tokens: int, found: Found) -> str | None:
+    def _explain(self, token_ids: TokenIds, cached_tokens: int, found: Found, salt: bytes) -> str | None:
         if found.problem is not None:
             return f"a file on disk {found.problem.value}, and was deleted"
         for parts, tier in () if cached_tokens else self._others:
-            if tier.has_beginning(token_ids[: tier.form.page_tokens]):
+            if tier.of_salt(salt).has_beginning(token_ids[: tier.form.page_tokens]):
                 ours = self._identity.known()
                 return describe_differences(parts, {} if ours is None else ours.parts)
         return None

@@ -1,11 +1,15 @@
 """Responses and conversations that a server keeps: small files in a private folder, with a byte budget and an expiry.
 
-What is put is there at once and is written behind by one thread, so that no reply waits for the disk. A file that is
+What is put is there at once and is written behind by one thread, in order; `flush` waits for it. A file that is
 deleted, by whomever, is forgotten; one that was not used for long is deleted. Without a folder, and where the disk
 refuses, all this holds for the memory of the process.
+
+A file has the SHA-256 of the content in hex and a newline, then the content. One that is damaged, as by a power cut, is
+deleted; those of former versions have no hash, and begin with the brace of their JSON.
 """
 
 import contextlib
+import hashlib
 import logging
 import os
 import re
@@ -20,6 +24,7 @@ from pathlib import Path
 
 from localinfer.closing import Closing
 from localinfer.persistence.budget import RESPONSE_FILE, DiskBudget, StoredFile, mark_used, newest_first
+from localinfer.system import disk
 from localinfer.system.files import read_bounded, write_all, write_atomically
 from localinfer.system.folders import expand_home, make_private, user_folder
 
@@ -27,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_MAX_BYTES = 256 << 20
 DEFAULT_EXPIRY_SECONDS = 30 * 86400.0
+_LONGEST_FLUSH_SECONDS = 3.0
+_PROOF_BYTES = 65
 _SWEEP_SECONDS = 3600.0
 """Time between two searches for files that have expired."""
 
@@ -47,7 +54,7 @@ def clear_responses(folder: Path) -> int:
     deleted = 0
     for file in stored_responses(folder):
         with contextlib.suppress(OSError):
-            os.unlink(file.path)
+            disk.delete(file.path)
             deleted += file.num_bytes
     return deleted
 
@@ -124,6 +131,16 @@ class ResponseStore(Closing):
         if self._writer is not None and re.fullmatch(RESPONSE_FILE, name):
             self._later(name, None)
 
+    def flush(self) -> None:
+        """Wait until what was put and deleted before is in files, which a killed process leaves behind.
+
+        For a few seconds at most: a disk that hangs ends no reply.
+        """
+        if self._writer is not None:
+            # Once it is closed, everything is written where it is put.
+            with contextlib.suppress(RuntimeError, TimeoutError):
+                self._writer.submit(lambda: None).result(_LONGEST_FLUSH_SECONDS)
+
     def close(self) -> None:
         """Write what is pending; may be called again."""
         if self._writer is not None:
@@ -166,15 +183,15 @@ class ResponseStore(Closing):
         return None
 
     def _write(self, path: Path, content: bytes) -> None:
-        write = partial(write_all, data=content)
+        write = partial(write_all, data=_proof(content) + content)
         try:
             write_atomically(path, write)
         except FileNotFoundError:
             # Somebody deleted the folder.
-            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            disk.make_folder(path.parent)
             write_atomically(path, write)
         self._sweep()
-        self._budget.note_written(len(content))
+        self._budget.note_written(_PROOF_BYTES + len(content))
         self._budget.enforce()
 
     def _sweep(self) -> None:
@@ -186,17 +203,22 @@ class ResponseStore(Closing):
         for file in stored_responses(self._folder):
             if self._has_expired(file.used_ns / 1e9):
                 with contextlib.suppress(OSError):
-                    os.unlink(file.path)
+                    disk.delete(file.path)
 
     def _read(self, path: Path) -> bytes | None:
         try:
-            if self._has_expired(path.stat().st_mtime):
+            if self._has_expired(disk.status(path).st_mtime):
                 self.delete(path.name)
                 return None
-            content = read_bounded(path, self._options.max_bytes)
+            kept = read_bounded(path, self._options.max_bytes)
         except OSError:
             return None
-        mark_used([path])
+        content = _proven(kept)
+        if content is None:
+            logger.info("%s does not match its checksum; it is forgotten", path)
+            self.delete(path.name)
+        else:
+            mark_used([path])
         return content
 
     def _has_expired(self, used: float) -> bool:
@@ -218,5 +240,18 @@ class ResponseStore(Closing):
         self._memory_bytes -= len(content)
 
 
+def _proof(content: bytes) -> bytes:
+    return hashlib.sha256(content).hexdigest().encode() + b"\n"
+
+
+def _proven(kept: bytes) -> bytes | None:
+    """The content of a file; None if it is damaged."""
+    content = kept[_PROOF_BYTES:]
+    if kept[:_PROOF_BYTES] == _proof(content):
+        return content
+    return kept if kept.startswith(b"{") else None
+
+
 def _unlink(path: Path) -> None:
-    path.unlink(missing_ok=True)
+    with contextlib.suppress(FileNotFoundError):
+        disk.delete(path)

@@ -20,25 +20,31 @@ def restore_prompt(
 ) -> str | None:
     """Read found pages into the tree, as far as a sequence can continue from them; return why it ended early, or None.
 
-    parts_tier, states_tier: of sliding-window blocks and of recurrent states, for a model that has them.
+    tier: of the text's salt, as the others. parts_tier, states_tier: of sliding-window blocks and of recurrent states,
+    for a model that has them.
     Raises: OutOfMemoryError.
     """
-    match = cache.tree.match(token_ids)
-    if states_tier is None:
-        return _restore_pages(cache, tier, parts_tier, token_ids, found, match, {})
-    pool = cache.pool
-    # A few positions are computed as fast as their states are read.
-    least = match.usable + cache.near_tokens - 1
-    candidates = list(states_tier.find_snapshots(token_ids[: found.num_tokens], after=least))
-    # Retained, since what is allocated below could evict it.
-    slot, snapshot = _read_deepest(cache, states_tier, candidates)
-    if snapshot is None:
-        return None
+    pool, match = cache.pool, cache.tree.match(token_ids, tier.salt)
+    before, before_windowed = match.pages[: found.first_page].copy(), match.windowed[: found.first_page].copy()
+    # Retained, since allocating the others, or a slot for states, could evict them.
+    pool.retain(before, before_windowed)
     try:
-        wanted = _shortened(found, snapshot.position, pool.num_pages_for(snapshot.position))
-        return _restore_pages(cache, tier, parts_tier, token_ids, wanted, match, {snapshot.position: slot})
+        if states_tier is None:
+            return _restore_pages(cache, tier, parts_tier, token_ids, found, match, {})
+        # A few positions are computed as fast as their states are read.
+        least = match.usable + cache.near_tokens - 1
+        candidates = list(states_tier.find_snapshots(token_ids[: found.num_tokens], after=least))
+        # Retained, since what is allocated below could evict it.
+        slot, snapshot = _read_deepest(cache, states_tier, candidates)
+        if snapshot is None:
+            return None
+        try:
+            wanted = _shortened(found, snapshot.position, pool.num_pages_for(snapshot.position))
+            return _restore_pages(cache, tier, parts_tier, token_ids, wanted, match, {snapshot.position: slot})
+        finally:
+            pool.release_state(slot)
     finally:
-        pool.release_state(slot)
+        pool.release(before, before_windowed)
 
 
 def _read_deepest(
@@ -73,6 +79,7 @@ def _restore_pages(
     match: Match,
     snapshots: dict[int, int],
 ) -> str | None:
+    """As `restore_prompt`, where the caller holds the pages before the first that was found."""
     pool, first = cache.pool, found.first_page
     before, before_windowed = match.pages[:first].copy(), match.windowed[:first].copy()
     parts = () if parts_tier is None else parts_tier.of_same_pages(found)
@@ -84,32 +91,27 @@ def _restore_pages(
     if usable < found.num_tokens:
         found = _shortened(found, usable, num_pages)
     windowed = stored[: num_pages - first] & pool.sliding.kept(num_pages, usable)[first:]
-    # Retained, since allocating the others could evict them.
-    pool.retain(before, before_windowed)
+    fresh = pool.acquire(len(found.pages), windowed)
     try:
-        fresh = pool.acquire(len(found.pages), windowed)
-        try:
-            buffers = [pool.buffer(page) for page in fresh.tolist()]
-            restored = tier.restore(found, [buffer.data for buffer in buffers])
-            for page, buffer in zip(fresh.tolist(), buffers, strict=True):
-                pool.fill(page, buffer)
-            has_part = windowed.copy()
-            if parts_tier is not None:
-                places = np.flatnonzero(windowed)
-                some = Found(0, 0, tuple(part for place in places if (part := parts[place]) is not None))
-                views = [pool.windowed_view(page).data for page in fresh[places].tolist()]
-                has_part[places[pool.num_pages_for(parts_tier.restore(some, views).num_tokens) :]] = False
-                parts_tier.mark_used(some)
-            # Of a page that was found to share a beginning with the prompt, no more than that counts.
-            length = min(restored.num_tokens, found.num_tokens)
-            num_pages = pool.num_pages_for(length)
-            if num_pages > first:
-                pages, held = np.concatenate((before, fresh)), np.concatenate((before_windowed, has_part))
-                whole = {position: slot for position, slot in snapshots.items() if position <= length}
-                cache.tree.insert(token_ids[:length], pages[:num_pages], held[:num_pages], snapshots=whole)
-                tier.mark_used(found)
-        finally:
-            pool.release(fresh, windowed)
+        buffers = [pool.buffer(page) for page in fresh.tolist()]
+        restored = tier.restore(found, [buffer.data for buffer in buffers])
+        for page, buffer in zip(fresh.tolist(), buffers, strict=True):
+            pool.fill(page, buffer)
+        has_part = windowed.copy()
+        if parts_tier is not None:
+            places = np.flatnonzero(windowed)
+            some = Found(0, 0, tuple(part for place in places if (part := parts[place]) is not None))
+            views = [pool.windowed_view(page).data for page in fresh[places].tolist()]
+            has_part[places[pool.num_pages_for(parts_tier.restore(some, views).num_tokens) :]] = False
+            parts_tier.mark_used(some)
+        # Of a page that was found to share a beginning with the prompt, no more than that counts.
+        length = min(restored.num_tokens, found.num_tokens)
+        num_pages = pool.num_pages_for(length)
+        if num_pages > first:
+            pages, held = np.concatenate((before, fresh)), np.concatenate((before_windowed, has_part))
+            whole = {position: slot for position, slot in snapshots.items() if position <= length}
+            cache.tree.insert(token_ids[:length], pages[:num_pages], held[:num_pages], snapshots=whole, salt=tier.salt)
+            tier.mark_used(found)
     finally:
-        pool.release(before, before_windowed)
+        pool.release(fresh, windowed)
     return None if restored.problem is None else f"a file on disk {restored.problem.value}, and was deleted"

@@ -20,18 +20,19 @@ import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from io import FileIO
 from pathlib import Path
 
 import numpy as np
 
 from localinfer.cache.block_pool import PageNumbers, PagePool
+from localinfer.cache.salt import NO_SALT
 from localinfer.closing import Closing
 from localinfer.engine.engine import Engine
 from localinfer.errors import SessionFileError, SessionMismatchError
 from localinfer.persistence.fingerprint import Fingerprint, ModelIdentity, differing_parts
 from localinfer.persistence.page_file import CHECKSUM_BYTES, PageFormat, checksum, read_all
 from localinfer.persistence.snapshot_store import chosen_positions
+from localinfer.system import disk
 from localinfer.system.files import OutputFile, check_output, num_io_threads
 from localinfer.system.folders import expand_home
 from localinfer.types import TokenIds
@@ -46,10 +47,15 @@ _CHANGED = "the model's file has changed since it was loaded; load the model aga
 
 
 def save_session(
-    engine: Engine, identity: ModelIdentity, path: str | os.PathLike[str], token_ids: TokenIds | None
+    engine: Engine,
+    identity: ModelIdentity,
+    path: str | os.PathLike[str],
+    token_ids: TokenIds | None,
+    salt: bytes = NO_SALT,
 ) -> int:
     """Write the cached pages of a sequence, by default of the one that ended last; return its number of tokens.
 
+    salt: of the sequence, where it is given.
     Raises: SessionFileError if none are cached, or the file cannot be written.
     """
     target = expand_home(path)
@@ -58,10 +64,10 @@ def save_session(
     if identity.has_changed:
         raise SessionFileError(_CHANGED)
     with engine.exclusive_cache() as cache:
-        wanted = cache.last_retired if token_ids is None else token_ids
+        wanted, salt = (cache.last_retired, cache.last_retired_salt) if token_ids is None else (token_ids, salt)
         if wanted is None:
             raise SessionFileError("there is no conversation to save yet; save one after its first answer")
-        match = cache.tree.match(wanted)
+        match = cache.tree.match(wanted, salt)
         length = match.usable
         if not length:
             raise SessionFileError(
@@ -101,9 +107,12 @@ def save_session(
     return length
 
 
-def load_session(engine: Engine, identity: ModelIdentity, path: str | os.PathLike[str]) -> TokenIds:
+def load_session(
+    engine: Engine, identity: ModelIdentity, path: str | os.PathLike[str], salt: bytes = NO_SALT
+) -> TokenIds:
     """Load a saved conversation into the cache, after verifying all of it; return its token ids.
 
+    salt: of those who may go on with it; a file says nothing of one.
     Raises: SessionFileError if the file is damaged; SessionMismatchError, naming the differences, if it was saved with
         another model, setting or version; OutOfMemoryError if memory has no room for it.
     """
@@ -136,8 +145,8 @@ def load_session(engine: Engine, identity: ModelIdentity, path: str | os.PathLik
                 for page, buffer in zip(fresh.tolist(), buffers, strict=True):
                     pool.fill(page, buffer)
                 snapshots = dict(zip(session.content.positions, slots, strict=True))
-                cache.tree.insert(token_ids, fresh, windowed, snapshots=snapshots)
-                cache.last_retired = token_ids
+                cache.tree.insert(token_ids, fresh, windowed, snapshots=snapshots, salt=salt)
+                cache.last_retired, cache.last_retired_salt = token_ids, salt
         finally:
             with engine.exclusive_cache():
                 pool.release(fresh, windowed)
@@ -219,9 +228,9 @@ class SessionReader(Closing):
         self.path = Path(path)
         try:
             # Opening a named pipe would block, so check first.
-            if not stat.S_ISREG(os.stat(self.path).st_mode):
+            if not stat.S_ISREG(disk.status(self.path).st_mode):
                 raise SessionFileError(f"{self.path} is not a regular file; give a file that save_session wrote")
-            self._file = FileIO(self.path, "rb")
+            self._file = disk.open_to_read(self.path)
         except FileNotFoundError:
             raise SessionFileError(f"{self.path} does not exist; give a file that save_session wrote") from None
         except OSError as error:
@@ -275,7 +284,7 @@ class SessionReader(Closing):
             yield page
 
     def _read_header(self) -> None:
-        num_bytes = self._num_bytes = os.fstat(self._file.fileno()).st_size
+        num_bytes = self._num_bytes = disk.status_of(self._file).st_size
         fixed = self._take(_FIXED.size)
         magic, version, json_bytes = _FIXED.unpack(fixed)
         if magic != MAGIC:

@@ -4,9 +4,8 @@ The file of a snapshot is like that of a page that ends where the snapshot was t
 and values, so it is found by the token ids of a prompt, verified when read, and evicted by last use like a page.
 """
 
-import os
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,7 +13,8 @@ import numpy as np
 
 from localinfer.persistence.budget import mark_used
 from localinfer.persistence.page_file import PageRecord, Rejection, check_file, read_page, read_record
-from localinfer.persistence.store import DiskTier, FileKind, Saved
+from localinfer.persistence.store import DiskTier, FileKind, Saved, finished
+from localinfer.system import disk
 from localinfer.types import TokenIds
 
 _MOST_OTHERS = 4
@@ -72,6 +72,12 @@ class SnapshotTier(DiskTier):
 
     def save_snapshots(self, token_ids: TokenIds, positions: Sequence[int], read: SnapshotSource) -> Saved:
         """Write the missing ones of some snapshots of a sequence, and enforce the budget; see `DiskTier.save`."""
+        return finished(self.saving_snapshots(token_ids, positions, read))
+
+    def saving_snapshots(
+        self, token_ids: TokenIds, positions: Sequence[int], read: SnapshotSource
+    ) -> Generator[None, None, Saved]:
+        """The steps of `save_snapshots`, one for each snapshot that is written."""
         with self._saving:
             if self._is_too_small:
                 return Saved(0, 0, "the disk budget is smaller than one snapshot")
@@ -89,6 +95,7 @@ class SnapshotTier(DiskTier):
                     if states is None or reason is not None:
                         break
                     num_written += 1
+                    yield
                 paths[position] = path
             return self._finish_save(list(paths.values()), num_written, len(paths) - num_written, reason)
 
@@ -97,12 +104,12 @@ class SnapshotTier(DiskTier):
         names: defaultdict[str, list[str]] = defaultdict(list)
         for shard in "0123456789abcdef":
             try:
-                with os.scandir(self.folder / shard) as entries:
-                    for entry in entries:
-                        if entry.name.endswith(self._suffix):
-                            names[entry.name.partition("-")[0]].append(entry.name)
+                found = disk.entries(self.folder / shard)
             except OSError:
                 continue
+            for entry in found:
+                if entry.name.endswith(self._suffix):
+                    names[entry.name.partition("-")[0]].append(entry.name)
         return names
 
 

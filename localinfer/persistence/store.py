@@ -6,19 +6,22 @@ atomic, and equal names have equal bytes. The folder is only a cache: an invalid
 """
 
 import contextlib
+import copy
 import functools
+import hashlib
 import logging
-import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
+from typing import Self, TypeVar
 
 import numpy as np
 
+from localinfer.cache.salt import NO_SALT
 from localinfer.persistence.budget import DiskBudget, mark_used
 from localinfer.persistence.page_file import (
     KEY_BYTES,
@@ -33,10 +36,13 @@ from localinfer.persistence.page_file import (
     read_record,
     write_page,
 )
+from localinfer.system import disk
 from localinfer.system.files import WorkerThreads, run_all
 from localinfer.types import TokenIds
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _MAX_SIBLINGS = 1024
 """Files after one prefix that are searched for the longest common prefix: at most 10 milliseconds."""
@@ -100,13 +106,15 @@ class Saved:
 
 @dataclass
 class DiskCounters:
-    """Counters of a tier since it was opened. `rejected` counts files by reason."""
+    """Counters of a tier since it was opened. `rejected` counts files by reason. last_failure: why the last save ended
+    early, None if it did not."""
 
     pages_read: int = 0
     pages_written: int = 0
     bytes_deleted: int = 0
     failed_saves: int = 0
     rejected: Counter[Rejection] = field(default_factory=Counter)
+    last_failure: str | None = None
 
 
 class DiskTier:
@@ -115,6 +123,7 @@ class DiskTier:
     folder: private, and existing. fingerprint: 32-byte hash of everything but the token ids that a page's bytes depend
     on. max_bytes: budget of the whole folder, pages of other fingerprints included. threads: how many read and verify
     pages concurrently. kind: WINDOW for the pages' sliding-window blocks, whose files lie beside those of the pages.
+    salt: of the texts whose pages it finds and writes; see `of_salt`.
     """
 
     def __init__(
@@ -133,12 +142,22 @@ class DiskTier:
         self.form = PageFormat(page_tokens, page_bytes, magic)
         self.folder = folder / fingerprint.hex()[:32]
         self.counters = DiskCounters()
-        self._fingerprint = fingerprint
+        self.salt = NO_SALT
+        self._fingerprint = self._first_key = fingerprint
         self._budget = DiskBudget(folder, max_bytes)
         self._is_too_small = self.form.file_bytes > max_bytes
         self._saving = threading.Lock()
         self._threads = threads
-        self._last_failure: str | None = None
+
+    def of_salt(self, salt: bytes) -> Self:
+        """This tier as texts of a salt see it: the key before their first page is of the salt too, so that they share
+        no file with others, and a file says no more of the salt than of the fingerprint."""
+        if salt == self.salt:
+            return self
+        made = copy.copy(self)
+        made.salt = salt
+        made._first_key = hashlib.sha256(self._fingerprint + salt).digest() if salt else self._fingerprint
+        return made
 
     def find(self, token_ids: TokenIds, first_page: int = 0) -> Found:
         """Find the files that continue a prompt from page `first_page` on, exact to the token.
@@ -225,6 +244,19 @@ class DiskTier:
         threads: how many write. A failure of the disk ends the save early and is returned, never raised; pages written
         until then are kept.
         """
+        steps = self.saving(token_ids, read, places=places, threads=threads, pages_at_once=pages_at_once)
+        return finished(steps)
+
+    def saving(
+        self,
+        token_ids: TokenIds,
+        read: PageSource,
+        *,
+        places: Sequence[int] | None = None,
+        threads: int = 1,
+        pages_at_once: int | None = None,
+    ) -> Generator[None, None, Saved]:
+        """The steps of `save`: one for each call of `read`."""
         with self._saving:
             if self._is_too_small:
                 return Saved(0, 0, "the disk budget is smaller than one page")
@@ -237,7 +269,7 @@ class DiskTier:
                 missing = missing[:-1] if self._has_longer(records[last]) else missing
             step = pages_at_once or self.pages_at_once
             reads = [missing[first : first + step] for first in range(0, len(missing), step)]
-            reasons = self._write_all(reads, records, paths, read, threads)
+            reasons = yield from self._writing(reads, records, paths, read, threads)
             num_written = reasons.count(None)
             reason = next((one for one in reasons if one is not None), None)
             # Only a page whose prefix was on disk before can replace a shorter one.
@@ -256,20 +288,20 @@ class DiskTier:
         failure = None if reason is None else f"{self.folder} cannot be written: {reason}"
         if failure is not None:
             # Warn once, until a save succeeds or fails for another reason.
-            level = logging.INFO if reason == self._last_failure else logging.WARNING
+            level = logging.INFO if reason == self.counters.last_failure else logging.WARNING
             logger.log(level, "a prompt was not cached on disk: %s", failure)
-        self._last_failure = reason
+        self.counters.last_failure = reason
         return Saved(num_written, num_present, failure)
 
-    def _write_all(
+    def _writing(
         self,
         reads: Iterable[list[int]],
         records: list[PageRecord],
         paths: list[Path],
         read: PageSource,
         threads: int,
-    ) -> list[str | None]:
-        """Write pages, while the next are read; return the error of each, or None."""
+    ) -> Generator[None, None, list[str | None]]:
+        """Write pages, while the next are read; the result is the error of each, or None."""
         results: list[str | None] = []
         begun: list[Future[str | None]] = []
         with WorkerThreads(threads) as workers:
@@ -281,6 +313,7 @@ class DiskTier:
                     break
                 for index, page in zip(some, pages, strict=True):
                     begun.append(workers.begin(functools.partial(self._write, paths[index], records[index], page)))
+                yield
         return results + [future.result() for future in begun]
 
     def _write(self, path: Path, record: PageRecord, page: memoryview) -> str | None:
@@ -288,7 +321,7 @@ class DiskTier:
             try:
                 write_page(path, self.form, record, page)
             except FileNotFoundError:
-                path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+                disk.make_folder(path.parent)
                 write_page(path, self.form, record, page)
         except OSError as error:
             # On systems where an open file cannot be replaced, another process is reading the same bytes.
@@ -297,7 +330,7 @@ class DiskTier:
         return None
 
     def _records(self, token_ids: TokenIds) -> Iterator[PageRecord]:
-        parent = self._fingerprint
+        parent = self._first_key
         for start in range(0, token_ids.size, self.form.page_tokens):
             record = PageRecord(parent, token_ids[start : start + self.form.page_tokens])
             yield record
@@ -312,8 +345,7 @@ class DiskTier:
         folder = self._path(record).parent
         start = f"{record.parent.hex()[:32]}-"
         try:
-            with os.scandir(folder) as entries:
-                names = [entry.name for entry in entries if entry.name.startswith(start)]
+            names = [entry.name for entry in disk.entries(folder) if entry.name.startswith(start)]
         except OSError:
             return
         for name in [name for name in names if name.endswith(self._suffix)][:_MAX_SIBLINGS]:
@@ -344,7 +376,7 @@ class DiskTier:
             size = sibling.token_ids.size
             if size < record.token_ids.size and np.array_equal(sibling.token_ids, record.token_ids[:size]):
                 with contextlib.suppress(OSError):
-                    path.unlink()
+                    disk.delete(path)
 
     def _reject(self, path: Path, problem: Rejection) -> None:
         """Count an invalid file, and delete it."""
@@ -354,10 +386,20 @@ class DiskTier:
         logger.info("%s %s; it is computed again", path, problem.value)
         with contextlib.suppress(OSError):
             try:
-                path.unlink()
+                disk.delete(path)
             except OSError:
                 # A folder, deleted only if empty.
-                path.rmdir()
+                disk.delete_folder(path)
+
+
+def finished(steps: Generator[None, None, T]) -> T:
+    """Take all steps, and return their result."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            result: T = end.value
+            return result
 
 
 def common_length(a: TokenIds, b: TokenIds) -> int:

@@ -142,11 +142,13 @@ class MatcherMask:
 
     def _check(self) -> None:
         error = self._matcher.error()
-        if error is not None:
-            raise ConstraintError(
-                f"the grammar became too costly to follow: {_first_line(error)}; give a simpler one",
-                field="grammar",
-            )
+        if error is None:
+            return
+        if _first_line(error) == "NoExtensionBias":
+            raise ConstraintError("the grammar allows nothing that could follow; change it", field="grammar")
+        raise ConstraintError(
+            f"the grammar became too costly to follow: {_first_line(error)}; give a simpler one", field="grammar"
+        )
 
 
 def _first_line(text: str) -> str:

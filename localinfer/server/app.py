@@ -30,6 +30,7 @@ from localinfer.server.api import (
     embeddings,
     messages,
     models,
+    prefill,
     rerank,
     responses,
     status,
@@ -37,6 +38,7 @@ from localinfer.server.api import (
 )
 from localinfer.server.api.responses_background import BackgroundResponses
 from localinfer.server.api.responses_memory import ResponseMemory
+from localinfer.server.handover.prefill_client import ROUTE
 from localinfer.server.llama_server import completion, embedding, infill, metrics, model_control, properties, slots
 from localinfer.server.ollama.routes import ollama_routes
 from localinfer.server.operation.hangup import HangupHandler
@@ -112,7 +114,7 @@ def make_app(service: Service, operation: Operation = NO_OPERATION) -> Starlette
         route("/messages", messages.messages, "POST"),
         route("/messages/count_tokens", messages.count_tokens, "POST"),
         route("/tokenize", text.tokenize, "POST"),
-        route("/detokenize", text.detokenize, "POST"),
+        route("/detokenize", text.detokenize, "POST", prompt_field="tokens"),
         route("/tokenizer_info", text.tokenizer_info),
         route("/apply-template", text.apply_template, "POST"),
         route("/openapi.json", openapi.openapi),
@@ -138,6 +140,8 @@ def make_app(service: Service, operation: Operation = NO_OPERATION) -> Starlette
         route("/requests/{reply}/cancel", status.cancel, "POST"),
         route("/requests/{reply}", status.cancel, "DELETE"),
     ]
+    if service.settings.handover.role == "prefill":
+        routes.insert(0, route(ROUTE, prefill.prefill, "POST", prompt_field="token_ids"))
     app = Starlette(
         routes=routes,
         middleware=[

@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.cache.prefix_node import common_length
+from localinfer.cache.salt import salt_of
 from localinfer.chat.history import SessionHistory
 from localinfer.chat.reply import ReplyOptions
 from localinfer.chat.tool_choice import ToolChoice
@@ -109,13 +110,17 @@ class SessionPrompts:
         if token_ids.size >= self.model.context_length:
             raise self._overflow(token_ids.size)
         is_pinned = bool(self.options.get("pin_cache"))
-        return self.model.compute(token_ids, system_tokens=system_tokens, is_pinned=is_pinned)
+        return self.model.compute(token_ids, system_tokens=system_tokens, is_pinned=is_pinned, salt=self._salt)
 
     def _encode(self, turns: Sequence[Turn]) -> tuple[NDArray[np.int32], int]:
         options = {name: self.options[name] for name in _PROMPT_OPTIONS if name in self.options}
         given = cast(ReplyOptions, {**options, "tools": self.tools.descriptions or None})
-        chat = self.model.encode(_sent(turns), given, history=self._history)
+        chat = self.model.encode(_sent(turns), given, history=self._history, salt=self._salt)
         return chat.token_ids, chat.system_tokens
+
+    @property
+    def _salt(self) -> bytes:
+        return salt_of(self.options.get("cache_salt"))
 
     def _overflow(self, num_tokens: int | None) -> ContextLengthError:
         taken = "more tokens" if num_tokens is None else f"{num_tokens} tokens"

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.cache.prefix_cache import CacheHints, PrefixCache
+from localinfer.cache.salt import NO_SALT
 from localinfer.cache.sequence import SequenceCache, forward
 from localinfer.errors import OutOfMemoryError
 from localinfer.sampling.sampler import OnDeviceSampling, OutputSpec, Results, Sampler, SamplingPlan
@@ -20,7 +21,6 @@ from localinfer.types import Told
 if TYPE_CHECKING:
     from localinfer.models.load.loader import Model
 
-_NO_HINTS = CacheHints()
 _CLOCK_MEMORY = 0.9
 _USUAL_PENDING = 2
 """Tokens to compute before drafting where nothing was rejected: the last one drafted, and the one sampled after it."""
@@ -55,9 +55,9 @@ class DraftModel:
         self.seconds_per_draft = 0.0
         self.seconds_per_read = self.seconds_per_token / 4
 
-    def begin(self, plan: SamplingPlan) -> "DraftModelText":
-        """Follow one generation that is sampled by a plan."""
-        return DraftModelText(self, plan)
+    def begin(self, plan: SamplingPlan, salt: bytes = NO_SALT) -> "DraftModelText":
+        """Follow one generation that is sampled by a plan; salt: of the texts that it shares a prefix with."""
+        return DraftModelText(self, plan, salt)
 
     def forward(
         self,
@@ -107,8 +107,9 @@ class DraftModelText:
     in words; None while there may be.
     """
 
-    def __init__(self, model: DraftModel, plan: SamplingPlan) -> None:
+    def __init__(self, model: DraftModel, plan: SamplingPlan, salt: bytes) -> None:
         self._model = model
+        self._hints = CacheHints(salt=salt)
         bias = {token_id: value for token_id, value in plan.params.logit_bias.items() if token_id < model.vocab_size}
         params = replace(plan.params, logit_bias=bias, logprobs=None, seed=plan.seed)
         self._plan = SamplingPlan(params, model.vocab_size)
@@ -153,7 +154,7 @@ class DraftModelText:
     def close(self) -> None:
         """Leave what was computed to the cache; may be called again."""
         if self._sequence is not None:
-            self._model.cache.retire(self._sequence, self._tokens[: self._sequence.length], _NO_HINTS)
+            self._model.cache.retire(self._sequence, self._tokens[: self._sequence.length], self._hints)
             self._sequence = None
             self._num_tokens = 0
 
@@ -170,7 +171,7 @@ class DraftModelText:
         model = self._model
         num_repeated = 0
         if self._sequence is None:
-            self._sequence = model.cache.admit(tokens, _NO_HINTS).sequence
+            self._sequence = model.cache.admit(tokens, self._hints).sequence
         elif self._sequence.length > self._num_tokens:
             drafted = self._tokens[self._num_tokens : self._sequence.length]
             following = tokens[self._num_tokens : tokens.size - 1][: drafted.size]

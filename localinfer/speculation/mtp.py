@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.cache.block_pool import PagePool
+from localinfer.cache.salt import NO_SALT
 from localinfer.cache.sequence import SequenceCache
 from localinfer.errors import ContextLengthError, OutOfMemoryError
 from localinfer.kernels.program import Batch, HiddenProgram
@@ -85,8 +86,8 @@ class MTPDrafter:
         self.seconds_per_draft = 0.0
         self._measure(PagePool(model.kv_layout))
 
-    def begin(self, plan: SamplingPlan) -> "MTPText":
-        """Follow one generation that is sampled by a plan."""
+    def begin(self, plan: SamplingPlan, salt: bytes = NO_SALT) -> "MTPText":
+        """Follow one generation that is sampled by a plan, from what it computed itself: its salt does not matter."""
         return MTPText(self, plan)
 
     def draft_token(

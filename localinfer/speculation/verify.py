@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from localinfer.cache.salt import NO_SALT
 from localinfer.cache.sequence import SequenceCache
 from localinfer.errors import LocalinferError
 from localinfer.sampling.sampler import Results, SamplingPlan
@@ -168,9 +169,10 @@ class Speculation:
         self.notices: list[str] = []
         self._owned_model = model
 
-    def begin(self, plan: SamplingPlan, prediction: TokenIds = _NO_TOKENS) -> "SpeculativeText":
-        """Follow one generation; prediction: int32[T], what its caller expects as the output."""
-        return SpeculativeText(self, plan, prediction)
+    def begin(self, plan: SamplingPlan, prediction: TokenIds = _NO_TOKENS, salt: bytes = NO_SALT) -> "SpeculativeText":
+        """Follow one generation; prediction: int32[T], what its caller expects as the output. salt: of the texts that
+        it may be drafted from."""
+        return SpeculativeText(self, plan, prediction, salt)
 
     def switch_off_ngram(self, error: Exception) -> None:
         """Stop drafting from history."""
@@ -200,7 +202,7 @@ class SpeculativeText:
     expected_seconds: what drafting as it was done last usually takes; reading_seconds: of prefill before it.
     """
 
-    def __init__(self, speculation: Speculation, plan: SamplingPlan, prediction: TokenIds) -> None:
+    def __init__(self, speculation: Speculation, plan: SamplingPlan, prediction: TokenIds, salt: bytes) -> None:
         self.record = SpeculationRecord(engine_notices=speculation.notices)
         self.clock = speculation.clock
         self.expected_seconds = self.reading_seconds = self.drafting_seconds = 0.0
@@ -211,12 +213,12 @@ class SpeculativeText:
         self._sequence: SequenceCache | None = None
         if speculation.ngram is not None:
             try:
-                self._ngram = speculation.ngram.begin(prediction)
+                self._ngram = speculation.ngram.begin(prediction, salt)
             except Exception as error:
                 speculation.switch_off_ngram(error)
         if speculation.model is not None:
             try:
-                self._model = speculation.model.begin(plan)
+                self._model = speculation.model.begin(plan, salt)
             except Exception as error:
                 speculation.switch_off_model(error)
         self._is_expected = prediction.size > 0

@@ -17,7 +17,9 @@ EXTRAS: dict[str, tuple[str, ...]] = {
 """Modules of each extra of the distribution; all of them are dependencies, so that a plain install has every part."""
 
 OPTIONAL: dict[str, tuple[str, ...]] = {
+    "events": ("zmq", "msgspec"),
     "mcp": ("mcp",),
+    "ray": ("ray.serve",),
     "otel": ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"),
 }
 """The same of extras that a plain install is without."""

@@ -3,15 +3,21 @@
 A file is written under a temporary name and renamed when complete. localinfer's own files are in private folders
 (`write_atomically`). A path given by a user (`OutputFile`) may be a link, whose target is replaced; a file, which keeps
 its mode; a pipe or a character device, such as /dev/stdout and /dev/null, which is written in place; anything else is
-refused.
+refused. What a process leaves unfinished that is killed is deleted by the next that writes the same output, and in
+localinfer's own folders by `delete_abandoned`.
 """
 
 import contextlib
 import errno
+import hashlib
+import io
 import os
+import re
 import secrets
 import stat
-from collections.abc import Callable, Iterable, Sequence
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from io import FileIO, RawIOBase
 from pathlib import Path
@@ -20,14 +26,16 @@ from typing import BinaryIO, NamedTuple, Self, TypeVar
 
 from localinfer.closing import Closing
 from localinfer.errors import LocalinferError, RequestError
+from localinfer.system import disk
 
 T = TypeVar("T")
 
-_BASE_FLAGS = os.O_WRONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
-_NEW_FLAGS = _BASE_FLAGS | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
-_IN_PLACE_FLAGS = _BASE_FLAGS | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
-_READ_FLAGS = os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
 _MAX_NAME_TRIES = 100
+_TEMPORARY = re.compile(r"\.[0-9a-f]{12}\.tmp")
+_TARGET_DIGITS = 6
+_ABANDONED_SECONDS = 3600.0
+"""Age from which an unfinished file of a folder that is ours belongs to a dead process."""
+_RENAMES_OPEN_FILES = sys.platform != "win32"
 
 _WAYS_OUT = {
     errno.EISDIR: "give the name of a file in it",
@@ -59,15 +67,34 @@ def write_atomically(path: Path, write: Callable[[FileIO], None]) -> None:
 
     For localinfer's own files in private folders. Raises: OSError; then nothing is left behind.
     """
-    descriptor, temporary = _create_beside(path, 0o600)
+    file, temporary = _create_beside(path, 0o600)
     try:
-        with FileIO(descriptor, "wb") as file:
+        with file:
             write(file)
-        os.replace(temporary, path)
+        disk.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):
-            os.unlink(temporary)
+            disk.delete(temporary)
         raise
+
+
+def is_temporary(name: str) -> bool:
+    """Whether a file of this name is one that was being written, by `write_atomically` or into an `OutputFile`."""
+    return _TEMPORARY.fullmatch(name) is not None
+
+
+def abandoned_ns() -> int:
+    """An unfinished file of a folder that is ours, last written before this time, belongs to a dead process."""
+    return time.time_ns() - int(_ABANDONED_SECONDS * 1e9)
+
+
+def delete_abandoned(folder: Path) -> None:
+    """Delete what processes that are long dead were writing in a folder of localinfer's own. Never raises OSError."""
+    newest_ns = abandoned_ns()
+    for path in _temporaries(folder):
+        with contextlib.suppress(OSError):
+            if disk.status(path, follow_links=False).st_mtime_ns < newest_ns:
+                disk.delete(path)
 
 
 def open_regular(path: str | os.PathLike[str]) -> FileIO:
@@ -75,17 +102,20 @@ def open_regular(path: str | os.PathLike[str]) -> FileIO:
 
     Raises: OSError, also if it is not a regular file.
     """
-    file = FileIO(os.open(path, _READ_FLAGS), "rb")
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+    file = disk.open_to_read(path)
+    try:
+        if not stat.S_ISREG(disk.status_of(file).st_mode):
+            raise OSError(errno.EINVAL, f"{path} is not a regular file")
+    except BaseException:
         file.close()
-        raise OSError(errno.EINVAL, f"{path} is not a regular file")
+        raise
     return file
 
 
 def read_bounded(path: str | os.PathLike[str], max_bytes: int) -> bytes:
     """Read a whole file of a cache folder. Raises: OSError, also if it is larger than `max_bytes`."""
     with open_regular(path) as file:
-        num_bytes = os.fstat(file.fileno()).st_size
+        num_bytes = disk.status_of(file).st_size
         if num_bytes > max_bytes:
             raise OSError(errno.EFBIG, f"{path} has {num_bytes:,} bytes, more than the {max_bytes:,} allowed")
         parts = []
@@ -98,9 +128,10 @@ def read_bounded(path: str | os.PathLike[str], max_bytes: int) -> bytes:
 class OutputFile:
     """A file named by the user, written in order; a context manager.
 
-    At the end of the block it is synced and renamed into place, through links; after an error an older file is
-    unchanged, and nothing else is left. An older file's mode is kept and, if the system allows, its owner; a new one
-    has the user's default mode. Pipes and character devices are written in place.
+    At the end of the block it is synced and renamed into place, through links, and the folder is synced, so that it
+    outlives a power cut; after an error an older file is unchanged, and nothing else is left. An older file's mode is
+    kept and, if the system allows, its owner; a new one has the user's default mode. Pipes and character devices are
+    written in place.
 
     is_private: a new file is readable by its owner only. error: the exception class to raise.
     Raises: `error` for a folder, a read-only file, a socket or a block device, a folder that is missing or cannot be
@@ -112,6 +143,7 @@ class OutputFile:
     ) -> None:
         self.path = os.fspath(path)
         self._is_private, self._error = is_private, error
+        self._raw: FileIO | None = None
         self._file: BinaryIO | None = None
         self._temporary: str | None = None
         self._place: _Place | None = None
@@ -128,11 +160,15 @@ class OutputFile:
         try:
             place = self._place = _find_place(self.path)
             if place.is_in_place:
-                descriptor = _open_in_place(place)
+                self._raw = _open_in_place(place)
             else:
                 is_closed = self._is_private or place.status is not None
-                descriptor, self._temporary = _create_beside(Path(place.path), 0o600 if is_closed else 0o666)
-            self._file = open(descriptor, "wb")  # noqa: SIM115 - closed in __exit__
+                mark = hashlib.sha256(os.path.basename(place.path).encode("utf-8", "surrogatepass")).hexdigest()
+                _delete_unfinished(os.path.dirname(place.path), mark[:_TARGET_DIGITS])
+                self._raw, self._temporary = _create_locked_beside(
+                    Path(place.path), 0o600 if is_closed else 0o666, mark[:_TARGET_DIGITS]
+                )
+            self._file = io.BufferedWriter(self._raw)
         except (OSError, ValueError) as error:
             raise self._refused(error) from error
         return self
@@ -153,15 +189,26 @@ class OutputFile:
             raise
 
     def _finish(self) -> None:
-        assert self._file is not None and self._place is not None, "an output file is left after it was entered"
+        assert self._file is not None and self._raw is not None, "an output file is left after it was entered"
+        assert self._place is not None, "and has a place since"
         self._file.flush()
         if self._temporary is not None:
             if self._place.status is not None:
-                _copy_access(self._file.fileno(), self._place.status)
-            os.fsync(self._file.fileno())
-        self._file.close()
-        if self._temporary is not None:
-            os.replace(self._temporary, self._place.path)
+                disk.copy_access(self._raw, self._place.status)
+            disk.sync(self._raw)
+        if self._temporary is None:
+            self._file.close()
+            return
+        if _RENAMES_OPEN_FILES:
+            # Once it is closed its lock is gone, and another writer might take it for abandoned.
+            disk.replace(self._temporary, self._place.path)
+            self._file.close()
+        else:
+            self._file.close()
+            disk.replace(self._temporary, self._place.path)
+        # A folder may be one that can be written and not read.
+        with contextlib.suppress(PermissionError):
+            disk.sync_folder(os.path.dirname(self._place.path))
 
     def _discard(self) -> None:
         if self._file is not None:
@@ -170,7 +217,7 @@ class OutputFile:
                 self._file.close()
         if self._temporary is not None:
             with contextlib.suppress(OSError):
-                os.unlink(self._temporary)
+                disk.delete(self._temporary)
 
     def _refused(self, error: OSError | ValueError) -> LocalinferError:
         return self._error(unwritable(self.path, error))
@@ -193,10 +240,10 @@ def check_output(
         if place.is_in_place:
             return
         folder = os.path.dirname(place.path)
-        status = os.stat(folder)
+        status = disk.status(folder)
         if not stat.S_ISDIR(status.st_mode):
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
-        if not os.access(folder, os.W_OK | os.X_OK):
+        if not disk.may_write(folder):
             raise PermissionError(errno.EACCES, f"the folder {folder} may not be written")
     except (OSError, ValueError) as found:
         raise error(unwritable(path, found)) from found
@@ -232,12 +279,12 @@ def _find_place(path: str) -> _Place:
         raise FileNotFoundError(errno.ENOENT, "the name is empty")
     if path.endswith(("/", os.sep)):
         raise IsADirectoryError(errno.EISDIR, "it names a folder")
-    real = os.path.realpath(path)
+    real = disk.real_path(path)
     try:
-        status = os.stat(path)
+        status = disk.status(path)
     except FileNotFoundError:
         folder = os.path.dirname(real)
-        if not os.path.isdir(folder):
+        if not disk.is_folder(folder):
             raise FileNotFoundError(errno.ENOENT, f"there is no folder {folder}") from None
         return _Place(real, None, is_in_place=False)
     mode = status.st_mode
@@ -250,54 +297,82 @@ def _find_place(path: str) -> _Place:
     if not mode & 0o222:
         raise PermissionError(errno.EACCES, "it is marked read-only")
     # Checks permissions, and changes nothing.
-    os.close(os.open(path, _BASE_FLAGS))
-    if not _is_file(real, status):
-        # An open file that was deleted has a name under /dev/fd only.
-        return _Place(path, status, is_in_place=True)
+    disk.open_to_write(path).close()
+    while not _is_file(real, status):
+        again = disk.status(path)
+        if os.path.samestat(again, status) and os.path.abspath(path) != real:
+            # An open file that was deleted has a name under /dev/fd only.
+            return _Place(path, status, is_in_place=True)
+        # Another process has renamed a file into its place.
+        status = again
     return _Place(real, status, is_in_place=False)
 
 
 def _is_file(path: str, status: os.stat_result) -> bool:
     try:
-        return os.path.samestat(os.stat(path), status)
+        return os.path.samestat(disk.status(path), status)
     except OSError:
         return False
 
 
-def _open_in_place(place: _Place) -> int:
+def _open_in_place(place: _Place) -> FileIO:
     assert place.status is not None, "it is there"
     if stat.S_ISREG(place.status.st_mode):
-        return os.open(place.path, _BASE_FLAGS | os.O_TRUNC)
+        return disk.open_to_write(place.path, truncate=True)
     try:
         # Opening a pipe without a reader would block.
-        descriptor = os.open(place.path, _IN_PLACE_FLAGS)
+        return disk.open_stream(place.path)
     except OSError as error:
         if error.errno == errno.ENXIO:
             raise OSError(errno.ENXIO, "no program reads this pipe") from error
         raise
-    if hasattr(os, "set_blocking"):
-        os.set_blocking(descriptor, True)
-    return descriptor
 
 
-def _create_beside(path: Path, mode: int) -> tuple[int, str]:
-    """Create an empty file in the folder of `path`: its descriptor and its name."""
+def _create_beside(path: Path, mode: int, mark: str = "") -> tuple[FileIO, str]:
+    """Create an empty file in the folder of `path`, opened for writing: the file and its name.
+
+    mark: hexadecimal digits that the name begins with.
+    """
     for _ in range(_MAX_NAME_TRIES):
         # A short name, because `path` may have the maximum length.
-        temporary = os.path.join(os.path.dirname(path), f".{secrets.token_hex(6)}.tmp")
+        name = f".{mark}{secrets.token_hex(6)[len(mark) :]}.tmp"
+        temporary = os.path.join(os.path.dirname(path), name)
         with contextlib.suppress(FileExistsError):
-            return os.open(temporary, _NEW_FLAGS, mode), temporary
+            return disk.create(temporary, mode), temporary
     raise FileExistsError(errno.EEXIST, "no free name for a temporary file")
 
 
-def _copy_access(descriptor: int, status: os.stat_result) -> None:
-    """Copy the mode of the replaced file to the new one, and its owner if the system allows."""
-    if not hasattr(os, "fchmod"):
-        return
-    if hasattr(os, "fchown"):
-        with contextlib.suppress(OSError):
-            os.fchown(descriptor, status.st_uid, status.st_gid)
-    os.fchmod(descriptor, stat.S_IMODE(status.st_mode) & 0o777)
+def _create_locked_beside(path: Path, mode: int, mark: str) -> tuple[FileIO, str]:
+    """Like `_create_beside`; the file's lock is held until it is closed, by whatever ends the process."""
+    while True:
+        file, temporary = _create_beside(path, mode, mark)
+        is_ours = False
+        try:
+            # Another writer may take it for abandoned before it is locked.
+            is_ours = disk.try_lock(file) and disk.exists(temporary)
+        finally:
+            if not is_ours:
+                file.close()
+                with contextlib.suppress(OSError):
+                    disk.delete(temporary)
+        if is_ours:
+            return file, temporary
+
+
+def _delete_unfinished(folder: str, mark: str) -> None:
+    """Delete what killed writers of an output left of it: files of its mark whose lock nobody holds."""
+    for path in _temporaries(folder, mark):
+        with contextlib.suppress(OSError), disk.open_lock(path) as file:
+            if disk.try_lock(file, if_unsupported=False):
+                disk.delete(path)
+
+
+def _temporaries(folder: str | os.PathLike[str], mark: str = "") -> Iterator[str]:
+    """Unfinished files of a folder, by their names; none where it cannot be read."""
+    with contextlib.suppress(OSError):
+        for entry in disk.entries(folder):
+            if is_temporary(entry.name) and entry.name.startswith(f".{mark}") and entry.is_file(follow_symlinks=False):
+                yield entry.path
 
 
 def num_io_threads() -> int:

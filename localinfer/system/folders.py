@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from localinfer.errors import RequestError
+from localinfer.system import disk
 
 FolderKind = Literal["cache", "state", "config", "data"]
 
@@ -146,8 +147,8 @@ def make_private(folder: Path) -> str | None:
     A folder that another user owns or can write is refused; read access of others is removed.
     """
     try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        status = folder.lstat()
+        disk.make_folder(folder)
+        status = disk.status(folder, follow_links=False)
         if not stat.S_ISDIR(status.st_mode):
             return f"{folder} is not a folder"
         if hasattr(os, "getuid"):
@@ -156,7 +157,7 @@ def make_private(folder: Path) -> str | None:
             if status.st_mode & 0o022:
                 return f"{folder} can be written by other users"
             if status.st_mode & 0o077:
-                folder.chmod(0o700)
+                disk.set_mode(folder, 0o700)
     except OSError as error:
         return f"{folder} cannot be used: {error.strerror or error}"
     return None

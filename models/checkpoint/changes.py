@@ -88,8 +88,9 @@ class Computed(Change):
     is_arithmetic = True
 
     def apply(self, values: NDArray[Any]) -> NDArray[Any]:
-        """The function's result in float32."""
-        return np.asarray(self.function(values), np.float32)
+        """The function's result in float32; what is beyond it is infinite, as in tensors that are taken as they are."""
+        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+            return np.asarray(self.function(values), np.float32)
 
 
 def adjacent_pairs(num_rows: int, num_heads: int, fraction: float = 1.0) -> NDArray[np.intp]:

@@ -13,6 +13,8 @@ from localinfer.models.text.vocabulary import PREFIX, TokenType
 
 _SPACE_MARK = "▁"
 _CONTINUES = "##"
+_LONGEST_WORD = 100
+"""Characters, in every published vocabulary of this kind."""
 _MANY_SPACES = {"Regex": " {2,}"}
 
 Steps = Sequence[Mapping[str, Any]]
@@ -27,6 +29,9 @@ def word_piece(
     """
     if model.get("continuing_subword_prefix", _CONTINUES) != _CONTINUES:
         raise unsupported(f"its pieces begin with {shown(model['continuing_subword_prefix'], 40)}", repr(_CONTINUES))
+    longest = model.get("max_input_chars_per_word", _LONGEST_WORD)
+    if longest != _LONGEST_WORD:
+        raise unsupported(f"words of more than {shown(longest, 40)} characters are unknown", str(_LONGEST_WORD))
     if [step.get("type") for step in pre_tokenizers] != ["BertPreTokenizer"]:
         raise unsupported(f"it splits words by {shown(list(pre_tokenizers), 200)}", "BertPreTokenizer")
     if [step.get("type") for step in normalizers] != ["BertNormalizer"]:
@@ -84,7 +89,7 @@ def unigram(
     for step in pre_tokenizers:
         match step:
             case {"type": "WhitespaceSplit"}:
-                merges_spaces = True
+                merges_spaces = found[f"{PREFIX}splits_at_white_space"] = True
             case {"type": "Metaspace", "replacement": "▁"}:
                 scheme = step.get("prepend_scheme", "always" if flag_in(step, "add_prefix_space", True) else "never")
                 if scheme not in ("always", "never"):

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.errors import CorruptFileError, UnsupportedFormatError
-from localinfer.quant.checkpoint.folder import CheckpointFolder
+from localinfer.quant.checkpoint.folder import CheckpointFolder, check_num_values
 from localinfer.quant.checkpoint.safetensors import read_header
 from localinfer.quant.formats.reference import dequantize
 from localinfer.quant.formats.types import TensorType
@@ -76,6 +76,7 @@ def read_text_modules(folder: CheckpointFolder) -> TextModules:
 
 
 def _entries(text: str) -> list[Mapping[str, Any]]:
+    check_num_values(text, _LIST)
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -7,13 +7,13 @@ refused by name.
 
 import logging
 import re
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import numpy as np
-
 from localinfer.errors import TokenizerError
 from localinfer.models.checkpoint.encoder_vocabularies import unigram, unigram_texts, word_piece
+from localinfer.models.checkpoint.merge_scores import difference_from_scores, merge_scores
 from localinfer.models.checkpoint.tokenizer_document import (
     check_whole,
     flag_in,
@@ -23,7 +23,7 @@ from localinfer.models.checkpoint.tokenizer_document import (
     unsupported,
     wrong,
 )
-from localinfer.models.text.splitting import GPT2_PATTERN, PRE_TOKENIZERS
+from localinfer.models.text.splitting import GPT2_PATTERN, PRE_TOKENIZERS, TokenizerWarning
 from localinfer.models.text.vocabulary import PREFIX, TokenType
 from localinfer.quant.checkpoint.folder import MAX_TOKENIZER_BYTES, CheckpointFolder
 
@@ -69,22 +69,24 @@ class TokenizerJson:
             self.metadata |= self._sentence_piece(tokens, types)
 
     def added_around(self) -> tuple[list[str], list[str]] | None:
-        """Return the tokens that the post-processor puts before and after a text, None where it says nothing."""
+        """Return the tokens that the post-processor puts before and after a text, None where it says nothing.
+
+        Raises: TokenizerError for a post-processor that does anything else.
+        """
+        found: list[tuple[list[str], list[str]]] = []
         for step in self._post_processors:
-            if step.get("type") in ("BertProcessing", "RobertaProcessing"):
-                return [_first_text(step, "cls")], [_first_text(step, "sep")]
-            if step.get("type") != "TemplateProcessing":
-                continue
-            before: list[str] = []
-            after: list[str] = []
-            side = before
-            for piece in list_in(step, "single"):
-                if isinstance(piece, dict) and "Sequence" in piece:
-                    side = after
-                elif isinstance(piece, dict) and isinstance(piece.get("SpecialToken"), dict):
-                    side.append(str(piece["SpecialToken"].get("id")))
-            return before, after
-        return None
+            match step.get("type"):
+                case "ByteLevel":
+                    pass  # it changes where tokens are said to stand in the text, and no ids
+                case "BertProcessing" | "RobertaProcessing":
+                    found.append(([_first_text(step, "cls")], [_first_text(step, "sep")]))
+                case "TemplateProcessing":
+                    found.append(_around_text(step))
+                case kind:
+                    raise unsupported(f"its post-processor is {shown(kind, 40)}", "one that adds special tokens")
+        if len(found) > 1:
+            raise unsupported(f"{len(found)} of its post-processors add tokens", "one that does")
+        return found[0] if found else None
 
     @property
     def is_word_piece(self) -> bool:
@@ -197,12 +199,17 @@ class TokenizerJson:
         """Scores stand in for merges: SentencePiece ranks a merge by its result, and so were the merges made."""
         if not flag_in(self._model, "byte_fallback"):
             raise unsupported("it is neither byte-level nor has it byte_fallback", "one of the two")
-        scores = np.full(len(tokens), -1e9, np.float32)
-        for rank, (left, right) in enumerate(self._merges()):
-            index = self.ids.get(left + right)
-            if index is None:
-                raise wrong(f"the merge {shown(left + right, 60)} is not a token")
-            scores[index] = max(scores[index], -rank)
+        merges = self._merges()
+        scores = merge_scores(merges, self.ids, len(tokens))
+        # Other tokens are cut out of a text before it is merged.
+        texts = {text for text, kind in zip(tokens, types, strict=True) if kind == TokenType.NORMAL}
+        if (difference := difference_from_scores(merges, texts)) is not None:
+            warnings.warn(
+                f"tokenizer.json: its merges are no order of tokens, as SentencePiece has one ({difference}): texts "
+                "may get other token ids than from its library. Use a GGUF file of the model.",
+                TokenizerWarning,
+                stacklevel=4,
+            )
         has_prefix, only_first = self._space_prefix()
         metadata: dict[str, object] = {
             f"{PREFIX}model": "llama",
@@ -219,6 +226,8 @@ class TokenizerJson:
         for step in [*self._normalizers, *self._pre_tokenizers]:
             match step:
                 case {"type": "Prepend", "prepend": "▁"}:
+                    if has_prefix:
+                        raise unsupported("its normalizer puts '▁' before a text twice", "one Prepend")
                     has_prefix = True
                 case {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}:
                     marks_spaces = True
@@ -359,6 +368,24 @@ def _patterns(step: Mapping[str, Any]) -> list[str]:
             return [pattern]  # such patterns match all of a text, so nothing is removed
         case _:
             raise unsupported(f"its pre-tokenizer has the step {shown(step, 200)}", "Split, Digits and ByteLevel")
+
+
+def _around_text(step: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """The special tokens before and after the text in a template of it."""
+    before: list[str] = []
+    after: list[str] = []
+    num_texts = 0
+    for piece in list_in(step, "single"):
+        match piece:
+            case {"Sequence": {"id": "A"}}:
+                num_texts += 1
+            case {"SpecialToken": {"id": str(text)}}:
+                (after if num_texts else before).append(text)
+            case _:
+                raise unsupported(f"its post-processor has {shown(piece, 80)}", "the text and special tokens")
+    if num_texts != 1:
+        raise unsupported(f"its post-processor gives a text {num_texts} times", "once")
+    return before, after
 
 
 def _first_text(step: Mapping[str, Any], key: str) -> str:

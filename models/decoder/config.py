@@ -35,7 +35,7 @@ from localinfer.models.decoder.block_sizes import (
     target_hidden_size,
     windowed_sizes,
 )
-from localinfer.models.decoder.metadata import MetadataReader
+from localinfer.models.decoder.metadata import MetadataReader, shown
 from localinfer.models.decoder.recurrent_config import RecurrentConfig, has_recurrent_layers, read_recurrent
 
 BIDIRECTIONAL = frozenset(
@@ -152,7 +152,7 @@ class ModelConfig:
         architecture = metadata.get("general.architecture")
         if not isinstance(architecture, str) or not architecture:
             raise CorruptFileError(
-                f"general.architecture is {architecture!r}; a model file names its architecture there. "
+                f"general.architecture is {shown(architecture)}; a model file names its architecture there. "
                 "Is this a tokenizer or an adapter rather than a model?"
             )
         reader = MetadataReader(metadata, prefix=architecture)

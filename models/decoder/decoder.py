@@ -39,6 +39,7 @@ def write_decoder(
     kv_layers: Sequence[KVLayerShape] | None = None,
     has_output_head: bool = True,
     shows_states: bool = False,
+    marks: list[int] | None = None,
 ) -> OpGraph:
     """Write every op of the model.
 
@@ -46,6 +47,7 @@ def write_decoder(
     kv_layers: the cache's layers, if not `kv_layer_shapes(config)`.
     has_output_head: if false, the graph returns normed hidden states in place of logits; an encoder's always does.
     shows_states: beside the logits the graph shows what they come from, normed, for a draft model.
+    marks: gets the number of ops before each layer, and before what follows the last.
     Raises: UnsupportedFormatError if the architecture is unknown; CorruptFileError if a tensor is missing or its shape
     contradicts the metadata.
     """
@@ -53,8 +55,12 @@ def write_decoder(
     hidden = write_embedding(graph, max(context_length or 0, config.context_length))
     has_drafts = has_output_head and config.num_draft_layers > 0
     for layer in range(config.num_main_layers):
+        if marks is not None:
+            marks.append(len(graph.tape.ops))
         is_last = layer == config.num_main_layers - 1
         hidden = write_layer(graph, layer, hidden, tables, selects_output=is_last and not has_drafts)
+    if marks is not None:
+        marks.append(len(graph.tape.ops))
     if not has_output_head or config.is_encoder:
         return graph.tape.finish(write_output_norm(graph, hidden))
     if not has_drafts:
@@ -97,41 +103,6 @@ def write_draft_layer(
     name = f"blk.{layer}.nextn.shared_head_head"
     logits = _write_logits(graph, normed, name if graph.weights.has(f"{name}.weight") else None, num_tokens)
     return graph.tape.finish(logits, normed if graph.architecture.draft_layers.from_normed else hidden)
-
-
-def write_first_layers(
-    config: ModelConfig,
-    weights: WeightSource,
-    num_layers: int,
-    context_length: int,
-    kv_layers: Sequence[KVLayerShape],
-) -> OpGraph:
-    """Write the embedding and the first layers, fewer than all: see `write_decoder`.
-
-    The graph returns the hidden states of the output rows, float32[rows, hidden_size].
-    """
-    assert num_layers < config.num_layers, "the last layer goes with the output head"
-    graph, tables = begin_graph(config, weights, kv_layers, context_length)
-    hidden = write_embedding(graph, max(context_length, config.context_length))
-    for layer in range(num_layers):
-        hidden = write_layer(graph, layer, hidden, tables)
-    return graph.tape.finish(graph.select_output(hidden))
-
-
-def write_last_layers(
-    config: ModelConfig,
-    weights: WeightSource,
-    first_layer: int,
-    context_length: int,
-    kv_layers: Sequence[KVLayerShape],
-) -> OpGraph:
-    """Write the layers from `first_layer` on and the output head, which read received hidden states."""
-    graph, tables = begin_graph(config, weights, kv_layers, context_length)
-    hidden = graph.buffer("hidden", config.hidden_size, Rows.BATCH)
-    graph.tape.receive(hidden)
-    for layer in range(first_layer, config.num_layers):
-        hidden = write_layer(graph, layer, hidden, tables, selects_output=layer == config.num_layers - 1)
-    return graph.tape.finish(_write_logits(graph, write_output_norm(graph, hidden)))
 
 
 def begin_graph(

@@ -5,16 +5,16 @@ of the position before it. It has keys and values of its own, which the model's 
 states, so that they are there for every prefix, cached ones included, whenever drafts are wanted.
 """
 
-from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import numpy as np
 
 from localinfer.kernels import further_ops, ops
 from localinfer.kernels.layouts import TILE_ROWS
-from localinfer.kernels.ops import Buffer, Matmul, Op, OpGraph, Projection, StateShape
+from localinfer.kernels.ops import Buffer, Matmul, Op, OpGraph, StateShape
 from localinfer.kernels.recurrent_ops import short_convolution_state
 from localinfer.models.decoder.config import ModelConfig
+from localinfer.models.decoder.dataflow import buffers_of, is_whole, read_by, written_by
 from localinfer.models.decoder.graph import Graph
 
 _SHORT_HEAD_SHARE = 8
@@ -95,58 +95,12 @@ def without_unused(graph: OpGraph) -> OpGraph:
             if not projections:
                 continue
             op = replace(op, projections=projections)
-        written = set(_written(op))
+        written = set(written_by(op))
         if written and not written & wanted and not isinstance(op, ops.RecurrentOp | further_ops.PreviousRow):
             continue
-        read = {buffer.index for buffer in _buffers(op)}
-        if _is_whole(op):
-            wanted -= written - _read_as_input(op)
-        wanted |= read - written | _read_as_input(op)
+        read = {buffer.index for buffer in buffers_of(op)}
+        if is_whole(op):
+            wanted -= written - read_by(op)
+        wanted |= read - written | read_by(op)
         kept.append(op)
     return replace(graph, ops=tuple(reversed(kept)))
-
-
-def _buffers(record: Op | Projection) -> Iterator[Buffer]:
-    """Every buffer that an op names."""
-    for field in fields(record):
-        value = getattr(record, field.name)
-        if isinstance(value, Buffer):
-            yield value
-        elif isinstance(value, ops.Chosen):
-            yield value.blocks
-        elif field.name == "projections":
-            for projection in value:
-                yield from _buffers(projection)
-
-
-def _written(op: Op) -> list[int]:
-    """Buffers that an op writes: its outputs, or what it changes in place; none for what writes the cache."""
-    if isinstance(op, Matmul):
-        return [projection.out.index for projection in op.projections]
-    if isinstance(op, ops.Route):
-        return [op.expert_ids.index, op.expert_weights.index]
-    if isinstance(op, ops.StoreKV):
-        return []
-    if isinstance(op, further_ops.ChooseBlocks):
-        return [op.chosen.blocks.index]
-    names = {field.name for field in fields(op)}
-    out: Buffer = getattr(op, "out" if "out" in names else "x")
-    return [out.index]
-
-
-def _read_as_input(op: Op) -> set[int]:
-    """Buffers that an op reads, among them those that it also writes."""
-    outputs = {"out", "expert_ids", "expert_weights"} if isinstance(op, ops.Route) else {"out"}
-    found = {
-        value.index
-        for field in fields(op)
-        if field.name not in outputs and isinstance(value := getattr(op, field.name), Buffer)
-    }
-    if isinstance(op, Matmul):
-        found |= {one.residual.index for one in op.projections if one.residual is not None}
-    return found
-
-
-def _is_whole(op: Op) -> bool:
-    """Whether an op writes all of its output, so that what was there before is not needed for it."""
-    return not isinstance(op, further_ops.CopyHeads | ops.HeadMatmul | ops.EmbedPositions)

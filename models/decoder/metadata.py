@@ -157,9 +157,11 @@ class MetadataReader:
 
 
 def shown(value: object) -> str:
-    """A value of unknown type and size for an error message."""
+    """A value of unknown type and size for an error message, on one line."""
     if value is None:
         return "missing"
+    if isinstance(value, np.ndarray):
+        return f"an array of {value.size} {value.dtype}"
     if isinstance(value, int) and abs(value) >= 1 << 128:
         return f"a number of about {value.bit_length() * 3 // 10} digits"
     if isinstance(value, str | bytes):

@@ -6,6 +6,7 @@ from enum import Enum
 import numpy as np
 
 from localinfer.errors import UnsupportedFormatError
+from localinfer.models.decoder.metadata import shown
 
 
 class Pooling(Enum):
@@ -31,7 +32,7 @@ def read_pooling(metadata: Mapping[str, object]) -> Pooling:
     if isinstance(found, int | np.integer) and int(found) in _BY_NUMBER:
         return _BY_NUMBER[int(found)]
     raise UnsupportedFormatError(
-        f"{key} is {found!r:.40}; this version pools by the mean, the first or the last token, or ranks (0 to 4). Use "
+        f"{key} is {shown(found)}; this version pools by the mean, the first or the last token, or ranks (0 to 4). Use "
         "another model."
     )
 
@@ -50,4 +51,4 @@ def classified_rows(metadata: Mapping[str, object], *, is_encoder: bool) -> Pool
     if is_number and found == 1 and is_encoder:
         return Pooling.MEAN
     wanted = "1 (mean) or 2 (first)" if is_encoder else "none, the last token"
-    raise UnsupportedFormatError(f"{key} is {found!r:.40}; this version classifies by {wanted}. Use another model.")
+    raise UnsupportedFormatError(f"{key} is {shown(found)}; this version classifies by {wanted}. Use another model.")

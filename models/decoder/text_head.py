@@ -5,7 +5,14 @@ from collections.abc import Sequence
 from localinfer.errors import CorruptFileError
 from localinfer.kernels.ops import Buffer, KVLayerShape, OpGraph, Projection, Rows, WeightSource
 from localinfer.models.decoder.config import ModelConfig
-from localinfer.models.decoder.decoder import begin_graph, write_embedding, write_layer, write_output_norm
+from localinfer.models.decoder.decoder import (
+    begin_graph,
+    state_shapes,
+    write_embedding,
+    write_layer,
+    write_output_norm,
+)
+from localinfer.models.decoder.draft_layers import write_previous_states
 from localinfer.models.decoder.graph import Graph
 from localinfer.models.decoder.pooling import Pooling
 
@@ -30,10 +37,15 @@ def write_text_model(
     graph, tables = begin_graph(config, weights, kv_layers, context_length)
     is_mean = Pooling.MEAN in (pooling, classified if pooling is Pooling.RANK else pooling)
     hidden = write_embedding(graph, max(context_length or 0, config.context_length))
+    # The states of every row are among those of the sequence, which a graph writes all of or none.
+    carries = bool(config.num_draft_layers and state_shapes(config))
     for layer in range(config.num_main_layers):
         is_last = layer == config.num_main_layers - 1
-        hidden = write_layer(graph, layer, hidden, tables, selects_output=is_last and not is_mean)
-    hidden = write_output_norm(graph, hidden)
+        hidden = write_layer(graph, layer, hidden, tables, selects_output=is_last and not is_mean and not carries)
+    states, hidden = hidden, write_output_norm(graph, hidden)
+    if carries:
+        write_previous_states(graph, hidden if graph.architecture.draft_layers.from_normed else states)
+        hidden = hidden if is_mean else graph.select_output(hidden)
     if is_mean:
         pooled = graph.buffer("pooled", hidden.width, Rows.OUTPUT)
         graph.tape.mean_rows(pooled, hidden)

@@ -13,6 +13,7 @@ from localinfer.kernels.kv_layout import KVLayout
 from localinfer.models.decoder.block_sizes import OF_ANOTHER_CACHE
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.decoder.gemma4_assistant import misfit, write_assistant
+from localinfer.models.load.device_request import DeviceRequest
 from localinfer.models.load.model_changes import ModelChanges, apply_changes, note_unknown_settings
 from localinfer.models.load.weights import CpuWeights
 from localinfer.quant.checkpoint.folder import open_folder
@@ -79,12 +80,13 @@ def is_assistant(path: str | os.PathLike[str]) -> bool:
         with open_folder(path) as folder:
             return find_family(folder.config).architecture in OF_ANOTHER_CACHE
     with read_gguf(path) as file:
-        return file.metadata.get("general.architecture") in OF_ANOTHER_CACHE
+        architecture = file.metadata.get("general.architecture")
+        return isinstance(architecture, str) and architecture in OF_ANOTHER_CACHE
 
 
-def check_device(device: str, gpu_layers: int | None) -> None:
+def check_device(request: DeviceRequest) -> None:
     """Raise BackendUnavailableError if the target is wanted on a GPU, whose cache such a draft model cannot read."""
-    if device == "cuda" or gpu_layers:
+    if request.is_required or request.gpu_layers:
         raise BackendUnavailableError(
             "a draft model that attends to its target's cache runs on the CPU only, with its target; leave draft out, "
             "or take device 'cpu' without gpu_layers"

@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+import numpy as np
+
 from localinfer.kernels.cpu.lower import lower_to_cpu
 from localinfer.kernels.cpu.program import CpuProgram, ThreadPool
 from localinfer.kernels.kv_layout import KVLayout
@@ -16,7 +18,9 @@ from localinfer.types import ProgressCallback
 
 def has_draft_layers(file: ModelFile) -> bool:
     """Whether a file says that it brings layers for next-token prediction."""
-    return bool(file.metadata.get(f"{file.metadata.get('general.architecture')}.nextn_predict_layers"))
+    found = file.metadata.get(f"{file.metadata.get('general.architecture')}.nextn_predict_layers")
+    # What is no number of layers is refused where it is read.
+    return bool(found.any()) if isinstance(found, np.ndarray) else bool(found)
 
 
 def with_draft_layers(config: ModelConfig, kv_layout: KVLayout) -> KVLayout:

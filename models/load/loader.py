@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -21,6 +21,7 @@ from localinfer.kernels.cpu.lower import MAX_BATCH_ROWS, lower_to_cpu
 from localinfer.kernels.cpu.program import POOL_KERNELS, ThreadPool
 from localinfer.kernels.cpu.weights import KERNELS as WEIGHT_KERNELS
 from localinfer.kernels.cpu.worker_threads import Priority
+from localinfer.kernels.cuda.device import CudaDevice
 from localinfer.kernels.jit.compile_ahead import compile_ahead
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.ops import WeightSource
@@ -34,22 +35,21 @@ from localinfer.models.decoder.pooling import Pooling, classified_rows, read_poo
 from localinfer.models.decoder.sparse_attention import index_layers
 from localinfer.models.decoder.text_head import write_text_model
 from localinfer.models.load.assistant import Target, check_device, open_assistant
-from localinfer.models.load.devices import (
-    RECURRENT_ON_CPU,
-    USUAL_TOKENS,
-    check_gpu_layers,
-    memory_needs,
-    open_device,
-    stay_on_cpu,
-)
+from localinfer.models.load.device_request import DeviceRequest
+from localinfer.models.load.devices import RECURRENT_ON_CPU, USUAL_TOKENS, close_all, open_devices, stay_on_cpu
 from localinfer.models.load.draft_programs import has_draft_layers, with_draft_layers, write_draft_programs
+from localinfer.models.load.memory_needs import memory_needs
 from localinfer.models.load.model_changes import ModelChanges, apply_changes, note_unknown_settings
-from localinfer.models.load.programs import Parts, write_on_cpu, write_on_gpu
+from localinfer.models.load.placement import Placement
+from localinfer.models.load.programs import Parts, write_on_cpu, write_on_gpus
 from localinfer.models.load.text_kernels import compile_text_kernels
 from localinfer.models.load.threads import available_threads, checked_threads
 from localinfer.models.load.weights import CpuWeights
 from localinfer.models.text.chat_template import ChatTemplate
 from localinfer.models.text.tokenizer import Tokenizer
+from localinfer.models.verification.file_kind import check_kind
+from localinfer.models.verification.finding import Finding
+from localinfer.models.verification.quick import check_loaded
 from localinfer.quant.checkpoint.model_file import ModelFile
 from localinfer.quant.gguf.reader import GGUFFile, read_gguf
 from localinfer.types import ProgressCallback
@@ -72,7 +72,8 @@ class Model:
 
     `config.context_length` is the context it was loaded with; `tokenizer` is None if the file has none. draft_programs:
     its layers for next-token prediction, if they were asked for (see `write_draft_programs`), or the draft model of the
-    file `assistant`; they run over its cache.
+    file `assistant`; they run over its cache. findings: what is likely wrong with its file. placement: which GPUs have
+    what of it; None on the CPU alone.
     """
 
     config: ModelConfig
@@ -86,6 +87,8 @@ class Model:
     weights: WeightSource | None = None
     draft_programs: tuple[tuple[HiddenProgram, ...], ...] = ()
     assistant: ModelFile | None = None
+    findings: tuple[Finding, ...] = ()
+    placement: Placement | None = None
 
     def text_program(self, pooling: Pooling, max_rows: int = MAX_BATCH_ROWS) -> Program:
         """Write a second program over the same weights and threads; only one may run at a time.
@@ -106,6 +109,11 @@ class Model:
             kv_layers=self.kv_layout.layers,
         )
         return lower_to_cpu(graph, self.pool, self.kv_layout, max_batch_rows=max_rows, max_output_rows=max_rows)
+
+    @property
+    def reserved_bytes(self) -> dict[int, int]:
+        """By a GPU's number the bytes of it that this model's cache will take."""
+        return {} if self.placement is None else {one.device.index: one.cache_bytes for one in self.placement.gpus}
 
     @property
     def pooling(self) -> Pooling:
@@ -156,14 +164,18 @@ def load_model(
     kv_window: int | None = None,
     device: str = "cpu",
     gpu_layers: int | None = None,
+    tensor_split: Sequence[float] | None = None,
+    cpu_moe: bool | int | None = None,
     beside: Model | None = None,
     draft_layers: bool = False,
     assistant: str | os.PathLike[str] | None = None,
     changes: ModelChanges | None = None,
     choose_context: Callable[[ModelFile, ModelConfig], int] | None = None,
+    check_placement: Callable[[ModelFile, ModelConfig, Placement], None] | None = None,
     priority: Priority = "normal",
     measure_again: bool = False,
     may_measure: bool = True,
+    verify: bool = True,
     progress: ProgressCallback | None = None,
 ) -> Model:
     """Load a GGUF file or a Hugging Face folder and compile its kernels.
@@ -171,27 +183,31 @@ def load_model(
     threads: None for the physical cores, of which as many decode as is fastest.
     context_length: maximum tokens of a sequence; more than the model was trained for logs a warning. None: trained.
     kv_window: sequences evict pages by attention scores, and keep this many positions between batches.
-    device: "cpu", "cuda", or "auto" for a GPU if there is one that holds at least one layer.
-    gpu_layers: how many of the last layers run on the GPU; None for as many as fit, with a KV cache of `context_length`
-        tokens, or 8,192 if it is None.
+    device, gpu_layers, tensor_split, cpu_moe: see `DeviceRequest`. What fits GPUs is computed with a KV cache of
+        `context_length` tokens, or 8,192 if it is None.
     beside: a model whose threads to share; only one of both runs at a time, and closing either ends both.
     draft_layers: load the layers for next-token prediction too, if the file has some and the model runs on the CPU.
     assistant: file of a draft model that attends to this model's cache (`assistant.is_assistant`), in place of those
         layers; it is left out, with a warning, if the model runs on a GPU.
     changes: settings in place of the file's.
     choose_context: called before anything large is read of a model that runs on the CPU; returns the context length to
-        load it with, from the open file and the configuration with `context_length`.
+        load it with, from the open file and the configuration with `context_length`. check_placement: called instead
+        of a model of which GPUs have a part; raises if what is left does not fit main memory.
     priority: of the threads. measure_again: how many threads decode fastest, whatever earlier loads have found;
         may_measure: it otherwise, where they have not.
+    verify: check the file (`models.verification`): what is likely wrong is logged, what cannot work is refused.
     Raises: ModelFileError or a subclass, RequestError for an invalid option, OutOfMemoryError.
     """
-    check_gpu_layers(device, gpu_layers)
+    request = DeviceRequest(device=device, gpu_layers=gpu_layers, tensor_split=tensor_split, cpu_moe=cpu_moe)
+    request.check()
     if assistant is not None:
-        check_device(device, gpu_layers)
+        check_device(request)
     file = open_model_file(path, changes, context_length, progress)
-    pool = gpu = drafter = None
+    pool = drafter = None
+    gpus: list[CudaDevice] = []
     try:
-        config = with_context(read_config(file), file, context_length, changes)
+        own_config = read_config(file)
+        config = with_context(own_config, file, context_length, changes)
         note_unknown_settings(file, "which may change the model's answers")
         tokenizer = _tokenizer_or_none(file, progress)
         if tokenizer is None and changes is not None and changes.chat_template is not None:
@@ -217,18 +233,26 @@ def load_model(
             )
         if kv_window is not None:
             # Which pages get attention is measured on the CPU only.
-            stay_on_cpu(device, gpu_layers, "kv_window bounds the cache on the CPU only; leave it out, or take 'cpu'")
+            stay_on_cpu(request, "kv_window bounds the cache on the CPU only; leave it out, or take 'cpu'")
         if config.is_encoder:
             if kv_window is not None:
                 raise RequestError("kv_window bounds what generations keep, and an encoder keeps nothing; leave it out")
-            stay_on_cpu(device, gpu_layers, f"{config.architecture!r} models are computed on the CPU only; take 'cpu'")
+            stay_on_cpu(request, f"{config.architecture!r} models are computed on the CPU only; take 'cpu'")
         if kv_layout.states:
-            stay_on_cpu(device, gpu_layers, RECURRENT_ON_CPU, UnsupportedFormatError)
+            stay_on_cpu(request, RECURRENT_ON_CPU, UnsupportedFormatError)
+        if cpu_moe and config.experts is None:
+            logger.warning("cpu_moe has no effect: %s has no experts", file.path.name)
+            request = replace(request, cpu_moe=None)
         placed = None
         if device != "cpu" and kv_window is None and not kv_layout.states and not config.is_encoder:
             kv_tokens = min(config.context_length, context_length or USUAL_TOKENS)
-            placed = open_device(device, lambda: memory_needs(file, config, kv_layout, kv_tokens), gpu_layers, progress)
-        gpu = None if placed is None else placed[0]
+            needs = partial(memory_needs, file, config, kv_layout, kv_tokens)
+            placed = open_devices(request, needs, progress, reserved=None if beside is None else beside.reserved_bytes)
+        placement: Placement | None = None
+        if placed is not None:
+            gpus, placement = placed
+            if check_placement is not None:
+                check_placement(file, config, placement)
         if placed is None and choose_context is not None:
             config, kv_layout = _in_context(config, kv_layout, choose_context(file, config))
         # The tape's own kernels are compiled once the program is written.
@@ -238,13 +262,13 @@ def load_model(
         shared_pool = pool if beside is None else beside.pool
         assert shared_pool is not None, "made here or by the model beside"
         parts = Parts(config, file, shared_pool, kv_type, progress, threads is None, measure_again, may_measure)
-        written = None if placed is None else write_on_gpu(parts, *placed, is_required=device == "cuda")
+        written = None if placed is None else write_on_gpus(parts, *placed, is_required=request.is_required)
         used, weights = "cuda", None
         drafts: tuple[tuple[HiddenProgram, ...], ...] = ()
         if written is None:
             # A batch may begin and end inside a page.
             held = 0 if kv_window is None else kv_window + MAX_BATCH_ROWS + 2 * kv_layout.page_tokens
-            used, weights = "cpu", CpuWeights(file, shared_pool, progress)
+            used, weights, placement = "cpu", CpuWeights(file, shared_pool, progress), None
             if placed is not None and choose_context is not None:
                 config, kv_layout = _in_context(config, kv_layout, choose_context(file, config))
                 parts = replace(parts, config=config)
@@ -266,16 +290,29 @@ def load_model(
             drafter = None
         elif draft_layers and has_draft_layers(file):
             logger.warning("%s: its layers for next-token prediction draft on the CPU only", file.path.name)
+        findings = _verified(file, own_config, config, tokenizer, template) if verify else ()
         if file.has_changed:
             # The file may have been read in two versions.
             raise CorruptFileError(
                 f"{file.path} was changed while it was being loaded; load it again when it is complete"
             )
         drafter_file = None if drafter is None else drafter.file
-        return Model(config, tokenizer, template, *written, file, shared_pool, used, weights, drafts, drafter_file)
+        return Model(
+            config,
+            tokenizer,
+            template,
+            *written,
+            file,
+            shared_pool,
+            used,
+            weights,
+            drafts,
+            drafter_file,
+            findings,
+            placement,
+        )
     except BaseException as error:
-        if gpu is not None:
-            gpu.close()
+        close_all(gpus)
         if pool is not None:
             pool.close()
         file.close()
@@ -288,6 +325,27 @@ def load_model(
                 f"{file.path.name} has sizes that no kernel of this version computes: {error}. Choose another model."
             ) from error
         raise
+
+
+def _verified(
+    file: ModelFile,
+    own_config: ModelConfig,
+    config: ModelConfig,
+    tokenizer: Tokenizer | None,
+    template: ChatTemplate | None,
+) -> tuple[Finding, ...]:
+    """Log what is likely wrong with a file. Raises: CorruptFileError for what cannot work.
+
+    own_config: as the file says; config: with the context length that is used, which counts if it is shorter.
+    """
+    context_length = min(own_config.context_length, config.context_length)
+    findings = check_loaded(file, replace(own_config, context_length=context_length), tokenizer, template)
+    for finding in findings:
+        if finding.is_error:
+            way_out = "or load it all the same with verify=False (--no-verify)"
+            raise CorruptFileError(f"{file.path.name}: {finding.message}, {way_out}")
+        logger.warning("%s: %s", file.path.name, finding.message)
+    return findings
 
 
 def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
@@ -339,6 +397,7 @@ def read_config(file: ModelFile, *, with_draft_layers: bool = False) -> ModelCon
 
     Raises: ModelFileError or a subclass.
     """
+    check_kind(file)
     architecture = file.metadata.get("general.architecture")
     if isinstance(architecture, str):
         # First, as the metadata of some recurrent models lacks attention keys.
@@ -373,7 +432,7 @@ def with_context(
             raise RequestError(f"{asked} and has a learned vector for each position; give that or less")
         if context_length > MAX_CONTEXT:
             raise RequestError(f"{asked}, and the maximum is {MAX_CONTEXT}; give less")
-        if file.metadata.get(DYNAMIC_ROPE_KEY) and not is_scaled:
+        if file.metadata.get(DYNAMIC_ROPE_KEY) is True and not is_scaled:
             raise RequestError(
                 f"{asked}, and it uses dynamic scaling of positions, which this version does not support; give that or "
                 "less, or another scaling (rope: linear, yarn or a base)"

@@ -1,23 +1,19 @@
-"""A model's program: on the CPU, on a GPU, or its first layers on the one and the others on the other."""
+"""A model's program: on the CPU, on a GPU, or its layers, and its experts, on several devices."""
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from localinfer.errors import BackendUnavailableError, OutOfMemoryError
-from localinfer.kernels.cpu.lower import MAX_BATCH_ROWS, lower_to_cpu
+from localinfer.kernels.cpu.lower import lower_to_cpu
 from localinfer.kernels.cpu.program import CpuProgram, ThreadPool
 from localinfer.kernels.cuda.device import CudaDevice
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.program import Program
 from localinfer.models.decoder.config import ModelConfig
-from localinfer.models.decoder.decoder import (
-    crosses_layers,
-    kv_layer_shapes,
-    write_decoder,
-    write_first_layers,
-    write_last_layers,
-)
-from localinfer.models.load.devices import Placement, report_fallback
+from localinfer.models.decoder.decoder import crosses_layers, kv_layer_shapes, write_decoder
+from localinfer.models.load.devices import close_all, report_fallback
+from localinfer.models.load.placement import Placement
 from localinfer.models.load.threads import choose_decode_threads
 from localinfer.models.load.weights import CpuWeights, CudaWeights
 from localinfer.quant.checkpoint.model_file import ModelFile
@@ -62,39 +58,49 @@ def write_on_cpu(
             measure_again=parts.measures_again,
             may_measure=parts.may_measure,
         )
-    _note(parts.file, weights)
+    note(parts.file, list(weights.notes.values()))
     return program
 
 
-def write_on_gpu(
-    parts: Parts, gpu: CudaDevice, placement: Placement, *, is_required: bool
+def write_on_gpus(
+    parts: Parts, gpus: Sequence[CudaDevice], placement: Placement, *, is_required: bool
 ) -> tuple[Program, KVLayout] | None:
-    """The program with the chosen layers on a GPU; None, after logging the reason, if it cannot run there.
+    """The program with the chosen layers on GPUs; None, after logging the reason, if it cannot run there.
 
-    Raises: BackendUnavailableError, OutOfMemoryError if the GPU is required.
+    Raises: BackendUnavailableError, OutOfMemoryError if a GPU is required.
     """
     try:
-        _check_placement(parts.config, placement)
-        return _write_whole(parts, gpu) if placement.is_whole else _write_split(parts, gpu, placement)
+        check_runs_on_gpus(parts.config, placement)
+        if placement.is_whole:
+            return _write_whole(parts, gpus[0])
+        from localinfer.models.load.pipeline import write_pipeline
+
+        program, layout, notes = write_pipeline(parts, gpus, placement)
+        note(parts.file, notes)
+        return program, layout
     except BaseException as error:
-        gpu.close()
+        close_all(gpus)
         if is_required or not isinstance(error, BackendUnavailableError | OutOfMemoryError):
             raise
         report_fallback(error)
         return None
 
 
-def _check_placement(config: ModelConfig, placement: Placement) -> None:
-    """Raise BackendUnavailableError for a model that does not run so on a GPU."""
+def check_runs_on_gpus(config: ModelConfig, placement: Placement) -> None:
+    """Raise BackendUnavailableError for a model that does not run so on GPUs."""
     if config.indexer is not None:
         raise BackendUnavailableError(
             f"the sparse attention of {config.architecture} models is computed on the CPU only; take device 'cpu'"
         )
     if crosses_layers(config) and not placement.is_whole:
+        held = f"the GPU was to hold {placement.num_gpu_layers} of {placement.num_layers} layers"
+        if len(placement.gpus) > 1:
+            held = f"{len(placement.gpus)} GPUs were to share it"
+        elif placement.num_split_layers:
+            held = "the experts were to stay on the CPU"
         raise BackendUnavailableError(
             f"the layers of this {config.architecture} model read more than the layer before them wrote, so all of it "
-            f"runs on one device, and the GPU was to hold {placement.num_gpu_layers} of {placement.num_layers} layers; "
-            "take a smaller context_length or quantization, or device 'cpu'"
+            f"runs on one device, and {held}; take a smaller context_length or quantization, or device 'cpu'"
         )
 
 
@@ -110,46 +116,13 @@ def _write_whole(parts: Parts, gpu: CudaDevice) -> tuple[Program, KVLayout]:
     graph = write_decoder(config, weights, config.context_length, kv_layers=layout.layers)
     weights.check_asked(config)
     program = lower_to_cuda(graph, gpu, layout, progress=parts.progress)
-    _note(parts.file, weights)
+    note(parts.file, list(weights.notes.values()))
     return program, layout
 
 
-def _write_split(parts: Parts, gpu: CudaDevice, placement: Placement) -> tuple[Program, KVLayout]:
-    """A program whose first layers run on the CPU; the GPU's part is made first, as it may run out of memory."""
-    from localinfer.kernels.cuda.lower import check_kv_types, lower_to_cuda
-    from localinfer.kernels.cuda.memory import SplitKVLayout
-    from localinfer.kernels.cuda.offload import SplitProgram
-
-    config, progress = parts.config, parts.progress
-    num_first = config.num_layers - placement.num_gpu_layers
-    layout = SplitKVLayout(parts.kv_type, kv_layer_shapes(config), num_host_layers=num_first, device=gpu)
-    on_gpu = CudaWeights(parts.file, parts.pool, gpu, progress)
-    check_kv_types(layout)
-    graph = write_last_layers(config, on_gpu, num_first, config.context_length, layout.device_part.layers)
-    rest = lower_to_cuda(graph, gpu, layout.device_part, max_batch_rows=MAX_BATCH_ROWS, progress=progress)
-    on_cpu = CpuWeights(parts.file, parts.pool, progress)
-    graph = write_first_layers(config, on_cpu, num_first, config.context_length, layout.host_part.layers)
-    on_cpu.asked |= on_gpu.asked
-    on_cpu.check_asked(config)
-    first = lower_to_cpu(graph, parts.pool, layout.host_part, max_output_rows=MAX_BATCH_ROWS, progress=progress)
-    if parts.chooses_threads and num_first:
-        part_bytes = parts.file.num_bytes * num_first // config.num_layers
-        choose_decode_threads(
-            first,
-            layout.host_part,
-            part_bytes,
-            progress,
-            measure_again=parts.measures_again,
-            may_measure=parts.may_measure,
-        )
-    on_cpu.notes.update(on_gpu.notes)
-    _note(parts.file, on_cpu)
-    return SplitProgram(first, rest, layout), layout
-
-
-def _note(file: ModelFile, weights: CpuWeights) -> None:
+def note(file: ModelFile, notes: Sequence[str]) -> None:
     """Log converted tensor types and unused layers."""
-    for note in weights.notes.values():
-        logger.warning("%s", note)
-    for note in getattr(file, "notices", ()):
-        logger.warning("%s: %s", file.path.name, note)
+    for text in notes:
+        logger.warning("%s", text)
+    for text in getattr(file, "notices", ()):
+        logger.warning("%s: %s", file.path.name, text)

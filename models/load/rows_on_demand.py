@@ -12,6 +12,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
+from localinfer.kernels.cpu import guard
 from localinfer.quant.gguf.mapped_file import FileStretch
 
 _WHOLE_BYTES = 4 << 20
@@ -68,6 +69,8 @@ class RowsOnDemand:
 
 def _untouched(num_bytes: int) -> NDArray[np.uint8]:
     """Memory that is allocated page by page when written: no huge pages, of which each row would allocate one."""
+    if guard.IS_ON:
+        return guard.guarded(num_bytes)
     if sys.platform == "win32":
         return np.frombuffer(mmap.mmap(-1, num_bytes), np.uint8)
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -7,6 +7,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from localinfer.errors import TemplateError
+from localinfer.models.text.render_time import sharing_render_time
 from localinfer.models.text.splitting import SpellingFinder
 from localinfer.models.text.template_names import TemplateNames
 from localinfer.models.text.tokenizer import Tokenizer
@@ -142,15 +143,16 @@ class ChatTemplate:
         return ids
 
     def _render(self, values: Mapping[str, Any], mark: str = "") -> str:
-        try:
-            return self._render_once(values, mark)
-        except TemplateError as error:
-            # Templates made for tools alone go through them without asking whether there are any.
-            if values["tools"] is not None or not isinstance(error.__cause__, TypeError):
+        with sharing_render_time():
+            try:
+                return self._render_once(values, mark)
+            except TemplateError as error:
+                # Templates made for tools alone go through them without asking whether there are any.
+                if values["tools"] is not None or not isinstance(error.__cause__, TypeError):
+                    raise
+                with suppress(TemplateError):
+                    return self._render_once({**values, "tools": []}, mark)
                 raise
-            with suppress(TemplateError):
-                return self._render_once({**values, "tools": []}, mark)
-            raise
 
     def _render_once(self, values: Mapping[str, Any], mark: str) -> str:
         with self._lock:

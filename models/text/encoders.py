@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from heapq import heapify, heappop, heappush
-from itertools import accumulate, pairwise
+from itertools import accumulate, compress, pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -230,12 +230,17 @@ class SentencePieceEncoder(SubwordEncoder):
 
     @cached_property
     def _ranks(self) -> dict[str, int]:
-        """A score's place in descending order: equal scores share a rank, as they share a priority."""
-        assert self._vocabulary.scores is not None, "this kind always has scores"
-        places = np.unique(-self._vocabulary.scores, return_inverse=True)[1]
+        """A score's place in descending order: equal scores share a rank, as they share a priority.
+
+        A token whose score is minus infinity is made by no merge.
+        """
+        scores = self._vocabulary.scores
+        assert scores is not None, "this kind always has scores"
+        places = np.unique(-scores, return_inverse=True)[1]
         ranks: dict[str, int] = {}
         for texts, ids in zip(pieces(self._ids), pieces(self._ids.values()), strict=True):
-            ranks.update(zip(texts, places[ids].tolist(), strict=True))
+            is_made = scores[ids] > -np.inf
+            ranks.update(compress(zip(texts, places[ids].tolist(), strict=True), is_made.tolist()))
         return ranks
 
     def encode(self, text: str, is_run_start: bool) -> list[int]:
@@ -282,7 +287,7 @@ class BytePairEncoder(SubwordEncoder):
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         super().__init__(vocabulary)
-        self._rule = rule = pre_tokenizer_rule(vocabulary.pre_tokenizer)
+        self._rule = rule = pre_tokenizer_rule(vocabulary.pre_tokenizer, vocabulary.merge_texts)
         self.adds_bos = rule.adds_bos
         self._separator = " " if vocabulary.merge_texts else ""
         if not rule.is_raw:
@@ -442,7 +447,8 @@ class WordPieceEncoder(SubwordEncoder):
         spaced: list[str] = []
         for character in text:
             category = unicodedata.category(character)
-            if character.isspace():
+            # Other control characters are not white space to BERT, though some are to Python.
+            if character.isspace() and (category != "Cc" or character in "\t\n\r"):
                 spaced.append(" ")
             elif character == "\ufffd" or category in dropped:
                 continue

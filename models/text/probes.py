@@ -1,9 +1,14 @@
 """Chats of names and values that occur nowhere else: rendered, they show how a template writes calls and reasoning."""
 
 import re
+import time
+from collections.abc import Mapping, Sequence
 from os.path import commonprefix
 from typing import Any
 
+from localinfer.errors import TemplateError
+from localinfer.models.text.render_time import sharing_render_time
+from localinfer.models.text.reply_format import Template
 from localinfer.models.text.splitting import SpellingFinder
 
 NAMES = ("zqxfirst", "zqxsecond")
@@ -22,6 +27,42 @@ PROBE_CALL: dict[str, Any] = {
 }
 WHOLE_MARKER = re.compile(r"<[^<>\s]+>|\[[A-Z_/]+\]")
 _CUT_MARKER = re.compile(r"[<\[][^<>\[\]\s]*$")
+
+_TRIAL_SECONDS = 1.5
+"""Of the processor, for all trials of one template: hundred times what the dearest of honest ones takes."""
+
+
+class Trials:
+    """A template while it is tried out: once its renderings took too long altogether, it refuses every other.
+
+    Each alone is bounded, but a template that makes use of that would be rendered dozens of times.
+    """
+
+    def __init__(self, template: Template) -> None:
+        self._template = template
+        self._seconds = 0.0
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
+    ) -> str:
+        """As the template's. Raises: TemplateError also where the time for trials is over."""
+        if self._seconds >= _TRIAL_SECONDS:
+            raise TemplateError(
+                f"trying out the chat template took {self._seconds:.1f} s; it is taken for one without tools or "
+                "reasoning. Use another template."
+            )
+        began = time.thread_time()
+        try:
+            with sharing_render_time(_TRIAL_SECONDS - self._seconds):
+                return self._template.render(
+                    messages, add_generation_prompt=add_generation_prompt, tools=tools, **variables
+                )
+        finally:
+            self._seconds += time.thread_time() - began
 
 
 def reply_start(text: str, prompt: str) -> int:

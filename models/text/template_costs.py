@@ -17,12 +17,14 @@ from jinja2.exceptions import SecurityError
 from jinja2.sandbox import SandboxedFormatter
 from markupsafe import Markup
 
+from localinfer.models.text.render_time import MAX_RENDER_SECONDS, render_seconds, take_render_time
+from localinfer.models.text.template_addresses import without_addresses
+
 T = TypeVar("T")
 Size = tuple[int, int, int]
 """Of a value: characters of its text before escapes, values in it, levels of containers."""
 
 MAX_OUTPUT_CHARACTERS = 4 << 20
-MAX_RENDER_SECONDS = 3.0
 # Units of work: the making of a character, of up to four bytes. It bounds memory too, as if nothing were ever freed.
 MAX_WORK = 16 * MAX_OUTPUT_CHARACTERS
 STEP_WORK = 16
@@ -71,6 +73,7 @@ class TemplateBudget:
     def __init__(self) -> None:
         self._work = 0
         self._look_at = MAX_WORK
+        self._began = 0.0
         self._deadline = float("inf")
         # Nothing that a template reaches can change, so a size holds; the value is kept so that its id stays its own.
         self._sizes: dict[int, tuple[object, Size]] = {}
@@ -84,11 +87,13 @@ class TemplateBudget:
         """Begin a rendering."""
         self._work = 0
         self._look_at = _LOOK_EVERY
-        self._deadline = time.thread_time() + MAX_RENDER_SECONDS
+        self._began = time.thread_time()
+        self._deadline = self._began + render_seconds()
         self._sizes.clear()
 
     def end(self) -> None:
-        """Release the values that were measured."""
+        """Release the values that were measured, and count the time that it took."""
+        take_render_time(time.thread_time() - self._began)
         self._sizes.clear()
 
     def charge(self, amount: int = 0) -> None:
@@ -101,7 +106,7 @@ class TemplateBudget:
         if self._work > MAX_WORK:
             raise CostError(f"it takes more than {MAX_WORK} units of work; a character it makes is one")
         if time.thread_time() > self._deadline:
-            raise CostError(f"it takes longer than {MAX_RENDER_SECONDS:g} s")
+            raise CostError(f"rendering one chat takes longer than {MAX_RENDER_SECONDS:g} s")
         self._look_at = min(self._work + _LOOK_EVERY, MAX_WORK)
 
     def charge_text(self, length: int) -> None:
@@ -395,12 +400,13 @@ def formatter_of(budget: TemplateBudget, kind: type[SandboxedFormatter]) -> type
     class Metered(kind):  # type: ignore[valid-type, misc]
         def convert_field(self, value: Any, conversion: Any) -> Any:
             budget.charge_text(budget.size(value)[0])
-            return budget.admit(super().convert_field(value, conversion))
+            converted = budget.admit(super().convert_field(value, conversion))
+            return without_addresses(converted, (value,)) if isinstance(converted, str) else converted
 
         def format_field(self, value: Any, format_spec: str) -> Any:
             widths = sum(map(_bounded, _NUMBER.findall(format_spec)))
             budget.charge_text(budget.size(value)[0] + widths)
-            return budget.admit(super().format_field(value, format_spec))
+            return without_addresses(budget.admit(super().format_field(value, format_spec)), (value,))
 
     return Metered
 

@@ -12,6 +12,7 @@ from urllib.parse import quote
 from jinja2.filters import FILTERS, make_attrgetter
 from jinja2.tests import TESTS
 
+from localinfer.models.text.template_addresses import without_addresses
 from localinfer.models.text.template_costs import CostError, charge_percent, charge_replace
 
 if TYPE_CHECKING:
@@ -105,7 +106,10 @@ def _charged(sandbox: "TemplateSandbox", name: str, function: Filter, special: F
         budget.charge(0 if is_shallow else size)
         result = function(*args[:first], *values, **kwargs) if special is None else special(*values, **kwargs)
         result = budget.admit(result)
-        return sandbox.restore_mark(result) if sandbox.mark and isinstance(result, str) else result
+        if not isinstance(result, str):
+            return result
+        result = without_addresses(result, (*values, *kwargs.values()))
+        return sandbox.restore_mark(result) if sandbox.mark else result
 
     return charged
 

@@ -22,6 +22,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedEscapeFormatt
 from jinja2.utils import Cycler, Joiner, Namespace, generate_lorem_ipsum
 from markupsafe import Markup
 
+from localinfer.models.text.template_addresses import without_addresses
 from localinfer.models.text.template_costs import (
     ENTRY_WORK,
     MAX_OUTPUT_CHARACTERS,
@@ -282,9 +283,10 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         """Do an operation after charging for its result."""
         charge_operator(self.budget, operator, left, right)
         result = self.binop_table[operator](left, right)
+        if operator == "%" and isinstance(result, str):
+            result = self.restore_mark(without_addresses(result, (right,)))
         if type(result) is str:
-            self.budget.charge_made(result)
-            return self.restore_mark(result) if operator == "%" and self.mark else result
+            return self.budget.charge_made(result)
         return operator_result(self.budget, operator, left, right, result)
 
     def call(self, context: Context, function: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -349,7 +351,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         budget = self.budget
         characters = budget.size(value)[0]
         budget.charge_text(characters)
-        text = str(value)
+        text = without_addresses(str(value), (value,))
         if len(text) > characters:
             budget.charge_text(len(text))
         return self.restore_mark(text)

@@ -13,7 +13,7 @@ from itertools import chain
 
 import numpy as np
 
-from localinfer.errors import ContextLengthError, RequestError, TokenizerError
+from localinfer.errors import ContextLengthError, RequestError, TokenIdError, TokenizerError
 from localinfer.models.text.encoders import (
     LONG_STRETCH,
     LONG_TEXT,
@@ -75,6 +75,11 @@ class Tokenizer:
         self.adds_bos = bool(self._before)
         self._containing: dict[str, frozenset[int]] = {}
         self._token_bytes: dict[int, bytes] = {}
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """What it was built from."""
+        return self._vocabulary
 
     @property
     def ids_after(self) -> list[int]:
@@ -177,7 +182,7 @@ class Tokenizer:
         """Return the text of token ids, without control tokens unless `skip_special` is false.
 
         Bytes that are not UTF-8 become U+FFFD. `previous_token_id`: see StreamDecoder.
-        Raises: RequestError if an id is not in the vocabulary.
+        Raises: TokenIdError if an id is not in the vocabulary.
         """
         decoder = StreamDecoder(self, skip_special=skip_special, previous_token_id=previous_token_id)
         return "".join([*map(decoder.push, token_ids), decoder.flush()])
@@ -212,10 +217,10 @@ class Tokenizer:
     def token_text(self, token_id: int) -> str:
         """Return a token as the file spells it.
 
-        Raises: RequestError if the id is not in the vocabulary.
+        Raises: TokenIdError if the id is not in the vocabulary.
         """
         if not 0 <= token_id < self.vocab_size:
-            raise RequestError(
+            raise TokenIdError(
                 f"token id {token_id} is not in the vocabulary; wanted 0 to {self.vocab_size - 1}. Use ids that this "
                 "model's tokenizer gave."
             )
@@ -401,7 +406,7 @@ class StreamDecoder:
     def push(self, token_id: int) -> str:
         """Take the next id; return the text that is now certain, often "" inside a character.
 
-        Raises: RequestError if the id is not in the vocabulary.
+        Raises: TokenIdError if the id is not in the vocabulary.
         """
         tokenizer = self._tokenizer
         spelled = tokenizer.token_bytes(token_id)

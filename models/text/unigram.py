@@ -17,6 +17,8 @@ _UNKNOWN_PENALTY = 10.0
 _STRETCH = 1 << 14
 """Characters of a long text that are normalized at once."""
 _SPACE = re.compile(r" (?=\S)")
+_WHITE_SPACE = re.compile("[\t-\r\x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]")
+"""Unicode's, but for the space itself. Most of it becomes a space by a compiled normalization already."""
 
 
 class UnigramEncoder(SubwordEncoder):
@@ -29,6 +31,7 @@ class UnigramEncoder(SubwordEncoder):
         super().__init__(vocabulary)
         self.adds_space = vocabulary.flags.get("add_space_prefix", True)
         self._merges_spaces = vocabulary.flags.get("remove_extra_whitespaces", False)
+        self._splits_at_white_space = vocabulary.flags.get("splits_at_white_space", False)
         self._byte_ids = vocabulary.byte_ids
         self._has_bytes = min(vocabulary.byte_ids) >= 0
         if self._unknown is None and not self._has_bytes:
@@ -54,7 +57,8 @@ class UnigramEncoder(SubwordEncoder):
         lattice = _Lattice(self)
         spaces = _Spaces(adds=self.adds_space, merges=self._merges_spaces)
         for stretch in stretches:
-            yield lattice.push(spaces.mark(stretch if self._map is None else self._map.apply(stretch)))
+            normal = stretch if self._map is None else self._map.apply(stretch)
+            yield lattice.push(spaces.mark(_WHITE_SPACE.sub(" ", normal) if self._splits_at_white_space else normal))
         yield lattice.finish()
 
     @cached_property

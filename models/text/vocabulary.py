@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from localinfer.errors import TokenizerError
 from localinfer.models.text.fill_in import FILL_IN_ROLES
-from localinfer.models.text.splitting import CONTROL_TEXTS, find_end_of_generation
+from localinfer.models.text.splitting import CONTROL_TEXTS, PRE_TOKENIZERS, find_end_of_generation
 from localinfer.quant.gguf.metadata import Metadata
 from localinfer.system.pieces import last_places, pieces
 from localinfer.types import Told
@@ -27,6 +27,8 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 # tokenizer.ggml.model -> how text becomes tokens.
 _KINDS = {"llama": "spm", "gpt2": "bpe", "gemma4": "bpe", "bert": "wordpiece", "t5": "unigram"}
+KINDS = frozenset(_KINDS)
+"""Values of tokenizer.ggml.model whose vocabularies can be built."""
 _KNOWN_BUT_NOT_BUILT = dict(rwkv="RWKV", plamo2="PLaMo 2", hybriddna="DNA", whitespace="whitespace")
 # Ids that hold where a file of that kind names none, if the text there is what is expected. "seperator"
 # is how the GGUF key spells it.
@@ -52,7 +54,7 @@ _FLAGS = (
         "normalizer.strip_accents",
     ),
     # Not GGUF's: what tokenizer.json can say and GGUF cannot.
-    *("add_space_prefix_once", "strips_after_special"),
+    *("add_space_prefix_once", "strips_after_special", "splits_at_white_space"),
 )
 _ROLES = ("bos", "eos", "eot", "eom", "unknown", "seperator", "cls", "fim_pad", "fim_rep", "fim_sep")
 
@@ -150,6 +152,8 @@ def read_vocabulary(metadata: Mapping[str, object], told: Told | None = None) ->
     tell(2, _STEPS)
     types = _types(metadata, tokens)
     byte_ids = _byte_ids(tokens, types)
+    if kind == "spm" or (pre_tokenizer in PRE_TOKENIZERS and PRE_TOKENIZERS[pre_tokenizer].is_raw):
+        _declare_bytes(byte_ids, ids, types)
     for text in CONTROL_TEXTS:
         if text in ids:
             types[ids[text]] = TokenType.CONTROL
@@ -331,6 +335,18 @@ def _byte_ids(tokens: list[str], types: NDArray[np.uint8]) -> list[int]:
             _refuse("tokens", f"two tokens for byte {byte} (ids {byte_ids[byte]} and {index})", "one for each byte")
         byte_ids[byte] = index
     return byte_ids
+
+
+def _declare_bytes(byte_ids: list[int], ids: Mapping[str, int], types: NDArray[np.uint8]) -> None:
+    """Take a token that is spelled as a byte for that byte, where no other is declared to be it.
+
+    Texts are encoded with it, so that decoding must give the byte back, and not the spelling.
+    """
+    for byte, declared in enumerate(byte_ids):
+        index = ids.get(f"<0x{byte:02X}>", -1)
+        if declared < 0 <= index and types[index] not in (TokenType.CONTROL, TokenType.UNKNOWN):
+            types[index] = TokenType.BYTE
+            byte_ids[byte] = index
 
 
 def _role_ids(metadata: Mapping[str, object], kind: str, tokens: list[str], types: NDArray[np.uint8]) -> dict[str, int]:

@@ -14,12 +14,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.errors import CorruptFileError, ModelFileError, UnsupportedFormatError
-from localinfer.quant.checkpoint.safetensors import StoredTensor, read_header
+from localinfer.quant.checkpoint.safetensors import StoredTensor, num_values, read_header
 from localinfer.quant.gguf.mapped_file import FileStretch, MappedFile, MappedFiles
 from localinfer.system.pieces import parse_json
 
 MAX_CONFIG_BYTES = 16 << 20
 MAX_TOKENIZER_BYTES = 256 << 20
+TOKENIZER_NAME = "tokenizer.json"
+MAX_VALUES = 1 << 19
+"""Of JSON in files other than the tokenizer's: a few bytes of text can be a hundred in memory."""
+MAX_TOKENIZER_VALUES = 1 << 23
+"""Of JSON in tokenizer.json: some four times those of the largest, with 262,000 tokens and 514,000 merges as pairs."""
 MAX_PARTS = 4096
 
 NUMPY_DTYPES = {
@@ -118,6 +123,11 @@ def open_folder(path: str | os.PathLike[str]) -> CheckpointFolder:
     folder = Path(path)
     config_path = folder / "config.json"
     weight_map = _weight_map(folder)
+    if not config_path.exists() and (folder / "adapter_config.json").exists():
+        raise UnsupportedFormatError(
+            f"{folder} holds an adapter (LoRA), a change to a model's weights, not a model. Merge it into its base "
+            "model (merge_and_unload and save_pretrained of peft), or choose a folder of the merged model"
+        )
     if not config_path.exists():
         raise ModelFileError(f"{folder} has no config.json; wanted the whole folder of a model, not its weights alone")
     config = _parse(_read_text(config_path, MAX_CONFIG_BYTES), config_path)
@@ -222,7 +232,15 @@ def _read_text(path: Path, max_bytes: int) -> str:
         raise ModelFileError(f"{path} cannot be opened: {error}") from error
 
 
+def check_num_values(text: str, name: str) -> None:
+    """Refuse JSON that would take far more memory than its text. Raises: CorruptFileError naming the file."""
+    most = MAX_TOKENIZER_VALUES if name == TOKENIZER_NAME else MAX_VALUES
+    if (count := num_values(text)) > most:
+        raise CorruptFileError(f"{name} holds {count} values; wanted at most {most}. {_AGAIN}")
+
+
 def _parse(text: str, path: Path) -> dict[str, Any]:
+    check_num_values(text, path.name)
     try:
         value = parse_json(text)
     except (ValueError, RecursionError) as error:

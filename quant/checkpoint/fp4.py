@@ -22,7 +22,7 @@ from localinfer.quant.checkpoint.module_tensors import (
     unpack_words,
     wrong_shape,
 )
-from localinfer.quant.checkpoint.stored_matrix import ROUNDED, TO_BFLOAT16, StoredMatrix, encode_rows
+from localinfer.quant.checkpoint.stored_matrix import ROUNDED, TO_BFLOAT16, StoredMatrix, encode_rows, finite_weights
 from localinfer.quant.formats.packing import pack_codes
 from localinfer.quant.formats.types import TensorType, block_dtype, row_bytes
 from localinfer.types import FloatArray
@@ -79,10 +79,10 @@ class MxMatrix(StoredMatrix):
         return replace(self, exponents=self.exponents[order], read_codes=lambda rows: read(order[rows]))
 
     def dequantize_rows(self, rows: NDArray[np.intp]) -> FloatArray:
-        """Return float32[n, columns], exactly."""
+        """Return float32[n, columns], exactly. Raises: CorruptFileError if float32 does not hold one."""
         scales = exponent_values(self.exponents[rows], self.name) * np.float32(0.5)
         levels: FloatArray = DOUBLED[self.read_codes(rows)].astype(np.float32)
-        return levels * np.repeat(scales, _MX_BLOCK, axis=1)
+        return finite_weights(self.name, lambda: levels * np.repeat(scales, _MX_BLOCK, axis=1))
 
     def gguf_type(self) -> TensorType:
         """Return MXFP4."""
@@ -141,11 +141,15 @@ class NvMatrix(StoredMatrix):
         return replace(self, scales=self.scales[order], read_codes=lambda rows: read(order[rows]))
 
     def dequantize_rows(self, rows: NDArray[np.intp]) -> FloatArray:
-        """Return float32[n, columns]. Raises: CorruptFileError if a scale is NaN."""
+        """Return float32[n, columns]. Raises: CorruptFileError if a scale is NaN, or a weight infinite."""
         scales = self._checked(rows)
-        factors = fp8_values("F8_E4M3")[scales] * np.float32(self.factor * 0.5)
         levels: FloatArray = DOUBLED[self.read_codes(rows)].astype(np.float32)
-        return levels * np.repeat(factors, _SUB_BLOCK, axis=1)
+
+        def compute() -> FloatArray:
+            factors = fp8_values("F8_E4M3")[scales] * np.float32(self.factor * 0.5)
+            return levels * np.repeat(factors, _SUB_BLOCK, axis=1)
+
+        return finite_weights(self.name, compute)
 
     def gguf_type(self) -> TensorType:
         """Return Q6_K, or Q8_0 where 256 does not divide the columns, or BF16 where float16 scales are too coarse."""

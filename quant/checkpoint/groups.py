@@ -39,7 +39,7 @@ from numpy.typing import NDArray
 from localinfer.errors import CorruptFileError
 from localinfer.kernels.layouts import SIZES, Layout
 from localinfer.quant.checkpoint.module_tensors import AGAIN
-from localinfer.quant.checkpoint.stored_matrix import StoredForm, StoredMatrix, common_type, encode_rows
+from localinfer.quant.checkpoint.stored_matrix import StoredForm, StoredMatrix, common_type, encode_rows, finite_weights
 from localinfer.quant.formats.packing import pack_bits, pack_codes
 from localinfer.quant.formats.reference import LEVEL_OFFSETS
 from localinfer.quant.formats.types import TensorType, bits_per_weight, block_dtype, block_size, row_bytes
@@ -110,8 +110,8 @@ class GroupedMatrix(StoredMatrix):
         return "scales are rounded to float16, within 0.05 %" if is_rounded else ""
 
     def dequantize_rows(self, rows: NDArray[np.intp]) -> NDArray[np.float32]:
-        """Return float32[n, columns], each weight rounded once."""
-        return self.scales[rows][:, self.groups] * self._differences(rows)
+        """Return float32[n, columns], each weight rounded once. Raises: CorruptFileError if one is infinite."""
+        return finite_weights(self.name, lambda: self.scales[rows][:, self.groups] * self._differences(rows))
 
     def gguf_type(self) -> TensorType:
         """Return the smallest GGUF type that holds exactly these weights, float32 scales aside."""

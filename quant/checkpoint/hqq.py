@@ -23,6 +23,7 @@ from localinfer.quant.checkpoint.stored_matrix import (
     DecodedMatrix,
     StoredMatrix,
     encode_rows,
+    finite_weights,
 )
 from localinfer.quant.formats.packing import pack_codes
 from localinfer.quant.formats.types import TensorType, block_dtype, row_bytes
@@ -210,8 +211,12 @@ class AffineMatrix(StoredMatrix):
         )
 
     def dequantize_rows(self, rows: NDArray[np.intp]) -> FloatArray:
-        """Return float32[n, columns]."""
-        return self.scales[rows][:, self.groups] * self.read_codes(rows) + self.minimums[rows][:, self.groups]
+        """Return float32[n, columns]. Raises: CorruptFileError if a weight is infinite."""
+
+        def compute() -> FloatArray:
+            return self.scales[rows][:, self.groups] * self.read_codes(rows) + self.minimums[rows][:, self.groups]
+
+        return finite_weights(self.name, compute)
 
     def gguf_type(self) -> TensorType:
         """Return Q4_1, Q8_0 where groups end inside its blocks, BF16 where float16 does not reach."""

@@ -8,13 +8,15 @@ Source: the format's own description (https://github.com/huggingface/safetensors
 import json
 from dataclasses import dataclass
 from math import prod
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn, TypeGuard
 
 from localinfer.errors import CorruptFileError, UnsupportedFormatError
 from localinfer.quant.gguf.mapped_file import MappedFile
 
 MAX_HEADER_BYTES = 100_000_000
-MAX_TENSORS = 1 << 20
+MAX_TENSORS = 1 << 17
+MAX_VALUES = 12 * MAX_TENSORS
+"""Of JSON in a header: a few bytes of text can be a hundred in memory, so they are counted before they are read."""
 MAX_DIMENSIONS = 8
 MAX_NAME_CHARACTERS = 1024
 
@@ -38,6 +40,7 @@ DTYPE_BYTES = {
 }
 """Bytes per element of the dtypes whose extent this version can check."""
 
+_COUNTED = 1 << 20
 _DAMAGED = "The file is damaged or incomplete: download it again"
 
 
@@ -85,32 +88,54 @@ def _header(file: MappedFile) -> tuple[dict[str, Any], int]:
     if length > min(file.num_bytes - 8, MAX_HEADER_BYTES):
         limit = min(file.num_bytes - 8, MAX_HEADER_BYTES)
         _fail(file, f"its header claims {length} bytes; wanted at most {limit}. Is it a safetensors file?")
-    raw = file.read(8, 8 + length)
-    if raw[:1] != b"{":
-        _fail(file, f"its header begins with {raw[:1]!r}; wanted '{{'. Is it a safetensors file?")
+    if (first := file.read(8, min(9, 8 + length))) != b"{":
+        _fail(file, f"its header begins with {first!r}; wanted '{{'. Is it a safetensors file?")
     try:
-        header = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique_keys)
+        text = file.read(8, 8 + length).decode("utf-8")
+        if num_values(text) > MAX_VALUES:
+            _fail(file, f"its header holds {num_values(text)} values; wanted at most {MAX_VALUES}")
+        header = json.loads(text, object_pairs_hook=_compact)
     except (ValueError, RecursionError) as error:
         _fail(file, f"its header is not sound JSON ({str(error)[:200]})")
+    if not isinstance(header, dict):
+        _fail(file, f"its header is that of one tensor, {header!r:.80}; wanted names of tensors with one for each")
     return header, 8 + length
 
 
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def num_values(text: str) -> int:
+    """A bound of how many values and containers a JSON text has; letters in its strings count too."""
+    # In pieces, between which other threads run.
+    starts = range(0, len(text), _COUNTED)
+    return sum(text.count(sign, start, start + _COUNTED) for start in starts for sign in ",:[{")
+
+
+class _Entry(NamedTuple):
+    """What a header says of a tensor: a tuple takes a third of the memory of an object with these names."""
+
+    data_offsets: object
+    dtype: object
+    shape: object
+
+
+def _compact(pairs: list[tuple[str, Any]]) -> "dict[str, Any] | _Entry":
     found = dict(pairs)
     if len(found) != len(pairs):
         seen: set[str] = set()
         repeated = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
         raise ValueError(f"{repeated[:80]!r} stands there twice")
-    return found
+    return _Entry(**found) if found.keys() == set(_Entry._fields) else found
 
 
 def _tensor(file: MappedFile, name: str, entry: object, data_start: int, part: int) -> StoredTensor:
     label = f"tensor {name[:80]!r}"
     if not name or len(name) > MAX_NAME_CHARACTERS:
         _fail(file, f"{label} has a name of {len(name)} characters; wanted 1 to {MAX_NAME_CHARACTERS}")
-    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+    if not name.isprintable():
+        # Messages and lists show it as it is.
+        _fail(file, f"{label} has characters in its name that cannot be printed")
+    if not isinstance(entry, _Entry):
         _fail(file, f"{label} is {entry!r:.80}; wanted an object of dtype, shape and data_offsets")
-    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    dtype, shape, offsets = entry.dtype, entry.shape, entry.data_offsets
     if not isinstance(dtype, str):
         _fail(file, f"{label} has dtype {dtype!r:.40}; wanted a name such as F16")
     if dtype not in DTYPE_BYTES:
@@ -130,7 +155,7 @@ def _tensor(file: MappedFile, name: str, entry: object, data_start: int, part: i
     return StoredTensor(name, dtype, tuple(shape), data_start + offsets[0], data_start + offsets[1], part)
 
 
-def _are_sizes(value: object) -> bool:
+def _are_sizes(value: object) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(type(size) is int and 0 <= size < 1 << 63 for size in value)
 
 

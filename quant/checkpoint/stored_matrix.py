@@ -113,11 +113,7 @@ class DecodedMatrix(StoredMatrix):
 
     def dequantize_rows(self, rows: NDArray[np.intp]) -> FloatArray:
         """Return float32[n, columns]. Raises: CorruptFileError if a weight is infinite or NaN."""
-        with np.errstate(over="ignore", invalid="ignore"):
-            values = self.read_rows(rows)
-        if not np.isfinite(values).all():
-            raise CorruptFileError(f"{self.name}: a weight is infinite or NaN. {AGAIN}")
-        return values
+        return finite_weights(self.name, lambda: self.read_rows(rows))
 
     def gguf_type(self) -> TensorType:
         """Return Q8_0, or BF16 for what Q8_0 does not hold well."""
@@ -127,6 +123,15 @@ class DecodedMatrix(StoredMatrix):
     def gguf_bytes(self, type: TensorType) -> NDArray[np.uint8]:
         """Return the matrix in blocks, each weight rounded once more than `dequantize` does."""
         return encode_rows(self, type)
+
+
+def finite_weights(name: str, compute: Callable[[], FloatArray]) -> FloatArray:
+    """Return what `compute` gives, without NumPy's warnings. Raises: CorruptFileError if it is infinite or NaN."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        values = compute()
+    if not np.isfinite(values).all():
+        raise CorruptFileError(f"{name}: a weight is infinite or NaN. {AGAIN}")
+    return values
 
 
 def encode_rows(matrix: StoredMatrix, type: TensorType) -> NDArray[np.uint8]:

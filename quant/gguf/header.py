@@ -24,7 +24,8 @@ from localinfer.system.pieces import PIECE, give_way
 
 MAX_HEADER_BYTES = 256 << 20
 MAX_KEYS = 1 << 16
-MAX_TENSORS = 1 << 20
+MAX_TENSORS = 1 << 15
+"""Ten times those of the largest models, whose experts are stacked; each takes time and memory beyond its record."""
 MAX_KEY_BYTES = (1 << 16) - 1
 MAX_TENSOR_NAME_BYTES = 63
 MAX_STRING_BYTES = 64 << 20

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from localinfer.errors import RequestError
 from localinfer.quant.formats.types import TensorType
 from localinfer.quant.methods.gptq import PreparedTensor
-from localinfer.system.files import unwritable, write_all, write_atomically
+from localinfer.system.files import is_temporary, unwritable, write_all, write_atomically
 from localinfer.types import FloatArray
 
 _ABOUT, _STATE = "about.json", "state.npz"
@@ -36,7 +36,7 @@ class PartialResults:
     def __init__(self, folder: Path, identity: str) -> None:
         self.folder = folder
         self._identity = identity
-        if folder.exists() and not (folder.is_dir() and ((folder / _ABOUT).exists() or not any(folder.iterdir()))):
+        if folder.exists() and not _is_ours(folder):
             raise RequestError(
                 f"{folder} is where unfinished results are kept, but holds something else; move it, or write elsewhere"
             )
@@ -91,6 +91,11 @@ class PartialResults:
 
     def _layer_path(self, layer: int) -> Path:
         return self.folder / f"layer-{layer:04}.npz"
+
+
+def _is_ours(folder: Path) -> bool:
+    """Whether a folder has partial results, or nothing yet: a run that was killed may have begun its first file."""
+    return folder.is_dir() and ((folder / _ABOUT).exists() or all(is_temporary(path.name) for path in folder.iterdir()))
 
 
 class StoredTensors(Mapping[str, PreparedTensor]):

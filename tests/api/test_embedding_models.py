@@ -137,6 +137,19 @@ def test_decoders_embed_batches_as_single_texts() -> None:
             llm.rerank("a", ["b"])
 
 
+@pytest.mark.parametrize("name", ["qwen35-mtp", "nemotron_h_moe-mtp"])
+def test_recurrent_models_embed_beside_their_draft_layers(name: str, folder: Path) -> None:
+    """Their states have more in them once those layers are loaded: the text's graph was refused by an assertion."""
+    path = folder / f"{name}.gguf"
+    write_skeleton(skeletons()[name], path)
+    token_ids = np.arange(40)
+    with localinfer.load(path, threads=1) as drafting, localinfer.load(path, threads=1, speculation=None) as plain:
+        for pooling in ("mean", "last", "none"):
+            np.testing.assert_array_equal(
+                drafting.embed(token_ids, pooling=pooling), plain.embed(token_ids, pooling=pooling)
+            )
+
+
 def test_documents_come_by_falling_relevance(reranker: LLM) -> None:
     documents = [*texts_of(20, 12, 5), "the cat", "the cat"]
     ranked = reranker.rerank("the cat", documents)

@@ -12,7 +12,7 @@ import pytest
 import localinfer
 from localinfer.chat.constraints import Grammar, JsonSchema, Regex
 from localinfer.chat.reply import ReplyOptions
-from localinfer.engine.scheduler import EngineLimits
+from localinfer.engine.admission import EngineLimits
 from localinfer.errors import LocalinferError
 from localinfer.generation.options import GenerationOptions
 from localinfer.llm import LLM, ChatOptions
@@ -106,15 +106,15 @@ OPTIONS = {
     "complete_many": {"prompt", "n", "best_of", "parse_special", "seed", "logprobs", "stop", "prediction"},
     "chat_many": {"messages", "n", "best_of", "tools"},
     "beam_search": {"prompt", "num_beams", "max_tokens", "length_penalty", "ignore_eos", "parse_special"},
-    "render_chat": {"messages", "add_generation_prompt", *ReplyOptions.__annotations__},
-    "count_chat_tokens": {"messages", *ReplyOptions.__annotations__},
+    "render_chat": {"messages", "add_generation_prompt", "cache_salt", *ReplyOptions.__annotations__},
+    "count_chat_tokens": {"cache_salt", "messages", *ReplyOptions.__annotations__},
     "session": {"system", "tools", "messages", "on_tool_call", "on_tool_result", "max_tool_rounds"},
     "score": {"token_ids", "top"},
     "embed": {"prompt", "pooling", "normalize", "dimensions", "truncate"},
     "embed_many": {"prompts", "pooling", "normalize", "dimensions", "truncate"},
     "embedding_ids": {"prompts", "truncate"},
     "logits": {"token_ids"},
-    "forget": {"token_ids"},
+    "forget": {"token_ids", "cache_salt"},
 }
 ALSO_NAMED = {
     # What an error may call an argument where it speaks of what is in it.
@@ -187,6 +187,14 @@ def test_every_parameter_of_the_methods_is_tried() -> None:
             "prepare_constraints",
             "rerank",
             "save_session",
+            # They need a prompt cache on disk: tests/persistence/test_prefetch.py.
+            "cached_tokens",
+            "fetch_prompt",
+            "handover_fingerprint",
+            "prefill",
+            "store_prompt",
+            "stored_tokens",
+            "stream_prefill",
         )
     }
     for method in CALLS:

@@ -34,7 +34,7 @@ def load(model: str, folder: Path) -> tuple[LLM, DiskCache]:
     llm = localinfer.load(model, disk_cache=True, disk_cache_folder=folder)
     disk = llm._disk
     assert disk is not None
-    disk.idle_seconds = NEVER
+    disk._behind.idle_seconds = NEVER
     disk._opener.join()
     return llm, disk
 
@@ -80,7 +80,7 @@ def measure(model: str, context: int, new: int, repetitions: int, folder: Path) 
         restarted.append(first_token_seconds(llm, message, context))
         llm.clear_cache()
         times["load session"].append(seconds(lambda llm=llm: llm.load_session(folder / "session")))
-        disk._pending.clear()
+        disk._behind._pending.clear()
         llm.close()
     report(times, num_bytes)
     read, turn, restart = (statistics.median(values) for values in (times["restore"], warm, restarted[1:]))

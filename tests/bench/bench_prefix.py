@@ -10,12 +10,14 @@ import numpy as np
 
 import localinfer
 from localinfer.cache.prefix_cache import CacheHints, PrefixCache
+from localinfer.cache.salt import NO_SALT, salt_of
 from localinfer.generation.completion import Completion
 from tests.bench.conversation_options import conversation_parser
 from tests.engine.fakes import FakeLayout
 
 REPLY_TOKENS = 16
 MATCHED_TOKENS = 100_000
+SALTS = 1_000
 
 
 def measure_second_turn(model: str, context: int, new: int, repetitions: int) -> None:
@@ -68,7 +70,37 @@ def measure_match() -> None:
             print(f"match of {found:,} cached tokens {name}: {statistics.median(seconds) * 1e6:.0f} us")
 
 
+def measure_salts() -> None:
+    """Print what one prompt of 3,000 tokens costs the cache, from its admission to its end, with and without salts."""
+    chooser = np.random.default_rng(0)
+    cache = PrefixCache(FakeLayout(32, 64), max_bytes=None, context_length=4_000)
+    ids = chooser.integers(0, 32_000, 3_000).astype(np.int32)
+
+    def turn(text: np.ndarray[tuple[int], np.dtype[np.int32]], salt: bytes) -> float:
+        began = time.perf_counter()
+        hints = CacheHints(salt=salt)
+        sequence = cache.admit(text, hints).sequence
+        sequence.reserve(text.size)
+        sequence.commit(text.size)
+        cache.publish(sequence, text, hints)
+        cache.retire(sequence, text, hints)
+        return time.perf_counter() - began
+
+    salts = [salt_of(str(number)) for number in range(SALTS)]
+    for name, others in (("no other salt", []), (f"{SALTS:,} other salts", salts)):
+        for salt in others:
+            turn(ids[:64], salt)
+        for kind, salt in (("without a salt", NO_SALT), ("with one", salt_of("own"))):
+            seconds = [turn(ids, salt) for _ in range(300)]
+            print(f"a prompt of {ids.size:,} cached tokens {kind}, {name}: {statistics.median(seconds) * 1e6:.0f} us")
+    began = time.perf_counter()
+    for number in range(SALTS):
+        salt_of(str(number))
+    print(f"a salt of a name: {(time.perf_counter() - began) / SALTS * 1e6:.1f} us")
+
+
 if __name__ == "__main__":
     options = conversation_parser(__doc__, "tokens of the first turn, its reply included", 1).parse_args()
     measure_match()
+    measure_salts()
     measure_second_turn(options.model, options.context, options.new, options.repetitions)

@@ -44,6 +44,22 @@ def test_same_prompt_again_computes_one_token_and_gives_the_same_text():
     assert computed_tokens(model) - before == 1 + 9
 
 
+def test_ctrl_c_while_a_text_is_left_to_the_cache_frees_its_memory(monkeypatch: pytest.MonkeyPatch):
+    engine = Engine(fake_model())
+    cold, _ = run(engine, numbers(23))
+
+    def interrupted(*arguments: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine._cache.tree, "insert", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(engine, numbers(23, seed=1))
+    monkeypatch.undo()
+    with engine.exclusive_cache() as cache:
+        cache.clear()
+    assert not engine.pool.counts.any() and run(engine, numbers(23))[0] == cold
+
+
 @pytest.mark.parametrize("new_tokens", [1, 3, 4, 11])
 def test_second_turn_computes_new_tokens_only(new_tokens: int):
     model = fake_model()
@@ -205,7 +221,7 @@ class Shelf:
         self.refusal: str | None = None
         self.evictions: list[int] = []
 
-    def restore(self, token_ids: NDArray[np.int32], cached_tokens: int) -> str | None:
+    def restore(self, token_ids: NDArray[np.int32], cached_tokens: int, salt: bytes) -> str | None:
         pool, tree = self.cache.pool, self.cache.tree
         for ids, contents in self.stored:
             pages = pool.acquire(len(contents))
@@ -218,9 +234,9 @@ class Shelf:
     def on_evict(self, path: CachedPath, kept_tokens: int) -> None:
         self.evictions.append(path.token_ids.size - kept_tokens)
 
-    def on_idle(self, token_ids: NDArray[np.int32]) -> None:
+    def on_idle(self, token_ids: NDArray[np.int32], salt: bytes) -> None:
         pool, tree = self.cache.pool, self.cache.tree
-        match = tree.match(token_ids)
+        match = tree.match(token_ids, salt)
         assert match.length == token_ids.size
         self.stored.append((token_ids, [pool.view(page).tobytes() for page in match.pages.tolist()]))
 
@@ -276,3 +292,20 @@ def test_context_shift_leaves_at_most_half_a_context_to_the_system_tokens():
     engine = Engine(fake_model(context_length=8))
     text, _ = run(engine, numbers(30), 40, context_shift=True, cache_hints=CacheHints(system_tokens=29))
     assert len(text) == 40
+
+
+def test_an_interrupted_admission_leaves_no_page_held(monkeypatch: pytest.MonkeyPatch):
+    engine = Engine(fake_model())  # type: ignore[arg-type]
+    list(engine.generate(list(range(10)), SamplingParams(temperature=0), max_tokens=1))
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with engine.exclusive_cache() as cache:
+        with monkeypatch.context() as patch:
+            patch.setattr(cache.pool, "acquire", interrupted)
+            # Six tokens are cached: a page is shared, and for the half one a copy is wanted.
+            with pytest.raises(KeyboardInterrupt):
+                cache.admit(np.arange(7, dtype=np.int32), CacheHints())
+        cache.clear()
+        assert cache.pool.num_free_pages == cache.pool.num_pages

@@ -142,7 +142,7 @@ def test_pages_in_use_are_never_evicted():
     assert shelf.tree.evict(3) == 1
     assert shelf.texts() == {"aaaabbbb"} and shelf.tree.evict(1) == 0
     shelf.pool.release(match.pages)
-    assert shelf.tree.evict(2) == 2 and shelf.tree.is_empty
+    assert shelf.tree.evict(2) == 2 and shelf.tree.is_empty()
 
 
 def test_listener_sees_the_whole_path_before_its_pages_are_freed():

@@ -13,9 +13,11 @@ from localinfer.cache.sequence import SequenceCache, forward
 from localinfer.cache.sequence_state import NO_SLOT, SequenceState
 from localinfer.cache.snapshots import SnapshotPolicy
 from localinfer.errors import OutOfMemoryError
+from localinfer.kernels.cpu import guard
 from localinfer.persistence import prompt_cache as disk_cache
 from localinfer.persistence.prompt_cache import DiskCache, DiskOptions
-from tests.cache.test_cache_fuzz import CONTEXT, DISK_BYTES, CacheOwner, Life
+from tests.cache.test_cache_fuzz import CONTEXT, DISK_BYTES, SALTS, CacheOwner, Life
+from tests.cache.test_sequence import interrupt
 from tests.engine.fake_recurrent import (
     LOG_BYTES,
     STATE_BYTES,
@@ -72,7 +74,7 @@ class RecurrentLife(Life):
             assert tree._oldest_leaf() is None and tree._least_place(None) is None, "something could be evicted"
 
     def write(self, index: int, token_ids: list[int], num_droppable: int = 0) -> None:
-        sequence, ids = self.running[index]
+        sequence, ids, _ = self.running[index]
         token_ids = token_ids[: CONTEXT - len(ids)]
         ids += token_ids
         try:
@@ -86,7 +88,7 @@ class RecurrentLife(Life):
     def verify(self) -> None:
         """Compute drafts, and drop some of them."""
         index = self.chooser.randrange(len(self.running))
-        sequence, ids = self.running[index]
+        sequence, ids, _ = self.running[index]
         count = self.chooser.randrange(1, 7)
         self.write(index, [self.chooser.randrange(3) for _ in range(count)], num_droppable=count)
         if len(ids) == sequence.length and self.chooser.random() < 0.9:
@@ -98,7 +100,7 @@ class RecurrentLife(Life):
     def fail(self) -> None:
         """A step that fails leaves everything as it was."""
         index = self.chooser.randrange(len(self.running))
-        sequence, ids = self.running[index]
+        sequence, ids, _ = self.running[index]
         before = sequence.length
         if before + 3 > CONTEXT:
             return
@@ -117,7 +119,7 @@ class RecurrentLife(Life):
         self.chooser.choice(self.running)[0].keep_state()
 
     def truncate(self) -> None:
-        sequence, ids = self.chooser.choice(self.running)
+        sequence, ids, _ = self.chooser.choice(self.running)
         length = self.chooser.randrange(len(ids) + 1)
         state = sequence._state
         held = [place.position for place in (state.now, state.before, state._kept) if place is not None]
@@ -140,7 +142,7 @@ class RecurrentLife(Life):
         if self.page_bytes:
             for position, token_id in enumerate(ids):
                 self.slots(pages[position // 4])[position % 4] = token_id
-        self.cache.tree.insert(ids, pages, snapshots={ids.size: slot})
+        self.cache.tree.insert(ids, pages, snapshots={ids.size: slot}, salt=self.chooser.choice(SALTS))
         pool.release(pages)
         pool.release_state(slot)
         self.known.append(ids.tolist())
@@ -150,22 +152,31 @@ class RecurrentLife(Life):
         pages = np.zeros(pool.counts.size, np.int64)
         states: Counter[int] = Counter()
         logs: Counter[int] = Counter()
-        for sequence, ids in self.running:
+        users: set[tuple[str, int, bytes]] = set()
+        for sequence, ids, salt in self.running:
             assert sequence.length == len(ids) == sequence._state.now.length
             pages[sequence.pages] += 1
             count_slots(sequence._state, states, logs)
+            users.update(("page", page, salt) for page in sequence.pages.tolist())
+            users.update(("state", slot, salt) for slot in sequence.state_slots)
         of_tree: Counter[int] = Counter()
-        for node in self.cache.tree._nodes():
+        for node in self.cache.tree.roots.nodes():
             pages[node.pages] += 1
+            users.update(("page", page, node.salt) for page in node.pages.tolist())
+            users.update(("state", snapshot.slot, node.salt) for snapshot in node.snapshots.values())
             assert all(0 < offset <= node.token_ids.size for offset in node.snapshots)
             of_tree.update(snapshot.slot for snapshot in node.snapshots.values())
         states += of_tree
+        assert len({(kind, number) for kind, number, _ in users}) == len(users), "two salts share a page or a state"
         assert (pool.counts == pages).all(), "a page is held too often or too rarely"
         assert self.cache.tree._nodes_of_slot == of_tree
         assert pool.states._counts == dict(states), "a state is held too often or too rarely"
         assert pool.logs._counts == dict(logs), "a log is held too often or too rarely"
         assert pool.grid <= pool.states.held and pool.allocated_bytes <= BUDGET
         self.check_contents()
+        if guard.IS_ON:
+            # They are protected.
+            return
         for slot in pool.states.memory.free:
             words(pool.states.address(slot), STATE_BYTES)[:] = 7
         for slot in pool.logs.memory.free:
@@ -180,7 +191,7 @@ class RecurrentLife(Life):
             if self.page_bytes:
                 held = [int(self.slots(path.pages[p // 4])[p % 4]) for p in range(len(ids))]
                 assert held == ids, "a page was lost or overwritten"
-        for sequence, ids in self.running:
+        for sequence, ids, _ in self.running:
             step = sequence._state.step(1, is_logged=False) if sequence._state.next_state != NO_SLOT else None
             if step is not None and sequence.length == len(ids):
                 assert repeated(step) == state_of(ids), "a sequence's states are of another text"
@@ -196,6 +207,17 @@ def count_slots(state: SequenceState, states: Counter[int], logs: Counter[int]) 
     logs.update(slot for slot in [*(place.log for place in places), state.next_log] if slot != NO_SLOT)
 
 
+def test_snapshots_after_a_place_are_gone_before_the_sequence_is_there(monkeypatch: pytest.MonkeyPatch):
+    life = RecurrentLife(7, 64)
+    while not any(max(sequence._state.taken, default=0) > 3 for sequence, _, _ in life.running):
+        life.step()
+    sequence = next(one for one, _, _ in life.running if max(one._state.taken, default=0) > 3)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(sequence._state, "release", interrupt)
+        sequence.truncate(3)
+    assert sequence.length <= 3 and max(sequence._state.taken, default=0) <= 3
+
+
 @pytest.mark.skipif(sys.gettrace() is not None, reason="another tracer is at work")
 @pytest.mark.parametrize("page_bytes", [64, 0])
 def test_interrupt_at_any_line_never_leaves_a_wrong_state(page_bytes: int):
@@ -206,7 +228,7 @@ def test_interrupt_at_any_line_never_leaves_a_wrong_state(page_bytes: int):
             life.step()
         num_interrupted += life.interrupted_step(life.chooser.randrange(1, 160))
         life.program.fails_at = set()
-        for sequence, ids in life.running:
+        for sequence, ids, _ in life.running:
             del ids[sequence.length :]
         for _ in range(10):
             life.step()
@@ -236,7 +258,7 @@ def test_recurrent_cache_survives_thousands_of_random_steps_without_a_leak(
     assert disk.pages_read > 50 and disk.pages_written > 50
     assert not disk.rejected and not disk.failed_saves
     life.disk.close()
-    for sequence, _ in life.running:
+    for sequence, _, _ in life.running:
         sequence.close()
     life.running.clear()
     life.cache.clear()

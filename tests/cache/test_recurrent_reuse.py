@@ -10,10 +10,10 @@ import pytest
 from localinfer.cache.prefix_cache import CacheHints, PrefixCache
 from localinfer.cache.sequence import forward
 from localinfer.cache.snapshots import SnapshotPolicy
+from localinfer.engine.admission import EngineLimits
 from localinfer.engine.beam_search import search_beams
 from localinfer.engine.engine import Engine
 from localinfer.engine.request import TokenEvent
-from localinfer.engine.scheduler import EngineLimits
 from localinfer.generation.completion import Completion
 from localinfer.llm import LLM
 from localinfer.speculation.draft_model import DraftModel

@@ -102,6 +102,26 @@ def test_fork_leaves_reserved_but_unused_pages_to_the_first():
     assert pool.counts[sequence.pages].tolist() == [2, 2, 1, 1]
 
 
+def test_interrupted_truncate_leaves_no_shared_page_to_be_written(monkeypatch: pytest.MonkeyPatch):
+    pool = pool_of()
+    sequence = sequence_of(pool, 12)
+    twin = sequence.fork()
+    shared = twin.pages.tolist()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(sequence, "_free_pages_after", interrupt)
+        sequence.truncate(4)
+    assert sequence.length == 4
+    sequence.reserve(9)
+    assert sequence.pages[0] == shared[0] and not set(sequence.pages[1:].tolist()) & set(shared)
+    twin.close()
+    sequence.close()
+    assert pool.num_free_pages == pool.num_pages
+
+
+def interrupt(*_: object) -> int:
+    raise KeyboardInterrupt
+
+
 def test_position_inside_a_shared_page_is_written_to_a_copy_after_truncate():
     pool = pool_of()
     sequence = sequence_of(pool, 12)

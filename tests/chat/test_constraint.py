@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import localinfer
+from localinfer.chat import constraints
 from localinfer.chat.constraints import Constraint, ConstraintCompiler, Grammar, JsonObject, JsonSchema, Regex
 from localinfer.errors import ConstraintError, OverloadedError, RequestError
 from localinfer.llm import LLM
@@ -299,6 +300,19 @@ def test_schema_of_too_many_properties_is_refused_before_anything_compiles_it(de
         demo.complete("a", constraint=JsonSchema(schema_of(names)), max_tokens=1)
     assert found.value.keyword in ("properties", "patternProperties")
     assert not [thread for thread in set(threading.enumerate()) - before if thread.name == "localinfer-constraint"]
+
+
+def test_form_is_compiled_once_for_each_salt(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[str] = []
+    compile_one = constraints._compile
+    monkeypatch.setattr(constraints, "_compile", lambda *given: compiled.append(given[1]) or compile_one(*given))
+    look = {"name": "look", "parameters": {"type": "object", "properties": {"at": {"const": "a form that says much"}}}}
+    options: dict[str, Any] = {"tools": [{"type": "function", "function": look}], "max_tokens": 1}
+    with localinfer.load(speculation=None, threads=1) as llm:
+        for salt in (None, None, "one", "one", "two"):
+            llm.chat([{"role": "user", "content": "Hi"}], cache_salt=salt, **options)
+            llm.complete("Hi", max_tokens=1, constraint=Regex("[a-z]{7}"), cache_salt=salt)
+    assert compiled and all(compiled.count(grammar) == 3 for grammar in compiled)
 
 
 def test_compilations_that_cannot_be_stopped_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,13 +1,16 @@
 """A reply keeps the ids it was generated with, and never at the price of another text."""
 
 import random
+from itertools import count
 
 import numpy as np
 import pytest
 
 from localinfer.chat.history import ChatHistory, EncodedChat
+from localinfer.errors import TemplateError
 from localinfer.llm import LLM
 from localinfer.models.text.chat_template import ChatTemplate
+from localinfer.models.text.render_time import MAX_RENDER_SECONDS, sharing_render_time
 from localinfer.models.text.tokenizer import Tokenizer
 from tests.engine.fakes import ByteTokenizer, FakeModel, FakeTemplate, fake_model
 from tests.models.text.vocabularies import REAL, bpe_metadata, real_tokenizer, spm_metadata
@@ -212,3 +215,25 @@ def test_places_where_other_chats_part_are_found_whatever_the_template_demands()
     asked = begun + "noonEND\n### user\n"
     reply = {"role": "assistant", "content": "noon"}
     assert places(first, reply, second) == ["### user\n", begun, asked, asked + "and now?END\n"]
+
+
+def test_renderings_of_one_chat_share_the_time_that_one_may_take(monkeypatch: pytest.MonkeyPatch):
+    """A clock that goes on by 0.05 s whenever somebody looks at it, as a rendering does every few hundred steps."""
+    looks = count()
+    monkeypatch.setattr("localinfer.models.text.template_costs.time.thread_time", lambda: next(looks) * 0.05)
+    template = ChatTemplate(MARKED.replace("CONTENT", "message.content") + "{% for i in range(9000) %}{% endfor %}")
+    chat = ask("one", "two", "three")
+    assert template.render(chat) == template.render(chat)
+    with sharing_render_time():
+        template.render(chat)
+        with pytest.raises(TemplateError, match="rendering one chat takes longer than 3 s"):
+            template.render(chat)
+    with sharing_render_time(1.0), sharing_render_time(), pytest.raises(TemplateError, match="takes longer than"):
+        template.render(chat)
+    began = next(looks)
+    history = ChatHistory(template, ByteTokenizer(), finds_branches=True)  # type: ignore[arg-type]
+    encoded = history.encode(chat)
+    took = 0.05 * (next(looks) - began)
+    # Each further rendering is refused at its first look.
+    assert MAX_RENDER_SECONDS <= took < MAX_RENDER_SECONDS + 1
+    assert encoded.text == template.render(chat) and not encoded.branch_tokens

@@ -212,6 +212,8 @@ def test_calls_and_results_come_back_in_the_next_prompt(chat_with: Callable[[str
         ({"properties": {"a": {"type": "string", "allOf": [{"maxLength": 3}]}}}, "allOf"),
         ({"properties": {"a": {"type": "string"}}, "anyOf": [{"required": ["a"]}]}, "anyOf"),
         ({"properties": {"a": {"type": "string"}}, "required": ["b"]}, "required"),
+        ({"required": ["b"]}, "required"),
+        ({"minProperties": 1}, "minProperties"),
         ({"properties": {"a": {"type": "string", "pattern": "(?=a)b"}}}, "pattern"),
     ],
     ids=repr,

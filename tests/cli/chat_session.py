@@ -63,6 +63,9 @@ class Store:
                 return one
         raise RequestError(f"there is no saved conversation {name!r}")
 
+    def id_of(self, conversation: Saved) -> str:
+        return conversation.id
+
     def list(self) -> list[Saved]:
         return list(reversed(self.saved.values()))
 

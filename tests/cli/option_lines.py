@@ -5,6 +5,7 @@ TOGETHER = {
         --yarn-extrapolation-factor 1 --yarn-attention-factor 1 --yarn-beta-fast 9 --yarn-beta-slow 1""",
     "{quick}": "--type q4_0 --chunks 0",
     "{linear}": "--context-length 2048 --rope-scaling linear --rope-frequency-scale 0.5",
+    "{decode}": "--role decode --prefill-server http://localhost:9",
     "{filters}": """--temperature 0.5 --top-k 5 --top-p 0.5 --min-p 0.1 --typical-p 0.9 --top-n-sigma 1 --seed 1
         --xtc-probability 0.5 --xtc-threshold 0.2 --dynatemp-range 0.1 --dynatemp-exponent 2""",
     "{penalties}": """--mirostat 2 --mirostat-tau 4 --mirostat-eta 0.2 --repetition-penalty 1.1 --repetition-last-n -1
@@ -20,16 +21,16 @@ GOOD = {
         {hi} {linear} {penalties}
         -p Hi -n 1 --model {demo} --device cpu --gpu-layers 0 --threads 1 --context-length 64 --no-disk-cache --json
         --no-config --prompt Hi --max-tokens 1 --disk-cache-size 1MB --disk-cache-folder {folder} --json-schema {schema}
-        {hi} --kv-window 256 --kv-type q8_0/f16 --kv-memory 64MB --grammar {grammar}
+        {hi} --kv-window 256 --kv-type q8_0/f16 --kv-memory 64MB --grammar {grammar} --n-cpu-moe 1 --tensor-split 3,1
         {hi} --speculation draft --draft {demo} --regex a+
         {hi} --model {mtp} --speculation mtp --threads 1 --measure-again
-        {hi} --beams 2 --raw --ignore-model-sampling
+        {hi} --beams 2 --raw --ignore-model-sampling --no-verify --cpu-moe
     """,
     "chat": """
         {one} --chat-template {template} --set llama.rope.freq_base=20000 --system Brief. --context-shift --stats
         {one} {yarn} {filters}
         {one} {linear} {penalties}
-        --lines -n 1 --no-disk-cache --model {demo} --device cpu --gpu-layers 0 --threads 1 --no-config
+        --lines -n 1 --no-disk-cache --model {demo} --device cpu --gpu-layers 0 --threads 1 --no-config --cpu-moe
         --context-length 64 --lines --max-tokens 1 --kv-type q8_0/f16 --kv-memory 64MB
         --lines -n 1 --disk-cache-size 1MB --disk-cache-folder {folder}
         {one} --json
@@ -37,17 +38,18 @@ GOOD = {
         {one} --grammar {grammar}
         {brief} --prompt Hi --file {file} --show-reasoning --regex ab
         {brief} --stats --session dogs
-        {one} --kv-window 256
+        {one} --kv-window 256 --n-cpu-moe 1 --tensor-split 3,1
         {one} --speculation draft --draft {demo}
         {one} --model {mtp} --speculation mtp --threads 1 --measure-again
         {one} --continue
         {one} --session dogs
-        -n 1 --no-history --lines --ignore-model-sampling
+        -n 1 --no-history --lines --ignore-model-sampling --no-verify
     """,
     "show": """
         {demo} --tensors
         {demo} --json
         {demo} --ops
+        {demo} --verify
     """,
     "tokenize": """
         --model {demo} Hi --ids --no-special --parse-special --no-config
@@ -107,25 +109,28 @@ GOOD = {
     """,
     "mcp": """
         --no-disk-cache --chat-template {template} {yarn}
-        --no-disk-cache {linear} --set llama.rope.freq_base=20000 --no-config --ignore-model-sampling
-        --model {demo} --device cpu --gpu-layers 0 --threads 1 --no-disk-cache --context-length 512
+        --no-disk-cache {linear} --set llama.rope.freq_base=20000 --no-config --ignore-model-sampling --no-verify
+        --model {demo} --device cpu --gpu-layers 0 --threads 1 --no-disk-cache --context-length 512 --cpu-moe
         --kv-type q8_0/f16 --kv-memory 64MB --disk-cache-size 1MB --disk-cache-folder {folder}
-        --kv-window 256 --no-disk-cache
+        --kv-window 256 --no-disk-cache --n-cpu-moe 1 --tensor-split 3,1
         --speculation draft --draft {demo} --no-disk-cache
         --model {mtp} --speculation mtp --threads 1 --measure-again --no-disk-cache
     """,
     "serve": """
         {local} --chat-template {template} {yarn}
         {local} {filters} --max-tokens 5 --reasoning on --reasoning-budget 9 --alias a,b --ignore-model-sampling
+        {local} --no-verify --cpu-moe
         --no-tcp --socket {sock} --no-disk-cache {penalties} --chat-template-file {template}
         --port 0 --no-socket --no-page --api-key key
         {local} {linear} --set llama.rope.freq_base=20000
         --model {demo} --device cpu --gpu-layers 0 --threads 1 --no-disk-cache --no-config --port 0 --socket {sock}
         --kv-type q8_0/f16 --kv-memory 64MB --disk-cache-size 1MB --disk-cache-folder {folder} --port 0 --socket {sock}
-        --kv-window 256 --no-tcp --context-length 512 --socket {sock} --move-volatile-head
+        --kv-window 256 --no-tcp --context-length 512 --socket {sock} --move-volatile-head --n-cpu-moe 1
+        {local} --tensor-split 3,1
         --speculation draft --draft {demo} --no-tcp --socket {sock}
         --model {mtp} --speculation mtp --threads 1 --measure-again --no-disk-cache --no-tcp --socket {sock}
         --models {models} --host 127.0.0.1 --port 0 --socket {sock} --token-file {text} --allow-host x --strict-model
+        --models {models} --port 0 --socket {sock} --token-file {text} --isolate-cache
         --allow-origin http://a.example --allow-private-network --port 0 --socket {sock} --idle-unload 5 --verbose
         --memory-limit 1GB --max-generations 2 --shutdown-seconds 1 --until-stdin-ends --no-tcp --socket {sock}
         --parallel 2 --slot-save-path {folder} --no-slots --no-metrics --no-tcp --socket {sock}
@@ -134,8 +139,15 @@ GOOD = {
         --pulled --models {models} --models-config {settings} --load-wait 1 --no-tcp --socket {sock}
         {local} --no-store
         --disk-cache-folder {folder} --store-size 0 --store-days 0.5 --no-tcp --socket {sock}
+        --role prefill --disk-cache-folder {folder} --no-tcp --socket {sock}
+        {decode} --prefill-server unix:/no --prefill-deadline 5 --disk-cache-folder {folder} --no-tcp --socket {sock}
+        {decode} --prefill-threshold 9 --prefill-token-file {text} --disk-cache-folder {folder} --no-tcp --socket {sock}
         {local} --requests-per-minute 5 --tokens-per-minute 500 --log-format json --otlp-endpoint http://localhost:1
+        {local} --running-per-token 2 --queued-per-token 0 --min-priority -3 --ttft-objective 1.5
         {local} --log-requests {folder}/requests.jsonl --log-requests-size 2MB
+        {local} --kv-events tcp://127.0.0.1:* --kv-events-replay-endpoint ipc://{folder}/replay --kv-events-topic kv
+        {local} --kv-events ipc://{folder}/kv --kv-events-buffer-steps 5 --kv-events-encoding array
+        {local} --kv-events tcp://127.0.0.1:9 --kv-events-connect --kv-events-allow-remote
     """,
 }
 """Lines of words; each option of a command must stand in one."""
@@ -145,7 +157,12 @@ BAD = {
         --no-config=maybe
         --model no-such-file
         --device tpu
+        --device cuda:x
         --gpu-layers -1
+        --tensor-split 0,0
+        --cpu-moe=maybe
+        --cpu-moe --n-cpu-moe 1
+        --n-cpu-moe -1
         --threads 0
         --context-length 0
         --kv-type q9
@@ -173,6 +190,7 @@ BAD = {
         --set llama.rope.freq_base=banana
         --set llama.no_such_key=1
         --ignore-model-sampling=maybe
+        --no-verify=maybe
     """,
     "sampling": """
         --temperature -1
@@ -235,6 +253,7 @@ BAD = {
     "show": """
         {demo} --tensors=maybe
         {demo} --ops=maybe
+        {demo} --verify=maybe
         {demo} --json=maybe
         no-such-file
     """,
@@ -389,6 +408,8 @@ BAD = {
         --allow-host \udcff
         --allow-origin \udcff
         --allow-private-network=maybe
+        --isolate-cache=maybe
+        --port 0 --no-socket --isolate-cache
         --strict-model=maybe
         --move-volatile-head=maybe
         --idle-unload -1
@@ -403,7 +424,21 @@ BAD = {
         --pooling most
         --until-stdin-ends=maybe
         --ready-json=maybe
+        --role router
+        --role decode
+        --role prefill --no-disk-cache
+        --role prefill --kv-window 256
+        --role prefill --prefill-server http://localhost:9
+        --role decode --prefill-server localhost
+        --prefill-threshold 9
+        {decode} --prefill-threshold 0
+        {decode} --prefill-deadline 0
+        {decode} --prefill-token-file no-such-file
         --requests-per-minute 0
+        --running-per-token 0
+        --queued-per-token -1
+        --min-priority high
+        --ttft-objective -1
         --tokens-per-minute none
         --log-format yaml
         --log-requests {folder}
@@ -414,6 +449,15 @@ BAD = {
         --no-store=maybe
         --store-size none
         --store-days -1
+        --kv-events nowhere
+        --kv-events tcp://0.0.0.0:5557
+        --kv-events tcp://127.0.0.1:* --kv-events-connect
+        --kv-events tcp://127.0.0.1:* --kv-events-replay-endpoint tcp://*:5558
+        --kv-events-topic kv
+        --kv-events tcp://127.0.0.1:* --kv-events-buffer-steps 0
+        --kv-events tcp://127.0.0.1:* --kv-events-encoding json
+        --kv-events-connect=maybe
+        --kv-events-allow-remote=maybe
     """,
 }
 """The same; "*" are options of all commands that load a model, "sampling" of those that sample, "texts" of those that

@@ -92,8 +92,11 @@ def test_run_defaults_are_the_documented_ones(fake_llm, capsys):
         "model": None,
         "device": "auto",
         "gpu_layers": None,
+        "tensor_split": None,
+        "cpu_moe": None,
         "threads": None,
         "measure_again": False,
+        "verify": True,
         "cancel": None,
         "context_length": None,
         "kv_type": "f16",
@@ -192,6 +195,43 @@ def test_sizes_are_bytes_with_or_without_a_unit(fake_llm, capsys, text, size):
 def test_wrong_sizes_are_one_line(fake_llm, capsys, text):
     assert main(["run", "-p", "Hi", "--kv-memory", text]) == 2
     assert_one_error_line(capsys.readouterr().err, "--kv-memory", "such as 2GB")
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        ("--tensor-split 3,1", {"tensor_split": [3, 1]}),
+        ("--tensor-split 0.5/0.5 --device cuda:0,cuda:1", {"tensor_split": [0.5, 0.5], "device": "cuda:0,cuda:1"}),
+        ("--cpu-moe", {"cpu_moe": True}),
+        ("--n-cpu-moe 3", {"cpu_moe": 3}),
+        ("--n-cpu-moe 0", {"cpu_moe": 0}),
+        ("", {"cpu_moe": None, "tensor_split": None}),
+    ],
+)
+def test_shares_of_gpus_and_experts_on_the_cpu_are_said_as_in_llama_cpp(fake_llm, words, wanted):
+    assert main(["run", "-p", "Hi", *words.split()]) == 0
+    found = {name: fake_llm.load_options[name] for name in wanted}
+    # True is all layers, and 1 the first.
+    assert found == wanted and {name: type(value) for name, value in found.items()} == {
+        name: type(value) if name == "cpu_moe" else type(found[name]) for name, value in wanted.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--tensor-split x", "'x' are no shares"),
+        ("--tensor-split 0,0", "are no shares"),
+        ("--tensor-split 1,nan", "are no shares"),
+        ("--tensor-split 1,-1", "are no shares"),
+        ("--n-cpu-moe -1", "--n-cpu-moe"),
+        ("--cpu-moe --n-cpu-moe 3", "leave one out"),
+        ("--device cuda:a", "or GPUs by number"),
+    ],
+)
+def test_wrong_shares_of_gpus_are_refused(fake_llm, capsys, words, said):
+    assert main(["run", "-p", "Hi", *words.split()]) == 2
+    assert_one_error_line(capsys.readouterr().err, said)
 
 
 @pytest.mark.parametrize(("text", "layers"), [("auto", None), ("0", 0), ("99", 99)])

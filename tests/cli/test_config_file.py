@@ -9,8 +9,8 @@ import pytest
 from localinfer.cli import main
 from localinfer.config import DEVICES, config_path, describe_config, read_config
 from localinfer.errors import RequestError
-from localinfer.loading import options as load_options
 from localinfer.models import demo
+from localinfer.models.load import device_request
 
 DEMO = str(Path(demo.__file__).parent / "demo-f16.gguf")
 
@@ -116,7 +116,7 @@ def test_a_folder_of_models_is_not_joined_by_the_default_one(config, capsys, mon
         ('context_length = "big"', 1, "context_length is 'big'"),
         ('kv_type = "q9"', 1, "kv_type is 'q9'"),
         ("kv_type = 8", 1, "kv_type is 8"),
-        ('device = "tpu"', 1, "wanted one of auto, cpu, cuda"),
+        ('device = "tpu"', 1, "wanted one of auto, cpu, cuda, or GPUs such as cuda:0,cuda:1"),
         ("device = [1]", 1, "wanted one of auto, cpu, cuda"),
         ('model = ""', 1, "model is ''"),
         ('model = "a.gguf"', 1, "give the whole path"),
@@ -174,4 +174,4 @@ def test_the_file_is_described_with_what_it_sets_or_what_is_wrong(config, monkey
 
 
 def test_devices_are_those_of_the_library():
-    assert DEVICES == load_options.DEVICES
+    assert DEVICES == device_request.DEVICES

@@ -26,6 +26,10 @@ COMMAND_LINE = {
     "disk_cache": True,
     "speculation": "auto",
     "ignore_model_sampling": False,
+    "device": "auto",
+    "tensor_split": None,
+    "cpu_moe": None,
+    "verify": True,
 }
 WHOLE = """
 [defaults]
@@ -74,6 +78,18 @@ def found(folder: Path, text: str, **options):
     sources, preload = find_sources(None, chosen, COMMAND_LINE)
     assert preload == []
     return {source.id: source for source in sources}
+
+
+def test_options_by_which_load_has_other_names_are_read(folder):
+    """no_verify ended in AttributeError."""
+    settings = 'n_cpu_moe = 3\nno_verify = true\ntensor_split = "3,1"\ndevice = "cuda:0,cuda:1"'
+    models = found(folder, f"[models.two]\n{settings}\n[models.all]\nmodel = 'two'\ncpu_moe = true")
+    options = load_options_of(models["two"], COMMAND_LINE)
+    assert (options["cpu_moe"], options["verify"], options["tensor_split"]) == (3, False, [3.0, 1.0])
+    assert options["device"] == "cuda:0,cuda:1"
+    assert load_options_of(models["all"], COMMAND_LINE)["cpu_moe"] is True
+    with pytest.raises(RequestError, match="n_cpu_moe is -1"):
+        found(folder, "[models.two]\nn_cpu_moe = -1")
 
 
 def test_each_model_has_its_own_settings_over_those_of_all(folder):

@@ -26,6 +26,7 @@ from localinfer.quant.gguf.writer import GGUFWriter, encode_value
 from localinfer.quant.methods.imatrix import Importance, write_imatrix
 from localinfer.quant.methods.presets import find_preset
 from localinfer.quant.pipeline.quantize import quantize_model
+from localinfer.system import disk
 from localinfer.system.files import OutputFile, check_output, is_written_in_place
 from tests.engine.fakes import fake_model
 from tests.kernels.subprocesses import REPOSITORY, environment
@@ -337,6 +338,31 @@ def test_whatever_ends_the_writing_early_leaves_the_old_file(failure: type[BaseE
         file.write(b"half")
         raise failure
     assert (tmp_path / "out").read_bytes() == OLD and entries(tmp_path) == {"out"}
+
+
+def test_file_that_another_process_replaces_meanwhile_is_not_written_in_place(tmp_path: Path, monkeypatch) -> None:
+    path = tmp_path / "out"
+    path.write_bytes(OLD)
+    seen = disk.status(path)
+    answers = iter([seen])
+    status = disk.status
+    monkeypatch.setattr(disk, "status", lambda path, **options: next(answers, None) or status(path, **options))
+    (tmp_path / "theirs").write_bytes(b"theirs")
+    os.replace(tmp_path / "theirs", path)
+    with OutputFile(path) as file:
+        file.write(b"half")
+        assert path.read_bytes() == b"theirs"
+    assert path.read_bytes() == b"half"
+
+
+@unix_only
+def test_file_is_synced_before_it_takes_its_name_and_the_folder_after(tmp_path: Path, monkeypatch) -> None:
+    done = []
+    for name in ("sync", "replace", "sync_folder"):
+        call = getattr(disk, name)
+        monkeypatch.setattr(disk, name, lambda *of, name=name, call=call: (done.append(name), call(*of))[1])
+    write_lines(tmp_path / "lines")
+    assert done == ["sync", "replace", "sync_folder"]
 
 
 @unix_only

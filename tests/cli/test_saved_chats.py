@@ -1,13 +1,7 @@
 """Chats that outlive their process: killed, continued and cached; and chats of which nothing is kept."""
 
 import io
-import os
-import re
-import select
-import signal
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -25,10 +19,9 @@ from localinfer.cli.chat.conversation import Conversation
 from localinfer.errors import ContextLengthError, RequestError, SessionFileError
 from localinfer.generation.completion import StreamEvent
 from localinfer.persistence.conversations import ConversationStore, SavedConversation
-from tests.kernels.subprocesses import environment
-from tests.limits import seconds, wait_until
+from tests.cli.chat_command import CACHED, READY, ChatCommand
+from tests.limits import wait_until
 
-GIVING_UP_SECONDS = 20.0
 TURNS = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Hello there", "finish_reason": "stop"}]
 
 
@@ -321,52 +314,6 @@ def test_one_message_is_refused_where_it_cannot_go_on(once, fake_llm, store, cap
     assert not fake_llm.prompts
 
 
-class ChatCommand:
-    """`localinfer chat` with the demo model in a process of its own, on a terminal of ours."""
-
-    def __init__(self, folder: Path, *words: str) -> None:
-        import pty
-
-        self.screen = ""
-        self._master, slave = pty.openpty()
-        shown = environment(TERM="xterm", NO_COLOR="1", PROMPT_TOOLKIT_NO_CPR="1", XDG_STATE_HOME=str(folder / "state"))
-        fixed = ["--threads", "1", "-n", "40", "--seed", "1", "--disk-cache-folder", str(folder / "cache"), "--stats"]
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "localinfer", "chat", *fixed, *words],
-            stdin=slave,
-            stdout=slave,
-            stderr=slave,
-            start_new_session=True,
-            env=shown,
-        )
-        os.close(slave)
-
-    def type(self, keys: str) -> None:
-        os.write(self._master, keys.encode())
-
-    def wait_for(self, pattern: str) -> re.Match[str]:
-        deadline = time.monotonic() + seconds(GIVING_UP_SECONDS)
-        while (found := re.search(pattern, self.screen)) is None:
-            ready, _, _ = select.select([self._master], [], [], max(0.0, deadline - time.monotonic()))
-            assert ready, f"{pattern!r} never came:\n{self.screen}"
-            try:
-                received = os.read(self._master, 1 << 16)
-            except OSError:
-                received = b""
-            assert received, f"the chat ended before {pattern!r}:\n{self.screen}"
-            self.screen += received.decode(errors="replace")
-        return found
-
-    def kill(self) -> None:
-        self._process.send_signal(signal.SIGKILL)
-        self._process.wait()
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        os.close(self._master)
-
-
 @pytest.fixture
 def chat(tmp_path: Path) -> Iterator[Callable[..., ChatCommand]]:
     pytest.importorskip("pty", reason="needs the terminals of Unix")
@@ -374,7 +321,7 @@ def chat(tmp_path: Path) -> Iterator[Callable[..., ChatCommand]]:
 
     def start(*words: str) -> ChatCommand:
         running.append(ChatCommand(tmp_path, *words))
-        running[-1].wait_for(r"\x1b\[\?2004h")
+        running[-1].wait_for(READY)
         return running[-1]
 
     try:
@@ -382,9 +329,6 @@ def chat(tmp_path: Path) -> Iterator[Callable[..., ChatCommand]]:
     finally:
         for one in running:
             one.close()
-
-
-CACHED = r"prompt (\d+) tokens,\s+(\d+) of them\s+cached"
 
 
 def test_a_killed_chat_is_shown_and_continued_without_computing_it_again(chat, tmp_path: Path) -> None:

@@ -33,7 +33,13 @@ CALM_MACHINE: dict[str, Any] = {
         "bytes_per_second_of_one_thread": 12e9,
         "tokens_per_second_per_gb": 40.0,
     },
-    "gpu": {"has_driver": False, "name": None, "free_bytes": None, "reason": "no NVIDIA driver is installed"},
+    "gpu": {
+        "has_driver": False,
+        "name": None,
+        "free_bytes": None,
+        "others": [],
+        "reason": "no NVIDIA driver is installed",
+    },
     "kernels": {
         "folder": "/c/kernels/key",
         "num_compiled": 35,
@@ -42,6 +48,7 @@ CALM_MACHINE: dict[str, Any] = {
         "first_start_seconds": 17,
     },
     "prompt_cache": {"folder": "/c/conversations", "num_bytes": 12_000_000, "max_bytes": 4 << 30, "is_writable": True},
+    "crashes": {"folder": "/s/crashes", "reports": []},
     "disk": {"caches": {"folder": "/c", "free_bytes": 50 * 10**9, "total_bytes": 10**12}},
     "versions": {"localinfer": "1", "python": "3.12", "torch": None, "system": "Linux"},
     "config": {"lines": ["configuration: /home/me/config.toml", "  threads = 4"]},

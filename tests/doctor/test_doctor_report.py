@@ -41,7 +41,9 @@ def test_unusual_facts_are_named() -> None:
     facts["cpu"] |= {"kernels": "generic", "on_battery": True, "profile": "low-power"}
     facts["threads"] |= {"quota": 1.5, "allowed": 4}
     facts["memory"] |= {"limited_by": "the cgroup", "modules": [{"num_bytes": 16 << 30, "mega_transfers": 3200}]}
-    facts["gpu"] |= {"name": "Some GPU", "free_bytes": 8 * 10**9}
+    others = [{"index": 1, "name": "Another GPU", "free_bytes": 4 * 10**9}]
+    facts["gpu"] |= {"name": "Some GPU", "free_bytes": 8 * 10**9, "others": others}
+    facts["models"]["found"][0]["gpus"] = "4 of 4 layers on 2 GPUs"
     facts["kernels"] |= {"is_compiled": False}
     facts["prompt_cache"] |= {"folder": None}
     facts["load"] |= {"cores": 1.0, "processes": [{"pid": 7, "name": "x\x1b[2J", "cores": 1.0}]}
@@ -53,6 +55,8 @@ def test_unusual_facts_are_named() -> None:
         "by the limit of the cgroup",
         "1: 17.2 GB 3200 MT/s",
         "Some GPU, 8.0 GB free",
+        "cuda:1          Another GPU, 4.0 GB free",
+        "a/b:Q4_0 (ollama); 4 of 4 layers on 2 GPUs",
         "the first start compiles for about 17 s",
         "none: this user has no home folder",
         "nothing was found",

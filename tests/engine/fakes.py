@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.errors import RequestError
+from localinfer.errors import TokenIdError
 from localinfer.kernels.program import Batch
 from localinfer.models.text.splitting import SpellingFinder
 
@@ -139,7 +139,7 @@ class ByteTokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         if token_id >= self.vocab_size:
-            raise RequestError(f"token id {token_id} is not in the vocabulary")
+            raise TokenIdError(f"token id {token_id} is not in the vocabulary")
         return bytes([token_id]) if token_id < 256 else b""
 
     def vocabulary_bytes(self) -> list[bytes]:

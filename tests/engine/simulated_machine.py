@@ -108,7 +108,7 @@ class ScriptedDrafter:
         self.asked = 0
         self._draws = np.random.default_rng(self.seed).random(1 << 17)
 
-    def begin(self, prediction: TokenIds) -> "ScriptedDrafter":
+    def begin(self, prediction: TokenIds, salt: bytes) -> "ScriptedDrafter":
         return self
 
     def draft(self, tokens: TokenIds, out: TokenIds) -> int:

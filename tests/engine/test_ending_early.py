@@ -8,15 +8,17 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from localinfer.cache.sequence import SequenceCache
+from localinfer.engine.admission import EngineLimits
 from localinfer.engine.engine import Engine
 from localinfer.engine.request import NO_TOKEN, TokenEvent
-from localinfer.engine.scheduler import EngineLimits
 from localinfer.errors import ClosedError
 from localinfer.kernels.program import Batch
-from tests.engine.fakes import FakeModel, FakeProgram, hashed_logits
+from tests.engine.fakes import PAGE_TOKENS, FakeModel, FakeProgram, hashed_logits
 from tests.engine.generations import GREEDY, SEEDED, Gate, alone, numbers, wide_model
 from tests.engine.test_engine import all_pages_are_free
 from tests.limits import seconds, wait_until
+from tests.speculation.test_speculation import Oracle, speculation
 
 
 def test_cancel_before_the_first_token_is_asked_for() -> None:
@@ -231,3 +233,26 @@ def test_closing_the_engine_does_not_wait_for_a_chunk() -> None:
         next(engine.generate(numbers(300), GREEDY))
     closing.join(seconds(10))
     assert program.answers == [True] and not closing.is_alive()
+
+
+def test_ctrl_c_before_a_draft_is_rolled_back_leaves_no_wrong_token_in_the_cache(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    prompt = numbers(6)
+    text = prompt + [event.token_id for event in alone(prompt, GREEDY, max_tokens=30)]
+    engine = Engine(wide_model(), speculation=speculation(Oracle(text, wrong_every=4)))
+    generation = engine.generate(prompt, GREEDY, max_tokens=30)
+    next(generation)
+
+    def interrupted(*_: object) -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(SequenceCache, "truncate", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        list(generation)
+    with engine.exclusive_cache() as cache:
+        (path,) = cache.tree.paths()
+        held = [cache.pool.view(page)[: 4 * PAGE_TOKENS].view(np.int32) for page in path.pages.tolist()]
+        assert np.concatenate(held)[: path.token_ids.size].tolist() == path.token_ids.tolist()
+        assert path.token_ids.tolist() == text[: path.token_ids.size]

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from localinfer.engine.admission import EngineLimits
 from localinfer.engine.engine import Engine
 from localinfer.engine.request import NO_TOKEN, TokenEvent
-from localinfer.engine.scheduler import EngineLimits, Generation
+from localinfer.engine.scheduler import Generation
 from localinfer.errors import ClosedError, OverloadedError, RequestError
 from localinfer.kernels.program import Batch
 from localinfer.speculation.ngram import NgramDrafter
@@ -257,6 +258,33 @@ def test_logits_of_a_text_are_computed_beside_streams() -> None:
         ]
     )
     assert (found[0] == expected).all() and events == alone(numbers(9), SEEDED, max_tokens=50)
+
+
+@pytest.mark.parametrize("is_counted", [True, False])
+def test_requests_where_most_of_the_memory_is_held_do_not_preempt_each_other_for_ever(
+    monkeypatch: pytest.MonkeyPatch, is_counted: bool
+) -> None:
+    engine = Engine(wide_model(max_batch_rows=4), kv_memory=14 * PAGE_BYTES)
+    scored = engine.outputs(engine.program, np.array(numbers(30, 9), np.int32))
+    lost = engine.pool.acquire(0 if is_counted else 7)
+    for _ in range(6 if is_counted else 0):
+        next(scored)
+    step, steps = engine.scheduler._step, 0
+
+    def counted() -> None:
+        nonlocal steps
+        steps += 1
+        assert steps < 500, "nothing goes on"
+        step()
+
+    monkeypatch.setattr(engine.scheduler, "_step", counted)
+    prompts = [numbers(size, seed) for seed, size in enumerate((12, 21, 23))]
+    streams = [engine.generate(prompt, GREEDY, max_tokens=6) for prompt in prompts]
+    texts = list(zip(*streams, strict=True))
+    assert list(zip(*texts, strict=True)) == [tuple(alone(prompt, GREEDY, max_tokens=6)) for prompt in prompts]
+    scored.close()  # type: ignore[attr-defined]
+    engine.pool.release(lost)
+    assert all_pages_are_free(engine)
 
 
 def test_too_many_are_refused_with_the_time_to_come_back() -> None:

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 import localinfer
+from localinfer.engine.admission import EngineLimits
 from localinfer.engine.request import NO_TOKEN
-from localinfer.engine.scheduler import EngineLimits
 from localinfer.errors import OverloadedError
 from localinfer.llm import LLM
 from localinfer.speculation.acceptance import best_draft_length

@@ -3,7 +3,9 @@
 import contextlib
 import hashlib
 import json
+import sys
 import threading
+import time
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -15,6 +17,7 @@ from localinfer.hub.places import Places
 
 LARGE = 200
 """Files from this size on are LFS files here, with a SHA-256."""
+_PIECE = 1 << 18
 
 
 @dataclass
@@ -37,6 +40,8 @@ class StandInHub:
     before_bytes: threading.Event | None = None
     stall_after: int | None = None
     """Bytes of an answer after which nothing comes until `stalled` is set."""
+    pause_seconds: float = 0.0
+    """After each piece of a large answer."""
     stalled: threading.Event = field(default_factory=threading.Event)
     asked: threading.Event = field(default_factory=threading.Event)
 
@@ -46,7 +51,7 @@ class StandInHub:
         class Handler(_Handler):
             stand_in = hub
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server = _Server(("127.0.0.1", 0), Handler)
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
         self._thread.start()
         return self
@@ -81,6 +86,13 @@ def places_in(folder: Path, endpoint: str = "http://127.0.0.1:9") -> Places:
 
 def git_id(content: bytes) -> str:
     return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+
+
+class _Server(ThreadingHTTPServer):
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Say nothing of a client that was killed."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -162,13 +174,21 @@ class _Handler(BaseHTTPRequestHandler):
             body = body if cut_after is None else body[:cut_after]
             stall = self.stand_in.stall_after if len(body) >= LARGE and status < 300 and "ETag" in headers else None
             with contextlib.suppress(ConnectionError):
-                self.wfile.write(body[:stall])
-                self.wfile.flush()
+                self._write(body[:stall])
                 if stall is not None:
                     self.stand_in.stalled.wait(60)
                     self.wfile.write(body[stall:])
         if cut_after is not None:
             self.close_connection = True
+
+    def _write(self, body: bytes) -> None:
+        pause = self.stand_in.pause_seconds
+        step = _PIECE if pause else max(1, len(body))
+        for start in range(0, len(body), step):
+            self.wfile.write(body[start : start + step])
+            self.wfile.flush()
+            if pause:
+                time.sleep(pause)
 
     def log_message(self, format: str, *arguments: object) -> None:
         pass

@@ -10,22 +10,14 @@ from localinfer.hub.find import find_model
 from localinfer.hub.installed import find_installed
 from localinfer.hub.pull import pull_model, read_reference
 from tests.hub.conftest import CONTENT, NAME, REPO
+from tests.hub.pull_process import PULL
+from tests.kernels.subprocesses import environment
 from tests.limits import seconds, wait_until
-
-REPOSITORY = Path(__file__).resolve().parents[2]
-PULL = """
-import sys
-from pathlib import Path
-from tests.hub.stand_in import places_in
-from localinfer.hub.pull import pull_model, read_reference
-places = places_in(Path(sys.argv[1]), sys.argv[2])
-print(pull_model(read_reference(sys.argv[3]), places, say=lambda line: print(line, flush=True)).name, flush=True)
-"""
 
 
 def start(folder: Path, endpoint: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-c", PULL, str(folder), endpoint, REPO]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY)
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment())
 
 
 def test_two_pulls_at_once_download_it_once(hub, places, tmp_path):

@@ -16,9 +16,9 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 COUNT = 120
 
 
-def run(path: Path) -> None:
+def run(path: Path, *, verify: bool = True) -> None:
     """Load the whole model, compute, and read every token."""
-    with localinfer.load(path, threads=1, device="cpu", kv_memory=1 << 24) as llm:
+    with localinfer.load(path, threads=1, device="cpu", kv_memory=1 << 24, verify=verify) as llm:
         llm.logits([0, 1, 0])
         llm.complete([1, 0], max_tokens=2, temperature=0)
 
@@ -39,7 +39,8 @@ def test_mutated_model_runs_or_is_refused(tmp_path: Path, seed: int) -> None:
         if generator.random() < 0.25:
             path.write_bytes(injure_header(path.read_bytes(), generator))
         try:
-            run(path)
+            # Without verification kernels meet weights that are not finite.
+            run(path, verify=bool(seed % 2))
         except (ModelFileError, ContextLengthError):
             # A context as short as one token is a model's right.
             num_refused += 1

@@ -15,6 +15,7 @@ import pytest
 from localinfer.errors import RequestError, SessionFileError
 from localinfer.persistence import conversations
 from localinfer.persistence.conversations import ConversationStore, SavedConversation, open_store
+from localinfer.system import disk
 from tests.kernels.subprocesses import run, start
 from tests.limits import seconds
 
@@ -78,8 +79,69 @@ def test_a_file_is_synced_before_it_takes_its_name_and_the_folder_after(store, m
         os, "fsync", lambda one: (done.append("folder" if stat.S_ISDIR(os.fstat(one).st_mode) else "file"), sync(one))
     )
     monkeypatch.setattr(os, "replace", lambda *names: (done.append("rename"), rename(*names)))
-    store.save(talk())
+    for _ in range(2):
+        done.clear()
+        store.save(talk())
     assert done == ["file", "rename", *(["folder"] if sys.platform != "win32" else [])]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="folders are not synced there")
+def test_names_of_new_folders_are_synced_by_the_first_save(store: ConversationStore, monkeypatch) -> None:
+    synced = []
+    monkeypatch.setattr(disk, "sync_folder", lambda folder: synced.append(Path(folder)))
+    store.save(talk())
+    assert synced[:-1] == [store.folder.parent.parent, store.folder.parent] and synced[-1] == store.folder
+    store.save(talk())
+    ConversationStore(store.folder).save(talk())
+    assert synced[3:] == [store.folder, store.folder.parent, store.folder]
+
+
+def test_renaming_does_not_make_the_turns_of_another_program_ones_own(store: ConversationStore) -> None:
+    store.save(talk(name="shared"))
+    ours, other = store.load("shared"), ConversationStore(store.folder)
+    theirs = other.load("shared")
+    theirs = theirs.with_turns([*theirs.turns, *exchange("Theirs?")], system=None)
+    other.save(theirs)
+    store.rename("shared", "renamed")
+    store.save(ours.with_turns([*ours.turns, *exchange("Ours?")], system=None))
+    assert ConversationStore(store.folder).load("renamed").turns == theirs.turns
+    assert len(store.list()) == 2
+
+
+def test_an_id_is_of_the_conversation_in_its_file_though_this_program_goes_on_under_another(
+    store: ConversationStore,
+) -> None:
+    store.save(talk(name="shared"))
+    ours, theirs = store.load("shared"), ConversationStore(store.folder).load("shared")
+    theirs = theirs.with_turns([*theirs.turns, *exchange("Theirs?")], system=None)
+    other = ConversationStore(store.folder)
+    other.load("shared")
+    other.save(theirs)
+    ours = ours.with_turns([*ours.turns, *exchange("Ours?")], system=None)
+    store.save(ours)
+    assert store.id_of(ours) != ours.id
+    assert store.load(store.id_of(ours)).turns == ours.turns
+    store.delete(ours.id)
+    assert [summary.id for summary in store.list()] == [store.id_of(ours)]
+
+
+@pytest.mark.parametrize("step", ["status", "entries"])
+def test_a_folder_that_cannot_be_seen_is_refused_or_saved_to(store: ConversationStore, monkeypatch, step: str) -> None:
+    chat = talk(name="one")
+    store.save(chat)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(disk, {"status": "exists"}.get(step, step), refuse)
+        if step == "status":
+            with pytest.raises(SessionFileError, match="cannot be read: Permission denied"):
+                ConversationStore(store.folder).save(chat)
+        else:
+            with pytest.raises(SessionFileError, match="cannot be read: Permission denied"):
+                ConversationStore(store.folder).save(talk())
+    assert store.load("one").turns == chat.turns
 
 
 def test_names_are_made_of_the_first_words_and_are_unique(store: ConversationStore) -> None:
@@ -90,6 +152,20 @@ def test_names_are_made_of_the_first_words_and_are_unique(store: ConversationSto
     names = {summary.name for summary in store.list()}
     dogs = {"what-is-a-dog-in-short", "what-is-a-dog-in-short-2", "what-is-a-dog-in-short-3"}
     assert names == {*dogs, "conversation", "l" + "o" * 39}
+
+
+def test_turns_of_two_writers_are_kept_though_the_clock_stands_still(store: ConversationStore) -> None:
+    first = talk(name="dogs")
+    store.save(first)
+    other = ConversationStore(store.folder)
+    theirs = other.load("dogs")
+    theirs = replace(theirs, turns=[*theirs.turns, *exchange("Theirs?")])
+    other.save(theirs)
+    ours = replace(first, turns=[*first.turns, *exchange("Ours?")])
+    store.save(ours)
+    fresh = ConversationStore(store.folder)
+    kept = [fresh.load(summary.id).turns for summary in fresh.list()]
+    assert ours.turns in kept and theirs.turns in kept
 
 
 def test_a_turn_is_saved_though_its_name_was_taken_meanwhile(store: ConversationStore, caplog) -> None:
@@ -149,7 +225,7 @@ def test_two_that_continue_one_conversation_lose_no_turn(store: ConversationStor
     assert others.load("shared").turns == theirs.turns
     assert ConversationStore(store.folder).load("shared-2").turns == ours.turns
     assert len(store.list()) == 2
-    store.rename(ours.id, "ours")
+    store.rename(store.id_of(ours), "ours")
     assert ConversationStore(store.folder).load("ours").turns == ours.turns
 
 
@@ -242,9 +318,9 @@ def test_a_full_disk_is_an_error_that_leaves_the_former_turns(store, monkeypatch
         raise OSError(code, os.strerror(code))
 
     longer = chat.with_turns([*chat.turns, *exchange("More?")], system=None)
-    for place in ("write_all", "_sync_folder"):
+    for owner, place in ((conversations, "write_all"), (disk, "sync_folder")):
         with monkeypatch.context() as patch:
-            patch.setattr(conversations, place, full)
+            patch.setattr(owner, place, full)
             with pytest.raises(SessionFileError, match=f"cannot be written: {os.strerror(code)}; "):
                 store.save(longer)
         names = sorted(os.listdir(store.folder))

@@ -22,7 +22,7 @@ from localinfer.persistence.prompt_cache import DiskCache, DiskOptions, describe
 from tests.engine.fakes import PAGE_BYTES, FakeModel, fake_model
 from tests.inside import engine_of
 from tests.kernels.subprocesses import finish, start
-from tests.limits import wait_until
+from tests.limits import seconds, wait_until
 
 WINDOWS = sys.platform == "win32"
 
@@ -134,7 +134,8 @@ def test_idle_conversation_is_written_without_being_asked(tmp_path: Path):
 
 def test_conversations_are_written_though_others_go_idle_all_the_time(tmp_path: Path):
     llm = LLM(fake_model(), identity=FakeIdentity())  # type: ignore[arg-type]
-    disk = DiskCache(engine_of(llm), FakeIdentity(), DiskOptions(tmp_path), idle_seconds=0.1)  # type: ignore[arg-type]
+    options, moment = DiskOptions(tmp_path), seconds(0.1)
+    disk = DiskCache(engine_of(llm), FakeIdentity(), options, idle_seconds=moment)  # type: ignore[arg-type]
     others = itertools.count()
     assert wait_until(lambda: answer(llm, [256, next(others) % 200, *PROMPT]) and pages(tmp_path))
     assert next(others) > 10
@@ -248,7 +249,7 @@ def test_generations_of_threads_and_writing_do_not_disturb_each_other(tmp_path: 
     prompts = [[256, number, *range(turn * 3)] for number in range(4) for turn in range(6)]
     expected = {tuple(prompt): cold(prompt).token_ids for prompt in prompts}
     with open_llm(tmp_path, kv_memory=40 * PAGE_BYTES, max_bytes=30 * 400) as llm:
-        disk_of(llm).idle_seconds = 0.0
+        disk_of(llm)._behind.idle_seconds = 0.0
         threads = [threading.Thread(target=talk, args=(number,)) for number in range(4)]
         for thread in threads:
             thread.start()

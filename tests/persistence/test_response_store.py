@@ -140,7 +140,22 @@ def test_clearing_the_cache_says_what_is_kept_and_deletes_it_when_asked(tmp_path
         store.put(name(1), b"12345")
     command = ["cache", "--disk-cache-folder", str(tmp_path), "--clear"]
     assert main(command) == 0
-    assert "kept 5 bytes of responses and conversations" in capsys.readouterr().out
+    assert "kept 70 bytes of responses and conversations" in capsys.readouterr().out
     assert main([*command, "--responses"]) == 0
-    assert "deleted 5 bytes of responses and conversations" in capsys.readouterr().out
+    assert "deleted 70 bytes of responses and conversations" in capsys.readouterr().out
     assert not list((tmp_path / "responses").iterdir())
+
+
+def test_a_damaged_file_is_forgotten_and_one_of_a_former_version_is_read(tmp_path):
+    options = ResponseStoreOptions(tmp_path)
+    with ResponseStore(options) as store:
+        for number in range(3):
+            store.put(name(number), b'{"a": "kept"}')
+    flipped, torn, whole = (tmp_path / name(number) for number in range(3))
+    flipped.write_bytes(flipped.read_bytes().replace(b"kept", b"left"))
+    torn.write_bytes(torn.read_bytes()[:-4] + bytes(4))
+    (tmp_path / name(3)).write_bytes(b'{"of": "a former version"}')
+    with ResponseStore(options) as store:
+        found = [store.get(name(number)) for number in range(4)]
+    assert found == [None, None, b'{"a": "kept"}', b'{"of": "a former version"}']
+    assert sorted(tmp_path.iterdir()) == [whole, tmp_path / name(3)]

@@ -1,6 +1,7 @@
 """A conversation as one file: it comes back whole, or is refused with an error that says why."""
 
 import errno
+import io
 import json
 import os
 import stat
@@ -14,10 +15,9 @@ import numpy as np
 import pytest
 
 from localinfer.errors import SessionFileError, SessionMismatchError
-from localinfer.persistence import sessions
 from localinfer.persistence.page_file import PageFormat, checksum
 from localinfer.persistence.sessions import FORMAT_VERSION, SessionContent, SessionReader, write_session
-from localinfer.system import files
+from localinfer.system import disk
 from tests.persistence.damage import full_disk_after
 from tests.persistence.disk_pages import PAGE_BYTES, PAGE_TOKENS, computed, fresh, numbered
 
@@ -154,10 +154,10 @@ class Counting(FileIO):
 
 
 STEPS: dict[str, tuple[object, str]] = {
-    "temporary file": (files.os, "open"),
+    "temporary file": (disk.os, "open"),
     "write": (Counting, "on_write"),
-    "flush to disk": (files.os, "fsync"),
-    "rename": (files.os, "replace"),
+    "flush to disk": (disk.os, "fsync"),
+    "rename": (disk.os, "replace"),
 }
 
 
@@ -172,7 +172,9 @@ def test_full_disk_while_saving_keeps_the_former_file_and_leaves_no_rest(
     former = saved(tmp_path / "session", 3)
 
     with monkeypatch.context() as patch, pytest.raises(SessionFileError, match="No space left on device"):
-        patch.setattr(files, "open", Counting, raising=False)
+        patch.setattr(disk, "FileIO", Counting)
+        # Unbuffered, so that each write counts.
+        patch.setattr(io, "BufferedWriter", lambda raw: raw)
         patch.setattr(owner, name, full_disk_after(after, getattr(owner, name)))
         saved(tmp_path / "session")
     assert (tmp_path / "session").read_bytes() == former
@@ -199,7 +201,7 @@ def test_failure_of_any_read_is_an_error_that_says_so(tmp_path: Path, after: int
                 raise OSError(errno.EIO, "I/O error")
             return super().readinto(data)
 
-    monkeypatch.setattr(sessions, "FileIO", Failing)
+    monkeypatch.setattr(disk, "FileIO", Failing)
     with pytest.raises(SessionFileError, match="cannot be read: I/O error"):
         loaded(tmp_path / "session")
 

@@ -16,7 +16,7 @@ from localinfer.persistence import store as disk_tier_module
 from localinfer.persistence.budget import clear
 from localinfer.persistence.page_file import PageFormat, PageRecord, Rejection, read_page, write_page
 from localinfer.persistence.store import Restored
-from localinfer.system import files as files_module
+from localinfer.system import disk as disk_module
 from tests.persistence.damage import full_disk_after
 from tests.persistence.disk_pages import (
     FINGERPRINT,
@@ -233,7 +233,7 @@ def test_short_reads_and_writes_are_continued(tmp_path: Path, monkeypatch: pytes
         def readinto(self, data: memoryview) -> int:  # type: ignore[override]
             return super().readinto(data[:11])
 
-    monkeypatch.setattr(files_module, "FileIO", Slow)
+    monkeypatch.setattr(disk_module, "FileIO", Slow)
     monkeypatch.setattr(page_file, "open_regular", Slow)
     tier(tmp_path).save(numbered(7), source(numbered(7)))
     num_tokens, pages = restored(tier(tmp_path), numbered(7))
@@ -254,9 +254,9 @@ def test_file_that_ends_while_it_is_read_is_torn(tmp_path: Path):
 
 
 WRITE_FAILURES = {
-    "temporary file": (files_module.os, "open"),
+    "temporary file": (disk_module.os, "open"),
     "write": (page_file, "write_all"),
-    "rename": (files_module.os, "replace"),
+    "rename": (disk_module.os, "replace"),
 }
 
 
@@ -289,7 +289,7 @@ def test_file_that_cannot_be_replaced_because_it_is_open_counts_as_written(
         path.write_bytes(Path(temporary).read_bytes())
         raise PermissionError(errno.EACCES, "open in another process")
 
-    monkeypatch.setattr(files_module.os, "replace", written_by_another)
+    monkeypatch.setattr(disk_module.os, "replace", written_by_another)
     assert disk.save(numbered(8), source(numbered(8))).failure is None
     assert restored(disk, numbered(8))[0] == 8
 
@@ -332,6 +332,14 @@ def test_rest_of_a_killed_writer_is_deleted_after_an_hour(tmp_path: Path):
         os.utime(path, (used, used))
     disk.save(numbered(4), source(numbered(4)))
     assert [path.name for path in disk.folder.glob("*.tmp")] == [".ba9876543210.tmp"]
+
+
+def test_budget_leaves_what_another_process_is_writing(tmp_path: Path):
+    disk = tier(tmp_path, max_bytes=2 * FORM.file_bytes)
+    disk.folder.mkdir()
+    (disk.folder / ".0123456789ab.tmp").write_bytes(bytes(3 * FORM.file_bytes))
+    disk.save(numbered(8), source(numbered(8)))
+    assert [path.name for path in files(tmp_path)] == [".0123456789ab.tmp"]
 
 
 def test_files_of_others_in_the_folder_are_never_deleted(tmp_path: Path):

@@ -58,6 +58,13 @@ def test_chat_goes_on_after_a_restart_with_the_ids_of_its_reply(tmp_path: Path):
     assert cached == [0, 5 + 8]
 
 
+def test_a_chat_that_another_process_is_writing_is_left_alone(tmp_path: Path):
+    stored = store(tmp_path, answered("Hello there"))
+    (tmp_path / ".0123456789ab.tmp").write_bytes(b"half a chat")
+    assert len(stored.load(TOKENIZER.vocab_size)) == 1
+    assert (tmp_path / ".0123456789ab.tmp").exists()
+
+
 def test_any_damage_leaves_a_chat_unused_and_deletes_it(tmp_path: Path):
     store(tmp_path, answered("Hello there"))
     (path,) = tmp_path.iterdir()

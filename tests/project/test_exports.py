@@ -17,8 +17,12 @@ import localinfer
 INTERNAL = {
     ("Tokenizer", "special_spellings(return)"),
     ("Tokenizer", "fill_in_tokens(return)"),
+    ("Tokenizer", "vocabulary(return)"),
     ("LLM", "engine_stats(return)"),
     ("Session", "from_json(llm)"),
+    ("TextStream", "request(return)"),
+    ("TextStream", "take_up(begun)"),
+    ("KVEventPublisher", "attach(return)"),
 }
 """What is public for other packages of localinfer, not for programs, and what an LLM is to a session."""
 

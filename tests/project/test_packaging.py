@@ -122,7 +122,8 @@ def test_public_names_are_the_documented_ones():
         *("Prompt", "Constraint", "ToolChoice", "Tokenizer", "availability", "Availability", "ModelInfo"),
         *("TextStream", "StreamEvent", "Stats", "ToolCall", "ToolCallDelta", "TokenLogprobs"),
         *("Beam", "BeamCompletion", "RankedDocument", "SnapshotStats"),
-        *("aload", "WarmUp", "freeze_support", "set_cache_folder", "warm_up"),
+        *("KVEventPublisher", "KVEventsConfig", "block_hashes"),
+        *("aload", "WarmUp", "freeze_support", "report_crashes", "set_cache_folder", "warm_up"),
         *("Session", "SessionOptions", "RequestedCall", "CallOutcome", "Tool"),
     }
     assert dir(localinfer) == sorted(localinfer.__all__)

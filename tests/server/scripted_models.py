@@ -7,7 +7,7 @@ import numpy as np
 from local_servers import MODEL
 from numpy.typing import NDArray
 
-from localinfer.engine.scheduler import EngineLimits
+from localinfer.engine.admission import EngineLimits
 from localinfer.llm import LLM
 from localinfer.model_info import ModelInfo
 from localinfer.models.text.fill_in import FillInTokens

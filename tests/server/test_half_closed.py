@@ -82,6 +82,16 @@ def test_client_that_sends_no_more_has_its_whole_answer(slow, connection, pause,
         assert json.loads(body)["choices"][0]["message"]["content"] == "ab"
 
 
+@pytest.mark.parametrize("rest", [HEALTH, b"no request\r\n\r\n"], ids=["request", "other"])
+def test_what_comes_behind_a_last_request_leaves_it_its_answer(slow, connection, pause, rest):
+    connection.sendall(chat(False).replace(HOST, HOST + b"Connection: close\r\n"))
+    assert wait_until(lambda: any(reply.num_tokens for reply in slow.server.service.replies()))
+    connection.sendall(rest)
+    threading.Timer(0.1, pause.set).start()
+    reply = read_all(connection, 5)
+    assert reply.startswith(b"HTTP/1.1 200") and reply.count(b"HTTP/1.1 ") == 1
+
+
 def test_requests_that_wait_behind_one_another_are_all_answered(connection, pause):
     pause.set()
     connection.sendall(HEALTH + chat(False) + HEALTH)

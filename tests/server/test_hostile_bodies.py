@@ -50,6 +50,12 @@ def test_what_is_no_request_is_refused(http, body):
     error_of(response)
 
 
+@pytest.mark.parametrize("body", [b"null", b"[]", b'{"messages": [], "max_tokens": 1e999}'])
+def test_fault_that_no_member_is_named_for_has_a_code(http, body):
+    error = error_of(http.post(PATH, content=body, headers=JSON))
+    assert error["param"] or error["code"] == "invalid_json"
+
+
 @pytest.mark.parametrize("depth", [MAX_DEPTH + 1, 3_000, 1_000_000])
 @pytest.mark.parametrize("place", ["unknown", "tools", "messages"])
 def test_deep_json_is_refused_at_once(tcp, depth, place):

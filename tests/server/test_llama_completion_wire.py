@@ -198,6 +198,9 @@ def test_the_hole_of_a_text_is_filled_by_the_tokens_of_the_file(llm, tmp_path):
         assert prompt_of(input_extra=[{"text": "long " * 2000}]).endswith(f"{before}ab{hole}c{end}")
         for wrong in ({}, {"filename": "x"}, {"filename": 1, "text": "x"}, {"text": 1}):
             assert client.post("/infill", json={**body, "input_extra": [wrong]}).status_code == 400
+        for member in ("input_prefix", "prompt", "input_suffix"):
+            refused = client.post("/infill", json={**body, member: ["x", 10**9]})
+            assert refused.json()["error"]["param"] == member
 
 
 def test_a_model_without_such_tokens_fills_nothing_in(tcp):

@@ -31,8 +31,13 @@ class LoadedModel:
     def __init__(self, source: ModelSource) -> None:
         self.source = source
         self.is_closed = False
+        self.is_closing = threading.Event()
+        self.may_close = threading.Event()
+        self.may_close.set()
 
     def close(self) -> None:
+        self.is_closing.set()
+        assert self.may_close.wait(seconds(20)), "nobody let it close"
         self.is_closed = True
 
 
@@ -72,9 +77,10 @@ def sources(*names: str, **more: Any) -> list[ModelSource]:
 def run(test: Callable[[ModelRegistry, Loader], Awaitable[None]], served: list[ModelSource], **options: Any) -> None:
     """Run a test on a registry, with the task beside it that unloads what is idle."""
     loader = options.pop("loader", None) or Loader()
+    metrics = options.pop("metrics", None) or Metrics()
 
     async def whole() -> None:
-        registry = ModelRegistry(served, loader, options.pop("measure", lambda source: NEED), Metrics(), **options)
+        registry = ModelRegistry(served, loader, options.pop("measure", lambda source: NEED), metrics, **options)
         unloading = asyncio.create_task(registry.unload_idle())
         try:
             async with asyncio.timeout(seconds(20)):
@@ -167,6 +173,20 @@ def test_unloading_gives_up_a_load_and_tells_those_who_wait():
     run(test, sources("a"))
 
 
+def test_a_load_that_is_given_up_before_its_first_step_can_be_begun_again():
+    async def test(registry: ModelRegistry, loader: Loader) -> None:
+        waiting = asyncio.create_task(registry.lease("a"))
+        unloading = asyncio.create_task(registry.unload("a"))
+        assert not await unloading
+        with pytest.raises(ApiError, match="was unloaded while it was being loaded"):
+            await waiting
+        assert (registry.state_of("a"), loader.names) == ("unloaded", [])
+        (await registry.lease("a")).close()
+        assert loader.names == ["a"]
+
+    run(test, sources("a"))
+
+
 def test_keep_alive_is_a_models_own_until_it_is_unloaded():
     async def test(registry: ModelRegistry, loader: Loader) -> None:
         lease = await registry.lease("a")
@@ -220,6 +240,21 @@ def test_requests_for_a_model_that_is_replaced_while_it_loads_get_the_new_one():
         lease.close()
 
     run(test, sources("a"))
+
+
+def test_requests_for_a_model_that_is_no_longer_served_are_told_so_and_counted_off_once():
+    async def test(registry: ModelRegistry, loader: Loader) -> None:
+        loader.may_go_on.clear()
+        former = registry.find("b")
+        waiting = asyncio.create_task(registry.lease("b"))
+        await until(loader.began.is_set)
+        registry.replace_sources(sources("a", "c"))
+        with pytest.raises(ApiError, match="there is no model 'b'"):
+            await waiting
+        loader.may_go_on.set()
+        assert (former.num_waiting, former.state) == (0, "unloaded")
+
+    run(test, sources("a", "b"))
 
 
 def test_aliases_name_a_model_before_parts_of_names_do():
@@ -308,6 +343,29 @@ def test_a_model_that_nobody_waits_for_any_more_holds_up_no_other():
     run(test, sources("a", "b"), memory_limit=150)
 
 
+def test_a_load_that_is_given_up_while_it_makes_room_leaves_that_room_to_the_next():
+    metrics = Metrics()
+
+    async def test(registry: ModelRegistry, loader: Loader) -> None:
+        await registry.load("a")
+        former = loader.loaded[0]
+        former.may_close.clear()
+        given_up = asyncio.create_task(registry.load("b"))
+        await until(former.is_closing.is_set)
+        await registry.unload("b")
+        with pytest.raises(ApiError, match="unloaded"):
+            await given_up
+        following = asyncio.create_task(registry.load("c"))
+        has_waited = await waits(following)
+        former.may_close.set()
+        assert has_waited
+        await following
+        assert loader.names == ["a", "c"]
+        assert metrics.registry.get_sample_value("localinfer_loaded_models") == 1
+
+    run(test, sources("a", "b", "c"), memory_limit=150, metrics=metrics)
+
+
 def test_what_holds_the_memory_is_named_where_waiting_is_in_vain_or_takes_too_long():
     async def test(registry: ModelRegistry, loader: Loader) -> None:
         lease = await registry.lease("a")
@@ -349,6 +407,37 @@ def test_pinned_models_are_loaded_at_start_and_stay():
         return MemoryNeed(200 if source.id == "large" else 100, 0, 4096)
 
     run(test, [*sources("a", "b", "large"), *pinned], memory_limit=LIMIT, measure=measure)
+
+
+def test_a_pinned_model_that_is_replaced_before_its_turn_is_not_loaded():
+    def pinned(created: int) -> ModelSource:
+        return ModelSource("b", Path("b.gguf"), created, settings=ModelSettings(is_pinned=True))
+
+    async def test(registry: ModelRegistry, loader: Loader) -> None:
+        await registry.load("a")
+        idle = loader.loaded[0]
+        idle.may_close.clear()
+        registry.replace_sources([idle.source, pinned(1)])
+        registry.set_keep_alive("a", 0)
+        await until(idle.is_closing.is_set)
+        registry.replace_sources([idle.source, pinned(2)])
+        idle.may_close.set()
+        await until(lambda: registry.state_of("b") == "loaded")
+        assert [model.source for model in loader.loaded] == [idle.source, pinned(2)]
+
+    run(test, sources("a"))
+
+
+def test_a_pinned_model_makes_room_after_its_replies_for_the_one_that_replaces_it():
+    async def test(registry: ModelRegistry, loader: Loader) -> None:
+        lease = await registry.lease("a")
+        registry.replace_sources(sources("b"))
+        other = asyncio.create_task(registry.load("b"))
+        assert await waits(other)
+        lease.close()
+        assert (await other).state == "loaded"
+
+    run(test, sources("a", settings=ModelSettings(is_pinned=True)), memory_limit=150)
 
 
 def test_models_have_a_keep_alive_of_their_own():

@@ -1,5 +1,6 @@
 """What the API of responses keeps: responses and conversations, what continues them, and what is kept of that."""
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 from event_frames import named_events
 from local_servers import serving
 
-from localinfer.persistence.response_store import ResponseStoreOptions
+from localinfer.persistence.response_store import ResponseStore, ResponseStoreOptions
 from localinfer.server.transport.settings import ServerSettings
 from localinfer.system.folders import make_private
 from tests.limits import wait_until
@@ -161,6 +162,48 @@ def test_conversation_and_its_items_are_changed_and_deleted(tcp, post):
     )
     refused = tcp.post("/v1/conversations", json={"items": [{"type": "computer_call"}]})
     assert error_of(refused)[:2] == (400, "items[0]")
+
+
+def test_response_of_a_conversation_whose_last_one_was_deleted_can_be_continued(tcp, post):
+    conversation = post("/v1/conversations")["id"]
+    first = post(**ASK, conversation=conversation)
+    assert tcp.delete(f"{PATH}/{first['id']}").status_code == 200
+    second = post(**MORE, conversation=conversation)
+    third = post(**MORE, previous_response_id=second["id"])
+    listed = tcp.get(f"{PATH}/{third['id']}/input_items?order=asc").json()["data"]
+    assert [item["content"][0]["text"] for item in listed[::2]] == [ASK["input"], "Go on.", "Go on."]
+    assert text_of(second) == listed[3]["content"][0]["text"]
+    fourth = post(**MORE, conversation=conversation)
+    assert post(**MORE, previous_response_id=fourth["id"])["status"] == "incomplete"
+
+
+def test_response_is_written_before_the_conversation_that_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    written: list[str] = []
+    put = ResponseStore.put
+    monkeypatch.setattr(ResponseStore, "put", lambda store, *given: (written.append(given[0]), put(store, *given)))
+    settings = ServerSettings(port=0, kept_responses=ResponseStoreOptions(tmp_path))
+    with serving(settings) as running, running.client() as http:
+        conversation = http.post("/v1/conversations", json={}).json()["id"]
+        response = http.post(PATH, json={**ASK, "conversation": conversation}).json()["id"]
+    assert written == [f"{conversation}.json", f"{response}.json", f"{conversation}.json"]
+
+
+def test_what_was_answered_is_in_files_before_the_answer_is_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    work_off = ResponseStore._work_off
+    monkeypatch.setattr(ResponseStore, "_work_off", lambda store, name: (time.sleep(0.05), work_off(store, name)))
+    folder = tmp_path / "responses"
+    settings = ServerSettings(port=0, kept_responses=ResponseStoreOptions(folder))
+    with serving(settings) as running, running.client() as http:
+        conversation = http.post("/v1/conversations", json={}).json()["id"]
+        assert (folder / f"{conversation}.json").exists()
+        whole = http.post(PATH, json=ASK).json()["id"]
+        assert (folder / f"{whole}.json").exists()
+        with http.stream("POST", PATH, json={**ASK, "stream": True}) as stream:
+            last = next(line for line in stream.iter_lines() if line.startswith("event: response.incomplete"))
+            assert last and len(list(folder.glob("resp_*.json"))) == 2
+        http.delete(f"{PATH}/{whole}")
+        http.delete(f"/v1/conversations/{conversation}")
+        assert len(list(folder.iterdir())) == 1
 
 
 def test_tokens_of_a_prompt_are_counted_before_it_is_sent(post):

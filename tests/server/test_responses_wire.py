@@ -122,7 +122,6 @@ def test_text_goes_to_tokens_and_back(http):
     assert http.post("/detokenize", json={"tokens": counted["tokens"]}).json()["content"] == text
     pieces = http.post("/tokenize", json={"content": text, "with_pieces": True}).json()["tokens"]
     assert [piece["id"] for piece in pieces] == counted["tokens"]
-    assert http.post("/detokenize", json={"tokens": [99999]}).status_code == 400
 
 
 def test_template_is_applied_and_counted(http):

@@ -1,5 +1,6 @@
 """Tokens by HTTP: bytes that are no whole text, the names of several servers, and what lm-eval asks a tokenizer for."""
 
+import pytest
 from local_servers import STORY
 
 TEXT = "Größe 😀 日"
@@ -37,3 +38,28 @@ def test_tokenizer_tells_what_a_client_writes_prompts_by(tcp, llm):
     ids = tcp.post("/tokenize", json={"prompt": prompt}).json()
     counted = tcp.post("/v1/chat/completions/input_tokens", json={"messages": STORY}).json()
     assert ids["count"] == counted["input_tokens"]
+
+
+FAR = 10**9 - 1
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/detokenize", {"tokens": [1, FAR]}, "tokens"),
+        ("/v1/completions", {"prompt": [1, FAR]}, "prompt"),
+        ("/v1/completions", {"prompt": ["Once", [FAR]]}, "prompt"),
+        ("/completion", {"prompt": [1, FAR]}, "prompt"),
+        ("/completion", {"prompt": ["Once", FAR]}, "prompt"),
+        ("/v1/embeddings", {"input": [[1], [FAR]]}, "input"),
+        ("/embedding", {"input": [1, FAR]}, "input"),
+        ("/v1/completions", {"prompt": "Once", "logit_bias": {str(FAR): 1}}, "logit_bias"),
+        ("/completion", {"prompt": "Once", "logit_bias": [[FAR, 1]]}, "logit_bias"),
+    ],
+)
+def test_a_token_id_that_the_model_lacks_is_refused_by_the_member_that_has_it(tcp, llm, path, body, param):
+    answer = tcp.post(path, json=body)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["param"] == param
+    assert str(FAR) in error["message"] and str(llm.tokenizer.vocab_size - 1) in error["message"]

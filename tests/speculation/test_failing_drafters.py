@@ -138,7 +138,7 @@ class Nonsense:
         self.kind = kind
         self.calls = 0
 
-    def begin(self, prediction: TokenIds) -> "Nonsense":
+    def begin(self, prediction: TokenIds, salt: bytes) -> "Nonsense":
         if self.kind == "begin":
             raise RuntimeError("cannot begin")
         return self

@@ -37,7 +37,7 @@ class PromptingDrafter(MTPDrafter):
         super().__init__(model)
         self.texts = texts
 
-    def begin(self, plan: SamplingPlan) -> "PromptedText":
+    def begin(self, plan: SamplingPlan, salt: bytes = b"") -> "PromptedText":
         return PromptedText(self, plan, self.texts)
 
 

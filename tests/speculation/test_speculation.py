@@ -50,7 +50,7 @@ class Oracle:
         self.wrong_every = wrong_every
         self.match_length = 64
 
-    def begin(self, prediction: TokenIds) -> "Oracle":
+    def begin(self, prediction: TokenIds, salt: bytes) -> "Oracle":
         return self
 
     def draft(self, tokens: TokenIds, out: TokenIds) -> int:

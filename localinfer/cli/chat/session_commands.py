@@ -49,9 +49,9 @@ class SessionCommands:
         try:
             conversation.keep()
             if name:
-                self._store.rename(conversation.saved.id, name)
+                self._store.rename(self._store.id_of(conversation.saved), name)
                 conversation.saved = replace(conversation.saved, name=name)
-            shown = self._store.load(conversation.saved.id).name
+            shown = self._store.load(self._store.id_of(conversation.saved)).name
         except (RequestError, SessionFileError) as error:
             self._chat.notice(str(error))
             return

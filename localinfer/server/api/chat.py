@@ -11,6 +11,7 @@ from localinfer.server.api.progress import PromptProgress
 from localinfer.server.api.writer import ChoicesWriter, Delta, Event, chat_logprobs, chat_plan, deltas_of, serve_reply
 from localinfer.server.replies.fields import (
     AddGenerationPrompt,
+    CacheSalt,
     ChatFields,
     ContinueFinalMessage,
     Count,
@@ -27,7 +28,7 @@ from localinfer.server.replies.fields import (
 )
 from localinfer.server.replies.message_fields import Messages, template_messages
 from localinfer.server.replies.reply import Reply
-from localinfer.server.replies.service import Service, owner_of, read_body, service_of
+from localinfer.server.replies.service import Service, caller_options, read_body, service_of
 from localinfer.server.replies.tool_fields import Tools, checked_choice, function_tools
 from localinfer.server.transport.http import ApiError, unsupported
 from localinfer.server.transport.known_fields import CHAT
@@ -71,6 +72,7 @@ class ChatRequest(ChatFields, kw_only=True):
     n_predict: TokenLimit | None = None
     id_slot: SlotNumber | None = None
     verbose: bool | None = None
+    cache_salt: CacheSalt | None = None
 
     @property
     def num_logprobs(self) -> int | None:
@@ -119,7 +121,7 @@ async def chat_completions(request: Request) -> Response:
     body = await read_body(request, ChatRequest)
     check_text_count(body.n or 1, service.settings)
     messages = template_messages(body.messages)
-    options = {**body.generation_options(messages), "owner": owner_of(request)}
+    options = {**body.generation_options(messages), **caller_options(request)}
     silence = service.settings.ping_seconds
     if body.return_progress:
         silence = min(silence, service.settings.progress_seconds)

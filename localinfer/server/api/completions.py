@@ -11,6 +11,7 @@ from starlette.responses import Response
 from localinfer.server.api.progress import PromptProgress
 from localinfer.server.api.writer import ChoicesWriter, Event, LegacyLogprobs, serve_reply
 from localinfer.server.replies.fields import (
+    CacheSalt,
     GenerationFields,
     Prediction,
     ProbabilityCount,
@@ -26,7 +27,7 @@ from localinfer.server.replies.fields import (
     split_prompts,
 )
 from localinfer.server.replies.reply import Reply, TextPlan
-from localinfer.server.replies.service import Service, owner_of, read_body, service_of
+from localinfer.server.replies.service import Service, caller_options, read_body, service_of
 from localinfer.server.transport.http import ApiError, unsupported
 from localinfer.server.transport.known_fields import COMPLETIONS
 
@@ -67,6 +68,7 @@ class CompletionRequest(GenerationFields, kw_only=True):
     prediction: Prediction | None = None
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     prompt_cache_key: str | None = None
+    cache_salt: CacheSalt | None = None
     add_special_tokens: bool | None = None
     parse_special: bool | None = None
     timings_per_token: bool | None = None
@@ -111,7 +113,7 @@ class CompletionRequest(GenerationFields, kw_only=True):
 async def completions(request: Request) -> Response:
     """Continue prompts, streamed or whole."""
     body = await read_body(request, CompletionRequest)
-    options = {**body.generation_options(), "owner": owner_of(request)}
+    options = {**body.generation_options(), **caller_options(request)}
     prompts = split_prompts(body.prompt, "prompt", at_most=_MOST_PROMPTS)
     check_text_count(len(prompts) * body.num_made, service_of(request).settings)
 

@@ -43,7 +43,8 @@ class ItemsRequest(msgspec.Struct):
 async def create_conversation(request: Request) -> Response:
     """Begin a conversation."""
     body = await read_body(request, ConversationRequest)
-    made = memory_of(request).begin_conversation(_checked(body.items or []), body.metadata)
+    memory, items = memory_of(request), _checked(body.items or [])
+    made = await asyncio.to_thread(memory.lastingly, memory.begin_conversation, items, body.metadata)
     return json_response(made.shown())
 
 
@@ -62,14 +63,16 @@ async def update_conversation(request: Request) -> Response:
     def change(kept: KeptConversation) -> None:
         kept.metadata = dict(body.metadata or {})
 
-    changed = await asyncio.to_thread(memory_of(request).change, request.path_params["conversation"], change)
+    memory = memory_of(request)
+    changed = await asyncio.to_thread(memory.lastingly, memory.change, request.path_params["conversation"], change)
     return json_response(changed.shown())
 
 
 async def delete_conversation(request: Request) -> Response:
     """Forget a conversation; responses that were made in it are kept."""
     conversation_id = request.path_params["conversation"]
-    await asyncio.to_thread(memory_of(request).delete_conversation, conversation_id)
+    memory = memory_of(request)
+    await asyncio.to_thread(memory.lastingly, memory.delete_conversation, conversation_id)
     return json_response({"id": conversation_id, "object": "conversation.deleted", "deleted": True})
 
 
@@ -82,8 +85,8 @@ async def conversation_items(request: Request) -> Response:
 async def add_items(request: Request) -> Response:
     """Add items to the end of a conversation."""
     body = await read_body(request, ItemsRequest)
-    items = _checked(body.items)
-    added = await asyncio.to_thread(memory_of(request).add_items, request.path_params["conversation"], items)
+    memory, items = memory_of(request), _checked(body.items)
+    added = await asyncio.to_thread(memory.lastingly, memory.add_items, request.path_params["conversation"], items)
     return json_response(item_list(added, {"order": "asc", "limit": str(_MOST_ADDED)}))
 
 
@@ -102,7 +105,8 @@ async def delete_item(request: Request) -> Response:
         # What was computed of the last response is of a longer conversation.
         kept.last = None
 
-    changed = await asyncio.to_thread(memory_of(request).change, request.path_params["conversation"], change)
+    memory = memory_of(request)
+    changed = await asyncio.to_thread(memory.lastingly, memory.change, request.path_params["conversation"], change)
     return json_response(changed.shown())
 
 

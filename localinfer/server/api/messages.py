@@ -1,6 +1,7 @@
 """`/v1/messages`: Anthropic's messages."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -18,6 +19,7 @@ from localinfer.server.replies.block_fields import (
 )
 from localinfer.server.replies.fields import (
     Count,
+    Priority,
     StopText,
     Thinking,
     continuation,
@@ -25,8 +27,9 @@ from localinfer.server.replies.fields import (
     without_missing_thinking,
 )
 from localinfer.server.replies.form_fields import ResponseFormat
+from localinfer.server.replies.isolation import salt_options
 from localinfer.server.replies.message_fields import ChatMessage, template_messages
-from localinfer.server.replies.service import on_model, owner_of, read_body
+from localinfer.server.replies.service import caller_options, on_model, read_body
 from localinfer.server.replies.tool_fields import Tools, checked_choice
 from localinfer.server.transport.http import ANTHROPIC, ApiError, json_response
 from localinfer.server.transport.known_fields import COUNTS, MESSAGES
@@ -114,6 +117,7 @@ class MessagesRequest(CountRequest, kw_only=True):
     temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
     top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=0, le=1 << 31)] | None = None
+    priority: Priority | None = None
 
     def generation_options(self) -> dict[str, Any]:
         """The engine's options for this request. Raises: ApiError."""
@@ -127,6 +131,7 @@ class MessagesRequest(CountRequest, kw_only=True):
                 temperature=self.temperature,
                 top_p=self.top_p,
                 top_k=self.top_k,
+                priority=self.priority,
             ),
         }
 
@@ -135,7 +140,7 @@ async def messages(request: Request) -> Response:
     """Answer a conversation, streamed or whole."""
     body = await read_body(request, MessagesRequest)
     asked = template_messages(body.chat_messages())
-    options = {**body.generation_options(), **body.continuation(asked), "owner": owner_of(request)}
+    options = {**body.generation_options(), **body.continuation(asked), **caller_options(request)}
     omits = body.thinking is not None and body.thinking.display == "omitted"
     plan = chat_plan(asked, options)
     return await serve_reply(request, body, "msg", plan, lambda reply: _MessageWriter(reply, omits_reasoning=omits))
@@ -144,13 +149,14 @@ async def messages(request: Request) -> Response:
 async def count_tokens(request: Request) -> Response:
     """How many tokens the prompt of a conversation has."""
     body = await read_body(request, CountRequest)
-    return json_response({"input_tokens": await on_model(request, body.model, _count, body)})
+    count = partial(_count, salted=salt_options(request))
+    return json_response({"input_tokens": await on_model(request, body.model, count, body)})
 
 
-def _count(llm: "LLM", body: CountRequest) -> int:
+def _count(llm: "LLM", body: CountRequest, *, salted: Mapping[str, Any]) -> int:
     asked = template_messages(body.chat_messages())
     options = {**body.chat_options(), **body.continuation(asked)}
-    return llm.count_chat_tokens(asked, **without_missing_thinking(llm, options))
+    return llm.count_chat_tokens(asked, **salted, **without_missing_thinking(llm, options))
 
 
 class _MessageWriter(BlockWriter):

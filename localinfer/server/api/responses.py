@@ -1,7 +1,7 @@
 """`/v1/responses`: the newer of OpenAI's two ways to ask, in which the server may keep what was said."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -20,10 +20,12 @@ from localinfer.server.api.responses_memory import ResponseMemory, Turn, memory_
 from localinfer.server.api.responses_request import ResponsesRequest
 from localinfer.server.api.responses_writer import ResponseWriter
 from localinfer.server.api.writer import chat_plan, serve_reply
+from localinfer.server.operation.request_record import record_of
 from localinfer.server.replies.fields import without_missing_thinking
+from localinfer.server.replies.isolation import may_see_reply, salt_options
 from localinfer.server.replies.message_fields import ChatMessage, template_messages
 from localinfer.server.replies.reply import Reply
-from localinfer.server.replies.service import on_model, owner_of, read_body, service_of
+from localinfer.server.replies.service import caller_options, on_model, read_body, service_of
 from localinfer.server.transport.http import ApiError, EventStream, json_response, unsupported
 
 if TYPE_CHECKING:
@@ -37,10 +39,13 @@ async def responses(request: Request) -> Response:
     memory = memory_of(request)
     turn = await _turn(memory, body)
     messages = _messages(body, turn)
-    options = {**body.generation_options(), "owner": owner_of(request)}
+    options = {**body.generation_options(), **caller_options(request)}
+    if body.background:
+        # Nobody waits for its first token.
+        options.pop("ttft_objective", None)
 
     def make_writer(reply: Reply) -> ResponseWriter:
-        return ResponseWriter(reply, body, turn, partial(memory.keep, turn))
+        return ResponseWriter(reply, body, turn, partial(memory.keep, turn), memory.store.flush)
 
     plan = chat_plan(messages, options)
     if not body.background:
@@ -61,7 +66,7 @@ async def responses(request: Request) -> Response:
 async def response(request: Request) -> Response:
     """A response that is kept or is being made, as it is now, or as the stream of its events."""
     response_id, query = request.path_params["response"], request.query_params
-    running = _background(request).get(response_id)
+    running = _running(request, response_id)
     memory = memory_of(request)
     if query.get("stream", "false").lower() not in ("true", "1"):
         if running is not None:
@@ -85,18 +90,21 @@ async def response(request: Request) -> Response:
 async def delete_response(request: Request) -> Response:
     """Forget a response; one that is being made is stopped first."""
     response_id = request.path_params["response"]
-    await _background(request).cancel(response_id)
-    await asyncio.to_thread(memory_of(request).delete, response_id)
+    if _running(request, response_id) is not None:
+        await _background(request).cancel(response_id)
+    memory = memory_of(request)
+    await asyncio.to_thread(memory.lastingly, memory.delete, response_id)
     return json_response({"id": response_id, "object": "response", "deleted": True})
 
 
 async def cancel_response(request: Request) -> Response:
     """Stop a response that is made in the background; one that has ended is returned as it is."""
     response_id = request.path_params["reply"]
-    cancelled = await _background(request).cancel(response_id)
-    if cancelled is not None:
-        return json_response(cancelled)
-    if any(reply.id == response_id for reply in service_of(request).replies()):
+    if _running(request, response_id) is not None:
+        cancelled = await _background(request).cancel(response_id)
+        if cancelled is not None:
+            return json_response(cancelled)
+    if may_see_reply(record_of(request.scope).tenant, service_of(request).reply(response_id)):
         return await status.cancel(request)
     kept = await asyncio.to_thread(memory_of(request).response, response_id)
     if not kept.response["background"]:
@@ -109,7 +117,7 @@ async def cancel_response(request: Request) -> Response:
 async def input_items(request: Request) -> Response:
     """What the model was given for a response."""
     response_id = request.path_params["response"]
-    running = _background(request).get(response_id)
+    running = _running(request, response_id)
     if running is not None:
         return json_response(item_list(running.writer.given_items(), request.query_params))
     items = await asyncio.to_thread(memory_of(request).input_of, response_id)
@@ -121,14 +129,15 @@ async def input_tokens(request: Request) -> Response:
     body = await read_body(request, ResponsesRequest)
     body.check()
     turn = await _turn(memory_of(request), body)
-    count = await on_model(request, body.model, _count, (_messages(body, turn), body.prompt_options()))
+    count_tokens = partial(_count, salted=salt_options(request))
+    count = await on_model(request, body.model, count_tokens, (_messages(body, turn), body.prompt_options()))
     return json_response({"object": "response.input_tokens", "input_tokens": count})
 
 
-def _count(llm: "LLM", prompt: tuple[list[dict[str, Any]], dict[str, Any]]) -> int:
+def _count(llm: "LLM", prompt: tuple[list[dict[str, Any]], dict[str, Any]], *, salted: Mapping[str, Any]) -> int:
     messages, options = prompt
     options.pop("constraint", None)
-    return llm.count_chat_tokens(messages, **without_missing_thinking(llm, options))
+    return llm.count_chat_tokens(messages, **salted, **without_missing_thinking(llm, options))
 
 
 async def _turn(memory: ResponseMemory, body: ResponsesRequest) -> Turn:
@@ -149,6 +158,12 @@ def _messages(body: ResponsesRequest, turn: Turn) -> list[dict[str, Any]]:
 
 def _background(request: Request) -> BackgroundResponses:
     return cast(BackgroundResponses, request.app.state.background)
+
+
+def _running(request: Request, response_id: str) -> BackgroundResponse | None:
+    """A response that is being made in the background, if this client may see it."""
+    found = _background(request).get(response_id)
+    return None if found is None or not may_see_reply(record_of(request.scope).tenant, found.writer.reply) else found
 
 
 async def _frames(stored: list[bytes]) -> AsyncIterator[bytes]:

@@ -13,9 +13,12 @@ from starlette.requests import Request
 from localinfer.persistence.response_store import ResponseStore
 from localinfer.server.api.responses_items import MOST_ITEMS, InputItem, Item, kept_items, response_of
 from localinfer.server.api.responses_request import ResponsesRequest
+from localinfer.server.operation.request_record import record_of
+from localinfer.server.replies.isolation import digest_of
 from localinfer.server.transport.http import ApiError, identifier, unsupported
 
 Kept = TypeVar("Kept", bound=msgspec.Struct)
+Made = TypeVar("Made")
 
 _NOT_KEPT = "this server was started to keep no responses (--no-store)"
 
@@ -80,14 +83,29 @@ class Turn:
 class ResponseMemory:
     """Responses and conversations in a store. Threads may share it; what reads the store may wait for the disk."""
 
-    def __init__(self, store: ResponseStore) -> None:
+    def __init__(self, store: ResponseStore, tenant: str = "") -> None:
         self.store = store
+        self._tenant = tenant
         self._changing = threading.Lock()
+
+    def of(self, tenant: str) -> "ResponseMemory":
+        """What is kept of one client, where clients are kept apart: no other finds it by its name."""
+        if not tenant:
+            return self
+        memory = ResponseMemory(self.store, tenant)
+        memory._changing = self._changing
+        return memory
 
     @property
     def keeps(self) -> bool:
         """Whether anything is kept."""
         return self.store.keeps
+
+    def lastingly(self, change: Callable[..., Made], *arguments: Any) -> Made:
+        """Make a change, and return once it outlives the process. Waits for the disk."""
+        made = change(*arguments)
+        self.store.flush()
+        return made
 
     def turn(self, body: ResponsesRequest) -> Turn:
         """What a request continues. Raises: ApiError if that is not kept."""
@@ -103,11 +121,19 @@ class ResponseMemory:
             before = self.history(parent, "previous_response_id")
         if conversation_id := body.conversation_id:
             conversation = self.conversation(conversation_id, "conversation")
-            before, parent = conversation.decoded(), conversation.last
+            before, parent = conversation.decoded(), self._continuable(conversation.last)
         new = [self._referred(item, index, before) for index, item in enumerate(body.items)]
         if len(before) + len(new) > MOST_ITEMS:
             raise ApiError(400, f"the conversation has more than {MOST_ITEMS:,} items; begin another", param="input")
         return Turn(before, new, self.keeps and body.store is not False, parent, conversation_id or None)
+
+    def _continuable(self, response_id: str | None) -> str | None:
+        """A response that what is said next may name as the one before it; None if it, or one before, is not kept."""
+        with suppress(ApiError):
+            if response_id is not None:
+                self.history(response_id, "conversation")
+                return response_id
+        return None
 
     def _referred(self, item: InputItem, index: int, before: Sequence[Item]) -> InputItem:
         """The item itself, or the one that it names."""
@@ -158,11 +184,11 @@ class ResponseMemory:
 
     def events(self, response_id: str) -> bytes | None:
         """The frames of a response that may be streamed again."""
-        return self.store.get(f"{response_id}.events")
+        return self.store.get(self._file(response_id, "events"))
 
     def keep_events(self, response_id: str, frames: bytes) -> None:
         """Keep the frames of a response that may be streamed again."""
-        self.store.put(f"{response_id}.events", frames)
+        self.store.put(self._file(response_id, "events"), frames)
 
     def keep(self, turn: Turn, response: dict[str, Any]) -> None:
         """Keep a response that has ended, and add it to its conversation."""
@@ -170,20 +196,20 @@ class ResponseMemory:
             return
         response_id = response["id"]
         new = kept_items(turn.new, response_id.partition("_")[2])
-        parent = turn.parent
+        is_first = turn.conversation is not None and turn.parent is None
+        kept = KeptResponse(response, [*turn.before, *new] if is_first else new, turn.parent)
+        # Before its conversation names it: a process may be killed between the two writes.
+        self.store.put(self._file(response_id), msgspec.json.encode(kept))
         if turn.conversation is not None and response["status"] in ("completed", "incomplete"):
             # It may have been deleted meanwhile.
             with suppress(ApiError):
                 self._extend(turn.conversation, [*new, *response["output"]], turn, response_id)
-        if turn.conversation is not None and parent is None:
-            new = [*turn.before, *new]
-        self.store.put(f"{response_id}.json", msgspec.json.encode(KeptResponse(response, new, parent)))
 
     def delete(self, response_id: str) -> None:
         """Forget a response. Raises: ApiError 404."""
         self.response(response_id)
-        self.store.delete(f"{response_id}.json")
-        self.store.delete(f"{response_id}.events")
+        self.store.delete(self._file(response_id))
+        self.store.delete(self._file(response_id, "events"))
 
     def begin_conversation(self, items: Sequence[InputItem], metadata: dict[str, Any] | None) -> KeptConversation:
         """A new conversation. Raises: ApiError if nothing is kept here."""
@@ -217,7 +243,7 @@ class ResponseMemory:
     def delete_conversation(self, conversation_id: str) -> None:
         """Forget a conversation; responses that were made in it are kept. Raises: ApiError 404."""
         self.conversation(conversation_id)
-        self.store.delete(f"{conversation_id}.json")
+        self.store.delete(self._file(conversation_id))
 
     def _extend(
         self, conversation_id: str, items: Sequence[Item], turn: Turn | None = None, response_id: str | None = None
@@ -228,24 +254,31 @@ class ResponseMemory:
             if len(kept.items) + len(items) > MOST_ITEMS:
                 raise ApiError(400, f"a conversation has at most {MOST_ITEMS:,} items; begin another", param="items")
             # Another response of the conversation may have ended since this one began.
-            is_next = turn is not None and len(turn.before) == len(kept.items) and turn.parent == kept.last
+            is_next = turn is not None and len(turn.before) == len(kept.items) and turn.parent in (None, kept.last)
             kept.items += [msgspec.Raw(msgspec.json.encode(item)) for item in items]
             kept.last = response_id if is_next else None
 
         self.change(conversation_id, extend)
 
+    def _file(self, name: str, kind: str = "json") -> str:
+        """The file of a name; of a client's own, one that only its name and the client's lead to."""
+        if not self._tenant:
+            return f"{name}.{kind}"
+        prefix, _, _ = name.partition("_")
+        return f"{prefix}_{digest_of(self._tenant, name)[:24]}.{kind}"
+
     def _save(self, conversation: KeptConversation) -> None:
-        self.store.put(f"{conversation.id}.json", msgspec.json.encode(conversation))
+        self.store.put(self._file(conversation.id), msgspec.json.encode(conversation))
 
     def _load(self, name: str, record: type[Kept]) -> Kept | None:
-        content = self.store.get(f"{name}.json")
+        content = self.store.get(self._file(name))
         if content is None:
             return None
         try:
             return msgspec.json.decode(content, type=record)
         except (msgspec.MsgspecError, UnicodeDecodeError):
             # A file that was damaged is as good as none.
-            self.store.delete(f"{name}.json")
+            self.store.delete(self._file(name))
             return None
 
     def _missing(self, kind: str, name: str, param: str) -> NoReturn:
@@ -258,5 +291,6 @@ def _new_token() -> str:
 
 
 def memory_of(request: Request) -> ResponseMemory:
-    """What the server remembers that a request was sent to."""
-    return cast(ResponseMemory, request.app.state.responses)
+    """What the server remembers that a request was sent to, of the client if clients are kept apart."""
+    memory = cast(ResponseMemory, request.app.state.responses)
+    return memory.of(record_of(request.scope).tenant)

@@ -6,7 +6,7 @@ import msgspec
 from msgspec import Meta
 
 from localinfer.server.api.responses_items import MOST_ITEMS, InputItem
-from localinfer.server.replies.fields import ChatFields, Count
+from localinfer.server.replies.fields import CacheSalt, ChatFields, Count
 from localinfer.server.replies.form_fields import ResponseFormat
 from localinfer.server.replies.tool_fields import Tools, responses_choice, responses_tools
 from localinfer.server.transport.http import ApiError, unsupported
@@ -78,6 +78,7 @@ class ResponsesRequest(ChatFields, kw_only=True):
     parallel_tool_calls: bool | None = None
     store: bool | None = None
     timings_per_token: bool | None = None
+    cache_salt: CacheSalt | None = None
     return_progress: bool | None = None
 
     @property

@@ -1,5 +1,6 @@
 """A reply as a response: items and parts that open, grow and close, as events numbered from 0."""
 
+import asyncio
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -22,13 +23,20 @@ if TYPE_CHECKING:
 class ResponseWriter(BlockWriter):
     """Reasoning, a message, calls of functions and of custom tools, each an item.
 
-    keep: is given the whole response, once, when it has ended. It is called with what failed as well.
+    keep: is given the whole response, once, when it has ended. It is called with what failed as well. flush: waits
+    until what was kept outlives the process; called in a thread.
     """
 
     def __init__(
-        self, reply: Reply, body: ResponsesRequest, turn: Turn, keep: Callable[[dict[str, Any]], None]
+        self,
+        reply: Reply,
+        body: ResponsesRequest,
+        turn: Turn,
+        keep: Callable[[dict[str, Any]], None],
+        flush: Callable[[], None],
     ) -> None:
         super().__init__(reply)
+        self._flush = flush
         self._body, self._turn, self._keep = body, turn, keep
         self._tools = tool_names(body.tools)
         self._token = reply.id.partition("_")[2]
@@ -61,6 +69,10 @@ class ResponseWriter(BlockWriter):
         whole = self.whole()
         more = {"timings": whole["timings"]} if self._body.timings_per_token and "timings" in whole else {}
         yield self._event(f"response.{kind}", response=whole, **more)
+
+    async def settle(self) -> None:
+        if self._turn.is_kept:
+            await asyncio.to_thread(self._flush)
 
     def failures(self, error: ApiError) -> Iterator[Event]:
         # Some clients read the one, some the other.

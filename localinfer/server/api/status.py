@@ -6,6 +6,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from localinfer.kernels.versions import installed_version
+from localinfer.server.operation.request_record import record_of
+from localinfer.server.replies.isolation import may_see_reply
 from localinfer.server.replies.service import service_of
 from localinfer.server.transport.http import ApiError, json_response, not_supported, shutting_down
 
@@ -39,8 +41,8 @@ async def metrics(request: Request) -> Response:
 
 
 async def requests(request: Request) -> Response:
-    """The replies that are running, without their text."""
-    now = time.monotonic()
+    """The replies that are running, without their text; where clients are kept apart, those of the client."""
+    now, tenant = time.monotonic(), record_of(request.scope).tenant
     running = [
         {
             "id": reply.id,
@@ -51,6 +53,7 @@ async def requests(request: Request) -> Response:
             "is_processing": True,
         }
         for reply in service_of(request).replies()
+        if may_see_reply(tenant, reply)
     ]
     return json_response(running)
 
@@ -58,6 +61,6 @@ async def requests(request: Request) -> Response:
 async def cancel(request: Request) -> Response:
     """Stop a running reply; its text so far ends as if it were complete."""
     reply_id = request.path_params["reply"]
-    if not service_of(request).cancel(reply_id):
+    if not service_of(request).cancel(reply_id, record_of(request.scope).tenant):
         raise ApiError(404, f"no reply {reply_id!r:.80} is running", code="reply_not_found", param="id")
     return json_response({"id": reply_id, "object": "reply.cancelled", "cancelled": True})

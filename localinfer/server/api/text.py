@@ -2,6 +2,7 @@
 what a prompt has."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
@@ -10,6 +11,7 @@ from starlette.responses import Response
 
 from localinfer.server.replies.fields import (
     AddGenerationPrompt,
+    CacheSalt,
     ChatFields,
     ContinueFinalMessage,
     TokenId,
@@ -17,6 +19,7 @@ from localinfer.server.replies.fields import (
     given,
     without_missing_thinking,
 )
+from localinfer.server.replies.isolation import salt_options
 from localinfer.server.replies.message_fields import Messages, template_messages
 from localinfer.server.replies.service import on_model, read_body
 from localinfer.server.replies.tool_fields import Tools, checked_choice, function_tools
@@ -74,6 +77,7 @@ class TemplateRequest(ChatFields, kw_only=True):
     tool_choice: str | dict[str, Any] | None = None
     continue_final_message: ContinueFinalMessage | None = None
     add_generation_prompt: AddGenerationPrompt | None = None
+    cache_salt: CacheSalt | None = None
 
     def chat_options(self, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """The engine's options that the prompt of these messages depends on."""
@@ -152,22 +156,24 @@ def _text(llm: "LLM", body: DetokenizeRequest) -> str:
 async def apply_template(request: Request) -> Response:
     """The prompt that a chat becomes, as text."""
     body = await read_body(request, TemplateRequest)
-    return json_response({"prompt": await on_model(request, body.model, _prompt, body)})
+    render = partial(_prompt, salted=salt_options(request))
+    return json_response({"prompt": await on_model(request, body.model, render, body)})
 
 
-def _prompt(llm: "LLM", body: TemplateRequest) -> str:
+def _prompt(llm: "LLM", body: TemplateRequest, *, salted: Mapping[str, Any]) -> str:
     messages = template_messages(body.messages)
     options = without_missing_thinking(llm, body.chat_options(messages))
-    return llm.render_chat(messages, add_generation_prompt=body.add_generation_prompt is not False, **options)
+    begins = body.add_generation_prompt is not False
+    return llm.render_chat(messages, add_generation_prompt=begins, **salted, **options)
 
 
 async def count_chat_tokens(request: Request) -> Response:
     """How many tokens the prompt of a chat has, to be known before it is sent."""
     body = await read_body(request, TemplateRequest)
-    count = await on_model(request, body.model, _count, body)
+    count = await on_model(request, body.model, partial(_count, salted=salt_options(request)), body)
     return json_response({"object": "input_tokens", "input_tokens": count})
 
 
-def _count(llm: "LLM", body: TemplateRequest) -> int:
+def _count(llm: "LLM", body: TemplateRequest, *, salted: Mapping[str, Any]) -> int:
     messages = template_messages(body.messages)
-    return llm.count_chat_tokens(messages, **without_missing_thinking(llm, body.chat_options(messages)))
+    return llm.count_chat_tokens(messages, **salted, **without_missing_thinking(llm, body.chat_options(messages)))

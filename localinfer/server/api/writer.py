@@ -14,6 +14,7 @@ from starlette.responses import Response
 from localinfer.server.api.progress import PromptProgress
 from localinfer.server.replies.fields import StreamOptions, seeded, without_missing_thinking
 from localinfer.server.replies.reply import End, Reply, Silence, TextPlan, Token
+from localinfer.server.replies.resumption import RELAY, ReplyRelay
 from localinfer.server.replies.service import Plan, service_of, unless_gone
 from localinfer.server.transport.http import (
     DONE,
@@ -194,6 +195,9 @@ class ReplyWriter:
         """What a stream ends with, if nothing failed."""
         return ()
 
+    async def settle(self) -> None:
+        """Awaited before the last events, or the whole answer, are sent: until what they report is so."""
+
     def failure(self, error: ApiError) -> Event:
         """What a stream ends with if something failed."""
         return error.body()
@@ -224,7 +228,8 @@ async def serve_reply(
     """
     service = service_of(request)
     id_slot = getattr(body, "id_slot", None)
-    reply = await service.begin(request, body.model, kind, plan, session=session, id_slot=id_slot)
+    relay: ReplyRelay | None = request.scope.get("state", {}).get(RELAY)
+    reply = await service.begin(request, body.model, kind, plan, session=session, id_slot=id_slot, relay=relay)
     try:
         writer = make_writer(reply)
         if writer.prepare is not None:
@@ -241,28 +246,71 @@ async def serve_reply(
 
 
 async def _whole(writer: ReplyWriter) -> Any:
-    async for event in writer.reply.events():
+    reply = writer.reply
+    async for event in reply.events():
         for _ in _written(writer, event):
             pass
-    return writer.whole()
+        if reply.relay is not None:
+            _relayed(reply, reply.relay, event, None)
+    whole = writer.whole()
+    await writer.settle()
+    return whole
 
 
 async def reply_frames(writer: ReplyWriter, ping_seconds: float) -> AsyncIterator[bytes]:
     """A reply as a stream: frames of events, and pings while nothing comes."""
     reply = writer.reply
+    if reply.relay is not None:
+        async for relayed in _relayed_frames(writer, reply.relay, ping_seconds):
+            yield relayed
+        return
     for event in writer.begin():
         yield writer.frame(event)
     try:
         async for item in reply.events(ping_seconds):
-            for made in _written(writer, item):
-                yield writer.stream.ping if made is None else writer.frame(made)
-        for event in writer.finish():
+            for frame in _frames(writer, item):
+                yield frame
+        last = list(writer.finish())
+        await writer.settle()
+        for event in last:
             yield writer.frame(event)
     except Exception as error:
         for event in writer.failures(to_api_error(error, reply.id)):
             yield writer.frame(event)
     if writer.last_frame:
         yield writer.last_frame
+
+
+async def _relayed_frames(writer: ReplyWriter, relay: ReplyRelay, ping_seconds: float) -> AsyncIterator[bytes]:
+    """As `reply_frames`, in pieces of which each is sent whole or not at all, without those that were sent before."""
+    reply = writer.reply
+    if begun := relay.sent("begin", 0, [writer.frame(event) for event in writer.begin()]):
+        yield begun
+    try:
+        async for item in reply.events(ping_seconds):
+            if made := _relayed(reply, relay, item, list(_frames(writer, item))):
+                yield made
+        last = [writer.frame(event) for event in writer.finish()]
+        await writer.settle()
+    except Exception as error:
+        last = [writer.frame(event) for event in writer.failures(to_api_error(error, reply.id))]
+    if tail := relay.sent("tail", 0, [*last, writer.last_frame]):
+        yield tail
+
+
+def _frames(writer: ReplyWriter, item: Token | End | Silence) -> Iterator[bytes]:
+    for made in _written(writer, item):
+        yield writer.stream.ping if made is None else writer.frame(made)
+
+
+def _relayed(reply: Reply, relay: ReplyRelay, item: Token | End | Silence, frames: list[bytes] | None) -> bytes:
+    """What is to be sent of the frames of an event; frames: None for an answer that is sent as a whole."""
+    if isinstance(item, Token) and item.event.token_id >= 0:
+        stats = reply.stats_so_far(item.index)
+        return relay.token(item.index, item.event.token_id, None if stats is None else stats.cached_tokens, frames)
+    if isinstance(item, End) and frames is not None:
+        return relay.sent("end", item.index, frames)
+    return b"".join(frames or ())
 
 
 def _written(writer: ReplyWriter, item: Token | End | Silence) -> Iterable[Event | None]:

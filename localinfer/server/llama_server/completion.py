@@ -16,7 +16,7 @@ from localinfer.server.llama_server.probabilities import ShownProbabilities, nee
 from localinfer.server.replies.fields import check_text_count, seeded
 from localinfer.server.replies.mixed_prompts import Pieces, encode_pieces, read_prompts
 from localinfer.server.replies.reply import Reply, TextPlan
-from localinfer.server.replies.service import Service, owner_of, read_body, service_of
+from localinfer.server.replies.service import Service, caller_options, read_body, service_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -53,12 +53,12 @@ async def serve_completion(
     texts = [
         _Text(body, options, encode, index % body.num_made) for encode in prompts for index in range(body.num_made)
     ]
-    owner = owner_of(request)
+    caller = caller_options(request)
 
     def plan(llm: "LLM") -> list[TextPlan]:
         # The later texts of a prompt find it in the cache.
         return [
-            TextPlan(partial(text.open, llm, owner), number - text.copy if text.copy else None)
+            TextPlan(partial(text.open, llm, caller), number - text.copy if text.copy else None)
             for number, text in enumerate(texts)
         ]
 
@@ -86,8 +86,11 @@ class _Text:
         self._body = body
         self._encode = encode
 
-    def open(self, llm: "LLM", owner: Any) -> "TextStream":
-        """Check the text's prompt and options, and begin it. Raises: LocalinferError, ApiError."""
+    def open(self, llm: "LLM", caller: Mapping[str, Any]) -> "TextStream":
+        """Check the text's prompt and options, and begin it. caller: options that say for whom.
+
+        Raises: LocalinferError, ApiError.
+        """
         body, options = self._body, self.options
         self.settings = {**llm.defaults, **options}
         if body.logit_bias:
@@ -100,7 +103,7 @@ class _Text:
                 is_constrained="constraint" in options,
             )
         prompt_ids = self._encode(llm, max_tokens=None if self.settings.get("context_shift") else llm.context_length)
-        return llm.stream(prompt_ids, owner=owner, **seeded(options, self.copy))
+        return llm.stream(prompt_ids, **seeded({**options, **caller}, self.copy))
 
 
 class _Writer(ReplyWriter):

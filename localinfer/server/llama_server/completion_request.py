@@ -9,6 +9,7 @@ from msgspec import Meta
 
 from localinfer.server.llama_server.samplers import options_without
 from localinfer.server.replies.fields import (
+    CacheSalt,
     GenerationFields,
     ProbabilityCount,
     SlotNumber,
@@ -58,6 +59,7 @@ class LlamaFields(GenerationFields, kw_only=True):
     t_max_predict_ms: Annotated[int, Meta(ge=-1, le=1 << 40)] | None = None
     timings_per_token: bool | None = None
     return_progress: bool | None = None
+    cache_salt: CacheSalt | None = None
     dry_penalty_last_n: Annotated[int, Meta(ge=-1, le=1 << 31)] | None = None
     logit_bias: dict[str, float | bool] | list[tuple[int | str, float | bool]] | None = None  # type: ignore[assignment]
 

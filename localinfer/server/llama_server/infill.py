@@ -1,6 +1,6 @@
 """`/infill`: the text between two others, by the tokens that a model for code has for that."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -55,7 +55,8 @@ class InfillRequest(LlamaFields, kw_only=True):
 async def infill(request: Request) -> Response:
     """Fill in the hole of a text."""
     body = await read_body(request, InfillRequest)
-    before = [*_one(body.input_prefix, "input_prefix"), *(_one(body.prompt, "prompt") if body.prompt else ())]
+    before = {"input_prefix": _one(body.input_prefix, "input_prefix")}
+    before |= {"prompt": _one(body.prompt, "prompt")} if body.prompt else {}
     after = _one(body.input_suffix, "input_suffix")
     limit = body.n_predict if body.n_predict is not None and body.n_predict > 0 else 0
     prompt = partial(_prompt, before=before, after=after, snippets=body.input_extra or (), reserved=limit)
@@ -68,13 +69,19 @@ def _one(prompt: str | list[Any], path: str) -> Pieces:
 
 
 def _prompt(
-    llm: "LLM", *, before: Pieces, after: Pieces, snippets: Sequence[Snippet], reserved: int, max_tokens: int | None
+    llm: "LLM",
+    *,
+    before: Mapping[str, Pieces],
+    after: Pieces,
+    snippets: Sequence[Snippet],
+    reserved: int,
+    max_tokens: int | None,
 ) -> list[int]:
     """The ids of a prompt that the text in the hole goes on from.
 
-    reserved: tokens that the context must have beside it and the snippets. Raises: ApiError for a model without such
-    tokens; ContextLengthError. Source: Bavarian et al., arXiv 2207.14255 (PSM); the order of files is Qwen's, arXiv
-    2409.12186.
+    before: by the members of the request that have it. reserved: tokens that the context must have beside it and the
+    snippets. Raises: ApiError for a model without such tokens; ContextLengthError, TokenIdError. Source: Bavarian et
+    al., arXiv 2207.14255 (PSM); the order of files is Qwen's, arXiv 2409.12186.
     """
     tokenizer = llm.tokenizer
     tokens = tokenizer.fill_in_tokens
@@ -84,7 +91,8 @@ def _prompt(
         )
     encode = partial(encode_pieces, tokenizer, max_tokens=max_tokens)
     first = [tokenizer.bos_token_id] if tokenizer.adds_bos and tokenizer.bos_token_id is not None else []
-    hole = tokens.around(encode(before), encode(after))
+    start = [token_id for field, pieces in before.items() for token_id in encode(pieces, field=field)]
+    hole = tokens.around(start, encode(after, field="input_suffix"))
     own_name = [] if tokens.separator is None else [tokens.separator, *tokenizer.encode(_FILE, add_special=False)]
     project = [] if tokens.repository is None else [tokens.repository, *tokenizer.encode(_PROJECT, add_special=False)]
     room = llm.context_length - len(first) - len(hole) - len(own_name) - len(project) - max(1, reserved)

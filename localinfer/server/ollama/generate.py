@@ -16,7 +16,7 @@ from localinfer.server.ollama.reply_fields import ReplyFields, begin_request, lo
 from localinfer.server.ollama.reply_lines import LineWriter
 from localinfer.server.replies.fields import TokenId, given
 from localinfer.server.replies.reply import Reply, TextPlan
-from localinfer.server.replies.service import owner_of, read_body
+from localinfer.server.replies.service import caller_options, read_body
 from localinfer.server.transport.http import ApiError, unsupported
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ async def generate(request: Request) -> Response:
     begun = begin_request(request, body.model, body.keep_alive)
     if not body.prompt and not body.suffix:
         return await load_or_unload(request, begun, body.keep_alive, _response("", "", []))
-    options = {**body.generation_options(), **given(constraint=body.constraint()), "owner": owner_of(request)}
+    options = {**body.generation_options(), **given(constraint=body.constraint()), **caller_options(request)}
     prompts = _Prompts(body, options, body.thinking_options())
 
     def make_writer(reply: Reply) -> LineWriter:
@@ -124,7 +124,7 @@ class _Prompts:
         messages = [{"role": "system", "content": body.system}] if body.system else []
         messages.append({"role": "user", "content": prompt})
         if body.context:
-            return llm.stream(_continued(llm, body.context, messages), **options)
+            return llm.stream(_continued(llm, body.context, messages, options.get("cache_salt")), **options)
         return llm.stream_chat(messages, **options, **self._thinking)
 
 
@@ -135,10 +135,10 @@ def _raw_ids(llm: "LLM", prompt: str, max_tokens: int | None) -> list[int]:
     return ids[1:] if begin is not None and ids[:2] == [begin, begin] else ids
 
 
-def _continued(llm: "LLM", context: Sequence[int], messages: list[dict[str, Any]]) -> list[int]:
+def _continued(llm: "LLM", context: Sequence[int], messages: list[dict[str, Any]], cache_salt: str | None) -> list[int]:
     """The ids of a conversation and the next message, without reasoning, which could not be told from the text."""
     thinking = False if llm.info.supports_thinking else None
-    with llm.stream_chat(messages, thinking=thinking, max_tokens=0) as stream:
+    with llm.stream_chat(messages, thinking=thinking, max_tokens=0, cache_salt=cache_salt) as stream:
         ids = stream.token_ids.tolist()
     begin = llm.tokenizer.bos_token_id
     return [*context, *(ids[1:] if begin is not None and ids[:1] == [begin] else ids)]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from localinfer.server.operation.ttft_metrics import TtftMetrics
 from localinfer.server.operation.vllm_metrics import VllmMetrics
 
 if TYPE_CHECKING:
@@ -67,12 +68,18 @@ class Metrics:
             f"most {GOOD_INTERVAL_SECONDS:g} s in the mean",
         )
         self.replies = counter("localinfer_replies", "Texts generated, by how they ended", ["ending"])
+        self.handovers = counter(
+            "localinfer_handovers",
+            "Prompts handed over to prefill servers, by what came of it: failed counts each server that was asked",
+            ["outcome"],
+        )
         self.running = gauge("localinfer_running_generations", "Texts being generated now")
         self.waiting = gauge("localinfer_waiting_generations", "Texts admitted that have no token yet")
         self.loaded = gauge("localinfer_loaded_models", "Models in memory")
         snapshots = "Snapshots of recurrent states"
         self.engines: Callable[[], Mapping[str, EngineStats]] = dict
         self.vllm = VllmMetrics(self)
+        self.ttft = TtftMetrics(registry, lambda: self.engines())
         self._snapshots = {
             "held": gauge("localinfer_state_snapshots", f"{snapshots} in memory", ["model"]),
             "num_bytes": gauge("localinfer_state_snapshot_bytes", "Their bytes", ["model"]),

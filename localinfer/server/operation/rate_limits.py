@@ -37,7 +37,7 @@ class _Bucket:
 
 
 class RateLimiter:
-    """The limits of a server's settings, for each token by its name; requests without one share those of "".
+    """The limits of a server's settings, and of tokens that have their own; requests without one share those of "".
 
     settings: the present ones. clock: seconds that never go back. Used on one event loop.
     """
@@ -71,8 +71,8 @@ class RateLimiter:
             bucket.left -= count
 
     def _bucket(self, token: str, kind: str) -> _Bucket | None:
-        settings = self._settings()
-        limit = settings.requests_per_minute if kind == "requests" else settings.tokens_per_minute
+        quota = self._settings().quota_of(token)
+        limit = quota.requests_per_minute if kind == "requests" else quota.tokens_per_minute
         if limit is None:
             return None
         now = self._clock()

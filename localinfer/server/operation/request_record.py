@@ -49,8 +49,9 @@ class RequestRecord:
     id: the one that its client was told. route: the one that answered, without `/v1`; None where none did. token: the
     name of the token that was shown, "" for none. began: in seconds since 1970; seconds: to the last byte. model,
     numbers: what it asked for. reply: what was generated for it, or input_tokens: what was read by a request without
-    one. error: the code or the class of what failed. headers: of the request, of which only the parent of a trace is
-    read.
+    one. tenant: whom it belongs to, where clients are kept apart; cache_salt: the option of that name. priority: what
+    it asked for, None if it did not say. error: the code
+    or the class of what failed. headers: of the request, of which only the parent of a trace is read.
     """
 
     id: str = ""
@@ -64,6 +65,9 @@ class RequestRecord:
     numbers: Mapping[str, float] = field(default_factory=dict)
     reply: ReplyFigures | None = None
     input_tokens: int = 0
+    tenant: str = field(default="", repr=False)
+    cache_salt: str | None = field(default=None, repr=False)
+    priority: int | None = None
     error: str | None = None
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)
 

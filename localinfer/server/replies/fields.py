@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from localinfer.arguments import MAX_PRIORITY
 from localinfer.sampling.params import MAX_LOGPROBS, MAX_SEED, NUMBER_OPTIONS, NumberOption
 from localinfer.server.replies.form_fields import FormFields
 from localinfer.server.replies.message_fields import joined_text
@@ -31,7 +32,25 @@ Prompts = str | list[str | TokenId | list[TokenId]]
 
 ProbabilityCount = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 TokenLimit = Annotated[int, Meta(ge=-1, le=1 << 31)]
+Priority = Annotated[
+    int,
+    Meta(
+        ge=-MAX_PRIORITY,
+        le=MAX_PRIORITY,
+        description="vLLM's: the lower, the earlier the request is served; 0 without it. It changes no token.",
+    ),
+]
 SlotNumber = Annotated[int, Meta(ge=-1, le=1 << 31)]
+
+
+CacheSalt = Annotated[
+    str,
+    Meta(
+        min_length=1,
+        max_length=1024,
+        description="vLLM's: what is cached of this prompt is of use to requests of the same salt only.",
+    ),
+]
 
 
 def first_limit(*limits: int | None) -> int | None:
@@ -50,6 +69,9 @@ def seeded(options: dict[str, Any], index: int, defaults: Mapping[str, Any] = Ma
 
     defaults: the model's, whose seed holds where the options have none.
     """
+    if index:
+        # What was begun is not given up for what follows.
+        options = {name: value for name, value in options.items() if name != "ttft_objective"}
     seed = options.get("seed", defaults.get("seed"))
     return options if seed is None or index == 0 else {**options, "seed": (seed + index) % (MAX_SEED + 1)}
 
@@ -113,7 +135,7 @@ else:
 
 
 class GenerationFields(NumberFields):
-    """How tokens are chosen, and when to stop; None is the engine's default."""
+    """How tokens are chosen, when to stop, and how urgent they are; None is the engine's default."""
 
     dry_sequence_breakers: Stops | None = None
     logit_bias: Biases | None = None
@@ -122,6 +144,7 @@ class GenerationFields(NumberFields):
     ignore_eos: bool | None = None
     context_shift: bool | None = None
     pin_cache: bool | None = None
+    priority: Priority | None = None
 
     def sampling_options(self) -> dict[str, Any]:
         """The engine's options about sampling and stopping."""
@@ -140,6 +163,7 @@ class GenerationFields(NumberFields):
             ignore_eos=self.ignore_eos,
             context_shift=self.context_shift,
             pin_cache=self.pin_cache,
+            priority=self.priority,
         )
 
 

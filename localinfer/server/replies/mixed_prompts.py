@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from localinfer.errors import TokenIdError
 from localinfer.server.transport.http import ApiError, unsupported
 
 if TYPE_CHECKING:
@@ -12,6 +13,7 @@ Pieces = Sequence[str | int]
 """A prompt: texts and token ids, in order."""
 _MEDIA = ("multimodal_data", "image_data")
 _MAX_ID = (1 << 31) - 1
+_WANTED_IDS = "give ids of this model's vocabulary, from 0, as /tokenize gives them"
 
 
 def read_prompts(prompt: Any, field: str, *, at_most: int) -> list[Pieces]:
@@ -33,15 +35,23 @@ def encode_pieces(
     max_tokens: int | None,
     add_special: bool = False,
     parse_special: bool = False,
+    field: str | None = None,
 ) -> list[int]:
     """The ids of a prompt.
 
     max_tokens: a longer text is not encoded to its end. add_special: with the tokens that begin and end a text, where
-    the prompt begins with one. parse_special: names of special tokens are those tokens. Raises: ContextLengthError.
+    the prompt begins with one. parse_special: names of special tokens are those tokens. field: the member of the
+    request that has the prompt, where it is not the only one. Raises: ContextLengthError, TokenIdError.
     """
     ids: list[int] = []
     for index, piece in enumerate(pieces):
         if isinstance(piece, int):
+            if piece >= tokenizer.vocab_size:
+                raise TokenIdError(
+                    f"token id {piece} is not in the vocabulary; wanted 0 to {tokenizer.vocab_size - 1}, as /tokenize "
+                    "gives them",
+                    field=field,
+                )
             ids.append(piece)
         else:
             ids += tokenizer.encode(piece, add_special and not index, parse_special, max_tokens=max_tokens)
@@ -68,7 +78,7 @@ def _pieces(prompt: Any, path: str) -> Pieces:
         case list() if _is_mixed(prompt):
             for item in prompt:
                 if isinstance(item, int) and not 0 <= item <= _MAX_ID:
-                    raise ApiError(400, f"{path} has the token id {item}; see /tokenize", param=path)
+                    raise ApiError(400, f"{path} has the token id {item}; {_WANTED_IDS}", param=path)
             return prompt
         case dict():
             return ["".join(_object_texts(prompt, path))]

@@ -10,12 +10,13 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from localinfer.server.operation.metrics import LatencyTracker, Metrics
+from localinfer.server.replies.resumption import ReplyRelay
 from localinfer.server.router.served_model import Lease
 from localinfer.system.event_loop import LoopCalls
 
@@ -116,11 +117,12 @@ class TextPlan:
     """A text to be generated: `open` checks the request and returns the stream, and may raise.
 
     follows: the index of a text with the same prompt, whose first token this one awaits, to take its prompt from the
-    cache.
+    cache. prepare: called before the first event, with the stream and whether it was cancelled; must not raise.
     """
 
     open: Callable[[], "TextStream"]
     follows: int | None = None
+    prepare: "Callable[[TextStream, Callable[[], bool]], None] | None" = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,9 +164,10 @@ _Item = ReplyEvent | _Started | _Failure
 class Reply:
     """The texts of one request, from admission to the last event. Made, iterated and closed on the event loop.
 
-    id: names the request to clients. slot_ids: one per text, where it shows among the slots. stats, finish_reasons: one
-    per text, None until its end was taken. failure: what `events` raised. prompt_tokens: one per text, known when
-    `start` has returned.
+    id: names the request to clients. tenant: whom it belongs to, where clients are kept apart. slot_ids: one per text,
+    where it shows among the slots. relay: by what it is passed on, if it is. stats, finish_reasons: one per text, None
+    until its end was taken. failure: what `events` raised. prompt_tokens: one per text, known after `start`. token: its
+    client's, by name.
     """
 
     def __init__(
@@ -174,15 +177,20 @@ class Reply:
         plans: Sequence[TextPlan],
         state: ServerState,
         on_close: Callable[["Reply"], None],
+        relay: ReplyRelay | None = None,
     ) -> None:
         self.id = reply_id
         self.llm = lease.llm
         self.model_id = lease.model_id
         self.fingerprint = lease.fingerprint
         self.created = int(time.time())
+        self.relay = relay
+        if relay is not None:
+            plans = [replace(plan, open=relay.opening(index, plan.open)) for index, plan in enumerate(plans)]
         self.opened_seconds = time.monotonic()
         self.is_cancelled = False
         self.slot_ids: list[int] = []
+        self.tenant = self.token = ""
         self.num_tokens = 0
         self.num_reasoning_tokens = 0
         self.stats: list[Stats | None] = [None] * len(plans)
@@ -193,7 +201,7 @@ class Reply:
         self._texts: list[_Text] = []
         for index, plan in enumerate(plans):
             leader = None if plan.follows is None else self._texts[plan.follows]
-            self._texts.append(_Text(index, plan.open, leader, self._queue, state, lease.model_id))
+            self._texts.append(_Text(index, plan, leader, self._queue, state, lease.model_id))
         self._threads = state.threads
         self._barrier: FirstByteBarrier | None = state.barrier
         state.barrier.begin()
@@ -228,6 +236,10 @@ class Reply:
         """What a text has cost up to now; None before it was begun."""
         return self.stats[index] or self._texts[index].stats_so_far()
 
+    def prompt_ids(self, index: int) -> "TokenIds | None":
+        """The ids of a text's prompt, int32; None before it was begun."""
+        return self._texts[index].prompt_ids
+
     def prompt_text(self, index: int) -> str:
         """The prompt of a text as the model read it, special tokens as they are spelled; "" before it was begun."""
         tokenizer, found = self.llm.tokenizer, self._texts[index].prompt_ids
@@ -243,6 +255,7 @@ class Reply:
             match await self._queue.get():
                 case _Started(index, count):
                     self.prompt_tokens[index] = count
+                    self._tell_begun(index)
                     awaited.discard(index)
                 case _Failure(error):
                     raise error
@@ -269,7 +282,8 @@ class Reply:
                 case _Failure(error):
                     self.failure = error
                     raise error
-                case _Started():
+                case _Started(index):
+                    self._tell_begun(index)
                     continue
                 case End(index):
                     left -= 1
@@ -312,6 +326,11 @@ class Reply:
         for text in self._texts:
             text.has_ended.wait(seconds)
 
+    def _tell_begun(self, index: int) -> None:
+        text = self._texts[index]
+        if self.relay is not None and text.prompt_ids is not None and (stats := self.stats_so_far(index)) is not None:
+            self.relay.text_begun(index, text.prompt_ids, stats.seed)
+
     def _open_barrier(self) -> None:
         if self._barrier is not None:
             self._barrier.end()
@@ -336,7 +355,7 @@ class _Text:
     def __init__(
         self,
         index: int,
-        open_stream: "Callable[[], TextStream]",
+        plan: TextPlan,
         leader: "_Text | None",
         queue: asyncio.Queue[_Item],
         state: ServerState,
@@ -348,7 +367,7 @@ class _Text:
         self.has_ended = threading.Event()
         self.has_ended.set()
         self.prompt_ids: TokenIds | None = None
-        self._open = open_stream
+        self._plan = plan
         self._queue = queue
         self._state = state
         self._model_id = model_id
@@ -409,13 +428,15 @@ class _Text:
         """Run the stream to its end, or until cancelled; return how it ended."""
         put, tick, index = self._put, self._latency.tick, self.index
         ending = "length"
-        with closing(self._open()) as stream:
+        with closing(self._plan.open()) as stream:
             with self._lock:
                 self._stream = stream
                 if self._is_cancelled:
                     stream.cancel()
             self.prompt_ids = stream.token_ids
             put(_Started(index, stream.prompt_tokens))
+            if self._plan.prepare is not None:
+                self._plan.prepare(stream, lambda: self._is_cancelled)
             self._state.barrier.wait()
             try:
                 for event in stream:
@@ -427,9 +448,9 @@ class _Text:
                         put(Token(index, event))
                     self.has_token.set()
             finally:
+                # At one moment: whoever asks meanwhile gets figures.
                 with self._lock:
-                    self._stream = None
-                self._stats = stream.stats
+                    self._stats, self._stream = stream.stats, None
         return ending
 
 

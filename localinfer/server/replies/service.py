@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from starlette.exceptions import HTTPException
@@ -16,10 +17,14 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from localinfer.server.handover.prompts import PromptHandover
 from localinfer.server.operation.metrics import Metrics
 from localinfer.server.operation.rate_limits import RateLimiter
 from localinfer.server.operation.request_record import RequestRecord, error_name, record_of
+from localinfer.server.replies.isolation import cache_salt_of, may_see_reply, salt_options, tenant_of
+from localinfer.server.replies.ownership import check_queue, checked_priority, ownership
 from localinfer.server.replies.reply import Reply, ServerState, TextPlan
+from localinfer.server.replies.resumption import ReplyRelay
 from localinfer.server.replies.slots import NO_SLOT, SlotTable
 from localinfer.server.replies.totals import ReplyTotals
 from localinfer.server.router.model_folder import ModelSource
@@ -31,6 +36,7 @@ from localinfer.server.transport.http import (
     ModelLoadError,
     Record,
     identifier,
+    not_supported,
     read_json,
     shutting_down,
     to_api_error,
@@ -45,6 +51,8 @@ Result = TypeVar("Result")
 Plan = Callable[["LLM"], Sequence[TextPlan]]
 """Lists the texts of a request."""
 Endpoint = Callable[[Request], Awaitable[Response]]
+PREFILL = "prefill"
+"""How the ids of prompts begin that are computed for other servers."""
 _JOIN_SECONDS = 5.0
 _LLAMA_PATHS = {"/completions": "/completion", "/embeddings": "/embedding"}
 _CLIENT_CLOSED = 499
@@ -64,6 +72,7 @@ class Service:
         self.settings = settings
         self.metrics = Metrics()
         self.registry = make_registry(self.metrics)
+        self.handover = PromptHandover(settings.handover, self.metrics) if settings.handover.servers else None
         self.limiter = RateLimiter(lambda: self.settings)
         self.metrics.engines = lambda: {
             model.source.id: model.llm.engine_stats for model in self.registry.models() if model.llm is not None
@@ -75,7 +84,7 @@ class Service:
         self.totals = ReplyTotals()
         self._tasks: set[asyncio.Task[object]] = set()
         self._replies: dict[str, Reply] = {}
-        self._sessions: dict[str, Reply] = {}
+        self._sessions: dict[tuple[str, str], Reply] = {}
         self._load_progress: tuple[str, int, int] | None = None
 
     @asynccontextmanager
@@ -164,12 +173,13 @@ class Service:
         replies = self.replies()
         return sum(not other.num_tokens for other in replies[: replies.index(reply)]) if reply in replies else 0
 
-    def cancel(self, reply_id: str) -> bool:
-        """Stop a reply by its id; return whether there was one."""
+    def cancel(self, reply_id: str, tenant: str = "") -> bool:
+        """Stop a reply by its id; return whether there was one that this client may stop."""
         reply = self._replies.get(reply_id)
-        if reply is not None:
-            reply.cancel()
-        return reply is not None
+        if reply is None or not may_see_reply(tenant, reply):
+            return False
+        reply.cancel()
+        return True
 
     async def lease(self, request: Request, model: str | None) -> Lease:
         """A model, to be closed. Raises: ApiError, LocalinferError, ClientGone."""
@@ -188,19 +198,25 @@ class Service:
         *,
         session: str | None = None,
         id_slot: int | None = None,
+        relay: ReplyRelay | None = None,
     ) -> Reply:
         """Have texts generated, and return when the model is loaded and every prompt was checked.
 
         kind: how the reply's id begins. session: ends the reply that runs under the same name. id_slot: the slot
-        of the first text, if that matters.
+        of the first text, if that matters. relay: passes the reply on, which another process may have begun.
         The caller closes the reply. Checking a prompt goes on when its client has left, which the reply will notice.
         Raises: ApiError, LocalinferError, ClientGone; then nothing runs any more.
         """
+        if self.settings.handover.role == "prefill" and kind != PREFILL:
+            raise not_supported(
+                "this server computes prompts for others and generates no text (--role prefill); send this to a server "
+                "of --role decode, or of both"
+            )
         lease = await self.lease(request, model)
         reply: Reply | None = None
         try:
             record = record_of(request.scope)
-            record.reply = reply = self._admit(lease, kind, plan(lease.llm), session, id_slot, record)
+            record.reply = reply = self._admit(lease, kind, plan(lease.llm), session, id_slot, record, relay)
             await reply.start()
         except BaseException:
             if reply is not None:
@@ -217,8 +233,10 @@ class Service:
         session: str | None,
         id_slot: int | None,
         record: RequestRecord,
+        relay: ReplyRelay | None,
     ) -> Reply:
-        former = self._sessions.pop(session, None) if session else None
+        place = (record.tenant, session or "")
+        former = self._sessions.pop(place, None) if session else None
         if former is not None:
             reason = "a newer request with the same prompt_cache_key took its place"
             former.fail(ApiError(409, reason, code="superseded"))
@@ -230,10 +248,18 @@ class Service:
                 code="queue_full",
             )
 
-        reply_id = identifier(kind)
-        slots = [self.slots.take(lease.model_id, reply_id, None if index else id_slot) for index in range(len(plans))]
+        resumption = None if relay is None else relay.resumption
+        if resumption is None:
+            check_queue(record.token, len(plans), self._replies.values(), self.settings)
+        reply_id = identifier(kind) if resumption is None else resumption.reply_id
+        slots = [
+            self.slots.take(lease.model_id, reply_id, None if index else id_slot, record.tenant, record.cache_salt)
+            for index in range(len(plans))
+        ]
+        handover = self.handover
+        prepare = None if handover is None else partial(handover.prepare, lease.llm, lease.model_id)
         in_slots = [
-            plan if slot is None else replace(plan, open=slot.opening(plan.open))
+            replace(plan, open=plan.open if slot is None else slot.opening(plan.open), prepare=prepare)
             for plan, slot in zip(plans, slots, strict=True)
         ]
 
@@ -246,19 +272,22 @@ class Service:
             for slot in slots:
                 if slot is not None:
                     slot.end()
-            if session and self._sessions.get(session) is reply:
-                del self._sessions[session]
+            if session and self._sessions.get(place) is reply:
+                del self._sessions[place]
             self.limiter.charge(record.token, sum(reply.num_used()))
             lengths = [0 if one is None else one.completion_tokens for one in reply.stats]
             self.metrics.vllm.count_request(reply.model_id, lengths, record.max_tokens)
             lease.close()
 
         assert self._state is not None, "the service is not open"
-        reply = Reply(reply_id, lease, in_slots, self._state, forget)
+        reply = Reply(reply_id, lease, in_slots, self._state, forget, relay)
+        reply.tenant, reply.token = record.tenant, record.token
         reply.slot_ids = [NO_SLOT if slot is None else slot.slot_id for slot in slots]
+        if relay is not None:
+            relay.reply_begun(reply)
         self._replies[reply.id] = reply
         if session:
-            self._sessions[session] = reply
+            self._sessions[place] = reply
         return reply
 
 
@@ -297,15 +326,21 @@ def service_of(request: Request) -> Service:
     return cast(Service, request.app.state.service)
 
 
-def owner_of(request: Request) -> str:
-    """The owner among whom the scheduler is fair: a connection by TCP; by the Unix socket each request on its own."""
-    return str(request.client or request.state.request_id)
+def caller_options(request: Request) -> dict[str, Any]:
+    """The engine's options that say for whom a text is made, and when. To be called when the body has been read.
+
+    Raises: ApiError for a header that is no time.
+    """
+    return {**ownership(request, service_of(request).settings), **salt_options(request)}
 
 
 async def read_body(request: Request, record: type[Record]) -> Record:
     """The body of a request as a record. Raises: as `http.read_json`."""
     body = await read_json(request, record, service_of(request).settings)
-    record_of(request.scope).take_body(body)
+    noted = record_of(request.scope)
+    noted.take_body(body)
+    noted.cache_salt = cache_salt_of(noted.tenant, getattr(body, "cache_salt", None))
+    noted.priority = checked_priority(body, service_of(request).settings.quota_of(noted.token))
     return body
 
 
@@ -324,6 +359,8 @@ def route(path: str, endpoint: Endpoint, method: str = "GET", *, prompt_field: s
     async def guarded(request: Request) -> Response:
         request_id, record, service = request.state.request_id, record_of(request.scope), service_of(request)
         record.route, record.token = path, request.scope["state"].get("token_name", "")
+        record.tenant = tenant_of(request.scope, service.settings)
+        record.cache_salt = cache_salt_of(record.tenant, None)
         headers: dict[str, str] = {}
         try:
             if method == "POST" and not path.endswith("/cancel"):

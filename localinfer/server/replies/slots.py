@@ -22,7 +22,8 @@ NO_SLOT = -1
 class SlotText:
     """A text in a slot, or the last one that was there. reply_id: None for one that was restored from a file.
 
-    token_ids: known once it has ended.
+    token_ids: known once it has ended. tenant: whose it is, where clients are kept apart. cache_salt: the option with
+    which it was generated.
     """
 
     slot_id: int
@@ -30,6 +31,8 @@ class SlotText:
     reply_id: str | None = None
     token_ids: "Sequence[int] | TokenIds" = ()
     has_ended: bool = False
+    tenant: str = ""
+    cache_salt: str | None = None
     _stream: "TextStream | None" = field(default=None, repr=False)
 
     def opening(self, open_stream: "Callable[[], TextStream]") -> "Callable[[], TextStream]":
@@ -72,7 +75,9 @@ class SlotTable:
         if text is not None and not text.has_ended:
             raise ApiError(409, f"slot {slot_id} is generating; try again when it has ended", code="slot_busy")
 
-    def take(self, model_id: str, reply_id: str, wanted: int | None) -> SlotText | None:
+    def take(
+        self, model_id: str, reply_id: str, wanted: int | None, tenant: str = "", cache_salt: str | None = None
+    ) -> SlotText | None:
         """Put a text into the slot that is wanted, or that was used least recently; None if that is taken.
 
         Raises: ApiError for a slot that does not exist.
@@ -85,12 +90,14 @@ class SlotTable:
         former = self.text(wanted)
         if former is not None and not former.has_ended:
             return None
-        return self._put(SlotText(wanted, model_id, reply_id))
+        return self._put(SlotText(wanted, model_id, reply_id, tenant=tenant, cache_salt=cache_salt))
 
-    def hold(self, slot_id: int, model_id: str, token_ids: Sequence[int]) -> None:
+    def hold(
+        self, slot_id: int, model_id: str, token_ids: Sequence[int], tenant: str = "", cache_salt: str | None = None
+    ) -> None:
         """Put a text into a slot that does not run. Raises: ApiError if one runs there."""
         self.check_idle(slot_id)
-        self._put(SlotText(slot_id, model_id, None, token_ids, has_ended=True))
+        self._put(SlotText(slot_id, model_id, None, token_ids, has_ended=True, tenant=tenant, cache_salt=cache_salt))
 
     def erase(self, slot_id: int) -> None:
         """Forget what a slot held."""

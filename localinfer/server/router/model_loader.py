@@ -69,6 +69,7 @@ class ModelLoader:
         self._threads = threads
         self._lock = asyncio.Lock()
         self._reading = asyncio.Lock()
+        self._closing: set[asyncio.Task[None]] = set()
 
     @property
     def is_stopping(self) -> bool:
@@ -94,19 +95,24 @@ class ModelLoader:
         self.check_stopping()
         if model.loading is None:
             model.loading = asyncio.create_task(self._load_model(model))
-            model.loading.add_done_callback(lambda task: task.cancelled() or task.exception())
+            model.loading.add_done_callback(lambda task: self._load_ended(model, task))
         return model.loading
 
     async def unload(self, model: ServedModel) -> None:
-        """Unload a model, in use or not."""
+        """Unload a model, in use or not; it goes on when this is cancelled."""
         llm, model.llm = model.llm, None
         if llm is not None:
             model.drained_by.clear()
             model.keep_alive_seconds = model.own_keep_alive_seconds
-            await asyncio.to_thread(llm.close)
-            self._metrics.loaded.dec()
-            logger.info("unloaded %s", model.source.id)
-            self._changes.notify()
+            closing = asyncio.create_task(self._close(model.source.id, llm))
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
+            await asyncio.shield(closing)
+
+    async def wait_closed(self) -> None:
+        """Wait until the memory is free of the models that are being unloaded now."""
+        if self._closing:
+            await asyncio.wait(self._closing)
 
     def begin_measuring(self, model: ServedModel) -> "asyncio.Task[MemoryNeed]":
         """The reading of what a model takes, one file at a time, whether or not somebody waits for it."""
@@ -114,6 +120,14 @@ class ModelLoader:
             model.measuring = asyncio.create_task(self._measure_model(model))
             model.measuring.add_done_callback(lambda task: task.cancelled() or task.exception())
         return model.measuring
+
+    async def _close(self, name: str, llm: "LLM") -> None:
+        try:
+            await asyncio.to_thread(llm.close)
+        finally:
+            self._metrics.loaded.dec()
+            logger.info("unloaded %s", name)
+            self._changes.notify()
 
     async def _measure_model(self, model: ServedModel) -> MemoryNeed:
         source = model.source
@@ -128,6 +142,14 @@ class ModelLoader:
         finally:
             model.measuring = None
         return need
+
+    def _load_ended(self, model: ServedModel, loading: "asyncio.Task[LLM]") -> None:
+        if model.loading is loading:
+            # A task that is cancelled before its first step runs nothing, not even what stands under `finally`.
+            model.loading = None
+            self._changes.notify()
+        if not loading.cancelled():
+            loading.exception()
 
     async def _load_model(self, model: ServedModel) -> "LLM":
         model.failure = None
@@ -212,6 +234,7 @@ class ModelLoader:
         """
         wanted = model.source.settings.load.get("context_length", self._context_length)
         needed = need.bytes_for(wanted)
+        await self.wait_closed()
         while (missing := needed - self._available_bytes()) > 0:
             idle = self._idle_models()
             missing_then = missing - sum(other.memory_bytes for other in idle)

@@ -90,6 +90,7 @@ class ModelRegistry:
             else:
                 self._models[source.id] = ServedModel(source, self._keep_alive_seconds(source))
         for model in former.values():
+            model.is_served = False
             model.drained_by.add(self)
             if model.loading is not None:
                 model.loading.cancel()
@@ -158,9 +159,10 @@ class ModelRegistry:
                     await self._loaded(model)
                 else:
                     await self._changes.next.wait()
-                if not self._is_served(model):
+                if not model.is_served:
+                    successor = self.find(name)
                     model.num_waiting -= 1
-                    model = self.find(name)
+                    model = successor
                     model.num_waiting += 1
             return lease
         finally:
@@ -238,7 +240,8 @@ class ModelRegistry:
             for model in self.models():
                 if (until := model.idle_until_seconds) is not None and until <= time.monotonic():
                     await self._loader.unload(model)
-                if not self._loader.is_stopping and model.is_pinned and model.state == "unloaded":
+                is_wanted = model.is_pinned and not self._loader.is_stopping
+                if is_wanted and model.state == "unloaded":
                     self._loader.begin(model)
             dues = [until for model in self.models() if (until := model.idle_until_seconds) is not None]
             with suppress(TimeoutError):
@@ -252,6 +255,7 @@ class ModelRegistry:
         await asyncio.gather(*loading, return_exceptions=True)
         for model in self._all_models():
             await self._loader.unload(model)
+        await self._loader.wait_closed()
 
     def _leased(self, model: ServedModel) -> Lease | None:
         if model.llm is None or model.drained_by:
@@ -266,9 +270,6 @@ class ModelRegistry:
         own = source.settings.keep_alive_seconds
         return self._idle_unload_seconds if own is None else None if own == math.inf else own
 
-    def _is_served(self, model: ServedModel) -> bool:
-        return self._models.get(model.source.id) is model
-
     async def _loaded(self, model: ServedModel) -> None:
         """Wait for a model's load, which is begun if need be."""
         loading = self._loader.begin(model)
@@ -280,7 +281,7 @@ class ModelRegistry:
             if not loading.cancelled() or (task is not None and task.cancelling()):
                 raise
             self._loader.check_stopping()
-            if self._is_served(model):
+            if model.is_served:
                 reason = f"{model.source.id} was unloaded while it was being loaded; ask for it again"
                 raise ApiError(503, reason, code="model_unloaded") from None
 

@@ -24,6 +24,7 @@ class ServedModel:
     keep_alive_seconds: how long it stays loaded without requests, None for ever; own_keep_alive_seconds once it was
     unloaded.
     drained_by: what waits for its replies to end, to unload it; new requests wait meanwhile, and load it again.
+    is_served: whether it can still be asked for; one that cannot is unloaded after its replies, pinned or not.
     waiting_for: the models whose memory it needs and whose replies have to end before it can be loaded.
     failure: why it could not be loaded, or its file not be read, when that was last tried.
     """
@@ -38,6 +39,7 @@ class ServedModel:
     last_used_seconds: float = 0.0
     loading: "asyncio.Task[LLM] | None" = field(default=None, repr=False)
     measuring: "asyncio.Task[MemoryNeed] | None" = field(default=None, repr=False)
+    is_served: bool = True
     drained_by: set[object] = field(default_factory=set, repr=False)
     waiting_for: tuple[str, ...] = ()
     failure: BaseException | None = field(default=None, repr=False)
@@ -72,7 +74,7 @@ class ServedModel:
     @property
     def is_pinned(self) -> bool:
         """Whether it stays loaded whatever happens."""
-        return self.source.settings.is_pinned
+        return self.is_served and self.source.settings.is_pinned
 
     @property
     def is_idle(self) -> bool:

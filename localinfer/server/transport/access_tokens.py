@@ -1,29 +1,45 @@
 """The tokens that clients show: several may be valid, each with a name for logs and limits."""
 
+import hashlib
 import hmac
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from localinfer.errors import RequestError
+from localinfer.server.transport.quotas import Quota, split_quota
 
 _NAMED = re.compile(r"(?P<name>[A-Za-z0-9_.@-]{1,64}):\s*(?P<value>\S.*)")
 
 
 @dataclass(frozen=True)
 class AccessToken:
-    """A token and the name of who has it. Raises: RequestError for a value that no header can hold."""
+    """A token and the name of who has it. is_named: by the file, and not by its line there. quota: its own limits.
+
+    Raises: RequestError for a value that no header can hold.
+    """
 
     name: str
     value: str = field(repr=False)
+    is_named: bool = True
+    quota: Quota = Quota()
 
     def __post_init__(self) -> None:
         if not (self.value and self.value.isascii() and self.value.isprintable()):
             raise RequestError("the token is empty or has characters that no header can hold; use letters and digits")
 
+    @property
+    def identity(self) -> str:
+        """Whose texts are those of this token: a name's, whatever its token is now; without a name the token's own.
+
+        A line of the file is nobody: other tokens may move there.
+        """
+        return f"name {self.name}" if self.is_named else f"token {hashlib.sha256(self.value.encode()).hexdigest()}"
+
 
 def parse_tokens(text: str) -> tuple[AccessToken, ...]:
-    """The tokens of a file: one per line, `NAME:` before it if it is to have one; blank lines and `#` lines are none.
+    """The tokens of a file: one per line, `NAME:` before it if it is to have one, and `[LIMIT=NUMBER ...]` after it for
+    its own limits; blank lines and `#` lines are none.
 
     Those without a name are called by their line, `token-3`.
     Raises: RequestError for a file without tokens, and for two of one name or one value.
@@ -33,8 +49,15 @@ def parse_tokens(text: str) -> tuple[AccessToken, ...]:
         line = line.strip()
         if not line or line.startswith("#"):
             continue
+        try:
+            line, quota = split_quota(line)
+        except RequestError as error:
+            raise RequestError(f"line {number}: {error}") from None
         found = _NAMED.fullmatch(line)
-        token = AccessToken(f"token-{number}", line) if found is None else AccessToken(found["name"], found["value"])
+        if found is None:
+            token = AccessToken(f"token-{number}", line, is_named=False, quota=quota)
+        else:
+            token = AccessToken(found["name"], found["value"], quota=quota)
         for other in tokens:
             if other.name == token.name or other.value == token.value:
                 what = f"the name {token.name}" if other.name == token.name else f"the token of {other.name}"

@@ -227,7 +227,8 @@ class Connection(H11Protocol):
             if self._num_drained > _DRAIN_BYTES:
                 self.transport.abort()
             return
-        if self._framing.has_fault:
+        # Behind a request that is the last one nothing is asked (RFC 9112, section 9.6).
+        if self._framing.has_fault or self.conn.their_state is h11.MUST_CLOSE:
             return
         num_sound = self._framing.feed(data)
         if num_sound:
@@ -278,6 +279,10 @@ class Connection(H11Protocol):
             response = h11.Response(status_code=error.status, headers=list((headers | error.headers).items()))
             for event in (response, h11.Data(data=body), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
+        if not self.is_idle:
+            # What is being answered had a body that is not in order: its own answer would come second.
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
         self.transport.close()
 
     def _refuse_fault(self) -> None:

@@ -26,6 +26,7 @@ from localinfer.errors import (
     OverloadedError,
     RequestError,
     TemplateError,
+    TokenIdError,
 )
 from localinfer.server.transport.known_fields import NONE, KnownFields, Refusal
 from localinfer.server.transport.lenient_values import with_meant_values, with_whole_numbers
@@ -67,7 +68,7 @@ _ANTHROPIC_TYPES = {
 
 OLLAMA = "/api/"
 """How the paths of Ollama's API begin, whose errors are one text."""
-_OLLAMA_STATUSES = {"queue_full": 503}
+_OLLAMA_STATUSES = {"queue_full": 503, "ttft_objective": 503}
 """Code of an error -> its status there, where that is another: its clients know a full queue by 503."""
 
 DONE = b"data: [DONE]\n\n"
@@ -84,6 +85,7 @@ _WITH_UNDERSCORE = ("resp", "conv", "msg")
 """Kinds of names that OpenAI and Anthropic write so."""
 # A string, closed or running to the end, or a sign; possessive, so that no input is read twice.
 _STRING_OR_SIGN = re.compile(rb'"(?:[^"\\]++|\\(?:.|\Z))*+(?:"|\Z)|[\[\]{},]', re.DOTALL)
+_MISSING_MEMBER = re.compile(r"Object missing required field `(.*)`", re.DOTALL)
 _UNKNOWN_MEMBER = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
 
 
@@ -213,11 +215,17 @@ def to_api_error(error: BaseException, request_id: str = "", *, prompt_field: st
             return ApiError(400, text, code="unsupported_schema", param=error.field or "response_format", facts=facts)
         case MessageError():
             return ApiError(400, text, param=error.path)
+        case TokenIdError():
+            return ApiError(400, text, param=error.field or prompt_field)
         case RequestError():
             return ApiError(400, text, param=error.field)
         case OverloadedError():
             seconds = str(max(1, round(error.retry_after_seconds)))
-            return ApiError(429, text, code="queue_full", headers={"retry-after": seconds})
+            predicted = error.predicted_ttft_seconds
+            if predicted is None:
+                return ApiError(429, text, code="queue_full", headers={"retry-after": seconds})
+            told = {"predicted_ttft_seconds": round(predicted, 3)}
+            return ApiError(429, text, code="ttft_objective", headers={"retry-after": seconds}, facts=told)
         case BackendUnavailableError():
             return unsupported(text)
         case OutOfMemoryError():
@@ -304,7 +312,12 @@ def decode_json(body: bytes, record: type[Record]) -> Record:
         unknown = _UNKNOWN_MEMBER.match(message)
         if unknown is not None:
             raise refused_member(f"{name}.{unknown[1]}".removeprefix(".")) from None
-        raise ApiError(400, f"{name or 'the body'}: {message}", param=name or None) from None
+        missing = _MISSING_MEMBER.match(message)
+        param = name if missing is None else f"{name}.{missing[1]}".removeprefix(".")
+        if not param:
+            # Of the whole, or where msgspec does not say of which member.
+            raise ApiError(400, f"the body: {message}; send one JSON object", code="invalid_json") from None
+        raise ApiError(400, f"{name or 'the body'}: {message}", param=param) from None
     except (msgspec.DecodeError, UnicodeDecodeError, ValueError, RecursionError) as error:
         found = "empty" if not body.strip() else f"not JSON ({error})"
         raise ApiError(400, f"the body is {found}; send one JSON object in UTF-8", code="invalid_json") from None

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 _ACCOUNT = "accounts, billing and statistics of a service"
 _STORED = "chats are not kept; responses are"
 _CACHE = "the prefix cache needs no hints: prompts that were computed before are found by themselves"
-_QUEUE = "there is one queue, and requests have equal rights in it"
+_QUEUE = "vectors are computed between the steps of texts, in the order of requests"
 _MODERATION = "nothing is moderated here"
 _NEEDS_MORE = "it only matters beside a member that is refused"
 _VERBOSITY = "how much a model writes is decided by the model"
@@ -67,7 +67,6 @@ _OPENAI = _ignore(f"""
 _LOCAL_SERVERS = _ignore(f"""
     cache_prompt: {_CACHE}
     id_slot: {_PLACE}
-    priority: {_QUEUE}
     request_id: {_NAMES}
     keep_alive ttl: --idle-unload says how long models stay loaded
     guided_decoding_backend: there is one, and what it cannot enforce is refused
@@ -110,7 +109,6 @@ _SAMPLING = _refuse("""
     lora lora_adapters: load the model with the option you want instead
     draft_model: start the server with --draft
     image_data images mm_processor_kwargs multi_modal_uuids: this server reads text only
-    cache_salt: prompts of all clients share one cache; run a server of your own to keep yours apart
     options: give its members beside messages, under their names here
     extra_body: give its members beside the others: clients do that before they send
 """)
@@ -206,7 +204,8 @@ MESSAGES = KnownFields(
     """),
 )
 COUNTS = KnownFields(
-    MESSAGES.ignored | dict.fromkeys("max_tokens stream stop_sequences temperature top_p top_k".split(), _PROMPT_ONLY),
+    MESSAGES.ignored
+    | dict.fromkeys("max_tokens stream stop_sequences temperature top_p top_k priority".split(), _PROMPT_ONLY),
     MESSAGES.refused,
 )
 EMBEDDINGS = KnownFields(

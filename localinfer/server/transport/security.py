@@ -26,6 +26,8 @@ EXPOSED_HEADERS = "x-request-id, retry-after, " + ", ".join(
 """That a page of an allowed origin may read."""
 IS_UNIX_SOCKET = "is_unix_socket"
 """Set in the state of a request that came through the Unix socket, whose folder guards it."""
+TOKEN_IDENTITY = "token_identity"
+"""Set in the state of a request that has shown a token: `AccessToken.identity`."""
 _OPEN_PATHS = ("", "/health", "/v1/health")
 """Without their last slash; the first is the chat page, the same for everybody, which asks for the token itself."""
 
@@ -126,7 +128,7 @@ class SecurityMiddleware:
                 code="invalid_api_key",
                 headers={"www-authenticate": "Bearer"},
             )
-        scope["state"]["token_name"] = token.name
+        scope["state"]["token_name"], scope["state"][TOKEN_IDENTITY] = token.name, token.identity
 
     def _is_open(self, path: str) -> bool:
         return path in _OPEN_PATHS and (path != "" or self._settings.serves_page)

@@ -5,9 +5,12 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from localinfer.arguments import check_number
 from localinfer.errors import RequestError
 from localinfer.persistence.response_store import ResponseStoreOptions
 from localinfer.server.transport.access_tokens import AccessToken
+from localinfer.server.transport.handover_options import HandoverOptions
+from localinfer.server.transport.quotas import Quota
 
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 _ORIGIN = re.compile(r"file://|[a-z][a-z0-9+.-]*://(?:[A-Za-z0-9._~-]+|\[[0-9a-fA-F:.]+\])(?::\d{1,5})?")
@@ -33,7 +36,11 @@ class ServerSettings:
     kept_responses: what is kept of responses and conversations, and where.
     num_slots: as many texts are generated at one time. slot_folder: where clients may save what is in a slot, None for
     nowhere. shows_slots, shows_metrics: whether /slots and /metrics are there. pooling: of vectors, None as models say.
-    tokens: those that have names, beside `token`. requests_per_minute, tokens_per_minute: what one token may ask for.
+    isolates_cache: what one token's texts left behind is of use to that token alone, and shown to no other.
+    handover: the server's role, and who computes prompts for it.
+    tokens: those that have names, beside `token`. requests_per_minute, tokens_per_minute, running_per_token,
+    queued_per_token, min_priority: what one token may ask for that has no limits of its own, see `Quota`.
+    ttft_objective: seconds in which a first token is wanted; requests for which a later one is predicted are refused.
     Raises: RequestError.
     """
 
@@ -62,9 +69,15 @@ class ServerSettings:
     shows_slots: bool = True
     shows_metrics: bool = True
     pooling: str | None = None
+    isolates_cache: bool = False
+    handover: HandoverOptions = HandoverOptions()
     tokens: tuple[AccessToken, ...] = ()
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
+    running_per_token: int | None = None
+    queued_per_token: int | None = None
+    min_priority: int | None = None
+    ttft_objective: float | None = None
 
     def __post_init__(self) -> None:
         if self.host is None and self.socket_path is None:
@@ -79,6 +92,18 @@ class ServerSettings:
         for name in ("requests_per_minute", "tokens_per_minute"):
             if (limit := getattr(self, name)) is not None and limit < 1:
                 raise RequestError(f"{name} is {limit}; give at least 1, or leave it out for no limit", field=name)
+        # Limits that make no sense are refused by it.
+        self.quota_of("")
+        check_number("ttft_objective", self.ttft_objective, 0, kind=float, none="for none")
+        if self.isolates_cache and not self.access_tokens:
+            raise RequestError(
+                "clients can only be kept apart by their tokens, and there are none; give a file with a token for each "
+                "(--token-file)"
+            )
+        if self.isolates_cache and self.handover.role == "prefill":
+            raise RequestError(
+                "a prefill server keeps texts apart as the decode servers say; give --isolate-cache to those instead"
+            )
         for origin in self.allowed_origins:
             if origin != "null" and not _ORIGIN.fullmatch(origin):
                 raise RequestError(
@@ -89,7 +114,18 @@ class ServerSettings:
     @property
     def access_tokens(self) -> tuple[AccessToken, ...]:
         """Every token that is valid."""
-        return (*((AccessToken("token", self.token),) if self.token is not None else ()), *self.tokens)
+        return (*((AccessToken("token", self.token, is_named=False),) if self.token is not None else ()), *self.tokens)
+
+    def quota_of(self, token: str) -> Quota:
+        """The limits of a token, by its name; "" for requests without one, which have those by the minute together."""
+        default = Quota(
+            requests_per_minute=self.requests_per_minute,
+            tokens_per_minute=self.tokens_per_minute,
+            max_running=self.running_per_token,
+            max_queued=self.queued_per_token,
+            min_priority=self.min_priority,
+        )
+        return next((one.quota.over(default) for one in self.tokens if one.name == token), default)
 
     @property
     def listens_everywhere(self) -> bool:

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.kernels.cpu.lower import lower_to_cpu
-from localinfer.kernels.cpu.memory import address, aligned_zeros
+from localinfer.kernels.cpu.memory import Arena, address
 from localinfer.kernels.cpu.program import CpuProgram, ThreadPool
 from localinfer.kernels.cpu.weights import RowTable, pack
 from localinfer.kernels.kv_layout import KVLayout
@@ -89,14 +89,16 @@ class CpuDevice:
     def pages(self, layers: Sequence[KVLayerShape], num_positions: int) -> NDArray[np.int64]:
         layout = KVLayout(self._kv_type, layers)
         count = -(-num_positions // layout.page_tokens)
-        memory = aligned_zeros(count * layout.page_bytes)
-        memory[:] = 255  # NaN: a page holds whatever was in it before
-        self._pages.append(memory)
-        return address(memory) + np.arange(count, dtype=np.int64) * layout.page_bytes
+        return np.array(self._pieces(count, layout.page_bytes), np.int64)
 
     def states(self, shapes: Sequence[StateShape], count: int) -> list[int]:
         size = KVLayout(self._kv_type, [], shapes).state_bytes
-        memory = aligned_zeros(count * size)
-        memory[:] = 255
-        self._pages.append(memory)
-        return [address(memory) + i * size for i in range(count)]
+        return self._pieces(count, size)
+
+    def _pieces(self, count: int, num_bytes: int) -> list[int]:
+        """Pages or states, each by itself, full of NaN: they hold whatever was in them before."""
+        pieces = [Arena(0).take(num_bytes) for _ in range(count)]
+        for piece in pieces:
+            piece[:] = 255
+        self._pages += pieces
+        return [address(piece) for piece in pieces]

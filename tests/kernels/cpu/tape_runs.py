@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.kernels.cpu.lower import lower_to_cpu
-from localinfer.kernels.cpu.memory import address, aligned_zeros
+from localinfer.kernels.cpu.memory import Arena, address
 from localinfer.kernels.cpu.program import ThreadPool
 from localinfer.kernels.cpu.weights import RowTable, pack
 from localinfer.kernels.graph_builder import GraphBuilder
@@ -89,10 +89,12 @@ class RowProgram:
 
     def _pieces(self, num_positions: int, num_bytes: int) -> NDArray[np.int64]:
         count = -(-num_positions // self._kv_layout.page_tokens)
-        memory = aligned_zeros(count * num_bytes)
-        memory[:] = 255
-        self._pages.append(memory)
-        return address(memory) + np.arange(count, dtype=np.int64) * num_bytes
+        # Each by itself, as in guard mode the cache's are.
+        pages = [Arena(0).take(num_bytes) for _ in range(count)]
+        for page in pages:
+            page[:] = 255
+        self._pages += pages
+        return np.array([address(page) for page in pages], np.int64)
 
     def run(self, token_ids: Sequence[int], segments: Sequence[Segment]) -> FloatArray:
         """One batch; every row is an output row."""

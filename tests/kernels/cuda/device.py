@@ -28,8 +28,10 @@ class EmulatedDevice:
     overlaps = False
     waited_seconds = 0.0
 
-    def __init__(self) -> None:
-        self.memory = EmulatedMemory()
+    def __init__(self, index: int = 0) -> None:
+        self.index = index
+        # No address of one device is one of another.
+        self.memory = EmulatedMemory(index + 1 << 44)
         self.emulator = Emulator(self.memory)
         self.kernels: list[str] = []
 

@@ -34,14 +34,15 @@ _Lane = Generator[tuple[Any, ...], Any, None]
 class EmulatedMemory:
     """Allocations at addresses that mean nothing to the host."""
 
-    def __init__(self) -> None:
+    def __init__(self, first_address: int = _FIRST_ADDRESS) -> None:
+        self._first_address = first_address
         self._starts: list[int] = []
         self._buffers: list[NDArray[np.uint8]] = []
         self._views: list[memoryview] = []
 
     def allocate(self, num_bytes: int) -> int:
         """Reserve memory filled with 255, which is NaN wherever it is read as floats."""
-        start = _FIRST_ADDRESS if not self._starts else self._starts[-1] + len(self._buffers[-1]) + _GAP
+        start = self._first_address if not self._starts else self._starts[-1] + len(self._buffers[-1]) + _GAP
         start = -(-start // 256) * 256
         self._starts.append(start)
         self._buffers.append(np.full(num_bytes, 255, np.uint8))

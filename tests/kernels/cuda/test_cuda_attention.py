@@ -39,8 +39,9 @@ class Cache:
         self.shape, self.inputs = shape, inputs
         rows = len(inputs[0])
         program = RowProgram(pool, inputs, write_cache, rows, self.layout)
-        program.run(range(rows), [Segment(0, rows, program.pages(rows))])
-        self.pages: NDArray[np.uint8] = program._pages[0]
+        addresses = program.pages(rows)
+        program.run(range(rows), [Segment(0, rows, addresses)])
+        self.pages: NDArray[np.uint8] = np.concatenate(program._pages[: addresses.size])
 
     def attend(self, runs: Sequence[range], capability: tuple[int, int] = (9, 0)) -> tuple[FloatArray, list[str]]:
         """Attention of runs of positions, one segment each, and the kernels it took."""

@@ -5,12 +5,14 @@ import pytest
 
 from localinfer.models.checkpoint.changes import (
     FIRST_HALVES,
+    NEGATIVE_EXPONENTIAL,
     SECOND_HALVES,
     UNIT_COLUMNS,
     adjacent_pairs,
     latent_keys,
     latent_values,
     parts_of_groups,
+    scaled,
     scaled_rows,
     tiled_columns,
     tiled_heads,
@@ -72,3 +74,11 @@ def test_rows_and_columns_are_scaled() -> None:
     found = scaled_rows((1, 2, 3), (2.0, 0.5, 4.0)).apply(matrix)
     np.testing.assert_allclose(found, matrix * np.array([[2], [0.5], [0.5], [4], [4], [4]]), rtol=1e-6)
     np.testing.assert_allclose((UNIT_COLUMNS.apply(matrix) ** 2).sum(0), np.ones(3), rtol=1e-5)
+
+
+def test_what_float32_has_no_number_for_is_infinite_without_a_warning() -> None:
+    values = np.array([[0.0, 89.0], [-104.0, np.inf]], np.float32)
+    assert NEGATIVE_EXPONENTIAL.apply(values).tolist() == [[-1.0, -np.inf], [0.0, -np.inf]]
+    assert scaled(3.0).apply(np.float32([3e38])).tolist() == [np.inf]
+    columns = UNIT_COLUMNS.apply(np.float32([[1e20], [0.0]]))
+    assert columns.shape == (2, 1) and columns[1] == 0

@@ -105,6 +105,14 @@ def test_metaspace_puts_its_space_where_its_scheme_says(scheme: str, wanted: lis
     assert found == library.encode("a<s>a", add_special_tokens=False).ids == wanted
 
 
+def test_a_mark_that_is_put_before_a_text_twice_is_refused() -> None:
+    document = tokenizer_document()
+    steps = document["normalizer"]["normalizers"]
+    steps.insert(0, steps[0])
+    with pytest.raises(TokenizerError, match="before a text twice"):
+        tokenizer_of(document)
+
+
 def test_white_space_goes_with_special_tokens_that_say_so() -> None:
     document = tokenizer_document()
     for token in document["added_tokens"]:

@@ -130,6 +130,9 @@ def test_what_the_steps_cannot_be_is_named(folder: Path) -> None:
     (folder / "modules.json").write_text("[" * 100_000)
     with pytest.raises(CorruptFileError, match="not sound JSON"):
         opened(folder)
+    (folder / "modules.json").write_text("[" + "[]," * (1 << 19) + "[]]")
+    with pytest.raises(CorruptFileError, match="modules.json holds .* values; wanted at most"):
+        opened(folder)
 
 
 def test_what_matrices_after_pooling_cannot_be_is_named(folder: Path) -> None:

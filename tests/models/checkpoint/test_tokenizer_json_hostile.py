@@ -11,10 +11,14 @@ from localinfer.errors import TokenizerError, UnsupportedFormatError
 from localinfer.models.checkpoint.tokenizer_json import TokenizerJson
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.text.encoders import BYTE_CHARACTERS
+from localinfer.models.text.splitting import TokenizerWarning
 from localinfer.models.text.tokenizer import Tokenizer
 from localinfer.models.text.vocabulary import PREFIX
 from tests.checkpoint_files import VOCAB, added_token, tokenizer_document
 from tests.models.text.vocabularies import bpe_metadata, keyed, spm_metadata
+
+TEXT = {"Sequence": {"id": "A", "type_id": 0}}
+TEMPLATE = {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, TEXT]}
 
 
 def byte_level_document() -> dict[str, Any]:
@@ -26,7 +30,10 @@ def byte_level_document() -> dict[str, Any]:
             "type": "Sequence",
             "pretokenizers": [{"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}],
         },
-        "post_processor": {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<|endoftext|>"}}]},
+        "post_processor": {
+            "type": "TemplateProcessing",
+            "single": [{"SpecialToken": {"id": "<|endoftext|>"}}, {"Sequence": {"id": "A"}}],
+        },
         "model": {"type": "BPE", "unk_token": None, "vocab": vocab, "merges": ["a b", ["ab", "c"]]},
     }
 
@@ -140,6 +147,58 @@ def test_unchanged_documents_work(make: Any):
 def test_deeply_nested_steps_are_refused(key: str, parts: str, depth: int):
     with pytest.raises(TokenizerError, match=f"{parts} are nested more than 16 deep"):
         TokenizerJson(tokenizer_document() | {key: nested(depth, parts)}, VOCAB)
+
+
+@pytest.mark.parametrize(
+    ("post_processor", "message"),
+    [
+        ({"single": [TEXT]}, "its post-processor is None, .* wanted one that adds special tokens"),
+        ({"type": "TemplateProcessing", "single": [TEXT, TEXT]}, "gives a text 2 times"),
+        ({"type": "TemplateProcessing", "single": []}, "gives a text 0 times"),
+        ({"type": "TemplateProcessing", "single": [TEXT, {"Sequence": {"id": "B"}}]}, "has .*'B'.*; wanted the text"),
+        ({"type": "Sequence", "processors": [TEMPLATE, TEMPLATE]}, "2 of its post-processors add tokens"),
+    ],
+)
+def test_a_post_processor_that_changes_texts_is_refused_by_name(post_processor: Any, message: str):
+    document = tokenizer_document() | {"post_processor": post_processor}
+    with pytest.raises(TokenizerError, match=message):
+        TokenizerJson(document, VOCAB).added_around()
+
+
+def with_merges(texts: list[str], merges: list[list[str]]) -> dict[str, Any]:
+    document = tokenizer_document()
+    vocab = document["model"]["vocab"]
+    vocab.update((text, len(vocab) + index) for index, text in enumerate(texts))
+    document["model"]["merges"] += merges
+    return document
+
+
+@pytest.mark.parametrize(
+    ("document", "difference"),
+    [
+        (
+            with_merges(["ab", "bc", "abc"], [["▁", "ab"], ["a", "b"], ["b", "c"], ["ab", "c"]]),
+            "'a' and 'bc' are not merged",
+        ),
+        (
+            with_merges(["ab", "bc", "abc"], [["▁", "ab"], ["a", "b"], ["ab", "c"], ["b", "c"], ["a", "bc"]]),
+            "the merges that make 'abc' do not follow one another",
+        ),
+    ],
+)
+def test_merges_that_scores_cannot_tell_are_named(document: dict[str, Any], difference: str):
+    with pytest.warns(TokenizerWarning, match=difference):
+        TokenizerJson(document, 130)
+
+
+def test_a_token_that_no_merge_makes_is_not_made():
+    document = with_merges(["de", "ed"], [["e", "d"]])
+    metadata = TokenizerJson(document, 130).metadata | {f"{PREFIX}eos_token_id": 2}
+    tokenizer = Tokenizer.from_metadata(metadata)
+    for text in ("dede", "dede" * 9000):
+        found = tokenizer.encode(text, add_special=False)
+        letters = [tokenizer.token_text(token_id) for token_id in found]
+        assert letters == ["▁", "d", *["ed"] * (len(text) // 2 - 1), "e"]
 
 
 @pytest.mark.parametrize("key", ["model", "added_tokens", "normalizer"])

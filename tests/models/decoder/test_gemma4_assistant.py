@@ -6,7 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from localinfer.errors import UnsupportedFormatError
+import localinfer
+from localinfer.errors import ModelFileError, UnsupportedFormatError
 from localinfer.kernels.cpu.lower import lower_to_cpu
 from localinfer.kernels.cpu.memory import address, aligned_zeros
 from localinfer.kernels.cpu.program import CpuProgram, ThreadPool
@@ -15,10 +16,13 @@ from localinfer.kernels.program import Batch, Segment
 from localinfer.models.decoder.decoder import kv_layer_shapes, write_decoder
 from localinfer.models.decoder.gemma4_assistant import write_assistant
 from localinfer.models.load.loader import load_model
+from localinfer.quant.formats.types import TensorType
+from localinfer.quant.gguf.writer import encode_value
 from localinfer.types import FloatArray
 from tests.kernels.cpu.device import CpuWeights
 from tests.models.arch_models import DATA, build_model, normalized_error, read_config, skeletons, write_skeleton
 from tests.oracle import NumpyProgram, NumpyWeights
+from tests.typed_models import make_model
 
 NAME = "gemma4-assistant-draft"
 TARGET = skeletons()[NAME]["options"]["target"]
@@ -120,3 +124,13 @@ def test_draft_model_is_refused_alone_and_beside_a_target_that_it_does_not_fit(f
     ):
         with pytest.raises(UnsupportedFormatError, match=reason):
             write_assistant(config, NumpyWeights(draft_path), other, weights, kept)
+
+
+def test_draft_model_whose_architecture_is_an_array_is_refused(tmp_path: Path) -> None:
+    """It was looked up in a table as it is, which arrays cannot be."""
+    model = make_model(TensorType.F32)
+    path = model.write(tmp_path / "model.gguf")
+    model.metadata["general.architecture"] = encode_value(np.array([1, 2]))
+    draft = model.write(tmp_path / "draft.gguf")
+    with pytest.raises(ModelFileError, match="general.architecture is an array of 2 int64"):
+        localinfer.load(path, draft=draft, threads=1, device="cpu")

@@ -8,7 +8,8 @@ import pytest
 from localinfer.errors import BackendUnavailableError
 from localinfer.kernels.cuda.device import FoundDevice
 from localinfer.models.load import devices
-from localinfer.models.load.devices import MemoryNeeds
+from localinfer.models.load.device_request import DeviceRequest
+from localinfer.models.load.memory_needs import MemoryNeeds
 
 pytest.importorskip("numba_cuda", reason="CUDA kernels are written with numba-cuda, which is not installed")
 
@@ -38,7 +39,7 @@ class BrokenDevice(NamedDevice):
 class UnopenedDevice(NamedDevice):
     """Whose bindings are not what was expected."""
 
-    def __init__(self) -> None:
+    def __init__(self, index: int = 0) -> None:
         raise ImportError("cannot import name 'driver'")
 
 
@@ -51,28 +52,28 @@ def test_a_gpu_that_computes_something_else_is_not_taken(
 ) -> None:
     emulate_gpu(monkeypatch, device, checks=True)
     with caplog.at_level(logging.WARNING):
-        assert devices.open_device("auto", lambda: NEEDS) is None
+        assert devices.open_devices(DeviceRequest(device="auto"), lambda: NEEDS) is None
     (record,) = caplog.records
     assert record.getMessage().startswith("running on the CPU: ") and "\n" not in record.getMessage()
     assert DEVICES[device] in record.getMessage()
     with pytest.raises(BackendUnavailableError, match=DEVICES[device]):
-        devices.open_device("cuda", lambda: NEEDS)
+        devices.open_devices(DeviceRequest(device="cuda"), lambda: NEEDS)
 
 
 def test_a_gpu_that_computes_what_it_should_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     emulate_gpu(monkeypatch, checks=True)
-    opened = devices.open_device("auto", lambda: NEEDS)
+    opened = devices.open_devices(DeviceRequest(device="auto"), lambda: NEEDS)
     assert opened is not None and opened[1].is_whole
 
 
 def test_libraries_that_cannot_be_imported_leave_the_cpu(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def broken() -> FoundDevice:
+    def broken(*_: Any, **__: Any) -> list[FoundDevice]:
         raise OSError("libcudart.so.13: cannot open shared object file")
 
     monkeypatch.setattr(devices, "has_driver", lambda: True)
-    monkeypatch.setattr(devices, "find_device", broken)
+    monkeypatch.setattr(devices, "find_devices", broken)
     with caplog.at_level(logging.WARNING):
-        assert devices.open_device("auto", lambda: NEEDS) is None
+        assert devices.open_devices(DeviceRequest(device="auto"), lambda: NEEDS) is None
     assert "running on the CPU" in caplog.text and "libcudart" in caplog.text

@@ -1,6 +1,7 @@
 """Which device a model runs on, and a whole model on an emulated GPU behind the public API."""
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,16 @@ import localinfer
 from localinfer.cache.block_pool import PagePool
 from localinfer.errors import BackendUnavailableError, RequestError, SessionMismatchError
 from localinfer.kernels.cuda.device import FoundDevice, has_driver
-from localinfer.kernels.cuda.memory import SplitKVLayout
+from localinfer.kernels.cuda.parted_pages import PartedKVLayout
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.program import Batch, Segment
 from localinfer.loading import drafters
 from localinfer.models.decoder.decoder import kv_layer_shapes
-from localinfer.models.load import devices
-from localinfer.models.load.devices import MemoryNeeds, Placement, choose_placement, memory_needs
+from localinfer.models.load import devices, loader
+from localinfer.models.load.device_request import DeviceRequest
 from localinfer.models.load.loader import load_model
+from localinfer.models.load.memory_needs import MemoryNeeds, memory_needs
+from localinfer.models.load.placement import choose_placement
 from localinfer.quant.formats.types import TensorType
 from localinfer.quant.gguf.reader import read_gguf
 from localinfer.sampling.params import SamplingParams
@@ -38,9 +41,9 @@ def test_cuda_by_name_without_a_gpu_is_an_error_and_auto_is_the_cpu(caplog: pyte
     with pytest.raises(BackendUnavailableError, match="needs an NVIDIA GPU"):
         localinfer.load(device="cuda")
     with caplog.at_level(logging.WARNING):
-        assert devices.open_device("auto", lambda: NEEDS) is None
+        assert devices.open_devices(DeviceRequest(device="auto"), lambda: NEEDS) is None
         assert not caplog.text
-        assert devices.open_device("auto", lambda: NEEDS, 3) is None
+        assert devices.open_devices(DeviceRequest(device="auto", gpu_layers=3), lambda: NEEDS) is None
     assert "running on the CPU: device 'cuda' needs an NVIDIA GPU" in caplog.text
 
 
@@ -48,14 +51,14 @@ def test_a_model_that_does_not_fit_runs_on_the_cpu_and_the_reason_is_said(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(devices, "has_driver", lambda: True)
-    monkeypatch.setattr(devices, "find_device", lambda: FoundDevice("a small GPU", 1 << 30))
+    monkeypatch.setattr(devices, "find_devices", lambda *_, **__: [FoundDevice("a small GPU", 1 << 30)])
     with caplog.at_level(logging.WARNING):
-        assert devices.open_device("auto", lambda: NEEDS) is None
+        assert devices.open_devices(DeviceRequest(device="auto"), lambda: NEEDS) is None
     reason = "a single layer and the output need 1.9 GB on a small GPU, which has 1.1 GB free"
     assert f"running on the CPU: {reason}" in caplog.text
     with pytest.raises(BackendUnavailableError, match="a single layer"):
-        devices.open_device("cuda", lambda: NEEDS)
-    assert devices.open_device("auto", lambda: NEEDS, 0) is None
+        devices.open_devices(DeviceRequest(device="cuda"), lambda: NEEDS)
+    assert devices.open_devices(DeviceRequest(device="auto", gpu_layers=0), lambda: NEEDS) is None
 
 
 @pytest.mark.parametrize(
@@ -74,19 +77,19 @@ def test_a_model_that_does_not_fit_runs_on_the_cpu_and_the_reason_is_said(
 def test_as_many_layers_as_fit_go_to_the_gpu(
     free: int, wanted: int | None, num_layers: int, has_embedding: bool
 ) -> None:
-    placement = choose_placement(NEEDS, free, wanted)
+    placement = choose_placement(NEEDS, [FoundDevice("a GPU", free)], DeviceRequest(device="auto", gpu_layers=wanted))
     assert placement is not None
     assert (placement.num_gpu_layers, placement.has_embedding) == (num_layers, has_embedding)
     assert placement.is_whole is has_embedding
     assert placement.num_bytes <= free
-    said = placement.describe("a GPU", free)
+    said = placement.describe()
     assert said.startswith(f"{num_layers} of 4 layers on the GPU: they need ")
     assert said.endswith(("on a GPU", "; the others on the CPU", "; embeddings on the CPU"))
 
 
 def test_more_layers_than_fit_are_refused_with_how_many_do() -> None:
     with pytest.raises(RequestError, match="4 layers need 4.8 GB .* 4.3 GB free, where 3 of 4 fit"):
-        choose_placement(NEEDS, 4 << 30, 4)
+        choose_placement(NEEDS, [FoundDevice("a GPU", 4 << 30)], DeviceRequest(device="auto", gpu_layers=4))
     for device, gpu_layers in (("cpu", 2), ("cuda", 0), ("auto", -1), ("auto", True), ("auto", "all")):
         with pytest.raises(RequestError, match=f"gpu_layers is {gpu_layers!r}"):
             localinfer.load(device=device, gpu_layers=gpu_layers)  # type: ignore[arg-type]
@@ -172,7 +175,7 @@ def test_a_model_split_between_cpu_and_gpu_says_what_one_device_says(
     """Where all layers are on the GPU, only the embeddings are on the CPU, for which there is no room."""
     model = write_small_llama(tmp_path / "small.gguf")
     if gpu_layers == 2:
-        monkeypatch.setattr(Placement, "is_whole", False)
+        monkeypatch.setattr(loader, "memory_needs", lambda *given: replace(memory_needs(*given), embedding=1 << 50))
     ids, rows = np.array([7, 20, 33], np.int32), np.arange(3, dtype=np.int32)
     wanted = load_model(model, threads=1, context_length=64)
     with caplog.at_level(logging.WARNING):
@@ -197,7 +200,7 @@ def test_a_model_split_between_cpu_and_gpu_says_what_one_device_says(
     for on_cpu, on_both in zip(*found, strict=True):
         np.testing.assert_allclose(on_both, on_cpu, rtol=0, atol=1e-4)
     layout = split.kv_layout
-    assert isinstance(layout, SplitKVLayout)
+    assert isinstance(layout, PartedKVLayout)
     kept = np.empty(layout.page_bytes, np.uint8)
     layout.read(int(both[0]), kept)
     layout.write(int(both[1]), kept)

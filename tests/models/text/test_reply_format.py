@@ -2,9 +2,11 @@
 
 import pytest
 
+from localinfer.errors import TemplateError
 from localinfer.models.text.call_learning import learn_call_format
 from localinfer.models.text.chat_template import ChatTemplate
 from localinfer.models.text.known_calls import HERMES
+from localinfer.models.text.probes import Trials
 from localinfer.models.text.reasoning_learning import learn_reasoning_format
 from localinfer.models.text.reply_format import THINKING_VARIABLES, CallFormat, ReasoningFormat
 from localinfer.models.text.splitting import SpellingFinder
@@ -181,3 +183,22 @@ def test_what_every_turn_ends_with_is_no_part_of_calls() -> None:
     )
     form = learn_call_format(ChatTemplate(source), SpellingFinder({}))
     assert (form.begin, form.middle, form.end, form.closing) == ("<call>", "|", "</call>", "")
+
+
+def test_trials_of_a_template_that_takes_long_come_to_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow:
+        num_renderings = 0
+
+        def render(self, messages: object, *_: object, **__: object) -> str:
+            self.num_renderings += 1
+            return ""
+
+    clock = iter(range(1000))
+    monkeypatch.setattr("localinfer.models.text.probes.time.thread_time", lambda: float(next(clock)))
+    template = Slow()
+    trials = Trials(template)  # type: ignore[arg-type]
+    assert learn_reasoning_format(trials, "") is None
+    assert learn_call_format(trials, SpellingFinder({})) == HERMES
+    assert template.num_renderings == 2
+    with pytest.raises(TemplateError, match=r"took 2\.0 s"):
+        trials.render([])

@@ -302,6 +302,33 @@ def test_statements_give_what_they_give_in_plain_jinja(source: str) -> None:
     check_equal(source, **VALUES)
 
 
+PRINTED_OBJECTS = (
+    "messages | map('upper')",
+    "(messages | map('upper')) | title",
+    "['a'.upper, {1: cycler(1)}, ('a' | e).upper]",
+    "'a'.upper ~ namespace(x=joiner())",
+    "'%s' % raise_exception ~ '%s' | format(range) ~ ('%s' | e) % cycler",
+    "'{0.upper} {1!r} {1}'.format('a', [lipsum])",
+    "'a'.upper | e ~ 'a'.upper | string | upper ~ ['a'.upper] | pprint ~ ['a'.upper] | join",
+)
+
+
+@pytest.mark.parametrize("expression", PRINTED_OBJECTS)
+def test_a_printed_object_has_the_same_text_in_every_rendering(expression: str) -> None:
+    template = ChatTemplate(f"{{{{ {expression} }}}}")
+    found = template.render([])
+    assert found and "0x" not in found.lower()
+    assert "object" in found.lower() or "function" in found
+    assert template.render([]) == found
+
+
+def test_what_messages_say_of_addresses_stays() -> None:
+    text = "<list object at 0x7f96289e4460> at 0x0"
+    template = ChatTemplate("{{ messages[0].content }}{{ [messages[0].content, 'a'.upper] }}")
+    found = template.render([{"role": "user", "content": text}])
+    assert found == f"{text}['{text}', <built-in method upper of str object>]"
+
+
 @pytest.mark.parametrize("kind", [str, list, tuple, dict, int, float, range])
 def test_methods_that_may_be_called_are_listed_for_every_plain_type(kind: type) -> None:
     """A method that Python adds is refused until it is looked at; those that change a value always are."""

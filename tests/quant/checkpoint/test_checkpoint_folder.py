@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from localinfer.errors import CorruptFileError, ModelFileError, UnsupportedFormatError
-from localinfer.quant.checkpoint.folder import open_folder
+from localinfer.quant.checkpoint.folder import MAX_TOKENIZER_BYTES, MAX_TOKENIZER_VALUES, MAX_VALUES, open_folder
 from tests.checkpoint_files import bfloat16, safetensors_bytes
 
 PARTS = {
@@ -97,6 +97,23 @@ def test_other_folders_are_refused_with_a_way_out(tmp_path: Path) -> None:
     (tmp_path / "y.safetensors").unlink()
     with pytest.raises(ModelFileError, match="no config.json"):
         open_folder(tmp_path)
+
+
+def test_short_json_that_would_take_much_memory_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    folder = write_parts(tmp_path)
+    (folder / "config.json").write_bytes(b'{"a": [' + b"[]," * (MAX_VALUES // 2) + b"[]]}")
+    with pytest.raises(CorruptFileError, match=f"config.json holds .* at most {MAX_VALUES}"):
+        open_folder(folder)
+
+
+def test_short_json_of_a_tokenizer_is_bounded_too(tmp_path: Path) -> None:
+    folder = write_parts(tmp_path)
+    (folder / "tokenizer.json").write_bytes(b'{"a": [' + b"[]," * (MAX_TOKENIZER_VALUES // 2) + b"[]]}")
+    with (
+        open_folder(folder) as opened,
+        pytest.raises(CorruptFileError, match=f"tokenizer.json holds .* at most {MAX_TOKENIZER_VALUES}"),
+    ):
+        opened.json("tokenizer.json", max_bytes=MAX_TOKENIZER_BYTES)
 
 
 @pytest.mark.parametrize(

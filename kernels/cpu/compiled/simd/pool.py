@@ -14,18 +14,24 @@ from localinfer.kernels.cpu.compiled.simd.memory import (
 from localinfer.kernels.cpu.kernel_abi import (
     ARRIVED,
     BATCH,
+    CURRENT_OP,
     GENERATION,
     IDLE_SPINS,
+    LAST_RUNS,
     MAX_THREADS,
     NEXT_UNIT,
     NUM_OPS,
+    NUM_RUNS,
     NUM_THREADS,
     OPS,
     RELEASED,
+    RUNS,
     SLEEPING,
     STOPPING,
     YIELD_SPINS,
 )
+from localinfer.kernels.cpu.parameters import BATCH as HEADER
+from localinfer.kernels.cpu.parameters import RUN
 from localinfer.kernels.jit.numba import entry, inline
 
 
@@ -77,9 +83,29 @@ def _walk(control: int, thread: int) -> None:
     ops = load_i64(control + OPS)
     batch = load_i64(control + BATCH)
     num_threads = load_i64(control + NUM_THREADS)
+    # Where a crash happened, which is read by the handler of the signal alone.
+    current = control + SLEEPING + 64 * thread + CURRENT_OP
     for index in range(load_i64(control + NUM_OPS)):
+        store_i64(current, ops + 16 * index)
         call_op(load_i64(ops + 16 * index), load_i64(ops + 16 * index + 8), batch, thread, num_threads)
         _barrier(control, num_threads)
+    store_i64(current, 0)
+
+
+@inline
+def _remember_run(control: int) -> None:
+    """Note what is about to run; thread 0 does."""
+    count = load_i64(control + NUM_RUNS)
+    store_i64(control + NUM_RUNS, count + 1)
+    run = control + RUNS + 64 * (count % LAST_RUNS)
+    RUN.set_ops(run, load_i64(control + OPS))
+    RUN.set_num_ops(run, load_i64(control + NUM_OPS))
+    RUN.set_num_threads(run, load_i64(control + NUM_THREADS))
+    header = load_i64(control + BATCH)
+    has_rows = header != 0
+    RUN.set_num_rows(run, HEADER.num_rows(header) if has_rows else 0)
+    RUN.set_num_output_rows(run, HEADER.num_output_rows(header) if has_rows else 0)
+    RUN.set_num_segments(run, HEADER.num_segments(header) if has_rows else 0)
 
 
 @entry("q", "qq")
@@ -101,6 +127,7 @@ def start_run(control: int, num_threads: int) -> int:
 @entry("q", "q")
 def finish_run(control: int) -> int:
     """Do thread 0's share; returns when every thread has passed the last op."""
+    _remember_run(control)
     _walk(control, 0)
     return 0
 

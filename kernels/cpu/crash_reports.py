@@ -1,0 +1,243 @@
+"""What a native crash was in: tables of thread pools, tapes and kernels, for a compiled handler of signals to read.
+
+Pools and tapes are always listed, which costs a dictionary entry. The tables and the handler (`compiled/simd/crash.py`)
+exist once a program asked for reports with `system.crash_files`: `localinfer`'s commands do, a host program that does
+not keeps its own handlers. It handles SIGSEGV, SIGBUS, SIGILL, SIGFPE and SIGABRT on Linux and macOS (untested on the
+latter): it writes what is known to stderr and to a private file, puts back what was done about the signal before, which
+may be `faulthandler`, and returns, so that the fault recurs and is answered by that. A report names ops, tensors,
+shapes and versions, and nothing that a user wrote: no text, no token.
+"""
+
+import ctypes
+import os
+import platform
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localinfer.kernels.cpu import guard
+from localinfer.kernels.cpu.crash_abi import (
+    CRASH_AREA,
+    INSTALL,
+    KERNEL,
+    LINE_END,
+    PHRASES,
+    PIECE,
+    POOL,
+    SIGNAL,
+    SYSTEM,
+    TAPE,
+)
+from localinfer.kernels.cpu.memory import address
+from localinfer.kernels.jit import isa, object_cache
+from localinfer.kernels.jit.object_cache import Function
+from localinfer.kernels.jit.object_files import code_around
+from localinfer.kernels.versions import installed_version
+from localinfer.system import crash_files
+
+HANDLER = Function("crash.handle", "q", "qqq")
+
+_SIGNALS = ("SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE", "SIGABRT")
+_TEXT_BYTES = 16 << 10
+_MOST_KERNELS = 4096
+_ACTION_BYTES = 256
+"""More than any system's `struct sigaction` takes."""
+_FUNCTIONS = {
+    "put": "write", "create": "creat", "close": "close", "restore": "sigaction", "raise_signal": "raise",
+    "thread_id": "pthread_self",
+}  # fmt: skip
+
+
+class _System:
+    """Where a system's structures have what a handler needs, from its headers.
+
+    flags: of `struct sigaction`, their offset, and SA_SIGINFO with SA_ONSTACK. fault, instruction: offsets of the
+    address in `siginfo_t` and `ucontext_t`, -1 if unknown.
+    """
+
+    def __init__(self, flags_offset: int, flags: int, fault: int, instruction: int) -> None:
+        self.flags_offset, self.flags, self.fault, self.instruction = flags_offset, flags, fault, instruction
+
+
+def _system() -> _System | None:
+    """This system; None where crashes are not reported."""
+    machine = platform.machine().lower()
+    if sys.platform.startswith("linux") and machine in ("x86_64", "aarch64") and sys.maxsize > 2**32:
+        return _System(136, 0x08000004, 16, {"x86_64": 168, "aarch64": 440}[machine])
+    if sys.platform == "darwin":
+        return _System(12, 0x0041, 24, -1)
+    return None
+
+
+class CrashReports:
+    """The tables of one process, and whether its signals are handled."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._pools: dict[int, int] = {}
+        self._tapes: dict[int, tuple[int, Sequence[str]]] = {}
+        self._pieces: dict[int, NDArray[np.int64]] = {}
+        self._area: NDArray[np.int64] | None = None
+        self._kept: list[Any] = []
+        self._tables: dict[str, list[NDArray[np.int64]]] = {"pools": [], "tapes": []}
+        self._kernels = np.zeros((0, len(KERNEL.fields)), np.int64)
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether signals are handled."""
+        return self._area is not None
+
+    def add_pool(self, control: NDArray[np.int64], num_lines: int) -> None:
+        """List a thread pool by its control block, which has lines for so many threads."""
+        with self._lock:
+            self._pools[address(control)] = num_lines
+            self._list_pools()
+
+    def remove_pool(self, control_address: int) -> None:
+        """Strike a pool out, before its control block goes."""
+        with self._lock:
+            self._pools.pop(control_address, None)
+            self._list_pools()
+
+    def add_tape(self, entries: NDArray[np.int64], descriptions: Sequence[str]) -> None:
+        """List a tape by its entries int64[ops, 2], with what each op is."""
+        assert len(entries) == len(descriptions), "one for every op"
+        with self._lock:
+            if len(entries):
+                self._tapes[address(entries)] = len(entries), descriptions
+                self._list_tapes()
+
+    def remove_tape(self, entries_address: int) -> None:
+        """Strike a tape out, before its entries go."""
+        with self._lock:
+            if self._tapes.pop(entries_address, None) is not None:
+                self._pieces.pop(entries_address, None)
+                self._list_tapes()
+
+    def install(self) -> bool:
+        """Handle signals from now on, for good; return whether this system allows it."""
+        system = _system()
+        with self._lock:
+            if system is None or self.is_installed:
+                return self.is_installed
+            # Compiled or linked before anything is changed.
+            handler = HANDLER.address
+            self._area = self._made_area(system)
+            self._list_pools()
+            self._list_tapes()
+            for kernel in object_cache.linked():
+                self._list_kernel(*kernel)
+            object_cache.when_linked.append(self._list_kernel)
+            HANDLER(INSTALL, address(self._area), 0)
+            library = ctypes.CDLL(None)
+            for row in self._signals:
+                action = np.zeros(_ACTION_BYTES, np.uint8)
+                action[:8].view(np.int64)[0] = handler
+                action[system.flags_offset :][:4].view(np.int32)[0] = system.flags
+                number, former = int(row[0]), ctypes.c_void_p(int(row[SIGNAL.fields.index("former")]))
+                library.sigaction(number, ctypes.c_void_p(action.ctypes.data), former)
+            return True
+
+    def _made_area(self, system: _System) -> NDArray[np.int64]:
+        library = ctypes.CDLL(None)
+        functions = {
+            word: int(ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0)
+            for word, name in _FUNCTIONS.items()
+        }
+        path = crash_files.asked().new_path()
+        phrases = list(PHRASES)
+        phrases[SYSTEM] = f"\n  {_versions()}"
+        if path is not None:
+            phrases[LINE_END] = f"\n  kept in {path} and sent nowhere; localinfer doctor shows it\n"
+        else:
+            phrases[LINE_END] = "\n  sent nowhere\n"
+        numbers = [getattr(signal, name, None) for name in _SIGNALS]
+        known = [(int(number), name) for number, name in zip(numbers, _SIGNALS, strict=True) if number is not None]
+        names = self._table_of_pieces([name for _, name in known])
+        formers = np.zeros((len(known), _ACTION_BYTES), np.uint8)
+        self._signals = np.array(
+            [[number, *names[index], formers[index].ctypes.data] for index, (number, _) in enumerate(known)], np.int64
+        )
+        self._kernels = np.zeros((_MOST_KERNELS, len(KERNEL.fields)), np.int64)
+        text = np.zeros(_TEXT_BYTES, np.uint8)
+        place = self._piece(os.fsencode(path) + b"\0") if path is not None else (0, 0)
+        self._kept += [formers, text]
+        return CRASH_AREA.pack(
+            **functions, is_busy=0, phrases=address(self._table_of_pieces(phrases)), text=address(text),
+            room=_TEXT_BYTES, path=place[0], fault_offset=system.fault, instruction_offset=system.instruction,
+            signals=address(self._signals), num_signals=len(known), pools=0, num_pools=0, tapes=0, num_tapes=0,
+            kernels=address(self._kernels), num_kernels=0,
+        )  # fmt: skip
+
+    def _list_pools(self) -> None:
+        self._set_table("pools", np.array(list(self._pools.items()), np.int64).reshape(-1, len(POOL.fields)))
+
+    def _list_tapes(self) -> None:
+        if self._area is None:
+            return
+        rows = []
+        for first, (count, descriptions) in self._tapes.items():
+            if first not in self._pieces:
+                self._pieces[first] = self._table_of_pieces(descriptions)
+            rows.append([first, first + 16 * count, address(self._pieces[first])])
+        self._set_table("tapes", np.array(rows, np.int64).reshape(-1, len(TAPE.fields)))
+
+    def _list_kernel(self, name: str, entry: int, code: bytes) -> None:
+        with self._lock:
+            assert self._area is not None, "told once there is an area"
+            count = CRASH_AREA.fields.index("num_kernels")
+            number = int(self._area[count])
+            if number < len(self._kernels):
+                before, behind = code_around(code, object_cache.symbol(name))
+                self._kernels[number] = entry - before, entry + behind, *self._piece(name.encode())
+                self._area[count] = number + 1
+
+    def _set_table(self, name: str, rows: NDArray[np.int64]) -> None:
+        """Replace a table at once; the former one stays, for a handler may be reading it."""
+        if self._area is None:
+            return
+        fields = CRASH_AREA.fields
+        self._area[fields.index(f"num_{name}")] = 0
+        self._area[fields.index(name)] = address(rows)
+        self._area[fields.index(f"num_{name}")] = len(rows)
+        self._tables[name] = [*self._tables[name][-1:], rows]
+
+    def _piece(self, data: bytes) -> tuple[int, int]:
+        kept = np.frombuffer(data, np.uint8)
+        self._kept.append(kept)
+        return address(kept), kept.size
+
+    def _table_of_pieces(self, texts: Sequence[str]) -> NDArray[np.int64]:
+        """A PIECE for each text; all of them are kept with the table."""
+        data = [text.encode("ascii", "replace") for text in texts]
+        joined = np.frombuffer(b"".join(data) + b"\0", np.uint8)
+        ends = np.cumsum([len(one) for one in data])
+        table = np.array([[address(joined) + end - len(one), len(one)] for end, one in zip(ends, data, strict=True)])
+        table = table.astype(np.int64).reshape(-1, len(PIECE.fields))
+        self._kept.append((joined, table))
+        return table
+
+
+REPORTS = CrashReports()
+"""Of this process, as signal handlers are."""
+
+
+def install_if_asked() -> None:
+    """Handle signals once a program asked for reports of crashes."""
+    if crash_files.is_asked() and not REPORTS.is_installed:
+        REPORTS.install()
+
+
+def _versions() -> str:
+    mode = f", {guard.VARIABLE}={guard.MODE.value}" if guard.IS_ON else ""
+    packages = ", ".join(f"{name} {installed_version(name)}" for name in ("numpy", "numba", "llvmlite"))
+    system = f"Python {platform.python_version()} on {platform.system()} {platform.machine()}"
+    return f"localinfer {installed_version('localinfer')}, kernels for {isa.SELECTED.value}{mode}, {system}, {packages}"
+
+
+crash_files.when_asked.append(install_if_asked)

@@ -1,0 +1,53 @@
+"""A replica: the server's app over one loaded model, without sockets, in a process of its own."""
+
+import os
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import AsyncExitStack, aclosing
+
+from localinfer.ray.answer_parts import AnswerPart, RelayedRequest, answer_parts
+from localinfer.ray.replica_models import ReplicaOptions, model_registry
+from localinfer.server.replies.resumption import Resumption
+
+
+class EngineReplica:
+    """Loads a model when it is made, and answers requests as `localinfer serve` does. Lives on one event loop.
+
+    Raises: LocalinferError for a model that cannot be loaded, which ends the deployment.
+    """
+
+    # Serve awaits it: a model is loaded on the loop that answers.
+    async def __init__(self, options: ReplicaOptions) -> None:  # type: ignore[misc]
+        from localinfer.server.app import make_app
+        from localinfer.server.replies.service import Service
+
+        self._service = Service(options.settings, lambda metrics: model_registry(options, metrics), preloads=True)
+        self._app = make_app(self._service)
+        self._closing = AsyncExitStack()
+        await self._closing.enter_async_context(self._app.router.lifespan_context(self._app))
+        await self._service.get_ready()
+
+    async def __del__(self) -> None:
+        # Serve awaits it when the replica's last request has ended.
+        await self._closing.aclose()
+
+    async def answer(
+        self, request: RelayedRequest, resumption: Resumption | None = None, prefix: Sequence[int] = ()
+    ) -> AsyncGenerator[list[AnswerPart]]:
+        """Answer a request, or go on with a reply to it. prefix: of its prompt, for the router."""
+        async with aclosing(answer_parts(self._app, request, resumption)) as answering:
+            async for parts in answering:
+                yield parts
+
+    async def whole_answer(self, request: RelayedRequest) -> list[AnswerPart]:
+        """The same at once, for what all replicas are asked."""
+        return [part async for parts in answer_parts(self._app, request, None) for part in parts]
+
+    async def metrics(self, request: RelayedRequest) -> tuple[str, list[AnswerPart]]:
+        """The name of this replica, and its answer to a request for its metrics."""
+        from ray import serve
+
+        return serve.get_replica_context().replica_tag, await self.whole_answer(request)
+
+    async def running(self) -> tuple[int, list[str]]:
+        """The number of this process, and the ids of the replies that it generates now."""
+        return os.getpid(), [reply.id for reply in self._service.replies()]

@@ -1,0 +1,197 @@
+"""What localinfer asks of a file system, call by call: the one place that its own folders are read and written through.
+
+Each function is one call of the operating system, or the loop that Python's standard library has around it, and raises
+what that raises, OSError. Nothing is remembered here.
+"""
+
+import contextlib
+import errno
+import os
+import stat
+import sys
+from io import FileIO
+from typing import TypeAlias
+
+if sys.platform == "win32":
+    import msvcrt
+else:
+    import fcntl
+
+AnyPath: TypeAlias = str | os.PathLike[str]
+Entry: TypeAlias = "os.DirEntry[str]"
+
+_BASE_FLAGS = getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
+_READ_FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)
+_NEW_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
+_IN_PLACE_FLAGS = os.O_WRONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
+
+
+def status(path: AnyPath, *, follow_links: bool = True) -> os.stat_result:
+    """The attributes of what is at a path."""
+    return os.stat(path, follow_symlinks=follow_links)
+
+
+def exists(path: AnyPath) -> bool:
+    """Whether something is at a path."""
+    try:
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
+def is_folder(path: AnyPath) -> bool:
+    """Whether a folder is at a path; False where that cannot be seen."""
+    try:
+        return stat.S_ISDIR(os.stat(path).st_mode)
+    except (OSError, ValueError):
+        return False
+
+
+def entries(folder: AnyPath) -> list[Entry]:
+    """What a folder holds, in no order."""
+    with os.scandir(folder) as found:
+        return list(found)
+
+
+def real_path(path: AnyPath) -> str:
+    """An absolute path without links, as far as it exists."""
+    return os.path.realpath(path)
+
+
+def open_to_read(path: AnyPath) -> FileIO:
+    """Open a file for reading, unbuffered, without blocking on a pipe."""
+    return FileIO(os.open(path, _BASE_FLAGS | _READ_FLAGS), "rb")
+
+
+def create(path: AnyPath, mode: int) -> FileIO:
+    """Make a new file, opened for writing, unbuffered. Raises: FileExistsError if the name is taken."""
+    return FileIO(os.open(path, _BASE_FLAGS | _NEW_FLAGS, mode), "wb")
+
+
+def open_to_write(path: AnyPath, *, truncate: bool = False) -> FileIO:
+    """Open an existing file for writing in place, unbuffered."""
+    flags = os.O_WRONLY | (os.O_TRUNC if truncate else 0)
+    return FileIO(os.open(path, _BASE_FLAGS | flags), "wb")
+
+
+def open_stream(path: AnyPath) -> FileIO:
+    """Open a pipe or a device for writing. Raises: OSError with ENXIO if no program reads the pipe."""
+    descriptor = os.open(path, _BASE_FLAGS | _IN_PLACE_FLAGS)
+    if hasattr(os, "set_blocking"):
+        os.set_blocking(descriptor, True)
+    return FileIO(descriptor, "wb")
+
+
+def status_of(file: FileIO) -> os.stat_result:
+    """The attributes of an open file."""
+    return os.fstat(file.fileno())
+
+
+def sync(file: FileIO) -> None:
+    """Return when the contents of an open file would outlive a power cut."""
+    os.fsync(file.fileno())
+
+
+def sync_folder(folder: AnyPath) -> None:
+    """Return when the names in a folder would outlive a power cut; does nothing where a folder cannot be synced."""
+    if sys.platform == "win32":
+        return
+    descriptor = os.open(folder, os.O_RDONLY | _BASE_FLAGS)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some network file systems have no such call for folders.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def replace(path: AnyPath, target: AnyPath) -> None:
+    """Rename a file, in place of one that is there."""
+    os.replace(path, target)
+
+
+def delete(path: AnyPath) -> None:
+    """Delete a file."""
+    os.unlink(path)
+
+
+def delete_folder(path: AnyPath) -> None:
+    """Delete an empty folder."""
+    os.rmdir(path)
+
+
+def make_folder(path: AnyPath, mode: int = 0o700) -> list[str]:
+    """Make a folder, and those above it, unless they exist; return the new ones, from the top.
+
+    mode: of the last; those above it get the user's default. Raises: FileExistsError if it is there and no folder.
+    """
+    path = os.fspath(path)
+    try:
+        os.mkdir(path, mode)
+    except FileNotFoundError:
+        above = os.path.dirname(path)
+        if above == path:
+            raise
+        made = make_folder(above, 0o777)
+        # Once more only: a system's own folders take no others, and say that they are missing.
+        try:
+            os.mkdir(path, mode)
+        except OSError:
+            # Another thread may have made it meanwhile.
+            if not is_folder(path):
+                raise
+            return made
+        return [*made, path]
+    except OSError:
+        if not is_folder(path):
+            raise
+        return []
+    return [path]
+
+
+def set_mode(path: AnyPath, mode: int) -> None:
+    """Change who may read and write what is at a path."""
+    os.chmod(path, mode)
+
+
+def set_time(path: AnyPath, time_ns: int) -> None:
+    """Set when a file was last used and changed."""
+    os.utime(path, ns=(time_ns, time_ns))
+
+
+def copy_access(file: FileIO, status: os.stat_result) -> None:
+    """Give an open file the mode of another and, if the system allows, its owner."""
+    if not hasattr(os, "fchmod"):
+        return
+    if hasattr(os, "fchown"):
+        with contextlib.suppress(OSError):
+            os.fchown(file.fileno(), status.st_uid, status.st_gid)
+    os.fchmod(file.fileno(), stat.S_IMODE(status.st_mode) & 0o777)
+
+
+def may_write(folder: AnyPath) -> bool:
+    """Whether this process may make files in a folder."""
+    return os.access(folder, os.W_OK | os.X_OK)
+
+
+def open_lock(path: AnyPath) -> FileIO:
+    """Open the file of a lock, which is made if it is missing; closing it releases the lock."""
+    return FileIO(os.open(path, os.O_RDWR | os.O_CREAT | _BASE_FLAGS, 0o600), "r+b")
+
+
+def try_lock(file: FileIO, *, if_unsupported: bool = True) -> bool:
+    """Take the lock of an open file; False if another has it, `if_unsupported` where the system has no locks."""
+    try:
+        if sys.platform == "win32":
+            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+        else:
+            fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        return False
+    except OSError:
+        # Some network file systems cannot lock.
+        return if_unsupported
+    return True

@@ -1,0 +1,106 @@
+"""A graph cut for several devices: a graph for each, and the stages in which they take turns.
+
+Which device computes an op is given; what has to be copied between them follows from what the ops read and write.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+from localinfer.kernels.ops import Buffer, Exchange, KVLayerShape, Op, OpGraph
+from localinfer.kernels.program import PlacedStage
+from localinfer.models.decoder.dataflow import buffers_of, read_by, written_by
+
+
+@dataclass(frozen=True)
+class CutGraph:
+    """The graph of each part, and the stages in the order in which they run."""
+
+    graphs: tuple[OpGraph, ...]
+    stages: tuple[PlacedStage, ...]
+
+
+@dataclass
+class _Stage:
+    """Ops of one part in a row; takes: the number of the part that has each buffer that they need."""
+
+    part: int
+    number: int
+    ops: list[Op]
+    takes: dict[int, int]
+    gives: set[int]
+
+
+def cut_graph(graph: OpGraph, parts: Sequence[int], kv_layers: Sequence[Sequence[KVLayerShape]]) -> CutGraph:
+    """Cut a graph; parts: which part computes each op, as a number. kv_layers: of each part, its layers of the cache.
+
+    Every part has ops. The results of the whole are those of its last stage.
+    """
+    stages: list[_Stage] = []
+    counts = [0] * len(kv_layers)
+    for part, pairs in groupby(zip(parts, graph.ops, strict=True), key=lambda pair: pair[0]):
+        stages.append(_Stage(part, counts[part], [op for _, op in pairs], {}, set()))
+        counts[part] += 1
+    _find_copies(stages)
+    assert stages[-1].ops[-1] is graph.ops[-1], "results come last"
+    graphs = tuple(
+        _graph_of(graph, [stage for stage in stages if stage.part == part], layers)
+        for part, layers in enumerate(kv_layers)
+    )
+    placed = [
+        PlacedStage(
+            stage.part,
+            # Before the first stage of a part there is an exchange, if it takes anything.
+            stage.number + _begins_with_exchange(stages, stage.part),
+            tuple((graph.buffers[index], source) for index, source in sorted(stage.takes.items())),
+        )
+        for stage in stages
+    ]
+    return CutGraph(graphs, tuple(placed))
+
+
+def _begins_with_exchange(stages: Sequence[_Stage], part: int) -> bool:
+    return bool(next(stage for stage in stages if stage.part == part).takes)
+
+
+def _find_copies(stages: Sequence[_Stage]) -> None:
+    """Note in each stage what it takes from other parts, and in theirs what they give."""
+    holders: dict[int, dict[int, _Stage]] = {}
+    for stage in stages:
+        written: set[int] = set()
+        for op in stage.ops:
+            for index in sorted(read_by(op) - written):
+                # What the stage did not write itself has to be here, as the last that wrote it left it. What nobody
+                # did is being filled part by part.
+                if index in holders and stage.part not in holders[index]:
+                    source, giving = next(iter(holders[index].items()))
+                    stage.takes[index] = source
+                    giving.gives.add(index)
+                    holders[index][stage.part] = stage
+            written |= set(written_by(op))
+        for index in written:
+            holders[index] = {stage.part: stage}
+
+
+def _graph_of(graph: OpGraph, stages: Sequence[_Stage], kv_layers: Sequence[KVLayerShape]) -> OpGraph:
+    """The graph of one part: its stages' ops, with an exchange between them, and before the first if it takes any."""
+    ops: list[Op] = []
+    gives: set[int] = set()
+    for number, stage in enumerate(stages):
+        if number or stage.takes:
+            ops.append(Exchange(_buffers(graph, gives), _buffers(graph, set(stage.takes))))
+        ops += stage.ops
+        gives = stage.gives
+    if gives:
+        ops.append(Exchange(_buffers(graph, gives), ()))
+    used = {buffer.index for op in ops if not isinstance(op, Exchange) for buffer in buffers_of(op)}
+    # Buffers keep their numbers; those of other parts take no memory.
+    buffers = tuple(one if one.index in used else replace(one, width=0) for one in graph.buffers)
+    output = graph.output
+    if output.index not in used:
+        output = graph.buffers[min(used)]
+    return replace(graph, kv_layers=tuple(kv_layers), buffers=buffers, ops=tuple(ops), output=output)
+
+
+def _buffers(graph: OpGraph, indices: set[int]) -> tuple[Buffer, ...]:
+    return tuple(graph.buffers[index] for index in sorted(indices))

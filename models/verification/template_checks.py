@@ -1,0 +1,116 @@
+"""Checks of a chat template against the vocabulary: its markers are tokens, and what closes a reply ends it."""
+
+import re
+from collections.abc import Iterator, Sequence
+
+from localinfer.errors import TemplateError
+from localinfer.models.text.chat_template import ChatTemplate
+from localinfer.models.text.probes import ANSWER, ASK
+from localinfer.models.text.splitting import find_end_of_generation
+from localinfer.models.text.tokenizer import Tokenizer
+from localinfer.models.verification.finding import Finding
+
+_MARKER = re.compile(r"<\|[^<>|\s'\"{}%]{1,40}\|>|<｜[^<>｜\s'\"{}%]{1,40}｜>|<(?:start|end)_of_turn>")
+_TURN_BEGINS = {
+    "<|im_start|>": "ChatML",
+    "<|start_header_id|>": "Llama 3",
+    "<start_of_turn>": "Gemma",
+    "<|START_OF_TURN_TOKEN|>": "Command R",
+    "<|header_start|>": "Llama 4",
+    "<｜User｜>": "DeepSeek",
+}
+"""The marker that begins a turn, and whose it is; in a vocabulary each is one token that nothing else is for."""
+_CLOSER = re.compile(r"(?i)end|eo[tsm](?![a-z])|stop")
+_OF_CONTENT = re.compile(
+    r"(?i)header|image|vision|video|audio|media|tool|call|think|reason|channel|system|fim|box|object"
+)
+"""Of special tokens: those that may close a turn, and those that close something inside of one."""
+_CHECK = "chat template"
+_ANOTHER = "give the model's own template (--chat-template FILE), or get a current conversion"
+
+
+def check_template_source(template: ChatTemplate, tokenizer: Tokenizer) -> Iterator[Finding]:
+    """Yield what the text of a template tells, without compiling it: that it is of another family, or ends no reply."""
+    source = template.source
+    if source is None:
+        return
+    markers = dict.fromkeys(_MARKER.findall(source))
+    known = [marker for marker in markers if tokenizer.token_id(marker) is not None]
+    begins = [marker for marker in markers if marker in _TURN_BEGINS]
+    own = [marker for marker in _TURN_BEGINS if tokenizer.token_id(marker) is not None]
+    if begins and not set(begins) & set(known) and own:
+        yield Finding(
+            _CHECK,
+            f"the chat template is {_TURN_BEGINS[begins[0]]}'s, whose {begins[0]} is no token of this vocabulary; it "
+            f"has {own[0]}, of {_TURN_BEGINS[own[0]]}'s template: replies will be worse and may not end; {_ANOTHER}",
+        )
+        return
+    lacking = [marker for marker in markers if marker not in known]
+    ends = [marker for marker in lacking if find_end_of_generation({marker: 0}, {}, lambda _: True)]
+    writes_end = "eos_token" in source or any(tokenizer.token_text(i) in source for i in tokenizer.eog_token_ids)
+    if writes_end:
+        return
+    if ends:
+        yield _unending(ends[0])
+        return
+    spelled = (tokenizer.token_text(found.token_id) for found in tokenizer.special_spellings.find(source))
+    closers = [text for text in dict.fromkeys(spelled) if _CLOSER.search(text) and not _OF_CONTENT.search(text)]
+    if closers:
+        yield _other_end(tokenizer, closers)
+
+
+def check_template(template: ChatTemplate, tokenizer: Tokenizer) -> Iterator[Finding]:
+    """Yield what a chat rendered with the template tells beyond `check_template_source`.
+
+    Every marker is one token, and a token that ends generations closes a reply.
+    """
+    if template.source is None or template.is_fallback:
+        return
+    try:
+        text = template.render([ASK, {"role": "assistant", "content": ANSWER}], add_generation_prompt=False)
+    except TemplateError:
+        # Some take only chats that go on.
+        return
+    if ANSWER not in text:
+        return
+    markers = dict.fromkeys(_MARKER.findall(text))
+    lacking = [marker for marker in markers if tokenizer.token_id(marker) is None]
+    closing = text[text.rindex(ANSWER) + len(ANSWER) :]
+    closers = [tokenizer.token_text(found.token_id) for found in tokenizer.special_spellings.find(closing)]
+    ends = {tokenizer.token_text(token_id) for token_id in tokenizer.eog_token_ids}
+    lacking_ends = [marker for marker in _MARKER.findall(closing) if marker in lacking]
+    if lacking_ends and not ends & set(closers):
+        yield _unending(lacking_ends[0])
+        return
+    if closers and not ends & set(closers):
+        yield _other_end(tokenizer, closers)
+    # Some families have a token for the end of a turn alone.
+    if lacking and len(lacking) < len(markers.keys() - ends):
+        yield Finding(
+            _CHECK,
+            f"the chat template writes {_listed(lacking)}, no token of this vocabulary, beside others that are: "
+            f"replies may be worse; {_ANOTHER}",
+        )
+
+
+def _other_end(tokenizer: Tokenizer, closers: Sequence[str]) -> Finding:
+    ends = sorted(tokenizer.token_text(token_id) for token_id in tokenizer.eog_token_ids)
+    return Finding(
+        "end of turn",
+        f"the chat template closes replies with {_listed(closers)}, which ends no generation here ({_listed(ends)} "
+        f"would), so replies may not end; set tokenizer.ggml.eot_token_id={tokenizer.token_id(closers[-1])} (--set), "
+        "or get a current conversion",
+    )
+
+
+def _unending(marker: str) -> Finding:
+    return Finding(
+        "end of turn",
+        f"the chat template closes replies with {marker}, which is no token of this vocabulary, so replies may not "
+        f"end; {_ANOTHER}, or stop at it (stop, --stop of run)",
+    )
+
+
+def _listed(texts: Sequence[str]) -> str:
+    shown = [text if text.isprintable() else ascii(text) for text in dict.fromkeys(texts)]
+    return ", ".join(f"{text:.40}" for text in shown[:3]) + (f" and {len(shown) - 3} more" if shown[3:] else "")

@@ -1,0 +1,44 @@
+"""Memory that a closed model has freed goes back to the system, though what is in use lies between."""
+
+import ctypes
+import subprocess
+import sys
+
+import pytest
+
+CODE = """
+import ctypes, sys
+import localinfer
+from localinfer.system.free_memory import return_free_memory
+
+def resident():
+    text = open("/proc/self/smaps_rollup").read()
+    return next(int(line.split()[1]) << 10 for line in text.splitlines() if line.startswith("Pss:"))
+
+llm = localinfer.load(threads=1)
+library = ctypes.CDLL(None)
+library.malloc.restype = ctypes.c_void_p
+held, kept = [], []
+for _ in range(1000):
+    held.append(library.malloc(64 << 10))
+    ctypes.memset(held[-1], 1, 64 << 10)
+    kept.append(library.malloc(64 << 10))
+for block in held:
+    library.free(ctypes.c_void_p(block))
+before = resident()
+if sys.argv[1] == "closed":
+    llm.close()
+else:
+    return_free_memory()
+print(before - resident())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems' allocators return memory by themselves")
+@pytest.mark.parametrize("how", ["asked", "closed"])
+def test_freed_memory_goes_back_to_the_system(how: str):
+    if not hasattr(ctypes.CDLL(None), "malloc_trim"):
+        pytest.skip("the C library is not glibc")
+    done = subprocess.run([sys.executable, "-c", CODE, how], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 40 << 20

@@ -1,0 +1,94 @@
+"""Ctrl-C at any line of what takes and gives back memory leaves no slot that is neither free nor held."""
+
+import numpy as np
+import pytest
+
+from localinfer.cache.block_pool import PagePool
+from localinfer.cache.sequence_state import SequenceState
+from localinfer.cache.slabs import SharedSlots
+from localinfer.cache.snapshots import SnapshotPolicy
+from tests.engine.fakes import FakeLayout
+from tests.simulation.faults import LineInterrupt
+
+LAYOUT = FakeLayout(page_tokens=4, page_bytes=64, windowed_bytes=64, window=8, state_bytes=64, log_bytes=64)
+NUM_SLOTS = 12
+
+
+def use(pool: PagePool) -> None:
+    """Take and give back some of every kind, so that each takes over what another returns to the system."""
+    pages = pool.acquire(4)
+    states = [pool.take_slot(pool.states) for _ in range(3)]
+    log = pool.take_slot(pool.logs)
+    pool.release(pages[:3])
+    pool.release_log(log)
+    states.append(pool.take_slot(pool.states))
+    for slot in states:
+        pool.release_state(slot)
+    pool.release(pages[3:])
+    pool.release(pool.acquire(6))
+
+
+def give_back(pool: PagePool) -> None:
+    """Drop the references of what was interrupted."""
+    pages = np.flatnonzero(pool.counts)
+    pool.release(pages, pool.windowed_counts[pages] > 0)
+    for slot in pool.states.held:
+        pool.release_state(slot)
+    for slot in pool.logs.held:
+        pool.release_log(slot)
+
+
+def held_slots(pool: PagePool) -> list[set[int]]:
+    blocks = pool._windowed_slots[np.flatnonzero(pool.windowed_counts)]
+    pages = np.flatnonzero(pool.counts)
+    return [set(pages.tolist()), set(blocks.tolist()), set(pool.states.held), set(pool.logs.held)]
+
+
+@pytest.mark.parametrize("max_bytes", [None, NUM_SLOTS * 64])
+def test_no_slot_is_lost_wherever_an_interrupt_comes(max_bytes: int | None):
+    num_lines = num_lost = 0
+    while True:
+        pool = PagePool(LAYOUT, max_bytes=max_bytes)
+        num_lines += 1
+        interrupt = LineInterrupt(num_lines)
+        try:
+            with interrupt:
+                use(pool)
+        except KeyboardInterrupt:
+            pass
+        if not interrupt.has_fired:
+            break
+        kinds = list(zip(pool._kinds, held_slots(pool), strict=True))
+        num_lost += any(len(memory.free) + len(held) < memory.num_slots for memory, held in kinds)
+        pool.recover()
+        for memory, held in kinds:
+            assert sorted([*memory.free, *held]) == sorted(set(range(memory._next)) - set(memory._vacant)), num_lines
+            assert len(memory.free) + len(held) == memory.num_slots
+            lying = memory.addresses[[*memory.free, *held]]
+            assert lying.all() and np.unique(lying).size == lying.size
+        give_back(pool)
+        use(pool)
+        assert max_bytes is None or pool.allocated_bytes <= max_bytes
+    assert num_lines > 200 and num_lost > 5
+
+
+def test_slots_of_planned_snapshots_are_freed_after_an_interrupt(monkeypatch: pytest.MonkeyPatch):
+    pool = PagePool(LAYOUT)
+    state = SequenceState(pool, SnapshotPolicy(grid_tokens=1000, near_tokens=1))
+    state.want_snapshots((3, 6, 9))
+    state.reserve(is_logged=False)
+    take_slot, num_taken = pool.take_slot, 0
+
+    def interrupted(slots: SharedSlots) -> int:
+        nonlocal num_taken
+        num_taken += 1
+        if num_taken == 3:
+            raise KeyboardInterrupt
+        return take_slot(slots)
+
+    monkeypatch.setattr(pool, "take_slot", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        state.step(12, is_logged=False)
+    assert len(pool.states.held) == 3
+    state.release_reserved()
+    assert not pool.states.held

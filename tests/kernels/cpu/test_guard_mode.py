@@ -1,0 +1,109 @@
+"""Guard mode: stray accesses of kernels and of freed slots end the process, and results keep their bits."""
+
+import signal
+import sys
+
+import pytest
+
+from tests.kernels.subprocesses import run, start
+from tests.limits import seconds
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="deaths are told by signals")
+
+_FOLD = """
+import numpy as np
+from localinfer.kernels.cpu.memory import address, aligned, empty
+from localinfer.kernels.cpu.weights import _FOLD, _FIRST_LANES
+lanes = _FIRST_LANES.copy()
+words = {array}
+words[:] = 1
+_FOLD(address(lanes), address(words) + {offset}, words.size + {more})
+print("survived")
+"""
+
+_SLOT = """
+from localinfer.cache.slabs import SlabAllocator
+from localinfer.cache.block_pool import host_bytes
+slots = SlabAllocator(4096 + 64)
+slots.grow(3, None)
+first, second = slots.take(2).tolist()
+one = host_bytes(int(slots.addresses[first]), slots.slot_bytes)
+one[:] = 7
+{then}
+print("survived", int(one[0]))
+"""
+
+_DEMO = """
+import localinfer
+with localinfer.load(threads=2, context_length=512) as model:
+    for settings in ({"temperature": 0}, {"temperature": 0.8, "top_p": 0.9, "min_p": 0.01, "seed": 3}):
+        print(model.complete("Once upon a time", max_tokens=24, **settings).token_ids)
+"""
+
+
+def _death(code: str, guard: str) -> int:
+    process = start(code, LOCALINFER_GUARD=guard)
+    output, errors = process.communicate(timeout=seconds(50))
+    assert process.returncode != 0, f"it survived: {output} {errors}"
+    return -process.returncode
+
+
+@pytest.mark.parametrize(
+    ("guard", "array", "offset", "more"),
+    [
+        ("1", "empty(100, np.uint64)", 0, 1),
+        ("1", "aligned(800).view(np.uint64)", 0, 32),
+        ("before", "empty(100, np.uint64)", -8, 0),
+        ("before", "aligned(800).view(np.uint64)", -8, 0),
+    ],
+)
+def test_a_kernel_that_reads_outside_an_array_dies(guard: str, array: str, offset: int, more: int) -> None:
+    code = _FOLD.format(array=array, offset=offset, more=more)
+    assert _death(code, guard) == signal.SIGSEGV
+    inside = _FOLD.format(array=array, offset=0, more=0)
+    assert run(inside, LOCALINFER_GUARD=guard)[0] == "survived"
+
+
+def test_a_write_to_what_may_only_be_read_is_found_when_the_array_goes() -> None:
+    code = "import ctypes\nfrom localinfer.kernels.cpu.memory import aligned\n"
+    code += "a = aligned(64)\n{}\ndel a\nprint('survived')"
+    assert run(code.format("a[:] = 1"), LOCALINFER_GUARD="1")[0] == "survived"
+    assert _death(code.format("ctypes.memset(a.ctypes.data + 64, 1, 1)"), "1") == signal.SIGABRT
+
+
+def test_a_free_slot_of_the_cache_cannot_be_read_until_it_is_taken_again() -> None:
+    again = "slots.give_back([first])\nassert slots.take(1).tolist() == [first]"
+    assert run(_SLOT.format(then=again), LOCALINFER_GUARD="1")[0] == "survived 7"
+    assert _death(_SLOT.format(then="slots.give_back([first])"), "1") == signal.SIGSEGV
+    assert _death(_SLOT.format(then="host_bytes(one.ctypes.data + slots.slot_bytes, 1)[0]"), "1") == signal.SIGSEGV
+
+
+def test_a_model_says_the_same_in_guard_mode() -> None:
+    plain = run(_DEMO)[0]
+    assert plain.count("[") == 2
+    assert run(_DEMO, LOCALINFER_GUARD="1")[0] == plain
+    assert run(_DEMO, LOCALINFER_GUARD="before")[0] == plain
+
+
+def test_another_value_is_refused_and_a_limit_of_maps_is_said() -> None:
+    code = """
+from localinfer.kernels.cpu import guard
+from localinfer.kernels.cpu.memory import empty
+from localinfer.cache.slabs import SlabAllocator
+from localinfer.errors import BackendUnavailableError
+guard.max_maps = lambda: guard._MAPS_FOR_OTHERS + 30
+kept = []
+try:
+    while True:
+        kept.append(empty(1, float))
+except BackendUnavailableError as error:
+    print(len(kept), error)
+slots = SlabAllocator(64)
+slots.grow(20, None)
+print(slots.num_slots)
+"""
+    output, errors = run(code, LOCALINFER_GUARD="1")
+    assert "maps that this process may have; take a smaller model" in output and output.endswith("\n20")
+    assert "guard mode" in errors, "pages of the cache lie together from then on, which is logged"
+    process = start("import localinfer.kernels.cpu.guard", LOCALINFER_GUARD="yes")
+    assert "LOCALINFER_GUARD is 'yes'; set it to 1" in process.communicate(timeout=seconds(50))[1]

@@ -1,0 +1,62 @@
+"""A cluster of Ray on this machine with one application, which takes lines of JSON: `serve_process` starts it."""
+
+import json
+import os
+import socket
+import sys
+from typing import Any
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def main() -> None:
+    options: dict[str, Any] = json.loads(sys.argv[1])
+    folder, num_cpus = options.pop("folder"), options.pop("num_cpus")
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    # Serve kills a proxy that takes longer to start, which on a busy machine all of them do.
+    os.environ["RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S"] = "55"
+    # What Ray prints, from C++ too, is for people.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def say(answer: Any) -> None:
+        print(json.dumps(answer), file=answers, flush=True)
+
+    import ray
+    from ray import serve
+
+    import localinfer.ray
+
+    port = free_port()
+    ray.init(
+        num_cpus=num_cpus, include_dashboard=False, _temp_dir=folder, object_store_memory=80 << 20, log_to_driver=False
+    )
+    try:
+        serve.start(http_options={"host": "127.0.0.1", "port": port})
+
+        def deploy(**more: Any) -> None:
+            serve.run(localinfer.ray.app(**{**options, **more}), name="test", route_prefix="/")
+
+        deploy()
+        engine = serve.get_deployment_handle("engine", app_name="test")
+        say({"port": port})
+        for line in sys.stdin:
+            asked = json.loads(line)
+            if asked["do"] == "deploy":
+                deploy(**asked["options"])
+                answer: Any = "deployed"
+            else:
+                answer = engine.broadcast("running").results(timeout_s=30, return_exceptions=True)
+                answer = [one for one in answer if not isinstance(one, BaseException)]
+            say(answer)
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,35 @@
+"""`python -m tests.soak kills` and `python -m tests.soak clients`: see README.md."""
+
+import argparse
+import sys
+import time
+from functools import partial
+
+
+def main() -> int:
+    """Run one of the two; return 1 if something was found."""
+    parser = argparse.ArgumentParser(prog="python -m tests.soak", description="Long runs of real processes.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    kills = commands.add_parser("kills", help="processes that are ended by kill -9 at random moments")
+    kills.add_argument("--rounds", type=int, default=500)
+    kills.add_argument("--seed", type=int, default=None, help="default: the time")
+    kills.add_argument("--only", action="append", default=[], help="a kind of process; may be repeated")
+    clients = commands.add_parser("clients", help="many clients of one server, which come and leave")
+    clients.add_argument("--clients", type=int, default=32)
+    clients.add_argument("--minutes", type=float, default=30.0)
+    clients.add_argument("--seed", type=int, default=None, help="default: the time")
+    arguments = parser.parse_args()
+    seed = int(time.time()) if arguments.seed is None else arguments.seed
+    say = partial(print, flush=True)
+    say(f"seed {seed}")
+    if arguments.command == "clients":
+        from tests.soak.clients import Clients
+
+        return not Clients(seed, arguments.clients, say).run(60 * arguments.minutes)
+    from tests.soak.kills import Kills
+
+    return not Kills(seed, arguments.only, say).run(arguments.rounds)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,88 @@
+"""The short forms of the long runs, and that they find what is wrong."""
+
+import random
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.soak.asks import draw_asks
+from tests.soak.cache_site import CacheSite
+from tests.soak.clients import Clients
+from tests.soak.cold_answers import ColdAnswers
+from tests.soak.connection import CutError, parsed
+from tests.soak.kills import Kills
+from tests.soak.process_figures import trend
+from tests.soak.site import ViolationError
+
+linux_only = pytest.mark.skipif(sys.platform != "linux", reason="needs inotify and /proc")
+
+
+@linux_only
+def test_killed_processes_lose_nothing() -> None:
+    said: list[str] = []
+    kills = Kills(1, ["cache", "sessions"], said.append)
+    assert kills.run(3), said
+    assert kills.num_kills == 3
+
+
+@linux_only
+def test_clients_that_come_and_leave_get_right_replies() -> None:
+    said: list[str] = []
+    clients = Clients(1, 8, said.append)
+    assert clients.run(3.0), said
+    assert clients.tally.finished.total() > 5
+
+
+def test_wrong_answer_and_lost_session_are_found(tmp_path: Path) -> None:
+    with ColdAnswers() as cold:
+        site = CacheSite(tmp_path, cold)
+        answer = cold.complete("Once", seed=0, max_tokens=24, temperature=0.8, logprobs=1)
+        site._note({"event": "asked", "prompt": "Once", "seed": 0, "answer": answer, "cached": 1})
+        wrong = answer._replace(logprobs=(answer.logprobs[0] + 1e-12, *answer.logprobs[1:]))
+        with pytest.raises(ViolationError, match="is not the cold"):
+            site._note({"event": "asked", "prompt": "Once", "seed": 0, "answer": wrong, "cached": 1})
+        site.check()
+        site._note({"event": "saving", "name": "first", "ids": [1, 2]})
+        site.check()
+        site._note({"event": "saved", "name": "first"})
+        with pytest.raises(ViolationError, match="first is gone"):
+            site.check()
+        for index in range(site.most_temporaries + 1):
+            (site.folder / f".{index:012x}.tmp").touch()
+        with pytest.raises(ViolationError, match="pile up"):
+            site.check_temporaries()
+
+
+def test_growth_is_told_from_noise() -> None:
+    noise = random.Random(1)
+    times = [float(second) for second in range(1000)]
+    still = [1e9 + noise.gauss(0, 30e6) for _ in times]
+    assert trend(times, still).is_noise
+    growing = trend(times, [value + 200e3 * second for value, second in zip(still, times, strict=True)])
+    assert not growing.is_noise
+    assert growing.per_hour == pytest.approx(720e6, rel=0.1)
+    assert abs(growing.per_hour - 720e6) < 4 * growing.error_per_hour
+
+
+def test_answers_are_read_as_they_come() -> None:
+    whole = (
+        b"HTTP/1.1 100 \r\n\r\nHTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\n{\r\n\r\n1\r\n}\r\n0\r\n\r\n"
+    )
+    assert all(parsed(whole[:end]) is None for end in range(len(whole) - 4))
+    found = parsed(whole)
+    assert found is not None and found == (200, b"{\r\n}")
+    with pytest.raises(CutError, match="without a length"):
+        parsed(b"HTTP/1.1 200 OK\r\n\r\n")
+
+
+def test_replies_are_alike_streamed_and_whole() -> None:
+    asks = draw_asks(random.Random(1), ["one"])
+    ask = next(ask for ask in asks if ask.kind == "chat")
+    usage = b'"usage": {"prompt_tokens": 3, "completion_tokens": 2}'
+    whole = b'{"choices": [{"message": {"content": "Hi"}, "finish_reason": "stop"}], %s}' % usage
+    parts = (
+        b'data: {"choices": [{"delta": {"content": "H"}, "finish_reason": null}]}\n\n  data: {"choices": [{"delta": '
+    )
+    parts += b'{"content": "i"}, "finish_reason": "stop"}]}\n\ndata: {"choices": [], %s}\n\ndata: [DONE]\n\n' % usage
+    assert ask.read(whole, streamed=False) == ask.read(parts, streamed=True)
