@@ -100,9 +100,8 @@ def test_reasoning_is_one_line_until_a_key_unfolds_it(chat):
     chat.say(reasoning="see. ")
     chat.wait_for_row("thinking ... 2 tokens")
     assert "Let me" not in chat.text
-    # The terminal takes this key for itself until the status line is there.
-    chat.wait_for_row(STATUS)
     chat.type("\x0f")
+    chat.wait_for_row("Let me see.")
     chat.say(reasoning="It is so.")
     chat.wait_for_row("Let me see. It is so.")
     chat.type("\x0f")

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -52,7 +53,6 @@ def text_renderer(output: TextIO, columns: Callable[[], int]) -> TextRenderer:
 class ReplyOutput:
     """Prints one reply after the other: text to `output`, reasoning to `notices` where that is a terminal.
 
-    shows_reasoning: print reasoning in full instead of one line; may be changed by any thread at any time.
     last_reasoning: of the last reply that had any. renderer: of the last reply; the Markdown renderer on terminals.
     live: what draws on the terminal while a reply comes; None where nothing does.
     """
@@ -60,13 +60,14 @@ class ReplyOutput:
     def __init__(
         self, output: TextIO, notices: TextIO, *, live: LiveTerminal | None = None, status: StatusLine | None = None
     ) -> None:
-        self.shows_reasoning = False
         self.last_reasoning = ""
         self.renderer: TextRenderer = _PlainText(is_terminal=output.isatty())
         self._output = output
         self._notices = notices
         self._live = live
         self._status = status
+        self._shows_reasoning = False
+        self._reasoning_lock = threading.Lock()
         self._reasoning: list[str] = []
         self._reasoning_began = 0.0
         self._num_events = 0
@@ -74,6 +75,17 @@ class ReplyOutput:
         self._num_shown = 0
         self._line = ""
         self._last = "\n"
+
+    @property
+    def shows_reasoning(self) -> bool:
+        """Print reasoning in full instead of one line: from now on, with what has come of it; any thread may set it."""
+        return self._shows_reasoning
+
+    @shows_reasoning.setter
+    def shows_reasoning(self, shows_reasoning: bool) -> None:
+        with self._reasoning_lock:
+            self._shows_reasoning = shows_reasoning
+            self._show_reasoning()
 
     @contextmanager
     def printing(self) -> Iterator[None]:
@@ -102,26 +114,22 @@ class ReplyOutput:
         """Take one delta of reasoning, which a pipe never gets."""
         if not text or not self._notices.isatty():
             return
-        if not self._reasoning:
-            self._reasoning_began = time.monotonic()
-        self._reasoning.append(text)
-        if self.shows_reasoning:
-            self._line = ""
-            unfolded = "".join(self._reasoning[self._num_shown :])
-            self._num_shown = len(self._reasoning)
-            self._notice(dim(neutralise_controls(unfolded), self._notices))
-        elif not self._num_shown:
-            self._line = f"thinking ... {self._reasoning_length()}"
+        with self._reasoning_lock:
+            if not self._reasoning:
+                self._reasoning_began = time.monotonic()
+            self._reasoning.append(text)
+            self._show_reasoning()
 
     def end_reasoning(self) -> None:
         """Say how long the reasoning was, if there was some since this was last called."""
-        if not self._reasoning:
-            return
-        self._line = ""
-        before = "" if not self._num_shown else "\n" if self._reasoning[-1].endswith("\n") else "\n\n"
-        self._notice(f"{before}{dim(f'thought for {self._reasoning_length()}', self._notices)}\n\n")
-        self.last_reasoning = "".join(self._reasoning)
-        self._reasoning, self._num_shown = [], 0
+        with self._reasoning_lock:
+            if not self._reasoning:
+                return
+            self._line = ""
+            before = "" if not self._num_shown else "\n" if self._reasoning[-1].endswith("\n") else "\n\n"
+            self._notice(f"{before}{dim(f'thought for {self._reasoning_length()}', self._notices)}\n\n")
+            self.last_reasoning = "".join(self._reasoning)
+            self._reasoning, self._num_shown = [], 0
 
     def end(self) -> None:
         """Print what is held back, and start a new line unless the output is at the start of one; once per reply."""
@@ -142,6 +150,16 @@ class ReplyOutput:
     def _notice(self, text: str) -> None:
         self._notices.write(text)
         self._notices.flush()
+
+    def _show_reasoning(self) -> None:
+        """Print what was not printed yet, or say in the line how long it is; the lock is held."""
+        unfolded = "".join(self._reasoning[self._num_shown :])
+        if self._shows_reasoning and unfolded:
+            self._line = ""
+            self._num_shown = len(self._reasoning)
+            self._notice(dim(neutralise_controls(unfolded), self._notices))
+        elif self._reasoning and not self._num_shown:
+            self._line = f"thinking ... {self._reasoning_length()}"
 
     def _reasoning_length(self) -> str:
         # Each event is a token, and one of reasoning may bring no text yet.
