@@ -119,11 +119,14 @@ def test_what_runs_and_what_waits_is_told_at_once():
             for thread in threads:
                 thread.start()
             try:
-                assert wait_until(lambda: read(client).get(("num_requests_waiting",)) == 1)
+                # Each waits for a moment before one of them runs.
+                assert wait_until(
+                    lambda: [read(client).get((f"num_requests_{state}",)) for state in ("running", "waiting")] == [1, 1]
+                )
+                assert wait_until(lambda: read(client)["generation_tokens_total",] == 1)
                 now = read(client)
                 assert now["num_requests_running",] == now["num_requests_waiting_by_reason", "capacity"] == 1
                 assert 0 < now["kv_cache_usage_perc",] <= 1
-                assert now["generation_tokens_total",] == 1
             finally:
                 gate.set()
                 for thread in threads:
