@@ -24,6 +24,7 @@ from localinfer.cli.serve_operation import OperationOptions, SettingsReader, ope
 from localinfer.cli.serve_responses import KeptResponses, responses_options
 from localinfer.cli.serve_roles import RoleOptions, role_options
 from localinfer.system.folders import expand_home
+from localinfer.system.free_memory import limit_arenas
 from localinfer.system.parent_watch import OPTION, ParentWatch
 
 if TYPE_CHECKING:
@@ -102,6 +103,8 @@ def serve_command(
     find out, token by token, what others have sent. Give access only to people who may read your texts.
     """
     process = click.get_current_context().find_object(ServeProcess) or ServeProcess()
+    if process.owns_process:
+        limit_arenas()
     is_sidecar = until_stdin_ends or ready_json
     if is_sidecar and _is_default("shutdown_seconds"):
         shutdown_seconds = _SIDECAR_SHUTDOWN_SECONDS

@@ -1,7 +1,12 @@
-"""Memory that was freed, but that the C library keeps for the next allocation: returned to the system."""
+"""The heaps of the C library: what was freed in them goes back to the system, and many threads share few of them."""
 
 import ctypes
 import sys
+from typing import Any
+
+_M_ARENA_MAX = -8
+"""Of `mallopt`. Source: glibc, malloc.h."""
+_MOST_ARENAS = 2
 
 
 def return_free_memory() -> None:
@@ -10,8 +15,22 @@ def return_free_memory() -> None:
     glibc keeps what lies between two blocks that are in use, in one heap for several threads each, which after many
     models and threads is more than all that is in use. Other systems' allocators return pages by themselves.
     """
-    if sys.platform != "linux":
-        return
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    trim = _of_c_library("malloc_trim")
     if trim is not None:
         trim(ctypes.c_size_t(0))
+
+
+def limit_arenas() -> None:
+    """Have all threads of this process allocate from two heaps, for as long as it lives; before it has many.
+
+    glibc gives up to eight for each processor to the threads, and what one of them frees is of use to its own heap
+    alone: the same replies of a server leave five times as much free memory in its heaps, and that grows for hours.
+    """
+    set_option = _of_c_library("mallopt")
+    if set_option is not None:
+        set_option(_M_ARENA_MAX, _MOST_ARENAS)
+
+
+def _of_c_library(name: str) -> Any:
+    """A function that glibc has, None elsewhere."""
+    return getattr(ctypes.CDLL(None), name, None) if sys.platform == "linux" else None

@@ -1,4 +1,4 @@
-"""Memory that a closed model has freed goes back to the system, though what is in use lies between."""
+"""Memory that a closed model has freed goes back to the system, though what is in use lies between; few heaps."""
 
 import ctypes
 import subprocess
@@ -33,6 +33,33 @@ else:
 print(before - resident())
 """
 
+THREADS_CODE = """
+import ctypes, os, sys, tempfile, threading
+from localinfer.system.free_memory import limit_arenas
+
+if sys.argv[1] == "limited":
+    limit_arenas()
+library = ctypes.CDLL(None)
+library.malloc.restype = library.fopen.restype = ctypes.c_void_p
+together = threading.Barrier(12)
+
+def allocate():
+    together.wait()
+    library.malloc(1000)
+    together.wait()
+
+threads = [threading.Thread(target=allocate) for _ in range(12)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+name = os.path.join(tempfile.mkdtemp(), "heaps.xml")
+file = ctypes.c_void_p(library.fopen(name.encode(), b"w"))
+library.malloc_info(0, file)
+library.fclose(file)
+print(open(name).read().count("<heap nr="))
+"""
+
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems' allocators return memory by themselves")
 @pytest.mark.parametrize("how", ["asked", "closed"])
@@ -42,3 +69,14 @@ def test_freed_memory_goes_back_to_the_system(how: str):
     done = subprocess.run([sys.executable, "-c", CODE, how], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 40 << 20
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems' allocators have no such heaps")
+def test_threads_of_a_server_share_two_heaps():
+    if not hasattr(ctypes.CDLL(None), "malloc_info"):
+        pytest.skip("the C library is not glibc")
+    limited, unlimited = (
+        int(subprocess.run([sys.executable, "-c", THREADS_CODE, how], capture_output=True, text=True).stdout)
+        for how in ("limited", "unlimited")
+    )
+    assert limited <= 2 < unlimited
