@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from localinfer import errors
     from localinfer.cache.block_hashes import block_hashes
-    from localinfer.cache.prefix_cache import SnapshotStats
+    from localinfer.cache.stats import SnapshotStats
     from localinfer.chat.constraints import Constraint, Grammar, JsonObject, JsonSchema, Regex, StructuralTag
     from localinfer.chat.parser import ToolCall, ToolCallDelta
     from localinfer.chat.reply import ReplyOptions
@@ -124,7 +124,7 @@ _MODULE_OF = {
     "RopeOptions": "localinfer.models.decoder.rope",
     "Session": "localinfer.session.session",
     "SessionOptions": "localinfer.session.prompts",
-    "SnapshotStats": "localinfer.cache.prefix_cache",
+    "SnapshotStats": "localinfer.cache.stats",
     "Stats": "localinfer.generation.completion",
     "StreamEvent": "localinfer.generation.completion",
     "StructuralTag": "localinfer.chat.constraints",

@@ -35,7 +35,7 @@ from localinfer.thread_control import ThreadControl
 if TYPE_CHECKING:
     from localinfer.cache.cache_observer import CacheObserver
     from localinfer.cache.eviction import KVEviction
-    from localinfer.cache.prefix_cache import SnapshotStats
+    from localinfer.cache.stats import SnapshotStats
     from localinfer.models.load.loader import Model
     from localinfer.models.text.tokenizer import Tokenizer
     from localinfer.persistence.fingerprint import ModelIdentity

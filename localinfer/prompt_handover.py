@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.cache.salt import NO_SALT, salt_of
+from localinfer.arguments import check_number, shown
+from localinfer.cache.salt import NO_SALT, check_salt, salt_of
 from localinfer.errors import RequestError
 from localinfer.generation.stream import TextStream
 from localinfer.generation.text_generation import EncodedPrompt, TextGeneration
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from localinfer.persistence.prefetch import Tiers
     from localinfer.persistence.prompt_cache import DiskCache
 
+_Ids = Sequence[int] | NDArray[np.integer]
 _NO_CACHE = (
     "this model keeps no prompts on disk, where another process could find them; load it with disk_cache=True (without "
     "--no-disk-cache), from where its file lies, and with a folder that can be written"
@@ -43,6 +45,9 @@ class PromptHandover:
     """The part of an `LLM` that computes prompts for other processes, and takes up what they have computed.
 
     Both processes have loaded the same model with the same settings, and `disk_cache_folder` is the same folder.
+    Programs need `prefill` only: what it has written is found by any call for text. The other methods are the parts of
+    it, and of the other side, for the server, which reports progress, and asks before it waits; they take token ids
+    and salts (`localinfer.cache.salt`) in place of texts and names.
     """
 
     if TYPE_CHECKING:
@@ -74,7 +79,7 @@ class PromptHandover:
 
     def stream_prefill(
         self,
-        token_ids: Sequence[int] | NDArray[np.integer],
+        token_ids: _Ids,
         *,
         system_tokens: int = 0,
         branch_tokens: Sequence[int] = (),
@@ -86,15 +91,24 @@ class PromptHandover:
         system_tokens, branch_tokens: where other texts are likely to continue from, as of `CacheHints`.
         Raises: RequestError, ContextLengthError, ClosedError.
         """
-        checked = replace(self._checked({"temperature": 0.0, "max_tokens": 1, "owner": owner}), salt=salt)
-        prompt = EncodedPrompt(token_ids, system_tokens, branch_tokens=tuple(branch_tokens))
+        system_tokens = check_number("system_tokens", system_tokens, 0)
+        if isinstance(branch_tokens, str | bytes) or not isinstance(branch_tokens, Sequence):
+            raise RequestError(
+                f"branch_tokens is {shown(branch_tokens)}; give a list of lengths", field="branch_tokens"
+            )
+        branches = tuple(check_number("one of branch_tokens", one, 0, field="branch_tokens") for one in branch_tokens)
+        options = self._checked({"temperature": 0.0, "max_tokens": 1, "owner": owner})
+        checked = replace(options, salt=check_salt(salt))
+        prompt = EncodedPrompt(token_ids, system_tokens, branch_tokens=branches)
         return TextStream(TextGeneration(self._engine, self._model.tokenizer, prompt, checked))
 
-    def store_prompt(self, token_ids: TokenIds, cached_tokens: int = 0, salt: bytes = NO_SALT) -> Prefilled:
+    def store_prompt(self, token_ids: _Ids, cached_tokens: int = 0, salt: bytes = NO_SALT) -> Prefilled:
         """Write what is cached of a prompt at once, in steps between those of the engine; return at its end.
 
-        token_ids: int32, checked. cached_tokens: of it, known before, for the result.
+        cached_tokens: of it, known before, for the result. Raises: RequestError, ClosedError.
         """
+        token_ids, salt = self._checked_text(token_ids, salt)
+        cached_tokens = check_number("cached_tokens", cached_tokens, 0)
         disk = self._shared_disk()
         disk.write_now(token_ids, salt)
         wanted = int(token_ids.size) - 1
@@ -105,27 +119,30 @@ class PromptHandover:
             problem = f"of {wanted} tokens {stored} could be written" + ("" if failure is None else f": {failure}")
         return Prefilled(wanted + 1, cached_tokens, stored, problem)
 
-    def cached_tokens(self, token_ids: TokenIds, salt: bytes = NO_SALT) -> int:
+    def cached_tokens(self, token_ids: _Ids, salt: bytes = NO_SALT) -> int:
         """How many leading ids of a prompt are cached in memory, of all but the last, whose logits are computed anyway.
 
-        Waits for the step in progress. Raises: ClosedError.
+        Waits for the step in progress. Raises: RequestError, ClosedError.
         """
+        token_ids, salt = self._checked_text(token_ids, salt)
         with self._engine.exclusive_cache() as cache:
             return cache.tree.match(token_ids[:-1], salt).usable
 
-    def stored_tokens(self, token_ids: TokenIds, salt: bytes = NO_SALT) -> int:
+    def stored_tokens(self, token_ids: _Ids, salt: bytes = NO_SALT) -> int:
         """The same on disk, by the names of files. Raises: RequestError if nothing is kept there, ClosedError."""
         from localinfer.persistence.prefetch import stored_tokens
 
+        token_ids, salt = self._checked_text(token_ids, salt)
         return stored_tokens(self._engine.pool, self._tiers(salt), token_ids[:-1])
 
-    def fetch_prompt(self, token_ids: TokenIds, salt: bytes = NO_SALT) -> int:
+    def fetch_prompt(self, token_ids: _Ids, salt: bytes = NO_SALT) -> int:
         """Read what is on disk of a prompt into memory, while others generate; return how many leading ids it then has.
 
         Raises: RequestError, ClosedError.
         """
         from localinfer.persistence.prefetch import prefetch
 
+        token_ids, salt = self._checked_text(token_ids, salt)
         return prefetch(self._engine, self._tiers(salt), token_ids[:-1])
 
     def handover_fingerprint(self) -> "Fingerprint":
@@ -143,6 +160,9 @@ class PromptHandover:
     def handover_folder(self) -> str:
         """The folder of the prompt cache, which both processes share. Raises: RequestError without one."""
         return str(self._shared_disk().folder)
+
+    def _checked_text(self, token_ids: _Ids, salt: bytes) -> tuple[TokenIds, bytes]:
+        return self._engine.check_prompt(token_ids, shifts_context=True), check_salt(salt)
 
     def _shared_disk(self) -> "DiskCache":
         if self._disk is None:

@@ -3,22 +3,23 @@
 It combines the page pool, the prefix tree and, if there is one, a tier below (disk), and explains misses.
 """
 
-from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
 from localinfer.cache.block_pool import STATES_OF_SEQUENCE, PageNumbers, PagePool, default_kv_memory
 from localinfer.cache.cache_observer import CacheObserver, tell_cleared
 from localinfer.cache.eviction import KVEviction
+from localinfer.cache.miss import CacheMiss
 from localinfer.cache.prefix_node import CachedPath, Match, common_length
 from localinfer.cache.prefix_tree import PrefixTree
 from localinfer.cache.salt import NO_SALT
 from localinfer.cache.sequence import SequenceCache
 from localinfer.cache.sequence_state import Settle
 from localinfer.cache.snapshots import DEFAULT_POLICY, SnapshotPolicy
+from localinfer.cache.stats import CacheCounters, SnapshotStats
 from localinfer.errors import OutOfMemoryError
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.program import StatefulProgram
@@ -26,95 +27,9 @@ from localinfer.types import TokenIds
 
 if TYPE_CHECKING:
     from localinfer.models.load.loader import Model
-    from localinfer.models.text.tokenizer import Tokenizer
-
-
-CacheMissCause = Literal["empty", "different", "template", "evicted", "windowed", "snapshot", "foreign"]
-"""empty: nothing is cached. different: the text parts from the cached one. template: the chat template wrote the
-messages of an earlier prompt in another way. evicted: it was cached, and memory ended. windowed: it is cached, but the
-model's sliding-window layers keep only what comes before the ends of texts and prompts. snapshot: it is cached, but
-there is no snapshot of the states of the model's recurrent layers. foreign: it is stored, but by another model, version
-or kv_type."""
 
 _SHOWN_TOKENS = 8
 """Token ids kept on each side of the first one that differs."""
-
-
-@dataclass(frozen=True)
-class CacheMiss:
-    """The first place where a prompt was not found, and why.
-
-    position: of the first token that had to be computed though something like it is, or was, cached. before, cached,
-    wanted: token ids around it: those both share, those cached next, those the prompt has instead. detail: more words,
-    may be empty. until: how many tokens are cached, if more than are used.
-    """
-
-    cause: CacheMissCause
-    position: int
-    before: tuple[int, ...] = ()
-    cached: tuple[int, ...] = ()
-    wanted: tuple[int, ...] = ()
-    detail: str = ""
-    until: int = 0
-
-    def describe(self, tokenizer: "Tokenizer | None") -> str:
-        """In one sentence, with texts if there is a tokenizer, or else token ids."""
-        summary = self.summary
-        if not self.cached:
-            return summary
-        after = f", after {_show(self.before, tokenizer)}" if self.before else ""
-        return f"{summary}{after}: cached {_show(self.cached, tokenizer)}, now {_show(self.wanted, tokenizer)}"
-
-    @property
-    def summary(self) -> str:
-        """The same without a word of any text, for those who may not read others'."""
-        if self.cause == "empty":
-            return "nothing was cached yet"
-        if self.cause == "evicted":
-            return f"from token {self.position} on it was cached once and was evicted for lack of memory"
-        if self.cause == "windowed":
-            return (
-                f"of tokens {self.position} to {self.until} the model's sliding-window layers keep nothing, so they "
-                "are computed again"
-            )
-        if self.cause == "snapshot":
-            start = f"are computed again from {self.position} on" if self.position else "are computed again"
-            return f"no snapshot before position {self.until} of the model's recurrent states, which {start}"
-        if self.cause == "foreign":
-            return f"what is stored cannot be used: {self.detail}"
-        what = "the chat template wrote an earlier message anew" if self.cause == "template" else "the text differs"
-        return f"{what} at token {self.position}" + (f", {self.detail}" if self.detail else "")
-
-
-@dataclass
-class CacheCounters:
-    """What the cache has done since the model was loaded.
-
-    prompts: that were looked up; hits: those of which at least one token was found. prompt_tokens, cached_tokens:
-    their tokens, and those found. misses: prompts that were not found as far as they might have been, by cause.
-    snapshot_hits: sequences that went on from a snapshot of recurrent states.
-    """
-
-    prompts: int = 0
-    hits: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    misses: Counter[CacheMissCause] = field(default_factory=Counter)
-    snapshot_hits: int = 0
-
-
-@dataclass(frozen=True)
-class SnapshotStats:
-    """Snapshots of recurrent states in memory: how many, those on the grid, and bytes of both; and how many were taken,
-    evicted, and gone on from since the model was loaded."""
-
-    held: int
-    num_bytes: int
-    grid: int
-    grid_bytes: int
-    taken: int
-    evicted: int
-    hits: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,9 +81,9 @@ class PrefixCache:
     """Pages, tree and tier of one model. One thread at a time, under the step lock.
 
     `last_retired` is the text that ended last, as token ids, whether or not it is still cached, and
-    `last_retired_salt` its salt. batch_tokens: the most
-    that one batch adds to a sequence. window: bounds what each sequence holds; what is computed after it has dropped
-    pages is an approximation, and never enters the tree. settle: of the program, for a model with recurrent layers.
+    `last_retired_salt` its salt. batch_tokens: the most that one batch adds to a sequence. window: bounds what each
+    sequence holds; what is computed after it has dropped pages is an approximation, and never enters the tree. settle:
+    of the program, for a model with recurrent layers.
     """
 
     def __init__(
@@ -202,9 +117,7 @@ class PrefixCache:
             kv_memory = default_kv_memory(model.kv_layout, context_length, batch_tokens)
         return cls(
             model.kv_layout,
-            max_bytes=default_kv_memory(model.kv_layout, context_length, batch_tokens)
-            if kv_memory is None
-            else kv_memory,
+            max_bytes=kv_memory,
             context_length=context_length,
             batch_tokens=batch_tokens,
             window=window,
@@ -491,9 +404,3 @@ class PrefixCache:
 def _distinct(runs: Iterable[PageNumbers]) -> PageNumbers:
     """Pages that occur in any of these."""
     return np.unique(np.concatenate((np.zeros(0, np.int64), *runs)))
-
-
-def _show(token_ids: Sequence[int], tokenizer: "Tokenizer | None") -> str:
-    if tokenizer is None or any(token_id >= tokenizer.vocab_size for token_id in token_ids):
-        return str(list(token_ids))
-    return repr(tokenizer.decode(token_ids, skip_special=False))

@@ -5,10 +5,13 @@ What can be told by one caller from the cache, such as how many tokens of a prom
 
 import hashlib
 
+from localinfer.arguments import shown
 from localinfer.errors import RequestError
 
 NO_SALT = b""
 """Of texts that all callers without a salt share."""
+SALT_BYTES = (0, 32)
+"""Of NO_SALT, and of any other."""
 _DOMAIN = b"localinfer cache salt\0"
 
 
@@ -23,3 +26,10 @@ def salt_of(name: str | None) -> bytes:
         reason = f"cache_salt is {name!r:.80}; give a text that is not empty, or leave it out"
         raise RequestError(reason, field="cache_salt")
     return hashlib.sha256(_DOMAIN + name.encode("utf-8", "surrogatepass")).digest()
+
+
+def check_salt(salt: bytes) -> bytes:
+    """Return what may be a salt. Raises: RequestError for what `salt_of` never gives."""
+    if not isinstance(salt, bytes) or len(salt) not in SALT_BYTES:
+        raise RequestError(f"salt is {shown(salt)}; give the 32 bytes of salt_of, or none", field="salt")
+    return salt

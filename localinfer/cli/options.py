@@ -50,6 +50,20 @@ def options_group(*decorators: Decorator) -> Decorator:
     return decorate
 
 
+def options_group_of(made: type[Any], name: str, *decorators: Decorator) -> Decorator:
+    """An `options_group` that a command is given as one argument of this name: a dataclass with a field for each."""
+    fields = tuple(made.__dataclass_fields__)
+
+    def gather(command: Command) -> Command:
+        @functools.wraps(command)
+        def call(**values: Any) -> Any:
+            return command(**{name: made(**{field: values.pop(field) for field in fields})}, **values)
+
+        return call
+
+    return options_group(*decorators, gather)
+
+
 def byte_size(context: click.Context, parameter: click.Parameter, value: str | None) -> int | None:
     """Read a number of bytes, plain or with a unit: 8GB is 8 times 10^9 bytes, 8GiB 8 times 2^30."""
     if value is None:

@@ -1,10 +1,9 @@
 """The options of `localinfer serve` for agents: programs that send a long conversation again with every request."""
 
-import functools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from localinfer.cli.options import Command, flag, options_group
+from localinfer.cli.options import flag, options_group_of
 
 if TYPE_CHECKING:
     from localinfer.llm import LLM
@@ -23,24 +22,12 @@ class AgentOptions:
         return llm
 
 
-_NAMES = tuple(AgentOptions.__dataclass_fields__)
-
-
-def _gather(command: Command) -> Command:
-    """Pass the options on as `agents`."""
-
-    @functools.wraps(command)
-    def call(**values: Any) -> Any:
-        return command(agents=AgentOptions(**{name: values.pop(name) for name in _NAMES}), **values)
-
-    return call
-
-
-agent_options = options_group(
+agent_options = options_group_of(
+    AgentOptions,
+    "agents",
     flag(
         "--move-volatile-head",
         "Give models lines of system messages that vary, such as the date, behind the rest, which stays cached. "
         "Replies differ.",
     ),
-    _gather,
 )

@@ -1,14 +1,13 @@
 """The options of `localinfer serve` for routers that listen to KV cache events."""
 
-import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import click
 
-from localinfer.cli.options import COUNT, Command, LoadOptions, flag, option, options_group
+from localinfer.cli.options import COUNT, LoadOptions, flag, option, options_group_of
 from localinfer.errors import RequestError
 
 if TYPE_CHECKING:
@@ -66,20 +65,9 @@ def with_events(options: LoadOptions, publisher: "KVEventPublisher | None") -> L
     return options if publisher is None else {**options, "kv_events": publisher}
 
 
-_NAMES = tuple(KVEventsOptions.__dataclass_fields__)
-
-
-def _gather(command: Command) -> Command:
-    """Pass the options on as `events`."""
-
-    @functools.wraps(command)
-    def call(**values: Any) -> Any:
-        return command(events=KVEventsOptions(**{name: values.pop(name) for name in _NAMES}), **values)
-
-    return call
-
-
-kv_events_options = options_group(
+kv_events_options = options_group_of(
+    KVEventsOptions,
+    "events",
     option(
         "--kv-events",
         "ADDRESS",
@@ -106,5 +94,4 @@ kv_events_options = options_group(
     ),
     flag("--kv-events-connect connects", "Connect --kv-events to a router that listens there, instead of listening."),
     flag("--kv-events-allow-remote allows_remote", "Listen for routers also where other machines can connect."),
-    _gather,
 )

@@ -1,15 +1,14 @@
 """Where `localinfer serve` listens, and who may reach it: its options, and the settings that they become."""
 
-import functools
 import os
 import secrets
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from localinfer.cli.options import Command, flag, option, options_group
+from localinfer.cli.options import flag, option, options_group_of
 from localinfer.cli.serve_operation import OperationOptions, read_tokens
 from localinfer.errors import RequestError
 from localinfer.system.folders import expand_home
@@ -123,20 +122,9 @@ def _token(variable: str | None, *, is_in_file: bool) -> str | None:
     return token
 
 
-_NAMES = tuple(field.name for field in fields(ListeningOptions))
-
-
-def _gather(command: Command) -> Command:
-    """Pass the options on as `listening`."""
-
-    @functools.wraps(command)
-    def call(**values: Any) -> Any:
-        return command(listening=ListeningOptions(**{name: values.pop(name) for name in _NAMES}), **values)
-
-    return call
-
-
-listening_options = options_group(
+listening_options = options_group_of(
+    ListeningOptions,
+    "listening",
     option("--host", "ADDRESS", "TCP address to listen on.", default="127.0.0.1"),
     option("--port", "N", "TCP port; 0: any free one.", type=click.IntRange(0, 65535), default=8080),
     flag("--no-tcp", "Listen on the Unix socket only."),
@@ -151,5 +139,4 @@ listening_options = options_group(
     ),
     flag("--allow-private-network", "Accept them from pages on the public internet too."),
     flag("--no-page", "Serve no chat page at /."),
-    _gather,
 )

@@ -1,6 +1,5 @@
 """The options of `localinfer serve` for who runs it: logs, traces, limits, and what SIGHUP reads again."""
 
-import functools
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from localinfer.arguments import MAX_PRIORITY
-from localinfer.cli.options import COUNT, Command, byte_size, option, options_group
+from localinfer.cli.options import COUNT, byte_size, option, options_group_of
 from localinfer.config import SERVE_SETTINGS, read_config
 from localinfer.errors import RequestError
 from localinfer.system.folders import expand_home
@@ -67,53 +66,46 @@ _LIMITS = (
     "min_priority",
     "ttft_objective",
 )
-_NAMES = tuple(OperationOptions.__dataclass_fields__)
 
-
-def operation_options(command: Command) -> Command:
-    """Add the options, and pass them on as `operation`."""
-
-    @functools.wraps(command)
-    def call(**values: Any) -> Any:
-        return command(operation=OperationOptions(**{name: values.pop(name) for name in _NAMES}), **values)
-
-    return options_group(
-        option("--requests-per-minute", "N", "Most requests of each token per minute.", type=COUNT),
-        option("--tokens-per-minute", "N", "Most tokens read and generated for each token per minute.", type=COUNT),
-        option("--running-per-token", "N", "Most texts of each token that share a step; more wait.", type=COUNT),
-        option(
-            "--queued-per-token",
-            "N",
-            "Most texts of each token that wait; more are refused.",
-            type=click.IntRange(min=0),
-        ),
-        option(
-            "--min-priority",
-            "N",
-            "Most urgent priority that requests may ask for; lower numbers are more urgent.",
-            type=click.IntRange(-MAX_PRIORITY, MAX_PRIORITY),
-        ),
-        option(
-            "--ttft-objective",
-            "SECONDS",
-            "Refuse requests whose first token is predicted for later than this.",
-            type=click.FloatRange(min=0),
-        ),
-        option(
-            "--log-format",
-            "FORMAT",
-            "Log on stderr: text, or json: an object per line, one for each request.",
-            type=click.Choice(["text", "json"]),
-            default="text",
-        ),
-        option("--log-requests", "FILE", "For debugging: write requests and replies, with their texts, to a file."),
-        option("--log-requests-size", "SIZE", "Maximum size of that file, and of its predecessor.", callback=byte_size),
-        option(
-            "--otlp-endpoint",
-            "URL",
-            "Export OpenTelemetry traces, without texts, to this URL (OTLP over HTTP).",
-        ),
-    )(call)
+operation_options = options_group_of(
+    OperationOptions,
+    "operation",
+    option("--requests-per-minute", "N", "Most requests of each token per minute.", type=COUNT),
+    option("--tokens-per-minute", "N", "Most tokens read and generated for each token per minute.", type=COUNT),
+    option("--running-per-token", "N", "Most texts of each token that share a step; more wait.", type=COUNT),
+    option(
+        "--queued-per-token",
+        "N",
+        "Most texts of each token that wait; more are refused.",
+        type=click.IntRange(min=0),
+    ),
+    option(
+        "--min-priority",
+        "N",
+        "Most urgent priority that requests may ask for; lower numbers are more urgent.",
+        type=click.IntRange(-MAX_PRIORITY, MAX_PRIORITY),
+    ),
+    option(
+        "--ttft-objective",
+        "SECONDS",
+        "Refuse requests whose first token is predicted for later than this.",
+        type=click.FloatRange(min=0),
+    ),
+    option(
+        "--log-format",
+        "FORMAT",
+        "Log on stderr: text, or json: an object per line, one for each request.",
+        type=click.Choice(["text", "json"]),
+        default="text",
+    ),
+    option("--log-requests", "FILE", "For debugging: write requests and replies, with their texts, to a file."),
+    option("--log-requests-size", "SIZE", "Maximum size of that file, and of its predecessor.", callback=byte_size),
+    option(
+        "--otlp-endpoint",
+        "URL",
+        "Export OpenTelemetry traces, without texts, to this URL (OTLP over HTTP).",
+    ),
+)
 
 
 @contextmanager

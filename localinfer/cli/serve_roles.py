@@ -1,13 +1,12 @@
 """The options of `localinfer serve` for prefill and decode in processes of their own."""
 
-import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from localinfer.cli.options import COUNT, Command, option, options_group
+from localinfer.cli.options import COUNT, option, options_group_of
 from localinfer.cli.serve_operation import read_tokens
 from localinfer.errors import RequestError
 from localinfer.system.folders import expand_home
@@ -74,20 +73,9 @@ class RoleOptions:
         return None
 
 
-_NAMES = tuple(RoleOptions.__dataclass_fields__)
-
-
-def _gather(command: Command) -> Command:
-    """Pass the options on as `roles`."""
-
-    @functools.wraps(command)
-    def call(**values: Any) -> Any:
-        return command(roles=RoleOptions(**{name: values.pop(name) for name in _NAMES}), **values)
-
-    return call
-
-
-role_options = options_group(
+role_options = options_group_of(
+    RoleOptions,
+    "roles",
     option(
         "--role",
         None,
@@ -115,5 +103,4 @@ role_options = options_group(
         type=click.FloatRange(min=0, min_open=True),
     ),
     option("--prefill-token-file", "FILE", "File with the token that the prefill servers want, on its first line."),
-    _gather,
 )

@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 from localinfer.arguments import check_number, check_priority, shown
 from localinfer.cache.cache_observer import CacheObserver
 from localinfer.cache.eviction import KVEviction
-from localinfer.cache.prefix_cache import CacheHints, PrefixCache, SnapshotStats
+from localinfer.cache.prefix_cache import CacheHints, PrefixCache
 from localinfer.cache.sequence import forward
+from localinfer.cache.stats import SnapshotStats
 from localinfer.engine.admission import EngineLimits
 from localinfer.engine.request import HISTORY_ROOM, GenerationRecord, Request
 from localinfer.engine.resumed import take_up

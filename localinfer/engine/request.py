@@ -22,7 +22,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.cache.prefix_cache import CacheHints, CacheMiss
+from localinfer.cache.miss import CacheMiss
+from localinfer.cache.prefix_cache import CacheHints
 from localinfer.cache.sequence import SequenceCache
 from localinfer.sampling.mask import GuidingMask
 from localinfer.sampling.sampler import SamplingPlan

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.cache.prefix_cache import CacheHints, CacheMiss
+from localinfer.cache.miss import CacheMiss
+from localinfer.cache.prefix_cache import CacheHints
 from localinfer.chat.parser import ReplyDelta, ReplyParser, ToolCallDelta, joined_calls
 from localinfer.chat.volatile_head import words_at
 from localinfer.engine.engine import Engine

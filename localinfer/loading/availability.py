@@ -1,21 +1,25 @@
 """`localinfer.availability`: whether a model can be loaded here, and what that takes, known from its header."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from localinfer.errors import LocalinferError, RequestError, ShapeError, UnsupportedFormatError
-from localinfer.kernels.cuda.device import find_devices
-from localinfer.loading.options import check_model_options
-from localinfer.memory.plan import LEAST_CONTEXT
+from localinfer.loading.options import ModelOptions, check_model_options
+from localinfer.memory.gpu_plan import gpu_placement
+from localinfer.memory.limit import check_host_part
+from localinfer.memory.plan import LEAST_CONTEXT, MemoryPlan, plan_memory
+from localinfer.models.load.assistant import check_device
 from localinfer.models.load.loader import open_model_file, read_config, with_context
 from localinfer.models.load.needed_kernels import kernels_of_file
 from localinfer.system import machine_limits
 
 if TYPE_CHECKING:
+    from localinfer.models.decoder.config import ModelConfig
     from localinfer.models.decoder.rope import RopeOptions
+    from localinfer.quant.checkpoint.model_file import ModelFile
 
 _KERNEL_SECONDS = 0.8
 """Of one core of 2023, for a kernel of middle size."""
@@ -31,7 +35,8 @@ class Availability:
     supported: `load` with the same options would work. reason: else why not, and the way out, as the error of `load`
         says it. error: that error, by whose class a program can tell a damaged file from one that is too large.
     memory_bytes: what the model takes with a text of `context_length` tokens, or, if that does not fit, of the context
-        that was asked for; None if the file could not be read so far. On a GPU about as much of its memory.
+        that was asked for; None if the file could not be read so far. On GPUs about as much, of their memory and the
+        main memory together.
     context_length: the context it would be loaded with, in tokens; 0 if it does not fit.
     is_compiled: whether all its kernels for the CPU are compiled on this machine; None if unsupported.
     compile_seconds: about how long compiling the others takes, at first start only, within a factor of two or three.
@@ -50,6 +55,9 @@ def availability(
     model: str | os.PathLike[str] | None = None,
     *,
     device: str = "auto",
+    gpu_layers: int | None = None,
+    tensor_split: Sequence[float] | None = None,
+    cpu_moe: bool | int | None = None,
     threads: int | None = None,
     context_length: int | None = None,
     kv_type: str = "f16",
@@ -64,8 +72,9 @@ def availability(
 ) -> Availability:
     """Say whether `load` with these options would work, from the header alone: nothing is loaded or compiled.
 
-    Takes some ten milliseconds, and what reading the header takes; never raises for a model that cannot be loaded.
-    That the weights themselves are sound is known only once they are loaded.
+    Takes some ten milliseconds, and what reading the header takes; where there is a GPU, the seconds that asking it for
+    its memory takes, unless device is "cpu". Never raises for a model that cannot be loaded. That the weights
+    themselves are sound is known only once they are loaded.
     Raises: RequestError for an option that no model takes.
     """
     memory_bytes = None
@@ -73,6 +82,9 @@ def availability(
         options = check_model_options(
             model=model,
             device=device,
+            gpu_layers=gpu_layers,
+            tensor_split=tensor_split,
+            cpu_moe=cpu_moe,
             threads=threads,
             context_length=context_length,
             kv_type=kv_type,
@@ -90,13 +102,13 @@ def availability(
     except LocalinferError as error:
         return _refused(error)
     try:
-        if device.startswith("cuda"):
-            find_devices(1, among=options.gpus)
+        if options.assistant is not None:
+            check_device(options.request)
         with closing(open_model_file(options.path, options.changes, context_length)) as file:
             config = with_context(read_config(file), file, context_length, options.changes)
             plan = options.plan(file, config)
             memory_bytes = plan.total_bytes(context_length or min(config.context_length, LEAST_CONTEXT))
-            length = options.share(plan, machine_limits.memory_limits()).context_length
+            length = _context_that_fits(options, plan, file, config)
             config = replace(plan.config, context_length=length)
             kernels = kernels_of_file(
                 file,
@@ -121,6 +133,24 @@ def availability(
         is_compiled=not num_missing,
         compile_seconds=_seconds_to_compile(num_missing),
     )
+
+
+def _context_that_fits(options: ModelOptions, plan: MemoryPlan, file: "ModelFile", config: "ModelConfig") -> int:
+    """The context that a load gets. Raises: as it, if the model does not fit."""
+    memory = machine_limits.memory_limits()
+    placement = gpu_placement(
+        options.request,
+        file,
+        config,
+        kv_type=options.kv_type,
+        context_length=options.context_length,
+        has_window=options.kv_window is not None and options.kv_window < config.context_length,
+    )
+    if placement is None:
+        return options.share(plan, memory).context_length
+    if placement.uses_cpu:
+        check_host_part(plan_memory(file, config, kv_type=options.kv_type), placement, memory, options.memory_limit)
+    return config.context_length
 
 
 def _refused(error: LocalinferError, memory_bytes: int | None = None) -> Availability:

@@ -57,6 +57,13 @@ class ModelOptions:
         return named_gpus(self.device)
 
     @property
+    def request(self) -> DeviceRequest:
+        """Where the model is wanted."""
+        return DeviceRequest(
+            device=self.device, gpu_layers=self.gpu_layers, tensor_split=self.tensor_split, cpu_moe=self.cpu_moe
+        )
+
+    @property
     def has_draft_layers(self) -> bool:
         """Whether layers for next-token prediction are loaded, if the model brings some."""
         return self.speculation in ("auto", "mtp") and self.draft_path is None and self.kv_window is None

@@ -1,19 +1,21 @@
-"""What GPUs would hold of a model, for `localinfer show` and `localinfer doctor`: the plan that a load would make."""
+"""What GPUs would hold of a model, known from its header: the plan that a load would make."""
 
 import os
+from dataclasses import replace
 from typing import Any
 
-from localinfer.errors import LocalinferError
+from localinfer.errors import BackendUnavailableError, LocalinferError, OutOfMemoryError
 from localinfer.kernels.cuda.device import has_driver
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.decoder.decoder import kv_layer_shapes, state_shapes
 from localinfer.models.load.device_request import DeviceRequest
-from localinfer.models.load.devices import RECURRENT_ON_CPU, USUAL_TOKENS, plan_placement
+from localinfer.models.load.devices import USUAL_TOKENS, cpu_only, looks_for_gpus, plan_placement
 from localinfer.models.load.loader import open_model_file, read_config
 from localinfer.models.load.memory_needs import memory_needs
 from localinfer.models.load.placement import Placement
 from localinfer.models.load.programs import check_runs_on_gpus
+from localinfer.quant.checkpoint.model_file import ModelFile
 
 
 def describe_gpus(path: str | os.PathLike[str], *, kv_type: str = "f16") -> dict[str, Any] | None:
@@ -30,33 +32,72 @@ def describe_gpus(path: str | os.PathLike[str], *, kv_type: str = "f16") -> dict
         return {"reason": str(error)}
 
 
+def gpu_placement(
+    request: DeviceRequest,
+    file: ModelFile,
+    config: ModelConfig,
+    *,
+    kv_type: str = "f16",
+    context_length: int | None = None,
+    has_window: bool = False,
+) -> Placement | None:
+    """What a load would put on GPUs, by the header of an open file; None if the CPU computes all of it.
+
+    has_window: texts evict keys and values. Raises: as the load where a GPU was asked for, BackendUnavailableError and
+    UnsupportedFormatError; RequestError if what is wanted of GPUs does not fit.
+    """
+    if not looks_for_gpus(request):
+        return None
+    layout = _layout(config, kv_type)
+    reason = cpu_only(config, layout, has_window=has_window)
+    if reason is not None:
+        if request.is_required or request.gpu_layers:
+            raise reason
+        return None
+    try:
+        return _placed(request, file, config, layout, context_length)
+    except (BackendUnavailableError, OutOfMemoryError):
+        if request.is_required:
+            raise
+        return None
+
+
+def _placed(
+    request: DeviceRequest, file: ModelFile, config: ModelConfig, layout: KVLayout, context_length: int | None = None
+) -> Placement:
+    if config.experts is None:
+        request = replace(request, cpu_moe=None)
+    tokens = min(config.context_length, context_length or USUAL_TOKENS)
+    placement = plan_placement(request, lambda: memory_needs(file, config, layout, tokens))
+    check_runs_on_gpus(config, placement)
+    from localinfer.kernels.cuda.lower import check_kv_types
+
+    check_kv_types(layout)
+    return placement
+
+
+def _layout(config: ModelConfig, kv_type: str) -> KVLayout:
+    return KVLayout(kv_type, kv_layer_shapes(config, parts_windows=True), state_shapes(config))
+
+
 def _described(path: str | os.PathLike[str], kv_type: str) -> dict[str, Any]:
     file = open_model_file(path)
     try:
         config = read_config(file)
-        reason = _cpu_only(config)
-        if reason:
-            return {"reason": reason}
-        layout, tokens = KVLayout(kv_type, kv_layer_shapes(config)), min(config.context_length, USUAL_TOKENS)
-        needs = memory_needs(file, config, layout, tokens)
+        layout = _layout(config, kv_type)
+        reason = cpu_only(config, layout)
+        if reason is not None:
+            return {"reason": str(reason)}
+        placement = _placed(DeviceRequest(device="auto"), file, config, layout)
     finally:
         file.close()
-    placement = plan_placement(DeviceRequest(device="auto"), lambda: needs)
-    check_runs_on_gpus(config, placement)
     return {
-        "context_length": tokens,
+        "context_length": min(config.context_length, USUAL_TOKENS),
         "summary": placement.describe(),
         "gpus": [_share(placement, number) for number in range(len(placement.gpus))],
         "cpu_expert_layers": placement.num_split_layers,
         "host_bytes": placement.host_bytes + placement.host_cache_bytes,
     }
-
-
-def _cpu_only(config: ModelConfig) -> str:
-    """Why a model runs on the CPU whatever GPUs there are; empty if it does not."""
-    if config.is_encoder:
-        return f"{config.architecture!r} models are computed on the CPU only"
-    return RECURRENT_ON_CPU if state_shapes(config) else ""
 
 
 def _share(placement: Placement, number: int) -> dict[str, Any]:

@@ -11,9 +11,17 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
-from localinfer.errors import BackendUnavailableError, LocalinferError, OutOfMemoryError, RequestError
+from localinfer.errors import (
+    BackendUnavailableError,
+    LocalinferError,
+    OutOfMemoryError,
+    RequestError,
+    UnsupportedFormatError,
+)
 from localinfer.kernels.cuda.device import CudaDevice, FoundDevice, find_devices, has_driver
 from localinfer.kernels.cuda.self_check import check_device
+from localinfer.kernels.kv_layout import KVLayout
+from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.load.device_request import DeviceRequest
 from localinfer.models.load.memory_needs import MemoryNeeds
 from localinfer.models.load.placement import Placement, choose_placement, refusal
@@ -25,10 +33,6 @@ Answer = TypeVar("Answer")
 
 USUAL_TOKENS = 8192
 """Positions of the KV cache to plan for, if no context length is given."""
-
-RECURRENT_ON_CPU = (
-    "this model has recurrent layers, whose states this version keeps on the CPU only; take device 'cpu' (--device cpu)"
-)
 
 
 def open_devices(
@@ -44,9 +48,7 @@ def open_devices(
     that another model will take of it. Raises: BackendUnavailableError if a GPU is required and not available, with the
     reason; RequestError if what is wanted of it does not fit.
     """
-    # Without a driver there is nothing to report.
-    is_asked = request.is_required or request.gpu_layers is not None or request.tensor_split is not None
-    if request.device == "cpu" or request.gpu_layers == 0 or (not is_asked and not has_driver()):
+    if not looks_for_gpus(request):
         return None
     try:
         placement = plan_placement(request, needs, reserved)
@@ -60,6 +62,12 @@ def open_devices(
             raise
         report_fallback(error)
         return None
+
+
+def looks_for_gpus(request: DeviceRequest) -> bool:
+    """Whether GPUs are looked for: where nothing was asked of them and there is no driver, nothing is to report."""
+    is_asked = request.is_required or request.gpu_layers is not None or request.tensor_split is not None
+    return request.device != "cpu" and request.gpu_layers != 0 and (is_asked or has_driver())
 
 
 def plan_placement(
@@ -161,19 +169,30 @@ def calibration_device(device: str) -> str | None:
     return None
 
 
-def stay_on_cpu(
-    request: DeviceRequest,
-    reason: str,
-    refusal: type[LocalinferError] = BackendUnavailableError,
-) -> None:
-    """Log why a model is not placed on an available GPU.
+def cpu_only(config: ModelConfig, kv_layout: KVLayout, *, has_window: bool = False) -> LocalinferError | None:
+    """Why a model is computed on the CPU whatever GPUs there are; None if it is not.
 
-    Raises: `refusal` if a GPU was asked for, or layers on one.
+    has_window: its texts evict keys and values (`kv_window`).
     """
+    if has_window:
+        # Which pages get attention is measured on the CPU only.
+        return BackendUnavailableError("kv_window bounds the cache on the CPU only; leave it out, or take 'cpu'")
+    if config.is_encoder:
+        return BackendUnavailableError(f"{config.architecture!r} models are computed on the CPU only; take 'cpu'")
+    if kv_layout.states:
+        return UnsupportedFormatError(
+            "this model has recurrent layers, whose states this version keeps on the CPU only; take device 'cpu' "
+            "(--device cpu)"
+        )
+    return None
+
+
+def stay_on_cpu(request: DeviceRequest, reason: LocalinferError) -> None:
+    """Log why a model is not placed on an available GPU. Raises: `reason` if a GPU was asked for, or layers on one."""
     if request.is_required or request.gpu_layers:
-        raise refusal(reason)
+        raise reason
     if request.device == "auto" and (request.tensor_split is not None or has_driver()):
-        report_fallback(refusal(reason))
+        report_fallback(reason)
 
 
 def report_fallback(error: Exception) -> None:

@@ -36,7 +36,7 @@ from localinfer.models.decoder.sparse_attention import index_layers
 from localinfer.models.decoder.text_head import write_text_model
 from localinfer.models.load.assistant import Target, check_device, open_assistant
 from localinfer.models.load.device_request import DeviceRequest
-from localinfer.models.load.devices import RECURRENT_ON_CPU, USUAL_TOKENS, close_all, open_devices, stay_on_cpu
+from localinfer.models.load.devices import USUAL_TOKENS, close_all, cpu_only, open_devices, stay_on_cpu
 from localinfer.models.load.draft_programs import has_draft_layers, with_draft_layers, write_draft_programs
 from localinfer.models.load.memory_needs import memory_needs
 from localinfer.models.load.model_changes import ModelChanges, apply_changes, note_unknown_settings
@@ -231,20 +231,16 @@ def load_model(
                 f"kv_window keeps the pages that get most attention, and a {config.architecture} model itself chooses "
                 "what it attends to; leave kv_window out"
             )
-        if kv_window is not None:
-            # Which pages get attention is measured on the CPU only.
-            stay_on_cpu(request, "kv_window bounds the cache on the CPU only; leave it out, or take 'cpu'")
-        if config.is_encoder:
-            if kv_window is not None:
-                raise RequestError("kv_window bounds what generations keep, and an encoder keeps nothing; leave it out")
-            stay_on_cpu(request, f"{config.architecture!r} models are computed on the CPU only; take 'cpu'")
-        if kv_layout.states:
-            stay_on_cpu(request, RECURRENT_ON_CPU, UnsupportedFormatError)
+        if kv_window is not None and config.is_encoder:
+            raise RequestError("kv_window bounds what generations keep, and an encoder keeps nothing; leave it out")
+        reason = cpu_only(config, kv_layout, has_window=kv_window is not None)
+        if reason is not None:
+            stay_on_cpu(request, reason)
         if cpu_moe and config.experts is None:
             logger.warning("cpu_moe has no effect: %s has no experts", file.path.name)
             request = replace(request, cpu_moe=None)
         placed = None
-        if device != "cpu" and kv_window is None and not kv_layout.states and not config.is_encoder:
+        if reason is None:
             kv_tokens = min(config.context_length, context_length or USUAL_TOKENS)
             needs = partial(memory_needs, file, config, kv_layout, kv_tokens)
             placed = open_devices(request, needs, progress, reserved=None if beside is None else beside.reserved_bytes)

@@ -1,5 +1,6 @@
 """Whether a model can be loaded, and what that takes, is said as `load` then finds it."""
 
+import inspect
 import json
 from pathlib import Path
 
@@ -100,11 +101,32 @@ def test_a_memory_limit_counts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_no_model_takes_is_an_error() -> None:
-    for options in ({"context_length": 0}, {"kv_type": "f8"}, {"memory_limit": -1}, {"speculation": "draft"}):
+    for options in (
+        {"context_length": 0},
+        {"kv_type": "f8"},
+        {"memory_limit": -1},
+        {"speculation": "draft"},
+        {"gpu_layers": -1},
+        {"device": "cpu", "gpu_layers": 1},
+        {"tensor_split": [0, 0]},
+        {"cpu_moe": -1},
+    ):
         with pytest.raises(errors.RequestError):
             localinfer.availability(**options)  # type: ignore[arg-type]
     rope = localinfer.RopeOptions(base=1e5)
     assert localinfer.availability(rope=rope).supported
+
+
+def test_it_takes_every_option_of_load_that_decides_whether_a_model_fits() -> None:
+    others = {
+        *("disk_cache", "disk_cache_folder", "limits", "priority", "measure_again", "may_measure", "verify"),
+        *("kv_events", "progress", "cancel"),
+    }
+    asked, loaded = (inspect.signature(one).parameters for one in (localinfer.availability, localinfer.load))
+    assert set(loaded) - set(asked) == others
+    assert {name: parameter.default for name, parameter in asked.items()} == {
+        name: parameter.default for name, parameter in loaded.items() if name not in others
+    }
 
 
 def test_missing_kernels_are_counted_and_none_is_compiled(tmp_path: Path) -> None:

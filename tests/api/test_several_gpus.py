@@ -10,7 +10,7 @@ import pytest
 
 import localinfer
 from localinfer.cli import main
-from localinfer.errors import BackendUnavailableError, OutOfMemoryError, SessionMismatchError
+from localinfer.errors import BackendUnavailableError, OutOfMemoryError, RequestError, SessionMismatchError
 from localinfer.kernels.cuda.device import FoundDevice
 from localinfer.loading import drafters
 from localinfer.memory import gpu_plan
@@ -19,8 +19,10 @@ from localinfer.memory.plan import plan_file
 from localinfer.models.load import devices
 from localinfer.models.load.placement import GpuShare, Placement
 from localinfer.sampling.params import SamplingParams
+from localinfer.system import machine_limits
 from localinfer.system.machine_limits import MemoryLimits
 from tests.inside import engine_of
+from tests.models.arch_models import build_model, build_text_model
 from tests.models.small_models import write_small_llama, write_small_mixture
 
 pytest.importorskip("numba_cuda", reason="CUDA kernels are written with numba-cuda, which is not installed")
@@ -151,6 +153,65 @@ def test_what_gpus_would_hold_is_shown(
 
     monkeypatch.setattr(devices, "find_devices", none)
     assert gpu_plan.describe_gpus(small) == {"reason": "torch sees none"}
+
+
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        ("small", {}),
+        ("small", {"gpu_layers": 1}),
+        ("small", {"gpu_layers": 0}),
+        ("small", {"tensor_split": [1, 1]}),
+        ("small", {"tensor_split": [1, 1, 1]}),
+        ("small", {"device": "cuda:1"}),
+        ("small", {"device": "cuda:5"}),
+        ("small", {"device": "cuda", "kv_window": 32}),
+        ("small", {"device": "cuda", "kv_type": "q4_0"}),
+        ("small", {"kv_type": "q4_0"}),
+        ("small", {"cpu_moe": True}),
+        ("mixture", {"cpu_moe": True, "memory_limit": 1 << 30}),
+        ("mixture", {"cpu_moe": True, "memory_limit": 1 << 20}),
+        ("mixture", {"cpu_moe": 1, "gpu_layers": 99}),
+        ("hybrid", {"gpu_layers": 1}),
+        ("hybrid", {"tensor_split": [1, 1]}),
+        ("encoder", {"device": "cuda"}),
+    ],
+)
+def test_availability_says_what_load_finds_on_gpus(
+    model: str, options: dict[str, Any], gpus: list[Any], tmp_path: Path
+) -> None:
+    if model == "small":
+        path = write_small_llama(tmp_path / "small.gguf")
+    elif model == "mixture":
+        path = write_small_mixture(tmp_path / "mixture.gguf", num_layers=2)
+    elif model == "hybrid":
+        path = build_model(tmp_path, "qwen3next-hybrid").path
+    else:
+        path = build_text_model(tmp_path, "bert-encoder").path
+    found = localinfer.availability(path, context_length=64, **options)
+    assert not gpus, "no GPU is opened for it"
+    if found.error is not None:
+        with pytest.raises(type(found.error)) as raised:
+            localinfer.load(path, threads=1, context_length=64, speculation=None, **options)
+        assert str(raised.value) == found.reason
+        return
+    with localinfer.load(path, threads=1, context_length=64, speculation=None, **options) as llm:
+        assert (found.supported, found.context_length) == (True, llm.context_length)
+
+
+def test_availability_counts_the_memory_of_gpus(small: Path, monkeypatch: pytest.MonkeyPatch, gpus: list[Any]) -> None:
+    """A model that main memory has no room for runs on a GPU, and one that the GPUs have none for does not."""
+    monkeypatch.setattr(machine_limits, "memory_limits", lambda: MemoryLimits(1 << 20, 1 << 20))
+    assert localinfer.availability(small).supported
+    assert isinstance(localinfer.availability(small, device="cpu").error, OutOfMemoryError)
+    monkeypatch.undo()
+    monkeypatch.setattr(devices, "has_driver", lambda: True)
+    find_gpus(monkeypatch, [FoundDevice("a small GPU", 1 << 20)])
+    assert localinfer.availability(small).supported
+    refused = localinfer.availability(small, device="cuda")
+    assert isinstance(refused.error, BackendUnavailableError) and "a single layer" in str(refused.reason)
+    wanted = localinfer.availability(small, gpu_layers=2)
+    assert isinstance(wanted.error, RequestError) and "gpu_layers is 2" in str(wanted.reason)
 
 
 def test_options_of_several_gpus_are_passed_on_or_refused_where_there_is_none(

@@ -92,6 +92,12 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "embedding_ids": (lambda llm, **given: llm.embedding_ids(**{"prompts": [IDS, "a"], **given}), {}),
     "logits": (lambda llm, **given: llm.logits(**{"token_ids": IDS, **given}), {}),
     "forget": (lambda llm, **given: llm.forget(**{"token_ids": IDS, **given}), {}),
+    "prefill": (lambda llm, **given: llm.prefill(**{"prompt": IDS, **given}), {}),
+    "stream_prefill": (lambda llm, **given: drained(llm.stream_prefill(**{"token_ids": IDS, **given})), {}),
+    "store_prompt": (lambda llm, **given: llm.store_prompt(**{"token_ids": IDS, **given}), {}),
+    "cached_tokens": (lambda llm, **given: llm.cached_tokens(**{"token_ids": IDS, **given}), {}),
+    "stored_tokens": (lambda llm, **given: llm.stored_tokens(**{"token_ids": IDS, **given}), {}),
+    "fetch_prompt": (lambda llm, **given: llm.fetch_prompt(**{"token_ids": IDS, **given}), {}),
 }
 OPTIONS = {
     "complete": {"prompt", "parse_special", *GenerationOptions.__annotations__},
@@ -115,6 +121,12 @@ OPTIONS = {
     "embedding_ids": {"prompts", "truncate"},
     "logits": {"token_ids"},
     "forget": {"token_ids", "cache_salt"},
+    "prefill": {"prompt", "parse_special", "cache_salt"},
+    "stream_prefill": {"token_ids", "system_tokens", "branch_tokens", "salt", "owner"},
+    "store_prompt": {"token_ids", "cached_tokens", "salt"},
+    "cached_tokens": {"token_ids", "salt"},
+    "stored_tokens": {"token_ids", "salt"},
+    "fetch_prompt": {"token_ids", "salt"},
 }
 ALSO_NAMED = {
     # What an error may call an argument where it speaks of what is in it.
@@ -138,8 +150,10 @@ ALSO_NAMED = {
 
 
 @pytest.fixture(scope="module")
-def llm() -> Iterator[LLM]:
-    with localinfer.load(threads=1, context_length=256) as made:
+def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    """One that keeps prompts on disk, without which nothing can be handed over."""
+    folder = tmp_path_factory.mktemp("prompts")
+    with localinfer.load(threads=1, context_length=256, disk_cache=True, disk_cache_folder=folder) as made:
         yield made
 
 
@@ -182,19 +196,12 @@ def test_every_parameter_of_the_methods_is_tried() -> None:
         *(
             "clear_cache",
             "close",
+            "handover_fingerprint",
             "load_session",
             "move_volatile_heads",
             "prepare_constraints",
             "rerank",
             "save_session",
-            # They need a prompt cache on disk: tests/persistence/test_prefetch.py.
-            "cached_tokens",
-            "fetch_prompt",
-            "handover_fingerprint",
-            "prefill",
-            "store_prompt",
-            "stored_tokens",
-            "stream_prefill",
         )
     }
     for method in CALLS:

@@ -3,19 +3,15 @@
 Starts `localinfer serve` processes of the demo model with one thread each, holds the conversations of
 `tests.simulation.fleet_workload` with them through a router in this client, and prints each figure beside the model's.
 Servers are started anew for each line: their caches are empty. Latencies agree on a machine that does nothing else:
-the share of its processor time that went to other programs is printed too. `tests.simulation.fleet_engines` compares
+the share of its processor time that went to others is printed too. `tests.simulation.fleet_engines` compares
 without that condition, and without HTTP.
 """
 
-import argparse
 import asyncio
 import json
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
-from dataclasses import asdict
-from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -24,20 +20,16 @@ from localinfer.bench.load import chat_body
 from localinfer.bench.load_client import CHAT_PATH, LoadClient, chat, read_reply
 from localinfer.bench.processes import ServerProcess
 from localinfer.loading.options import model_path
-from tests.simulation.fleet import FleetOptions, simulate
+from tests.simulation.fleet import FleetOptions
+from tests.simulation.fleet_comparison import compare, comparison_parser
 from tests.simulation.fleet_costs import StepCosts
-from tests.simulation.fleet_engines import print_comparison
 from tests.simulation.fleet_figures import Figures, Objective, Outcome, figures_of
 from tests.simulation.fleet_memory import Request
-from tests.simulation.fleet_replica import ReplicaOptions
 from tests.simulation.fleet_router import Router
-from tests.simulation.fleet_users import visits_of
 from tests.simulation.fleet_workload import (
     REPLICA_KV_BYTES,
-    REPLICA_KV_TOKENS,
     Conversation,
     Workload,
-    make_workload,
 )
 
 
@@ -149,53 +141,29 @@ class OtherPrograms:
         return (total - idle, total), sum(one.user + one.system for one in own)
 
 
-def measure(words: argparse.Namespace, policy: str, think_scale: float) -> tuple[Figures, float]:
+def measure(workload: Workload, options: FleetOptions, think_scale: float) -> tuple[Figures, dict[str, float]]:
     """The figures of real replicas, and what share of the processors other programs had meanwhile."""
     more = ["--speculation", "off", "--kv-memory", str(REPLICA_KV_BYTES)]
     with ExitStack() as servers:
         model = str(model_path(None))
         ports = [
             servers.enter_context(ServerProcess(model, device="cpu", threads=1, max_generations=64, more=more)).port
-            for _ in range(words.replicas)
+            for _ in range(options.replicas)
         ]
-        fleet = Fleet(ports, policy, words.seed)
+        fleet = Fleet(ports, options.policy, options.seed)
         others = OtherPrograms()
-        asyncio.run(fleet.run(make_workload(words.seed), think_scale))
+        asyncio.run(fleet.run(workload, think_scale))
         share = others.share()
     spread = percentile(fleet.intervals, 50), percentile(fleet.intervals, 99)
-    return figures_of(fleet.outcomes, spread, Objective()), share
-
-
-def predict(words: argparse.Namespace, policy: str, think_scale: float) -> Figures:
-    """The model's."""
-    options = FleetOptions(
-        replicas=words.replicas, policy=policy, replica=ReplicaOptions(kv_tokens=REPLICA_KV_TOKENS), seed=words.seed
-    )
-    visits = visits_of(make_workload(words.seed), think_scale=think_scale)
-    return simulate(StepCosts.read(words.costs), options, visits)
+    return figures_of(fleet.outcomes, spread, Objective()), {"others": share}
 
 
 def main() -> None:
     """Measure, predict, and print both."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--replicas", type=int, default=2)
-    parser.add_argument("--policies", default="prefix,random")
-    parser.add_argument("--think-scales", default="1,0.2", help="multiplies times of arrival and thinking")
-    parser.add_argument("--seed", type=int, default=1)
+    parser = comparison_parser(__doc__, think_scales="1,0.2")
     parser.add_argument("--costs", default="demo")
-    parser.add_argument("--output", help="JSON file of both")
     words = parser.parse_args()
-    record: list[dict[str, Any]] = []
-    for scale in map(float, words.think_scales.split(",")):
-        for policy in words.policies.split(","):
-            figures, others = measure(words, policy, scale)
-            real, guess = asdict(figures), asdict(predict(words, policy, scale))
-            entry = {"policy": policy, "think_scale": scale, "others": others, "measured": real, "predicted": guess}
-            record.append(entry)
-            title = f"{policy}, think times x {scale:g}, {others:.0%} of the processors to other programs"
-            print_comparison(title, real, guess)
-    if words.output:
-        Path(words.output).write_text(json.dumps(record, indent=1) + "\n")
+    compare(words, StepCosts.read(words.costs), measure)
 
 
 if __name__ == "__main__":

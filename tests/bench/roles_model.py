@@ -77,10 +77,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"mixed, speedup {speedup:g}: p50 {shown[0]}, p99 {shown[1]} ms; prompt {together.prompt_seconds:.1f} s")
         for slowdown in args.slowdowns:
             alone = apart(costs, args.tokens, slowdown=slowdown)
-            ratio = together.percentile(99) / alone.percentile(99)
+            ratio, longer = (
+                together.percentile(99) / alone.percentile(99),
+                alone.prompt_seconds / together.prompt_seconds,
+            )
             print(
                 f"  apart, slowdown {slowdown:g}: p99 {alone.percentile(99):.1f} ms, {ratio:.2f} times better; "
-                f"prompt {alone.prompt_seconds:.1f} s"
+                f"prompt {alone.prompt_seconds:.1f} s, {longer:.2f} times as long"
             )
 
 

@@ -37,6 +37,7 @@ STEPS = 10_000
 WINDOW = 7
 SALTS = (NO_SALT, salt_of("one"), salt_of("two"))
 TRACED = (
+    "cache/radix_tree.py",
     "cache/prefix_tree.py",
     "cache/prefix_cache.py",
     "cache/sequence.py",

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from localinfer.cache.prefix_cache import CacheHints, CacheMiss, PrefixCache
+from localinfer.cache.miss import CacheMiss
+from localinfer.cache.prefix_cache import CacheHints, PrefixCache
 from localinfer.cache.prefix_node import CachedPath
 from localinfer.engine.engine import Engine
 from localinfer.engine.scheduler import Generation

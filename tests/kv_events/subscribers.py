@@ -18,7 +18,7 @@ SALT_KEY = "dynamo-cache-salt:"
 END = b"\xff" * 8
 
 
-class MapStored(msgspec.Struct, tag="BlockStored"):
+class Stored(msgspec.Struct, tag="BlockStored"):
     block_hashes: list[int]
     parent_block_hash: int | None
     token_ids: list[int]
@@ -30,47 +30,41 @@ class MapStored(msgspec.Struct, tag="BlockStored"):
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
     kv_cache_spec_sliding_window: int | None = None
-    locality: str | None = None
 
 
-class MapRemoved(msgspec.Struct, tag="BlockRemoved"):
+class Removed(msgspec.Struct, tag="BlockRemoved"):
     block_hashes: list[int]
     medium: str | None
     group_idx: int | None = None
-    locality: str | None = None
 
 
-class MapCleared(msgspec.Struct, tag="AllBlocksCleared"):
+class Cleared(msgspec.Struct, tag="AllBlocksCleared"):
     pass
 
 
-class ArrayStored(msgspec.Struct, tag="BlockStored", array_like=True):
-    block_hashes: list[int]
-    parent_block_hash: int | None
-    token_ids: list[int]
-    block_size: int
-    lora_id: int | None
-    medium: str | None
-    lora_name: str | None
-    extra_keys: list[tuple[Any, ...] | None] | None = None
-    group_idx: int | None = None
-    kv_cache_spec_kind: str | None = None
-    kv_cache_spec_sliding_window: int | None = None
+class MapStored(Stored):
+    locality: str | None = None
 
 
-class ArrayRemoved(msgspec.Struct, tag="BlockRemoved", array_like=True):
-    block_hashes: list[int]
-    medium: str | None
-    group_idx: int | None = None
+class MapRemoved(Removed):
+    locality: str | None = None
 
 
-class ArrayCleared(msgspec.Struct, tag="AllBlocksCleared", array_like=True):
+class ArrayStored(Stored, array_like=True):
+    pass
+
+
+class ArrayRemoved(Removed, array_like=True):
+    pass
+
+
+class ArrayCleared(Cleared, array_like=True):
     pass
 
 
 class MapBatch(msgspec.Struct, array_like=True):
     ts: float
-    events: list[MapStored | MapRemoved | MapCleared]
+    events: list[MapStored | MapRemoved | Cleared]
     data_parallel_rank: int | None = None
 
 

@@ -14,17 +14,7 @@ def write_small_llama(path: Path, num_layers: int = 2, seed: int = 1, extra: dic
 
     extra: further metadata, of numbers, bools and text, by keys without `llama.`.
     """
-    writer = gguf.GGUFWriter(str(path), "llama")
-    writer.add_block_count(num_layers)
-    writer.add_context_length(128)
-    writer.add_embedding_length(HIDDEN)
-    writer.add_feed_forward_length(FEED_FORWARD)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(KV_HEADS)
-    writer.add_key_length(HEAD_SIZE)
-    writer.add_value_length(HEAD_SIZE)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_vocab_size(VOCAB)
+    writer = _writer(path, num_layers)
     kinds = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
     for key, value in (extra or {}).items():
         kinds[type(value)](f"llama.{key}", value)
@@ -35,6 +25,21 @@ def write_small_llama(path: Path, num_layers: int = 2, seed: int = 1, extra: dic
 
 def write_small_mixture(path: Path, num_layers: int = 3, seed: int = 1) -> Path:
     """Write a llama with three experts, of which two are selected, and no dense block; return its path."""
+    writer = _writer(path, num_layers)
+    writer.add_expert_count(3)
+    writer.add_expert_used_count(2)
+    shapes = llama_shapes(VOCAB, HIDDEN, FEED_FORWARD, KV_HEADS * HEAD_SIZE, num_layers)
+    shapes = {name: shape for name, shape in shapes.items() if name.rpartition(".")[2] not in _DENSE}
+    for layer in range(num_layers):
+        shapes[f"blk.{layer}.ffn_gate_inp"] = (3, HIDDEN)
+        for name in _DENSE:
+            shapes[f"blk.{layer}.{name}_exps"] = (3, HIDDEN, FEED_FORWARD)
+    write_random_tensors(writer, shapes, seed)
+    return path
+
+
+def _writer(path: Path, num_layers: int) -> gguf.GGUFWriter:
+    """One that has been given the sizes of a small llama."""
     writer = gguf.GGUFWriter(str(path), "llama")
     writer.add_block_count(num_layers)
     writer.add_context_length(128)
@@ -46,16 +51,7 @@ def write_small_mixture(path: Path, num_layers: int = 3, seed: int = 1) -> Path:
     writer.add_value_length(HEAD_SIZE)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_vocab_size(VOCAB)
-    writer.add_expert_count(3)
-    writer.add_expert_used_count(2)
-    shapes = llama_shapes(VOCAB, HIDDEN, FEED_FORWARD, KV_HEADS * HEAD_SIZE, num_layers)
-    shapes = {name: shape for name, shape in shapes.items() if name.rpartition(".")[2] not in _DENSE}
-    for layer in range(num_layers):
-        shapes[f"blk.{layer}.ffn_gate_inp"] = (3, HIDDEN)
-        for name in _DENSE:
-            shapes[f"blk.{layer}.{name}_exps"] = (3, HIDDEN, FEED_FORWARD)
-    write_random_tensors(writer, shapes, seed)
-    return path
+    return writer
 
 
 _DENSE = ("ffn_gate", "ffn_up", "ffn_down")

@@ -12,12 +12,17 @@ from tests.limits import seconds
 
 
 @contextmanager
-def serve(folder: Path, *options: str, **environment: str) -> Iterator[tuple[subprocess.Popen, str]]:
-    """Run `localinfer serve`; yield the process and its address by TCP. environment: variables beside the present."""
+def serve(
+    folder: Path, *options: str, script: str | None = None, **environment: str
+) -> Iterator[tuple[subprocess.Popen, str]]:
+    """Run `localinfer serve`; yield the process and its address by TCP.
+
+    script: Python that runs the command line, in place of the command. environment: variables beside the present.
+    """
     words = ["serve", "--port", "0", "--socket", str(folder / "s.sock"), "--threads", "1", "--idle-unload", "0"]
     words += ["--disk-cache-folder", str(folder), *options]
     process = subprocess.Popen(
-        [sys.executable, "-m", "localinfer", *words],
+        [sys.executable, *(["-m", "localinfer"] if script is None else ["-c", script]), *words],
         stderr=subprocess.PIPE,
         text=True,
         stdin=subprocess.DEVNULL,

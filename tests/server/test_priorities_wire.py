@@ -21,6 +21,20 @@ from tests.limits import wait_until
 CHAT = "/v1/chat/completions"
 
 
+@pytest.fixture
+def asked(monkeypatch):
+    """The options of each generation that an engine is asked for."""
+    options_of_all = []
+    generate = Engine.generate
+
+    def noted(engine, *args, **options):
+        options_of_all.append(options)
+        return generate(engine, *args, **options)
+
+    monkeypatch.setattr(Engine, "generate", noted)
+    return options_of_all
+
+
 @pytest.mark.parametrize(
     ("path", "body"),
     [
@@ -31,19 +45,11 @@ CHAT = "/v1/chat/completions"
         ("/completion", {"prompt": "Once", "n_predict": 3}),
     ],
 )
-def test_a_priority_reaches_the_engine_and_changes_no_token(served, tcp, monkeypatch, path, body):
-    asked = []
-    generate = Engine.generate
-
-    def noted(engine, *args, **options):
-        asked.append(options["priority"])
-        return generate(engine, *args, **options)
-
-    monkeypatch.setattr(Engine, "generate", noted)
+def test_a_priority_reaches_the_engine_and_changes_no_token(served, tcp, asked, path, body):
     body = {**body, "temperature": 0}
     answers = [tcp.post(path, json={**body, **more}) for more in ({}, {"priority": -5}, {"priority": 7})]
     assert [answer.status_code for answer in answers] == [200] * 3
-    assert asked == [0, -5, 7]
+    assert [options["priority"] for options in asked] == [0, -5, 7]
     texts = {json.dumps(answer.json().get("choices") or answer.json().get("content")) for answer in answers}
     assert len(texts) == 1
     refused = tcp.post(path, json={**body, "priority": 1 << 31})
@@ -126,21 +132,13 @@ def test_a_token_may_not_be_more_urgent_than_its_line_says(gated):
         assert person.post(CHAT, json={**ASK, "priority": -1000}).status_code == 200
 
 
-def test_who_asks_for_no_priority_gets_the_most_urgent_that_it_may_have(gated, monkeypatch):
-    asked = []
-    generate = Engine.generate
-
-    def noted(engine, *args, **options):
-        asked.append((options["priority"], options["owner"]))
-        return generate(engine, *args, **options)
-
-    monkeypatch.setattr(Engine, "generate", noted)
+def test_who_asks_for_no_priority_gets_the_most_urgent_that_it_may_have(gated, asked):
     for token in ("first", "second", "third"):
         with client_of(gated, token) as client:
             assert client.post(CHAT, json=ASK).status_code == 200
-    assert [priority for priority, _ in asked] == [5, 0, 0]
-    assert [owner.max_running for _, owner in asked] == [1, None, None]
-    assert len({owner for _, owner in asked}) == 3
+    assert [options["priority"] for options in asked] == [5, 0, 0]
+    assert [options["owner"].max_running for options in asked] == [1, None, None]
+    assert len({options["owner"] for options in asked}) == 3
 
 
 def test_texts_of_a_token_run_and_wait_as_many_as_its_line_allows(gated):
@@ -193,15 +191,7 @@ def test_an_objective_for_the_first_token_refuses_what_would_come_later(served, 
     assert 'localinfer_ttft_prediction_error_seconds{model="demo",quantile="0.5"}' in text
 
 
-def test_the_objective_of_the_server_holds_for_who_says_nothing_and_not_in_the_background(monkeypatch):
-    asked = []
-    generate = Engine.generate
-
-    def noted(engine, *args, **options):
-        asked.append(options["ttft_objective"])
-        return generate(engine, *args, **options)
-
-    monkeypatch.setattr(Engine, "generate", noted)
+def test_the_objective_of_the_server_holds_for_who_says_nothing_and_not_in_the_background(asked):
     settings = ServerSettings(port=0, ttft_objective=2.5)
     scripts = {"says": b"yes"}
     with (
@@ -214,4 +204,4 @@ def test_the_objective_of_the_server_holds_for_who_says_nothing_and_not_in_the_b
         assert wait_until(lambda: len(asked) == 4)
         for path, more in (("/completion", {"n_cmpl": 2}), ("/v1/completions", {"n": 2})):
             assert client.post(path, json={"model": "says", "prompt": "a|", **more}).status_code == 200
-    assert asked == [2.5, None, 0.25, None, 2.5, None, 2.5, None]
+    assert [options["ttft_objective"] for options in asked] == [2.5, None, 0.25, None, 2.5, None, 2.5, None]

@@ -12,13 +12,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from local_servers import ServedModel, serving
 from role_servers import COMPLETION, STORY, decoding, handovers, loaded, loader, prefilling, sent
 from server_process import serve
 
 from localinfer.persistence import page_file
+from localinfer.server.handover import prefill_client
 from localinfer.server.transport.handover_options import HandoverOptions
 from localinfer.server.transport.settings import ServerSettings
 from tests.inside import engine_of
@@ -173,21 +173,63 @@ def test_a_client_that_leaves_stops_the_prefill(tmp_path: Path) -> None:
             assert wait_until(lambda: not running.server.service.replies())
 
 
-def test_a_prefill_server_killed_midway_costs_nothing_but_time(tmp_path: Path, alone: ServedModel) -> None:
-    wanted = sent(alone, "/v1/completions", {**BODY, "cache_salt": "sixth"})
+STUCK = """
+import sys, time
+import {module} as module
+from localinfer.cli import main
+work, done = module.{name}, []
+def work_and_stick(*arguments):
+    if len(done) >= {count}:
+        time.sleep(600)
+    done.append(work(*arguments))
+    return done[-1]
+module.{name} = work_and_stick
+sys.exit(main())
+"""
+"""A command that gets so far with something, and no further."""
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "count", "num_pages"),
+    [("localinfer.engine.runner", "forward", 1, 0), ("localinfer.persistence.store", "write_page", 2, 2)],
+    ids=["computing", "writing"],
+)
+def test_a_prefill_server_killed_midway_costs_nothing_but_time(
+    module: str,
+    name: str,
+    count: int,
+    num_pages: int,
+    tmp_path: Path,
+    alone: ServedModel,
+    warned: Callable[[], list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One chunk of the prompt is computed there, or two of its pages are written, when the process is killed."""
+    body = {**BODY, "prompt": "A " + STORY * 36}
+    wanted = sent(alone, "/v1/completions", {**body, "cache_salt": name})
+    total = json.loads(wanted)["usage"]["prompt_tokens"]
+    least = total if num_pages else 1
+    lines: list[dict[str, Any]] = []
+    read = prefill_client._line
+
+    def noted(response: Any) -> dict[str, Any]:
+        lines.append(read(response))
+        return lines[-1]
+
+    monkeypatch.setattr(prefill_client, "_line", noted)
+    script = STUCK.format(module=module, name=name, count=count)
     with ExitStack() as stack:
-        process, url = stack.enter_context(serve(tmp_path, "--role", "prefill"))
-        with httpx.Client(base_url=url, trust_env=False, timeout=seconds(30)) as client:
-            # It has loaded its model, and then stands still.
-            assert client.post("/tokenize", json={"content": "x"}).status_code == 200
-        os.kill(process.pid, signal.SIGSTOP)
+        process, url = stack.enter_context(serve(tmp_path, "--role", "prefill", script=script))
         decode = stack.enter_context(decoding(tmp_path, url))
         answers: list[bytes] = []
-        asking = threading.Thread(target=lambda: answers.append(sent(decode, "/v1/completions", BODY)))
+        asking = threading.Thread(target=lambda: answers.append(sent(decode, "/v1/completions", body)))
         asking.start()
-        assert wait_until(lambda: any(one.num_asked for one in decode.server.service.handover._servers))
+        assert wait_until(lambda: any(line.get("computed_tokens", 0) >= least for line in lines)), lines
+        assert wait_until(lambda: len(list(tmp_path.rglob("*.page"))) >= num_pages)
         process.kill()
-        os.kill(process.pid, signal.SIGCONT)
         asking.join(seconds(30))
+        assert process.wait(seconds(10)) == -signal.SIGKILL
         assert answers == [wanted]
         assert handovers(decode) == {"failed": 1, "computed_here": 1}
+    assert (lines[-1]["computed_tokens"] == total) == (num_pages > 0) and "stored_tokens" not in lines[-1]
+    assert len(warned()) == 1 and "went away" in warned()[0]

@@ -130,7 +130,7 @@ def test_the_route_says_what_is_wrong_with_a_request(tmp_path: Path) -> None:
             ({"token_ids": []}, 400, "no tokens"),
             ({"token_ids": [1 << 30]}, 400, "vocabulary"),
             ({"token_ids": [5] * 100_000}, 400, "context"),
-            ({"branch_tokens": [-1]}, 400, "lengths"),
+            ({"branch_tokens": [-1]}, 400, "branch_tokens"),
             ({"fingerprint": {"weights": "other"}}, 409, "weights"),
             ({"temperature": 1}, 400, "no member"),
         ]:

@@ -6,15 +6,11 @@ that it took here. So scheduler, cache, eviction and step costs are the real one
 shared machine computes meanwhile disturbs little. Prints each figure beside the model's.
 """
 
-import argparse
-import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -26,16 +22,14 @@ from localinfer.loading.options import model_path
 from localinfer.models.load.loader import Model, load_model
 from localinfer.sampling.params import SamplingParams
 from tests.bench.bench_step_costs import measure_engine, measure_steps
-from tests.simulation.fleet import Fleet, FleetOptions, simulate
+from tests.simulation.fleet import Fleet, FleetOptions
+from tests.simulation.fleet_comparison import compare, comparison_parser
 from tests.simulation.fleet_costs import StepCosts
 from tests.simulation.fleet_figures import Figures
 from tests.simulation.fleet_memory import Request
-from tests.simulation.fleet_replica import ReplicaOptions
 from tests.simulation.fleet_users import visits_of
-from tests.simulation.fleet_workload import REPLICA_KV_BYTES, REPLICA_KV_TOKENS, Workload, make_workload
+from tests.simulation.fleet_workload import REPLICA_KV_BYTES, Workload
 
-COMPARED = ("hit_rate", "tokens_per_second", "ttft_p50")
-SHOWN = (*COMPARED, "ttft_p99", "interval_p50", "interval_p99")
 _END_TOKEN_IDS = (1, 3)
 CONTEXTS, REPETITIONS = (0, 256, 896), 12
 
@@ -189,36 +183,12 @@ def measured_costs() -> StepCosts:
 
 def main() -> None:
     """Measure, predict, and print both."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--replicas", type=int, default=2)
-    parser.add_argument("--policies", default="prefix,random")
-    parser.add_argument("--think-scales", default="1,0.1", help="multiplies times of arrival and thinking")
-    parser.add_argument("--seed", type=int, default=1)
+    parser = comparison_parser(__doc__, think_scales="1,0.1")
     parser.add_argument("--costs", help="a measured file (default: measured now)")
-    parser.add_argument("--output", help="JSON file of both")
     words = parser.parse_args()
-    record: list[dict[str, Any]] = []
-    workload = make_workload(words.seed)
     costs = StepCosts.read(words.costs, beside="engine") if words.costs else measured_costs()
     with closing(load_model(model_path(None), threads=1)) as model:
-        for scale in map(float, words.think_scales.split(",")):
-            for policy in words.policies.split(","):
-                replica = ReplicaOptions(kv_tokens=REPLICA_KV_TOKENS)
-                options = FleetOptions(replicas=words.replicas, policy=policy, replica=replica, seed=words.seed)
-                real = asdict(measure(model, costs, workload, options, scale))
-                guess = asdict(simulate(costs, options, visits_of(workload, think_scale=scale)))
-                record.append({"policy": policy, "think_scale": scale, "measured": real, "predicted": guess})
-                print_comparison(f"{policy}, think times x {scale:g}", real, guess)
-    if words.output:
-        Path(words.output).write_text(json.dumps(record, indent=1) + "\n")
-
-
-def print_comparison(title: str, real: dict[str, float], guess: dict[str, float]) -> None:
-    """Measured and predicted figures, a line for each."""
-    print(f"{title}:")
-    for name in SHOWN:
-        off = guess[name] / real[name] - 1 if real[name] else 0.0
-        print(f"  {name:>18} measured {real[name]:10.5g} predicted {guess[name]:10.5g} {off:+7.1%}", flush=True)
+        compare(words, costs, lambda workload, options, scale: (measure(model, costs, workload, options, scale), {}))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ out. `python -m tests.simulation.plant` measures how long each takes to be found
 from tests.simulation.planting import Planted
 
 _POOL = "localinfer.cache.block_pool"
+_RADIX = "localinfer.cache.radix_tree"
 _TREE = "localinfer.cache.prefix_tree"
 _NODE = "localinfer.cache.prefix_node"
 _CACHE = "localinfer.cache.prefix_cache"
@@ -84,21 +85,21 @@ PLANTED = (
     ),
     Planted(
         "first-page-decides",
-        _TREE,
+        _RADIX,
         "                return child, common_length(child.token_ids, token_ids)\n",
         "                return child, min(child.token_ids.size, token_ids.size)\n",
         "a text that begins with the first page of a node is taken for all of that node",
     ),
     Planted(
         "longer-text-not-retained",
-        _TREE,
+        _RADIX,
         "        self._pool.retain(fresh, windowed[whole:])\n",
         "        self._pool.retain(fresh[1:], windowed[whole + 1 :])\n",
         "where a longer text replaces a shorter one, its first new page has no reference",
     ),
     Planted(
         "split-keeps-snapshots-above",
-        _TREE,
+        _RADIX,
         "for offset, snapshot in snapshots if offset > length}\n",
         "for offset, snapshot in snapshots if offset >= length}\n",
         "a snapshot at the place where a node is split goes to both parts",

@@ -7,8 +7,10 @@ from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
+from localinfer.server.api.logprobs import chat_logprobs
 from localinfer.server.api.progress import PromptProgress
-from localinfer.server.api.writer import ChoicesWriter, Delta, Event, chat_logprobs, chat_plan, deltas_of, serve_reply
+from localinfer.server.api.serving import chat_plan, serve_reply
+from localinfer.server.api.writer import ChoicesWriter, Delta, Event, deltas_of
 from localinfer.server.replies.fields import (
     AddGenerationPrompt,
     CacheSalt,

@@ -8,8 +8,10 @@ from msgspec import UNSET, Meta, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
+from localinfer.server.api.logprobs import LegacyLogprobs
 from localinfer.server.api.progress import PromptProgress
-from localinfer.server.api.writer import ChoicesWriter, Event, LegacyLogprobs, serve_reply
+from localinfer.server.api.serving import serve_reply
+from localinfer.server.api.writer import ChoicesWriter, Event
 from localinfer.server.replies.fields import (
     CacheSalt,
     GenerationFields,

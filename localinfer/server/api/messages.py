@@ -9,7 +9,9 @@ from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
-from localinfer.server.api.writer import BlockWriter, Delta, Event, chat_plan, serve_reply, timings
+from localinfer.server.api.serving import chat_plan, serve_reply
+from localinfer.server.api.usage import timings
+from localinfer.server.api.writer import BlockWriter, Delta, Event
 from localinfer.server.replies.block_fields import (
     InputMessage,
     chat_messages,

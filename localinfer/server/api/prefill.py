@@ -13,7 +13,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from localinfer.errors import RequestError
+from localinfer.cache.salt import SALT_BYTES
 from localinfer.server.replies.reply import Reply, Silence, TextPlan
 from localinfer.server.replies.service import PREFILL, read_body, service_of
 from localinfer.server.transport.http import ApiError, EventStream, to_api_error
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from localinfer.generation.stream import TextStream
     from localinfer.llm import LLM
     from localinfer.prompt_handover import Prefilled
-
-_SALT_BYTES = (0, 32)
 
 
 class PrefillRequest(msgspec.Struct):
@@ -70,7 +68,7 @@ def _salt_of(body: PrefillRequest) -> bytes:
         salt = bytes.fromhex(body.salt)
     except ValueError:
         salt = b"?"
-    if len(salt) not in _SALT_BYTES:
+    if len(salt) not in SALT_BYTES:
         raise ApiError(400, "salt: give 64 hexadecimal digits, or none", param="salt")
     return salt
 
@@ -88,8 +86,6 @@ def _open(llm: "LLM", body: PrefillRequest, salt: bytes, owner: str) -> "TextStr
             code="fingerprint_mismatch",
             facts={"differing": different},
         )
-    if any(number < 0 for number in (body.system_tokens, *body.branch_tokens)):
-        raise RequestError("system_tokens and branch_tokens are lengths; give 0 or more", field="branch_tokens")
     return llm.stream_prefill(
         body.token_ids,
         system_tokens=body.system_tokens,

@@ -19,7 +19,7 @@ from localinfer.server.api.responses_items import item_list, item_messages
 from localinfer.server.api.responses_memory import ResponseMemory, Turn, memory_of
 from localinfer.server.api.responses_request import ResponsesRequest
 from localinfer.server.api.responses_writer import ResponseWriter
-from localinfer.server.api.writer import chat_plan, serve_reply
+from localinfer.server.api.serving import chat_plan, serve_reply
 from localinfer.server.operation.request_record import record_of
 from localinfer.server.replies.fields import without_missing_thinking
 from localinfer.server.replies.isolation import may_see_reply, salt_options

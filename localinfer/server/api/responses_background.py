@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from localinfer.server.api.responses_writer import ResponseWriter
-from localinfer.server.api.writer import reply_frames
+from localinfer.server.api.serving import reply_frames
 from localinfer.server.transport.http import PING, ApiError, EventStream
 
 _FRAME_END = b"\n\n"

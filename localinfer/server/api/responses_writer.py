@@ -9,7 +9,8 @@ from localinfer.server.api.progress import PromptProgress
 from localinfer.server.api.responses_items import Item, encrypted_reasoning, kept_items
 from localinfer.server.api.responses_memory import Turn
 from localinfer.server.api.responses_request import ResponsesRequest
-from localinfer.server.api.writer import BlockWriter, Delta, Event, timings, usage
+from localinfer.server.api.usage import timings, usage
+from localinfer.server.api.writer import BlockWriter, Delta, Event
 from localinfer.server.replies.custom_input import CustomInput
 from localinfer.server.replies.reply import Reply
 from localinfer.server.replies.tool_fields import ToolName, tool_names

@@ -1,39 +1,18 @@
-"""From a request for text to its answer, streamed or whole: the one shape that the handlers of all APIs share.
+"""What a wire format adds to a reply: the events that its tokens become, and the object they are together."""
 
-What a reply adds and costs, under the names of the wire formats: deltas, log probabilities, usage, timings.
-"""
-
-import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from starlette.requests import Request
-from starlette.responses import Response
-
 from localinfer.server.api.progress import PromptProgress
-from localinfer.server.replies.fields import StreamOptions, seeded, without_missing_thinking
-from localinfer.server.replies.reply import End, Reply, Silence, TextPlan, Token
-from localinfer.server.replies.resumption import RELAY, ReplyRelay
-from localinfer.server.replies.service import Plan, service_of, unless_gone
-from localinfer.server.transport.http import (
-    DONE,
-    ApiError,
-    EventStream,
-    event_frame,
-    json_response,
-    to_api_error,
-)
+from localinfer.server.api.usage import running_usage, timings, usage
+from localinfer.server.replies.fields import StreamOptions
+from localinfer.server.replies.reply import Reply
+from localinfer.server.transport.http import DONE, ApiError, EventStream, event_frame
 
 if TYPE_CHECKING:
     from localinfer.generation.completion import Stats, StreamEvent
-    from localinfer.generation.stream import TextStream
-    from localinfer.llm import LLM
-    from localinfer.models.text.tokenizer import Tokenizer
-    from localinfer.sampling.filters import TokenLogprobs
 
-_LEAST = -9999.0
-"""What OpenAI's formats write as the log probability of a token that is ruled out: JSON has no infinity."""
+Event = dict[str, Any]
 
 
 class Delta(NamedTuple):
@@ -57,107 +36,6 @@ def deltas_of(event: "StreamEvent") -> Iterator[Delta]:
         yield Delta("text", event.text)
     for delta in event.tool_calls:
         yield Delta("call", delta.arguments, delta.index, delta.id, delta.name)
-
-
-def chat_logprobs(tokenizer: "Tokenizer", token_id: int, found: "TokenLogprobs") -> dict[str, Any]:
-    """A token of a chat completion's `logprobs.content`."""
-    return {
-        **_token(tokenizer, token_id, found.logprob),
-        "top_logprobs": [_token(tokenizer, other, logprob) for other, logprob in found.top],
-    }
-
-
-class LegacyLogprobs:
-    """A completion's `logprobs`: tokens, their log probabilities, the likeliest others, and where each begins."""
-
-    def __init__(self, tokenizer: "Tokenizer") -> None:
-        self._tokenizer = tokenizer
-        self._offset = 0
-        self._members: dict[str, list[Any]] = {}
-        self.take()
-
-    def add(self, token_id: int, found: "TokenLogprobs | None") -> None:
-        """Append a token; found: None for the first of a text, which nothing predicts."""
-        text = _text(self._tokenizer, token_id)
-        top: dict[str, float] = {}
-        for other, logprob in () if found is None else found.top:
-            # Several tokens may be written alike; the likeliest comes first.
-            top.setdefault(_text(self._tokenizer, other), max(logprob, _LEAST))
-        self._members["tokens"].append(text)
-        self._members["token_logprobs"].append(None if found is None else max(found.logprob, _LEAST))
-        self._members["top_logprobs"].append(None if found is None else top)
-        self._members["text_offset"].append(self._offset)
-        self._offset += len(text)
-
-    def take(self) -> dict[str, Any]:
-        """What was added since the last call, in the wire's shape."""
-        taken = self._members
-        self._members = {name: [] for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")}
-        return taken
-
-
-def _token(tokenizer: "Tokenizer", token_id: int, logprob: float) -> dict[str, Any]:
-    spelled = list(_bytes(tokenizer, token_id))
-    return {"token": _text(tokenizer, token_id), "logprob": max(logprob, _LEAST), "bytes": spelled}
-
-
-def _text(tokenizer: "Tokenizer", token_id: int) -> str:
-    return _bytes(tokenizer, token_id).decode("utf-8", "replace")
-
-
-def _bytes(tokenizer: "Tokenizer", token_id: int) -> bytes:
-    # A model may have more logits than its vocabulary has tokens.
-    return tokenizer.token_bytes(token_id) if token_id < tokenizer.vocab_size else b""
-
-
-def usage(reply: Reply) -> dict[str, Any]:
-    """OpenAI's `usage` of the texts that have ended; a prompt that several share counts once."""
-    stats = [one for one in reply.stats if one is not None]
-    prompts = [one for index, one in enumerate(reply.stats) if one is not None and not reply.shares_prompt(index)]
-    prompt = sum(one.prompt_tokens for one in prompts)
-    completion = sum(one.completion_tokens for one in stats)
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": completion,
-        "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": sum(one.cached_tokens for one in prompts)},
-        "completion_tokens_details": {
-            "reasoning_tokens": reply.num_reasoning_tokens,
-            "accepted_prediction_tokens": sum(one.accepted_tokens for one in stats),
-            "rejected_prediction_tokens": sum(one.drafted_tokens - one.accepted_tokens for one in stats),
-        },
-    }
-
-
-def running_usage(reply: Reply) -> dict[str, Any]:
-    """OpenAI's `usage` of a reply so far."""
-    prompt, completion = reply.num_used()
-    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
-
-
-def timings(stats: "Stats") -> dict[str, Any]:
-    """What one text took: llama.cpp's names, times in milliseconds."""
-    computed = stats.prompt_tokens - stats.cached_tokens
-    first, rate = stats.time_to_first_token_seconds, stats.decode_tokens_per_second
-    decoded = max(0, stats.completion_tokens - 1)
-    return {
-        "cache_n": stats.cached_tokens,
-        "prompt_n": computed,
-        "prompt_ms": 1e3 * first,
-        "prompt_per_token_ms": 1e3 * first / computed if computed else 0.0,
-        "prompt_per_second": computed / first if first > 0 else 0.0,
-        "predicted_n": stats.completion_tokens,
-        "predicted_ms": 1e3 * decoded / rate if rate > 0 else 0.0,
-        "predicted_per_token_ms": 1e3 / rate if rate > 0 else 0.0,
-        "predicted_per_second": rate,
-        "draft_n": stats.drafted_tokens,
-        "draft_n_accepted": stats.accepted_tokens,
-        **({"cache_miss": stats.cache_miss_summary} if stats.cache_miss_summary is not None else {}),
-        **({"notices": list(stats.notices)} if stats.notices else {}),
-    }
-
-
-Event = dict[str, Any]
 
 
 class ReplyWriter:
@@ -209,128 +87,6 @@ class ReplyWriter:
     def whole(self) -> Any:
         """The answer that is not streamed, when all texts have ended."""
         raise NotImplementedError
-
-
-async def serve_reply(
-    request: Request,
-    body: Any,
-    kind: str,
-    plan: Plan,
-    make_writer: Callable[[Reply], ReplyWriter],
-    *,
-    session: str | None = None,
-    ping_seconds: float | None = None,
-) -> Response:
-    """Generate what a request asks for and answer it, streamed or whole.
-
-    body: the request's record, with its members `model` and `stream`. kind, plan, session: of `Service.begin`.
-    ping_seconds: between signs of life in a stream, if not the server's.
-    """
-    service = service_of(request)
-    id_slot = getattr(body, "id_slot", None)
-    relay: ReplyRelay | None = request.scope.get("state", {}).get(RELAY)
-    reply = await service.begin(request, body.model, kind, plan, session=session, id_slot=id_slot, relay=relay)
-    try:
-        writer = make_writer(reply)
-        if writer.prepare is not None:
-            await unless_gone(request, asyncio.to_thread(writer.prepare))
-        if not body.stream:
-            return json_response(await unless_gone(request, _whole(writer)))
-    except BaseException:
-        reply.close()
-        raise
-    finally:
-        if not body.stream:
-            reply.close()
-    return writer.stream(reply_frames(writer, ping_seconds or service.settings.ping_seconds), reply.close)
-
-
-async def _whole(writer: ReplyWriter) -> Any:
-    reply = writer.reply
-    async for event in reply.events():
-        for _ in _written(writer, event):
-            pass
-        if reply.relay is not None:
-            _relayed(reply, reply.relay, event, None)
-    whole = writer.whole()
-    await writer.settle()
-    return whole
-
-
-async def reply_frames(writer: ReplyWriter, ping_seconds: float) -> AsyncIterator[bytes]:
-    """A reply as a stream: frames of events, and pings while nothing comes."""
-    reply = writer.reply
-    if reply.relay is not None:
-        async for relayed in _relayed_frames(writer, reply.relay, ping_seconds):
-            yield relayed
-        return
-    for event in writer.begin():
-        yield writer.frame(event)
-    try:
-        async for item in reply.events(ping_seconds):
-            for frame in _frames(writer, item):
-                yield frame
-        last = list(writer.finish())
-        await writer.settle()
-        for event in last:
-            yield writer.frame(event)
-    except Exception as error:
-        for event in writer.failures(to_api_error(error, reply.id)):
-            yield writer.frame(event)
-    if writer.last_frame:
-        yield writer.last_frame
-
-
-async def _relayed_frames(writer: ReplyWriter, relay: ReplyRelay, ping_seconds: float) -> AsyncIterator[bytes]:
-    """As `reply_frames`, in pieces of which each is sent whole or not at all, without those that were sent before."""
-    reply = writer.reply
-    if begun := relay.sent("begin", 0, [writer.frame(event) for event in writer.begin()]):
-        yield begun
-    try:
-        async for item in reply.events(ping_seconds):
-            if made := _relayed(reply, relay, item, list(_frames(writer, item))):
-                yield made
-        last = [writer.frame(event) for event in writer.finish()]
-        await writer.settle()
-    except Exception as error:
-        last = [writer.frame(event) for event in writer.failures(to_api_error(error, reply.id))]
-    if tail := relay.sent("tail", 0, [*last, writer.last_frame]):
-        yield tail
-
-
-def _frames(writer: ReplyWriter, item: Token | End | Silence) -> Iterator[bytes]:
-    for made in _written(writer, item):
-        yield writer.stream.ping if made is None else writer.frame(made)
-
-
-def _relayed(reply: Reply, relay: ReplyRelay, item: Token | End | Silence, frames: list[bytes] | None) -> bytes:
-    """What is to be sent of the frames of an event; frames: None for an answer that is sent as a whole."""
-    if isinstance(item, Token) and item.event.token_id >= 0:
-        stats = reply.stats_so_far(item.index)
-        return relay.token(item.index, item.event.token_id, None if stats is None else stats.cached_tokens, frames)
-    if isinstance(item, End) and frames is not None:
-        return relay.sent("end", item.index, frames)
-    return b"".join(frames or ())
-
-
-def _written(writer: ReplyWriter, item: Token | End | Silence) -> Iterable[Event | None]:
-    if isinstance(item, Token):
-        return writer.add(item.index, item.event)
-    if isinstance(item, End):
-        return writer.end(item.index, item.finish_reason, item.stats)
-    return writer.silence()
-
-
-def chat_plan(messages: Sequence[Mapping[str, Any]], options: dict[str, Any], count: int = 1) -> Plan:
-    """One answer to a chat per choice; the later ones find the prompt in the cache."""
-
-    def open_stream(llm: "LLM", index: int) -> "TextStream":
-        return llm.stream_chat(messages, **seeded(without_missing_thinking(llm, options), index, llm.defaults))
-
-    def plan(llm: "LLM") -> list[TextPlan]:
-        return [TextPlan(partial(open_stream, llm, index), 0 if index else None) for index in range(count)]
-
-    return plan
 
 
 class ChoicesWriter(ReplyWriter):

@@ -9,7 +9,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from localinfer.server.api.progress import PromptProgress, progress_timings
-from localinfer.server.api.writer import Event, ReplyWriter, serve_reply, timings
+from localinfer.server.api.serving import serve_reply
+from localinfer.server.api.usage import timings
+from localinfer.server.api.writer import Event, ReplyWriter
 from localinfer.server.llama_server.completion_request import LlamaCompletionRequest, LlamaFields
 from localinfer.server.llama_server.generation_settings import generation_settings, sampling_params
 from localinfer.server.llama_server.probabilities import ShownProbabilities, needed_logprobs

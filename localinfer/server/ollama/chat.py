@@ -7,7 +7,8 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from localinfer.server.api.writer import Event, serve_reply
+from localinfer.server.api.serving import serve_reply
+from localinfer.server.api.writer import Event
 from localinfer.server.ollama.messages import OllamaMessages, read_ollama_messages
 from localinfer.server.ollama.reply_fields import ReplyFields, begin_request, load_or_unload
 from localinfer.server.ollama.reply_lines import LineWriter

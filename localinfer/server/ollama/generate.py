@@ -10,7 +10,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from localinfer.server.api.completions import CompletionRequest, fill_in_prompt
-from localinfer.server.api.writer import Event, serve_reply
+from localinfer.server.api.serving import serve_reply
+from localinfer.server.api.writer import Event
 from localinfer.server.ollama.messages import check_no_images
 from localinfer.server.ollama.reply_fields import ReplyFields, begin_request, load_or_unload
 from localinfer.server.ollama.reply_lines import LineWriter

@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from localinfer.server.api.writer import Delta, Event, ReplyWriter, chat_logprobs, deltas_of, timings
+from localinfer.server.api.logprobs import chat_logprobs
+from localinfer.server.api.usage import timings
+from localinfer.server.api.writer import Delta, Event, ReplyWriter, deltas_of
 from localinfer.server.ollama.messages import written_call
 from localinfer.server.ollama.reply_fields import BegunRequest, ReplyFields
 from localinfer.server.ollama.wire import LineStream, line, nanoseconds

@@ -12,7 +12,7 @@ from localinfer.server.operation.ttft_metrics import TtftMetrics
 from localinfer.server.operation.vllm_metrics import VllmMetrics
 
 if TYPE_CHECKING:
-    from localinfer.cache.prefix_cache import SnapshotStats
+    from localinfer.cache.stats import SnapshotStats
     from localinfer.engine.engine import EngineStats
     from localinfer.generation.completion import Stats
 
