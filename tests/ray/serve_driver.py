@@ -42,7 +42,6 @@ def main() -> None:
             serve.run(localinfer.ray.app(**{**options, **more}), name="test", route_prefix="/")
 
         deploy()
-        engine = serve.get_deployment_handle("engine", app_name="test")
         say({"port": port})
         for line in sys.stdin:
             asked = json.loads(line)
@@ -50,7 +49,8 @@ def main() -> None:
                 deploy(**asked["options"])
                 answer: Any = "deployed"
             else:
-                answer = engine.broadcast("running").results(timeout_s=30, return_exceptions=True)
+                replicas = serve.get_deployment_handle(asked["deployment"], app_name="test")
+                answer = replicas.broadcast("running").results(timeout_s=30, return_exceptions=True)
                 answer = [one for one in answer if not isinstance(one, BaseException)]
             say(answer)
     finally:
