@@ -7,6 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 from ray.exceptions import RayActorError, WorkerCrashedError
+from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -137,7 +138,11 @@ class Ingress:
     async def _of_all(self, replicas: DeploymentHandle, method: str, request: RelayedRequest) -> list[Any]:
         """What the replicas return that are there."""
         called = replicas.broadcast(method, request)
-        results = await called.results_async(timeout_s=_SECONDS, return_exceptions=True)
+        try:
+            results = await called.results_async(timeout_s=_SECONDS, return_exceptions=True)
+        except (DeploymentUnavailableError, TimeoutError):
+            # There is none now; or one stands still, and what the others return is lost with it.
+            return []
         return [result for result in results if not isinstance(result, BaseException)]
 
 

@@ -31,7 +31,7 @@ class PrefillDeployment:
     thread than the one that asks.
     """
 
-    name = f"deployment {PREFILL!r}"
+    name = f"of Serve's deployment {PREFILL!r}"
 
     def __init__(self, handle: Any, loop: asyncio.AbstractEventLoop) -> None:
         self._handle = handle

@@ -28,6 +28,7 @@ def main() -> None:
 
     import ray
     from ray import serve
+    from ray.serve.exceptions import DeploymentUnavailableError
 
     import localinfer.ray
 
@@ -50,7 +51,11 @@ def main() -> None:
                 answer: Any = "deployed"
             else:
                 replicas = serve.get_deployment_handle(asked["deployment"], app_name="test")
-                answer = replicas.broadcast("running").results(timeout_s=30, return_exceptions=True)
+                try:
+                    answer = replicas.broadcast("running").results(timeout_s=30, return_exceptions=True)
+                except DeploymentUnavailableError:
+                    # The last one is gone, and the next not there.
+                    answer = []
                 answer = [one for one in answer if not isinstance(one, BaseException)]
             say(answer)
     finally:
