@@ -1,10 +1,13 @@
 """A replica: the server's app over one loaded model, without sockets, in a process of its own."""
 
+import asyncio
 import os
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack, aclosing
+from typing import Any
 
 from localinfer.ray.answer_parts import AnswerPart, RelayedRequest, answer_parts
+from localinfer.ray.prefill_deployment import PrefillDeployment
 from localinfer.ray.replica_models import ReplicaOptions, model_registry
 from localinfer.server.replies.resumption import Resumption
 
@@ -12,15 +15,25 @@ from localinfer.server.replies.resumption import Resumption
 class EngineReplica:
     """Loads a model when it is made, and answers requests as `localinfer serve` does. Lives on one event loop.
 
+    prefill: a handle of the deployment that computes long prompts, None where this replica does. num_prefill: of its
+    replicas; so many may fail before a prompt is computed here.
     Raises: LocalinferError for a model that cannot be loaded, which ends the deployment.
     """
 
     # Serve awaits it: a model is loaded on the loop that answers.
-    async def __init__(self, options: ReplicaOptions) -> None:  # type: ignore[misc]
+    async def __init__(  # type: ignore[misc]
+        self, options: ReplicaOptions, prefill: Any = None, num_prefill: int = 0
+    ) -> None:
         from localinfer.server.app import make_app
         from localinfer.server.replies.service import Service
 
-        self._service = Service(options.settings, lambda metrics: model_registry(options, metrics), preloads=True)
+        loop = asyncio.get_running_loop()
+        self._service = Service(
+            options.settings,
+            lambda metrics: model_registry(options, metrics),
+            preloads=True,
+            prefill_servers=[PrefillDeployment(prefill, loop) for _ in range(num_prefill)],
+        )
         self._app = make_app(self._service)
         self._closing = AsyncExitStack()
         await self._closing.enter_async_context(self._app.router.lifespan_context(self._app))
@@ -35,6 +48,13 @@ class EngineReplica:
     ) -> AsyncGenerator[list[AnswerPart]]:
         """Answer a request, or go on with a reply to it. prefix: of its prompt, for the router."""
         async with aclosing(answer_parts(self._app, request, resumption)) as answering:
+            async for parts in answering:
+                yield parts
+
+    async def prefill(self, request: RelayedRequest) -> AsyncGenerator[list[AnswerPart]]:
+        """Compute a prompt for another replica. That it was taken on is said at once, by no parts."""
+        yield []
+        async with aclosing(answer_parts(self._app, request, None)) as answering:
             async for parts in answering:
                 yield parts
 

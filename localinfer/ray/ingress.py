@@ -7,10 +7,12 @@ from contextlib import suppress
 from typing import Any
 
 from ray.exceptions import RayActorError, WorkerCrashedError
+from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from localinfer.ray.answer_parts import AnswerPart, RelayedRequest
+from localinfer.ray.prefill_deployment import HEADERS
 from localinfer.ray.prompt_prefix import prompt_prefixes
 from localinfer.ray.relay import ReplicaLostError, relay_answer
 from localinfer.ray.replica_metrics import merged_metrics
@@ -24,10 +26,14 @@ _GONE = (RayActorError, WorkerCrashedError)
 
 
 class Ingress:
-    """What Serve calls with each request. engine: a handle of the replicas. max_body_bytes: of a request."""
+    """What Serve calls with each request. engine: a handle of the replicas. max_body_bytes: of a request.
 
-    def __init__(self, engine: DeploymentHandle, max_body_bytes: int) -> None:
+    prefill: a handle of those that compute prompts for them, None for none.
+    """
+
+    def __init__(self, engine: DeploymentHandle, max_body_bytes: int, prefill: DeploymentHandle | None = None) -> None:
         self._engine = engine
+        self._prefill = prefill
         self._max_body_bytes = max_body_bytes
 
     def __serve_build_asgi_app__(self) -> ASGIApp:  # noqa: PLW3201 - Serve's name
@@ -100,7 +106,7 @@ class Ingress:
 
     async def _answer_by_any(self, request: RelayedRequest, send: Send) -> None:
         """Ask all replicas, and pass on the answer of the one that has what is asked for."""
-        answers = await self._of_all("whole_answer", request)
+        answers = await self._of_all(self._engine, "whole_answer", request)
         found = next((parts for parts in answers if _status(parts) != 404), answers[0] if answers else None)
         if found is None:
             await _send_error(send, _no_replica(), request.path)
@@ -110,7 +116,7 @@ class Ingress:
                 await send(part.message)
 
     async def _answer_metrics(self, request: RelayedRequest, send: Send) -> None:
-        answers = dict(await self._of_all("metrics", request))
+        answers = dict(await self._of_all(self._engine, "metrics", request))
         texts = {name: _body(parts).decode() for name, parts in sorted(answers.items()) if _status(parts) == 200}
         if not texts:
             refused = next(iter(answers.values()), None)
@@ -120,14 +126,23 @@ class Ingress:
             if refused is None:
                 await _send_error(send, _no_replica(), request.path)
             return
+        if self._prefill is not None:
+            # Whether the client may see them, the engines have said.
+            asked = RelayedRequest("GET", "/metrics", b"", HEADERS, b"")
+            more = await self._of_all(self._prefill, "metrics", asked)
+            texts |= {name: _body(parts).decode() for name, parts in sorted(more) if _status(parts) == 200}
         kind = (b"content-type", b"text/plain; version=0.0.4; charset=utf-8")
         await send({"type": "http.response.start", "status": 200, "headers": [kind]})
         await send({"type": "http.response.body", "body": merged_metrics(texts).encode()})
 
-    async def _of_all(self, method: str, request: RelayedRequest) -> list[Any]:
+    async def _of_all(self, replicas: DeploymentHandle, method: str, request: RelayedRequest) -> list[Any]:
         """What the replicas return that are there."""
-        called = self._engine.broadcast(method, request)
-        results = await called.results_async(timeout_s=_SECONDS, return_exceptions=True)
+        called = replicas.broadcast(method, request)
+        try:
+            results = await called.results_async(timeout_s=_SECONDS, return_exceptions=True)
+        except (DeploymentUnavailableError, TimeoutError):
+            # There is none now; or one stands still, and what the others return is lost with it.
+            return []
         return [result for result in results if not isinstance(result, BaseException)]
 
 

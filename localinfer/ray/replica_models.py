@@ -17,12 +17,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ReplicaOptions:
-    """What a replica serves. model, name: as of `app`. settings: of the server. load: options of `localinfer.load`."""
+    """What a replica serves. model, name: as of `app`. settings: of the server. load: options of `localinfer.load`.
+
+    hands_over: prompts go from one replica to another, so the model has to keep them on disk.
+    """
 
     model: str | None
     name: str | None
     settings: ServerSettings
     load: Mapping[str, Any] = field(default_factory=dict)
+    hands_over: bool = False
 
 
 def model_registry(options: ReplicaOptions, metrics: "Metrics") -> "ModelRegistry":
@@ -41,7 +45,11 @@ def model_registry(options: ReplicaOptions, metrics: "Metrics") -> "ModelRegistr
     source = source if options.name is None else replace(source, id=options.name)
 
     def load(one: "ModelSource") -> "LLM":
-        return localinfer.load(one.path, **options.load)
+        llm = localinfer.load(one.path, **options.load)
+        if options.hands_over and "completion" in llm.capabilities:
+            # Hashes the weights now, not beside the first reply.
+            llm.handover_fingerprint()
+        return llm
 
     return ModelRegistry(
         [source],

@@ -38,7 +38,7 @@ from localinfer.server.api import (
 )
 from localinfer.server.api.responses_background import BackgroundResponses
 from localinfer.server.api.responses_memory import ResponseMemory
-from localinfer.server.handover.prefill_client import ROUTE
+from localinfer.server.handover.prefill_server import ROUTE
 from localinfer.server.llama_server import completion, embedding, infill, metrics, model_control, properties, slots
 from localinfer.server.ollama.routes import ollama_routes
 from localinfer.server.operation.hangup import HangupHandler

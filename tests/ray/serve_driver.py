@@ -28,6 +28,7 @@ def main() -> None:
 
     import ray
     from ray import serve
+    from ray.serve.exceptions import DeploymentUnavailableError
 
     import localinfer.ray
 
@@ -42,7 +43,6 @@ def main() -> None:
             serve.run(localinfer.ray.app(**{**options, **more}), name="test", route_prefix="/")
 
         deploy()
-        engine = serve.get_deployment_handle("engine", app_name="test")
         say({"port": port})
         for line in sys.stdin:
             asked = json.loads(line)
@@ -50,7 +50,12 @@ def main() -> None:
                 deploy(**asked["options"])
                 answer: Any = "deployed"
             else:
-                answer = engine.broadcast("running").results(timeout_s=30, return_exceptions=True)
+                replicas = serve.get_deployment_handle(asked["deployment"], app_name="test")
+                try:
+                    answer = replicas.broadcast("running").results(timeout_s=30, return_exceptions=True)
+                except DeploymentUnavailableError:
+                    # The last one is gone, and the next not there.
+                    answer = []
                 answer = [one for one in answer if not isinstance(one, BaseException)]
             say(answer)
     finally:

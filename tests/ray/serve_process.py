@@ -41,16 +41,17 @@ class ServeProcess:
     def client(self) -> httpx.Client:
         return httpx.Client(base_url=self.url, timeout=seconds(60), trust_env=False, verify=False)
 
-    def replicas(self) -> dict[int, list[str]]:
+    def replicas(self, deployment: str = "engine") -> dict[int, list[str]]:
         """By the number of its process, the ids of what each replica generates."""
-        return {int(number): replies for number, replies in self._ask({"do": "running"})}
+        return {int(number): replies for number, replies in self._ask({"do": "running", "deployment": deployment})}
 
-    def wait_for(self, condition: Callable[[dict[int, list[str]]], object]) -> None:
+    def wait_for(self, condition: Callable[[dict[int, list[str]]], object], deployment: str = "engine") -> None:
         """Wait until something holds of what `replicas` gives."""
-        assert wait_until(lambda: condition(self.replicas()), _START_SECONDS, every=0.2), self.replicas()
+        holds = wait_until(lambda: condition(self.replicas(deployment)), _START_SECONDS, every=0.2)
+        assert holds, self.replicas(deployment)
 
-    def wait_for_replicas(self, count: int) -> None:
-        self.wait_for(lambda now: len(now) == count)
+    def wait_for_replicas(self, count: int, deployment: str = "engine") -> None:
+        self.wait_for(lambda now: len(now) == count, deployment)
 
     def deploy(self, **options: Any) -> None:
         """Deploy the application again, with other options."""

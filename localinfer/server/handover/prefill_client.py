@@ -1,79 +1,70 @@
-"""One question to a prefill server, over HTTP: compute this prompt, and write its pages where both find them."""
+"""A prefill server that is reached over HTTP, by TCP or a Unix socket."""
 
 import http.client
-import json
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
 
-from localinfer.server.transport.handover_options import PrefillAddress
+from localinfer.server.handover.prefill_server import (
+    CONNECT_SECONDS,
+    ROUTE,
+    SILENT_SECONDS,
+    PrefillAnswer,
+    PrefillCancelled,
+    PrefillFailed,
+    read_line,
+    refusal,
+    silence,
+)
+from localinfer.server.transport.handover_options import HandoverOptions, PrefillAddress
 
-ROUTE = "/prefill"
-CONNECT_SECONDS = 2.0
-SILENT_SECONDS = 5.0
-"""A server that says nothing for so long has gone: it tells how far it is four times a second."""
 _MOST_LINE_BYTES = 1 << 16
 
 
-class PrefillFailed(Exception):
-    """A prefill server did not do what it was asked; the text says why, and names no part of the prompt."""
-
-
-class PrefillCancelled(Exception):
-    """Nobody waits for the prompt any more."""
-
-
 @dataclass(frozen=True)
-class PrefillAnswer:
-    """What a prefill server has done. stored_tokens: leading ids that it wrote; cached_tokens: that it knew before;
-    problem: why not all are written."""
+class HttpPrefillServer:
+    """A server of `--role prefill`. token: shown to it."""
 
-    stored_tokens: int
-    cached_tokens: int
-    problem: str | None = None
+    address: PrefillAddress
+    token: str | None = field(default=None, repr=False)
 
+    @property
+    def name(self) -> str:
+        """Its address."""
+        return self.address.name
 
-def ask_prefill(
-    address: PrefillAddress,
-    body: bytes,
-    token: str | None,
-    *,
-    deadline: float,
-    is_cancelled: Callable[[], bool],
-) -> PrefillAnswer:
-    """Send a request and wait for its end; blocks the thread. Leaving early makes the server stop.
-
-    deadline: on the monotonic clock. is_cancelled: asked four times a second. Raises: PrefillFailed, PrefillCancelled.
-    """
-    connection = _UnixConnection(address) if address.path is not None else _connection(address)
-    headers = {"content-type": "application/json"}
-    if token is not None:
-        headers["authorization"] = f"Bearer {token}"
-    try:
-        connection.connect()
-        connection.sock.settimeout(_seconds(deadline))
-        connection.request("POST", ROUTE, body, headers)
-        response = connection.getresponse()
-        if response.status != 200:
-            raise PrefillFailed(_refusal(response))
-        while True:
-            if is_cancelled():
-                raise PrefillCancelled
+    def ask(self, body: bytes, *, deadline: float, is_cancelled: Callable[[], bool]) -> PrefillAnswer:
+        """As of `PrefillServer`."""
+        address = self.address
+        connection = _UnixConnection(address) if address.path is not None else _connection(address)
+        headers = {"content-type": "application/json"}
+        if self.token is not None:
+            headers["authorization"] = f"Bearer {self.token}"
+        try:
+            connection.connect()
             connection.sock.settimeout(_seconds(deadline))
-            line = _line(response)
-            if "stored_tokens" in line:
-                return PrefillAnswer(int(line["stored_tokens"]), int(line["cached_tokens"]), line.get("problem"))
-            if "error" in line:
-                raise PrefillFailed(_message(line))
-    except TimeoutError:
-        late = time.monotonic() >= deadline
-        raise PrefillFailed("it is slower than the deadline" if late else "it does not answer") from None
-    except (OSError, http.client.HTTPException, ValueError, TypeError, KeyError) as error:
-        raise PrefillFailed(f"it cannot be reached, or went away: {error or type(error).__name__}") from None
-    finally:
-        connection.close()
+            connection.request("POST", ROUTE, body, headers)
+            response = connection.getresponse()
+            if response.status != 200:
+                raise refusal(response.status, response.read(_MOST_LINE_BYTES))
+            while True:
+                if is_cancelled():
+                    raise PrefillCancelled
+                connection.sock.settimeout(_seconds(deadline))
+                if (answer := read_line(_line(response))) is not None:
+                    return answer
+        except TimeoutError:
+            raise silence(deadline, time.monotonic()) from None
+        except (OSError, http.client.HTTPException) as error:
+            raise PrefillFailed(f"it cannot be reached, or went away: {error or type(error).__name__}") from None
+        finally:
+            connection.close()
+
+
+def http_servers(options: HandoverOptions) -> tuple[HttpPrefillServer, ...]:
+    """Those that a decode server was told of."""
+    return tuple(HttpPrefillServer(address, options.token) for address in options.servers)
 
 
 def _seconds(deadline: float) -> float:
@@ -102,23 +93,8 @@ class _UnixConnection(http.client.HTTPConnection):
         self.sock.connect(self._path)
 
 
-def _line(response: http.client.HTTPResponse) -> dict[str, Any]:
+def _line(response: http.client.HTTPResponse) -> bytes:
     line = response.readline(_MOST_LINE_BYTES)
     if not line.endswith(b"\n"):
         raise PrefillFailed("it went away before it was done")
-    found = json.loads(line)
-    if not isinstance(found, dict):
-        raise PrefillFailed("its answer is none of a prefill server")
-    return found
-
-
-def _refusal(response: http.client.HTTPResponse) -> str:
-    """Why a server refused, in its own words."""
-    try:
-        return _message(json.loads(response.read(_MOST_LINE_BYTES)))
-    except (ValueError, TypeError, KeyError):
-        return f"it answers with status {response.status}; is it a server of --role prefill?"
-
-
-def _message(value: dict[str, Any]) -> str:
-    return " ".join(str(value["error"]["message"]).split())[:500]
+    return line

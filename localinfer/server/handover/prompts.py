@@ -7,14 +7,14 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from localinfer.errors import ClosedError, LocalinferError
-from localinfer.server.handover.prefill_client import PrefillAnswer, PrefillCancelled, PrefillFailed, ask_prefill
+from localinfer.server.handover.prefill_server import PrefillAnswer, PrefillCancelled, PrefillFailed, PrefillServer
 from localinfer.server.operation.metrics import Metrics
-from localinfer.server.transport.handover_options import HandoverOptions, PrefillAddress
+from localinfer.server.transport.handover_options import HandoverOptions
 
 if TYPE_CHECKING:
     from localinfer.engine.request import Request
@@ -29,10 +29,10 @@ _LEAST_PAUSE_SECONDS, _MOST_PAUSE_SECONDS = 2.0, 60.0
 
 @dataclass(eq=False)
 class _Server:
-    """A prefill server. num_asked: prompts that it computes for this process now. paused_until: on the monotonic clock,
-    after a failure. failure: the last one, None once it has answered."""
+    """What is known of a prefill server. num_asked: prompts that it computes for this process now. paused_until: on
+    the monotonic clock, after a failure. failure: the last one, None once it has answered."""
 
-    address: PrefillAddress
+    asked: PrefillServer
     num_asked: int = 0
     last_asked: int = 0
     paused_until: float = 0.0
@@ -41,13 +41,16 @@ class _Server:
 
 
 class PromptHandover:
-    """Has prompts computed by prefill servers. Any thread may call; each call blocks its thread."""
+    """Has prompts computed by prefill servers. Any thread may call; each call blocks its thread.
 
-    def __init__(self, options: HandoverOptions, metrics: Metrics) -> None:
+    options: which prompts, and how long one is waited for. servers: who is asked.
+    """
+
+    def __init__(self, options: HandoverOptions, metrics: Metrics, servers: Sequence[PrefillServer]) -> None:
         self._options = options
         self._metrics = metrics
         self._lock = threading.Lock()
-        self._servers = [_Server(address) for address in options.servers]
+        self._servers = [_Server(server) for server in servers]
         self._num_asked = 0
 
     def prepare(self, llm: "LLM", model_id: str, stream: "TextStream", is_cancelled: Callable[[], bool]) -> None:
@@ -99,9 +102,7 @@ class PromptHandover:
         deadline, cached_tokens = time.monotonic() + self._options.deadline_seconds, 0
         while (server := self._take()) is not None:
             try:
-                answer = ask_prefill(
-                    server.address, body, self._options.token, deadline=deadline, is_cancelled=is_cancelled
-                )
+                answer = server.asked.ask(body, deadline=deadline, is_cancelled=is_cancelled)
                 cached_tokens = answer.cached_tokens
                 self._check_stored(llm, request, answer)
             except PrefillFailed as error:
@@ -125,7 +126,8 @@ class PromptHandover:
         if found < answer.stored_tokens:
             raise PrefillFailed(
                 f"of {answer.stored_tokens} tokens that it wrote, {found} are in {llm.handover_folder}; give both "
-                "servers the same --disk-cache-folder, of a --disk-cache-size that holds their prompts"
+                "servers the same --disk-cache-folder, of a --disk-cache-size that holds their prompts (in Python "
+                "disk_cache_folder and disk_cache)"
             )
 
     def _take(self) -> _Server | None:
@@ -150,11 +152,11 @@ class PromptHandover:
             server.pause_seconds = min(2 * server.pause_seconds, _MOST_PAUSE_SECONDS)
         self._metrics.handovers.labels("failed").inc()
         level = logging.WARNING if is_new else logging.INFO
-        logger.log(level, "the prefill server %s: %s; prompts are computed here", server.address.name, reason)
+        logger.log(level, "the prefill server %s: %s; prompts are computed here", server.asked.name, reason)
 
     def _note_success(self, server: _Server) -> None:
         with self._lock:
             was_failing, server.failure, server.pause_seconds = server.failure, None, _LEAST_PAUSE_SECONDS
         self._metrics.handovers.labels("handed_over").inc()
         if was_failing is not None:
-            logger.warning("the prefill server %s computes prompts again", server.address.name)
+            logger.warning("the prefill server %s computes prompts again", server.asked.name)

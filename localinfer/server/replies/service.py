@@ -17,6 +17,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from localinfer.server.handover.prefill_client import http_servers
+from localinfer.server.handover.prefill_server import PrefillServer
 from localinfer.server.handover.prompts import PromptHandover
 from localinfer.server.operation.metrics import Metrics
 from localinfer.server.operation.rate_limits import RateLimiter
@@ -63,16 +65,22 @@ class Service:
     """The server behind its routes. Lives on one event loop, between `open` and its end.
 
     preloads: load what the registry's `preload` does at once; until then `is_ready` is false, and requests for it wait.
-    Raises: RequestError.
+    prefill_servers: who computes long prompts, beside those of `settings.handover`. Raises: RequestError.
     """
 
     def __init__(
-        self, settings: ServerSettings, make_registry: Callable[[Metrics], ModelRegistry], *, preloads: bool = False
+        self,
+        settings: ServerSettings,
+        make_registry: Callable[[Metrics], ModelRegistry],
+        *,
+        preloads: bool = False,
+        prefill_servers: Sequence[PrefillServer] = (),
     ) -> None:
         self.settings = settings
         self.metrics = Metrics()
         self.registry = make_registry(self.metrics)
-        self.handover = PromptHandover(settings.handover, self.metrics) if settings.handover.servers else None
+        asked = (*http_servers(settings.handover), *prefill_servers)
+        self.handover = PromptHandover(settings.handover, self.metrics, asked) if asked else None
         self.limiter = RateLimiter(lambda: self.settings)
         self.metrics.engines = lambda: {
             model.source.id: model.llm.engine_stats for model in self.registry.models() if model.llm is not None
