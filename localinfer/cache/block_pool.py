@@ -73,6 +73,7 @@ class PagePool:
     grid: slots of states that were kept for no better reason than their distance to others. make_grid_room, if set,
     says whether there may be one more that is worth so much.
     sequences: those that were not closed, of requests and of all else that is computed, such as scores and beams.
+    closing: those of them that are being closed, or that Ctrl-C kept from it.
     """
 
     def __init__(self, layout: KVLayout, *, max_bytes: int | None = None) -> None:
@@ -96,6 +97,7 @@ class PagePool:
         self.logs = SharedSlots(layout.log_bytes, self._device)
         self.grid: set[int] = set()
         self.sequences: WeakSet[SequenceCache] = WeakSet()
+        self.closing: set[SequenceCache] = set()
         self.windowed_counts = np.zeros(64, np.int32)
         self._windowed_slots = np.full(64, -1, np.int64)
         self._closed = False
@@ -262,7 +264,11 @@ class PagePool:
             self._copy(first, second, self.windowed_bytes)
 
     def recover(self) -> None:
-        """Make free again what Ctrl-C left neither free nor held."""
+        """Close sequences whose closing Ctrl-C ended, and make free again what it left neither free nor held."""
+        for sequence in list(self.closing):
+            sequence.close()
+            # Where it was closed, and not yet forgotten.
+            self.closing.discard(sequence)
         self._memory.recover(int(np.count_nonzero(self.counts)), lambda: np.flatnonzero(self.counts).tolist())
         self._windowed.recover(
             int(np.count_nonzero(self.windowed_counts)),

@@ -201,16 +201,17 @@ class PrefixTree(RadixTree):
             tell_removed(self.observer, leaf, kept, page_tokens)
         self._evicted.add(path.token_ids, path.salt)
         surplus, surplus_windowed = leaf.pages[kept:], leaf.windowed[kept:]
+        num_pages = self.num_pages - surplus.size
         if kept:
             ids = leaf.token_ids[: kept * page_tokens].copy()
             pages, windowed = leaf.pages[:kept].copy(), leaf.windowed[:kept].copy()
-            leaf.token_ids, leaf.pages, leaf.windowed = ids, pages, windowed
+            leaf.token_ids, leaf.pages, leaf.windowed, self.num_pages = ids, pages, windowed, num_pages
         else:
             assert leaf.parent is not None, "the root is no leaf"
             leaf.parent.drop_index()
             leaf.parent.children.remove(leaf)
             self.roots.drop_if_empty(leaf.parent)
-        self.num_pages -= surplus.size
+            self.num_pages = num_pages
         for offset in [offset for offset in leaf.snapshots if offset > kept * page_tokens]:
             self._forget_snapshot(leaf, offset)
         self._pool.release(surplus, surplus_windowed)

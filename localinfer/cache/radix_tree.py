@@ -221,9 +221,9 @@ class RadixTree:
         self._pool.retain(fresh, windowed[whole:])
         longer, longer_pages = token_ids.copy(), np.concatenate((kept, fresh))
         longer_windowed = np.concatenate((kept_windowed, windowed[whole:]))
+        num_pages = self.num_pages + fresh.size - replaced.size
         # In one line, which Ctrl-C cannot part; so below.
-        leaf.token_ids, leaf.pages, leaf.windowed = longer, longer_pages, longer_windowed
-        self.num_pages += fresh.size - replaced.size
+        leaf.token_ids, leaf.pages, leaf.windowed, self.num_pages = longer, longer_pages, longer_windowed, num_pages
         self._pool.release(replaced, replaced_windowed)
         self._pool.release_windowed(unseen)
 

@@ -367,12 +367,14 @@ class SequenceCache:
         return twin
 
     def close(self) -> None:
-        """Release every page; may be called again."""
+        """Release every page; may be called again, as `PagePool.recover` does where Ctrl-C ended it."""
         if not self._closed:
+            self._pool.closing.add(self)
             self.truncate(0)
             self._state.release_reserved()
-            self._closed = True
             self._pool.sequences.discard(self)
+            self._closed = True
+            self._pool.closing.discard(self)
 
     def _hold(self, pages: PageNumbers, length: int, windowed: BoolArray, place: StatePlace) -> None:
         self._pool.retain(pages, windowed)

@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 
 from localinfer.cache.block_pool import PagePool
+from localinfer.cache.prefix_tree import PrefixTree
+from localinfer.cache.sequence import SequenceCache
 from localinfer.cache.sequence_state import SequenceState
 from localinfer.cache.slabs import SharedSlots
 from localinfer.cache.snapshots import SnapshotPolicy
@@ -92,3 +94,57 @@ def test_slots_of_planned_snapshots_are_freed_after_an_interrupt(monkeypatch: py
     assert len(pool.states.held) == 3
     state.release_reserved()
     assert not pool.states.held
+
+
+def test_sequence_gives_all_back_wherever_an_interrupt_ends_its_closing():
+    num_lines = num_unfinished = 0
+    while True:
+        pool = PagePool(LAYOUT)
+        sequence = SequenceCache(pool, max_length=1000)
+        pages, state = pool.acquire(3), pool.take_slot(pool.states)
+        sequence.adopt(pages, 10, state=state)
+        pool.release(pages)
+        pool.release_state(state)
+        num_lines += 1
+        interrupt = LineInterrupt(num_lines)
+        try:
+            with interrupt:
+                sequence.close()
+        except KeyboardInterrupt:
+            pass
+        if not interrupt.has_fired:
+            break
+        if not pool.closing and pool.sequences:
+            # It came before anything was done.
+            sequence.close()
+        num_unfinished += bool(pool.closing)
+        pool.recover()
+        assert not pool.closing and not pool.sequences
+        # What was being released when it came may stay, and nothing else.
+        assert not pool.held_bytes or (bool(pool.counts.any()) != bool(pool.states.held)), num_lines
+    assert num_unfinished > 10
+
+
+def test_pages_of_the_tree_are_counted_right_wherever_an_interrupt_comes():
+    """A text that ends with a page is continued by a longer one, then its end is evicted."""
+    layout = FakeLayout(page_tokens=4, page_bytes=64)
+    num_lines = 0
+    while True:
+        pool = PagePool(layout)
+        tree = PrefixTree(pool)
+        first, more = pool.acquire(2), pool.acquire(2)
+        tree.insert(np.arange(8, dtype=np.int32), first)
+        num_lines += 1
+        interrupt = LineInterrupt(num_lines)
+        try:
+            with interrupt:
+                tree.insert(np.arange(16, dtype=np.int32), np.concatenate((first, more)))
+                pool.release(np.concatenate((first, more)))
+                tree.evict(1)
+        except KeyboardInterrupt:
+            pass
+        if not interrupt.has_fired:
+            break
+        linked = sum(node.pages.size for node in tree.roots.nodes())
+        assert tree.num_pages == linked, num_lines
+    assert num_lines > 50
