@@ -28,6 +28,8 @@ LocalinferError
 A message names what was found, what was wanted, and the way out.
 """
 
+import traceback
+
 
 class LocalinferError(Exception):
     """Root of the tree."""
@@ -177,3 +179,17 @@ class OverloadedError(LocalinferError):
 
 class ClosedError(LocalinferError):
     """The object was closed, or belongs to another process."""
+
+
+def without_frames(error: Exception) -> Exception:
+    """An error that is kept until somebody reads it, without the frames that it passed, and what those hold.
+
+    Of one that is none of ours they are a note, as text.
+    """
+    if not isinstance(error, LocalinferError):
+        error.add_note("".join(traceback.format_exception(error)).rstrip())
+    one: BaseException | None = error
+    while one is not None:
+        one.__traceback__ = None
+        one = one.__cause__ or one.__context__
+    return error

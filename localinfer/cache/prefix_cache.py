@@ -218,7 +218,7 @@ class PrefixCache:
         # Snapshots are weighed by what they save.
         sequence.num_turns = match.num_turns if goes_on and not self.pool.has_states else 0
         try:
-            self._take(sequence, match)
+            self._take(sequence, match, prefix, hints.salt)
         except BaseException:
             # Ctrl-C while memory is being found: nobody else knows of what it holds.
             sequence.close()
@@ -237,7 +237,8 @@ class PrefixCache:
 
     def extend(self, sequence: SequenceCache, token_ids: TokenIds, salt: bytes = NO_SALT) -> int:
         """Adopt what others have computed of a prompt since; return how many positions that saves."""
-        match = self.tree.match(self._reusable(token_ids), salt)
+        prefix = self._reusable(token_ids)
+        match = self.tree.match(prefix, salt)
         before = sequence.length
         if match.length > max(before, match.usable):
             # Requests that wait can continue from what this one computes there.
@@ -245,7 +246,7 @@ class PrefixCache:
             sequence.want_snapshots(parting=match.length)
         if match.usable <= before:
             return 0
-        self._take(sequence, match)
+        self._take(sequence, match, prefix, salt)
         saved = max(0, sequence.length - before)
         self.counters.cached_tokens += saved
         return saved
@@ -342,8 +343,11 @@ class PrefixCache:
         if snapshots:
             sequence.forget_snapshots(list(snapshots))
 
-    def _take(self, sequence: SequenceCache, match: Match) -> None:
-        """Make a sequence share a match's full pages and copy a last one that is not full."""
+    def _take(self, sequence: SequenceCache, match: Match, token_ids: TokenIds, salt: bytes) -> None:
+        """Make a sequence share a match's full pages and copy a last one that is not full.
+
+        token_ids: those that were matched, of this salt.
+        """
         if not match.usable:
             return
         self.tree.touch(match.node, match.usable, match.offset)
@@ -357,18 +361,20 @@ class PrefixCache:
             except OutOfMemoryError:
                 # Without this page it may be evicted, so that the sequence needs no more than it would alone.
                 if self.pool.has_states:
-                    self._take_before(sequence, match, match.usable - begun)
+                    self._take_before(sequence, token_ids[: match.usable - begun], salt)
                     return
                 without = sequence.windowed[: num_pages - 1]
                 sequence.truncate(self.pool.sliding.usable_length(without, match.usable - begun))
 
-    def _take_before(self, sequence: SequenceCache, match: Match, length: int) -> None:
-        """Make a sequence share what it can continue from within whole pages of a match, up to `length`."""
+    def _take_before(self, sequence: SequenceCache, token_ids: TokenIds, salt: bytes) -> None:
+        """Make a sequence share what of these ids it can continue from within whole pages."""
         sequence.truncate(0)
+        # Snapshots may have been dropped while memory was looked for, and their slots taken by others.
+        match = self.tree.match(token_ids, salt)
         for position in sorted(match.snapshots, reverse=True):
             pages = match.pages[: position // self.pool.page_tokens]
             windowed = match.windowed[: pages.size]
-            is_whole = position % self.pool.page_tokens == 0 and position <= length
+            is_whole = position % self.pool.page_tokens == 0
             if is_whole and self.pool.sliding.usable_length(windowed, position) == position:
                 sequence.adopt(pages, position, windowed, match.snapshots[position])
                 return

@@ -19,7 +19,7 @@ from localinfer.cache.prefix_cache import CacheHints, PrefixCache
 from localinfer.cache.sequence import forward
 from localinfer.engine.request import NO_TOKEN, FinishReason, Request, TokenEvent
 from localinfer.engine.step_fit import StepFit
-from localinfer.errors import OutOfMemoryError, SessionMismatchError
+from localinfer.errors import OutOfMemoryError, SessionMismatchError, without_frames
 from localinfer.kernels.program import AbortableProgram, Batch, HiddenProgram, Program
 from localinfer.sampling.mask import GuidingMask
 from localinfer.sampling.sampler import OnDeviceSampling, OutputSpec, Results, Sampler
@@ -202,7 +202,7 @@ class ModelRunner:
             logger.warning(notice)
             request.events.append(TokenEvent(NO_TOKEN, request.position, "length"))
         else:
-            request.error = error
+            request.error = without_frames(error)
         self.finish(request)
 
     def finish(self, request: Request) -> None:

@@ -8,12 +8,14 @@ import numpy as np
 import pytest
 
 from localinfer.cache.prefix_cache import CacheHints, PrefixCache
-from localinfer.cache.sequence import forward
+from localinfer.cache.prefix_node import places_of_snapshots
+from localinfer.cache.sequence import SequenceCache, forward
 from localinfer.cache.snapshots import SnapshotPolicy
 from localinfer.engine.admission import EngineLimits
 from localinfer.engine.beam_search import search_beams
 from localinfer.engine.engine import Engine
 from localinfer.engine.request import TokenEvent
+from localinfer.errors import OutOfMemoryError
 from localinfer.generation.completion import Completion
 from localinfer.llm import LLM
 from localinfer.speculation.draft_model import DraftModel
@@ -411,3 +413,34 @@ def test_chat_template_that_writes_replies_anew_parts_at_a_snapshot():
         edited = [*chat[:2], {"role": "user", "content": "and how old is it by now?"}]
         third = llm.chat(edited, temperature=0, max_tokens=8)
         assert third.stats.cached_tokens >= first.stats.prompt_tokens + 30
+
+
+def test_prompt_goes_on_from_no_snapshot_that_was_dropped_while_memory_was_looked_for(monkeypatch):
+    layout = FakeLayout(page_tokens=4, page_bytes=64, state_bytes=64, log_bytes=64)
+    policy = SnapshotPolicy(grid_tokens=1000, near_tokens=1)
+    cache = PrefixCache(layout, max_bytes=None, context_length=100, policy=policy)
+    tree, pool = cache.tree, cache.pool
+    ids = np.arange(30, dtype=np.int32)
+    for length in (8, 12, 18):
+        sequence = cache.admit(ids[:length], NO_HINTS).sequence
+        rows = length - sequence.length
+        sequence.reserve(length)
+        sequence.segment(rows)
+        sequence.commit(length)
+        cache.retire(sequence, ids, NO_HINTS)
+    assert {8, 12, 18} <= set(tree.match(ids).snapshots)
+    others = []
+
+    def reserve(_sequence: SequenceCache, _length: int) -> None:
+        monkeypatch.undo()
+        for place in list(places_of_snapshots(tree.roots)):
+            if 8 < place.position < 18:
+                tree._drop_snapshot(place)
+                others.append(pool.take_slot(pool.states))
+        raise OutOfMemoryError("no page for the last tokens")
+
+    monkeypatch.setattr(SequenceCache, "reserve", reserve)
+    sequence = cache.admit(ids[:25], NO_HINTS).sequence
+    assert others and sequence.length == 8
+    assert not sequence.state_slots & set(others)
+    sequence.close()

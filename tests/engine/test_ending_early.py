@@ -256,3 +256,25 @@ def test_ctrl_c_before_a_draft_is_rolled_back_leaves_no_wrong_token_in_the_cache
         held = [cache.pool.view(page)[: 4 * PAGE_TOKENS].view(np.int32) for page in path.pages.tolist()]
         assert np.concatenate(held)[: path.token_ids.size].tolist() == path.token_ids.tolist()
         assert path.token_ids.tolist() == text[: path.token_ids.size]
+
+
+def test_text_is_ended_once_it_is_forgotten_though_it_met_the_error_of_another() -> None:
+    def logits(history: NDArray[np.int32], vocab_size: int) -> NDArray[np.float32]:
+        if history[0] == 255 and history.size == 6:
+            raise MemoryError("scripted failure")
+        return hashed_logits(history, vocab_size)
+
+    engine = Engine(wide_model(logits_of=logits))
+    broken = engine.generate([255, 1, 2], GREEDY, max_tokens=40)
+    next(broken)
+    forgotten = engine.generate(numbers(5), GREEDY, max_tokens=40)
+    for _ in range(10):
+        next(forgotten)
+    del forgotten
+    assert not engine.scheduler.running
+    told = []
+    with pytest.raises(MemoryError, match="scripted failure") as failure:
+        told.extend(broken)
+    assert len(told) == 2
+    # Where it happened is still said.
+    assert any("in logits" in note and "scripted failure" in note for note in failure.value.__notes__)
