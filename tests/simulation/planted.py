@@ -358,8 +358,8 @@ PLANTED = (
     Planted(
         "salt-of-prompts-only",
         _CACHE,
-        "        match = self.tree.match(self._reusable(token_ids), salt)\n        before = sequence.length\n",
-        "        match = self.tree.match(self._reusable(token_ids))\n        before = sequence.length\n",
+        "        match = self.tree.match(prefix, salt)\n        before = sequence.length\n",
+        "        match = self.tree.match(prefix)\n        before = sequence.length\n",
         "a prompt takes over what another salt computes meanwhile",
     ),
 )
