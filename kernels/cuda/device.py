@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.errors import BackendUnavailableError, OutOfMemoryError
-from localinfer.kernels.cuda.kernel_cache import KernelKey, compile_all, kernel_ptx, require_numba_cuda
+from localinfer.kernels.cuda.kernel_cache import KernelKey, compile_all, entry_name, kernel_ptx, require_numba_cuda
 from localinfer.types import ProgressCallback
 
 F32, F16, BF16 = range(3)
@@ -123,7 +123,7 @@ def find_devices(most: int | None = None, *, among: Sequence[int] | None = None)
 
 def parameter_kinds(ptx: bytes) -> tuple[type[ctypes.c_float] | type[ctypes.c_int64], ...]:
     """The types of a kernel's arguments: 32-bit parameters are floats, others int64."""
-    entry = ptx[ptx.index(b".entry kernel(") :]
+    entry = ptx[ptx.index(b".entry ") :]
     kinds = entry[: entry.index(b")")].split(b".param ")[1:]
     return tuple(ctypes.c_float if kind.startswith((b".f32", b".b32")) else ctypes.c_int64 for kind in kinds)
 
@@ -314,7 +314,7 @@ class CudaDevice:
             ptx = kernel_ptx(key, self.capability)
             (module,) = self._check(self._driver.cuModuleLoadData(ptx + b"\0"))
             self._modules.append(module)
-            (function,) = self._check(self._driver.cuModuleGetFunction(module, b"kernel"))
+            (function,) = self._check(self._driver.cuModuleGetFunction(module, entry_name(key).encode()))
             self._functions[key] = (function, parameter_kinds(ptx))
         return self._functions[key]
 
