@@ -209,7 +209,7 @@ class CudaDevice:
         # Kept alive until a later step has ended.
         self._staging.append(pinned)
         if flat.size >= 1 << 20 or len(self._staging) > 256:
-            self._synchronize()
+            self.synchronize()
 
     def read(self, address: int, out: NDArray[Any]) -> None:
         """Wait for every step so far and copy from an address."""
@@ -217,7 +217,7 @@ class CudaDevice:
         self._enter()
         self._check(self._driver.cuMemcpyDtoHAsync(out.ctypes.data, address, out.nbytes, self._stream.cuda_stream))
         began = time.perf_counter()
-        self._synchronize()
+        self.synchronize()
         self.waited_seconds += time.perf_counter() - began
 
     def copy(self, source: int, target: int, num_bytes: int) -> None:
@@ -271,7 +271,7 @@ class CudaDevice:
         for step in steps:
             if isinstance(step, Launch):
                 self._function(step.key)  # loading a kernel is not allowed while capturing
-        self._synchronize()
+        self.synchronize()
         graph = self._torch.cuda.CUDAGraph()
         with self._torch.cuda.graph(graph, stream=self._stream):
             stream = self._torch.cuda.current_stream().cuda_stream
@@ -288,7 +288,7 @@ class CudaDevice:
 
     def close(self) -> None:
         self._enter()
-        self._synchronize()
+        self.synchronize()
         for graph in self._graphs:
             graph.reset()
         self._graphs.clear()
@@ -343,7 +343,7 @@ class CudaDevice:
         """Make the device's context current in this thread, where another device's may have been since."""
         self._check(self._driver.cuCtxSetCurrent(self._context))
 
-    def _synchronize(self) -> None:
+    def synchronize(self) -> None:
         self._stream.synchronize()
         self._staging.clear()
 
