@@ -41,15 +41,20 @@ class Template:
     """A function of integer constants that returns a kernel, and the kinds of that kernel's parameters.
 
     Kinds: q is int64 or an address, f float32; those in parentheses are one parameter, a tuple.
+    bounds: from the constants, threads of a block at most, and blocks that a multiprocessor should hold, which limits
+    registers; None leaves both to the assembler.
     """
 
     make: Callable[..., Callable[..., None]]
     parameters: str
+    bounds: Callable[..., tuple[int, int] | None] | None = None
 
 
-def template(parameters: str) -> Callable[[Callable[..., Callable[..., None]]], Template]:
+def template(
+    parameters: str, bounds: Callable[..., tuple[int, int] | None] | None = None
+) -> Callable[[Callable[..., Callable[..., None]]], Template]:
     """Decorate a function that returns kernels; see `Template`."""
-    return lambda make: Template(make, parameters)
+    return lambda make: Template(make, parameters, bounds)
 
 
 def kernel(parameters: str) -> Callable[[Callable[..., None]], Template]:
@@ -80,7 +85,10 @@ def compile_ptx(name: str, constants: tuple[int, ...], capability: tuple[int, in
 
     Its one entry is named `kernel_cache.entry_name`.
     """
-    return to_ptx(kernel_ir(name, constants), entry_name((name, constants)), capability)
+    ptx = to_ptx(kernel_ir(name, constants), entry_name((name, constants)), capability)
+    bounds = find_template(name).bounds
+    limits = None if bounds is None else bounds(*constants)
+    return ptx if limits is None else _bounded(ptx, *limits)
 
 
 def kernel_ir(name: str, constants: tuple[int, ...]) -> str:
@@ -162,6 +170,17 @@ def to_ptx(text: str, entry: str, capability: tuple[int, int]) -> str:
     """PTX of the result of `kernel_ir`, whose kernel is named `entry`, for a compute capability."""
     text = _overlapping(text, entry) if capability >= OVERLAP_CAPABILITY else re.sub(rf"(?m)^.*{_WAIT}.*$", "", text)
     return str(_machine(capability).emit_assembly(llvm.parse_assembly(text)))
+
+
+def _bounded(ptx: str, threads: int, blocks: int) -> str:
+    """A kernel with limits for the assembler, which otherwise saves registers at the cost of waiting for loads in turn.
+
+    Source: PTX ISA 7.8, section 11.4 (performance-tuning directives).
+    """
+    limits = f".maxntid {threads}\n.minnctapersm {blocks}\n"
+    bounded, count = re.subn(r"(\.entry \w+\([^)]*\)\n)", rf"\g<1>{limits}", ptx)
+    assert count == 1, "a kernel has one entry"
+    return bounded
 
 
 def _overlapping(text: str, entry: str) -> str:

@@ -11,6 +11,7 @@ the compute capability PTX_CAPABILITY ("9,0"):
 import importlib.util
 import os
 import platform
+import re
 import shutil
 from collections import Counter
 from collections.abc import Sequence
@@ -58,6 +59,8 @@ def ptx_launch(order: int, capability: tuple[int, int] = (9, 0)) -> Any:
         entry = kernel_cache.entry_name(key)
         ptx = kernel_cache.kernel_ptx(key, capability).decode()
         ptx = ptx.replace(f".entry {entry}(", ".entry kernel(").replace(f"{entry}_param_", "kernel_param_")
+        most = re.search(r"\.maxntid (\d+)", ptx)
+        assert most is None or threads <= int(most[1]), f"{name} is launched with {threads} threads of {most[1]}"
         emulator.num_launches += 1
         launched[key] += 1
         executor.launch(ptx, entry, emulator.memory, grid, threads, kinds, values, order)

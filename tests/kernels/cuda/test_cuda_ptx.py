@@ -35,16 +35,22 @@ HALF_TILES = "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 cvt.rn.f16x2.f32
 
 # Kernel, constants, registers it may take on sm_90, instructions it must have.
 KERNELS = [
-    ("matmul.matmul", (Layout.Q4_0, 1, 4, 1, matmul.PLAIN), 80, "dp4a.s32.s32 ld.global.nc.L1::no_allocate.v4"),
-    ("matmul.matmul", (Layout.Q4_K, 1, 2, 1, matmul.GATED, 1), 80, "dp4a.s32.s32 ld.global.nc.L1::no_allocate.v4"),
+    (
+        "matmul.matmul",
+        (Layout.Q4_0, 1, 4, 1, matmul.PLAIN),
+        80,
+        "dp4a.s32.s32 ld.global.nc.L1::no_allocate.v4 .maxntid",
+    ),
+    ("matmul.matmul", (Layout.Q4_K, 1, 2, 1, matmul.GATED, 1), 84, "dp4a.s32.s32 ld.global.nc.L1::no_allocate.v4"),
     ("matmul.matmul", (Layout.Q6_K, 8, 2, 2, matmul.PLAIN), 168, "dp4a.s32.s32 bar.sync"),
     ("matmul.matmul", (Layout.INT8_32, 4, 2, 1, matmul.PLAIN), 96, "dp4a.u32.s32"),
     ("matmul.matmul", (Layout.F16, 1, 4, 1, matmul.EXPERTS), 80, "ld.global.nc.L1::no_allocate.v4"),
     ("matmul_tiles.matmul_tiles", (Layout.Q4_0, 8, 2, 1, matmul.PLAIN), 160, f"{BYTE_TILES} prefetch.global.L2"),
+    ("matmul_tiles.matmul_tiles", (Layout.Q4_K, 8, 1, 1, matmul.GATED), 128, f"{BYTE_TILES} .maxntid .minnctapersm"),
     (
         "matmul_tiles.matmul_tiles",
         (Layout.Q6_K, 16, 1, 1, matmul.GATED),
-        255,
+        184,
         f"{HALF_BYTE_TILES}.s8.s8",
     ),
     (
