@@ -3,7 +3,9 @@
 Only this module imports torch and the driver's bindings. Tests replace the device by an emulator.
 """
 
+import bisect
 import ctypes
+import re
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -14,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.errors import BackendUnavailableError, OutOfMemoryError
-from localinfer.kernels.cuda.kernel_cache import KernelKey, compile_all, kernel_ptx, require_numba_cuda
+from localinfer.kernels.cuda.kernel_cache import KernelKey, compile_all, entry_name, kernel_ptx, require_numba_cuda
 from localinfer.types import ProgressCallback
 
 F32, F16, BF16 = range(3)
@@ -123,7 +125,7 @@ def find_devices(most: int | None = None, *, among: Sequence[int] | None = None)
 
 def parameter_kinds(ptx: bytes) -> tuple[type[ctypes.c_float] | type[ctypes.c_int64], ...]:
     """The types of a kernel's arguments: 32-bit parameters are floats, others int64."""
-    entry = ptx[ptx.index(b".entry kernel(") :]
+    entry = ptx[ptx.index(b".entry ") :]
     kinds = entry[: entry.index(b")")].split(b".param ")[1:]
     return tuple(ctypes.c_float if kind.startswith((b".f32", b".b32")) else ctypes.c_int64 for kind in kinds)
 
@@ -172,6 +174,10 @@ class CudaDevice:
         self.overlaps = overlaps and self.capability >= OVERLAP_CAPABILITY
         self._stream = torch.cuda.Stream(device=self.index)
         self._tensors: dict[int, Any] = {}
+        self._starts: list[int] = []
+        self._views: dict[tuple[int, Any], Any] = {}
+        # torch before 2.8 rounds products of 16-bit numbers to 16 bits.
+        self._widens = tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) >= (2, 8)
         self._staging: list[Any] = []
         self._functions: dict[KernelKey, Any] = {}
         self._modules: list[Any] = []
@@ -181,7 +187,7 @@ class CudaDevice:
         """Address of zeroed memory, a multiple of 256. Raises: OutOfMemoryError."""
         self._enter()
         try:
-            tensor = self._torch.zeros(max(256, num_bytes), dtype=self._torch.uint8, device=self._place)
+            tensor = self._torch.zeros(-(-max(256, num_bytes) // 16) * 16, dtype=self._torch.uint8, device=self._place)
         except self._torch.cuda.OutOfMemoryError:
             free = self.free_bytes()
             raise OutOfMemoryError(
@@ -192,12 +198,16 @@ class CudaDevice:
         self._torch.cuda.current_stream(self.index).synchronize()
         address = int(tensor.data_ptr())
         self._tensors[address] = tensor
+        bisect.insort(self._starts, address)
         return address
 
     def free(self, address: int) -> None:
         self._enter()
         self._stream.synchronize()
         del self._tensors[address]
+        self._starts.remove(address)
+        for key in [key for key in self._views if key[0] == address]:
+            del self._views[key]
 
     def write(self, address: int, data: NDArray[Any]) -> None:
         """Copy an array to an address; the caller may overwrite it afterwards."""
@@ -209,7 +219,7 @@ class CudaDevice:
         # Kept alive until a later step has ended.
         self._staging.append(pinned)
         if flat.size >= 1 << 20 or len(self._staging) > 256:
-            self._synchronize()
+            self.synchronize()
 
     def read(self, address: int, out: NDArray[Any]) -> None:
         """Wait for every step so far and copy from an address."""
@@ -217,7 +227,7 @@ class CudaDevice:
         self._enter()
         self._check(self._driver.cuMemcpyDtoHAsync(out.ctypes.data, address, out.nbytes, self._stream.cuda_stream))
         began = time.perf_counter()
-        self._synchronize()
+        self.synchronize()
         self.waited_seconds += time.perf_counter() - began
 
     def copy(self, source: int, target: int, num_bytes: int) -> None:
@@ -266,14 +276,17 @@ class CudaDevice:
                 self._start(step, self._stream.cuda_stream)
 
     def capture(self, steps: Sequence[Step]) -> Callable[[], None]:
-        """A function that replays these steps as one graph."""
+        """A function that replays these steps as one graph.
+
+        Other threads may go on using their devices meanwhile: only this thread's calls are part of the capture.
+        """
         self._enter()
         for step in steps:
             if isinstance(step, Launch):
                 self._function(step.key)  # loading a kernel is not allowed while capturing
-        self._synchronize()
+        self.synchronize()
         graph = self._torch.cuda.CUDAGraph()
-        with self._torch.cuda.graph(graph, stream=self._stream):
+        with self._torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
             stream = self._torch.cuda.current_stream().cuda_stream
             for step in steps:
                 self._start(step, stream)
@@ -288,11 +301,13 @@ class CudaDevice:
 
     def close(self) -> None:
         self._enter()
-        self._synchronize()
+        self.synchronize()
         for graph in self._graphs:
             graph.reset()
         self._graphs.clear()
+        self._views.clear()
         self._tensors.clear()
+        self._starts.clear()
         self._functions.clear()
         for module in self._modules:
             self._check(self._driver.cuModuleUnload(module))
@@ -314,7 +329,7 @@ class CudaDevice:
             ptx = kernel_ptx(key, self.capability)
             (module,) = self._check(self._driver.cuModuleLoadData(ptx + b"\0"))
             self._modules.append(module)
-            (function,) = self._check(self._driver.cuModuleGetFunction(module, b"kernel"))
+            (function,) = self._check(self._driver.cuModuleGetFunction(module, entry_name(key).encode()))
             self._functions[key] = (function, parameter_kinds(ptx))
         return self._functions[key]
 
@@ -327,23 +342,22 @@ class CudaDevice:
         out = self._view(product.out, torch.float32, shape, product.out_stride // 4)
         if product.kind == F32:
             torch.mm(x, weights.t(), out=out)
+        elif self._widens:
+            torch.mm(x, weights.t(), torch.float32, out=out)
         else:
-            try:
-                out.copy_(torch.mm(x, weights.t(), out_dtype=torch.float32))
-            except TypeError:  # torch before 2.8 rounds the result
-                out.copy_(torch.mm(x, weights.t()))
+            out.copy_(torch.mm(x, weights.t()))
 
     def _view(self, address: int, kind: Any, shape: tuple[int, int], stride: int) -> Any:
-        start = max(start for start in self._tensors if start <= address)
-        tensor = self._tensors[start][address - start :]
-        size = kind.itemsize
-        return tensor[: tensor.numel() // size * size].view(kind).as_strided(shape, (stride, 1))
+        start = self._starts[bisect.bisect_right(self._starts, address) - 1]
+        if (start, kind) not in self._views:
+            self._views[start, kind] = self._tensors[start].view(kind)
+        return self._views[start, kind].as_strided(shape, (stride, 1), (address - start) // kind.itemsize)
 
     def _enter(self) -> None:
         """Make the device's context current in this thread, where another device's may have been since."""
         self._check(self._driver.cuCtxSetCurrent(self._context))
 
-    def _synchronize(self) -> None:
+    def synchronize(self) -> None:
         self._stream.synchronize()
         self._staging.clear()
 

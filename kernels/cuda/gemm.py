@@ -165,10 +165,11 @@ def tiled_gemm(
     """The same on tensor cores, with the same bits."""
     first = slots[0].weight
     for parameters, rows, split, kind in _parts(slots, activation):
-        # Two tiles with sixteen rows of activations, or with gate and up, need more sums than there are registers.
+        # Two tiles with sixteen rows of activations need more sums than there are registers; gate and up share one.
         is_large = activation is None and batch_rows <= 8 and sum(rows) >= 2 * _TILE * _ENOUGH_BLOCKS
         tiles = 2 if is_large else 1
-        blocks = sum(-(-count // (_TILE * tiles)) for count in rows)
+        tile_rows = _TILE * tiles if activation is None else _TILE // 2
+        blocks = sum(-(-count // tile_rows) for count in rows)
         values = (*quantized.parameters, first.num_columns, activation or 0, *parameters, *first.row_bytes)
         constants = (first.layout, batch_rows, tiles, split, kind)
         yield Launch("matmul_tiles.matmul_tiles", constants, (blocks, 1, 1), _TILE_THREADS, values)

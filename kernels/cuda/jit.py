@@ -16,6 +16,7 @@ from numba.cuda import compiler
 from numba.cuda.dispatcher import CUDADispatcher
 
 from localinfer.kernels.cuda.device import OVERLAP_CAPABILITY
+from localinfer.kernels.cuda.kernel_cache import entry_name
 
 _KINDS = {"q": types.int64, "f": types.float32}
 
@@ -40,15 +41,20 @@ class Template:
     """A function of integer constants that returns a kernel, and the kinds of that kernel's parameters.
 
     Kinds: q is int64 or an address, f float32; those in parentheses are one parameter, a tuple.
+    bounds: from the constants, threads of a block at most, and blocks that a multiprocessor should hold, which limits
+    registers; None leaves both to the assembler.
     """
 
     make: Callable[..., Callable[..., None]]
     parameters: str
+    bounds: Callable[..., tuple[int, int] | None] | None = None
 
 
-def template(parameters: str) -> Callable[[Callable[..., Callable[..., None]]], Template]:
+def template(
+    parameters: str, bounds: Callable[..., tuple[int, int] | None] | None = None
+) -> Callable[[Callable[..., Callable[..., None]]], Template]:
     """Decorate a function that returns kernels; see `Template`."""
-    return lambda make: Template(make, parameters)
+    return lambda make: Template(make, parameters, bounds)
 
 
 def kernel(parameters: str) -> Callable[[Callable[..., None]], Template]:
@@ -77,13 +83,16 @@ def inline(function: Callable[..., Any]) -> Any:
 def compile_ptx(name: str, constants: tuple[int, ...], capability: tuple[int, int]) -> str:
     """Compile "module.function" of `kernels.cuda.compiled` for some constants and a compute capability to PTX.
 
-    Its one entry is named `kernel`.
+    Its one entry is named `kernel_cache.entry_name`.
     """
-    return to_ptx(kernel_ir(name, constants), capability)
+    ptx = to_ptx(kernel_ir(name, constants), entry_name((name, constants)), capability)
+    bounds = find_template(name).bounds
+    limits = None if bounds is None else bounds(*constants)
+    return ptx if limits is None else _bounded(ptx, *limits)
 
 
 def kernel_ir(name: str, constants: tuple[int, ...]) -> str:
-    """Optimised LLVM IR of a kernel, the same for every GPU; its one entry is named `kernel`."""
+    """Optimised LLVM IR of a kernel, the same for every GPU."""
     source = find_template(name)
     signature = types.void(*map(_type_of, re.findall(r"\(\w+\)|\w", source.parameters)))
     library, _ = compiler._compile_pyfunc_with_fixup(
@@ -92,8 +101,9 @@ def kernel_ir(name: str, constants: tuple[int, ...]) -> str:
     texts = library.llvm_strs
     entries = re.findall(r'@"([^"]+)", !"kernel"', "\n".join(texts))
     assert len(entries) == 1, f"{name} has {len(entries)} entries"
+    entry = entry_name((name, constants))
     prepared = [_unroll(_convergent(_without_used(text))) for text in texts]
-    return _optimised([text.replace(f'@"{entries[0]}"', "@kernel") for text in prepared])
+    return _optimised([text.replace(f'@"{entries[0]}"', f"@{entry}") for text in prepared], entry)
 
 
 def _type_of(kind: str) -> Any:
@@ -142,27 +152,38 @@ def _unroll(text: str) -> str:
     return "\n".join([*lines, '!899999 = !{ !"llvm.loop.unroll.full" }', *loops])
 
 
-def _optimised(texts: Sequence[str]) -> str:
-    """Modules linked, inlined and optimised."""
+def _optimised(texts: Sequence[str], entry: str) -> str:
+    """Modules linked, inlined into the kernel `entry` and optimised."""
     machine = _machine(_LEAST_CAPABILITY)
     module = llvm.parse_assembly(texts[0])
     for text in texts[1:]:
         module.link_in(llvm.parse_assembly(text))
     for value in [*module.functions, *module.global_variables]:
-        if value.name != "kernel" and not value.is_declaration:
+        if value.name != entry and not value.is_declaration:
             value.linkage = "internal"
     builder = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=3))
     builder.getModulePassManager().run(module, builder)
     return str(module)
 
 
-def to_ptx(text: str, capability: tuple[int, int]) -> str:
-    """PTX of the result of `kernel_ir`, for a compute capability."""
-    text = _overlapping(text) if capability >= OVERLAP_CAPABILITY else re.sub(rf"(?m)^.*{_WAIT}.*$", "", text)
+def to_ptx(text: str, entry: str, capability: tuple[int, int]) -> str:
+    """PTX of the result of `kernel_ir`, whose kernel is named `entry`, for a compute capability."""
+    text = _overlapping(text, entry) if capability >= OVERLAP_CAPABILITY else re.sub(rf"(?m)^.*{_WAIT}.*$", "", text)
     return str(_machine(capability).emit_assembly(llvm.parse_assembly(text)))
 
 
-def _overlapping(text: str) -> str:
+def _bounded(ptx: str, threads: int, blocks: int) -> str:
+    """A kernel with limits for the assembler, which otherwise saves registers at the cost of waiting for loads in turn.
+
+    Source: PTX ISA 7.8, section 11.4 (performance-tuning directives).
+    """
+    limits = f".maxntid {threads}\n.minnctapersm {blocks}\n"
+    bounded, count = re.subn(r"(\.entry \w+\([^)]*\)\n)", rf"\g<1>{limits}", ptx)
+    assert count == 1, "a kernel has one entry"
+    return bounded
+
+
+def _overlapping(text: str, entry: str) -> str:
     """Insert griddepcontrol instructions: allow the next kernel to start, and wait for the previous one.
 
     They have no effect in a plain launch. Source: PTX ISA 7.8, section 9.7.12.13.
@@ -170,7 +191,7 @@ def _overlapping(text: str) -> str:
     first = _ASM.format("griddepcontrol.launch_dependents;")
     if _WAIT not in text:
         first += _ASM.format(_WAIT)
-    whole, count = re.subn(r"(?m)^(define .*@kernel\(.*\{\n(?:[^ \n].*:.*\n)?)", rf"\g<1>{first}", text)
+    whole, count = re.subn(rf"(?m)^(define .*@{entry}\(.*\{{\n(?:[^ \n].*:.*\n)?)", rf"\g<1>{first}", text)
     assert count == 1, "a kernel has one entry"
     return whole
 

@@ -33,6 +33,12 @@ KernelKey = tuple[str, tuple[int, ...]]
 """A kernel: "module.function" of `kernels.cuda.compiled`, and the constants it is made for."""
 
 
+def entry_name(key: KernelKey) -> str:
+    """The name of a kernel in its PTX, which profilers and sanitizers show: its function and constants."""
+    name, constants = key
+    return "_".join([name.partition(".")[2], *(str(int(constant)) for constant in constants)])
+
+
 OLDEST_VERSIONS = {"numba-cuda": (0, 30, 4), "torch": (2, 6)}
 """Older ones of numba-cuda fail at import beside Numba 0.67; as in pyproject.toml."""
 
@@ -86,7 +92,7 @@ def _is_stored(key: KernelKey, capability: tuple[int, int]) -> bool:
 
 
 def kernel_ptx(key: KernelKey, capability: tuple[int, int]) -> bytes:
-    """PTX of a kernel, whose entry is called `kernel`; compiled if no earlier start has."""
+    """PTX of a kernel, whose entry is called `entry_name(key)`; compiled if no earlier start has."""
     name, constants = key
     path = _path(key, capability)
     if path is not None:

@@ -24,6 +24,7 @@ MODULES = {
     "jinja2": "jinja2",
     "pytest": "pytest",
     "pytest-timeout": "pytest_timeout",
+    "threadpoolctl": "threadpoolctl",
 }
 """Distribution -> what is imported of it, in a process of its own."""
 GPU = """
@@ -34,6 +35,7 @@ if torch.cuda.get_device_capability() < (7, 5): sys.exit("compute capability 7.5
 OURS = (
     "import localinfer.loading.load, localinfer.bench.gpu, localinfer.models.load.loader, localinfer.kernels.cuda.jit"
 )
+TESTS = "import tests.conftest, tests.kernels.cuda.test_cuda_ops_on_gpu, tests.bench.bench_cuda, tests.bench.cuda_demo"
 _SECONDS = 25.0
 
 
@@ -71,7 +73,7 @@ def main() -> int:
     if problems:
         return report(problems)
     programs = {f"import {module}": f"import {module}" for module in MODULES.values()}
-    programs |= {"a GPU": GPU, "localinfer, from beside this": OURS}
+    programs |= {"a GPU": GPU, "localinfer, from beside this": OURS, "its tests": TESTS}
     running = {
         what: subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
         for what, code in programs.items()

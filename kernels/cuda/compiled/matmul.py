@@ -53,7 +53,12 @@ def finished(value, up, gated, activation, bias, up_bias, scale, residual, resid
     return value
 
 
-@template("qqqqqq" + SLOTS + "(qqqq)qqqq")
+def _bounds(layout, batch_rows, weight_rows, split, kind, prefetches=0):
+    """Registers enough to load every weight of a unit before the first is used, for one and two rows of activations."""
+    return (128, 5 - batch_rows) if batch_rows <= 2 else None
+
+
+@template("qqqqqq" + SLOTS + "(qqqq)qqqq", _bounds)
 def matmul(layout, batch_rows, weight_rows, split, kind, prefetches=0):
     """Multiply: a block of four warps, `split` of them to a row, a grid of [groups of rows * split / 4, slots].
 

@@ -25,7 +25,7 @@ from localinfer.kernels.layouts import Layout
 WARPS = 8
 THREADS = 32 * WARPS
 TILE = 16
-"""Rows of weights of a tile, multiplied by eight rows of activations."""
+"""Rows of weights of a tile, multiplied by eight rows of activations; of gate and up eight each."""
 
 _BIAS = 0x4B400000
 _BIAS_FLOAT = 12582912.0
@@ -48,16 +48,21 @@ def transposed(a, b, c, d, within):
     return a, b, c, d
 
 
-@template("qqqqqq" + SLOTS + "(qqqq)")
+def _bounds(layout, batch_rows, tiles, split, kind):
+    """Two blocks on a multiprocessor, where the sums of a tile leave registers for that."""
+    return (THREADS, 2) if batch_rows <= 8 and tiles == 1 else None
+
+
+@template("qqqqqq" + SLOTS + "(qqqq)", _bounds)
 def matmul_tiles(layout, batch_rows, tiles, split, kind):
-    """Multiply as `matmul.matmul` does, of quantized weights: a grid of [16 * tiles rows of weights].
+    """Multiply as `matmul.matmul` does, of quantized weights: a grid of [16 * tiles rows of weights, or 8 of both].
 
     batch_rows: rows of activations, all computed, at most 16. split: parts of a row that are summed apart.
     """
     gated = kind == GATED
     matrices = 2 if gated else 1
-    num_tiles = tiles * matrices
-    tile_rows = TILE * tiles
+    num_tiles = tiles
+    tile_rows = TILE * tiles // matrices
     lane_rows = 2 * num_tiles
     columns = 2 if batch_rows > 8 else 1
     is_bytes = layout in BYTES
@@ -71,7 +76,8 @@ def matmul_tiles(layout, batch_rows, tiles, split, kind):
     sums_size = 16 * num_tiles * columns
     partial_size = num_tiles * columns * 128
     shared_size = WARPS * partial_size
-    outputs = tiles * columns * 128
+    half = 128 // matrices
+    outputs = tiles * columns * half
     rounds = -(-outputs // THREADS)
     totals_size = rounds * matrices
     fields_at = unit_of(layout)
@@ -103,8 +109,9 @@ def matmul_tiles(layout, batch_rows, tiles, split, kind):
         supers_at = cuda.local.array(lane_rows, int64)
         for r in range(lane_rows):
             # Rows past the end read the last one, and are not stored.
-            row = min(first + r // 2 % tiles * TILE + r % 2 * 8 + group, num_rows - 1)
-            arrays = slot_1[:4] if gated and r >= 2 * tiles else slot[:4]
+            row = first + group if gated else first + r // 2 * TILE + r % 2 * 8 + group
+            row = min(row, num_rows - 1)
+            arrays = slot_1[:4] if gated and r == 1 else slot[:4]
             codes_at[r], scales_at[r], extra_at[r], supers_at[r] = row_of(arrays, row_bytes, row)
 
         sums = cuda.local.array(sums_size, float32)
@@ -227,8 +234,10 @@ def matmul_tiles(layout, batch_rows, tiles, split, kind):
             ptx.syncthreads()
             for output_round in range(rounds):
                 for m in range(matrices):
-                    at = ptx.thread() + THREADS * output_round + m * outputs
-                    if ptx.thread() + THREADS * output_round < outputs:
+                    # Of gate and up, the upper eight rows of a tile are gate's.
+                    at = ptx.thread() + THREADS * output_round
+                    if at < outputs:
+                        at = at // half * 128 + m * half + at % half
                         pairs = cuda.local.array(4, float32)
                         for w in range(4):
                             pairs[w] = partial[2 * w * partial_size + at] + partial[(2 * w + 1) * partial_size + at]
@@ -241,8 +250,8 @@ def matmul_tiles(layout, batch_rows, tiles, split, kind):
 
         for output_round in range(rounds):
             at = ptx.thread() + THREADS * output_round
-            tile = at // 128
-            row = first + tile // columns * TILE + at % 128 // 64 * 8 + at % 32 // 4
+            tile = at // half
+            row = first + tile // columns * TILE + at % half // 64 * 8 + at % 32 // 4
             m = tile % columns * 8 + at % 4 * 2 + at // 32 % 2
             if at < outputs and row < num_rows and m < batch_rows:
                 value, up = totals[output_round * matrices], totals[output_round * matrices + matrices - 1]

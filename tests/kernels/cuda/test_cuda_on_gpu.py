@@ -91,7 +91,7 @@ def test_logits_of_every_architecture_are_the_reference_runtimes_and_the_cpus(
 
 @pytest.mark.parametrize("layout", [Layout.Q4_0, Layout.INT4_128])
 def test_kernels_that_overlap_give_the_same_bits(layout: Layout) -> None:
-    from tests.bench.bench_cuda import SHAPES, make_program
+    from tests.bench.random_llama import SHAPES, make_program
 
     SHAPES["small"] = (4, 512, 8, 4, 64, 1024, 2048, False)
     found = []

@@ -1,0 +1,46 @@
+"""A few launches on the compiled PTX, with warps in either order; `ptx_executor.py` takes all tests there.
+
+Between shuffles and barriers the order of lanes and warps is open, so what depends on it is a race.
+"""
+
+import numpy as np
+import pytest
+
+pytest.importorskip("numba_cuda", reason="CUDA kernels are compiled by numba-cuda, which is not installed")
+
+from localinfer.kernels.cuda.self_check import check_device
+from tests.kernels.cuda import ptx_executor
+from tests.kernels.cuda.device import EmulatedDevice
+from tests.kernels.cuda.emulation import Emulator
+
+pytestmark = pytest.mark.skipif(ptx_executor.missing() is not None, reason=f"{ptx_executor.missing()}")
+
+
+@pytest.fixture(params=ptx_executor.ORDERS)
+def order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Launch on PTX, in an order of warps."""
+    monkeypatch.setattr(Emulator, "launch", ptx_executor.ptx_launch(request.param))
+    return int(request.param)
+
+
+def test_a_product_and_an_attention_are_right(order: int) -> None:
+    check_device(EmulatedDevice())
+    names = {name for name, _ in ptx_executor.launched}
+    assert {"matmul.matmul", "matmul_tiles.matmul_tiles", "attention.attend_chunks", "kv_store.store_rows"} <= names
+
+
+def test_a_norm_and_its_codes_are_the_sources(order: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = np.random.default_rng(1).standard_normal(1024).astype(np.float32)
+
+    def normed() -> list[np.ndarray]:
+        device = EmulatedDevice()
+        x, out, codes, records = (device.allocate(size) for size in (4096, 4096, 1024, 256))
+        device.write(x, values)
+        given = (x, 0, out, 0, 0, 0, 0, 0, 1024, codes, 0, records, 0, 1e-5)
+        device.emulator.launch("rows.norm", (0, 8, 1), (1, 1, 1), 256, given)
+        return [device.memory.view(place, size).copy() for place, size in ((out, 4096), (codes, 1024), (records, 256))]
+
+    found = normed()
+    monkeypatch.undo()
+    for ours, wanted in zip(found, normed(), strict=True):
+        np.testing.assert_array_equal(ours, wanted)
