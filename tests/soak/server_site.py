@@ -99,6 +99,8 @@ class ServerSite(Site):
             items = client.get(f"/v1/conversations/{conversation}/items?order=asc&limit=100").json()["data"]
             before = [{"role": one["role"], "content": one["content"][0]["text"]} for one in items]
             require(len(items) >= self._conversations[conversation], f"{conversation} lost items: {items}")
+            # A kill may have come between a turn's end and its answer.
+            self._conversations[conversation] = len(items)
         answered = client.post("/v1/responses", json=body)
         if answered.status_code == 400 and self._names_deleted(answered.text):
             self._messages.pop(body["previous_response_id"])
@@ -174,7 +176,9 @@ class ServerSite(Site):
         require(content is not None, f"the conversation {conversation_id} was made and is not kept")
         assert content is not None
         kept = msgspec.json.decode(content, type=KeptConversation)
-        require(num_items <= len(kept.items) <= num_items + 2, f"{conversation_id} had {num_items} items: {kept.items}")
+        wanted = f"{num_items} to {num_items + 2}"
+        found_items = len(kept.items)
+        require(num_items <= found_items <= num_items + 2, f"{conversation_id} has {found_items} items, not {wanted}")
         if kept.last is not None and kept.last not in self._deleting:
             found = memory.store.get(f"{kept.last}.json")
             require(found is not None, f"{conversation_id} ends with the response {kept.last}, which is not kept")
