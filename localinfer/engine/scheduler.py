@@ -14,12 +14,13 @@ import time
 from collections import deque
 from collections.abc import Generator, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 from localinfer.cache.prefix_cache import PrefixCache
 from localinfer.cache.prefix_node import common_length
 from localinfer.engine.admission import AdmissionControl, EngineLimits
 from localinfer.engine.request import NO_TOKEN, Request, StepLock, TokenEvent
-from localinfer.engine.runner import ModelRunner, ScheduledSequence, ShouldAbort
+from localinfer.engine.runner import ModelRunner, ScheduledSequence, ShouldAbort, StepCosts
 from localinfer.engine.ttft import TtftPredictor
 from localinfer.errors import ClosedError, OutOfMemoryError
 from localinfer.kernels.program import Program
@@ -49,6 +50,8 @@ class Scheduler:
         """Whether a step is in progress; at the start of one, whether the step before it was interrupted."""
         self._chunk_of_owner: dict[Hashable, int] = {}
         self._adding = threading.Lock()
+        # It keeps no scheduler: a cycle would hold all memory of a model until the next full garbage collection.
+        self._chunk_rows = partial(_chunk_rows, runner.costs, program.max_batch_rows)
         self.predictor = TtftPredictor(cache, runner.costs.fit, self._chunk_rows, limits.max_running)
 
     @property
@@ -334,11 +337,6 @@ class Scheduler:
                 self._note_chunk(request.owner)
         return chunks
 
-    def _chunk_rows(self, num_decoding: int, num_prompts: int, repeated: int = 0) -> int:
-        """Rows of prompts that a step has beside streams. repeated: of them, those that are computed once more."""
-        most = max(1, self._max_rows - num_decoding - repeated)
-        return self._runner.costs.chunk_rows(num_streams=num_decoding, num_prompts=num_prompts, most=most)
-
     def _is_computed_by_another(self, request: Request, prompts: list[Request]) -> bool:
         """Whether a prompt that is further, or came first, computes whole pages that this one wants next.
 
@@ -370,6 +368,12 @@ class Scheduler:
             present = {request.owner for request in self.running}
             self._chunk_of_owner = {key: step for key, step in self._chunk_of_owner.items() if key in present}
         self._chunk_of_owner[owner] = self._steps
+
+
+def _chunk_rows(costs: StepCosts, max_rows: int, num_decoding: int, num_prompts: int, repeated: int = 0) -> int:
+    """Rows of prompts that a step has beside streams. repeated: of them, those that are computed once more."""
+    most = max(1, max_rows - num_decoding - repeated)
+    return costs.chunk_rows(num_streams=num_decoding, num_prompts=num_prompts, most=most)
 
 
 class Generation(Iterator[TokenEvent]):

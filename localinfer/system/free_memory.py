@@ -2,6 +2,7 @@
 
 import ctypes
 import sys
+from functools import cache
 from typing import Any
 
 _M_ARENA_MAX = -8
@@ -31,6 +32,7 @@ def limit_arenas() -> None:
         set_option(_M_ARENA_MAX, _MOST_ARENAS)
 
 
+@cache
 def _of_c_library(name: str) -> Any:
     """A function that glibc has, None elsewhere."""
     return getattr(ctypes.CDLL(None), name, None) if sys.platform == "linux" else None

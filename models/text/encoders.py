@@ -8,6 +8,7 @@ from functools import cached_property
 from heapq import heapify, heappop, heappush
 from itertools import accumulate, compress, pairwise
 from typing import TYPE_CHECKING
+from weakref import WeakMethod
 
 import numpy as np
 
@@ -119,6 +120,19 @@ def _merge_by_heap(symbols: list[str], pair_ranks: list[int], ranks: Mapping[str
     return [symbol for symbol in symbols if symbol]
 
 
+def _weakly(method: Callable[[str], list[int]]) -> Callable[[str], list[int]]:
+    """A method for what its own object holds: kept itself, it would keep the vocabulary until the next full garbage
+    collection."""
+    reference = WeakMethod(method)
+
+    def call(symbol: str) -> list[int]:
+        found = reference()
+        assert found is not None, "its object holds this"
+        return found(symbol)
+
+    return call
+
+
 class SubwordEncoder:
     """How one kind of vocabulary encodes plain text.
 
@@ -135,7 +149,6 @@ class SubwordEncoder:
         self._ids = vocabulary.ids
         self._unknown = vocabulary.role_ids.get("unknown")
         self._byte_ids: list[int] = []
-        self._expand = self._fallback
         self._cache: dict[str, list[int]] = {}
 
     @cached_property
@@ -199,6 +212,10 @@ class SubwordEncoder:
                 ids.append(token_id)
         return ids
 
+    def _expand(self, symbol: str) -> list[int]:
+        """Ids for a symbol that is no token."""
+        return self._fallback(symbol)
+
     def _fallback(self, symbol: str) -> list[int]:
         """Return the ids of characters that no token holds: their bytes' tokens, else the unknown token."""
         ids: list[int] = []
@@ -261,7 +278,7 @@ class SentencePieceEncoder(SubwordEncoder):
     def _table(self) -> "SymbolTable":
         from localinfer.models.text.long_text import SymbolTable
 
-        table = SymbolTable(self._vocabulary.tokens, self._ids, self._expand)
+        table = SymbolTable(self._vocabulary.tokens, self._ids, _weakly(self._expand))
         table.merge_results(self._ranks)
         return table
 
@@ -290,8 +307,6 @@ class BytePairEncoder(SubwordEncoder):
         self._rule = rule = pre_tokenizer_rule(vocabulary.pre_tokenizer, vocabulary.merge_texts)
         self.adds_bos = rule.adds_bos
         self._separator = " " if vocabulary.merge_texts else ""
-        if not rule.is_raw:
-            self._expand = self._encode_characters
         missing = [byte for byte, character in enumerate(BYTE_CHARACTERS) if character not in self._ids]
         self._loses_bytes = not rule.is_raw and self._unknown is None and bool(missing)
         # Bytes C0, C1 and F5 to FF occur in no text.
@@ -337,7 +352,7 @@ class BytePairEncoder(SubwordEncoder):
     def _tables(self) -> "tuple[SymbolTable, LongTextSplitter]":
         from localinfer.models.text.long_text import LongTextSplitter, SymbolTable
 
-        table = SymbolTable(self._vocabulary.tokens, self._ids, self._expand)
+        table = SymbolTable(self._vocabulary.tokens, self._ids, _weakly(self._expand))
         take = table.merge_strings if self._separator else table.merge_results
         take(self._ranks, self._is_whole if self._rule.ignores_merges or self._rule.is_raw else None)
         return table, LongTextSplitter(self._rule)
@@ -374,6 +389,9 @@ class BytePairEncoder(SubwordEncoder):
         if word in self._ids and self._is_whole(word):
             return [self._ids[word]]
         return self._ids_of(merge_by_rank(list(word), self._ranks, self._separator))
+
+    def _expand(self, symbol: str) -> list[int]:
+        return self._fallback(symbol) if self._rule.is_raw else self._encode_characters(symbol)
 
     def _encode_characters(self, symbol: str) -> list[int]:
         """Return ids for a merge whose result text must not become: one for each of its characters."""

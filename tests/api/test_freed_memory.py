@@ -1,10 +1,18 @@
 """Memory that a closed model has freed goes back to the system, though what is in use lies between; few heaps."""
 
 import ctypes
+import gc
 import subprocess
 import sys
+import weakref
+from pathlib import Path
 
 import pytest
+
+import localinfer
+from localinfer import Regex
+from tests.inside import engine_of
+from tests.models.talking_models import build_talking_model
 
 CODE = """
 import ctypes, sys
@@ -80,3 +88,26 @@ def test_threads_of_a_server_share_two_heaps():
         for how in ("limited", "unlimited")
     )
     assert limited <= 2 < unlimited
+
+
+@pytest.mark.parametrize("name", [None, "gemma3-gqa", "lfm2-hybrid"])
+def test_closed_model_is_gone_with_its_last_reference(name: str | None, tmp_path: Path):
+    """A garbage collection of all objects is rare, and knows nothing of the memory that they stand for."""
+    model = None if name is None else build_talking_model(tmp_path, name)
+    gc.collect()
+    gc.disable()
+    try:
+        with localinfer.load(model, threads=1, disk_cache_folder=str(tmp_path)) as llm:
+            llm.complete("Once upon a time", max_tokens=20)
+            llm.complete("Once", max_tokens=12, constraint=Regex("(red|blue) [a-z]{2,9}"))
+            llm.chat([{"role": "user", "content": "Hello"}], max_tokens=5)
+            llm.embed("Hello")
+            engine = engine_of(llm)
+            held = [engine, engine.scheduler, engine.pool, engine.program, llm.tokenizer, llm.tokenizer._encoder]
+            references = [weakref.ref(one) for one in held]
+            del engine, held
+        del llm
+        left = [type(one).__name__ for one in (reference() for reference in references) if one is not None]
+    finally:
+        gc.enable()
+    assert left == []
