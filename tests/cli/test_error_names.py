@@ -23,7 +23,15 @@ NO_COMMAND_PASSES = {
     # Made of two options, which are checked before.
     "disk_cache",
     # The command takes the default.
-    *("cache_salt", "length_penalty", "add_generation_prompt", "prompt_logprobs", "parse_special", "best_of"),
+    *(
+        "branch_tokens",
+        "cache_salt",
+        "length_penalty",
+        "add_generation_prompt",
+        "prompt_logprobs",
+        "parse_special",
+        "best_of",
+    ),
 }
 
 

@@ -212,9 +212,10 @@ def test_a_prefill_server_killed_midway_costs_nothing_but_time(
     lines: list[dict[str, Any]] = []
     read = prefill_client._line
 
-    def noted(response: Any) -> dict[str, Any]:
-        lines.append(read(response))
-        return lines[-1]
+    def noted(response: Any) -> bytes:
+        line = read(response)
+        lines.append(json.loads(line))
+        return line
 
     monkeypatch.setattr(prefill_client, "_line", noted)
     script = STUCK.format(module=module, name=name, count=count)
