@@ -150,7 +150,7 @@ class CudaDevice:
     """One CUDA device. Any thread, one at a time.
 
     index: its number among those of this process.
-    overlaps: use programmatic dependent launch where the GPU supports it. Off until it is measured on a GPU.
+    overlaps: use programmatic dependent launch where the GPU supports it; `self_check` turns it on where it works.
     waited_seconds: total time that `read` has waited for steps.
     """
 

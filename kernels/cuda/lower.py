@@ -32,6 +32,8 @@ _RMS, _LAYER = 0, 1
 _ACTIVATION, _GATE, _LIMITED_GATE, _ADD, _TIMES, _TIMES_ROW, _TIMES_SIGMOID, _SCALE, _CLAMP, _CLAMP_ABOVE, _SOFTCAP = (
     range(11)
 )
+_NORM_WARPS = 32
+"""Warps of a norm at most: a block is all that computes a row, and waits for memory once."""
 _NUMBERS = {kind: number for number, kind in enumerate(Activation)}
 
 
@@ -114,15 +116,19 @@ def _norm(tape: CudaTape, norm: ops.RmsNorm | ops.LayerNorm) -> None:
         is_per_group = values is not None and groups > 1 and values.size == x.width
         words += [tape.memory.constant(values), 4 * size if is_per_group else 0]
     places = tape.places(x, out)
-    warps = 8 if size >= 1024 else 2
+    warps = min(_NORM_WARPS, max(2, size // 128))
+    rounds = -(-size // (32 * warps))
 
     def build(shape: Shape) -> Iterator[Step]:
         count = shape.rows(x.rows)
         if count:
             quantized = op.quantized.parameters if op.quantized is not None else (0, 0, 0, 0)
-            constants = (kind, warps, int(op.quantized is not None))
+            # Few rows leave most of a GPU idle, so that several blocks can each write a part of a row.
+            is_shared = count <= SMALL_ROWS and rounds > 1 and out != x
+            constants = (kind, warps, int(op.quantized is not None), rounds, int(is_shared))
             values = (*places, *words, size, *quantized, norm.epsilon)
-            yield Launch("rows.norm", constants, (groups, count, 1), 32 * warps, values)
+            grid = (groups * rounds if is_shared else groups, count, 1)
+            yield Launch("rows.norm", constants, grid, 32 * warps, values)
 
     op = tape.add(build, out)
     op.source, op.can_quantize = out, groups == 1 and size % 32 == 0

@@ -1,9 +1,10 @@
 """Checks one GEMM and one attention of a device against NumPy before a model is placed there.
 
-Some thousand numbers are computed as in prompts, several rows at a time, and as in decoding, row by row. With compiled
-kernels it takes milliseconds.
+Some thousand numbers are computed as in prompts, several rows at a time, and as in decoding, row by row; where launches
+can overlap, again with overlap, which stays if it gives the same bits. With compiled kernels it takes milliseconds.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 
 from localinfer.errors import BackendUnavailableError
 from localinfer.kernels import ops
-from localinfer.kernels.cuda.device import CudaDevice, Step
+from localinfer.kernels.cuda.device import OVERLAP_CAPABILITY, CudaDevice, Step
 from localinfer.kernels.cuda.kernel_cache import KernelKey
 from localinfer.kernels.graph_builder import GraphBuilder
 from localinfer.kernels.kv_layout import KVLayout
@@ -21,9 +22,14 @@ from localinfer.kernels.ops import AttentionShape, EmbeddingTable, KVLayerShape,
 from localinfer.kernels.program import Batch, Segment
 from localinfer.types import FloatArray, ProgressCallback
 
+logger = logging.getLogger(__name__)
+
 _WIDTH, _HEADS, _SIZE = 64, 2, 32
 _PROMPT, _POSITIONS = 5, 7
 """Rows of the prompt, which use other kernels than one row, and all rows."""
+
+_OVERLAPPED_RUNS = 2
+"""Of the check with launches that overlap: each runs a row, captures its graph and replays that for the next row."""
 
 _TOLERANCE = 0.01
 """Relative to the largest number. Keys and values in sixteen bits use a tenth of it."""
@@ -32,13 +38,39 @@ _TOLERANCE = 0.01
 def check_device(device: CudaDevice, progress: ProgressCallback | None = None) -> None:
     """Raise BackendUnavailableError unless the device computes a GEMM and an attention as NumPy.
 
-    Errors of drivers and compilers are passed on. All memory is freed.
+    Launches overlap afterwards where the GPU can do that and gives the same bits so, in graphs. Errors of drivers and
+    compilers are passed on. All memory is freed.
     """
-    borrowed = _BorrowedDevice(device)
+    found, wanted = _borrow(device, progress, captures=False)
+    _check_numbers(found, wanted)
+    if not device.overlaps and device.capability >= OVERLAP_CAPABILITY:
+        _try_overlap(device, found, progress)
+
+
+def _try_overlap(device: CudaDevice, wanted: FloatArray, progress: ProgressCallback | None) -> None:
+    """Let launches overlap if the check then gives the bits of `wanted`, every time; else say why they do not."""
+    device.overlaps = True
     try:
-        found, wanted = _compute(cast(CudaDevice, borrowed), progress)
+        for _ in range(_OVERLAPPED_RUNS):
+            found, _ = _borrow(device, progress, captures=True)
+            if not np.array_equal(found, wanted):
+                raise BackendUnavailableError("numbers differ from those without overlap")
+    except Exception as error:
+        device.overlaps = False
+        logger.warning("launches on %s do not overlap: %s", getattr(device, "name", "the GPU"), error)
+
+
+def _borrow(device: CudaDevice, progress: ProgressCallback | None, *, captures: bool) -> tuple[FloatArray, FloatArray]:
+    """`_compute` on memory that is freed afterwards."""
+    borrowed = _BorrowedDevice(device, captures=captures)
+    try:
+        return _compute(cast(CudaDevice, borrowed), progress)
     finally:
         borrowed.free_all()
+
+
+def _check_numbers(found: FloatArray, wanted: FloatArray) -> None:
+    """Raise BackendUnavailableError where numbers differ by more than rounding."""
     largest = float(np.abs(wanted).max())
     with np.errstate(invalid="ignore"):
         error = float(np.abs(found - wanted).max()) / largest
@@ -113,10 +145,11 @@ def _attention(queries: FloatArray, keys: FloatArray, values: FloatArray, scale:
 
 
 class _BorrowedDevice:
-    """A device whose memory is freed after the check, without graphs; a wrapper of the device."""
+    """A device whose memory is freed after the check, with graphs only if asked; a wrapper of the device."""
 
-    def __init__(self, device: CudaDevice) -> None:
+    def __init__(self, device: CudaDevice, *, captures: bool) -> None:
         self._device = device
+        self._captures = captures
         self._addresses: list[int] = []
 
     def __getattr__(self, name: str) -> Any:
@@ -139,4 +172,4 @@ class _BorrowedDevice:
         self._device.prepare(first, (), progress)
 
     def capture(self, steps: Sequence[Step]) -> Callable[[], None]:
-        return lambda: self._device.run(steps)
+        return self._device.capture(steps) if self._captures else lambda: self._device.run(steps)

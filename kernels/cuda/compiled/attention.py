@@ -27,6 +27,14 @@ from localinfer.kernels.kv_layout import SCALE_BLOCK
 THREADS = 128
 CHUNK = 128
 """Positions of a chunk: one page per warp of a block."""
+_WARPS = THREADS // 32
+_POSITIONS = 8
+"""Positions whose values a warp reads at once."""
+_LANE_COLUMNS = 4
+_COLUMNS = 32 * _LANE_COLUMNS
+"""Columns of values of a lane and of a warp."""
+_LINE = 128
+"""Bytes of a cache line."""
 LEAST = -3.0e38
 """In place of minus infinity, whose difference from itself is NaN."""
 
@@ -74,7 +82,12 @@ def round_queries(query, words, scales, heads, size):
     ptx.syncthreads()
 
 
-@template("qqqqqqqqqqqqqqqqq" + ROPE + "ff")
+def _bounds(key_kind, value_kind, heads, key_size, value_size):
+    """Registers enough to load many keys and values before the first is used."""
+    return THREADS, 4
+
+
+@template("qqqqqqqqqqqqqqqqq" + ROPE + "ff", _bounds)
 def attend_chunks(key_kind, value_kind, heads, key_size, value_size):
     """Attention of `heads` query heads of one KV head to one chunk, of [rows, KV heads * parts, chunks].
 
@@ -85,7 +98,7 @@ def attend_chunks(key_kind, value_kind, heads, key_size, value_size):
     key_is_half = key_kind == HALVES
     value_is_codes = value_kind == CODES
     value_is_half = value_kind == HALVES
-    step = 8 if key_size % 8 == 0 else 1
+    step = 32 if key_size % 32 == 0 else 8 if key_size % 8 == 0 else 1
     queries_size = heads * key_size
     scores_size = heads * CHUNK
     head_rounds = (heads + 3) // 4
@@ -99,6 +112,10 @@ def attend_chunks(key_kind, value_kind, heads, key_size, value_size):
     query_blocks = heads * key_blocks
     value_blocks = -(-value_size // SCALE_BLOCK)
     value_scales_size = value_blocks * CHUNK
+    column_rounds = -(-value_size // _COLUMNS)
+    sums_size = heads * _LANE_COLUMNS
+    loaded_size = _POSITIONS * _LANE_COLUMNS
+    merged_size = _WARPS * heads * _COLUMNS
 
     def kernel(
         queries, queries_stride, positions, page_tables, partials, partial_chunks,
@@ -117,6 +134,14 @@ def attend_chunks(key_kind, value_kind, heads, key_size, value_size):
             kv_head = ptx.block_y() // parts
             first_head = kv_head * group_heads + ptx.block_y() % parts * heads
             last_head = kv_head * group_heads + group_heads - 1
+            page_first = first + PAGE * warp
+            if page_first <= position and page_first + PAGE > least:
+                # The page's keys and values are under way while queries are read and rotated.
+                place = ptx.load_i64(pages + page_first // PAGE * 8) + layer_offset + kv_head * head_bytes
+                offset = _LINE * lane
+                while offset < head_bytes:
+                    ptx.prefetch(place + offset)
+                    offset = offset + _LINE * 32
             query = cuda.shared.array(queries_size, float32)
             scores = cuda.shared.array(scores_size, float32)
             factor = scale
@@ -176,15 +201,17 @@ def attend_chunks(key_kind, value_kind, heads, key_size, value_size):
                         block = block + 1
                 else:
                     element = lane // 16 * key_size * 16 + lane % 16
+                    keys = cuda.local.array(step, float32)
                     column = 0
                     while column < key_size:
                         for c in range(step):
                             if key_is_half:
-                                key = ptx.half_to_float(ptx.load_u16(place + 2 * (element + 16 * (column + c))))
+                                keys[c] = ptx.half_to_float(ptx.load_u16(place + 2 * (element + 16 * (column + c))))
                             else:
-                                key = ptx.load_f32(place + 4 * (element + 16 * (column + c)))
+                                keys[c] = ptx.load_f32(place + 4 * (element + 16 * (column + c)))
+                        for c in range(step):
                             for h in range(heads):
-                                sums[h] = sums[h] + query[h * key_size + column + c] * key
+                                sums[h] = sums[h] + query[h * key_size + column + c] * keys[c]
                         column = column + step
             for h in range(heads):
                 score = sums[h]
@@ -220,35 +247,68 @@ def attend_chunks(key_kind, value_kind, heads, key_size, value_size):
                         ptx.store_f32(partials + part * (4 * value_size + 8) + 4, total)
             ptx.syncthreads()
 
-            start = max(least - first, 0) // 4 * 4
-            end = min(position - first, CHUNK - 1)
-            column = ptx.thread()
-            while column < value_size:
-                for h in range(heads):
-                    sums[h] = float32(0.0)
-                inner = start
-                while inner <= end:
-                    # Four positions lie in one page; those past the end have no weight and read the last.
-                    table = pages + (first + inner) // PAGE * 8
-                    place = ptx.load_i64(table) + layer_offset + kv_head * head_bytes + values_offset
-                    for c in range(4):
-                        within = min(inner + c, end) % PAGE
+            # A warp sums the positions of one page, a lane four columns, and warps are added in order.
+            values = cuda.local.array(loaded_size, float32)
+            partial = cuda.local.array(sums_size, float32)
+            merged = cuda.shared.array(merged_size, float32)
+            start = max(least - page_first, 0) // _POSITIONS * _POSITIONS
+            end = min(position - page_first, PAGE - 1)
+            for column_round in range(column_rounds):
+                column = _COLUMNS * column_round + _LANE_COLUMNS * lane
+                for i in range(sums_size):
+                    partial[i] = float32(0.0)
+                if column < value_size and start <= end:
+                    place = ptx.load_i64(pages + page_first // PAGE * 8) + layer_offset + kv_head * head_bytes
+                    place = place + values_offset
+                    inner = start
+                    while inner <= end:
+                        # Positions past the end have no weight, and read the last.
                         if value_is_codes:
-                            code = ptx.load_u8(place + within // 2 * 2 * value_columns + 2 * column + within % 2)
-                            scales = column // SCALE_BLOCK * CHUNK + inner + c
-                            value = position_scales[scales] * ptx.to_float((code ^ 128) - 128)
+                            for pair in range(_POSITIONS // 2):
+                                within = min(inner + 2 * pair, end) // 2
+                                loaded = ptx.load_v2(place + within * 2 * value_columns + 2 * column)
+                                for odd in range(2):
+                                    scales = column // SCALE_BLOCK * CHUNK + PAGE * warp + inner + 2 * pair + odd
+                                    for k in range(_LANE_COLUMNS):
+                                        code = (loaded[k // 2] >> (16 * (k % 2) + 8 * odd)) & 255
+                                        value = position_scales[scales] * ptx.to_float((code ^ 128) - 128)
+                                        values[(2 * pair + odd) * _LANE_COLUMNS + k] = value
                         elif value_is_half:
-                            value = ptx.half_to_float(ptx.load_u16(place + 2 * (within * value_columns + column)))
+                            for c in range(_POSITIONS):
+                                within = min(inner + c, end)
+                                loaded = ptx.load_v2(place + 2 * (within * value_columns + column))
+                                for k in range(_LANE_COLUMNS):
+                                    half = (loaded[k // 2] >> (16 * (k % 2))) & 0xFFFF
+                                    values[c * _LANE_COLUMNS + k] = ptx.half_to_float(half)
                         else:
-                            value = ptx.load_f32(place + 4 * (within * value_columns + column))
-                        for h in range(heads):
-                            sums[h] = sums[h] + scores[h * CHUNK + inner + c] * value
-                    inner = inner + 4
+                            for c in range(_POSITIONS):
+                                within = min(inner + c, end)
+                                loaded = ptx.load_v4(place + 4 * (within * value_columns + column))
+                                for k in range(_LANE_COLUMNS):
+                                    values[c * _LANE_COLUMNS + k] = ptx.bits_float(loaded[k])
+                        for c in range(_POSITIONS):
+                            for h in range(heads):
+                                weight = scores[h * CHUNK + PAGE * warp + inner + c]
+                                for k in range(_LANE_COLUMNS):
+                                    at = h * _LANE_COLUMNS + k
+                                    partial[at] = partial[at] + weight * values[c * _LANE_COLUMNS + k]
+                        inner = inner + _POSITIONS
+                if column_round > 0:
+                    ptx.syncthreads()
                 for h in range(heads):
-                    if first_head + h <= last_head:
-                        part = (row * num_heads + first_head + h) * partial_chunks + ptx.block_z()
-                        ptx.store_f32(partials + part * (4 * value_size + 8) + 8 + 4 * column, sums[h])
-                column = column + THREADS
+                    for k in range(_LANE_COLUMNS):
+                        at = (warp * heads + h) * _COLUMNS + _LANE_COLUMNS * lane + k
+                        merged[at] = partial[h * _LANE_COLUMNS + k]
+                ptx.syncthreads()
+                column = _COLUMNS * column_round + ptx.thread()
+                if column < value_size:
+                    for h in range(heads):
+                        total = float32(0.0)
+                        for w in range(_WARPS):
+                            total = total + merged[(w * heads + h) * _COLUMNS + ptx.thread()]
+                        if first_head + h <= last_head:
+                            part = (row * num_heads + first_head + h) * partial_chunks + ptx.block_z()
+                            ptx.store_f32(partials + part * (4 * value_size + 8) + 8 + 4 * column, total)
 
     return kernel
 

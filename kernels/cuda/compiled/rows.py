@@ -1,6 +1,6 @@
 """Row by row: looking up embeddings, norms, elementwise functions, RoPE, copies. A grid's second axis is the row."""
 
-from numba import cuda, float32, float64
+from numba import cuda, float32, float64, int64
 
 from localinfer.kernels.cuda.compiled import ptx
 from localinfer.kernels.cuda.compiled.activations import (
@@ -85,11 +85,20 @@ def finish_gemm(out, out_stride, product, product_stride, num_columns, bias, res
         ptx.store_f32(out + ptx.block_y() * out_stride + 4 * column, value)
 
 
-@template("qqqqqqqqqqqqqf")
-def norm(kind, warps, quantizes):
-    """Norm of every group of a row, and its int8 codes if asked for; `warps` warps to a grid of [groups, rows]."""
+def _norm_bounds(kind, warps, quantizes, rounds, is_shared):
+    return 32 * warps, 1
+
+
+@template("qqqqqqqqqqqqqf", _norm_bounds)
+def norm(kind, warps, quantizes, rounds, is_shared):
+    """Norm of every group of a row, and its int8 codes if asked for; `warps` warps to a grid of [groups, rows].
+
+    rounds: columns of a thread, which are read at once and kept in registers. is_shared: a grid of [groups * rounds,
+    rows], where each of `rounds` blocks sums a whole group and writes one column per thread; not in place.
+    """
     step = 32 * warps
     is_layer = kind == LAYER
+    own_rounds = 1 if is_shared else rounds
 
     @inline
     def sum_of_block(value, lane, warp, partial):
@@ -98,10 +107,19 @@ def norm(kind, warps, quantizes):
         if lane == 0:
             partial[warp] = value
         ptx.syncthreads()
-        total = partial[0]
-        for other in range(1, warps):
-            total = total + partial[other]
-        return total
+        total = float32(0.0)
+        if lane < warps:
+            total = partial[lane]
+        return warp_sum(total)
+
+    @inline
+    def finish(value, weight, bias, out, codes, records, column):
+        value = value * weight
+        if bias != 0:
+            value = value + ptx.load_f32(bias + 4 * column)
+        ptx.store_f32(out + 4 * column, value)
+        if quantizes:
+            store_quantized(value, column % 32, codes, records, column)
 
     def kernel(
         x, x_stride, out, out_stride, weight, weight_stride, bias, bias_stride, size,
@@ -110,37 +128,50 @@ def norm(kind, warps, quantizes):
         lane = ptx.thread() % 32
         warp = ptx.thread() // 32
         group = ptx.block_x()
+        part = int64(0)
+        if is_shared:
+            part = group % rounds
+            group = group // rounds
         row = ptx.block_y()
+        if weight != 0:
+            weight = weight + group * weight_stride
+        if bias != 0:
+            bias = bias + group * bias_stride
+        codes = codes + row * codes_stride
+        records = records + row * records_stride
         x = x + row * x_stride + 4 * group * size
         out = out + row * out_stride + 4 * group * size
         partial = cuda.shared.array(warps, float32)
+        values = cuda.local.array(rounds, float32)
+        weights = cuda.local.array(own_rounds, float32)
+        for index in range(rounds):
+            column = min(ptx.thread() + index * step, size - 1)
+            values[index] = ptx.load_f32(x + 4 * column)
+        for index in range(own_rounds):
+            column = min(ptx.thread() + (part + index) * step, size - 1)
+            weights[index] = float32(1.0)
+            if weight != 0:
+                weights[index] = ptx.load_f32(weight + 4 * column)
+        own = ptx.load_f32(x + 4 * min(ptx.thread() + part * step, size - 1))
         mean = float32(0.0)
         if is_layer:
-            value = float32(0.0)
-            column = ptx.thread()
-            while column < size:
-                value = value + ptx.load_f32(x + 4 * column)
-                column = column + step
-            mean = ptx.divide(sum_of_block(value, lane, warp, partial), ptx.to_float(size))
-        value = float32(0.0)
-        column = ptx.thread()
-        while column < size:
-            centred = ptx.load_f32(x + 4 * column) - mean
-            value = value + centred * centred
-            column = column + step
-        square = ptx.divide(sum_of_block(value, lane, warp, partial), ptx.to_float(size))
+            total = float32(0.0)
+            for index in range(rounds):
+                if ptx.thread() + index * step < size:
+                    total = total + values[index]
+            mean = ptx.divide(sum_of_block(total, lane, warp, partial), ptx.to_float(size))
+        total = float32(0.0)
+        for index in range(rounds):
+            values[index] = values[index] - mean
+            if ptx.thread() + index * step < size:
+                total = total + values[index] * values[index]
+        square = ptx.divide(sum_of_block(total, lane, warp, partial), ptx.to_float(size))
         factor = ptx.divide(float32(1.0), ptx.square_root(square + epsilon))
-        column = ptx.thread()
-        while column < size:
-            value = (ptx.load_f32(x + 4 * column) - mean) * factor
-            if weight != 0:
-                value = value * ptx.load_f32(weight + group * weight_stride + 4 * column)
-            if bias != 0:
-                value = value + ptx.load_f32(bias + group * bias_stride + 4 * column)
-            ptx.store_f32(out + 4 * column, value)
-            if quantizes:
-                store_quantized(value, lane, codes + row * codes_stride, records + row * records_stride, column)
-            column = column + step
+        for index in range(own_rounds):
+            column = ptx.thread() + (part + index) * step
+            if column < size:
+                value = own - mean if is_shared else values[index]
+                finish(value * factor, weights[index], bias, out, codes, records, column)
 
     return kernel
 

@@ -37,7 +37,7 @@ def test_a_norm_and_its_codes_are_the_sources(order: int, monkeypatch: pytest.Mo
         x, out, codes, records = (device.allocate(size) for size in (4096, 4096, 1024, 256))
         device.write(x, values)
         given = (x, 0, out, 0, 0, 0, 0, 0, 1024, codes, 0, records, 0, 1e-5)
-        device.emulator.launch("rows.norm", (0, 8, 1), (1, 1, 1), 256, given)
+        device.emulator.launch("rows.norm", (0, 8, 1, 4, 1), (4, 1, 1), 256, given)
         return [device.memory.view(place, size).copy() for place, size in ((out, 4096), (codes, 1024), (records, 256))]
 
     found = normed()

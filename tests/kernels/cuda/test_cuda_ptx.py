@@ -62,8 +62,8 @@ KERNELS = [
     ("quantize.quantize_rows", (), 32, "shfl.sync.bfly cvt.rni.s32.f32"),
     ("rows.embed", (Layout.Q5_K,), 40, "cvt.f32.f16"),
     ("rows.convert", (Layout.Q4_K, rows.TO_BF16), 40, "st.global.u16"),
-    ("rows.norm", (rows.RMS, 8, 1), 48, "shfl.sync.bfly st.global.u8"),
-    ("rows.norm", (rows.LAYER, 4, 0), 40, "bar.sync"),
+    ("rows.norm", (rows.RMS, 32, 1, 4, 1), 48, "shfl.sync.bfly st.global.u8"),
+    ("rows.norm", (rows.LAYER, 32, 0, 4, 0), 48, "bar.sync"),
     ("rows.elementwise", (rows.GATE,), 32, "ex2.approx"),
     ("rows.elementwise", (rows.TIMES_ROW,), 32, "ld.global.f32"),
     ("rows.mix_slots", (), 48, "ld.global.f32"),
@@ -73,8 +73,8 @@ KERNELS = [
     ("kv_store.store_rows", (2, 2), 48, "cvt.rn.f16.f32"),
     ("kv_store.store_codes", (1, 1, 128, 128), 40, "shfl.sync.bfly bar.sync st.global.u8"),
     ("rotation.rotate_heads", (128,), 40, "bar.sync"),
-    ("attention.attend_chunks", (2, 2, 4, 128, 128), 96, "cvt.f32.f16 shfl.sync.bfly bar.sync"),
-    ("attention.attend_chunks", (1, 1, 4, 128, 128), 96, "dp4a.s32.s32 shfl.sync.bfly bar.sync"),
+    ("attention.attend_chunks", (2, 2, 4, 128, 128), 128, "cvt.f32.f16 prefetch.global.L2 bar.sync"),
+    ("attention.attend_chunks", (1, 1, 4, 128, 128), 128, "dp4a.s32.s32 shfl.sync.bfly bar.sync"),
     ("attention_tiles.attend_tiles", (2, 2, 128, 128, 4), 168, HALF_TILES),
     ("attention_tiles.attend_tiles", (1, 1, 256, 64, 2), 168, HALF_TILES),
     ("attention.merge_chunks", (1, 128), 56, "st.global.u8 bar.sync"),
@@ -154,7 +154,7 @@ def test_a_small_batch_reads_its_weights_once() -> None:
 def test_nothing_is_read_that_another_kernel_writes_before_that_one_has_ended() -> None:
     prefetching = ptx_of("matmul.matmul", (Layout.Q4_K, 1, 2, 1, matmul.GATED, 1), (9, 0))
     tiles = ptx_of("matmul_tiles.matmul_tiles", (Layout.Q4_0, 8, 2, 1, matmul.PLAIN), (9, 0))
-    norm = ptx_of("rows.norm", (rows.RMS, 8, 1), (9, 0))
+    norm = ptx_of("rows.norm", (rows.RMS, 32, 1, 4, 1), (9, 0))
     for ptx in (prefetching, tiles, norm):
         assert ptx.index("griddepcontrol.launch_dependents") < ptx.index("griddepcontrol.wait")
         before, after = ptx.split("griddepcontrol.wait")
@@ -173,7 +173,7 @@ def test_an_overlapping_launch_asks_the_driver_for_it() -> None:
 
 def test_what_a_kernel_is_called_with_is_read_off_its_ptx() -> None:
     name = "rows.norm"
-    ptx = ptx_of(name, (rows.RMS, 8, 1), (9, 0)).encode()
+    ptx = ptx_of(name, (rows.RMS, 32, 1, 4, 1), (9, 0)).encode()
     wanted = {"q": ctypes.c_int64, "f": ctypes.c_float}
     assert parameter_kinds(ptx) == tuple(wanted[kind] for kind in jit.find_template(name).parameters)
 

@@ -1,6 +1,6 @@
 """A device is trusted after it computed a product and an attention: one that is right, wrong or broken."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import metadata
 
 import numpy as np
@@ -53,7 +53,7 @@ class ScalingDevice(CountingDevice):
 def test_a_device_that_computes_what_it_should_passes_and_gets_its_memory_back() -> None:
     device = CountingDevice()
     check_device(device)
-    assert not device.held
+    assert not device.held and device.overlaps
     kernels = set(device.kernels)
     assert {"matmul.matmul", "matmul_tiles.matmul_tiles", "attention.attend_chunks"} <= kernels
 
@@ -81,6 +81,36 @@ def test_rounding_passes() -> None:
     device = ScalingDevice()
     device.factor = 1.004
     check_device(device)
+
+
+class OverlappingDevice(CountingDevice):
+    """Computes something else, or fails, where launches overlap."""
+
+    failure: Exception | None = None
+
+    def capture(self, steps: Sequence[Step]) -> Callable[[], None]:
+        if self.failure is not None:
+            raise self.failure
+        return super().capture([] if self.overlaps else steps)
+
+
+@pytest.mark.parametrize("failure", [None, RuntimeError("CUDA_ERROR_NOT_SUPPORTED")])
+def test_launches_overlap_only_where_that_gives_the_same_bits(
+    failure: Exception | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    device = OverlappingDevice()
+    device.failure = failure
+    check_device(device)
+    assert not device.overlaps and not device.held
+    (record,) = caplog.records
+    assert ("differ from those without overlap" if failure is None else "NOT_SUPPORTED") in record.getMessage()
+
+
+def test_launches_do_not_overlap_on_older_gpus() -> None:
+    device = CountingDevice()
+    device.capability = (8, 9)
+    check_device(device)
+    assert not device.overlaps
 
 
 VERSIONS = {"numba-cuda": "0.30.4", "torch": "2.11.0+cu130", "numba": "0.67.0", "llvmlite": "0.50.0"}

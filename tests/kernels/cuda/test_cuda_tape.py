@@ -228,6 +228,26 @@ def test_slots_and_factors_are_the_oracles(rows: int) -> None:
     assert_near(found, wanted, 1e-5)
 
 
+@pytest.mark.parametrize("rows", [1, 17])
+def test_norms_of_wide_rows_are_the_oracles(rows: int) -> None:
+    def write(tape: GraphBuilder, x: Buffer, linear: Linear) -> Buffer:
+        weight = np.linspace(0.5, 1.5, x.width, dtype=np.float32)
+        normed, y = tape.buffer("normed", x.width), tape.buffer("y", x.width)
+        tape.layer_norm(y, x, weight, weight - 1, 1e-5)
+        tape.rms_norm(normed, y, weight, 1e-5)
+        tape.rms_norm(y, y, None, 1e-5)
+        tape.rms_norm(y, y, weight[:160], 1e-5, 160)
+        out = tape.buffer("out", 4)
+        tape.matmul(normed, [Projection(linear(Layout.Q8_0, (4, x.width), 1), out)])
+        tape.copy_heads(y, out, 1, 4, x.width, 4)
+        return y
+
+    values = random_rows(rows, 1120, 3) + np.float32(1)
+    found, wanted, _ = both(values, write)
+    np.testing.assert_allclose(found[:, 4:], wanted[:, 4:], rtol=0, atol=1e-5 * np.abs(wanted).max())
+    assert_near(found[:, :4], wanted[:, :4], 0.02)
+
+
 @pytest.mark.parametrize("rows", [3, 17])
 def test_every_other_op_is_the_oracles(rows: int) -> None:
     found, wanted, _ = both(random_rows(rows, 60, 4), elementwise)
