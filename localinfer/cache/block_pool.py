@@ -73,7 +73,7 @@ class PagePool:
     grid: slots of states that were kept for no better reason than their distance to others. make_grid_room, if set,
     says whether there may be one more that is worth so much.
     sequences: those that were not closed, of requests and of all else that is computed, such as scores and beams.
-    closing: those of them that are being closed, or that Ctrl-C kept from it.
+    abandoned: those of them that nothing refers to any more, because Ctrl-C kept them from being closed.
     """
 
     def __init__(self, layout: KVLayout, *, max_bytes: int | None = None) -> None:
@@ -97,10 +97,10 @@ class PagePool:
         self.logs = SharedSlots(layout.log_bytes, self._device)
         self.grid: set[int] = set()
         self.sequences: WeakSet[SequenceCache] = WeakSet()
-        self.closing: set[SequenceCache] = set()
+        self.abandoned: set[SequenceCache] = set()
         self.windowed_counts = np.zeros(64, np.int32)
         self._windowed_slots = np.full(64, -1, np.int64)
-        self._closed = False
+        self.is_closed = False
 
     @property
     def num_pages(self) -> int:
@@ -162,20 +162,20 @@ class PagePool:
 
     def take_slot(self, slots: SharedSlots) -> int:
         """Allocate one of `states` or `logs`, with one reference. Contents: undefined. Raises: as `acquire`."""
-        if self._closed or not slots.memory.free:
+        if self.is_closed or not slots.memory.free:
             self._find_room(((slots.memory, 1),))
         return slots.take()
 
     def release_state(self, slot: int) -> None:
         """Drop a reference to a state."""
-        if not self._closed:
+        if not self.is_closed:
             self.states.release(slot)
             if slot in self.grid and not self.states.num_references(slot):
                 self.grid.discard(slot)
 
     def release_log(self, slot: int) -> None:
         """Drop a reference to a log."""
-        if not self._closed:
+        if not self.is_closed:
             self.logs.release(slot)
 
     def retain(self, pages: PageNumbers, windowed: BoolArray | None = None) -> None:
@@ -193,7 +193,7 @@ class PagePool:
 
     def release(self, pages: PageNumbers, windowed: BoolArray | None = None) -> None:
         """Drop a reference to distinct pages; those without any are free."""
-        if self._closed:
+        if self.is_closed:
             return
         if self._has_windows:
             self.release_windowed(pages if windowed is None else pages[windowed])
@@ -204,7 +204,7 @@ class PagePool:
 
     def release_windowed(self, pages: PageNumbers) -> None:
         """Drop a reference to the sliding-window blocks of distinct pages."""
-        if self._closed or not self._has_windows:
+        if self.is_closed or not self._has_windows:
             return
         counts = self.windowed_counts[pages] - 1
         assert (counts >= 0).all(), "a free sliding-window block was released"
@@ -263,12 +263,15 @@ class PagePool:
             first, second = self._windowed.addresses[blocks].tolist()
             self._copy(first, second, self.windowed_bytes)
 
-    def recover(self) -> None:
-        """Close sequences whose closing Ctrl-C ended, and make free again what it left neither free nor held."""
-        for sequence in list(self.closing):
+    def close_abandoned(self) -> None:
+        """Close the sequences that Ctrl-C kept from being closed."""
+        for sequence in list(self.abandoned):
             sequence.close()
-            # Where it was closed, and not yet forgotten.
-            self.closing.discard(sequence)
+            self.abandoned.discard(sequence)
+
+    def recover(self) -> None:
+        """Close abandoned sequences, and make free again what Ctrl-C left neither free nor held."""
+        self.close_abandoned()
         self._memory.recover(int(np.count_nonzero(self.counts)), lambda: np.flatnonzero(self.counts).tolist())
         self._windowed.recover(
             int(np.count_nonzero(self.windowed_counts)),
@@ -279,7 +282,8 @@ class PagePool:
 
     def close(self) -> None:
         """Release all memory; pages acquired before are invalid from now on."""
-        self._closed = True
+        self.is_closed = True
+        self.abandoned.clear()
         self._memory.close()
         self._windowed.close()
         self.states.close()
@@ -295,7 +299,7 @@ class PagePool:
 
     def _find_room(self, wanted: Sequence[tuple[SlabAllocator, int]]) -> None:
         """See to it that so many slots are free. Raises: ClosedError, OutOfMemoryError."""
-        if self._closed:
+        if self.is_closed:
             raise ClosedError("the key-value cache was closed with its model; load the model again")
         while (missing := self._missing(wanted)) != (0, 0):
             held = self._num_held

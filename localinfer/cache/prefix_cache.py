@@ -162,6 +162,7 @@ class PrefixCache:
         pool = self.pool
         if pool.max_bytes is None:
             return True
+        pool.close_abandoned()
         held = [sequence for sequence in pool.sequences if sequence not in without]
         pages, windowed, states, logs = _distinct(sequence.pages for sequence in held), 0, 0, 0
         if pool.sliding.tokens:
@@ -217,12 +218,7 @@ class PrefixCache:
         sequence.has_shared_prefix = system >= token_ids.size or system - page_tokens < match.length and not goes_on
         # Snapshots are weighed by what they save.
         sequence.num_turns = match.num_turns if goes_on and not self.pool.has_states else 0
-        try:
-            self._take(sequence, match, prefix, hints.salt)
-        except BaseException:
-            # Ctrl-C while memory is being found: nobody else knows of what it holds.
-            sequence.close()
-            raise
+        self._take(sequence, match, prefix, hints.salt)
         if not is_prompt:
             return Admission(sequence, sequence.length, None)
         miss = None if match.usable == prefix.size else self._explain(token_ids, match, hints, refusal)
@@ -288,7 +284,6 @@ class PrefixCache:
             if known.size:
                 self.last_retired, self.last_retired_salt = known, hints.salt
         finally:
-            # After Ctrl-C too: nobody else knows of it any more.
             sequence.close()
         if known.size and self._tier is not None:
             self._tier.on_idle(known, hints.salt)
@@ -306,6 +301,7 @@ class PrefixCache:
 
     def clear(self) -> None:
         """Evict everything that no running sequence uses."""
+        self.pool.close_abandoned()
         self.tree.clear()
         if self.tree.observer is not None and next(self.tree.roots.nodes(), None) is None:
             self.tree.observer.cleared()

@@ -49,6 +49,8 @@ class SequenceCache:
     memory or room, sliding-window blocks that are gone), they are zeros.
     """
 
+    _closed = True
+
     def __init__(
         self,
         pool: PagePool,
@@ -75,14 +77,20 @@ class SequenceCache:
         self._mass = np.zeros(0 if window is None else pool.num_pages_for(window.max_tokens), np.float32)
         self._first_windowed = 0
         self._pinned: tuple[int, ...] = ()
-        self._closed = False
         self._has_states = pool.has_states
         self._carried = _carried_rows(pool.carried_size) if pool.carried_size else None
         self._carries = False
         self._aside = _NO_PAGES
         self._policy = policy
         self._state = SequenceState(pool, policy)
+        self._closed = False
         pool.sequences.add(self)
+
+    def __del__(self) -> None:
+        # Ctrl-C may come between any two lines of what hands a sequence on or closes it. Any thread may run this, so it
+        # is closed later, under the step lock.
+        if not self._closed and not self._pool.is_closed:
+            self._pool.abandoned.add(self)
 
     @property
     def is_exact(self) -> bool:
@@ -369,12 +377,10 @@ class SequenceCache:
     def close(self) -> None:
         """Release every page; may be called again, as `PagePool.recover` does where Ctrl-C ended it."""
         if not self._closed:
-            self._pool.closing.add(self)
             self.truncate(0)
             self._state.release_reserved()
             self._pool.sequences.discard(self)
             self._closed = True
-            self._pool.closing.discard(self)
 
     def _hold(self, pages: PageNumbers, length: int, windowed: BoolArray, place: StatePlace) -> None:
         self._pool.retain(pages, windowed)

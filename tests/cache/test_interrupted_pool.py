@@ -4,12 +4,14 @@ import numpy as np
 import pytest
 
 from localinfer.cache.block_pool import PagePool
+from localinfer.cache.prefix_cache import CacheHints, PrefixCache
 from localinfer.cache.prefix_tree import PrefixTree
 from localinfer.cache.sequence import SequenceCache
 from localinfer.cache.sequence_state import SequenceState
 from localinfer.cache.slabs import SharedSlots
 from localinfer.cache.snapshots import SnapshotPolicy
 from tests.engine.fakes import FakeLayout
+from tests.simulation import faults
 from tests.simulation.faults import LineInterrupt
 
 LAYOUT = FakeLayout(page_tokens=4, page_bytes=64, windowed_bytes=64, window=8, state_bytes=64, log_bytes=64)
@@ -38,6 +40,14 @@ def give_back(pool: PagePool) -> None:
         pool.release_state(slot)
     for slot in pool.logs.held:
         pool.release_log(slot)
+
+
+def use_text(cache: PrefixCache, token_ids: np.ndarray) -> None:
+    """Admit a text, compute it, and let it end."""
+    sequence = cache.admit(token_ids, CacheHints()).sequence
+    sequence.reserve(token_ids.size)
+    sequence.commit(token_ids.size)
+    cache.retire(sequence, token_ids, CacheHints())
 
 
 def held_slots(pool: PagePool) -> list[set[int]]:
@@ -114,15 +124,49 @@ def test_sequence_gives_all_back_wherever_an_interrupt_ends_its_closing():
             pass
         if not interrupt.has_fired:
             break
-        if not pool.closing and pool.sequences:
-            # It came before anything was done.
-            sequence.close()
-        num_unfinished += bool(pool.closing)
+        del sequence
+        num_unfinished += bool(pool.abandoned)
         pool.recover()
-        assert not pool.closing and not pool.sequences
+        assert not pool.abandoned and not pool.sequences
         # What was being released when it came may stay, and nothing else.
         assert not pool.held_bytes or (bool(pool.counts.any()) != bool(pool.states.held)), num_lines
     assert num_unfinished > 10
+
+
+@pytest.mark.parametrize("is_cached", [False, True], ids=["new", "cached"])
+def test_no_page_is_lost_where_an_interrupt_comes_between_the_operations_of_a_text(
+    is_cached: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """From its admission to its end, at the lines that hand its sequence on."""
+    monkeypatch.setattr(faults, "_TRACED", ("localinfer/cache/prefix_cache.py",))
+    token_ids = np.arange(1, 24, dtype=np.int32)
+    num_lines = num_abandoned = 0
+    while True:
+        cache = PrefixCache(FakeLayout(page_tokens=4, page_bytes=64), max_bytes=None, context_length=1000)
+        if is_cached:
+            use_text(cache, token_ids[:10])
+        num_lines += 1
+        interrupt = LineInterrupt(num_lines)
+        try:
+            with interrupt:
+                use_text(cache, token_ids)
+        except KeyboardInterrupt:
+            pass
+        if not interrupt.has_fired:
+            break
+        num_abandoned += any(sequence.pages.size for sequence in cache.pool.abandoned)
+        cache.clear()
+        assert not cache.pool.abandoned and not cache.pool.sequences
+        assert not cache.pool.held_bytes, num_lines
+    assert num_lines > 50 and num_abandoned
+
+
+def test_closed_pool_keeps_no_sequence():
+    pool = PagePool(LAYOUT)
+    sequence = SequenceCache(pool, max_length=1000)
+    pool.close()
+    del sequence
+    assert not pool.abandoned
 
 
 def test_pages_of_the_tree_are_counted_right_wherever_an_interrupt_comes():

@@ -17,8 +17,9 @@ _TRACED = (
     "localinfer/speculation/",
     "localinfer/sampling/",
 )
-_UNTRACED = frozenset({"next_event", "exclusive", "_settle", "leave", "_wake", "_depart"})
-"""They take and release the lock of steps, by single operations between which no signal comes."""
+_UNTRACED = frozenset({"next_event", "exclusive", "_settle", "leave", "_wake", "_depart", "__del__"})
+"""They take and release the lock of steps, by single operations between which no signal comes; and Python ignores what
+is raised in finalizers, which have something to do only after Ctrl-C came already."""
 
 
 _TIED = "append(event)"
