@@ -31,9 +31,9 @@ from localinfer.system.folders import chosen_cache_folder, make_private, tempora
 
 _SETTINGS_IN_CODE = (
     *("NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES", "NUMBA_ENABLE_AVX", "NUMBA_OPT", "NUMBA_BOUNDSCHECK"),
-    *("NUMBA_LOOP_VECTORIZE", "NUMBA_SLP_VECTORIZE", "NUMBA_DEBUGINFO"),
+    *("NUMBA_LOOP_VECTORIZE", "NUMBA_SLP_VECTORIZE", "NUMBA_DEBUGINFO", "LOCALINFER_GUARD"),
 )
-"""Numba's settings that affect compiled code."""
+"""Settings that affect compiled code: Numba's, and guard mode, in which kernels check alignments."""
 
 _CTYPES: dict[str, Any] = {"q": ctypes.c_int64, "d": ctypes.c_double}
 """Argument kinds of a `Function`: q is int64 or an address, d float64."""

@@ -1,4 +1,4 @@
-"""Guard mode: stray accesses of kernels and of freed slots end the process, and results keep their bits."""
+"""Guard mode: stray and misaligned accesses of kernels end the process, those of freed slots too; bits stay."""
 
 import signal
 import sys
@@ -18,6 +18,21 @@ lanes = _FIRST_LANES.copy()
 words = {array}
 words[:] = 1
 _FOLD(address(lanes), address(words) + {offset}, words.size + {more})
+print("survived")
+"""
+
+_MISALIGNED = """
+import numpy as np
+from localinfer.kernels.cpu.memory import aligned
+from localinfer.kernels.cpu.program import ThreadPool
+from localinfer.kernels.cpu.weights import pack
+from localinfer.kernels.layouts import Layout
+
+class Arena:
+    def take(self, num_bytes):
+        return aligned(num_bytes + {offset})[{offset}:]
+
+pack(ThreadPool(1), Layout.Q8_0, np.zeros(16 * 34, np.uint8), 1, 16, 32, arena=Arena())
 print("survived")
 """
 
@@ -62,6 +77,12 @@ def test_a_kernel_that_reads_outside_an_array_dies(guard: str, array: str, offse
     assert _death(code, guard) == signal.SIGSEGV
     inside = _FOLD.format(array=array, offset=0, more=0)
     assert run(inside, LOCALINFER_GUARD=guard)[0] == "survived"
+
+
+def test_a_kernel_that_stores_at_an_address_it_promised_to_be_aligned_dies_where_it_is_not() -> None:
+    """Also where this processor's instruction for it would not mind."""
+    assert _death(_MISALIGNED.format(offset=8), "1") == signal.SIGSEGV
+    assert run(_MISALIGNED.format(offset=16), LOCALINFER_GUARD="1")[0] == "survived"
 
 
 def test_a_write_to_what_may_only_be_read_is_found_when_the_array_goes() -> None:

@@ -58,7 +58,8 @@ def _transpose_words(
         for word in range(2):
             lanes_of_word = [16 * half + 8 * word + lane for half in range(2) for lane in range(8)]
             value = b.xor(joined(upper, lower, lanes_of_word), mask)
-            emit.store(value, b.add(out, b.mul(distance, emit.i64(2 * i + word))), align=32)
+            # A field may follow sixteen bytes of scales.
+            emit.store(value, b.add(out, b.mul(distance, emit.i64(2 * i + word))), align=16)
 
 
 @inline

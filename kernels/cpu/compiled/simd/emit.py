@@ -10,6 +10,7 @@ from typing import Any
 
 from llvmlite import ir
 
+from localinfer.kernels.cpu import guard
 from localinfer.kernels.jit import isa
 from localinfer.kernels.jit.isa import ISA
 
@@ -25,6 +26,9 @@ F32 = ir.FloatType()
 F64 = ir.DoubleType()
 
 Value = Any
+
+_UNMAPPED = 64
+"""An address in a page that no process has, and a multiple of every alignment that is asked for."""
 
 
 def vector(element: Any, lanes: int = LANES) -> Any:
@@ -143,20 +147,28 @@ class Emitter:
 
     # Memory: addresses are i64 values
 
-    def pointer(self, address: Value, offset: int = 0) -> Value:
+    def pointer(self, address: Value, offset: int = 0, align: int = 1) -> Value:
+        """A pointer for an access that LLVM may take to be aligned; in guard mode one that faults where it is not.
+
+        A wrong alignment is an error on some processors only: those for which LLVM chooses an instruction that needs it.
+        """
+        builder = self.builder
         if offset:
-            address = self.builder.add(address, self.i64(offset))
-        return self.builder.inttoptr(address, ir.PointerType())
+            address = builder.add(address, self.i64(offset))
+        if guard.IS_ON and align > 1:
+            is_aligned = builder.icmp_unsigned("==", builder.and_(address, self.i64(align - 1)), self.i64(0))
+            address = builder.select(is_aligned, address, self.i64(_UNMAPPED))
+        return builder.inttoptr(address, ir.PointerType())
 
     def load(self, address: Value, kind: Any, offset: int = 0, align: int = 1) -> Value:
-        return self.builder.load(self.pointer(address, offset), align=align, typ=kind)
+        return self.builder.load(self.pointer(address, offset, align), align=align, typ=kind)
 
     def store(self, value: Value, address: Value, offset: int = 0, align: int = 1) -> None:
-        self.builder.store(value, self.pointer(address, offset), align=align)
+        self.builder.store(value, self.pointer(address, offset, align), align=align)
 
     def store_past_caches(self, value: Value, address: Value, offset: int = 0) -> None:
         """Store sixteen float32 at a multiple of 64 without reading what the line held into the caches first."""
-        stored = self.builder.store(value, self.pointer(address, offset), align=64)
+        stored = self.builder.store(value, self.pointer(address, offset, 64), align=64)
         stored.set_metadata("nontemporal", self.builder.module.add_metadata([self.i32(1)]))
 
     def load_floats(self, address: Value, offset: int = 0, element: Any = F32) -> Value:
