@@ -150,7 +150,7 @@ class Emitter:
     def pointer(self, address: Value, offset: int = 0, align: int = 1) -> Value:
         """A pointer for an access that LLVM may take to be aligned; in guard mode one that faults where it is not.
 
-        A wrong alignment is an error on some processors only: those for which LLVM chooses an instruction that needs it.
+        A wrong promise is an error on some processors only: where LLVM chooses an instruction that needs it kept.
         """
         builder = self.builder
         if offset:
