@@ -85,6 +85,7 @@ class LLM(ThreadControl, DefaultOptions, SessionFiles, PromptHandover, Closing):
         observer: told of what the prefix cache holds.
         """
         self._model = model
+        self._kv_window = kv_window
         self._engine = Engine(
             model,
             kv_memory=kv_memory,
@@ -136,7 +137,8 @@ class LLM(ThreadControl, DefaultOptions, SessionFiles, PromptHandover, Closing):
         Gathered when it is first asked for. Raises: ClosedError.
         """
         self._engine.check_usable()
-        return model_info(self._model, None if self._chat_model is None else self._chat_model.formats)
+        formats = None if self._chat_model is None else self._chat_model.formats
+        return model_info(self._model, formats, self._kv_window)
 
     @property
     def capabilities(self) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,6 +11,7 @@ from localinfer.memory.plan import plan_memory
 from localinfer.sampling.file_defaults import file_sampling
 
 if TYPE_CHECKING:
+    from localinfer.cache.eviction import KVEviction
     from localinfer.chat.reply import TemplateFormats
     from localinfer.models.load.loader import Model
 
@@ -61,15 +62,18 @@ class ModelInfo:
     warnings: tuple[str, ...] = ()
 
 
-def model_info(model: "Model", replies: "TemplateFormats | None") -> ModelInfo:
-    """Gather the facts of a loaded model, in some ten milliseconds. replies: of its chat template, if it has one.
+def model_info(model: "Model", replies: "TemplateFormats | None", kv_window: "KVEviction | None" = None) -> ModelInfo:
+    """Gather the facts of a loaded model, in some ten milliseconds.
 
+    replies: of its chat template, if it has one. kv_window: what bounds its texts' keys and values.
     Raises: ClosedError once the model is closed.
     """
     config, file, template = model.config, model.file, model.chat_template
     tensors = file.tensors.values()
     parameters = sum(math.prod(tensor.shape) for tensor in tensors)
     plan = plan_memory(file, config, kv_type=model.kv_layout.kv_type)
+    if kv_window is not None:
+        plan = replace(plan, kv_tokens=kv_window.most_tokens)
     name, trained = file.metadata.get("general.name"), file.metadata.get(f"{config.architecture}.context_length")
     source = None if template is None or template.source is None or template.is_fallback else template.source
     # A general form, which stands in for a missing template, says nothing about the model.

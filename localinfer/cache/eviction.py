@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from localinfer.errors import RequestError
 
 if TYPE_CHECKING:
+    from localinfer.models.decoder.config import ModelConfig
     from localinfer.models.load.loader import Model
 
 LEAST_TOKENS = 128
@@ -59,6 +60,12 @@ class KVEviction:
         """Positions that a sequence ever holds memory for."""
         return (self.num_pages + 1) * self.page_tokens + self.batch_tokens
 
+    @property
+    def most_tokens(self) -> int:
+        """Positions that memory is held for while a text runs: its own, and at most as many of its beginning, which the
+        prefix cache keeps."""
+        return 2 * self.max_tokens
+
     def surplus(self, mass: NDArray[np.float32]) -> NDArray[np.int64]:
         """Indices, in order, of the pages to drop of a sequence whose pages got this much attention, float32[n]."""
         count = mass.size - self.num_pages
@@ -71,17 +78,22 @@ class KVEviction:
 
 
 def window_of(model: "Model", tokens: int) -> KVEviction:
-    """The window of a model that was loaded for it.
+    """The window of a model that was loaded for it. Raises: as `planned_window`."""
+    return planned_window(model.config, tokens, model.kv_layout.page_tokens, model.program.max_batch_rows)
+
+
+def planned_window(config: "ModelConfig", tokens: int, page_tokens: int, batch_tokens: int) -> KVEviction:
+    """The window of a model with these settings; tokens: `kv_window` of `load`.
 
     Raises: RequestError where the model's own local attention would then meet positions that are not its.
     """
     from localinfer.models.decoder.architectures import find_architecture
 
-    window = KVEviction(tokens, model.kv_layout.page_tokens, model.program.max_batch_rows)
-    architecture = find_architecture(model.config)
+    window = KVEviction(tokens, page_tokens, batch_tokens)
+    architecture = find_architecture(config)
     if any(architecture.chunks):
         raise RequestError(
-            f"kv_window cannot be used with {model.config.architecture}, some of whose layers see chunks of fixed "
+            f"kv_window cannot be used with {config.architecture}, some of whose layers see chunks of fixed "
             "positions; use a smaller kv_type to save memory"
         )
     widest = max(architecture.windows, default=0)

@@ -2,23 +2,32 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from localinfer.errors import LocalinferError, RequestError, ShapeError, UnsupportedFormatError
+from localinfer.kernels.jit.object_cache import Kernel
+from localinfer.loading.drafters import check_vocabularies
+from localinfer.loading.host_memory import draft_on_host, host_budget
 from localinfer.loading.options import ModelOptions, check_model_options
 from localinfer.memory.gpu_plan import gpu_placement
-from localinfer.memory.limit import check_host_part
-from localinfer.memory.plan import LEAST_CONTEXT, MemoryPlan, plan_memory
+from localinfer.memory.plan import LEAST_CONTEXT, MemoryPlan
 from localinfer.models.load.assistant import check_device
-from localinfer.models.load.loader import open_model_file, read_config, with_context
+from localinfer.models.load.loader import (
+    SHARED_KERNELS,
+    open_model_file,
+    read_config,
+    tokenizer_or_none,
+    with_context,
+)
 from localinfer.models.load.needed_kernels import kernels_of_file
 from localinfer.system import machine_limits
 
 if TYPE_CHECKING:
     from localinfer.models.decoder.config import ModelConfig
     from localinfer.models.decoder.rope import RopeOptions
+    from localinfer.models.load.placement import Placement
     from localinfer.quant.checkpoint.model_file import ModelFile
 
 _KERNEL_SECONDS = 0.8
@@ -34,11 +43,11 @@ class Availability:
 
     supported: `load` with the same options would work. reason: else why not, and the way out, as the error of `load`
         says it. error: that error, by whose class a program can tell a damaged file from one that is too large.
-    memory_bytes: what the model takes with a text of `context_length` tokens, or, if that does not fit, of the context
-        that was asked for; None if the file could not be read so far. On GPUs about as much, of their memory and the
-        main memory together.
+    memory_bytes: what the model takes with a text of `context_length` tokens, of which `kv_window` may keep less, or,
+        if that does not fit, of the context that was asked for; with its draft model. None if the file could not be
+        read so far. On GPUs about as much, of their memory and the main memory together.
     context_length: the context it would be loaded with, in tokens; 0 if it does not fit.
-    is_compiled: whether all its kernels for the CPU are compiled on this machine; None if unsupported.
+    is_compiled: whether all kernels that it needs on the CPU are compiled on this machine; None if unsupported.
     compile_seconds: about how long compiling the others takes, at first start only, within a factor of two or three.
     """
 
@@ -72,12 +81,11 @@ def availability(
 ) -> Availability:
     """Say whether `load` with these options would work, from the header alone: nothing is loaded or compiled.
 
-    Takes some ten milliseconds, and what reading the header takes; where there is a GPU, the seconds that asking it for
-    its memory takes, unless device is "cpu". Never raises for a model that cannot be loaded. That the weights
-    themselves are sound is known only once they are loaded.
+    Takes some ten milliseconds, and what reading the header takes, with a draft model both vocabularies; where there is
+    a GPU, the seconds that asking it for its memory takes, unless device is "cpu". Never raises for a model that cannot
+    be loaded. That the weights themselves are sound is known only once they are loaded.
     Raises: RequestError for an option that no model takes.
     """
-    memory_bytes = None
     try:
         options = check_model_options(
             model=model,
@@ -101,23 +109,30 @@ def availability(
         raise
     except LocalinferError as error:
         return _refused(error)
+    memory_bytes = None
     try:
         if options.assistant is not None:
             check_device(options.request)
         with closing(open_model_file(options.path, options.changes, context_length)) as file:
             config = with_context(read_config(file), file, context_length, options.changes)
+            asked = context_length or min(config.context_length, LEAST_CONTEXT)
+            try:
+                placement = _placement(options, file, config)
+            except LocalinferError:
+                with suppress(LocalinferError):
+                    memory_bytes = options.plan(file, config).total_bytes(asked)
+                raise
             plan = options.plan(file, config)
-            memory_bytes = plan.total_bytes(context_length or min(config.context_length, LEAST_CONTEXT))
-            length = _context_that_fits(options, plan, file, config)
-            config = replace(plan.config, context_length=length)
-            kernels = kernels_of_file(
-                file,
-                config,
-                plan.kv_layout(length),
-                has_kv_window=options.kv_window is not None,
-                assistant=options.assistant,
-                changes=options.changes,
-            )
+            memory_bytes = plan.total_bytes(asked)
+            if placement is None:
+                length = options.share(plan, machine_limits.memory_limits()).context_length
+            else:
+                length = config.context_length
+                host_budget(options, file, config, placement, machine_limits.memory_limits())
+                plan = options.plan_on_gpus(file, config)
+            memory_bytes = plan.total_bytes(length)
+            _check_drafts(options, file, plan, is_on_gpus=placement is not None)
+            kernels = _kernels(options, file, plan, placement, length)
     except ShapeError as error:
         reason = (
             f"{options.path.name} has sizes that no kernel of this version computes: {error}. Choose another model."
@@ -128,29 +143,63 @@ def availability(
     num_missing = sum(not kernel.is_cached for kernel in kernels)
     return Availability(
         supported=True,
-        memory_bytes=plan.total_bytes(length),
+        memory_bytes=memory_bytes,
         context_length=length,
         is_compiled=not num_missing,
         compile_seconds=_seconds_to_compile(num_missing),
     )
 
 
-def _context_that_fits(options: ModelOptions, plan: MemoryPlan, file: "ModelFile", config: "ModelConfig") -> int:
-    """The context that a load gets. Raises: as it, if the model does not fit."""
-    memory = machine_limits.memory_limits()
-    placement = gpu_placement(
+def _placement(options: ModelOptions, file: "ModelFile", config: "ModelConfig") -> "Placement | None":
+    """What a load puts on GPUs; None if the CPU computes all of it. Raises: as it, if that is not to be."""
+    return gpu_placement(
         options.request,
         file,
         config,
         kv_type=options.kv_type,
         context_length=options.context_length,
-        has_window=options.kv_window is not None and options.kv_window < config.context_length,
+        has_window=options.has_window(file, config),
     )
-    if placement is None:
-        return options.share(plan, memory).context_length
-    if placement.uses_cpu:
-        check_host_part(plan_memory(file, config, kv_type=options.kv_type), placement, memory, options.memory_limit)
-    return config.context_length
+
+
+def _check_drafts(options: ModelOptions, file: "ModelFile", plan: MemoryPlan, *, is_on_gpus: bool) -> None:
+    """Raise RequestError, as a load does, if what is to draft for a model cannot."""
+    drafts_itself = not is_on_gpus and (options.assistant is not None or plan.config.num_draft_layers > 0)
+    options.checked_speculation(is_encoder=plan.config.is_encoder, drafts_itself=drafts_itself)
+    if options.draft_path is not None and options.assistant is None:
+        with closing(open_model_file(options.draft_path)) as draft:
+            check_vocabularies(tokenizer_or_none(file), tokenizer_or_none(draft))
+
+
+def _kernels(
+    options: ModelOptions, file: "ModelFile", plan: MemoryPlan, placement: "Placement | None", context_length: int
+) -> set[Kernel]:
+    """The kernels for the CPU of a model with its draft model; where the CPU has some of the layers, those of all."""
+    kernels = set(SHARED_KERNELS)
+    if placement is None or placement.uses_cpu:
+        kernels |= _kernels_of(file, plan, context_length, options)
+    if options.draft_path is None or options.assistant is not None:
+        return kernels
+    if placement is None or draft_on_host(options, placement, context_length).num_bytes:
+        assert plan.beside is not None, "planned with its draft model"
+        with closing(open_model_file(options.draft_path)) as draft:
+            kernels |= _kernels_of(draft, plan.beside, plan.beside.config.context_length)
+    return kernels
+
+
+def _kernels_of(
+    file: "ModelFile", plan: MemoryPlan, context_length: int, options: ModelOptions | None = None
+) -> set[Kernel]:
+    """Those of one model; options: of the load, None for its draft model."""
+    found = kernels_of_file(
+        file,
+        replace(plan.config, context_length=context_length),
+        plan.kv_layout(context_length),
+        has_kv_window=plan.kv_tokens is not None,
+        assistant=None if options is None else options.assistant,
+        changes=None if options is None else options.changes,
+    )
+    return set(found)
 
 
 def _refused(error: LocalinferError, memory_bytes: int | None = None) -> Availability:

@@ -10,9 +10,10 @@ import numpy as np
 
 from localinfer.cache.block_pool import PagePool
 from localinfer.cache.sequence import SequenceCache, forward
-from localinfer.errors import BackendUnavailableError, OutOfMemoryError, RequestError
+from localinfer.errors import RequestError
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.program import MeasurableProgram, Program
+from localinfer.loading.host_memory import REFUSED_BY_GPUS, draft_request
 from localinfer.loading.options import ModelOptions
 from localinfer.models.load.loader import load_model
 from localinfer.models.load.measurements import get_measurement, put_measurement
@@ -27,6 +28,7 @@ from localinfer.types import ProgressCallback
 
 if TYPE_CHECKING:
     from localinfer.models.load.loader import Model
+    from localinfer.models.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -45,13 +47,13 @@ def load_drafter(
     Raises: as `load_model`.
     """
     assert options.draft_path is not None, "there is one"
-    device = "cpu" if model.device == "cpu" else "auto" if options.gpus is None else options.device
+    device = "cpu" if model.device == "cpu" else draft_request(options).device
     load = partial(
         load_model, options.draft_path, kv_type=options.kv_type, beside=model, verify=verify, progress=progress
     )
     try:
         return load(device=device)
-    except (BackendUnavailableError, OutOfMemoryError) as error:
+    except REFUSED_BY_GPUS as error:
         if device in ("cpu", "auto"):
             raise
         logger.warning("%s drafts on the CPU: %s", options.draft_path.name, error)
@@ -75,7 +77,7 @@ def make_speculation(
     Raises: RequestError if the two vocabularies differ.
     """
     if draft is not None:
-        _check_vocabularies(model, draft)
+        check_vocabularies(model.tokenizer, draft.tokenizer)
     costs = VerificationCosts(
         _verification_seconds(model.program, model.kv_layout, progress, measure_again, may_measure)
     )
@@ -89,13 +91,14 @@ def make_speculation(
     return Speculation(costs, ngram=NgramDrafter() if has_ngram else None, model=drafter)
 
 
-def _check_vocabularies(model: "Model", draft: "Model") -> None:
-    if model.tokenizer is None or draft.tokenizer is None:
+def check_vocabularies(own: "Tokenizer | None", drafts: "Tokenizer | None") -> None:
+    """Raise RequestError if a draft model's tokenizer is not that of its target; None: it has none."""
+    if own is None or drafts is None:
         raise RequestError(
             "a draft model must give the same ids for the same text, which cannot be checked without a tokenizer in "
             "both files; leave the draft model out"
         )
-    difference = model.tokenizer.difference_from(draft.tokenizer)
+    difference = own.difference_from(drafts)
     if difference is not None:
         raise RequestError(
             f"the draft model does not give the same ids for the same text: {difference}; choose one of the same family"

@@ -11,11 +11,12 @@ from localinfer.arguments import check_flag
 from localinfer.cache.block_pool import default_kv_memory
 from localinfer.cache.eviction import window_of
 from localinfer.engine.admission import EngineLimits
-from localinfer.errors import LoadCancelledError, RequestError
+from localinfer.errors import LoadCancelledError
 from localinfer.kernels.kv_layout import DevicePages
 from localinfer.kv_events.publisher import observer_of
 from localinfer.llm import LLM
 from localinfer.loading.drafters import load_drafter, make_speculation
+from localinfer.loading.host_memory import host_budget
 from localinfer.loading.options import (
     ModelOptions,
     check_limits,
@@ -24,8 +25,7 @@ from localinfer.loading.options import (
     model_path,
     stoppable,
 )
-from localinfer.memory.limit import KVBudget, check_host_part
-from localinfer.memory.plan import plan_memory
+from localinfer.memory.limit import KVBudget
 from localinfer.models.load.loader import load_model
 from localinfer.models.load.loader import load_tokenizer as tokenizer_of
 from localinfer.system import machine_limits
@@ -204,11 +204,7 @@ def _load(
 
     def check_host(file: "ModelFile", config: "ModelConfig", placement: "Placement") -> None:
         nonlocal budget
-        if not placement.uses_cpu:
-            return
-        plan = plan_memory(file, config, kv_type=options.kv_type)
-        most = check_host_part(plan, placement, machine_limits.memory_limits(), options.memory_limit)
-        budget = KVBudget(0, options.kv_memory, options.kv_memory, most)
+        budget = host_budget(options, file, config, placement, machine_limits.memory_limits())
 
     with ExitStack() as loads:
         observer = observer_of(kv_events)
@@ -236,7 +232,8 @@ def _load(
             progress=progress,
         )
         loads.callback(loaded.close)
-        speculation = _checked_speculation(options, loaded)
+        is_encoder, drafts_itself = loaded.config.is_encoder, bool(loaded.draft_programs)
+        speculation = options.checked_speculation(is_encoder=is_encoder, drafts_itself=drafts_itself)
         if loaded.config.is_encoder:
             disk = None
         drafting = made = window = None
@@ -273,25 +270,6 @@ def _load(
             progress(_LAST_STAGE, 1, 1)
         loads.pop_all()
     return llm
-
-
-def _checked_speculation(options: ModelOptions, loaded: "Model") -> str | None:
-    """What drafts for the loaded model. Raises: RequestError if it cannot."""
-    speculation = options.speculation
-    if loaded.config.is_encoder:
-        if options.draft_path is not None or speculation not in (None, "auto"):
-            raise RequestError("an encoder generates nothing, so nothing is drafted; leave out speculation and draft")
-        return None
-    if speculation == "mtp" and not loaded.draft_programs:
-        raise RequestError(
-            "speculation is 'mtp', but this model brings no layers for next-token prediction, or they cannot be "
-            "used: they need device 'cpu' and no kv_window; take 'auto'"
-        )
-    if speculation == "draft" and options.assistant is not None and not loaded.draft_programs:
-        raise RequestError(
-            f"speculation is 'draft', but {options.assistant.name} drafts on the CPU only; take device 'cpu', or 'auto'"
-        )
-    return speculation
 
 
 def _kv_memory(options: ModelOptions, budget: KVBudget, loaded: "Model") -> int | None:

@@ -8,13 +8,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from localinfer.arguments import check_callable, check_number, check_path, shown
+from localinfer.cache.eviction import planned_window
 from localinfer.engine.admission import EngineLimits
 from localinfer.errors import LoadCancelledError, ModelFileError, RequestError
-from localinfer.kernels.kv_layout import KVLayout
+from localinfer.kernels.cpu.lower import MAX_BATCH_ROWS
+from localinfer.kernels.kv_layout import PAGE_TOKENS, KVLayout
 from localinfer.memory.limit import KVBudget, keep_within
-from localinfer.memory.plan import MemoryPlan, choose_context, file_bytes, plan_file, plan_memory
+from localinfer.memory.plan import MemoryPlan, choose_context, plan_file, plan_memory
+from localinfer.models.decoder.decoder import kv_layer_shapes, state_shapes
 from localinfer.models.load.assistant import is_assistant
 from localinfer.models.load.device_request import DeviceRequest, named_gpus
+from localinfer.models.load.kv_window import reason_without_window
 from localinfer.system.machine_limits import MemoryLimits
 from localinfer.types import ProgressCallback
 
@@ -68,21 +72,46 @@ class ModelOptions:
         """Whether layers for next-token prediction are loaded, if the model brings some."""
         return self.speculation in ("auto", "mtp") and self.draft_path is None and self.kv_window is None
 
+    def has_window(self, file: "ModelFile", config: "ModelConfig") -> bool:
+        """Whether texts of an open model evict keys and values; config: with the requested context length.
+
+        Raises: RequestError for a model that has no such window.
+        """
+        if self.kv_window is None:
+            return False
+        layout = KVLayout(self.kv_type, kv_layer_shapes(config, parts_windows=True), state_shapes(config))
+        return reason_without_window(self.kv_window, file.path.name, config, layout) is None
+
     def plan(self, file: "ModelFile", config: "ModelConfig") -> MemoryPlan:
-        """What the open model takes with its draft model. Raises: ModelFileError and below."""
-        plan = plan_memory(file, config, kv_type=self.kv_type, draft_layers=self.has_draft_layers)
-        if self.assistant is not None:
-            return replace(plan, weight_bytes=plan.weight_bytes + file_bytes(self.assistant))
-        if self.draft_path is not None:
-            return replace(plan, beside=plan_file(self.draft_path, kv_type=self.kv_type))
-        return plan
+        """What the open model takes on the CPU with its draft model. Raises: ModelFileError and below, RequestError."""
+        plan = plan_memory(
+            file,
+            config,
+            kv_type=self.kv_type,
+            draft_layers=self.has_draft_layers,
+            assistant=self.assistant,
+            changes=self.changes,
+        )
+        if self.kv_window is not None and self.has_window(file, config):
+            window = planned_window(config, self.kv_window, PAGE_TOKENS, MAX_BATCH_ROWS)
+            plan = replace(plan, kv_tokens=window.most_tokens)
+        return self._beside_draft(plan)
+
+    def plan_on_gpus(self, file: "ModelFile", config: "ModelConfig") -> MemoryPlan:
+        """About what it takes if GPUs compute it, where neither draft layers nor windows are; raises: as `plan`."""
+        return self._beside_draft(plan_memory(file, config, kv_type=self.kv_type))
+
+    def _beside_draft(self, plan: MemoryPlan) -> MemoryPlan:
+        if self.draft_path is None or self.assistant is not None:
+            return plan
+        return replace(plan, beside=plan_file(self.draft_path, kv_type=self.kv_type))
 
     def share(self, plan: MemoryPlan, memory: MemoryLimits) -> KVBudget:
         """The context that fits the machine and `memory_limit`, and what keys and values may take.
 
         Raises: OutOfMemoryError if the model, or the context asked for, does not fit.
         """
-        found = choose_context(plan, self.context_length, memory, kv_memory=self.kv_memory, kv_window=self.kv_window)
+        found = choose_context(plan, self.context_length, memory, kv_memory=self.kv_memory)
         if self.memory_limit is None:
             return KVBudget(found, self.kv_memory, self.kv_memory)
         return keep_within(
@@ -91,8 +120,30 @@ class ModelOptions:
             found,
             is_requested=self.context_length is not None,
             kv_memory=self.kv_memory,
-            kv_window=self.kv_window,
         )
+
+    def checked_speculation(self, *, is_encoder: bool, drafts_itself: bool) -> str | None:
+        """What drafts for the model; drafts_itself: it has layers for that, or a draft model that reads its cache.
+
+        Raises: RequestError if it cannot.
+        """
+        if is_encoder:
+            if self.draft_path is not None or self.speculation not in (None, "auto"):
+                raise RequestError(
+                    "an encoder generates nothing, so nothing is drafted; leave out speculation and draft"
+                )
+            return None
+        if self.speculation == "mtp" and not drafts_itself:
+            raise RequestError(
+                "speculation is 'mtp', but this model brings no layers for next-token prediction, or they cannot be "
+                "used: they need device 'cpu' and no kv_window; take 'auto'"
+            )
+        if self.speculation == "draft" and self.assistant is not None and not drafts_itself:
+            raise RequestError(
+                f"speculation is 'draft', but {self.assistant.name} drafts on the CPU only; take device 'cpu', or "
+                "'auto'"
+            )
+        return self.speculation
 
 
 def check_model_options(

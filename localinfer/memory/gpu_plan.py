@@ -1,6 +1,7 @@
 """What GPUs would hold of a model, known from its header: the plan that a load would make."""
 
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -40,11 +41,13 @@ def gpu_placement(
     kv_type: str = "f16",
     context_length: int | None = None,
     has_window: bool = False,
+    reserved: Mapping[int, int] | None = None,
 ) -> Placement | None:
     """What a load would put on GPUs, by the header of an open file; None if the CPU computes all of it.
 
-    has_window: texts evict keys and values. Raises: as the load where a GPU was asked for, BackendUnavailableError and
-    UnsupportedFormatError; RequestError if what is wanted of GPUs does not fit.
+    has_window: texts evict keys and values. reserved: see `plan_placement`.
+    Raises: as the load where a GPU was asked for, BackendUnavailableError and UnsupportedFormatError; RequestError if
+        what is wanted of GPUs does not fit.
     """
     if not looks_for_gpus(request):
         return None
@@ -55,7 +58,7 @@ def gpu_placement(
             raise reason
         return None
     try:
-        return _placed(request, file, config, layout, context_length)
+        return _placed(request, file, config, layout, context_length, reserved)
     except (BackendUnavailableError, OutOfMemoryError):
         if request.is_required:
             raise
@@ -63,12 +66,17 @@ def gpu_placement(
 
 
 def _placed(
-    request: DeviceRequest, file: ModelFile, config: ModelConfig, layout: KVLayout, context_length: int | None = None
+    request: DeviceRequest,
+    file: ModelFile,
+    config: ModelConfig,
+    layout: KVLayout,
+    context_length: int | None = None,
+    reserved: Mapping[int, int] | None = None,
 ) -> Placement:
     if config.experts is None:
         request = replace(request, cpu_moe=None)
     tokens = min(config.context_length, context_length or USUAL_TOKENS)
-    placement = plan_placement(request, lambda: memory_needs(file, config, layout, tokens))
+    placement = plan_placement(request, lambda: memory_needs(file, config, layout, tokens), reserved)
     check_runs_on_gpus(config, placement)
     from localinfer.kernels.cuda.lower import check_kv_types
 

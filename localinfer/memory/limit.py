@@ -4,10 +4,9 @@ What is left beside weights, buffers and what use may add to them is the most th
 model gets its share of it. So the limit holds while texts are generated: the cache refuses to grow beyond its part.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from localinfer.errors import OutOfMemoryError
-from localinfer.kernels.cpu.lower import MAX_BATCH_ROWS
 from localinfer.memory.plan import LEAST_CONTEXT, MemoryPlan
 from localinfer.models.load.placement import Placement
 from localinfer.system.machine_limits import MemoryLimits, byte_text
@@ -33,19 +32,16 @@ def keep_within(
     *,
     is_requested: bool,
     kv_memory: int | None = None,
-    kv_window: int | None = None,
 ) -> KVBudget:
     """Share a memory limit out; context_length: what the machine has room for, or, if requested, what has to fit.
 
-    kv_memory, kv_window: as in `load`; where one bounds the cache, the context need not fit as a whole.
+    kv_memory: as in `load`; where it bounds the cache, the context need not fit as a whole.
     Raises: OutOfMemoryError, with the figures and the ways out, if the model cannot be kept within it.
     """
     room = limit - plan.fixed_bytes
     longest = context_length if is_requested else plan.largest_context(max(0, room), most=context_length)
     room -= plan.growth_bytes(longest)
     bounds = [] if kv_memory is None else [kv_memory]
-    if kv_window is not None:
-        bounds.append(plan.kv_bytes(min(context_length, kv_window + 2 * MAX_BATCH_ROWS)))
     least = context_length if is_requested else min(context_length, LEAST_CONTEXT)
     if min([plan.kv_bytes(least), *bounds]) > room:
         raise OutOfMemoryError(_refusal(plan, limit, least, room))
@@ -55,27 +51,32 @@ def keep_within(
     if plan.beside is None:
         return KVBudget(context_length, total, 0)
     whole = plan.kv_bytes(context_length)
-    drafts = total * plan.beside.kv_bytes(context_length) // max(1, whole)
+    drafts = total * (whole - replace(plan, beside=None).kv_bytes(context_length)) // max(1, whole)
     return KVBudget(context_length, total - drafts, drafts)
 
 
-def check_host_part(plan: MemoryPlan, placement: Placement, memory: MemoryLimits, limit: int | None) -> int | None:
+def check_host_part(
+    plan: MemoryPlan, placement: Placement, memory: MemoryLimits, limit: int | None, draft_bytes: int = 0
+) -> int | None:
     """The most bytes of keys and values that main memory may hold of a model on GPUs; None for no limit but its own.
 
-    placement: what of the model stays on the CPU. limit: `memory_limit` of `load`.
+    placement: what of the model stays on the CPU. limit: `memory_limit` of `load`. draft_bytes: of a draft model there.
     Raises: OutOfMemoryError, with the figures and the ways out, if that does not fit.
     """
-    fixed, cache = placement.host_bytes + plan.scratch_bytes, placement.host_cache_bytes
+    fixed, cache = placement.host_bytes + plan.scratch_bytes + draft_bytes, placement.host_cache_bytes
     room = memory.most_bytes if limit is None else min(limit, memory.most_bytes)
     if fixed + cache > room:
         there = memory.describe() if room == memory.most_bytes else f"memory_limit is {byte_text(room)}"
         parts = f"{byte_text(placement.host_bytes)} for weights"
         if placement.num_split_layers:
             parts += ", experts among them"
+        if draft_bytes:
+            parts += f", {byte_text(draft_bytes)} for the draft model"
         raise OutOfMemoryError(
             f"{plan.name} needs {byte_text(fixed + cache)} of main memory beside what is on GPUs ({parts}, "
-            f"{byte_text(cache)} for keys and values, {byte_text(plan.scratch_bytes)} for buffers), and {there}; put "
-            "more of it on GPUs (gpu_layers, cpu_moe), or take a smaller quantization or context_length"
+            f"{byte_text(cache)} for keys and values, {byte_text(plan.scratch_bytes)} for buffers), and {there}; "
+            f"{'leave the draft model out, ' if draft_bytes else ''}put more of it on GPUs (gpu_layers, cpu_moe), or "
+            "take a smaller quantization or context_length"
         )
     return None if limit is None else room - fixed
 

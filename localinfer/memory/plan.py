@@ -7,9 +7,9 @@ shapes without data; keys and values by the layout that the cache itself uses.
 import logging
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from localinfer.cache.block_pool import context_bytes
 from localinfer.errors import OutOfMemoryError
@@ -18,21 +18,19 @@ from localinfer.kernels.cpu.kernel_abi import CHUNK, SPLIT_ROWS
 from localinfer.kernels.cpu.lower import MAX_BATCH_ROWS
 from localinfer.kernels.cpu.memory import padded
 from localinfer.kernels.kv_layout import KVLayout
-from localinfer.kernels.layouts import num_tiles, stored_row_bytes, tile_bytes
-from localinfer.kernels.ops import Attention, EmbeddingTable, LinearWeight, OpGraph, Rows
+from localinfer.kernels.ops import Attention, OpGraph, Rows
+from localinfer.memory.counted_weights import CountedWeights
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.decoder.decoder import kv_layer_shapes, state_shapes, write_decoder, write_draft_layer
-from localinfer.models.decoder.shape_weights import ShapeWeights
+from localinfer.models.decoder.draft_layers import short_head_tokens
+from localinfer.models.decoder.gemma4_assistant import write_assistant
+from localinfer.models.load.assistant import Target, open_assistant
 from localinfer.models.load.draft_programs import has_draft_layers, with_draft_layers
 from localinfer.models.load.loader import open_model_file, read_config
 from localinfer.models.load.model_changes import ModelChanges
 from localinfer.models.load.text_kernels import write_text_graphs
-from localinfer.models.load.weights import named_tensor
-from localinfer.quant.checkpoint.groups import kernel_layout
 from localinfer.quant.checkpoint.model_file import ModelFile
-from localinfer.quant.pipeline.conversion import layout_of, runs_directly
 from localinfer.system.machine_limits import MemoryLimits, byte_text
-from localinfer.types import FloatArray
 
 logger = logging.getLogger(__name__)
 
@@ -46,8 +44,6 @@ _CONVERSATION = 4096
 """Tokens of context that a conversation needs, if the model has as many."""
 
 _OUTPUT_ROWS = 64
-_TABLE_BYTES = 32 << 20
-"""Of an embedding table whose rows are read on demand: those of some thousand different tokens."""
 _BYTES_PER_TOKEN_OF_VOCABULARY = 700
 """The tokenizer: texts, ids and merges as Python objects. Measured on vocabularies of 32,000 to 152,000 tokens."""
 _SEARCHED_BYTES_PER_TOKEN = 550
@@ -66,7 +62,8 @@ class MemoryPlan:
     those are loaded too. weight_bytes: matrices as packed for the kernels, vectors and tables. scratch_bytes: buffers
     of a batch, the tokenizer, compiled kernels. bits_per_weight: of the file. beside: a draft model that is loaded with
     it. use_bytes: what use may add besides keys and values: the buffers of a program that embeds texts, the vocabulary
-    as constraints search it; partial_bytes: and for attention to each chunk of positions.
+    as constraints search it; partial_bytes: and for attention to each chunk of positions. kv_tokens: the most positions
+    of a text that keys and values are held of, where it evicts some (`kv_window`); None for all of them.
     """
 
     name: str
@@ -78,6 +75,7 @@ class MemoryPlan:
     beside: "MemoryPlan | None" = field(default=None, repr=False)
     use_bytes: int = 0
     partial_bytes: int = 0
+    kv_tokens: int | None = None
 
     @property
     def fixed_bytes(self) -> int:
@@ -89,7 +87,7 @@ class MemoryPlan:
         """Bytes that use may add at most to `fixed_bytes`, beside keys, values and recurrent states."""
         chunks = SPLIT_ROWS * (context_length // CHUNK + 2)
         own = self.use_bytes + 2 * chunks * self.partial_bytes
-        return own if self.beside is None else own + self.beside.growth_bytes(context_length)
+        return own if self.beside is None else own + self.beside.growth_bytes(self._beside_context(context_length))
 
     @property
     def all_weight_bytes(self) -> int:
@@ -104,12 +102,20 @@ class MemoryPlan:
 
     def kv_bytes(self, context_length: int, kv_type: str | None = None) -> int:
         """Bytes that a text of `context_length` tokens takes of the KV cache, with recurrent states and snapshots."""
-        own = context_bytes(self.kv_layout(context_length, kv_type), context_length, MAX_BATCH_ROWS)
-        return own if self.beside is None else own + self.beside.kv_bytes(context_length, kv_type)
+        layout = self.kv_layout(context_length, kv_type)
+        kept = context_length if self.kv_tokens is None else min(context_length, self.kv_tokens)
+        own = context_bytes(layout, kept, MAX_BATCH_ROWS)
+        if self.beside is None:
+            return own
+        return own + self.beside.kv_bytes(self._beside_context(context_length), kv_type)
 
     def total_bytes(self, context_length: int, kv_type: str | None = None) -> int:
         """Bytes of everything."""
         return self.fixed_bytes + self.kv_bytes(context_length, kv_type)
+
+    def _beside_context(self, context_length: int) -> int:
+        """How much of a text its draft model keeps: it ends where that was trained to."""
+        return context_length if self.beside is None else min(context_length, self.beside.config.context_length)
 
     def largest_context(self, kv_bytes: int, most: int | None = None, kv_type: str | None = None) -> int:
         """The longest context, up to `most` (None: as trained), whose keys and values take at most so many bytes.
@@ -150,38 +156,62 @@ class MemoryPlan:
 
 
 def plan_memory(
-    file: ModelFile, config: ModelConfig | None = None, *, kv_type: str = "f16", draft_layers: bool = False
+    file: ModelFile,
+    config: ModelConfig | None = None,
+    *,
+    kv_type: str = "f16",
+    draft_layers: bool = False,
+    assistant: str | os.PathLike[str] | None = None,
+    changes: ModelChanges | None = None,
 ) -> MemoryPlan:
     """Count what a model that is open takes.
 
     config: as read from the file; None reads it. draft_layers: the layers for next-token prediction are loaded too.
-    Raises: ModelFileError or a subclass for a model that cannot be run.
+    assistant: the draft model at this path, which reads the model's cache, in place of them; changes: see
+    `open_assistant`. Raises: ModelFileError or a subclass for a model that cannot be run; as `open_assistant`.
     """
     if config is None:
         config = read_config(file)
-    if draft_layers and has_draft_layers(file) and not config.is_encoder:
+    if draft_layers and assistant is None and has_draft_layers(file) and not config.is_encoder:
         with_drafts = read_config(file, with_draft_layers=True)
         config = replace(with_drafts, context_length=config.context_length)
     weights = CountedWeights(file)
-    graph = write_decoder(config, weights, config.context_length)
-    for layer in range(config.num_main_layers, config.num_layers):
-        write_draft_layer(config, weights, layer, config.context_length)
+    layout = KVLayout(kv_type, kv_layer_shapes(config, parts_windows=True), state_shapes(config))
+    graph = write_decoder(config, weights, config.context_length, shows_states=assistant is not None)
+    weight_bytes = 0
+    drafting = [*_draft_graphs(config, weights)]
+    if assistant is not None:
+        drafter = open_assistant(assistant, Target(file, config, layout), changes)
+        with closing(drafter.file):
+            own = CountedWeights(drafter.file)
+            drafting = [write_assistant(drafter.config, own, config, weights, layout.layers)]
+            weight_bytes = own.num_bytes()
     write_text_graphs(config, file, weights)
     num_tokens = config.vocab_size if "tokenizer.ggml.tokens" in file.metadata else 0
-    layout = KVLayout(kv_type, kv_layer_shapes(config, parts_windows=True), state_shapes(config))
     num_parameters = sum(math.prod(tensor.shape) for tensor in file.tensors.values())
+    buffers = _buffer_bytes(graph, MAX_BATCH_ROWS, _OUTPUT_ROWS)
     return MemoryPlan(
         name=file.path.name,
         config=config,
         kv_type=kv_type,
-        weight_bytes=weights.num_bytes(),
-        scratch_bytes=_buffer_bytes(graph) + _BYTES_PER_TOKEN_OF_VOCABULARY * num_tokens + _FIXED_BYTES,
+        weight_bytes=weights.num_bytes() + weight_bytes,
+        scratch_bytes=buffers
+        + sum(_buffer_bytes(one, 1, 1) for one in drafting)
+        + _BYTES_PER_TOKEN_OF_VOCABULARY * num_tokens
+        + _FIXED_BYTES,
         bits_per_weight=8 * file.num_bytes / max(1, num_parameters),
-        use_bytes=_buffer_bytes(graph) + _SEARCHED_BYTES_PER_TOKEN * num_tokens + _USE_BYTES,
+        use_bytes=buffers + _SEARCHED_BYTES_PER_TOKEN * num_tokens + _USE_BYTES,
         partial_bytes=max(
             (partial_bytes(layout, op.layer, op.shape) for op in graph.ops if isinstance(op, Attention)), default=0
         ),
     )
+
+
+def _draft_graphs(config: ModelConfig, weights: CountedWeights) -> Iterator[OpGraph]:
+    """Those of a model's own draft layers, with each output head that they are loaded with."""
+    for num_tokens in dict.fromkeys((None, short_head_tokens(config.vocab_size) or None)):
+        for layer in range(config.num_main_layers, config.num_layers):
+            yield write_draft_layer(config, weights, layer, config.context_length, num_tokens=num_tokens)
 
 
 def plan_file(
@@ -214,25 +244,21 @@ def choose_context(
     memory: MemoryLimits,
     *,
     kv_memory: int | None = None,
-    kv_window: int | None = None,
 ) -> int:
     """The context length to load a model with: as requested, or as trained, reduced with a notice to what fits.
 
-    kv_memory, kv_window: as in `load`; they bound the cache whatever the context.
+    kv_memory: as in `load`; it bounds the cache whatever the context, as a window in the plan does.
     Raises: OutOfMemoryError if the model, or the requested context, cannot fit.
     """
     trained = plan.config.context_length
-    bounds = [] if kv_memory is None else [kv_memory]
-    if kv_window is not None:
-        bounds.append(plan.kv_bytes(min(trained, kv_window + 2 * MAX_BATCH_ROWS)))
-    most_kv = min(bounds, default=None)
     if requested is not None:
-        check_fits(plan, requested, memory, most_kv)
+        check_fits(plan, requested, memory, kv_memory)
         return requested
-    if most_kv is not None and min(most_kv, plan.kv_bytes(trained)) <= KV_SHARE * (
-        memory.most_bytes - plan.fixed_bytes
-    ):
-        return trained
+    if kv_memory is not None or plan.kv_tokens is not None:
+        whole = plan.kv_bytes(trained)
+        bounded = whole if kv_memory is None else min(whole, kv_memory)
+        if bounded <= KV_SHARE * (memory.most_bytes - plan.fixed_bytes):
+            return trained
     found = plan.default_context(memory)
     if not found:
         check_fits(plan, min(trained, LEAST_CONTEXT), memory)
@@ -300,77 +326,9 @@ def _smaller_model(plan: MemoryPlan, memory: MemoryLimits) -> str:
     )
 
 
-def _buffer_bytes(graph: OpGraph) -> int:
+def _buffer_bytes(graph: OpGraph, batch_rows: int, output_rows: int) -> int:
     """Buffers of a batch, each once more at most as quantized activations."""
-    rows = {Rows.BATCH: MAX_BATCH_ROWS, Rows.OUTPUT: _OUTPUT_ROWS}
+    rows = {Rows.BATCH: batch_rows, Rows.OUTPUT: output_rows}
     buffers = sum(4 * rows[buffer.rows] * padded(buffer.width) for buffer in graph.buffers)
     widest = max((buffer.width for buffer in graph.buffers if buffer.rows is Rows.BATCH), default=0)
-    return buffers + 2 * MAX_BATCH_ROWS * widest
-
-
-def file_bytes(path: str | os.PathLike[str]) -> int:
-    """Bytes of a model's file, or of the files in its folder."""
-    place = Path(path)
-    files = place.iterdir() if place.is_dir() else [place]
-    return sum(file.stat().st_size for file in files if file.is_file())
-
-
-class CountedWeights(ShapeWeights):
-    """Weights without data, which count the bytes that a device's weights of the same requests take."""
-
-    def __init__(self, file: ModelFile) -> None:
-        super().__init__({name: tensor.shape for name, tensor in file.tensors.items()})
-        self._file = file
-        self._matrices: dict[tuple[str, tuple[int, int] | None], LinearWeight] = {}
-        self._tables: set[str] = set()
-        self._vectors_by_name: dict[str, int] = {}
-
-    def linear(self, name: str, rows: slice | None = None) -> LinearWeight:
-        """Note a matrix, or the part of it, which is packed once."""
-        found = super().linear(name, rows)
-        part = None if rows is None else (found.packed, found.packed + found.num_rows)
-        self._matrices[name, part] = found
-        return found
-
-    def embedding(self, name: str) -> EmbeddingTable:
-        """Note a table."""
-        self._tables.add(name)
-        return super().embedding(name)
-
-    def vector(self, name: str) -> FloatArray:
-        """Count a vector, of which kernels read a copy."""
-        values = super().vector(name)
-        self._vectors_by_name[name] = 2 * values.nbytes
-        return values
-
-    def num_bytes(self) -> int:
-        """Bytes of all that was requested."""
-        return (
-            sum(self._vectors_by_name.values())
-            + sum(self._matrix_bytes(name, part) for name, part in self._matrices)
-            + sum(map(self._table_bytes, self._tables))
-        )
-
-    def _matrix_bytes(self, name: str, part: tuple[int, int] | None) -> int:
-        weight, tensor = self._matrices[name, part], self._file.tensor(name)
-        if part is not None and not part[0] and (name, None) in self._matrices and weight.num_experts == 1:
-            # The first rows of a matrix that is packed whole are taken from it.
-            return 0
-        with named_tensor(name):
-            grouped = self._file.grouped(name)
-            if grouped is None:
-                layout = layout_of(tensor.type)
-            elif len(grouped) == 1 and not grouped[0].is_in_order:
-                layout = kernel_layout([grouped[0].in_group_order()[1]])
-            else:
-                layout = kernel_layout(grouped)
-        return num_tiles(weight.num_rows) * tile_bytes(layout, weight.num_columns) * weight.num_experts
-
-    def _table_bytes(self, name: str) -> int:
-        tensor = self._file.tensor(name)
-        if not runs_directly(tensor.type):
-            # Converted once; a tied output matrix is packed from it, and counted beside it.
-            with named_tensor(name):
-                layout = layout_of(tensor.type)
-            return tensor.shape[0] * stored_row_bytes(layout, tensor.shape[1])
-        return min(tensor.num_bytes, _TABLE_BYTES)
+    return buffers + 2 * batch_rows * widest

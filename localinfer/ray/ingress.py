@@ -2,7 +2,8 @@
 
 import asyncio
 import re
-from collections.abc import AsyncGenerator
+import time
+from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 from typing import Any
 
@@ -15,6 +16,7 @@ from localinfer.ray.answer_parts import AnswerPart, RelayedRequest
 from localinfer.ray.prefill_deployment import HEADERS
 from localinfer.ray.prompt_prefix import prompt_prefixes
 from localinfer.ray.relay import ReplicaLostError, relay_answer
+from localinfer.ray.replica_answers import AnsweredReplicas, Answers, answers_within
 from localinfer.ray.replica_metrics import merged_metrics
 from localinfer.server.replies.resumption import Resumption
 from localinfer.server.transport.http import ApiError
@@ -22,6 +24,8 @@ from localinfer.server.transport.http import ApiError
 _OF_ONE_REPLICA = re.compile(r"(?:/v1)?/(?:requests|responses|conversations)/[^/]+(?:/.*)?")
 """Paths with the name of something that one replica has."""
 _SECONDS = 30.0
+_METRICS_SECONDS = 2.0
+"""Who reads metrics waits for ten seconds mostly, and a replica that is well answers in some milliseconds."""
 _GONE = (RayActorError, WorkerCrashedError)
 
 
@@ -35,6 +39,7 @@ class Ingress:
         self._engine = engine
         self._prefill = prefill
         self._max_body_bytes = max_body_bytes
+        self._answered = AnsweredReplicas()
 
     def __serve_build_asgi_app__(self) -> ASGIApp:  # noqa: PLW3201 - Serve's name
         # A function: uvicorn takes a method for an app of the former interface.
@@ -106,8 +111,10 @@ class Ingress:
 
     async def _answer_by_any(self, request: RelayedRequest, send: Send) -> None:
         """Ask all replicas, and pass on the answer of the one that has what is asked for."""
-        answers = await self._of_all(self._engine, "whole_answer", request)
-        found = next((parts for parts in answers if _status(parts) != 404), answers[0] if answers else None)
+        answers = await _of_all(self._engine, "whole_answer", request, _SECONDS, lambda parts: _status(parts) != 404)
+        found = next((parts for parts in answers.found if _status(parts) != 404), None)
+        if found is None:
+            found = answers.found[0] if answers.found else None
         if found is None:
             await _send_error(send, _no_replica(), request.path)
             return
@@ -116,34 +123,47 @@ class Ingress:
                 await send(part.message)
 
     async def _answer_metrics(self, request: RelayedRequest, send: Send) -> None:
-        answers = dict(await self._of_all(self._engine, "metrics", request))
-        texts = {name: _body(parts).decode() for name, parts in sorted(answers.items()) if _status(parts) == 200}
+        answers = await _of_all(self._engine, "metrics", request, _METRICS_SECONDS)
+        found = dict(answers.found)
+        texts = {name: _body(parts).decode() for name, parts in sorted(found.items()) if _status(parts) == 200}
         if not texts:
-            refused = next(iter(answers.values()), None)
+            refused = next(iter(found.values()), None)
             for part in refused or ():
                 if part.message is not None:
                     await send(part.message)
             if refused is None:
                 await _send_error(send, _no_replica(), request.path)
             return
+        num_missing = answers.num_missing
         if self._prefill is not None:
             # Whether the client may see them, the engines have said.
             asked = RelayedRequest("GET", "/metrics", b"", HEADERS, b"")
-            more = await self._of_all(self._prefill, "metrics", asked)
-            texts |= {name: _body(parts).decode() for name, parts in sorted(more) if _status(parts) == 200}
+            more = await _of_all(self._prefill, "metrics", asked, _METRICS_SECONDS)
+            texts |= {name: _body(parts).decode() for name, parts in sorted(more.found) if _status(parts) == 200}
+            num_missing += more.num_missing
+        body = self._answered.exposition(texts, num_missing, _METRICS_SECONDS) + merged_metrics(texts)
         kind = (b"content-type", b"text/plain; version=0.0.4; charset=utf-8")
         await send({"type": "http.response.start", "status": 200, "headers": [kind]})
-        await send({"type": "http.response.body", "body": merged_metrics(texts).encode()})
+        await send({"type": "http.response.body", "body": body.encode()})
 
-    async def _of_all(self, replicas: DeploymentHandle, method: str, request: RelayedRequest) -> list[Any]:
-        """What the replicas return that are there."""
-        called = replicas.broadcast(method, request)
-        try:
-            results = await called.results_async(timeout_s=_SECONDS, return_exceptions=True)
-        except (DeploymentUnavailableError, TimeoutError):
-            # There is none now; or one stands still, and what the others return is lost with it.
-            return []
-        return [result for result in results if not isinstance(result, BaseException)]
+
+async def _of_all(
+    replicas: DeploymentHandle,
+    method: str,
+    request: RelayedRequest,
+    seconds: float,
+    is_enough: Callable[[Any], bool] = lambda answer: False,
+) -> Answers[Any]:
+    """What the replicas that are there return in time; see `answers_within`."""
+    called = replicas.broadcast(method, request)
+    began = time.monotonic()
+    try:
+        # Serve's own `results_async` returns nothing of the others where one says nothing.
+        results = await asyncio.wait_for(called._fetch_replica_results_async(), seconds)
+    except (DeploymentUnavailableError, TimeoutError):
+        return Answers()
+    left = max(0.0, began + seconds - time.monotonic())
+    return await answers_within((result.get_async() for result in results), left, is_enough)
 
 
 def _no_replica() -> ApiError:

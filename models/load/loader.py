@@ -32,12 +32,12 @@ from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.decoder.decoder import kv_layer_shapes, state_shapes
 from localinfer.models.decoder.metadata_keys import DYNAMIC_ROPE_KEY
 from localinfer.models.decoder.pooling import Pooling, classified_rows, read_pooling
-from localinfer.models.decoder.sparse_attention import index_layers
 from localinfer.models.decoder.text_head import write_text_model
 from localinfer.models.load.assistant import Target, check_device, open_assistant
 from localinfer.models.load.device_request import DeviceRequest
 from localinfer.models.load.devices import USUAL_TOKENS, close_all, cpu_only, open_devices, stay_on_cpu
 from localinfer.models.load.draft_programs import has_draft_layers, with_draft_layers, write_draft_programs
+from localinfer.models.load.kv_window import reason_without_window
 from localinfer.models.load.memory_needs import memory_needs
 from localinfer.models.load.model_changes import ModelChanges, apply_changes, note_unknown_settings
 from localinfer.models.load.placement import Placement
@@ -209,30 +209,18 @@ def load_model(
         own_config = read_config(file)
         config = with_context(own_config, file, context_length, changes)
         note_unknown_settings(file, "which may change the model's answers")
-        tokenizer = _tokenizer_or_none(file, progress)
+        tokenizer = tokenizer_or_none(file, progress)
         if tokenizer is None and changes is not None and changes.chat_template is not None:
             raise RequestError("a chat template needs a tokenizer, and this model has none; leave chat_template out")
         template = None if tokenizer is None else ChatTemplate.from_metadata(file.metadata, tokenizer)
         kv_layout = KVLayout(kv_type, kv_layer_shapes(config, parts_windows=True), state_shapes(config))
         if assistant is not None:
             drafter = open_assistant(assistant, Target(file, config, kv_layout), changes)
-        if kv_window is not None and kv_window >= config.context_length:
-            logger.warning(
-                "kv_window is %d tokens, but the context ends after %d: texts are kept whole, without a window",
-                kv_window,
-                config.context_length,
-            )
-            kv_window = None
-        if kv_window is not None and not kv_layout.page_bytes + kv_layout.windowed_bytes:
-            logger.warning("kv_window has no effect: %s keeps no keys and values", file.path.name)
-            kv_window = None
-        if kv_window is not None and index_layers(config):
-            raise RequestError(
-                f"kv_window keeps the pages that get most attention, and a {config.architecture} model itself chooses "
-                "what it attends to; leave kv_window out"
-            )
-        if kv_window is not None and config.is_encoder:
-            raise RequestError("kv_window bounds what generations keep, and an encoder keeps nothing; leave it out")
+        if kv_window is not None:
+            without = reason_without_window(kv_window, file.path.name, config, kv_layout)
+            if without is not None:
+                logger.warning(without)
+                kv_window = None
         reason = cpu_only(config, kv_layout, has_window=kv_window is not None)
         if reason is not None:
             stay_on_cpu(request, reason)
@@ -455,8 +443,8 @@ def read_tokenizer(file: ModelFile, progress: ProgressCallback | None = None) ->
     return Tokenizer.from_metadata(file.metadata, told)
 
 
-def _tokenizer_or_none(file: ModelFile, progress: ProgressCallback | None) -> Tokenizer | None:
-    """A model of an unknown vocabulary still runs on token ids."""
+def tokenizer_or_none(file: ModelFile, progress: ProgressCallback | None = None) -> Tokenizer | None:
+    """The same, or None, with a warning, for a model of an unknown vocabulary, which still runs on token ids."""
     try:
         return read_tokenizer(file, progress)
     except TokenizerError as error:

@@ -68,7 +68,8 @@ def test_a_draft_model_gets_its_share(plan: MemoryPlan) -> None:
 def test_a_window_bounds_what_a_context_takes(plan: MemoryPlan) -> None:
     trained = replace(plan, config=replace(plan.config, context_length=1 << 20))
     limit = plan.fixed_bytes + trained.growth_bytes(1 << 20) + trained.kv_bytes(2048)
-    assert keep_within(trained, limit, 1 << 20, is_requested=True, kv_window=512).context_length == 1 << 20
+    kept = replace(trained, kv_tokens=512)
+    assert keep_within(kept, limit, 1 << 20, is_requested=True).context_length == 1 << 20
     with pytest.raises(OutOfMemoryError):
         keep_within(trained, limit, 1 << 20, is_requested=True)
 

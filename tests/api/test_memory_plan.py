@@ -20,6 +20,7 @@ from localinfer.models.load.loader import Model, load_model
 from localinfer.models.load.weights import CpuWeights
 from localinfer.system import machine_limits
 from localinfer.system.machine_limits import MemoryLimits
+from tests.api.packed_bytes import packed_bytes
 from tests.checkpoint_files import LLAMA_CONFIG, MODULES, llama_weights, tokenizer_document, write_folder
 from tests.kernels.subprocesses import environment
 from tests.limits import seconds
@@ -32,16 +33,8 @@ MB = 10**6
 
 
 def weight_bytes(model: Model) -> int:
-    """Bytes of everything that was packed, once where matrices share memory, and of vectors with kernels' copies."""
     assert isinstance(model.weights, CpuWeights)
-    packed, others = {}, 0
-    for (kind, *_), value in model.weights._loaded.items():
-        if kind == "linear":
-            begin = value.packed.data.ctypes.data
-            packed[begin] = max(packed.get(begin, 0), value.packed.data.nbytes)
-        else:
-            others += value.packed.data.size if kind == "embedding" else 2 * value.nbytes
-    return sum(packed.values()) + others
+    return packed_bytes(model.weights)
 
 
 @pytest.mark.parametrize("name", [*architectures(), *text_models()])
@@ -186,7 +179,7 @@ def test_a_default_context_is_reduced_to_what_fits_with_one_notice(tmp_path: Pat
     caplog.clear()
     assert choose_context(plan, None, limits(1000 * MB)) == 100_000
     assert choose_context(plan, None, memory, kv_memory=1 * MB) == 100_000
-    assert choose_context(plan, None, memory, kv_window=4096) == 100_000
+    assert choose_context(replace(plan, kv_tokens=4096), None, memory) == 100_000
     assert not caplog.records
     with pytest.raises(OutOfMemoryError, match="512 tokens"):
         choose_context(plan, None, limits(110 * MB))

@@ -1,6 +1,8 @@
 """Two replicas of the demo model behind Ray Serve, in processes of their own."""
 
+import os
 import re
+import signal
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -41,6 +43,21 @@ def test_routes_answer_as_those_of_the_server(cluster):
         metrics = client.get("/metrics").text
     assert len(set(re.findall(r'replica="(\w+)"', metrics))) == 2
     assert metrics.count("# TYPE localinfer_requests_total counter") == 1
+
+
+def test_silent_replica_does_not_keep_the_metrics_of_the_other(cluster):
+    cluster.wait_for_replicas(2)
+    with cluster.client() as client:
+        assert "\nlocalinfer_missing_replicas 0\n" in client.get("/metrics").text
+        silent = next(iter(cluster.replicas()))
+        os.kill(silent, signal.SIGSTOP)
+        try:
+            metrics = client.get("/metrics").text
+        finally:
+            os.kill(silent, signal.SIGCONT)
+    assert "\nlocalinfer_missing_replicas 1\n" in metrics
+    assert sorted(re.findall(r'localinfer_replica_answered{replica="\w+"} (\d)', metrics)) == ["0", "1"]
+    assert len(set(re.findall(r'localinfer_requests_total{replica="(\w+)"', metrics))) == 1
 
 
 def test_client_that_leaves_ends_its_text_in_the_replica(cluster):

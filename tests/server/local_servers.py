@@ -1,5 +1,6 @@
 """Servers in a thread of this process, and how tests reach them."""
 
+import math
 import socket
 import sys
 import threading
@@ -9,16 +10,22 @@ from contextlib import contextmanager
 from typing import Any
 
 import httpx
+import pytest
 
 import localinfer
 from localinfer.llm import LLM
+from localinfer.loading.drafters import make_speculation
 from localinfer.loading.options import model_path
+from localinfer.models.load.loader import Model
 from localinfer.server.app import LocalServer
 from localinfer.server.operation.metrics import Metrics
 from localinfer.server.router.memory_need import measure_need
 from localinfer.server.router.model_folder import ModelSource
 from localinfer.server.router.models import ModelRegistry
 from localinfer.server.transport.settings import ServerSettings
+from localinfer.speculation.costs import VerificationCosts
+from localinfer.speculation.floor import DraftFloor
+from localinfer.speculation.verify import Speculation
 from tests.limits import seconds, wait_until
 
 MODEL = ModelSource("demo", model_path(None), 1_700_000_000)
@@ -109,6 +116,23 @@ def serving(
             thread.join(seconds(START_SECONDS))
             assert not thread.is_alive(), f"the server did not stop: {describe(thread, errors)}"
             assert not errors, describe(thread, errors)
+
+
+@contextmanager
+def serving_drafting() -> Iterator[ServedModel]:
+    """A server of the demo model that tries every draft that earlier text suggests: no clock says that it costs."""
+
+    def make(option: str, model: Model, draft: None, **options: Any) -> Speculation:
+        made = make_speculation(option, model, draft, **options)
+        costs = VerificationCosts([1.0] * (made.costs.max_draft_tokens + 1))
+        floor = DraftFloor(costs, most_credit=math.inf)
+        return Speculation(costs, ngram=made.ngram, model=None, floor=floor, clock=lambda: 0.0)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("localinfer.loading.load.make_speculation", make)
+        llm = localinfer.load(MODEL.path, threads=1, kv_memory=64 << 20, speculation="ngram")
+    with llm, serving(ServerSettings(port=0), load=lambda source: llm) as running:
+        yield running
 
 
 def describe(thread: threading.Thread, errors: list[BaseException]) -> str:

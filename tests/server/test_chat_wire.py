@@ -4,7 +4,7 @@ import json
 
 import pytest
 from event_frames import post_stream, text_of
-from local_servers import STORY
+from local_servers import STORY, serving_drafting
 
 PATH = "/v1/chat/completions"
 GREEDY = {"messages": STORY, "max_tokens": 12, "temperature": 0}
@@ -192,9 +192,13 @@ def test_logit_bias_bends_the_choice(tcp):
 def test_prediction_changes_no_text_and_is_counted(tcp):
     body = {**GREEDY, "max_tokens": 48}
     text = tcp.post(PATH, json=body).json()["choices"][0]["message"]["content"]
-    for content in (text, [{"type": "text", "text": text}]):
-        reply = tcp.post(PATH, json={**body, "prediction": {"type": "content", "content": content}}).json()
-        assert reply["choices"][0]["message"]["content"] == text
+    with serving_drafting() as drafting, drafting.client() as client:
+        for content in (text, [{"type": "text", "text": text}]):
+            predicted = {**body, "prediction": {"type": "content", "content": content}}
+            reply = client.post(PATH, json=predicted).json()
+            assert reply["choices"][0]["message"]["content"] == text
+            # By a server that drafts where it pays.
+            assert tcp.post(PATH, json=predicted).json()["choices"][0]["message"]["content"] == text
     details = reply["usage"]["completion_tokens_details"]
     assert details["accepted_prediction_tokens"] + details["rejected_prediction_tokens"] > 0
 

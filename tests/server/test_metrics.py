@@ -1,20 +1,20 @@
 """`/metrics` and `/health` while texts are generated: every figure agrees with what the replies themselves say."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
 
 import httpx
 import pytest
-from local_servers import MODEL, STORY, ServedModel, serving
+from local_servers import MODEL, STORY, ServedModel, serving_drafting
 from prometheus_client.parser import text_string_to_metric_families
 
-import localinfer
 from localinfer.server.operation.metrics import LatencyTracker, Metrics
-from localinfer.server.router.model_folder import ModelSource
-from localinfer.server.transport.settings import ServerSettings
+from localinfer.server.operation.vllm_metrics import VllmMetrics
+from localinfer.server.replies.reply import End, Reply, ReplyEvent
+from localinfer.server.replies.totals import ReplyTotals
 from tests.limits import wait_until
 
 PATH = "/v1/chat/completions"
@@ -26,11 +26,7 @@ Samples = dict[str, float]
 @pytest.fixture(scope="module")
 def counted() -> Iterator[ServedModel]:
     """A server of its own, that drafts: nothing else changes its meters."""
-
-    def load(source: ModelSource) -> localinfer.LLM:
-        return localinfer.load(source.path, threads=1, kv_memory=64 << 20, speculation="ngram")
-
-    with serving(ServerSettings(port=0), load=load) as running:
+    with serving_drafting() as running:
         yield running
 
 
@@ -157,6 +153,55 @@ def test_gauges_follow_texts_that_run_and_a_client_that_leaves_is_not_good(count
     assert "localinfer_waiting_generations" not in gained
     assert "localinfer_good_replies_total" not in gained
     assert not any(name.startswith("localinfer_replies_total") and "cancelled" not in name for name in gained)
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_text_is_counted_while_the_gauge_still_has_it(counted, client, monkeypatch, leaves):
+    wait_for(client, "localinfer_running_generations", 0)
+    seen: list[float | None] = []
+    count_reply = Metrics.count_reply
+
+    def watched(metrics: Metrics, *reply: Any) -> None:
+        seen.append(metrics.registry.get_sample_value("localinfer_running_generations"))
+        count_reply(metrics, *reply)
+
+    monkeypatch.setattr(Metrics, "count_reply", watched)
+    before = read_metrics(client)
+    if leaves:
+        with counted.client() as session, session.stream("POST", PATH, json=ENDLESS) as response:
+            assert "assistant" in next(response.iter_lines())
+    else:
+        client.post(PATH, json={"messages": STORY, "max_tokens": 3, "ignore_eos": True})
+    gained = gains(before, wait_for(client, "localinfer_running_generations", 0))
+    assert seen == [1]
+    assert gained[f"localinfer_replies_total {'cancelled' if leaves else 'length'}"] == 1
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_request_is_counted_before_its_last_text_is_said_to_have_ended(client, monkeypatch, streamed):
+    happened: list[str] = []
+    count_text, count_request, events = ReplyTotals.count_text, VllmMetrics.count_request, Reply.events
+
+    def count_watched_text(*counted: Any) -> None:
+        happened.append("text")
+        count_text(*counted)
+
+    def count_watched_request(*counted: Any) -> None:
+        happened.append("request")
+        count_request(*counted)
+
+    async def watched_events(*reply: Any) -> AsyncIterator[ReplyEvent]:
+        async for event in events(*reply):
+            if isinstance(event, End):
+                happened.append("end")
+            yield event
+
+    monkeypatch.setattr(ReplyTotals, "count_text", count_watched_text)
+    monkeypatch.setattr(VllmMetrics, "count_request", count_watched_request)
+    monkeypatch.setattr(Reply, "events", watched_events)
+    body = {"messages": STORY, "max_tokens": 3, "ignore_eos": True, "n": 2, "stream": streamed}
+    assert client.post(PATH, json=body).status_code == 200
+    assert happened == ["end", "text", "text", "request", "end"]
 
 
 def test_predicted_text_counts_as_accepted_by_place(client):

@@ -5,11 +5,10 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
-from local_servers import MODEL, STORY, ServedModel, serving
+from local_servers import MODEL, STORY, ServedModel, serving, serving_drafting
 from prometheus_client.parser import text_string_to_metric_families
 from scripted_models import loader, scripted_sources
 
-import localinfer
 from localinfer.server.transport.settings import ServerSettings
 from tests.limits import seconds, wait_until
 
@@ -31,10 +30,7 @@ Samples = dict[tuple[str, ...], float]
 
 @pytest.fixture(scope="module")
 def counted() -> Iterator[ServedModel]:
-    def load(source):
-        return localinfer.load(source.path, threads=1, kv_memory=64 << 20, speculation="ngram")
-
-    with serving(ServerSettings(port=0), load=load) as running:
+    with serving_drafting() as running:
         yield running
 
 

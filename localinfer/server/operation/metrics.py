@@ -104,7 +104,7 @@ class Metrics:
                     shown.remove(model)
 
     def count_reply(self, model: str, stats: "Stats", ending: str, latency: "LatencyTracker") -> None:
-        """Count what a finished generation cost; its tokens were counted as they came,."""
+        """Count what a finished generation cost; its tokens were counted as they came."""
         self.queue_seconds.labels(model).observe(stats.waited_seconds)
         self.prompt_tokens.labels(model).inc(stats.prompt_tokens)
         self.cached_tokens.labels(model).inc(stats.cached_tokens)
@@ -159,12 +159,11 @@ class LatencyTracker:
 
     def end(self, *, is_whole: bool) -> None:
         """End the generation. is_whole: the text came to its own end, and was neither stopped nor failed."""
-        self._metrics.running.dec()
         if self._began is None:
             self._metrics.waiting.dec()
-            return
-        if not is_whole:
-            return
-        mean_interval = (self._last - self._began) / max(1, self.num_tokens - 1)
-        if self._began - self._admitted <= GOOD_FIRST_TOKEN_SECONDS and mean_interval <= GOOD_INTERVAL_SECONDS:
-            self._metrics.good_replies.inc()
+        elif is_whole:
+            mean_interval = (self._last - self._began) / max(1, self.num_tokens - 1)
+            if self._began - self._admitted <= GOOD_FIRST_TOKEN_SECONDS and mean_interval <= GOOD_INTERVAL_SECONDS:
+                self._metrics.good_replies.inc()
+        # Last: whoever sees that no text runs can rely on every other figure.
+        self._metrics.running.dec()

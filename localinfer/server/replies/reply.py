@@ -167,7 +167,7 @@ class Reply:
     id: names the request to clients. tenant: whom it belongs to, where clients are kept apart. slot_ids: one per text,
     where it shows among the slots. relay: by what it is passed on, if it is. stats, finish_reasons: one per text, None
     until its end was taken. failure: what `events` raised. prompt_tokens: one per text, known after `start`. token: its
-    client's, by name.
+    client's, by name. on_ended: called once, before the last event is given to be sent, or else when it is closed.
     """
 
     def __init__(
@@ -178,6 +178,8 @@ class Reply:
         state: ServerState,
         on_close: Callable[["Reply"], None],
         relay: ReplyRelay | None = None,
+        *,
+        on_ended: Callable[["Reply"], None] = lambda reply: None,
     ) -> None:
         self.id = reply_id
         self.llm = lease.llm
@@ -207,6 +209,7 @@ class Reply:
         state.barrier.begin()
         self._early: deque[_Item] = deque()
         self._on_close = on_close
+        self._on_ended: Callable[[Reply], None] | None = on_ended
         self._is_closed = False
         self._last_item_seconds = 0.0
         self._ping_timer: asyncio.TimerHandle | None = None
@@ -281,6 +284,7 @@ class Reply:
             match item:
                 case _Failure(error):
                     self.failure = error
+                    self._tell_ended()
                     raise error
                 case _Started(index):
                     self._tell_begun(index)
@@ -288,6 +292,8 @@ class Reply:
                 case End(index):
                     left -= 1
                     self.stats[index], self.finish_reasons[index] = item.stats, item.finish_reason
+                    if not left:
+                        self._tell_ended()
                 case Token(_, token):
                     self.num_tokens += 1
                     self.num_reasoning_tokens += bool(token.reasoning)
@@ -319,6 +325,7 @@ class Reply:
         if self._ping_timer is not None:
             self._ping_timer.cancel()
         self.cancel()
+        self._tell_ended()
         self._on_close(self)
 
     def join(self, seconds: float) -> None:
@@ -330,6 +337,11 @@ class Reply:
         text = self._texts[index]
         if self.relay is not None and text.prompt_ids is not None and (stats := self.stats_so_far(index)) is not None:
             self.relay.text_begun(index, text.prompt_ids, stats.seed)
+
+    def _tell_ended(self) -> None:
+        told, self._on_ended = self._on_ended, None
+        if told is not None:
+            told(self)
 
     def _open_barrier(self) -> None:
         if self._barrier is not None:
@@ -413,10 +425,11 @@ class _Text:
         except Exception as raised:
             error, ending = raised, "failed"
         finally:
-            self._latency.end(is_whole=ending not in ("cancelled", "failed"))
+            # Before anybody can see, by a gauge or by its last event, that the text has ended.
             if self._stats is not None:
                 self._state.metrics.count_reply(self._model_id, self._stats, ending, self._latency)
                 _log_cache(self._model_id, self._stats)
+            self._latency.end(is_whole=ending not in ("cancelled", "failed"))
             self.has_token.set()
             if error is None or self._is_cancelled:
                 self._put(End(self.index, "stop" if ending == "cancelled" else ending, self._stats))

@@ -271,24 +271,26 @@ class Service:
             for plan, slot in zip(plans, slots, strict=True)
         ]
 
-        def forget(reply: Reply) -> None:
+        def count(reply: Reply) -> None:
             num_running = sum(other.num_texts for other in self._replies.values())
-            self._replies.pop(reply.id, None)
             for index in range(reply.num_texts):
                 if (stats := reply.stats_so_far(index)) is not None:
                     self.totals.count_text(stats, num_running)
+            self.limiter.charge(record.token, sum(reply.num_used()))
+            lengths = [0 if one is None else one.completion_tokens for one in reply.stats]
+            self.metrics.vllm.count_request(reply.model_id, lengths, record.max_tokens)
+
+        def forget(reply: Reply) -> None:
+            self._replies.pop(reply.id, None)
             for slot in slots:
                 if slot is not None:
                     slot.end()
             if session and self._sessions.get(place) is reply:
                 del self._sessions[place]
-            self.limiter.charge(record.token, sum(reply.num_used()))
-            lengths = [0 if one is None else one.completion_tokens for one in reply.stats]
-            self.metrics.vllm.count_request(reply.model_id, lengths, record.max_tokens)
             lease.close()
 
         assert self._state is not None, "the service is not open"
-        reply = Reply(reply_id, lease, in_slots, self._state, forget, relay)
+        reply = Reply(reply_id, lease, in_slots, self._state, forget, relay, on_ended=count)
         reply.tenant, reply.token = record.tenant, record.token
         reply.slot_ids = [NO_SLOT if slot is None else slot.slot_id for slot in slots]
         if relay is not None:

@@ -2,7 +2,6 @@
 
 import os
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from localinfer.errors import OutOfMemoryError
@@ -72,16 +71,15 @@ def measure_need(
     draft: path of a draft model that is loaded with it.
     Raises: ModelFileError and below; RequestError for changes without meaning.
     """
-    from localinfer.memory.plan import file_bytes, plan_file, plan_memory
+    from localinfer.memory.plan import plan_file, plan_memory
     from localinfer.models.load.assistant import is_assistant
     from localinfer.models.load.loader import capabilities, open_model_file
 
     file = open_model_file(path, changes, context_length)
     try:
-        plan = plan_memory(file, kv_type=kv_type, draft_layers=draft is None)
-        if draft is not None and is_assistant(Path(draft)):
-            plan = replace(plan, weight_bytes=plan.weight_bytes + file_bytes(draft))
-        elif draft is not None:
+        assistant = draft if draft is not None and is_assistant(draft) else None
+        plan = plan_memory(file, kv_type=kv_type, draft_layers=draft is None, assistant=assistant, changes=changes)
+        if draft is not None and assistant is None:
             plan = replace(plan, beside=plan_file(draft, kv_type=kv_type))
         longest = max(plan.config.context_length, context_length or 0)
         layouts = [one.kv_layout(longest) for one in (plan, plan.beside) if one is not None]
