@@ -348,17 +348,19 @@ def _select_output(tape: CudaTape, op: ops.SelectOutput) -> None:
 
 
 def _copy_heads(tape: CudaTape, op: further_ops.CopyHeads) -> None:
-    tape.read(op.x, op.out)
+    tape.read(op.x)
+    tape.write_part(op.out, op.num_heads * op.width)
     target, out_stride, source, stride = tape.places(op.out, op.x)
     places = (target + 4 * op.out_offset, out_stride, source + 4 * op.x_offset, stride)
     values = (*places, op.num_heads, op.width, op.out_head_size, op.x_head_size)
-    tape.simple("rows.copy_heads", (), op.x.rows, op.num_heads * op.width, values, op.out)
+    tape.simple("rows.copy_heads", (), op.x.rows, op.num_heads * op.width, values)
 
 
 def _head_matmul(tape: CudaTape, op: ops.HeadMatmul) -> None:
     x = op.x
     packed: DeviceWeight = packed_weight(op.weight)
-    tape.read(x, op.out)
+    tape.read(x)
+    tape.write_part(op.out, packed.num_experts * packed.num_rows)
     source = tape.memory.place(x)
     target, out_stride = tape.memory.place(op.out)
     slot = Slot(packed, target + 4 * op.out_offset, out_stride)
@@ -375,7 +377,7 @@ def _head_matmul(tape: CudaTape, op: ops.HeadMatmul) -> None:
         if count:
             yield from gemm.expert_gemm(source, x.width, whole, slot, count, head, op.out_head_size)
 
-    tape.add(build, op.out)
+    tape.add(build)
 
 
 def _refuse(tape: CudaTape, op: ops.Attention | further_ops.AddVector | further_ops.MeanRows) -> NoReturn:

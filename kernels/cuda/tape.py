@@ -44,7 +44,7 @@ class CudaTape:
         self.angles: dict[tuple[bytes, float], int] = {}
         self.stage_starts = [0]
         self._ropes: dict[int, Rope] = {}
-        self._unwritten: set[int] = set()
+        self._unwritten: dict[int, int] = {}
 
     @property
     def last(self) -> RecordedOp | None:
@@ -86,11 +86,23 @@ class CudaTape:
         """Forget what was known of a buffer before it was written."""
         self.quantized.pop(buffer.index, None)
         self._ropes.pop(buffer.index, None)
-        self._unwritten.discard(buffer.index)
+        self._unwritten.pop(buffer.index, None)
+
+    def write_part(self, buffer: Buffer, num_columns: int) -> None:
+        """Note that the next op writes so many columns of a buffer, while the others hold what they held.
+
+        Where a buffer was left unwritten, nothing may read it until ops have written all of its columns.
+        """
+        missing = self._unwritten.get(buffer.index, 0) - num_columns
+        if buffer.index not in self._unwritten:
+            self.read(buffer)
+        self.written(buffer)
+        if missing > 0:
+            self._unwritten[buffer.index] = missing
 
     def leave_unwritten(self, buffer: Buffer) -> None:
         """Note that a buffer, which was joined with another, is not written: nothing may read it."""
-        self._unwritten.add(buffer.index)
+        self._unwritten[buffer.index] = buffer.width
 
     def put_off(self, buffer: Buffer, rope: Rope) -> None:
         """Leave a rotation to the op that reads the buffer next."""
