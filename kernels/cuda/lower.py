@@ -1,11 +1,12 @@
 """From a graph of ops to a program for CUDA: each op becomes a function that gives the kernels to launch for a batch.
 
-`LOWER` has one function per op. Neighbours that a GPU computes better together are joined: a norm or the merging of
-attention also quantizes what it writes if a product reads it, gate and up and their activation are one kernel, and RoPE
-happens where queries and keys are read next.
+`LOWER` has one function per op. Neighbours that a GPU computes better together are joined: gate and up and their
+activation are one kernel, RoPE happens where queries and keys are read next, and a norm, the merging of attention or a
+gated product also quantizes what it writes if a product reads it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import numpy as np
@@ -142,8 +143,12 @@ def _quantize(tape: CudaTape, x: Buffer) -> Quantized:
     place = gemm.quantized_place(tape.memory, f"buffer {x.index}", x.width, SMALL_ROWS)
     last = tape.last
     if last is not None and last.source == x and last.can_quantize:
-        # It has no count of rows to look at, so there is room for the codes of all of them.
-        place = gemm.quantized_place(tape.memory, f"buffer {x.index}", x.width, max(tape.max_rows[x.rows], SMALL_ROWS))
+        if last.slots:
+            place = replace(place, counters=tape.memory.counters(x.width // 32))
+        else:
+            # It has no count of rows to look at, so there is room for the codes of all of them.
+            rows = max(tape.max_rows[x.rows], SMALL_ROWS)
+            place = gemm.quantized_place(tape.memory, f"buffer {x.index}", x.width, rows)
         last.quantized = place
     else:
         source = tape.memory.place(x)
@@ -187,7 +192,7 @@ def _multiply(tape: CudaTape, x: Buffer, projections: Sequence[Projection]) -> N
         if not count:
             return
         if count <= SMALL_ROWS:
-            yield from gemm.small_gemm(place, quantized, slots, count, op.activation, tape.device)
+            yield from gemm.small_gemm(place, quantized, slots, count, op.activation, tape.device, op.quantized)
             return
         yield from gemm.large_gemm(tape.memory, place, x.width, slots, count, tape.device.gemm_kind)
         if op.activation is not None:
@@ -273,6 +278,7 @@ def _gated_activate(tape: CudaTape, op: ops.GatedActivate) -> None:
         if is_plain and weights[0].num_rows == weights[1].num_rows and last.activation is None:
             last.activation = _NUMBERS[op.kind]
             last.projections = ()
+            last.source, last.can_quantize = up, up.width % 32 == 0
             tape.leave_unwritten(gate)
             return
     _elementwise(tape, _GATE, op.out, gate, up, activation=_NUMBERS[op.kind])

@@ -42,6 +42,12 @@ KERNELS = [
         "dp4a.s32.s32 ld.global.nc.L1::no_allocate.v4 .maxntid",
     ),
     ("matmul.matmul", (Layout.Q4_K, 1, 2, 1, matmul.GATED, 1), 84, "dp4a.s32.s32 ld.global.nc.L1::no_allocate.v4"),
+    (
+        "matmul.matmul",
+        (Layout.Q4_0, 1, 2, 1, matmul.GATED_CODES, 1),
+        84,
+        "dp4a.s32.s32 atom.acq_rel.gpu.global.add.u32 st.global.u8",
+    ),
     ("matmul.matmul", (Layout.Q6_K, 8, 2, 2, matmul.PLAIN), 168, "dp4a.s32.s32 bar.sync"),
     ("matmul.matmul", (Layout.INT8_32, 4, 2, 1, matmul.PLAIN), 96, "dp4a.u32.s32"),
     ("matmul.matmul", (Layout.F16, 1, 4, 1, matmul.EXPERTS), 80, "ld.global.nc.L1::no_allocate.v4"),
@@ -49,9 +55,9 @@ KERNELS = [
     ("matmul_tiles.matmul_tiles", (Layout.Q4_K, 8, 1, 1, matmul.GATED), 128, f"{BYTE_TILES} .maxntid .minnctapersm"),
     (
         "matmul_tiles.matmul_tiles",
-        (Layout.Q6_K, 16, 1, 1, matmul.GATED),
+        (Layout.Q6_K, 16, 1, 1, matmul.GATED_CODES),
         184,
-        f"{HALF_BYTE_TILES}.s8.s8",
+        f"{HALF_BYTE_TILES}.s8.s8 atom.acq_rel.gpu.global.add.u32",
     ),
     (
         "matmul_tiles.matmul_tiles",
