@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from localinfer.errors import BackendUnavailableError, ShapeError, UnsupportedFormatError
 from localinfer.kernels import further_ops, ops
 from localinfer.kernels.cuda import experts, gemm
-from localinfer.kernels.cuda.attention import KV_BYTES, Attention, Rope, store_steps
+from localinfer.kernels.cuda.attention import KV_BYTES, Attention, FreshRows, Rope, store_steps
 from localinfer.kernels.cuda.device import CudaDevice, Launch, Step
 from localinfer.kernels.cuda.gemm import Quantized, Shape, Slot
 from localinfer.kernels.cuda.memory import SMALL_ROWS
@@ -246,7 +246,9 @@ def _store_kv(tape: CudaTape, op: ops.StoreKV) -> None:
     tape.read(values_buffer)
     rope = tape.take_rope(op.keys, tape.kv_layout.layers[op.layer].key_size)
     keys, values = tape.memory.place(op.keys), tape.memory.place(values_buffer)
-    tape.add(store_steps(tape.kv_layout, op.layer, keys, values, rope))
+    store = store_steps(tape.kv_layout, op.layer, keys, values, rope)
+    recorded = tape.add(lambda run: iter(()) if recorded.is_left and run.batch_rows == 1 else store(run))
+    recorded.fresh = FreshRows(op.layer, keys, values, rope)
 
 
 def _attention(tape: CudaTape, attention: ops.Attention) -> None:
@@ -259,6 +261,10 @@ def _attention(tape: CudaTape, attention: ops.Attention) -> None:
     places = (memory.place(attention.queries), memory.place(out))
     constants = (memory.constant(shape.alibi_slopes), memory.constant(shape.sinks))
     launches = Attention(memory, tape.kv_layout, attention.layer, shape, *places, *constants, rope)
+    last = tape.last
+    if last is not None and last.fresh is not None and last.fresh.layer == launches.layer and launches.can_store:
+        launches = replace(launches, fresh=last.fresh)
+        last.is_left = True
     op = tape.add(lambda run: launches.steps(run, op.quantized), out)
     op.source, op.can_quantize = out, shape.value_size % 32 == 0
 

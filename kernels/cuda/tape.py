@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from localinfer.kernels.cuda.attention import Rope
+from localinfer.kernels.cuda.attention import FreshRows, Rope
 from localinfer.kernels.cuda.device import CudaDevice, Step
 from localinfer.kernels.cuda.gemm import Builder, Quantized, Shape, Slot, column_launch
 from localinfer.kernels.cuda.memory import DeviceMemory
@@ -16,6 +16,7 @@ class RecordedOp:
     """An op that may still be joined with the next one.
 
     source: the buffer whose rows it leaves quantized if `quantized` is set. slots and projections: of a product.
+    fresh: what a store writes, which the attention of one row does in its place if `is_left` is set.
     """
 
     build: Builder
@@ -25,6 +26,8 @@ class RecordedOp:
     projections: Sequence[Projection] = ()
     slots: Sequence[Slot] = ()
     activation: int | None = None
+    fresh: FreshRows | None = None
+    is_left: bool = False
 
 
 class CudaTape:

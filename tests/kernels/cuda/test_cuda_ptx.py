@@ -80,6 +80,8 @@ KERNELS = [
     ("kv_store.store_codes", (1, 1, 128, 128), 40, "shfl.sync.bfly bar.sync st.global.u8"),
     ("rotation.rotate_heads", (128,), 40, "bar.sync"),
     ("attention.attend_chunks", (2, 2, 4, 128, 128), 128, "cvt.f32.f16 prefetch.global.L2 bar.sync"),
+    ("attention.attend_chunks", (2, 2, 4, 128, 128, 1), 128, "cvt.f32.f16 cvt.rn.f16.f32 st.global.u16"),
+    ("attention.attend_chunks", (1, 1, 4, 128, 128, 1), 128, "dp4a.s32.s32 st.global.u8"),
     ("attention.attend_chunks", (1, 1, 4, 128, 128), 128, "dp4a.s32.s32 shfl.sync.bfly bar.sync"),
     ("attention_tiles.attend_tiles", (2, 2, 128, 128, 4), 168, HALF_TILES),
     ("attention_tiles.attend_tiles", (1, 1, 256, 64, 2), 168, HALF_TILES),
