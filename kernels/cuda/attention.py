@@ -14,6 +14,9 @@ KV_BYTES = {"q8_0": 1, "f16": 2, "f32": 4}
 
 _CODES, _FLOATS = KV_BYTES["q8_0"], KV_BYTES["f32"]
 
+_STORED_KINDS = {1, 2, 4}
+"""Those that the attention of one row can store; others have a launch of their own."""
+
 _ROWS = 32
 """Rows of a prompt whose attention is computed at a time: what every chunk gives is kept until they are merged."""
 
@@ -35,6 +38,16 @@ class Rope:
     halves: int
     head_size: int
     offset: int
+
+
+@dataclass(frozen=True)
+class FreshRows:
+    """Keys, still without their rotation, and values of a batch, which are to be stored in a layer's cache."""
+
+    layer: int
+    keys: Place
+    values: Place
+    rope: Rope
 
 
 def store_steps(layout: KVLayout, layer: int, keys: Place, values: Place, rope: Rope) -> Builder:
@@ -62,7 +75,7 @@ def store_steps(layout: KVLayout, layer: int, keys: Place, values: Place, rope: 
 @dataclass(frozen=True)
 class Attention:
     """An attention op over the cache: places of queries, rotated here, and of what is written; ALiBi slopes and sinks
-    are addresses, or 0."""
+    are addresses, or 0. fresh: of one row, what its attention stores before it reads the cache, if anything."""
 
     memory: DeviceMemory
     layout: KVLayout
@@ -73,6 +86,7 @@ class Attention:
     slopes: int
     sinks: int
     rope: Rope
+    fresh: FreshRows | None = None
 
     def steps(self, run: Shape, codes: Quantized | None) -> Iterator[Step]:
         """The launches of a batch. codes: where those of what is written go too, if anywhere; tiles leave them out,
@@ -96,6 +110,11 @@ class Attention:
     def group(self) -> int:
         """Query heads of a KV head."""
         return self.shape.num_heads // self.shape.num_kv_heads
+
+    @property
+    def can_store(self) -> bool:
+        """Whether the attention of one row can store that row: one block reads what a head of it has."""
+        return self.group <= _HEADS and set(self.kinds) <= _STORED_KINDS
 
     @property
     def tile_warps(self) -> int:
@@ -125,15 +144,21 @@ class Attention:
         row_bytes = shape.num_heads * (4 * shape.value_size + 8)
         blocks = shape.num_kv_heads * -(-group // heads)
         mask = (shape.window, shape.chunk)
+        stores = self.fresh is not None and run.batch_rows == 1
+        fresh = (0,) * 6
+        if self.fresh is not None and stores:
+            turn = self.fresh.rope
+            fresh = (self.fresh.keys[0], self.fresh.values[0], turn.angles, turn.num_pairs, turn.halves, turn.offset)
         for first in range(start, end, _ROWS):
             count = min(rows, end - first)
             partials = self.memory.shared("partial attention", rows * run.num_chunks * row_bytes)
             tables = (run.positions + 8 * first, run.page_tables + 8 * first, partials, run.num_chunks, shape.num_heads)
             rotation = (self._angles(first), rope.num_pairs, rope.halves, rope.offset)
-            constants = (*self.kinds, heads, shape.key_size, shape.value_size)
+            constants = (*self.kinds, heads, shape.key_size, shape.value_size, *([1] if stores else []))
             values = (*_after(self.queries, first), *tables, group, *self._offsets, *mask, self.slopes, *rotation)
             grid = (count, blocks, run.num_chunks)
-            yield Launch("attention.attend_chunks", constants, grid, THREADS, (*values, shape.scale, shape.softcap))
+            values = (*values, shape.scale, shape.softcap, *fresh)
+            yield Launch("attention.attend_chunks", constants, grid, THREADS, values)
             flags = (int(codes is not None), shape.value_size if self.kinds[1] == _CODES else 0)
             target = (*_after(self.out, first), *tables, shape.value_size, *mask, self.sinks)
             into = (0, 0, 0, 0) if codes is None else codes.after(first).parameters

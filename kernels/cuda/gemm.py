@@ -10,7 +10,7 @@ from localinfer.kernels.layouts import Layout, is_float
 from localinfer.kernels.ops import Rows
 
 THREADS = 128
-PLAIN, GATED, EXPERTS = 0, 1, 2
+PLAIN, GATED, EXPERTS, GATED_CODES = range(4)
 """Kinds of `compiled.matmul`."""
 
 _NO_WEIGHT = (*[0] * 10, 0.0)
@@ -84,12 +84,16 @@ class Slot:
 
 @dataclass(frozen=True)
 class Quantized:
-    """Addresses and strides of the int8 codes and records of a buffer's rows."""
+    """Addresses and strides of the int8 codes and records of a buffer's rows.
+
+    counters: of the blocks of a product that quantizes its result, see `compiled.last_block`.
+    """
 
     codes: int
     codes_stride: int
     records: int
     records_stride: int
+    counters: int = 0
 
     def after(self, rows: int) -> "Quantized":
         """The addresses after the first rows."""
@@ -147,24 +151,29 @@ def small_gemm(
     batch_rows: int,
     activation: int | None,
     device: CudaDevice,
+    codes: Quantized | None = None,
 ) -> Iterator[Launch]:
     """Multiply up to SMALL_ROWS rows, padded to a power of two, by weights of one layout and number of columns.
 
-    activation: combines the two slots, gate and up, into the second's out.
+    activation: combines the two slots, gate and up, into the second's out. codes: where that is quantized to as well.
     """
     assert batch_rows <= SMALL_ROWS, "the library multiplies more rows"
     if quantized is not None and batch_rows >= _TILED_ROWS and device.capability >= TENSOR_CORES:
-        yield from tiled_gemm(quantized, slots, batch_rows, activation)
+        yield from tiled_gemm(quantized, slots, batch_rows, activation, codes)
     else:
-        yield from scalar_gemm(x, quantized, slots, batch_rows, activation, prefetches=device.overlaps)
+        yield from scalar_gemm(x, quantized, slots, batch_rows, activation, codes, prefetches=device.overlaps)
 
 
 def tiled_gemm(
-    quantized: Quantized, slots: Sequence[Slot], batch_rows: int, activation: int | None
+    quantized: Quantized,
+    slots: Sequence[Slot],
+    batch_rows: int,
+    activation: int | None,
+    codes: Quantized | None = None,
 ) -> Iterator[Launch]:
     """The same on tensor cores, with the same bits."""
     first = slots[0].weight
-    for parameters, rows, split, kind in _parts(slots, activation):
+    for parameters, rows, split, kind in _parts(slots, activation, codes):
         # Two tiles with sixteen rows of activations need more sums than there are registers; gate and up share one.
         is_large = activation is None and batch_rows <= 8 and sum(rows) >= 2 * _TILE * _ENOUGH_BLOCKS
         tiles = 2 if is_large else 1
@@ -181,6 +190,7 @@ def scalar_gemm(
     slots: Sequence[Slot],
     batch_rows: int,
     activation: int | None,
+    codes: Quantized | None = None,
     *,
     prefetches: bool = False,
 ) -> Iterator[Launch]:
@@ -188,21 +198,26 @@ def scalar_gemm(
     first = slots[0].weight
     place = (*x, 0, 0) if quantized is None else quantized.parameters
     per_warp = weight_rows(batch_rows, activation is not None)
-    for parameters, rows, split, kind in _parts(slots, activation):
+    for parameters, rows, split, kind in _parts(slots, activation, codes):
         groups = sum(-(-count // per_warp) for count in rows)
         values = (*place, first.num_columns, activation or 0, *parameters, *first.row_bytes, 0, 0, 1, 0)
         constants = (first.layout, batch_rows, per_warp, split, kind, *([1] if prefetches else []))
         yield Launch("matmul.matmul", constants, (-(-groups * split // 4), 1, 1), THREADS, values)
 
 
-def _parts(slots: Sequence[Slot], activation: int | None) -> Iterator[tuple[tuple[float, ...], list[int], int, int]]:
+def _parts(
+    slots: Sequence[Slot], activation: int | None, codes: Quantized | None
+) -> Iterator[tuple[tuple[float, ...], list[int], int, int]]:
     """For each launch the parameters of its slots, their rows, in how many parts rows are summed, and its kind."""
     columns = slots[0].weight.num_columns
     if activation is not None:
         gate, up = slots
         gate = replace(gate, out=up.out, out_stride=up.out_stride, residual=0, residual_stride=0, scale=1.0)
         rows = gate.weight.num_rows
-        yield (*gate.parameters, *up.parameters, *_NO_WEIGHT), [rows], warps_to_a_row(2 * rows, columns), GATED
+        third, kind = _NO_WEIGHT, GATED
+        if codes is not None:
+            third, kind = (*codes.parameters, 0, codes.counters, *_NO_WEIGHT[6:]), GATED_CODES
+        yield (*gate.parameters, *up.parameters, *third), [rows], warps_to_a_row(2 * rows, columns), kind
         return
     for start in range(0, len(slots), _MAX_SLOTS):
         part = slots[start : start + _MAX_SLOTS]

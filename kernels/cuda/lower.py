@@ -1,11 +1,12 @@
 """From a graph of ops to a program for CUDA: each op becomes a function that gives the kernels to launch for a batch.
 
-`LOWER` has one function per op. Neighbours that a GPU computes better together are joined: a norm or the merging of
-attention also quantizes what it writes if a product reads it, gate and up and their activation are one kernel, and RoPE
-happens where queries and keys are read next.
+`LOWER` has one function per op. Neighbours that a GPU computes better together are joined: gate and up and their
+activation are one kernel, RoPE happens where queries and keys are read next, and a norm, the merging of attention or a
+gated product also quantizes what it writes if a product reads it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import numpy as np
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 from localinfer.errors import BackendUnavailableError, ShapeError, UnsupportedFormatError
 from localinfer.kernels import further_ops, ops
 from localinfer.kernels.cuda import experts, gemm
-from localinfer.kernels.cuda.attention import KV_BYTES, Attention, Rope, store_steps
+from localinfer.kernels.cuda.attention import KV_BYTES, Attention, FreshRows, Rope, store_steps
 from localinfer.kernels.cuda.device import CudaDevice, Launch, Step
 from localinfer.kernels.cuda.gemm import Quantized, Shape, Slot
 from localinfer.kernels.cuda.memory import SMALL_ROWS
@@ -142,8 +143,12 @@ def _quantize(tape: CudaTape, x: Buffer) -> Quantized:
     place = gemm.quantized_place(tape.memory, f"buffer {x.index}", x.width, SMALL_ROWS)
     last = tape.last
     if last is not None and last.source == x and last.can_quantize:
-        # It has no count of rows to look at, so there is room for the codes of all of them.
-        place = gemm.quantized_place(tape.memory, f"buffer {x.index}", x.width, max(tape.max_rows[x.rows], SMALL_ROWS))
+        if last.slots:
+            place = replace(place, counters=tape.memory.counters(x.width // 32))
+        else:
+            # It has no count of rows to look at, so there is room for the codes of all of them.
+            rows = max(tape.max_rows[x.rows], SMALL_ROWS)
+            place = gemm.quantized_place(tape.memory, f"buffer {x.index}", x.width, rows)
         last.quantized = place
     else:
         source = tape.memory.place(x)
@@ -187,7 +192,7 @@ def _multiply(tape: CudaTape, x: Buffer, projections: Sequence[Projection]) -> N
         if not count:
             return
         if count <= SMALL_ROWS:
-            yield from gemm.small_gemm(place, quantized, slots, count, op.activation, tape.device)
+            yield from gemm.small_gemm(place, quantized, slots, count, op.activation, tape.device, op.quantized)
             return
         yield from gemm.large_gemm(tape.memory, place, x.width, slots, count, tape.device.gemm_kind)
         if op.activation is not None:
@@ -241,7 +246,9 @@ def _store_kv(tape: CudaTape, op: ops.StoreKV) -> None:
     tape.read(values_buffer)
     rope = tape.take_rope(op.keys, tape.kv_layout.layers[op.layer].key_size)
     keys, values = tape.memory.place(op.keys), tape.memory.place(values_buffer)
-    tape.add(store_steps(tape.kv_layout, op.layer, keys, values, rope))
+    store = store_steps(tape.kv_layout, op.layer, keys, values, rope)
+    recorded = tape.add(lambda run: iter(()) if recorded.is_left and run.batch_rows == 1 else store(run))
+    recorded.fresh = FreshRows(op.layer, keys, values, rope)
 
 
 def _attention(tape: CudaTape, attention: ops.Attention) -> None:
@@ -254,6 +261,10 @@ def _attention(tape: CudaTape, attention: ops.Attention) -> None:
     places = (memory.place(attention.queries), memory.place(out))
     constants = (memory.constant(shape.alibi_slopes), memory.constant(shape.sinks))
     launches = Attention(memory, tape.kv_layout, attention.layer, shape, *places, *constants, rope)
+    last = tape.last
+    if last is not None and last.fresh is not None and last.fresh.layer == launches.layer and launches.can_store:
+        launches = replace(launches, fresh=last.fresh)
+        last.is_left = True
     op = tape.add(lambda run: launches.steps(run, op.quantized), out)
     op.source, op.can_quantize = out, shape.value_size % 32 == 0
 
@@ -273,6 +284,7 @@ def _gated_activate(tape: CudaTape, op: ops.GatedActivate) -> None:
         if is_plain and weights[0].num_rows == weights[1].num_rows and last.activation is None:
             last.activation = _NUMBERS[op.kind]
             last.projections = ()
+            last.source, last.can_quantize = up, up.width % 32 == 0
             tape.leave_unwritten(gate)
             return
     _elementwise(tape, _GATE, op.out, gate, up, activation=_NUMBERS[op.kind])
@@ -348,17 +360,19 @@ def _select_output(tape: CudaTape, op: ops.SelectOutput) -> None:
 
 
 def _copy_heads(tape: CudaTape, op: further_ops.CopyHeads) -> None:
-    tape.read(op.x, op.out)
+    tape.read(op.x)
+    tape.write_part(op.out, op.num_heads * op.width)
     target, out_stride, source, stride = tape.places(op.out, op.x)
     places = (target + 4 * op.out_offset, out_stride, source + 4 * op.x_offset, stride)
     values = (*places, op.num_heads, op.width, op.out_head_size, op.x_head_size)
-    tape.simple("rows.copy_heads", (), op.x.rows, op.num_heads * op.width, values, op.out)
+    tape.simple("rows.copy_heads", (), op.x.rows, op.num_heads * op.width, values)
 
 
 def _head_matmul(tape: CudaTape, op: ops.HeadMatmul) -> None:
     x = op.x
     packed: DeviceWeight = packed_weight(op.weight)
-    tape.read(x, op.out)
+    tape.read(x)
+    tape.write_part(op.out, packed.num_experts * packed.num_rows)
     source = tape.memory.place(x)
     target, out_stride = tape.memory.place(op.out)
     slot = Slot(packed, target + 4 * op.out_offset, out_stride)
@@ -375,7 +389,7 @@ def _head_matmul(tape: CudaTape, op: ops.HeadMatmul) -> None:
         if count:
             yield from gemm.expert_gemm(source, x.width, whole, slot, count, head, op.out_head_size)
 
-    tape.add(build, op.out)
+    tape.add(build)
 
 
 def _refuse(tape: CudaTape, op: ops.Attention | further_ops.AddVector | further_ops.MeanRows) -> NoReturn:

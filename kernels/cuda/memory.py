@@ -27,6 +27,7 @@ class DeviceMemory:
         self._places: list[int] = []
         self._shared: dict[str, tuple[int, int]] = {}
         self._constants: dict[tuple[str, bytes], int] = {}
+        self._counters = (0, 0)
         for buffer in buffers:
             self.buffer(buffer.name, buffer.width, buffer.rows)
 
@@ -62,6 +63,13 @@ class DeviceMemory:
         if name not in self._shared or self._shared[name][1] < num_bytes:
             self._shared[name] = (self.device.allocate(num_bytes), num_bytes)
         return self._shared[name][0]
+
+    def counters(self, count: int) -> int:
+        """Address of at least so many uint32 that are 0 between kernels, see `compiled.last_block`; shared by all."""
+        if self._counters[1] < count:
+            self._counters = (self.device.allocate(4 * count), count)
+            self.device.write(self._counters[0], np.zeros(count, np.uint32))
+        return self._counters[0]
 
 
 def _stride(width: int) -> int:

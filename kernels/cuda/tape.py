@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from localinfer.kernels.cuda.attention import Rope
+from localinfer.kernels.cuda.attention import FreshRows, Rope
 from localinfer.kernels.cuda.device import CudaDevice, Step
 from localinfer.kernels.cuda.gemm import Builder, Quantized, Shape, Slot, column_launch
 from localinfer.kernels.cuda.memory import DeviceMemory
@@ -16,6 +16,7 @@ class RecordedOp:
     """An op that may still be joined with the next one.
 
     source: the buffer whose rows it leaves quantized if `quantized` is set. slots and projections: of a product.
+    fresh: what a store writes, which the attention of one row does in its place if `is_left` is set.
     """
 
     build: Builder
@@ -25,6 +26,8 @@ class RecordedOp:
     projections: Sequence[Projection] = ()
     slots: Sequence[Slot] = ()
     activation: int | None = None
+    fresh: FreshRows | None = None
+    is_left: bool = False
 
 
 class CudaTape:
@@ -44,7 +47,7 @@ class CudaTape:
         self.angles: dict[tuple[bytes, float], int] = {}
         self.stage_starts = [0]
         self._ropes: dict[int, Rope] = {}
-        self._unwritten: set[int] = set()
+        self._unwritten: dict[int, int] = {}
 
     @property
     def last(self) -> RecordedOp | None:
@@ -86,11 +89,23 @@ class CudaTape:
         """Forget what was known of a buffer before it was written."""
         self.quantized.pop(buffer.index, None)
         self._ropes.pop(buffer.index, None)
-        self._unwritten.discard(buffer.index)
+        self._unwritten.pop(buffer.index, None)
+
+    def write_part(self, buffer: Buffer, num_columns: int) -> None:
+        """Note that the next op writes so many columns of a buffer, while the others hold what they held.
+
+        Where a buffer was left unwritten, nothing may read it until ops have written all of its columns.
+        """
+        missing = self._unwritten.get(buffer.index, 0) - num_columns
+        if buffer.index not in self._unwritten:
+            self.read(buffer)
+        self.written(buffer)
+        if missing > 0:
+            self._unwritten[buffer.index] = missing
 
     def leave_unwritten(self, buffer: Buffer) -> None:
         """Note that a buffer, which was joined with another, is not written: nothing may read it."""
-        self._unwritten.add(buffer.index)
+        self._unwritten[buffer.index] = buffer.width
 
     def put_off(self, buffer: Buffer, rope: Rope) -> None:
         """Leave a rotation to the op that reads the buffer next."""

@@ -10,7 +10,7 @@ from numba import cuda, float32, int64, uint32
 
 from localinfer.kernels.cuda.compiled import ptx
 from localinfer.kernels.cuda.compiled.activations import exponential, hyperbolic_tangent
-from localinfer.kernels.cuda.compiled.kv_store import CODES, HALVES, PAGE
+from localinfer.kernels.cuda.compiled.kv_store import CODES, HALVES, PAGE, key_store_of, value_store_of
 from localinfer.kernels.cuda.compiled.quantize import store_quantized
 from localinfer.kernels.cuda.compiled.reductions import warp_max, warp_sum
 from localinfer.kernels.cuda.compiled.rotation import (
@@ -82,14 +82,17 @@ def round_queries(query, words, scales, heads, size):
     ptx.syncthreads()
 
 
-def _bounds(key_kind, value_kind, heads, key_size, value_size):
+def _bounds(key_kind, value_kind, heads, key_size, value_size, stores=0):
     """Registers enough to load many keys and values before the first is used."""
     return THREADS, 4
 
 
-@template("qqqqqqqqqqqqqqqqq" + ROPE + "ff", _bounds)
-def attend_chunks(key_kind, value_kind, heads, key_size, value_size):
+@template("qqqqqqqqqqqqqqqqq" + ROPE + "ff(qq)" + ROPE, _bounds)
+def attend_chunks(key_kind, value_kind, heads, key_size, value_size, stores=0):
     """Attention of `heads` query heads of one KV head to one chunk, of [rows, KV heads * parts, chunks].
+
+    stores: 1 for one row whose own keys and values, at `fresh`, the block that attends to them first writes into the
+    cache; a KV head then has one part.
 
     Writes to partials [row][head][chunk][value_size + 2]: largest score, sum of weights, weighted values, which are
     rotated still if they are codes.
@@ -116,11 +119,15 @@ def attend_chunks(key_kind, value_kind, heads, key_size, value_size):
     sums_size = heads * _LANE_COLUMNS
     loaded_size = _POSITIONS * _LANE_COLUMNS
     merged_size = _WARPS * heads * _COLUMNS
+    store_key = key_store_of(key_kind, key_size)
+    store_value = value_store_of(value_kind, value_size, not key_is_codes)
+    fresh_key_size = key_size if key_is_codes else 1
+    fresh_value_size = value_size if value_is_codes else 1
 
     def kernel(
         queries, queries_stride, positions, page_tables, partials, partial_chunks,
         num_heads, group_heads, head_bytes, layer_offset, key_scales, values_offset, value_scales, value_columns,
-        window, span, slopes, rope, scale, softcap,
+        window, span, slopes, rope, scale, softcap, fresh, fresh_rope,
     ):  # fmt: skip
         row = ptx.block_x()
         first = ptx.block_z() * CHUNK
@@ -142,6 +149,18 @@ def attend_chunks(key_kind, value_kind, heads, key_size, value_size):
                 while offset < head_bytes:
                     ptx.prefetch(place + offset)
                     offset = offset + _LINE * 32
+            if stores:
+                fresh_key = cuda.shared.array(fresh_key_size, float32)
+                fresh_value = cuda.shared.array(fresh_value_size, float32)
+                if position < first + CHUNK:
+                    # Read by this block alone, after the barriers below.
+                    within = position % PAGE
+                    place = ptx.load_i64(pages + position // PAGE * 8) + layer_offset + kv_head * head_bytes
+                    source = fresh[0] + 4 * kv_head * key_size
+                    store_key(fresh_key, source, fresh_rope, row, place, within, key_scales)
+                    source = fresh[1] + 4 * kv_head * value_size
+                    scales = place + value_scales
+                    store_value(fresh_value, source, place + values_offset, within, scales, value_columns)
             query = cuda.shared.array(queries_size, float32)
             scores = cuda.shared.array(scores_size, float32)
             factor = scale

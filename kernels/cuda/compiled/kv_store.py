@@ -80,16 +80,77 @@ def store_head_codes(numbers, size, codes, run, run_bytes, flip, scales, scale_b
         first = first + THREADS // 32 * SCALE_BLOCK
 
 
-@inline
-def store_head_floats(numbers, size, place, stride, is_half):
-    """Write a head as plain numbers, `stride` elements apart."""
-    column = ptx.thread()
-    while column < size:
-        if is_half:
-            ptx.store_u16(place + 2 * stride * column, ptx.float_to_half(numbers[column]))
+def key_store_of(kind, size):
+    """Make the function that writes a head's key, after RoPE if that has pairs, with all threads of a block.
+
+    numbers: float32[size] of shared memory, for codes. place: of the head in its page. within: number in the page.
+    """
+    is_codes = kind == CODES
+    is_half = kind == HALVES
+    stages = rotation_stages(size)
+    factor = rotation_factor(size)
+    # A group of sixteen positions: bytes of its codes, and of its scales.
+    group_bytes = 64 * -(-size // 4)
+    group_scales = 32 * -(-size // SCALE_BLOCK)
+
+    @inline
+    def store_key(numbers, source, rope, row, place, within, scales):
+        group = within // 16
+        slot = within % 16
+        column = ptx.thread()
+        if is_codes:
+            while column < size:
+                numbers[column] = rotated(source, column, rope, row) * float32(factor)
+                column = column + THREADS
+            fold(numbers, size, stages)
+            codes = place + group * group_bytes + 4 * slot
+            store_head_codes(numbers, size, codes, 4, 64, 128, place + scales + group * group_scales + 2 * slot, 32)
         else:
-            ptx.store_f32(place + 4 * stride * column, numbers[column])
-        column = column + THREADS
+            while column < size:
+                value = rotated(source, column, rope, row)
+                element = (group * size + column) * 16 + slot
+                if is_half:
+                    ptx.store_u16(place + 2 * element, ptx.float_to_half(value))
+                else:
+                    ptx.store_f32(place + 4 * element, value)
+                column = column + THREADS
+
+    return store_key
+
+
+def value_store_of(kind, size, pads):
+    """Make the function that writes a head's value, as `key_store_of`.
+
+    place: of the head's values. pads: columns that fill up a vector become zero, as on the CPU where nothing is codes.
+    """
+    is_codes = kind == CODES
+    is_half = kind == HALVES
+    stages = rotation_stages(size)
+    factor = rotation_factor(size)
+
+    @inline
+    def store_value(numbers, source, place, within, scales, value_columns):
+        column = ptx.thread()
+        if is_codes:
+            while column < size:
+                numbers[column] = ptx.load_f32(source + 4 * column) * float32(factor)
+                column = column + THREADS
+            fold(numbers, size, stages)
+            codes = place + within // 2 * 2 * value_columns + within % 2
+            store_head_codes(numbers, size, codes, 1, 2, 0, scales + 2 * within, 64)
+        else:
+            while column < (value_columns if pads else size):
+                value = float32(0.0)
+                if column < size:
+                    value = ptx.load_f32(source + 4 * column)
+                element = within * value_columns + column
+                if is_half:
+                    ptx.store_u16(place + 2 * element, ptx.float_to_half(value))
+                else:
+                    ptx.store_f32(place + 4 * element, value)
+                column = column + THREADS
+
+    return store_value
 
 
 @template("qqqqqqqqqqqq" + ROPE)
@@ -98,16 +159,9 @@ def store_codes(key_kind, value_kind, key_size, value_size):
 
     A block to a head's keys or values, of [KV heads, rows, 2]. Rows without a page table stay out.
     """
-    key_is_codes = key_kind == CODES
-    value_is_codes = value_kind == CODES
     most = max(key_size, value_size)
-    key_stages = rotation_stages(key_size) if key_is_codes else 0
-    value_stages = rotation_stages(value_size) if value_is_codes else 0
-    key_factor = rotation_factor(key_size) if key_is_codes else 1.0
-    value_factor = rotation_factor(value_size) if value_is_codes else 1.0
-    key_blocks = -(-key_size // SCALE_BLOCK)
-    # A group of sixteen positions of keys: bytes of it where they are codes, else elements.
-    group_size = 16 * (-(-key_size // 4) * 4 if key_is_codes else key_size)
+    store_key = key_store_of(key_kind, key_size)
+    store_value = value_store_of(value_kind, value_size, False)
 
     def kernel(
         keys, keys_stride, values, values_stride, positions, page_tables,
@@ -119,36 +173,14 @@ def store_codes(key_kind, value_kind, key_size, value_size):
         if pages != 0:
             position = ptx.load_i64(positions + 8 * row)
             within = position % PAGE
-            group = within // 16
-            slot = within % 16
             place = ptx.load_i64(pages + position // PAGE * 8) + layer_offset + head * head_bytes
             numbers = cuda.shared.array(most, float32)
-            column = ptx.thread()
             if ptx.block_z() == 0:
                 source = keys + row * keys_stride + 4 * head * key_size
-                while column < key_size:
-                    value = rotated(source, column, rope, row)
-                    numbers[column] = value * float32(key_factor)
-                    column = column + THREADS
-                fold(numbers, key_size, key_stages)
-                if key_is_codes:
-                    scales = place + key_scales + group * 32 * key_blocks + 2 * slot
-                    codes = place + group * group_size + 4 * slot
-                    store_head_codes(numbers, key_size, codes, 4, 64, 128, scales, 32)
-                else:
-                    first = place + (group * group_size + slot) * key_kind
-                    store_head_floats(numbers, key_size, first, 16, key_kind == HALVES)
+                store_key(numbers, source, rope, row, place, within, key_scales)
             else:
                 source = values + row * values_stride + 4 * head * value_size
-                while column < value_size:
-                    numbers[column] = ptx.load_f32(source + 4 * column) * float32(value_factor)
-                    column = column + THREADS
-                fold(numbers, value_size, value_stages)
-                if value_is_codes:
-                    codes = place + values_offset + within // 2 * 2 * value_columns + within % 2
-                    store_head_codes(numbers, value_size, codes, 1, 2, 0, place + value_scales + 2 * within, 64)
-                else:
-                    first = place + values_offset + within * value_columns * value_kind
-                    store_head_floats(numbers, value_size, first, 1, value_kind == HALVES)
+                scales = place + value_scales
+                store_value(numbers, source, place + values_offset, within, scales, value_columns)
 
     return kernel

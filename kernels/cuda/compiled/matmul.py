@@ -9,13 +9,15 @@ from numba import cuda, float32, int64
 
 from localinfer.kernels.cuda.compiled import ptx
 from localinfer.kernels.cuda.compiled.activations import activate_gate
+from localinfer.kernels.cuda.compiled.quantize import quantize_written
 from localinfer.kernels.cuda.compiled.weights import BYTES, nibbles_of, row_of, signed_halves, unit_of
 from localinfer.kernels.cuda.jit import inline, template
 from localinfer.kernels.cuda.weights import unit_columns
 from localinfer.kernels.layouts import Layout
 
-PLAIN, GATED, EXPERTS = 0, 1, 2
-"""Kinds of products: up to three weights of one input; gate and up joined by an activation; one expert per slot."""
+PLAIN, GATED, EXPERTS, GATED_CODES = range(4)
+"""Kinds of products: up to three weights of one input; gate and up joined by an activation; one expert per slot; gate
+and up whose result is quantized too, where the third slot has codes and records with their strides, 0 and counters."""
 
 SLOTS = 3 * "(qqqqqqqqqqf)"
 """Parameters of three weights: four arrays, rows, out and stride, bias, residual and stride, scale."""
@@ -66,7 +68,8 @@ def matmul(layout, batch_rows, weight_rows, split, kind, prefetches=0):
     prefetches: 1 requests the first weights before the kernel waits for the one before it; not for EXPERTS.
     weight_rows: rows of each weight per warp. Float weights are multiplied by float32 activations, others by codes.
     """
-    gated = kind == GATED
+    gated = kind in (GATED, GATED_CODES)
+    quantizes = kind == GATED_CODES
     matrices = 2 if gated else 1
     rows = weight_rows * matrices
     size = rows * batch_rows
@@ -79,6 +82,7 @@ def matmul(layout, batch_rows, weight_rows, split, kind, prefetches=0):
     columns_per_unit = unit_columns(layout)
     words = 4 * rows
     groups_per_block = 4 // split
+    block_rows = groups_per_block * weight_rows
     shared_size = 4 * size
     fields_at = None if is_float else unit_of(layout)
     nibbles_at = nibbles_of(layout)
@@ -220,5 +224,7 @@ def matmul(layout, batch_rows, weight_rows, split, kind, prefetches=0):
                         value, up, gated, activation, bias, slot_1[7], scale, residual, m * residual_stride, row
                     )
                     ptx.store_f32(out + m * out_stride + 4 * row, value)
+        if quantizes:
+            quantize_written(out, out_stride, slot_2[:6], block_rows, batch_rows, 4)
 
     return kernel

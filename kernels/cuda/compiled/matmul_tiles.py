@@ -8,7 +8,8 @@ have scales of their own). Every unit has the same place in the sums as in `matm
 from numba import cuda, float32, int64
 
 from localinfer.kernels.cuda.compiled import ptx
-from localinfer.kernels.cuda.compiled.matmul import GATED, PLAIN, SLOTS, finished, pick_slot
+from localinfer.kernels.cuda.compiled.matmul import GATED, GATED_CODES, PLAIN, SLOTS, finished, pick_slot
+from localinfer.kernels.cuda.compiled.quantize import quantize_written
 from localinfer.kernels.cuda.compiled.weights import (
     BYTES,
     FIFTH_BITS,
@@ -59,7 +60,8 @@ def matmul_tiles(layout, batch_rows, tiles, split, kind):
 
     batch_rows: rows of activations, all computed, at most 16. split: parts of a row that are summed apart.
     """
-    gated = kind == GATED
+    gated = kind in (GATED, GATED_CODES)
+    quantizes = kind == GATED_CODES
     matrices = 2 if gated else 1
     num_tiles = tiles
     tile_rows = TILE * tiles // matrices
@@ -259,5 +261,7 @@ def matmul_tiles(layout, batch_rows, tiles, split, kind):
                     value, up, gated, activation, bias, slot_1[7], scale, residual, m * residual_stride, row
                 )
                 ptx.store_f32(out + m * out_stride + 4 * row, value)
+        if quantizes:
+            quantize_written(out, out_stride, slot_2[:6], tile_rows, batch_rows, WARPS)
 
     return kernel

@@ -100,6 +100,8 @@ wait_for_previous = _instruction("griddepcontrol.wait;", "", "", "memory")
 leaves it out where the GPU has no such instruction."""
 add_u32 = _instruction("atom.global.add.u32 $0, [$1], $2;", "u", "qu", "memory")
 """Add to what lies at an address, in one step for all lanes; gives what was there before."""
+add_ordered = _instruction("atom.acq_rel.gpu.global.add.u32 $0, [$1], $2;", "u", "qu", "memory")
+"""`add_u32` that orders: what this block wrote before is visible to blocks that add to the address after it."""
 
 dot_signed = _instruction("dp4a.s32.s32 $0, $1, $2, $3;", "s", "uus")
 """c + the products of four signed bytes with four signed bytes."""

@@ -7,6 +7,7 @@ first half's in the lower bits. Rounding is that of the CPU's kernels, so both d
 from numba import float32
 
 from localinfer.kernels.cuda.compiled import ptx
+from localinfer.kernels.cuda.compiled.last_block import is_last_block
 from localinfer.kernels.cuda.compiled.reductions import warp_max
 from localinfer.kernels.cuda.jit import inline, kernel
 
@@ -29,6 +30,26 @@ def store_quantized(x, lane, codes, records, column):
         record = records + column // 32 * 8
         ptx.store_u32(record, ptx.float_bits(ptx.divide(largest, float32(127.0))))
         ptx.store_u32(record + 4, (total & 0xFFFF) | ((other & 0xFFFF) << 16))
+
+
+@inline
+def quantize_written(x, x_stride, into, block_columns, batch_rows, warps):
+    """Quantize 32 columns of `batch_rows` rows, of which every block of the grid has written `block_columns`.
+
+    The last of the blocks of 32 columns does it, with its `warps` warps. into: codes and records with their strides,
+    0, and the counters of blocks, uint32 per 32 columns.
+    """
+    codes, codes_stride, records, records_stride, _, counters = into
+    blocks = 32 // block_columns
+    block = ptx.block_x() // blocks
+    if is_last_block(counters + 4 * block, blocks):
+        lane = ptx.thread() % 32
+        column = 32 * block + lane
+        row = ptx.thread() // 32
+        while row < batch_rows:
+            value = ptx.load_f32(x + row * x_stride + 4 * column)
+            store_quantized(value, lane, codes + row * codes_stride, records + row * records_stride, column)
+            row = row + warps
 
 
 @kernel("qqqqqqq")

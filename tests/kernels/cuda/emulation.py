@@ -243,6 +243,7 @@ class Emulator:
             "f64_bits": lambda value: int(np.float64(value).view(np.int64)),
             "bits_f64": lambda bits: np.uint64(int(bits) & (1 << 64) - 1).view(np.float64),
             "add_u32": add_u32,
+            "add_ordered": add_u32,
             "wait_for_previous": lambda: None,
             "prefetch": lambda address: memory.view(int(address), 1).size,
             "load_f32": loader("<f"),

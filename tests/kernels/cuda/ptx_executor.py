@@ -59,6 +59,8 @@ def ptx_launch(order: int, capability: tuple[int, int] = (9, 0)) -> Any:
         entry = kernel_cache.entry_name(key)
         ptx = kernel_cache.kernel_ptx(key, capability).decode()
         ptx = ptx.replace(f".entry {entry}(", ".entry kernel(").replace(f"{entry}_param_", "kernel_param_")
+        # Blocks run one after another, so there is no order to make among them.
+        ptx = ptx.replace("atom.acq_rel.gpu.global.", "atom.global.")
         most = re.search(r"\.maxntid (\d+)", ptx)
         assert most is None or threads <= int(most[1]), f"{name} is launched with {threads} threads of {most[1]}"
         emulator.num_launches += 1

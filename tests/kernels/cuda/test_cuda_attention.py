@@ -18,7 +18,7 @@ from tests.kernels.cpu.tape_runs import RowProgram, assert_same_bits, relative_e
 
 pytest.importorskip("numba_cuda", reason="CUDA kernels are written with numba-cuda, which is not installed")
 
-from localinfer.kernels.cuda.attention import Attention, Rope, store_steps
+from localinfer.kernels.cuda.attention import Attention, FreshRows, Rope, store_steps
 from localinfer.kernels.cuda.gemm import Shape
 from localinfer.kernels.cuda.memory import DeviceMemory
 from tests.kernels.cuda.device import EmulatedDevice
@@ -161,6 +161,59 @@ def test_what_enters_the_cache_is_the_cpus_to_the_bit(kv_type: str, pool: Thread
     found = np.empty(cache.layout.page_bytes, np.uint8)
     device.read(page, found)
     assert_same_cache(cache.layout, found, cache.pages)
+
+
+STORED = {
+    "f16": ("f16", replace(PLAIN, num_heads=3, num_kv_heads=1, key_size=20, value_size=10)),
+    "f32": ("f32", replace(PLAIN, key_size=16, value_size=24, window=5)),
+    "codes": ("q8_0", replace(PLAIN, num_heads=2, key_size=72, value_size=80)),
+    "codes of keys": ("q8_0/f16", replace(PLAIN, num_heads=8, num_kv_heads=1, key_size=32, value_size=18)),
+    "codes of values": ("f16/q8_0", replace(PLAIN, num_heads=2, key_size=18, value_size=96, chunk=50)),
+}
+
+
+@pytest.mark.parametrize("position", [0, 31, 130])
+@pytest.mark.parametrize("name", STORED)
+def test_a_row_stored_by_its_attention_has_the_bits_of_one_stored_before(
+    name: str, position: int, pool: ThreadPool
+) -> None:
+    kv_type, shape = STORED[name]
+    cache = Cache(pool, shape, kv_type, inputs_of(shape, position + 1, seed=6))
+    # The cache holds other keys and values at this position, as of a draft that was rejected.
+    rows = [values[-1:] for values in inputs_of(shape, position + 1, seed=7)]
+    rotation = np.random.default_rng(8).standard_normal((1, shape.key_size // 4, 2)).astype(np.float32)
+
+    def attend(*, stores: bool) -> list[NDArray[np.uint8]]:
+        device = EmulatedDevice()
+        memory = DeviceMemory(device, {Rows.BATCH: 1, Rows.OUTPUT: 1}, ())
+        pages = put(device, cache.pages)
+        count = len(cache.pages) // cache.layout.page_bytes
+        table = put(device, pages + np.arange(count, dtype=np.int64) * cache.layout.page_bytes)
+        places = [(put(device, values), 4 * values.shape[1]) for values in rows]
+        angles = put(device, rotation)
+        rope = Rope(angles, shape.key_size // 4, int(name == "f16"), shape.key_size, 2)
+        fresh = FreshRows(1, *places[1:], rope)
+        out = (device.allocate(4 * shape.num_heads * shape.value_size), 4 * shape.num_heads * shape.value_size)
+        batch = Shape(1, 1, 2, 0, put(device, np.array([position])), put(device, np.array([table])), 0)
+        attention = Attention(memory, cache.layout, 1, shape, places[0], out, 0, 0, NO_ROPE, fresh if stores else None)
+        assert attention.can_store
+        if not stores:
+            device.run(list(store_steps(cache.layout, 1, *places[1:], rope)(batch)))
+        device.run(list(attention.steps(batch, None)))
+        assert ("kv_store.store_rows" in device.kernels or "kv_store.store_codes" in device.kernels) != stores
+        return [device.memory.view(pages, cache.pages.size).copy(), device.memory.view(*out).copy()]
+
+    found, wanted = attend(stores=True), attend(stores=False)
+    assert (wanted[0] != cache.pages).any(), "another row was stored"
+    np.testing.assert_array_equal(found[0], wanted[0])
+    assert_same_bits(found[1].view(np.float32), wanted[1].view(np.float32))
+
+
+def test_a_row_that_many_query_heads_share_is_stored_before(pool: ThreadPool) -> None:
+    shape = replace(PLAIN, num_heads=9, num_kv_heads=1, key_size=8, value_size=8)
+    layout = cache_of(shape, "f16")
+    memory = DeviceMemory(EmulatedDevice(), {Rows.BATCH: 1, Rows.OUTPUT: 1}, ())
+    assert not Attention(memory, layout, 1, shape, (0, 0), (0, 0), 0, 0, NO_ROPE).can_store
 
 
 def assert_same_cache(layout: KVLayout, found: NDArray[np.uint8], wanted: NDArray[np.uint8]) -> None:

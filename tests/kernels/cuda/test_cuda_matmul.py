@@ -119,3 +119,49 @@ def test_columns_that_do_not_fill_a_unit_are_padded_with_zeros() -> None:
     assert not planes[0][:, 10:].any()
     with pytest.raises(ShapeError, match="multiple of 32"):
         array_row_bytes(Layout.Q4_0, 40)
+
+
+GATED = [(layout, 1, 1) for layout in CUDA_LAYOUTS] + [(layout, 3, 0) for layout in QUANTIZED]
+
+
+@pytest.mark.parametrize(("layout", "rows", "split"), [*GATED, (Layout.Q4_0, 2, 2), (Layout.Q4_K, 1, 4)])
+def test_codes_of_a_gated_product_are_those_of_quantizing_it(layout: Layout, rows: int, split: int) -> None:
+    """By `matmul` with a row split among warps, or by `matmul_tiles` if split is 0."""
+    columns, width = SIZES[layout].unit if not is_float(layout) else 40, 64
+    x = np.random.default_rng(7).standard_normal((rows, columns)).astype(np.float32)
+    # A block of zeros has no scale.
+    is_zero = np.repeat([False, True], width // 2)
+
+    def quantized(kind: int) -> tuple[NDArray[np.float32], NDArray[np.uint8], NDArray[np.uint8]]:
+        bench = Bench()
+        out, codes, records = (bench.memory.allocate(rows * size) for size in (4 * width, width, width // 4))
+        counters = bench.put(np.zeros(width // 32, np.uint32))
+        gate, up = (
+            bench.weight(layout, random_weights(layout, (width, columns), seed), (width, columns), out)
+            for seed in (8, 9)
+        )
+        bias = bench.put(np.where(is_zero, -1e30, 0.0).astype(np.float32))
+        gate = (*gate[:7], bias, *gate[8:])
+        into = (codes, width, records, width // 4, 0, counters, *NO_WEIGHT[6:])
+        silu = 0
+        values = (*bench.activations(x, layout), silu, *gate, *up, *(into if kind == matmul.GATED_CODES else NO_WEIGHT))
+        values = (*values, *array_row_bytes(layout, columns))
+        for _ in range(2):
+            if split:
+                constants = (layout, rows, 2, split, kind)
+                grid = (width // 2 * split // 4, 1, 1)
+                bench.emulator.launch("matmul.matmul", constants, grid, 128, (*values, 0, 0, 1, 0))
+            else:
+                constants = (layout, rows, 1, 2, kind)
+                bench.emulator.launch("matmul_tiles.matmul_tiles", constants, (width // 8, 1, 1), 256, values)
+            assert not bench.memory.view(counters, width // 8).any(), "counters are left as they were found"
+        if kind == matmul.GATED:
+            words = (out, 4 * width, codes, width, records, width // 4, width)
+            bench.emulator.launch("quantize.quantize_rows", (), (1, rows, 1), 128, words)
+        found = bench.floats(out, (rows, width))
+        return found, bench.memory.view(codes, rows * width), bench.memory.view(records, rows * width // 4)
+
+    joined, apart = quantized(matmul.GATED_CODES), quantized(matmul.GATED)
+    for found, wanted in zip(joined, apart, strict=True):
+        np.testing.assert_array_equal(found, wanted)
+    assert not joined[0][:, is_zero].any() and joined[0][:, ~is_zero].any() and joined[1].any()

@@ -42,6 +42,12 @@ KERNELS = [
         "dp4a.s32.s32 ld.global.nc.L1::no_allocate.v4 .maxntid",
     ),
     ("matmul.matmul", (Layout.Q4_K, 1, 2, 1, matmul.GATED, 1), 84, "dp4a.s32.s32 ld.global.nc.L1::no_allocate.v4"),
+    (
+        "matmul.matmul",
+        (Layout.Q4_0, 1, 2, 1, matmul.GATED_CODES, 1),
+        84,
+        "dp4a.s32.s32 atom.acq_rel.gpu.global.add.u32 st.global.u8",
+    ),
     ("matmul.matmul", (Layout.Q6_K, 8, 2, 2, matmul.PLAIN), 168, "dp4a.s32.s32 bar.sync"),
     ("matmul.matmul", (Layout.INT8_32, 4, 2, 1, matmul.PLAIN), 96, "dp4a.u32.s32"),
     ("matmul.matmul", (Layout.F16, 1, 4, 1, matmul.EXPERTS), 80, "ld.global.nc.L1::no_allocate.v4"),
@@ -49,9 +55,9 @@ KERNELS = [
     ("matmul_tiles.matmul_tiles", (Layout.Q4_K, 8, 1, 1, matmul.GATED), 128, f"{BYTE_TILES} .maxntid .minnctapersm"),
     (
         "matmul_tiles.matmul_tiles",
-        (Layout.Q6_K, 16, 1, 1, matmul.GATED),
+        (Layout.Q6_K, 16, 1, 1, matmul.GATED_CODES),
         184,
-        f"{HALF_BYTE_TILES}.s8.s8",
+        f"{HALF_BYTE_TILES}.s8.s8 atom.acq_rel.gpu.global.add.u32",
     ),
     (
         "matmul_tiles.matmul_tiles",
@@ -74,6 +80,8 @@ KERNELS = [
     ("kv_store.store_codes", (1, 1, 128, 128), 40, "shfl.sync.bfly bar.sync st.global.u8"),
     ("rotation.rotate_heads", (128,), 40, "bar.sync"),
     ("attention.attend_chunks", (2, 2, 4, 128, 128), 128, "cvt.f32.f16 prefetch.global.L2 bar.sync"),
+    ("attention.attend_chunks", (2, 2, 4, 128, 128, 1), 128, "cvt.f32.f16 cvt.rn.f16.f32 st.global.u16"),
+    ("attention.attend_chunks", (1, 1, 4, 128, 128, 1), 128, "dp4a.s32.s32 st.global.u8"),
     ("attention.attend_chunks", (1, 1, 4, 128, 128), 128, "dp4a.s32.s32 shfl.sync.bfly bar.sync"),
     ("attention_tiles.attend_tiles", (2, 2, 128, 128, 4), 168, HALF_TILES),
     ("attention_tiles.attend_tiles", (1, 1, 256, 64, 2), 168, HALF_TILES),

@@ -151,15 +151,32 @@ def test_a_block_of_a_decoder_is_the_oracles_in_few_launches(kv_type: str, step:
     assert_near(found, wanted, 0.03)
     if step == 1:
         per_token = len(kernels) / 5
-        assert per_token == 14, "look-up, angles, ten of the block (two layouts of q, k, v), selection"
+        assert per_token == 12, "look-up, angles, nine of the block (two layouts of q, k, v), selection"
         assert "rows.rope" not in kernels and "rows.elementwise" not in kernels
 
 
-def test_few_rows_give_the_same_bits_in_any_batch() -> None:
+@pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
+def test_few_rows_give_the_same_bits_in_any_batch(kv_type: str) -> None:
     values = random_rows(3, WIDTH, 2)
-    together, _, _ = both(values, block, "f16", 3)
-    alone, _, _ = both(values, block, "f16", 1)
+    together, _, kernels = both(values, block, kv_type, 3)
+    alone, _, own_kernels = both(values, block, kv_type, 1)
+    stores = [any(kernel.startswith("kv_store.") for kernel in launched) for launched in (kernels, own_kernels)]
+    assert stores == [True, False], "a row of its own is stored by its attention"
     np.testing.assert_array_equal(together.view(np.uint32), alone.view(np.uint32))
+
+
+def test_a_row_is_stored_on_time_where_its_attention_does_not_follow() -> None:
+    def write(tape: GraphBuilder, x: Buffer, linear: Linear) -> Buffer:
+        keys, out = tape.buffer("keys", 32), tape.buffer("out", WIDTH)
+        tape.copy_heads(keys, x, 1, 32, 32, WIDTH)
+        tape.store_kv(0, keys, keys)
+        tape.scale(keys, 0.0)
+        tape.attention(out, x, 0, AttentionShape(2, 1, 32, 32, 0.2))
+        return out
+
+    found, wanted, kernels = both(random_rows(3, WIDTH, 4), write, step=1)
+    assert_near(found, wanted, 1e-5)
+    assert kernels.count("kv_store.store_rows") == 3
 
 
 def test_a_product_meets_activations_rounded_as_the_cpu_rounds_them() -> None:
