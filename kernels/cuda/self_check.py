@@ -48,7 +48,10 @@ def check_device(device: CudaDevice, progress: ProgressCallback | None = None) -
 
 
 def _try_overlap(device: CudaDevice, wanted: FloatArray, progress: ProgressCallback | None) -> None:
-    """Let launches overlap if the check then gives the bits of `wanted`, every time; else say why they do not."""
+    """Let launches overlap if the check then gives the bits of `wanted`, every time; else say why they do not.
+
+    Raises: BackendUnavailableError if the device computes nothing any more, as after an error that CUDA keeps.
+    """
     device.overlaps = True
     try:
         for _ in range(_OVERLAPPED_RUNS):
@@ -58,6 +61,14 @@ def _try_overlap(device: CudaDevice, wanted: FloatArray, progress: ProgressCallb
     except Exception as error:
         device.overlaps = False
         logger.warning("launches on %s do not overlap: %s", getattr(device, "name", "the GPU"), error)
+        try:
+            found, _ = _borrow(device, progress, captures=False)
+        except Exception as later:
+            raise BackendUnavailableError(
+                f"it computes nothing since launches that overlap were tried ({error}): {later}"
+            ) from later
+        if not np.array_equal(found, wanted):
+            raise BackendUnavailableError("its numbers changed since launches that overlap were tried") from error
 
 
 def _borrow(device: CudaDevice, progress: ProgressCallback | None, *, captures: bool) -> tuple[FloatArray, FloatArray]:

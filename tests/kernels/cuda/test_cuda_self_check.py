@@ -106,6 +106,31 @@ def test_launches_overlap_only_where_that_gives_the_same_bits(
     assert ("differ from those without overlap" if failure is None else "NOT_SUPPORTED") in record.getMessage()
 
 
+class BrokenDevice(OverlappingDevice):
+    """Computes nothing, or other numbers, after its first launch in a graph."""
+
+    is_broken = False
+    keeps_error = True
+
+    def capture(self, steps: Sequence[Step]) -> Callable[[], None]:
+        self.is_broken = True
+        raise RuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS")
+
+    def run(self, steps: Sequence[Step]) -> None:
+        if self.is_broken and self.keeps_error:
+            raise RuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS")
+        super().run([] if self.is_broken else steps)
+
+
+@pytest.mark.parametrize(("keeps_error", "message"), [(True, "computes nothing since"), (False, "numbers changed")])
+def test_a_device_that_overlapping_launches_broke_is_not_taken(keeps_error: bool, message: str) -> None:
+    device = BrokenDevice()
+    device.keeps_error = keeps_error
+    with pytest.raises(BackendUnavailableError, match=message):
+        check_device(device)
+    assert not device.overlaps and not device.held
+
+
 def test_launches_do_not_overlap_on_older_gpus() -> None:
     device = CountingDevice()
     device.capability = (8, 9)
