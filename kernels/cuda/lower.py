@@ -11,10 +11,10 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.errors import BackendUnavailableError, ShapeError, UnsupportedFormatError
+from localinfer.errors import ShapeError, UnsupportedFormatError
 from localinfer.kernels import further_ops, ops
 from localinfer.kernels.cuda import experts, gemm
-from localinfer.kernels.cuda.attention import KV_BYTES, Attention, Rope, store_steps
+from localinfer.kernels.cuda.attention import Attention, Rope, store_steps
 from localinfer.kernels.cuda.device import CudaDevice, Launch, Step
 from localinfer.kernels.cuda.gemm import Quantized, Shape, Slot
 from localinfer.kernels.cuda.memory import SMALL_ROWS
@@ -49,10 +49,8 @@ def lower_to_cuda(
     """Compile a graph for a device: `max_batch_rows` tokens per run, `max_output_rows` of them with logits.
 
     kv_layout: of the graph's own layers.
-    Raises: ShapeError for what no kernel computes; UnsupportedFormatError for recurrent layers; BackendUnavailableError
-    as `check_kv_types`.
+    Raises: ShapeError for what no kernel computes; UnsupportedFormatError for recurrent layers.
     """
-    check_kv_types(kv_layout)
     if graph.states:
         raise UnsupportedFormatError(
             f"this model has {len(graph.states)} recurrent ops, which device 'cuda' does not run; take device 'cpu' "
@@ -73,16 +71,6 @@ def lower_to_cuda(
     stages = [tuple(builders[start:end]) for start, end in zip(tape.stage_starts, ends, strict=True)]
     logits = (*tape.memory.place(graph.output), graph.output.width)
     return CudaProgram(device, limits, stages, logits, tape.memory.place, progress)
-
-
-def check_kv_types(layout: KVLayout) -> None:
-    """Raise BackendUnavailableError for a type of keys or values that these kernels do not read."""
-    for kind in (layout.key_type, layout.value_type):
-        if kind not in KV_BYTES:
-            raise BackendUnavailableError(
-                f"device 'cuda' keeps keys and values in {' or '.join(KV_BYTES)}, not in {kind}; choose another "
-                "kv_type, or take device 'cpu'"
-            )
 
 
 def _embed(tape: CudaTape, op: ops.Embed | ops.EmbedPositions) -> None:

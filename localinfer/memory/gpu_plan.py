@@ -70,9 +70,6 @@ def _placed(
     tokens = min(config.context_length, context_length or USUAL_TOKENS)
     placement = plan_placement(request, lambda: memory_needs(file, config, layout, tokens))
     check_runs_on_gpus(config, placement)
-    from localinfer.kernels.cuda.lower import check_kv_types
-
-    check_kv_types(layout)
     return placement
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from localinfer.kernels import ops
 from localinfer.kernels.cpu.lower import MAX_BATCH_ROWS, lower_to_cpu
 from localinfer.kernels.cuda.device import CudaDevice
-from localinfer.kernels.cuda.lower import check_kv_types, lower_to_cuda
+from localinfer.kernels.cuda.lower import lower_to_cuda
 from localinfer.kernels.cuda.parted_pages import KVPart, PartedKVLayout
 from localinfer.kernels.cuda.pipeline import PipelineProgram
 from localinfer.kernels.ops import OpGraph, WeightSource
@@ -41,7 +41,6 @@ def write_pipeline(
     """
     config, file, progress = parts.config, parts.file, parts.progress
     layout = _layout(parts, gpus, placement)
-    check_kv_types(layout)
     planned, marks = _written(config, ShapeWeights({name: one.shape for name, one in file.tensors.items()}), layout)
     assigned = assign_ops(planned, marks, placement)
     host = [CpuWeights(file, parts.pool, progress)] if placement.uses_cpu else []

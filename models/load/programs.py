@@ -106,13 +106,12 @@ def check_runs_on_gpus(config: ModelConfig, placement: Placement) -> None:
 
 def _write_whole(parts: Parts, gpu: CudaDevice) -> tuple[Program, KVLayout]:
     """A program on the GPU alone."""
-    from localinfer.kernels.cuda.lower import check_kv_types, lower_to_cuda
+    from localinfer.kernels.cuda.lower import lower_to_cuda
     from localinfer.kernels.cuda.memory import DeviceKVLayout
 
     config = parts.config
     layout = DeviceKVLayout(parts.kv_type, kv_layer_shapes(config), device=gpu)
     weights = CudaWeights(parts.file, parts.pool, gpu, parts.progress)
-    check_kv_types(layout)
     graph = write_decoder(config, weights, config.context_length, kv_layers=layout.layers)
     weights.check_asked(config)
     program = lower_to_cuda(graph, gpu, layout, progress=parts.progress)

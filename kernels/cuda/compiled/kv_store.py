@@ -6,6 +6,7 @@ No byte of a page belongs to two positions, so rows may be written in any order.
 from numba import cuda, float32
 
 from localinfer.kernels.cuda.compiled import ptx
+from localinfer.kernels.cuda.compiled.half_bytes import store_head_half_bytes
 from localinfer.kernels.cuda.compiled.rotation import block_scale, code_of, fold, rotation_factor, rotation_stages
 from localinfer.kernels.cuda.compiled.rows import ROPE, rotated
 from localinfer.kernels.cuda.jit import inline, template
@@ -13,8 +14,8 @@ from localinfer.kernels.kv_layout import PAGE_TOKENS, SCALE_BLOCK
 
 THREADS = 128
 PAGE = PAGE_TOKENS
-CODES, HALVES, FLOATS = 1, 2, 4
-"""Kinds of keys and values, by the bytes of an element: q8_0, f16 and f32."""
+HALF_BYTES, CODES, HALVES, FLOATS = 0, 1, 2, 4
+"""Kinds of keys and values, by the whole bytes of an element: q4_0, q8_0, f16 and f32."""
 
 
 @template("qqqqqqqqqqqqq" + ROPE)
@@ -100,14 +101,18 @@ def store_codes(key_kind, value_kind, key_size, value_size):
     """
     key_is_codes = key_kind == CODES
     value_is_codes = value_kind == CODES
+    key_is_half_bytes = key_kind == HALF_BYTES
+    value_is_half_bytes = value_kind == HALF_BYTES
     most = max(key_size, value_size)
-    key_stages = rotation_stages(key_size) if key_is_codes else 0
-    value_stages = rotation_stages(value_size) if value_is_codes else 0
-    key_factor = rotation_factor(key_size) if key_is_codes else 1.0
-    value_factor = rotation_factor(value_size) if value_is_codes else 1.0
+    key_stages = rotation_stages(key_size) if key_kind <= CODES else 0
+    value_stages = rotation_stages(value_size) if value_kind <= CODES else 0
+    key_factor = rotation_factor(key_size) if key_kind <= CODES else 1.0
+    value_factor = rotation_factor(value_size) if value_kind <= CODES else 1.0
     key_blocks = -(-key_size // SCALE_BLOCK)
     # A group of sixteen positions of keys: bytes of it where they are codes, else elements.
     group_size = 16 * (-(-key_size // 4) * 4 if key_is_codes else key_size)
+    if key_is_half_bytes:
+        group_size = -(-key_size // 8) * 64
 
     def kernel(
         keys, keys_stride, values, values_stride, positions, page_tables,
@@ -135,6 +140,10 @@ def store_codes(key_kind, value_kind, key_size, value_size):
                     scales = place + key_scales + group * 32 * key_blocks + 2 * slot
                     codes = place + group * group_size + 4 * slot
                     store_head_codes(numbers, key_size, codes, 4, 64, 128, scales, 32)
+                elif key_is_half_bytes:
+                    scales = place + key_scales + group * 32 * key_blocks + 2 * slot
+                    codes = place + group * group_size + 4 * slot
+                    store_head_half_bytes(numbers, key_size, codes, 4, 1, scales, 32)
                 else:
                     first = place + (group * group_size + slot) * key_kind
                     store_head_floats(numbers, key_size, first, 16, key_kind == HALVES)
@@ -147,6 +156,11 @@ def store_codes(key_kind, value_kind, key_size, value_size):
                 if value_is_codes:
                     codes = place + values_offset + within // 2 * 2 * value_columns + within % 2
                     store_head_codes(numbers, value_size, codes, 1, 2, 0, place + value_scales + 2 * within, 64)
+                elif value_is_half_bytes:
+                    # The bytes of a column belong to positions 0, 2, 1 and 3.
+                    byte = within % 2 * 2 + within % 4 // 2
+                    codes = place + values_offset + within // 4 * 2 * value_columns + byte
+                    store_head_half_bytes(numbers, value_size, codes, 16, 4, place + value_scales + 2 * within, 64)
                 else:
                     first = place + values_offset + within * value_columns * value_kind
                     store_head_floats(numbers, value_size, first, 1, value_kind == HALVES)

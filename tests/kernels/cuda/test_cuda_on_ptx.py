@@ -6,10 +6,12 @@ Between shuffles and barriers the order of lanes and warps is open, so what depe
 import numpy as np
 import pytest
 
+from localinfer.kernels.cpu.program import ThreadPool
+
 pytest.importorskip("numba_cuda", reason="CUDA kernels are compiled by numba-cuda, which is not installed")
 
 from localinfer.kernels.cuda.self_check import check_device
-from tests.kernels.cuda import ptx_executor
+from tests.kernels.cuda import ptx_executor, test_cuda_attention
 from tests.kernels.cuda.device import EmulatedDevice
 from tests.kernels.cuda.emulation import Emulator
 
@@ -44,3 +46,13 @@ def test_a_norm_and_its_codes_are_the_sources(order: int, monkeypatch: pytest.Mo
     monkeypatch.undo()
     for ours, wanted in zip(found, normed(), strict=True):
         np.testing.assert_array_equal(ours, wanted)
+
+
+@pytest.mark.parametrize("kv_type", ["q4_0", "q8_0/q4_0"])
+def test_heads_of_codes_are_stored_as_by_the_cpu(order: int, kv_type: str, pool: ThreadPool) -> None:
+    test_cuda_attention.test_what_enters_the_cache_is_the_cpus_to_the_bit(kv_type, (20, 141), pool)
+
+
+def test_attention_over_half_bytes_is_the_oracles(order: int, pool: ThreadPool) -> None:
+    test_cuda_attention.test_attention_over_codes_is_the_oracles("half bytes", pool)
+    test_cuda_attention.test_tiles_of_many_rows_are_the_oracles("half bytes", pool)
