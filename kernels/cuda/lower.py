@@ -17,7 +17,7 @@ from localinfer.kernels.cuda import experts, gemm
 from localinfer.kernels.cuda.attention import Attention, Rope, store_steps
 from localinfer.kernels.cuda.device import CudaDevice, Launch, Step
 from localinfer.kernels.cuda.gemm import Quantized, Shape, Slot
-from localinfer.kernels.cuda.memory import SMALL_ROWS
+from localinfer.kernels.cuda.memory import SMALL_ROWS, SharedMemory
 from localinfer.kernels.cuda.program import CudaProgram
 from localinfer.kernels.cuda.tape import CudaTape
 from localinfer.kernels.cuda.weights import DeviceWeight
@@ -44,11 +44,14 @@ def lower_to_cuda(
     *,
     max_batch_rows: int = 1024,
     max_output_rows: int = 64,
+    shared: SharedMemory | None = None,
+    samples: bool = True,
     progress: ProgressCallback | None = None,
 ) -> CudaProgram:
     """Compile a graph for a device: `max_batch_rows` tokens per run, `max_output_rows` of them with logits.
 
-    kv_layout: of the graph's own layers.
+    kv_layout: of the graph's own layers. shared: memory that the device's programs share, of which one runs at a time;
+    None for its own. samples: whether tokens are chosen of what it gives.
     Raises: ShapeError for what no kernel computes; UnsupportedFormatError for recurrent layers.
     """
     if graph.states:
@@ -59,7 +62,7 @@ def lower_to_cuda(
     check(graph.hidden is None, "draft layers run on the CPU only")
     assert tuple(kv_layout.layers) == graph.kv_layers, "a graph reads and writes the cache that it was written for"
     max_rows = {Rows.BATCH: max_batch_rows, Rows.OUTPUT: min(max_output_rows, max_batch_rows)}
-    tape = CudaTape(graph, device, kv_layout, max_rows)
+    tape = CudaTape(graph, device, kv_layout, max_rows, shared)
     for op in graph.ops:
         LOWER[type(op)](tape, op)
     tape.read(graph.output)
@@ -70,7 +73,7 @@ def lower_to_cuda(
     ends = [*tape.stage_starts[1:], len(builders)]
     stages = [tuple(builders[start:end]) for start, end in zip(tape.stage_starts, ends, strict=True)]
     logits = (*tape.memory.place(graph.output), graph.output.width)
-    return CudaProgram(device, limits, stages, logits, tape.memory.place, progress)
+    return CudaProgram(device, limits, stages, logits, tape.memory.place, progress, samples=samples)
 
 
 def _embed(tape: CudaTape, op: ops.Embed | ops.EmbedPositions) -> None:
@@ -366,7 +369,19 @@ def _head_matmul(tape: CudaTape, op: ops.HeadMatmul) -> None:
     tape.add(build, op.out)
 
 
-def _refuse(tape: CudaTape, op: ops.Attention | further_ops.AddVector | further_ops.MeanRows) -> NoReturn:
+def _add_vector(tape: CudaTape, op: further_ops.AddVector) -> None:
+    tape.read(op.x)
+    values = (*tape.places(op.x, op.x), tape.memory.constant(op.vector), 0, op.x.width, 0, 1.0)
+    tape.simple("rows.elementwise", (_ADD,), op.x.rows, op.x.width, values, op.x)
+
+
+def _mean_rows(tape: CudaTape, op: further_ops.MeanRows) -> None:
+    tape.read(op.x)
+    values = (*tape.places(op.out, op.x), op.x.width, "output_row_numbers", "page_tables", "batch_rows")
+    tape.simple("pooling.mean_rows", (), Rows.OUTPUT, op.x.width, values, op.out)
+
+
+def _refuse(tape: CudaTape, op: ops.Attention) -> NoReturn:
     raise ShapeError(f"{type(op).__name__} of encoders is computed on the CPU only; load the model with device='cpu'")
 
 
@@ -390,8 +405,8 @@ LOWER: dict[type, Callable[[CudaTape, Any], None]] = {
     further_ops.MixSlots: _mix_slots,
     further_ops.GaussianTopK: lambda tape, op: _row_statistic(tape, op.out, op.x, op.num_deviations),
     further_ops.MultiplySigmoid: _multiply_sigmoid,
-    further_ops.AddVector: _refuse,
-    further_ops.MeanRows: _refuse,
+    further_ops.AddVector: _add_vector,
+    further_ops.MeanRows: _mean_rows,
     ops.Scale: lambda tape, op: _elementwise(tape, _SCALE, op.x, op.x, op.x, op.factor),
     further_ops.Clamp: lambda tape, op: _elementwise(
         tape, _CLAMP_ABOVE if op.only_above else _CLAMP, op.x, op.x, op.x, op.limit

@@ -36,9 +36,11 @@ class CudaProgram:
         logits: tuple[int, int, int],
         place: Callable[[Buffer], tuple[int, int]],
         progress: ProgressCallback | None,
+        *,
+        samples: bool = True,
     ) -> None:
         """stages: of each its ops' steps for any shape. logits: address, row stride and width of what `run` returns.
-        place: address and row stride of a buffer."""
+        place: address and row stride of a buffer. samples: without it only `run` may be called."""
         self._device = device
         self._limits = limits
         self._stages = stages
@@ -55,7 +57,8 @@ class CudaProgram:
         self._capacities = sorted(self._headers)
         self._tables: list[tuple[int, int]] = []
         self._pages: list[NDArray[np.int64] | None] = []
-        self._choice = TokenChoice(self._device, *logits, max(limits.max_output_rows, SMALL_ROWS))
+        self._samples = samples
+        self._choice = TokenChoice(self._device, *logits, max(limits.max_output_rows, SMALL_ROWS) if samples else 0)
         self._replays: dict[tuple[int, int, int, int, Chosen], Callable[[], None]] = {}
         self._logits = np.empty((limits.max_output_rows, logits[2]), np.float32)
         most = _padded(limits.max_rows)
@@ -171,8 +174,9 @@ class CudaProgram:
         shape = _shape(rows, min(rows, self.max_output_rows), _FEWEST_CHUNKS, capacity, address)
         shape = replace(shape, segment_rows=(rows,))
         stages = range(len(self._stages))
-        steps = [step for stage in stages for step in self._steps(stage, shape, Chosen.LIKELIEST)]
-        steps += self._choice.steps(Chosen.DRAWN, 1)
+        likeliest = Chosen.LIKELIEST if self._samples else Chosen.NOTHING
+        steps = [step for stage in stages for step in self._steps(stage, shape, likeliest)]
+        steps += self._choice.steps(Chosen.DRAWN, int(self._samples))
         return list(dict.fromkeys(step.key for step in steps if isinstance(step, Launch)))
 
     def _write(self, batch: Batch) -> Shape:

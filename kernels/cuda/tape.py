@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from localinfer.kernels.cuda.attention import Rope
 from localinfer.kernels.cuda.device import CudaDevice, Step
 from localinfer.kernels.cuda.gemm import Builder, Quantized, Shape, Slot, column_launch
-from localinfer.kernels.cuda.memory import DeviceMemory
+from localinfer.kernels.cuda.memory import DeviceMemory, SharedMemory
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.ops import Buffer, OpGraph, Projection, Rows
 
@@ -34,11 +34,18 @@ class CudaTape:
     stage_starts: number of the first op of each stage, see `ops.Exchange`.
     """
 
-    def __init__(self, graph: OpGraph, device: CudaDevice, kv_layout: KVLayout, max_rows: dict[Rows, int]) -> None:
+    def __init__(
+        self,
+        graph: OpGraph,
+        device: CudaDevice,
+        kv_layout: KVLayout,
+        max_rows: dict[Rows, int],
+        shared: SharedMemory | None = None,
+    ) -> None:
         self.device = device
         self.kv_layout = kv_layout
         self.max_rows = max_rows
-        self.memory = DeviceMemory(device, max_rows, graph.buffers)
+        self.memory = DeviceMemory(device, max_rows, graph.buffers, shared)
         self.ops: list[RecordedOp] = []
         self.quantized: dict[int, Quantized] = {}
         self.angles: dict[tuple[bytes, float], int] = {}

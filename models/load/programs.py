@@ -1,14 +1,16 @@
 """A model's program: on the CPU, on a GPU, or its layers, and its experts, on several devices."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from localinfer.errors import BackendUnavailableError, OutOfMemoryError
 from localinfer.kernels.cpu.lower import lower_to_cpu
 from localinfer.kernels.cpu.program import CpuProgram, ThreadPool
 from localinfer.kernels.cuda.device import CudaDevice
 from localinfer.kernels.kv_layout import KVLayout
+from localinfer.kernels.ops import KVLayerShape, OpGraph, WeightSource
 from localinfer.kernels.program import Program
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.decoder.decoder import crosses_layers, kv_layer_shapes, write_decoder
@@ -34,6 +36,27 @@ class Parts:
     chooses_threads: bool
     measures_again: bool = False
     may_measure: bool = True
+
+
+GraphWriter = Callable[[WeightSource, Sequence[KVLayerShape] | None, list[int]], OpGraph]
+"""Writes a graph of some weights and layers of the cache; the list gets the `marks` of `write_decoder`."""
+
+
+@dataclass(frozen=True)
+class GpuModel:
+    """A model's program on GPUs, the layout of its cache, and a function that writes a further program over the same
+    weights and cache, of a graph and a number of rows, all of which may be output rows; one of them runs at a time."""
+
+    program: Program
+    kv_layout: KVLayout
+    further_program: Callable[[GraphWriter, int], Program]
+
+
+def decoder_writer(config: ModelConfig) -> GraphWriter:
+    """A function that writes the model's own graph."""
+    return lambda weights, kv_layers, marks: write_decoder(
+        config, weights, config.context_length, kv_layers=kv_layers, marks=marks
+    )
 
 
 def write_on_cpu(
@@ -64,7 +87,7 @@ def write_on_cpu(
 
 def write_on_gpus(
     parts: Parts, gpus: Sequence[CudaDevice], placement: Placement, *, is_required: bool
-) -> tuple[Program, KVLayout] | None:
+) -> GpuModel | None:
     """The program with the chosen layers on GPUs; None, after logging the reason, if it cannot run there.
 
     Raises: BackendUnavailableError, OutOfMemoryError if a GPU is required.
@@ -75,9 +98,7 @@ def write_on_gpus(
             return _write_whole(parts, gpus[0])
         from localinfer.models.load.pipeline import write_pipeline
 
-        program, layout, notes = write_pipeline(parts, gpus, placement)
-        note(parts.file, notes)
-        return program, layout
+        return write_pipeline(parts, gpus, placement)
     except BaseException as error:
         close_all(gpus)
         if is_required or not isinstance(error, BackendUnavailableError | OutOfMemoryError):
@@ -104,19 +125,24 @@ def check_runs_on_gpus(config: ModelConfig, placement: Placement) -> None:
         )
 
 
-def _write_whole(parts: Parts, gpu: CudaDevice) -> tuple[Program, KVLayout]:
+def _write_whole(parts: Parts, gpu: CudaDevice) -> GpuModel:
     """A program on the GPU alone."""
     from localinfer.kernels.cuda.lower import lower_to_cuda
-    from localinfer.kernels.cuda.memory import DeviceKVLayout
+    from localinfer.kernels.cuda.memory import DeviceKVLayout, SharedMemory
 
-    config = parts.config
-    layout = DeviceKVLayout(parts.kv_type, kv_layer_shapes(config), device=gpu)
+    layout = DeviceKVLayout(parts.kv_type, kv_layer_shapes(parts.config), device=gpu)
     weights = CudaWeights(parts.file, parts.pool, gpu, parts.progress)
-    graph = write_decoder(config, weights, config.context_length, kv_layers=layout.layers)
-    weights.check_asked(config)
-    program = lower_to_cuda(graph, gpu, layout, progress=parts.progress)
+    lower = partial(lower_to_cuda, device=gpu, kv_layout=layout, shared=SharedMemory(gpu), progress=parts.progress)
+
+    def further(write: GraphWriter, max_rows: int) -> Program:
+        graph = write(weights, layout.layers, [])
+        return lower(graph, max_batch_rows=max_rows, max_output_rows=max_rows, samples=False)
+
+    graph = decoder_writer(parts.config)(weights, layout.layers, [])
+    weights.check_asked(parts.config)
+    program = lower(graph)
     note(parts.file, list(weights.notes.values()))
-    return program, layout
+    return GpuModel(program, layout, further)
 
 
 def note(file: ModelFile, notes: Sequence[str]) -> None:

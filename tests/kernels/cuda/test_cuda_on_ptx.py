@@ -11,7 +11,7 @@ from localinfer.kernels.cpu.program import ThreadPool
 pytest.importorskip("numba_cuda", reason="CUDA kernels are compiled by numba-cuda, which is not installed")
 
 from localinfer.kernels.cuda.self_check import check_device
-from tests.kernels.cuda import ptx_executor, test_cuda_attention
+from tests.kernels.cuda import ptx_executor, test_cuda_attention, test_cuda_tape
 from tests.kernels.cuda.device import EmulatedDevice
 from tests.kernels.cuda.emulation import Emulator
 
@@ -56,3 +56,7 @@ def test_heads_of_codes_are_stored_as_by_the_cpu(order: int, kv_type: str, pool:
 def test_attention_over_half_bytes_is_the_oracles(order: int, pool: ThreadPool) -> None:
     test_cuda_attention.test_attention_over_codes_is_the_oracles("half bytes", pool)
     test_cuda_attention.test_tiles_of_many_rows_are_the_oracles("half bytes", pool)
+
+
+def test_means_of_texts_are_the_cpus(order: int) -> None:
+    test_cuda_tape.test_means_are_of_the_text_of_each_output_row()

@@ -81,6 +81,7 @@ KERNELS = [
     ("attention_tiles.attend_tiles", (2, 2, 128, 128, 4), 168, HALF_TILES),
     ("attention_tiles.attend_tiles", (1, 1, 256, 64, 2), 168, HALF_TILES),
     ("attention.merge_chunks", (1, 128), 56, "st.global.u8 bar.sync"),
+    ("pooling.mean_rows", (), 40, "div.rn.f32"),
     ("experts.route", (0,), 40, "shfl.sync.bfly bar.sync"),
     ("sampling.best_of_warps", (64,), 40, "shfl.sync.bfly"),
     ("sampling.best_of_row", (64,), 40, "st.global.u32"),

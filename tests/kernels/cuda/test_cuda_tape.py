@@ -289,6 +289,29 @@ def test_experts_are_the_oracles(routing: Routing) -> None:
     assert_near(found, wanted, 1e-5)
 
 
+def test_means_are_of_the_text_of_each_output_row() -> None:
+    for sizes in ([3, 1, 7], [16, 5, 2]):
+        values = random_rows(sum(sizes), 37, 9)
+
+        def write(tape: GraphBuilder, x: Buffer, linear: Linear) -> Buffer:
+            out = tape.buffer("mean", 37, Rows.OUTPUT)
+            tape.add_vector(x, np.linspace(-1, 1, 37, dtype=np.float32))
+            tape.mean_rows(out, x)
+            return out
+
+        _, program, pages = device_program(values, write)
+        segments = [Segment(0, size, pages[index : index + 1]) for index, size in enumerate(sizes)]
+        ids = np.arange(sum(sizes), dtype=np.int32)
+        rows = np.array([sizes[0], 1, len(ids) - 1], np.int32)
+        found = program.run(Batch(ids, segments, rows))
+        parts = np.split(values + np.linspace(-1, 1, 37, dtype=np.float32), np.cumsum(sizes)[:-1])
+        # Row by row, as on the CPU.
+        sums = [
+            np.add.accumulate(part, dtype=np.float32)[-1] * (np.float32(1) / np.float32(len(part))) for part in parts
+        ]
+        np.testing.assert_array_equal(found, np.stack([sums[1], sums[0], sums[2]]))
+
+
 def test_the_likeliest_token_is_found_on_the_device() -> None:
     values = random_rows(5, 200, 5)
     values[1, 30] = values[1, 120] = 9.0
