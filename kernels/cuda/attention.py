@@ -47,7 +47,7 @@ def store_steps(layout: KVLayout, layer: int, keys: Place, values: Place, rope: 
     rotation = (rope.angles, rope.num_pairs, rope.halves, rope.offset)
 
     def build(shape: Shape) -> Iterator[Step]:
-        rows = (*keys, *values, shape.positions, shape.page_tables, *place)
+        rows = (*keys, *values, shape.kept, shape.page_tables, *place)
         if min(kinds) <= _CODES:
             offsets: tuple[int, ...] = (head.key_scales, head.values, head.value_scales, head.value_columns)
             grid = (heads, shape.batch_rows, 2)
@@ -129,7 +129,7 @@ class Attention:
         for first in range(start, end, _ROWS):
             count = min(rows, end - first)
             partials = self.memory.shared("partial attention", rows * run.num_chunks * row_bytes)
-            tables = (run.positions + 8 * first, run.page_tables + 8 * first, partials, run.num_chunks, shape.num_heads)
+            tables = (run.kept + 8 * first, run.page_tables + 8 * first, partials, run.num_chunks, shape.num_heads)
             rotation = (self._angles(first), rope.num_pairs, rope.halves, rope.offset)
             constants = (*self.kinds, heads, shape.key_size, shape.value_size)
             values = (*_after(self.queries, first), *tables, group, *self._offsets, *mask, self.slopes, *rotation)
@@ -152,7 +152,7 @@ class Attention:
             yield Launch("rotation.rotate_heads", (shape.key_size,), heads, THREADS, (*place, *queries, *rotation))
             queries, rotation = place, (0, 0, 0, 0)
         tiles = -(-rows // (16 * warps // self.group))
-        tables = (run.positions + 8 * start, run.page_tables + 8 * start)
+        tables = (run.kept + 8 * start, run.page_tables + 8 * start)
         mask = (shape.window, shape.chunk, self.slopes, self.sinks)
         numbers = (*queries, *out, *tables, rows, self.group, *self._offsets, *mask, *rotation, tiles)
         grid = (tiles, shape.num_kv_heads, -(-shape.value_size // _TILE_COLUMNS))

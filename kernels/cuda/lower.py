@@ -18,6 +18,7 @@ from localinfer.kernels.cuda.attention import Attention, Rope, store_steps
 from localinfer.kernels.cuda.device import CudaDevice, Launch, Step
 from localinfer.kernels.cuda.gemm import Quantized, Shape, Slot
 from localinfer.kernels.cuda.memory import SMALL_ROWS, SharedMemory
+from localinfer.kernels.cuda.page_sums import PageSums
 from localinfer.kernels.cuda.program import CudaProgram
 from localinfer.kernels.cuda.tape import CudaTape
 from localinfer.kernels.cuda.weights import DeviceWeight
@@ -44,14 +45,15 @@ def lower_to_cuda(
     *,
     max_batch_rows: int = 1024,
     max_output_rows: int = 64,
+    max_summed_tokens: int = 0,
     shared: SharedMemory | None = None,
     samples: bool = True,
     progress: ProgressCallback | None = None,
 ) -> CudaProgram:
     """Compile a graph for a device: `max_batch_rows` tokens per run, `max_output_rows` of them with logits.
 
-    kv_layout: of the graph's own layers. shared: memory that the device's programs share, of which one runs at a time;
-    None for its own. samples: whether tokens are chosen of what it gives.
+    kv_layout: of the graph's own layers. max_summed_tokens: see `lower_to_cpu`. shared: memory that the device's
+    programs share, of which one runs at a time; None for its own. samples: whether tokens are chosen of what it gives.
     Raises: ShapeError for what no kernel computes; UnsupportedFormatError for recurrent layers.
     """
     if graph.states:
@@ -63,6 +65,8 @@ def lower_to_cuda(
     assert tuple(kv_layout.layers) == graph.kv_layers, "a graph reads and writes the cache that it was written for"
     max_rows = {Rows.BATCH: max_batch_rows, Rows.OUTPUT: min(max_output_rows, max_batch_rows)}
     tape = CudaTape(graph, device, kv_layout, max_rows, shared)
+    if max_summed_tokens:
+        tape.page_sums = PageSums(tape.memory, max_batch_rows, -(-max_summed_tokens // kv_layout.page_tokens))
     for op in graph.ops:
         LOWER[type(op)](tape, op)
     tape.read(graph.output)
@@ -73,7 +77,9 @@ def lower_to_cuda(
     ends = [*tape.stage_starts[1:], len(builders)]
     stages = [tuple(builders[start:end]) for start, end in zip(tape.stage_starts, ends, strict=True)]
     logits = (*tape.memory.place(graph.output), graph.output.width)
-    return CudaProgram(device, limits, stages, logits, tape.memory.place, progress, samples=samples)
+    return CudaProgram(
+        device, limits, stages, logits, tape.memory.place, progress, samples=samples, page_sums=tape.page_sums
+    )
 
 
 def _embed(tape: CudaTape, op: ops.Embed | ops.EmbedPositions) -> None:
@@ -245,6 +251,9 @@ def _attention(tape: CudaTape, attention: ops.Attention) -> None:
     places = (memory.place(attention.queries), memory.place(out))
     constants = (memory.constant(shape.alibi_slopes), memory.constant(shape.sinks))
     launches = Attention(memory, tape.kv_layout, attention.layer, shape, *places, *constants, rope)
+    sums = tape.page_sums
+    if sums is not None:
+        tape.add(lambda run: sums.steps(run, launches))
     op = tape.add(lambda run: launches.steps(run, op.quantized), out)
     op.source, op.can_quantize = out, shape.value_size % 32 == 0
 

@@ -144,7 +144,7 @@ def _context_that_fits(options: ModelOptions, plan: MemoryPlan, file: "ModelFile
         config,
         kv_type=options.kv_type,
         context_length=options.context_length,
-        has_window=options.kv_window is not None and options.kv_window < config.context_length,
+        kv_window=None if (options.kv_window or 0) >= config.context_length else options.kv_window,
     )
     if placement is None:
         return options.share(plan, memory).context_length

@@ -34,7 +34,7 @@ from localinfer.models.decoder.pooling import Pooling, classified_rows, read_poo
 from localinfer.models.decoder.sparse_attention import index_layers
 from localinfer.models.load.assistant import Target, check_device, open_assistant
 from localinfer.models.load.device_request import DeviceRequest
-from localinfer.models.load.devices import USUAL_TOKENS, close_all, cpu_only, open_devices, stay_on_cpu
+from localinfer.models.load.devices import cached_tokens, close_all, cpu_only, open_devices, stay_on_cpu
 from localinfer.models.load.draft_programs import has_draft_layers, with_draft_layers, write_draft_programs
 from localinfer.models.load.memory_needs import memory_needs
 from localinfer.models.load.model_changes import ModelChanges, apply_changes, note_unknown_settings
@@ -225,7 +225,7 @@ def load_model(
             )
         if kv_window is not None and config.is_encoder:
             raise RequestError("kv_window bounds what generations keep, and an encoder keeps nothing; leave it out")
-        reason = cpu_only(config, kv_layout, has_window=kv_window is not None)
+        reason = cpu_only(config, kv_layout)
         if reason is not None:
             stay_on_cpu(request, reason)
         if cpu_moe and config.experts is None:
@@ -233,7 +233,7 @@ def load_model(
             request = replace(request, cpu_moe=None)
         placed = None
         if reason is None:
-            kv_tokens = min(config.context_length, context_length or USUAL_TOKENS)
+            kv_tokens = cached_tokens(config, context_length, kv_window)
             needs = partial(memory_needs, file, config, kv_layout, kv_tokens)
             placed = open_devices(request, needs, progress, reserved=None if beside is None else beside.reserved_bytes)
         placement: Placement | None = None
@@ -249,7 +249,9 @@ def load_model(
             pool = ThreadPool(available_threads() if threads is None else checked_threads(threads), priority=priority)
         shared_pool = pool if beside is None else beside.pool
         assert shared_pool is not None, "made here or by the model beside"
-        parts = Parts(config, file, shared_pool, kv_type, progress, threads is None, measure_again, may_measure)
+        parts = Parts(
+            config, file, shared_pool, kv_type, progress, threads is None, measure_again, may_measure, kv_window
+        )
         on_gpus = None if placed is None else write_on_gpus(parts, *placed, is_required=request.is_required)
         used, weights = "cuda", None
         drafts: tuple[tuple[HiddenProgram, ...], ...] = ()
@@ -257,8 +259,7 @@ def load_model(
             program, kv_layout = on_gpus.program, on_gpus.kv_layout
             prepare_text_programs(config, file, on_gpus)
         else:
-            # A batch may begin and end inside a page.
-            held = 0 if kv_window is None else kv_window + MAX_BATCH_ROWS + 2 * kv_layout.page_tokens
+            held = parts.summed_tokens(MAX_BATCH_ROWS, kv_layout.page_tokens)
             used, weights, placement = "cpu", CpuWeights(file, shared_pool, progress), None
             if placed is not None and choose_context is not None:
                 config, kv_layout = _in_context(config, kv_layout, choose_context(file, config))

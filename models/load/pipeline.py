@@ -21,6 +21,7 @@ from localinfer.kernels.program import Program, StagedProgram
 from localinfer.models.decoder.decoder import kv_layer_shapes
 from localinfer.models.decoder.graph_parts import CutGraph, cut_graph
 from localinfer.models.decoder.shape_weights import ShapeWeights
+from localinfer.models.load.devices import GPU_BATCH_ROWS
 from localinfer.models.load.placed_weights import PlacedWeights, parts_of_weights
 from localinfer.models.load.placement import Placement
 from localinfer.models.load.threads import choose_decode_threads
@@ -28,9 +29,6 @@ from localinfer.models.load.weights import CpuWeights, CudaWeights
 
 if TYPE_CHECKING:
     from localinfer.models.load.programs import GpuModel, GraphWriter, Parts
-
-GPU_BATCH_ROWS = 1024
-"""Rows of a batch that GPUs compute alone."""
 
 
 def write_pipeline(parts: "Parts", gpus: Sequence[CudaDevice], placement: Placement) -> "GpuModel":

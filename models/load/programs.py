@@ -14,7 +14,7 @@ from localinfer.kernels.ops import KVLayerShape, OpGraph, WeightSource
 from localinfer.kernels.program import Program
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.decoder.decoder import crosses_layers, kv_layer_shapes, write_decoder
-from localinfer.models.load.devices import close_all, report_fallback
+from localinfer.models.load.devices import GPU_BATCH_ROWS, close_all, report_fallback
 from localinfer.models.load.placement import Placement
 from localinfer.models.load.threads import choose_decode_threads
 from localinfer.models.load.weights import CpuWeights, CudaWeights
@@ -36,6 +36,12 @@ class Parts:
     chooses_threads: bool
     measures_again: bool = False
     may_measure: bool = True
+    kv_window: int | None = None
+
+    def summed_tokens(self, batch_rows: int, page_tokens: int) -> int:
+        """Positions of a sequence at most whose attention a program of so many rows sums by page; 0 for none."""
+        # A batch may begin and end inside a page.
+        return 0 if self.kv_window is None else self.kv_window + batch_rows + 2 * page_tokens
 
 
 GraphWriter = Callable[[WeightSource, Sequence[KVLayerShape] | None, list[int]], OpGraph]
@@ -93,7 +99,7 @@ def write_on_gpus(
     Raises: BackendUnavailableError, OutOfMemoryError if a GPU is required.
     """
     try:
-        check_runs_on_gpus(parts.config, placement)
+        check_runs_on_gpus(parts.config, placement, has_window=parts.kv_window is not None)
         if placement.is_whole:
             return _write_whole(parts, gpus[0])
         from localinfer.models.load.pipeline import write_pipeline
@@ -107,22 +113,31 @@ def write_on_gpus(
         return None
 
 
-def check_runs_on_gpus(config: ModelConfig, placement: Placement) -> None:
-    """Raise BackendUnavailableError for a model that does not run so on GPUs."""
+def check_runs_on_gpus(config: ModelConfig, placement: Placement, *, has_window: bool = False) -> None:
+    """Raise BackendUnavailableError for a model that does not run so on GPUs.
+
+    has_window: texts evict keys and values.
+    """
     if config.indexer is not None:
         raise BackendUnavailableError(
             f"the sparse attention of {config.architecture} models is computed on the CPU only; take device 'cpu'"
         )
-    if crosses_layers(config) and not placement.is_whole:
-        held = f"the GPU was to hold {placement.num_gpu_layers} of {placement.num_layers} layers"
-        if len(placement.gpus) > 1:
-            held = f"{len(placement.gpus)} GPUs were to share it"
-        elif placement.num_split_layers:
-            held = "the experts were to stay on the CPU"
+    if placement.is_whole or not (has_window or crosses_layers(config)):
+        return
+    held = f"the GPU was to hold {placement.num_gpu_layers} of {placement.num_layers} layers"
+    if len(placement.gpus) > 1:
+        held = f"{len(placement.gpus)} GPUs were to share it"
+    elif placement.num_split_layers:
+        held = "the experts were to stay on the CPU"
+    if has_window:
         raise BackendUnavailableError(
-            f"the layers of this {config.architecture} model read more than the layer before them wrote, so all of it "
-            f"runs on one device, and {held}; take a smaller context_length or quantization, or device 'cpu'"
+            f"kv_window evicts by the attention of all layers, which one device has to measure, and {held}; leave it "
+            "out, or take a smaller quantization, or device 'cpu'"
         )
+    raise BackendUnavailableError(
+        f"the layers of this {config.architecture} model read more than the layer before them wrote, so all of it "
+        f"runs on one device, and {held}; take a smaller context_length or quantization, or device 'cpu'"
+    )
 
 
 def _write_whole(parts: Parts, gpu: CudaDevice) -> GpuModel:
@@ -132,7 +147,8 @@ def _write_whole(parts: Parts, gpu: CudaDevice) -> GpuModel:
 
     layout = DeviceKVLayout(parts.kv_type, kv_layer_shapes(parts.config), device=gpu)
     weights = CudaWeights(parts.file, parts.pool, gpu, parts.progress)
-    lower = partial(lower_to_cuda, device=gpu, kv_layout=layout, shared=SharedMemory(gpu), progress=parts.progress)
+    shared = SharedMemory(gpu)
+    lower = partial(lower_to_cuda, device=gpu, kv_layout=layout, shared=shared, progress=parts.progress)
 
     def further(write: GraphWriter, max_rows: int) -> Program:
         graph = write(weights, layout.layers, [])
@@ -140,7 +156,8 @@ def _write_whole(parts: Parts, gpu: CudaDevice) -> GpuModel:
 
     graph = decoder_writer(parts.config)(weights, layout.layers, [])
     weights.check_asked(parts.config)
-    program = lower(graph)
+    summed_tokens = parts.summed_tokens(GPU_BATCH_ROWS, layout.page_tokens)
+    program = lower(graph, max_batch_rows=GPU_BATCH_ROWS, max_summed_tokens=summed_tokens)
     note(parts.file, list(weights.notes.values()))
     return GpuModel(program, layout, further)
 

@@ -11,7 +11,7 @@ from localinfer.kernels.cpu.program import ThreadPool
 pytest.importorskip("numba_cuda", reason="CUDA kernels are compiled by numba-cuda, which is not installed")
 
 from localinfer.kernels.cuda.self_check import check_device
-from tests.kernels.cuda import ptx_executor, test_cuda_attention, test_cuda_tape
+from tests.kernels.cuda import ptx_executor, test_cuda_attention, test_cuda_page_sums, test_cuda_tape
 from tests.kernels.cuda.device import EmulatedDevice
 from tests.kernels.cuda.emulation import Emulator
 
@@ -60,3 +60,9 @@ def test_attention_over_half_bytes_is_the_oracles(order: int, pool: ThreadPool) 
 
 def test_means_of_texts_are_the_cpus(order: int) -> None:
     test_cuda_tape.test_means_are_of_the_text_of_each_output_row()
+
+
+@pytest.mark.parametrize("name", ["plain", "several scales"])
+def test_attention_is_summed_by_page_as_by_the_oracle(order: int, name: str) -> None:
+    test_cuda_page_sums.test_sums_of_pages_are_their_share_of_the_softmax_of_the_last_rows(name, 3)
+    test_cuda_page_sums.test_rows_see_what_is_left_when_pages_are_dropped("q4_0")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from localinfer.errors import BackendUnavailableError, ContextLengthError, RequestError, ShapeError
+from localinfer.errors import ContextLengthError, RequestError, ShapeError
 from localinfer.kernels.graph_builder import GraphBuilder
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.layouts import Layout
@@ -333,7 +333,7 @@ def test_rows_without_logits_and_wrong_batches() -> None:
         (RequestError, Batch(ids, [Segment(0, 2, pages)], ids)),
         (RequestError, Batch(ids, [Segment(254, 3, pages)], ids)),
         (RequestError, Batch(ids, [Segment(0, 3, pages)], ids + 1)),
-        (BackendUnavailableError, Batch(ids, [Segment(0, 3, pages, dropped_tokens=32)], ids)),
+        (RequestError, Batch(ids, [Segment(0, 3, pages, dropped_tokens=32)], ids)),
     ):
         with pytest.raises(error):
             program.run(batch)

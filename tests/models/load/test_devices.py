@@ -119,11 +119,11 @@ def test_what_cannot_run_on_the_gpu_falls_back_with_the_reason(
     emulated_gpu: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = write_small_llama(tmp_path / "small.gguf")
-    with pytest.raises(BackendUnavailableError, match="kv_window bounds the cache on the CPU only; leave it out"):
-        load_model(model, device="cuda", threads=1, context_length=256, kv_window=128)
+    with pytest.raises(BackendUnavailableError, match="kv_window evicts by the attention of all layers"):
+        load_model(model, device="cuda", gpu_layers=1, threads=1, context_length=256, kv_window=128)
     with caplog.at_level(logging.WARNING):
-        load_model(model, device="auto", threads=1, context_length=256, kv_window=128).close()
-    assert "running on the CPU: kv_window bounds the cache on the CPU only" in caplog.text
+        load_model(model, device="auto", gpu_layers=1, threads=1, context_length=256, kv_window=128).close()
+    assert "running on the CPU: kv_window evicts by the attention of all layers" in caplog.text
 
 
 def generated(model: Path, device: str, sampling: SamplingParams, **options: Any) -> list[list[int]]:
