@@ -366,8 +366,7 @@ class LLM(ThreadControl, DefaultOptions, SessionFiles, PromptHandover, Closing):
             the model was trained, or else the mean.
         normalize: scale each vector to length 1. dimensions: keep so many of its first numbers, for models trained to
             be cut (Matryoshka). truncate: cut texts that are longer than the context, which are refused otherwise.
-        Raises: RequestError, ContextLengthError, ClosedError; UnsupportedFormatError for an unknown pooling;
-            BackendUnavailableError for a model on a GPU.
+        Raises: RequestError, ContextLengthError, ClosedError; UnsupportedFormatError for an unknown pooling.
         """
         self._engine.check_usable()
         return self._embedder.embed(

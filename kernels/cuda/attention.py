@@ -9,13 +9,11 @@ from localinfer.kernels.cuda.memory import SMALL_ROWS, DeviceMemory
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.ops import AttentionShape
 
-KV_BYTES = {"q8_0": 1, "f16": 2, "f32": 4}
-"""Types of keys and values that kernels support, and the bytes of an element, which are the kernels' constants."""
+KV_BYTES = {"q4_0": 0, "q8_0": 1, "f16": 2, "f32": 4}
+"""The kernels' constants for types of keys and values: the whole bytes of an element."""
 
 _CODES, _FLOATS = KV_BYTES["q8_0"], KV_BYTES["f32"]
-
-_STORED_KINDS = {1, 2, 4}
-"""Those that the attention of one row can store; others have a launch of their own."""
+"""Types up to the first are codes, of heads that were rotated."""
 
 _ROWS = 32
 """Rows of a prompt whose attention is computed at a time: what every chunk gives is kept until they are merged."""
@@ -59,8 +57,8 @@ def store_steps(layout: KVLayout, layer: int, keys: Place, values: Place, rope: 
     rotation = (rope.angles, rope.num_pairs, rope.halves, rope.offset)
 
     def build(shape: Shape) -> Iterator[Step]:
-        rows = (*keys, *values, shape.positions, shape.page_tables, *place)
-        if _CODES in kinds:
+        rows = (*keys, *values, shape.kept, shape.page_tables, *place)
+        if min(kinds) <= _CODES:
             offsets: tuple[int, ...] = (head.key_scales, head.values, head.value_scales, head.value_columns)
             grid = (heads, shape.batch_rows, 2)
             yield Launch("kv_store.store_codes", (*kinds, *sizes), grid, THREADS, (*rows, *offsets, *rotation))
@@ -114,7 +112,7 @@ class Attention:
     @property
     def can_store(self) -> bool:
         """Whether the attention of one row can store that row: one block reads what a head of it has."""
-        return self.group <= _HEADS and set(self.kinds) <= _STORED_KINDS
+        return self.group <= _HEADS
 
     @property
     def tile_warps(self) -> int:
@@ -152,14 +150,14 @@ class Attention:
         for first in range(start, end, _ROWS):
             count = min(rows, end - first)
             partials = self.memory.shared("partial attention", rows * run.num_chunks * row_bytes)
-            tables = (run.positions + 8 * first, run.page_tables + 8 * first, partials, run.num_chunks, shape.num_heads)
+            tables = (run.kept + 8 * first, run.page_tables + 8 * first, partials, run.num_chunks, shape.num_heads)
             rotation = (self._angles(first), rope.num_pairs, rope.halves, rope.offset)
             constants = (*self.kinds, heads, shape.key_size, shape.value_size, *([1] if stores else []))
             values = (*_after(self.queries, first), *tables, group, *self._offsets, *mask, self.slopes, *rotation)
             grid = (count, blocks, run.num_chunks)
             values = (*values, shape.scale, shape.softcap, *fresh)
             yield Launch("attention.attend_chunks", constants, grid, THREADS, values)
-            flags = (int(codes is not None), shape.value_size if self.kinds[1] == _CODES else 0)
+            flags = (int(codes is not None), shape.value_size if self.kinds[1] <= _CODES else 0)
             target = (*_after(self.out, first), *tables, shape.value_size, *mask, self.sinks)
             into = (0, 0, 0, 0) if codes is None else codes.after(first).parameters
             yield Launch("attention.merge_chunks", flags, (shape.num_heads, count, 1), THREADS, (*target, *into))
@@ -170,20 +168,20 @@ class Attention:
         queries, out = _after(self.queries, start), _after(self.out, start)
         rotation = (self._angles(start), rope.num_pairs, rope.halves, rope.offset)
         heads = (shape.num_heads, rows, 1)
-        if self.kinds[0] == _CODES:
+        if self.kinds[0] <= _CODES:
             width = 4 * shape.num_heads * shape.key_size
             place = (self.memory.shared("rotated queries", self.memory.max_input_bytes(width // 4)), width)
             yield Launch("rotation.rotate_heads", (shape.key_size,), heads, THREADS, (*place, *queries, *rotation))
             queries, rotation = place, (0, 0, 0, 0)
         tiles = -(-rows // (16 * warps // self.group))
-        tables = (run.positions + 8 * start, run.page_tables + 8 * start)
+        tables = (run.kept + 8 * start, run.page_tables + 8 * start)
         mask = (shape.window, shape.chunk, self.slopes, self.sinks)
         numbers = (*queries, *out, *tables, rows, self.group, *self._offsets, *mask, *rotation, tiles)
         grid = (tiles, shape.num_kv_heads, -(-shape.value_size // _TILE_COLUMNS))
         constants = (*self.kinds, shape.key_size, shape.value_size, warps)
         values = (*numbers, shape.scale, shape.softcap)
         yield Launch("attention_tiles.attend_tiles", constants, grid, 32 * warps, values)
-        if self.kinds[1] == _CODES:
+        if self.kinds[1] <= _CODES:
             yield Launch("rotation.rotate_heads", (shape.value_size,), heads, THREADS, (*out, *out, 0, 0, 0, 0))
 
     def _angles(self, row: int) -> int:

@@ -43,6 +43,8 @@ class Shape:
     """The shape of a batch: rows, context length, and addresses.
 
     Addresses are of int64[rows]: token ids, positions, the page table of each row (0 for padding), and the output rows.
+    cache_positions: where rows lie among the positions that were kept; 0 where all were. sum_targets: where the
+    attention of rows is summed (`page_sums.py`).
     """
 
     batch_rows: int
@@ -53,6 +55,13 @@ class Shape:
     page_tables: int
     output_row_numbers: int
     segment_rows: tuple[int, ...] = ()
+    cache_positions: int = 0
+    sum_targets: int = 0
+
+    @property
+    def kept(self) -> int:
+        """Address of the rows' positions in the cache."""
+        return self.cache_positions or self.positions
 
     def rows(self, kind: Rows) -> int:
         """Rows of the buffers of a kind."""

@@ -12,13 +12,14 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.errors import BackendUnavailableError, ShapeError, UnsupportedFormatError
+from localinfer.errors import ShapeError, UnsupportedFormatError
 from localinfer.kernels import further_ops, ops
 from localinfer.kernels.cuda import experts, gemm
-from localinfer.kernels.cuda.attention import KV_BYTES, Attention, FreshRows, Rope, store_steps
+from localinfer.kernels.cuda.attention import Attention, FreshRows, Rope, store_steps
 from localinfer.kernels.cuda.device import CudaDevice, Launch, Step
 from localinfer.kernels.cuda.gemm import Quantized, Shape, Slot
-from localinfer.kernels.cuda.memory import SMALL_ROWS
+from localinfer.kernels.cuda.memory import SMALL_ROWS, SharedMemory
+from localinfer.kernels.cuda.page_sums import PageSums
 from localinfer.kernels.cuda.program import CudaProgram
 from localinfer.kernels.cuda.tape import CudaTape
 from localinfer.kernels.cuda.weights import DeviceWeight
@@ -45,15 +46,17 @@ def lower_to_cuda(
     *,
     max_batch_rows: int = 1024,
     max_output_rows: int = 64,
+    max_summed_tokens: int = 0,
+    shared: SharedMemory | None = None,
+    samples: bool = True,
     progress: ProgressCallback | None = None,
 ) -> CudaProgram:
     """Compile a graph for a device: `max_batch_rows` tokens per run, `max_output_rows` of them with logits.
 
-    kv_layout: of the graph's own layers.
-    Raises: ShapeError for what no kernel computes; UnsupportedFormatError for recurrent layers; BackendUnavailableError
-    as `check_kv_types`.
+    kv_layout: of the graph's own layers. max_summed_tokens: see `lower_to_cpu`. shared: memory that the device's
+    programs share, of which one runs at a time; None for its own. samples: whether tokens are chosen of what it gives.
+    Raises: ShapeError for what no kernel computes; UnsupportedFormatError for recurrent layers.
     """
-    check_kv_types(kv_layout)
     if graph.states:
         raise UnsupportedFormatError(
             f"this model has {len(graph.states)} recurrent ops, which device 'cuda' does not run; take device 'cpu' "
@@ -62,7 +65,9 @@ def lower_to_cuda(
     check(graph.hidden is None, "draft layers run on the CPU only")
     assert tuple(kv_layout.layers) == graph.kv_layers, "a graph reads and writes the cache that it was written for"
     max_rows = {Rows.BATCH: max_batch_rows, Rows.OUTPUT: min(max_output_rows, max_batch_rows)}
-    tape = CudaTape(graph, device, kv_layout, max_rows)
+    tape = CudaTape(graph, device, kv_layout, max_rows, shared)
+    if max_summed_tokens:
+        tape.page_sums = PageSums(tape.memory, max_batch_rows, -(-max_summed_tokens // kv_layout.page_tokens))
     for op in graph.ops:
         LOWER[type(op)](tape, op)
     tape.read(graph.output)
@@ -73,17 +78,9 @@ def lower_to_cuda(
     ends = [*tape.stage_starts[1:], len(builders)]
     stages = [tuple(builders[start:end]) for start, end in zip(tape.stage_starts, ends, strict=True)]
     logits = (*tape.memory.place(graph.output), graph.output.width)
-    return CudaProgram(device, limits, stages, logits, tape.memory.place, progress)
-
-
-def check_kv_types(layout: KVLayout) -> None:
-    """Raise BackendUnavailableError for a type of keys or values that these kernels do not read."""
-    for kind in (layout.key_type, layout.value_type):
-        if kind not in KV_BYTES:
-            raise BackendUnavailableError(
-                f"device 'cuda' keeps keys and values in {' or '.join(KV_BYTES)}, not in {kind}; choose another "
-                "kv_type, or take device 'cpu'"
-            )
+    return CudaProgram(
+        device, limits, stages, logits, tape.memory.place, progress, samples=samples, page_sums=tape.page_sums
+    )
 
 
 def _embed(tape: CudaTape, op: ops.Embed | ops.EmbedPositions) -> None:
@@ -261,8 +258,12 @@ def _attention(tape: CudaTape, attention: ops.Attention) -> None:
     places = (memory.place(attention.queries), memory.place(out))
     constants = (memory.constant(shape.alibi_slopes), memory.constant(shape.sinks))
     launches = Attention(memory, tape.kv_layout, attention.layer, shape, *places, *constants, rope)
+    sums = tape.page_sums
     last = tape.last
-    if last is not None and last.fresh is not None and last.fresh.layer == launches.layer and launches.can_store:
+    if sums is not None:
+        # Attention is summed before it is computed, from rows that are stored by then.
+        tape.add(lambda run: sums.steps(run, launches))
+    elif last is not None and last.fresh is not None and last.fresh.layer == launches.layer and launches.can_store:
         launches = replace(launches, fresh=last.fresh)
         last.is_left = True
     op = tape.add(lambda run: launches.steps(run, op.quantized), out)
@@ -392,7 +393,19 @@ def _head_matmul(tape: CudaTape, op: ops.HeadMatmul) -> None:
     tape.add(build)
 
 
-def _refuse(tape: CudaTape, op: ops.Attention | further_ops.AddVector | further_ops.MeanRows) -> NoReturn:
+def _add_vector(tape: CudaTape, op: further_ops.AddVector) -> None:
+    tape.read(op.x)
+    values = (*tape.places(op.x, op.x), tape.memory.constant(op.vector), 0, op.x.width, 0, 1.0)
+    tape.simple("rows.elementwise", (_ADD,), op.x.rows, op.x.width, values, op.x)
+
+
+def _mean_rows(tape: CudaTape, op: further_ops.MeanRows) -> None:
+    tape.read(op.x)
+    values = (*tape.places(op.out, op.x), op.x.width, "output_row_numbers", "page_tables", "batch_rows")
+    tape.simple("pooling.mean_rows", (), Rows.OUTPUT, op.x.width, values, op.out)
+
+
+def _refuse(tape: CudaTape, op: ops.Attention) -> NoReturn:
     raise ShapeError(f"{type(op).__name__} of encoders is computed on the CPU only; load the model with device='cpu'")
 
 
@@ -416,8 +429,8 @@ LOWER: dict[type, Callable[[CudaTape, Any], None]] = {
     further_ops.MixSlots: _mix_slots,
     further_ops.GaussianTopK: lambda tape, op: _row_statistic(tape, op.out, op.x, op.num_deviations),
     further_ops.MultiplySigmoid: _multiply_sigmoid,
-    further_ops.AddVector: _refuse,
-    further_ops.MeanRows: _refuse,
+    further_ops.AddVector: _add_vector,
+    further_ops.MeanRows: _mean_rows,
     ops.Scale: lambda tape, op: _elementwise(tape, _SCALE, op.x, op.x, op.x, op.factor),
     further_ops.Clamp: lambda tape, op: _elementwise(
         tape, _CLAMP_ABOVE if op.only_above else _CLAMP, op.x, op.x, op.x, op.limit

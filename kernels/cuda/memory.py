@@ -3,7 +3,7 @@
 A page has the same bytes on every device, so that stored pages can be restored anywhere: `read` and `write` copy it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,27 +14,70 @@ from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.ops import Buffer, Rows
 from localinfer.types import FloatArray
 
+_BLOCK_BYTES = 256
+"""Buffers begin at multiples of it."""
+
 SMALL_ROWS = 16
 """Batches of up to this many rows are run as captured graphs, padded to a power of two."""
 
 
-class DeviceMemory:
-    """The buffers and constants of one tape on the device."""
+class SharedMemory:
+    """What the programs of one device share, of which one runs at a time: blocks of buffers, scratch and constants.
 
-    def __init__(self, device: CudaDevice, max_rows: dict[Rows, int], buffers: Sequence[Buffer]) -> None:
+    scratch: address and bytes, by name. constants: addresses, by type and bytes.
+    """
+
+    def __init__(self, device: CudaDevice) -> None:
+        self._device = device
+        self._blocks: list[tuple[int, int]] = []
+        self.scratch: dict[str, tuple[int, int]] = {}
+        self.constants: dict[tuple[str, bytes], int] = {}
+
+    def allocator(self) -> Callable[[int], int]:
+        """A function for one program that gives the address of so many bytes: of blocks that another one has, as far as
+        this one has not taken them."""
+        free = list(self._blocks)
+
+        def take(num_bytes: int) -> int:
+            size = -(-num_bytes // _BLOCK_BYTES) * _BLOCK_BYTES
+            fitting = [block for block in free if block[1] >= size]
+            if not fitting:
+                block = self._device.allocate(size), size
+                self._blocks.append(block)
+                return block[0]
+            block = min(fitting, key=lambda one: one[1])
+            free.remove(block)
+            if block[1] > size:
+                free.append((block[0] + size, block[1] - size))
+            return block[0]
+
+        return take
+
+
+class DeviceMemory:
+    """The buffers and constants of one tape on the device. shared: with other tapes; None for none."""
+
+    def __init__(
+        self,
+        device: CudaDevice,
+        max_rows: dict[Rows, int],
+        buffers: Sequence[Buffer],
+        shared: SharedMemory | None = None,
+    ) -> None:
         self.device = device
         self.max_rows = max_rows
         self._places: list[int] = []
-        self._shared: dict[str, tuple[int, int]] = {}
-        self._constants: dict[tuple[str, bytes], int] = {}
         self._counters = (0, 0)
+        shared = SharedMemory(device) if shared is None else shared
+        self._take = shared.allocator()
+        self._shared, self._constants = shared.scratch, shared.constants
         for buffer in buffers:
             self.buffer(buffer.name, buffer.width, buffer.rows)
 
     def buffer(self, name: str, width: int, rows: Rows) -> Buffer:
         """Allocate rows x width float32."""
         count = max(self.max_rows[rows], SMALL_ROWS)
-        self._places.append(self.device.allocate(count * _stride(width)))
+        self._places.append(self._take(count * _stride(width)))
         return Buffer(len(self._places) - 1, name, width, rows)
 
     def place(self, buffer: Buffer) -> tuple[int, int]:

@@ -6,11 +6,12 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.errors import BackendUnavailableError
+from localinfer.kernels.cpu.kernel_abi import SUMMED_ROWS
 from localinfer.kernels.cuda.device import CudaDevice, Launch, Step
 from localinfer.kernels.cuda.gemm import Builder, Shape
 from localinfer.kernels.cuda.kernel_cache import KernelKey
 from localinfer.kernels.cuda.memory import SMALL_ROWS
+from localinfer.kernels.cuda.page_sums import PageSums
 from localinfer.kernels.cuda.sampling import Chosen, Draw, TokenChoice
 from localinfer.kernels.ops import Buffer
 from localinfer.kernels.program import Batch, BatchLimits
@@ -19,6 +20,8 @@ from localinfer.types import FloatArray, ProgressCallback
 _CHUNK = 128
 _FEWEST_CHUNKS = 4
 _FEWEST_PAGES = 64
+_FIELDS = 6
+"""Of a row: token id, position, page table, output row, position in the cache, and where its attention is summed."""
 
 
 class CudaProgram:
@@ -36,9 +39,13 @@ class CudaProgram:
         logits: tuple[int, int, int],
         place: Callable[[Buffer], tuple[int, int]],
         progress: ProgressCallback | None,
+        *,
+        samples: bool = True,
+        page_sums: PageSums | None = None,
     ) -> None:
         """stages: of each its ops' steps for any shape. logits: address, row stride and width of what `run` returns.
-        place: address and row stride of a buffer."""
+        place: address and row stride of a buffer. samples: without it only `run` may be called.
+        page_sums: where its ops sum attention by page, if they do."""
         self._device = device
         self._limits = limits
         self._stages = stages
@@ -49,13 +56,15 @@ class CudaProgram:
         self.max_output_rows = limits.max_output_rows
         rows = max(limits.max_rows, SMALL_ROWS)
         self._headers = {
-            capacity: (np.zeros(4 * capacity, np.int64), self._device.allocate(32 * capacity))
+            capacity: (np.zeros(_FIELDS * capacity, np.int64), self._device.allocate(8 * _FIELDS * capacity))
             for capacity in {SMALL_ROWS, rows}
         }
         self._capacities = sorted(self._headers)
         self._tables: list[tuple[int, int]] = []
         self._pages: list[NDArray[np.int64] | None] = []
-        self._choice = TokenChoice(self._device, *logits, max(limits.max_output_rows, SMALL_ROWS))
+        self._samples = samples
+        self._page_sums = page_sums
+        self._choice = TokenChoice(self._device, *logits, max(limits.max_output_rows, SMALL_ROWS) if samples else 0)
         self._replays: dict[tuple[int, int, int, int, Chosen], Callable[[], None]] = {}
         self._logits = np.empty((limits.max_output_rows, logits[2]), np.float32)
         most = _padded(limits.max_rows)
@@ -159,6 +168,8 @@ class CudaProgram:
         self.begin(batch)
         assert len(self._stages) == 1, "a tape of several stages runs in a pipeline"
         self.run_stage(0, chosen)
+        if self._page_sums is not None:
+            self._page_sums.add_to(batch.segments)
 
     def _steps(self, stage: int, shape: Shape, chosen: Chosen) -> list[Step]:
         steps = [step for build in self._stages[stage] for step in build(shape)]
@@ -171,19 +182,20 @@ class CudaProgram:
         shape = _shape(rows, min(rows, self.max_output_rows), _FEWEST_CHUNKS, capacity, address)
         shape = replace(shape, segment_rows=(rows,))
         stages = range(len(self._stages))
-        steps = [step for stage in stages for step in self._steps(stage, shape, Chosen.LIKELIEST)]
-        steps += self._choice.steps(Chosen.DRAWN, 1)
+        likeliest = Chosen.LIKELIEST if self._samples else Chosen.NOTHING
+        steps = [step for stage in stages for step in self._steps(stage, shape, likeliest)]
+        steps += self._choice.steps(Chosen.DRAWN, int(self._samples))
         return list(dict.fromkeys(step.key for step in steps if isinstance(step, Launch)))
 
     def _write(self, batch: Batch) -> Shape:
         """Check a batch and copy it to the device."""
-        if any(segment.dropped_tokens or segment.attention_sums is not None for segment in batch.segments):
-            raise BackendUnavailableError("kv_window is supported on the CPU only in this version; take device 'cpu'")
         self._limits.check(batch)
+        sums = self._page_sums
+        targets = [0] * len(batch.segments) if sums is None else sums.begin(batch.segments)
         rows, outputs = len(batch.token_ids), len(batch.output_rows)
         capacity = next(capacity for capacity in self._capacities if capacity >= max(rows, outputs))
         numbers, address = self._headers[capacity]
-        parts = numbers.reshape(4, capacity)
+        parts = numbers.reshape(_FIELDS, capacity)
         parts[:] = 0
         parts[0, :rows] = batch.token_ids
         parts[3, :outputs] = batch.output_rows
@@ -193,7 +205,9 @@ class CudaProgram:
             table = self._page_table(index, segment.page_addresses)
             parts[1, row:end] = np.arange(segment.start_position, segment.start_position + segment.num_rows)
             parts[2, row:end] = table
-            longest = max(longest, segment.start_position + segment.num_rows)
+            parts[4, row:end] = parts[1, row:end] - segment.dropped_tokens
+            parts[5, max(row, end - SUMMED_ROWS) : end] = targets[index]
+            longest = max(longest, int(parts[4, end - 1]) + 1)
             row = end
         self._device.write(address, numbers)
         chunks = _FEWEST_CHUNKS
@@ -227,5 +241,7 @@ def _padded(rows: int) -> int:
 
 
 def _shape(rows: int, outputs: int, chunks: int, capacity: int, header: int) -> Shape:
-    token_ids, positions, tables, selected = (header + 8 * capacity * part for part in range(4))
-    return Shape(rows, outputs, chunks, token_ids, positions, tables, selected)
+    token_ids, positions, tables, selected, kept, targets = (header + 8 * capacity * part for part in range(_FIELDS))
+    return Shape(
+        rows, outputs, chunks, token_ids, positions, tables, selected, cache_positions=kept, sum_targets=targets
+    )

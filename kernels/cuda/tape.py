@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from localinfer.kernels.cuda.attention import FreshRows, Rope
 from localinfer.kernels.cuda.device import CudaDevice, Step
 from localinfer.kernels.cuda.gemm import Builder, Quantized, Shape, Slot, column_launch
-from localinfer.kernels.cuda.memory import DeviceMemory
+from localinfer.kernels.cuda.memory import DeviceMemory, SharedMemory
+from localinfer.kernels.cuda.page_sums import PageSums
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.ops import Buffer, OpGraph, Projection, Rows
 
@@ -33,15 +34,24 @@ class RecordedOp:
 class CudaTape:
     """Ops in order. What was put off, to be done by the next op that reads a buffer, is done here at the latest.
 
-    quantized: where the codes of buffers are, by their index. angles: cosines and sines by the RoPE table they are of.
-    stage_starts: number of the first op of each stage, see `ops.Exchange`.
+    page_sums: where attention is summed by page; None if it is not. quantized: where the codes of buffers are, by their
+    index. angles: cosines and sines by the RoPE table they are of. stage_starts: number of the first op of each stage,
+    see `ops.Exchange`.
     """
 
-    def __init__(self, graph: OpGraph, device: CudaDevice, kv_layout: KVLayout, max_rows: dict[Rows, int]) -> None:
+    def __init__(
+        self,
+        graph: OpGraph,
+        device: CudaDevice,
+        kv_layout: KVLayout,
+        max_rows: dict[Rows, int],
+        shared: SharedMemory | None = None,
+    ) -> None:
         self.device = device
         self.kv_layout = kv_layout
         self.max_rows = max_rows
-        self.memory = DeviceMemory(device, max_rows, graph.buffers)
+        self.memory = DeviceMemory(device, max_rows, graph.buffers, shared)
+        self.page_sums: PageSums | None = None
         self.ops: list[RecordedOp] = []
         self.quantized: dict[int, Quantized] = {}
         self.angles: dict[tuple[bytes, float], int] = {}

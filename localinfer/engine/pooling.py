@@ -58,8 +58,7 @@ class TextPooler:
         """What `pooling` makes of each text: float32[size], float32[labels] scores, or float32[T, size] for NONE.
 
         texts: checked by `Engine.check_prompt`, at least one id each. Vectors have the length that the model gives
-        them. Raises: OutOfMemoryError, ClosedError, BackendUnavailableError on a GPU; ModelFileError for what is not
-        finite.
+        them. Raises: OutOfMemoryError, ClosedError; ModelFileError for what is not finite.
         """
         if not texts:
             return []

@@ -158,7 +158,7 @@ def _placement(options: ModelOptions, file: "ModelFile", config: "ModelConfig") 
         config,
         kv_type=options.kv_type,
         context_length=options.context_length,
-        has_window=options.has_window(file, config),
+        kv_window=options.kv_window if options.has_window(file, config) else None,
     )
 
 

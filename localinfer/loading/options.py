@@ -18,6 +18,7 @@ from localinfer.memory.plan import MemoryPlan, choose_context, plan_file, plan_m
 from localinfer.models.decoder.decoder import kv_layer_shapes, state_shapes
 from localinfer.models.load.assistant import is_assistant
 from localinfer.models.load.device_request import DeviceRequest, named_gpus
+from localinfer.models.load.devices import GPU_BATCH_ROWS
 from localinfer.models.load.kv_window import reason_without_window
 from localinfer.system.machine_limits import MemoryLimits
 from localinfer.types import ProgressCallback
@@ -92,14 +93,18 @@ class ModelOptions:
             assistant=self.assistant,
             changes=self.changes,
         )
-        if self.kv_window is not None and self.has_window(file, config):
-            window = planned_window(config, self.kv_window, PAGE_TOKENS, MAX_BATCH_ROWS)
-            plan = replace(plan, kv_tokens=window.most_tokens)
-        return self._beside_draft(plan)
+        return self._beside_draft(self._with_window(plan, file, config, MAX_BATCH_ROWS))
 
     def plan_on_gpus(self, file: "ModelFile", config: "ModelConfig") -> MemoryPlan:
-        """About what it takes if GPUs compute it, where neither draft layers nor windows are; raises: as `plan`."""
-        return self._beside_draft(plan_memory(file, config, kv_type=self.kv_type))
+        """About what it takes if GPUs compute it, where there are no draft layers; raises: as `plan`."""
+        plan = self._with_window(plan_memory(file, config, kv_type=self.kv_type), file, config, GPU_BATCH_ROWS)
+        return self._beside_draft(plan)
+
+    def _with_window(self, plan: MemoryPlan, file: "ModelFile", config: "ModelConfig", batch_tokens: int) -> MemoryPlan:
+        if self.kv_window is None or not self.has_window(file, config):
+            return plan
+        window = planned_window(config, self.kv_window, PAGE_TOKENS, batch_tokens)
+        return replace(plan, kv_tokens=window.most_tokens)
 
     def _beside_draft(self, plan: MemoryPlan) -> MemoryPlan:
         if self.draft_path is None or self.assistant is not None:

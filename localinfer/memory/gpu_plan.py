@@ -11,7 +11,7 @@ from localinfer.kernels.kv_layout import KVLayout
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.decoder.decoder import kv_layer_shapes, state_shapes
 from localinfer.models.load.device_request import DeviceRequest
-from localinfer.models.load.devices import USUAL_TOKENS, cpu_only, looks_for_gpus, plan_placement
+from localinfer.models.load.devices import USUAL_TOKENS, cached_tokens, cpu_only, looks_for_gpus, plan_placement
 from localinfer.models.load.loader import open_model_file, read_config
 from localinfer.models.load.memory_needs import memory_needs
 from localinfer.models.load.placement import Placement
@@ -40,25 +40,25 @@ def gpu_placement(
     *,
     kv_type: str = "f16",
     context_length: int | None = None,
-    has_window: bool = False,
+    kv_window: int | None = None,
     reserved: Mapping[int, int] | None = None,
 ) -> Placement | None:
     """What a load would put on GPUs, by the header of an open file; None if the CPU computes all of it.
 
-    has_window: texts evict keys and values. reserved: see `plan_placement`.
+    kv_window: texts keep so many keys and values, None for all. reserved: see `plan_placement`.
     Raises: as the load where a GPU was asked for, BackendUnavailableError and UnsupportedFormatError; RequestError if
         what is wanted of GPUs does not fit.
     """
     if not looks_for_gpus(request):
         return None
     layout = _layout(config, kv_type)
-    reason = cpu_only(config, layout, has_window=has_window)
+    reason = cpu_only(config, layout)
     if reason is not None:
         if request.is_required or request.gpu_layers:
             raise reason
         return None
     try:
-        return _placed(request, file, config, layout, context_length, reserved)
+        return _placed(request, file, config, layout, context_length, kv_window, reserved)
     except (BackendUnavailableError, OutOfMemoryError):
         if request.is_required:
             raise
@@ -71,16 +71,14 @@ def _placed(
     config: ModelConfig,
     layout: KVLayout,
     context_length: int | None = None,
+    kv_window: int | None = None,
     reserved: Mapping[int, int] | None = None,
 ) -> Placement:
     if config.experts is None:
         request = replace(request, cpu_moe=None)
-    tokens = min(config.context_length, context_length or USUAL_TOKENS)
+    tokens = cached_tokens(config, context_length, kv_window)
     placement = plan_placement(request, lambda: memory_needs(file, config, layout, tokens), reserved)
-    check_runs_on_gpus(config, placement)
-    from localinfer.kernels.cuda.lower import check_kv_types
-
-    check_kv_types(layout)
+    check_runs_on_gpus(config, placement, has_window=kv_window is not None)
     return placement
 
 

@@ -25,13 +25,14 @@ def write_text_model(
     context_length: int | None = None,
     *,
     kv_layers: Sequence[KVLayerShape] | None = None,
+    marks: list[int] | None = None,
 ) -> OpGraph:
     """Write a model that gives what `pooling` makes of each text of a batch.
 
     NONE gives the normed hidden states of the output rows, float32[rows, hidden_size]; FIRST and LAST the same of one
     output row per text, through the matrices after pooling (`dense_2`, `dense_3`) if the model has them; MEAN so for
     the mean of each output row's text, which the batch then holds as a whole; RANK scores, float32[rows, labels], of
-    what `classified` says.
+    what `classified` says. marks: as in `write_decoder`.
     Raises: as `write_decoder`; CorruptFileError for a reranker without a classifier.
     """
     graph, tables = begin_graph(config, weights, kv_layers, context_length)
@@ -39,9 +40,12 @@ def write_text_model(
     hidden = write_embedding(graph, max(context_length or 0, config.context_length))
     # The states of every row are among those of the sequence, which a graph writes all of or none.
     carries = bool(config.num_draft_layers and state_shapes(config))
+    marks = [] if marks is None else marks
     for layer in range(config.num_main_layers):
+        marks.append(len(graph.tape.ops))
         is_last = layer == config.num_main_layers - 1
         hidden = write_layer(graph, layer, hidden, tables, selects_output=is_last and not is_mean and not carries)
+    marks.append(len(graph.tape.ops))
     states, hidden = hidden, write_output_norm(graph, hidden)
     if carries:
         write_previous_states(graph, hidden if graph.architecture.draft_layers.from_normed else states)

@@ -31,6 +31,9 @@ logger = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer")
 
+GPU_BATCH_ROWS = 1024
+"""Rows of a batch that GPUs compute alone."""
+
 USUAL_TOKENS = 8192
 """Positions of the KV cache to plan for, if no context length is given."""
 
@@ -169,14 +172,8 @@ def calibration_device(device: str) -> str | None:
     return None
 
 
-def cpu_only(config: ModelConfig, kv_layout: KVLayout, *, has_window: bool = False) -> LocalinferError | None:
-    """Why a model is computed on the CPU whatever GPUs there are; None if it is not.
-
-    has_window: its texts evict keys and values (`kv_window`).
-    """
-    if has_window:
-        # Which pages get attention is measured on the CPU only.
-        return BackendUnavailableError("kv_window bounds the cache on the CPU only; leave it out, or take 'cpu'")
+def cpu_only(config: ModelConfig, kv_layout: KVLayout) -> LocalinferError | None:
+    """Why a model is computed on the CPU whatever GPUs there are; None if it is not."""
     if config.is_encoder:
         return BackendUnavailableError(f"{config.architecture!r} models are computed on the CPU only; take 'cpu'")
     if kv_layout.states:
@@ -185,6 +182,12 @@ def cpu_only(config: ModelConfig, kv_layout: KVLayout, *, has_window: bool = Fal
             "(--device cpu)"
         )
     return None
+
+
+def cached_tokens(config: ModelConfig, context_length: int | None, kv_window: int | None) -> int:
+    """Positions that a GPU's memory for keys and values is planned for; context_length: the requested one."""
+    tokens = min(config.context_length, context_length or USUAL_TOKENS)
+    return tokens if kv_window is None else min(tokens, kv_window + 2 * GPU_BATCH_ROWS)
 
 
 def stay_on_cpu(request: DeviceRequest, reason: LocalinferError) -> None:

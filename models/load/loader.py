@@ -8,7 +8,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from localinfer.errors import (
-    BackendUnavailableError,
     CorruptFileError,
     RequestError,
     ShapeError,
@@ -32,17 +31,16 @@ from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.decoder.decoder import kv_layer_shapes, state_shapes
 from localinfer.models.decoder.metadata_keys import DYNAMIC_ROPE_KEY
 from localinfer.models.decoder.pooling import Pooling, classified_rows, read_pooling
-from localinfer.models.decoder.text_head import write_text_model
 from localinfer.models.load.assistant import Target, check_device, open_assistant
 from localinfer.models.load.device_request import DeviceRequest
-from localinfer.models.load.devices import USUAL_TOKENS, close_all, cpu_only, open_devices, stay_on_cpu
+from localinfer.models.load.devices import cached_tokens, close_all, cpu_only, open_devices, stay_on_cpu
 from localinfer.models.load.draft_programs import has_draft_layers, with_draft_layers, write_draft_programs
 from localinfer.models.load.kv_window import reason_without_window
 from localinfer.models.load.memory_needs import memory_needs
 from localinfer.models.load.model_changes import ModelChanges, apply_changes, note_unknown_settings
 from localinfer.models.load.placement import Placement
-from localinfer.models.load.programs import Parts, write_on_cpu, write_on_gpus
-from localinfer.models.load.text_kernels import compile_text_kernels
+from localinfer.models.load.programs import GpuModel, Parts, write_on_cpu, write_on_gpus
+from localinfer.models.load.text_kernels import compile_text_kernels, prepare_text_programs, text_writer
 from localinfer.models.load.threads import available_threads, checked_threads
 from localinfer.models.load.weights import CpuWeights
 from localinfer.models.text.chat_template import ChatTemplate
@@ -73,7 +71,7 @@ class Model:
     `config.context_length` is the context it was loaded with; `tokenizer` is None if the file has none. draft_programs:
     its layers for next-token prediction, if they were asked for (see `write_draft_programs`), or the draft model of the
     file `assistant`; they run over its cache. findings: what is likely wrong with its file. placement: which GPUs have
-    what of it; None on the CPU alone.
+    what of it; None on the CPU alone. on_gpus: of a model on GPUs, from which further programs are written.
     """
 
     config: ModelConfig
@@ -89,25 +87,19 @@ class Model:
     assistant: ModelFile | None = None
     findings: tuple[Finding, ...] = ()
     placement: Placement | None = None
+    on_gpus: GpuModel | None = None
 
     def text_program(self, pooling: Pooling, max_rows: int = MAX_BATCH_ROWS) -> Program:
-        """Write a second program over the same weights and threads; only one may run at a time.
+        """Write a second program over the same weights, on the same devices and threads; only one may run at a time.
 
         `run` returns what `pooling` makes of texts, see `write_text_model`. max_rows: of a batch, all of which may be
-        output rows. Raises: BackendUnavailableError for a model on a GPU; as `read_pooling` and `write_text_model`.
+        output rows. Raises: as `read_pooling`, `write_text_model` and the devices' `lower`.
         """
-        if self.weights is None:
-            raise BackendUnavailableError(
-                "embeddings and scores are computed on the CPU only; load the model with device='cpu'"
-            )
-        graph = write_text_model(
-            self.config,
-            self.weights,
-            pooling,
-            self.classified_rows,
-            self.config.context_length,
-            kv_layers=self.kv_layout.layers,
-        )
+        write = text_writer(self.config, pooling, self.classified_rows)
+        if self.on_gpus is not None:
+            return self.on_gpus.further_program(write, max_rows)
+        assert self.weights is not None, "a model on the CPU has its weights"
+        graph = write(self.weights, self.kv_layout.layers, [])
         return lower_to_cpu(graph, self.pool, self.kv_layout, max_batch_rows=max_rows, max_output_rows=max_rows)
 
     @property
@@ -221,7 +213,7 @@ def load_model(
             if without is not None:
                 logger.warning(without)
                 kv_window = None
-        reason = cpu_only(config, kv_layout, has_window=kv_window is not None)
+        reason = cpu_only(config, kv_layout)
         if reason is not None:
             stay_on_cpu(request, reason)
         if cpu_moe and config.experts is None:
@@ -229,7 +221,7 @@ def load_model(
             request = replace(request, cpu_moe=None)
         placed = None
         if reason is None:
-            kv_tokens = min(config.context_length, context_length or USUAL_TOKENS)
+            kv_tokens = cached_tokens(config, context_length, kv_window)
             needs = partial(memory_needs, file, config, kv_layout, kv_tokens)
             placed = open_devices(request, needs, progress, reserved=None if beside is None else beside.reserved_bytes)
         placement: Placement | None = None
@@ -245,13 +237,17 @@ def load_model(
             pool = ThreadPool(available_threads() if threads is None else checked_threads(threads), priority=priority)
         shared_pool = pool if beside is None else beside.pool
         assert shared_pool is not None, "made here or by the model beside"
-        parts = Parts(config, file, shared_pool, kv_type, progress, threads is None, measure_again, may_measure)
-        written = None if placed is None else write_on_gpus(parts, *placed, is_required=request.is_required)
+        parts = Parts(
+            config, file, shared_pool, kv_type, progress, threads is None, measure_again, may_measure, kv_window
+        )
+        on_gpus = None if placed is None else write_on_gpus(parts, *placed, is_required=request.is_required)
         used, weights = "cuda", None
         drafts: tuple[tuple[HiddenProgram, ...], ...] = ()
-        if written is None:
-            # A batch may begin and end inside a page.
-            held = 0 if kv_window is None else kv_window + MAX_BATCH_ROWS + 2 * kv_layout.page_tokens
+        if on_gpus is not None:
+            program, kv_layout = on_gpus.program, on_gpus.kv_layout
+            prepare_text_programs(config, file, on_gpus)
+        else:
+            held = parts.summed_tokens(MAX_BATCH_ROWS, kv_layout.page_tokens)
             used, weights, placement = "cpu", CpuWeights(file, shared_pool, progress), None
             if placed is not None and choose_context is not None:
                 config, kv_layout = _in_context(config, kv_layout, choose_context(file, config))
@@ -261,18 +257,17 @@ def load_model(
                 if found.num_draft_layers:
                     config, kv_layout = found, with_draft_layers(found, kv_layout)
                 parts = replace(parts, config=config)
-            program = write_on_cpu(parts, weights, kv_layout, held, shows_states=drafter is not None)
-            written = program, kv_layout
+            program = on_cpu = write_on_cpu(parts, weights, kv_layout, held, shows_states=drafter is not None)
             compile_text_kernels(config, file, weights, shared_pool, kv_layout, progress)
             if drafter is None:
-                drafts = write_draft_programs(config, weights, program, shared_pool, kv_layout, progress)
+                drafts = write_draft_programs(config, weights, on_cpu, shared_pool, kv_layout, progress)
             else:
-                drafts = ((drafter.write(Target(file, config, kv_layout), weights, program, progress),),)
-        elif drafter is not None:
+                drafts = ((drafter.write(Target(file, config, kv_layout), weights, on_cpu, progress),),)
+        if on_gpus is not None and drafter is not None:
             logger.warning("%s drafts on the CPU only, so the GPU decodes without it", drafter.file.path.name)
             drafter.file.close()
             drafter = None
-        elif draft_layers and has_draft_layers(file):
+        elif on_gpus is not None and draft_layers and has_draft_layers(file):
             logger.warning("%s: its layers for next-token prediction draft on the CPU only", file.path.name)
         findings = _verified(file, own_config, config, tokenizer, template) if verify else ()
         if file.has_changed:
@@ -285,7 +280,8 @@ def load_model(
             config,
             tokenizer,
             template,
-            *written,
+            program,
+            kv_layout,
             file,
             shared_pool,
             used,
@@ -294,6 +290,7 @@ def load_model(
             drafter_file,
             findings,
             placement,
+            on_gpus,
         )
     except BaseException as error:
         close_all(gpus)

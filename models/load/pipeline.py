@@ -10,68 +10,115 @@ from typing import TYPE_CHECKING
 
 from localinfer.kernels import ops
 from localinfer.kernels.cpu.lower import MAX_BATCH_ROWS, lower_to_cpu
+from localinfer.kernels.cpu.program import CpuProgram
 from localinfer.kernels.cuda.device import CudaDevice
-from localinfer.kernels.cuda.lower import check_kv_types, lower_to_cuda
+from localinfer.kernels.cuda.lower import lower_to_cuda
+from localinfer.kernels.cuda.memory import SharedMemory
 from localinfer.kernels.cuda.parted_pages import KVPart, PartedKVLayout
 from localinfer.kernels.cuda.pipeline import PipelineProgram
-from localinfer.kernels.ops import OpGraph, WeightSource
-from localinfer.kernels.program import StagedProgram
-from localinfer.models.decoder.config import ModelConfig
-from localinfer.models.decoder.decoder import kv_layer_shapes, write_decoder
-from localinfer.models.decoder.graph_parts import cut_graph
+from localinfer.kernels.ops import OpGraph
+from localinfer.kernels.program import Program, StagedProgram
+from localinfer.models.decoder.decoder import kv_layer_shapes
+from localinfer.models.decoder.graph_parts import CutGraph, cut_graph
 from localinfer.models.decoder.shape_weights import ShapeWeights
+from localinfer.models.load.devices import GPU_BATCH_ROWS
 from localinfer.models.load.placed_weights import PlacedWeights, parts_of_weights
 from localinfer.models.load.placement import Placement
 from localinfer.models.load.threads import choose_decode_threads
 from localinfer.models.load.weights import CpuWeights, CudaWeights
 
 if TYPE_CHECKING:
-    from localinfer.models.load.programs import Parts
-
-GPU_BATCH_ROWS = 1024
-"""Rows of a batch that GPUs compute alone."""
+    from localinfer.models.load.programs import GpuModel, GraphWriter, Parts
 
 
-def write_pipeline(
-    parts: "Parts", gpus: Sequence[CudaDevice], placement: Placement
-) -> tuple[PipelineProgram, PartedKVLayout, list[str]]:
-    """The program of a placement, the layout of its cache, and what tensor types were converted to.
+def write_pipeline(parts: "Parts", gpus: Sequence[CudaDevice], placement: Placement) -> "GpuModel":
+    """The program of a placement, the layout of its cache, and further programs over the same parts.
 
     The GPUs' parts are made first, as they may run out of memory. Raises: as `lower_to_cpu` and `lower_to_cuda`.
     """
-    config, file, progress = parts.config, parts.file, parts.progress
-    layout = _layout(parts, gpus, placement)
-    check_kv_types(layout)
-    planned, marks = _written(config, ShapeWeights({name: one.shape for name, one in file.tensors.items()}), layout)
-    assigned = assign_ops(planned, marks, placement)
-    host = [CpuWeights(file, parts.pool, progress)] if placement.uses_cpu else []
-    sources = [*host, *(CudaWeights(file, parts.pool, gpu, progress) for gpu in gpus)]
-    weights = PlacedWeights(sources, parts_of_weights(planned, assigned))
-    graph, _ = _written(config, weights, layout)
-    weights.check_asked(config)
-    layouts = [layout.part_layout(part) for part in range(len(layout.parts))]
-    cut = cut_graph(graph, assigned, [part.layers for part in layouts])
-    max_rows = MAX_BATCH_ROWS if host else GPU_BATCH_ROWS
-    on_gpus = [
-        lower_to_cuda(part, gpu, of_part, max_batch_rows=max_rows, progress=progress)
-        for gpu, part, of_part in zip(gpus, cut.graphs[len(host) :], layouts[len(host) :], strict=True)
-    ]
-    programs: list[StagedProgram] = [*on_gpus]
-    if host:
-        on_cpu = lower_to_cpu(cut.graphs[0], parts.pool, layouts[0], progress=progress)
-        # To look up embeddings takes no threads.
-        is_busy = placement.num_gpu_layers < placement.num_layers or placement.num_split_layers > 0
-        if parts.chooses_threads and is_busy:
-            choose_decode_threads(
-                on_cpu,
-                layouts[0],
-                placement.host_bytes,
-                progress,
-                measure_again=parts.measures_again,
-                may_measure=parts.may_measure,
+    from localinfer.models.load.programs import GpuModel, decoder_writer, note
+
+    made = _Pipeline(parts, placement, gpus, _layout(parts, gpus, placement))
+    cut, weights = made.cut(decoder_writer(parts.config))
+    weights.check_asked(parts.config)
+    max_rows = MAX_BATCH_ROWS if placement.uses_cpu else GPU_BATCH_ROWS
+    program, on_cpu = made.lower(cut, max_rows)
+    # To look up embeddings takes no threads.
+    is_busy = placement.num_gpu_layers < placement.num_layers or placement.num_split_layers > 0
+    if on_cpu is not None and parts.chooses_threads and is_busy:
+        choose_decode_threads(
+            on_cpu,
+            made.layouts[0],
+            placement.host_bytes,
+            parts.progress,
+            measure_again=parts.measures_again,
+            may_measure=parts.may_measure,
+        )
+    note(parts.file, weights.notes)
+    return GpuModel(program, made.layout, made.further)
+
+
+class _Pipeline:
+    """Where the programs of one placement are made: weights, memory and the cache's layers of each of its devices."""
+
+    def __init__(
+        self, parts: "Parts", placement: Placement, gpus: Sequence[CudaDevice], layout: PartedKVLayout
+    ) -> None:
+        self._parts, self._placement, self._gpus = parts, placement, gpus
+        self.layout = layout
+        self.layouts = [layout.part_layout(part) for part in range(len(layout.parts))]
+        host = [CpuWeights(parts.file, parts.pool, parts.progress)] if placement.uses_cpu else []
+        self._sources = [*host, *(CudaWeights(parts.file, parts.pool, gpu, parts.progress) for gpu in gpus)]
+        self._shared = [SharedMemory(gpu) for gpu in gpus]
+
+    def cut(self, write: "GraphWriter") -> tuple[CutGraph, PlacedWeights]:
+        """A graph as every part has it, and its weights."""
+        shapes = ShapeWeights({name: one.shape for name, one in self._parts.file.tensors.items()})
+        marks: list[int] = []
+        planned = write(shapes, self.layout.layers, marks)
+        assigned = assign_ops(planned, marks, self._placement)
+        weights = PlacedWeights(self._sources, parts_of_weights(planned, assigned))
+        graph = write(weights, self.layout.layers, [])
+        return cut_graph(graph, assigned, [part.layers for part in self.layouts]), weights
+
+    def lower(
+        self, cut: CutGraph, max_rows: int, *, output_rows: int = 64, samples: bool = True
+    ) -> tuple[PipelineProgram, CpuProgram | None]:
+        """The program of a graph, and the part of it that the CPU has, if it has any."""
+        first_gpu = len(cut.graphs) - len(self._gpus)
+        on_gpus = [
+            lower_to_cuda(
+                graph,
+                gpu,
+                layout,
+                max_batch_rows=max_rows,
+                max_output_rows=output_rows,
+                shared=shared,
+                samples=samples,
+                progress=self._parts.progress,
             )
-        programs.insert(0, on_cpu)
-    return PipelineProgram(programs, on_gpus[-1], cut.stages, layout), layout, weights.notes
+            for gpu, graph, layout, shared in zip(
+                self._gpus, cut.graphs[first_gpu:], self.layouts[first_gpu:], self._shared, strict=True
+            )
+        ]
+        programs: list[StagedProgram] = [*on_gpus]
+        on_cpu = None
+        if first_gpu:
+            on_cpu = lower_to_cpu(
+                cut.graphs[0],
+                self._parts.pool,
+                self.layouts[0],
+                max_batch_rows=max_rows,
+                max_output_rows=output_rows,
+                progress=self._parts.progress,
+            )
+            programs.insert(0, on_cpu)
+        return PipelineProgram(programs, on_gpus[-1], cut.stages, self.layout), on_cpu
+
+    def further(self, write: "GraphWriter", max_rows: int) -> Program:
+        """Another program over the same weights and cache; see `programs.GpuModel`."""
+        cut, _ = self.cut(write)
+        return self.lower(cut, max_rows, output_rows=max_rows, samples=False)[0]
 
 
 def assign_ops(graph: OpGraph, marks: Sequence[int], placement: Placement) -> list[int]:
@@ -112,9 +159,3 @@ def _layout(parts: "Parts", gpus: Sequence[CudaDevice], placement: Placement) ->
     if placement.num_split_layers:
         computed_by += f", experts on cpu: {placement.cpu_experts}"
     return PartedKVLayout(parts.kv_type, kv_layer_shapes(parts.config), parts=tuple(held), computed_by=computed_by)
-
-
-def _written(config: ModelConfig, weights: WeightSource, layout: PartedKVLayout) -> tuple[OpGraph, list[int]]:
-    """The whole graph, and the numbers of ops before its layers."""
-    marks: list[int] = []
-    return write_decoder(config, weights, config.context_length, kv_layers=layout.layers, marks=marks), marks

@@ -1,18 +1,20 @@
 """A model's program: on the CPU, on a GPU, or its layers, and its experts, on several devices."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from localinfer.errors import BackendUnavailableError, OutOfMemoryError
 from localinfer.kernels.cpu.lower import lower_to_cpu
 from localinfer.kernels.cpu.program import CpuProgram, ThreadPool
 from localinfer.kernels.cuda.device import CudaDevice
 from localinfer.kernels.kv_layout import KVLayout
+from localinfer.kernels.ops import KVLayerShape, OpGraph, WeightSource
 from localinfer.kernels.program import Program
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.decoder.decoder import crosses_layers, kv_layer_shapes, write_decoder
-from localinfer.models.load.devices import close_all, report_fallback
+from localinfer.models.load.devices import GPU_BATCH_ROWS, close_all, report_fallback
 from localinfer.models.load.placement import Placement
 from localinfer.models.load.threads import choose_decode_threads
 from localinfer.models.load.weights import CpuWeights, CudaWeights
@@ -34,6 +36,33 @@ class Parts:
     chooses_threads: bool
     measures_again: bool = False
     may_measure: bool = True
+    kv_window: int | None = None
+
+    def summed_tokens(self, batch_rows: int, page_tokens: int) -> int:
+        """Positions of a sequence at most whose attention a program of so many rows sums by page; 0 for none."""
+        # A batch may begin and end inside a page.
+        return 0 if self.kv_window is None else self.kv_window + batch_rows + 2 * page_tokens
+
+
+GraphWriter = Callable[[WeightSource, Sequence[KVLayerShape] | None, list[int]], OpGraph]
+"""Writes a graph of some weights and layers of the cache; the list gets the `marks` of `write_decoder`."""
+
+
+@dataclass(frozen=True)
+class GpuModel:
+    """A model's program on GPUs, the layout of its cache, and a function that writes a further program over the same
+    weights and cache, of a graph and a number of rows, all of which may be output rows; one of them runs at a time."""
+
+    program: Program
+    kv_layout: KVLayout
+    further_program: Callable[[GraphWriter, int], Program]
+
+
+def decoder_writer(config: ModelConfig) -> GraphWriter:
+    """A function that writes the model's own graph."""
+    return lambda weights, kv_layers, marks: write_decoder(
+        config, weights, config.context_length, kv_layers=kv_layers, marks=marks
+    )
 
 
 def write_on_cpu(
@@ -64,20 +93,18 @@ def write_on_cpu(
 
 def write_on_gpus(
     parts: Parts, gpus: Sequence[CudaDevice], placement: Placement, *, is_required: bool
-) -> tuple[Program, KVLayout] | None:
+) -> GpuModel | None:
     """The program with the chosen layers on GPUs; None, after logging the reason, if it cannot run there.
 
     Raises: BackendUnavailableError, OutOfMemoryError if a GPU is required.
     """
     try:
-        check_runs_on_gpus(parts.config, placement)
+        check_runs_on_gpus(parts.config, placement, has_window=parts.kv_window is not None)
         if placement.is_whole:
             return _write_whole(parts, gpus[0])
         from localinfer.models.load.pipeline import write_pipeline
 
-        program, layout, notes = write_pipeline(parts, gpus, placement)
-        note(parts.file, notes)
-        return program, layout
+        return write_pipeline(parts, gpus, placement)
     except BaseException as error:
         close_all(gpus)
         if is_required or not isinstance(error, BackendUnavailableError | OutOfMemoryError):
@@ -86,38 +113,53 @@ def write_on_gpus(
         return None
 
 
-def check_runs_on_gpus(config: ModelConfig, placement: Placement) -> None:
-    """Raise BackendUnavailableError for a model that does not run so on GPUs."""
+def check_runs_on_gpus(config: ModelConfig, placement: Placement, *, has_window: bool = False) -> None:
+    """Raise BackendUnavailableError for a model that does not run so on GPUs.
+
+    has_window: texts evict keys and values.
+    """
     if config.indexer is not None:
         raise BackendUnavailableError(
             f"the sparse attention of {config.architecture} models is computed on the CPU only; take device 'cpu'"
         )
-    if crosses_layers(config) and not placement.is_whole:
-        held = f"the GPU was to hold {placement.num_gpu_layers} of {placement.num_layers} layers"
-        if len(placement.gpus) > 1:
-            held = f"{len(placement.gpus)} GPUs were to share it"
-        elif placement.num_split_layers:
-            held = "the experts were to stay on the CPU"
+    if placement.is_whole or not (has_window or crosses_layers(config)):
+        return
+    held = f"the GPU was to hold {placement.num_gpu_layers} of {placement.num_layers} layers"
+    if len(placement.gpus) > 1:
+        held = f"{len(placement.gpus)} GPUs were to share it"
+    elif placement.num_split_layers:
+        held = "the experts were to stay on the CPU"
+    if has_window:
         raise BackendUnavailableError(
-            f"the layers of this {config.architecture} model read more than the layer before them wrote, so all of it "
-            f"runs on one device, and {held}; take a smaller context_length or quantization, or device 'cpu'"
+            f"kv_window evicts by the attention of all layers, which one device has to measure, and {held}; leave it "
+            "out, or take a smaller quantization, or device 'cpu'"
         )
+    raise BackendUnavailableError(
+        f"the layers of this {config.architecture} model read more than the layer before them wrote, so all of it "
+        f"runs on one device, and {held}; take a smaller context_length or quantization, or device 'cpu'"
+    )
 
 
-def _write_whole(parts: Parts, gpu: CudaDevice) -> tuple[Program, KVLayout]:
+def _write_whole(parts: Parts, gpu: CudaDevice) -> GpuModel:
     """A program on the GPU alone."""
-    from localinfer.kernels.cuda.lower import check_kv_types, lower_to_cuda
-    from localinfer.kernels.cuda.memory import DeviceKVLayout
+    from localinfer.kernels.cuda.lower import lower_to_cuda
+    from localinfer.kernels.cuda.memory import DeviceKVLayout, SharedMemory
 
-    config = parts.config
-    layout = DeviceKVLayout(parts.kv_type, kv_layer_shapes(config), device=gpu)
+    layout = DeviceKVLayout(parts.kv_type, kv_layer_shapes(parts.config), device=gpu)
     weights = CudaWeights(parts.file, parts.pool, gpu, parts.progress)
-    check_kv_types(layout)
-    graph = write_decoder(config, weights, config.context_length, kv_layers=layout.layers)
-    weights.check_asked(config)
-    program = lower_to_cuda(graph, gpu, layout, progress=parts.progress)
+    shared = SharedMemory(gpu)
+    lower = partial(lower_to_cuda, device=gpu, kv_layout=layout, shared=shared, progress=parts.progress)
+
+    def further(write: GraphWriter, max_rows: int) -> Program:
+        graph = write(weights, layout.layers, [])
+        return lower(graph, max_batch_rows=max_rows, max_output_rows=max_rows, samples=False)
+
+    graph = decoder_writer(parts.config)(weights, layout.layers, [])
+    weights.check_asked(parts.config)
+    summed_tokens = parts.summed_tokens(GPU_BATCH_ROWS, layout.page_tokens)
+    program = lower(graph, max_batch_rows=GPU_BATCH_ROWS, max_summed_tokens=summed_tokens)
     note(parts.file, list(weights.notes.values()))
-    return program, layout
+    return GpuModel(program, layout, further)
 
 
 def note(file: ModelFile, notes: Sequence[str]) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from localinfer.kernels.cpu.lower import kernels_of_graph
+from localinfer.kernels.cpu.lower import MAX_BATCH_ROWS, kernels_of_graph
 from localinfer.kernels.cpu.program import ThreadPool
 from localinfer.kernels.jit.compile_ahead import compile_ahead
 from localinfer.kernels.jit.object_cache import Kernel
@@ -11,6 +11,7 @@ from localinfer.kernels.ops import KVLayerShape, OpGraph, WeightSource
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.decoder.pooling import Pooling, classified_rows, read_pooling
 from localinfer.models.decoder.text_head import write_text_model
+from localinfer.models.load.programs import GpuModel, GraphWriter
 from localinfer.quant.checkpoint.model_file import ModelFile
 from localinfer.types import ProgressCallback
 
@@ -22,17 +23,28 @@ def write_text_graphs(
 
     None for a plain decoder: its vectors are pooled of hidden states, which its own kernels compute.
     """
+    return [
+        text_writer(config, kind, classified_rows(file.metadata, is_encoder=config.is_encoder))(weights, kv_layers, [])
+        for kind in _further_kinds(config, file)
+    ]
+
+
+def text_writer(config: ModelConfig, pooling: Pooling, classified: Pooling) -> GraphWriter:
+    """A function that writes the graph of `Model.text_program`; see `write_text_model`."""
+    return lambda weights, kv_layers, marks: write_text_model(
+        config, weights, pooling, classified, config.context_length, kv_layers=kv_layers, marks=marks
+    )
+
+
+def _further_kinds(config: ModelConfig, file: ModelFile) -> list[Pooling]:
+    """Poolings whose programs have other kernels than the model's own."""
     kinds = []
     if config.is_encoder or "dense_2.weight" in file.tensors:
         # Other poolings take single rows, as NONE does, or as LAST does go through matrices as well.
         kinds = [Pooling.MEAN, Pooling.LAST, Pooling.NONE]
     if read_pooling(file.metadata) is Pooling.RANK:
         kinds.append(Pooling.RANK)
-    classified = classified_rows(file.metadata, is_encoder=config.is_encoder)
-    return [
-        write_text_model(config, weights, kind, classified, config.context_length, kv_layers=kv_layers)
-        for kind in kinds
-    ]
+    return kinds
 
 
 def compile_text_kernels(
@@ -48,3 +60,10 @@ def compile_text_kernels(
     for graph in write_text_graphs(config, file, weights, kv_layout.layers):
         kernels |= dict.fromkeys(kernels_of_graph(graph, pool, kv_layout))
     compile_ahead(kernels, progress)
+
+
+def prepare_text_programs(config: ModelConfig, file: ModelFile, model: GpuModel) -> None:
+    """The same on GPUs, whose programs compile their kernels when they are written."""
+    for kind in _further_kinds(config, file):
+        classified = classified_rows(file.metadata, is_encoder=config.is_encoder)
+        model.further_program(text_writer(config, kind, classified), MAX_BATCH_ROWS)

@@ -9,17 +9,24 @@ import numpy as np
 VOCAB, HIDDEN, FEED_FORWARD, HEADS, KV_HEADS, HEAD_SIZE = 40, 32, 32, 2, 1, 16
 
 
-def write_small_llama(path: Path, num_layers: int = 2, seed: int = 1, extra: dict[str, Any] | None = None) -> Path:
+def write_small_llama(
+    path: Path,
+    num_layers: int = 2,
+    seed: int = 1,
+    extra: dict[str, Any] | None = None,
+    more: dict[str, tuple[int, ...]] | None = None,
+) -> Path:
     """Write one without a tokenizer, of float32 weights, with an output matrix of its own; return its path.
 
-    extra: further metadata, of numbers, bools and text, by keys without `llama.`.
+    extra: further metadata, of numbers, bools and text, by keys without `llama.`. more: shapes of further tensors, by
+    names without `.weight`.
     """
     writer = _writer(path, num_layers)
     kinds = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
     for key, value in (extra or {}).items():
         kinds[type(value)](f"llama.{key}", value)
     shapes = llama_shapes(VOCAB, HIDDEN, FEED_FORWARD, KV_HEADS * HEAD_SIZE, num_layers)
-    write_random_tensors(writer, shapes, seed)
+    write_random_tensors(writer, shapes | (more or {}), seed)
     return path
 
 

@@ -3,14 +3,14 @@
 Chunks are at fixed positions and are merged from the first to the last, so a row's result depends only on its own
 prefix. Source: flash-decoding (Dao et al., 2023) over the online softmax of FlashAttention (arXiv 2205.14135).
 Pages are those of `kernels/kv_layout.py`. Codes of keys are multiplied by queries rotated and rounded to int8 as on the
-CPU, four at once; codes of values are multiplied by their scales.
+CPU, four at once; codes of values are multiplied by their scales. Codes of four bits become bytes, sixteen times them.
 """
 
 from numba import cuda, float32, int64, uint32
 
 from localinfer.kernels.cuda.compiled import ptx
 from localinfer.kernels.cuda.compiled.activations import exponential, hyperbolic_tangent
-from localinfer.kernels.cuda.compiled.kv_store import CODES, HALVES, PAGE, key_store_of, value_store_of
+from localinfer.kernels.cuda.compiled.kv_store import CODES, HALF_BYTES, HALVES, PAGE, key_store_of, value_store_of
 from localinfer.kernels.cuda.compiled.quantize import store_quantized
 from localinfer.kernels.cuda.compiled.reductions import warp_max, warp_sum
 from localinfer.kernels.cuda.compiled.rotation import (
@@ -51,7 +51,7 @@ def first_seen(position, window, span):
 
 
 @inline
-def round_queries(query, words, scales, heads, size):
+def round_queries(query, words, scales, heads, size, head_words):
     """Rotated queries float32[heads][size] as words of four codes, and a scale per block; query is left as codes."""
     blocks = (size + SCALE_BLOCK - 1) // SCALE_BLOCK
     lane = ptx.thread() % 32
@@ -69,7 +69,6 @@ def round_queries(query, words, scales, heads, size):
             column = column + 32
         block = block + THREADS // 32
     ptx.syncthreads()
-    head_words = (size + 3) // 4
     index = ptx.thread()
     while index < heads * head_words:
         word = int64(0)
@@ -97,9 +96,11 @@ def attend_chunks(key_kind, value_kind, heads, key_size, value_size, stores=0):
     Writes to partials [row][head][chunk][value_size + 2]: largest score, sum of weights, weighted values, which are
     rotated still if they are codes.
     """
-    key_is_codes = key_kind == CODES
+    key_is_half_bytes = key_kind == HALF_BYTES
+    key_is_codes = key_kind <= CODES
     key_is_half = key_kind == HALVES
-    value_is_codes = value_kind == CODES
+    value_is_half_bytes = value_kind == HALF_BYTES
+    value_is_codes = value_kind <= CODES
     value_is_half = value_kind == HALVES
     step = 32 if key_size % 32 == 0 else 8 if key_size % 8 == 0 else 1
     queries_size = heads * key_size
@@ -108,8 +109,12 @@ def attend_chunks(key_kind, value_kind, heads, key_size, value_size, stores=0):
     key_factor = rotation_factor(key_size) if key_is_codes else 1.0
     key_stages = rotation_stages(key_size)
     key_blocks = -(-key_size // SCALE_BLOCK)
-    key_words = -(-key_size // 4)
-    word_step = 4 if key_words % 4 == 0 else 1
+    # Words of queries: a word of half bytes meets two of them.
+    key_words = -(-key_size // 8) * 2 if key_is_half_bytes else -(-key_size // 4)
+    word_step = 4 if key_words % 4 == 0 else 2 if key_is_half_bytes else 1
+    pair_step = word_step // 2
+    key_group = 32 * key_words if key_is_half_bytes else 64 * key_words
+    code_unit = 0.0625 if key_is_half_bytes else 1.0
     block_words = SCALE_BLOCK // 4
     words_size = heads * key_words
     query_blocks = heads * key_blocks
@@ -176,7 +181,7 @@ def attend_chunks(key_kind, value_kind, heads, key_size, value_size, stores=0):
                 query_words = cuda.shared.array(words_size, uint32)
                 query_scales = cuda.shared.array(query_blocks, float32)
                 fold(query, queries_size, key_stages)
-                round_queries(query, query_words, query_scales, heads, key_size)
+                round_queries(query, query_words, query_scales, heads, key_size, key_words)
             else:
                 ptx.syncthreads()
 
@@ -199,7 +204,7 @@ def attend_chunks(key_kind, value_kind, heads, key_size, value_size, stores=0):
                 if key_is_codes:
                     dots = cuda.local.array(heads, int64)
                     half_scales = place + key_scales + lane // 16 * 32 * key_blocks + lane % 16 * 2
-                    place = place + lane // 16 * 64 * key_words + lane % 16 * 4
+                    place = place + lane // 16 * key_group + lane % 16 * 4
                     block = 0
                     while block < key_blocks:
                         for h in range(heads):
@@ -207,12 +212,24 @@ def attend_chunks(key_kind, value_kind, heads, key_size, value_size, stores=0):
                         word = block * block_words
                         end = min(word + block_words, key_words)
                         while word < end:
-                            for c in range(word_step):
-                                key_word = ptx.load_u32(place + 64 * (word + c)) ^ 0x80808080
-                                for h in range(heads):
-                                    dots[h] = ptx.dot_signed(key_word, query_words[h * key_words + word + c], dots[h])
+                            if key_is_half_bytes:
+                                for c in range(pair_step):
+                                    loaded = ptx.load_u32(place + 32 * (word + 2 * c))
+                                    low = (loaded << 4 & 0xF0F0F0F0) ^ 0x80808080
+                                    high = (loaded & 0xF0F0F0F0) ^ 0x80808080
+                                    for h in range(heads):
+                                        at = h * key_words + word + 2 * c
+                                        dots[h] = ptx.dot_signed(low, query_words[at], dots[h])
+                                        dots[h] = ptx.dot_signed(high, query_words[at + 1], dots[h])
+                            else:
+                                for c in range(word_step):
+                                    key_word = ptx.load_u32(place + 64 * (word + c)) ^ 0x80808080
+                                    for h in range(heads):
+                                        at = h * key_words + word + c
+                                        dots[h] = ptx.dot_signed(key_word, query_words[at], dots[h])
                             word = word + word_step
                         key_scale = scale * ptx.half_to_float(ptx.load_u16(half_scales + 32 * block))
+                        key_scale = key_scale * float32(code_unit)
                         for h in range(heads):
                             sums[h] = sums[h] + ptx.to_float(dots[h]) * (
                                 key_scale * query_scales[h * key_blocks + block]
@@ -282,7 +299,20 @@ def attend_chunks(key_kind, value_kind, heads, key_size, value_size, stores=0):
                     inner = start
                     while inner <= end:
                         # Positions past the end have no weight, and read the last.
-                        if value_is_codes:
+                        if value_is_half_bytes:
+                            for four in range(_POSITIONS // 4):
+                                within = min(inner + 4 * four, end) // 4
+                                words = place + within * 2 * value_columns + column // 32 * 64 + column % 16 * 4
+                                loaded = ptx.load_v4(words)
+                                for byte in range(4):
+                                    # Bytes are of positions 0, 2, 1 and 3.
+                                    c = 4 * four + byte % 2 * 2 + byte // 2
+                                    scales = column // SCALE_BLOCK * CHUNK + PAGE * warp + inner + c
+                                    for k in range(_LANE_COLUMNS):
+                                        code = (loaded[k] >> (8 * byte + column % 32 // 16 * 4)) & 15
+                                        value = position_scales[scales] * ptx.to_float(code - 8)
+                                        values[c * _LANE_COLUMNS + k] = value
+                        elif value_is_codes:
                             for pair in range(_POSITIONS // 2):
                                 within = min(inner + 2 * pair, end) // 2
                                 loaded = ptx.load_v2(place + within * 2 * value_columns + 2 * column)

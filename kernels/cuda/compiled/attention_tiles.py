@@ -11,7 +11,8 @@ from numba import cuda, float32, int64, uint32
 from localinfer.kernels.cuda.compiled import ptx
 from localinfer.kernels.cuda.compiled.activations import exponential, hyperbolic_tangent
 from localinfer.kernels.cuda.compiled.attention import LEAST, first_seen
-from localinfer.kernels.cuda.compiled.kv_store import CODES, PAGE
+from localinfer.kernels.cuda.compiled.half_bytes import stage_key_half_bytes, stage_value_half_bytes
+from localinfer.kernels.cuda.compiled.kv_store import CODES, HALF_BYTES, PAGE
 from localinfer.kernels.cuda.compiled.rows import ROPE, rotated
 from localinfer.kernels.cuda.jit import inline, template
 from localinfer.kernels.kv_layout import SCALE_BLOCK
@@ -133,6 +134,8 @@ def attend_tiles(key_kind, value_kind, key_size, value_size, warps):
     """
     key_is_codes = key_kind == CODES
     value_is_codes = value_kind == CODES
+    key_is_half_bytes = key_kind == HALF_BYTES
+    value_is_half_bytes = value_kind == HALF_BYTES
     steps = -(-key_size // 16)
     stride = 8 * steps + 4
     pairs = 16 * warps
@@ -207,12 +210,18 @@ def attend_tiles(key_kind, value_kind, key_size, value_size, warps):
             ptx.syncthreads()
             if key_is_codes:
                 stage_key_codes(key, place, place + key_scales, key_size, steps, threads)
+            elif key_is_half_bytes:
+                stage_key_half_bytes(key, place, place + key_scales, key_size, steps, threads)
             else:
                 stage_half_keys(key, place, key_size, steps, threads)
             source = place + values_offset
             if value_is_codes:
                 scales = place + value_scales
                 stage_value_codes(value, source, scales, num_seen, value_columns, first_column, tiles, threads)
+            elif value_is_half_bytes:
+                scales = place + value_scales
+                columns = (value_columns, first_column, tiles)
+                stage_value_half_bytes(value, VALUE_STRIDE, source, scales, num_seen, columns, threads)
             else:
                 stage_half_values(value, source, num_seen, value_columns, first_column, tiles, threads)
             ptx.syncthreads()

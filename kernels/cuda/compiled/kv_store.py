@@ -6,6 +6,7 @@ No byte of a page belongs to two positions, so rows may be written in any order.
 from numba import cuda, float32
 
 from localinfer.kernels.cuda.compiled import ptx
+from localinfer.kernels.cuda.compiled.half_bytes import store_head_half_bytes
 from localinfer.kernels.cuda.compiled.rotation import block_scale, code_of, fold, rotation_factor, rotation_stages
 from localinfer.kernels.cuda.compiled.rows import ROPE, rotated
 from localinfer.kernels.cuda.jit import inline, template
@@ -13,8 +14,8 @@ from localinfer.kernels.kv_layout import PAGE_TOKENS, SCALE_BLOCK
 
 THREADS = 128
 PAGE = PAGE_TOKENS
-CODES, HALVES, FLOATS = 1, 2, 4
-"""Kinds of keys and values, by the bytes of an element: q8_0, f16 and f32."""
+HALF_BYTES, CODES, HALVES, FLOATS = 0, 1, 2, 4
+"""Kinds of keys and values, by the whole bytes of an element: q4_0, q8_0, f16 and f32."""
 
 
 @template("qqqqqqqqqqqqq" + ROPE)
@@ -86,11 +87,13 @@ def key_store_of(kind, size):
     numbers: float32[size] of shared memory, for codes. place: of the head in its page. within: number in the page.
     """
     is_codes = kind == CODES
+    is_half_bytes = kind == HALF_BYTES
+    is_rotated = kind <= CODES
     is_half = kind == HALVES
     stages = rotation_stages(size)
     factor = rotation_factor(size)
     # A group of sixteen positions: bytes of its codes, and of its scales.
-    group_bytes = 64 * -(-size // 4)
+    group_bytes = 64 * -(-size // (8 if is_half_bytes else 4))
     group_scales = 32 * -(-size // SCALE_BLOCK)
 
     @inline
@@ -98,13 +101,17 @@ def key_store_of(kind, size):
         group = within // 16
         slot = within % 16
         column = ptx.thread()
-        if is_codes:
+        if is_rotated:
             while column < size:
                 numbers[column] = rotated(source, column, rope, row) * float32(factor)
                 column = column + THREADS
             fold(numbers, size, stages)
             codes = place + group * group_bytes + 4 * slot
-            store_head_codes(numbers, size, codes, 4, 64, 128, place + scales + group * group_scales + 2 * slot, 32)
+            scales = place + scales + group * group_scales + 2 * slot
+            if is_codes:
+                store_head_codes(numbers, size, codes, 4, 64, 128, scales, 32)
+            else:
+                store_head_half_bytes(numbers, size, codes, 4, 1, scales, 32)
         else:
             while column < size:
                 value = rotated(source, column, rope, row)
@@ -124,6 +131,7 @@ def value_store_of(kind, size, pads):
     place: of the head's values. pads: columns that fill up a vector become zero, as on the CPU where nothing is codes.
     """
     is_codes = kind == CODES
+    is_rotated = kind <= CODES
     is_half = kind == HALVES
     stages = rotation_stages(size)
     factor = rotation_factor(size)
@@ -131,13 +139,19 @@ def value_store_of(kind, size, pads):
     @inline
     def store_value(numbers, source, place, within, scales, value_columns):
         column = ptx.thread()
-        if is_codes:
+        if is_rotated:
             while column < size:
                 numbers[column] = ptx.load_f32(source + 4 * column) * float32(factor)
                 column = column + THREADS
             fold(numbers, size, stages)
-            codes = place + within // 2 * 2 * value_columns + within % 2
-            store_head_codes(numbers, size, codes, 1, 2, 0, scales + 2 * within, 64)
+            if is_codes:
+                codes = place + within // 2 * 2 * value_columns + within % 2
+                store_head_codes(numbers, size, codes, 1, 2, 0, scales + 2 * within, 64)
+            else:
+                # The bytes of a column belong to positions 0, 2, 1 and 3.
+                byte = within % 2 * 2 + within % 4 // 2
+                codes = place + within // 4 * 2 * value_columns + byte
+                store_head_half_bytes(numbers, size, codes, 16, 4, scales + 2 * within, 64)
         else:
             while column < (value_columns if pads else size):
                 value = float32(0.0)

@@ -59,7 +59,8 @@ def block_scale(numbers, first, end):
         other = numbers[first + lane + _HALF]
         largest = ptx.maximum(largest, ptx.maximum(other, -other))
     largest = warp_max(largest)
-    return ptx.divide(largest, float32(127.0))
+    # That of zeros is -0, as on the CPU.
+    return ptx.divide(largest if largest > float32(0.0) else float32(-0.0), float32(127.0))
 
 
 @inline

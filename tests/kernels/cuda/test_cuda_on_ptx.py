@@ -6,10 +6,12 @@ Between shuffles and barriers the order of lanes and warps is open, so what depe
 import numpy as np
 import pytest
 
+from localinfer.kernels.cpu.program import ThreadPool
+
 pytest.importorskip("numba_cuda", reason="CUDA kernels are compiled by numba-cuda, which is not installed")
 
 from localinfer.kernels.cuda.self_check import check_device
-from tests.kernels.cuda import ptx_executor
+from tests.kernels.cuda import ptx_executor, test_cuda_attention, test_cuda_page_sums, test_cuda_tape
 from tests.kernels.cuda.device import EmulatedDevice
 from tests.kernels.cuda.emulation import Emulator
 
@@ -44,3 +46,23 @@ def test_a_norm_and_its_codes_are_the_sources(order: int, monkeypatch: pytest.Mo
     monkeypatch.undo()
     for ours, wanted in zip(found, normed(), strict=True):
         np.testing.assert_array_equal(ours, wanted)
+
+
+@pytest.mark.parametrize("kv_type", ["q4_0", "q8_0/q4_0"])
+def test_heads_of_codes_are_stored_as_by_the_cpu(order: int, kv_type: str, pool: ThreadPool) -> None:
+    test_cuda_attention.test_what_enters_the_cache_is_the_cpus_to_the_bit(kv_type, (20, 141), pool)
+
+
+def test_attention_over_half_bytes_is_the_oracles(order: int, pool: ThreadPool) -> None:
+    test_cuda_attention.test_attention_over_codes_is_the_oracles("half bytes", pool)
+    test_cuda_attention.test_tiles_of_many_rows_are_the_oracles("half bytes", pool)
+
+
+def test_means_of_texts_are_the_cpus(order: int) -> None:
+    test_cuda_tape.test_means_are_of_the_text_of_each_output_row()
+
+
+@pytest.mark.parametrize("name", ["plain", "several scales"])
+def test_attention_is_summed_by_page_as_by_the_oracle(order: int, name: str) -> None:
+    test_cuda_page_sums.test_sums_of_pages_are_their_share_of_the_softmax_of_the_last_rows(name, 3)
+    test_cuda_page_sums.test_rows_see_what_is_left_when_pages_are_dropped("q4_0")

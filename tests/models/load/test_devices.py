@@ -119,18 +119,11 @@ def test_what_cannot_run_on_the_gpu_falls_back_with_the_reason(
     emulated_gpu: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = write_small_llama(tmp_path / "small.gguf")
+    with pytest.raises(BackendUnavailableError, match="kv_window evicts by the attention of all layers"):
+        load_model(model, device="cuda", gpu_layers=1, threads=1, context_length=256, kv_window=128)
     with caplog.at_level(logging.WARNING):
-        loaded = load_model(model, device="auto", threads=1, context_length=64, kv_type="q4_0")
-    assert loaded.device == "cpu"
-    loaded.close()
-    assert "running on the CPU: device 'cuda' keeps keys and values in q8_0 or f16 or f32, not in q4_0" in caplog.text
-    with pytest.raises(BackendUnavailableError, match="q4_0"):
-        load_model(model, device="cuda", threads=1, context_length=64, kv_type="q4_0")
-    with pytest.raises(BackendUnavailableError, match="kv_window bounds the cache on the CPU only; leave it out"):
-        load_model(model, device="cuda", threads=1, context_length=256, kv_window=128)
-    with caplog.at_level(logging.WARNING):
-        load_model(model, device="auto", threads=1, context_length=256, kv_window=128).close()
-    assert "running on the CPU: kv_window bounds the cache on the CPU only" in caplog.text
+        load_model(model, device="auto", gpu_layers=1, threads=1, context_length=256, kv_window=128).close()
+    assert "running on the CPU: kv_window evicts by the attention of all layers" in caplog.text
 
 
 def generated(model: Path, device: str, sampling: SamplingParams, **options: Any) -> list[list[int]]:
@@ -145,6 +138,7 @@ def generated(model: Path, device: str, sampling: SamplingParams, **options: Any
     ("sampling", "options"),
     [
         (SamplingParams(temperature=0), {}),
+        (SamplingParams(temperature=0), {"kv_type": "q4_0", "speculation": None}),
         (SamplingParams(temperature=1.5, top_k=7, top_p=0.9, seed=5), {"gpu_layers": 1, "speculation": None}),
         # What a device does not do of sampling: the logits come to the host.
         (SamplingParams(temperature=1.5, seed=5, repetition_penalty=1.2), {"speculation": None}),
@@ -160,7 +154,7 @@ def test_a_model_on_the_gpu_continues_a_prompt_as_the_cpu_does(
     # Drafts cost nothing, by a measurement that the emulator is spared.
     monkeypatch.setattr(drafters, "_verification_seconds", lambda *_: [1.0, 1.0, 1.0])
     model = write_small_llama(tmp_path / "small.gguf", num_layers=1 + options.get("gpu_layers", 0))
-    on_cpu = generated(model, "cpu", sampling, speculation=None)
+    on_cpu = generated(model, "cpu", sampling, **{**options, "speculation": None, "gpu_layers": None})
     assert generated(model, "cuda", sampling, **options) == on_cpu
 
 

@@ -1,0 +1,132 @@
+"""Embeddings and scores on emulated GPUs: the CPU's numbers, beside generations, in memory that is there already."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+import localinfer
+from localinfer.engine.pooling import TextPooler
+from localinfer.errors import BackendUnavailableError
+from localinfer.models.decoder.pooling import Pooling
+from localinfer.sampling.params import SamplingParams
+from localinfer.types import ProgressCallback
+from tests.api.encoder_models import write_encoder
+from tests.inside import engine_of, model_of
+from tests.models.arch_models import build_text_model
+from tests.models.small_models import HIDDEN, write_small_llama
+
+pytest.importorskip("numba_cuda", reason="CUDA kernels are written with numba-cuda, which is not installed")
+
+from localinfer.kernels.cuda.kernel_cache import KernelKey
+from tests.kernels.cuda.device import CudaTestDevice, EmulatedDevice
+from tests.models.decoder.test_text_head import check
+from tests.models.emulated_gpu import NamedDevice, emulate_gpus
+
+TEXTS = [np.array(ids, np.int32) for ids in ([3, 1, 4], [2], [*range(5, 24)], [9, 9, 8, 7, 6, 5])]
+OPTIONS: dict[str, Any] = {"threads": 1, "context_length": 64, "kv_memory": 1 << 22, "speculation": None}
+
+
+class CountingDevice(NamedDevice):
+    """The emulator, with the bytes that were allocated and the kernels that were prepared."""
+
+    def __init__(self, index: int = 0) -> None:
+        super().__init__(index)
+        self.allocated = 0
+        self.keys: list[KernelKey] = []
+
+    def allocate(self, num_bytes: int) -> int:
+        self.allocated += num_bytes
+        return super().allocate(num_bytes)
+
+    def prepare(
+        self, first: Sequence[KernelKey], every: Sequence[KernelKey], progress: ProgressCallback | None
+    ) -> None:
+        self.keys += [*first, *every]
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    return emulate_gpus(monkeypatch, [64 << 30] * 2, CountingDevice)
+
+
+def vectors(path: Path, pooling: str, **options: Any) -> list[NDArray[np.float32]]:
+    with localinfer.load(path, **OPTIONS, **options) as llm:
+        return llm.embed_many(TEXTS, pooling=pooling, normalize=False)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"device": "cuda:0"}, {"device": "cuda:0,cuda:1"}, {"device": "cuda:0", "gpu_layers": 1}],
+    ids=["one", "two", "part"],
+)
+@pytest.mark.parametrize("pooling", ["mean", "first", "last", "none"])
+def test_vectors_of_a_decoder_on_gpus_are_the_cpus(
+    gpus: list[Any], tmp_path: Path, options: dict[str, Any], pooling: str
+) -> None:
+    path = write_small_llama(tmp_path / "small.gguf")
+    wanted = vectors(path, pooling, device="cpu")
+    found = vectors(path, pooling, **options)
+    assert gpus, "a GPU was opened"
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert ours.shape == theirs.shape
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=0.02 * np.abs(theirs).max())
+
+
+@pytest.mark.parametrize("pooling_type", [1, 3])
+def test_matrices_behind_the_pooling_run_on_the_gpu(gpus: list[Any], tmp_path: Path, pooling_type: int) -> None:
+    more = {"dense_2": (48, HIDDEN), "dense_3": (8, 48)}
+    path = write_small_llama(tmp_path / "dense.gguf", extra={"pooling_type": pooling_type}, more=more)
+    wanted = vectors(path, "mean" if pooling_type == 1 else "last", device="cpu")
+    for device in ("cuda:0", "cuda:0,cuda:1"):
+        found = vectors(path, "mean" if pooling_type == 1 else "last", device=device)
+        assert [vector.shape for vector in found] == [(8,)] * len(TEXTS)
+        np.testing.assert_allclose(found, wanted, rtol=0, atol=0.02 * np.abs(wanted).max())
+
+
+def test_scores_of_a_decoder_on_a_gpu_are_the_reference_runtimes(tmp_path: Path) -> None:
+    check(build_text_model(tmp_path, "qwen3-reranker"), CudaTestDevice(EmulatedDevice()))
+
+
+def test_a_decoder_ranks_on_a_gpu_as_on_the_cpu(gpus: list[Any], tmp_path: Path) -> None:
+    path = build_text_model(tmp_path, "qwen3-reranker").path
+    pooled = []
+    for device in ("cpu", "cuda:0"):
+        with localinfer.load(path, device=device, kv_type="f32", **OPTIONS) as llm:
+            pooled.append(np.stack(TextPooler(engine_of(llm), model_of(llm)).pool(TEXTS, Pooling.RANK)))
+    np.testing.assert_allclose(pooled[1], pooled[0], rtol=0, atol=0.02 * np.abs(pooled[0]).max())
+
+
+def test_texts_and_generations_take_turns_in_the_same_memory(gpus: list[Any], tmp_path: Path) -> None:
+    path = write_small_llama(tmp_path / "small.gguf")
+    with localinfer.load(path, device="cuda:0", **OPTIONS) as llm:
+        (gpu,) = gpus
+
+        def tokens() -> list[int]:
+            run = engine_of(llm).generate(TEXTS[0], SamplingParams(temperature=0), max_tokens=4)
+            return [event.token_id for event in run]
+
+        before, keys = tokens(), set(gpu.keys)
+        buffers = gpu.allocated
+        first = llm.embed_many(TEXTS, pooling="last")
+        more = gpu.allocated - buffers
+        assert tokens() == before
+        for ours, again in zip(first, llm.embed_many(TEXTS, pooling="last"), strict=True):
+            np.testing.assert_array_equal(ours, again)
+        assert set(gpu.keys) == keys, "nothing is compiled after the load"
+        # Tables of pages, numbers of rows and angles of RoPE, but no buffers.
+        assert more < 512 * 4 * HIDDEN * 4
+
+
+def test_an_encoder_stays_on_the_cpu_and_says_so(
+    gpus: list[Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write_encoder(tmp_path, "bert-encoder")
+    with localinfer.load(path, device="auto", threads=1) as llm:
+        assert llm.info.device == "cpu" and llm.embed("the").shape == (64,)
+    assert "running on the CPU: 'bert' models are computed on the CPU only" in caplog.text
+    with pytest.raises(BackendUnavailableError, match="'bert' models are computed on the CPU only; take 'cpu'"):
+        localinfer.load(path, device="cuda", threads=1)
