@@ -183,6 +183,9 @@ STORED = {
     "codes": ("q8_0", replace(PLAIN, num_heads=2, key_size=72, value_size=80)),
     "codes of keys": ("q8_0/f16", replace(PLAIN, num_heads=8, num_kv_heads=1, key_size=32, value_size=18)),
     "codes of values": ("f16/q8_0", replace(PLAIN, num_heads=2, key_size=18, value_size=96, chunk=50)),
+    "half bytes": ("q4_0", replace(PLAIN, num_heads=2, key_size=72, value_size=80)),
+    "half bytes of keys": ("q4_0/f16", replace(PLAIN, num_heads=8, num_kv_heads=1, key_size=20, value_size=18)),
+    "half bytes of values": ("f32/q4_0", replace(PLAIN, num_heads=2, key_size=18, value_size=37, chunk=50)),
 }
 
 
