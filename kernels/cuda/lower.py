@@ -401,6 +401,7 @@ def _add_vector(tape: CudaTape, op: further_ops.AddVector) -> None:
 
 def _mean_rows(tape: CudaTape, op: further_ops.MeanRows) -> None:
     tape.read(op.x)
+    values: tuple[float | str, ...]
     values = (*tape.places(op.out, op.x), op.x.width, "output_row_numbers", "page_tables", "batch_rows")
     tape.simple("pooling.mean_rows", (), Rows.OUTPUT, op.x.width, values, op.out)
 
