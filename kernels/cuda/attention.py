@@ -152,15 +152,15 @@ class Attention:
             partials = self.memory.shared("partial attention", rows * run.num_chunks * row_bytes)
             tables = (run.kept + 8 * first, run.page_tables + 8 * first, partials, run.num_chunks, shape.num_heads)
             rotation = (self._angles(first), rope.num_pairs, rope.halves, rope.offset)
-            constants = (*self.kinds, heads, shape.key_size, shape.value_size, *([1] if stores else []))
+            sizes = (heads, shape.key_size, shape.value_size)
+            constants = (*self.kinds, *sizes, int(stores), int(codes is not None))
             values = (*_after(self.queries, first), *tables, group, *self._offsets, *mask, self.slopes, *rotation)
             grid = (count, blocks, run.num_chunks)
-            values = (*values, shape.scale, shape.softcap, *fresh)
-            yield Launch("attention.attend_chunks", constants, grid, THREADS, values)
-            flags = (int(codes is not None), shape.value_size if self.kinds[1] <= _CODES else 0)
-            target = (*_after(self.out, first), *tables, shape.value_size, *mask, self.sinks)
+            counters = self.memory.counters(rows * shape.num_heads)
             into = (0, 0, 0, 0) if codes is None else codes.after(first).parameters
-            yield Launch("attention.merge_chunks", flags, (shape.num_heads, count, 1), THREADS, (*target, *into))
+            target = (*_after(self.out, first), self.sinks, counters, *into)
+            arguments = (*values, shape.scale, shape.softcap, *fresh, *target)
+            yield Launch("attention.attend_chunks", constants, grid, THREADS, arguments)
 
     def by_tiles(self, run: Shape, start: int, end: int) -> Iterator[Step]:
         """Rows of one sequence, which share what they read."""

@@ -161,6 +161,8 @@ def _optimised(texts: Sequence[str], entry: str) -> str:
     for value in [*module.functions, *module.global_variables]:
         if value.name != entry and not value.is_declaration:
             value.linkage = "internal"
+            if value.is_function:
+                value.add_function_attribute("alwaysinline")
     builder = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=3))
     builder.getModulePassManager().run(module, builder)
     return str(module)

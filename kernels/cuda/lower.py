@@ -1,8 +1,8 @@
 """From a graph of ops to a program for CUDA: each op becomes a function that gives the kernels to launch for a batch.
 
 `LOWER` has one function per op. Neighbours that a GPU computes better together are joined: gate and up and their
-activation are one kernel, RoPE happens where queries and keys are read next, and a norm, the merging of attention or a
-gated product also quantizes what it writes if a product reads it.
+activation are one kernel, RoPE happens where queries and keys are read next, attention stores a single row in the
+cache, and a norm, attention or a gated product also quantizes what it writes if a product reads it.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -11,7 +11,8 @@ from numba import cuda, float32, int64, uint32
 from localinfer.kernels.cuda.compiled import ptx
 from localinfer.kernels.cuda.compiled.activations import exponential, hyperbolic_tangent
 from localinfer.kernels.cuda.compiled.kv_store import CODES, HALF_BYTES, HALVES, PAGE, key_store_of, value_store_of
-from localinfer.kernels.cuda.compiled.quantize import store_quantized
+from localinfer.kernels.cuda.compiled.last_block import is_last_block
+from localinfer.kernels.cuda.compiled.merging import merge_of
 from localinfer.kernels.cuda.compiled.reductions import warp_max, warp_sum
 from localinfer.kernels.cuda.compiled.rotation import (
     block_scale,
@@ -81,20 +82,21 @@ def round_queries(query, words, scales, heads, size, head_words):
     ptx.syncthreads()
 
 
-def _bounds(key_kind, value_kind, heads, key_size, value_size, stores=0):
+def _bounds(key_kind, value_kind, heads, key_size, value_size, stores=0, quantizes=0):
     """Registers enough to load many keys and values before the first is used."""
     return THREADS, 4
 
 
-@template("qqqqqqqqqqqqqqqqq" + ROPE + "ff(qq)" + ROPE, _bounds)
-def attend_chunks(key_kind, value_kind, heads, key_size, value_size, stores=0):
+@template("qqqqqqqqqqqqqqqqq" + ROPE + "ff(qq)" + ROPE + "(qqqqqqqq)", _bounds)
+def attend_chunks(key_kind, value_kind, heads, key_size, value_size, stores=0, quantizes=0):
     """Attention of `heads` query heads of one KV head to one chunk, of [rows, KV heads * parts, chunks].
 
     stores: 1 for one row whose own keys and values, at `fresh`, the block that attends to them first writes into the
-    cache; a KV head then has one part.
+    cache; a KV head then has one part. quantizes: 1 if codes of what is written are wanted too.
 
     Writes to partials [row][head][chunk][value_size + 2]: largest score, sum of weights, weighted values, which are
-    rotated still if they are codes.
+    rotated still if they are codes. The last block of a row's heads merges them into out; see `merging`.
+    into: out and its stride, sinks, counters of blocks per row and head, codes and records with their strides.
     """
     key_is_half_bytes = key_kind == HALF_BYTES
     key_is_codes = key_kind <= CODES
@@ -123,16 +125,17 @@ def attend_chunks(key_kind, value_kind, heads, key_size, value_size, stores=0):
     column_rounds = -(-value_size // _COLUMNS)
     sums_size = heads * _LANE_COLUMNS
     loaded_size = _POSITIONS * _LANE_COLUMNS
-    merged_size = _WARPS * heads * _COLUMNS
+    merged_size = max(_WARPS * heads * _COLUMNS, heads * value_size if value_is_codes else 0)
     store_key = key_store_of(key_kind, key_size)
     store_value = value_store_of(value_kind, value_size, not key_is_codes)
+    merge = merge_of(heads, value_size, value_is_codes, quantizes == 1)
     fresh_key_size = key_size if key_is_codes else 1
     fresh_value_size = value_size if value_is_codes else 1
 
     def kernel(
         queries, queries_stride, positions, page_tables, partials, partial_chunks,
         num_heads, group_heads, head_bytes, layer_offset, key_scales, values_offset, value_scales, value_columns,
-        window, span, slopes, rope, scale, softcap, fresh, fresh_rope,
+        window, span, slopes, rope, scale, softcap, fresh, fresh_rope, into,
     ):  # fmt: skip
         row = ptx.block_x()
         first = ptx.block_z() * CHUNK
@@ -359,71 +362,17 @@ def attend_chunks(key_kind, value_kind, heads, key_size, value_size, stores=0):
                             part = (row * num_heads + first_head + h) * partial_chunks + ptx.block_z()
                             ptx.store_f32(partials + part * (4 * value_size + 8) + 8 + 4 * column, total)
 
-    return kernel
-
-
-@inline
-def joined(base, stride, first, last, column, largest, total):
-    """One column of a result: chunks `first` to `last`, weighted by their largest scores."""
-    value = float32(0.0)
-    chunk = first
-    while chunk <= last:
-        weight = exponential(ptx.load_f32(base + chunk * stride) - largest)
-        total = total + weight * ptx.load_f32(base + chunk * stride + 4)
-        value = value + weight * ptx.load_f32(base + chunk * stride + 8 + 4 * column)
-        chunk = chunk + 1
-    return ptx.divide(value, total)
-
-
-@template("qqqqqqqqqqqqqqq")
-def merge_chunks(quantizes, rotated_size):
-    """Merge the chunks of every row and head, from the first to the last, of [heads, rows].
-
-    rotated_size: of a head whose values were codes, so that the rotation has to be undone; else 0.
-    """
-    is_rotated = rotated_size > 0
-    stages = rotation_stages(rotated_size) if is_rotated else 0
-    factor = rotation_factor(rotated_size) if is_rotated else 1.0
-    numbers_size = max(rotated_size, 1)
-
-    def kernel(
-        out, out_stride, positions, page_tables, partials, partial_chunks, num_heads, value_size,
-        window, span, sinks, codes, codes_stride, records, records_stride,
-    ):  # fmt: skip
-        head = ptx.block_x()
-        row = ptx.block_y()
-        if ptx.load_i64(page_tables + 8 * row) != 0:
-            position = ptx.load_i64(positions + 8 * row)
-            first = first_seen(position, window, span) // CHUNK
-            last = position // CHUNK
-            stride = 4 * value_size + 8
-            base = partials + (row * num_heads + head) * partial_chunks * stride
-            largest = float32(LEAST)
-            if sinks != 0:
-                largest = ptx.load_f32(sinks + 4 * head)
-            chunk = first
-            while chunk <= last:
-                largest = ptx.maximum(largest, ptx.load_f32(base + chunk * stride))
-                chunk = chunk + 1
-            total = float32(0.0)
-            if sinks != 0:
-                total = exponential(ptx.load_f32(sinks + 4 * head) - largest)
-            numbers = cuda.shared.array(numbers_size, float32)
-            column = ptx.thread()
-            if is_rotated:
-                while column < value_size:
-                    value = joined(base, stride, first, last, column, largest, total)
-                    numbers[column] = value * float32(factor)
-                    column = column + THREADS
-                fold(numbers, rotated_size, stages)
-                column = ptx.thread()
-            while column < value_size:
-                value = numbers[column] if is_rotated else joined(base, stride, first, last, column, largest, total)
-                whole = head * value_size + column
-                ptx.store_f32(out + row * out_stride + 4 * whole, value)
-                if quantizes:
-                    lane = ptx.thread() % 32
-                    store_quantized(value, lane, codes + row * codes_stride, records + row * records_stride, whole)
-                column = column + THREADS
+            out, out_stride, sinks, counters, codes, codes_stride, records, records_stride = into
+            first_chunk = least // CHUNK
+            last_chunk = position // CHUNK
+            partials = partials + row * num_heads * partial_chunks * (4 * value_size + 8)
+            if is_last_block(counters + 4 * (row * num_heads + first_head), last_chunk - first_chunk + 1):
+                out = out + row * out_stride
+                codes = codes + row * codes_stride
+                records = records + row * records_stride
+                merge(
+                    partials, partial_chunks, first_chunk, last_chunk, first_head, last_head,
+                    sinks, merged, out, codes, records,
+                )  # fmt: skip
 
     return kernel

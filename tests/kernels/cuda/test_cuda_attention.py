@@ -100,7 +100,23 @@ def test_attention_over_codes_is_the_oracles(name: str, pool: ThreadPool) -> Non
     runs = [range(1), range(133, 134)]
     found, kernels = cache.attend(runs)
     assert relative_error(found, cache.wanted(runs, kv_type, exact_queries=False)) <= 2e-6
-    assert kernels == ["attention.attend_chunks", "attention.merge_chunks"]
+    assert kernels == ["attention.attend_chunks"]
+
+
+def test_many_chunks_are_merged(pool: ThreadPool) -> None:
+    # More chunks than a warp has lanes, one of them alone, and two that begin behind the first.
+    for shape, runs in (
+        (replace(PLAIN, num_heads=2, num_kv_heads=1, key_size=4, value_size=4), [range(4300, 4301), range(5, 6)]),
+        (replace(PLAIN, num_heads=1, num_kv_heads=1, key_size=4, value_size=4, window=200), [range(4300, 4301)]),
+    ):
+        queries, keys, values = inputs_of(shape, 4301, seed=9)
+        found, _ = Cache(pool, shape, "f32", [queries, keys, values]).attend(runs)
+        for row, position in zip(found, [run[0] for run in runs], strict=True):
+            first = max(0, position + 1 - shape.window) if shape.window else 0
+            scores = shape.scale * queries[position].reshape(-1, 4).astype(np.float64) @ keys[first : position + 1].T
+            weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+            wanted = weights @ values[first : position + 1] / weights.sum(axis=1, keepdims=True)
+            assert relative_error(row, wanted.reshape(-1)) <= 2e-6
 
 
 MANY = {
@@ -141,7 +157,6 @@ def test_a_row_has_the_same_bits_wherever_tiles_were_cut(pool: ThreadPool) -> No
     assert kernels == [
         "attention_tiles.attend_tiles",
         "attention.attend_chunks",
-        "attention.merge_chunks",
         "attention_tiles.attend_tiles",
     ]
 
@@ -152,7 +167,7 @@ def test_what_tiles_cannot_do_is_done_by_chunks(pool: ThreadPool) -> None:
         cache = Cache(pool, shape, kv_type, inputs_of(shape, 20, seed=4))
         found, kernels = cache.attend([range(2, 19)], capability)
         assert relative_error(found, cache.wanted([range(2, 19)], kv_type, exact_queries=True)) <= 2e-6
-        assert kernels == ["attention.attend_chunks", "attention.merge_chunks"]
+        assert kernels == ["attention.attend_chunks"]
 
 
 @pytest.mark.parametrize("sizes", [(72, 18), (20, 141)])

@@ -110,6 +110,33 @@ def test_kernels_that_overlap_give_the_same_bits(layout: Layout) -> None:
     np.testing.assert_array_equal(found[0], found[1])
 
 
+@pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
+def test_rows_alone_have_the_bits_of_rows_together_at_every_run(kv_type: str) -> None:
+    """Blocks end in another order every time: the last one quantizes, merges chunks, or reads what it has stored."""
+    from tests.bench.random_llama import SHAPES, make_program
+
+    SHAPES["small"] = (4, 512, 8, 2, 64, 2048, 2048, False)
+    device = CudaDevice()
+    program, kv_layout, _ = make_program(device, "small", Layout.Q4_0, kv_type, seed=FRESH_SEED)
+    pages = device.allocate(32 * kv_layout.page_bytes) + np.arange(32, dtype=np.int64) * kv_layout.page_bytes
+    first, count = 1000, 16
+    ids = np.random.default_rng(FRESH_SEED).integers(0, 2048, first + count).astype(np.int32)
+    program.run(Batch(ids[:first], [Segment(0, first, pages)], np.zeros(1, np.int32)))
+
+    def rows_by(step: int) -> list[Any]:
+        rows = []
+        for start in range(first, first + count, step):
+            taken = np.arange(step, dtype=np.int32)
+            rows.append(program.run(Batch(ids[start : start + step], [Segment(start, step, pages)], taken)).copy())
+        return rows
+
+    wanted = np.concatenate(rows_by(2))
+    assert np.isfinite(wanted).all()
+    for step in [1] * 20 + [4, 8, 16]:
+        np.testing.assert_array_equal(np.concatenate(rows_by(step)), wanted, err_msg=f"seed {FRESH_SEED}")
+    program.close()
+
+
 def two_hundred_tokens(model: Path | None, device: str, **options: Any) -> Sequence[int]:
     import localinfer
 

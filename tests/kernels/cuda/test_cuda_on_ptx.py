@@ -3,14 +3,24 @@
 Between shuffles and barriers the order of lanes and warps is open, so what depends on it is a race.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from localinfer.kernels.cpu.program import ThreadPool
+from localinfer.kernels.kv_layout import KVLayout
+from localinfer.kernels.layouts import Layout
+from localinfer.kernels.ops import AttentionShape, KVLayerShape, Rows
+from tests.kernels.random_weights import random_weights
 
 pytest.importorskip("numba_cuda", reason="CUDA kernels are compiled by numba-cuda, which is not installed")
 
+from localinfer.kernels.cuda.attention import Attention, FreshRows, Rope
+from localinfer.kernels.cuda.gemm import Shape, Slot, quantize_launch, quantized_place, scalar_gemm
+from localinfer.kernels.cuda.memory import DeviceMemory
 from localinfer.kernels.cuda.self_check import check_device
+from localinfer.kernels.cuda.weights import upload
 from tests.kernels.cuda import ptx_executor, test_cuda_attention, test_cuda_page_sums, test_cuda_tape
 from tests.kernels.cuda.device import EmulatedDevice
 from tests.kernels.cuda.emulation import Emulator
@@ -29,6 +39,48 @@ def test_a_product_and_an_attention_are_right(order: int) -> None:
     check_device(EmulatedDevice())
     names = {name for name, _ in ptx_executor.launched}
     assert {"matmul.matmul", "matmul_tiles.matmul_tiles", "attention.attend_chunks", "kv_store.store_rows"} <= names
+
+
+def test_what_the_last_block_makes_is_the_sources(order: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks that are merged, and their codes; a row that its attention stores; codes of a gated product."""
+    random = np.random.default_rng(2)
+    layout = KVLayout("q8_0", [KVLayerShape(1, 32, 64)])
+    shape = AttentionShape(3, 1, 32, 64, 0.2)
+    page = random.integers(0, 256, layout.page_bytes, np.uint8)
+    page.view(np.uint16)[:] = page.view(np.uint16) & 0x83FF | 0x3000
+    queries, keys, values = (random.standard_normal(width).astype(np.float32) for width in (96, 32, 64))
+    inputs = random.standard_normal(64).astype(np.float32)
+    weights = [random_weights(Layout.Q4_0, (64, 64), seed) for seed in (1, 2)]
+
+    def last_blocks() -> list[np.ndarray]:
+        device = EmulatedDevice()
+        memory = DeviceMemory(device, {Rows.BATCH: 1, Rows.OUTPUT: 1}, ())
+
+        def put(array: np.ndarray) -> int:
+            device.write(address := device.allocate(array.nbytes), array)
+            return address
+
+        pages = [put(page) for _ in range(9)]
+        table = put(np.array(pages, np.int64))
+        run = Shape(1, 1, 4, 0, put(np.array([270])), put(np.array([table], np.int64)), 0)
+        rope = Rope(0, 0, 0, 32, 0)
+        fresh = FreshRows(0, (put(keys), 128), (put(values), 256), rope)
+        out, into = (device.allocate(768), 768), quantized_place(memory, "out", 192, 1)
+        attention = Attention(memory, layout, 0, shape, (put(queries), 384), out, 0, 0, rope, fresh)
+        device.run(list(attention.steps(run, into)))
+        given, joined = quantized_place(memory, "inputs", 64, 1), quantized_place(memory, "gated", 64, 1)
+        joined = replace(joined, counters=memory.counters(2))
+        device.run([quantize_launch(put(inputs), 256, given, 64, 1)])
+        both = [Slot(upload(device, Layout.Q4_0, data, 1, 64, 64), out[0], 768) for data in weights]
+        attended = device.memory.view(*out).copy()
+        device.run(list(scalar_gemm((0, 0), given, both, 1, 0, joined)))
+        sizes = [(pages[8], page.size), (into.codes, 192), (into.records, 48), (joined.codes, 64), (joined.records, 16)]
+        return [attended, *(device.memory.view(place, size).copy() for place, size in sizes)]
+
+    found = last_blocks()
+    monkeypatch.undo()
+    for ours, wanted in zip(found, last_blocks(), strict=True):
+        np.testing.assert_array_equal(ours, wanted)
 
 
 def test_a_norm_and_its_codes_are_the_sources(order: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,15 +80,20 @@ KERNELS = [
     ("kv_store.store_codes", (1, 1, 128, 128), 40, "shfl.sync.bfly bar.sync st.global.u8"),
     ("kv_store.store_codes", (0, 0, 128, 128), 40, "shfl.sync.bfly bar.sync st.global.u8"),
     ("rotation.rotate_heads", (128,), 40, "bar.sync"),
-    ("attention.attend_chunks", (2, 2, 4, 128, 128), 128, "cvt.f32.f16 prefetch.global.L2 bar.sync"),
-    ("attention.attend_chunks", (2, 2, 4, 128, 128, 1), 128, "cvt.f32.f16 cvt.rn.f16.f32 st.global.u16"),
-    ("attention.attend_chunks", (1, 1, 4, 128, 128, 1), 128, "dp4a.s32.s32 st.global.u8"),
-    ("attention.attend_chunks", (1, 1, 4, 128, 128), 128, "dp4a.s32.s32 shfl.sync.bfly bar.sync"),
-    ("attention.attend_chunks", (0, 0, 4, 128, 128), 128, "dp4a.s32.s32 ld.global.v4.u32 bar.sync"),
+    ("attention.attend_chunks", (2, 2, 4, 128, 128, 0, 0), 128, "cvt.f32.f16 prefetch.global.L2 bar.sync"),
+    ("attention.attend_chunks", (1, 1, 4, 128, 128, 0, 1), 128, "dp4a.s32.s32 shfl.sync.bfly bar.sync"),
+    (
+        "attention.attend_chunks",
+        (2, 2, 4, 128, 128, 1, 1),
+        128,
+        "cvt.rn.f16.f32 st.global.u16 atom.acq_rel.gpu.global.add.u32 st.global.u8",
+    ),
+    ("attention.attend_chunks", (1, 1, 4, 128, 128, 1, 1), 128, "dp4a.s32.s32 st.global.u16 shfl.sync.idx"),
+    ("attention.attend_chunks", (0, 0, 4, 128, 128, 0, 0), 128, "dp4a.s32.s32 ld.global.v4.u32 bar.sync"),
+    ("attention.attend_chunks", (0, 0, 4, 128, 128, 1, 1), 128, "dp4a.s32.s32 ld.global.v4.u32 st.global.u8"),
     ("attention_tiles.attend_tiles", (0, 0, 128, 128, 4), 168, HALF_TILES),
     ("attention_tiles.attend_tiles", (2, 2, 128, 128, 4), 168, HALF_TILES),
     ("attention_tiles.attend_tiles", (1, 1, 256, 64, 2), 168, HALF_TILES),
-    ("attention.merge_chunks", (1, 128), 56, "st.global.u8 bar.sync"),
     ("page_sums.page_shares", (2, 128), 48, "cvt.f32.f16 shfl.sync.bfly bar.sync"),
     ("page_sums.page_shares", (1, 128), 48, "dp4a.s32.s32 shfl.sync.bfly bar.sync"),
     ("page_sums.page_shares", (0, 80), 48, "dp4a.s32.s32 shfl.sync.bfly bar.sync"),
@@ -128,7 +133,7 @@ def test_kernel_has_its_instructions(name: str, constants: tuple[int, ...], regi
         ptx = ptx_of(name, constants, capability)
         assert f".target sm_{capability[0]}{capability[1]}" in ptx
         assert ptx.count(".entry ") == ptx.count(f".visible .entry {kernel_cache.entry_name((name, constants))}(") == 1
-        assert ".extern" not in ptx, "a kernel calls nothing that is not in it"
+        assert ".extern" not in ptx and ".func" not in ptx, "a kernel calls nothing that is not in it"
         assert ".local" not in ptx, "arrays of a lane lie in registers"
         waits = ptx.count("griddepcontrol.wait")
         assert waits == ptx.count("griddepcontrol.launch_dependents") == int(capability >= OVERLAP_CAPABILITY)
@@ -168,13 +173,14 @@ def test_a_small_batch_reads_its_weights_once() -> None:
 
 
 def test_nothing_is_read_that_another_kernel_writes_before_that_one_has_ended() -> None:
-    prefetching = ptx_of("matmul.matmul", (Layout.Q4_K, 1, 2, 1, matmul.GATED, 1), (9, 0))
+    prefetching = ptx_of("matmul.matmul", (Layout.Q4_0, 1, 2, 1, matmul.GATED_CODES, 1), (9, 0))
     tiles = ptx_of("matmul_tiles.matmul_tiles", (Layout.Q4_0, 8, 2, 1, matmul.PLAIN), (9, 0))
     norm = ptx_of("rows.norm", (rows.RMS, 32, 1, 4, 1), (9, 0))
-    for ptx in (prefetching, tiles, norm):
+    attention = ptx_of("attention.attend_chunks", (2, 2, 4, 128, 128, 1, 1), (9, 0))
+    for ptx in (prefetching, tiles, norm, attention):
         assert ptx.index("griddepcontrol.launch_dependents") < ptx.index("griddepcontrol.wait")
         before, after = ptx.split("griddepcontrol.wait")
-        assert "ld.global" not in before and "st.global" not in before and "ld.global" in after
+        assert not re.search(r"(ld|st|atom)[.\w]*\.global", before) and "ld.global" in after
     assert "prefetch.global.L2" in prefetching.split("griddepcontrol.wait")[0]
     assert "prefetch.global.L2" in tiles.split("griddepcontrol.wait")[0]
 

@@ -151,7 +151,7 @@ def test_a_block_of_a_decoder_is_the_oracles_in_few_launches(kv_type: str, step:
     assert_near(found, wanted, 0.03)
     if step == 1:
         per_token = len(kernels) / 5
-        assert per_token == 12, "look-up, angles, nine of the block (two layouts of q, k, v), selection"
+        assert per_token == 11, "look-up, angles, eight of the block (two layouts of q, k, v), selection"
         assert "rows.rope" not in kernels and "rows.elementwise" not in kernels
 
 
