@@ -24,6 +24,14 @@ def files_stay_in_memory() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="session")
+def kernels_are_compiled_here() -> Iterator[None]:
+    """Tests need a few new kernels at a time, which take no longer than a child process that imports Numba for them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("localinfer.kernels.jit.compile_ahead.can_start_children", lambda: False)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
 def no_configuration(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """What a person who runs the tests has configured changes none of them."""
     with pytest.MonkeyPatch.context() as patch:

@@ -87,10 +87,10 @@ GOOD = {
     """,
     "quantize": """
         {demo} {folder}/1.gguf --type q8_0 --method rtn --threads 1 --device cpu --text {text} --chunks 1
-        {demo} {folder}/2.gguf --calibration {text} --calibration-tokens 512 --save-imatrix {folder}/i.gguf {quick}
-        {demo} {folder}/3.gguf --imatrix {folder}/i.gguf {quick}
-        {demo} {folder}/4.gguf --type F16 {quick} --no-config
-        {demo} {folder}/5.gguf --type mxfp4_moe {quick}
+        {tiny} {folder}/2.gguf --calibration {text} --calibration-tokens 512 --save-imatrix {folder}/i.gguf {quick}
+        {tiny} {folder}/3.gguf --imatrix {folder}/i.gguf {quick}
+        {tiny} {folder}/4.gguf --type F16 --chunks 0 --no-config
+        {tiny} {folder}/5.gguf --type mxfp4_moe --calibration-tokens 512 --chunks 0
     """,
     "compare": """
         {demo} {demo} {text} --context-length 64 --chunks 1 --threads 1 --json

@@ -78,17 +78,19 @@ def test_intrinsics_fall_back_to_what_the_compile_target_has(
 def processes() -> Iterator[dict[ISA, subprocess.Popen[str]]]:
     """One process per path below the one in use, all at once: they compile for themselves."""
     started: dict[ISA, subprocess.Popen[str]] = {}
+    # Each is missing some kernels after the other: a child process for each time would import Numba again.
+    alone = "from localinfer.kernels.jit import compile_ahead; compile_ahead.can_start_children = lambda: False"
     for path in available():
         if path is ISA.GENERIC:
             names = ("products", "cached", "recurrent", "encoded", "chosen")
             code = f"from tests.kernels.cpu import digest; print({', '.join(f'digest.{name}()' for name in names)})"
-            started[path] = start(code, REPOSITORY, LOCALINFER_ISA=path.value, **OLD_CPU)
+            started[path] = start(f"{alone}; {code}", REPOSITORY, LOCALINFER_ISA=path.value, **OLD_CPU)
         elif path is not isa.SELECTED:
             arguments = ("digest.DOT_PRODUCTS", "['q8_0']") if path is ISA.AVX_VNNI else ("", "")
             code = "from tests.kernels.cpu import digest; print(digest.products({}), digest.cached({}))".format(
                 *arguments
             )
-            started[path] = start(code, LOCALINFER_ISA=path.value)
+            started[path] = start(f"{alone}; {code}", LOCALINFER_ISA=path.value)
     yield started
     for process in started.values():
         process.kill()
