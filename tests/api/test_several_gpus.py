@@ -165,7 +165,7 @@ def test_what_gpus_would_hold_is_shown(
         ("small", {"tensor_split": [1, 1, 1]}),
         ("small", {"device": "cuda:1"}),
         ("small", {"device": "cuda:5"}),
-        ("small", {"device": "cuda", "kv_window": 32}),
+        ("small", {"device": "cuda", "gpu_layers": 1, "kv_window": 32}),
         ("small", {"device": "cuda", "kv_type": "q4_0"}),
         ("small", {"kv_type": "q4_0"}),
         ("small", {"cpu_moe": True}),
