@@ -1,4 +1,4 @@
-"""Weights that try encoders: made of integer arithmetic, so that every platform and NumPy has the same bits."""
+"""Weights that try encoders: of integers, products and sums, so that every platform and NumPy has the same bits."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,7 +59,9 @@ def hard_weights() -> dict[str, NDArray[np.float32]]:
 
 def importances() -> dict[str, NDArray[np.float32] | None]:
     """Importance float32[COLUMNS]: none, unequal, and with columns that never matter."""
-    spread = np.abs(uniform(COLUMNS, 3)) ** 3 + np.float32(1e-6)
+    # NumPy's power has other bits on other processors.
+    distance = np.abs(uniform(COLUMNS, 3))
+    spread = distance * distance * distance + np.float32(1e-6)
     with_zeros = np.where(uniform(COLUMNS, 4) > 0, spread, np.float32(0))
     with_zeros[64:128] = 0
     return {"none": None, "unequal": spread.astype(np.float32), "zeros": with_zeros.astype(np.float32)}
