@@ -10,7 +10,16 @@ from numba import cuda, float32, int64, uint32
 
 from localinfer.kernels.cuda.compiled import ptx
 from localinfer.kernels.cuda.compiled.activations import exponential, hyperbolic_tangent
-from localinfer.kernels.cuda.compiled.kv_store import CODES, HALF_BYTES, HALVES, PAGE, key_store_of, value_store_of
+from localinfer.kernels.cuda.compiled.kv_store import (
+    CODES,
+    HALF_BYTES,
+    HALVES,
+    PAGE,
+    key_group_bytes,
+    key_store_of,
+    key_words_of,
+    value_store_of,
+)
 from localinfer.kernels.cuda.compiled.last_block import is_last_block
 from localinfer.kernels.cuda.compiled.merging import merge_of
 from localinfer.kernels.cuda.compiled.reductions import warp_max, warp_sum
@@ -112,10 +121,10 @@ def attend_chunks(key_kind, value_kind, heads, key_size, value_size, stores=0, q
     key_stages = rotation_stages(key_size)
     key_blocks = -(-key_size // SCALE_BLOCK)
     # Words of queries: a word of half bytes meets two of them.
-    key_words = -(-key_size // 8) * 2 if key_is_half_bytes else -(-key_size // 4)
+    key_words = key_words_of(key_kind, key_size)
     word_step = 4 if key_words % 4 == 0 else 2 if key_is_half_bytes else 1
     pair_step = word_step // 2
-    key_group = 32 * key_words if key_is_half_bytes else 64 * key_words
+    key_group = key_group_bytes(key_kind, key_size)
     code_unit = 0.0625 if key_is_half_bytes else 1.0
     block_words = SCALE_BLOCK // 4
     words_size = heads * key_words

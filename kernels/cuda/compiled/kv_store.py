@@ -81,19 +81,28 @@ def store_head_codes(numbers, size, codes, run, run_bytes, flip, scales, scale_b
         first = first + THREADS // 32 * SCALE_BLOCK
 
 
+def key_words_of(kind, size):
+    """Words of four codes of a position's keys of a kind of codes; half bytes, whose words have eight, have pairs."""
+    return -(-size // 8) * 2 if kind == HALF_BYTES else -(-size // 4)
+
+
+def key_group_bytes(kind, size):
+    """Bytes of the codes of sixteen positions."""
+    return key_words_of(kind, size) * (32 if kind == HALF_BYTES else 64)
+
+
 def key_store_of(kind, size):
     """Make the function that writes a head's key, after RoPE if that has pairs, with all threads of a block.
 
     numbers: float32[size] of shared memory, for codes. place: of the head in its page. within: number in the page.
     """
     is_codes = kind == CODES
-    is_half_bytes = kind == HALF_BYTES
     is_rotated = kind <= CODES
     is_half = kind == HALVES
     stages = rotation_stages(size)
     factor = rotation_factor(size)
     # A group of sixteen positions: bytes of its codes, and of its scales.
-    group_bytes = 64 * -(-size // (8 if is_half_bytes else 4))
+    group_bytes = key_group_bytes(kind, size)
     group_scales = 32 * -(-size // SCALE_BLOCK)
 
     @inline

@@ -9,7 +9,7 @@ from numba import cuda, float32, int64, uint32
 from localinfer.kernels.cuda.compiled import ptx
 from localinfer.kernels.cuda.compiled.activations import exponential, hyperbolic_tangent
 from localinfer.kernels.cuda.compiled.attention import LEAST, first_seen, round_queries
-from localinfer.kernels.cuda.compiled.kv_store import CODES, HALF_BYTES, HALVES, PAGE
+from localinfer.kernels.cuda.compiled.kv_store import CODES, HALF_BYTES, HALVES, PAGE, key_group_bytes, key_words_of
 from localinfer.kernels.cuda.compiled.reductions import warp_max, warp_sum
 from localinfer.kernels.cuda.compiled.rotation import fold, rotation_factor, rotation_stages
 from localinfer.kernels.cuda.compiled.rows import ROPE, rotated
@@ -33,8 +33,8 @@ def page_shares(key_kind, key_size):
     key_factor = rotation_factor(key_size) if key_is_codes else 1.0
     key_stages = rotation_stages(key_size)
     key_blocks = -(-key_size // SCALE_BLOCK)
-    key_words = -(-key_size // 8) * 2 if key_is_half_bytes else -(-key_size // 4)
-    key_group = 32 * key_words if key_is_half_bytes else 64 * key_words
+    key_words = key_words_of(key_kind, key_size)
+    key_group = key_group_bytes(key_kind, key_size)
     code_unit = 0.0625 if key_is_half_bytes else 1.0
     block_words = SCALE_BLOCK // 4
 
