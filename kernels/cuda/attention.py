@@ -26,6 +26,9 @@ _TILED_ROWS = 8
 
 _TILE_COLUMNS, _MAX_SHARED_BYTES = 128, 48 << 10
 
+_ALL_AFTER = 1 << 40
+"""More positions than a sequence has."""
+
 
 @dataclass(frozen=True)
 class Rope:
@@ -129,6 +132,17 @@ class Attention:
         return is_rounded and self.memory.device.capability >= TENSOR_CORES and self.group <= 16 * self.tile_warps
 
     @property
+    def mask(self) -> tuple[int, int]:
+        """The window before a row and the span of local chunks, in positions; 0 for none."""
+        window = self.shape.window
+        return (window // 2 + 1 if self.shape.bidirectional and window else window, self.shape.chunk)
+
+    def _reach(self, run: Shape, row: int) -> tuple[int, int]:
+        """How many later positions rows from `row` on attend to, and where the last ones of their segments are."""
+        window = self.shape.window
+        return (window // 2 if window else _ALL_AFTER, run.last_positions + 8 * row)
+
+    @property
     def _offsets(self) -> tuple[int, ...]:
         head = self.layout.head(self.layer)
         scales = (head.key_scales, head.values, head.value_scales, head.value_columns)
@@ -141,7 +155,6 @@ class Attention:
         rows = min(_ROWS, end - start)
         row_bytes = shape.num_heads * (4 * shape.value_size + 8)
         blocks = shape.num_kv_heads * -(-group // heads)
-        mask = (shape.window, shape.chunk)
         stores = self.fresh is not None and run.batch_rows == 1
         fresh = (0,) * 6
         if self.fresh is not None and stores:
@@ -153,13 +166,14 @@ class Attention:
             tables = (run.kept + 8 * first, run.page_tables + 8 * first, partials, run.num_chunks, shape.num_heads)
             rotation = (self._angles(first), rope.num_pairs, rope.halves, rope.offset)
             sizes = (heads, shape.key_size, shape.value_size)
-            constants = (*self.kinds, *sizes, int(stores), int(codes is not None))
-            values = (*_after(self.queries, first), *tables, group, *self._offsets, *mask, self.slopes, *rotation)
+            constants = (*self.kinds, *sizes, int(stores), int(codes is not None), int(shape.bidirectional))
+            place = _after(self.queries, first)
+            values = (*place, *tables, group, *self._offsets, *self.mask, self.slopes, *rotation)
             grid = (count, blocks, run.num_chunks)
             counters = self.memory.counters(rows * shape.num_heads)
             into = (0, 0, 0, 0) if codes is None else codes.after(first).parameters
             target = (*_after(self.out, first), self.sinks, counters, *into)
-            arguments = (*values, shape.scale, shape.softcap, *fresh, *target)
+            arguments = (*values, shape.scale, shape.softcap, *fresh, *target, *self._reach(run, first))
             yield Launch("attention.attend_chunks", constants, grid, THREADS, arguments)
 
     def by_tiles(self, run: Shape, start: int, end: int) -> Iterator[Step]:
@@ -175,11 +189,11 @@ class Attention:
             queries, rotation = place, (0, 0, 0, 0)
         tiles = -(-rows // (16 * warps // self.group))
         tables = (run.kept + 8 * start, run.page_tables + 8 * start)
-        mask = (shape.window, shape.chunk, self.slopes, self.sinks)
+        mask = (*self.mask, self.slopes, self.sinks)
         numbers = (*queries, *out, *tables, rows, self.group, *self._offsets, *mask, *rotation, tiles)
         grid = (tiles, shape.num_kv_heads, -(-shape.value_size // _TILE_COLUMNS))
-        constants = (*self.kinds, shape.key_size, shape.value_size, warps)
-        values = (*numbers, shape.scale, shape.softcap)
+        constants = (*self.kinds, shape.key_size, shape.value_size, warps, int(shape.bidirectional))
+        values = (*numbers, shape.scale, shape.softcap, *self._reach(run, start))
         yield Launch("attention_tiles.attend_tiles", constants, grid, 32 * warps, values)
         if self.kinds[1] <= _CODES:
             yield Launch("rotation.rotate_heads", (shape.value_size,), heads, THREADS, (*out, *out, 0, 0, 0, 0))

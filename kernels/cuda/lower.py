@@ -7,7 +7,7 @@ cache, and a norm, attention or a gated product also quantizes what it writes if
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -252,8 +252,7 @@ def _attention(tape: CudaTape, attention: ops.Attention) -> None:
     out, shape, memory = attention.out, attention.shape, tape.memory
     check(attention.chosen is None, "attention to chosen positions is computed on the CPU only; take device 'cpu'")
     check(not shape.excludes_own, "attention without a row's own position is computed on the CPU only")
-    if shape.bidirectional:
-        _refuse(tape, attention)
+    check(not (shape.bidirectional and tape.page_sums), "attention to later positions is not summed by page")
     rope = tape.take_rope(attention.queries, shape.key_size)
     places = (memory.place(attention.queries), memory.place(out))
     constants = (memory.constant(shape.alibi_slopes), memory.constant(shape.sinks))
@@ -404,10 +403,6 @@ def _mean_rows(tape: CudaTape, op: further_ops.MeanRows) -> None:
     values: tuple[float | str, ...]
     values = (*tape.places(op.out, op.x), op.x.width, "output_row_numbers", "page_tables", "batch_rows")
     tape.simple("pooling.mean_rows", (), Rows.OUTPUT, op.x.width, values, op.out)
-
-
-def _refuse(tape: CudaTape, op: ops.Attention) -> NoReturn:
-    raise ShapeError(f"{type(op).__name__} of encoders is computed on the CPU only; load the model with device='cpu'")
 
 
 LOWER: dict[type, Callable[[CudaTape, Any], None]] = {

@@ -67,7 +67,7 @@ class PageSums:
         positions, tables, targets = (start + 8 * first for start in (run.kept, run.page_tables, run.sum_targets))
         places = (queries + first * stride, stride, positions, tables, targets, scratch, self._num_pages)
         cache = (attention.group, head.num_bytes, layout.layer_offset(attention.layer), head.key_scales)
-        mask = (shape.window, shape.chunk)
+        mask = attention.mask
         rotation = (rope.angles + 8 * first * rope.num_pairs, rope.num_pairs, rope.halves, rope.offset)
         words = (*places, shape.num_heads, *cache, *mask, attention.slopes, *rotation, shape.scale, shape.softcap)
         constants = (attention.kinds[0], shape.key_size)

@@ -80,6 +80,11 @@ class PartedKVLayout(KVLayout):
         return tuple(self.part_layout(part).page_bytes for part in range(len(self.parts)))
 
     @property
+    def page_bytes(self) -> int:
+        """Bytes of a page in all parts together, which may hold the same layer."""
+        return sum(self.part_bytes)
+
+    @property
     def host_page_bytes(self) -> int:
         """Bytes of a page in host memory."""
         sizes = zip(self.parts, self.part_bytes, strict=True)

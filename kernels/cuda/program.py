@@ -20,8 +20,9 @@ from localinfer.types import FloatArray, ProgressCallback
 _CHUNK = 128
 _FEWEST_CHUNKS = 4
 _FEWEST_PAGES = 64
-_FIELDS = 6
-"""Of a row: token id, position, page table, output row, position in the cache, and where its attention is summed."""
+_FIELDS = 7
+"""Of a row: token id, position, page table, output row, position in the cache, where its attention is summed, and the
+last position in the cache of its segment."""
 
 
 class CudaProgram:
@@ -206,6 +207,7 @@ class CudaProgram:
             parts[1, row:end] = np.arange(segment.start_position, segment.start_position + segment.num_rows)
             parts[2, row:end] = table
             parts[4, row:end] = parts[1, row:end] - segment.dropped_tokens
+            parts[6, row:end] = parts[4, end - 1]
             parts[5, max(row, end - SUMMED_ROWS) : end] = targets[index]
             longest = max(longest, int(parts[4, end - 1]) + 1)
             row = end
@@ -241,7 +243,12 @@ def _padded(rows: int) -> int:
 
 
 def _shape(rows: int, outputs: int, chunks: int, capacity: int, header: int) -> Shape:
-    token_ids, positions, tables, selected, kept, targets = (header + 8 * capacity * part for part in range(_FIELDS))
+    token_ids, positions, tables, selected, kept, targets, last = (
+        header + 8 * capacity * part for part in range(_FIELDS)
+    )
     return Shape(
-        rows, outputs, chunks, token_ids, positions, tables, selected, cache_positions=kept, sum_targets=targets
+        *(rows, outputs, chunks, token_ids, positions, tables, selected),
+        cache_positions=kept,
+        sum_targets=targets,
+        last_positions=last,
     )

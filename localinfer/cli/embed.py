@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from localinfer.cli.options import COUNT, flag, model_argument, option, options_group, threads_option
+from localinfer.cli.options import (
+    COUNT,
+    devices_option,
+    flag,
+    model_argument,
+    option,
+    options_group,
+    threads_option,
+)
 from localinfer.errors import ContextLengthError, RequestError
 from localinfer.terminal import Progress, check_text, neutralise_controls, with_time_left
 
@@ -25,6 +33,7 @@ _input_options = options_group(
     flag("--truncate", "Cut what is longer than the context, which is refused otherwise."),
     flag("--no-normalize", "Give values as the model computes them."),
     option("-c --context-length", "N", "Tokens of a text at most. Default: as trained.", type=COUNT),
+    devices_option,
     threads_option,
 )
 
@@ -50,6 +59,7 @@ def embed_command(
     truncate: bool,
     no_normalize: bool,
     context_length: int | None,
+    device: str,
     threads: int | None,
     output: str | None,
 ) -> None:
@@ -66,7 +76,10 @@ def embed_command(
         check_output(output, inputs=(model, *files))
     if is_array and pooling == "none":
         raise RequestError("--pooling none gives as many vectors as a text has tokens, which are no array; write JSON")
-    with _loaded(model, context_length, threads) as (llm, progress), _written(output, is_array=is_array) as write:
+    with (
+        _loaded(model, device, context_length, threads) as (llm, progress),
+        _written(output, is_array=is_array) as write,
+    ):
         report = with_time_left(progress)
         ids = [_named(index, len(wanted), llm, text, truncate=truncate) for index, text in enumerate(wanted)]
         for start in range(0, len(ids), TEXTS_AT_ONCE):
@@ -93,6 +106,7 @@ def rerank_command(
     truncate: bool,
     no_normalize: bool,
     context_length: int | None,
+    device: str,
     threads: int | None,
     as_json: bool,
 ) -> None:
@@ -103,7 +117,7 @@ def rerank_command(
     """
     check_text(query, "QUERY")
     wanted = _texts(documents, files, "DOCUMENT")
-    with _loaded(model, context_length, threads) as (llm, progress):
+    with _loaded(model, device, context_length, threads) as (llm, progress):
         report = with_time_left(progress)
         ranked = []
         for start in range(0, len(wanted), TEXTS_AT_ONCE):
@@ -163,15 +177,17 @@ def _named(index: int, count: int, llm: "LLM", text: str, *, truncate: bool) -> 
 
 
 @contextmanager
-def _loaded(model: str, context_length: int | None, threads: int | None) -> "Iterator[tuple[LLM, Progress]]":
-    """The model on the CPU, with nothing but what texts need, and the progress line."""
+def _loaded(
+    model: str, device: str, context_length: int | None, threads: int | None
+) -> "Iterator[tuple[LLM, Progress]]":
+    """The model with nothing but what texts need, and the progress line."""
     import localinfer
 
     with (
         Progress() as progress,
         localinfer.load(
             model,
-            device="cpu",
+            device=device,
             context_length=context_length,
             threads=threads,
             speculation=None,

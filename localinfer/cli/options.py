@@ -189,16 +189,18 @@ def device_option(help: str) -> Decorator:
     return option("--device", None, help, type=_DEVICES, default="auto")
 
 
+devices_option = option(
+    "--device",
+    "DEVICE",
+    "Where to compute: auto (GPUs, if there are any), cpu, cuda, or GPUs by number, such as cuda:0,cuda:1.",
+    callback=_devices,
+    default="auto",
+    shell_complete=lambda context, parameter, begun: [one for one in _DEVICES.choices if one.startswith(begun)],
+)
+
 load_options = options_group(
     model_option,
-    option(
-        "--device",
-        "DEVICE",
-        "Where to compute: auto (GPUs, if there are any), cpu, cuda, or GPUs by number, such as cuda:0,cuda:1.",
-        callback=_devices,
-        default="auto",
-        shell_complete=lambda context, parameter, begun: [one for one in _DEVICES.choices if one.startswith(begun)],
-    ),
+    devices_option,
     option(
         "--gpu-layers",
         "N|auto",

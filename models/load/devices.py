@@ -174,8 +174,6 @@ def calibration_device(device: str) -> str | None:
 
 def cpu_only(config: ModelConfig, kv_layout: KVLayout) -> LocalinferError | None:
     """Why a model is computed on the CPU whatever GPUs there are; None if it is not."""
-    if config.is_encoder:
-        return BackendUnavailableError(f"{config.architecture!r} models are computed on the CPU only; take 'cpu'")
     if kv_layout.states:
         return UnsupportedFormatError(
             "this model has recurrent layers, whose states this version keeps on the CPU only; take device 'cpu' "

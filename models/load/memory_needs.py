@@ -90,7 +90,7 @@ def memory_needs(file: ModelFile, config: ModelConfig, kv_layout: KVLayout, num_
                     experts[int(block[1])] += num_bytes
         elif name in ("token_embd.weight", "position_embd.weight", "per_layer_token_embd.weight"):
             embedding += num_bytes
-        elif name.startswith(("output", "per_layer_", "altup_")):
+        elif name.startswith(("output", "per_layer_", "altup_", "cls", "dense_")):
             output += num_bytes
     is_tied = "output.weight" not in file.tensors
     tied = embedding if is_tied else 0
@@ -101,10 +101,16 @@ def memory_needs(file: ModelFile, config: ModelConfig, kv_layout: KVLayout, num_
         num_pages * shape.num_kv_heads * kv_layout.head(layer).num_bytes
         for layer, shape in enumerate(kv_layout.layers[: config.num_layers])
     ]
+    # All layers of an encoder take turns in the memory of one, on each GPU.
+    shared_cache = sum(cache) if config.is_encoder else 0
+    if config.is_encoder:
+        cache = [0] * config.num_layers
     layers = [num_bytes + kept for num_bytes, kept in zip(weights, cache, strict=True)]
     slots = 1 if config.experts is None else config.experts.num_selected
-    rows = _BATCH_ROWS * 4 * (8 * config.hidden_size + (3 + slots) * widest)
-    working = rows + _OUTPUT_ROWS * 4 * config.vocab_size + _LIBRARY_BYTES
+    # Texts of an encoder are computed whole.
+    batch_rows = max(_BATCH_ROWS, num_tokens) if config.is_encoder else _BATCH_ROWS
+    rows = batch_rows * 4 * (8 * config.hidden_size + (3 + slots) * widest)
+    working = shared_cache + rows + _OUTPUT_ROWS * 4 * config.vocab_size + _LIBRARY_BYTES
     share = 1.0 if config.experts is None else config.experts.num_selected / config.experts.num_experts
     return MemoryNeeds(layers, output, embedding, working, experts, cache, share, tied)
 

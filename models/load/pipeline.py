@@ -145,17 +145,18 @@ def assign_ops(graph: OpGraph, marks: Sequence[int], placement: Placement) -> li
 
 
 def _layout(parts: "Parts", gpus: Sequence[CudaDevice], placement: Placement) -> PartedKVLayout:
-    """Pages with the layers of each device on it."""
-    shares = zip(gpus, placement.gpus, strict=True)
-    held = [KVPart(gpu, share.first, share.end) for gpu, share in shares]
-    first = placement.gpus[0].first
+    """Pages with the layers of each device on it; those of an encoder, which share one, have it on every device."""
+    computed: list[tuple[CudaDevice | None, range]] = []
     if placement.uses_cpu:
-        held.insert(0, KVPart(None, 0, first))
-    kinds = ["cpu"] * first
-    for part in held:
-        if part.device is not None:
-            kinds += ["sm_{}{}".format(*part.device.capability)] * (part.end - part.first)
-    computed_by = ", ".join(f"{kind}: {len(list(layers))}" for kind, layers in groupby(kinds))
+        computed.append((None, range(placement.gpus[0].first)))
+    computed += [(gpu, range(share.first, share.end)) for gpu, share in zip(gpus, placement.gpus, strict=True)]
+    kinds = []
+    for gpu, layers in computed:
+        kinds += ["cpu" if gpu is None else "sm_{}{}".format(*gpu.capability)] * len(layers)
+    if parts.config.is_encoder:
+        computed = [(gpu, range(min(1, len(layers)))) for gpu, layers in computed]
+    held = [KVPart(gpu, layers.start, layers.stop) for gpu, layers in computed]
+    computed_by = ", ".join(f"{kind}: {len(list(same))}" for kind, same in groupby(kinds))
     if placement.num_split_layers:
         computed_by += f", experts on cpu: {placement.cpu_experts}"
     return PartedKVLayout(parts.kv_type, kv_layer_shapes(parts.config), parts=tuple(held), computed_by=computed_by)

@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 
 import localinfer
 from localinfer.engine.pooling import TextPooler
-from localinfer.errors import BackendUnavailableError
 from localinfer.models.decoder.pooling import Pooling
 from localinfer.sampling.params import SamplingParams
 from localinfer.types import ProgressCallback
@@ -23,7 +22,7 @@ pytest.importorskip("numba_cuda", reason="CUDA kernels are written with numba-cu
 
 from localinfer.kernels.cuda.kernel_cache import KernelKey
 from tests.kernels.cuda.device import CudaTestDevice, EmulatedDevice
-from tests.models.decoder.test_text_head import check
+from tests.models.decoder.test_text_head import check_pooled
 from tests.models.emulated_gpu import NamedDevice, emulate_gpus
 
 TEXTS = [np.array(ids, np.int32) for ids in ([3, 1, 4], [2], [*range(5, 24)], [9, 9, 8, 7, 6, 5])]
@@ -87,8 +86,11 @@ def test_matrices_behind_the_pooling_run_on_the_gpu(gpus: list[Any], tmp_path: P
         np.testing.assert_allclose(found, wanted, rtol=0, atol=0.02 * np.abs(wanted).max())
 
 
-def test_scores_of_a_decoder_on_a_gpu_are_the_reference_runtimes(tmp_path: Path) -> None:
-    check(build_text_model(tmp_path, "qwen3-reranker"), CudaTestDevice(EmulatedDevice()))
+# Window, ALiBi, and attention of a decoder; on a GPU `test_cuda_on_gpu.py` has them all.
+@pytest.mark.parametrize("name", ["modern-bert-encoder", "jina-bert-v2-encoder", "qwen3-reranker"])
+def test_what_a_gpu_makes_of_texts_is_the_reference_runtimes(name: str, tmp_path: Path) -> None:
+    model = build_text_model(tmp_path, name)
+    check_pooled(model, CudaTestDevice(EmulatedDevice()))
 
 
 def test_a_decoder_ranks_on_a_gpu_as_on_the_cpu(gpus: list[Any], tmp_path: Path) -> None:
@@ -121,12 +123,45 @@ def test_texts_and_generations_take_turns_in_the_same_memory(gpus: list[Any], tm
         assert more < 512 * 4 * HIDDEN * 4
 
 
-def test_an_encoder_stays_on_the_cpu_and_says_so(
-    gpus: list[Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    "options",
+    [{"device": "auto"}, {"device": "cuda:0,cuda:1"}, {"device": "cuda:0", "gpu_layers": 1}],
+    ids=["one", "two", "part"],
+)
+@pytest.mark.parametrize("pooling", ["mean", "first", "none"])
+def test_vectors_of_an_encoder_on_gpus_are_the_cpus(
+    gpus: list[Any], tmp_path: Path, options: dict[str, Any], pooling: str
 ) -> None:
     path = write_encoder(tmp_path, "bert-encoder")
-    with localinfer.load(path, device="auto", threads=1) as llm:
-        assert llm.info.device == "cpu" and llm.embed("the").shape == (64,)
-    assert "running on the CPU: 'bert' models are computed on the CPU only" in caplog.text
-    with pytest.raises(BackendUnavailableError, match="'bert' models are computed on the CPU only; take 'cpu'"):
-        localinfer.load(path, device="cuda", threads=1)
+    wanted = vectors(path, pooling, device="cpu")
+    found = vectors(path, pooling, **options)
+    assert gpus, "a GPU was opened"
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert ours.shape == theirs.shape
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=0.02 * np.abs(theirs).max())
+
+
+def test_experts_of_an_encoder_stay_on_the_cpu(gpus: list[Any], tmp_path: Path) -> None:
+    path = build_text_model(tmp_path, "nomic-bert-moe-encoder").path
+    options = OPTIONS | {"context_length": 16}
+    texts = [text % 30 for text in TEXTS[:2]]
+    found = []
+    for device in ({"device": "cpu"}, {"device": "cuda:0", "cpu_moe": True}):
+        with localinfer.load(path, **options, **device) as llm:
+            found += TextPooler(engine_of(llm), model_of(llm)).pool(texts, Pooling.MEAN)
+    np.testing.assert_allclose(found[2:], found[:2], rtol=0, atol=0.02 * np.abs(found[0]).max())
+
+
+def test_a_text_longer_than_a_batch_is_whole_on_a_gpu(
+    gpus: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An encoder's text is not cut: its program grows."""
+    monkeypatch.setattr("localinfer.engine.pooling.MAX_BATCH_ROWS", 16)
+    path = write_encoder(tmp_path, "bert-encoder")
+    text = np.random.default_rng(3).integers(5, 100, 40).astype(np.int32)
+    found = []
+    for device in ("cpu", "cuda:0"):
+        with localinfer.load(path, device=device, **OPTIONS) as llm:
+            assert llm.info.device == device.partition(":")[0]
+            found += llm.embed_many([text, text[:30]], normalize=False)
+    np.testing.assert_allclose(found[2:], found[:2], rtol=0, atol=0.02 * np.abs(found[0]).max())

@@ -101,10 +101,12 @@ GOOD = {
     """,
     "embed": """
         {demo} Hi --pooling mean --dimensions 8 --no-normalize --truncate --context-length 64 --threads 1
+        {demo} Hi --device cpu
         {demo} --file {text} --truncate --output {folder}/x.npy --no-config
     """,
     "rerank": """
         {ranker} Hi one two --top-n 1 --no-normalize --truncate --context-length 64 --threads 1 --json
+        {ranker} Hi one --device cpu
         {ranker} Hi --file {text} --truncate --no-config
     """,
     "mcp": """
@@ -368,6 +370,7 @@ BAD = {
         {demo} Hi --truncate=maybe
         {demo} Hi --no-normalize=maybe
         {demo} Hi --context-length 0
+        {demo} Hi --device tpu
         {demo} Hi --threads 0
         {demo} Hi --output {file}/x.npy
         {demo} Hi --no-config=maybe
@@ -379,6 +382,7 @@ BAD = {
         {ranker} Hi one --truncate=maybe
         {ranker} Hi one --no-normalize=maybe
         {ranker} Hi one --context-length 0
+        {ranker} Hi one --device tpu
         {ranker} Hi one --threads 0
         {ranker} Hi one --json=maybe
         {ranker} Hi one --no-config=maybe

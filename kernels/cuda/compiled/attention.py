@@ -91,17 +91,18 @@ def round_queries(query, words, scales, heads, size, head_words):
     ptx.syncthreads()
 
 
-def _bounds(key_kind, value_kind, heads, key_size, value_size, stores=0, quantizes=0):
+def _bounds(key_kind, value_kind, heads, key_size, value_size, stores=0, quantizes=0, later=0):
     """Registers enough to load many keys and values before the first is used."""
     return THREADS, 4
 
 
-@template("qqqqqqqqqqqqqqqqq" + ROPE + "ff(qq)" + ROPE + "(qqqqqqqq)", _bounds)
-def attend_chunks(key_kind, value_kind, heads, key_size, value_size, stores=0, quantizes=0):
+@template("qqqqqqqqqqqqqqqqq" + ROPE + "ff(qq)" + ROPE + "(qqqqqqqq)(qq)", _bounds)
+def attend_chunks(key_kind, value_kind, heads, key_size, value_size, stores=0, quantizes=0, later=0):
     """Attention of `heads` query heads of one KV head to one chunk, of [rows, KV heads * parts, chunks].
 
     stores: 1 for one row whose own keys and values, at `fresh`, the block that attends to them first writes into the
-    cache; a KV head then has one part. quantizes: 1 if codes of what is written are wanted too.
+    cache; a KV head then has one part. quantizes: 1 if codes of what is written are wanted too. later: 1 for rows that
+    attend to later positions, up to `reach`: how many, and of every row the last one of its sequence.
 
     Writes to partials [row][head][chunk][value_size + 2]: largest score, sum of weights, weighted values, which are
     rotated still if they are codes. The last block of a row's heads merges them into out; see `merging`.
@@ -144,14 +145,17 @@ def attend_chunks(key_kind, value_kind, heads, key_size, value_size, stores=0, q
     def kernel(
         queries, queries_stride, positions, page_tables, partials, partial_chunks,
         num_heads, group_heads, head_bytes, layer_offset, key_scales, values_offset, value_scales, value_columns,
-        window, span, slopes, rope, scale, softcap, fresh, fresh_rope, into,
+        window, span, slopes, rope, scale, softcap, fresh, fresh_rope, into, reach,
     ):  # fmt: skip
         row = ptx.block_x()
         first = ptx.block_z() * CHUNK
         pages = ptx.load_i64(page_tables + 8 * row)
         position = ptx.load_i64(positions + 8 * row)
         least = first_seen(position, window, span)
-        if pages != 0 and first <= position and first + CHUNK > least:
+        last = position
+        if later:
+            last = min(position + reach[0], ptx.load_i64(reach[1] + 8 * row))
+        if pages != 0 and first <= last and first + CHUNK > least:
             lane = ptx.thread() % 32
             warp = ptx.thread() // 32
             parts = (group_heads + heads - 1) // heads
@@ -159,7 +163,7 @@ def attend_chunks(key_kind, value_kind, heads, key_size, value_size, stores=0, q
             first_head = kv_head * group_heads + ptx.block_y() % parts * heads
             last_head = kv_head * group_heads + group_heads - 1
             page_first = first + PAGE * warp
-            if page_first <= position and page_first + PAGE > least:
+            if page_first <= last and page_first + PAGE > least:
                 # The page's keys and values are under way while queries are read and rotated.
                 place = ptx.load_i64(pages + page_first // PAGE * 8) + layer_offset + kv_head * head_bytes
                 offset = _LINE * lane
@@ -201,7 +205,7 @@ def attend_chunks(key_kind, value_kind, heads, key_size, value_size, stores=0, q
             for h in range(heads):
                 sums[h] = float32(0.0)
             seen = first + ptx.thread()
-            is_seen = least <= seen <= position
+            is_seen = least <= seen <= last
             if value_is_codes:
                 # Weights and scales of masked positions are 0, whatever their page contains.
                 position_scales = cuda.shared.array(value_scales_size, float32)
@@ -267,7 +271,10 @@ def attend_chunks(key_kind, value_kind, heads, key_size, value_size, stores=0, q
                     score = softcap * hyperbolic_tangent(ptx.divide(score, softcap))
                 if slopes != 0:
                     head = min(first_head + h, last_head)
-                    score = score + ptx.load_f32(slopes + 4 * head) * ptx.to_float(seen - position)
+                    distance = seen - position
+                    if later:
+                        distance = -abs(distance)
+                    score = score + ptx.load_f32(slopes + 4 * head) * ptx.to_float(distance)
                 if not is_seen:
                     score = float32(LEAST)
                 scores[h * CHUNK + ptx.thread()] = score
@@ -284,7 +291,7 @@ def attend_chunks(key_kind, value_kind, heads, key_size, value_size, stores=0, q
                     for quarter in range(4):
                         place = h * CHUNK + 32 * quarter + lane
                         weight = float32(0.0)
-                        if least <= first + 32 * quarter + lane <= position:
+                        if least <= first + 32 * quarter + lane <= last:
                             weight = exponential(scores[place] - largest)
                         scores[place] = weight
                         total = total + weight
@@ -300,7 +307,7 @@ def attend_chunks(key_kind, value_kind, heads, key_size, value_size, stores=0, q
             partial = cuda.local.array(sums_size, float32)
             merged = cuda.shared.array(merged_size, float32)
             start = max(least - page_first, 0) // _POSITIONS * _POSITIONS
-            end = min(position - page_first, PAGE - 1)
+            end = min(last - page_first, PAGE - 1)
             for column_round in range(column_rounds):
                 column = _COLUMNS * column_round + _LANE_COLUMNS * lane
                 for i in range(sums_size):
@@ -373,7 +380,7 @@ def attend_chunks(key_kind, value_kind, heads, key_size, value_size, stores=0, q
 
             out, out_stride, sinks, counters, codes, codes_stride, records, records_stride = into
             first_chunk = least // CHUNK
-            last_chunk = position // CHUNK
+            last_chunk = last // CHUNK
             partials = partials + row * num_heads * partial_chunks * (4 * value_size + 8)
             if is_last_block(counters + 4 * (row * num_heads + first_head), last_chunk - first_chunk + 1):
                 out = out + row * out_stride

@@ -127,12 +127,13 @@ def add_product(sums, first, left, upper, lower):
         sums[first + i] = product[i]
 
 
-@template("qqqqqqqqqqqqqqqqqq" + ROPE + "qff")
-def attend_tiles(key_kind, value_kind, key_size, value_size, warps):
+@template("qqqqqqqqqqqqqqqqqq" + ROPE + "qff(qq)")
+def attend_tiles(key_kind, value_kind, key_size, value_size, warps, later=0):
     """Attention of rows of one sequence, of [tiles, KV heads, parts of columns]; a warp to 16 of rows x query heads.
 
     Keys and values are float16 or codes; queries of codes were rotated before, and what is written is still rotated if
     values are codes. The group of query heads is at most 16 * warps, and the last tile comes first: it is the longest.
+    later and reach: see `attention.attend_chunks`.
     """
     key_is_codes = key_kind == CODES
     value_is_codes = value_kind == CODES
@@ -151,7 +152,7 @@ def attend_tiles(key_kind, value_kind, key_size, value_size, warps):
     def kernel(
         queries, queries_stride, out, out_stride, positions, page_tables, num_rows,
         group_heads, head_bytes, layer_offset, key_scales, values_offset, value_scales, value_columns,
-        window, span, slopes, sinks, rope, num_tiles, scale, softcap,
+        window, span, slopes, sinks, rope, num_tiles, scale, softcap, reach,
     ):  # fmt: skip
         kv_head = ptx.block_y()
         first_column = ptx.block_z() * MOST_COLUMNS
@@ -185,6 +186,7 @@ def attend_tiles(key_kind, value_kind, key_size, value_size, warps):
         heads = cuda.local.array(2, int64)
         position = cuda.local.array(2, int64)
         least = cuda.local.array(2, int64)
+        last = cuda.local.array(2, int64)
         slope = cuda.local.array(2, float32)
         largest = cuda.local.array(2, float32)
         total = cuda.local.array(2, float32)
@@ -194,6 +196,9 @@ def attend_tiles(key_kind, value_kind, key_size, value_size, warps):
             heads[r] = kv_head * group_heads + (first_pair + 8 * r) % group_heads
             position[r] = ptx.load_i64(positions + 8 * min(rows[r], last_row))
             least[r] = first_seen(position[r], window, span)
+            last[r] = position[r]
+            if later:
+                last[r] = min(position[r] + reach[0], ptx.load_i64(reach[1] + 8 * last_row))
             slope[r] = float32(0.0)
             if slopes != 0:
                 slope[r] = ptx.load_f32(slopes + 4 * heads[r])
@@ -205,6 +210,8 @@ def attend_tiles(key_kind, value_kind, key_size, value_size, warps):
             sums[i] = float32(0.0)
 
         last_position = ptx.load_i64(positions + 8 * last_row)
+        if later:
+            last_position = min(last_position + reach[0], ptx.load_i64(reach[1] + 8 * last_row))
         page = first_seen(ptx.load_i64(positions + 8 * first_row), window, span) // PAGE
         while page <= last_position // PAGE:
             place = ptx.load_i64(pages + 8 * page) + layer_offset + kv_head * head_bytes
@@ -247,8 +254,11 @@ def attend_tiles(key_kind, value_kind, key_size, value_size, warps):
                     score = scores[element]
                     if softcap > float32(0.0):
                         score = softcap * hyperbolic_tangent(ptx.divide(score, softcap))
-                    score = score + slope[r] * ptx.to_float(seen - position[r])
-                    if seen < least[r] or seen > position[r]:
+                    distance = seen - position[r]
+                    if later:
+                        distance = -abs(distance)
+                    score = score + slope[r] * ptx.to_float(distance)
+                    if seen < least[r] or seen > last[r]:
                         score = float32(LEAST)
                     next_largest = ptx.maximum(next_largest, score)
                     scores[element] = score

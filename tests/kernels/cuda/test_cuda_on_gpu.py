@@ -20,7 +20,15 @@ from localinfer.kernels.program import Batch, Segment
 from tests.kernels.cpu.device import CpuDevice
 from tests.kernels.cuda.device import CudaTestDevice
 from tests.kernels.random_weights import decoded, quantized_activations, random_weights
-from tests.models.arch_models import architectures, build_model, normalized_error, run_logits
+from tests.models.arch_models import (
+    architectures,
+    build_model,
+    build_text_model,
+    normalized_error,
+    run_logits,
+    text_models,
+)
+from tests.models.decoder.test_text_head import check
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not has_driver(), reason="there is no NVIDIA driver here")]
 
@@ -87,6 +95,11 @@ def test_logits_of_every_architecture_are_the_reference_runtimes_and_the_cpus(
         found = run_logits(model, CudaTestDevice(fresh), chunk)
         assert normalized_error(found, model.logits) <= 1e-6
         assert normalized_error(found, cpu) <= 1e-6
+
+
+@pytest.mark.parametrize("name", text_models())
+def test_vectors_of_every_encoder_are_the_reference_runtimes(name: str, folder: Path) -> None:
+    check(build_text_model(folder, name), CudaTestDevice(CudaDevice()))
 
 
 @pytest.mark.parametrize("layout", [Layout.Q4_0, Layout.INT4_128])

@@ -16,6 +16,7 @@ from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.program import AbortableProgram, Batch, Segment
 from localinfer.models.load.loader import load_model
 from localinfer.types import FloatArray
+from tests.models.arch_models import build_text_model
 from tests.models.small_models import write_small_llama, write_small_mixture
 
 pytest.importorskip("numba_cuda", reason="CUDA kernels are written with numba-cuda, which is not installed")
@@ -170,6 +171,23 @@ def test_pages_are_copied_read_and_written_in_all_their_parts(small: Path, gpus:
     layout.copy(first, second, layout.page_bytes)
     layout.read(second, found)
     np.testing.assert_array_equal(found, data)
+    model.close()
+
+
+def test_the_devices_of_an_encoder_hold_the_same_layer_of_every_page(gpus: list[NamedDevice], tmp_path: Path) -> None:
+    path = build_text_model(tmp_path, "bert-encoder").path
+    model = load_model(path, device="cuda", gpu_layers=1, threads=1, context_length=30)
+    layout = model.kv_layout
+    assert isinstance(layout, PartedKVLayout)
+    assert [(part.device is None, part.first, part.end) for part in layout.parts] == [(True, 0, 1), (False, 0, 1)]
+    pages = layout.allocate(4 * layout.page_bytes) + layout.page_bytes * np.arange(4)
+    data = np.random.default_rng(0).integers(0, 256, (4, layout.page_bytes), np.uint8)
+    for page, written in zip(pages.tolist(), data, strict=True):
+        layout.write(page, written)
+    for page, written in zip(pages.tolist(), data, strict=True):
+        found = np.empty_like(written)
+        layout.read(page, found)
+        np.testing.assert_array_equal(found, written)
     model.close()
 
 
