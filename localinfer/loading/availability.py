@@ -4,6 +4,7 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from localinfer.errors import LocalinferError, RequestError, ShapeError, UnsupportedFormatError
@@ -126,13 +127,20 @@ def availability(
             memory_bytes = plan.total_bytes(asked)
             if placement is None:
                 length = options.share(plan, machine_limits.memory_limits()).context_length
+                drafts_on_cpu = True
             else:
                 length = config.context_length
-                host_budget(options, file, config, placement, machine_limits.memory_limits())
+                draft_part = draft_on_host(options, config, placement)
+                drafts_on_cpu = draft_part.num_bytes > 0
+                host_budget(options, file, config, placement, draft_part, machine_limits.memory_limits())
                 plan = options.plan_on_gpus(file, config)
             memory_bytes = plan.total_bytes(length)
             _check_drafts(options, file, plan, is_on_gpus=placement is not None)
-            kernels = _kernels(options, file, plan, placement, length)
+            kernels = set(SHARED_KERNELS)
+            if placement is None or placement.uses_cpu:
+                kernels |= _kernels_of(file, plan, length, options)
+            if drafts_on_cpu and options.draft_path is not None and options.assistant is None:
+                kernels |= _kernels_of_draft(options.draft_path, plan)
     except ShapeError as error:
         reason = (
             f"{options.path.name} has sizes that no kernel of this version computes: {error}. Choose another model."
@@ -171,26 +179,10 @@ def _check_drafts(options: ModelOptions, file: "ModelFile", plan: MemoryPlan, *,
             check_vocabularies(tokenizer_or_none(file), tokenizer_or_none(draft))
 
 
-def _kernels(
-    options: ModelOptions, file: "ModelFile", plan: MemoryPlan, placement: "Placement | None", context_length: int
-) -> set[Kernel]:
-    """The kernels for the CPU of a model with its draft model; where the CPU has some of the layers, those of all."""
-    kernels = set(SHARED_KERNELS)
-    if placement is None or placement.uses_cpu:
-        kernels |= _kernels_of(file, plan, context_length, options)
-    if options.draft_path is None or options.assistant is not None:
-        return kernels
-    if placement is None or draft_on_host(options, placement, context_length).num_bytes:
-        assert plan.beside is not None, "planned with its draft model"
-        with closing(open_model_file(options.draft_path)) as draft:
-            kernels |= _kernels_of(draft, plan.beside, plan.beside.config.context_length)
-    return kernels
-
-
 def _kernels_of(
     file: "ModelFile", plan: MemoryPlan, context_length: int, options: ModelOptions | None = None
 ) -> set[Kernel]:
-    """Those of one model; options: of the load, None for its draft model."""
+    """The kernels for the CPU of one model, of all its layers; options: of the load, None for its draft model."""
     found = kernels_of_file(
         file,
         replace(plan.config, context_length=context_length),
@@ -200,6 +192,12 @@ def _kernels_of(
         changes=None if options is None else options.changes,
     )
     return set(found)
+
+
+def _kernels_of_draft(path: Path, target: MemoryPlan) -> set[Kernel]:
+    assert target.beside is not None, "planned with its draft model"
+    with closing(open_model_file(path)) as draft:
+        return _kernels_of(draft, target.beside, target.beside.config.context_length)
 
 
 def _refused(error: LocalinferError, memory_bytes: int | None = None) -> Availability:

@@ -32,11 +32,8 @@ def draft_request(options: ModelOptions) -> DeviceRequest:
     return DeviceRequest(device="auto" if options.gpus is None else options.device)
 
 
-def draft_on_host(options: ModelOptions, placement: Placement, context_length: int) -> HostPart:
-    """What a draft model takes of main memory beside a target on GPUs, for texts of `context_length` tokens.
-
-    Raises: ModelFileError and below.
-    """
+def draft_on_host(options: ModelOptions, target: ModelConfig, placement: Placement) -> HostPart:
+    """What a draft model takes of main memory beside a target on GPUs. Raises: ModelFileError and below."""
     if options.draft_path is None or options.assistant is not None:
         return HostPart()
     with closing(open_model_file(options.draft_path)) as file:
@@ -48,7 +45,7 @@ def draft_on_host(options: ModelOptions, placement: Placement, context_length: i
         except REFUSED_BY_GPUS:
             placed = None
     if placed is None:
-        length = min(context_length, config.context_length)
+        length = min(options.context_length or USUAL_TOKENS, target.context_length, config.context_length)
         return HostPart(plan.total_bytes(length), plan.kv_bytes(length))
     if not placed.uses_cpu:
         return HostPart()
@@ -56,13 +53,18 @@ def draft_on_host(options: ModelOptions, placement: Placement, context_length: i
 
 
 def host_budget(
-    options: ModelOptions, file: ModelFile, config: ModelConfig, placement: Placement, memory: MemoryLimits
+    options: ModelOptions,
+    file: ModelFile,
+    config: ModelConfig,
+    placement: Placement,
+    draft: HostPart,
+    memory: MemoryLimits,
 ) -> KVBudget:
     """What keys and values may take of main memory beside a model on GPUs, and of its draft model.
 
-    Raises: OutOfMemoryError, with the figures and the ways out, if what is to be in main memory does not fit.
+    draft: of `draft_on_host`. Raises: OutOfMemoryError, with the figures and the ways out, if what is to be in main
+    memory does not fit.
     """
-    draft = draft_on_host(options, placement, min(config.context_length, options.context_length or USUAL_TOKENS))
     if not placement.uses_cpu and not draft.num_bytes:
         return KVBudget(0, options.kv_memory, options.kv_memory)
     plan = plan_memory(file, config, kv_type=options.kv_type)

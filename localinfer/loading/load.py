@@ -16,7 +16,7 @@ from localinfer.kernels.kv_layout import DevicePages
 from localinfer.kv_events.publisher import observer_of
 from localinfer.llm import LLM
 from localinfer.loading.drafters import load_drafter, make_speculation
-from localinfer.loading.host_memory import host_budget
+from localinfer.loading.host_memory import draft_on_host, host_budget
 from localinfer.loading.options import (
     ModelOptions,
     check_limits,
@@ -204,7 +204,8 @@ def _load(
 
     def check_host(file: "ModelFile", config: "ModelConfig", placement: "Placement") -> None:
         nonlocal budget
-        budget = host_budget(options, file, config, placement, machine_limits.memory_limits())
+        draft = draft_on_host(options, config, placement)
+        budget = host_budget(options, file, config, placement, draft, machine_limits.memory_limits())
 
     with ExitStack() as loads:
         observer = observer_of(kv_events)
