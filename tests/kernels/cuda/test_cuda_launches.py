@@ -11,10 +11,13 @@ import pytest
 from localinfer.errors import ShapeError, UnsupportedFormatError
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.layouts import Layout
+from localinfer.kernels.ops import OpGraph
 from localinfer.kernels.program import Batch, Segment
 from localinfer.models.decoder.decoder import write_decoder
+from localinfer.models.decoder.pooling import Pooling
+from localinfer.models.decoder.text_head import write_text_model
 from tests.kernels.cpu.device import DecodedWeights
-from tests.models.arch_models import architectures, build_model, read_config
+from tests.models.arch_models import architectures, build_model, build_text_model, read_config, text_models
 
 pytest.importorskip("numba_cuda", reason="CUDA kernels are written with numba-cuda, which is not installed")
 
@@ -128,22 +131,27 @@ LAUNCHES: dict[str, int] = {
 """Launches of a token, logits included, by model; those that a GPU refuses are left out."""
 
 
-def launches_of_a_token(name: str, folder: Path) -> list[str]:
-    """Kernels of one row at position 3 over a cache of float16; raises what lowering raises."""
-    device = RecordingDevice()
-
+def weights_of(path: Path, device: RecordingDevice) -> DecodedWeights:
     def placed(_data: object, experts: int, rows: int, columns: int) -> DeviceWeight:
         layout = Layout.Q8_0 if columns % 32 == 0 else Layout.F32
         return DeviceWeight(layout, rows, columns, experts, device.allocate(4 * experts * rows * columns))
 
-    path = build_model(folder, name).path
-    graph = write_decoder(read_config(path), DecodedWeights(path, placed))
+    return DecodedWeights(path, placed)
+
+
+def launches_of(graph: OpGraph, device: RecordingDevice, num_rows: int, position: int) -> list[str]:
+    """Kernels of rows from `position` on, over a cache of float16; raises what lowering raises."""
     layout = KVLayout("f16", graph.kv_layers)
-    program = lower_to_cuda(graph, device, layout, max_batch_rows=4, max_output_rows=4)
-    pages = np.array([device.allocate(layout.page_bytes)], np.int64)
-    ids = np.zeros(1, np.int32)
-    program.run(Batch(ids, [Segment(3, 1, pages)], ids))
+    program = lower_to_cuda(graph, device, layout, max_batch_rows=64, max_output_rows=4, samples=False)
+    pages = np.array([device.allocate(layout.page_bytes)] * (1 + (position + num_rows) // 32), np.int64)
+    ids = np.zeros(num_rows, np.int32)
+    program.run(Batch(ids, [Segment(position, num_rows, pages)], ids[:1]))
     return [launch.kernel for launch in device.launches]
+
+
+def launches_of_a_token(name: str, folder: Path) -> list[str]:
+    device, path = RecordingDevice(), build_model(folder, name).path
+    return launches_of(write_decoder(read_config(path), weights_of(path, device)), device, 1, 3)
 
 
 @pytest.fixture(scope="module")
@@ -158,6 +166,39 @@ def test_a_token_takes_so_many_launches(name: str, folder: Path) -> None:
             launches_of_a_token(name, folder)
         return
     assert len(launches_of_a_token(name, folder)) == LAUNCHES[name]
+
+
+TEXT_LAUNCHES: dict[str, int] = {
+    "bert-encoder": 38,
+    "nomic-bert-encoder": 32,
+    "nomic-bert-moe-encoder": 57,
+    "jina-bert-v2-encoder": 31,
+    "jina-bert-v2-code-encoder": 46,
+    "jina-bert-v3-encoder": 38,
+    "modern-bert-encoder": 50,
+    "modern-bert-swiglu-encoder": 41,
+    "eurobert-encoder": 31,
+    "neo-bert-encoder": 31,
+    "gemma-embedding-encoder": 103,
+    "bert-reranker": 27,
+    "modern-bert-reranker": 41,
+    "qwen3-reranker": 24,
+}
+"""Launches of a text of eight tokens, pooling included, by model."""
+
+
+@pytest.mark.parametrize("name", text_models())
+def test_a_text_takes_so_many_launches(name: str, folder: Path) -> None:
+    path = build_text_model(folder, name).path
+    device = RecordingDevice()
+    graph = write_text_model(read_config(path), weights_of(path, device), Pooling.MEAN, Pooling.FIRST)
+    assert len(launches_of(graph, device, 8, 0)) == TEXT_LAUNCHES[name]
+    # Every other pooling, and rows enough for the library's products and for tiles.
+    for pooling in (Pooling.FIRST, Pooling.LAST, Pooling.NONE):
+        device = RecordingDevice()
+        graph = write_text_model(read_config(path), weights_of(path, device), pooling, Pooling.FIRST)
+        kernels = launches_of(graph, device, 24, 0)
+        assert "attention_tiles.attend_tiles" in kernels
 
 
 @pytest.mark.parametrize("layout", [Layout.Q4_0, Layout.INT4_128, Layout.Q6_K])
