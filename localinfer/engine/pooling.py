@@ -43,7 +43,8 @@ class _Piece:
 class TextPooler:
     """Computes what a model makes of texts, in batches between the steps of generations.
 
-    A text's result does not depend on the others of its batch. Programs are written on first use, one per pooling.
+    A text's result does not depend on the others of its batch, but on GPUs for what batches of more than sixteen rows
+    round otherwise (`kernels/README.md`). Programs are written on first use, one per pooling.
     Texts of an encoder are computed whole, and so are those whose mean goes through matrices, so such a program grows
     to the longest one; others are cut where a batch is full of one of them.
     """
