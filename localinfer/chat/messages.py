@@ -146,12 +146,13 @@ def read_tools(tools: object) -> tuple[Tool, ...]:
     if tools is None:
         return ()
     if not isinstance(tools, Sequence) or isinstance(tools, str | bytes) or len(tools) > _MOST_TOOLS:
-        raise RequestError(f"tools are {tools!r:.60}; give a list of at most {_MOST_TOOLS}, each like {_TOOL_EXAMPLE}")
+        wanted = f"a list of at most {_MOST_TOOLS}, each like {_TOOL_EXAMPLE}"
+        raise RequestError(f"tools are {tools!r:.60}; give {wanted}", field="tools")
     read = tuple(_read_tool(index, tool) for index, tool in enumerate(tools))
     names = [tool.name for tool in read]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
-        raise RequestError(f"two tools are named {twice!r}; give each a name of its own")
+        raise RequestError(f"two tools are named {twice!r}; give each a name of its own", field="tools")
     return read
 
 
@@ -161,7 +162,8 @@ def _read_tool(index: int, tool: object) -> Tool:
     if not isinstance(function, Mapping) or not isinstance(name, str) or not _NAME.fullmatch(name):
         raise RequestError(
             f"tool {index} is {tool!r:.60}; give each a name of at most 128 letters, digits, '_', '-', '.' or ':', "
-            f"like {_TOOL_EXAMPLE}"
+            f"like {_TOOL_EXAMPLE}",
+            field="tools",
         )
     schema = function.get("parameters")
     try:

@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 
 from localinfer.models.checkpoint.tokenizer_document import flag_in, list_in, shown, unsupported, wrong
+from localinfer.models.text.encoders import LONGEST_WORD
 from localinfer.models.text.vocabulary import PREFIX, TokenType
 
 _SPACE_MARK = "▁"
 _CONTINUES = "##"
-_LONGEST_WORD = 100
-"""Characters, in every published vocabulary of this kind."""
 _MANY_SPACES = {"Regex": " {2,}"}
 
 Steps = Sequence[Mapping[str, Any]]
@@ -29,9 +28,9 @@ def word_piece(
     """
     if model.get("continuing_subword_prefix", _CONTINUES) != _CONTINUES:
         raise unsupported(f"its pieces begin with {shown(model['continuing_subword_prefix'], 40)}", repr(_CONTINUES))
-    longest = model.get("max_input_chars_per_word", _LONGEST_WORD)
-    if longest != _LONGEST_WORD:
-        raise unsupported(f"words of more than {shown(longest, 40)} characters are unknown", str(_LONGEST_WORD))
+    longest = model.get("max_input_chars_per_word", LONGEST_WORD)
+    if longest != LONGEST_WORD:
+        raise unsupported(f"words of more than {shown(longest, 40)} characters are unknown", str(LONGEST_WORD))
     if [step.get("type") for step in pre_tokenizers] != ["BertPreTokenizer"]:
         raise unsupported(f"it splits words by {shown(list(pre_tokenizers), 200)}", "BertPreTokenizer")
     if [step.get("type") for step in normalizers] != ["BertNormalizer"]:
@@ -48,6 +47,7 @@ def word_piece(
     lowers = flag_in(normalizer, "lowercase", True)
     return {
         f"{PREFIX}model": "bert",
+        f"{PREFIX}limits_words": True,
         f"{PREFIX}normalizer.lowercase": lowers,
         f"{PREFIX}normalizer.strip_accents": flag_in(normalizer, "strip_accents", lowers),
     }

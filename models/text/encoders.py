@@ -399,10 +399,15 @@ class BytePairEncoder(SubwordEncoder):
         return [token_id for token_id in found if token_id is not None]
 
 
+LONGEST_WORD = 100
+"""Characters of a word in BERT's own code, in every published tokenizer.json of this kind; llama.cpp has no limit."""
+
+
 class WordPieceEncoder(SubwordEncoder):
     """Longest match from the left inside each word, on text normalized as BERT does.
 
-    Words come with "▁" before them, as GGUF writes this kind (it drops the "##" of what follows).
+    Words come with "▁" before them, as GGUF writes this kind (it drops the "##" of what follows). A longer word than
+    LONGEST_WORD is unknown where the vocabulary says so ("limits_words").
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
@@ -419,6 +424,7 @@ class WordPieceEncoder(SubwordEncoder):
             )
         self._lowers = vocabulary.flags.get("normalizer.lowercase", True)
         self._strips_accents = vocabulary.flags.get("normalizer.strip_accents", self._lowers)
+        self._limits_words = vocabulary.flags.get("limits_words", False)
 
     def encode(self, text: str, is_run_start: bool) -> list[int]:
         """Return the ids of plain text."""
@@ -439,6 +445,8 @@ class WordPieceEncoder(SubwordEncoder):
 
     def _encode_word(self, word: str) -> list[int]:
         assert self._unknown is not None, "checked when the encoder is made"
+        if self._limits_words and len(word) - len(SPACE_MARK) > LONGEST_WORD:
+            return [self._unknown]
         ids: list[int] = []
         start = 0
         while start < len(word):

@@ -54,7 +54,7 @@ _FLAGS = (
         "normalizer.strip_accents",
     ),
     # Not GGUF's: what tokenizer.json can say and GGUF cannot.
-    *("add_space_prefix_once", "strips_after_special", "splits_at_white_space"),
+    *("add_space_prefix_once", "strips_after_special", "splits_at_white_space", "limits_words"),
 )
 _ROLES = ("bos", "eos", "eot", "eom", "unknown", "seperator", "cls", "fim_pad", "fim_rep", "fim_sep")
 

@@ -66,14 +66,22 @@ class EchoService:
         self.num_cases = 0
         self.least_memory = 0
 
+    def compile_kernels(self) -> None:
+        """Compile what the demo model needs."""
+        _load_demo(None).close()
+
+
+def _load_demo(path: Any) -> Any:
+    import localinfer
+
+    return localinfer.load(path, threads=1, kv_memory=32 << 20, context_length=256)
+
 
 def _load(source: Any) -> Any:
     from tests.engine.fakes import fake_model
 
     if source.id == "demo":
-        import localinfer
-
-        return localinfer.load(source.path, threads=1, kv_memory=32 << 20, context_length=256)
+        return _load_demo(source.path)
     from localinfer.engine.admission import EngineLimits
     from localinfer.llm import LLM
     from tests.server.scripted_models import FillingTokenizer, ThinkingTemplate, _info

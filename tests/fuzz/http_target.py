@@ -408,7 +408,10 @@ def _check_answer(answer: Answer) -> None:
 
 def _prepare() -> None:
     _bodies(), _schemas()
-    _check_service(echo_service())
+    service = echo_service()
+    _check_service(service)
+    # No case waits for its kernels to be compiled.
+    service.compile_kernels()
 
 
 TARGET = Target("http", corpus, mutate, run, Limits(memory_constant=256 << 20), _prepare, simpler)

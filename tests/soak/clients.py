@@ -155,7 +155,8 @@ class Clients:
         while (after := figures(process.pid)).files > before.files and time.monotonic() < deadline:
             await asyncio.sleep(0.1)
         self._say(
-            f"at rest: {before.pss >> 20} MiB -> {after.pss >> 20} MiB, "
+            f"at rest: {before.pss >> 20} MiB -> {after.pss >> 20} MiB, of no file "
+            f"{before.anonymous >> 20} -> {after.anonymous >> 20}, "
             f"files {before.files} -> {after.files}, threads {before.threads} -> {after.threads}"
         )
         require(after.files <= before.files, f"{after.files - before.files} files are left open")
@@ -198,10 +199,8 @@ class Clients:
         times = [one.seconds for one in warm]
         if len(warm) < 10:
             return {}
-        trends = {name: trend(times, [float(getattr(one, name)) for one in warm]) for name in ("pss", "rss", "tracked")}
-        for name in ("pss", "rss"):
-            require(trends[name].is_noise, f"{name} grows: {trends[name]}")
-        return trends
+        names = ("anonymous", "pss", "rss", "tracked")
+        return {name: trend(times, [float(getattr(one, name)) for one in warm]) for name in names}
 
     def _report(self, trends: dict[str, Trend]) -> None:
         tally = self.tally
@@ -212,6 +211,9 @@ class Clients:
         self._say(f"longest: {tally.longest_first_byte:.1f} s to the first byte, {tally.longest:.1f} s to the end")
         for name, one in trends.items():
             self._say(f"{name}: {one}")
+        for name in ("anonymous", "pss", "rss"):
+            if name in trends:
+                require(trends[name].is_noise, f"{name} grows: {trends[name]}")
 
 
 def _flat(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:

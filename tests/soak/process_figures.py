@@ -13,11 +13,15 @@ _ERRORS = 3.0
 
 
 class Figures(NamedTuple):
-    """Of one process at a time: bytes, and numbers of files and threads. tracked: what the server says it holds."""
+    """Of one process at a time: bytes, and numbers of files and threads.
+
+    anonymous: memory that is no file's, which no other process has a share in. tracked: what the server says it holds.
+    """
 
     seconds: float
     rss: int
     pss: int
+    anonymous: int
     files: int
     threads: int
     tracked: int = 0
@@ -29,10 +33,10 @@ def figures(process: int, tracked: int = 0) -> Figures:
     sizes = {}
     for line in (folder / "smaps_rollup").read_text().splitlines():
         name, _, rest = line.partition(":")
-        if name in ("Rss", "Pss"):
+        if name in ("Rss", "Pss", "Anonymous"):
             sizes[name] = int(rest.split()[0]) << 10
     files, threads = (len(list((folder / name).iterdir())) for name in ("fd", "task"))
-    return Figures(time.monotonic(), sizes["Rss"], sizes["Pss"], files, threads, tracked)
+    return Figures(time.monotonic(), sizes["Rss"], sizes["Pss"], sizes["Anonymous"], files, threads, tracked)
 
 
 @dataclass(frozen=True)

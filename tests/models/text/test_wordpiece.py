@@ -6,15 +6,17 @@ from tokenizers.models import WordPiece
 from tokenizers.normalizers import BertNormalizer
 from tokenizers.pre_tokenizers import BertPreTokenizer
 
+from localinfer.models.text.encoders import LONGEST_WORD
 from localinfer.models.text.tokenizer import Tokenizer
 from localinfer.models.text.vocabulary import PREFIX
 from tests.models.text.unigram_vocabularies import random_texts
 from tests.models.text.vocabularies import bert_metadata
 
 
+@pytest.mark.parametrize("limits_words", [True, False])
 @pytest.mark.parametrize("lowers", [True, False])
-def test_wordpiece_ids_are_those_of_the_tokenizers_package(lowers: bool) -> None:
-    metadata = bert_metadata(**{"normalizer.lowercase": lowers})
+def test_wordpiece_ids_are_those_of_the_tokenizers_package(lowers: bool, limits_words: bool) -> None:
+    metadata = bert_metadata(**{"normalizer.lowercase": lowers, "limits_words": limits_words})
     tokenizer = Tokenizer.from_metadata(metadata)
     tokens = metadata[PREFIX + "tokens"]
     assert isinstance(tokens, list)
@@ -23,9 +25,10 @@ def test_wordpiece_ids_are_those_of_the_tokenizers_package(lowers: bool) -> None
         token if index < 5 else token[1:] if token[0] == "▁" else f"##{token}": index
         for index, token in enumerate(tokens)
     }
-    peer = PeerTokenizer(WordPiece(ids, unk_token="[UNK]", max_input_chars_per_word=1 << 20))
+    longest = LONGEST_WORD if limits_words else 1 << 20
+    peer = PeerTokenizer(WordPiece(ids, unk_token="[UNK]", max_input_chars_per_word=longest))
     peer.normalizer, peer.pre_tokenizer = BertNormalizer(lowercase=lowers), BertPreTokenizer()
-    for text in random_texts(400, seed=1, highest=0x24F):
+    for text in [*random_texts(400, seed=1, highest=0x24F), *("the" * 33 + end for end in ("", "t", "th", "é", "É!"))]:
         # The first is white space or a control character, the second begins words in GGUF.
         if "\x85" not in text and "▁" not in text:
             assert tokenizer.encode(text, add_special=False) == peer.encode(text).ids, ascii(text)
