@@ -35,6 +35,10 @@ Result = TypeVar("Result")
 ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON as `json.dumps` writes it, in llguidance's terms: small models would write white space without end."""
 
+_UNFORCED = '\n%llguidance {"no_forcing": true}\n'
+"""The end of a grammar that a user wrote, whose last options count. llguidance's lexer is greedy: behind `/a+/` it
+forces `a` without end where only an `a` could follow, and never comes back."""
+
 
 @dataclass(frozen=True)
 class JsonObject:
@@ -217,9 +221,11 @@ def grammar_of(constraint: Constraint) -> str:
             return LLMatcher.grammar_from_regex(pattern)
         case Grammar(text):
             _check_text("grammar", text)
-            return LLMatcher.grammar_from_lark(_as_lark(text))
+            return LLMatcher.grammar_from_lark(f"{_as_lark(text)}{_UNFORCED}")
         case StructuralTag(form):
-            return LLMatcher.grammar_from_lark(structural_tag_grammar(form, ONE_LINE))
+            lark = structural_tag_grammar(form, ONE_LINE)
+            _check_encodable("structural tag", lark)
+            return LLMatcher.grammar_from_lark(f"{lark}{_UNFORCED}")
     raise ConstraintError(
         f"constraint is {constraint!r:.60}; give a JsonObject, JsonSchema, Regex, Grammar or "
         "StructuralTag of localinfer"
@@ -264,6 +270,10 @@ def _check_text(what: str, text: object) -> None:
         raise ConstraintError(
             f"the {what} has {len(text)} characters; wanted at most {MAX_CHARACTERS}", field=_FIELDS[what]
         )
+    _check_encodable(what, text)
+
+
+def _check_encodable(what: str, text: str) -> None:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:

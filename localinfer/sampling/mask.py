@@ -146,6 +146,10 @@ class MatcherMask:
             return
         if _first_line(error) == "NoExtensionBias":
             raise ConstraintError("the grammar allows nothing that could follow; change it", field="grammar")
+        if error.lstrip().startswith("panic"):
+            raise ConstraintError(
+                "the grammar cannot be followed: its compiler fails at it; change it", field="grammar"
+            )
         raise ConstraintError(
             f"the grammar became too costly to follow: {_first_line(error)}; give a simpler one", field="grammar"
         )

@@ -211,8 +211,9 @@ def _indexed_files(folder: Path, index_name: str) -> dict[str, list[str] | None]
         raise CorruptFileError(f"{index_name} names {len(files)} files; wanted at most {MAX_PARTS}. {_AGAIN}")
     missing = [name for name in sorted(files) if not (folder / name).exists()]
     if missing:
+        named = ", ".join(repr(name)[1:-1] for name in missing[:3])
         raise ModelFileError(
-            f"{folder} lacks {len(missing)} of the {len(files)} files its index names ({', '.join(missing[:3])}); "
+            f"{folder} lacks {len(missing)} of the {len(files)} files its index names ({named}); "
             "download all of them into one folder"
         )
     return dict(sorted(files.items()))

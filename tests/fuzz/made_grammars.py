@@ -96,7 +96,9 @@ def _gbnf(expression: Expression, names: list[str]) -> str:
 
 def _gbnf_letter(letter: str) -> str:
     if letter in '"\\]^-[' or not letter.isprintable():
-        return {"\n": "\\n", "\\": "\\\\", '"': '\\"'}.get(letter) or f"\\x{ord(letter):02X}"
+        code = ord(letter)
+        spelled = f"\\x{code:02X}" if code < 256 else f"\\u{code:04X}" if code < 65536 else letter
+        return {"\n": "\\n", "\\": "\\\\", '"': '\\"'}.get(letter) or spelled
     return letter
 
 
