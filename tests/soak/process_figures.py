@@ -10,6 +10,7 @@ from typing import NamedTuple
 _QUIET_DRIFT_BYTES = 8 << 20
 """What a process may grow by over a run without a trend that can be told from noise."""
 _ERRORS = 3.0
+_BLOCKS = 12
 
 
 class Figures(NamedTuple):
@@ -43,7 +44,8 @@ def figures(process: int, tracked: int = 0) -> Figures:
 class Trend:
     """A line through values over time: growth per hour with its standard error, and how much it is over the run.
 
-    The values of neighbouring moments depend on each other, so the error counts each run of those as one.
+    Values of neighbouring moments depend on each other, for as long as models stay loaded: the line is through means of
+    _BLOCKS parts of the run, and the error counts what neighbouring means still have in common.
     """
 
     mean: float
@@ -66,7 +68,11 @@ class Trend:
 
 
 def trend(seconds: Sequence[float], values: Sequence[float]) -> Trend:
-    """Fit a line by least squares; its error from the residuals, with their autocorrelation of one step."""
+    """Fit a line by least squares to means of neighbours; its error from the residuals, with their autocorrelation."""
+    length = seconds[-1] - seconds[0]
+    size = max(1, len(values) // _BLOCKS)
+    starts = range(0, len(values) - size + 1, size)
+    seconds, values = ([sum(row[start : start + size]) / size for start in starts] for row in (seconds, values))
     count = len(seconds)
     assert count >= 3, "a line and its error need three values"
     middle, mean = sum(seconds) / count, sum(values) / count
@@ -78,5 +84,4 @@ def trend(seconds: Sequence[float], values: Sequence[float]) -> Trend:
     correlation = min(max(together / squares, 0.0), 0.98) if squares else 0.0
     effective = max(3.0, count * (1 - correlation) / (1 + correlation))
     error = math.sqrt(squares / (effective - 2) / spread * count / effective) if effective > 2 else math.inf
-    length = seconds[-1] - seconds[0]
     return Trend(mean, 3600 * slope, 3600 * error, slope * length, error * length)

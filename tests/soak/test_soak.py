@@ -1,5 +1,6 @@
 """The short forms of the long runs, and that they find what is wrong."""
 
+import math
 import random
 import sys
 from pathlib import Path
@@ -63,6 +64,21 @@ def test_growth_is_told_from_noise() -> None:
     assert not growing.is_noise
     assert growing.per_hour == pytest.approx(720e6, rel=0.1)
     assert abs(growing.per_hour - 720e6) < 4 * growing.error_per_hour
+
+
+def test_memory_of_models_that_come_and_go_is_noise() -> None:
+    """Values that depend on those of a minute before; growth of a tenth of their mean over the run is found in them."""
+    noise = random.Random(2)
+    times = [float(second) for second in range(1350)]
+    alarms = found = 0
+    for _ in range(40):
+        held, values = 0.0, []
+        for _ in times:
+            held = held * math.exp(-1 / 60) + noise.gauss(0, 2.7e6)
+            values.append(200e6 + held)
+        alarms += not trend(times, values).is_noise
+        found += not trend(times, [value + 80e6 / 1350 * at for at, value in zip(times, values, strict=True)]).is_noise
+    assert alarms <= 3 and found >= 32
 
 
 def test_answers_are_read_as_they_come() -> None:
