@@ -136,7 +136,7 @@ class World:
         """See `Accounts`."""
         pool = self.engine.pool
         # One that Ctrl-C kept from being closed holds its pages while drafts name it, and then waits in the pool.
-        self.accounts.check(self.cache, [*pool.sequences, *pool.abandoned], may_lose=may_lose)
+        self.accounts.check(self.cache, {*pool.sequences, *pool.abandoned}, may_lose=may_lose)
         check_salts(self.cache, self.engine.scheduler.requests())
 
     def check_contents(self) -> None:
