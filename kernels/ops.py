@@ -152,6 +152,9 @@ class RopeTable(Record):
     magnitude: float = 1.0
 
 
+_MORE_THAN_ANY_TEXT = 1 << 40
+
+
 class AttentionShape(Record):
     """One layer's attention: sizes, mask and score transform.
 
@@ -175,6 +178,13 @@ class AttentionShape(Record):
     alibi_slopes: FloatArray | None = None
     excludes_own: bool = False
     bidirectional: bool = False
+
+    @property
+    def reach(self) -> tuple[int, int]:
+        """How many positions up to its own a row sees, 0 for all of them, and how many after it."""
+        if not self.bidirectional:
+            return self.window, 0
+        return (self.window // 2 + 1, self.window // 2) if self.window else (0, _MORE_THAN_ANY_TEXT)
 
 
 class Chosen(Record):

@@ -16,8 +16,6 @@ from localinfer.types import FloatArray
 _KINDS = {
     "f32": kernel_abi.KIND_F32, "f16": kernel_abi.KIND_F16, "q8_0": kernel_abi.KIND_Q8_0, "q4_0": kernel_abi.KIND_Q4_0
 }  # fmt: skip
-_ALL_AFTER = 1 << 40
-"""More positions than any text has."""
 _COLUMNS_PER_STEP = {"f32": 1, "f16": 1, "q8_0": 4, "q4_0": 8}
 _CODE_BIASES = {"q8_0": 128, "q4_0": 8}
 
@@ -64,8 +62,8 @@ def attention_parameters(layout: KVLayout, layer: int, shape: AttentionShape) ->
         key_columns=head.key_columns, key_scales=head.key_scales, values=head.values, value_scales=head.value_scales,
         value_size=shape.value_size, value_columns=head.value_columns, value_row_bytes=element * head.value_columns,
         value_step=-(-(head.value_scales - head.values) // (2 * steps)), scale=shape.scale, softcap=shape.softcap,
-        window=shape.window // 2 + 1 if shape.bidirectional and shape.window else shape.window,
-        after=(shape.window // 2 if shape.window else _ALL_AFTER) if shape.bidirectional else 0,
+        window=shape.reach[0],
+        after=shape.reach[1],
         local_chunk=shape.chunk,
         rows_per_unit=max(1, min(kernel_abi.ROWS_PER_UNIT, kernel_abi.MAX_QUERIES_PER_UNIT // group)),
         rotation=rotation_size(shape.value_size, layout.value_type),

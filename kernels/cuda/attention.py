@@ -26,9 +26,6 @@ _TILED_ROWS = 8
 
 _TILE_COLUMNS, _MAX_SHARED_BYTES = 128, 48 << 10
 
-_ALL_AFTER = 1 << 40
-"""More positions than a sequence has."""
-
 
 @dataclass(frozen=True)
 class Rope:
@@ -134,13 +131,11 @@ class Attention:
     @property
     def mask(self) -> tuple[int, int]:
         """The window before a row and the span of local chunks, in positions; 0 for none."""
-        window = self.shape.window
-        return (window // 2 + 1 if self.shape.bidirectional and window else window, self.shape.chunk)
+        return (self.shape.reach[0], self.shape.chunk)
 
     def _reach(self, run: Shape, row: int) -> tuple[int, int]:
         """How many later positions rows from `row` on attend to, and where the last ones of their segments are."""
-        window = self.shape.window
-        return (window // 2 if window else _ALL_AFTER, run.last_positions + 8 * row)
+        return (self.shape.reach[1], run.last_positions + 8 * row)
 
     @property
     def _offsets(self) -> tuple[int, ...]:

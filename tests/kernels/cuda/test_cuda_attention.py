@@ -61,9 +61,9 @@ class Cache:
         slopes = memory.constant(shape.alibi_slopes)
         sinks = memory.constant(shape.sinks)
         chunks = int(positions.max()) // 128 + 1
-        batch = Shape(rows, rows, chunks, 0, put(device, positions), tables, 0, tuple(len(run) for run in runs))
-        ends = np.repeat([run[-1] for run in runs], [len(run) for run in runs]).astype(np.int64)
-        batch = replace(batch, last_positions=put(device, ends))
+        sizes = tuple(len(run) for run in runs)
+        ends = put(device, np.repeat([run[-1] for run in runs], sizes).astype(np.int64))
+        batch = Shape(rows, rows, chunks, 0, put(device, positions), tables, 0, sizes, last_positions=ends)
         attention = Attention(memory, self.layout, 1, shape, queries, out, slopes, sinks, NO_ROPE)
         device.run(list(attention.steps(batch, None)))
         found = np.empty((rows, width // 4), np.float32)
