@@ -57,6 +57,15 @@ def vectors(path: Path, pooling: str, **options: Any) -> list[NDArray[np.float32
         return llm.embed_many(TEXTS, pooling=pooling, normalize=False)
 
 
+def check_vectors(gpus: list[Any], path: Path, pooling: str, options: dict[str, Any]) -> None:
+    wanted = vectors(path, pooling, device="cpu")
+    found = vectors(path, pooling, **options)
+    assert gpus, "a GPU was opened"
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert ours.shape == theirs.shape
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=0.02 * np.abs(theirs).max())
+
+
 @pytest.mark.parametrize(
     "options",
     [{"device": "cuda:0"}, {"device": "cuda:0,cuda:1"}, {"device": "cuda:0", "gpu_layers": 1}],
@@ -67,12 +76,7 @@ def test_vectors_of_a_decoder_on_gpus_are_the_cpus(
     gpus: list[Any], tmp_path: Path, options: dict[str, Any], pooling: str
 ) -> None:
     path = write_small_llama(tmp_path / "small.gguf")
-    wanted = vectors(path, pooling, device="cpu")
-    found = vectors(path, pooling, **options)
-    assert gpus, "a GPU was opened"
-    for ours, theirs in zip(found, wanted, strict=True):
-        assert ours.shape == theirs.shape
-        np.testing.assert_allclose(ours, theirs, rtol=0, atol=0.02 * np.abs(theirs).max())
+    check_vectors(gpus, path, pooling, options)
 
 
 @pytest.mark.parametrize("pooling_type", [1, 3])
@@ -133,12 +137,7 @@ def test_vectors_of_an_encoder_on_gpus_are_the_cpus(
     gpus: list[Any], tmp_path: Path, options: dict[str, Any], pooling: str
 ) -> None:
     path = write_encoder(tmp_path, "bert-encoder")
-    wanted = vectors(path, pooling, device="cpu")
-    found = vectors(path, pooling, **options)
-    assert gpus, "a GPU was opened"
-    for ours, theirs in zip(found, wanted, strict=True):
-        assert ours.shape == theirs.shape
-        np.testing.assert_allclose(ours, theirs, rtol=0, atol=0.02 * np.abs(theirs).max())
+    check_vectors(gpus, path, pooling, options)
 
 
 def test_experts_of_an_encoder_stay_on_the_cpu(gpus: list[Any], tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ import msgspec
 import psutil
 
 from localinfer.server.openapi import BODIES, describe
-from tests.fuzz.echo_service import MARK_SIZE, SAYS, EchoService, echo_service
+from tests.fuzz.echo_service import MARK_SIZE, SAYS, EchoService, compile_kernels, echo_service
 from tests.fuzz.json_mutation import HALVES, VALUES, any_text, change, changed_text, read, simpler, written
 from tests.fuzz.target import Limits, Target
 from tests.fuzz.wire_client import Answer, Conversation
@@ -408,10 +408,9 @@ def _check_answer(answer: Answer) -> None:
 
 def _prepare() -> None:
     _bodies(), _schemas()
-    service = echo_service()
-    _check_service(service)
+    _check_service(echo_service())
     # No case waits for its kernels to be compiled.
-    service.compile_kernels()
+    compile_kernels()
 
 
 TARGET = Target("http", corpus, mutate, run, Limits(memory_constant=256 << 20), _prepare, simpler)

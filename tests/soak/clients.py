@@ -38,6 +38,7 @@ _LAST_ASKS = 60
 _SAMPLE_SECONDS = 1.0
 _SHAKEDOWN_SECONDS = 45.0
 _SHAKEDOWN_SHARE, _WARM_UP_SHARE = 0.1, 0.25
+_JUDGED = ("anonymous", "pss", "rss")
 _SETTLING_SECONDS = 30.0
 _MOST_TOLD = 6000
 _MOST_TEXTS = ServerSettings().max_generations
@@ -199,7 +200,7 @@ class Clients:
         times = [one.seconds for one in warm]
         if len(warm) < 10:
             return {}
-        names = ("anonymous", "pss", "rss", "tracked")
+        names = (*_JUDGED, "tracked")
         return {name: trend(times, [float(getattr(one, name)) for one in warm]) for name in names}
 
     def _report(self, trends: dict[str, Trend]) -> None:
@@ -211,7 +212,7 @@ class Clients:
         self._say(f"longest: {tally.longest_first_byte:.1f} s to the first byte, {tally.longest:.1f} s to the end")
         for name, one in trends.items():
             self._say(f"{name}: {one}")
-        for name in ("anonymous", "pss", "rss"):
+        for name in _JUDGED:
             if name in trends:
                 require(trends[name].is_noise, f"{name} grows: {trends[name]}")
 

@@ -11,6 +11,7 @@ _QUIET_DRIFT_BYTES = 8 << 20
 """What a process may grow by over a run without a trend that can be told from noise."""
 _ERRORS = 3.0
 _BLOCKS = 12
+"""Parts of a run whose means a line is fitted to, each longer than models stay loaded."""
 
 
 class Figures(NamedTuple):

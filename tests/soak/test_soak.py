@@ -67,7 +67,7 @@ def test_growth_is_told_from_noise() -> None:
 
 
 def test_memory_of_models_that_come_and_go_is_noise() -> None:
-    """Values that depend on those of a minute before; growth of a tenth of their mean over the run is found in them."""
+    """Values that depend on those of a minute before; growth of two fifths of their mean over the run is found."""
     noise = random.Random(2)
     times = [float(second) for second in range(1350)]
     alarms = found = 0
