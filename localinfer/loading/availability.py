@@ -139,8 +139,8 @@ def availability(
             kernels = set(SHARED_KERNELS)
             if placement is None or placement.uses_cpu:
                 kernels |= _kernels_of(file, plan, length, options)
-            if drafts_on_cpu and options.draft_path is not None and options.assistant is None:
-                kernels |= _kernels_of_draft(options.draft_path, plan)
+            if drafts_on_cpu and options.separate_draft is not None:
+                kernels |= _kernels_of_draft(options.separate_draft, plan)
     except ShapeError as error:
         reason = (
             f"{options.path.name} has sizes that no kernel of this version computes: {error}. Choose another model."
@@ -174,8 +174,8 @@ def _check_drafts(options: ModelOptions, file: "ModelFile", plan: MemoryPlan, *,
     """Raise RequestError, as a load does, if what is to draft for a model cannot."""
     drafts_itself = not is_on_gpus and (options.assistant is not None or plan.config.num_draft_layers > 0)
     options.checked_speculation(is_encoder=plan.config.is_encoder, drafts_itself=drafts_itself)
-    if options.draft_path is not None and options.assistant is None:
-        with closing(open_model_file(options.draft_path)) as draft:
+    if options.separate_draft is not None:
+        with closing(open_model_file(options.separate_draft)) as draft:
             check_vocabularies(tokenizer_or_none(file), tokenizer_or_none(draft))
 
 

@@ -46,17 +46,16 @@ def load_drafter(
 
     Raises: as `load_model`.
     """
-    assert options.draft_path is not None, "there is one"
+    path = options.separate_draft
+    assert path is not None, "there is one"
     device = "cpu" if model.device == "cpu" else draft_request(options).device
-    load = partial(
-        load_model, options.draft_path, kv_type=options.kv_type, beside=model, verify=verify, progress=progress
-    )
+    load = partial(load_model, path, kv_type=options.kv_type, beside=model, verify=verify, progress=progress)
     try:
         return load(device=device)
     except REFUSED_BY_GPUS as error:
         if device in ("cpu", "auto"):
             raise
-        logger.warning("%s drafts on the CPU: %s", options.draft_path.name, error)
+        logger.warning("%s drafts on the CPU: %s", path.name, error)
     return load(device="cpu")
 
 

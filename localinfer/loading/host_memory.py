@@ -34,9 +34,9 @@ def draft_request(options: ModelOptions) -> DeviceRequest:
 
 def draft_on_host(options: ModelOptions, target: ModelConfig, placement: Placement) -> HostPart:
     """What a draft model takes of main memory beside a target on GPUs. Raises: ModelFileError and below."""
-    if options.draft_path is None or options.assistant is not None:
+    if options.separate_draft is None:
         return HostPart()
-    with closing(open_model_file(options.draft_path)) as file:
+    with closing(open_model_file(options.separate_draft)) as file:
         config = read_config(file)
         plan = plan_memory(file, config, kv_type=options.kv_type)
         taken = {share.device.index: share.num_bytes for share in placement.gpus}

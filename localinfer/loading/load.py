@@ -241,7 +241,7 @@ def _load(
         keeps_pages = loaded.kv_layout.page_bytes + loaded.kv_layout.windowed_bytes > 0
         if options.kv_window is not None and options.kv_window < loaded.config.context_length and keeps_pages:
             window = window_of(loaded, options.kv_window)
-        if options.draft_path is not None and options.assistant is None:
+        if options.separate_draft is not None:
             drafting = load_drafter(options, loaded, verify=verify, progress=progress)
             loads.callback(drafting.close)
         if speculation is not None:

@@ -69,6 +69,11 @@ class ModelOptions:
         )
 
     @property
+    def separate_draft(self) -> Path | None:
+        """The draft model, if it has a cache of its own, which an assistant has not."""
+        return None if self.assistant is not None else self.draft_path
+
+    @property
     def has_draft_layers(self) -> bool:
         """Whether layers for next-token prediction are loaded, if the model brings some."""
         return self.speculation in ("auto", "mtp") and self.draft_path is None and self.kv_window is None
@@ -107,9 +112,9 @@ class ModelOptions:
         return replace(plan, kv_tokens=window.most_tokens)
 
     def _beside_draft(self, plan: MemoryPlan) -> MemoryPlan:
-        if self.draft_path is None or self.assistant is not None:
+        if self.separate_draft is None:
             return plan
-        return replace(plan, beside=plan_file(self.draft_path, kv_type=self.kv_type))
+        return replace(plan, beside=plan_file(self.separate_draft, kv_type=self.kv_type))
 
     def share(self, plan: MemoryPlan, memory: MemoryLimits) -> KVBudget:
         """The context that fits the machine and `memory_limit`, and what keys and values may take.
