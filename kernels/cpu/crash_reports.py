@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -74,6 +74,13 @@ def _system() -> _System | None:
     return None
 
 
+class _Pieces(NamedTuple):
+    """A PIECE for each of some texts, as int64[texts, 2], and their bytes, which these point into."""
+
+    table: NDArray[np.int64]
+    joined: NDArray[np.uint8]
+
+
 class CrashReports:
     """The tables of one process, and whether its signals are handled."""
 
@@ -81,10 +88,10 @@ class CrashReports:
         self._lock = threading.RLock()
         self._pools: dict[int, int] = {}
         self._tapes: dict[int, tuple[int, Sequence[str]]] = {}
-        self._pieces: dict[int, NDArray[np.int64]] = {}
+        self._pieces: dict[int, _Pieces] = {}
         self._area: NDArray[np.int64] | None = None
         self._kept: list[Any] = []
-        self._tables: dict[str, list[NDArray[np.int64]]] = {"pools": [], "tapes": []}
+        self._tables: dict[str, list[Any]] = {"pools": [], "tapes": []}
         self._kernels = np.zeros((0, len(KERNEL.fields)), np.int64)
 
     @property
@@ -158,24 +165,26 @@ class CrashReports:
             phrases[LINE_END] = "\n  sent nowhere\n"
         numbers = [getattr(signal, name, None) for name in _SIGNALS]
         known = [(int(number), name) for number, name in zip(numbers, _SIGNALS, strict=True) if number is not None]
-        names = self._table_of_pieces([name for _, name in known])
+        names = _pieces([name for _, name in known])
+        told = _pieces(phrases)
         formers = np.zeros((len(known), _ACTION_BYTES), np.uint8)
         self._signals = np.array(
-            [[number, *names[index], formers[index].ctypes.data] for index, (number, _) in enumerate(known)], np.int64
+            [[number, *names.table[index], formers[index].ctypes.data] for index, (number, _) in enumerate(known)],
+            np.int64,
         )
         self._kernels = np.zeros((_MOST_KERNELS, len(KERNEL.fields)), np.int64)
         text = np.zeros(_TEXT_BYTES, np.uint8)
         place = self._piece(os.fsencode(path) + b"\0") if path is not None else (0, 0)
-        self._kept += [formers, text]
+        self._kept += [names, told, formers, text]
         return CRASH_AREA.pack(
-            **functions, is_busy=0, phrases=address(self._table_of_pieces(phrases)), text=address(text),
+            **functions, is_busy=0, phrases=address(told.table), text=address(text),
             room=_TEXT_BYTES, path=place[0], fault_offset=system.fault, instruction_offset=system.instruction,
             signals=address(self._signals), num_signals=len(known), pools=0, num_pools=0, tapes=0, num_tapes=0,
             kernels=address(self._kernels), num_kernels=0,
         )  # fmt: skip
 
     def _list_pools(self) -> None:
-        self._set_table("pools", np.array(list(self._pools.items()), np.int64).reshape(-1, len(POOL.fields)))
+        self._set_table("pools", np.array(list(self._pools.items()), np.int64).reshape(-1, len(POOL.fields)), [])
 
     def _list_tapes(self) -> None:
         if self._area is None:
@@ -183,9 +192,9 @@ class CrashReports:
         rows = []
         for first, (count, descriptions) in self._tapes.items():
             if first not in self._pieces:
-                self._pieces[first] = self._table_of_pieces(descriptions)
-            rows.append([first, first + 16 * count, address(self._pieces[first])])
-        self._set_table("tapes", np.array(rows, np.int64).reshape(-1, len(TAPE.fields)))
+                self._pieces[first] = _pieces(descriptions)
+            rows.append([first, first + 16 * count, address(self._pieces[first].table)])
+        self._set_table("tapes", np.array(rows, np.int64).reshape(-1, len(TAPE.fields)), list(self._pieces.values()))
 
     def _list_kernel(self, name: str, entry: int, code: bytes) -> None:
         with self._lock:
@@ -197,30 +206,28 @@ class CrashReports:
                 self._kernels[number] = entry - before, entry + behind, *self._piece(name.encode())
                 self._area[count] = number + 1
 
-    def _set_table(self, name: str, rows: NDArray[np.int64]) -> None:
-        """Replace a table at once; the former one stays, for a handler may be reading it."""
+    def _set_table(self, name: str, rows: NDArray[np.int64], pieces: list[_Pieces]) -> None:
+        """Replace a table at once; the former one stays with its pieces, for a handler may be reading it."""
         if self._area is None:
             return
         fields = CRASH_AREA.fields
         self._area[fields.index(f"num_{name}")] = 0
         self._area[fields.index(name)] = address(rows)
         self._area[fields.index(f"num_{name}")] = len(rows)
-        self._tables[name] = [*self._tables[name][-1:], rows]
+        self._tables[name] = [*self._tables[name][-1:], (rows, pieces)]
 
     def _piece(self, data: bytes) -> tuple[int, int]:
         kept = np.frombuffer(data, np.uint8)
         self._kept.append(kept)
         return address(kept), kept.size
 
-    def _table_of_pieces(self, texts: Sequence[str]) -> NDArray[np.int64]:
-        """A PIECE for each text; all of them are kept with the table."""
-        data = [text.encode("ascii", "replace") for text in texts]
-        joined = np.frombuffer(b"".join(data) + b"\0", np.uint8)
-        ends = np.cumsum([len(one) for one in data])
-        table = np.array([[address(joined) + end - len(one), len(one)] for end, one in zip(ends, data, strict=True)])
-        table = table.astype(np.int64).reshape(-1, len(PIECE.fields))
-        self._kept.append((joined, table))
-        return table
+
+def _pieces(texts: Sequence[str]) -> _Pieces:
+    data = [text.encode("ascii", "replace") for text in texts]
+    joined = np.frombuffer(b"".join(data) + b"\0", np.uint8)
+    ends = np.cumsum([len(one) for one in data])
+    table = np.array([[address(joined) + end - len(one), len(one)] for end, one in zip(ends, data, strict=True)])
+    return _Pieces(table.astype(np.int64).reshape(-1, len(PIECE.fields)), joined)
 
 
 REPORTS = CrashReports()

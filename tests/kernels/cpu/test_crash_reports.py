@@ -134,6 +134,26 @@ def test_the_command_reports_its_crash_and_the_next_one_mentions_it_once(tmp_pat
     assert "blk.3.ffn_down.weight (256 rows x 768 columns, F16)" in shown and "last runs" not in shown
 
 
+def test_what_was_kept_of_a_tape_goes_with_it(tmp_path: Path) -> None:
+    """A server that swaps models for months must not keep what a report would say of each."""
+    code = f"""
+import tracemalloc
+import numpy as np
+import localinfer
+from localinfer.kernels.cpu.crash_reports import REPORTS
+from localinfer.kernels.cpu.memory import address
+localinfer.report_crashes({str(tmp_path)!r})
+assert REPORTS.install()
+tracemalloc.start()
+for _ in range(30):
+    entries = np.zeros((100, 2), np.int64)
+    REPORTS.add_tape(entries, ["x" * 1000] * 100)
+    REPORTS.remove_tape(address(entries))
+print(tracemalloc.get_traced_memory()[0])
+"""
+    assert int(run(code)[0]) < 500_000, "two of thirty times 100 kB"
+
+
 def test_only_the_newest_reports_are_kept(tmp_path: Path) -> None:
     for second in range(12):
         (tmp_path / f"2030-01-01-0000{second:02}-7.crash.txt").write_text(f"localinfer crashed: {second}\n  in op 1\n")
