@@ -39,6 +39,8 @@ _LEAST_ALIGNMENT = 64
 _MAPS_PER_ARRAY = 3
 _MAPS_FOR_OTHERS = 8_000
 """Maps left for libraries, stacks and the allocator."""
+_SLOTS_SHARE = 0.75
+"""Of all maps, those that may be taken when a slot of a cache asks for some."""
 _LINUX_MAPS = 65_530
 """What Linux allows a process by default."""
 
@@ -121,7 +123,7 @@ class GuardedSlot:
 def _mapped(num_bytes: int, readable_bytes: int, alignment: int) -> _GuardedMap:
     global _num_arrays
     page = mmap.PAGESIZE
-    if not has_room_for(1):
+    if not _has_room_for(1, max_maps()):
         raise BackendUnavailableError(f"{VARIABLE} is set, and {_too_many()}")
     reach = -(-(num_bytes + readable_bytes) // alignment) * alignment
     inside = -(-max(reach, 1) // page) * page
@@ -141,12 +143,16 @@ def _mapped(num_bytes: int, readable_bytes: int, alignment: int) -> _GuardedMap:
     return mapped
 
 
-def has_room_for(count: int) -> bool:
-    """Whether the process may have the maps of so many more arrays; logged where it may not."""
-    fits = _MAPS_PER_ARRAY * (_num_arrays + count) + _MAPS_FOR_OTHERS <= max_maps()
+def has_room_for_slots(count: int) -> bool:
+    """Whether so many more arrays may be slots of a cache, which fill what they may and leave room for others; logged."""
+    fits = _has_room_for(count, max_maps() * _SLOTS_SHARE)
     if not fits:
-        logger.warning("guard mode: %s", _too_many())
+        logger.warning("guard mode: slots of a cache lie together from here on; %s", _too_many())
     return fits
+
+
+def _has_room_for(count: int, maps: float) -> bool:
+    return _MAPS_PER_ARRAY * (_num_arrays + count) + _MAPS_FOR_OTHERS <= maps
 
 
 @functools.cache

@@ -128,7 +128,7 @@ class SlabAllocator:
         steps = np.arange(count) * self.slot_bytes
         if self._device is not None:
             return self._device.allocate(num_bytes) + steps
-        if guard.IS_ON and guard.has_room_for(count):
+        if guard.IS_ON and guard.has_room_for_slots(count):
             apart = {first + index: guard.GuardedSlot(self.slot_bytes) for index in range(count)}
             self._guarded |= apart
             self._protect(list(apart), True)

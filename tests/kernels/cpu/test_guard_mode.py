@@ -106,6 +106,22 @@ def test_a_model_says_the_same_in_guard_mode() -> None:
     assert run(_DEMO, LOCALINFER_GUARD="before")[0] == plain
 
 
+def test_slots_of_a_cache_leave_maps_for_other_arrays() -> None:
+    """A cache takes whatever it may: a server in guard mode would refuse everything once it had answered enough."""
+    code = """
+from localinfer.kernels.cpu import guard
+from localinfer.kernels.cpu.memory import empty
+from localinfer.cache.slabs import SlabAllocator
+guard.max_maps = lambda: 2 * guard._MAPS_FOR_OTHERS
+slots = SlabAllocator(64)
+while slots.num_slots < 4000:
+    slots.grow(50, None)
+kept = [empty(1, float) for _ in range(500)]
+print(len(slots._guarded), len(kept))
+"""
+    assert run(code, LOCALINFER_GUARD="1")[0] == "1300 500"
+
+
 def test_another_value_is_refused_and_a_limit_of_maps_is_said() -> None:
     code = """
 from localinfer.kernels.cpu import guard
