@@ -144,7 +144,7 @@ def _mapped(num_bytes: int, readable_bytes: int, alignment: int) -> _GuardedMap:
 
 
 def has_room_for_slots(count: int) -> bool:
-    """Whether so many more arrays may be slots of a cache, which fill what they may and leave room for others; logged."""
+    """Whether so many more arrays may be slots of a cache, which fills what it may: it leaves some for others. Logged."""
     fits = _has_room_for(count, max_maps() * _SLOTS_SHARE)
     if not fits:
         logger.warning("guard mode: slots of a cache lie together from here on; %s", _too_many())
