@@ -144,7 +144,10 @@ def _mapped(num_bytes: int, readable_bytes: int, alignment: int) -> _GuardedMap:
 
 
 def has_room_for_slots(count: int) -> bool:
-    """Whether so many more arrays may be slots of a cache, which fills what it may: it leaves some for others. Logged."""
+    """Whether so many more arrays may be slots of a cache; logged where not.
+
+    A cache fills whatever it may have, and other arrays need maps after it.
+    """
     fits = _has_room_for(count, max_maps() * _SLOTS_SHARE)
     if not fits:
         logger.warning("guard mode: slots of a cache lie together from here on; %s", _too_many())
