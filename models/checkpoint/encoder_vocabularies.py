@@ -2,7 +2,6 @@
 
 import base64
 import binascii
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ import numpy as np
 from localinfer.models.checkpoint.tokenizer_document import flag_in, list_in, shown, unsupported, wrong
 from localinfer.models.text.encoders import LONGEST_WORD
 from localinfer.models.text.vocabulary import PREFIX, TokenType
+from localinfer.types import is_finite_number
 
 _SPACE_MARK = "▁"
 _CONTINUES = "##"
@@ -58,7 +58,7 @@ def unigram_texts(model: Mapping[str, Any]) -> dict[str, int]:
     entries = list_in(model, "vocab")
     for entry in entries:
         is_pair = isinstance(entry, list) and len(entry) == 2 and isinstance(entry[0], str)
-        if not is_pair or type(entry[1]) not in (int, float) or not math.isfinite(entry[1]):
+        if not is_pair or not is_finite_number(entry[1]):
             raise wrong(f"the entry {shown(entry, 60)} of model.vocab is not a text and a score")
     found = {entry[0]: index for index, entry in enumerate(entries)}
     if len(found) != len(entries):
@@ -72,39 +72,49 @@ def unigram(
     """The metadata of a Unigram vocabulary. Raises: TokenizerError."""
     scores = np.zeros(len(tokens), np.float32)
     given = [entry[1] for entry in list_in(model, "vocab")][: len(tokens)]
-    scores[: len(given)] = given
+    with np.errstate(over="ignore"):
+        scores[: len(given)] = given
     found: dict[str, object] = {f"{PREFIX}model": "t5", f"{PREFIX}scores": scores}
-    merges_spaces = False
+    flags = dict.fromkeys(("strips_left", "strips_right", "strips_before_map", "remove_extra_whitespaces"), False)
+    is_mapped = has_marks = False
     for step in normalizers:
         match step:
             case {"type": "Precompiled", "precompiled_charsmap": str(text)}:
+                if is_mapped or flags["remove_extra_whitespaces"]:
+                    raise unsupported("its normalizer has a Precompiled behind another, or behind merged spaces", "one")
                 found[f"{PREFIX}precompiled_charsmap"] = _bytes(text)
-            case {"type": "Replace", "pattern": pattern, "content": " "} if pattern == _MANY_SPACES:
-                merges_spaces = True
+                is_mapped, flags["strips_before_map"] = True, flags["strips_left"] or flags["strips_right"]
+            case {"type": "Replace", "pattern": pattern, "content": " " | "▁" as content} if pattern == _MANY_SPACES:
+                flags["remove_extra_whitespaces"], has_marks = True, has_marks or content == "▁"
             case {"type": "Strip"}:
-                pass  # white space around a text is dropped where spaces are merged
+                if flags["strips_before_map"] or has_marks:
+                    raise unsupported("its normalizer strips a text twice, or once its spaces are marks", "one Strip")
+                flags["strips_left"] |= flag_in(step, "strip_left", True)
+                flags["strips_right"] |= flag_in(step, "strip_right", True)
             case _:
                 raise unsupported(f"its normalizer has the step {shown(step, 200)}", "Precompiled and merged spaces")
+    splits = False
     adds_space = None
     for step in pre_tokenizers:
         match step:
-            case {"type": "WhitespaceSplit"}:
-                merges_spaces = found[f"{PREFIX}splits_at_white_space"] = True
-            case {"type": "Metaspace", "replacement": "▁"}:
+            case {"type": "WhitespaceSplit"} if adds_space is None and not has_marks:
+                splits = True
+            case {"type": "Metaspace", "replacement": "▁"} if adds_space is None:
                 scheme = step.get("prepend_scheme", "always" if flag_in(step, "add_prefix_space", True) else "never")
                 if scheme not in ("always", "never"):
                     raise unsupported(f"its prepend_scheme is {shown(scheme, 40)}", "always or never")
                 adds_space = scheme == "always"
+                flags["splits_words"] = splits or flag_in(step, "split", True)
             case _:
                 raise unsupported(f"its pre-tokenizer has the step {shown(step, 200)}", "WhitespaceSplit and Metaspace")
     if adds_space is None:
         raise unsupported("nothing in it turns spaces into '▁'", "a Metaspace that does")
-    if merges_spaces and not adds_space:
+    if splits and not adds_space:
         raise unsupported("its words have no space before them", "a Metaspace that adds one")
-    return found | {
-        f"{PREFIX}add_space_prefix": adds_space,
-        f"{PREFIX}remove_extra_whitespaces": merges_spaces,
-    }
+    # Other readers know two of these flags: theirs are nearest if words that are split count as merged spaces.
+    flags["remove_extra_whitespaces"] |= splits
+    flags |= {"add_space_prefix": adds_space, "add_space_prefix_if_none": True, "splits_at_white_space": splits}
+    return found | {f"{PREFIX}{name}": value for name, value in flags.items()}
 
 
 def _bytes(text: str) -> Any:

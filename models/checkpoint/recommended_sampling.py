@@ -1,9 +1,8 @@
 """How a Hugging Face folder says its model should be sampled, under the keys that GGUF has for it."""
 
-import math
-
 from localinfer.models.decoder.metadata_keys import SAMPLING_PREFIX
 from localinfer.quant.checkpoint.folder import CheckpointFolder
+from localinfer.types import is_finite_number
 
 _KEYS = {
     "temperature": "temp",
@@ -28,9 +27,5 @@ def read_sampling(folder: CheckpointFolder) -> dict[str, object]:
     return {
         f"{SAMPLING_PREFIX}{key}": value
         for name, key in _KEYS.items()
-        if (samples or name == _OF_ANY_CHOICE) and _is_number(value := settings.get(name))
+        if (samples or name == _OF_ANY_CHOICE) and is_finite_number(value := settings.get(name))
     }
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

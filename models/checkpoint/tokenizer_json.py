@@ -210,19 +210,12 @@ class TokenizerJson:
                 TokenizerWarning,
                 stacklevel=4,
             )
-        has_prefix, only_first = self._space_prefix()
-        metadata: dict[str, object] = {
-            f"{PREFIX}model": "llama",
-            f"{PREFIX}scores": scores,
-            f"{PREFIX}add_space_prefix": has_prefix,
-        }
-        if only_first:
-            metadata[f"{PREFIX}add_space_prefix_once"] = True
-        return metadata
+        metadata: dict[str, object] = {f"{PREFIX}model": "llama", f"{PREFIX}scores": scores}
+        return metadata | {f"{PREFIX}{name}": value for name, value in self._space_prefix().items()}
 
-    def _space_prefix(self) -> tuple[bool, bool]:
-        """Whether plain text gets a space before it, and whether only at the very start."""
-        has_prefix = only_first = marks_spaces = False
+    def _space_prefix(self) -> dict[str, bool]:
+        """Flags: whether plain text gets a space before it, where it has none only, and at the very start only."""
+        has_prefix = only_first = only_if_none = marks_spaces = False
         for step in [*self._normalizers, *self._pre_tokenizers]:
             match step:
                 case {"type": "Prepend", "prepend": "▁"}:
@@ -241,12 +234,15 @@ class TokenizerJson:
                     )
                     if scheme not in ("always", "never", "first"):
                         raise unsupported(f"its prepend_scheme is {shown(scheme, 40)}", "always, never or first")
-                    has_prefix, only_first, marks_spaces = scheme != "never", scheme == "first", True
+                    marks_spaces = True
+                    if scheme != "never" and not has_prefix:
+                        has_prefix, only_if_none, only_first = True, True, scheme == "first"
                 case _:
                     raise unsupported(f"a step of its pipeline is {shown(step, 120)}", "SentencePiece's own")
         if not marks_spaces:
             raise unsupported("nothing in it turns spaces into '▁'", "a Replace or Metaspace that does")
-        return has_prefix, only_first
+        flags = {"add_space_prefix_once": only_first, "add_space_prefix_if_none": only_if_none}
+        return {"add_space_prefix": has_prefix} | {name: True for name, value in flags.items() if value}
 
 
 def read_tokenizer(folder: CheckpointFolder, vocab_size: int) -> dict[str, object]:

@@ -1,11 +1,11 @@
 """Where a model is wanted: a device or several, how many layers on GPUs, their shares, and experts on the CPU."""
 
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from localinfer.errors import BackendUnavailableError, RequestError
+from localinfer.types import is_finite_number
 
 DEVICES = ("auto", "cpu", "cuda")
 """Devices by kind; GPUs can be named, too."""
@@ -96,10 +96,7 @@ def _check_tensor_split(device: str, named: Sequence[int] | None, shares: Sequen
     if shares is None:
         return
     is_list = isinstance(shares, Sequence) and not isinstance(shares, str | bytes) and len(shares) > 0
-    are_numbers = is_list and all(
-        isinstance(share, int | float) and not isinstance(share, bool) and math.isfinite(share) and share >= 0
-        for share in shares
-    )
+    are_numbers = is_list and all(is_finite_number(share) and share >= 0 for share in shares)
     if not are_numbers or not any(shares):
         raise RequestError(
             f"tensor_split is {shares!r:.80}; give each GPU's share of the layers as a number of 0 or more, such as "

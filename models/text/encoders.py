@@ -243,6 +243,7 @@ class SentencePieceEncoder(SubwordEncoder):
     def __init__(self, vocabulary: Vocabulary) -> None:
         super().__init__(vocabulary)
         self.adds_space = vocabulary.flags.get("add_space_prefix", True)
+        self._adds_if_none = vocabulary.flags.get("add_space_prefix_if_none", False)
         self._byte_ids = _byte_token_ids(vocabulary)
 
     @cached_property
@@ -262,7 +263,7 @@ class SentencePieceEncoder(SubwordEncoder):
 
     def encode(self, text: str, is_run_start: bool) -> list[int]:
         """Return the ids of plain text; a space comes first where it starts a run and the file adds one."""
-        text = " " + text if is_run_start and self.adds_space else text
+        text = self._with_space(text) if is_run_start else text
         pattern = self._word_pattern
         return self._encode_marked(text, pattern.findall if pattern else lambda marked: [marked])
 
@@ -271,8 +272,12 @@ class SentencePieceEncoder(SubwordEncoder):
         # What is compiled is loaded when a long text comes, not with every tokenizer.
         from localinfer.models.text.long_text import encode_marked
 
-        text = " " + text if is_run_start and self.adds_space else text
+        text = self._with_space(text) if is_run_start else text
         return encode_marked(self._table, text, splits_words=self._word_pattern is not None)
+
+    def _with_space(self, text: str) -> str:
+        has_one = self._adds_if_none and text.startswith(" ")
+        return " " + text if self.adds_space and not has_one else text
 
     @cached_property
     def _table(self) -> "SymbolTable":

@@ -4,12 +4,13 @@ Source: subword regularization (arXiv 1804.10959), section 3.2, and SentencePiec
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 
 from localinfer.errors import TokenizerError
 from localinfer.models.text.charsmap import CharacterMap
 from localinfer.models.text.encoders import SPACE_MARK, SubwordEncoder
+from localinfer.models.text.space_marks import marked_as_by_tokenizers
 from localinfer.models.text.vocabulary import TokenType, Vocabulary
 
 _UNKNOWN_PENALTY = 10.0
@@ -17,8 +18,6 @@ _UNKNOWN_PENALTY = 10.0
 _STRETCH = 1 << 14
 """Characters of a long text that are normalized at once."""
 _SPACE = re.compile(r" (?=\S)")
-_WHITE_SPACE = re.compile("[\t-\r\x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]")
-"""Unicode's, but for the space itself. Most of it becomes a space by a compiled normalization already."""
 
 
 class UnigramEncoder(SubwordEncoder):
@@ -31,7 +30,7 @@ class UnigramEncoder(SubwordEncoder):
         super().__init__(vocabulary)
         self.adds_space = vocabulary.flags.get("add_space_prefix", True)
         self._merges_spaces = vocabulary.flags.get("remove_extra_whitespaces", False)
-        self._splits_at_white_space = vocabulary.flags.get("splits_at_white_space", False)
+        self.splits_words = vocabulary.flags.get("splits_words", False)
         self._byte_ids = vocabulary.byte_ids
         self._has_bytes = min(vocabulary.byte_ids) >= 0
         if self._unknown is None and not self._has_bytes:
@@ -53,17 +52,28 @@ class UnigramEncoder(SubwordEncoder):
         """Return 0: many characters may become one, or none."""
         return 0
 
-    def _encode_stretches(self, stretches: Iterator[str] | list[str]) -> Iterator[list[int]]:
+    def _encode_stretches(self, stretches: Iterable[str]) -> Iterator[list[int]]:
         lattice = _Lattice(self)
+        for marked in self._marked(stretches):
+            yield lattice.push(marked)
+        yield lattice.finish()
+
+    def _marked(self, stretches: Iterable[str]) -> Iterator[str]:
+        """Normalize a text, given in stretches, and put marks where its spaces are."""
+        flags = self._vocabulary.flags
+        if flags.get("add_space_prefix_if_none"):
+            yield from marked_as_by_tokenizers(stretches, self._normalized, flags)
+            return
         spaces = _Spaces(adds=self.adds_space, merges=self._merges_spaces)
         for stretch in stretches:
-            normal = stretch if self._map is None else self._map.apply(stretch)
-            yield lattice.push(spaces.mark(_WHITE_SPACE.sub(" ", normal) if self._splits_at_white_space else normal))
-        yield lattice.finish()
+            yield spaces.mark(self._normalized(stretch))
+
+    def _normalized(self, stretch: str) -> str:
+        return stretch if self._map is None else self._map.apply(stretch)
 
     @cached_property
     def scores(self) -> dict[str, tuple[float, int]]:
-        """Score and id of each token that text may become."""
+        """Score and id of each token that text may become: none of two words, where these are split."""
         vocabulary = self._vocabulary
         assert vocabulary.scores is not None, "this kind always has scores"
         scores = vocabulary.scores.tolist()
@@ -71,6 +81,7 @@ class UnigramEncoder(SubwordEncoder):
         return {
             token: (0.0 if types[index] == TokenType.USER_DEFINED else scores[index], index)
             for token, index in self._ids.items()
+            if not (self.splits_words and SPACE_MARK in token[1:] and types[index] != TokenType.USER_DEFINED)
         }
 
     @cached_property
@@ -202,6 +213,8 @@ class _Lattice:
         ids: list[int] = []
         for start, token_id in reversed(pieces):
             if token_id < 0:
+                if self._encoder.splits_words and self._text[start] == SPACE_MARK:
+                    ids += self._flush_unknown()
                 self._unknown += self._text[start]
                 continue
             ids += self._flush_unknown()

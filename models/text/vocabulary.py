@@ -54,7 +54,8 @@ _FLAGS = (
         "normalizer.strip_accents",
     ),
     # Not GGUF's: what tokenizer.json can say and GGUF cannot.
-    *("add_space_prefix_once", "strips_after_special", "splits_at_white_space", "limits_words"),
+    *("add_space_prefix_once", "add_space_prefix_if_none", "strips_after_special", "limits_words"),
+    *("strips_left", "strips_right", "strips_before_map", "splits_at_white_space", "splits_words"),
 )
 _ROLES = ("bos", "eos", "eot", "eom", "unknown", "seperator", "cls", "fim_pad", "fim_rep", "fim_sep")
 

@@ -46,6 +46,7 @@ WRONG: dict[str, Any] = {
     "generator": (value for value in ()),
     "huge": 2**70,
     "-huge": -(2**70),
+    "beyond floats": 10**400,
     "complex": 1j,
     "float array": np.array([1.5]),
     "object array": np.array([None, "x"], object),
@@ -57,6 +58,7 @@ WRONG: dict[str, Any] = {
     "numpy float": np.float32(0.5),
     "huge ids": np.array([2**63], np.uint64),
     "list of huge": [2**70],
+    "list beyond floats": [10**400],
 }
 IDS = [1, 2, 3]
 MESSAGES = [{"role": "user", "content": "Hello"}]

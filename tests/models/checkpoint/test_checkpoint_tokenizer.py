@@ -101,8 +101,14 @@ def test_metaspace_puts_its_space_where_its_scheme_says(scheme: str, wanted: lis
     document["post_processor"] = None
     document["pre_tokenizer"] = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": scheme, "split": False}
     library = tokenizers.Tokenizer.from_str(json.dumps({"version": "1.0", **document}))
-    found = tokenizer_of(document).encode("a<s>a", add_special=False, parse_special=True)
-    assert found == library.encode("a<s>a", add_special_tokens=False).ids == wanted
+    tokenizer = tokenizer_of(document)
+    assert tokenizer.encode("a<s>a", add_special=False, parse_special=True) == wanted
+    # Where there is a space already, none is put.
+    for text in ("a<s>a", " a", "  a", "  ", "<s> a", " a<s> a"):
+        found = tokenizer.encode(text, add_special=False, parse_special=True)
+        assert found == library.encode(text, add_special_tokens=False).ids, text
+    long = " a" * 40_000
+    assert tokenizer.encode(long, add_special=False) == library.encode(long, add_special_tokens=False).ids
 
 
 def test_a_mark_that_is_put_before_a_text_twice_is_refused() -> None:

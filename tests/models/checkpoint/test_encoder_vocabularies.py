@@ -137,6 +137,76 @@ def test_unigrams_are_those_of_the_library(splits: bool, tmp_path: Path) -> None
     assert tokenizer.ids_between == [2]
 
 
+MERGED = {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "}
+NORMALIZERS: dict[str, list[Document]] = {
+    "nothing": [],
+    "merged": [MERGED],
+    "stripped": [{"type": "Strip", "strip_left": True, "strip_right": True}],
+    "stripped and mapped": [
+        {"type": "Strip", "strip_left": True, "strip_right": True},
+        {"type": "Precompiled"},
+        MERGED,
+    ],
+    "mapped and stripped right": [
+        {"type": "Precompiled"},
+        {"type": "Strip", "strip_left": False, "strip_right": True},
+        {**MERGED, "content": "▁"},
+    ],
+}
+SPACED_TEXTS = [" a  b\n\n c ", "  ", " ", "\t a", "a b", "  the cat", "the cat ", "\n", " the  cats a b"]
+
+
+@pytest.mark.parametrize("name", NORMALIZERS)
+@pytest.mark.parametrize("splits_white_space", [False, True])
+@pytest.mark.parametrize("scheme", ["always", "never"])
+@pytest.mark.parametrize("split", [True, False])
+@pytest.mark.parametrize("has_mark", [True, False])
+def test_spaces_of_unigrams_are_marked_as_by_the_library(
+    name: str, splits_white_space: bool, scheme: str, split: bool, has_mark: bool, tmp_path: Path
+) -> None:
+    document = unigram_document()
+    precompiled = document["normalizer"]
+    steps = [precompiled if step["type"] == "Precompiled" else step for step in NORMALIZERS[name]]
+    document["normalizer"] = {"type": "Sequence", "normalizers": steps}
+    metaspace = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": scheme, "split": split}
+    before = [{"type": "WhitespaceSplit"}] * splits_white_space
+    document["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [*before, metaspace]}
+    vocab = document["model"]["vocab"]
+    # Tokens that reach into the next word, which some of these vocabularies never take.
+    vocab += [["s▁", -3.0], ["▁the▁cat", -1.0], ["a▁b", -1.0], ["▁▁", -2.0], ["▁▁▁", -1.5]]
+    if not has_mark:
+        document["model"]["vocab"] = [["unused" if text == "▁" else text, score] for text, score in vocab]
+    folder = write_tokenizer(tmp_path, document, bos_token="<s>", eos_token="</s>")
+    if splits_white_space and (scheme == "never" or "▁" in (step.get("content") for step in steps)):
+        with open_checkpoint(folder) as file:
+            assert re.search("no space before|has the step", str(file.tokenizer_error))
+        return
+    library = tokenizers.Tokenizer.from_str(json.dumps(document))
+    tokenizer = read_tokenizer(folder)
+    # The peer takes a base and its marks as one, and leaves them where the whole is no key.
+    for text in [*SPACED_TEXTS, *(text for text in plain_texts(40, 5) if not re.search("[\u0300-\u06ff]", text))]:
+        assert tokenizer.encode(text) == library.encode(text).ids, text
+
+
+@pytest.mark.parametrize(
+    ("steps", "words"),
+    [
+        ([MERGED, {"type": "Precompiled", "precompiled_charsmap": "AAAA"}], "behind merged spaces"),
+        ([{"type": "Precompiled", "precompiled_charsmap": "AAAA"}] * 2, "behind another"),
+        ([{**MERGED, "content": "▁"}, NORMALIZERS["stripped"][0]], "once its spaces are marks"),
+        (
+            [NORMALIZERS["stripped"][0], unigram_document()["normalizer"], NORMALIZERS["stripped"][0]],
+            "strips a text twice",
+        ),
+    ],
+)
+def test_orders_of_normalizers_that_are_not_built_are_refused(steps: list[Document], words: str) -> None:
+    document = unigram_document()
+    document["normalizer"] = {"type": "Sequence", "normalizers": steps}
+    with pytest.raises(TokenizerError, match=words):
+        TokenizerJson(document, len(document["model"]["vocab"]))
+
+
 @pytest.mark.parametrize(
     ("path", "value", "words"),
     [
@@ -165,6 +235,7 @@ def test_word_pieces_that_are_not_built_are_refused(path: tuple[str, ...], value
         (("model", "vocab"), [["a", 1.0], ["a", 2.0]], "has a text twice"),
         (("model", "vocab"), [["a"]], "not a text and a score"),
         (("model", "vocab"), [["a", float("nan")]], "not a text and a score"),
+        (("model", "vocab"), [["a", 10**400]], "not a text and a score"),
         (("model", "vocab"), {"a": 1}, "wanted a list"),
         (("model", "unk_id"), 9999, "unk_id is 9999"),
         (("normalizer",), {"type": "Lowercase"}, "its normalizer has the step"),
