@@ -50,9 +50,9 @@ def check_number(
     import numpy as np
 
     kinds = (int, np.integer) if kind is int else (int, float, np.integer, np.floating)
+    is_kind = isinstance(value, kinds) and not isinstance(value, bool)
     # Python's integers may be more than any float.
-    is_held = isinstance(value, kinds) and (kind is int or abs(value) <= sys.float_info.max)
-    if is_held and not isinstance(value, bool):
+    if is_kind and (kind is int or abs(value) <= sys.float_info.max):
         number = kind(value)
         if least <= number <= most and number != math.inf:
             return number

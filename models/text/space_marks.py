@@ -25,6 +25,7 @@ def marked_as_by_tokenizers(
     is put there.
     """
     left, right = flags.get("strips_left", False), flags.get("strips_right", False)
+    pieces: Iterable[str]
     if flags.get("strips_before_map"):
         pieces = map(normalize, _whole_spaces(stretches, left, right))
         left = right = False
