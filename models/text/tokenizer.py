@@ -51,8 +51,7 @@ class Tokenizer:
     `kind` is "spm", "bpe", "wordpiece" or "unigram". `bos_token_id`, `eos_token_id` and `unknown_token_id` are None
     where the vocabulary has no such token; `eog_token_ids` are all ids that end a generation. `adds_bos` says whether
     `add_special` starts a sequence with the BOS token. `strips_space_at_start` says that the vocabulary puts a space
-    before a text, which decoding takes off again; of folders that give it to texts without one only, a text's own first
-    space goes too, as in their library.
+    before a text, which decoding takes off again (or a text's own, where a folder puts none before that).
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
