@@ -1,5 +1,6 @@
 """Arguments of the public API: checks whose errors name the argument, and copies that later changes do not reach."""
 
+import contextlib
 import math
 import os
 import sys
@@ -50,12 +51,12 @@ def check_number(
     import numpy as np
 
     kinds = (int, np.integer) if kind is int else (int, float, np.integer, np.floating)
-    is_kind = isinstance(value, kinds) and not isinstance(value, bool)
-    # Python's integers may be more than any float.
-    if is_kind and (kind is int or abs(value) <= sys.float_info.max):
-        number = kind(value)
-        if least <= number <= most and number != math.inf:
-            return number
+    if isinstance(value, kinds) and not isinstance(value, bool):
+        # Python's integers may be more than any float.
+        with contextlib.suppress(OverflowError):
+            number = kind(value)
+            if least <= number <= most and number != math.inf:
+                return number
     noun = "a whole number" if kind is int else "a number"
     least_shown, most_shown = (str(bound) if kind is int else f"{bound:g}" for bound in (least, most))
     if math.isinf(most):

@@ -17,7 +17,6 @@ from localinfer.chat.closed_objects import enforced_schema
 from localinfer.chat.json_schema import MAX_CHARACTERS, keyword_in, printable
 from localinfer.chat.structural_tags import structural_tag_grammar
 from localinfer.errors import ConstraintError, OverloadedError
-from localinfer.sampling.mask import COMPILER_FAULT, is_compiler_fault
 from localinfer.system.extras import require
 
 if TYPE_CHECKING:
@@ -289,9 +288,12 @@ def _name(constraint: Constraint) -> str:
 
 
 def _shown(message: str) -> str:
-    """What the compiler says, on one line: its message goes over several, where it points into the text."""
-    if is_compiler_fault(message):
-        return COMPILER_FAULT
+    """What the compiler says, on one line: its message goes over several, where it points into the text.
+
+    A fault of its own, which it tells as a panic with a trace, is one that only another constraint avoids.
+    """
+    if message.lstrip().startswith("panic"):
+        return "its compiler fails at it"
     line = " ".join(message.replace("<non-verbose/>", "").split("<state>")[0].split())[:300]
     return printable({"NoExtensionBias": "nothing that it allows could follow"}.get(line, line))
 

@@ -15,9 +15,6 @@ from localinfer.types import TokenIds
 
 Allowed = NDArray[np.bool_]
 
-COMPILER_FAULT = "its compiler fails at it"
-"""What is said of a grammar in place of a compiler's own trace."""
-
 
 class GrammarMatcher(Protocol):
     """Follows a text through a grammar, token by token. After an error nothing has a meaning but the error."""
@@ -149,16 +146,13 @@ class MatcherMask:
             return
         if _first_line(error) == "NoExtensionBias":
             raise ConstraintError("the grammar allows nothing that could follow; change it", field="grammar")
-        if is_compiler_fault(error):
-            raise ConstraintError(f"the grammar cannot be followed: {COMPILER_FAULT}; change it", field="grammar")
+        if error.lstrip().startswith("panic"):
+            raise ConstraintError(
+                "the grammar cannot be followed: its compiler fails at it; change it", field="grammar"
+            )
         raise ConstraintError(
             f"the grammar became too costly to follow: {_first_line(error)}; give a simpler one", field="grammar"
         )
-
-
-def is_compiler_fault(message: str) -> bool:
-    """Whether a matcher's error is a fault of its compiler, told as a panic, which only another grammar avoids."""
-    return message.lstrip().startswith("panic")
 
 
 def _first_line(text: str) -> str:
