@@ -119,7 +119,7 @@ class Tokenizer:
         context holds, so that a long text that cannot fit is refused as soon as that is certain; a
         short one is encoded all the same, for its caller to tell its length.
         Raises: RequestError if the text is not a string of whole Unicode characters; ContextLengthError
-            for a long text of more than `max_tokens` tokens.
+            for a long text of more than `max_tokens`; TokenizerError where it leads to a damaged normalization.
         """
         return self.encode_segments([(text, parse_special)], add_special, max_tokens=max_tokens)
 

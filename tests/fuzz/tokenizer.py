@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from localinfer.errors import ContextLengthError, LocalinferError, RequestError
+from localinfer.errors import ContextLengthError, LocalinferError, RequestError, TokenizerError
 from localinfer.models.checkpoint.tokenizer_json import read_tokenizer
 from localinfer.models.text.charsmap import CharacterMap
 from localinfer.models.text.encoders import BYTE_CHARACTERS, SPACE_MARK
@@ -297,6 +297,10 @@ def _check_text(tokenizer: Tokenizer, text: str, library: Any) -> str:
     except RequestError as error:
         assert any("\ud800" <= letter <= "\udfff" for letter in text), f"a text was refused: {error}"
         return "half"
+    except TokenizerError as error:
+        # Where the damaged place of a compiled normalization is, only a text that leads there shows.
+        assert "precompiled_charsmap has" in str(error), f"a vocabulary is refused late: {error}"
+        return "damaged"
     parsed = tokenizer.encode(text, add_special=False, parse_special=True)
     for ids in (plain, parsed):
         assert all(0 <= token_id < tokenizer.vocab_size for token_id in ids), "an id is out of range"
@@ -316,7 +320,7 @@ def _check_text(tokenizer: Tokenizer, text: str, library: Any) -> str:
     if library is None:
         return "used"
     wanted = _library_ids(library, text)
-    if wanted is None or not _agrees_on(tokenizer, text):
+    if wanted is None or not _agrees_on(tokenizer, text, library):
         return "used"
     if tokenizer.kind == "spm" and tokenizer.unknown_token_id in parsed:
         # No vocabulary with bytes has it, and the library puts it behind bytes that follow it.
@@ -387,16 +391,19 @@ def _takes_space_off(tokenizer: Tokenizer, text: str) -> bool:
     return text.startswith(" ") and tokenizer._vocabulary.flags.get("add_space_prefix_if_none", False)
 
 
-def _agrees_on(tokenizer: Tokenizer, text: str) -> bool:
+def _agrees_on(tokenizer: Tokenizer, text: str, library: Any) -> bool:
     """Whether both read a text by the same rules: literal marks of spaces are bytes here, so that they come back; the
-    longest of special tokens that overlap is taken first, not the leftmost; and compiled normalizations change what
-    their keys match, as in SentencePiece, where the library replaces the whole of a written character, marks behind
-    the key included, by what its first key becomes."""
+    longest of special tokens that overlap is taken first, not the leftmost; what ends a text is special, where the
+    library knows added tokens only; and compiled normalizations change what their keys match, as in SentencePiece,
+    where the library replaces the whole of a written character, marks behind the key included, by what its first key
+    becomes."""
     if tokenizer.kind != "bpe" and SPACE_MARK in text:
         return False
     if tokenizer.kind == "unigram" and _has_mapped_marks(tokenizer, text):
         return False
     found = list(tokenizer.special_spellings.find(text))
+    if not {spelling.token_id for spelling in found} <= {-1, *library.get_added_tokens_decoder()}:
+        return False
     ends = [0, *(spelling.end for spelling in found)]
     return all(spelling.start >= max(ends[: index + 1]) for index, spelling in enumerate(found))
 
