@@ -91,7 +91,7 @@ class CrashReports:
         self._pieces: dict[int, _Pieces] = {}
         self._area: NDArray[np.int64] | None = None
         self._kept: list[Any] = []
-        self._tables: dict[str, list[Any]] = {"pools": [], "tapes": []}
+        self._tables: dict[str, list[tuple[NDArray[np.int64], list[_Pieces]]]] = {"pools": [], "tapes": []}
         self._kernels = np.zeros((0, len(KERNEL.fields)), np.int64)
 
     @property

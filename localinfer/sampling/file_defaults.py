@@ -4,13 +4,13 @@ Source: the keys that llama.cpp's converter writes.
 """
 
 import logging
-import math
 from collections.abc import Mapping
 from typing import Any
 
 from localinfer.errors import RequestError
 from localinfer.models.decoder.metadata_keys import SAMPLING_PREFIX
 from localinfer.sampling.params import NUMBER_OPTIONS, SamplingParams
+from localinfer.types import is_finite_number
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ def _checked(name: str, value: object) -> float | int:
     option = NUMBER_OPTIONS.get(name)
     if option is None:
         raise RequestError(f"there is no option {name!r:.60}")
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if not is_finite_number(value):
         raise RequestError(f"{name} is {value!r:.60}; wanted a number")
     if option.kind is int:
         if value != int(value):

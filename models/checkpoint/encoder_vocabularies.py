@@ -7,7 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from localinfer.models.checkpoint.tokenizer_document import flag_in, list_in, shown, unsupported, wrong
+from localinfer.models.checkpoint.tokenizer_document import (
+    flag_in,
+    list_in,
+    metaspace_scheme,
+    shown,
+    unsupported,
+    wrong,
+)
 from localinfer.models.text.encoders import LONGEST_WORD
 from localinfer.models.text.vocabulary import PREFIX, TokenType
 from localinfer.types import is_finite_number
@@ -100,10 +107,7 @@ def unigram(
             case {"type": "WhitespaceSplit"} if adds_space is None and not has_marks:
                 splits = True
             case {"type": "Metaspace", "replacement": "▁"} if adds_space is None:
-                scheme = step.get("prepend_scheme", "always" if flag_in(step, "add_prefix_space", True) else "never")
-                if scheme not in ("always", "never"):
-                    raise unsupported(f"its prepend_scheme is {shown(scheme, 40)}", "always or never")
-                adds_space = scheme == "always"
+                adds_space = metaspace_scheme(step, ("always", "never")) == "always"
                 flags["splits_words"] = splits or flag_in(step, "split", True)
             case _:
                 raise unsupported(f"its pre-tokenizer has the step {shown(step, 200)}", "WhitespaceSplit and Metaspace")

@@ -1,6 +1,6 @@
 """Checked access to tokenizer.json: every complaint names the file, what was found, what was wanted and the way out."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from localinfer.errors import TokenizerError
@@ -30,6 +30,17 @@ def flag_in(record: Mapping[str, Any], key: str, default: bool = False) -> bool:
     if value is not None and not isinstance(value, bool):
         raise wrong(f"{key} is {shown(value, 60)}; wanted true or false")
     return default if value is None else value
+
+
+def metaspace_scheme(step: Mapping[str, Any], built: Sequence[str]) -> str:
+    """Where a Metaspace puts a space before a text: always, never or first; older files say it in a flag.
+
+    built: the ones that the caller can do. Raises: TokenizerError.
+    """
+    scheme = step.get("prepend_scheme", "always" if flag_in(step, "add_prefix_space", True) else "never")
+    if scheme not in built:
+        raise unsupported(f"its prepend_scheme is {shown(scheme, 40)}", f"{', '.join(built[:-1])} or {built[-1]}")
+    return str(scheme)
 
 
 def check_whole(texts: Iterable[str], where: str) -> None:

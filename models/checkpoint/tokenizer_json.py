@@ -18,6 +18,7 @@ from localinfer.models.checkpoint.tokenizer_document import (
     check_whole,
     flag_in,
     list_in,
+    metaspace_scheme,
     object_in,
     shown,
     unsupported,
@@ -229,11 +230,7 @@ class TokenizerJson:
                 case {"type": "Metaspace", "replacement": "▁"}:
                     if flag_in(step, "split", True):
                         raise unsupported("its Metaspace splits words", "split false")
-                    scheme = step.get(
-                        "prepend_scheme", "always" if flag_in(step, "add_prefix_space", True) else "never"
-                    )
-                    if scheme not in ("always", "never", "first"):
-                        raise unsupported(f"its prepend_scheme is {shown(scheme, 40)}", "always, never or first")
+                    scheme = metaspace_scheme(step, ("always", "never", "first"))
                     marks_spaces = True
                     if scheme != "never" and not has_prefix:
                         has_prefix, only_if_none, only_first = True, True, scheme == "first"

@@ -41,15 +41,13 @@ def marked_as_by_tokenizers(
 
 def _whole_spaces(pieces: Iterable[str], left: bool, right: bool) -> Iterator[str]:
     """Cut a text so that no white space lies in two pieces; leave out that on its left, or on its right."""
-    held, has_begun = "", False
+    held = ""
     for piece in pieces:
-        text = held + piece
-        if left and not has_begun:
-            text = text.lstrip(_WHITE_SPACE)
+        text = (held + piece).lstrip(_WHITE_SPACE) if left else held + piece
         body = text.rstrip(_WHITE_SPACE)
         held = text[len(body) :]
         if body:
-            has_begun = True
+            left = False
             yield body
     if held and not right:
         yield held

@@ -61,6 +61,7 @@ class UnigramEncoder(SubwordEncoder):
     def _marked(self, stretches: Iterable[str]) -> Iterator[str]:
         """Normalize a text, given in stretches, and put marks where its spaces are."""
         flags = self._vocabulary.flags
+        # Only tokenizer.json says so: SentencePiece puts its space before a text that begins with one, too.
         if flags.get("add_space_prefix_if_none"):
             yield from marked_as_by_tokenizers(stretches, self._normalized, flags)
             return

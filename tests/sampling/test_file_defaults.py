@@ -24,7 +24,11 @@ def test_names_of_files_are_those_of_options():
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("top_p", 7.0), ("temp", "hot"), ("top_k", 1.5), ("mirostat", 1), ("min_p", True), ("magic", 1)]
+    ("key", "value"),
+    [
+        *(("top_p", 7.0), ("temp", "hot"), ("temp", 10**400), ("top_k", 1.5)),
+        *(("mirostat", 1), ("min_p", True), ("magic", 1)),
+    ],
 )
 def test_value_without_a_meaning_is_left_out_with_a_warning(caplog, key, value):
     metadata = {f"general.sampling.{key}": value, "general.sampling.xtc_probability": 0.5}
