@@ -19,7 +19,7 @@ SOURCES = sorted(path for folder in FOLDERS for path in (REPOSITORY / folder).rg
 MAY_PRINT = ("localinfer/cli/__init__.py", "localinfer/cli/chat/loop.py", "models/demo/training/")
 VAGUE_NAMES = {"utils", "util", "helpers", "helper", "common", "base", "manager", "misc"}
 NUMBA_DECORATORS = {"njit", "jit", "vectorize", "guvectorize", "cfunc", "stencil"}
-LONGEST_FILE = 500
+LONGEST_FILE = 800
 
 
 def relative(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""Writes tests/data/checkpoint/published.npz; needs transformers and torch. Names of cases may follow; others stay."""
+"""Writes tests/data/checkpoint/published; needs transformers and torch. Names of cases may follow; others stay."""
 
 import json
 import sys
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from tests.checkpoint_files import safetensors_bytes
 from tests.models.checkpoint.published_case import Case
 from tests.models.checkpoint.published_cases import CASES
-from tests.models.checkpoint.published_models import DATA, ROWS, TOKEN_IDS, read_cases, read_logits, weights
+from tests.models.checkpoint.published_models import DATA, ROWS, TOKEN_IDS, save_case, weights
 
 
 def compute(case: Case, folder: Path) -> tuple[dict[str, Any], NDArray[np.float32]]:
@@ -45,16 +45,11 @@ def compute(case: Case, folder: Path) -> tuple[dict[str, Any], NDArray[np.float3
 
 def main(names: list[str]) -> None:
     """Compute the cases of these names, or all."""
-    cases = read_cases() if DATA.exists() else {}
-    arrays = {name: read_logits(name) for name in cases if name in CASES}
     for name in names or CASES:
         with tempfile.TemporaryDirectory() as folder:
-            cases[name], logits = compute(CASES[name], Path(folder))
-        arrays[name] = logits[ROWS]
+            case, logits = compute(CASES[name], Path(folder))
+        save_case(DATA, name, case, logits[ROWS])
         print(name, float(np.abs(logits).max()), flush=True)
-    text = json.dumps({name: cases[name] for name in sorted(arrays)}).encode()
-    DATA.parent.mkdir(exist_ok=True)
-    np.savez_compressed(DATA, cases=np.frombuffer(text, np.uint8), **arrays)
 
 
 if __name__ == "__main__":

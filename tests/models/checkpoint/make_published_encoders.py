@@ -1,4 +1,4 @@
-"""Writes tests/data/checkpoint/encoders.npz; needs transformers and torch. Names of cases may follow; others stay."""
+"""Writes tests/data/checkpoint/encoders; needs transformers and torch. Names of cases may follow; others stay."""
 
 import json
 import sys
@@ -17,9 +17,8 @@ from tests.models.checkpoint.published_encoders import (
     ROWS,
     TOKEN_IDS,
     encoder_weights,
-    read_cases,
-    read_result,
 )
+from tests.models.checkpoint.published_models import save_case
 
 
 def compute(case: Case, folder: Path) -> tuple[dict[str, Any], NDArray[np.float32]]:
@@ -48,14 +47,11 @@ def compute(case: Case, folder: Path) -> tuple[dict[str, Any], NDArray[np.float3
 
 def main(names: list[str]) -> None:
     """Compute the cases of these names, or all."""
-    cases = read_cases() if DATA.exists() else {}
-    arrays = {name: read_result(name) for name in cases if name in CASES}
     for name in names or CASES:
         with tempfile.TemporaryDirectory() as folder:
-            cases[name], arrays[name] = compute(CASES[name], Path(folder))
-        print(name, arrays[name].shape, float(np.abs(arrays[name]).max()), flush=True)
-    text = json.dumps({name: cases[name] for name in sorted(arrays)}).encode()
-    np.savez_compressed(DATA, cases=np.frombuffer(text, np.uint8), **arrays)
+            case, result = compute(CASES[name], Path(folder))
+        save_case(DATA, name, case, result)
+        print(name, result.shape, float(np.abs(result).max()), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Small encoders and rerankers of the published implementations, as `published_models.py` has decoders.
 
-`tests/data/checkpoint/encoders.npz` has of each what transformers saves, and the hidden states of ROWS or the scores
+`tests/data/checkpoint/encoders` has of each what transformers saves, and the hidden states of ROWS or the scores
 that it computes. `python -m tests.models.checkpoint.make_published_encoders` writes the file.
 """
 
@@ -16,7 +16,7 @@ from tests.models.checkpoint import published_models
 from tests.models.checkpoint.published_case import SW, Case
 from tests.models.checkpoint.published_models import weights
 
-DATA = Path(__file__).parents[2] / "data" / "checkpoint" / "encoders.npz"
+DATA = Path(__file__).parents[2] / "data" / "checkpoint" / "encoders"
 TOKEN_IDS = np.random.default_rng(0).integers(3, 90, 24).astype(np.int32)
 ROWS = np.arange(2, 24, 7)
 

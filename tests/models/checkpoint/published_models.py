@@ -1,7 +1,7 @@
 """Small models of the published implementations: their settings, and weights that follow from the tensors' names.
 
-`tests/data/checkpoint/published.npz` has of each what transformers saves, as config.json and shapes of tensors, and the
-logits that it computes from such weights. `python -m tests.models.checkpoint.make_published` writes the file.
+`tests/data/checkpoint/published` has a file of each: what transformers saves, as config.json and shapes of tensors, and
+the logits that it computes from such weights. `python -m tests.models.checkpoint.make_published` writes the files.
 """
 
 import json
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from tests.checkpoint_files import write_folder
 
-DATA = Path(__file__).parents[2] / "data" / "checkpoint" / "published.npz"
+DATA = Path(__file__).parents[2] / "data" / "checkpoint" / "published"
 TOKEN_IDS = np.random.default_rng(0).integers(3, 90, 24).astype(np.int32)
 ROWS = np.arange(2, 24, 3)
 """Whose logits the file has."""
@@ -43,18 +43,27 @@ def _weight(name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
     return values.astype(np.float32)
 
 
-def read_cases(data: Path = DATA) -> dict[str, dict[str, Any]]:
+def read_cases(folder: Path = DATA) -> dict[str, dict[str, Any]]:
     """By name: `config` and `shapes`."""
-    with np.load(data) as file:
-        found: dict[str, dict[str, Any]] = json.loads(bytes(file["cases"]))
+    found = {}
+    for path in sorted(folder.glob("*.npz")):
+        with np.load(path) as file:
+            found[path.stem] = json.loads(bytes(file["case"]))
     return found
 
 
-def read_logits(name: str, data: Path = DATA) -> NDArray[np.float32]:
-    """float32[rows, vocab_size] of ROWS, or what else a file has by this name."""
-    with np.load(data) as file:
-        found: NDArray[np.float32] = file[name]
+def read_logits(name: str, folder: Path = DATA) -> NDArray[np.float32]:
+    """float32[rows, vocab_size] of ROWS, or the result of another kind that a folder has by this name."""
+    with np.load(folder / f"{name}.npz") as file:
+        found: NDArray[np.float32] = file["result"]
     return found
+
+
+def save_case(folder: Path, name: str, case: Mapping[str, Any], result: NDArray[np.float32]) -> None:
+    """Write the file of one case: `config` and `shapes`, and what was computed."""
+    folder.mkdir(exist_ok=True)
+    text = json.dumps(case).encode()
+    np.savez_compressed(folder / f"{name}.npz", case=np.frombuffer(text, np.uint8), result=result)
 
 
 def write_case(folder: Path, case: Mapping[str, Any]) -> Path:
