@@ -4,15 +4,14 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, NoReturn
+from importlib import import_module
+from types import ModuleType
+from typing import NamedTuple, NoReturn
 
 from localinfer.errors import DownloadError, HubUnreachableError
 from localinfer.hub.places import HUB
 from localinfer.hub.references import parse_reference
 from localinfer.hub.variants import StoredFile, is_safe_path
-
-if TYPE_CHECKING:
-    import httpx
 
 _PIECE_BYTES = 32 * 10**9
 """Asked for at once: networks that deliver the hub's files refuse answers beyond 50 GB."""
@@ -47,15 +46,15 @@ class HubClient:
 
     def repository(self, repo: str) -> Repository:
         """List a repository's files. Raises: DownloadError."""
-        import httpx
         from huggingface_hub import HfApi
 
         self._require_online()
+        transport = _transport()
         try:
             found = HfApi(endpoint=self.endpoint, token=self.token).model_info(
                 repo, files_metadata=True, timeout=self.timeout_seconds
             )
-        except (httpx.HTTPError, OSError, ValueError, TypeError) as error:
+        except (transport.HTTPError, transport.InvalidURL, OSError, ValueError, TypeError) as error:
             self._fail(repo, error)
         commit, spelled = _hexadecimal(found.sha, 40), parse_reference(found.id)
         if commit is None or spelled is None or found.siblings is None:
@@ -79,11 +78,11 @@ class HubClient:
 
         They may end before the file does. Raises: DownloadError; ConnectionLost, also while they are read.
         """
-        import httpx
         from huggingface_hub import get_session, hf_hub_url
         from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 
         self._require_online()
+        transport = _transport()
         url = hf_hub_url(repository.id, file.path, revision=repository.commit, endpoint=self.endpoint)
         headers = build_hf_headers(token=self.token) | {"Accept-Encoding": "identity"}
         if start or file.size > _PIECE_BYTES:
@@ -97,10 +96,10 @@ class HubClient:
                 if response.status_code >= 500 or response.status_code in (408, 429):
                     raise ConnectionLost(f"the hub answers {response.status_code} {response.reason_phrase}")
                 hf_raise_for_status(response)
-                yield _place(response), response.iter_bytes()
-        except (httpx.TransportError, httpx.StreamError, httpx.DecodingError) as error:
+                yield _place(response.status_code, response.headers.get("Content-Range", "")), response.iter_bytes()
+        except (transport.TransportError, transport.StreamError, transport.DecodingError) as error:
             raise ConnectionLost(_reason(error)) from error
-        except (httpx.HTTPError, ConnectionError, ValueError) as error:
+        except (transport.HTTPError, transport.InvalidURL, ConnectionError, ValueError) as error:
             self._fail(repository.id, error)
 
     def _require_online(self) -> None:
@@ -109,10 +108,9 @@ class HubClient:
 
     def _fail(self, repo: str, error: Exception) -> NoReturn:
         """Raise what an error of the hub's library means."""
-        import httpx
         from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
-        lost = (httpx.TransportError, OfflineModeIsEnabled, ConnectionError)
+        lost = (_transport().TransportError, OfflineModeIsEnabled, ConnectionError)
         if isinstance(error, lost) and not isinstance(error, HfHubHTTPError):
             raise HubUnreachableError(
                 f"the hub at {self.endpoint} cannot be reached ({_reason(error)}); check the network and pull again"
@@ -159,11 +157,19 @@ def _hexadecimal(text: str | None, length: int) -> str | None:
     return text.lower() if text and re.fullmatch(rf"[0-9a-fA-F]{{{length}}}", text) else None
 
 
-def _place(response: "httpx.Response") -> int:
+def _transport() -> ModuleType:
+    """The HTTP library under huggingface_hub, whose errors it lets pass: httpx up to 1.x, httpx2 since."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    base = next(base for base in HfHubHTTPError.__mro__ if base.__name__ == "HTTPError")
+    return import_module(base.__module__.partition(".")[0])
+
+
+def _place(status: int, content_range: str) -> int:
     """Where in the file the answer begins."""
-    if response.status_code != 206:
+    if status != 206:
         return 0
-    unit, _, rest = response.headers.get("Content-Range", "").partition(" ")
+    unit, _, rest = content_range.partition(" ")
     start = rest.partition("-")[0]
     if unit != "bytes" or not start.isdigit():
         raise ConnectionLost("the hub does not say which part of the file it sends")

@@ -8,7 +8,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "cli": ("click",),
     "chat": ("click", "prompt_toolkit", "wcwidth", "pygments"),
     "server": ("click", "starlette", "uvicorn", "h11", "msgspec", "prometheus_client"),
-    "hub": ("huggingface_hub", "httpx", "filelock"),
+    "hub": ("huggingface_hub", "filelock"),
     "constraints": ("llguidance",),
     "tools": ("msgspec", "llguidance"),
     "gguf": ("gguf",),
