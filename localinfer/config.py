@@ -3,6 +3,7 @@
 Only the command line reads it; the Python API never does.
 """
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,7 +37,8 @@ class Config:
     """Defaults of the command line; None, or an absent name, where the file says nothing.
 
     path: the file they were read from, None without one. model: a path or a name, as -m takes it. sampling: values by
-    the names of `localinfer.sampling.params.SamplingParams`. system: the system prompt of a chat. serve: of a server.
+    the names of `localinfer.sampling.params.SamplingParams`. system: the system prompt of a chat. template_kwargs:
+    variables of chat templates. serve: of a server.
     """
 
     path: Path | None = None
@@ -47,12 +49,15 @@ class Config:
     device: str | None = None
     sampling: Mapping[str, float | int] = field(default_factory=dict)
     system: str | None = None
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     serve: Mapping[str, tuple[str, ...] | float] = field(default_factory=dict)
 
     def defaults(self) -> dict[str, Any]:
         """The values that the file gives, by the names of the commands' parameters."""
         names = ("model", "threads", "context_length", "kv_type", "device", "system")
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        if self.template_kwargs:
+            given["template_variables"] = [json.dumps(self.template_kwargs)]
         return {**given, **self.sampling, **self.serve}
 
 
@@ -112,7 +117,7 @@ SAMPLING_KEYS = dict.fromkeys((*NUMBER_OPTIONS, "seed"), sampling_value)
 
 
 def _read(file: TomlFile) -> Config:
-    chat = file.checked(["chat"], file.table(file.content, "chat"), {"system": _text})
+    chat = file.checked(["chat"], file.table(file.content, "chat"), {"system": _text, "template_kwargs": _variables})
     table = file.table(file.content, "sampling")
     sampling = file.checked(["sampling"], table, SAMPLING_KEYS)
     loading = file.checked(
@@ -133,6 +138,14 @@ def _text(key: str, value: Any) -> str:
     if not isinstance(value, str):
         raise RequestError(f'{key} is {shown(value)}; wanted a text, such as {key} = "Be brief."')
     return value
+
+
+def _variables(key: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise RequestError(f'{key} is {shown(value)}; wanted a table, such as {key} = {{template_date = "today"}}')
+    # TOML has days and times, and templates have their texts.
+    made: dict[str, Any] = json.loads(json.dumps(value, default=str))
+    return made
 
 
 def _model(key: str, value: Any) -> str:

@@ -1,10 +1,11 @@
 """Options of generations that do not name them: what a program, a user or the model's file sets for all of them."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from localinfer.arguments import check_number
+from localinfer.chat.reply import check_template_variables
 from localinfer.errors import RequestError
 from localinfer.generation.options import check_options
 from localinfer.sampling.file_defaults import file_sampling
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
     from localinfer.chat_model import ChatModel
     from localinfer.models.load.loader import Model
 
-_OF_REPLIES = ("thinking", "thinking_budget")
+_OF_REPLIES = ("thinking", "thinking_budget", "template_variables")
 """Those that only chats have; the prompt depends on them too."""
 _OF_ONE_GENERATION = ("constraint", "prediction", "owner", "cache_salt")
 
@@ -46,8 +47,9 @@ class DefaultOptions:
         """Let options hold for every generation from now on that does not name them, in place of those set before.
 
         options: of GenerationOptions, such as `llm.recommended_sampling`, which is what the file recommends; and
-        `thinking` and `thinking_budget`, which hold for chats. A generation that gives None for one has the library's
-        own default. Raises: RequestError for what is no such option, and for a value that it cannot have.
+        `thinking`, `thinking_budget` and `template_variables`, which hold for chats: a chat's own variables are added
+        to them, name by name. A generation that gives None for one has the library's own default.
+        Raises: RequestError for what is no such option, and for a value that it cannot have.
         """
         thinking = options.get("thinking")
         if not isinstance(thinking, bool | None):
@@ -59,15 +61,23 @@ class DefaultOptions:
         if of_one:
             raise RequestError(f"{', '.join(of_one)} belongs to one generation, and not to all; give it to each")
         check_options({name: given[name] for name in given if name not in _OF_REPLIES}, self._model.tokenizer)
+        if variables := check_template_variables(given.pop("template_variables", None)):
+            given["template_variables"] = MappingProxyType(dict(variables))
         self._defaults = MappingProxyType(given)
 
     def _with_defaults(self, options: Mapping[str, Any], *, in_chat: bool = False) -> dict[str, Any]:
         """The options of one generation."""
-        return {
-            **{name: value for name, value in self._defaults.items() if in_chat or name not in _OF_REPLIES},
-            **options,
-        }
+        names = [name for name in self._defaults if in_chat or name not in _OF_REPLIES]
+        return self._completed(options, names)
 
     def _with_reply_defaults(self, options: Mapping[str, Any]) -> Any:
         """The options that the prompt of a chat depends on."""
-        return {**{name: self._defaults[name] for name in _OF_REPLIES if name in self._defaults}, **options}
+        return self._completed(options, [name for name in _OF_REPLIES if name in self._defaults])
+
+    def _completed(self, options: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+        """Options with the defaults of these names that they do not give."""
+        made = {**{name: self._defaults[name] for name in names}, **options}
+        before, own = self._defaults.get("template_variables"), options.get("template_variables")
+        if "template_variables" in names and before is not None and isinstance(own, Mapping):
+            made["template_variables"] = {**before, **own}
+        return made

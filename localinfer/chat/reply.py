@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -23,11 +24,25 @@ from localinfer.models.text.probes import Trials
 from localinfer.models.text.reasoning_learning import learn_reasoning_format
 from localinfer.models.text.reply_format import THINKING_VARIABLES, CallFormat, ReasoningFormat
 from localinfer.models.text.splitting import SpellingFinder
+from localinfer.models.text.template_names import asked_day
 from localinfer.sampling.mask import GuidingMask
 
 if TYPE_CHECKING:
     from localinfer.models.text.chat_template import ChatTemplate
     from localinfer.models.text.tokenizer import Tokenizer
+
+
+def check_template_variables(variables: object) -> Mapping[str, Any]:
+    """What `template_variables` give the template, nothing for None. Raises: RequestError for what they cannot be."""
+    if variables is None:
+        return {}
+    if not isinstance(variables, Mapping) or not all(isinstance(name, str) for name in variables):
+        raise RequestError(f"template_variables are {variables!r:.60}; give a mapping of names to values")
+    taken = {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"} & variables.keys()
+    if taken:
+        raise RequestError(f"template_variables hold {', '.join(sorted(taken))}, which are not theirs to set")
+    asked_day(variables, datetime.now())
+    return variables
 
 
 class ReplyOptions(TypedDict, total=False):
@@ -43,7 +58,8 @@ class ReplyOptions(TypedDict, total=False):
     parallel_tool_calls: whether one reply may have several calls; yes by default, where the template can write them.
     thinking: whether the model reasons before it answers; None, the default, leaves that to its template.
     thinking_budget: most tokens of reasoning; then it is closed, and the answer follows. None sets no limit.
-    template_variables: more variables for the chat template, by name.
+    template_variables: more variables for the chat template, by name. `template_date` among them, "today" or a day such
+        as "2026-10-01", is the date that the template writes if it writes one; its own by default.
     continue_final_message: the last message is a reply that was cut short, which is continued where it ends; the
         completion has only what is new. Its `reasoning_content` counts too. Not with a constraint.
     """
@@ -262,13 +278,7 @@ class TemplateFormats:
                 "thinking was asked for, but the model's chat template has no reasoning; leave thinking and "
                 "thinking_budget out"
             )
-        variables = options.get("template_variables")
-        variables = {} if variables is None else variables
-        if not isinstance(variables, Mapping) or not all(isinstance(name, str) for name in variables):
-            raise RequestError(f"template_variables are {variables!r:.60}; give a mapping of names to values")
-        taken = {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"} & variables.keys()
-        if taken:
-            raise RequestError(f"template_variables hold {', '.join(sorted(taken))}, which are not theirs to set")
+        variables = check_template_variables(options.get("template_variables"))
         calls = self.calls if described else None
         return ChatRequest(
             format=ReplyFormat(

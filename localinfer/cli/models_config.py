@@ -132,7 +132,7 @@ class _EntryReader:
                 before: Any = merged.get(name, self._options[name])
                 if name == "rope":
                     value = replace(before, **value)
-                elif name == "overrides":
+                elif name in ("overrides", "template_variables"):
                     value = {**before, **value}
                 merged[name] = value
         merged.pop("model", None)

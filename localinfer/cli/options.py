@@ -1,6 +1,7 @@
 """Options that several commands share: loading a model, sampling, constraining the output."""
 
 import functools
+import json
 import math
 import threading
 from collections.abc import Callable
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 Command = Callable[..., Any]
 Decorator = Callable[[Command], Command]
 LoadOptions = dict[str, Any]
-"""Keyword arguments of `localinfer.load`, and `ignore_model_sampling`."""
+"""Keyword arguments of `localinfer.load`, and `ignore_model_sampling` and `template_variables`."""
 
 COUNT = click.IntRange(min=1)
 _SIZE_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
@@ -113,6 +114,36 @@ def _overrides(
         raise click.BadParameter(str(error)) from None
 
 
+def _template_variables(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> dict[str, Any]:
+    from localinfer.chat.reply import check_template_variables
+
+    variables: dict[str, Any] = {}
+    try:
+        for value in values:
+            variables |= _variables_of(value)
+        check_template_variables(variables)
+    except RequestError as error:
+        raise click.BadParameter(str(error)) from None
+    return variables
+
+
+def _variables_of(text: str) -> dict[str, Any]:
+    """Variables as a JSON object, or one as NAME=VALUE, which is JSON where it can be and text otherwise."""
+    if text.lstrip().startswith("{"):
+        try:
+            found: dict[str, Any] = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise RequestError(f"{text!r:.80} is not a JSON object: {error}") from None
+        return found
+    name, equals, value = check_text(text, "a variable of the chat template").partition("=")
+    if not equals or not name:
+        raise RequestError(f"{text!r:.80} is no variable; give NAME=VALUE, or a JSON object of names and values")
+    try:
+        return {name: json.loads(value)}
+    except (ValueError, RecursionError):
+        return {name: value}
+
+
 def _gpu_layers(context: click.Context, parameter: click.Parameter, value: str) -> int | None:
     if value == "auto":
         return None
@@ -157,7 +188,7 @@ def _kv_type(context: click.Context, parameter: click.Parameter, value: str) -> 
 
 _LOAD_NAMES = (
     "model device gpu_layers tensor_split threads measure_again context_length kv_type kv_memory kv_window"
-    " disk_cache_folder speculation draft chat_template overrides ignore_model_sampling".split()
+    " disk_cache_folder speculation draft chat_template overrides ignore_model_sampling template_variables".split()
 )
 _ROPE_NAMES = (
     "rope_scaling rope_scale rope_base rope_frequency_scale yarn_original_context yarn_extrapolation_factor"
@@ -256,6 +287,14 @@ load_options = options_group(
     option("--draft", "MODEL", "Draft model: a small GGUF model of the same vocabulary, or one made for the model."),
     option("--chat-template", "FILE", "Jinja template in place of the model's own.", type=click.Path(path_type=Path)),
     option(
+        "--chat-template-kwargs template_variables",
+        "NAME=VALUE",
+        "A variable of the chat template, or several as JSON; may be repeated. template_date=today, or a day such as "
+        "2026-10-01, is the date that it writes. Default: its own.",
+        multiple=True,
+        callback=_template_variables,
+    ),
+    option(
         "--rope-scaling",
         None,
         "Scaling of positions for a longer context. Default: the model's own.",
@@ -302,6 +341,7 @@ def load_with(
 
     options = dict(options)
     ignores_sampling = options.pop("ignore_model_sampling", False)
+    variables = options.pop("template_variables", {})
     named = {name: str(find_model(options[name])) for name in ("model", "draft") if options.get(name) is not None}
     with Progress() as progress:
 
@@ -311,8 +351,11 @@ def load_with(
                 report(stage, done, total)
 
         llm = localinfer.load(**{**options, **named}, progress=tell, cancel=stopping)
-    if not ignores_sampling:
-        llm.set_defaults(**llm.recommended_sampling)
+    defaults: dict[str, Any] = {} if ignores_sampling else llm.recommended_sampling
+    if variables:
+        defaults = {**defaults, "template_variables": variables}
+    if defaults:
+        llm.set_defaults(**defaults)
     return llm
 
 

@@ -11,6 +11,7 @@ _STOLEN_SHARE = 0.05
 _SATURATED = 0.8
 """Of the bandwidth of all threads, the share from which one thread alone is limited by memory too."""
 _LOW_CLOCK = 0.95
+_MOST_NAMES = 5
 _LOW_DISK_BYTES = 2 * 10**9
 
 
@@ -142,6 +143,17 @@ def _prompt_cache(cache: Facts, facts: Facts) -> Iterator[Advice]:
         yield Advice(f"Prompts are not kept between starts, as {where}: give --disk-cache-folder")
 
 
+def _models(models: Facts, facts: Facts) -> Iterator[Advice]:
+    dated = [model["name"] for model in models["found"] if model["writes_date"]]
+    if dated:
+        more = f" and {len(dated) - _MOST_NAMES} more" if len(dated) > _MOST_NAMES else ""
+        yield Advice(
+            f"The chat templates of {', '.join(dated[:_MOST_NAMES])}{more} write the date into every prompt, so that "
+            "nothing behind it is found in the prompt cache after midnight: give --chat-template-kwargs "
+            "template_date=2026-10-01, or another day that stays the same"
+        )
+
+
 def _disk(disk: Facts, facts: Facts) -> Iterator[Advice]:
     for what, place in disk.items():
         if place["free_bytes"] < _LOW_DISK_BYTES:
@@ -172,6 +184,7 @@ _RULES: list[tuple[str, Callable[[Facts, Facts], Iterator[Advice]]]] = [
     ("bandwidth", _bandwidth),
     ("memory", _memory),
     ("prompt_cache", _prompt_cache),
+    ("models", _models),
     ("disk", _disk),
     ("kernels", _first_start),
     ("cpu", _instructions),

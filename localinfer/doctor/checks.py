@@ -7,6 +7,7 @@ import os
 import platform
 import shutil
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -201,8 +202,34 @@ def _model_facts(model: Any) -> Facts:
         "path": str(model.path),
         "source": model.source,
         "problem": model.problem or None,
+        "writes_date": None if model.problem else _writes_date(model.path),
         **_gpu_plan(model),
     }
+
+
+def _writes_date(path: Path) -> bool | None:
+    """Whether a model's chat template writes the date by itself; None for a model that has none, or cannot be read."""
+    from localinfer.errors import LocalinferError
+    from localinfer.models.checkpoint.tokenizer_json import read_templates
+    from localinfer.models.text.chat_template import ChatTemplate
+    from localinfer.quant.checkpoint.folder import open_folder
+    from localinfer.quant.gguf.reader import read_gguf
+
+    try:
+        if path.is_dir():
+            with open_folder(path) as folder:
+                template = ChatTemplate.from_metadata(read_templates(folder))
+        else:
+            with read_gguf(path) as file:
+                template = ChatTemplate.from_metadata(file.metadata)
+    except (LocalinferError, OSError):
+        return None
+    if template.source is None:
+        return None
+    with warnings.catch_warnings():
+        # Of a template that does not compile it is said when the model is loaded.
+        warnings.simplefilter("ignore")
+        return template.writes_date()
 
 
 def _gpu_plan(model: Any) -> Facts:

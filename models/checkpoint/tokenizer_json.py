@@ -261,7 +261,7 @@ def read_tokenizer(folder: CheckpointFolder, vocab_size: int) -> dict[str, objec
     if not tokenizer.is_word_piece:
         metadata |= _roles(tokenizer, settings, generation, folder.config)
         metadata |= _added_tokens(tokenizer, settings, metadata)
-    metadata |= _templates(folder, settings)
+    metadata |= read_templates(folder)
     if tokenizer.strips_after_special:
         metadata[f"{PREFIX}strips_after_special"] = True
     return metadata
@@ -326,10 +326,13 @@ def _added_tokens(tokenizer: TokenizerJson, settings: dict[str, Any], metadata: 
     return added
 
 
-def _templates(folder: CheckpointFolder, settings: dict[str, Any]) -> dict[str, object]:
-    """The chat template from its own file, or from tokenizer_config.json: one text, or several by name."""
+def read_templates(folder: CheckpointFolder) -> dict[str, object]:
+    """Return the metadata of the chat template, from its own file or tokenizer_config.json: one, or several by name.
+
+    Raises: CorruptFileError if a file is damaged.
+    """
     text = folder.text("chat_template.jinja")
-    value: object = text if text is not None else settings.get("chat_template")
+    value: object = text if text is not None else (folder.json("tokenizer_config.json") or {}).get("chat_template")
     if value is None:
         value = (folder.json("chat_template.json") or {}).get("chat_template")
     if isinstance(value, str):

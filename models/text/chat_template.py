@@ -2,14 +2,15 @@
 
 import threading
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from localinfer.errors import TemplateError
 from localinfer.models.text.render_time import sharing_render_time
 from localinfer.models.text.splitting import SpellingFinder
-from localinfer.models.text.template_names import TemplateNames
+from localinfer.models.text.template_names import TemplateNames, asked_day
 from localinfer.models.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -24,6 +25,8 @@ _FALLBACK_SOURCE = (
     "{% for message in messages %}{{ '<|im_start|>' ~ message['role'] ~ '\\n' ~ message['content'] ~ '<|im_end|>\\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
+# Whose parts all differ, and the number of their characters with some of their names.
+_ONE_DAY, _ANOTHER_DAY = datetime(2001, 2, 3, 4, 5, 6), datetime(2012, 11, 20, 17, 38, 49)
 _FALLBACK_STOPS = ("<|im_end|>", "<|im_start|>")
 # Characters that Unicode keeps for a program's own use and never assigns (U+FDD0 to U+FDEF).
 _MARKS = "".join(map(chr, range(0xFDD0, 0xFDF0)))
@@ -38,16 +41,24 @@ class ChatTemplate:
 
     `source` is the Jinja text, None where the file has none; `tool_source` that of the variant for tools, where there
     is one. It is compiled at the first use, inside a sandbox that bounds time and output (template_sandbox). Where
-    there is none, or it does not compile, ChatML takes its place, with a ChatTemplateWarning.
+    there is none, or it does not compile, ChatML takes its place, with a ChatTemplateWarning. `now` is the clock of
+    templates that write the date.
     """
 
     def __init__(
-        self, source: str | None, bos_token: str = "", eos_token: str = "", *, tool_source: str | None = None
+        self,
+        source: str | None,
+        bos_token: str = "",
+        eos_token: str = "",
+        *,
+        tool_source: str | None = None,
+        now: Callable[[], datetime] = datetime.now,
     ) -> None:
         self.source = source
         self.tool_source = tool_source
         self.bos_token = bos_token
         self.eos_token = eos_token
+        self._now = now
         self._lock = threading.Lock()
         self._sandbox: TemplateSandbox | None = None
         self._compiled: dict[str | None, tuple[Template, bool]] = {}
@@ -85,8 +96,11 @@ class ChatTemplate:
     ) -> str:
         """Return the prompt text for messages with "role" and "content".
 
-        `add_generation_prompt` ends it where the assistant's reply begins. `variables` reach the template as they are.
-        Raises: TemplateError if the template refuses the messages, fails, or costs too much.
+        `add_generation_prompt` ends it where the assistant's reply begins. `variables` reach the template as they are;
+        `template_date` among them, "today" or a day such as "2026-10-01", is the date that it writes if it writes one,
+        in place of its own.
+        Raises: TemplateError if the template refuses the messages, fails, or costs too much; RequestError for a
+        `template_date` that is no day.
         """
         values = {**variables, "messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}
         return self._render(values)
@@ -119,6 +133,28 @@ class ChatTemplate:
         except RecursionError as error:
             raise TemplateError("the messages are nested too deeply; wanted at most some hundred levels") from error
         return marker.unmark(self._render(marked, marker.character))
+
+    def writes_date(self) -> bool:
+        """Whether prompts differ from day to day as nobody asks for a date: rendered on two days, they are compared.
+
+        Of a template that does not compile it says what it says of ChatML, with the warning.
+        """
+        ask = {"role": "user", "content": "?"}
+        chats = ([ask], [{"role": "system", "content": "!"}, ask])
+        tools = [{"type": "function", "function": {"name": "f", "description": "?", "parameters": {"type": "object"}}}]
+
+        def prompts(day: datetime) -> list[str]:
+            clocked = ChatTemplate(
+                self.source, self.bos_token, self.eos_token, tool_source=self.tool_source, now=lambda: day
+            )
+            made = []
+            for chat in chats:
+                for some in (None, tools):
+                    with suppress(TemplateError):
+                        made.append(clocked.render(chat, tools=some))
+            return made
+
+        return prompts(_ONE_DAY) != prompts(_ANOTHER_DAY)
 
     def encode(
         self,
@@ -159,9 +195,13 @@ class ChatTemplate:
             template, _ = self._template(values["tools"])
             sandbox = self._sandbox
             assert sandbox is not None, "compiling made it"
+            today = self._now()
+            asked = asked_day(values, today)
             sandbox.mark = mark
+            sandbox.now = (lambda: asked) if asked is not None else self._now
+            context = {"bos_token": self.bos_token, "eos_token": self.eos_token}
+            context |= {**self._other_names(values, today, asked), **values}
             sandbox.budget.start()
-            context = {"bos_token": self.bos_token, "eos_token": self.eos_token, **self._other_names(values), **values}
             try:
                 # As Template.render does, which would make a traceback anew for each level of a recursion.
                 return str(sandbox.concat(template.root_render_func(template.new_context(context))))
@@ -174,11 +214,11 @@ class ChatTemplate:
             finally:
                 sandbox.budget.end()
 
-    def _other_names(self, values: Mapping[str, Any]) -> dict[str, Any]:
+    def _other_names(self, values: Mapping[str, Any], today: datetime, asked: datetime | None) -> dict[str, Any]:
         """What a template reads beside what every one is given."""
         source = self.tool_source if values["tools"] and self.tool_source is not None else self.source
         names = self._names.get(source)
-        return {} if names is None else names.values(values["tools"])
+        return {} if names is None else names.values(values["tools"], today, asked)
 
     def _template(self, tools: object) -> tuple["Template", bool]:
         """Return the compiled template and whether it is the fallback."""

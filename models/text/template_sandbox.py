@@ -7,7 +7,7 @@ and calls in this file, filters and tests in template_filters. Nothing is comput
 
 import datetime
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import BuiltinMethodType, MethodType, NoneType
 from typing import Any, NoReturn
@@ -186,6 +186,8 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         self.admit = self.budget.admit
         # A character that no template may see the escaped form of; see ChatTemplate.render_segments.
         self.mark = ""
+        # What strftime_now takes for now.
+        self.now: Callable[[], datetime.datetime] = datetime.datetime.now
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,
@@ -209,8 +211,13 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
             joiner=lambda sep=", ": Joiner(sep),
             lipsum=self._make_lipsum,
             raise_exception=self._raise_exception,
-            strftime_now=_strftime_now,
+            strftime_now=self._strftime_now,
         )
+
+    def _strftime_now(self, pattern: str) -> str:
+        if len(pattern) > _MAX_TIME_FORMAT or _WIDE_TIME_FORMAT.search(pattern):
+            raise CostError("it calls strftime_now with a format that has a width")
+        return self.now().strftime(pattern)
 
     # What generated code calls.
 
@@ -405,9 +412,3 @@ class _MeteredList:
 def _own_arguments(kwargs: dict[str, Any]) -> list[Any]:
     """The keyword arguments that a template wrote, without those that Jinja adds."""
     return [value for name, value in kwargs.items() if not name.startswith("_")] if kwargs else []
-
-
-def _strftime_now(pattern: str) -> str:
-    if len(pattern) > _MAX_TIME_FORMAT or _WIDE_TIME_FORMAT.search(pattern):
-        raise CostError("it calls strftime_now with a format that has a width")
-    return datetime.datetime.now().strftime(pattern)

@@ -110,7 +110,7 @@ OPTIONS = {
     "achat": {"messages", "tools"},
     "set_threads": {"threads"},
     "set_priority": {"priority"},
-    "set_defaults": {*GenerationOptions.__annotations__, "thinking", "thinking_budget"},
+    "set_defaults": {*GenerationOptions.__annotations__, "thinking", "thinking_budget", "template_variables"},
     "complete_many": {"prompt", "n", "best_of", "parse_special", "seed", "logprobs", "stop", "prediction"},
     "chat_many": {"messages", "n", "best_of", "tools"},
     "beam_search": {"prompt", "num_beams", "max_tokens", "length_penalty", "ignore_eos", "parse_special"},

@@ -24,7 +24,7 @@ GOOD = {
         {hi} --kv-window 256 --kv-type q8_0/f16 --kv-memory 64MB --grammar {grammar} --n-cpu-moe 1 --tensor-split 3,1
         {hi} --speculation draft --draft {demo} --regex a+
         {hi} --model {mtp} --speculation mtp --threads 1 --measure-again
-        {hi} --beams 2 --raw --ignore-model-sampling --no-verify --cpu-moe
+        {hi} --beams 2 --raw --ignore-model-sampling --no-verify --cpu-moe --chat-template-kwargs a=b
     """,
     "chat": """
         {one} --chat-template {template} --set llama.rope.freq_base=20000 --system Brief. --context-shift --stats
@@ -43,7 +43,7 @@ GOOD = {
         {one} --model {mtp} --speculation mtp --threads 1 --measure-again
         {one} --continue
         {one} --session dogs
-        -n 1 --no-history --lines --ignore-model-sampling --no-verify
+        -n 1 --no-history --lines --ignore-model-sampling --no-verify --chat-template-kwargs template_date=2026-10-01
     """,
     "show": """
         {demo} --tensors
@@ -112,6 +112,7 @@ GOOD = {
     "mcp": """
         --no-disk-cache --chat-template {template} {yarn}
         --no-disk-cache {linear} --set llama.rope.freq_base=20000 --no-config --ignore-model-sampling --no-verify
+        --no-disk-cache --chat-template-kwargs template_date=today
         --model {demo} --device cpu --gpu-layers 0 --threads 1 --no-disk-cache --context-length 512 --cpu-moe
         --kv-type q8_0/f16 --kv-memory 64MB --disk-cache-size 1MB --disk-cache-folder {folder}
         --kv-window 256 --no-disk-cache --n-cpu-moe 1 --tensor-split 3,1
@@ -121,7 +122,7 @@ GOOD = {
     "serve": """
         {local} --chat-template {template} {yarn}
         {local} {filters} --max-tokens 5 --reasoning on --reasoning-budget 9 --alias a,b --ignore-model-sampling
-        {local} --no-verify --cpu-moe
+        {local} --no-verify --cpu-moe --chat-template-kwargs template_date=today
         --no-tcp --socket {sock} --no-disk-cache {penalties} --chat-template-file {template}
         --port 0 --no-socket --no-page --api-key key
         {local} {linear} --set llama.rope.freq_base=20000
@@ -179,6 +180,11 @@ BAD = {
         --measure-again=maybe
         --chat-template no-such-file
         --chat-template {broken}
+        --chat-template-kwargs date
+        --chat-template-kwargs =x
+        --chat-template-kwargs {{
+        --chat-template-kwargs template_date=soon
+        --chat-template-kwargs messages=1
         --rope-scaling magic
         --rope-scale 0
         --rope-base -1

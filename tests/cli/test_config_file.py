@@ -29,6 +29,7 @@ seed = 11
 
 [chat]
 system = "Be brief."
+template_kwargs = {template_date = 2026-10-01, name = "A"}
 """
 
 
@@ -60,6 +61,9 @@ def test_a_file_gives_defaults_and_options_win(fake_llm, config, capsys, tmp_pat
     assert loaded["device"] == "auto"
     assert [options[name] for name in ("temperature", "top_k", "typical_p", "seed")] == [0.0, 9, 0.5, 11]
     assert fake_llm.prompts[0][0] == {"role": "system", "content": "Be brief."}
+    assert fake_llm.defaults["template_variables"] == {"template_date": "2026-10-01", "name": "A"}
+    assert main(["chat", "-p", "Hi", "--chat-template-kwargs", '{"name": "B"}']) == 0
+    assert fake_llm.defaults["template_variables"] == {"name": "B"}
 
 
 def test_no_config_and_no_file_leave_the_defaults(fake_llm, config, capsys):

@@ -26,6 +26,7 @@ COMMAND_LINE = {
     "disk_cache": True,
     "speculation": "auto",
     "ignore_model_sampling": False,
+    "template_variables": {"a": 1, "b": 2},
     "device": "auto",
     "tensor_split": None,
     "cpu_moe": None,
@@ -45,6 +46,7 @@ context_length = 512
 chat_template = "one.jinja"
 rope_scale = 4
 set = ["b=3"]
+chat_template_kwargs = ["b=3", "template_date=today"]
 no_disk_cache = true
 speculation = "off"
 pinned = true
@@ -105,6 +107,7 @@ def test_each_model_has_its_own_settings_over_those_of_all(folder):
     assert (options["context_length"], options["kv_type"], options["threads"]) == (512, "q8_0", 2)
     assert options["rope"] == RopeOptions(scaling="linear", scale=4.0)
     assert options["overrides"] == {"a": 1, "b": 3}
+    assert options["template_variables"] == {"a": 1, "b": 3, "template_date": "today"}
     assert Path(options["chat_template"]) == folder / "one.jinja"
     assert (options["disk_cache"], options["speculation"]) == (False, None)
     assert (two.aliases, two.settings.keep_alive_seconds, two.settings.is_pinned) == ((), 60, False)

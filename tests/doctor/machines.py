@@ -53,6 +53,15 @@ CALM_MACHINE: dict[str, Any] = {
     "versions": {"localinfer": "1", "python": "3.12", "torch": None, "system": "Linux"},
     "config": {"lines": ["configuration: /home/me/config.toml", "  threads = 4"]},
     "models": {
-        "found": [{"name": "a/b:Q4_0", "num_bytes": 4 * 10**9, "source": "ollama", "path": "/x", "problem": None}]
+        "found": [
+            {
+                "name": "a/b:Q4_0",
+                "num_bytes": 4 * 10**9,
+                "source": "ollama",
+                "path": "/x",
+                "problem": None,
+                "writes_date": False,
+            }
+        ]
     },
 }

@@ -59,6 +59,14 @@ def test_each_fact_has_its_advice(changes: dict[str, Any], wanted: str) -> None:
     assert wanted in text
 
 
+def test_models_whose_templates_write_the_date_are_named() -> None:
+    (model,) = CALM_MACHINE["models"]["found"]
+    found = [{**model, "name": f"m{index}", "writes_date": index != 3} for index in range(8)]
+    (text,) = texts(models={"found": found})
+    assert text.startswith("The chat templates of m0, m1, m2, m4, m5 and 2 more write the date into every prompt")
+    assert "--chat-template-kwargs template_date=2026-10-01" in text
+
+
 def test_programs_on_cores_that_are_left_free_are_no_trouble() -> None:
     busy = {"cores": 1.2, "processes": [{"pid": 12, "name": "ffmpeg", "cores": 1.2}]}
     (text,) = texts(load=busy)

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
+import numpy as np
 import pytest
 
 from localinfer.cli import main
@@ -15,6 +16,9 @@ from localinfer.doctor.advice import Advice
 from localinfer.doctor.checks import CHECKS, run_checks
 from localinfer.doctor.hardware import huge_pages, memory_modules, power_facts
 from localinfer.doctor.report import report_lines
+from localinfer.quant.gguf.metadata import ValueType
+from localinfer.quant.gguf.writer import GGUFWriter, encode_value
+from tests.checkpoint_files import safetensors_bytes
 from tests.doctor.machines import CALM_MACHINE
 
 
@@ -122,7 +126,46 @@ def test_what_other_parts_of_the_package_know_is_asked(monkeypatch: pytest.Monke
     module("localinfer.hub.installed", find_installed=lambda places: [model] if places == "places" else [])
     assert CHECKS["config"]() == {"lines": ["configuration: /c.toml"]}
     (found,) = CHECKS["models"]()["found"]
-    assert found == {"name": "m", "num_bytes": 5, "path": str(Path("/m")), "source": "ollama", "problem": None}
+    path = str(Path("/m"))
+    # There is no such file.
+    writes_date = found.pop("writes_date")
+    assert found == {"name": "m", "num_bytes": 5, "path": path, "source": "ollama", "problem": None}
+    assert writes_date is None
+
+
+def test_templates_of_files_and_folders_are_rendered_on_two_days(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sources = {
+        "today": "{{ strftime_now('%d %b %Y') }}{{ messages[0].content }}",
+        "own": "{% if not date_string is defined %}{% set date_string = '26 Jul 2024' %}{% endif %}{{ date_string }}",
+        "broken": "{% for %}",
+        "none": None,
+    }
+    models = []
+    for name, source in sources.items():
+        metadata = {"general.architecture": "llama"} | ({} if source is None else {"tokenizer.chat_template": source})
+        encoded = {key: encode_value(value, ValueType.STRING) for key, value in metadata.items()}
+        with GGUFWriter(tmp_path / f"{name}.gguf", encoded, []):
+            pass
+        (tmp_path / name).mkdir()
+        stored = safetensors_bytes({"a": np.zeros(1, np.float32)})
+        (tmp_path / name / "model.safetensors").write_bytes(stored)
+        (tmp_path / name / "config.json").write_text("{}")
+        (tmp_path / name / "tokenizer_config.json").write_text(json.dumps({"chat_template": source} if source else {}))
+        models += [tmp_path / f"{name}.gguf", tmp_path / name]
+    found = [SimpleNamespace(name=path.name, num_bytes=5, path=path, source="ollama", problem="") for path in models]
+    monkeypatch.setattr("localinfer.hub.installed.find_installed", lambda places: found)
+    assert {one["name"]: one["writes_date"] for one in CHECKS["models"]()["found"]} == {
+        "today.gguf": True,
+        "today": True,
+        "own.gguf": False,
+        "own": False,
+        "broken.gguf": False,
+        "broken": False,
+        "none.gguf": None,
+        "none": None,
+    }
 
 
 def test_a_broken_part_is_a_failure_of_its_check(monkeypatch: pytest.MonkeyPatch) -> None:

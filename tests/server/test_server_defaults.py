@@ -161,3 +161,31 @@ def test_reasoning_is_switched_where_a_model_has_some(serve, tmp_path):
     assert overruled.endswith("assistant\n") == serve(*words, ask=prompt)[2].endswith("assistant\n")
     assert serve("--reasoning", "on", "--reasoning-budget", "5")[1] == {}
     assert serve(*words, "--reasoning", "on", "--reasoning-budget", "5")[1] == {"thinking": True, "thinking_budget": 5}
+
+
+def test_the_date_of_a_template_is_asked_for_by_a_request_or_for_all(serve, tmp_path):
+    """Requests add to the variables of the command line, name by name."""
+    template = tmp_path / "dated.jinja"
+    own = "{% if not date_string is defined %}{% set date_string = '26 Jul 2024' %}{% endif %}"
+    template.write_text(own + "{{ date_string }}|{{ name }}|{% for m in messages %}{{ m.content }}{% endfor %}")
+
+    def ask(client: httpx.Client) -> list[str]:
+        asked: list[dict[str, Any]] = [{}, {"template_date": "2027-01-02"}, {"date_string": "1 May"}, {"name": "B"}]
+        prompts = []
+        for variables in asked:
+            body = {"messages": STORY, "chat_template_kwargs": variables}
+            prompts.append(client.post("/apply-template", json=body).json()["prompt"])
+            assert client.post(CHAT, json={**body, "max_tokens": 1}).status_code == 200
+        wrong = client.post(CHAT, json={"messages": STORY, "chat_template_kwargs": {"template_date": "soon"}})
+        assert wrong.status_code == 400 and "such as" in wrong.json()["error"]["message"]
+        cached = client.post(CHAT, json={"messages": STORY, "max_tokens": 1}).json()["usage"]
+        assert cached["prompt_tokens_details"]["cached_tokens"] > 0
+        return ["|".join(prompt.split("|")[:2]) for prompt in prompts]
+
+    words = ["--chat-template", str(template)]
+    _, _, found = serve(*words, ask=ask)
+    assert found == ["26 Jul 2024|", "02 Jan 2027|", "1 May|", "26 Jul 2024|B"]
+    words += ["--chat-template-kwargs", "template_date=2026-10-01", "--chat-template-kwargs", '{"name": "A"}']
+    _, defaults, found = serve(*words, ask=ask)
+    assert defaults["template_variables"] == {"template_date": "2026-10-01", "name": "A"}
+    assert found == ["01 Oct 2026|A", "02 Jan 2027|A", "1 May|A", "01 Oct 2026|B"]

@@ -1,7 +1,5 @@
 """What some templates need beside what is documented: queues, and tools by other names."""
 
-from datetime import datetime
-
 import pytest
 
 from localinfer.errors import TemplateError
@@ -81,14 +79,3 @@ def test_reasoning_is_off_only_where_the_caller_or_the_template_says_so(source: 
     assert template.render(ASK) == undefined
     closed = template.render(ASK, enable_thinking=False, thinking=False)
     assert closed.endswith("</think>") == ("</think>" in source)
-
-
-def test_the_date_is_that_of_today_where_a_template_would_take_the_one_it_was_written_on() -> None:
-    written = "{% if not date_string is defined %}{% set date_string = '26 Jul 2024' %}{% endif %}{{ date_string }}"
-    days = [datetime.now()]
-    text = ChatTemplate(written).render(ASK)
-    days.append(datetime.now())
-    assert text in [day.strftime("%d %b %Y") for day in days]
-    assert ChatTemplate(written).render(ASK, date_string="1 May 2001") == "1 May 2001"
-    own = written.replace("'26 Jul 2024'", "strftime_now('%Y/%m')")
-    assert ChatTemplate(own).render(ASK) in [day.strftime("%Y/%m") for day in (*days, datetime.now())]
