@@ -2,6 +2,7 @@
 
 import json
 import sys
+import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import datetime
@@ -49,12 +50,18 @@ def pull_command(model: str) -> None:
 
 @click.command("list")
 @flag("-a --all show_all", "Also what Ollama, LM Studio and other programs with the hub's cache hold; with paths.")
-@flag("--json as_json", "Print one JSON array.")
-def list_command(show_all: bool, as_json: bool) -> None:
+@flag("--architectures", "Instead the kinds of models that run, of GGUF files and of folders, and which do not.")
+@flag("--json as_json", "Print one JSON array; with --architectures one object.")
+def list_command(show_all: bool, architectures: bool, as_json: bool) -> None:
     """List the models on this machine by the names that -m takes.
 
     Those that cannot be used, such as unfinished pulls, are named with the reason on standard error.
     """
+    if architectures:
+        if show_all:
+            raise click.UsageError("--all lists models and --architectures kinds of them: pass one of the two")
+        click.echo(_architectures(as_json))
+        return
     from localinfer.hub.installed import find_installed, find_pulled
     from localinfer.hub.places import Places
 
@@ -87,6 +94,33 @@ def rm_command(name: str) -> None:
     from localinfer.hub.remove import remove_model
 
     click.echo(neutralise_controls(remove_model(name, Places.of_user())))
+
+
+def _architectures(as_json: bool) -> str:
+    """The kinds of models that run, and those that are known and do not, with the reason."""
+    from localinfer.models.checkpoint.families import FAMILIES
+    from localinfer.models.checkpoint.unsupported_types import NOT_RUN_TYPES
+    from localinfer.models.decoder.architectures import ARCHITECTURES
+    from localinfer.models.decoder.refusals import NOT_RUN
+
+    found = {
+        "gguf": ("general.architecture of GGUF files", ARCHITECTURES, NOT_RUN),
+        "folders": ("model_type of Hugging Face folders", FAMILIES, NOT_RUN_TYPES),
+    }
+    if as_json:
+        return json.dumps({key: {"run": sorted(run), "not_run": others} for key, (_, run, others) in found.items()})
+    lines = []
+    for title, run, others in found.values():
+        lines += [f"{title}: {len(run)} run", *_wrapped(", ".join(sorted(run))), ""]
+        lines.append(f"{title}: known, and not run")
+        for reason in sorted(set(others.values())):
+            lines += _wrapped(f"{', '.join(sorted(name for name in others if others[name] == reason))}: {reason}")
+        lines.append("")
+    return "\n".join(lines[:-1])
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, 100, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
 
 
 def _table(models: "Sequence[InstalledModel]", *, with_paths: bool) -> list[str]:

@@ -3,7 +3,7 @@
 A family is a table; the tables are in files by kin.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from localinfer.errors import UnsupportedFormatError
 from localinfer.models.checkpoint.delta_families import DELTA
@@ -16,6 +16,9 @@ from localinfer.models.checkpoint.latent_families import LATENT
 from localinfer.models.checkpoint.mixture_families import MIXTURES
 from localinfer.models.checkpoint.state_space_families import STATE_SPACE
 from localinfer.models.checkpoint.uneven_families import UNEVEN
+from localinfer.models.checkpoint.unsupported_types import NOT_RUN_TYPES
+from localinfer.models.decoder.architectures import ARCHITECTURES
+from localinfer.models.decoder.refusals import refuse_kind, spelling
 
 FAMILIES: dict[str, Family] = {
     **DENSE,
@@ -34,15 +37,32 @@ FAMILIES: dict[str, Family] = {
 def find_family(config: Mapping[str, object]) -> Family:
     """Return the family of a config.json: that of its text model where the whole, which also sees or hears, has none.
 
-    Raises: UnsupportedFormatError, listing the types known, for any other.
+    Raises: UnsupportedFormatError for any other, with the reason or the nearest types.
     """
-    found = config.get("model_type")
     nested = config.get("text_config")
-    types = [found, nested.get("model_type") if isinstance(nested, dict) else None]
-    for name in types:
+    kinds = [("config.json: model_type", config.get("model_type"))]
+    if isinstance(nested, dict):
+        kinds.append(("config.json: text_config.model_type", nested.get("model_type")))
+    for _, name in kinds:
         if isinstance(name, str) and name in FAMILIES:
             return FAMILIES[name]
-    raise UnsupportedFormatError(
-        f"config.json: model_type is {found!r:.60}; this version runs folders of {', '.join(FAMILIES)}. "
-        "Use a GGUF file of the model, update localinfer, or choose another model."
-    )
+    raise _refusal(kinds)
+
+
+def _refusal(kinds: Sequence[tuple[str, object]]) -> Exception:
+    """The error for types that are not in the table, of the whole and of its text model: the first whose reason, or
+    whose way out, is known."""
+    gguf_names = {spelling(name): name for name in ARCHITECTURES}
+    for where, name in kinds:
+        if not isinstance(name, str):
+            continue
+        if name in NOT_RUN_TYPES:
+            reason = NOT_RUN_TYPES[name]
+            return refuse_kind(where, name, FAMILIES, reason, "Update localinfer or choose another model.")
+        if spelling(name) in gguf_names:
+            return UnsupportedFormatError(
+                f"{where} is {name!r:.60}, which this version runs from GGUF files (as "
+                f"{gguf_names[spelling(name)]!r}) and not from folders. Use a GGUF file of the model."
+            )
+    way_out = "Use a GGUF file of the model, update localinfer, or choose another model."
+    return refuse_kind(*kinds[0], FAMILIES, None, way_out)

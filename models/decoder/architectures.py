@@ -19,6 +19,7 @@ from localinfer.models.decoder.latent_architectures import LATENT
 from localinfer.models.decoder.llama_architectures import LLAMA_KIN
 from localinfer.models.decoder.mixture_architectures import MIXTURES
 from localinfer.models.decoder.recurrent_architectures import RECURRENT_ARCHITECTURES
+from localinfer.models.decoder.refusals import NOT_RUN, refuse_kind
 from localinfer.models.decoder.state_space_architectures import STATE_SPACE_ARCHITECTURES
 from localinfer.models.decoder.windowed_architectures import WINDOWED
 
@@ -33,32 +34,9 @@ ARCHITECTURES: dict[str, Architecture | Callable[[ModelConfig], Architecture]] =
     **ENCODERS,
 }
 
-RECURRENT = ("plamo2", "rwkv6", "rwkv6qwen2", "arwkv7")
-"""Architectures with recurrent layers that are not supported yet."""
-
-
-OTHER_KINDS = {
-    **dict.fromkeys(("dream", "llada", "llada-moe", "rnd1"), "writes by diffusion, not token after token"),
-    **dict.fromkeys(("eagle3", "dflash"), "drafts from the hidden states of another model"),
-    **dict.fromkeys(("pockettts", "qwen3tts", "wavtokenizer-dec"), "makes speech"),
-    "clip": "reads images",
-}
-"""What models do that this version is not for."""
-
 
 def check_architecture(name: str) -> None:
-    """Raise UnsupportedFormatError, with the reason or with the names known, unless this version runs it."""
-    if name in RECURRENT:
-        raise UnsupportedFormatError(
-            f"general.architecture is {name!r}, a model with recurrent layers of a kind that this version does not "
-            f"run; it runs those of {', '.join(sorted(RECURRENT_ARCHITECTURES | STATE_SPACE_ARCHITECTURES))}. "
-            "Update localinfer or choose another model."
-        )
-    if name in OTHER_KINDS:
-        raise UnsupportedFormatError(
-            f"general.architecture is {name!r}, a model that {OTHER_KINDS[name]}; this version runs models of text. "
-            "Choose another model."
-        )
+    """Raise UnsupportedFormatError, with the reason or the nearest names, unless this version runs it."""
     if name in OF_ANOTHER_CACHE:
         raise UnsupportedFormatError(
             f"general.architecture is {name!r}, a draft model without keys and values: it attends to those of the "
@@ -66,10 +44,8 @@ def check_architecture(name: str) -> None:
             "give this file as its draft (--draft)."
         )
     if name not in ARCHITECTURES:
-        raise UnsupportedFormatError(
-            f"general.architecture is {name!r}; this version runs {', '.join(sorted(ARCHITECTURES))}. "
-            "Update localinfer or choose another model."
-        )
+        way_out = "Update localinfer or choose another model."
+        raise refuse_kind("general.architecture", name, ARCHITECTURES, NOT_RUN.get(name), way_out)
 
 
 def find_architecture(config: ModelConfig) -> Architecture:

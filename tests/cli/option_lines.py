@@ -76,6 +76,7 @@ GOOD = {
     "list": """
         --all
         --json
+        --architectures --json
     """,
     "rm": "",
     "warmup": """
@@ -318,6 +319,7 @@ BAD = {
     "list": """
         --all=maybe
         --json=maybe
+        --architectures --all
     """,
     "rm": """
         no-such-file

@@ -1,0 +1,90 @@
+"""Why a kind of model does not run: a reason where its kind is known, else the kinds whose names are nearest.
+
+GGUF's `general.architecture` and config.json's `model_type` are refused in the same words; `localinfer list
+--architectures` prints what runs, and these reasons.
+"""
+
+from collections.abc import Collection, Mapping
+from difflib import SequenceMatcher
+
+from localinfer.errors import UnsupportedFormatError
+
+NUM_NEAREST = 3
+WHERE_ALL_ARE = "`localinfer list --architectures` has all"
+_TOO_FAR = 0.3
+"""Share of letters in common below which a name says nothing."""
+
+CROSS_ATTENTION = "whose layers also attend to images (cross attention)"
+DIFFUSION = "a model that writes by diffusion, not token after token"
+ENCODER_DECODER = "an encoder and a decoder that attends to it (cross attention)"
+HEARS = "a model that turns speech into text"
+SPEAKS = "a model that makes sound"
+SEES = "a model that reads images"
+DRAFTS = "a model that drafts from the hidden states of another one"
+REPEATED = "whose layers run several times"
+HYPER_CONNECTIONS = "whose layers are joined by hyper-connections of several streams"
+COMPRESSED = "whose attention reads compressed stretches of keys, in layers joined by hyper-connections"
+BLOCK_RESIDUALS = "whose layers attend to the results of former layers"
+SPARSE_DELTA = "with n-gram embeddings, and an indexer beside its delta nets"
+
+
+def named(reasons: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
+    """Reasons by name, of names by reason."""
+    return {name: reason for reason, names in reasons.items() for name in names}
+
+
+NOT_RUN = named(
+    {
+        DIFFUSION: ("diffusion-gemma", "dream", "llada", "llada-moe", "rnd1"),
+        DRAFTS: ("dflash", "eagle3"),
+        SPEAKS: ("pockettts", "qwen3tts", "wavtokenizer-dec"),
+        SEES: ("clip",),
+        ENCODER_DECODER: ("t5", "t5encoder"),
+        REPEATED: ("hrm_text",),
+        HYPER_CONNECTIONS: ("glm5-next", "hy_v4"),
+        COMPRESSED: ("deepseek4", "deepseek4v"),
+        BLOCK_RESIDUALS: ("kimi-k3",),
+        SPARSE_DELTA: ("qwen4exp",),
+        "with recurrent layers in the place of another model's attention": ("arwkv7", "rwkv6qwen2"),
+        "with recurrent layers of a kind of its own": ("plamo2", "rwkv6"),
+    }
+)
+"""Architectures of GGUF files that do not run, and why: what follows their names in a sentence."""
+
+
+def spelling(name: str) -> str:
+    """A name's letters and digits alone: kinds are spelled with dashes, underscores and capitals, or without."""
+    return "".join(letter for letter in name.lower() if letter.isalnum())
+
+
+def nearest_names(name: str, known: Collection[str]) -> list[str]:
+    """Up to three of the known names that are spelled most like one, the likest first."""
+    wanted = spelling(name)
+
+    def likeness(other: str) -> float:
+        letters = spelling(other)
+        common = next((n for n, (a, b) in enumerate(zip(wanted, letters, strict=False)) if a != b), None)
+        start = (min(len(wanted), len(letters)) if common is None else common) / max(len(wanted), len(letters), 1)
+        # Names of a family begin alike, and differ in a generation or a size.
+        return (SequenceMatcher(None, wanted, letters, autojunk=False).ratio() + start) / 2
+
+    # Of names that are as like, the later in the alphabet has the higher number.
+    found = sorted(((likeness(other), other) for other in known), reverse=True)[:NUM_NEAREST]
+    return [other for score, other in found if score >= _TOO_FAR]
+
+
+def refuse_kind(where: str, name: object, known: Collection[str], reason: str | None, way_out: str) -> Exception:
+    """The error for a kind of model that does not run. where: what names it; reason: what follows its name, if known;
+    way_out: what to do instead, as a sentence."""
+    if reason is not None:
+        return UnsupportedFormatError(f"{where} is {name!r:.60}, {reason}, which this version does not run. {way_out}")
+    nearest = nearest_names(name, known) if isinstance(name, str) else []
+    near = f", the nearest of them {_joined([repr(other) for other in nearest])}" if nearest else ""
+    return UnsupportedFormatError(
+        f"{where} is {name!r:.60}, not one of the {len(known)} that this version runs{near} ({WHERE_ALL_ARE}). "
+        f"{way_out}"
+    )
+
+
+def _joined(names: list[str]) -> str:
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
