@@ -3,7 +3,7 @@
 import json
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime
 from typing import TYPE_CHECKING
@@ -103,7 +103,7 @@ def _architectures(as_json: bool) -> str:
     from localinfer.models.decoder.architectures import ARCHITECTURES
     from localinfer.models.decoder.refusals import NOT_RUN
 
-    found = {
+    found: dict[str, tuple[str, Collection[str], Mapping[str, str]]] = {
         "gguf": ("general.architecture of GGUF files", ARCHITECTURES, NOT_RUN),
         "folders": ("model_type of Hugging Face folders", FAMILIES, NOT_RUN_TYPES),
     }
