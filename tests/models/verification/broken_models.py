@@ -10,6 +10,7 @@ from localinfer.loading.options import model_path
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.load.loader import open_model_file, read_config, read_tokenizer
 from localinfer.models.text.chat_template import ChatTemplate
+from localinfer.models.text.vocabulary import KINDS
 from localinfer.models.verification.finding import Finding
 from localinfer.models.verification.quick import check_loaded
 from localinfer.quant.formats.types import TensorRecord
@@ -68,7 +69,7 @@ def findings_of(path: Path) -> list[Finding]:
     try:
         config = read_config(file)
         tokenizer = template = None
-        if "tokenizer.ggml.tokens" in file.metadata:
+        if file.metadata.get("tokenizer.ggml.model") in KINDS:
             tokenizer = read_tokenizer(file)
             template = ChatTemplate.from_metadata(file.metadata, tokenizer)
         return list(check_loaded(file, config, tokenizer, template))
@@ -83,10 +84,12 @@ def sized_config(
     *,
     base: float | None = None,
     epsilon: float = 1e-5,
+    more: Mapping[str, Any] | None = None,
 ) -> tuple[dict[str, Any], ModelConfig]:
     """The metadata and the configuration of a model of a size, of which there are no weights.
 
-    sizes: layers, width, width of the feed-forward blocks, tokens.
+    sizes: layers, width, width of the feed-forward blocks, tokens. more: settings by their keys without the
+    architecture.
     """
     num_layers, width, feed_forward, vocab_size = sizes
     settings: dict[str, Any] = {
@@ -99,6 +102,7 @@ def sized_config(
     }
     if base is not None:
         settings["rope.freq_base"] = base
+    settings |= more or {}
     metadata = {"general.architecture": architecture, **{f"{architecture}.{key}": v for key, v in settings.items()}}
     shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (vocab_size, width)}
     for layer in range(num_layers):
