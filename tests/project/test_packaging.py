@@ -5,11 +5,14 @@ import subprocess
 import sys
 import tomllib
 from importlib import import_module
-from importlib.metadata import requires, version
+from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 import localinfer
 from localinfer.kernels.cuda.kernel_cache import OLDEST_VERSIONS
@@ -95,6 +98,42 @@ def test_parts_are_installed_by_default_and_by_their_own_names(settings):
     assert {named(line) for line in project["dependencies"]} == {named(line) for line in parts} | CORE
     for name, lines in extras.items():
         assert tuple(named(line).replace("-", "_") for line in lines) == EXTRAS[name]
+
+
+def every_requirement(settings: dict[str, Any]) -> list[Requirement]:
+    project = settings["project"]
+    lines = [*settings["build-system"]["requires"], *project["dependencies"]]
+    lines += [line for extra in project["optional-dependencies"].values() for line in extra]
+    return [Requirement(line) for line in lines]
+
+
+def test_every_requirement_has_a_lowest_and_a_highest_version(settings):
+    """A new major version of anything is tried before anyone gets it; a lowest one is what `.ci/run --lowest` tries."""
+    found = every_requirement(settings)
+    assert [str(one) for one in found if sorted(bound.operator for bound in one.specifier) != ["<", ">="]] == []
+    for one in found:
+        low, high = (Version(bound.version) for bound in sorted(one.specifier, key=lambda bound: bound.operator)[::-1])
+        assert low < high, one
+
+
+def test_a_package_has_the_same_bounds_wherever_it_is_wanted(settings):
+    bounds: dict[str, set[str]] = {}
+    for one in every_requirement(settings):
+        bounds.setdefault(canonicalize_name(one.name), set()).add(str(one.specifier))
+    assert {name: found for name, found in bounds.items() if len(found) > 1} == {}
+
+
+def test_what_is_tried_here_is_within_the_bounds(settings):
+    """An install of `.[dev]` has nothing that the bounds exclude."""
+    wrong = []
+    for one in every_requirement(settings):
+        try:
+            here = version(one.name)
+        except PackageNotFoundError:
+            continue
+        if not one.specifier.contains(here, prereleases=True):
+            wrong.append(f"{one} but {here} is installed")
+    assert wrong == []
 
 
 def named(requirement: str) -> str:
