@@ -144,6 +144,42 @@ def _mistral3(settings: Settings) -> Metadata:
     return {"attention.temperature_scale": scaling.number("llama_4_scaling_beta", 0.0)}
 
 
+def _hyperclovax(settings: Settings) -> Metadata:
+    """muP's factors; unlike Granite's, that of the logits multiplies them."""
+    settings.mark_read(("use_post_norm",))  # the tensors show it
+    scales = granite_scales(settings)
+    return scales if "attention_multiplier" in settings else scales | {"attention.scale": None}
+
+
+def _cwm(settings: Settings) -> Metadata:
+    """Every fourth layer sees everything, from the first on, unless the file says otherwise."""
+    if not settings.entries("layer_types"):
+        kinds = ("full_attention", *("sliding_attention",) * 3)
+        settings.put("layer_types", [kinds[layer % 4] for layer in range(settings.integer("num_hidden_layers"))])
+    return {}
+
+
+def _iquestcoder(settings: Settings) -> Metadata:
+    settings.must_be("clip_qkv", None, None)
+    return no_windows(settings)
+
+
+def _turned_back(settings: Settings) -> dict[str, Change]:
+    """NanoChat rotates by negative angles, which is by positive ones with the halves of each head exchanged."""
+    num_heads = settings.integer("num_attention_heads", low=1)
+    counts = {"attn_q": num_heads, "attn_k": settings.integer("num_key_value_heads", num_heads, low=1)}
+    return {name: _halves_exchanged(count) for name, count in counts.items()}
+
+
+def _halves_exchanged(num_heads: int) -> Rows:
+    def order(num_rows: int) -> NDArray[np.intp]:
+        if num_rows % (2 * num_heads):
+            raise ValueError(f"{num_rows} rows; wanted an even number for each of {num_heads} heads")
+        return np.arange(num_rows).reshape(num_heads, 2, -1)[:, ::-1].reshape(-1)
+
+    return Rows(order)
+
+
 def _minicpm(settings: Settings) -> Metadata:
     num_layers, base = settings.integer("num_hidden_layers", low=1), settings.integer("dim_model_base", 1, low=1)
     return {
@@ -312,6 +348,60 @@ DENSE: dict[str, Family] = {
         changes=_internlm2_changes,
     ),
     "internlm3": Family(architecture="llama", blocks=LLAMA, rows_permuted=True),
+    # Meta's Code World Model (arXiv 2510.02387).
+    "cwm": Family(
+        architecture="llama",
+        blocks=LLAMA,
+        rows_permuted=True,
+        has_windows=True,
+        defaults={"rms_norm_eps": 1e-5, "rope_theta": 1e6},
+        metadata=_cwm,
+    ),
+    "exaone": Family(
+        architecture="exaone",
+        blocks={
+            "attn_norm": "ln_1",
+            "ffn_norm": "ln_2",
+            **{f"attn_{letter}": f"attn.attention.{letter}_proj" for letter in "qkv"},
+            "attn_output": "attn.attention.out_proj",
+            **gated("mlp", names=("c_fc_0", "c_fc_1", "c_proj")),
+        },
+        outside={"token_embd": "wte", "output_norm": "ln_f"},
+        layers="h",
+        aliases={
+            "num_hidden_layers": "num_layers",
+            "rms_norm_eps": "layer_norm_epsilon",
+            "hidden_act": "activation_function",
+        },
+        defaults={"rms_norm_eps": 1e-5, "rope_theta": 5e5},
+    ),
+    "hyperclovax": Family(
+        architecture="hyperclovax",
+        blocks={**LLAMA, "post_attention_norm": "post_norm1", "post_ffw_norm": "post_norm2"},
+        metadata=_hyperclovax,
+    ),
+    "iquestcoder": Family(
+        architecture="llama", blocks=LLAMA, rows_permuted=True, defaults={"rms_norm_eps": 1e-5}, metadata=_iquestcoder
+    ),
+    "ministral": Family(architecture="llama", blocks=LLAMA, rows_permuted=True, has_windows=True),
+    "nanochat": Family(
+        architecture="nanochat",
+        blocks={**ATTENTION, "ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"},
+        outside={"token_embd": "embed_tokens"},
+        activations=RELU_SQUARED,
+        defaults={"final_logit_softcapping": 15.0},
+        metadata=lambda settings: {"final_logit_softcapping": settings.number("final_logit_softcapping", 0.0)},
+        changes=_turned_back,
+    ),
+    "vaultgemma": Family(
+        architecture="vaultgemma",
+        blocks={"attn_norm": "input_layernorm", "ffn_norm": "pre_feedforward_layernorm", **ATTENTION, **GATED},
+        activations=GELU_TANH,
+        norms_plus_one=True,
+        has_windows=True,
+        defaults=_GEMMA2_DEFAULTS,
+        metadata=_gemma2,
+    ),
     "minicpm": Family(
         architecture="minicpm",
         blocks=LLAMA,

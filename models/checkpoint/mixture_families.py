@@ -7,8 +7,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.models.checkpoint.changes import (
+    FIRST_HALF,
     FIRST_HALVES,
     FLAT,
+    SECOND_HALF,
     SECOND_HALVES,
     TRANSPOSED,
     UNIT_COLUMNS,
@@ -18,7 +20,7 @@ from localinfer.models.checkpoint.changes import (
     Rows,
     adjacent_pairs,
 )
-from localinfer.models.checkpoint.dense_families import HUNYUAN_NORMS, hunyuan_scaling
+from localinfer.models.checkpoint.dense_families import HUNYUAN_NORMS, granite_scales, hunyuan_scaling
 from localinfer.models.checkpoint.family import (
     ATTENTION,
     EXPERTS,
@@ -27,6 +29,7 @@ from localinfer.models.checkpoint.family import (
     HEAD_NORMS,
     LLAMA,
     NORMS,
+    NORMS_BEHIND,
     ROUTER_BIAS,
     SHARED_EXPERTS,
     W_NAMES,
@@ -239,6 +242,95 @@ def _oriented(settings: Settings) -> dict[str, Change]:
     }
 
 
+def _solar_open(settings: Settings) -> Metadata:
+    """All layers have experts, whatever `first_k_dense_replace` is."""
+    return routed(settings) | {"leading_dense_block_count": 0}
+
+
+def _flex_olmo(settings: Settings) -> Metadata:
+    return {**experts(settings), "expert_weights_norm": settings.boolean("norm_topk_prob", False)}
+
+
+def _cohere2_moe(settings: Settings) -> Metadata:
+    """Dense layers come first, and have positions although they see everything."""
+    num_layers = settings.integer("num_hidden_layers", low=1)
+    kinds = settings.entries("mlp_layer_types")
+    num_dense = settings.integer("first_k_dense_replace", 0)
+    if kinds:
+        num_dense = kinds.index("sparse") if "sparse" in kinds else num_layers
+        if kinds != ["dense"] * num_dense + ["sparse"] * (num_layers - num_dense):
+            raise settings.unsupported("mlp_layer_types", "dense layers before those with experts")
+    prefix = settings.integer("prefix_dense_sliding_window_pattern", 1, low=1)
+    period = settings.integer("sliding_window_pattern", 4, low=1)
+    if not settings.entries("layer_types"):
+        ends = [*((layer + 1) % prefix == 0 for layer in range(num_dense))]
+        ends += [(layer + 1) % period == 0 for layer in range(num_layers - num_dense)]
+        settings.put("layer_types", ["full_attention" if is_end else "sliding_attention" for is_end in ends])
+    if settings.integer("num_shared_experts", 0):
+        settings.must_be("shared_expert_combination_strategy", "average", "average")
+    settings.mark_read(("shared_expert_combination_strategy", "norm_topk_prob"))
+    has_sigmoid = settings.text("expert_selection_fn", "softmax") == "sigmoid"
+    if not has_sigmoid:
+        settings.must_be("expert_selection_fn", "softmax", "softmax")
+    return {
+        **experts(settings),
+        "feed_forward_length": settings.integer(
+            "prefix_dense_intermediate_size", settings.integer("intermediate_size")
+        ),
+        "expert_gating_func": 2 if has_sigmoid else 3,
+        "expert_weights_norm": has_sigmoid and settings.boolean("norm_topk_prob", True),
+        "leading_dense_block_count": num_dense if prefix == 1 else 0,
+        "logit_scale": settings.number("logit_scale", 0.0625),
+    }
+
+
+def _cohere2_moe_variant(settings: Settings, family: Family) -> Family:
+    """Its norms subtract the mean unless it has the epsilon of those that do not."""
+    if "rms_norm_eps" not in settings:
+        return family
+    settings.mark_read(("layer_norm_eps",))
+    return replace(family, has_layer_norms=False, epsilon="rms_norm_eps")
+
+
+def _granite_swa(settings: Settings) -> Metadata:
+    keys = granite_scales(settings)
+    bases = settings.entries("layer_rope_theta")
+    if bases:
+        keys["attention.rope_pattern"] = [int(base != 0) for base in bases]
+    return keys
+
+
+def _granitemoe_swa(settings: Settings) -> Metadata:
+    shared = settings.integer("shared_intermediate_size", 0)
+    return {**_granite_swa(settings), **experts(settings), "expert_shared_feed_forward_length": shared}
+
+
+def _granite_swa_variant(settings: Settings, family: Family) -> Family:
+    """Each layer has a base of its rotation, 0 for none; GGUF has one for each kind of layer."""
+    num_layers = settings.integer("num_hidden_layers", low=1)
+    if not settings.entries("layer_types"):
+        kinds = ("full_attention", *("sliding_attention",) * 3)
+        settings.put("layer_types", [kinds[layer % 4] for layer in range(num_layers)])
+    if not settings.entries("layer_rope_theta"):
+        return family
+    by_kind: dict[str, set[float]] = {"full_attention": set(), "sliding_attention": set()}
+    kinds_and_bases = zip(
+        settings.entries("layer_types"), settings.numbers("layer_rope_theta", num_layers), strict=False
+    )
+    for kind, base in kinds_and_bases:
+        by_kind.setdefault(str(kind), set()).update({base} if base else ())
+    record = settings.record("rope_parameters")
+    full, windowed = by_kind["full_attention"], by_kind["sliding_attention"]
+    has_two = bool(full and windowed and full != windowed)
+    if max(len(full), len(windowed)) > 1 or (has_two and record.get("rope_type", "default") != "default"):
+        raise settings.unsupported("layer_rope_theta", "one base for the layers of each kind, two only without scaling")
+    for base in full or windowed:
+        settings.put("rope_parameters", {**record, "rope_theta": base})
+    for base in windowed:
+        settings.put("rope_local_base_freq", base)
+    return family
+
+
 def _qwen3_vl_moe(settings: Settings) -> Metadata:
     settings.must_be("norm_topk_prob", True, True)
     return {**no_windows(settings), **experts(settings)}
@@ -275,6 +367,18 @@ _SMALLTHINKER: dict[str, Source] = {
 }
 
 
+_GRANITE_SWA = Family(
+    architecture="granite_swa",
+    blocks=LLAMA,
+    parameters={"attn_sinks.weight": "self_attn.sinks"},
+    rows_permuted=True,
+    has_windows=True,
+    defaults={"rms_norm_eps": 1e-5, "sliding_window": 128, "tie_word_embeddings": True},
+    metadata=_granite_swa,
+    variant=_granite_swa_variant,
+)
+
+
 _BAILING_ENDS: dict[str, Source] = {"token_embd": "word_embeddings", "output_norm": "norm"}
 _BAILING_BLOCKS: dict[str, Source] = {
     **NORMS,
@@ -302,6 +406,16 @@ _SIGMOID_ROUTED = Family(
     parameters={**ROUTER_BIAS, **FUSED_EXPERTS},
     aliases=_ROUTED,
     metadata=routed,
+)
+
+_GLM4_MOE = replace(
+    _SIGMOID_ROUTED,
+    architecture="glm4moe",
+    blocks={
+        **{stem: source for stem, source in _SIGMOID_ROUTED.blocks.items() if stem != "ffn_norm"},
+        "post_attention_norm": "post_attention_layernorm",
+    },
+    defaults={"partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5},
 )
 
 MIXTURES: dict[str, Family] = {
@@ -354,14 +468,55 @@ MIXTURES: dict[str, Family] = {
         aliases={},
         defaults={"rms_norm_eps": 1e-5},
     ),
-    "glm4_moe": replace(
-        _SIGMOID_ROUTED,
-        architecture="glm4moe",
+    "cohere2_moe": Family(
+        architecture="cohere2moe",
+        blocks={"attn_norm": "input_layernorm", **ATTENTION, **GATED, **EXPERTS, **SHARED_EXPERTS},
+        has_windows=True,
+        has_layer_norms=True,
+        epsilon="layer_norm_eps",
+        defaults={"layer_norm_eps": 1e-5, "sliding_window": 4096, "head_dim": 128, "tie_word_embeddings": True},
+        metadata=_cohere2_moe,
+        variant=_cohere2_moe_variant,
+    ),
+    "flex_olmo": Family(
+        architecture="flex-olmo",
+        blocks={**NORMS_BEHIND, **ATTENTION, **HEAD_NORMS, **EXPERTS},
+        defaults={"rope_theta": 5e5},
+        metadata=_flex_olmo,
+    ),
+    "glm4_moe": _GLM4_MOE,
+    "solar_open": replace(
+        _GLM4_MOE, defaults={"rms_norm_eps": 1e-5, "rope_theta": 1e6, "intermediate_size": 0}, metadata=_solar_open
+    ),
+    "granite_swa": _GRANITE_SWA,
+    "granitemoe_swa": replace(
+        _GRANITE_SWA,
         blocks={
-            **{stem: source for stem, source in _SIGMOID_ROUTED.blocks.items() if stem != "ffn_norm"},
-            "post_attention_norm": "post_attention_layernorm",
+            **NORMS,
+            **ATTENTION,
+            "ffn_gate_inp": ("block_sparse_moe.router", "block_sparse_moe.router.layer"),
+            "ffn_gate_shexp": Part("shared_mlp.input_linear", FIRST_HALF),
+            "ffn_up_shexp": Part("shared_mlp.input_linear", SECOND_HALF),
+            "ffn_down_shexp": "shared_mlp.output_linear",
         },
-        defaults={"partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5},
+        parameters={
+            **_GRANITE_SWA.parameters,
+            # As the model's class names them, and as older Granite models are stored.
+            "ffn_gate_exps.weight": (
+                Part("block_sparse_moe.experts.gate_up_proj", FIRST_HALVES),
+                Part("block_sparse_moe.input_linear.weight", FIRST_HALVES),
+            ),
+            "ffn_up_exps.weight": (
+                Part("block_sparse_moe.experts.gate_up_proj", SECOND_HALVES),
+                Part("block_sparse_moe.input_linear.weight", SECOND_HALVES),
+            ),
+            "ffn_down_exps.weight": (
+                "block_sparse_moe.experts.down_proj",
+                "block_sparse_moe.output_linear.weight",
+            ),
+        },
+        defaults={"sliding_window": 128},
+        metadata=_granitemoe_swa,
     ),
     "gpt_oss": Family(
         architecture="gpt-oss",
@@ -447,6 +602,11 @@ MIXTURES: dict[str, Family] = {
             metadata=_qwen3_vl_moe,
             changes=_oriented,
         ),
+    ),
+    "sarvam_moe": replace(
+        _BAILING2,
+        aliases=_ROUTED,
+        defaults={"rope_theta": 8e6, "routed_scaling_factor": 2.5},
     ),
     "smallthinker": Family(
         architecture="smallthinker",

@@ -32,8 +32,9 @@ def windows(config: ModelConfig, period: int) -> tuple[int, ...]:
 
 
 def same_windows(config: ModelConfig) -> tuple[int, ...]:
-    """The file's window in every layer."""
-    return (config.sliding_window,) * config.num_layers
+    """The file's window in every layer, or in those of its pattern."""
+    is_windowed = config.windowed_layers or (True,) * config.num_layers
+    return tuple(config.sliding_window if windowed else 0 for windowed in is_windowed)
 
 
 def rope_except_every_fourth(config: ModelConfig) -> tuple[bool, ...]:

@@ -35,6 +35,20 @@ def _baichuan(config: ModelConfig) -> Architecture:
     return replace(LLAMA, has_rope=has_rope, max_alibi_bias=8.0 if config.num_layers == 40 else 0.0)
 
 
+def _hyperclovax(config: ModelConfig) -> Architecture:
+    """HyperCLOVA X Think (arXiv 2506.22403): Granite's scalars, its logits multiplied; norms behind the branches too,
+    where the file has them.
+    """
+    has_norms = "post_attention_norm.weight" in config.block_tensors
+    return replace(
+        granite(config),
+        pairing=Pairing.HALVES,
+        logit_scale=config.logit_scale or 1.0,
+        attention_post_norm="post_attention_norm" if has_norms else None,
+        feed_forward_post_norm="post_ffw_norm" if has_norms else None,
+    )
+
+
 def _minicpm(config: ModelConfig) -> Architecture:
     """MiniCPM 1 (arXiv 2404.06395): muP's scalars, those of its 2B model where the file has none."""
     return replace(
@@ -71,6 +85,7 @@ LLAMA_KIN: dict[str, Architecture | Callable[[ModelConfig], Architecture]] = {
     "hunyuan-dense": hunyuan,
     # Its vision-language model, on text.
     "hunyuan_vl": hunyuan,
+    "hyperclovax": _hyperclovax,
     # InternLM 2 and 3 (arXiv 2403.17297): Llama with its projections fused in the checkpoint.
     "internlm2": LLAMA,
     # Llama 1 to 3.x (arXiv 2302.13971), TinyLlama, SmolLM; Mistral (the first has a window), Mixtral (2401.04088).
@@ -83,6 +98,14 @@ LLAMA_KIN: dict[str, Architecture | Callable[[ModelConfig], Architecture]] = {
         LLAMA, temperature_scale=config.temperature_scale, temperature_length=config.rope.original_context_length
     ),
     "nanbeige": _nanbeige,
+    # Karpathy's NanoChat: norms without weights, of the embedding and of rotated queries and keys too; no gate.
+    "nanochat": Architecture(
+        weighted_norms=False,
+        normalises_embedding=True,
+        unweighted_query_key_norm=True,
+        activation=Activation.RELU_SQUARED,
+        gated=False,
+    ),
     # PaddleOCR-VL (arXiv 2510.14528), on text.
     "paddleocr": Architecture(),
     # Pangu Embedded (arXiv 2505.22375).

@@ -32,7 +32,7 @@ READ_KEYS = frozenset(
     ).split()
 )
 
-_MUP = ("granite", "granite_swa", "granitehybrid", "granitemoe", "minicpm")
+_MUP = ("granite", "granite_swa", "granitehybrid", "granitemoe", "hyperclovax", "minicpm")
 _GEMMA = ("gemma3n", "gemma4", *OF_ANOTHER_CACHE)
 _INDEXED = ("deepseek32", "glm-dsa", "minimax-m3")
 

@@ -9,6 +9,7 @@ from localinfer.models.decoder.architecture import Architecture, DraftLayers, No
 from localinfer.models.decoder.base_architectures import (
     COHERE,
     LLAMA,
+    NORMS_BEHIND,
     QK_NORMED,
     granite,
     hunyuan,
@@ -165,6 +166,8 @@ MIXTURES: dict[str, Architecture | Callable[[ModelConfig], Architecture]] = {
     # ERNIE 4.5 with experts.
     "ernie4_5-moe": LLAMA,
     "exaone-moe": _exaone_moe,
+    # FlexOlmo (arXiv 2507.07024): OLMo 2's layers with experts.
+    "flex-olmo": lambda config: replace(NORMS_BEHIND, normalise_experts=normalises_experts(config)),
     # GLM 4.5 and 4.6 (arXiv 2508.06471): sigmoid routing with a selection bias; only the largest norm queries and keys.
     "glm4moe": lambda config: Architecture(
         feed_forward_norm="post_attention_norm",

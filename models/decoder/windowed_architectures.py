@@ -118,4 +118,6 @@ WINDOWED: dict[str, Architecture | Callable[[ModelConfig], Architecture]] = {
     ),
     # SmolLM3: every fourth layer has no RoPE.
     "smollm3": lambda config: replace(LLAMA, has_rope=rope_except_every_fourth(config)),
+    # VaultGemma (arXiv 2510.15001): Gemma 2 without norms behind the branches.
+    "vaultgemma": lambda config: replace(_gemma2(config), attention_post_norm=None, feed_forward_post_norm=None),
 }

@@ -13,10 +13,12 @@ from tests.models.checkpoint.published_case import (
     YARN,
     Case,
 )
+from tests.models.checkpoint.published_newer_cases import NEWER_CASES
 from tests.models.checkpoint.published_recurrent_cases import RECURRENT_CASES
 
 CASES: dict[str, Case] = {
     **RECURRENT_CASES,
+    **NEWER_CASES,
     "llama": Case("LlamaConfig", {}),
     "llama-biases-tied": Case("LlamaConfig", {"attention_bias": True, "tie_word_embeddings": True}),
     "llama-3": Case("LlamaConfig", {"rope_parameters": LLAMA3}),
