@@ -66,6 +66,7 @@ def verify_model(path: str, progress: ProgressCallback | None = None) -> Verific
 
 def _check_file(file: "ModelFile", result: Verification, progress: ProgressCallback | None) -> Iterator[Finding]:
     from localinfer.models.load.loader import read_config
+    from localinfer.models.verification.conversion_checks import check_conversion
     from localinfer.models.verification.tensor_scan import check_tensors
 
     part = _lone_part(file)
@@ -80,6 +81,7 @@ def _check_file(file: "ModelFile", result: Verification, progress: ProgressCallb
         yield Finding("model", str(error).removesuffix("."), is_error=True)
         return
     yield from _check_settings(file, config, result)
+    yield from check_conversion(file, config)
     yield from check_tensors(file, progress)
 
 

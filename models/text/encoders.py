@@ -309,7 +309,7 @@ class BytePairEncoder(SubwordEncoder):
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         super().__init__(vocabulary)
-        self._rule = rule = pre_tokenizer_rule(vocabulary.pre_tokenizer, vocabulary.merge_texts)
+        self._rule = rule = pre_tokenizer_rule(vocabulary.pre_tokenizer, vocabulary.known)
         self.adds_bos = rule.adds_bos
         self._separator = " " if vocabulary.merge_texts else ""
         missing = [byte for byte, character in enumerate(BYTE_CHARACTERS) if character not in self._ids]

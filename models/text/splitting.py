@@ -8,12 +8,12 @@ the ones llama.cpp writes into files. Each step cuts what the step before it lef
 import re
 import unicodedata
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
 
-from localinfer.models.text.known_vocabularies import known_vocabulary
+from localinfer.models.text.known_vocabularies import KnownVocabulary
 
 
 class TokenizerWarning(UserWarning):
@@ -286,19 +286,19 @@ _RULES: dict[str, PreTokenizerRule] = {
 PRE_TOKENIZERS = {name: rule for names, rule in _RULES.items() for name in names.split()}
 
 
-def pre_tokenizer_rule(name: str | None, merges: Sequence[str] = ()) -> PreTokenizerRule:
+def pre_tokenizer_rule(name: str | None, known: KnownVocabulary | None = None) -> PreTokenizerRule:
     """Return the rule of that name; warn and return the default where it is missing or unknown.
 
-    merges: of the vocabulary, by which the warning may know the right name.
+    known: the published vocabulary that it is, by which the warning says the right name.
     """
     if name in PRE_TOKENIZERS:
         return PRE_TOKENIZERS[name]
     found = "missing" if name is None else f"{name[:40]!r}, which this version does not know"
-    known = known_vocabulary(merges)
     way_out = "Convert the model again with a current converter."
     if known is not None:
         way_out = (
-            f"The vocabulary is {known[0]}: set tokenizer.ggml.pre={known[1]} (--set), or get a current conversion."
+            f"The vocabulary is {known.owner}: set tokenizer.ggml.pre={known.pre_tokenizer} (--set), or get a current "
+            "conversion."
         )
     warnings.warn(
         f"tokenizer.ggml.pre is {found}; the default word splitting is used, so ids may differ from those the "

@@ -5,6 +5,7 @@ id lies in the vocabulary, every merge ends in a token.
 """
 
 import re
+from collections import ChainMap
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 
 from localinfer.errors import TokenizerError
 from localinfer.models.text.fill_in import FILL_IN_ROLES
+from localinfer.models.text.known_vocabularies import KnownVocabulary, known_vocabulary
 from localinfer.models.text.splitting import CONTROL_TEXTS, PRE_TOKENIZERS, find_end_of_generation
 from localinfer.quant.gguf.metadata import Metadata
 from localinfer.system.pieces import last_places, pieces
@@ -132,6 +134,11 @@ class Vocabulary:
             for rank, merge in enumerate(self.merge_texts):
                 ranks.setdefault(merge, rank)
         return ranks
+
+    @cached_property
+    def known(self) -> KnownVocabulary | None:
+        """The published vocabulary that this one is, by its merges or its special tokens."""
+        return known_vocabulary(self.merge_texts, len(self.tokens), ChainMap(self.special_ids, self.ids))
 
 
 def read_vocabulary(metadata: Mapping[str, object], told: Told | None = None) -> Vocabulary:

@@ -9,6 +9,8 @@ from localinfer.quant.checkpoint.model_file import ModelFile
 
 _LEAST_EPSILON, _LARGEST_EPSILON = 1e-13, 1.01e-3
 _MOST_TIMES = 20.0
+_FULL_ATTENTION = {"gemma2": (2, 1), "gemma3": (6, 5), "gpt-oss": (2, 1), "cohere2": (4, 3), "exaone4": (4, 3)}
+"""Architectures whose published models have full attention in one layer of each period: the period, and which."""
 _FACTOR_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
 
@@ -20,9 +22,14 @@ def check_hyperparameters(file: ModelFile, config: ModelConfig) -> Iterator[Find
     replaced = getattr(file.metadata, "replaced_keys", ())
     known = known_model(config)
     yield from _check_epsilon(file, config, known)
+    has_own_rope = not any(key.startswith(f"{config.architecture}.rope.") for key in replaced)
+    if has_own_rope:
+        yield from _check_scaling(file, config)
+    yield from _check_layer_pattern(file, config)
     if known is None:
         return
-    if not any(key.startswith(f"{config.architecture}.rope.") for key in replaced):
+    yield from _check_heads(file, config, known)
+    if known.contexts and has_own_rope:
         yield from _check_rope(file, config, known)
     if known.has_output and "output.weight" not in file.tensors:
         yield Finding(
@@ -68,10 +75,62 @@ def _check_rope(file: ModelFile, config: ModelConfig, known: KnownModel) -> Iter
         )
     elif nearest is not None and context > known.contexts[nearest] and not is_scaled:
         longest = known.contexts[nearest]
-        lacking = "the divisors of its frequencies (rope_freqs.weight)" if known.factors else "a scaling of positions"
+        lacking = (
+            "the divisors of its frequencies (rope_freqs.weight)" if known.has_factors else "a scaling of positions"
+        )
         yield Finding(
             "context length",
             f"{config.architecture}.context_length is {context}, but {known.name} knows {longest} tokens without "
             f"{lacking}, which is missing: longer texts will come out wrong; get a current conversion, or load it "
             f"with a context_length of {longest}",
         )
+
+
+def _check_scaling(file: ModelFile, config: ModelConfig) -> Iterator[Finding]:
+    """YaRN stretches positions beyond the original context, which nothing else in a file tells."""
+    key = f"{config.architecture}.rope.scaling.original_context_length"
+    if config.rope.scaling == "yarn" and config.rope.factor > 1 and key not in file.metadata:
+        length = int(config.context_length / config.rope.factor)
+        yield Finding(
+            "RoPE scaling",
+            f"{config.architecture}.rope.scaling.type is 'yarn' by a factor of {config.rope.factor:g}, but {key} is "
+            f"missing, so {config.context_length} is taken for the length before it: texts will come out wrong; get "
+            f"a current conversion, or set it (--set {key}={length}, if context_length was multiplied)",
+        )
+
+
+def _check_layer_pattern(file: ModelFile, config: ModelConfig) -> Iterator[Finding]:
+    """A list of windowed layers in the file against the pattern that the architecture's models have."""
+    key = f"{config.architecture}.attention.sliding_window_pattern"
+    pattern = _FULL_ATTENTION.get(config.architecture)
+    if pattern is None or not config.sliding_window or len(config.windowed_layers) < pattern[0]:
+        return
+    period, full = pattern
+    wanted = [layer % period == full for layer in range(config.num_layers)]
+    found = [not is_windowed for is_windowed in config.windowed_layers]
+    if found != wanted and key not in getattr(file.metadata, "replaced_keys", ()):
+        layer = next(index for index, pair in enumerate(zip(found, wanted, strict=True)) if pair[0] != pair[1])
+        kinds = {True: "full attention", False: "a sliding window"}
+        yield Finding(
+            "attention pattern",
+            f"{key} gives layer {layer} {kinds[found[layer]]}, but models of {config.architecture} have "
+            f"{kinds[wanted[layer]]} there (full attention in one of {period} layers, first in layer {full}): answers "
+            "will be worse; get a current conversion",
+        )
+
+
+def _check_heads(file: ModelFile, config: ModelConfig, known: KnownModel) -> Iterator[Finding]:
+    """Heads that are cut otherwise leave the shapes of all matrices as they are."""
+    replaced = getattr(file.metadata, "replaced_keys", ())
+    for name, found, wanted in (
+        ("head_count", max(config.num_heads, default=0), known.num_heads),
+        ("head_count_kv", max(config.num_kv_heads, default=0), known.num_kv_heads),
+    ):
+        key = f"{config.architecture}.attention.{name}"
+        if wanted and found != wanted and key not in replaced:
+            yield Finding(
+                "attention heads",
+                f"{key} is {found}, but {known.name} has {wanted}: its answers will mean nothing; get a current "
+                f"conversion, or set it (--set {key}={wanted})",
+            )
+            return

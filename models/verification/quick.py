@@ -5,11 +5,12 @@ from collections.abc import Iterator
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.text.chat_template import ChatTemplate
 from localinfer.models.text.tokenizer import Tokenizer
+from localinfer.models.verification.conversion_checks import check_conversion
 from localinfer.models.verification.finding import Finding
 from localinfer.models.verification.hyperparameter_checks import check_hyperparameters
 from localinfer.models.verification.template_checks import check_template_source
 from localinfer.models.verification.tensor_samples import check_samples
-from localinfer.models.verification.vocabulary_checks import check_vocabulary
+from localinfer.models.verification.vocabulary_checks import check_beginning, check_vocabulary
 from localinfer.quant.checkpoint.model_file import ModelFile
 
 
@@ -25,6 +26,7 @@ def check_settings(
 def check_text_settings(file: ModelFile, tokenizer: Tokenizer, template: ChatTemplate | None) -> Iterator[Finding]:
     """Yield what a vocabulary and a chat template tell; of a template that the user gives nothing: it is theirs."""
     yield from check_vocabulary(tokenizer)
+    yield from check_beginning(file, tokenizer, template)
     is_own = "tokenizer.chat_template" not in getattr(file.metadata, "replaced_keys", ())
     if template is not None and is_own:
         yield from check_template_source(template, tokenizer)
@@ -34,4 +36,8 @@ def check_loaded(
     file: ModelFile, config: ModelConfig, tokenizer: Tokenizer | None, template: ChatTemplate | None
 ) -> tuple[Finding, ...]:
     """Make all checks of a load, some milliseconds; once the weights were read, their blocks are at hand."""
-    return (*check_settings(file, config, tokenizer, template), *check_samples(file))
+    return (
+        *check_settings(file, config, tokenizer, template),
+        *check_samples(file),
+        *check_conversion(file, config),
+    )

@@ -8,6 +8,7 @@ from localinfer.models.text.chat_template import ChatTemplate
 from localinfer.models.text.probes import ANSWER, ASK
 from localinfer.models.text.splitting import find_end_of_generation
 from localinfer.models.text.tokenizer import Tokenizer
+from localinfer.models.text.vocabulary import TokenType
 from localinfer.models.verification.finding import Finding
 
 _MARKER = re.compile(r"<\|[^<>|\s'\"{}%]{1,40}\|>|<｜[^<>｜\s'\"{}%]{1,40}｜>|<(?:start|end)_of_turn>")
@@ -43,6 +44,17 @@ def check_template_source(template: ChatTemplate, tokenizer: Tokenizer) -> Itera
             _CHECK,
             f"the chat template is {_TURN_BEGINS[begins[0]]}'s, whose {begins[0]} is no token of this vocabulary; it "
             f"has {own[0]}, of {_TURN_BEGINS[own[0]]}'s template: replies will be worse and may not end; {_ANOTHER}",
+        )
+        return
+    vocabulary = tokenizer.vocabulary
+    ids = vocabulary.ids
+    ordinary = [one for one in known if one in ids and vocabulary.types[ids[one]] == TokenType.NORMAL]
+    if ordinary:
+        yield Finding(
+            _CHECK,
+            f"the chat template writes {_listed(ordinary)}, which tokenizer.ggml.token_type declares to be ordinary "
+            "words, not control tokens, so chats are cut into other tokens than the model was trained with: replies "
+            "will be worse and may not end; get a current conversion",
         )
         return
     lacking = [marker for marker in markers if marker not in known]

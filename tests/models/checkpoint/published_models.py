@@ -35,7 +35,8 @@ def _weight(name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
     if leaf == "A_log":
         return np.log(1.0 + 4.0 * np.abs(values)).astype(np.float32)
     if len(shape) < 2:
-        values = values * 0.2 + ("norm" in name and leaf == "weight")
+        is_norm = "norm" in name or ".ln_" in name
+        values = values * 0.2 + (is_norm and leaf == "weight")
     elif "conv" in name:
         values *= 0.5
     else:

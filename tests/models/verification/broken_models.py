@@ -12,6 +12,7 @@ from localinfer.models.load.loader import open_model_file, read_config, read_tok
 from localinfer.models.text.chat_template import ChatTemplate
 from localinfer.models.text.vocabulary import KINDS
 from localinfer.models.verification.finding import Finding
+from localinfer.models.verification.known_models import KnownModel, known_models
 from localinfer.models.verification.quick import check_loaded
 from localinfer.quant.formats.types import TensorRecord
 from localinfer.quant.gguf.reader import read_gguf
@@ -77,6 +78,11 @@ def findings_of(path: Path) -> list[Finding]:
         file.close()
 
 
+def all_known(architecture: str = "") -> list[KnownModel]:
+    """Every known model, or those of one architecture."""
+    return [one for group in known_models().values() for one in group if architecture in ("", one.architecture)]
+
+
 def sized_config(
     architecture: str,
     sizes: tuple[int, int, int, int],
@@ -92,12 +98,20 @@ def sized_config(
     architecture.
     """
     num_layers, width, feed_forward, vocab_size = sizes
+    alike = [
+        one
+        for one in all_known(architecture)
+        if (one.num_layers, one.hidden_size, one.intermediate_size) == (num_layers, width, feed_forward)
+    ]
+    known = min(alike, key=lambda one: abs(one.vocab_size - vocab_size), default=None)
+    num_heads, num_kv_heads = (known.num_heads, known.num_kv_heads) if known else (width // 64, width // 64)
     settings: dict[str, Any] = {
         "block_count": num_layers,
         "embedding_length": width,
         "feed_forward_length": feed_forward,
         "context_length": context_length,
-        "attention.head_count": width // 64,
+        "attention.head_count": num_heads,
+        "attention.head_count_kv": num_kv_heads,
         "attention.layer_norm_rms_epsilon": epsilon,
     }
     if base is not None:
@@ -105,6 +119,8 @@ def sized_config(
     settings |= more or {}
     metadata = {"general.architecture": architecture, **{f"{architecture}.{key}": v for key, v in settings.items()}}
     shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (vocab_size, width)}
+    keys = num_kv_heads * (width // num_heads)
     for layer in range(num_layers):
-        shapes |= {f"blk.{layer}.attn_{name}.weight": (width, width) for name in ("q", "k", "v", "output")}
+        rows = {"q": width, "k": keys, "v": keys, "output": width}
+        shapes |= {f"blk.{layer}.attn_{name}.weight": (count, width) for name, count in rows.items()}
     return metadata, ModelConfig.from_metadata(metadata, shapes)
