@@ -1,8 +1,8 @@
 """Every kind of fault that is planted on whole models, and which of them a load and `show --verify` say.
 
 `python -m tests.models.verification.planted_faults [NAME ...]` prints a table: the fault, whether a load says it,
-whether `show --verify` does, the milliseconds that the checks of the load took, and the line. `--healthy` prints what is
-said of whole models instead: nothing, where all is well.
+whether `show --verify` does, the milliseconds that the checks of the load took, and the line. `--healthy` prints what
+is said of whole models instead: nothing, where all is well.
 """
 
 import logging
