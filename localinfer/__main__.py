@@ -3,19 +3,24 @@
 import signal
 import sys
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from sys import UnraisableHookArgs
-
-_AGAIN_SECONDS = 0.01
+from localinfer.system import interruption
 
 
 def main() -> int:
     """Run the command of `sys.argv` and return its exit code; see `localinfer.cli.main`."""
-    # Of imports that are interrupted Python tells where they were, line by line; the system's own answer is silent.
     answers = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if answers:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        if answers:
+            # Of imports that are interrupted Python tells where they were, line by line; the system's answer is silent.
+            interruption.replace_handler(signal.SIG_DFL)
+        return _run(answers)
+    except KeyboardInterrupt:
+        # Between two lines of what answers it.
+        interruption.end_by_signal()
+        return interruption.EXIT_INTERRUPTED
+
+
+def _run(answers: bool) -> int:
     watch = None
     if sys.argv[1:2] == ["serve"] and "--until-stdin-ends" in sys.argv:
         # Before the rest is imported, which takes a while: who started us may be gone by then.
@@ -23,21 +28,19 @@ def main() -> int:
 
         watch = ParentWatch()
     try:
-        from localinfer.cli import EXIT_INTERRUPTED
         from localinfer.cli import main as run_command
     except ModuleNotFoundError as error:
         return _tell_missing(error)
 
     try:
         if answers:
-            sys.unraisablehook = _interrupt_again
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+            interruption.begin()
         code = run_command(watch=watch)
     except KeyboardInterrupt:
-        code = EXIT_INTERRUPTED
+        code = interruption.EXIT_INTERRUPTED
     if answers:
         # What is done at the end of an interpreter is interrupted like its beginning.
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        interruption.end()
     return code
 
 
@@ -52,19 +55,6 @@ def _tell_missing(error: ModuleNotFoundError) -> int:
         sys.stderr.write(f"error: {missing}\n")
         return 2
     raise error
-
-
-def _interrupt_again(unraisable: "UnraisableHookArgs") -> None:
-    """Repeat a Ctrl-C that came in a callback, such as one of an import that ends, whose exceptions go nowhere."""
-    if not issubclass(unraisable.exc_type, KeyboardInterrupt):
-        sys.__unraisablehook__(unraisable)
-        return
-    import threading
-
-    # Not here and now: this is still the callback.
-    again = threading.Timer(_AGAIN_SECONDS, signal.raise_signal, (signal.SIGINT,))
-    again.daemon = True
-    again.start()
 
 
 if __name__ == "__main__":

@@ -42,11 +42,12 @@ from localinfer.cli.standard_streams import open_missing_streams
 from localinfer.cli.warmup import warmup_command
 from localinfer.cli.word_wrap import wrapped_for
 from localinfer.errors import LocalinferError, RequestError
+from localinfer.system import interruption
+from localinfer.system.interruption import EXIT_INTERRUPTED
 from localinfer.system.parent_watch import ParentWatch
 from localinfer.terminal import ModelOutput, check_text, describe_stats, dim, prepare_streams
 
 EXIT_BAD_INPUT = 2
-EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
 _NO_PROMPT = "no prompt: type `localinfer run -p TEXT`, or pipe a text into `localinfer run`"
 
@@ -376,8 +377,9 @@ def _run(words: list[str], process: ServeProcess) -> int:
     send_messages_to_stderr(command)
     ready_line = process.ready_line
     try:
-        code = 0 if process.owns_process and _is_completing() else _invoke(words, process)
-        sys.stdout.flush()
+        with interruption.Interrupting():
+            code = 0 if process.owns_process and _is_completing() else _invoke(words, process)
+            sys.stdout.flush()
         return code
     except click.UsageError as error:
         return _fail(usage_error(error, command, localinfer_command), error, ready_line)
@@ -387,6 +389,7 @@ def _run(words: list[str], process: ServeProcess) -> int:
         text = library_error(error, in_options(str(error), command), command, localinfer_command)
         return _fail(text, error, ready_line)
     except KeyboardInterrupt:
+        interruption.take()
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         _close_stdout()

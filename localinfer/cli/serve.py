@@ -23,6 +23,7 @@ from localinfer.cli.serve_models import ModelsOptions, find_sources, load_source
 from localinfer.cli.serve_operation import OperationOptions, SettingsReader, operating, operation_options
 from localinfer.cli.serve_responses import KeptResponses, responses_options
 from localinfer.cli.serve_roles import RoleOptions, role_options
+from localinfer.system import interruption
 from localinfer.system.folders import expand_home
 from localinfer.system.free_memory import limit_arenas
 from localinfer.system.parent_watch import OPTION, ParentWatch
@@ -190,10 +191,14 @@ def _serve(
         found, _ = defaults.named(*find_sources(options["model"], models, options))
         return reader.read(settings), events.check_sources(found)
 
+    def on_signal() -> None:
+        interruption.take()
+        ending.ask()
+
     with (
         events.publishing() as publisher,
         operating(operation, read_again) as watched,
-        LocalServer(settings, make_registry, preloads=bool(first), on_signal=ending.ask, operation=watched) as server,
+        LocalServer(settings, make_registry, preloads=bool(first), on_signal=on_signal, operation=watched) as server,
     ):
 
         def leave() -> None:
@@ -202,6 +207,9 @@ def _serve(
 
         def on_ready() -> None:
             ending.serve()
+            if interruption.is_pending():
+                # Somebody has swallowed it, and holds it still.
+                on_signal()
             if ready_line is None:
                 _say_ready(f"serving {names} on {places}")
             else:

@@ -254,11 +254,14 @@ class LocalServer(Closing):
                 raise ClosedError("the server was closed before it ran; make another")
             self._serving_thread = threading.get_ident()
             try:
+                # Before the loop is made: Ctrl-C in the midst of that would raise KeyboardInterrupt, or cancel a task.
+                self._server.answer_signals()
                 asyncio.run(self._server.serve(self._sockets))
             except SystemExit:
                 # uvicorn's sign that starting failed.
                 raise BackendUnavailableError("the server could not start") from None
             finally:
+                self._server.give_signals_back()
                 self._serving_thread = None
                 if self._is_closed:
                     self._closing.close()
@@ -322,6 +325,7 @@ class _Server(uvicorn.Server):
         self._starting: asyncio.Task[None] | None = None
         self._is_short_of_descriptors = False
         self._num_signals = 0
+        self._former_handlers: dict[int, Any] = {}
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
@@ -396,16 +400,22 @@ class _Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        watched = (signal.SIGINT, signal.SIGTERM)
-        former = {number: signal.signal(number, self.handle_exit) for number in watched}
         try:
             yield
         finally:
-            for number, handler in former.items():
-                signal.signal(number, handler)
+            # What ends the loop may wait for threads; a signal ends that as it ends anything else.
+            self.give_signals_back()
+
+    def answer_signals(self) -> None:
+        """Answer signals by ending, if this is the main thread; one that comes before the loop runs counts too."""
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._former_handlers[number] = signal.signal(number, self.handle_exit)
+
+    def give_signals_back(self) -> None:
+        """Have signals answered by who answered them before; may be called again."""
+        while self._former_handlers:
+            signal.signal(*self._former_handlers.popitem())
 
     def reload(self) -> None:
         """Read the configuration again, at once or as soon as the loop runs. Signal handlers may call it."""

@@ -1,4 +1,4 @@
-"""`python -m tests.soak kills` and `python -m tests.soak clients`: see README.md."""
+"""`python -m tests.soak kills`, `clients` and `interrupts`: see README.md."""
 
 import argparse
 import sys
@@ -7,7 +7,7 @@ from functools import partial
 
 
 def main() -> int:
-    """Run one of the two; return 1 if something was found."""
+    """Run one of them; return 1 if something was found."""
     parser = argparse.ArgumentParser(prog="python -m tests.soak", description="Long runs of real processes.")
     commands = parser.add_subparsers(dest="command", required=True)
     kills = commands.add_parser("kills", help="processes that are ended by kill -9 at random moments")
@@ -18,6 +18,11 @@ def main() -> int:
     clients.add_argument("--clients", type=int, default=32)
     clients.add_argument("--minutes", type=float, default=30.0)
     clients.add_argument("--seed", type=int, default=None, help="default: the time")
+    interrupts = commands.add_parser("interrupts", help="commands that get Ctrl-C in their first moments")
+    interrupts.add_argument("--starts", type=int, default=500)
+    interrupts.add_argument("--beside", type=int, default=4, help="how many run at a time")
+    interrupts.add_argument("--seed", type=int, default=None, help="default: the time")
+    interrupts.add_argument("--only", action="append", default=[], help="a command; may be repeated")
     arguments = parser.parse_args()
     seed = int(time.time()) if arguments.seed is None else arguments.seed
     say = partial(print, flush=True)
@@ -26,6 +31,10 @@ def main() -> int:
         from tests.soak.clients import Clients
 
         return not Clients(seed, arguments.clients, say).run(60 * arguments.minutes)
+    if arguments.command == "interrupts":
+        from tests.soak.interrupts import Interrupts
+
+        return not Interrupts(seed, arguments.only, say).run(arguments.starts, arguments.beside)
     from tests.soak.kills import Kills
 
     return not Kills(seed, arguments.only, say).run(arguments.rounds)

@@ -20,6 +20,7 @@ from localinfer.cli.chat.reply_output import ReplyOutput
 from localinfer.cli.chat.session_commands import SessionCommands
 from localinfer.cli.chat.set_command import SetCommand
 from localinfer.cli.chat.show_command import ShowCommand
+from localinfer.system import interruption
 from localinfer.terminal import check_text, dim, neutralise_controls
 
 if TYPE_CHECKING:
@@ -162,6 +163,7 @@ class Chat:
                     for delta in reply:
                         output.write(delta)
             except KeyboardInterrupt:
+                interruption.take()
                 output.end()
                 kept = "the conversation is unchanged"
                 if self.conversation.is_reply_kept:
@@ -179,6 +181,7 @@ class Chat:
                     for delta in text:
                         output.write_reasoning(delta)
             except KeyboardInterrupt:
+                interruption.take()
                 output.end()
                 self.notice("stopped")
 

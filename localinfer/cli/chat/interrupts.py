@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from localinfer.system import interruption
+
 MOMENT_SECONDS = 1.5
 """A second Ctrl-C within it leaves."""
 
@@ -44,7 +46,7 @@ class Interrupts:
             yield
             return
         former = signal.getsignal(signal.SIGINT)
-        if former != signal.default_int_handler:
+        if not interruption.raises_interrupts():
             # The process was told to ignore it, or somebody else answers.
             yield
             return

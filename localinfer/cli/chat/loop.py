@@ -35,6 +35,7 @@ from localinfer.cli.chat.status_line import StatusLine
 from localinfer.cli.chat.typed_ahead import PROMPT, TypedAhead, sent
 from localinfer.cli.chat.typed_history import open_history
 from localinfer.errors import LocalinferError
+from localinfer.system import interruption
 from localinfer.terminal import dim, has_colour, neutralise_controls
 
 if TYPE_CHECKING:
@@ -168,6 +169,7 @@ class TerminalChat:
                     self._chat.notice(f"error: {describe_error(error)}")
                 except KeyboardInterrupt:
                     # Between a reply and a prompt; in one it was counted there.
+                    interruption.take()
                     if not self._interrupts.was_just_pressed:
                         self._interrupts.press()
                     continue
