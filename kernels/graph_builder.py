@@ -338,12 +338,14 @@ def _check_selective_scan(op: recurrent_ops.SelectiveScan) -> None:
     for buffer, offset, width in parts:
         is_inside = offset >= 0 and offset + width <= buffer.width
         check(is_inside, f"{buffer.name} is {buffer.width} wide; {width} columns from {offset} on are needed")
-    check(op.out.index not in (op.x.index, op.dt.index, op.b.index, op.c.index), f"{op.out.name} is also an input")
+    inputs = [op.x, op.b, op.c, *([] if op.dt is None else [op.dt])]
+    check(op.out.index not in [one.index for one in inputs], f"{op.out.name} is also an input")
     check(op.out.rows is Rows.BATCH, "a recurrence goes over batch rows")
-    _same_rows(op.out, op.x, op.dt, op.b, op.c)
+    _same_rows(op.out, *inputs)
     check(not op.is_by_channel or heads == 1, f"{heads} heads with step sizes of their own per channel")
     steps = channels if op.is_by_channel else heads
-    check(op.dt.width == steps, f"{op.dt.name} is {op.dt.width} wide for {steps} step sizes")
+    if op.dt is not None:
+        check(op.dt.width == steps, f"{op.dt.name} is {op.dt.width} wide for {steps} step sizes")
     check(op.a.shape == ((steps, states) if op.is_by_channel else (steps,)), f"rates of decay are {op.a.shape}")
     _has_values(op.d, steps, "what passes by the state")
 

@@ -110,14 +110,15 @@ class SelectiveScan(RecurrentOp):
 
     x, from x_offset on, and out: num_heads heads of head_size channels. b and c, from their offsets on: num_groups runs
     of num_states, of which group g is that of heads g * num_heads / num_groups and following. dt, at least 0, a and d:
-    float32 per head, or of one head per channel, with rates a[channel, state]. The state is [head][channels in whole
-    vectors][num_states] in sixteens of channels; the log rows of x, dt and b. Sources: Mamba, arXiv 2312.00752, section
-    3; Mamba-2, 2405.21060, section 7.
+    float32 per head, or of one head per channel, with rates a[channel, state]. Without dt all steps are 1: linear
+    attention of queries c to keys b, with a fixed decay (Lightning Attention-2, arXiv 2401.04658). The state is
+    [head][channels in whole vectors][num_states] in sixteens of channels; the log rows of x, dt and b. Sources: Mamba,
+    arXiv 2312.00752, section 3; Mamba-2, 2405.21060, section 7.
     """
 
     out: Buffer
     x: Buffer
-    dt: Buffer
+    dt: Buffer | None
     b: Buffer
     c: Buffer
     a: FloatArray

@@ -99,7 +99,8 @@ def _scan(op: recurrent_ops.SelectiveScan, state: State, inputs: Inputs) -> tupl
         for name, offset in (("b", op.b_offset), ("c", op.c_offset))
     )
     # Per head, or per channel of one head.
-    dt, d = (values.reshape((1, size) if op.is_by_channel else (heads, 1)) for values in (inputs["dt"], op.d))
+    steps = inputs.get("dt", np.ones(op.d.size))
+    dt, d = (values.reshape((1, size) if op.is_by_channel else (heads, 1)) for values in (steps, op.d))
     rates = op.a.astype(np.float64).reshape((1, size, states) if op.is_by_channel else (heads, 1, 1))
     state = np.exp(dt[:, :, None] * rates) * state + (dt * x)[:, :, None] * b
     return state, ((state * c).sum(axis=-1) + d * x).reshape(-1)

@@ -100,7 +100,12 @@ def _selective_scan(tape: CpuTape, op: recurrent_ops.SelectiveScan) -> None:
         rates = np.zeros((whole_vectors(op.head_size), states), np.float32)
         rates[: op.head_size] = op.a
         rates = np.ascontiguousarray(rates.reshape(-1, 16, states).transpose(0, 2, 1))
-    places = tape.places(out=op.out, x=op.x, dt=op.dt, b=op.b, c=op.c)
+    places = tape.places(out=op.out, x=op.x, b=op.b, c=op.c)
+    if op.dt is None:
+        # One row of steps, which every row reads.
+        places |= {"dt": tape.memory.constant(np.ones(op.d.size, np.float32)), "dt_stride": 0}
+    else:
+        places |= tape.places(dt=op.dt)
     for name, offset in (("x", op.x_offset), ("b", op.b_offset), ("c", op.c_offset)):
         places[name] += 4 * offset
     words = parameters.SELECTIVE_SCAN.pack(

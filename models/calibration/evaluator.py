@@ -384,6 +384,14 @@ def _delta_rule(run: Evaluator, op: recurrent_ops.GatedDeltaRule) -> None:
     run.by_sequence(op.out, lambda q, k, v, g, b: delta_rule(q, k, v, g, b, op), *inputs)
 
 
+def _selective_scan(run: Evaluator, op: recurrent_ops.SelectiveScan) -> None:
+    if op.dt is not None:
+        run.by_sequence(op.out, lambda x, b, c, dt: scanned(x, dt, b, c, op), op.x, op.b, op.c, op.dt)
+        return
+    ones = np.ones((run.length, op.d.size), np.float32)
+    run.by_sequence(op.out, lambda x, b, c: scanned(x, ones, b, c, op), op.x, op.b, op.c)
+
+
 def _wkv(run: Evaluator, op: recurrent_ops.Wkv) -> None:
     inputs = (op.receptance, op.decay, op.keys, op.values, op.rate)
     run.by_sequence(op.out, lambda r, w, k, v, a: wkv(r, w, k, v, a, op), *inputs)
@@ -435,8 +443,6 @@ EVALUATE: dict[type, Callable[[Evaluator, Any], None]] = {
     further_ops.ExpertFactors: _expert_factors,
     recurrent_ops.ShortConvolution: lambda run, op: run.by_sequence(op.out, lambda x: convolved(x, op), op.x),
     recurrent_ops.GatedDeltaRule: _delta_rule,
-    recurrent_ops.SelectiveScan: lambda run, op: run.by_sequence(
-        op.out, lambda x, dt, b, c: scanned(x, dt, b, c, op), op.x, op.dt, op.b, op.c
-    ),
+    recurrent_ops.SelectiveScan: _selective_scan,
     recurrent_ops.Wkv: _wkv,
 }

@@ -277,7 +277,8 @@ def _delta_rule(follower: _Follower, op: recurrent_ops.GatedDeltaRule) -> None:
 
 def _selective_scan(follower: _Follower, op: recurrent_ops.SelectiveScan) -> None:
     for buffer in (op.x, op.dt, op.b, op.c):
-        follower.forbid(buffer, "a scan follows")
+        if buffer is not None:
+            follower.forbid(buffer, "a scan follows")
     follower.end(op.out, "a scan writes it")
 
 

@@ -183,6 +183,30 @@ def _minimax_m2(settings: Settings) -> Metadata:
     return keys
 
 
+def _minimax(settings: Settings) -> Metadata:
+    """MiniMax-01; GGUF has one weight of the residual stream, and none of the branches."""
+    num_layers = settings.integer("num_hidden_layers", low=1)
+    names = ("full_attn", "linear_attn", "mlp")
+    weights = {settings.number(f"{name}_alpha_factor", 1.0) for name in names}
+    if len(weights) > 1:
+        raise settings.unsupported("mlp_alpha_factor", "one weight of the residual stream in all layers")
+    for name in names:
+        settings.must_be(f"{name}_beta_factor", 1.0, 1.0)
+    settings.must_be("postnorm", True, True)
+    settings.must_be("shared_intermediate_size", 0, 0)
+    settings.mark_read(("block_size", "layernorm_attention_alpha", "layernorm_attention_beta", "shared_moe_mode"))
+    kinds = settings.entries("layer_types")
+    is_recurrent = [kind == "linear_attention" for kind in kinds] or [layer % 2 == 1 for layer in range(num_layers)]
+    if settings.entries("attn_type_list"):
+        is_recurrent = [kind == 0 for kind in settings.entries("attn_type_list")]
+    if len(is_recurrent) != num_layers:
+        raise settings.wrong("attn_type_list", f"0 or 1 for each of {num_layers} layers")
+    keys = experts(settings)
+    if "rotary_dim" in settings:
+        keys["rope.dimension_count"] = settings.integer("rotary_dim", low=2)
+    return keys | {"residual_scale": weights.pop(), "attention.recurrent_layers": [int(one) for one in is_recurrent]}
+
+
 def _llama4(settings: Settings) -> Metadata:
     num_layers = settings.integer("num_hidden_layers", low=1)
     wanted = [int((layer + 1) % 4 != 0) for layer in range(num_layers)]
@@ -417,6 +441,22 @@ _GLM4_MOE = replace(
     },
     defaults={"partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5},
 )
+_MINIMAX = Family(
+    architecture="minimax-01",
+    blocks={
+        **NORMS,
+        **ATTENTION,
+        "attn_output": ("self_attn.o_proj", "self_attn.out_proj"),
+        "attn_qkv": "self_attn.qkv_proj",
+        "attn_gate": "self_attn.output_gate",
+        "attn_norm_2": "self_attn.norm",
+        **_SPARSE_NAMES,
+    },
+    left_out=("slope_rate", "query_decay", "key_decay", "diagonal_decay"),
+    layer_kinds=("linear_attention",),
+    defaults={"rms_norm_eps": 1e-5, "rope_theta": 1e6},
+    metadata=_minimax,
+)
 
 MIXTURES: dict[str, Family] = {
     "afmoe": Family(
@@ -582,6 +622,22 @@ MIXTURES: dict[str, Family] = {
         parameters=FUSED_EXPERTS,
         has_windows=True,
         metadata=_mellum,
+    ),
+    "minimax": _MINIMAX,
+    **dict.fromkeys(
+        ("minimax_m1", "minimax_text_01"),
+        replace(
+            _MINIMAX,
+            aliases={
+                f"{name}_{part}_factor": f"layernorm_{long_name}_{part}"
+                for name, long_name in (
+                    ("full_attn", "full_attention"),
+                    ("linear_attn", "linear_attention"),
+                    ("mlp", "mlp"),
+                )
+                for part in ("alpha", "beta")
+            },
+        ),
     ),
     "minimax_m2": Family(
         architecture="minimax-m2",

@@ -37,6 +37,7 @@ class Mixer(Enum):
     WKV = "wkv"
     MAMBA = "mamba"
     MAMBA2 = "mamba2"
+    LIGHTNING = "lightning"
     NONE = "none"
     """A layer of a feed-forward block alone."""
 
@@ -49,6 +50,7 @@ OUTPUT_NAMES = {
     Mixer.WKV: "time_mix_output",
     Mixer.MAMBA: "ssm_out",
     Mixer.MAMBA2: "ssm_out",
+    Mixer.LIGHTNING: "attn_output",
 }
 """The matrix that a mixer's result is multiplied by."""
 
@@ -111,6 +113,9 @@ class Architecture:
     attention. dense_share: factor on the sum of experts and of a dense block that reads the same, 0 where experts take
     its place. shared_expert_share: factor on the sum of the chosen experts and the shared one.
 
+    stream_weight: where it is not 0, a branch's norm is of the residual stream itself, which has this factor where the
+    branch is added (DeepNorm, arXiv 2203.00555).
+
     has_output_bias: whether a bias beside the output matrix is added. logit_softcap: where the file has none, 0
     without. blocks: which functions write a layer.
     """
@@ -166,6 +171,7 @@ class Architecture:
     has_output_bias: bool = True
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
+    stream_weight: float = 0.0
     logit_scale: float = 1.0
     logit_softcap: float = 0.0
     gating: Gating = Gating.SOFTMAX

@@ -203,6 +203,7 @@ def write_layer(
         has_norm = layer > 0 or architecture.first_attention_norm
         x = graph.block_norm(layer, architecture.attention_norm if has_norm else None, hidden, "attention_input")
         attended = _write_mixer(graph, layer, x, tables)
+        graph.weigh_stream(hidden, x)
         if architecture.mixer_beside is not None:
             beside = RECURRENT_MIXERS[architecture.mixer_beside].write(graph, layer, x)
     if architecture.parallel:
@@ -233,6 +234,7 @@ def write_layer(
             is_draft = layer >= graph.config.num_main_layers
             norm = (is_draft and architecture.draft_layers.feed_forward_norm) or architecture.feed_forward_norm
             parallel_x = graph.block_norm(layer, norm, hidden, "ffn_input")
+            graph.weigh_stream(hidden, parallel_x)
         write_feed_forward(graph, layer, hidden, parallel_x, router_logits, expert_x)
     graph.sum_norm(layer, architecture.feed_forward_sum_norm, hidden)
     return hidden

@@ -92,6 +92,12 @@ class Graph:
         if name is not None:
             self.norm(hidden, hidden, f"blk.{layer}.{name}")
 
+    def weigh_stream(self, hidden: Buffer, normed: Buffer) -> None:
+        """hidden = weight * normed, in the models whose branches are added to a norm of the residual stream."""
+        weight = self.architecture.stream_weight
+        if weight:
+            self.tape.add(hidden, normed, normed, weight - 1.0)
+
     def projection(
         self,
         name: str,

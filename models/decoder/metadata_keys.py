@@ -32,6 +32,7 @@ READ_KEYS = frozenset(
     ).split()
 )
 
+_DELTA_NETS = tuple(name for name in BY_INTERVAL if name != "minimax-01")
 _MUP = ("granite", "granite_swa", "granitehybrid", "granitemoe", "hyperclovax", "minicpm")
 _GEMMA = ("gemma3n", "gemma4", *OF_ANOTHER_CACHE)
 _INDEXED = ("deepseek32", "glm-dsa", "minimax-m3")
@@ -54,22 +55,22 @@ ARCHITECTURE_KEYS: dict[str, tuple[str, ...]] = {
     "attention.value_scale": ("mimo2",),
     "embedding_length_out": tuple(OF_ANOTHER_CACHE),
     "embedding_scale": (*_MUP, "grok"),
-    "full_attention_interval": BY_INTERVAL,
+    "full_attention_interval": tuple(BY_INTERVAL),
     "hidden_activation": ("modern-bert",),
     "kda.gate_lower_bound": KIMI_DELTA,
     "kda.head_dim": KIMI_DELTA,
     "kda.safe_gate": KIMI_DELTA,
     "logit_scale": (*_MUP, "cohere2", "cohere2moe", "command-r", "grok", "muse-glimmer"),
     "num_loops": ("nanbeige",),
-    "residual_scale": _MUP,
+    "residual_scale": (*_MUP, "minimax-01"),
     "rope.scaling.alpha": ("hunyuan-dense", "hunyuan-moe", "hunyuan_vl"),
     "shortconv.l_cache": ("lfm2", "lfm2moe"),
-    "ssm.conv_kernel": (*BY_INTERVAL, *KIMI_DELTA, *STATE_SPACE),
+    "ssm.conv_kernel": (*_DELTA_NETS, *KIMI_DELTA, *STATE_SPACE),
     "ssm.dt_b_c_rms": ("mamba",),
-    "ssm.group_count": (*BY_INTERVAL, *STATE_SPACE[2:]),
-    "ssm.inner_size": (*BY_INTERVAL, *STATE_SPACE),
-    "ssm.state_size": (*BY_INTERVAL, *STATE_SPACE),
-    "ssm.time_step_rank": (*BY_INTERVAL, *STATE_SPACE),
+    "ssm.group_count": (*_DELTA_NETS, *STATE_SPACE[2:]),
+    "ssm.inner_size": (*_DELTA_NETS, *STATE_SPACE),
+    "ssm.state_size": (*_DELTA_NETS, *STATE_SPACE),
+    "ssm.time_step_rank": (*_DELTA_NETS, *STATE_SPACE),
     "swiglu_clamp_exp": ("bailingmoe3", "maple", "step35"),
     "swiglu_clamp_shexp": ("bailingmoe3", "step35"),
     "wkv.head_size": ("rwkv7",),

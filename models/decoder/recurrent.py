@@ -11,7 +11,14 @@ from localinfer.models.decoder.graph import Graph
 from localinfer.models.decoder.kimi_delta import kimi_delta_states, write_kimi_delta
 from localinfer.models.decoder.rwkv import rwkv_states, write_time_mix
 from localinfer.models.decoder.short_convolution import short_convolution_states, write_short_convolution
-from localinfer.models.decoder.state_space import mamba2_states, mamba_states, write_mamba, write_mamba2
+from localinfer.models.decoder.state_space import (
+    lightning_states,
+    mamba2_states,
+    mamba_states,
+    write_lightning,
+    write_mamba,
+    write_mamba2,
+)
 
 
 @dataclass(frozen=True)
@@ -32,5 +39,6 @@ RECURRENT_MIXERS = {
     Mixer.DELTA_NET: RecurrentMixer(write_delta_net, delta_net_states),
     Mixer.MAMBA: RecurrentMixer(write_mamba, mamba_states),
     Mixer.MAMBA2: RecurrentMixer(write_mamba2, mamba2_states),
+    Mixer.LIGHTNING: RecurrentMixer(write_lightning, lightning_states),
     Mixer.SHORT_CONVOLUTION: RecurrentMixer(write_short_convolution, short_convolution_states),
 }

@@ -74,6 +74,11 @@ def _bailingmoe3(config: ModelConfig) -> Architecture:
     )
 
 
+def _minimax01(config: ModelConfig) -> Architecture:
+    """MiniMax-01 and M1 (arXiv 2501.08313): lightning attention, every eighth layer softmax attention; experts."""
+    return Architecture(stream_weight=config.residual_scale or 1.0, mixers=_mixers(config, Mixer.LIGHTNING))
+
+
 def _rwkv7(config: ModelConfig) -> Architecture:
     """RWKV-7 (arXiv 2503.14456): recurrent layers alone, without positions."""
     return Architecture(
@@ -87,6 +92,7 @@ RECURRENT_ARCHITECTURES: dict[str, Architecture | Callable[[ModelConfig], Archit
     "kimi-linear": _kimi_linear,
     "lfm2": _lfm2,
     "lfm2moe": _lfm2,
+    "minimax-01": _minimax01,
     "qwen35": _qwen35,
     "qwen35moe": _qwen35,
     "qwen3next": _qwen3_next,

@@ -10,8 +10,8 @@ MAX_SIZE = 1 << 22
 
 ALL_LAYERS = ("mamba", "mamba2", "rwkv7")
 """Architectures without attention."""
-BY_INTERVAL = ("qwen3next", "qwen35", "qwen35moe")
-"""Those where every few layers one has attention."""
+BY_INTERVAL = {"minimax-01": 8, "qwen3next": 4, "qwen35": 4, "qwen35moe": 4}
+"""Those where every few layers one has attention, and how many layers that are where a file does not say."""
 BY_KV_HEADS = (
     "bailingmoe3",
     "granitehybrid",
@@ -82,6 +82,8 @@ def read_recurrent(
         return RecurrentConfig(layers=layers, kernel_size=reader.integer("shortconv.l_cache", low=2, high=MAX_KERNEL))
     if architecture == "rwkv7":
         return RecurrentConfig(layers=layers, head_dim=reader.integer("wkv.head_size", low=1, high=MAX_SIZE))
+    if architecture == "minimax-01":
+        return _lightning(reader, layers, max(num_heads))
     if architecture in BY_INTERVAL:
         return _delta_net(reader, layers)
     if architecture in STATE_SPACE:
@@ -108,6 +110,15 @@ def _delta_net(reader: MetadataReader, layers: tuple[bool, ...]) -> RecurrentCon
         num_key_heads=num_key_heads,
         head_dim=head_dim,
         inner_size=inner_size,
+    )
+
+
+def _lightning(reader: MetadataReader, layers: tuple[bool, ...], num_heads: int) -> RecurrentConfig:
+    """Heads of lightning attention are as many as attention has of queries, and as large."""
+    hidden_size = reader.integer("embedding_length", low=1, high=MAX_SIZE)
+    head_dim = reader.integer("attention.key_length", hidden_size // max(num_heads, 1), low=1, high=MAX_SIZE)
+    return RecurrentConfig(
+        layers=layers, num_heads=num_heads, num_key_heads=num_heads, head_dim=head_dim, inner_size=num_heads * head_dim
     )
 
 
@@ -170,5 +181,5 @@ def _recurrent_layers(
         return layers
     if named:
         return tuple(map(bool, named))
-    interval = reader.integer("full_attention_interval", 4, low=1, high=num_layers + 1)
+    interval = reader.integer("full_attention_interval", BY_INTERVAL[architecture], low=1, high=num_layers + 1)
     return tuple((layer + 1) % interval != 0 for layer in range(num_layers))

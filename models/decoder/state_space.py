@@ -1,6 +1,7 @@
-"""The blocks of Mamba 1 and 2: a short convolution and a selective scan, gated.
+"""The blocks around a selective scan: Mamba 1 and 2 with a short convolution before it, and lightning attention.
 
-Sources: Mamba (arXiv 2312.00752), section 3; Mamba-2 (arXiv 2405.21060), section 7.
+Sources: Mamba (arXiv 2312.00752), section 3; Mamba-2 (arXiv 2405.21060), section 7; MiniMax-01 (arXiv 2501.08313),
+section 2.2.
 """
 
 from dataclasses import replace
@@ -13,6 +14,11 @@ from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.decoder.graph import Graph, divided
 from localinfer.models.decoder.recurrent_config import RecurrentConfig
 from localinfer.types import FloatArray
+
+_LIGHTNING_EPSILON = 1e-6
+"""Of the norm behind lightning attention, whatever the model's is."""
+_LIGHTNING_SHARE = 1e-5
+"""What keeps the last layer's rates from 0, and a single layer's from a division by 0."""
 
 
 def mamba_states(config: ModelConfig) -> list[StateShape]:
@@ -87,6 +93,50 @@ def write_mamba2(graph: Graph, layer: int, x: Buffer) -> Buffer:
     if graph.weights.has(f"{block}.ssm_norm.weight"):
         graph.norm(out, out, f"{block}.ssm_norm", inner // groups)
     return out
+
+
+def lightning_states(config: ModelConfig) -> list[StateShape]:
+    """The state of one layer of lightning attention: keys times values of every head."""
+    heads, size = _sizes(config).num_heads, _sizes(config).head_dim
+    return [selective_scan_state(heads, size, size, heads, is_by_channel=False)]
+
+
+def write_lightning(graph: Graph, layer: int, x: Buffer) -> Buffer:
+    """Write one layer's lightning attention over x, normed and gated; the result still needs its output projection.
+
+    S = e^-rate S + k v^T; out = S^T q, with a rate for every head that falls from layer to layer.
+    """
+    tape, sizes, block = graph.tape, _sizes(graph.config), f"blk.{layer}"
+    heads, size, width = sizes.num_heads, sizes.head_dim, sizes.inner_size
+    together = graph.buffer("queries_keys_values", 3 * width, x.rows)
+    gate = graph.buffer("output_gate", width, x.rows)
+    tape.matmul(
+        x,
+        [
+            graph.projection(f"{block}.{name}", out, x.width)
+            for name, out in (("attn_qkv", together), ("attn_gate", gate))
+        ],
+    )
+    tape.activation(together, together, Activation.SILU)
+    # A head's query, key and value lie side by side.
+    queries, keys, values = (graph.buffer(name, width, x.rows) for name in ("queries", "keys", "values"))
+    for index, part in enumerate((queries, keys, values)):
+        tape.copy_heads(part, together, heads, size, size, 3 * size, x_offset=index * size)
+    mixed = graph.buffer("mixed", width, x.rows)
+    tape.selective_scan(
+        tape.add_state(lightning_states(graph.config)[0]), mixed, values, None, keys, queries,
+        -_lightning_rates(graph.config, layer), np.zeros(heads, np.float32), heads, size, size, heads,
+    )  # fmt: skip
+    graph.norm(mixed, mixed, f"{block}.attn_norm_2", epsilon=_LIGHTNING_EPSILON)
+    tape.multiply_sigmoid(mixed, mixed, gate)
+    return mixed
+
+
+def _lightning_rates(config: ModelConfig, layer: int) -> FloatArray:
+    """Rates of decay of a layer's heads: ALiBi's slopes, by a share that falls to almost 0 in the last layer."""
+    heads, last = _sizes(config).num_heads, config.num_layers - 1
+    share = 1.0 - layer / (last + _LIGHTNING_SHARE) + _LIGHTNING_SHARE
+    return (2.0 ** (-8.0 / heads * (np.arange(heads) + 1)) * share).astype(np.float32)
 
 
 def _sizes(config: ModelConfig) -> RecurrentConfig:

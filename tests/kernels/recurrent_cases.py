@@ -86,17 +86,21 @@ def _delta_rule(
     return RecurrentCase(widths, write, {"keys": key_size, "queries": key_size})
 
 
-def _scan(heads: int, size: int, states: int, groups: int, *, by_channel: bool, offset: int = 0) -> RecurrentCase:
+def _scan(
+    heads: int, size: int, states: int, groups: int, *, by_channel: bool, offset: int = 0, has_steps: bool = True
+) -> RecurrentCase:
     channels, steps = heads * size, size if by_channel else heads
-    widths = {"x": channels + offset, "dt": steps, "b": groups * states + offset, "c": offset + groups * states}
+    widths = {"x": channels + offset, "b": groups * states + offset, "c": offset + groups * states}
+    if has_steps:
+        widths["dt"] = steps
 
     def write(tape: GraphBuilder, buffers: Buffers, generator: np.random.Generator) -> None:
         rates = -generator.random((steps, states) if by_channel else steps).astype(np.float32)
         skip = generator.standard_normal(steps).astype(np.float32)
         tape.add_state(selective_scan_state(heads, size, states, groups, is_by_channel=by_channel))
         tape.selective_scan(
-            len(tape.states) - 1, buffers["out"], buffers["x"], buffers["dt"], buffers["b"], buffers["c"], rates, skip,
-            heads, size, states, groups, x_offset=offset, c_offset=offset,
+            len(tape.states) - 1, buffers["out"], buffers["x"], buffers.get("dt"), buffers["b"], buffers["c"], rates,
+            skip, heads, size, states, groups, x_offset=offset, c_offset=offset,
         )  # fmt: skip
 
     return RecurrentCase({**widths, "out": channels}, write, {}, positive=("dt",))
@@ -127,5 +131,6 @@ CASES = {
     "scan by head": _scan(4, 8, 5, 2, by_channel=False),
     "scan by head, wide": _scan(3, 64, 128, 1, by_channel=False, offset=3),
     "scan by channel": _scan(1, 37, 16, 1, by_channel=True),
+    "scan with a fixed decay": _scan(3, 20, 20, 3, by_channel=False, has_steps=False),
     "wkv": _wkv(2, 48),
 }

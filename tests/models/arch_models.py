@@ -24,6 +24,7 @@ from localinfer.quant.gguf.reader import read_gguf
 from localinfer.types import FloatArray
 
 DATA = Path(__file__).parents[1] / "data" / "architectures"
+FURTHER = ("further", "hybrids")
 SEED = 1
 # phimoe's answers were computed with RMS norms where the model's own code has layer norms.
 KNOWN_TO_DIFFER = {"phimoe-moe"}
@@ -147,6 +148,26 @@ def write_skeleton(skeleton: dict[str, Any], path: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+@cache
+def further_skeletons() -> dict[str, dict[str, Any]]:
+    """Architectures whose files were added later, each asked about one text: as `skeletons`, with "file", the name of
+    the file of its answers."""
+    found: dict[str, dict[str, Any]] = {}
+    for stem in FURTHER:
+        models = json.loads(lzma.decompress((DATA / f"{stem}.json.xz").read_bytes()))
+        found |= {name: {**skeleton, "file": stem} for name, skeleton in models.items()}
+    return found
+
+
+def build_further(folder: Path, name: str) -> ArchModel:
+    """Write one of `further_skeletons` into folder, unless it is there, and return it with its answers."""
+    skeleton, path = further_skeletons()[name], folder / f"{name}.gguf"
+    if not path.exists():
+        write_skeleton(skeleton, path)
+    with np.load(DATA / f"{skeleton['file']}.npz") as answers:
+        return ArchModel(name, path, answers["tokens"], answers[name])
 
 
 def build_model(folder: Path, name: str) -> ArchModel:

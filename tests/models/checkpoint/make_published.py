@@ -33,7 +33,8 @@ def compute(case: Case, folder: Path) -> tuple[dict[str, Any], NDArray[np.float3
     path = folder / "model.safetensors"
     with safetensors.safe_open(path, "np") as file:
         shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    path.write_bytes(safetensors_bytes(weights(shapes)))
+        computed = {name: file.get_tensor(name) for name in shapes if name.rpartition(".")[2] in case.computed}
+    path.write_bytes(safetensors_bytes(weights(shapes) | computed))
     model = kind.from_pretrained(folder, dtype=torch.float32, **options).eval()
     with torch.no_grad():
         logits = model(torch.tensor(TOKEN_IDS.astype(np.int64))[None]).logits[0].float().numpy()

@@ -20,12 +20,14 @@ BASE: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Case:
-    """One model. changes: settings beside those of BASE. without: settings of BASE that it does not have."""
+    """One model. changes: settings beside those of BASE. without: settings of BASE that it does not have. computed:
+    last parts of the names of tensors that follow from the settings, although they are saved."""
 
     config: str
     changes: dict[str, Any] = field(default_factory=dict)
     model: str = ""
     without: tuple[str, ...] = ()
+    computed: tuple[str, ...] = ()
 
     def settings(self) -> dict[str, Any]:
         """What the configuration's class is called with."""

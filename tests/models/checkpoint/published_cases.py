@@ -13,10 +13,12 @@ from tests.models.checkpoint.published_case import (
     YARN,
     Case,
 )
+from tests.models.checkpoint.published_hybrid_cases import HYBRID_CASES
 from tests.models.checkpoint.published_newer_cases import NEWER_CASES
 from tests.models.checkpoint.published_recurrent_cases import RECURRENT_CASES
 
 CASES: dict[str, Case] = {
+    **HYBRID_CASES,
     **RECURRENT_CASES,
     **NEWER_CASES,
     "llama": Case("LlamaConfig", {}),

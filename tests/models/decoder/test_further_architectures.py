@@ -1,9 +1,5 @@
 """Architectures that are one record each: their logits against another runtime's, on the oracle and on the CPU."""
 
-import json
-import lzma
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -11,19 +7,22 @@ from localinfer.models.calibration.scale_groups import find_scale_groups
 from localinfer.models.decoder.metadata_keys import unknown_keys
 from localinfer.quant.gguf.reader import read_gguf
 from tests.kernels.cpu.device import CpuDevice
-from tests.models.arch_models import DATA, ArchModel, normalized_error, read_config, run_logits, write_skeleton
+from tests.models.arch_models import (
+    ArchModel,
+    build_further,
+    further_skeletons,
+    normalized_error,
+    read_config,
+    run_logits,
+)
 from tests.models.numpy_device import NumpyDevice
 
-SKELETONS: dict[str, dict[str, Any]] = json.loads(lzma.decompress((DATA / "further.json.xz").read_bytes()))
+SKELETONS = further_skeletons()
 
 
 @pytest.fixture(scope="module", params=SKELETONS)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ArchModel:
-    name: str = request.param
-    path = tmp_path_factory.mktemp("further") / f"{name}.gguf"
-    write_skeleton(SKELETONS[name], path)
-    with np.load(DATA / "further.npz") as answers:
-        return ArchModel(name, path, answers["tokens"], answers[name])
+    return build_further(tmp_path_factory.mktemp("further"), request.param)
 
 
 def test_logits_equal_those_of_the_reference_runtime(model: ArchModel) -> None:

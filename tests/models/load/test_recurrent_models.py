@@ -13,10 +13,11 @@ from localinfer.kernels.cpu.program import ThreadPool
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.program import Batch, Segment, StatefulProgram, StateStep
 from localinfer.models.decoder.decoder import state_shapes, write_decoder
+from localinfer.models.decoder.recurrent_config import has_recurrent_layers
 from localinfer.models.load.loader import load_model
 from localinfer.types import FloatArray
 from tests.kernels.cpu.device import CpuWeights
-from tests.models.arch_models import build_model, read_config
+from tests.models.arch_models import build_further, build_model, further_skeletons, read_config
 
 
 @pytest.fixture(scope="session")
@@ -49,9 +50,12 @@ class Sequences:
         return self.program.run(Batch(token_ids, [Segment(start, len(rows), self._pages, state=step)], rows)).copy()
 
 
-@pytest.mark.parametrize("name", ["qwen35-hybrid", "lfm2-hybrid", "kimi-linear-hybrid", "rwkv7-recurrent"])
+FURTHER = [name for name, skeleton in further_skeletons().items() if has_recurrent_layers(skeleton["arch"])]
+
+
+@pytest.mark.parametrize("name", ["qwen35-hybrid", "lfm2-hybrid", "kimi-linear-hybrid", "rwkv7-recurrent", *FURTHER])
 def test_a_model_goes_on_after_any_part_of_a_draft_as_if_it_had_never_been(name: str, folder: Path) -> None:
-    model, pool = build_model(folder, name), ThreadPool(2)
+    model, pool = (build_further if name in FURTHER else build_model)(folder, name), ThreadPool(2)
     ids = model.token_ids
     sequences = Sequences(model.path, pool, len(ids))
     states, logs = sequences.layout.state_bytes, sequences.layout.log_bytes
