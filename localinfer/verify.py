@@ -1,7 +1,7 @@
 """`localinfer show --verify`: every check of a model's file, over every weight, and one text through the model."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from localinfer.models.decoder.config import ModelConfig
     from localinfer.models.text.tokenizer import Tokenizer
     from localinfer.quant.checkpoint.model_file import ModelFile
+    from localinfer.quant.formats.types import TensorRecord
 
 _TEXT = "The quick brown fox jumps over 13 lazy dogs.\n\nIt's naïve: 1234567 — “2 + 2 = 4”, 你好."
 _NUM_TOKENS = 24
@@ -55,12 +56,13 @@ def verify_model(path: str, progress: ProgressCallback | None = None) -> Verific
     try:
         result.findings.extend(dict.fromkeys(_check_file(file, result, progress)))
         is_alone = _lone_part(file) is None
+        tensors = dict(file.tensors)
     finally:
         file.close()
     if any(finding.is_error for finding in result.findings):
         result.unchecked.append("output: the model cannot work as it is")
     elif is_alone:
-        _check_output(path, result, progress)
+        _check_output(path, tensors, result, progress)
     return result
 
 
@@ -166,9 +168,12 @@ def _check_text(tokenizer: "Tokenizer") -> Iterator[Finding]:
         )
 
 
-def _check_output(path: str, result: Verification, progress: ProgressCallback | None) -> None:
-    """Load the model and let it read a text."""
+def _check_output(
+    path: str, tensors: "Mapping[str, TensorRecord]", result: Verification, progress: ProgressCallback | None
+) -> None:
+    """Load the model and let it read texts."""
     from localinfer.loading.load import load
+    from localinfer.reading import check_reading
 
     try:
         llm = load(
@@ -187,7 +192,11 @@ def _check_output(path: str, result: Verification, progress: ProgressCallback | 
         return
     with llm:
         try:
-            result.findings.extend(_output_findings(llm))
+            found = list(_output_findings(llm))
+            if not found and "completion" in llm.info.capabilities:
+                found, unread = check_reading(llm, tensors)
+                result.unchecked.extend([] if unread is None else [unread])
+            result.findings.extend(found)
         except LocalinferError as error:
             result.findings.append(Finding("output", str(error).removesuffix("."), is_error=True))
 
