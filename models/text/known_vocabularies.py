@@ -125,6 +125,14 @@ KNOWN_VOCABULARIES = (
         ends=("<|return|>", "<|endoftext|>"),
     ),
     KnownVocabulary(
+        owner="Llama 2's",
+        pre_tokenizer="default",
+        special_tokens=("<unk>", "<s>", "</s>", "▁the"),
+        sizes=range(32000, 32017),
+        bos="<s>",
+        ends=("</s>",),
+    ),
+    KnownVocabulary(
         owner="MiniMax M2's",
         pre_tokenizer="minimax-m2",
         special_tokens=("]~b]", "[e~["),

@@ -18,10 +18,8 @@ from localinfer.types import FloatArray
 
 _MOST_LAYERS = 4
 _NORM = re.compile(r"(?:attn|ffn|post_attention|post_ffw)_norm")
-_STORED_WITH_ONE = ("gemma", "gemma2", "gemma3", "gemma-embedding", "qwen35", "qwen35moe", "qwen3next", "nemotron")
-"""Architectures whose checkpoints have norm weights around 0, to which conversion adds 1."""
-_FURTHER_WITH_ONE = ("step35", "minimax-m3", "gemma3n", "gemma4")
-"""Others whose norm weights may all be above 1."""
+_STORED_WITH_ONE = ("gemma", "qwen35", "qwen3next", "nemotron", "step35", "minimax-m3")
+"""Parts of names of architectures whose checkpoints have norm weights around 0, to which conversion adds 1."""
 _MOST_NEGATIVE = 0.2
 """Share of negative weights in every layer's norm: a multiple of those that trained models have after the first layer
 (SmolLM2 has 0.005 there, and 0.47 in the first)."""
@@ -72,11 +70,11 @@ def _check_norms(config: ModelConfig, vectors: dict[str, dict[int, FloatArray]])
         if name.endswith(".weight") and _NORM.fullmatch(name.removesuffix(".weight"))
     }
     norms = {name: found for name, found in norms.items() if found}
+    is_added = any(part in config.architecture for part in _STORED_WITH_ONE)
     for name, found in norms.items():
         shares = [float(np.mean(values < 0)) for values in found]
         if min(shares) > _MOST_NEGATIVE:
-            added = config.architecture in _STORED_WITH_ONE
-            why = "conversion adds 1 to them and did not" if added else "as if 1 had been taken off"
+            why = "conversion adds 1 to them and did not" if is_added else "as if 1 had been taken off"
             yield Finding(
                 "norm offset",
                 f"{min(shares):.0%} or more of the weights of {name.removesuffix('.weight')} are negative in every "
@@ -85,8 +83,7 @@ def _check_norms(config: ModelConfig, vectors: dict[str, dict[int, FloatArray]])
             )
             return
     everything = [values for found in norms.values() for values in found]
-    may_exceed = config.architecture in (*_STORED_WITH_ONE, *_FURTHER_WITH_ONE)
-    if len(everything) >= _MOST_LAYERS and not may_exceed and min(float(one.min()) for one in everything) > 1:
+    if len(everything) >= _MOST_LAYERS and not is_added and min(float(one.min()) for one in everything) > 1:
         yield Finding(
             "norm offset",
             f"every weight of the norms is above 1 ({_mean(everything):.2g} on average), as if 1 had been added to "

@@ -21,6 +21,14 @@ _TURN_BEGINS = {
     "<｜User｜>": "DeepSeek",
 }
 """The marker that begins a turn, and whose it is; in a vocabulary each is one token that nothing else is for."""
+_TURN_ENDS = {
+    "<|im_start|>": "<|im_end|>",
+    "<|start_header_id|>": "<|eot_id|>",
+    "<start_of_turn>": "<end_of_turn>",
+    "<|START_OF_TURN_TOKEN|>": "<|END_OF_TURN_TOKEN|>",
+    "<|header_start|>": "<|eot|>",
+}
+"""The marker that closes a turn which the other one begins."""
 _CLOSER = re.compile(r"(?i)end|eo[tsm](?![a-z])|stop")
 _OF_CONTENT = re.compile(
     r"(?i)header|image|vision|video|audio|media|tool|call|think|reason|channel|system|fim|box|object"
@@ -57,6 +65,7 @@ def check_template_source(template: ChatTemplate, tokenizer: Tokenizer) -> Itera
             "will be worse and may not end; get a current conversion",
         )
         return
+    yield from _check_turn_markers(template, tokenizer, own)
     lacking = [marker for marker in markers if marker not in known]
     ends = [marker for marker in lacking if find_end_of_generation({marker: 0}, {}, lambda _: True)]
     writes_end = "eos_token" in source or any(tokenizer.token_text(i) in source for i in tokenizer.eog_token_ids)
@@ -69,6 +78,38 @@ def check_template_source(template: ChatTemplate, tokenizer: Tokenizer) -> Itera
     closers = [text for text in dict.fromkeys(spelled) if _CLOSER.search(text) and not _OF_CONTENT.search(text)]
     if closers:
         yield _other_end(tokenizer, closers)
+
+
+def _check_turn_markers(template: ChatTemplate, tokenizer: Tokenizer, own: Sequence[str]) -> Iterator[Finding]:
+    """Markers of turns that a template leaves out, or that end generations by mistake. own: those of the vocabulary."""
+    source = template.source or ""
+    ends = {tokenizer.token_text(token_id) for token_id in tokenizer.eog_token_ids}
+    for begin in own:
+        if begin in ends and begin in source:
+            yield Finding(
+                "end of turn",
+                f"{begin} ends generations here, but begins a turn in the chat template: a reply may end before its "
+                "first word, or never; set tokenizer.ggml.eos_token_id to the token that closes a turn (--set), or "
+                "get a current conversion",
+            )
+            return
+        end = _TURN_ENDS.get(begin, "")
+        closes = end in source or "eos_token" in source
+        if begin in source and end and tokenizer.token_id(end) is not None and not closes:
+            yield Finding(
+                "end of turn",
+                f"the chat template begins turns with {begin} and never writes {end}, which closes them: replies will "
+                f"be worse and may not end; {_ANOTHER}",
+            )
+            return
+    writes_special = "os_token" in source or next(iter(tokenizer.special_spellings.find(source)), None) is not None
+    has_markers = _MARKER.search(source) is not None
+    if own and not has_markers and not writes_special and not template.is_fallback:
+        yield Finding(
+            _CHECK,
+            f"the chat template writes no control token, but the vocabulary has {own[0]}, of "
+            f"{_TURN_BEGINS[own[0]]}'s template: replies will likely be worse and may not end; {_ANOTHER}",
+        )
 
 
 def check_template(template: ChatTemplate, tokenizer: Tokenizer) -> Iterator[Finding]:

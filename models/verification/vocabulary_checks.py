@@ -40,6 +40,7 @@ _MOST_UNREACHABLE = {"kind": 0.5, "all": 0.1}
 under its own."""
 _LEAST_MERGES = 0.9
 """Merges for each token that is made by one; published vocabularies have 0.998 or more."""
+_MOST_POSITIVE = 0.5
 _ORDINARY_WORD = re.compile(r"[ĠĊ▁]?[^\W_]+")
 
 
@@ -83,11 +84,19 @@ def _check_kind(vocabulary: Vocabulary) -> Iterator[Finding]:
 
 def _check_scores(vocabulary: Vocabulary) -> Iterator[Finding]:
     scores = vocabulary.scores
-    if scores is not None and scores.size > _FEW_TOKENS and scores.min() == scores.max():
+    if scores is None or scores.size <= _FEW_TOKENS:
+        return
+    if scores.min() == scores.max():
         yield Finding(
             "tokenizer scores",
             f"tokenizer.ggml.scores are all {scores[0]:g}, so nothing says what merges first and texts become wrong "
             f"ids; {_AGAIN}",
+        )
+    elif np.mean(scores > 0) > _MOST_POSITIVE:
+        yield Finding(
+            "tokenizer scores",
+            f"{np.mean(scores > 0):.0%} of tokenizer.ggml.scores are positive, where logarithms of shares and negative "
+            f"ranks are wanted: what merges last merges first, and texts become wrong ids; {_AGAIN}",
         )
 
 

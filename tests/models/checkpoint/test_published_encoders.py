@@ -9,6 +9,8 @@ import localinfer
 from localinfer.engine.pooling import TextPooler
 from localinfer.models.checkpoint.model import open_checkpoint
 from localinfer.models.decoder.pooling import Pooling
+from localinfer.models.load.loader import read_config
+from localinfer.models.verification.quick import check_loaded
 from tests.inside import engine_of, model_of
 from tests.models.checkpoint.published_encoders import ROWS, TOKEN_IDS, read_cases, read_result, write_case
 from tests.models.checkpoint.published_models import normalized_error
@@ -21,6 +23,7 @@ def test_hidden_states_and_scores_are_those_of_the_published_implementation(name
     folder = write_case(tmp_path, CASES[name])
     with open_checkpoint(folder) as file:
         assert file.unknown_settings == (), "a file that its own library writes raises no alarm"
+        assert check_loaded(file, read_config(file), None, None) == ()
         assert any("one type of token" in notice for notice in file.notices) == (name == "bert-ranker")
     wanted = read_result(name)
     with localinfer.load(folder, threads=1, kv_type="f32") as llm:

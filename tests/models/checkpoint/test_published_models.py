@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 
 from localinfer.models.checkpoint.model import open_checkpoint
+from localinfer.models.load.loader import read_config
+from localinfer.models.verification.quick import check_loaded
 from tests.models.checkpoint.checkpoint_oracle import oracle_logits
 from tests.models.checkpoint.published_models import (
     ROWS,
@@ -23,5 +25,6 @@ def test_logits_equal_those_of_the_published_implementation(name: str, tmp_path:
     folder = write_case(tmp_path, CASES[name])
     with open_checkpoint(folder) as file:
         assert file.unknown_settings == (), "a file that its own library writes raises no alarm"
+        assert check_loaded(file, read_config(file), None, None) == ()
     found = oracle_logits(folder, TOKEN_IDS)[ROWS]
     assert normalized_error(found, read_logits(name)) <= 1e-6

@@ -18,7 +18,8 @@ from localinfer.quant.gguf.reader import read_gguf
 from tests.models.text.vocabularies import vocabulary_file
 from tests.models.verification.broken_models import demo, edited, findings_of
 
-BY_TOKENS = [known for known in KNOWN_VOCABULARIES if known.special_tokens]
+BY_TOKENS = [known for known in KNOWN_VOCABULARIES if known.special_tokens and known.pre_tokenizer != "default"]
+"""Of byte-level BPE."""
 KEY = "tokenizer.ggml."
 
 
@@ -150,3 +151,42 @@ def test_markers_of_a_template_that_are_typed_as_words_are_found(tmp_path: Path)
     types[tokens.index("<|im_start|>")] = TokenType.NORMAL
     (finding,) = findings_of(edited(demo(), tmp_path / "typed.gguf", settings={f"{KEY}token_type": types}))
     assert finding.check == "chat template" and "writes <|im_start|>, which" in finding.message
+
+
+LLAMA2_TOKENS = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁the"]
+
+
+@pytest.mark.parametrize(("sign", "wanted"), [(-1, []), (1, ["tokenizer scores"])])
+def test_scores_of_the_wrong_sign_are_found(sign: int, wanted: list[str]) -> None:
+    tokens = [*LLAMA2_TOKENS, *(f"▁word{index}" for index in range(32000 - len(LLAMA2_TOKENS)))]
+    types = [TokenType.UNKNOWN, TokenType.CONTROL, TokenType.CONTROL, *[TokenType.BYTE] * 256]
+    types += [TokenType.NORMAL] * (len(tokens) - len(types))
+    scores = sign * np.maximum(np.arange(len(tokens)) - 259, 0).astype(np.float32)
+    values = {"model": "llama", "tokens": tokens, "token_type": np.array(types, np.int32), "scores": scores}
+    metadata = {KEY + key: value for key, value in values.items()}
+    assert [finding.check for finding in checks(tokenizer_of(metadata))] == wanted
+    known = tokenizer_of(metadata).vocabulary.known
+    assert known is not None and known.owner == "Llama 2's"
+    file: Any = type("File", (), {"metadata": {}})
+    beginning = check_text_settings(file, tokenizer_of(metadata, add_bos_token=False), None)
+    assert [finding.check for finding in beginning] == [*wanted, "beginning of text"]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "settings", "check", "words"),
+    [
+        ("<|im_end|>", "", {}, "end of turn", "begins turns with <|im_start|> and never writes <|im_end|>"),
+        (None, "{% for m in messages %}### {{ m.content }}{% endfor %}", {}, "chat template", "no control token"),
+        ("", "", {"eos": "<|im_start|>"}, "end of turn", "<|im_start|> ends generations here, but begins a turn"),
+    ],
+)
+def test_turns_that_a_template_and_a_vocabulary_mark_otherwise_are_found(
+    old: str | None, new: str, settings: dict[str, str], check: str, words: str, tmp_path: Path
+) -> None:
+    with read_gguf(demo()) as file:
+        tokens = list(file.metadata[f"{KEY}tokens"])  # type: ignore[call-overload]
+        template = str(file.metadata["tokenizer.chat_template"])
+    values: dict[str, Any] = {"tokenizer.chat_template": new if old is None else template.replace(old, new)}
+    values |= {f"{KEY}{role}_token_id": tokens.index(text) for role, text in settings.items()}
+    (finding,) = findings_of(edited(demo(), tmp_path / "broken.gguf", settings=values))
+    assert finding.check == check and words in finding.message
