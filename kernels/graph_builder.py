@@ -258,6 +258,7 @@ def _check_route(op: ops.Route) -> None:
     count, selected, groups = routing.num_experts, routing.num_selected, routing.num_groups
     check(0 < selected <= count <= MAX_EXPERTS, f"{selected} of {count} experts cannot be chosen")
     check(count % groups == 0, f"{count} experts do not split into {groups} groups")
+    check(routing.num_group_values in (1, 2), f"{routing.num_group_values} values of a group are summed")
     kept = count // groups * routing.num_selected_groups
     check(groups == 1 or selected <= kept, f"{selected} experts do not fit the {kept} of the kept groups")
     widths = (op.logits.width, op.expert_ids.width, op.expert_weights.width)

@@ -209,7 +209,7 @@ class Routing(Record):
     Of equal values the lower expert wins, and slots are in order of falling value. SOFTMAX_SELECTED picks by logits.
     normalise divides the chosen weights by their sum; scale multiplies them afterwards, and so does each expert's own
     number in output_scales float32[num_experts]. num_groups > 1 first keeps the `num_selected_groups` groups of experts
-    with the largest sum of their two best values (DeepSeek-V3).
+    with the largest sum of their `num_group_values` best values: two in DeepSeek-V3, one in DeepSeek-V2.
     """
 
     num_experts: int
@@ -220,6 +220,7 @@ class Routing(Record):
     selection_bias: FloatArray | None = None
     num_groups: int = 1
     num_selected_groups: int = 1
+    num_group_values: int = 2
     output_scales: FloatArray | None = None
 
 

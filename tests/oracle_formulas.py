@@ -93,7 +93,7 @@ def route(logits: Float64Array, routing: Routing) -> tuple[NDArray[np.int64], Fl
     merit = values if routing.selection_bias is None else values + routing.selection_bias
     if routing.num_groups > 1:
         groups = merit.reshape(routing.num_groups, -1)
-        group_merit = np.sort(groups, axis=1)[:, -2:].sum(axis=1)
+        group_merit = np.sort(groups, axis=1)[:, -routing.num_group_values :].sum(axis=1)
         kept = np.argsort(-group_merit, kind="stable")[: routing.num_selected_groups]
         is_kept = np.isin(np.arange(routing.num_groups), kept)
         merit = np.where(is_kept[:, None], groups, -np.inf).reshape(-1)

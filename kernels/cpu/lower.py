@@ -366,8 +366,8 @@ def _route(tape: CpuTape, op: ops.Route) -> None:
         **tape.places(ids=ids, weights=op.expert_weights, logits=logits), experts=count, selected=selected,
         gating=_GATING_CODES[routing.gating], normalise=routing.normalise, scale=routing.scale,
         bias=tape.memory.constant(routing.selection_bias), groups=routing.num_groups,
-        kept_groups=routing.num_selected_groups, output_scales=tape.memory.constant(routing.output_scales),
-        is_output=logits.is_output,
+        kept_groups=routing.num_selected_groups, group_values=routing.num_group_values,
+        output_scales=tape.memory.constant(routing.output_scales), is_output=logits.is_output,
     )  # fmt: skip
     tape.add("experts.route", words, writes=ids)
     table = zeros(count + 2 + tape.max_rows[logits.rows] * selected, np.int64)

@@ -119,7 +119,7 @@ TILE_FIELD = Block("width file_offset items tile_offset kind file_step tile_step
 
 ROUTE = Block(
     "ids ids_stride weights weights_stride logits logits_stride experts selected gating normalise scale bias groups "
-    "kept_groups output_scales is_output",
+    "kept_groups group_values output_scales is_output",
     floats="scale",
 )
 """gating: 0 softmax, 1 sigmoid, 2 softmax of the selected."""

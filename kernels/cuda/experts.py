@@ -25,7 +25,7 @@ def lower_route(tape: CudaTape, op: ops.Route) -> None:
     bias = tape.memory.constant(routing.selection_bias)
     rows = max(tape.max_rows[logits.rows], SMALL_ROWS)
     scratch = tape.memory.shared("routing", 4 * rows * (2 * count + routing.num_groups))
-    groups = (routing.num_groups, routing.num_selected_groups, int(routing.normalise))
+    groups = (routing.num_groups, routing.num_selected_groups, routing.num_group_values, int(routing.normalise))
     places = tape.places(logits, op.expert_ids, op.expert_weights)
     output_scales = tape.memory.constant(routing.output_scales)
     values = (*places, count, selected, bias, scratch, *groups, output_scales, routing.scale)

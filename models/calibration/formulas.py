@@ -186,7 +186,7 @@ def routed(logits: FloatArray, routing: Routing) -> tuple[NDArray[np.int64], Flo
     merit = values if routing.selection_bias is None else values + routing.selection_bias
     if routing.num_groups > 1:
         groups = merit.reshape(len(merit), routing.num_groups, -1)
-        group_merit = np.sort(groups, axis=-1)[:, :, -2:].sum(axis=-1)
+        group_merit = np.sort(groups, axis=-1)[:, :, -routing.num_group_values :].sum(axis=-1)
         kept = np.argsort(-group_merit, axis=-1, kind="stable")[:, : routing.num_selected_groups]
         is_kept = np.zeros(group_merit.shape, np.bool_)
         np.put_along_axis(is_kept, kept, True, axis=-1)

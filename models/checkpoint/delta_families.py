@@ -28,6 +28,7 @@ from localinfer.models.checkpoint.family import (
     Source,
     experts,
     gated,
+    usual_epsilon,
 )
 from localinfer.models.checkpoint.latent_names import LATENT_ATTENTION, split_keys_and_values
 from localinfer.models.checkpoint.settings import Settings
@@ -78,6 +79,7 @@ def _qwen(settings: Settings) -> Metadata:
         "ssm.group_count": num_key_heads,
         "ssm.time_step_rank": num_heads,
         "ssm.inner_size": num_heads * head_dim,
+        "ssm.length_epsilon": usual_epsilon(settings),
         "attention.recurrent_layers": [int(is_recurrent) for is_recurrent in recurrent_layers(settings)],
     }
     settings.must_be("attn_output_gate", True, True)
@@ -251,6 +253,7 @@ def _kimi_linear(settings: Settings) -> Metadata:
         **experts(settings),
         "attention.head_count_kv": [int(has_one) for has_one in has_attention],
         "ssm.conv_kernel": kernel,
+        "ssm.length_epsilon": usual_epsilon(settings),
         "kda.head_dim": linear.integer("head_dim", settings.integer("linear_head_dim", 128, low=1), low=1),
         "expert_gating_func": 2,
         "expert_weights_scale": settings.number("routed_scaling_factor", 1.0),

@@ -22,7 +22,9 @@ from localinfer.models.checkpoint.family import (
     Metadata,
     experts,
     gated,
-    no_windows,
+    normed_experts,
+    qwen_windows,
+    switch_windows,
 )
 from localinfer.models.checkpoint.settings import Settings
 from localinfer.models.decoder.block_config import MIN_SCALE
@@ -65,28 +67,32 @@ def _gemma3_variant(settings: Settings, family: Family) -> Family:
 
 
 def _smollm3(settings: Settings) -> Metadata:
-    no_windows(settings)
-    wanted = [int((layer + 1) % 4 != 0) for layer in range(settings.integer("num_hidden_layers"))]
-    if settings.entries("no_rope_layers") not in (wanted, []) or settings.integer("no_rope_layer_interval", 4) != 4:
-        raise settings.unsupported("no_rope_layers", "positions in all but every fourth layer")
-    return {}
+    """Layers without positions, by a list (of ones where there are some, whatever its name) or a period."""
+    num_layers, period = settings.integer("num_hidden_layers"), settings.integer("no_rope_layer_interval", 4, low=1)
+    turning = settings.entries("no_rope_layers") or [int((layer + 1) % period != 0) for layer in range(num_layers)]
+    if len(turning) != num_layers or any(entry not in (0, 1) for entry in turning):
+        raise settings.wrong("no_rope_layers", f"{num_layers} times 0 or 1")
+    if settings.get("sliding_window") is None:
+        settings.put("use_sliding_window", False)
+    switch_windows(settings, lambda layer: not turning[layer])
+    return {"attention.rope_pattern": [int(entry) for entry in turning]}
 
 
 def _qwen2_moe(settings: Settings) -> Metadata:
-    settings.must_be("norm_topk_prob", False, False)
+    first_without = settings.integer("max_window_layers", 28)
+    switch_windows(settings, lambda layer: layer % 2 == 0 and layer < first_without)
     shared = settings.integer("shared_expert_intermediate_size")
-    return {**no_windows(settings), **experts(settings), "expert_shared_feed_forward_length": shared}
+    return {**normed_experts(settings), "expert_shared_feed_forward_length": shared}
 
 
 def _qwen3_moe(settings: Settings) -> Metadata:
-    settings.must_be("norm_topk_prob", True, False)
-    return {**no_windows(settings), **experts(settings)}
+    switch_windows(settings, lambda layer: True)
+    return normed_experts(settings)
 
 
 def _olmoe(settings: Settings) -> Metadata:
-    settings.must_be("norm_topk_prob", False, False)
     settings.must_be("clip_qkv", None, None)
-    return experts(settings)
+    return normed_experts(settings)
 
 
 _GEMMA_DEFAULTS = {"hidden_activation": "gelu_pytorch_tanh", "rms_norm_eps": 1e-6, "tie_word_embeddings": True}
@@ -227,10 +233,14 @@ DENSE: dict[str, Family] = {
         has_windows=True,
         metadata=experts,
     ),
-    "qwen2": Family(architecture="qwen2", blocks=LLAMA, metadata=no_windows),
-    "qwen2_moe": Family(architecture="qwen2moe", blocks={**LLAMA, **EXPERTS, **_SHARED_EXPERT}, metadata=_qwen2_moe),
-    "qwen3": Family(architecture="qwen3", blocks={**LLAMA, **HEAD_NORMS}, metadata=no_windows),
-    "qwen3_moe": Family(architecture="qwen3moe", blocks={**LLAMA, **HEAD_NORMS, **EXPERTS}, metadata=_qwen3_moe),
+    "qwen2": Family(architecture="qwen2", blocks=LLAMA, has_windows=True, metadata=qwen_windows),
+    "qwen2_moe": Family(
+        architecture="qwen2moe", blocks={**LLAMA, **EXPERTS, **_SHARED_EXPERT}, has_windows=True, metadata=_qwen2_moe
+    ),
+    "qwen3": Family(architecture="qwen3", blocks={**LLAMA, **HEAD_NORMS}, has_windows=True, metadata=qwen_windows),
+    "qwen3_moe": Family(
+        architecture="qwen3moe", blocks={**LLAMA, **HEAD_NORMS, **EXPERTS}, has_windows=True, metadata=_qwen3_moe
+    ),
     "gemma": Family(
         architecture="gemma",
         blocks=LLAMA,
@@ -266,18 +276,18 @@ DENSE: dict[str, Family] = {
     "olmo3": Family(
         architecture="olmo2", blocks={**NORMS_BEHIND, **ATTENTION, **HEAD_NORMS, **GATED}, has_windows=True
     ),
-    "smollm3": Family(architecture="smollm3", blocks=LLAMA, rows_permuted=True, metadata=_smollm3),
+    "smollm3": Family(architecture="smollm3", blocks=LLAMA, rows_permuted=True, has_windows=True, metadata=_smollm3),
     "seed_oss": Family(
         architecture="seed_oss",
         blocks=ATTENTION | GATED | {"attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm"},
     ),
     **dict.fromkeys(
         ("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text"),
-        Family(architecture="qwen2vl", blocks=LLAMA, metadata=no_windows),
+        Family(architecture="qwen2vl", blocks=LLAMA, has_windows=True, metadata=qwen_windows),
     ),
     **dict.fromkeys(
         ("qwen3_vl", "qwen3_vl_text"),
-        Family(architecture="qwen3vl", blocks={**LLAMA, **HEAD_NORMS}, metadata=no_windows),
+        Family(architecture="qwen3vl", blocks={**LLAMA, **HEAD_NORMS}),
     ),
     "ministral3": Family(
         architecture="mistral3", blocks=LLAMA, rows_permuted=True, has_windows=True, metadata=_mistral3

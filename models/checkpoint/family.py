@@ -119,8 +119,37 @@ def experts(settings: Settings) -> Metadata:
     }
 
 
-def no_windows(settings: Settings) -> Metadata:
-    """Qwen's windows start at a layer that no published model reaches."""
-    if settings.boolean("use_sliding_window", False):
-        raise settings.unsupported("use_sliding_window", "models that see their whole context")
+def usual_epsilon(settings: Settings) -> float | None:
+    """1e-6, for what has this epsilon whatever the model's is; None where they are the same."""
+    return None if settings.number("rms_norm_eps", 1e-6) == 1e-6 else 1e-6
+
+
+def normed_experts(settings: Settings, default: bool = False) -> Metadata:
+    """As `experts`, and whether the weights of those that run sum to 1."""
+    return {**experts(settings), "expert_weights_norm": settings.boolean("norm_topk_prob", default)}
+
+
+def qwen_windows(settings: Settings) -> Metadata:
+    """Qwen's windows, off in most models: in the layers listed, or from `max_window_layers` on."""
+    first = settings.integer("max_window_layers", 28)
+    switch_windows(settings, lambda layer: layer >= first)
     return {}
+
+
+def switch_windows(settings: Settings, is_windowed: Callable[[int], bool]) -> None:
+    """Settle the windows of a family with a switch for them. is_windowed: whether a layer has one by default.
+
+    Raises: UnsupportedFormatError where they are off and a layer is said to have one.
+    """
+    num_layers = settings.integer("num_hidden_layers", low=1)
+    is_on = settings.boolean("use_sliding_window", False)
+    kinds = settings.entries("layer_types")
+    if not is_on and "sliding_attention" in kinds:
+        raise settings.unsupported("layer_types", "sliding windows where use_sliding_window is true")
+    if not kinds:
+        kinds = [
+            "sliding_attention" if is_on and is_windowed(layer) else "full_attention" for layer in range(num_layers)
+        ]
+    settings.put("layer_types", kinds)
+    if "sliding_attention" not in kinds:
+        settings.put("sliding_window", 0)

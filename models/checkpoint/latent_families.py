@@ -50,21 +50,29 @@ def _softmax_routed(settings: Settings, normalises: bool) -> Metadata:
 
 
 def _deepseek_v2(settings: Settings) -> Metadata:
-    if settings.integer("n_group", 1) not in (0, 1):
-        settings.must_be("topk_method", "greedy", "greedy")
-    settings.mark_read(("topk_method",))
-    return {**_softmax_routed(settings, normalises=False), **_scaling(settings)}
+    """Its class reads no norm_topk_prob. Groups of experts are compared by their best."""
+    keys = {**_softmax_routed(settings, normalises=False), **_scaling(settings), "expert_weights_norm": False}
+    method = settings.text("topk_method", "greedy")
+    if method == "greedy":
+        return keys
+    if method != "group_limited_greedy":
+        raise settings.unsupported("topk_method", "greedy and group_limited_greedy")
+    return keys | {
+        "expert_group_count": settings.integer("n_group", low=1),
+        "expert_group_used_count": settings.integer("topk_group", low=1),
+        "expert_group_score_count": 1,
+    }
 
 
 def _mistral4(settings: Settings) -> Metadata:
-    for key in ("n_group", "topk_group"):
-        settings.must_be(key, 1, 1)
     record = Settings(settings.record("rope_parameters") or settings.record("rope_scaling"), {})
     names = ("llama_4_scaling_beta", "max_position_embeddings")
     settings.mark_read(f"{kind}.{name}" for kind in ("rope_parameters", "rope_scaling") for name in names)
     return {
         **_softmax_routed(settings, normalises=True),
         **_scaling(settings),
+        "expert_group_count": settings.integer("n_group", 1, low=1),
+        "expert_group_used_count": settings.integer("topk_group", 1, low=1),
         "attention.temperature_scale": record.number("llama_4_scaling_beta", 0.0),
         "attention.temperature_length": record.integer("original_max_position_embeddings", 8192, low=1),
     }

@@ -1,7 +1,7 @@
 """Latent attention in config.json and in GGUF: one head of keys that all heads of queries share (arXiv 2405.04434)."""
 
 from localinfer.models.checkpoint.changes import Change, latent_keys, latent_values
-from localinfer.models.checkpoint.family import Metadata, Source
+from localinfer.models.checkpoint.family import Metadata, Source, usual_epsilon
 from localinfer.models.checkpoint.settings import Settings
 
 LATENT_ATTENTION: dict[str, Source] = {
@@ -29,6 +29,8 @@ def latent_sizes(settings: Settings) -> Metadata:
         "attention.value_length": rank,
         "attention.key_length_mla": settings.integer("qk_nope_head_dim", low=1) + rotary_size,
         "attention.value_length_mla": settings.integer("v_head_dim", low=1),
+        # Published classes leave out the model's for these norms.
+        "attention.latent_norm_epsilon": usual_epsilon(settings),
         "rope.dimension_count": rotary_size,
     }
 

@@ -39,7 +39,7 @@ from localinfer.models.checkpoint.family import (
     Source,
     experts,
     gated,
-    no_windows,
+    normed_experts,
 )
 from localinfer.models.checkpoint.settings import Settings
 
@@ -238,13 +238,8 @@ def _llama4_variant(settings: Settings, family: Family) -> Family:
 
 
 def _mellum(settings: Settings) -> Metadata:
-    settings.must_be("norm_topk_prob", True, True)
     settings.mark_read(("mlp_layer_types", "mtp_layer_types", "mtp_mlp_layer_types", "use_sliding_window"))
-    kinds = settings.record("rope_parameters")
-    bases = {str(kind.get("rope_theta")) for kind in kinds.values() if isinstance(kind, dict)}
-    if len(bases) > 1:
-        raise settings.unsupported("rope_parameters", "one base of the rotation in all layers")
-    return experts(settings)
+    return normed_experts(settings, default=True)
 
 
 def _oriented(settings: Settings) -> dict[str, Change]:
@@ -356,8 +351,8 @@ def _granite_swa_variant(settings: Settings, family: Family) -> Family:
 
 
 def _qwen3_vl_moe(settings: Settings) -> Metadata:
-    settings.must_be("norm_topk_prob", True, True)
-    return {**no_windows(settings), **experts(settings)}
+    settings.mark_read(("norm_topk_prob",))  # the published class normalises whatever it says
+    return experts(settings)
 
 
 def _smallthinker(settings: Settings) -> Metadata:
@@ -383,6 +378,10 @@ def _smallthinker(settings: Settings) -> Metadata:
     }
 
 
+_MELLUM_ROPE = {
+    "full_attention": {"rope_type": "default", "rope_theta": 5e5},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
 _SMALLTHINKER: dict[str, Source] = {
     **NORMS,
     **ATTENTION,
@@ -621,6 +620,7 @@ MIXTURES: dict[str, Family] = {
         blocks={**NORMS, **ATTENTION, **HEAD_NORMS, **EXPERTS},
         parameters=FUSED_EXPERTS,
         has_windows=True,
+        defaults={"rope_parameters": _MELLUM_ROPE},
         metadata=_mellum,
     ),
     "minimax": _MINIMAX,

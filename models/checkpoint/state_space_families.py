@@ -105,7 +105,7 @@ def _mamba2(settings: Settings) -> Metadata:
     num_heads, head_dim = settings.integer("num_heads", 128, low=1), settings.integer("head_dim", 64, low=1)
     if num_heads * head_dim != settings.integer("expand", 2, low=1) * hidden_size:
         raise settings.wrong("num_heads", f"expand x hidden_size over head_dim {head_dim}")
-    settings.must_be("norm_before_gate", False, False)
+    settings.mark_read(("norm_before_gate",))  # the published class does not read it
     return {
         "ssm.conv_kernel": settings.integer("conv_kernel", 4, low=2),
         "ssm.inner_size": num_heads * head_dim,
@@ -296,14 +296,13 @@ def _nemotron_h(settings: Settings) -> Metadata:
 
 def _falcon_h1(settings: Settings) -> Metadata:
     """The multipliers are folded into the matrices."""
-    settings.must_be("mamba_norm_before_gate", False, True)
-    return _mamba2_sizes(settings)
+    has_norm = settings.boolean("mamba_rms_norm", False)
+    comes_first = settings.boolean("mamba_norm_before_gate", True)
+    return {**_mamba2_sizes(settings), "ssm.norm_before_gate": has_norm and comes_first}
 
 
 def _falcon_h1_variant(settings: Settings, family: Family) -> Family:
     """The head has a multiplier of its own: a tied one is made of the embeddings."""
-    if not settings.boolean("mamba_rms_norm", False):
-        settings.put("mamba_norm_before_gate", False)  # of a norm that is not there
     if settings.boolean("tie_word_embeddings", False):
         settings.put("tie_word_embeddings", False)
         return replace(family, outside={**family.outside, "output": "embed_tokens"})

@@ -255,7 +255,7 @@ def write_split_queries(graph: Graph, layer: int, x: Buffer, latent: LatentConfi
         return queries
     query_latent = graph.buffer("query_latent", latent.query_rank, x.rows)
     tape.matmul(x, [graph.projection(f"blk.{layer}.attn_q_a", query_latent, x.width)])
-    graph.norm(query_latent, query_latent, f"blk.{layer}.attn_q_a_norm")
+    graph.norm(query_latent, query_latent, f"blk.{layer}.attn_q_a_norm", epsilon=latent.norm_epsilon)
     tape.matmul(query_latent, [graph.projection(f"blk.{layer}.attn_q_b", queries, latent.query_rank)])
     return queries
 
@@ -279,5 +279,5 @@ def write_latent(graph: Graph, layer: int, x: Buffer, latent: LatentConfig) -> t
     rotating = graph.buffer("rotating_keys", rotary_size, x.rows)
     parts = [(values, 0), (rotating, latent.kv_rank)]
     graph.tape.matmul(x, [graph.projection(name, out, x.width, rows=(first, num_rows)) for out, first in parts])
-    graph.norm(values, values, f"blk.{layer}.attn_kv_a_norm")
+    graph.norm(values, values, f"blk.{layer}.attn_kv_a_norm", epsilon=latent.norm_epsilon)
     return values, rotating

@@ -31,6 +31,11 @@ def windows(config: ModelConfig, period: int) -> tuple[int, ...]:
     return tuple(config.sliding_window if is_windowed else 0 for is_windowed in windowed_layers(config, period))
 
 
+def named_windows(config: ModelConfig) -> tuple[int, ...]:
+    """The windows of families that mostly have none: those of a file that names the layers which have one."""
+    return windows(config, period=1) if config.windowed_layers else ()
+
+
 def same_windows(config: ModelConfig) -> tuple[int, ...]:
     """The file's window in every layer, or in those of its pattern."""
     is_windowed = config.windowed_layers or (True,) * config.num_layers
@@ -42,9 +47,10 @@ def rope_except_every_fourth(config: ModelConfig) -> tuple[bool, ...]:
     return tuple(layer % 4 < 3 for layer in range(config.num_layers))
 
 
-def normalises_experts(config: ModelConfig) -> bool:
-    """Whether the file asks for expert weights that sum to 1."""
-    return bool(config.experts and config.experts.normalise)
+def normalises_experts(config: ModelConfig, default: bool = False) -> bool:
+    """Whether expert weights sum to 1: what the file asks for. default: where it does not say."""
+    found = config.experts and config.experts.normalise
+    return default if found is None else found
 
 
 def granite(config: ModelConfig) -> Architecture:

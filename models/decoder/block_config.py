@@ -47,7 +47,7 @@ class RopeConfig:
 class ExpertConfig:
     """Mixture-of-experts sizes; None if the file leaves the choice to the architecture.
 
-    gating: 1 softmax, 2 sigmoid, 3 softmax over the selected experts.
+    gating: 1 softmax, 2 sigmoid, 3 softmax over the selected experts. num_group_values: see `ops.Routing`.
     """
 
     num_experts: int
@@ -58,6 +58,7 @@ class ExpertConfig:
     gating: int | None = None
     num_groups: int = 1
     num_selected_groups: int = 1
+    num_group_values: int = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +66,7 @@ class LatentConfig:
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): one decompressed head, and the latents.
 
     is_absorbed: whether the latent is what is cached; else every head has keys and values of its own, made from it.
+    norm_epsilon: of the latents' norms, None for the model's.
     """
 
     key_size: int
@@ -72,6 +74,7 @@ class LatentConfig:
     kv_rank: int
     query_rank: int = 0
     is_absorbed: bool = True
+    norm_epsilon: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,6 +183,7 @@ def read_experts(reader: MetadataReader) -> ExpertConfig | None:
         gating=gating or None,
         num_groups=num_groups,
         num_selected_groups=num_selected_groups,
+        num_group_values=reader.integer("expert_group_score_count", 2, low=1, high=2),
     )
 
 
@@ -189,12 +193,19 @@ def read_latent(reader: MetadataReader, rope: RopeConfig, head_dim: int, value_h
     if not kv_rank:
         return None
     query_rank = reader.integer("attention.q_lora_rank", 0, low=0, high=MAX_WIDTH)
+    key = "attention.latent_norm_epsilon"
+    norm_epsilon = reader.number(key, low=0.0, high=1.0) if key in reader else None
     if "attention.key_length_mla" not in reader:
         if head_dim <= rope.rotary_size:
             wanted = f"more than rope.dimension_count {rope.rotary_size}"
             raise reader.contradiction("attention.key_length", head_dim, wanted)
         return LatentConfig(
-            key_size=head_dim, value_size=value_head_dim, kv_rank=kv_rank, query_rank=query_rank, is_absorbed=False
+            key_size=head_dim,
+            value_size=value_head_dim,
+            kv_rank=kv_rank,
+            query_rank=query_rank,
+            is_absorbed=False,
+            norm_epsilon=norm_epsilon,
         )
     if head_dim != kv_rank + rope.rotary_size:
         wanted = f"attention.kv_lora_rank + rope.dimension_count, {kv_rank} + {rope.rotary_size}"
@@ -206,4 +217,5 @@ def read_latent(reader: MetadataReader, rope: RopeConfig, head_dim: int, value_h
         value_size=reader.integer("attention.value_length_mla", low=1, high=MAX_WIDTH),
         kv_rank=kv_rank,
         query_rank=query_rank,
+        norm_epsilon=norm_epsilon,
     )

@@ -39,7 +39,7 @@ def write_delta_net(graph: Graph, layer: int, x: Buffer) -> Buffer:
     keys = convolve(graph, keys, "keys", weight[key_width : 2 * key_width])
     values = convolve(graph, values, "values", weight[2 * key_width :])
     for buffer in (queries, keys):
-        graph.unit_length(buffer, sizes.head_dim, graph.config.norm_epsilon)
+        graph.unit_length(buffer, sizes.head_dim, sizes.length_epsilon)
     factor = graph.weights.vector(f"{block}.ssm_a", (sizes.num_heads,))
     bias = graph.weights.vector(f"{block}.ssm_dt.bias", (sizes.num_heads,))
     mixed = graph.buffer("mixed", value_width, x.rows)

@@ -182,6 +182,7 @@ def _routing(graph: Graph, layer: int, residual_scale: float) -> Routing:
         selection_bias=_selection_bias(graph, layer, experts.num_experts),
         num_groups=experts.num_groups,
         num_selected_groups=experts.num_selected_groups,
+        num_group_values=experts.num_group_values,
     )
 
 

@@ -46,7 +46,7 @@ def write_kimi_delta(graph: Graph, layer: int, x: Buffer) -> Buffer:
         convolve(graph, source, name, kernel) for source, (_, name), kernel in zip(sources, names, kernels, strict=True)
     )
     for buffer in (queries, keys):
-        graph.unit_length(buffer, sizes.head_dim, graph.config.norm_epsilon)
+        graph.unit_length(buffer, sizes.head_dim, sizes.length_epsilon)
     factor = weights.squeezed_vector(f"{block}.ssm_a", sizes.num_heads)
     bias = weights.vector(f"{block}.ssm_dt.bias", (width,))
     mixed = graph.buffer("mixed", width, x.rows)

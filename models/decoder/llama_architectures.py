@@ -7,7 +7,15 @@ from dataclasses import replace
 from localinfer.errors import CorruptFileError
 from localinfer.kernels.ops import Activation, Pairing
 from localinfer.models.decoder.architecture import Architecture, QueryKeyNorm
-from localinfer.models.decoder.base_architectures import LLAMA, QK_NORMED, granite, hunyuan, same_windows, windows
+from localinfer.models.decoder.base_architectures import (
+    LLAMA,
+    QK_NORMED,
+    granite,
+    hunyuan,
+    named_windows,
+    same_windows,
+    windows,
+)
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.decoder.graph import refuse
 
@@ -116,13 +124,13 @@ LLAMA_KIN: dict[str, Architecture | Callable[[ModelConfig], Architecture]] = {
     "phi3": lambda config: Architecture(windows=same_windows(config)),
     # Qwen 1 (arXiv 2309.16609) with fused projections; Qwen 2 and 2.5 (2407.10671). Their biases are in the file.
     "qwen": Architecture(),
-    "qwen2": Architecture(),
+    "qwen2": lambda config: Architecture(windows=named_windows(config)),
     # Qwen 2 VL (arXiv 2409.12191) and 3 VL, on text: the sections of their rotation have equal positions there, and
     # pairs beyond the sections turn like the others, as in the published code.
-    "qwen2vl": Architecture(has_output_bias=False),
+    "qwen2vl": lambda config: Architecture(has_output_bias=False, windows=named_windows(config)),
     "qwen3vl": QK_NORMED,
     # Qwen 3 (arXiv 2505.09388): queries and keys normed per head.
-    "qwen3": QK_NORMED,
+    "qwen3": lambda config: replace(QK_NORMED, windows=named_windows(config)),
     # Refact 1.6B: ALiBi.
     "refact": lambda config: Architecture(has_rope=(False,) * config.num_layers, max_alibi_bias=8.0),
     # ByteDance's Seed-OSS: its feed-forward norm has another name.

@@ -22,9 +22,11 @@ READ_KEYS = frozenset(
         " attention.head_count_kv attention.scale attention.key_length attention.key_length_mla"
         " attention.key_length_swa attention.value_length attention.value_length_mla attention.value_length_swa"
         " leading_dense_block_count attention.kv_lora_rank attention.q_lora_rank attention.layer_norm_epsilon"
-        " attention.layer_norm_rms_epsilon attention.sliding_window attention.sliding_window_pattern expert_count"
+        " attention.layer_norm_rms_epsilon attention.latent_norm_epsilon attention.sliding_window"
+        " attention.sliding_window_pattern expert_count"
         " expert_used_count expert_feed_forward_length expert_gating_func expert_group_count"
-        " expert_group_used_count expert_weights_norm expert_weights_scale rope.dimension_count"
+        " expert_group_used_count expert_group_score_count expert_weights_norm expert_weights_scale"
+        " rope.dimension_count"
         " rope.dimension_count_swa rope.dimension_sections rope.freq_base rope.freq_base_swa rope.scale_linear"
         " rope.scaling.type rope.scaling.factor rope.scaling.original_context_length rope.scaling.attn_factor"
         " rope.scaling.finetuned rope.scaling.yarn_ext_factor rope.scaling.yarn_beta_fast"
@@ -48,7 +50,7 @@ ARCHITECTURE_KEYS: dict[str, tuple[str, ...]] = {
     "attention.clamp_kqv": ("dbrx", "mpt", "olmo"),
     "attention.max_alibi_bias": ("bloom", "jais", "jina-bert-v2", "mpt"),
     "attention.output_scale": ("grok",),
-    "attention.rope_pattern": ("granite_swa",),
+    "attention.rope_pattern": ("granite_swa", "smollm3"),
     "attention.recurrent_layers": (*ALL_LAYERS, *BY_INTERVAL, *BY_KV_HEADS),
     "attention.temperature_length": ("deepseek2", "llama4", "mistral4"),
     "attention.temperature_scale": ("deepseek2", "llama4", "mistral3", "mistral4"),
@@ -69,6 +71,8 @@ ARCHITECTURE_KEYS: dict[str, tuple[str, ...]] = {
     "ssm.dt_b_c_rms": ("mamba",),
     "ssm.group_count": (*_DELTA_NETS, *STATE_SPACE[2:]),
     "ssm.inner_size": (*_DELTA_NETS, *STATE_SPACE),
+    "ssm.length_epsilon": (*_DELTA_NETS, *KIMI_DELTA),
+    "ssm.norm_before_gate": STATE_SPACE[2:],
     "ssm.state_size": (*_DELTA_NETS, *STATE_SPACE),
     "ssm.time_step_rank": (*_DELTA_NETS, *STATE_SPACE),
     "swiglu_clamp_exp": ("bailingmoe3", "maple", "step35"),

@@ -13,6 +13,7 @@ from localinfer.models.decoder.base_architectures import (
     QK_NORMED,
     granite,
     hunyuan,
+    named_windows,
     normalises_experts,
     rope_except_every_fourth,
     same_windows,
@@ -141,6 +142,11 @@ def _llama4(config: ModelConfig) -> Architecture:
     )
 
 
+def _qwen3moe(config: ModelConfig) -> Architecture:
+    """Qwen 3 MoE (arXiv 2505.09388): expert weights that sum to 1, unless the file says otherwise."""
+    return replace(QK_NORMED, normalise_experts=normalises_experts(config, default=True), windows=named_windows(config))
+
+
 def _sigmoid_routed(config: ModelConfig) -> Architecture:
     """dots.llm1 (arXiv 2506.05767) and Ling 2: sigmoid routing with a selection bias, queries and keys normed."""
     return replace(QK_NORMED, gating=Gating.SIGMOID, normalise_experts=normalises_experts(config))
@@ -194,8 +200,9 @@ MIXTURES: dict[str, Architecture | Callable[[ModelConfig], Architecture]] = {
     "mellum": lambda config: replace(
         QK_NORMED,
         windows=windows(config, period=4),
-        windowed_rope_base=config.rope.base,
+        windowed_rope_base=config.rope.base_windowed or config.rope.base,
         scales_windowed_rope=False,
+        normalise_experts=normalises_experts(config, default=True),
     ),
     # MiMo V2: sinks and a shorter rotation's base in the sliding-window layers, values scaled.
     "mimo2": lambda config: Architecture(
@@ -208,15 +215,17 @@ MIXTURES: dict[str, Architecture | Callable[[ModelConfig], Architecture]] = {
     "minimax-m2": replace(QK_NORMED, gating=Gating.SIGMOID),
     # MiniMax M3: norms per head, clamped gates, and layers that attend to chosen blocks of positions.
     "minimax-m3": replace(QK_NORMED, activation=Activation.SWIGLU_CLAMPED, gating=Gating.SIGMOID),
-    # arXiv 2409.02060: expert weights as the softmax leaves them.
-    "olmoe": replace(QK_NORMED, normalise_experts=False),
+    # arXiv 2409.02060: expert weights as the softmax leaves them, unless the file says otherwise.
+    "olmoe": lambda config: replace(QK_NORMED, normalise_experts=normalises_experts(config)),
     # Phi 3.5 MoE: layer norms with biases as in its published code (llama.cpp applies RMS norms here).
     "phimoe": lambda config: Architecture(norm=Norm.LAYER, windows=same_windows(config)),
     # Qwen 1.5 MoE and Qwen 2 MoE: a gated shared expert.
-    "qwen2moe": Architecture(normalise_experts=False),
-    "qwen3moe": QK_NORMED,
+    "qwen2moe": lambda config: Architecture(
+        normalise_experts=normalises_experts(config), windows=named_windows(config)
+    ),
+    "qwen3moe": _qwen3moe,
     # As qwen3vl.
-    "qwen3vlmoe": QK_NORMED,
+    "qwen3vlmoe": _qwen3moe,
     "smallthinker": _smallthinker,
     "step35": _step35,
 }

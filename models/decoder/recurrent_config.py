@@ -41,7 +41,9 @@ class RecurrentConfig:
     and of keys and queries. head_dim: of one head's keys and values. inner_size: of all heads. gate_lower_bound: of the
     logarithm of a decay, where a sigmoid bounds it. num_states, num_groups: of Mamba, states per channel, and groups of
     heads that read and write them alike. time_step_rank, norms_inputs: of Mamba 1, the width that step sizes are made
-    of, and whether they and what goes in and out of states are normed.
+    of, and whether they and what goes in and out of states are normed. norms_before_gate: whether the norm of Mamba 2's
+    result, if there is one, is before its gate. length_epsilon: of the lengths that delta nets divide keys and queries
+    by, None for the norms'.
     """
 
     layers: tuple[bool, ...]
@@ -55,6 +57,8 @@ class RecurrentConfig:
     num_groups: int = 0
     time_step_rank: int = 0
     norms_inputs: bool = False
+    norms_before_gate: bool = False
+    length_epsilon: float | None = None
 
 
 def has_recurrent_layers(architecture: str) -> bool:
@@ -110,6 +114,7 @@ def _delta_net(reader: MetadataReader, layers: tuple[bool, ...]) -> RecurrentCon
         num_key_heads=num_key_heads,
         head_dim=head_dim,
         inner_size=inner_size,
+        length_epsilon=_length_epsilon(reader),
     )
 
 
@@ -120,6 +125,11 @@ def _lightning(reader: MetadataReader, layers: tuple[bool, ...], num_heads: int)
     return RecurrentConfig(
         layers=layers, num_heads=num_heads, num_key_heads=num_heads, head_dim=head_dim, inner_size=num_heads * head_dim
     )
+
+
+def _length_epsilon(reader: MetadataReader) -> float | None:
+    key = "ssm.length_epsilon"
+    return reader.number(key, low=0.0, high=1.0) if key in reader else None
 
 
 def _kimi_delta(reader: MetadataReader, layers: tuple[bool, ...], num_heads: int) -> RecurrentConfig:
@@ -135,6 +145,7 @@ def _kimi_delta(reader: MetadataReader, layers: tuple[bool, ...], num_heads: int
         head_dim=head_dim,
         inner_size=num_heads * head_dim,
         gate_lower_bound=bound,
+        length_epsilon=_length_epsilon(reader),
     )
 
 
@@ -156,6 +167,7 @@ def _state_space(reader: MetadataReader, layers: tuple[bool, ...], *, has_heads:
         num_groups=num_groups,
         time_step_rank=0 if has_heads else rank,
         norms_inputs=reader.optional_boolean("ssm.dt_b_c_rms") is True,
+        norms_before_gate=reader.optional_boolean("ssm.norm_before_gate") is True,
     )
 
 

@@ -89,9 +89,12 @@ def write_mamba2(graph: Graph, layer: int, x: Buffer) -> Buffer:
         state, out, channels, dt, channels, channels, rates, skip, heads, inner // heads, states, groups,
         b_offset=inner, c_offset=inner + groups * states,
     )  # fmt: skip
-    tape.gated_activation(out, gate, out, Activation.SILU)
+    if not sizes.norms_before_gate:
+        tape.gated_activation(out, gate, out, Activation.SILU)
     if graph.weights.has(f"{block}.ssm_norm.weight"):
         graph.norm(out, out, f"{block}.ssm_norm", inner // groups)
+    if sizes.norms_before_gate:
+        tape.gated_activation(out, gate, out, Activation.SILU)
     return out
 
 

@@ -45,7 +45,7 @@ def exclude(values, index):
     ptx.syncthreads()
 
 
-@template("qqqqqqqqqqqqqqf")
+@template("qqqqqqqqqqqqqqqf")
 def route(gating):
     """Choose experts of every row, a warp each, of [1, rows]; scratch: float32[rows][2 * count + groups]."""
     is_sigmoid = gating == SIGMOID
@@ -54,7 +54,7 @@ def route(gating):
 
     def kernel(
         logits, logits_stride, ids, ids_stride, weights, weights_stride, count, num_selected, bias, scratch,
-        num_groups, num_kept_groups, normalises, output_scales, scale,
+        num_groups, num_kept_groups, num_group_values, normalises, output_scales, scale,
     ):  # fmt: skip
         lane = ptx.thread()
         row = ptx.block_y()
@@ -106,7 +106,9 @@ def route(gating):
                     elif value > second:
                         second = value
                     expert = expert + 1
-                ptx.store_f32(group_scores + 4 * group, first + second)
+                if num_group_values > 1:
+                    first = first + second
+                ptx.store_f32(group_scores + 4 * group, first)
                 group = group + 32
             ptx.syncthreads()
             kept = 0

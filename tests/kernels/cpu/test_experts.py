@@ -22,6 +22,9 @@ ROUTINGS = {
     "sigmoid": Routing(EXPERTS, SELECTED, Gating.SIGMOID, scale=2.5),
     "sigmoid biased": Routing(EXPERTS, SELECTED, Gating.SIGMOID, normalise=True, selection_bias=BIAS),
     "grouped": Routing(EXPERTS, SELECTED, Gating.SIGMOID, True, 2.5, BIAS, num_groups=4, num_selected_groups=2),
+    "groups by their best": Routing(
+        EXPERTS, SELECTED, Gating.SOFTMAX, num_groups=4, num_selected_groups=2, num_group_values=1
+    ),
     "groups of one": Routing(EXPERTS, SELECTED, Gating.SOFTMAX, num_groups=12, num_selected_groups=5),
     "all experts": Routing(EXPERTS, EXPERTS, Gating.SOFTMAX),
     "one expert": Routing(EXPERTS, 1, Gating.SIGMOID),

@@ -16,11 +16,13 @@ from tests.models.checkpoint.published_case import (
 from tests.models.checkpoint.published_hybrid_cases import HYBRID_CASES
 from tests.models.checkpoint.published_newer_cases import NEWER_CASES
 from tests.models.checkpoint.published_recurrent_cases import RECURRENT_CASES
+from tests.models.checkpoint.published_setting_cases import SETTING_CASES
 
 CASES: dict[str, Case] = {
     **HYBRID_CASES,
     **RECURRENT_CASES,
     **NEWER_CASES,
+    **SETTING_CASES,
     "llama": Case("LlamaConfig", {}),
     "llama-biases-tied": Case("LlamaConfig", {"attention_bias": True, "tie_word_embeddings": True}),
     "llama-3": Case("LlamaConfig", {"rope_parameters": LLAMA3}),

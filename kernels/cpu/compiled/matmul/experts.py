@@ -32,8 +32,8 @@ def _softmax(values: int, count: int) -> None:
 
 
 @inline
-def _drop_groups(scores: int, experts: int, groups: int, kept: int) -> None:
-    """Give -inf to the experts of all but the `kept` groups with the largest sum of their two best scores."""
+def _drop_groups(scores: int, experts: int, groups: int, kept: int, num_values: int) -> None:
+    """Give -inf to the experts of all but the `kept` groups with the largest sum of their one or two best scores."""
     size = experts // groups
     totals = scores + 4 * experts
     for group in range(groups):
@@ -44,7 +44,7 @@ def _drop_groups(scores: int, experts: int, groups: int, kept: int) -> None:
                 best, second = value, best
             elif value > second:
                 second = value
-        store_f32(totals + 4 * group, best + second if size > 1 else best)
+        store_f32(totals + 4 * group, best + second if min(size, num_values) > 1 else best)
     for _ in range(groups - kept):
         worst = -1
         for group in range(groups):
@@ -72,7 +72,7 @@ def route(p: Any, batch: int, thread: int, row: int, part: int) -> None:
         extra = np.float32(0) if p.bias == 0 else load_f32(p.bias + 4 * i)
         store_f32(scores + 4 * i, load_f32(values + 4 * i) + extra)
     if p.groups > 1:
-        _drop_groups(scores, p.experts, p.groups, p.kept_groups)
+        _drop_groups(scores, p.experts, p.groups, p.kept_groups, p.group_values)
     total = np.float32(0)
     for slot in range(p.selected):
         best = 0
