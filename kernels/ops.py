@@ -62,6 +62,9 @@ class Gating(Enum):
     SIGMOID = "sigmoid"
     SOFTMAX_SELECTED = "softmax_selected"
     """Softmax over the selected experts only."""
+    SPARSE_MIXER = "sparse_mixer"
+    """Of each expert chosen, its share in a softmax over those left that are within a margin of it (SparseMixer-v2,
+    arXiv 2409.12136)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +209,8 @@ class Chosen(Record):
 class Routing(Record):
     """How `Route` picks experts: the best `num_selected` by gating value (plus `selection_bias`, which does not weigh).
 
-    Of equal values the lower expert wins, and slots are in order of falling value. SOFTMAX_SELECTED picks by logits.
+    Of equal values the lower expert wins, and slots are in order of falling value. SOFTMAX_SELECTED and
+    SPARSE_MIXER pick by logits; the margin of the latter is of (best - logit) / max(|logit|, best).
     normalise divides the chosen weights by their sum; scale multiplies them afterwards, and so does each expert's own
     number in output_scales float32[num_experts]. num_groups > 1 first keeps the `num_selected_groups` groups of experts
     with the largest sum of their `num_group_values` best values: two in DeepSeek-V3, one in DeepSeek-V2.
@@ -221,6 +225,7 @@ class Routing(Record):
     num_groups: int = 1
     num_selected_groups: int = 1
     num_group_values: int = 2
+    margin: float = 0.0
     output_scales: FloatArray | None = None
 
 

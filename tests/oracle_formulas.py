@@ -99,6 +99,12 @@ def route(logits: Float64Array, routing: Routing) -> tuple[NDArray[np.int64], Fl
         merit = np.where(is_kept[:, None], groups, -np.inf).reshape(-1)
     ids = np.argsort(-merit, kind="stable")[: routing.num_selected]
     weights = values[ids]
+    if routing.gating is Gating.SPARSE_MIXER:
+        left = merit.copy()
+        for slot, expert in enumerate(ids):
+            near = merit[expert] - merit <= routing.margin * np.maximum(np.abs(merit), merit[expert])
+            weights[slot] = 1.0 / np.exp(left[near] - merit[expert]).sum()
+            left[expert] = -np.inf
     if routing.gating is Gating.SOFTMAX_SELECTED:
         weights = np.exp(weights - weights.max())
         weights = weights / weights.sum()

@@ -32,7 +32,7 @@ ACTIVATION_BYTES_PER_BLOCK = 384 * 1024
 MAX_BATCH_ROWS = 512
 """Rows of a batch by default."""
 
-_GATING_CODES = {Gating.SOFTMAX: 0, Gating.SIGMOID: 1, Gating.SOFTMAX_SELECTED: 2}
+_GATING_CODES = {Gating.SOFTMAX: 0, Gating.SIGMOID: 1, Gating.SOFTMAX_SELECTED: 2, Gating.SPARSE_MIXER: 3}
 
 
 def lower_to_cpu(
@@ -366,7 +366,7 @@ def _route(tape: CpuTape, op: ops.Route) -> None:
         **tape.places(ids=ids, weights=op.expert_weights, logits=logits), experts=count, selected=selected,
         gating=_GATING_CODES[routing.gating], normalise=routing.normalise, scale=routing.scale,
         bias=tape.memory.constant(routing.selection_bias), groups=routing.num_groups,
-        kept_groups=routing.num_selected_groups, group_values=routing.num_group_values,
+        kept_groups=routing.num_selected_groups, group_values=routing.num_group_values, margin=routing.margin,
         output_scales=tape.memory.constant(routing.output_scales), is_output=logits.is_output,
     )  # fmt: skip
     tape.add("experts.route", words, writes=ids)

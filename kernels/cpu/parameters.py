@@ -119,10 +119,10 @@ TILE_FIELD = Block("width file_offset items tile_offset kind file_step tile_step
 
 ROUTE = Block(
     "ids ids_stride weights weights_stride logits logits_stride experts selected gating normalise scale bias groups "
-    "kept_groups group_values output_scales is_output",
-    floats="scale",
+    "kept_groups group_values margin output_scales is_output",
+    floats="scale margin",
 )
-"""gating: 0 softmax, 1 sigmoid, 2 softmax of the selected."""
+"""gating: 0 softmax, 1 sigmoid, 2 softmax of the selected, 3 sparse mixer."""
 GROUP_BY_EXPERT = Block("ids ids_stride experts selected starts is_output")
 """starts: address of int64[experts + 2], then int64[rows * selected] of row * selected + slot."""
 EXPERT_SUM = Block(

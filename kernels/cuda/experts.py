@@ -12,7 +12,7 @@ from localinfer.kernels.graph_builder import check, packed_weight
 from localinfer.kernels.layouts import is_float
 from localinfer.kernels.ops import Gating
 
-_GATINGS = {Gating.SOFTMAX: 0, Gating.SIGMOID: 1, Gating.SOFTMAX_SELECTED: 2}
+_GATINGS = {Gating.SOFTMAX: 0, Gating.SIGMOID: 1, Gating.SOFTMAX_SELECTED: 2, Gating.SPARSE_MIXER: 3}
 _MAX_BLOCKS = 65535
 """Maximum of a grid's second axis."""
 
@@ -28,7 +28,7 @@ def lower_route(tape: CudaTape, op: ops.Route) -> None:
     groups = (routing.num_groups, routing.num_selected_groups, routing.num_group_values, int(routing.normalise))
     places = tape.places(logits, op.expert_ids, op.expert_weights)
     output_scales = tape.memory.constant(routing.output_scales)
-    values = (*places, count, selected, bias, scratch, *groups, output_scales, routing.scale)
+    values = (*places, count, selected, bias, scratch, *groups, output_scales, routing.scale, routing.margin)
 
     def build(shape: Shape) -> Iterator[Step]:
         if shape.rows(logits.rows):

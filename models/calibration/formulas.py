@@ -193,6 +193,8 @@ def routed(logits: FloatArray, routing: Routing) -> tuple[NDArray[np.int64], Flo
         merit = np.where(is_kept[:, :, None], groups, -np.inf).reshape(merit.shape)
     ids = np.argsort(-merit, axis=-1, kind="stable")[:, : routing.num_selected]
     weights = np.take_along_axis(values, ids, axis=-1)
+    if routing.gating is Gating.SPARSE_MIXER:
+        weights = _shares_within(merit, ids, routing.margin)
     if routing.gating is Gating.SOFTMAX_SELECTED:
         weights = _softmax(weights)
     if routing.normalise:
@@ -200,6 +202,18 @@ def routed(logits: FloatArray, routing: Routing) -> tuple[NDArray[np.int64], Flo
     if routing.output_scales is not None:
         weights = weights * routing.output_scales[ids]
     return ids, weights * np.float32(routing.scale)
+
+
+def _shares_within(merit: FloatArray, ids: NDArray[np.int64], margin: float) -> FloatArray:
+    """The share of each chosen expert in a softmax over those left that are within a margin of it."""
+    shares, left = np.empty(ids.shape, np.float32), merit.copy()
+    for slot in range(ids.shape[1]):
+        chosen = ids[:, slot : slot + 1]
+        best = np.take_along_axis(merit, chosen, axis=-1)
+        is_near = best - merit <= margin * np.maximum(np.abs(merit), best)
+        shares[:, slot] = 1.0 / np.where(is_near, np.exp(left - best), 0.0).sum(axis=-1)
+        np.put_along_axis(left, chosen, -np.inf, axis=-1)
+    return shares
 
 
 def _softmax(x: FloatArray) -> FloatArray:

@@ -167,7 +167,8 @@ def _cwm(settings: Settings) -> Metadata:
 
 def _iquestcoder(settings: Settings) -> Metadata:
     settings.must_be("clip_qkv", None, None)
-    return no_windows(settings)
+    settings.must_be("use_sliding_window", False, False)
+    return {}
 
 
 def _turned_back(settings: Settings) -> dict[str, Change]:

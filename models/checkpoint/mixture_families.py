@@ -355,6 +355,21 @@ def _qwen3_vl_moe(settings: Settings) -> Metadata:
     return experts(settings)
 
 
+def _phimoe(settings: Settings) -> Metadata:
+    """Routing by SparseMixer, and LongRoPE with one magnitude for all lengths."""
+    record = settings.record("rope_parameters") or settings.record("rope_scaling")
+    scaling = Settings(record, {})
+    settings.mark_read(("input_jitter_noise", "lm_head_bias"))
+    names = ("short_mscale", "long_mscale")
+    settings.mark_read(f"{kind}.{name}" for kind in ("rope_parameters", "rope_scaling") for name in names)
+    keys = {**experts(settings), "expert_gating_margin": 2.0 * settings.number("router_jitter_noise", 0.01, low=0.0)}
+    if "short_mscale" in scaling:
+        magnitude = scaling.number("short_mscale", low=0.0)
+        scaling.must_be("long_mscale", magnitude, None)
+        keys["rope.scaling.attn_factor"] = magnitude
+    return keys
+
+
 def _smallthinker(settings: Settings) -> Metadata:
     settings.must_be("moe_enable_secondary_experts", False, False)
     settings.must_be("norm_topk_prob", True, True)
@@ -644,6 +659,14 @@ MIXTURES: dict[str, Family] = {
         blocks={**NORMS, **ATTENTION, **HEAD_NORMS, **_SPARSE_NAMES},
         parameters={"exp_probs_b.bias": "block_sparse_moe.e_score_correction_bias"},
         metadata=_minimax_m2,
+    ),
+    "phimoe": Family(
+        architecture="phimoe",
+        blocks={**NORMS, **ATTENTION, **_SPARSE_NAMES},
+        has_windows=True,
+        has_layer_norms=True,
+        defaults={"rms_norm_eps": 1e-5, "rope_theta": 1e6},
+        metadata=_phimoe,
     ),
     **dict.fromkeys(
         ("qwen3_vl_moe", "qwen3_vl_moe_text"),

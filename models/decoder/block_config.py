@@ -47,7 +47,8 @@ class RopeConfig:
 class ExpertConfig:
     """Mixture-of-experts sizes; None if the file leaves the choice to the architecture.
 
-    gating: 1 softmax, 2 sigmoid, 3 softmax over the selected experts. num_group_values: see `ops.Routing`.
+    gating: 1 softmax, 2 sigmoid, 3 softmax over the selected experts. num_group_values: see `ops.Routing`. margin:
+    of SparseMixer, None for the other ways.
     """
 
     num_experts: int
@@ -59,6 +60,7 @@ class ExpertConfig:
     num_groups: int = 1
     num_selected_groups: int = 1
     num_group_values: int = 2
+    margin: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,6 +170,7 @@ def read_experts(reader: MetadataReader) -> ExpertConfig | None:
     num_selected_groups = reader.integer("expert_group_used_count", num_groups, low=0, high=num_experts) or num_groups
     if num_experts % num_groups or num_selected_groups > num_groups:
         raise reader.contradiction("expert_group_count", num_groups, f"a divisor of expert_count {num_experts}")
+    has_margin = "expert_gating_margin" in reader
     gating = reader.integer("expert_gating_func", 0, low=0, high=255)
     if gating > 3:
         raise UnsupportedFormatError(
@@ -184,6 +187,7 @@ def read_experts(reader: MetadataReader) -> ExpertConfig | None:
         num_groups=num_groups,
         num_selected_groups=num_selected_groups,
         num_group_values=reader.integer("expert_group_score_count", 2, low=1, high=2),
+        margin=reader.number("expert_gating_margin", low=0.0, high=MAX_SCALE) if has_margin else None,
     )
 
 

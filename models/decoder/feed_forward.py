@@ -173,16 +173,18 @@ def _latent_input(graph: Graph, block: str, x: Buffer) -> Buffer | None:
 def _routing(graph: Graph, layer: int, residual_scale: float) -> Routing:
     experts, architecture = graph.config.experts, graph.architecture
     assert experts is not None, "the caller has checked that the model has experts"
+    gating = architecture.gating if experts.gating is None else _GATING_CODES[experts.gating]
     return Routing(
         num_experts=experts.num_experts,
         num_selected=experts.num_selected,
-        gating=architecture.gating if experts.gating is None else _GATING_CODES[experts.gating],
-        normalise=architecture.normalise_experts,
+        gating=gating if experts.margin is None else Gating.SPARSE_MIXER,
+        normalise=architecture.normalise_experts and experts.margin is None,
         scale=experts.scale * residual_scale,
         selection_bias=_selection_bias(graph, layer, experts.num_experts),
         num_groups=experts.num_groups,
         num_selected_groups=experts.num_selected_groups,
         num_group_values=experts.num_group_values,
+        margin=experts.margin or 0.0,
     )
 
 

@@ -117,12 +117,12 @@ WINDOWED: dict[str, Architecture | Callable[[ModelConfig], Architecture]] = {
         feed_forward_post_norm="post_ffw_norm",
         windows=windows(config, period=8),
     ),
-    # VaultGemma (arXiv 2510.15001): Gemma 2 without norms behind the branches.
-    "vaultgemma": lambda config: replace(_gemma2(config), attention_post_norm=None, feed_forward_post_norm=None),
     # SmolLM3: every fourth layer has no RoPE, unless the file says otherwise.
     "smollm3": lambda config: replace(
         LLAMA,
         has_rope=config.rope_pattern or rope_except_every_fourth(config),
         windows=named_windows(config),
     ),
+    # VaultGemma (arXiv 2510.15001): Gemma 2 without norms behind the branches.
+    "vaultgemma": lambda config: replace(_gemma2(config), attention_post_norm=None, feed_forward_post_norm=None),
 }

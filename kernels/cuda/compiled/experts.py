@@ -8,7 +8,7 @@ from localinfer.kernels.cuda.compiled.reductions import beats, warp_max, warp_su
 from localinfer.kernels.cuda.jit import inline, kernel, template
 
 THREADS = 128
-SOFTMAX, SIGMOID, SOFTMAX_SELECTED = 0, 1, 2
+SOFTMAX, SIGMOID, SOFTMAX_SELECTED, SPARSE_MIXER = 0, 1, 2, 3
 _LOWEST = float("-inf")
 _NONE = 1 << 30
 
@@ -45,16 +45,17 @@ def exclude(values, index):
     ptx.syncthreads()
 
 
-@template("qqqqqqqqqqqqqqqf")
+@template("qqqqqqqqqqqqqqqff")
 def route(gating):
     """Choose experts of every row, a warp each, of [1, rows]; scratch: float32[rows][2 * count + groups]."""
     is_sigmoid = gating == SIGMOID
     is_softmax = gating == SOFTMAX
     is_selected = gating == SOFTMAX_SELECTED
+    is_mixed = gating == SPARSE_MIXER
 
     def kernel(
         logits, logits_stride, ids, ids_stride, weights, weights_stride, count, num_selected, bias, scratch,
-        num_groups, num_kept_groups, num_group_values, normalises, output_scales, scale,
+        num_groups, num_kept_groups, num_group_values, normalises, output_scales, scale, margin,
     ):  # fmt: skip
         lane = ptx.thread()
         row = ptx.block_y()
@@ -126,9 +127,22 @@ def route(gating):
         slot = 0
         while slot < num_selected:
             chosen = best_of_lanes(scores, count)
+            weight = ptx.load_f32(values + 4 * chosen)
+            if is_mixed:
+                best = weight
+                total = float32(0.0)
+                expert = lane
+                while expert < count:
+                    score = ptx.load_f32(scores + 4 * expert)
+                    furthest = margin * ptx.maximum(abs(score), best)
+                    if score > float32(_LOWEST):
+                        if best - score <= furthest:
+                            total = total + exponential(score - best)
+                    expert = expert + 32
+                weight = ptx.divide(float32(1.0), warp_sum(total))
             if lane == 0:
                 ptx.store_f32(ids + 4 * slot, ptx.to_float(chosen))
-                ptx.store_f32(weights + 4 * slot, ptx.load_f32(values + 4 * chosen))
+                ptx.store_f32(weights + 4 * slot, weight)
             exclude(scores, chosen)
             slot = slot + 1
         if lane == 0:

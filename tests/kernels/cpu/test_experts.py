@@ -25,6 +25,7 @@ ROUTINGS = {
     "groups by their best": Routing(
         EXPERTS, SELECTED, Gating.SOFTMAX, num_groups=4, num_selected_groups=2, num_group_values=1
     ),
+    "sparse mixer": Routing(EXPERTS, SELECTED, Gating.SPARSE_MIXER, margin=0.4),
     "groups of one": Routing(EXPERTS, SELECTED, Gating.SOFTMAX, num_groups=12, num_selected_groups=5),
     "all experts": Routing(EXPERTS, EXPERTS, Gating.SOFTMAX),
     "one expert": Routing(EXPERTS, 1, Gating.SIGMOID),

@@ -280,6 +280,7 @@ def test_every_other_op_is_the_oracles(rows: int) -> None:
         Routing(8, 2, Gating.SIGMOID, selection_bias=np.linspace(-1, 1, 8, dtype=np.float32)),
         Routing(12, 3, Gating.SOFTMAX_SELECTED, num_groups=4, num_selected_groups=2),
         Routing(12, 3, Gating.SOFTMAX, num_groups=4, num_selected_groups=2, num_group_values=1),
+        Routing(12, 3, Gating.SPARSE_MIXER, margin=0.4),
     ],
 )
 def test_experts_are_the_oracles(routing: Routing) -> None:

@@ -14,6 +14,7 @@ from tests.models.checkpoint.published_case import (
     Case,
 )
 from tests.models.checkpoint.published_hybrid_cases import HYBRID_CASES
+from tests.models.checkpoint.published_gguf_cases import GGUF_CASES
 from tests.models.checkpoint.published_newer_cases import NEWER_CASES
 from tests.models.checkpoint.published_recurrent_cases import RECURRENT_CASES
 from tests.models.checkpoint.published_setting_cases import SETTING_CASES
@@ -23,6 +24,7 @@ CASES: dict[str, Case] = {
     **RECURRENT_CASES,
     **NEWER_CASES,
     **SETTING_CASES,
+    **GGUF_CASES,
     "llama": Case("LlamaConfig", {}),
     "llama-biases-tied": Case("LlamaConfig", {"attention_bias": True, "tie_word_embeddings": True}),
     "llama-3": Case("LlamaConfig", {"rope_parameters": LLAMA3}),

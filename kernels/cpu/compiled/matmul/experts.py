@@ -56,6 +56,17 @@ def _drop_groups(scores: int, experts: int, groups: int, kept: int, num_values: 
             store_f32(scores + 4 * (worst * size + i), np.float32(-np.inf))
 
 
+@inline
+def _share_within(scores: int, experts: int, best: np.float32, margin: np.float32) -> np.float32:
+    """The share of the best score in a softmax over those left that are within a margin of it."""
+    total = np.float32(0)
+    for i in range(experts):
+        score = load_f32(scores + 4 * i)
+        if score > np.float32(-np.inf) and not best - score > margin * max(abs(score), best):
+            total += exp_of(score - best)
+    return np.float32(1) / total
+
+
 @row_op(ROUTE)
 def route(p: Any, batch: int, thread: int, row: int, part: int) -> None:
     """Choose experts of a row."""
@@ -80,6 +91,8 @@ def route(p: Any, batch: int, thread: int, row: int, part: int) -> None:
             if load_f32(scores + 4 * i) > load_f32(scores + 4 * best):
                 best = i
         value = load_f32(values + 4 * best)
+        if p.gating == 3:
+            value = _share_within(scores, p.experts, value, p.margin)
         store_f32(scores + 4 * best, np.float32(-np.inf))
         store_f32(row_ids + 4 * slot, np.float32(best))
         store_f32(row_weights + 4 * slot, value)
