@@ -1,8 +1,12 @@
-"""Gemma 4's text models: two kinds of layers with heads of other sizes, and inputs of their own in every layer; and
-their draft models."""
+"""Gemma 3n's and Gemma 4's text models, whose layers have inputs of their own, and Gemma 4's draft models."""
 
 from dataclasses import replace
+from statistics import NormalDist
 
+import numpy as np
+from numpy.typing import NDArray
+
+from localinfer.models.checkpoint.changes import Change, Rows
 from localinfer.models.checkpoint.family import (
     ATTENTION,
     FOUR_NORMS,
@@ -133,7 +137,113 @@ _ASSISTANT = replace(
     metadata=_assistant,
 )
 
+
+def _gemma3n_variant(settings: Settings, family: Family) -> Family:
+    """Sizes of blocks are a list."""
+    sizes = settings.get("intermediate_size")
+    if isinstance(sizes, list):
+        settings.put("intermediate_sizes", sizes)
+        settings.put("intermediate_size", 0)
+    return family
+
+
+def _gemma3n(settings: Settings) -> Metadata:
+    num_layers = settings.integer("num_hidden_layers", low=1)
+    sizes = settings.entries("intermediate_sizes") or [settings.integer("intermediate_size")] * num_layers
+    if len(sizes) < num_layers or any(type(size) is not int or size < 1 for size in sizes):
+        raise settings.wrong("intermediate_sizes", f"{num_layers} positive whole numbers")
+    if "layer_types" not in settings:
+        kinds = [*("sliding_attention",) * 4, "full_attention"]
+        settings.put("layer_types", [kinds[layer % 5] for layer in range(num_layers)])
+    settings.must_be("altup_active_idx", 0, 0)
+    settings.must_be("altup_correct_scale", True, True)
+    settings.mark_read(("altup_coef_clip", "laurel_rank", "altup_num_inputs", "vocab_size_per_layer_input"))
+    return {
+        "feed_forward_length": sizes[:num_layers],
+        "attention.shared_kv_layers": settings.integer("num_kv_shared_layers", 15),
+        "embedding_length_per_layer_input": settings.integer("hidden_size_per_layer_input", 256, low=1),
+        "final_logit_softcapping": settings.number("final_logit_softcapping", 30.0),
+        "activation_sparsity_scale": _deviations(settings, sizes),
+    }
+
+
+def _deviations(settings: Settings, sizes: list[int]) -> list[float]:
+    """How many deviations above the mean the gates of a layer are kept from, -inf where all are.
+
+    The published code's deviation is that of a population, GGUF's that of a sample.
+    """
+    most = [0.95 if layer < 10 < len(sizes) else 0.0 for layer in range(len(sizes))]
+    shares = settings.get("activation_sparsity_pattern", most)
+    shares = shares if isinstance(shares, list) else [shares] * len(sizes)
+    if len(shares) < len(sizes) or any(type(share) not in (int, float) or not 0 <= share < 1 for share in shares):
+        raise settings.wrong("activation_sparsity_pattern", f"{len(sizes)} numbers from 0 to below 1")
+    return [
+        NormalDist().inv_cdf(share) * ((size - 1) / size) ** 0.5 if share else float("-inf")
+        for share, size in zip(shares, sizes, strict=False)
+    ]
+
+
+def _gemma3n_changes(settings: Settings) -> dict[str, Change]:
+    """Tokens behind the last of the table of inputs have the inputs of the first."""
+    num_tokens = settings.integer("vocab_size", low=1)
+    if settings.integer("vocab_size_per_layer_input", num_tokens) >= num_tokens:
+        return {}
+
+    def order(num_rows: int) -> NDArray[np.intp]:
+        return np.concatenate([np.arange(num_rows), np.zeros(max(num_tokens - num_rows, 0), np.intp)])
+
+    return {"per_layer_token_embd": Rows(order)}
+
+
+_GEMMA3N = Family(
+    architecture="gemma3n",
+    blocks={
+        **FOUR_NORMS,
+        **ATTENTION,
+        **HEAD_NORMS,
+        **GATED,
+        "inp_gate": "per_layer_input_gate",
+        "proj": "per_layer_projection",
+        "post_norm": "post_per_layer_input_norm",
+        "laurel_l": "laurel.linear_left",
+        "laurel_r": "laurel.linear_right",
+        "laurel_post_norm": "laurel.post_laurel_norm",
+        "altup_router": "altup.modality_router",
+        "altup_router_norm": "altup.router_norm",
+        "altup_predict_coef": "altup.prediction_coefs",
+        "altup_correct_coef": "altup.correction_coefs",
+    },
+    parameters={"altup_correct_scale.weight": "altup.correct_output_scale"},
+    outside={
+        "token_embd": "embed_tokens",
+        "output_norm": "norm",
+        "per_layer_token_embd": "embed_tokens_per_layer",
+        "per_layer_model_proj": "per_layer_model_projection",
+        "per_layer_proj_norm": "per_layer_projection_norm",
+        "altup_proj": "altup_projections.{expert}",
+        "altup_unembd_proj": "altup_unembed_projections.{expert}",
+    },
+    activations=GELU_TANH,
+    has_windows=True,
+    defaults={
+        "hidden_activation": "gelu_pytorch_tanh",
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": True,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4,
+        "sliding_window": 512,
+        "head_dim": 256,
+        "vocab_size": 262400,
+        "vocab_size_per_layer_input": 262144,
+        "max_position_embeddings": 32768,
+    },
+    metadata=_gemma3n,
+    changes=_gemma3n_changes,
+    variant=_gemma3n_variant,
+)
+
 GEMMA4: dict[str, Family] = {
+    **dict.fromkeys(("gemma3n", "gemma3n_text"), _GEMMA3N),
     **dict.fromkeys(("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"), _GEMMA4),
     **dict.fromkeys(("gemma4_assistant", "gemma4_unified_assistant"), _ASSISTANT),
 }

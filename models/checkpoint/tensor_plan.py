@@ -24,7 +24,7 @@ _DRAFTER = re.compile(r"(model\.)?mtp\.")
 _OLD_LEAVES = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
 """What norms of the first BERT models call their tensors."""
 _NUMBER = r"(0|[1-9]\d{0,4})"
-_EXPERT = re.compile(rf"(.*\b(?:experts|norms)\.){_NUMBER}(\..*)")
+_NUMBERED = re.compile(rf"(.*(?:\b(?:experts|norms)|_projections)\.){_NUMBER}(\..*)")
 
 PLAIN_LEAVES = ("weight", "bias")
 
@@ -135,12 +135,12 @@ class _Places:
         if name in self._outside and not self.is_unused(name):
             return self._outside[name], -1
         layer = self._layer.fullmatch(name)
-        if layer is None or int(layer[1]) >= self._num_layers:
+        if layer is None:
+            path, index = _numbered(name)
+            return self._outside.get(path, []), index
+        if int(layer[1]) >= self._num_layers:
             return [], -1
-        path, index = layer[2], -1
-        expert = _EXPERT.fullmatch(path)
-        if expert is not None:
-            path, index = f"{expert[1]}*{expert[3]}", int(expert[2])
+        path, index = _numbered(layer[2])
         return [(f"blk.{layer[1]}.{place}", change) for place, change in self._inside.get(path, [])], index
 
     def is_unused(self, name: str) -> bool:
@@ -151,6 +151,12 @@ class _Places:
         """Whether a tensor is of the layers behind the last that config.json says predict further tokens."""
         layer = self._layer.fullmatch(name)
         return layer is not None and 0 <= int(layer[1]) - self._num_layers < self._num_drafters
+
+
+def _numbered(path: str) -> tuple[str, int]:
+    """A name with a mark in place of the number of what is stacked, and that number; -1 for what is not."""
+    found = _NUMBERED.fullmatch(path)
+    return (path, -1) if found is None else (f"{found[1]}*{found[3]}", int(found[2]))
 
 
 def _current(name: str) -> str:
