@@ -13,8 +13,8 @@ from tests.models.checkpoint.published_case import (
     YARN,
     Case,
 )
-from tests.models.checkpoint.published_hybrid_cases import HYBRID_CASES
 from tests.models.checkpoint.published_gguf_cases import GGUF_CASES
+from tests.models.checkpoint.published_hybrid_cases import HYBRID_CASES
 from tests.models.checkpoint.published_newer_cases import NEWER_CASES
 from tests.models.checkpoint.published_recurrent_cases import RECURRENT_CASES
 from tests.models.checkpoint.published_setting_cases import SETTING_CASES
