@@ -135,9 +135,8 @@ def route(gating):
                 while expert < count:
                     score = ptx.load_f32(scores + 4 * expert)
                     furthest = margin * ptx.maximum(abs(score), best)
-                    if score > float32(_LOWEST):
-                        if best - score <= furthest:
-                            total = total + exponential(score - best)
+                    if score > float32(_LOWEST) and best - score <= furthest:
+                        total = total + exponential(score - best)
                     expert = expert + 32
                 weight = ptx.divide(float32(1.0), warp_sum(total))
             if lane == 0:
