@@ -49,7 +49,7 @@ def rope_except_every_fourth(config: ModelConfig) -> tuple[bool, ...]:
 
 def normalises_experts(config: ModelConfig, default: bool = False) -> bool:
     """Whether expert weights sum to 1: what the file asks for. default: where it does not say."""
-    found = config.experts and config.experts.normalise
+    found = None if config.experts is None else config.experts.normalise
     return default if found is None else found
 
 
