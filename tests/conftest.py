@@ -1,6 +1,7 @@
 """Fixtures that the tests of all packages share."""
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,27 @@ SHARED = REPOSITORY.parent / "shared"
 
 threadpool_limits(1, user_api="blas")
 """The matrices of the oracles are small: a second thread would only spin, beside the other processes of a run."""
+
+
+@pytest.fixture(autouse=True, scope="session")
+def signals_are_heard() -> Iterator[None]:
+    """A shell's `&` has a script's commands ignore SIGINT and SIGQUIT, and nohup SIGHUP, which all children inherit.
+
+    What a function handles here is the system's default again in a child. This process stays deaf to all but SIGINT,
+    which tests of what runs in it raise.
+    """
+    handlers = {"SIGINT": signal.default_int_handler, "SIGQUIT": _stay_deaf, "SIGHUP": _stay_deaf}
+    known = {getattr(signal, name): handler for name, handler in handlers.items() if hasattr(signal, name)}
+    ignored = [number for number in known if signal.getsignal(number) == signal.SIG_IGN]
+    for number in ignored:
+        signal.signal(number, known[number])
+    yield
+    for number in ignored:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _stay_deaf(_number: int, _frame: object) -> None:
+    pass
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -83,3 +83,37 @@ def test_the_first_moments_end_a_command_by_the_signal_itself() -> None:
 def test_a_command_that_was_told_to_ignore_it_goes_on() -> None:
     """As a shell's `&` tells commands in scripts."""
     assert interrupt(["tokenize", "--ids", "Hi"], "ignored") == (0, "")
+
+
+def test_tests_hear_signals_however_they_were_started() -> None:
+    """In the background of a script, or by nohup."""
+    start = "import os, signal, sys; [signal.signal(number, signal.SIG_IGN) for number in (1, 2, 3)]; "
+    wanted = f"{__file__}::{test_the_first_moments_end_a_command_by_the_signal_itself.__name__}"
+    words = [
+        "-m",
+        "pytest",
+        "-q",
+        "-n",
+        "0",
+        "-p",
+        "no:cacheprovider",
+        wanted,
+        f"{__file__}::{test_children_hear_signals.__name__}",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", f"{start}os.execv(sys.executable, [sys.executable, *sys.argv[1:]])", *words],
+        cwd=REPOSITORY,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=seconds(60),
+        check=False,
+    )
+    assert "4 passed" in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGQUIT, signal.SIGHUP])
+def test_children_hear_signals(number: signal.Signals) -> None:
+    code = f"import signal; print(int(signal.getsignal({int(number)}) == signal.SIG_IGN))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=seconds(15), check=True)
+    assert done.stdout == "0\n"
