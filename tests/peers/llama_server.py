@@ -36,6 +36,9 @@ TEMPLATES = {
 def main() -> None:
     """Become `localinfer serve`."""
     models = SuiteModels(Path(os.environ[MODELS_VARIABLE]))
+    if "LLAMA_CACHE" in os.environ:
+        # llama-server makes it for its downloads; the tests save slots there, wherever their run begins.
+        Path(os.environ["LLAMA_CACHE"]).mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="peer-"))
     arguments = translated(parser().parse_args(), models, folder)
     print("localinfer serve", *arguments, flush=True)
