@@ -3,12 +3,18 @@
 import os
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.shell_completion import BashComplete, CompletionItem, ShellComplete, get_completion_class, split_arg_string
 
 from localinfer.cli.known_models import known_models
+
+if TYPE_CHECKING:
+    _TextType = click.ParamType[str]
+else:
+    # A generic class to checkers of types only, before click 8.5.
+    _TextType = click.ParamType
 
 VARIABLE = "_LOCALINFER_COMPLETE"
 """The scripts set it to `SHELL_complete`, with the words so far in COMP_WORDS and COMP_CWORD."""
@@ -67,7 +73,7 @@ class _Bash(BashComplete):
                 joined.append(word)
         return joined[1:-1], joined[-1]
 
-    def get_completions(self, args: list[str], incomplete: str) -> list[CompletionItem[Any]]:
+    def get_completions(self, args: list[str], incomplete: str) -> list["CompletionItem[Any]"]:
         found = super().get_completions(args, incomplete)
         # Bash replaces what stands behind the last colon only.
         kept = len(incomplete.rpartition(":")[0]) + 1 if ":" in incomplete else 0
@@ -77,12 +83,14 @@ class _Bash(BashComplete):
         return found
 
 
-class _ModelName(click.ParamType[str]):
+class _ModelName(_TextType):
     """Completes names of models and, unless one begins like that, files."""
 
     name = "model"
 
-    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem[Any]]:
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list["CompletionItem[Any]"]:
         names = [CompletionItem(name) for name in known_models() if name.lower().startswith(incomplete.lower())]
         if not names:
             return [CompletionItem(incomplete, type="file")]

@@ -116,6 +116,26 @@ def test_every_requirement_has_a_lowest_and_a_highest_version(settings):
         assert low < high, one
 
 
+def test_the_lowest_versions_are_those_of_the_bounds(settings):
+    done = subprocess.run(
+        [sys.executable, REPOSITORY / ".ci" / "lowest.py", "dev", "cuda"],
+        capture_output=True,
+        text=True,
+        timeout=seconds(15),
+        check=True,
+    )
+    constraints = [Requirement(line) for line in done.stdout.splitlines()]
+    found = {one.name: one.specifier for one in constraints}
+    assert len(found) == len(constraints)
+    project = settings["project"]
+    extras = [line for name in ("dev", "cuda") for line in project["optional-dependencies"][name]]
+    wanted = [Requirement(line) for line in [*project["dependencies"], *extras]]
+    assert found.keys() == {canonicalize_name(one.name) for one in wanted}
+    for one in wanted:
+        (exact,) = found[canonicalize_name(one.name)]
+        assert exact.operator == "==" and one.specifier.contains(exact.version), one
+
+
 def test_a_package_has_the_same_bounds_wherever_it_is_wanted(settings):
     bounds: dict[str, set[str]] = {}
     for one in every_requirement(settings):
