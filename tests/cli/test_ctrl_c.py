@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from tests.kernels.subprocesses import REPOSITORY, environment
+from tests.limits import seconds
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows sends Ctrl-C to a whole console")
 
