@@ -17,6 +17,7 @@ from localinfer.models.checkpoint.family import (
     NORMS,
     NORMS_BEHIND,
     RELU_SQUARED,
+    SILU,
     W_NAMES,
     Family,
     Metadata,
@@ -196,6 +197,10 @@ def _minicpm(settings: Settings) -> Metadata:
     }
 
 
+def _bitnet(settings: Settings) -> Metadata:
+    return {"hidden_activation": settings.text("hidden_act", "relu2")}
+
+
 def _apertus(settings: Settings) -> Metadata:
     settings.must_be("post_norm", False, False)
     settings.must_be("qk_norm", True, True)
@@ -357,6 +362,17 @@ DENSE: dict[str, Family] = {
         },
         outside={"token_embd": "tok_embeddings", "output_norm": "norm"},
         changes=_internlm2_changes,
+    ),
+    "bitnet": Family(
+        architecture="bitnet",
+        blocks={
+            **LLAMA,
+            "attn_sub_norm": "self_attn.attn_sub_norm",
+            "ffn_sub_norm": "mlp.ffn_sub_norm",
+        },
+        activations=("relu2", *SILU),
+        defaults={"rms_norm_eps": 1e-5, "rope_theta": 5e5},
+        metadata=_bitnet,
     ),
     "internlm3": Family(architecture="llama", blocks=LLAMA, rows_permuted=True),
     # Meta's Code World Model (arXiv 2510.02387).

@@ -12,6 +12,7 @@ from localinfer.models.checkpoint.family import (
     SHARED_EXPERTS,
     Family,
     Metadata,
+    Source,
     experts,
 )
 from localinfer.models.checkpoint.latent_names import LATENT_ATTENTION, split_keys_and_values
@@ -34,6 +35,26 @@ def _scaling(settings: Settings) -> Metadata:
 
 def _deepseek_v3(settings: Settings) -> Metadata:
     return {**routed(settings), **_scaling(settings)}
+
+
+def _indexed(settings: Settings) -> Metadata:
+    """DeepSeek-V3.2's and GLM-5's, in some of whose layers the choice of an earlier one is taken."""
+    keys = _deepseek_v3(settings)
+    for name, key in (("index_n_heads", "head_count"), ("index_head_dim", "key_length"), ("index_topk", "top_k")):
+        keys[f"attention.indexer.{key}"] = settings.integer(name, low=1)
+    return keys
+
+
+def _glm_dsa(settings: Settings) -> Metadata:
+    num_layers = settings.integer("num_hidden_layers", low=1)
+    kinds: list[object] = list(settings.get("indexer_types") or settings.get("index_topk_pattern") or ())
+    period, first = settings.integer("index_topk_freq", 1) or 1, settings.integer("index_skip_topk_offset", 2)
+    if not kinds:
+        kinds = ["full" if max(layer - first + 1, 0) % period == 0 else "shared" for layer in range(num_layers)]
+    if len(kinds) < num_layers or any(kind not in ("full", "shared", "F", "S") for kind in kinds):
+        raise settings.wrong("indexer_types", f"{num_layers} times full or shared")
+    types = [int(kind in ("full", "F")) for kind in kinds[:num_layers]]
+    return {**_indexed(settings), "attention.indexer.types": types}
 
 
 def _softmax_routed(settings: Settings, normalises: bool) -> Metadata:
@@ -105,7 +126,23 @@ _DEEPSEEK3 = Family(
     changes=split_keys_and_values,
 )
 
+_INDEXER: dict[str, Source] = {
+    "indexer.attn_q_b": "self_attn.indexer.wq_b",
+    "indexer.attn_k": "self_attn.indexer.wk",
+    "indexer.k_norm": "self_attn.indexer.k_norm",
+    "indexer.proj": "self_attn.indexer.weights_proj",
+}
+_DEEPSEEK32 = replace(
+    _DEEPSEEK3,
+    architecture="deepseek32",
+    blocks={**_DEEPSEEK3.blocks, **_INDEXER},
+    layer_kinds=("indexed_attention", "deepseek_sparse_attention"),
+    metadata=_indexed,
+)
+
 LATENT: dict[str, Family] = {
+    "deepseek_v32": _DEEPSEEK32,
+    "glm_moe_dsa": replace(_DEEPSEEK32, architecture="glm-dsa", defaults={"rms_norm_eps": 1e-5}, metadata=_glm_dsa),
     "deepseek_v2": replace(_DEEPSEEK3, metadata=_deepseek_v2),
     **dict.fromkeys(("deepseek_v3", "kimi_k2", "glm4_moe_lite"), _DEEPSEEK3),
     "mistral4": replace(_DEEPSEEK3, architecture="mistral4", metadata=_mistral4),

@@ -207,6 +207,35 @@ def _minimax(settings: Settings) -> Metadata:
     return keys | {"residual_scale": weights.pop(), "attention.recurrent_layers": [int(one) for one in is_recurrent]}
 
 
+def _minimax_m3(settings: Settings) -> Metadata:
+    """Experts' size is `intermediate_size`; layers without experts have another. Older files nest the indexer's."""
+    settings.must_be("swiglu_alpha", 1.702, 1.702)
+    settings.must_be("swiglu_limit", 7.0, 7.0)
+    settings.must_be("scoring_func", "sigmoid", "sigmoid")
+    old = Settings(settings.record("sparse_attention_config"), {})
+    settings.mark_read(("mlp_layer_types", "moe_layer_freq", "shared_intermediate_size", "rotary_dim", "layer_types"))
+    settings.mark_read(("use_qk_norm", "qk_norm_type", "use_gemma_norm", "use_routing_bias", "num_mtp_modules"))
+    sizes = {
+        "head_count": ("index_n_heads", "sparse_num_index_heads", 4),
+        "key_length": ("index_head_dim", "sparse_index_dim", 128),
+        "block_size": ("index_block_size", "sparse_block_size", 128),
+        "top_k": ("index_topk_blocks", "sparse_topk_blocks", 16),
+        "local_blocks": ("index_local_blocks", "sparse_local_block", 1),
+    }
+    return {
+        **experts(settings),
+        **{
+            f"attention.indexer.{key}": old.integer(nested, settings.integer(name, default))
+            for key, (name, nested, default) in sizes.items()
+        },
+        "expert_feed_forward_length": settings.integer("intermediate_size", low=1),
+        "feed_forward_length": settings.integer("dense_intermediate_size", 12288, low=1),
+        "expert_gating_func": 2,
+        "expert_weights_norm": True,
+        "expert_weights_scale": settings.number("routed_scaling_factor", 2.0),
+    }
+
+
 def _llama4(settings: Settings) -> Metadata:
     num_layers = settings.integer("num_hidden_layers", low=1)
     wanted = [int((layer + 1) % 4 != 0) for layer in range(num_layers)]
@@ -393,6 +422,28 @@ def _smallthinker(settings: Settings) -> Metadata:
     }
 
 
+def _index_names(part: str) -> Source:
+    """Both names of an indexer's module: in files of its authors and in those of transformers."""
+    return f"self_attn.index_{part}", f"self_attn.indexer.{part}"
+
+
+# Transformers saves a text model's gate and up as one matrix.
+_M3_EXPERTS: dict[str, Source] = {
+    **{
+        stem: tuple(f"{module}.{name}" for module in ("block_sparse_moe", "mlp"))
+        for stem, name in {
+            "ffn_gate_inp": "gate",
+            **gated("experts.{expert}", "_exps", W_NAMES),
+            "ffn_gate_shexp": "shared_experts.gate_proj",
+            "ffn_down_shexp": "shared_experts.down_proj",
+        }.items()
+    },
+    "ffn_up_shexp": (
+        "block_sparse_moe.shared_experts.up_proj",
+        "mlp.shared_experts.up_proj",
+        "mlp.shared_experts.gate_up_proj",
+    ),
+}
 _MELLUM_ROPE = {
     "full_attention": {"rope_type": "default", "rope_theta": 5e5},
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
@@ -667,6 +718,33 @@ MIXTURES: dict[str, Family] = {
         has_layer_norms=True,
         defaults={"rms_norm_eps": 1e-5, "rope_theta": 1e6},
         metadata=_phimoe,
+    ),
+    **dict.fromkeys(
+        ("minimax_m3_vl", "minimax_m3_vl_text", "minimax_m3"),
+        Family(
+            architecture="minimax-m3",
+            blocks={
+                **NORMS,
+                **ATTENTION,
+                **HEAD_NORMS,
+                **GATED,
+                "ffn_up": ("mlp.up_proj", "mlp.gate_up_proj"),
+                **_M3_EXPERTS,
+                **{f"indexer.{part}": _index_names(part) for part in ("q_proj", "k_proj", "q_norm", "k_norm")},
+            },
+            parameters={
+                "exp_probs_b.bias": (
+                    "block_sparse_moe.e_score_correction_bias",
+                    "mlp.gate.e_score_correction_bias",
+                ),
+                **FUSED_EXPERTS,
+            },
+            activations=("swigluoai", "silu"),
+            norms_plus_one=True,
+            layer_kinds=("minimax_m3_sparse",),
+            defaults={"rms_norm_eps": 1e-6, "rope_theta": 5e6, "num_key_value_heads": 4, "head_dim": 128},
+            metadata=_minimax_m3,
+        ),
     ),
     **dict.fromkeys(
         ("qwen3_vl_moe", "qwen3_vl_moe_text"),

@@ -18,7 +18,7 @@ _HEADS = ("lm_head", "language_model.lm_head", "embed_out", "output")
 _IGNORED = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|attn\.(masked_)?bias|attention\.(masked_)?bias|masked_bias)")
 _OTHER_PARTS = re.compile(
     r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|vision_embed_tokens|audio_tower|embed_vision"
-    r"|embed_audio)\."
+    r"|embed_audio|patch_merge_mlp)\."
 )
 _DRAFTER = re.compile(r"(model\.)?mtp\.")
 _OLD_LEAVES = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}

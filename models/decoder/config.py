@@ -42,6 +42,8 @@ BIDIRECTIONAL = frozenset(
     "bert eurobert gemma-embedding jina-bert-v2 jina-bert-v3 modern-bert neo-bert nomic-bert nomic-bert-moe".split()
 )
 """Architectures whose positions see later ones: encoders."""
+_WITH_ACTIVATION = ("bitnet", "modern-bert")
+"""Their files say which activation they have."""
 _DENSE_FIRST = ("cohere2moe", "laguna", "modern-bert", "smallthinker")
 """Of the layers in a period of the window's pattern the first has full attention, not the last."""
 _MAX_VOCABULARY = 1 << 20
@@ -222,7 +224,7 @@ class ModelConfig:
             is_layer_norm="attention.layer_norm_rms_epsilon" not in reader,
             num_loops=reader.integer("num_loops", 1, low=1, high=MAX_LAYERS),
             has_learned_positions="position_embd.weight" in tensor_shapes,
-            hidden_activation=reader.text("hidden_activation", "") if architecture == "modern-bert" else "",
+            hidden_activation=reader.text("hidden_activation", "") if architecture in _WITH_ACTIVATION else "",
             block_tensors=frozenset(name.removeprefix("blk.0.") for name in tensor_shapes if name.startswith("blk.0.")),
             windowed_head_dim=windowed[0] if windowed else 0,
             windowed_value_head_dim=windowed[1] if windowed else 0,

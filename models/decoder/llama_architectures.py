@@ -30,6 +30,12 @@ def _apertus(config: ModelConfig) -> Architecture:
     return replace(QK_NORMED, gated=False, xielu=config.xielu)
 
 
+def _bitnet(config: ModelConfig) -> Architecture:
+    """BitNet b1.58: the first models, and GGUF's runtimes, have SiLU, the 2B of 2025 (2504.12285) a squared ReLU."""
+    is_squared = config.hidden_activation == "relu2"
+    return Architecture(activation=Activation.RELU_SQUARED if is_squared else Activation.SILU)
+
+
 def _nanbeige(config: ModelConfig) -> Architecture:
     """Nanbeige 4, of which some run all their layers several times."""
     if config.num_loops > 1:
@@ -73,7 +79,7 @@ LLAMA_KIN: dict[str, Architecture | Callable[[ModelConfig], Architecture]] = {
     "arcee": replace(LLAMA, activation=Activation.RELU_SQUARED, gated=False),
     "baichuan": _baichuan,
     # BitNet b1.58 (arXiv 2402.17764): ternary matrices, and a norm before the last one of each block.
-    "bitnet": Architecture(),
+    "bitnet": _bitnet,
     # CogVLM (arXiv 2311.03079), on text: matrices for images are left aside.
     "cogvlm": Architecture(rope_base=10000.0),
     # ChatGLM 2 and 3, GLM 4 9B Chat (arXiv 2406.12793): half of each head rotates.

@@ -59,7 +59,7 @@ ARCHITECTURE_KEYS: dict[str, tuple[str, ...]] = {
     "embedding_length_out": tuple(OF_ANOTHER_CACHE),
     "embedding_scale": (*_MUP, "grok"),
     "full_attention_interval": tuple(BY_INTERVAL),
-    "hidden_activation": ("modern-bert",),
+    "hidden_activation": ("bitnet", "modern-bert"),
     "kda.gate_lower_bound": KIMI_DELTA,
     "kda.head_dim": KIMI_DELTA,
     "kda.safe_gate": KIMI_DELTA,

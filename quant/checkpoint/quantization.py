@@ -6,6 +6,7 @@ from typing import Any
 from localinfer.errors import CorruptFileError, UnsupportedFormatError
 from localinfer.quant.checkpoint.auto_round import auto_round_reader
 from localinfer.quant.checkpoint.awq import AwqReader
+from localinfer.quant.checkpoint.bitnet import BitNetReader
 from localinfer.quant.checkpoint.bitsandbytes import BitsAndBytesReader
 from localinfer.quant.checkpoint.compressed_tensors import CompressedTensorsReader
 from localinfer.quant.checkpoint.folder import CheckpointFolder
@@ -24,6 +25,7 @@ _READERS: dict[str, Callable[[CheckpointFolder, Mapping[str, Any]], ModuleReader
     "fbgemm_fp8": Fp8Reader,
     "modelopt": Fp8Reader,
     "mxfp4": Mxfp4Reader,
+    "bitnet": BitNetReader,
     "bitsandbytes": BitsAndBytesReader,
     "hqq": HqqReader,
 }
