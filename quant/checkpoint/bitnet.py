@@ -75,8 +75,8 @@ class BitNetReader(ModuleReader):
 
         def unpacked(rows: NDArray[np.intp]) -> NDArray[np.uint8]:
             step = num_rows // _ROWS_PER_BYTE
-            codes: NDArray[np.uint8] = (values[rows % step] >> (2 * (rows // step)).astype(np.uint8)[:, None]) & 3
-            return codes
+            shifts = (2 * (rows // step)).astype(np.uint8)[:, None]
+            return np.asarray(values[rows % step] >> shifts & 3, np.uint8)
 
         def rounded(rows: NDArray[np.intp]) -> NDArray[np.uint8]:
             taken = values[rows]
@@ -84,7 +84,7 @@ class BitNetReader(ModuleReader):
             codes = np.clip(np.rint(found / np.float32(factor) if self._is_online else found), -1, 1)
             if not self._is_online and (codes != found).any():
                 raise wrong_type(self._folder, name, "weights of -1, 0 and 1, with a weight_scale beside them")
-            return (codes + 1).astype(np.uint8)
+            return np.asarray(codes + 1, np.uint8)
 
         if is_packed and (values & values >> 1 & 0b01010101).any():
             raise wrong_type(self._folder, name, "bytes of four codes of 0, 1 and 2")
