@@ -62,7 +62,7 @@ def _has_values(values: FloatArray | None, count: int, name: str) -> None:
         check(values.size == count, f"{name} has {values.size} values; {count} are needed")
 
 
-def _check_embed(op: ops.Embed | ops.EmbedPositions) -> None:
+def _check_embed(op: ops.Embed | ops.EmbedPositions | ops.EmbedTypes) -> None:
     out, table = op.out, op.table
     check(out.width == table.width, f"{out.name} is {out.width} wide, {table.name} {table.width}")
     check(out.rows is Rows.BATCH, f"{out.name} holds output rows; embeddings are of batch rows")
@@ -139,8 +139,25 @@ def _check_attention(op: ops.Attention, kept: KVLayerShape) -> None:
             and shape.alibi_slopes is None
         )
         check(is_plain, f"{shape} cannot attend to chosen positions")
+    if op.relative is not None:
+        check(shape.bidirectional and op.chosen is None, "biases by distance are for texts that are computed whole")
+        _check_relative(op.relative, shape.num_heads)
     _has_values(shape.sinks, shape.num_heads, "attention sinks")
     _has_values(shape.alibi_slopes, shape.num_heads, "ALiBi slopes")
+
+
+def _check_relative(relative: ops.Relative, num_heads: int) -> None:
+    buckets, count = relative.buckets, relative.num_buckets
+    check(
+        buckets.ndim == 1 and buckets.size % 2 == 1, f"buckets of distances are {buckets.shape}; an odd number wanted"
+    )
+    check(int(buckets.min()) >= 0 and int(buckets.max()) < count, f"distances lie outside the {count} buckets")
+    if relative.table is not None:
+        check(relative.table.shape == (num_heads, count), f"biases by distance are {relative.table.shape}")
+    for buffer in (relative.by_row, relative.by_key):
+        if buffer is not None:
+            check(buffer.width == num_heads * count, f"{buffer.name} is {buffer.width} wide, not {num_heads} x {count}")
+            check(buffer.rows is Rows.BATCH, "attention is of batch rows")
 
 
 def _check_chosen(chosen: ops.Chosen) -> None:
@@ -436,6 +453,7 @@ class GraphBuilder:
     # `builder.rope(x, table, 64)` is `builder.append(Rope(x, table, 64))`.
     embed = _writer(ops.Embed, _check_embed)
     embed_positions = _writer(ops.EmbedPositions, _check_embed)
+    embed_types = _writer(ops.EmbedTypes, _check_embed)
     previous_row = _writer(further_ops.PreviousRow, _check_previous_row)
     rms_norm = _writer(ops.RmsNorm, _check_norm)
     layer_norm = _writer(ops.LayerNorm, _check_norm)

@@ -206,6 +206,22 @@ class Chosen(Record):
         return self.blocks.width // self.count
 
 
+class Relative(Record):
+    """What attention adds to a score by how far the key is from the row: of each head, one number for each bucket.
+
+    buckets: whole numbers int64[2 * reach + 1], the bucket of every distance key position - row position from -reach
+    on; what is further away is in the bucket of the furthest. table: float32[num_heads, num_buckets] is added as it is
+    (T5, arXiv 1910.10683, section 2.1); by_row, by_key: num_buckets values of each head, of the row that attends and
+    of the key's, are multiplied by the scale of scores first (DeBERTa, arXiv 2006.03654, section 3.1).
+    """
+
+    buckets: NDArray[np.int64]
+    num_buckets: int
+    table: FloatArray | None = None
+    by_row: Buffer | None = None
+    by_key: Buffer | None = None
+
+
 class Routing(Record):
     """How `Route` picks experts: the best `num_selected` by gating value (plus `selection_bias`, which does not weigh).
 
@@ -283,6 +299,13 @@ class EmbedPositions(Record):
     table: EmbeddingTable
 
 
+class EmbedTypes(Record):
+    """out[r] += table[token type of r]: which text of a pair a row belongs to (BERT, arXiv 1810.04805, section 3)."""
+
+    out: Buffer
+    table: EmbeddingTable
+
+
 class Exchange(Record):
     """The program stops here: programs of other devices read `gives`, and write `takes` before the next op.
 
@@ -345,7 +368,7 @@ class Attention(Record):
     """Attention of every row over its sequence's cache, in chunks of absolute positions merged in order.
 
     Rows see positions up to their own, or up to the last of their segment (`AttentionShape.bidirectional`); of these
-    all, or those chosen.
+    all, or those chosen. relative: of bidirectional attention, whose segments are whole texts.
     """
 
     out: Buffer
@@ -353,6 +376,7 @@ class Attention(Record):
     layer: int
     shape: AttentionShape
     chosen: Chosen | None = None
+    relative: Relative | None = None
 
 
 class Activate(Record):
@@ -448,8 +472,8 @@ class ExpertSum(Record):
 
 
 Op = (
-    Embed | EmbedPositions | Exchange | RmsNorm | LayerNorm | Matmul | Rope | StoreKV | Attention | Activate
-    | GatedActivate | Add | Scale | HeadMatmul | SelectOutput | Route | ExpertMatmul
+    Embed | EmbedPositions | EmbedTypes | Exchange | RmsNorm | LayerNorm | Matmul | Rope | StoreKV | Attention
+    | Activate | GatedActivate | Add | Scale | HeadMatmul | SelectOutput | Route | ExpertMatmul
     | ExpertSum | FurtherOp | RecurrentOp
 )  # fmt: skip
 
@@ -476,6 +500,16 @@ class OpGraph:
         return min((op.table.num_rows for op in self.ops if isinstance(op, Embed)), default=1 << 62)
 
     @property
+    def num_token_types(self) -> int:
+        """Token types that may be looked up; 1 where none is."""
+        return min((op.table.num_rows for op in self.ops if isinstance(op, EmbedTypes)), default=1)
+
+    @property
+    def needs_whole_texts(self) -> bool:
+        """Whether segments begin with the first position: keys' rows are looked up in the batch."""
+        return any(isinstance(op, Attention) and op.relative is not None for op in self.ops)
+
+    @property
     def num_positions(self) -> int:
         """Positions that may be looked up or chosen from."""
         tables = [op.table.num_rows for op in self.ops if isinstance(op, EmbedPositions)]
@@ -498,7 +532,7 @@ class WeightSource(Protocol):
         """
 
     def embedding(self, name: str) -> EmbeddingTable:
-        """A table for `Embed` and `EmbedPositions`."""
+        """A table for `Embed`, `EmbedPositions` and `EmbedTypes`."""
 
     def vector(self, name: str) -> FloatArray:
         """A small tensor as float32, whatever its type in the file, in its own shape."""

@@ -59,16 +59,20 @@ class Segment:
 
 @dataclass(frozen=True)
 class Batch:
-    """What one forward pass computes: int32 token ids, whose rows they are, and which rows want logits."""
+    """What one forward pass computes: int32 token ids, whose rows they are, and which rows want logits.
+
+    token_types: int32 per row, for models with such a table; None for type 0 throughout.
+    """
 
     token_ids: NDArray[np.int32]
     segments: Sequence[Segment]
     output_rows: NDArray[np.int32]
+    token_types: NDArray[np.int32] | None = None
 
 
 @dataclass(frozen=True)
 class BatchLimits:
-    """What batches of a program may hold: rows, rows with logits, token ids and positions below these."""
+    """What batches of a program may hold: rows, rows with logits, token ids, positions and token types below these."""
 
     max_rows: int
     max_output_rows: int
@@ -76,6 +80,9 @@ class BatchLimits:
     num_positions: int
     page_tokens: int
     has_states: bool = False
+    num_token_types: int = 1
+    needs_whole_texts: bool = False
+    """Whether segments begin with the first position."""
 
     def check(self, batch: Batch) -> None:
         """Raise RequestError or ContextLengthError for a batch that kernels, which check nothing, must not get."""
@@ -89,6 +96,8 @@ class BatchLimits:
         if lowest < 0 or highest >= self.num_tokens:
             found = lowest if lowest < 0 else highest
             raise RequestError(f"token id {found} is not in the vocabulary of {self.num_tokens} entries")
+        if batch.token_types is not None:
+            self._check_types(batch.token_types, rows)
         if outputs:
             lowest, highest = _extremes(batch.output_rows)
             if lowest < 0 or highest >= rows:
@@ -103,6 +112,14 @@ class BatchLimits:
             _check_apart([segment.state for segment in batch.segments])
         if total != rows:
             raise RequestError(f"the segments hold {total} rows, the batch {rows} token ids")
+
+    def _check_types(self, types: NDArray[np.int32], num_rows: int) -> None:
+        if len(types) != num_rows:
+            raise RequestError(f"{len(types)} token types were given for {num_rows} token ids")
+        lowest, highest = _extremes(types)
+        if lowest < 0 or highest >= self.num_token_types:
+            found = lowest if lowest < 0 else highest
+            raise RequestError(f"token type {found} is not among the {self.num_token_types} of the model")
 
     def check_settled(self, step: StateStep) -> None:
         """Raise RequestError for a step without rows that kernels must not get."""
@@ -125,6 +142,8 @@ class BatchLimits:
             )
         if end - dropped > num_pages * self.page_tokens:
             raise RequestError(f"segment {index} ends at position {end}, but {num_pages} pages were given for it")
+        if start and self.needs_whole_texts:
+            raise RequestError(f"segment {index} begins at position {start}; this model computes whole texts only")
         if end > self.num_positions:
             raise ContextLengthError(f"position {end - 1} is beyond the {self.num_positions} the model has learned")
 

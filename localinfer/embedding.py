@@ -87,15 +87,19 @@ class TextEmbedder:
                 "this model is no reranker: its file has no classifier (pooling_type 4); load a reranker, or compare "
                 "the vectors of embed"
             )
-        texts = [self._checked(self._pair(query, text, truncate)) for text in documents]
-        scores = [self._score(outputs, normalize=normalize) for outputs in self._pool(texts, Pooling.RANK)]
+        pairs = [self._pair(query, text, truncate) for text in documents]
+        texts = [self._checked(ids) for ids, _ in pairs]
+        found = self._pool(texts, Pooling.RANK, [num_first for _, num_first in pairs])
+        scores = [self._score(outputs, normalize=normalize) for outputs in found]
         ranked = sorted(range(len(texts)), key=lambda index: -scores[index])[:top_n]
         return [RankedDocument(index, scores[index], len(texts[index])) for index in ranked]
 
-    def _pool(self, texts: Sequence[NDArray[np.int32]], pooling: Pooling) -> list[FloatArray]:
+    def _pool(
+        self, texts: Sequence[NDArray[np.int32]], pooling: Pooling, num_first: Sequence[int] | None = None
+    ) -> list[FloatArray]:
         # Of two threads one waits for the other's batches: a program grows while nobody uses it.
         with self._lock:
-            return self._pooler.pool(texts, pooling)
+            return self._pooler.pool(texts, pooling, num_first)
 
     def _pooling(self, name: str | None) -> Pooling:
         if name is None:
@@ -134,12 +138,13 @@ class TextEmbedder:
             )
         return tokens
 
-    def _pair(self, query: str, document: str, truncate: bool) -> list[int]:
-        """Query and document as the model was trained to read them."""
+    def _pair(self, query: str, document: str, truncate: bool) -> tuple[list[int], int]:
+        """Query and document as the model was trained to read them, and how many ids are of the first token type."""
         template = self._model.file.metadata.get(RERANK_TEMPLATE_KEY)
         tokenizer, room = self._tokenizer(), self._engine.context_length
         if isinstance(template, str):
-            return self._filled(template, query, document, truncate)
+            filled = self._filled(template, query, document, truncate)
+            return filled, len(filled)
         if not self._model.config.is_encoder:
             raise RequestError(
                 f"this reranker reads a prompt that its file does not have ({RERANK_TEMPLATE_KEY}); convert it again "
@@ -150,7 +155,9 @@ class TextEmbedder:
         second = tokenizer.encode(document, add_special=False, max_tokens=None if truncate else room)
         if truncate:
             second = second[: max(0, room - len(first) - len(between) - len(end))]
-        return [*first, *between, *second, *end]
+        ids = [*first, *between, *second, *end]
+        has_types = tokenizer.second_type < self._model.num_token_types
+        return ids, len(first) + len(between) if tokenizer.second_type and has_types else len(ids)
 
     def _filled(self, template: str, query: str, document: str, truncate: bool) -> list[int]:
         """The ids of a prompt; only the template's own text may spell control tokens."""

@@ -164,6 +164,12 @@ def _embed_positions(run: _Run, op: ops.EmbedPositions) -> None:
     run[op.out] = run[op.out] + op.table.packed[run.positions]
 
 
+@_formula(ops.EmbedTypes)
+def _embed_types(run: _Run, op: ops.EmbedTypes) -> None:
+    types = np.zeros(len(run.positions), np.int32) if run.batch.token_types is None else run.batch.token_types
+    run[op.out] = run[op.out] + op.table.packed[types]
+
+
 @_formula(ops.RmsNorm)
 def _rms_norm(run: _Run, op: ops.RmsNorm) -> None:
     grouped = groups(run[op.x], op.group_size)
@@ -236,8 +242,26 @@ def _attention(run: _Run, op: ops.Attention) -> None:
                 keys = kept(keys, shape.key_size, run.kv_types[0])
                 values = kept(values, shape.value_size, run.kv_types[1])
             chosen = None if op.chosen is None else is_chosen(run[op.chosen.blocks][row], op.chosen, len(seen))
-            result[row] = attend(query, keys, values, seen, shape, position, chosen)
+            biases = None
+            if op.relative is not None:
+                biases = _relative(run, op.relative, row, [rows[other - segment.start_position] for other in seen])
+            result[row] = attend(query, keys, values, seen, shape, position, chosen, biases)
     run[op.out] = result
+
+
+def _relative(run: _Run, relative: ops.Relative, row: int, others: list[int]) -> tuple[Float64Array, Float64Array]:
+    """What each of the other rows gets as a key by its distance, [num_heads, keys]: scaled as scores are, and plain."""
+    reach = len(relative.buckets) // 2
+    distances = run.positions[others] - run.positions[row]
+    buckets = relative.buckets[reach + np.clip(distances, -reach, reach)]
+    scaled = np.zeros((1, len(others)))
+    if relative.by_row is not None:
+        scaled = scaled + run[relative.by_row][row].reshape(-1, relative.num_buckets)[:, buckets]
+    if relative.by_key is not None:
+        of_keys = run[relative.by_key][others].reshape(len(others), -1, relative.num_buckets)
+        scaled = scaled + of_keys[np.arange(len(others)), :, buckets].T
+    plain = np.zeros((1, len(others))) if relative.table is None else relative.table.astype(np.float64)[:, buckets]
+    return scaled, plain
 
 
 @_formula(further_ops.ChooseBlocks)

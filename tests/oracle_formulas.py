@@ -33,10 +33,12 @@ def attend(
     shape: AttentionShape,
     position: int | None = None,
     chosen: NDArray[np.bool_] | None = None,
+    biases: tuple[Float64Array, Float64Array] | None = None,
 ) -> Float64Array:
     """Attention of one row, at `position` or else the last of `positions`, over keys and values of these.
 
-    chosen: bool[1 or num_kv_heads, len(positions)], those that count.
+    chosen: bool[1 or num_kv_heads, len(positions)], those that count. biases: [1 or num_heads, len(positions)], added
+    before scores are scaled, and after.
     """
     position = positions[-1] if position is None else position
     keys = keys.reshape(len(positions), shape.num_kv_heads, shape.key_size)
@@ -45,6 +47,9 @@ def attend(
     for head, head_query in enumerate(query.reshape(shape.num_heads, shape.key_size)):
         kv_head = head // (shape.num_heads // shape.num_kv_heads)
         scores = shape.scale * (keys[:, kv_head] @ head_query)
+        if biases is not None:
+            scaled, plain = (part[head % len(part)] for part in biases)
+            scores = scores + shape.scale * scaled + plain
         if shape.softcap:
             scores = shape.softcap * np.tanh(scores / shape.softcap)
         if shape.alibi_slopes is not None:

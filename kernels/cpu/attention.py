@@ -95,6 +95,12 @@ def chosen_parameters(layout: KVLayout, layer: int, chosen: Chosen | None) -> di
     return words
 
 
+def relative_parameters() -> dict[str, int]:
+    """Words of an ATTENTION block without biases by distance."""
+    names = "buckets reach table_bias row_bias row_bias_stride key_bias key_bias_stride num_buckets"
+    return dict.fromkeys(names.split(), 0)
+
+
 def called_kernels(layout: KVLayout) -> dict[str, Kernel]:
     """What an `attention` op calls, by the word of ATTENTION that holds its address."""
     return {

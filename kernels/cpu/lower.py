@@ -22,7 +22,17 @@ from localinfer.kernels.jit.compile_ahead import compile_ahead, link
 from localinfer.kernels.jit.object_cache import Kernel
 from localinfer.kernels.kv_layout import KVLayout, is_quantized
 from localinfer.kernels.layouts import GGUF_LAYOUTS, GRID_LAYOUTS, SIZES, is_float, num_tiles
-from localinfer.kernels.ops import AttentionShape, Buffer, Gating, LinearWeight, OpGraph, Projection, RopeTable, Rows
+from localinfer.kernels.ops import (
+    AttentionShape,
+    Buffer,
+    Gating,
+    LinearWeight,
+    OpGraph,
+    Projection,
+    Relative,
+    RopeTable,
+    Rows,
+)
 from localinfer.kernels.program import Operation
 from localinfer.types import ProgressCallback
 
@@ -77,10 +87,12 @@ def _kernels_of(tape: CpuTape) -> list[Kernel]:
     return list(dict.fromkeys([*tape.kernels, *(called for _, _, called in tape.calls)]))
 
 
-def _embed(tape: CpuTape, op: ops.Embed | ops.EmbedPositions) -> None:
+_LOOKED_UP = {ops.Embed: "token_ids", ops.EmbedPositions: "positions", ops.EmbedTypes: "token_types"}
+
+
+def _embed(tape: CpuTape, op: ops.Embed | ops.EmbedPositions | ops.EmbedTypes) -> None:
     out, table = op.out, op.table
-    by_position = isinstance(op, ops.EmbedPositions)
-    scale = 1.0 if isinstance(op, ops.EmbedPositions) else op.scale
+    scale, adds = (op.scale, False) if isinstance(op, ops.Embed) else (1.0, True)
     rows = tape.memory.placed_table(table.packed)
     check(rows.num_columns == table.width, f"{table.name} is {table.width} wide, and stored {rows.num_columns} wide")
     check(rows.layout in GGUF_LAYOUTS, f"{table.name} is in {rows.layout.name}, which embeddings are not")
@@ -90,10 +102,11 @@ def _embed(tape: CpuTape, op: ops.Embed | ops.EmbedPositions) -> None:
         rows.data.size == table.num_rows * row_bytes and rows.num_columns % sizes.unit == 0,
         f"{table.name} holds {rows.data.size} bytes; {table.num_rows} rows need {table.num_rows * row_bytes}",
     )
-    tape.memory.keep_table(rows, by_position=by_position)
+    tape.memory.keep_table(rows, is_small=adds)
     words = parameters.EMBED.pack(
         **tape.places(out=out), table=rows.data.ctypes.data, row_bytes=row_bytes, layout=rows.layout,
-        columns=rows.num_columns, unit=sizes.unit, unit_bytes=sizes.file_bytes, scale=scale, by_position=by_position,
+        columns=rows.num_columns, unit=sizes.unit, unit_bytes=sizes.file_bytes, scale=scale,
+        indices=parameters.BATCH.offset(_LOOKED_UP[type(op)]), adds=adds,
     )  # fmt: skip
     kernel = "embedding.embed_grid" if rows.layout in GRID_LAYOUTS else "embedding.embed"
     cost = Operation(kernel, Rows.BATCH, (table.name,), rows.data.size, rows.data.size // table.num_rows)
@@ -244,6 +257,7 @@ def _attention(tape: CpuTape, op: ops.Attention) -> None:
         gathered = tape.memory.shared("chosen positions", num_bytes)
         words |= tape.places(chosen=op.chosen.blocks) | {"rows_per_unit": 1, "gathered": gathered}
         check(tape.attention_sums is None, "attention to chosen positions is not summed by page")
+    words |= attention.relative_parameters() if op.relative is None else _relative(tape, op.relative)
     words |= {"sinks": tape.memory.constant(shape.sinks), "slopes": tape.memory.constant(shape.alibi_slopes)}
     tape.partial_bytes = max(tape.partial_bytes, attention.partial_bytes(layout, layer, shape))
     seen = shape.window or shape.chunk if op.chosen is None else op.chosen.count * op.chosen.block_size
@@ -262,6 +276,18 @@ def _attention(tape: CpuTape, op: ops.Attention) -> None:
         work = tape.memory.shared("attention sums", tape.pool.max_threads * 64 * pages)
         words |= {"sums": address(tape.attention_sums), "sums_heads": heads, "sums_pages": pages, "work": work}
         tape.add("attention_sums.attention_sums", parameters.ATTENTION_SUMS.pack(**words), calls=calls, about=about)
+
+
+def _relative(tape: CpuTape, relative: Relative) -> dict[str, int]:
+    """Words of an ATTENTION block about biases by distance."""
+    check(tape.attention_sums is None, "attention with biases by distance is not summed by page")
+    buckets = placed(4 * relative.buckets.astype(np.int64))
+    tape.memory.keep(buckets)
+    words = {"buckets": address(buckets), "reach": len(buckets) // 2, "num_buckets": relative.num_buckets}
+    words["table_bias"] = tape.memory.constant(relative.table)
+    for name, buffer in (("row_bias", relative.by_row), ("key_bias", relative.by_key)):
+        words[name], words[f"{name}_stride"] = (0, 0) if buffer is None else tape.place(buffer)
+    return words
 
 
 def _cache_types(tape: CpuTape) -> str:
@@ -289,7 +315,7 @@ def _choose_blocks(tape: CpuTape, op: further_ops.ChooseBlocks) -> None:
     words |= _queries(tape, op.queries, op.layer, shape) | attention.chosen_parameters(layout, op.layer, chosen)
     weights, stride = (0, 0) if op.weights is None else tape.place(op.weights)
     words |= {"head_weights": weights, "head_weights_stride": stride, "num_local": op.num_local, "cell": cell}
-    words |= {"num_cells": num_cells, "scores": scores, "sinks": 0, "slopes": 0}
+    words |= {"num_cells": num_cells, "scores": scores, "sinks": 0, "slopes": 0} | attention.relative_parameters()
     calls = {
         parameters.CHOOSE_BLOCKS.fields.index(word): kernel for word, kernel in attention.called_kernels(layout).items()
     }
@@ -418,6 +444,7 @@ def _exchange(tape: CpuTape, op: ops.Exchange) -> None:
 LOWER: dict[type, Callable[[CpuTape, Any], None]] = {
     ops.Embed: _embed,
     ops.EmbedPositions: _embed,
+    ops.EmbedTypes: _embed,
     ops.Exchange: _exchange,
     ops.RmsNorm: _norm,
     ops.LayerNorm: _norm,

@@ -170,10 +170,10 @@ class TapeMemory:
         """A table whose rows are all there, as kernels may read it; see `placed`."""
         return rows if rows.fill is not None else replace(rows, data=placed(rows.data))
 
-    def keep_table(self, rows: "RowTable", *, by_position: bool) -> None:
-        """Hold a table, and have its rows there in time: those of positions, which are few, now."""
+    def keep_table(self, rows: "RowTable", *, is_small: bool) -> None:
+        """Hold a table, and have its rows there in time: those of a small one now."""
         self.keep(rows)
-        if rows.fill is not None and by_position:
+        if rows.fill is not None and is_small:
             rows.fill(np.arange(rows.num_rows, dtype=np.int32))
         elif rows.fill is not None:
             self.fills.append(rows.fill)

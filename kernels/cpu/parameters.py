@@ -55,12 +55,12 @@ def _bits(value: float) -> int:
 
 BATCH = Block(
     "num_rows num_output_rows control token_ids positions page_tables output_rows scratch segments num_segments "
-    "partials partials_bytes windowed_tables"
+    "partials partials_bytes windowed_tables token_types"
 )
-"""token_ids, positions, output_rows: addresses of int64 per row. page_tables, windowed_tables: per row, the address of
-its sequence's page addresses, and of those of its windowed layers. scratch: SCRATCH_BYTES per thread. segments: address
-of SEGMENT blocks. partials: memory that all threads share: counters int64, zero between ops, and results of single
-chunks."""
+"""token_ids, positions, output_rows, token_types: addresses of int64 per row. page_tables, windowed_tables: per row,
+the address of its sequence's page addresses, and of those of its windowed layers. scratch: SCRATCH_BYTES per thread.
+segments: address of SEGMENT blocks. partials: memory that all threads share: counters int64, zero between ops, and
+results of single chunks."""
 SEGMENT = Block(
     "first_row num_rows position page_table windowed_table state log num_logged new_log targets num_targets carried "
     "next_carried"
@@ -71,7 +71,8 @@ RUN = Block("ops num_ops num_threads num_rows num_output_rows num_segments")
 
 # Ops on rows. A stride is in bytes, from one row to the next; is_output says which rows of the batch.
 
-EMBED = Block("out out_stride table row_bytes layout columns unit unit_bytes scale by_position", floats="scale")
+EMBED = Block("out out_stride table row_bytes layout columns unit unit_bytes scale indices adds", floats="scale")
+"""indices: offset in BATCH of the word with the address of what is looked up. adds: whether to what `out` holds."""
 NORM = Block("out out_stride x x_stride weight bias weight_stride groups size epsilon is_output", floats="epsilon")
 """weight_stride: bytes from one group's weights to the next one's."""
 ELEMENTWISE = Block("out out_stride a a_stride b b_stride scalar columns is_output", floats="scalar")
@@ -165,7 +166,8 @@ ATTENTION = Block(
     "queries queries_stride query_head_bytes out out_stride group kv_heads layer_offset head_bytes key_columns "
     "key_scales values value_scales value_size value_columns value_row_bytes value_step scale softcap window after "
     "local_chunk sinks slopes rows_per_unit rotation score_keys weigh_values table own chosen chosen_stride "
-    "chosen_lists chosen_count chosen_block gathered key_bytes key_steps key_blocks value_share value_blocks",
+    "chosen_lists chosen_count chosen_block gathered key_bytes key_steps key_blocks value_share value_blocks "
+    "buckets reach table_bias row_bias row_bias_stride key_bias key_bias_stride num_buckets",
     floats="scale softcap",
 )
 """queries: float32 rows, or what QUANTIZE_QUERIES made of them. group: query heads per KV head. window, after:
@@ -176,7 +178,9 @@ cache's types. table: offset in SEGMENT of the table of this layer's pages. own:
 else 0. chosen: lists of blocks of `chosen_block` positions, `chosen_count` in each of `chosen_lists` lists of a row; 0
 where all are attended to. gathered: pages of one head, a chunk's for each thread. key_bytes, key_steps, key_blocks: of
 a position's keys, bytes that lie together, how many times, and scales. value_share: positions among whose codes those
-of one lie, 1 for rows of their own; value_blocks: scales of a position's values."""
+of one lie, 1 for rows of their own; value_blocks: scales of a position's values. buckets: address of
+int64[2 * reach + 1], four times the bucket of each distance, 0 without biases by distance; table_bias, row_bias,
+key_bias: see `ops.Relative`, 0 for none."""
 CHOOSE_BLOCKS = Block(
     f"{' '.join(ATTENTION.fields)} head_weights head_weights_stride num_local cell num_cells scores",
     floats="scale softcap",

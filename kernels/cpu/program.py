@@ -218,6 +218,7 @@ class CpuProgram:
         rows = self.max_batch_rows
         self._token_ids = zeros(rows, np.int64)
         self._positions = zeros(rows, np.int64)
+        self._token_types = zeros(rows, np.int64)
         self._page_tables = zeros(rows, np.int64)
         self._windowed_tables = zeros(rows, np.int64)
         self._output_rows = zeros(self.max_output_rows, np.int64)
@@ -237,6 +238,7 @@ class CpuProgram:
             partials=0,
             partials_bytes=0,
             windowed_tables=address(self._windowed_tables),
+            token_types=address(self._token_types),
         )
         self._header_address = address(self._header)
         self._partials: NDArray[np.uint8] = aligned_zeros(0)
@@ -334,6 +336,8 @@ class CpuProgram:
         self._token_ids[:rows] = batch.token_ids
         for fill in self._fills:
             fill(batch.token_ids)
+        if self._limits.num_token_types > 1:
+            self._token_types[:rows] = 0 if batch.token_types is None else batch.token_types
         self._output_rows[:outputs] = batch.output_rows
         row = chunks = 0
         for index, segment in enumerate(batch.segments):

@@ -51,6 +51,8 @@ class CpuTape:
             graph.num_positions,
             kv_layout.page_tokens,
             bool(graph.states),
+            graph.num_token_types,
+            graph.needs_whole_texts,
         )
         self.max_rows = {Rows.BATCH: max_batch_rows, Rows.OUTPUT: max_output_rows}
         self.memory = TapeMemory(self.max_rows, graph.buffers)

@@ -45,6 +45,7 @@ class Shape:
     Addresses are of int64[rows]: token ids, positions, the page table of each row (0 for padding), and the output rows.
     cache_positions: where rows lie among the positions that were kept; 0 where all were. sum_targets: where the
     attention of rows is summed (`page_sums.py`). last_positions: of each row's segment in the batch, in the cache.
+    token_types: of rows, for models that have some.
     """
 
     batch_rows: int
@@ -58,6 +59,7 @@ class Shape:
     cache_positions: int = 0
     sum_targets: int = 0
     last_positions: int = 0
+    token_types: int = 0
 
     @property
     def kept(self) -> int:

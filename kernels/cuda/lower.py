@@ -72,7 +72,12 @@ def lower_to_cuda(
         LOWER[type(op)](tape, op)
     tape.read(graph.output)
     limits = BatchLimits(
-        max_batch_rows, max_rows[Rows.OUTPUT], graph.num_tokens, graph.num_positions, kv_layout.page_tokens
+        max_batch_rows,
+        max_rows[Rows.OUTPUT],
+        graph.num_tokens,
+        graph.num_positions,
+        kv_layout.page_tokens,
+        num_token_types=graph.num_token_types,
     )
     builders = [op.build for op in tape.ops]
     ends = [*tape.stage_starts[1:], len(builders)]
@@ -83,16 +88,19 @@ def lower_to_cuda(
     )
 
 
-def _embed(tape: CudaTape, op: ops.Embed | ops.EmbedPositions) -> None:
+_LOOKED_UP = {ops.Embed: "token_ids", ops.EmbedPositions: "positions", ops.EmbedTypes: "token_types"}
+
+
+def _embed(tape: CudaTape, op: ops.Embed | ops.EmbedPositions | ops.EmbedTypes) -> None:
     out, table = op.out, op.table
-    scale, by_position = (op.scale, False) if isinstance(op, ops.Embed) else (1.0, True)
-    if by_position:
+    scale, adds = (op.scale, False) if isinstance(op, ops.Embed) else (1.0, True)
+    if adds:
         tape.read(out)
     weight: DeviceWeight = table.packed
     stored = (weight.num_rows, weight.num_columns)
     check(stored == (table.num_rows, table.width), f"{table.name} is stored as {stored}")
-    place = ("positions" if by_position else "token_ids", *tape.places(out))
-    values = (*weight.arrays, *weight.row_bytes, *place, weight.num_columns, weight.num_rows, int(by_position), scale)
+    place = (_LOOKED_UP[type(op)], *tape.places(out))
+    values = (*weight.arrays, *weight.row_bytes, *place, weight.num_columns, weight.num_rows, int(adds), scale)
     tape.simple("rows.embed", (weight.layout,), Rows.BATCH, weight.num_columns, values, out)
 
 
@@ -251,6 +259,7 @@ def _store_kv(tape: CudaTape, op: ops.StoreKV) -> None:
 def _attention(tape: CudaTape, attention: ops.Attention) -> None:
     out, shape, memory = attention.out, attention.shape, tape.memory
     check(attention.chosen is None, "attention to chosen positions is computed on the CPU only; take device 'cpu'")
+    check(attention.relative is None, "biases by distance are computed on the CPU only; take device 'cpu'")
     check(not shape.excludes_own, "attention without a row's own position is computed on the CPU only")
     check(not (shape.bidirectional and tape.page_sums), "attention to later positions is not summed by page")
     rope = tape.take_rope(attention.queries, shape.key_size)
@@ -408,6 +417,7 @@ def _mean_rows(tape: CudaTape, op: further_ops.MeanRows) -> None:
 LOWER: dict[type, Callable[[CudaTape, Any], None]] = {
     ops.Embed: _embed,
     ops.EmbedPositions: _embed,
+    ops.EmbedTypes: _embed,
     ops.Exchange: _exchange,
     ops.RmsNorm: _norm,
     ops.LayerNorm: _norm,

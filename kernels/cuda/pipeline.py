@@ -81,7 +81,7 @@ class PipelineProgram:
                 replace(segment, page_addresses=found[number])
                 for segment, found in zip(batch.segments, places, strict=True)
             ]
-            part.begin(Batch(batch.token_ids, segments, batch.output_rows))
+            part.begin(replace(batch, segments=segments))
         for number, stage in enumerate(self._stages):
             if should_abort is not None and number and should_abort(number / len(self._stages)):
                 return False

@@ -20,7 +20,7 @@ from localinfer.types import FloatArray, ProgressCallback
 _CHUNK = 128
 _FEWEST_CHUNKS = 4
 _FEWEST_PAGES = 64
-_FIELDS = 7
+_FIELDS = 8
 """Of a row: token id, position, page table, output row, position in the cache, where its attention is summed, and the
 last position in the cache of its segment."""
 
@@ -211,6 +211,8 @@ class CudaProgram:
             parts[5, max(row, end - SUMMED_ROWS) : end] = targets[index]
             longest = max(longest, int(parts[4, end - 1]) + 1)
             row = end
+        if batch.token_types is not None:
+            parts[7, :rows] = batch.token_types
         self._device.write(address, numbers)
         chunks = _FEWEST_CHUNKS
         while chunks * _CHUNK < longest:
@@ -243,7 +245,7 @@ def _padded(rows: int) -> int:
 
 
 def _shape(rows: int, outputs: int, chunks: int, capacity: int, header: int) -> Shape:
-    token_ids, positions, tables, selected, kept, targets, last = (
+    token_ids, positions, tables, selected, kept, targets, last, types = (
         header + 8 * capacity * part for part in range(_FIELDS)
     )
     return Shape(
@@ -251,4 +253,5 @@ def _shape(rows: int, outputs: int, chunks: int, capacity: int, header: int) -> 
         cache_positions=kept,
         sum_targets=targets,
         last_positions=last,
+        token_types=types,
     )

@@ -432,6 +432,7 @@ def forward(
     output_rows: NDArray[np.int32],
     num_droppable: Sequence[int] | None = None,
     tokens_before: Sequence[int | None] | None = None,
+    token_types: NDArray[np.int32] | None = None,
 ) -> Results:
     """Compute the next positions of some sequences in one batch: reserve them, run, commit.
 
@@ -439,7 +440,7 @@ def forward(
     int32[n], one array per sequence. output_rows: int32, rows of the batch whose results are wanted. num_droppable: per
     sequence, how many of its last rows may be dropped by `truncate` afterwards, such as a draft's; None for none.
     tokens_before: per sequence the token at its last position, if there is room for a row more in the batch; see
-    `SequenceCache.repeat_last`.
+    `SequenceCache.repeat_last`. token_types: of all rows, for models that have some and repeat none.
     Returns: what `run` does, valid until its next call. Raises: as `SequenceCache.reserve` and `run`.
     """
     segments: list[Segment] = []
@@ -459,7 +460,7 @@ def forward(
         # Each row has those before it that are computed once more.
         output_rows = output_rows + np.searchsorted(repeated, output_rows, "right").astype(np.int32)
     joined = given[0] if len(given) == 1 else np.concatenate(given)
-    results = run(Batch(joined, segments, output_rows))
+    results = run(Batch(joined, segments, output_rows, token_types))
     if results is not None:
         for sequence, segment in zip(sequences, segments, strict=True):
             sequence.commit(segment.start_position + segment.num_rows)

@@ -23,10 +23,14 @@ TokenIds = NDArray[np.int32]
 
 @dataclass(eq=False)
 class _Text:
-    """A text on its way: its pages while it has any, and the results of its rows that are wanted."""
+    """A text on its way: its pages while it has any, and the results of its rows that are wanted.
+
+    num_first: how many of its ids, from the first on, are of token type 0; the others are of type 1.
+    """
 
     index: int
     token_ids: TokenIds
+    num_first: int
     sequence: SequenceCache | None = None
     rows: list[FloatArray] = field(default_factory=list)
 
@@ -55,11 +59,14 @@ class TextPooler:
         self._is_encoder = model.config.is_encoder
         self._programs: dict[Pooling, Program] = {}
 
-    def pool(self, texts: Sequence[TokenIds], pooling: Pooling) -> list[FloatArray]:
+    def pool(
+        self, texts: Sequence[TokenIds], pooling: Pooling, num_first: Sequence[int] | None = None
+    ) -> list[FloatArray]:
         """What `pooling` makes of each text: float32[size], float32[labels] scores, or float32[T, size] for NONE.
 
-        texts: checked by `Engine.check_prompt`, at least one id each. Vectors have the length that the model gives
-        them. Raises: OutOfMemoryError, ClosedError; ModelFileError for what is not finite.
+        texts: checked by `Engine.check_prompt`, at least one id each. num_first: of pairs, how many ids of each are of
+        the first of the model's token types, the others being of the second; None for all. Vectors have the length that
+        the model gives them. Raises: OutOfMemoryError, ClosedError; ModelFileError for what is not finite.
         """
         if not texts:
             return []
@@ -67,7 +74,8 @@ class TextPooler:
         self._engine.check_usable()
         room = self._reserve(kind, max(map(len, texts)))
         taken = self._taken_rows(kind, pooling)
-        waiting = [_Text(index, token_ids) for index, token_ids in enumerate(texts)]
+        firsts = map(len, texts) if num_first is None else num_first
+        waiting = [_Text(index, ids, first) for index, (ids, first) in enumerate(zip(texts, firsts, strict=True))]
         try:
             for batch in _batches(waiting, room, None if self._is_whole(kind) else room):
                 self._run(kind, batch, taken)
@@ -135,7 +143,9 @@ class TextPooler:
                     piece.text.sequence = cache.open()
                 sequences.append(piece.text.sequence)
             ids = [piece.text.token_ids[piece.start : piece.stop] for piece in batch]
-            found = forward(self._programs[kind].run, sequences, ids, np.array(rows, np.int32)).copy()
+            types = _token_types(batch)
+            program = self._programs[kind]
+            found = forward(program.run, sequences, ids, np.array(rows, np.int32), token_types=types).copy()
         start = 0
         for piece, count in zip(batch, counts, strict=True):
             part = found[start : start + count]
@@ -152,6 +162,15 @@ class TextPooler:
                     assert text.sequence is not None, "chosen so"
                     text.sequence.close()
                     text.sequence = None
+
+
+def _token_types(batch: Sequence[_Piece]) -> NDArray[np.int32] | None:
+    """The token type of every row, None where all are of the first."""
+    if all(piece.stop <= piece.text.num_first for piece in batch):
+        return None
+    return np.concatenate([np.arange(piece.start, piece.stop) >= piece.text.num_first for piece in batch]).astype(
+        np.int32
+    )
 
 
 def _batches(texts: Sequence[_Text], room: int, longest: int | None) -> Iterator[list[_Piece]]:

@@ -93,6 +93,18 @@ class Computed(Change):
             return np.asarray(self.function(values), np.float32)
 
 
+@dataclass(frozen=True)
+class Derived:
+    """A tensor that is computed of several.
+
+    shape: of its float32 values. sources: GGUF's names of those. function: of their values in float32, in that order.
+    """
+
+    shape: tuple[int, ...]
+    sources: tuple[str, ...]
+    function: Callable[..., NDArray[np.float32]]
+
+
 def adjacent_pairs(num_rows: int, num_heads: int, fraction: float = 1.0) -> NDArray[np.intp]:
     """The order of rows in which the two that rotate together, i and i + half in each head, lie side by side.
 

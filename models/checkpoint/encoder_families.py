@@ -12,7 +12,7 @@ from localinfer.models.checkpoint.settings import Settings
 
 Variant = Callable[[Settings, Family], Family]
 
-_NO_ROPE: Metadata = {"rope.dimension_count": None, "rope.freq_base": None}
+NO_ROPE: Metadata = {"rope.dimension_count": None, "rope.freq_base": None}
 _RANK = 4
 _CLASSIFIER = "ForSequenceClassification"
 _FIRST_ROW, _MEAN = 2, 1
@@ -20,7 +20,7 @@ _POOLED_ROWS = {"cls": _FIRST_ROW, "mean": _MEAN}
 # Of pretraining, and of the first token's dense layer, which no vector goes through.
 _UNUSED = r"(.*\.)?(embeddings\.position_ids|pooler\.dense\.(weight|bias))|cls\..*|lm_head\..*"
 
-_BERT_BLOCKS: dict[str, Source] = {
+BERT_BLOCKS: dict[str, Source] = {
     "attn_q": "attention.self.query",
     "attn_k": "attention.self.key",
     "attn_v": "attention.self.value",
@@ -30,7 +30,7 @@ _BERT_BLOCKS: dict[str, Source] = {
     "ffn_down": "output.dense",
     "layer_output_norm": "output.LayerNorm",
 }
-_BERT_ENDS: dict[str, Source] = {
+BERT_ENDS: dict[str, Source] = {
     "token_embd": "embeddings.word_embeddings",
     "token_types": "embeddings.token_type_embeddings",
     "position_embd": "embeddings.position_embeddings",
@@ -38,7 +38,7 @@ _BERT_ENDS: dict[str, Source] = {
 }
 # The model of texts has its gate first, that of code second.
 _JINA_V2_BLOCKS: dict[str, Source] = {
-    **{name: source for name, source in _BERT_BLOCKS.items() if name.startswith("attn")},
+    **{name: source for name, source in BERT_BLOCKS.items() if name.startswith("attn")},
     "attn_q_norm": "attention.self.layer_norm_q",
     "attn_k_norm": "attention.self.layer_norm_k",
     "attn_norm_2": "layer_norm_1",
@@ -69,7 +69,7 @@ def ranker_metadata(settings: Settings) -> Metadata:
     return {"pooling_type": _RANK, "classifier.output_labels": names or ["LABEL_0"]}
 
 
-def _with_classifier(heads: Mapping[str, Source], inside: Mapping[str, Source] | None = None) -> Variant:
+def with_classifier(heads: Mapping[str, Source], inside: Mapping[str, Source] | None = None) -> Variant:
     """The family whose folder may hold a classifier: modules beside the encoder, and within it."""
 
     def variant(settings: Settings, family: Family) -> Family:
@@ -87,27 +87,34 @@ def _with_classifier(heads: Mapping[str, Source], inside: Mapping[str, Source] |
     return variant
 
 
-def _encoder(settings: Settings) -> Metadata:
+def encoder_metadata(settings: Settings) -> Metadata:
+    """That positions see later ones."""
     settings.must_be("is_decoder", False, False)
     settings.must_be("add_cross_attention", False, False)
     return {"attention.causal": False}
 
 
+def gelu_metadata(settings: Settings) -> Metadata:
+    """The same, and which form of GELU a model has: "gelu" is that of the error function."""
+    key = "hidden_activation" if "hidden_activation" in settings else "hidden_act"
+    return {**encoder_metadata(settings), "exact_gelu": True if settings.text(key, "gelu") == "gelu" else None}
+
+
 def _bert(settings: Settings) -> Metadata:
     settings.must_be("position_embedding_type", "absolute", "absolute")
-    return {**_encoder(settings), **_NO_ROPE}
+    return {**gelu_metadata(settings), **NO_ROPE}
 
 
 def _jina_v2(settings: Settings) -> Metadata:
     settings.must_be("feed_forward_type", "geglu", "original")
     settings.mark_read(("emb_pooler",))
-    return {**_encoder(settings), **_NO_ROPE}
+    return {**gelu_metadata(settings), **NO_ROPE}
 
 
 def _bert_variant(settings: Settings, family: Family) -> Family:
     """Jina embeddings 2 (arXiv 2310.19923) call themselves BERT, with ALiBi."""
     if settings.get("position_embedding_type") == "alibi":
-        ends = {name: source for name, source in _BERT_ENDS.items() if name != "position_embd"}
+        ends = {name: source for name, source in BERT_ENDS.items() if name != "position_embd"}
         family = replace(family, architecture="jina-bert-v2", blocks=_JINA_V2_BLOCKS, outside=ends, metadata=_jina_v2)
     return _BERT_CLASSIFIER(settings, family)
 
@@ -116,7 +123,7 @@ def _neo_bert(settings: Settings) -> Metadata:
     """NeoBERT's matrices are two thirds as wide as the file says, in whole eights."""
     settings.mark_read(("embedding_init_range",))
     width = 2 * settings.integer("intermediate_size", low=1) // 3
-    return {**_encoder(settings), "feed_forward_length": (width + 7) // 8 * 8}
+    return {**encoder_metadata(settings), "feed_forward_length": (width + 7) // 8 * 8}
 
 
 def _neo_bert_changes(settings: Settings) -> dict[str, Change]:
@@ -155,14 +162,14 @@ def _nomic(settings: Settings) -> Metadata:
     # Beyond the length it was trained for, its own code stretches positions by what a text needs.
     length = settings.integer("max_position_embeddings", low=1)
     trained = settings.integer("max_trained_positions", length, low=1)
-    return {**_encoder(settings), "context_length": min(length, trained)}
+    return {**encoder_metadata(settings), "context_length": min(length, trained)}
 
 
 def _modern_bert(settings: Settings) -> Metadata:
     period = settings.integer("global_attn_every_n_layers", 3, low=1)
     # Read for a classifier only, of pretraining, and of a parent class.
     settings.mark_read(("classifier_activation", "decoder_bias", "position_embedding_type", "layer_norm_eps"))
-    found: Metadata = {**_encoder(settings), "hidden_activation": settings.text("hidden_activation", "gelu")}
+    found: Metadata = {**gelu_metadata(settings), "hidden_activation": settings.text("hidden_activation", "gelu")}
     if "layer_types" not in settings:
         layers = range(settings.integer("num_hidden_layers", low=1))
         found["attention.sliding_window_pattern"] = [int(layer % period != 0) for layer in layers]
@@ -178,7 +185,7 @@ def _modern_bert_ranker(settings: Settings) -> Metadata:
 
 
 def _modern_bert_variant(settings: Settings, family: Family) -> Family:
-    found = _with_classifier({"cls": "head.dense", "cls.norm": "head.norm", "cls.output": "classifier"})(
+    found = with_classifier({"cls": "head.dense", "cls.norm": "head.norm", "cls.output": "classifier"})(
         settings, family
     )
     if not is_ranker(settings):
@@ -198,13 +205,13 @@ def _xlm_roberta_variant(settings: Settings, family: Family) -> Family:
 
 def _jina_v3(settings: Settings) -> Metadata:
     settings.must_be("lora_adaptations", None, None)
-    return _encoder(settings)
+    return gelu_metadata(settings)
 
 
-_BERT = Family(
+BERT = Family(
     architecture="bert",
-    blocks=_BERT_BLOCKS,
-    outside=_BERT_ENDS,
+    blocks=BERT_BLOCKS,
+    outside=BERT_ENDS,
     layers="encoder.layer",
     unused=_UNUSED,
     activations=("gelu", *GELU_TANH),
@@ -214,19 +221,19 @@ _BERT = Family(
     metadata=_bert,
     variant=_bert_variant,
 )
-_BERT_CLASSIFIER = _with_classifier({"cls.output": "classifier"}, {"cls": "pooler.dense"})
-_ROBERTA_VARIANT = _with_classifier({"cls": "classifier.dense", "cls.output": "classifier.out_proj"})
+_BERT_CLASSIFIER = with_classifier({"cls.output": "classifier"}, {"cls": "pooler.dense"})
+_ROBERTA_VARIANT = with_classifier({"cls": "classifier.dense", "cls.output": "classifier.out_proj"})
 _ROBERTA = replace(
-    _BERT,
-    defaults={**_BERT.defaults, "max_position_embeddings": 514, "pad_token_id": 1},
+    BERT,
+    defaults={**BERT.defaults, "max_position_embeddings": 514, "pad_token_id": 1},
     metadata=_roberta,
     changes=_roberta_changes,
     variant=_xlm_roberta_variant,
 )
-_FUSED = replace(_BERT, outside=_FUSED_ENDS, layers="encoder.layers", variant=None)
+_FUSED = replace(BERT, outside=_FUSED_ENDS, layers="encoder.layers", variant=None)
 
 ENCODERS: dict[str, Family] = {
-    "bert": _BERT,
+    "bert": BERT,
     "roberta": _ROBERTA,
     "xlm-roberta": _ROBERTA,
     "camembert": _ROBERTA,
@@ -301,7 +308,7 @@ ENCODERS: dict[str, Family] = {
         blocks=LLAMA,
         unused=r"lm_head\..*",
         defaults={"rms_norm_eps": 1e-5},
-        metadata=_encoder,
+        metadata=encoder_metadata,
     ),
     # NeoBERT (arXiv 2502.19587).
     "neobert": Family(

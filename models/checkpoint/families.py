@@ -6,6 +6,7 @@ A family is a table; the tables are in files by kin.
 from collections.abc import Mapping, Sequence
 
 from localinfer.errors import UnsupportedFormatError
+from localinfer.models.checkpoint.bert_kin_families import BERT_KIN
 from localinfer.models.checkpoint.delta_families import DELTA
 from localinfer.models.checkpoint.dense_families import DENSE
 from localinfer.models.checkpoint.encoder_families import ENCODERS
@@ -30,6 +31,7 @@ FAMILIES: dict[str, Family] = {
     **UNEVEN,
     **GEMMA4,
     **ENCODERS,
+    **BERT_KIN,
 }
 """By `model_type`."""
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from localinfer.models.checkpoint.changes import FIRST_HALVES, SECOND_HALVES, Change
+from localinfer.models.checkpoint.changes import FIRST_HALVES, SECOND_HALVES, Change, Derived
 from localinfer.models.checkpoint.settings import Settings
 
 Metadata = dict[str, Any]
@@ -75,6 +75,7 @@ class Family:
     activations: names of the only activation it runs with. rows_permuted: GGUF stores the rows of queries and keys so
     that the two elements that rotate together lie side by side. norms_plus_one: GGUF stores 1 + w, but for plain_norms.
     changes: what else GGUF stores otherwise, by its names, with or without `.weight`, where it depends on settings.
+    derived: tensors that GGUF has in place of several, by its names; inner: names of those that only these are made of.
     has_windows: whether layers may have a sliding window. layer_kinds: what `layer_types` may name beside attention.
     has_attention: whether any layer has it; has_latent_attention: whether it is DeepSeek's. has_layer_norms: whether
     its norms subtract the mean. epsilon: the key of theirs. aliases: the names of settings in its files, by the usual
@@ -96,6 +97,8 @@ class Family:
     norms_plus_one: bool = False
     plain_norms: tuple[str, ...] = ()
     changes: Callable[[Settings], Mapping[str, Change]] = lambda settings: {}
+    derived: Callable[[Settings], Mapping[str, Derived]] = lambda settings: {}
+    inner: tuple[str, ...] = ()
     has_windows: bool = False
     layer_kinds: tuple[str, ...] = ()
     has_attention: bool = True

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.errors import UnsupportedFormatError
-from localinfer.models.checkpoint.changes import Change
+from localinfer.models.checkpoint.changes import Change, Derived
 from localinfer.models.checkpoint.families import find_family
 from localinfer.models.checkpoint.family import Family, Metadata
 from localinfer.models.checkpoint.latent_names import latent_sizes
@@ -33,8 +33,8 @@ _NO_TURN = 1e30
 class Hyperparameters:
     """A family, its sizes as GGUF metadata, and the small tensors that GGUF keeps where config.json has lists.
 
-    changes: what GGUF stores otherwise. num_drafters: layers behind the last that predict further tokens.
-    unknown_settings: names of settings that may change results and that nothing here obeys.
+    changes: what GGUF stores otherwise. derived: tensors made of several. num_drafters: layers behind the last that
+    predict further tokens. unknown_settings: names of settings that may change results and that nothing here obeys.
     """
 
     family: Family
@@ -45,6 +45,7 @@ class Hyperparameters:
     num_kv_heads: int
     ties_embeddings: bool | None
     changes: Mapping[str, Change]
+    derived: Mapping[str, Derived]
     num_drafters: int
     unknown_settings: tuple[str, ...]
 
@@ -96,10 +97,10 @@ def read_hyperparameters(config: dict[str, Any], name: str) -> Hyperparameters:
     if keys.get("attention.causal") is False:
         ties = None  # an encoder has no head
     num_drafters = settings.integer("num_nextn_predict_layers", 0, high=MAX_LAYERS)
-    changes = dict(family.changes(settings))
+    changes, derived = dict(family.changes(settings)), dict(family.derived(settings))
     unknown = tuple(unknown_settings(settings))
     return Hyperparameters(
-        family, metadata, tensors, num_layers, num_heads, num_kv_heads, ties, changes, num_drafters, unknown
+        family, metadata, tensors, num_layers, num_heads, num_kv_heads, ties, changes, derived, num_drafters, unknown
     )
 
 

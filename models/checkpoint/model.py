@@ -8,6 +8,7 @@ queries and keys in another order, norms plus one, stacks of experts.
 import json
 import logging
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 
 from localinfer.closing import Closing
 from localinfer.errors import CorruptFileError, TokenizerError, UnsupportedFormatError
-from localinfer.models.checkpoint.changes import ExpertRows, Rows
+from localinfer.models.checkpoint.changes import Derived, ExpertRows, Rows
 from localinfer.models.checkpoint.hyperparameters import Hyperparameters, read_hyperparameters
 from localinfer.models.checkpoint.recommended_sampling import read_sampling
 from localinfer.models.checkpoint.tensor_plan import PlannedTensor, has_head, plan_tensors
@@ -96,6 +97,7 @@ class CheckpointModel(Closing):
         self._num_experts = parameters.metadata.get(f"{parameters.family.architecture}.expert_count", 1)
         self._forms: list[StoredForm] = []
         self._decoded: tuple[str, NDArray[np.uint8]] | None = None
+        self._derived = parameters.derived
         self._made = {**parameters.tensors, **text_modules.tensors}
         self.unknown_settings = parameters.unknown_settings
         self.path = folder.path
@@ -107,7 +109,10 @@ class CheckpointModel(Closing):
         if text_modules.pooling_type is not None:
             metadata.setdefault(f"{parameters.family.architecture}.pooling_type", text_modules.pooling_type)
         self.metadata = metadata | quantization | self._read_tokenizer() | read_sampling(folder)
-        self.tensors = {name: self._record(planned) for name, planned in self._plan.items()}
+        self._records = {name: self._record(planned) for name, planned in self._plan.items()}
+        self.tensors = {name: found for name, found in self._records.items() if not _is_inner(name, parameters)}
+        for name, derived in self._derived.items():
+            self.tensors[name] = self._derived_record(name, derived)
         for name, values in self._made.items():
             self.tensors[name] = TensorRecord(name, TensorType.F32, values.shape)
         forms = {replace(form, num_matrices=0): 0 for form in self._forms}
@@ -119,11 +124,6 @@ class CheckpointModel(Closing):
             self.notices += tuple(self._reader.notices)
         if is_headless and metadata.get(f"{parameters.family.architecture}.attention.causal", True):
             self.notices += ("it has no lm_head: it embeds texts, and what it generates has no meaning",)
-        types = self.tensors.get("token_types.weight")
-        if parameters.family.heads and types is not None and types.shape[0] > 1:
-            self.notices += (
-                "queries and documents are one type of token, as in GGUF files; scores differ from those of two types",
-            )
 
     def replace_metadata(self, values: Mapping[str, SingleValue]) -> None:
         """Go on as if the folder said so; it is left as it is."""
@@ -143,6 +143,11 @@ class CheckpointModel(Closing):
         info = self.tensor(name)
         if name in self._made:
             return self._made[name].view(np.uint8)
+        if name in self._derived:
+            return self._derive(name, self._derived[name])
+        return self._planned_bytes(name, info)
+
+    def _planned_bytes(self, name: str, info: TensorRecord) -> NDArray[np.uint8]:
         planned = self._plan[name]
         if self._is_quantized(planned):
             # Writers ask for a stretch at a time.
@@ -250,6 +255,32 @@ class CheckpointModel(Closing):
             self.tokenizer_error = type(error)(*error.args)
             return {}
 
+    def _derived_record(self, name: str, derived: Derived) -> TensorRecord:
+        missing = next((source for source in derived.sources if source not in self._records), None)
+        if missing is not None:
+            raise CorruptFileError(
+                f"{self.path.name} has nothing that is {missing}, of which {name} is made. {_WAY_OUT}"
+            )
+        return TensorRecord(name, TensorType.F32, derived.shape)
+
+    def _derive(self, name: str, derived: Derived) -> NDArray[np.uint8]:
+        """The bytes of a tensor that is made of several, of which writers ask for a stretch at a time."""
+        if self._decoded is None or self._decoded[0] != name:
+            records = [self._records[source] for source in derived.sources]
+            values = [
+                dequantize(self._planned_bytes(one.name, one), one.type, one.shape).reshape(one.shape)
+                for one in records
+            ]
+            try:
+                found = np.ascontiguousarray(derived.function(*values), np.float32)
+            except ValueError as error:
+                shapes = ", ".join(f"{one.name} {one.shape}" for one in records)
+                raise CorruptFileError(f"{name} cannot be made of {shapes} ({error}). {_WAY_OUT}") from None
+            if found.shape != derived.shape:
+                raise CorruptFileError(f"{name} has shape {found.shape}; config.json wants {derived.shape}. {_WAY_OUT}")
+            self._decoded = name, found.reshape(-1).view(np.uint8)
+        return self._decoded[1]
+
     def _is_quantized(self, planned: PlannedTensor) -> bool:
         if self._reader is None or planned.leaf != "weight":
             return False
@@ -318,6 +349,11 @@ class CheckpointModel(Closing):
         else:
             data = change.apply(self._folder.array(name))
         return np.ascontiguousarray(data).reshape(-1).view(np.uint8)
+
+
+def _is_inner(name: str, parameters: Hyperparameters) -> bool:
+    """Whether a tensor is only there for others to be made of."""
+    return re.sub(r"^blk\.\d+\.", "", name) in parameters.family.inner
 
 
 def _joined(parts: list[NDArray[np.uint8]]) -> NDArray[np.uint8]:

@@ -11,7 +11,8 @@ from localinfer.models.checkpoint.hyperparameters import Hyperparameters
 
 _PREFIXES = (
     *("model.", "", "language_model.model.", "model.language_model.", "model.text_model.", "backbone."),
-    *("transformer.", "gpt_neox.", "bert.", "roberta."),
+    *("transformer.", "gpt_neox.", "bert.", "roberta.", "mpnet.", "distilbert.", "electra.", "albert.", "deberta."),
+    *("gte.", "new."),
 )
 _HEADS = ("lm_head", "language_model.lm_head", "embed_out", "output")
 # What older writers saved although it follows from config.json, and the parts of models that also see.

@@ -89,6 +89,26 @@ class TokenizerJson:
             raise unsupported(f"{len(found)} of its post-processors add tokens", "one that does")
         return found[0] if found else None
 
+    def pair_flags(self, settings: Mapping[str, Any]) -> dict[str, object]:
+        """How the post-processor joins a pair of texts, where it says so in a way that rerankers have.
+
+        settings: tokenizer_config.json, whose model_input_names may leave token types out.
+        """
+        names = settings.get("model_input_names")
+        has_types = not isinstance(names, list) or "token_type_ids" in names
+        for step in self._post_processors:
+            match step.get("type"):
+                case "BertProcessing":
+                    return _pair_flags(doubles=False, has_types=has_types)
+                case "RobertaProcessing":
+                    return _pair_flags(doubles=True, has_types=False)
+                case "TemplateProcessing":
+                    _, after = _around_text(step)
+                    between, is_second = _between_texts(step)
+                    if after and between in (after, after * 2):
+                        return _pair_flags(doubles=between != after, has_types=has_types and is_second)
+        return {}
+
     @property
     def is_word_piece(self) -> bool:
         """Whether it is BERT's, which has both ends of a text in `metadata`."""
@@ -261,6 +281,7 @@ def read_tokenizer(folder: CheckpointFolder, vocab_size: int) -> dict[str, objec
     if not tokenizer.is_word_piece:
         metadata |= _roles(tokenizer, settings, generation, folder.config)
         metadata |= _added_tokens(tokenizer, settings, metadata)
+    metadata |= tokenizer.pair_flags(settings)
     metadata |= read_templates(folder)
     if tokenizer.strips_after_special:
         metadata[f"{PREFIX}strips_after_special"] = True
@@ -382,6 +403,24 @@ def _around_text(step: Mapping[str, Any]) -> tuple[list[str], list[str]]:
     if num_texts != 1:
         raise unsupported(f"its post-processor gives a text {num_texts} times", "once")
     return before, after
+
+
+def _between_texts(step: Mapping[str, Any]) -> tuple[list[str] | None, bool]:
+    """The special tokens between two texts in a template of them, None without such a template; whether the second text
+    is of another type."""
+    types: dict[str, object] = {}
+    between: list[str] = []
+    for piece in list_in(step, "pair"):
+        match piece:
+            case {"Sequence": {"id": str(name), **rest}}:
+                types[name] = rest.get("type_id")
+            case {"SpecialToken": {"id": str(text)}} if list(types) == ["A"]:
+                between.append(text)
+    return (between if list(types) == ["A", "B"] else None), types.get("B") == 1
+
+
+def _pair_flags(*, doubles: bool, has_types: bool) -> dict[str, object]:
+    return {f"{PREFIX}add_sep_token": doubles, f"{PREFIX}pairs_have_types": has_types}
 
 
 def _first_text(step: Mapping[str, Any], key: str) -> str:

@@ -42,6 +42,15 @@ class Mixer(Enum):
     """A layer of a feed-forward block alone."""
 
 
+class RelativeBias(Enum):
+    """What attention adds to scores by the distance of two positions (`relative_attention.py`)."""
+
+    TABLE = "table"
+    """A learned number for each head and bucket of distances, the same in all layers (T5, MPNet)."""
+    PRODUCTS = "products"
+    """Products of queries and keys with a vector for each bucket (DeBERTa)."""
+
+
 OUTPUT_NAMES = {
     Mixer.ATTENTION: "attn_output",
     Mixer.SHORT_CONVOLUTION: "shortconv.out_proj",
@@ -87,16 +96,18 @@ class Architecture:
     attention_sum_norm, feed_forward_sum_norm: norms of the residual stream after a branch was added to it;
     second_sum_norm: one more after attention's, of its result and the layer's input. first_attention_norm: whether the
     first layer has the attention's norm. output_norm: after the last. causal: positions see no later
-    ones. has_token_types: the first token type's vector is added to every embedding. classifier_activation: of a
-    reranker's first matrix, None for tanh. mixers: of each layer; empty for attention in all. mixer_beside: a
+    ones. has_token_types: a vector of its token type is added to every embedding; encoders may do without one.
+    projects_embedding: a matrix follows the embedding's norm, where the embedding is narrower. classifier_activation:
+    of a reranker's first matrix, None for tanh. mixers: of each layer; empty for attention in all. mixer_beside: a
     recurrent block that reads what attention reads, in every layer. has_feed_forward: whether any layer has that block.
     tiles_value_heads: whether delta nets have their value heads in the order of grouped keys repeated as a whole.
     gates_attention: `attn_q` also has a gate for every element of attention's result.
     parallel: both branches read the layer's input (GPT-J's form) instead of one after the other.
 
     Attention: windows, chunks: positions a layer attends to, 0 for all. attention_scale: replaces the file's and
-    1 / sqrt(head_dim). attention_softcap: replaces the file's. attention_output_scale: factor on attention's result.
-    projection_clamp: limit of queries, keys and values, 0 for none. max_alibi_bias: 0 without ALiBi.
+    1 / sqrt(head_dim). relative_bias: what is added to scores by distance. attention_softcap: replaces the file's.
+    attention_output_scale: factor on attention's result. projection_clamp: limit of queries, keys and values, 0 for
+    none. max_alibi_bias: 0 without ALiBi.
     temperature_length > 0 sharpens queries by the logarithm of their position, counted in temperature_length positions,
     in layers without RoPE or in all of them.
 
@@ -139,6 +150,7 @@ class Architecture:
     output_norm: str | None = "output_norm"
     causal: bool = True
     has_token_types: bool = False
+    projects_embedding: bool = False
     classifier_activation: Activation | None = None
     draft_layers: DraftLayers = DraftLayers()
     mixers: tuple[Mixer, ...] = ()
@@ -153,6 +165,7 @@ class Architecture:
     xielu: tuple[XieluConfig, ...] = ()
     gated: bool = True
     learned_positions: bool = False
+    relative_bias: RelativeBias | None = None
     max_alibi_bias: float = 0.0
     latent_attention: bool = False
     attention_scale: float | None = None

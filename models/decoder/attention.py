@@ -9,6 +9,7 @@ from localinfer.kernels.ops import AttentionShape, Buffer, Projection, RopeTable
 from localinfer.models.decoder.architecture import OUTPUT_NAMES, Mixer, QueryKeyNorm
 from localinfer.models.decoder.block_config import LatentConfig
 from localinfer.models.decoder.graph import Graph, refuse
+from localinfer.models.decoder.relative_attention import write_relative_bias
 from localinfer.models.decoder.rope import rope_table
 from localinfer.models.decoder.sparse_attention import choose_blocks, choose_latents
 from localinfer.types import FloatArray
@@ -75,7 +76,8 @@ def write_attention(graph: Graph, layer: int, x: Buffer, tables: RopeTables) -> 
     tape.store_kv(kv_layer, keys, values)
     chosen = choose_blocks(graph, layer, x, tables.for_layer(windowed=False))
     attended = graph.buffer("attended", num_heads * config.value_head_dim, x.rows)
-    tape.attention(attended, queries, kv_layer, attention_shape(graph, layer, window, chunk), chosen)
+    relative = write_relative_bias(graph, layer, queries, keys)
+    tape.attention(attended, queries, kv_layer, attention_shape(graph, layer, window, chunk), chosen, relative)
     if gate is not None:
         tape.multiply_sigmoid(attended, attended, gate)
     elif graph.weights.has(f"blk.{layer}.attn_gate.weight"):

@@ -39,7 +39,8 @@ from localinfer.models.decoder.metadata import MetadataReader, shown
 from localinfer.models.decoder.recurrent_config import RecurrentConfig, has_recurrent_layers, read_recurrent
 
 BIDIRECTIONAL = frozenset(
-    "bert eurobert gemma-embedding jina-bert-v2 jina-bert-v3 modern-bert neo-bert nomic-bert nomic-bert-moe".split()
+    "bert deberta-v2 eurobert gemma-embedding gte jina-bert-v2 jina-bert-v3 modern-bert mpnet neo-bert nomic-bert"
+    " nomic-bert-moe".split()
 )
 """Architectures whose positions see later ones: encoders."""
 _WITH_ACTIVATION = ("bitnet", "modern-bert")
@@ -64,6 +65,8 @@ class ModelConfig:
     the first block, without `blk.0.`, which distinguish variants of some architectures.
     num_dense_layers: the first layers, which have no experts. rope_pattern: which layers have RoPE, empty if the file
     leaves it to the architecture. attention_output_scale: Grok's factor on scores. num_loops: how often all layers run.
+    has_exact_gelu: GELU is of the error function, where encoders' files else mean its tanh form. classifier_activation:
+    empty for the architecture's. num_relative_buckets, max_relative_distance: of attention's biases by distance.
     is_layer_norm: whether the file has the epsilon of layer norms alone.
     projection_clamp: limit of queries, keys and values, 0 for none. value_scale: factor on attention's results.
     expert_clamps, dense_clamps: limits of the gated activation in routed experts, and in shared experts and dense
@@ -115,6 +118,10 @@ class ModelConfig:
     num_loops: int = 1
     is_layer_norm: bool = False
     hidden_activation: str = ""
+    has_exact_gelu: bool = False
+    classifier_activation: str = ""
+    num_relative_buckets: int = 0
+    max_relative_distance: int = 0
     block_tensors: frozenset[str] = frozenset()
     windowed_head_dim: int = 0
     windowed_value_head_dim: int = 0
@@ -225,6 +232,10 @@ class ModelConfig:
             num_loops=reader.integer("num_loops", 1, low=1, high=MAX_LAYERS),
             has_learned_positions="position_embd.weight" in tensor_shapes,
             hidden_activation=reader.text("hidden_activation", "") if architecture in _WITH_ACTIVATION else "",
+            has_exact_gelu=bool(reader.optional_boolean("exact_gelu")),
+            classifier_activation=reader.text("classifier.activation", ""),
+            num_relative_buckets=reader.integer("attention.relative_buckets_count", 0, low=0, high=MAX_WIDTH),
+            max_relative_distance=reader.integer("attention.max_relative_positions", 0, low=0, high=MAX_CONTEXT),
             block_tensors=frozenset(name.removeprefix("blk.0.") for name in tensor_shapes if name.startswith("blk.0.")),
             windowed_head_dim=windowed[0] if windowed else 0,
             windowed_value_head_dim=windowed[1] if windowed else 0,
@@ -309,7 +320,7 @@ def _vocab_size(reader: MetadataReader, tensor_shapes: Mapping[str, Shape], hidd
             f"token_embd.weight has shape {shape}; a model has one row per vocabulary entry there. "
             "Is this file complete? Split files are opened by their first part."
         )
-    if shape[1] != hidden_size:
+    if shape[1] != hidden_size and tensor_shapes.get("token_embd_proj.weight") != (hidden_size, shape[1]):
         raise reader.contradiction("embedding_length", hidden_size, f"the {shape[1]} columns of token_embd.weight")
     if shape[0] >= _MAX_VOCABULARY:
         raise UnsupportedFormatError(

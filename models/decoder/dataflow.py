@@ -48,10 +48,13 @@ def read_by(op: Op) -> set[int]:
     chosen = getattr(op, "chosen", None)
     if isinstance(op, ops.Attention) and chosen is not None:
         found.add(chosen.blocks.index)
+    relative = getattr(op, "relative", None)
+    if isinstance(op, ops.Attention) and relative is not None:
+        found |= {one.index for one in (relative.by_row, relative.by_key) if one is not None}
     # What was there before is a part of the result.
     return found if is_whole(op) else found | set(written_by(op))
 
 
 def is_whole(op: Op) -> bool:
     """Whether an op writes all of its output, so that what was there before is not needed for it."""
-    return not isinstance(op, further_ops.CopyHeads | ops.HeadMatmul | ops.EmbedPositions)
+    return not isinstance(op, further_ops.CopyHeads | ops.HeadMatmul | ops.EmbedPositions | ops.EmbedTypes)

@@ -164,25 +164,36 @@ def state_shapes(config: ModelConfig) -> list[StateShape]:
 def write_embedding(graph: Graph, context_length: int) -> Buffer:
     """Write the embedding and return its result. context_length: the longest sequence."""
     config, architecture, tape = graph.config, graph.architecture, graph.tape
-    hidden = graph.buffer("hidden", config.hidden_size, Rows.BATCH)
-    table = graph.weights.embedding("token_embd.weight", config.vocab_size, config.hidden_size)
+    is_projected = architecture.projects_embedding and graph.weights.has("token_embd_proj.weight")
+    width = graph.weights.shape("token_embd_proj.weight")[-1] if is_projected else config.hidden_size
+    hidden = graph.buffer("embedding" if is_projected else "hidden", width, Rows.BATCH)
+    table = graph.weights.embedding("token_embd.weight", config.vocab_size, width)
     tape.embed(hidden, table, architecture.embedding_scale)
     if architecture.learned_positions:
         num_positions = max(context_length, graph.weights.shape("position_embd.weight")[0])
         tape.embed_positions(hidden, graph.weights.embedding("position_embd.weight", num_positions, hidden.width))
     if architecture.normalises_embedding:
         tape.rms_norm(hidden, hidden, None, config.norm_epsilon)
-    if architecture.has_token_types:
-        width = hidden.width
-        types = graph.weights.shape("token_types.weight")
-        types_table = graph.weights.vector("token_types.weight", (types[0], width) if len(types) == 2 else (width,))
-        # Texts are of the first type throughout, as in the runtimes that GGUF files are made for.
-        tape.add_vector(hidden, types_table.reshape(-1)[:width])
+    if architecture.has_token_types and graph.weights.has("token_types.weight"):
+        _write_token_types(graph, hidden)
     if architecture.embedding_norm is not None:
         graph.norm(hidden, hidden, architecture.embedding_norm)
+    if is_projected:
+        narrow, hidden = hidden, graph.buffer("hidden", config.hidden_size, Rows.BATCH)
+        tape.matmul(narrow, [graph.projection("token_embd_proj", hidden, width)])
     if config.per_layer_size:
         write_layer_inputs(graph, hidden)
     return write_streams(graph, hidden) if architecture.blocks is Blocks.GEMMA3N else hidden
+
+
+def _write_token_types(graph: Graph, hidden: Buffer) -> None:
+    """Add the vector of each row's token type, or the only one."""
+    name, width = "token_types.weight", hidden.width
+    shape = graph.weights.shape(name)
+    if len(shape) == 2 and shape[0] > 1:
+        graph.tape.embed_types(hidden, graph.weights.embedding(name, shape[0], width))
+    else:
+        graph.tape.add_vector(hidden, graph.weights.vector(name, (width,), (1, width)).reshape(-1))
 
 
 def write_layer(

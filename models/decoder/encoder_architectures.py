@@ -9,10 +9,10 @@ from dataclasses import replace
 
 from localinfer.errors import UnsupportedFormatError
 from localinfer.kernels.ops import Activation, Pairing
-from localinfer.models.decoder.architecture import Architecture, Norm, QueryKeyNorm
+from localinfer.models.decoder.architecture import Architecture, Norm, QueryKeyNorm, RelativeBias
 from localinfer.models.decoder.config import ModelConfig
 
-# BERT (arXiv 1810.04805): each branch is normed after it was added. GELU in its tanh form, as GGUF's models are run.
+# BERT (arXiv 1810.04805): each branch is normed after it was added.
 _BERT = Architecture(
     causal=False,
     norm=Norm.LAYER,
@@ -27,6 +27,7 @@ _BERT = Architecture(
     gated=False,
 )
 _MODERN_BERT_PERIOD, _GEMMA_PERIOD = 3, 6
+_CLASSIFIER_ACTIVATIONS = {"tanh": None, "gelu": Activation.GELU_ERF, "relu": Activation.RELU}
 
 
 def _without_rope(config: ModelConfig) -> tuple[bool, ...]:
@@ -40,16 +41,59 @@ def _windows(config: ModelConfig, is_full: Callable[[int], bool]) -> tuple[int, 
     return tuple(0 if is_full(layer) else config.sliding_window for layer in range(config.num_layers))
 
 
+def _gelu(config: ModelConfig) -> Activation:
+    """The form of GELU: that of the error function where a file says so, else tanh, as GGUF's models are run."""
+    return Activation.GELU_ERF if config.has_exact_gelu else Activation.GELU_TANH
+
+
+def _plain(config: ModelConfig) -> Architecture:
+    """BERT with what a model's settings say of it."""
+    name = config.classifier_activation or "tanh"
+    if name not in _CLASSIFIER_ACTIVATIONS:
+        raise UnsupportedFormatError(
+            f"{config.architecture}.classifier.activation is {name!r:.40}; this version computes "
+            f"{', '.join(_CLASSIFIER_ACTIVATIONS)}. Update localinfer or choose another model."
+        )
+    return replace(_BERT, activation=_gelu(config), classifier_activation=_CLASSIFIER_ACTIVATIONS[name])
+
+
 def _bert(config: ModelConfig) -> Architecture:
-    """BERT, RoBERTa and XLM-R, whose positions start behind an offset that converters take away."""
-    return replace(_BERT, learned_positions=True, has_rope=_without_rope(config))
+    """BERT, RoBERTa and XLM-R, whose positions start behind an offset that converters take away; ALBERT and ELECTRA
+    (arXiv 1909.11942, 2003.10555), whose embeddings may be narrower; DistilBERT (1910.01108)."""
+    return replace(_plain(config), learned_positions=True, has_rope=_without_rope(config), projects_embedding=True)
+
+
+def _mpnet(config: ModelConfig) -> Architecture:
+    """MPNet (arXiv 2004.09297): BERT with a learned bias by distance in every layer's scores."""
+    return replace(_bert(config), relative_bias=RelativeBias.TABLE)
+
+
+def _deberta(config: ModelConfig) -> Architecture:
+    """DeBERTa V2 and V3 (arXiv 2006.03654, 2111.09543): scores also have products with vectors of distances."""
+    is_positioned = config.has_learned_positions
+    return replace(
+        _plain(config),
+        learned_positions=is_positioned,
+        has_rope=_without_rope(config),
+        relative_bias=RelativeBias.PRODUCTS if config.max_relative_distance else None,
+    )
+
+
+def _gte(config: ModelConfig) -> Architecture:
+    """GTE 1.5 and multilingual (arXiv 2407.19669): BERT with RoPE and a gate."""
+    return replace(_plain(config), gated=True)
+
+
+def _jina_bert_v3(config: ModelConfig) -> Architecture:
+    """Jina embeddings 3 (arXiv 2409.10173), without its adapters."""
+    return _plain(config)
 
 
 def _jina_bert_v2(config: ModelConfig) -> Architecture:
     """Jina embeddings 2 (arXiv 2310.19923): ALiBi; the code model norms queries and keys, and adds each layer's input
     a second time."""
     return replace(
-        _BERT,
+        _plain(config),
         has_rope=_without_rope(config),
         max_alibi_bias=config.max_alibi_bias or 8.0,
         gated=True,
@@ -60,7 +104,7 @@ def _jina_bert_v2(config: ModelConfig) -> Architecture:
 
 def _modern_bert(config: ModelConfig) -> Architecture:
     """ModernBERT (arXiv 2412.13663): the first of every three layers sees all, the others a window."""
-    activation = {"": Activation.GELU_TANH, "gelu": Activation.GELU_TANH, "silu": Activation.SILU}
+    activation = {"": _gelu(config), "gelu": _gelu(config), "silu": Activation.SILU}
     if config.hidden_activation not in activation:
         raise UnsupportedFormatError(
             f"modern-bert.hidden_activation is {config.hidden_activation!r:.40}; this version computes gelu and silu. "
@@ -73,7 +117,7 @@ def _modern_bert(config: ModelConfig) -> Architecture:
         embedding_norm="token_embd_norm",
         activation=activation[config.hidden_activation],
         windows=_windows(config, lambda layer: layer % _MODERN_BERT_PERIOD == 0),
-        classifier_activation=Activation.GELU_TANH,
+        classifier_activation=_gelu(config),
     )
 
 
@@ -94,13 +138,15 @@ def _gemma_embedding(config: ModelConfig) -> Architecture:
 
 ENCODERS: dict[str, Architecture | Callable[[ModelConfig], Architecture]] = {
     "bert": _bert,
+    "deberta-v2": _deberta,
     # EuroBERT (arXiv 2503.05500): Llama's blocks.
     "eurobert": Architecture(causal=False),
     "gemma-embedding": _gemma_embedding,
+    "gte": _gte,
     "jina-bert-v2": _jina_bert_v2,
-    # Jina embeddings 3 (arXiv 2409.10173), without its adapters.
-    "jina-bert-v3": _BERT,
+    "jina-bert-v3": _jina_bert_v3,
     "modern-bert": _modern_bert,
+    "mpnet": _mpnet,
     # NeoBERT (arXiv 2502.19587).
     "neo-bert": Architecture(causal=False, pairing=Pairing.ADJACENT, output_norm="enc.output_norm"),
     # Nomic Embed (arXiv 2402.01613), and with experts in every other layer (2502.07972).

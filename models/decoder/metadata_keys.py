@@ -10,6 +10,7 @@ import numpy as np
 
 from localinfer.models.decoder.architectures import ARCHITECTURES
 from localinfer.models.decoder.block_sizes import OF_ANOTHER_CACHE
+from localinfer.models.decoder.config import BIDIRECTIONAL
 from localinfer.models.decoder.recurrent_config import ALL_LAYERS, BY_INTERVAL, BY_KV_HEADS, KIMI_DELTA, STATE_SPACE
 from localinfer.models.text.vocabulary import TOKENIZER_KEYS
 from localinfer.quant.checkpoint.model_file import ModelFile
@@ -48,6 +49,10 @@ ARCHITECTURE_KEYS: dict[str, tuple[str, ...]] = {
     "attention.indexer.types": _INDEXED,
     "attention.shared_kv_layers": _GEMMA,
     "embedding_length_per_layer_input": _GEMMA,
+    "attention.max_relative_positions": ("deberta-v2",),
+    "attention.relative_buckets_count": ("deberta-v2", "mpnet"),
+    "classifier.activation": tuple(sorted(BIDIRECTIONAL)),
+    "exact_gelu": tuple(sorted(BIDIRECTIONAL)),
     "attention.clamp_kqv": ("dbrx", "mpt", "olmo"),
     "attention.max_alibi_bias": ("bloom", "jais", "jina-bert-v2", "mpt"),
     "attention.output_scale": ("grok",),

@@ -45,6 +45,7 @@ from localinfer.models.load.threads import available_threads, checked_threads
 from localinfer.models.load.weights import CpuWeights
 from localinfer.models.text.chat_template import ChatTemplate
 from localinfer.models.text.tokenizer import Tokenizer
+from localinfer.models.text.vocabulary import TOKEN_TYPES_KEY
 from localinfer.models.verification.file_kind import check_kind
 from localinfer.models.verification.finding import Finding
 from localinfer.models.verification.quick import check_loaded
@@ -126,6 +127,13 @@ class Model:
     def classified_rows(self) -> Pooling:
         """What a reranker's classifier reads of a text."""
         return classified_rows(self.file.metadata, is_encoder=self.config.is_encoder)
+
+    @property
+    def num_token_types(self) -> int:
+        """How many types of tokens it tells apart, the first of which is that of single texts."""
+        table, declared = self.file.tensors.get("token_types.weight"), self.file.metadata.get(TOKEN_TYPES_KEY)
+        rows = 1 if table is None or len(table.shape) < 2 else table.shape[0]
+        return min(rows, declared) if isinstance(declared, int) else rows
 
     @property
     def labels(self) -> tuple[str, ...]:

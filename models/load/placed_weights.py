@@ -56,7 +56,7 @@ def parts_of_weights(graph: OpGraph, parts: Sequence[int]) -> dict[WeightKey, in
     """Which part reads each tensor; parts: which one computes each op of the graph."""
     found: dict[WeightKey, int] = {}
     for op, part in zip(graph.ops, parts, strict=True):
-        if isinstance(op, ops.Embed | ops.EmbedPositions):
+        if isinstance(op, ops.Embed | ops.EmbedPositions | ops.EmbedTypes):
             found[True, op.table.name] = part
         elif isinstance(op, ops.Matmul):
             found |= {(False, projection.weight.name): part for projection in op.projections}

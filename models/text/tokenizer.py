@@ -92,11 +92,19 @@ class Tokenizer:
 
         [CLS] query [SEP] document [SEP] has none; <s> query </s></s> document </s> one more end (RoBERTa).
         """
-        doubles = self._vocabulary.flags.get("add_sep_token")
-        if doubles is None:
-            doubles = bool(self._before) and self.token_text(self._before[0]) == "<s>"
         separator = self._vocabulary.role_ids.get("seperator")
-        return ([separator] if separator is not None else list(self._after)) if doubles else []
+        return ([separator] if separator is not None else list(self._after)) if self._doubles_ends else []
+
+    @property
+    def second_type(self) -> int:
+        """The token type of the second text of a pair and of what ends it: 1 as BERT has it, 0 as RoBERTa."""
+        return int(self._vocabulary.flags.get("pairs_have_types", not self._doubles_ends))
+
+    @property
+    def _doubles_ends(self) -> bool:
+        """Whether two ends stand between the texts of a pair."""
+        found = self._vocabulary.flags.get("add_sep_token")
+        return bool(self._before) and self.token_text(self._before[0]) == "<s>" if found is None else found
 
     @classmethod
     def from_metadata(cls, metadata: Mapping[str, object], told: Told | None = None) -> "Tokenizer":

@@ -57,7 +57,7 @@ _FLAGS = (
     ),
     # Not GGUF's: what tokenizer.json can say and GGUF cannot.
     *("add_space_prefix_once", "add_space_prefix_if_none", "strips_after_special", "limits_words"),
-    *("strips_left", "strips_right", "strips_before_map", "splits_at_white_space", "splits_words"),
+    *("strips_left", "strips_right", "strips_before_map", "splits_at_white_space", "splits_words", "pairs_have_types"),
 )
 _ROLES = ("bos", "eos", "eot", "eom", "unknown", "seperator", "cls", "fim_pad", "fim_rep", "fim_sep")
 
@@ -79,6 +79,9 @@ TOKENIZER_KEYS = frozenset(
     )
 )
 """Every key that is read here."""
+
+TOKEN_TYPES_KEY = f"{PREFIX}token_type_count"
+"""How many types of tokens a model tells apart."""
 
 
 _STEPS = 4

@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 
 import localinfer
+from localinfer.engine.pooling import TextPooler
 from localinfer.errors import ContextLengthError, LocalinferError, RequestError
 from localinfer.evaluation.quantize import quantize
 from localinfer.llm import LLM
 from localinfer.models.decoder.pooling import Pooling
 from tests.api.encoder_models import CONTEXT, vocabulary_entries, write_encoder
 from tests.api.test_wrong_kinds import WRONG, check
-from tests.inside import model_of
+from tests.inside import engine_of, model_of
 from tests.models.arch_models import build_text_model, skeletons, write_skeleton
 from tests.models.text.vocabularies import bert_metadata
 
@@ -182,13 +183,38 @@ def test_rerank_refuses_what_it_cannot_use_by_its_name(reranker: LLM, kind: str)
 
 def test_pairs_are_joined_as_the_vocabulary_says(folder: Path) -> None:
     with localinfer.load(write_encoder(folder, "bert-reranker", unigram=True), threads=1) as llm:
-        (ids,) = [llm._embedder._pair("hello", "the cat", truncate=False)]
+        ids, num_first = llm._embedder._pair("hello", "the cat", truncate=False)
+        assert num_first == len(ids), "RoBERTa's have one type"
         found = [llm.tokenizer.token_text(i) for i in ids]
         assert found == ["<s>", "▁hello", "</s>", "</s>", "▁the", "▁cat", "</s>"]
     with localinfer.load(folder / "bert-reranker.gguf", threads=1) as llm:
-        ids = llm._embedder._pair("hello", "the cat", truncate=False)
+        ids, num_first = llm._embedder._pair("hello", "the cat", truncate=False)
         found = [llm.tokenizer.token_text(i) for i in ids]
         assert found == ["[CLS]", "▁hello", "[SEP]", "▁the", "▁cat", "[SEP]"]
+        assert num_first == 3
+
+
+def test_the_second_text_of_a_pair_is_of_the_second_type(folder: Path) -> None:
+    """Cross-encoders of BERT's kind ranked wrongly: both of their texts had the type of the first."""
+    documents = texts_of(30, 12, 5)
+    with localinfer.load(write_encoder(folder, "bert-reranker"), threads=1) as llm:
+        pairs = [llm._embedder._pair("the cat", text, truncate=False) for text in documents]
+        pooler = TextPooler(engine_of(llm), model_of(llm))
+        ids, firsts = [np.array(ids, np.int32) for ids, _ in pairs], [first for _, first in pairs]
+        wanted = [float(scores[0]) for scores in pooler.pool(ids, Pooling.RANK, firsts)]
+        untyped = [float(scores[0]) for scores in pooler.pool(ids, Pooling.RANK)]
+        found = {one.index: one.score for one in llm.rerank("the cat", documents, normalize=False)}
+        assert [found[index] for index in range(len(documents))] == wanted != untyped
+        # One by one they are the same: types go with their text, whatever shares the batch.
+        for one, first, score in zip(ids, firsts, wanted, strict=True):
+            assert float(pooler.pool([one], Pooling.RANK, [first])[0][0]) == score
+
+
+def test_files_that_declare_one_type_have_one(folder: Path) -> None:
+    path = write_encoder(folder, "bert-reranker")
+    with localinfer.load(path, threads=1, overrides={"tokenizer.ggml.token_type_count": 1}) as llm:
+        ids, num_first = llm._embedder._pair("hello", "the cat", truncate=False)
+        assert num_first == len(ids)
 
 
 TEMPLATE = "[CLS]the {query} [SEP] {document} turn[SEP]"

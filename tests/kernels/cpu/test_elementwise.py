@@ -1,6 +1,7 @@
 """Norms, activations, sums, RoPE, embeddings and copies, against float64."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numba
 import numpy as np
@@ -294,6 +295,24 @@ def test_embed_positions_adds_the_row_of_the_position(pool: ThreadPool) -> None:
         return inputs[0]
 
     assert_same_bits(run_rows(pool, [x], write, [5, 6]), x + positions)
+
+
+def test_embed_types_adds_the_row_of_the_type_and_the_first_where_none_is_given(
+    pool: ThreadPool, two_threads: ThreadPool
+) -> None:
+    x, rows = random_rows(ROWS, 37, 15), random_rows(3, 37, 16)
+    types = np.random.default_rng(1).integers(0, 3, ROWS).astype(np.int32)
+    for threads in (pool, two_threads):
+        tape = GraphBuilder()
+        buffer, out = tape.buffer("x", 37), tape.buffer("out", 37, Rows.OUTPUT)
+        tape.embed(buffer, table(x))
+        tape.embed_types(buffer, table(rows))
+        tape.select_output(out, buffer)
+        program = lower_to_cpu(tape.finish(out), threads, NO_CACHE, max_batch_rows=ROWS)
+        ids = np.arange(ROWS, dtype=np.int32)
+        batch = Batch(ids, [Segment(0, ROWS, np.zeros(1, np.int64))], ids, types)
+        assert_same_bits(program.run(batch).copy(), x + rows[types])
+        assert_same_bits(program.run(replace(batch, token_types=None)).copy(), x + rows[0])
 
 
 def test_select_output_copies_the_rows_asked_for_in_their_order(pool: ThreadPool, two_threads: ThreadPool) -> None:

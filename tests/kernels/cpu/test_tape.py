@@ -203,11 +203,12 @@ def test_the_tape_refuses_what_does_not_fit(name: str, parts: Parts) -> None:
 
 @pytest.fixture
 def program(pool: ThreadPool) -> CpuProgram:
-    """Embeddings of ten tokens and of six positions; four rows, two of them outputs."""
+    """Embeddings of ten tokens, of six positions and of two types; four rows, two of them outputs."""
     tape = GraphBuilder()
     x, out = tape.buffer("x", 5), tape.buffer("out", 5, Rows.OUTPUT)
     tape.embed(x, table(random_rows(10, 5, 4)))
     tape.embed_positions(x, table(random_rows(6, 5, 5)))
+    tape.embed_types(x, table(random_rows(2, 5, 6)))
     tape.select_output(out, x)
     return lower_to_cpu(tape.finish(out), pool, KVLayout("f32", []), max_batch_rows=4, max_output_rows=2)
 
@@ -216,8 +217,9 @@ PAGE = np.zeros(1, np.int64)
 RIGHT = Batch(np.array([1, 9], np.int32), [Segment(3, 2, PAGE)], np.array([1], np.int32))
 
 
-def _batch(ids: list[int], segments: list[Segment], outputs: list[int]) -> Batch:
-    return Batch(np.array(ids, np.int32), segments, np.array(outputs, np.int32))
+def _batch(ids: list[int], segments: list[Segment], outputs: list[int], types: list[int] | None = None) -> Batch:
+    given = None if types is None else np.array(types, np.int32)
+    return Batch(np.array(ids, np.int32), segments, np.array(outputs, np.int32), given)
 
 
 WRONG_BATCHES: dict[str, tuple[Batch, str]] = {
@@ -233,6 +235,9 @@ WRONG_BATCHES: dict[str, tuple[Batch, str]] = {
     "segment of no rows": (_batch([1], [Segment(0, 0, PAGE), Segment(0, 1, PAGE)], []), "segment 0 of 0 rows"),
     "segment before position 0": (_batch([1], [Segment(-1, 1, PAGE)], []), "from position -1"),
     "segment beyond its pages": (_batch([1, 2], [Segment(31, 2, PAGE)], []), "ends at position 33, but 1 pages"),
+    "fewer types than rows": (_batch([1, 2], [Segment(0, 2, PAGE)], [], [1]), "1 token types were given for 2"),
+    "type below 0": (_batch([1, 2], [Segment(0, 2, PAGE)], [], [1, -1]), "token type -1 is not among the 2"),
+    "type beyond the table": (_batch([1, 2], [Segment(0, 2, PAGE)], [], [2, 0]), "token type 2 is not among the 2"),
     "pages of another type": (_batch([1], [Segment(0, 1, PAGE.astype(np.int32))], []), "segment 0"),
     "pages with gaps": (_batch([1], [Segment(0, 1, np.zeros(4, np.int64)[::2])], []), "segment 0"),
 }

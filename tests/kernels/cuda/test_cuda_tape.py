@@ -1,6 +1,7 @@
 """The CUDA tape on the emulator against the NumPy oracle: what is joined, what is quantized, few rows and many."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from localinfer.kernels.ops import (
     OpGraph,
     Pairing,
     Projection,
+    Relative,
     RopeTable,
     Routing,
     Rows,
@@ -366,6 +368,33 @@ def test_what_a_gpu_does_not_do_is_refused_by_name() -> None:
         tape.route(x, x, x, Routing(2, 8, Gating.SOFTMAX))
     with pytest.raises(ShapeError, match="columns"):
         tape.matmul(x, [Projection(Weights(device).linear(Layout.F32, (4, 5), 1), tape.buffer("out", 4))])
+
+
+def test_types_of_tokens_are_looked_up_and_biases_by_distance_are_refused_by_name() -> None:
+    def write(tape: GraphBuilder, x: Buffer, linear: Linear) -> Buffer:
+        tape.embed_types(x, Weights(device).table(random_rows(2, 32, 1)))
+        return x
+
+    device = EmulatedDevice()
+    values, types = random_rows(4, 32, 6), np.array([0, 1, 1, 0], np.int32)
+    program = lower_to_cuda(graph_of(values, write, Weights(device)), device, KVLayout("f32", LAYERS), max_batch_rows=4)
+    pages = np.array([device.allocate(KVLayout("f32", LAYERS).page_bytes)], np.int64)
+    ids = np.arange(4, dtype=np.int32)
+    batch = Batch(ids, [Segment(0, 4, pages)], ids, types)
+    rows = random_rows(2, 32, 1)
+    np.testing.assert_array_equal(program.run(batch), values + rows[types])
+    np.testing.assert_array_equal(program.run(replace(batch, token_types=None)), values + rows[0])
+    with pytest.raises(RequestError, match="token type 2"):
+        program.run(replace(batch, token_types=2 * types))
+
+    def biased(tape: GraphBuilder, x: Buffer, linear: Linear) -> Buffer:
+        shape = AttentionShape(1, 1, 32, 32, 0.25, bidirectional=True)
+        out = tape.buffer("out", 32)
+        tape.attention(out, x, 0, shape, None, Relative(np.zeros(1, np.int64), 1, np.ones((1, 1), np.float32)))
+        return out
+
+    with pytest.raises(ShapeError, match="biases by distance are computed on the CPU only"):
+        lower_to_cuda(graph_of(values, biased, Weights(device)), device, KVLayout("f32", LAYERS), max_batch_rows=4)
 
 
 def test_positions_beyond_a_table_are_refused() -> None:

@@ -14,6 +14,7 @@ from tests.models.checkpoint.published_case import Case
 from tests.models.checkpoint.published_encoders import (
     CASES,
     DATA,
+    NUM_FIRST,
     ROWS,
     TOKEN_IDS,
     encoder_weights,
@@ -35,9 +36,11 @@ def compute(case: Case, folder: Path) -> tuple[dict[str, Any], NDArray[np.float3
         shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     path.write_bytes(safetensors_bytes(encoder_weights(shapes)))
     model = kind.from_pretrained(folder, dtype=torch.float32, **options).eval()
-    with torch.no_grad():
-        found = model(torch.tensor(TOKEN_IDS.astype(np.int64))[None])
     ranks = "SequenceClassification" in case.model
+    has_types = ranks and getattr(model.config, "type_vocab_size", 1) > 1
+    with torch.no_grad():
+        types = {"token_type_ids": (torch.arange(len(TOKEN_IDS)) >= NUM_FIRST).long()[None]} if has_types else {}
+        found = model(torch.tensor(TOKEN_IDS.astype(np.int64))[None], **types)
     result = found.logits[0] if ranks else found.last_hidden_state[0][torch.tensor(ROWS)]
     saved = json.loads((folder / "config.json").read_text())
     for key in ("transformers_version", "dtype"):

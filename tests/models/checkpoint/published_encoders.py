@@ -13,12 +13,15 @@ from numpy.typing import NDArray
 
 from tests.checkpoint_files import write_folder
 from tests.models.checkpoint import published_models
+from tests.models.checkpoint.published_bert_kin_cases import BERT_KIN_CASES
 from tests.models.checkpoint.published_case import SW, Case
 from tests.models.checkpoint.published_models import weights
 
 DATA = Path(__file__).parents[2] / "data" / "checkpoint" / "encoders"
 TOKEN_IDS = np.random.default_rng(0).integers(3, 90, 24).astype(np.int32)
 ROWS = np.arange(2, 24, 7)
+NUM_FIRST = 11
+"""How many of the ids are the first text of a pair, for classifiers with several token types."""
 
 _PLAIN = ("num_key_value_heads", "tie_word_embeddings")
 _ONE_LABEL = {"num_labels": 1}
@@ -55,6 +58,7 @@ CASES: dict[str, Case] = {
         },
         "Gemma3TextModel",
     ),
+    **BERT_KIN_CASES,
 }
 
 

@@ -32,7 +32,10 @@ def template(first: str, last: str, ids: tuple[int, int]) -> Document:
     return {
         "type": "TemplateProcessing",
         "single": [sides[0], text, sides[1]],
-        "pair": [sides[0], text, sides[1], {"Sequence": {"id": "B", "type_id": 1}}, sides[1]],
+        "pair": [
+            *(sides[0], text, sides[1], {"Sequence": {"id": "B", "type_id": 1}}),
+            {"SpecialToken": {"id": last, "type_id": 1}},
+        ],
         "special_tokens": special,
     }
 
@@ -84,7 +87,7 @@ def plain_texts(count: int, seed: int) -> list[str]:
     return [re.sub("[▁\u2000-\u200a]", "", text) for text in random_texts(count, seed, highest=0x4000)]
 
 
-def write_tokenizer(folder: Path, document: Document, **settings: str) -> Path:
+def write_tokenizer(folder: Path, document: Document, **settings: object) -> Path:
     case = read_cases()["bert"]
     vocab = document["model"]["vocab"]
     shapes = {**case["shapes"], "embeddings.word_embeddings.weight": (len(vocab), 64)}
@@ -97,6 +100,19 @@ def read_tokenizer(folder: Path) -> Tokenizer:
     with open_checkpoint(folder) as file:
         assert file.tokenizer_error is None, file.tokenizer_error
         return Tokenizer.from_metadata(file.metadata)
+
+
+def pair_of(library: tokenizers.Tokenizer, first: str, second: str) -> tuple[list[int], list[int]]:
+    """The library's ids and token types of a pair."""
+    found = library.encode(first, second)
+    return found.ids, found.type_ids
+
+
+def joined(tokenizer: Tokenizer, first: str, second: str) -> tuple[list[int], list[int]]:
+    """The same as a reranker is given them."""
+    ids = [*tokenizer.encode(first), *tokenizer.ids_between]
+    rest = [*tokenizer.encode(second, add_special=False), *tokenizer.ids_after]
+    return ids + rest, [0] * len(ids) + [tokenizer.second_type] * len(rest)
 
 
 WORD_PIECES = {
@@ -118,7 +134,7 @@ def test_word_pieces_are_those_of_the_library(name: str, tmp_path: Path) -> None
     texts = ["The cats, café naïve!", "", "un-re ing", "中国 hello", *plain_texts(300, 1)]
     for text in texts:
         assert tokenizer.encode(text) == library.encode(text).ids, text
-    assert tokenizer.ids_between == []
+    assert tokenizer.ids_between == [] and tokenizer.second_type == 1
     assert tokenizer.decode(tokenizer.encode("the cats")) == "the cats"
 
 
@@ -131,10 +147,41 @@ def test_unigrams_are_those_of_the_library(splits: bool, tmp_path: Path) -> None
     texts = ["The cats, caf\u00e9", "", "  a  b ", "ﬁ ① hello", *plain_texts(300, 2)]
     for text in texts:
         assert tokenizer.encode(text) == library.encode(text).ids, text
-    pair = library.encode("the cat", "a dog").ids
-    assert pair[-2:] == library.encode("a dog").ids[-2:]
-    # The pair that RoBERTa was trained on has one more end, which published files have in their templates.
-    assert tokenizer.ids_between == [2]
+    assert joined(tokenizer, "the cat", "a dog") == pair_of(library, "the cat", "a dog")
+
+
+def _pair(middle: int, type_id: int) -> Document:
+    """A template of pairs with so many ends between the texts."""
+    document = template("[CLS]", "[SEP]", (2, 3))
+    start, text, end = document["single"]
+    second = {"Sequence": {"id": "B", "type_id": type_id}}
+    last = {"SpecialToken": {"id": "[SEP]", "type_id": type_id}}
+    return {**document, "pair": [start, text, *[end] * middle, second, last]}
+
+
+ENDS = {"sep": ["[SEP]", 3], "cls": ["[CLS]", 2]}
+PAIRS: dict[str, Document] = {
+    "BERT": _pair(1, 1),
+    "one type": _pair(1, 0),
+    "two ends": _pair(2, 0),
+    "two ends and types": _pair(2, 1),
+    "BERT's own step": {"type": "BertProcessing", **ENDS},
+    "RoBERTa's own step": {"type": "RobertaProcessing", "trim_offsets": True, "add_prefix_space": False, **ENDS},
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_pairs_and_their_types_are_those_of_the_library(name: str, tmp_path: Path) -> None:
+    document = {**WORD_PIECES["uncased"], "post_processor": PAIRS[name]}
+    library = tokenizers.Tokenizer.from_str(json.dumps(document))
+    tokenizer = read_tokenizer(write_tokenizer(tmp_path, document, cls_token="[CLS]", sep_token="[SEP]"))
+    assert joined(tokenizer, "the cats", "hello") == pair_of(library, "the cats", "hello")
+
+
+def test_models_that_are_given_no_types_have_one(tmp_path: Path) -> None:
+    document, inputs = WORD_PIECES["uncased"], ["input_ids", "attention_mask"]
+    tokenizer = read_tokenizer(write_tokenizer(tmp_path, document, model_input_names=inputs))
+    assert tokenizer.ids_between == [] and tokenizer.second_type == 0
 
 
 MERGED = {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "}

@@ -13,6 +13,7 @@ from localinfer.kernels.cpu.compiled.attention import attention_scratch as scrat
 from localinfer.kernels.cpu.compiled.attention.attention_scratch import PAGES_PER_CHUNK, SCORE_STRIDE
 from localinfer.kernels.cpu.compiled.attention.attention_tiles import divide_row, merge_chunk, softmax_chunk
 from localinfer.kernels.cpu.compiled.attention.chosen import most_chosen, num_chosen, set_chosen_pages
+from localinfer.kernels.cpu.compiled.attention.relative import add_relative
 from localinfer.kernels.cpu.compiled.attention.rotation import copy_padded, rotate
 from localinfer.kernels.cpu.compiled.matmul.rows import exp_of
 from localinfer.kernels.cpu.compiled.simd.batch import num_rows
@@ -116,6 +117,9 @@ def _attend(p: int, memory: int, chunk: int, first_query: int, count: int, place
     for q in range(count):
         query = first_query + q
         here = position + query // group
+        if ATTENTION.buckets(p) != 0:
+            scores, head = memory + scratch.SCORES + SCORE_STRIDE * q, kv_head * group + query % group
+            add_relative(p, memory, scores, head, query // group, start, start - here, 16 * first_block, high)
         slope = np.float32(0)
         if slopes != 0:
             slope = load_f32(slopes + 4 * (kv_head * group + query % group))
@@ -277,6 +281,9 @@ def set_unit(p: int, memory: int, segment: int, first_row: int, rows: int, kv_he
         store_i64(memory + scratch.CHOSEN, entries)
         store_i64(memory + scratch.POSITION, num_chosen(p, entries, SEGMENT.position(segment) + first_row) - 1)
     store_i64(memory + scratch.END, SEGMENT.position(segment) + SEGMENT.num_rows(segment))
+    store_i64(memory + scratch.ROW_BIAS, ATTENTION.row_bias(p) + row * ATTENTION.row_bias_stride(p))
+    first_of_text = SEGMENT.first_row(segment) - SEGMENT.position(segment)
+    store_i64(memory + scratch.KEY_BIAS, ATTENTION.key_bias(p) + first_of_text * ATTENTION.key_bias_stride(p))
 
 
 @op

@@ -36,6 +36,10 @@ GATHERED = CHOSEN + 8
 """Address of a thread's pages for positions that are brought together."""
 END = GATHERED + 8
 """The position after the last row of the unit's segment."""
+ROW_BIAS = END + 8
+"""Address of the biases by distance of the unit's first row."""
+KEY_BIAS = ROW_BIAS + 8
+"""Address of those of the keys, from position 0 on."""
 
 SCORES = COUNT + 128
 WORK = SCORES + 8 * SCORE_STRIDE

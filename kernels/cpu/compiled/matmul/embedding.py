@@ -21,7 +21,7 @@ from localinfer.kernels.cpu.compiled.simd.memory import (
     load_u32_anywhere,
     store_f32,
 )
-from localinfer.kernels.cpu.parameters import BATCH, EMBED
+from localinfer.kernels.cpu.parameters import EMBED
 from localinfer.kernels.jit.numba import compose, inline
 from localinfer.kernels.layouts import Layout
 
@@ -208,7 +208,7 @@ def _value(layout: int, row: int, column: int, unit: int, unit_bytes: int) -> fl
 def _look_up(p: Any, layout: int, unit: int, unit_bytes: int, source: int, target: int) -> None:
     for column in range(p.columns):
         value = p.scale * _value(layout, source, column, unit, unit_bytes)
-        if p.by_position == 1:
+        if p.adds == 1:
             value += load_f32(target + 4 * column)
         store_f32(target + 4 * column, value)
 
@@ -216,8 +216,7 @@ def _look_up(p: Any, layout: int, unit: int, unit_bytes: int, source: int, targe
 @row_op(EMBED)
 def embed(p: Any, batch: int, thread: int, row: int, part: int) -> None:
     """out = scale * table[index] (+ out)."""
-    indices = BATCH.positions(batch) if p.by_position == 1 else BATCH.token_ids(batch)
-    source = p.table + load_i64(indices + 8 * row) * p.row_bytes
+    source = p.table + load_i64(load_i64(batch + p.indices) + 8 * row) * p.row_bytes
     target = p.out + row * p.out_stride
     # A layout that is known while compiling leaves no divisions and branches in the loop: the most frequent ones.
     if p.layout == 0:
@@ -233,11 +232,10 @@ def embed(p: Any, batch: int, thread: int, row: int, part: int) -> None:
 @row_op(EMBED)
 def embed_grid(p: Any, batch: int, thread: int, row: int, part: int) -> None:
     """As `embed`, of layouts whose codes are places in a grid: a kernel has no tables that its model does not need."""
-    indices = BATCH.positions(batch) if p.by_position == 1 else BATCH.token_ids(batch)
-    source = p.table + load_i64(indices + 8 * row) * p.row_bytes
+    source = p.table + load_i64(load_i64(batch + p.indices) + 8 * row) * p.row_bytes
     target = p.out + row * p.out_stride
     for column in range(p.columns):
         value = p.scale * _grid_value(p.layout, source + column // 256 * p.unit_bytes, column % 256)
-        if p.by_position == 1:
+        if p.adds == 1:
             value += load_f32(target + 4 * column)
         store_f32(target + 4 * column, value)
