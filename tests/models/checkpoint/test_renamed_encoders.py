@@ -118,7 +118,9 @@ def test_vectors_are_those_of_the_same_weights_in_a_file(name: str, tmp_path: Pa
     with open_checkpoint(folder) as file:
         assert file.unknown_settings == ()
     token_ids = np.arange(5, 45)
-    with localinfer.load(path, threads=1) as plain, localinfer.load(folder, threads=1) as published:
+    # Config.json's "gelu" is not the tanh form that such a file means.
+    exact = {} if name == "neo-bert-encoder" else {"jina-bert-v2.exact_gelu": True}
+    with localinfer.load(path, threads=1, overrides=exact) as plain, localinfer.load(folder, threads=1) as published:
         wanted = plain.embed(token_ids, pooling="none", normalize=False)
         found = published.embed(token_ids, pooling="none", normalize=False)
     np.testing.assert_array_equal(found.view(np.uint32), wanted.view(np.uint32))
