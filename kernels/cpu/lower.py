@@ -87,7 +87,7 @@ def _kernels_of(tape: CpuTape) -> list[Kernel]:
     return list(dict.fromkeys([*tape.kernels, *(called for _, _, called in tape.calls)]))
 
 
-_LOOKED_UP = {ops.Embed: "token_ids", ops.EmbedPositions: "positions", ops.EmbedTypes: "token_types"}
+_LOOKED_UP: dict[type, str] = {ops.Embed: "token_ids", ops.EmbedPositions: "positions", ops.EmbedTypes: "token_types"}
 
 
 def _embed(tape: CpuTape, op: ops.Embed | ops.EmbedPositions | ops.EmbedTypes) -> None:

@@ -88,7 +88,7 @@ def lower_to_cuda(
     )
 
 
-_LOOKED_UP = {ops.Embed: "token_ids", ops.EmbedPositions: "positions", ops.EmbedTypes: "token_types"}
+_LOOKED_UP: dict[type, str] = {ops.Embed: "token_ids", ops.EmbedPositions: "positions", ops.EmbedTypes: "token_types"}
 
 
 def _embed(tape: CudaTape, op: ops.Embed | ops.EmbedPositions | ops.EmbedTypes) -> None:
@@ -99,7 +99,7 @@ def _embed(tape: CudaTape, op: ops.Embed | ops.EmbedPositions | ops.EmbedTypes) 
     weight: DeviceWeight = table.packed
     stored = (weight.num_rows, weight.num_columns)
     check(stored == (table.num_rows, table.width), f"{table.name} is stored as {stored}")
-    place = (_LOOKED_UP[type(op)], *tape.places(out))
+    place: tuple[float | str, ...] = (_LOOKED_UP[type(op)], *tape.places(out))
     values = (*weight.arrays, *weight.row_bytes, *place, weight.num_columns, weight.num_rows, int(adds), scale)
     tape.simple("rows.embed", (weight.layout,), Rows.BATCH, weight.num_columns, values, out)
 
