@@ -54,6 +54,7 @@ def verify_model(path: str, progress: ProgressCallback | None = None) -> Verific
     result = Verification()
     file = open_model_file(path)
     try:
+        result.findings.extend(_check_digests(file, result, progress))
         result.findings.extend(dict.fromkeys(_check_file(file, result, progress)))
         is_alone = _lone_part(file) is None
         tensors = dict(file.tensors)
@@ -64,6 +65,19 @@ def verify_model(path: str, progress: ProgressCallback | None = None) -> Verific
     elif is_alone:
         _check_output(path, tensors, result, progress)
     return result
+
+
+def _check_digests(file: "ModelFile", result: Verification, progress: ProgressCallback | None) -> list[Finding]:
+    """Whether the files are still those that were pulled, where their checksums were recorded."""
+    from localinfer.hub.digests import differing_files, recorded_files
+    from localinfer.hub.places import Places
+
+    try:
+        differing = differing_files(recorded_files(file.paths, Places.of_user()), progress)
+    except OSError as error:
+        result.unchecked.append(f"checksums: {error.strerror or error}")
+        return []
+    return [Finding("checksum", line) for line in differing]
 
 
 def _check_file(file: "ModelFile", result: Verification, progress: ProgressCallback | None) -> Iterator[Finding]:
@@ -84,7 +98,7 @@ def _check_file(file: "ModelFile", result: Verification, progress: ProgressCallb
         return
     yield from _check_settings(file, config, result)
     yield from check_conversion(file, config)
-    yield from check_tensors(file, progress)
+    yield from check_tensors(file, progress, config)
 
 
 def _lone_part(file: "ModelFile") -> str | None:

@@ -54,7 +54,7 @@ def fetch_file(
         for path in (pointer, blob):
             if not path.exists():
                 continue
-            wrong = _mismatch(path, file, checked)
+            wrong = mismatch(path, file, checked)
             if not wrong:
                 if path == blob:
                     _link(blob, pointer)
@@ -68,7 +68,7 @@ def fetch_file(
         blob.parent.mkdir(parents=True, exist_ok=True)
         partial = partial_path(blob)
         _receive(client, repository, file, partial, received)
-        wrong = _mismatch(partial, file, checked)
+        wrong = mismatch(partial, file, checked)
         if wrong:
             partial.unlink()
             raise DownloadError(
@@ -120,7 +120,7 @@ def _receive(client: HubClient, repository: Repository, file: StoredFile, partia
         os.fsync(out.fileno())
 
 
-def _mismatch(path: Path, file: StoredFile, checked: Received) -> str:
+def mismatch(path: Path, file: StoredFile, checked: Received) -> str:
     """How a file on disk differs from what the hub says of it; empty if it does not."""
     size = path.stat().st_size
     if size != file.size:

@@ -11,12 +11,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.quant.formats.types import TensorRecord, block_bytes, row_bytes
+from localinfer.quant.formats.types import TensorRecord, row_bytes
 
 _WORD = 8
 _LEAST_BYTES = 1024
 _LEAST_SHARE = 8
 """One part in so many of a matrix's rows: fewer of zeros may be neurons that were pruned."""
+_SLACK = 8
+"""Bytes by which a run may reach into the next row, whose first are like it by chance."""
 _LOOK = 1 << 16
 _SAMPLED = np.uint64(255)
 _MIX = np.uint64(0x9E3779B97F4A7C15)
@@ -69,13 +71,12 @@ def is_damage(run: Run, info: TensorRecord, *, is_table: bool) -> bool:
     """Whether a run is none that a model has on purpose: it ends within a row, or is a large share of a matrix."""
     if len(info.shape) < 2:
         return False
-    row, block = row_bytes(info.type, info.shape[-1]), block_bytes(info.type)
-    start, end = -(-run.start // block) * block, run.end // block * block
-    if end - start < max(_LEAST_BYTES, row):
+    row, length = row_bytes(info.type, info.shape[-1]), run.end - run.start
+    if length < max(_LEAST_BYTES, row):
         return False
-    if start % row or end % row:
+    if any(min(place % row, -place % row) > _SLACK for place in (run.start, run.end)):
         return True
-    return not is_table and run.distance == 0 and (end - start) * _LEAST_SHARE >= info.num_bytes
+    return not is_table and run.distance == 0 and length * _LEAST_SHARE >= info.num_bytes
 
 
 class RunFinder:
@@ -109,7 +110,8 @@ class RunFinder:
         edges = np.flatnonzero(words[1:] != words[:-1]) + 1
         bounds = np.concatenate([[0], edges, [words.size]])
         long = np.flatnonzero(np.diff(bounds) * _WORD >= _LEAST_BYTES // 2)
-        for index in dict.fromkeys([*long.tolist(), 0, len(bounds) - 2]):
+        # The first and the last may go on in other pieces.
+        for index in sorted({*long.tolist(), 0, len(bounds) - 2}):
             first, last = int(bounds[index]), int(bounds[index + 1])
             self._extend(Run(start + first * _WORD, start + last * _WORD, words[first].tobytes()))
 

@@ -1,6 +1,9 @@
 """What a check of a model file has found."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+
+_SHOWN = 3
 
 
 @dataclass(frozen=True)
@@ -14,3 +17,20 @@ class Finding:
     check: str
     message: str
     is_error: bool = False
+
+
+def shortened(findings: Iterable[Finding]) -> list[Finding]:
+    """The first of each check, and how many others there are: a model has some hundred tensors that may be alike."""
+    kinds: dict[tuple[str, bool], list[Finding]] = {}
+    for one in findings:
+        kinds.setdefault((one.check, one.is_error), []).append(one)
+    found: list[Finding] = []
+    for (check, is_error), members in kinds.items():
+        found += members[: _SHOWN if len(members) > _SHOWN + 1 else None]
+        left = len(members) - _SHOWN
+        if left > 1:
+            last = members[-1].message.split(" ", 1)[0]
+            found.append(
+                Finding(check, f"{left} more tensors are so too, the last {last}; see the lines above", is_error)
+            )
+    return found

@@ -1,6 +1,7 @@
 """Checks of weights by samples: values that are not finite, matrices of zeros, and scales unlike those of others.
 
-A few blocks of every tensor are read, all of a type decoded at once: a millisecond for a few hundred tensors.
+A few blocks of every tensor are read, all of a type decoded at once: some milliseconds for a few hundred tensors. Those
+of matrices are `block_grids`.
 """
 
 import re
@@ -10,7 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.models.verification.finding import Finding
+from localinfer.models.verification.block_grids import MATRIX, TABLES, BlockGrid, check_grids, read_grids
+from localinfer.models.verification.finding import Finding, shortened
 from localinfer.quant.checkpoint.model_file import ModelFile
 from localinfer.quant.formats.reference import dequantize
 from localinfer.quant.formats.types import TensorType, block_bytes, block_size
@@ -22,14 +24,16 @@ SAMPLED_TYPES = frozenset(TensorType) - {
     *(TensorType.I8, TensorType.I16, TensorType.I32, TensorType.I64),
 }
 """Types of weights: the others hold activations, or indices."""
-TABLES = ("token_embd.weight", "output.weight", "position_embd.weight", "per_layer_token_embd.weight")
-"""Tensors of which a text reads single rows, so that a model with some broken ones works with others."""
 _SPOTS = (0.03, 0.37, 0.71)
 _FURTHER_SPOTS = tuple(index / 64 for index in range(64))
 _SPOT_WEIGHTS = 64
-_SCALED = re.compile(r"blk\.(\d+)\.((?:attn_(?:q|k|v|qkv|output)|ffn_(?:gate|up|down))(?:_exps)?)\.weight")
-"""Matrices whose scales are alike in the layers of a model."""
-_MOST_TIMES = 64.0
+_NEEDED = re.compile(
+    r"blk\.\d+\.(?:ffn_gate_inp|ssm_(?:in|out)|attn_(?:q_a|q_b|kv_a_mqa|kv_b|k_b|v_b)|shortconv\.\w+_proj)\.weight"
+)
+"""Further matrices without which a part of the model does nothing."""
+_MOST_TIMES = 12.0
+"""How matrices of a kind differ in size from layer to layer: up to 4 times in trained models, 14 times where blocks
+were read as those of another type."""
 _LEAST_LAYERS = 4
 _LEAST_SCALE, _MOST_SCALE = 0.02, 60.0
 """Of a matrix, times the square root of its columns: 1 keeps what goes in as large as it is, and models have some 0.2
@@ -52,7 +56,20 @@ def check_samples(file: ModelFile) -> Iterator[Finding]:
 
     Raises: CorruptFileError if the file was changed since it was opened.
     """
-    yield from judge(_again_where_zero(file, sample(file, file.tensors, _SPOTS)))
+    grids = read_grids(file, [info for info in file.tensors.values() if info.type in SAMPLED_TYPES])
+    in_grids = {info.name: (grid, index) for grid in grids for index, info in enumerate(grid.tensors)}
+    others = {one.name: one for one in sample(file, [name for name in file.tensors if name not in in_grids], _SPOTS)}
+    figures = [
+        _figures_of(*in_grids[name]) if name in in_grids else others[name]
+        for name in file.tensors
+        if name in in_grids or name in others
+    ]
+    yield from shortened([*judge(_again_where_zero(file, figures)), *check_grids(file, grids)])
+
+
+def _figures_of(grid: BlockGrid, index: int) -> TensorFigures:
+    info = grid.tensors[index]
+    return TensorFigures(info.name, info.shape, int(grid.bad[index]), grid.spread(index), is_whole=False)
 
 
 def sample(file: ModelFile, names: Iterable[str], spots: Sequence[float]) -> list[TensorFigures]:
@@ -145,7 +162,8 @@ def judge(figures: Iterable[TensorFigures]) -> Iterator[Finding]:
 
 
 def _should_differ_from_zero(one: TensorFigures) -> bool:
-    return one.name in TABLES or _SCALED.fullmatch(one.name) is not None or one.name.endswith("norm.weight")
+    is_matrix = MATRIX.fullmatch(one.name) is not None or _NEEDED.fullmatch(one.name) is not None
+    return is_matrix or one.name in TABLES or one.name.endswith("norm.weight")
 
 
 def _judge_scales(figures: list[TensorFigures]) -> Iterator[Finding]:
@@ -153,7 +171,7 @@ def _judge_scales(figures: list[TensorFigures]) -> Iterator[Finding]:
     names = {one.name for one in figures}
     kinds: dict[str, list[TensorFigures]] = {}
     for one in figures:
-        found = _SCALED.fullmatch(one.name)
+        found = MATRIX.fullmatch(one.name)
         # A matrix with a factor beside it may have any scale.
         if found is not None and one.name.removesuffix("weight") + "scale" not in names:
             kinds.setdefault(found[2], []).append(one)

@@ -68,8 +68,9 @@ def nan_in_a_block(model: EditableModel) -> None:
 def bit_flips_in_scales(model: EditableModel) -> None:
     scales = model.blocks("blk.3.ffn_up.weight")["d"]
     bits = scales.view(np.uint16).copy()
-    places = np.random.default_rng(5).choice(bits.size, bits.size // 500, replace=False)
-    bits[places] ^= 1 << 13
+    generator = np.random.default_rng(5)
+    places = generator.choice(bits.size, bits.size // 100, replace=False)
+    bits[places] ^= np.uint16(1) << generator.integers(0, 16, places.size, np.uint16)
     scales[:] = bits.view(np.float16)
 
 
