@@ -244,7 +244,7 @@ class _Scan:
                 times = np.where(around > 0, groups / around, 0)
             num_far, most = int(np.count_nonzero(times > _MOST_TIMES_AROUND)), float(times.max())
             if num_far >= _FEW or most > _MOST_TIMES_ALONE:
-                row, _ = np.unravel_index(int(times.argmax()), times.shape)
+                row = int(times.argmax()) // times.shape[1]
                 yield Finding(
                     "weights outlier",
                     f"{name} has {num_far} blocks that are far larger than others of their row and column, the largest "
