@@ -1,4 +1,5 @@
-"""Model types with delta nets or short convolutions beside attention: Qwen3-Next, Qwen3.5, Kimi Linear, LFM2."""
+"""Model types with delta nets or short convolutions beside attention: Qwen3-Next, Qwen3.5, OLMo Hybrid, Kimi Linear,
+LFM2 and 3."""
 
 from dataclasses import replace
 
@@ -199,6 +200,76 @@ def _lfm2_moe(settings: Settings) -> Metadata:
     }
 
 
+def _lfm3(settings: Settings) -> Metadata:
+    settings.must_be("conv_bias", False, False)
+    settings.mark_read(("use_sandwich_norm", "use_attention_gate"))  # the tensors show both
+    windowed = Settings(settings.record("rope_parameters"), {}).record("sliding_attention")
+    if windowed.get("rope_type", "default") != "default":
+        raise settings.unsupported("rope_parameters", "layers with a window without scaling")
+    if not settings.entries("layer_types"):
+        kinds = ("sliding_attention", "conv", "full_attention", "conv")
+        num_layers = settings.integer("num_hidden_layers", low=1)
+        settings.put("layer_types", ["conv", *(kinds[layer % 4] for layer in range(1, num_layers))])
+    num_kv_heads = settings.integer("num_key_value_heads", low=1)
+    return {
+        "shortconv.l_cache": settings.integer("conv_L_cache", 7, low=2),
+        "attention.head_count_kv": [
+            0 if is_conv else num_kv_heads for is_conv in recurrent_layers(settings, ("conv",))
+        ],
+    }
+
+
+def _olmo_hybrid(settings: Settings) -> Metadata:
+    """Files say that layers have no positions by a rotation whose base or kind is null, or by none."""
+    num_heads = settings.integer("num_attention_heads", low=1)
+    num_key_heads = settings.integer("linear_num_key_heads", num_heads, low=1)
+    num_value_heads = settings.integer("linear_num_value_heads", num_heads, low=1)
+    if num_key_heads != num_value_heads:
+        raise settings.unsupported("linear_num_value_heads", f"as many heads of values as of keys, {num_key_heads}")
+    key_size = settings.integer(
+        "linear_key_head_dim", 3 * settings.integer("hidden_size") // (4 * num_key_heads), low=1
+    )
+    settings.mark_read(f"linear_{name}" for name in ("a_log_max", "a_log_min", "dt_init_floor", "dt_max", "dt_min"))
+    rope = settings.record("rope_parameters")
+    has_base = rope.get("rope_theta", settings.get("rope_theta")) is not None
+    return {
+        "ssm.conv_kernel": settings.integer("linear_conv_kernel_dim", 4, low=2),
+        "ssm.state_size": key_size,
+        "ssm.group_count": num_key_heads,
+        "ssm.time_step_rank": num_value_heads,
+        "ssm.inner_size": num_value_heads * settings.integer("linear_value_head_dim", 2 * key_size, low=1),
+        "ssm.beta_scale": 2.0 if settings.boolean("linear_allow_neg_eigval", True) else 1.0,
+        "attention.recurrent_layers": [int(is_recurrent) for is_recurrent in recurrent_layers(settings)],
+        "ssm.length_epsilon": usual_epsilon(settings),
+        "rope.scaling.finetuned": has_base and rope.get("rope_type", "default") is not None,
+    }
+
+
+_OLMO_HYBRID = Family(
+    architecture="olmo-hybrid",
+    blocks={
+        # Before the branches of delta nets; behind those of attention. Writers name the second alike in both.
+        "attn_norm": ("input_layernorm", "attention_layer_norm"),
+        "post_attention_norm": ("post_attention_layernorm", "feedforward_layer_norm"),
+        "post_ffw_norm": "post_feedforward_layernorm",
+        **{f"attn_{letter}": (f"self_attn.{letter}_proj", f"linear_attn.{letter}_proj") for letter in "qkv"},
+        "attn_output": "self_attn.o_proj",
+        "attn_gate": "linear_attn.g_proj",
+        **HEAD_NORMS,
+        **GATED,
+        "ssm_alpha": "linear_attn.a_proj",
+        "ssm_beta": "linear_attn.b_proj",
+        "ssm_conv1d": Part("linear_attn.conv1d", CONVOLUTION),
+        **{f"ssm_conv1d_{letter}": Part(f"linear_attn.{letter}_conv1d", CONVOLUTION) for letter in "qkv"},
+        "ssm_norm": "linear_attn.o_norm",
+        "ssm_out": "linear_attn.o_proj",
+    },
+    parameters=_QWEN_PARAMETERS,
+    layer_kinds=_LINEAR,
+    metadata=_olmo_hybrid,
+)
+
+
 _LFM2 = Family(
     architecture="lfm2",
     blocks={
@@ -313,6 +384,22 @@ DELTA: dict[str, Family] = {
         parameters={"exp_probs_b.bias": "feed_forward.expert_bias"},
         metadata=_lfm2_moe,
     ),
+    "lfm3": replace(
+        _LFM2,
+        architecture="lfm3",
+        blocks={
+            **_LFM2.blocks,
+            **ATTENTION,
+            **HEAD_NORMS,
+            "attn_gate": ("self_attn.g_proj", "self_attn.gate_proj"),
+            "post_attention_norm": "post_operator_norm",
+            "post_ffw_norm": "post_ffn_norm",
+        },
+        has_windows=True,
+        defaults={"norm_eps": 1e-5, "head_dim": 128, "num_key_value_heads": 4, "sliding_window": 256},
+        metadata=_lfm3,
+    ),
     "kimi_linear": _KIMI_LINEAR,
+    "olmo_hybrid": _OLMO_HYBRID,
 }
 """By `model_type`."""

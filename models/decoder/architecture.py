@@ -1,6 +1,6 @@
 """The record that describes a transformer architecture."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from localinfer.kernels.ops import Activation, Gating, Pairing
@@ -99,7 +99,9 @@ class Architecture:
     ones. has_token_types: a vector of its token type is added to every embedding; encoders may do without one.
     projects_embedding: a matrix follows the embedding's norm, where the embedding is narrower. classifier_activation:
     of a reranker's first matrix, None for tanh. mixers: of each layer; empty for attention in all. mixer_beside: a
-    recurrent block that reads what attention reads, in every layer. has_feed_forward: whether any layer has that block.
+    recurrent block that reads what attention reads, in every layer. norms_behind_attention: layers with attention have
+    norms behind their branches (OLMo 2's), the others those that are named here. mixer_norm_epsilon: of the norm of a
+    recurrent block's result, if not the file's. has_feed_forward: whether any layer has that block.
     tiles_value_heads: whether delta nets have their value heads in the order of grouped keys repeated as a whole.
     gates_attention: `attn_q` also has a gate for every element of attention's result.
     parallel: both branches read the layer's input (GPT-J's form) instead of one after the other.
@@ -155,6 +157,8 @@ class Architecture:
     draft_layers: DraftLayers = DraftLayers()
     mixers: tuple[Mixer, ...] = ()
     mixer_beside: Mixer | None = None
+    norms_behind_attention: bool = False
+    mixer_norm_epsilon: float | None = None
     has_feed_forward: bool = True
     tiles_value_heads: bool = False
     gates_attention: bool = False
@@ -204,3 +208,15 @@ class Architecture:
     def mixer(self, layer: int) -> Mixer:
         """What mixes rows in a layer."""
         return self.mixers[layer] if self.mixers else Mixer.ATTENTION
+
+    def of_layer(self, layer: int) -> "Architecture":
+        """The record with the norms of one layer."""
+        if not self.norms_behind_attention or self.mixer(layer) is not Mixer.ATTENTION:
+            return self
+        return replace(
+            self,
+            attention_norm=None,
+            attention_post_norm="post_attention_norm",
+            feed_forward_norm=None,
+            feed_forward_post_norm="post_ffw_norm",
+        )

@@ -104,7 +104,7 @@ def _write_projections(
 
 def write_mixer_output(graph: Graph, layer: int, hidden: Buffer, attended: Buffer, mixer: Mixer) -> None:
     """Add the output projection of one layer's attention or recurrent block to hidden."""
-    block, post_norm = f"blk.{layer}", graph.architecture.attention_post_norm
+    block, post_norm = f"blk.{layer}", graph.architecture.of_layer(layer).attention_post_norm
     if graph.weights.has(f"{block}.attn_sub_norm.weight"):
         graph.norm(attended, attended, f"{block}.attn_sub_norm")
     name, scale = OUTPUT_NAMES[mixer], graph.architecture.attention_output_scale

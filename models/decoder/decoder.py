@@ -200,7 +200,7 @@ def write_layer(
     graph: Graph, layer: int, hidden: Buffer, tables: RopeTables, *, selects_output: bool = False
 ) -> Buffer:
     """Write one layer and return its result: `hidden` itself, or with selects_output the output rows only."""
-    architecture = graph.architecture
+    architecture = graph.architecture.of_layer(layer)
     if architecture.blocks is not Blocks.PLAIN:
         return _LAYER_WRITERS[architecture.blocks](graph, layer, hidden, tables)
     mixer = architecture.mixer(layer)

@@ -1,14 +1,16 @@
-"""The gated delta net of Qwen3-Next and Qwen3.5: convolved queries, keys and values, and the gated delta rule.
+"""The gated delta net of Qwen3-Next, Qwen3.5 and OLMo Hybrid: convolved queries, keys and values, and a gated delta rule.
 
 Source: Gated Delta Networks (arXiv 2412.06464), and the published models' code.
 """
 
 import math
 
+import numpy as np
+
 from localinfer.kernels.ops import Activation, Buffer, StateShape
 from localinfer.kernels.recurrent_ops import delta_rule_state, short_convolution_state
 from localinfer.models.decoder.config import ModelConfig
-from localinfer.models.decoder.graph import Graph
+from localinfer.models.decoder.graph import Graph, refuse
 from localinfer.models.decoder.recurrent_config import RecurrentConfig
 from localinfer.types import FloatArray
 
@@ -16,20 +18,23 @@ from localinfer.types import FloatArray
 def delta_net_states(config: ModelConfig) -> list[StateShape]:
     """The states of one layer: the convolutions of queries, keys and values, and the delta rule's."""
     sizes = _sizes(config)
-    keys, values = sizes.num_key_heads * sizes.head_dim, sizes.num_heads * sizes.head_dim
-    rule = delta_rule_state(sizes.num_heads, sizes.num_key_heads, sizes.head_dim, sizes.head_dim, sizes.num_heads)
+    keys, values = sizes.num_key_heads * sizes.head_dim, sizes.inner_size
+    rule = delta_rule_state(sizes.num_heads, sizes.num_key_heads, sizes.head_dim, sizes.value_size, sizes.num_heads)
     return [*(short_convolution_state(width, sizes.kernel_size) for width in (keys, keys, values)), rule]
 
 
 def write_delta_net(graph: Graph, layer: int, x: Buffer) -> Buffer:
     """Write one layer's delta net over x, normed and gated; the result still needs its output projection."""
     tape, sizes, block = graph.tape, _sizes(graph.config), f"blk.{layer}"
-    key_width, value_width = sizes.num_key_heads * sizes.head_dim, sizes.num_heads * sizes.head_dim
-    weight = graph.weights.vector(f"{block}.ssm_conv1d.weight", (2 * key_width + value_width, sizes.kernel_size))
+    key_width, value_width = sizes.num_key_heads * sizes.head_dim, sizes.inner_size
+    weight = _taps(graph, block, 2 * key_width + value_width, sizes.kernel_size)
     queries, keys = (graph.buffer(f"{name}_in", key_width, x.rows) for name in ("queries", "keys"))
     values, gate = (graph.buffer(name, value_width, x.rows) for name in ("values_in", "output_gate"))
     decay, beta = (graph.buffer(name, sizes.num_heads, x.rows) for name in ("decay", "beta"))
-    if not graph.weights.has(f"{block}.attn_qkv.weight"):
+    if graph.weights.has(f"{block}.attn_q.weight"):
+        names = zip(("attn_q", "attn_k", "attn_v", "attn_gate"), (queries, keys, values, gate), strict=True)
+        tape.matmul(x, [graph.projection(f"{block}.{name}", out, x.width) for name, out in names])
+    elif not graph.weights.has(f"{block}.attn_qkv.weight"):
         _project_by_head(graph, f"{block}.ssm_in", x, queries, keys, values, gate)
     else:
         _project(graph, block, x, queries, keys, values, gate)
@@ -38,19 +43,38 @@ def write_delta_net(graph: Graph, layer: int, x: Buffer) -> Buffer:
     queries = convolve(graph, queries, "queries", weight[:key_width])
     keys = convolve(graph, keys, "keys", weight[key_width : 2 * key_width])
     values = convolve(graph, values, "values", weight[2 * key_width :])
-    for buffer in (queries, keys):
-        graph.unit_length(buffer, sizes.head_dim, sizes.length_epsilon)
+    # With keys longer by a factor f, states are 1/f of what they were, and what is added to them has a factor f^2.
+    key_length = math.sqrt(sizes.beta_scale)
+    graph.unit_length(queries, sizes.head_dim, sizes.length_epsilon)
+    graph.unit_length(keys, sizes.head_dim, sizes.length_epsilon, key_length)
     factor = graph.weights.vector(f"{block}.ssm_a", (sizes.num_heads,))
     bias = graph.weights.vector(f"{block}.ssm_dt.bias", (sizes.num_heads,))
     mixed = graph.buffer("mixed", value_width, x.rows)
     state = tape.add_state(delta_net_states(graph.config)[-1])
     tape.gated_delta_rule(
         state, mixed, queries, keys, values, decay, beta, factor, bias, sizes.num_key_heads,
-        scale=1.0 / math.sqrt(sizes.head_dim), is_tiled=graph.architecture.tiles_value_heads,
+        scale=key_length / math.sqrt(sizes.head_dim), is_tiled=graph.architecture.tiles_value_heads,
     )  # fmt: skip
-    graph.norm(mixed, mixed, f"{block}.ssm_norm", sizes.head_dim)
+    epsilon = graph.architecture.mixer_norm_epsilon
+    graph.norm(mixed, mixed, f"{block}.ssm_norm", sizes.value_size, epsilon=epsilon)
     tape.gated_activation(mixed, gate, mixed, Activation.SILU)
     return mixed
+
+
+def _taps(graph: Graph, block: str, num_channels: int, kernel_size: int) -> FloatArray:
+    """The convolutions of queries, keys and values, float32[channels, kernel_size]: one tensor, or three.
+
+    Writers part the three by other sizes than the heads', so they mean something only together.
+    """
+    weights = graph.weights
+    if not weights.has(f"{block}.ssm_conv1d_q.weight"):
+        return weights.vector(f"{block}.ssm_conv1d.weight", (num_channels, kernel_size))
+    names = [f"{block}.ssm_conv1d_{letter}.weight" for letter in "qkv"]
+    counts = [weights.shape(name)[0] for name in names]
+    if sum(counts) != num_channels:
+        raise refuse(graph.config, f"has convolutions of {sum(counts)} channels for {num_channels}")
+    parts = [weights.vector(name, (count, kernel_size)) for name, count in zip(names, counts, strict=True)]
+    return np.concatenate(parts)
 
 
 def convolve(graph: Graph, source: Buffer, name: str, weight: FloatArray) -> Buffer:

@@ -14,7 +14,7 @@ _GATING_CODES = {1: Gating.SOFTMAX, 2: Gating.SIGMOID, 3: Gating.SOFTMAX_SELECTE
 
 def has_feed_forward(graph: Graph, layer: int) -> bool:
     """Whether a layer has such a block; in some models whose layers differ (DeciLM) single ones have none."""
-    architecture = graph.architecture
+    architecture = graph.architecture.of_layer(layer)
     if not architecture.has_feed_forward:
         return False
     names = ["ffn_gate_inp.weight", "ffn_down.weight"]
@@ -48,7 +48,7 @@ def write_feed_forward(
     router_logits: None where they are of what the experts read. expert_x: what they read beside a dense block that
     reads x; None where they take its place.
     """
-    post_norm = graph.architecture.feed_forward_post_norm
+    post_norm = graph.architecture.of_layer(layer).feed_forward_post_norm
     post_norm = post_norm and f"blk.{layer}.{post_norm}"
     read = x if expert_x is None else expert_x
     logits = write_router(graph, layer, read) if router_logits is None else router_logits
@@ -215,7 +215,7 @@ def _write_shared_expert(graph: Graph, layer: int, out: Buffer, x: Buffer) -> No
         return
     inner = _inner(graph, layer, f"{block}.ffn_gate_shexp", f"{block}.ffn_up_shexp", down_name, x)
     gate_name = f"{block}.ffn_gate_inp_shexp"
-    architecture = graph.architecture
+    architecture = graph.architecture.of_layer(layer)
     scale = 1.0 if architecture.feed_forward_post_norm else architecture.residual_scale
     scale *= architecture.shared_expert_share
     if not graph.weights.has(f"{gate_name}.weight"):

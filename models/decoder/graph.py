@@ -75,13 +75,13 @@ class Graph:
         state = self.tape.add_state(short_convolution_state(*weight.shape))
         self.tape.short_convolution(state, out, x, weight, bias, has_silu)
 
-    def unit_length(self, x: Buffer, head_size: int, epsilon: float | None = None) -> None:
-        """Divide every head of x by its length, in place: x / sqrt(sum(x^2) + epsilon), by default the model's.
+    def unit_length(self, x: Buffer, head_size: int, epsilon: float | None = None, length: float = 1.0) -> None:
+        """Give every head of x a length, in place: length * x / sqrt(sum(x^2) + epsilon), epsilon by default the model's.
 
-        That is a root-mean-square norm with weights 1 / sqrt(head_size).
+        That is a root-mean-square norm with weights length / sqrt(head_size).
         """
         epsilon = self.config.norm_epsilon if epsilon is None else epsilon
-        weight = np.full(head_size, 1.0 / math.sqrt(head_size), np.float32)
+        weight = np.full(head_size, length / math.sqrt(head_size), np.float32)
         self.tape.rms_norm(x, x, weight, epsilon / head_size, head_size)
 
     def bias(self, name: str, length: int) -> FloatArray | None:

@@ -11,7 +11,14 @@ import numpy as np
 from localinfer.models.decoder.architectures import ARCHITECTURES
 from localinfer.models.decoder.block_sizes import OF_ANOTHER_CACHE
 from localinfer.models.decoder.config import BIDIRECTIONAL
-from localinfer.models.decoder.recurrent_config import ALL_LAYERS, BY_INTERVAL, BY_KV_HEADS, KIMI_DELTA, STATE_SPACE
+from localinfer.models.decoder.recurrent_config import (
+    ALL_LAYERS,
+    BY_INTERVAL,
+    BY_KV_HEADS,
+    KIMI_DELTA,
+    SHORT_CONVOLUTION,
+    STATE_SPACE,
+)
 from localinfer.models.text.vocabulary import TOKENIZER_KEYS
 from localinfer.quant.checkpoint.model_file import ModelFile
 
@@ -72,7 +79,8 @@ ARCHITECTURE_KEYS: dict[str, tuple[str, ...]] = {
     "num_loops": ("nanbeige",),
     "residual_scale": (*_MUP, "minimax-01"),
     "rope.scaling.alpha": ("hunyuan-dense", "hunyuan-moe", "hunyuan_vl"),
-    "shortconv.l_cache": ("lfm2", "lfm2moe"),
+    "shortconv.l_cache": SHORT_CONVOLUTION,
+    "ssm.beta_scale": _DELTA_NETS,
     "ssm.conv_kernel": (*_DELTA_NETS, *KIMI_DELTA, *STATE_SPACE),
     "ssm.dt_b_c_rms": ("mamba",),
     "ssm.group_count": (*_DELTA_NETS, *STATE_SPACE[2:]),

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from localinfer.kernels.ops import Gating, Pairing
 from localinfer.models.decoder.architecture import Architecture, Mixer, Norm, QueryKeyNorm
-from localinfer.models.decoder.base_architectures import normalises_experts
+from localinfer.models.decoder.base_architectures import QK_NORMED, normalises_experts
 from localinfer.models.decoder.config import ModelConfig
 
 
@@ -33,6 +33,31 @@ def _lfm2(config: ModelConfig) -> Architecture:
         gating=Gating.SIGMOID,
         mixers=_mixers(config, Mixer.SHORT_CONVOLUTION),
         windows=_windows(config),
+    )
+
+
+def _lfm3(config: ModelConfig) -> Architecture:
+    """LFM 3: LFM 2 with windows, whose rotation differs, gates over heads, and norms behind the branches too, where the
+    file has them.
+    """
+    has_norms = "post_attention_norm.weight" in config.block_tensors
+    return replace(
+        _lfm2(config),
+        divides_windowed_rope=False,
+        attention_post_norm="post_attention_norm" if has_norms else None,
+        feed_forward_post_norm="post_ffw_norm" if has_norms else None,
+    )
+
+
+def _olmo_hybrid(config: ModelConfig) -> Architecture:
+    """OLMo Hybrid: delta nets whose layers have norms before the branches, and OLMo 2's layers, some without RoPE."""
+    return replace(
+        QK_NORMED,
+        feed_forward_norm="post_attention_norm",
+        norms_behind_attention=True,
+        mixer_norm_epsilon=1e-5,
+        has_rope=(config.rope.is_used,) * config.num_layers,
+        mixers=_mixers(config, Mixer.DELTA_NET),
     )
 
 
@@ -92,7 +117,9 @@ RECURRENT_ARCHITECTURES: dict[str, Architecture | Callable[[ModelConfig], Archit
     "kimi-linear": _kimi_linear,
     "lfm2": _lfm2,
     "lfm2moe": _lfm2,
+    "lfm3": _lfm3,
     "minimax-01": _minimax01,
+    "olmo-hybrid": _olmo_hybrid,
     "qwen35": _qwen35,
     "qwen35moe": _qwen35,
     "qwen3next": _qwen3_next,

@@ -7,10 +7,12 @@ from localinfer.models.decoder.metadata import MetadataReader
 
 MAX_KERNEL = 64
 MAX_SIZE = 1 << 22
+MIN_SCALE, MAX_BETA_SCALE = 1e-6, 2.0
+"""More than 2 would let a state grow without end."""
 
 ALL_LAYERS = ("mamba", "mamba2", "rwkv7")
 """Architectures without attention."""
-BY_INTERVAL = {"minimax-01": 8, "qwen3next": 4, "qwen35": 4, "qwen35moe": 4}
+BY_INTERVAL = {"minimax-01": 8, "olmo-hybrid": 4, "qwen3next": 4, "qwen35": 4, "qwen35moe": 4}
 """Those where every few layers one has attention, and how many layers that are where a file does not say."""
 BY_KV_HEADS = (
     "bailingmoe3",
@@ -19,6 +21,7 @@ BY_KV_HEADS = (
     "kimi-linear",
     "lfm2",
     "lfm2moe",
+    "lfm3",
     "nemotron_h",
     "nemotron_h_moe",
 )
@@ -29,6 +32,8 @@ BESIDE_ATTENTION = ("falcon-h1",)
 
 STATE_SPACE = ("mamba", "jamba", "mamba2", "granitehybrid", "nemotron_h", "nemotron_h_moe", "falcon-h1")
 """Those with Mamba's blocks; the first two with those of Mamba 1."""
+SHORT_CONVOLUTION = ("lfm2", "lfm2moe", "lfm3")
+"""Those with short convolutions."""
 KIMI_DELTA = ("bailingmoe3", "kimi-linear")
 """Those with Kimi delta attention."""
 
@@ -38,12 +43,13 @@ class RecurrentConfig:
     """Sizes of recurrent layers; 0 for what a model's kind of layer does not have.
 
     layers: which layers are recurrent. kernel_size: rows of the short convolution. num_heads, num_key_heads: of values,
-    and of keys and queries. head_dim: of one head's keys and values. inner_size: of all heads. gate_lower_bound: of the
-    logarithm of a decay, where a sigmoid bounds it. num_states, num_groups: of Mamba, states per channel, and groups of
-    heads that read and write them alike. time_step_rank, norms_inputs: of Mamba 1, the width that step sizes are made
-    of, and whether they and what goes in and out of states are normed. norms_before_gate: whether the norm of Mamba 2's
-    result, if there is one, is before its gate. length_epsilon: of the lengths that delta nets divide keys and queries
-    by, None for the norms'.
+    and of keys and queries. head_dim: of one head's keys, and of its values where no value_size is named. beta_scale:
+    factor on what a delta rule adds. inner_size: of all heads' values. gate_lower_bound: of the logarithm of a decay,
+    where a sigmoid bounds it. num_states, num_groups: of Mamba, states per channel, and groups of heads that read and
+    write them alike. time_step_rank, norms_inputs: of Mamba 1, the width that step sizes are made of, and whether they
+    and what goes in and out of states are normed. norms_before_gate: whether the norm of Mamba 2's result, if there is
+    one, is before its gate. length_epsilon: of the lengths that delta nets divide keys and queries by, None for the
+    norms'.
     """
 
     layers: tuple[bool, ...]
@@ -51,6 +57,8 @@ class RecurrentConfig:
     num_heads: int = 0
     num_key_heads: int = 0
     head_dim: int = 0
+    value_size: int = 0
+    beta_scale: float = 1.0
     inner_size: int = 0
     gate_lower_bound: float = 0.0
     num_states: int = 0
@@ -82,14 +90,14 @@ def read_recurrent(
         return None
     found = _recurrent_layers(reader, architecture, num_layers, num_kv_heads)
     layers = (*found[: num_layers - num_draft_layers], *(False,) * num_draft_layers)
-    if architecture in ("lfm2", "lfm2moe"):
+    if architecture in SHORT_CONVOLUTION:
         return RecurrentConfig(layers=layers, kernel_size=reader.integer("shortconv.l_cache", low=2, high=MAX_KERNEL))
     if architecture == "rwkv7":
         return RecurrentConfig(layers=layers, head_dim=reader.integer("wkv.head_size", low=1, high=MAX_SIZE))
     if architecture == "minimax-01":
         return _lightning(reader, layers, max(num_heads))
     if architecture in BY_INTERVAL:
-        return _delta_net(reader, layers)
+        return _delta_net(reader, layers, may_differ=architecture == "olmo-hybrid")
     if architecture in STATE_SPACE:
         return _state_space(reader, layers, has_heads=architecture not in STATE_SPACE[:2])
     if architecture in KIMI_DELTA:
@@ -97,14 +105,15 @@ def read_recurrent(
     raise AssertionError(f"{architecture} has recurrent layers of a kind that is not read")
 
 
-def _delta_net(reader: MetadataReader, layers: tuple[bool, ...]) -> RecurrentConfig:
+def _delta_net(reader: MetadataReader, layers: tuple[bool, ...], *, may_differ: bool) -> RecurrentConfig:
+    """Sizes of delta nets; may_differ: whether heads of values may have another size than those of keys."""
     num_heads = reader.integer("ssm.time_step_rank", low=1, high=MAX_SIZE)
     num_key_heads = reader.integer("ssm.group_count", low=1, high=MAX_SIZE)
     head_dim = reader.integer("ssm.state_size", low=1, high=MAX_SIZE)
     inner_size = reader.integer("ssm.inner_size", low=1, high=MAX_SIZE)
     if num_heads % num_key_heads:
         raise reader.contradiction("ssm.group_count", num_key_heads, f"a divisor of ssm.time_step_rank {num_heads}")
-    if inner_size != num_heads * head_dim:
+    if inner_size % num_heads if may_differ else inner_size != num_heads * head_dim:
         wanted = f"ssm.time_step_rank * ssm.state_size, {num_heads} * {head_dim}"
         raise reader.contradiction("ssm.inner_size", inner_size, wanted)
     return RecurrentConfig(
@@ -113,6 +122,8 @@ def _delta_net(reader: MetadataReader, layers: tuple[bool, ...]) -> RecurrentCon
         num_heads=num_heads,
         num_key_heads=num_key_heads,
         head_dim=head_dim,
+        value_size=inner_size // num_heads,
+        beta_scale=reader.number("ssm.beta_scale", 1.0, low=MIN_SCALE, high=MAX_BETA_SCALE),
         inner_size=inner_size,
         length_epsilon=_length_epsilon(reader),
     )

@@ -5,6 +5,7 @@ import lzma
 import re
 import zlib
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -20,6 +21,7 @@ from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.decoder.decoder import kv_layer_shapes, state_shapes, write_decoder
 from localinfer.models.decoder.pooling import Pooling, classified_rows
 from localinfer.models.decoder.text_head import write_text_model
+from localinfer.models.load.loader import open_model_file
 from localinfer.quant.gguf.reader import read_gguf
 from localinfer.types import FloatArray
 
@@ -216,8 +218,8 @@ def run_texts(path: Path, device: Device, texts: Sequence[NDArray[np.int32]], po
 
 
 def read_config(path: Path, *, with_draft_layers: bool = False) -> ModelConfig:
-    """The configuration of a file."""
-    with read_gguf(path) as file:
+    """The configuration of a GGUF file or a folder."""
+    with closing(open_model_file(path)) as file:
         shapes = {name: info.shape for name, info in file.tensors.items()}
         return ModelConfig.from_metadata(file.metadata, shapes, with_draft_layers=with_draft_layers)
 

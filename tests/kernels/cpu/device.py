@@ -1,6 +1,7 @@
 """The CPU as a device of the architecture tests: float32 weights, a tape and cache pages."""
 
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +15,20 @@ from localinfer.kernels.cpu.weights import RowTable, pack
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.layouts import Layout
 from localinfer.kernels.ops import EmbeddingTable, KVLayerShape, LinearWeight, OpGraph, StateShape
+from localinfer.models.load.loader import open_model_file
 from localinfer.quant.formats.reference import dequantize
-from localinfer.quant.gguf.reader import read_gguf
 from localinfer.types import FloatArray
 
 
 class DecodedWeights:
-    """`WeightSource` over a GGUF file: every tensor decoded by the oracle, so that only kernels differ.
+    """`WeightSource` over a GGUF file or a folder: every tensor decoded by the oracle, so that only kernels differ.
 
     pack_floats: brings float32 rows to the device: bytes, matrices, rows and columns.
     """
 
     def __init__(self, path: Path, pack_floats: Callable[[NDArray[np.uint8], int, int, int], Any]) -> None:
         self._pack_floats = pack_floats
-        with read_gguf(path) as file:
+        with closing(open_model_file(path)) as file:
             self._tensors = {
                 name: dequantize(file.tensor_bytes(name), info.type, info.shape) for name, info in file.tensors.items()
             }

@@ -18,6 +18,7 @@ from localinfer.models.decoder.pooling import Pooling
 from localinfer.models.decoder.text_head import write_text_model
 from tests.kernels.cpu.device import DecodedWeights
 from tests.models.arch_models import architectures, build_model, build_text_model, read_config, text_models
+from tests.models.checkpoint.published_models import cases_of_folders_alone, read_cases, write_case
 
 pytest.importorskip("numba_cuda", reason="CUDA kernels are written with numba-cuda, which is not installed")
 
@@ -166,6 +167,17 @@ def test_a_token_takes_so_many_launches(name: str, folder: Path) -> None:
             launches_of_a_token(name, folder)
         return
     assert len(launches_of_a_token(name, folder)) == LAUNCHES[name]
+
+
+@pytest.mark.parametrize("name", cases_of_folders_alone())
+def test_models_that_only_folders_hold_are_lowered(name: str, tmp_path: Path) -> None:
+    device, path = RecordingDevice(), write_case(tmp_path, read_cases()[name])
+    graph = write_decoder(read_config(path), weights_of(path, device))
+    if graph.states:
+        with pytest.raises(UnsupportedFormatError, match="device 'cpu'"):
+            launches_of(graph, device, 1, 3)
+        return
+    assert launches_of(graph, device, 1, 3)
 
 
 TEXT_LAUNCHES: dict[str, int] = {

@@ -13,7 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from localinfer.models.checkpoint.families import FAMILIES
 from tests.checkpoint_files import write_folder
+from tests.models.arch_models import skeletons
 
 DATA = Path(__file__).parents[2] / "data" / "checkpoint" / "published"
 TOKEN_IDS = np.random.default_rng(0).integers(3, 90, 24).astype(np.int32)
@@ -51,6 +53,13 @@ def read_cases(folder: Path = DATA) -> dict[str, dict[str, Any]]:
         with np.load(path) as file:
             found[path.stem] = json.loads(bytes(file["case"]))
     return found
+
+
+def cases_of_folders_alone() -> list[str]:
+    """Names of the cases whose architectures no other runtime runs: `arch_models.py` has no files of them."""
+    known = {str(skeleton["arch"]) for skeleton in skeletons().values()}
+    types = {name: str(case["config"]["model_type"]) for name, case in read_cases().items()}
+    return [name for name, kind in types.items() if FAMILIES[kind].architecture not in known]
 
 
 def read_logits(name: str, folder: Path = DATA) -> NDArray[np.float32]:

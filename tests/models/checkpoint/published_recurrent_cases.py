@@ -1,6 +1,13 @@
 """Cases of models with recurrent layers."""
 
-from tests.models.checkpoint.published_case import BASE, EXP, LIN, MLA, NO_HEADS, Case
+from tests.models.checkpoint.published_case import BASE, EXP, LIN, MLA, NO_HEADS, SW, Case
+
+_WIDE_VALUES = {
+    "num_hidden_layers": 5,
+    "num_key_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32,
+}
 
 RECURRENT_CASES: dict[str, Case] = {
     "qwen3_next": Case(
@@ -195,6 +202,38 @@ RECURRENT_CASES: dict[str, Case] = {
             "num_local_experts": 8,
             "num_experts_per_tok": 3,
             "moe_intermediate_size": 32,
+        },
+    ),
+    "lfm3": Case(
+        "Lfm3Config",
+        {
+            **SW,
+            "num_hidden_layers": 5,
+            "head_dim": 16,
+            "layer_types": ["conv", "full_attention", "sliding_attention", "conv", "sliding_attention"],
+        },
+    ),
+    "lfm3-plain": Case(
+        "Lfm3Config",
+        {
+            **SW,
+            "num_hidden_layers": 3,
+            "head_dim": 16,
+            "conv_L_cache": 3,
+            "layer_types": ["conv", "sliding_attention", "full_attention"],
+            "use_sandwich_norm": False,
+            "use_attention_gate": False,
+        },
+    ),
+    "olmo_hybrid": Case(
+        "OlmoHybridConfig", {**_WIDE_VALUES, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
+    ),
+    "olmo_hybrid-nope": Case(
+        "OlmoHybridConfig",
+        {
+            **_WIDE_VALUES,
+            "linear_allow_neg_eigval": False,
+            "rope_parameters": {"rope_type": "default", "rope_theta": None},
         },
     ),
 }

@@ -7,10 +7,13 @@ import pytest
 from localinfer.models.checkpoint.model import open_checkpoint
 from localinfer.models.load.loader import read_config
 from localinfer.models.verification.quick import check_loaded
+from tests.kernels.cpu.device import CpuDevice
+from tests.models.arch_models import ArchModel, run_logits
 from tests.models.checkpoint.checkpoint_oracle import oracle_logits
 from tests.models.checkpoint.published_models import (
     ROWS,
     TOKEN_IDS,
+    cases_of_folders_alone,
     normalized_error,
     read_cases,
     read_logits,
@@ -28,3 +31,11 @@ def test_logits_equal_those_of_the_published_implementation(name: str, tmp_path:
         assert check_loaded(file, read_config(file), None, None) == ()
     found = oracle_logits(folder, TOKEN_IDS)[ROWS]
     assert normalized_error(found, read_logits(name)) <= 1e-6
+
+
+@pytest.mark.parametrize("name", cases_of_folders_alone())
+@pytest.mark.parametrize("chunk_rows", [0, 7])
+def test_the_cpu_computes_them(name: str, chunk_rows: int, tmp_path: Path) -> None:
+    model = ArchModel(name, write_case(tmp_path, CASES[name]), TOKEN_IDS, read_logits(name))
+    found = run_logits(model, CpuDevice(2), chunk_rows)[ROWS]
+    assert normalized_error(found, model.logits) <= 1e-6
