@@ -274,6 +274,14 @@ GPT: dict[str, Family] = {
         defaults={"layer_norm_epsilon": 1e-5, "tie_word_embeddings": True},
         metadata=_mpt,
     ),
+    "jais2": Family(
+        architecture="jais2",
+        blocks={**NORMS, **ATTENTION, **_UP_DOWN},
+        activations=RELU_SQUARED,
+        has_layer_norms=True,
+        epsilon="layer_norm_eps",
+        defaults={"layer_norm_eps": 1e-5},
+    ),
     "nemotron": Family(
         architecture="nemotron",
         blocks={**NORMS, **ATTENTION, **_UP_DOWN},

@@ -116,6 +116,16 @@ def _minicpm3(settings: Settings) -> Metadata:
     }
 
 
+def _sarvam_mla_variant(settings: Settings, family: Family) -> Family:
+    """Its first files name YaRN after DeepSeek."""
+    record = settings.record("rope_scaling")
+    if "deepseek_yarn" in (record.get("type"), record.get("rope_type")):
+        kept = {key: value for key, value in record.items() if key != "type"}
+        settings.put("rope_scaling", {**kept, "rope_type": "yarn"})
+    settings.mark_read(("q_head_dim",))  # the sum of its parts
+    return family
+
+
 _DEEPSEEK3 = Family(
     architecture="deepseek2",
     blocks={**NORMS, **LATENT_ATTENTION, **GATED, **EXPERTS, **SHARED_EXPERTS},
@@ -145,6 +155,18 @@ LATENT: dict[str, Family] = {
     "glm_moe_dsa": replace(_DEEPSEEK32, architecture="glm-dsa", defaults={"rms_norm_eps": 1e-5}, metadata=_glm_dsa),
     "deepseek_v2": replace(_DEEPSEEK3, metadata=_deepseek_v2),
     **dict.fromkeys(("deepseek_v3", "kimi_k2", "glm4_moe_lite"), _DEEPSEEK3),
+    "sarvam_mla": replace(
+        _DEEPSEEK3, defaults={"first_k_dense_replace": 1, "q_lora_rank": None}, variant=_sarvam_mla_variant
+    ),
+    # Youtu-LLM (arXiv 2512.24618): no experts.
+    "youtu": replace(
+        _DEEPSEEK3,
+        blocks={**NORMS, **LATENT_ATTENTION, **GATED},
+        parameters={},
+        aliases={},
+        defaults={"tie_word_embeddings": True},
+        metadata=_scaling,
+    ),
     "mistral4": replace(_DEEPSEEK3, architecture="mistral4", metadata=_mistral4),
     "minicpm3": Family(
         architecture="minicpm3",

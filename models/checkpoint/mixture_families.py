@@ -295,10 +295,6 @@ def _solar_open(settings: Settings) -> Metadata:
     return routed(settings) | {"leading_dense_block_count": 0}
 
 
-def _flex_olmo(settings: Settings) -> Metadata:
-    return {**experts(settings), "expert_weights_norm": settings.boolean("norm_topk_prob", False)}
-
-
 def _cohere2_moe(settings: Settings) -> Metadata:
     """Dense layers come first, and have positions although they see everything."""
     num_layers = settings.integer("num_hidden_layers", low=1)
@@ -587,7 +583,7 @@ MIXTURES: dict[str, Family] = {
         architecture="flex-olmo",
         blocks={**NORMS_BEHIND, **ATTENTION, **HEAD_NORMS, **EXPERTS},
         defaults={"rope_theta": 5e5},
-        metadata=_flex_olmo,
+        metadata=normed_experts,
     ),
     "glm4_moe": _GLM4_MOE,
     "solar_open": replace(

@@ -21,7 +21,7 @@ _OF_THE_FORWARD_PASS = re.compile(
 )
 _HARMLESS: dict[str, str] = {
     r".*(dropout|pdrop|_drop)(_.*)?": "training only",
-    r"(initializer|init)_.*": "training only",
+    r"(embedding_)?(initializer|init)_.*": "training only",
     r"(output_)?router_(logits|aux_loss_coef|jitter_noise|z_loss_coef)": "training only",
     r"(add_|use_)?((mlp|attn|attention|qkv|lm_head)_)?(out_)?bias": "a bias is added where the checkpoint holds one",
     r"(mamba_|use_)conv_bias": "a bias is added where the checkpoint holds one",

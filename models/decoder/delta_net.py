@@ -1,4 +1,4 @@
-"""The gated delta net of Qwen3-Next, Qwen3.5 and OLMo Hybrid: convolved queries, keys and values, and a gated delta rule.
+"""The gated delta net of Qwen3-Next, Qwen3.5 and OLMo Hybrid: convolutions and the gated delta rule.
 
 Source: Gated Delta Networks (arXiv 2412.06464), and the published models' code.
 """

@@ -76,7 +76,7 @@ class Graph:
         self.tape.short_convolution(state, out, x, weight, bias, has_silu)
 
     def unit_length(self, x: Buffer, head_size: int, epsilon: float | None = None, length: float = 1.0) -> None:
-        """Give every head of x a length, in place: length * x / sqrt(sum(x^2) + epsilon), epsilon by default the model's.
+        """Give heads of x a length, in place: length * x / sqrt(sum(x^2) + epsilon), epsilon by default the model's.
 
         That is a root-mean-square norm with weights length / sqrt(head_size).
         """

@@ -1,6 +1,6 @@
 """Cases of decoders published in 2026 that are combinations of older blocks."""
 
-from tests.models.checkpoint.published_case import DS, LLAMA3, SW, YARN, Case
+from tests.models.checkpoint.published_case import DS, LLAMA3, MLA, SW, YARN, Case
 
 _FIVE = {**SW, "num_hidden_layers": 5}
 _MUP = {
@@ -24,6 +24,12 @@ NEWER_CASES: dict[str, Case] = {
     ),
     "cwm": Case("CwmConfig", {**_FIVE, "head_dim": 16, "rope_parameters": LLAMA3}),
     "exaone": Case("ExaoneConfig", {"rope_parameters": LLAMA3}),
+    "jais2": Case("Jais2Config", {"head_dim": 16}),
+    "youtu": Case("YoutuConfig", MLA),
+    "sarvam_mla": Case(
+        "SarvamMLAConfig",
+        {**MLA, **DS, "q_lora_rank": None, "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}},
+    ),
     "iquestcoder": Case("IQuestCoderConfig", {"head_dim": 16}),
     "hyperclovax": Case("HyperCLOVAXConfig", _MUP),
     "hyperclovax-plain": Case("HyperCLOVAXConfig", {"use_post_norm": False, "logits_scaling": 0.5}),
