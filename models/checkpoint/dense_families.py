@@ -131,6 +131,7 @@ _TWO_MATRICES = {"ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
 _FUSED_GATE = {"ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"}
 HUNYUAN_NORMS = {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"}
 _ROTATES_HALF = {"partial_rotary_factor": 0.5}
+_ERNIE = {"rms_norm_eps": 1e-5, "rope_theta": 5e5}
 
 
 def hunyuan_scaling(settings: Settings) -> Metadata:
@@ -229,6 +230,19 @@ def _with_pairs(part: Rows, num_heads: int) -> Rows:
     return Rows(order)
 
 
+_GLM4 = Family(
+    architecture="glm4",
+    blocks={
+        "attn_norm": "input_layernorm",
+        "post_attention_norm": "post_self_attn_layernorm",
+        "ffn_norm": "post_attention_layernorm",
+        "post_ffw_norm": "post_mlp_layernorm",
+        **ATTENTION,
+        **_FUSED_GATE,
+    },
+    defaults=_ROTATES_HALF,
+)
+
 DENSE: dict[str, Family] = {
     "llama": Family(architecture="llama", blocks=LLAMA, rows_permuted=True),
     "mistral": Family(architecture="llama", blocks=LLAMA, rows_permuted=True, has_windows=True),
@@ -288,7 +302,7 @@ DENSE: dict[str, Family] = {
         blocks=ATTENTION | GATED | {"attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm"},
     ),
     **dict.fromkeys(
-        ("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text"),
+        ("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text", "qwen2_5_omni_text"),
         Family(architecture="qwen2vl", blocks=LLAMA, has_windows=True, metadata=qwen_windows),
     ),
     **dict.fromkeys(
@@ -298,7 +312,11 @@ DENSE: dict[str, Family] = {
     "ministral3": Family(
         architecture="mistral3", blocks=LLAMA, rows_permuted=True, has_windows=True, metadata=_mistral3
     ),
-    "ernie4_5": Family(architecture="ernie4_5", blocks=LLAMA, defaults={"rms_norm_eps": 1e-5, "rope_theta": 5e5}),
+    "ernie4_5": Family(architecture="ernie4_5", blocks=LLAMA, defaults=_ERNIE),
+    # Its rows are those of halves that rotate together, unlike ERNIE's.
+    **dict.fromkeys(
+        ("paddleocr_vl", "paddleocr_vl_text"), Family(architecture="paddleocr", blocks=LLAMA, defaults=_ERNIE)
+    ),
     "exaone4": Family(
         architecture="exaone4",
         blocks={**NORMS_BEHIND, **ATTENTION, **HEAD_NORMS, **GATED},
@@ -333,18 +351,8 @@ DENSE: dict[str, Family] = {
         defaults={"rms_norm_eps": 1e-5},
     ),
     "glm": Family(architecture="chatglm", blocks={**NORMS, **ATTENTION, **_FUSED_GATE}, defaults=_ROTATES_HALF),
-    "glm4": Family(
-        architecture="glm4",
-        blocks={
-            "attn_norm": "input_layernorm",
-            "post_attention_norm": "post_self_attn_layernorm",
-            "ffn_norm": "post_attention_layernorm",
-            "post_ffw_norm": "post_mlp_layernorm",
-            **ATTENTION,
-            **_FUSED_GATE,
-        },
-        defaults=_ROTATES_HALF,
-    ),
+    "glm4": _GLM4,
+    **dict.fromkeys(("glm4v_text", "glm_ocr_text"), replace(_GLM4, defaults={"rms_norm_eps": 1e-5})),
     "hunyuan_v1_dense": Family(
         architecture="hunyuan-dense",
         blocks={**LLAMA, **HUNYUAN_NORMS},

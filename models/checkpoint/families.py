@@ -18,6 +18,7 @@ from localinfer.models.checkpoint.mixture_families import MIXTURES
 from localinfer.models.checkpoint.state_space_families import STATE_SPACE
 from localinfer.models.checkpoint.uneven_families import UNEVEN
 from localinfer.models.checkpoint.unsupported_types import NOT_RUN_TYPES
+from localinfer.models.checkpoint.wrappers import read_text_config
 from localinfer.models.decoder.architectures import ARCHITECTURES
 from localinfer.models.decoder.refusals import refuse_kind, spelling
 
@@ -41,14 +42,10 @@ def find_family(config: Mapping[str, object]) -> Family:
 
     Raises: UnsupportedFormatError for any other, with the reason or the nearest types.
     """
-    nested = config.get("text_config")
-    kinds = [("config.json: model_type", config.get("model_type"))]
-    if isinstance(nested, dict):
-        kinds.append(("config.json: text_config.model_type", nested.get("model_type")))
-    for _, name in kinds:
-        if isinstance(name, str) and name in FAMILIES:
-            return FAMILIES[name]
-    raise _refusal(kinds)
+    text = read_text_config(config, FAMILIES)
+    if isinstance(text.model_type, str) and text.model_type in FAMILIES:
+        return FAMILIES[text.model_type]
+    raise _refusal([(f"config.json: {where}", kind) for where, kind in text.types.items()])
 
 
 def _refusal(kinds: Sequence[tuple[str, object]]) -> Exception:

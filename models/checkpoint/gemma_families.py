@@ -41,7 +41,8 @@ def _gemma4_variant(settings: Settings, family: Family) -> Family:
 
 
 def _gemma4(settings: Settings) -> Metadata:
-    settings.must_be("use_bidirectional_attention", None, None)
+    if settings.get("use_bidirectional_attention") != "vision":  # inside pictures only: a text is causal
+        settings.must_be("use_bidirectional_attention", None, None)
     num_layers = settings.integer("num_hidden_layers", low=1)
     size, num_shared = settings.integer("swa_head_dim", low=1), settings.integer("num_kv_shared_layers", 0)
     num_kv_heads = settings.integer("num_key_value_heads", low=1)

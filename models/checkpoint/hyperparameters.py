@@ -14,10 +14,11 @@ from numpy.typing import NDArray
 
 from localinfer.errors import UnsupportedFormatError
 from localinfer.models.checkpoint.changes import Change, Derived
-from localinfer.models.checkpoint.families import find_family
+from localinfer.models.checkpoint.families import FAMILIES, find_family
 from localinfer.models.checkpoint.family import Family, Metadata
 from localinfer.models.checkpoint.latent_names import latent_sizes
 from localinfer.models.checkpoint.settings import Settings, unknown_settings
+from localinfer.models.checkpoint.wrappers import read_text_config
 from localinfer.models.decoder.block_config import MAX_BASE, MAX_CONTEXT, MAX_LAYERS, MAX_SCALE, MIN_BASE, MIN_SCALE
 from localinfer.models.decoder.metadata_keys import DYNAMIC_ROPE_KEY
 from localinfer.models.decoder.rope import plain_frequencies
@@ -35,6 +36,8 @@ class Hyperparameters:
 
     changes: what GGUF stores otherwise. derived: tensors made of several. num_drafters: layers behind the last that
     predict further tokens. unknown_settings: names of settings that may change results and that nothing here obeys.
+    has_other_parts: whether the model also sees, hears or speaks. misnamed_layers: what else stands before the number
+    of a layer.
     """
 
     family: Family
@@ -48,6 +51,8 @@ class Hyperparameters:
     derived: Mapping[str, Derived]
     num_drafters: int
     unknown_settings: tuple[str, ...]
+    has_other_parts: bool = False
+    misnamed_layers: tuple[str, ...] = ()
 
 
 def read_hyperparameters(config: dict[str, Any], name: str) -> Hyperparameters:
@@ -56,7 +61,8 @@ def read_hyperparameters(config: dict[str, Any], name: str) -> Hyperparameters:
     Raises: UnsupportedFormatError if this version cannot run such a model, CorruptFileError if a value has no meaning.
     """
     family = find_family(config)
-    settings = Settings(config, family.defaults, family.aliases)
+    text = read_text_config(config, FAMILIES)
+    settings = Settings(text.settings, {**text.defaults, **family.defaults}, family.aliases)
     if family.variant is not None:
         family = family.variant(settings, family)
     _check_activation(settings, family)
@@ -93,14 +99,28 @@ def read_hyperparameters(config: dict[str, Any], name: str) -> Hyperparameters:
             metadata[key if key.startswith("xielu.") else f"{family.architecture}.{key}"] = value
     if is_dynamic:
         metadata[DYNAMIC_ROPE_KEY] = True
-    ties = settings.boolean("tie_word_embeddings", True) if "tie_word_embeddings" in settings else None
+    settings.mark_read(("tie_word_embeddings",))
+    ties = text.ties_embeddings
+    if ties is None and "tie_word_embeddings" in settings:
+        ties = settings.boolean("tie_word_embeddings", True)
     if keys.get("attention.causal") is False:
         ties = None  # an encoder has no head
     num_drafters = settings.integer("num_nextn_predict_layers", 0, high=MAX_LAYERS)
     changes, derived = dict(family.changes(settings)), dict(family.derived(settings))
-    unknown = tuple(unknown_settings(settings))
     return Hyperparameters(
-        family, metadata, tensors, num_layers, num_heads, num_kv_heads, ties, changes, derived, num_drafters, unknown
+        family,
+        metadata,
+        tensors,
+        num_layers,
+        num_heads,
+        num_kv_heads,
+        ties,
+        changes,
+        derived,
+        num_drafters,
+        tuple(unknown_settings(settings)),
+        text.has_other_parts,
+        text.misnamed_layers,
     )
 
 

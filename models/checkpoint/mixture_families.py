@@ -585,7 +585,7 @@ MIXTURES: dict[str, Family] = {
         defaults={"rope_theta": 5e5},
         metadata=normed_experts,
     ),
-    "glm4_moe": _GLM4_MOE,
+    **dict.fromkeys(("glm4_moe", "glm4v_moe_text"), _GLM4_MOE),
     "solar_open": replace(
         _GLM4_MOE, defaults={"rms_norm_eps": 1e-5, "rope_theta": 1e6, "intermediate_size": 0}, metadata=_solar_open
     ),
@@ -760,6 +760,9 @@ MIXTURES: dict[str, Family] = {
         _BAILING2,
         aliases=_ROUTED,
         defaults={"rope_theta": 8e6, "routed_scaling_factor": 2.5},
+    ),
+    "qwen3_omni_moe_text": Family(
+        architecture="qwen3vlmoe", blocks={**LLAMA, **HEAD_NORMS, **EXPERTS}, metadata=_qwen3_vl_moe
     ),
     "smallthinker": Family(
         architecture="smallthinker",

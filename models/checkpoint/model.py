@@ -23,7 +23,7 @@ from localinfer.errors import CorruptFileError, TokenizerError, UnsupportedForma
 from localinfer.models.checkpoint.changes import Derived, ExpertRows, Rows
 from localinfer.models.checkpoint.hyperparameters import Hyperparameters, read_hyperparameters
 from localinfer.models.checkpoint.recommended_sampling import read_sampling
-from localinfer.models.checkpoint.tensor_plan import PlannedTensor, has_head, plan_tensors
+from localinfer.models.checkpoint.tensor_plan import PlannedTensor, has_head, part_names, plan_tensors
 from localinfer.models.checkpoint.text_modules import read_text_modules
 from localinfer.models.checkpoint.tokenizer_json import read_tokenizer
 from localinfer.quant.checkpoint.folder import CheckpointFolder, open_folder
@@ -39,6 +39,7 @@ from localinfer.quant.gguf.metadata import SingleValue
 logger = logging.getLogger(__name__)
 
 _TYPES = {"F16": TensorType.F16, "BF16": TensorType.BF16, "F32": TensorType.F32}
+_COMPARED_BYTES = 1 << 22
 _WAY_OUT = "Download the folder again or choose another copy of the model."
 
 
@@ -82,18 +83,21 @@ class CheckpointModel(Closing):
         is_headless = text_modules.pooling_type is not None and not has_head(folder.tensors)
         if is_headless:
             parameters = replace(parameters, ties_embeddings=None)
-        plan = plan_tensors(parts, parameters)
+        self._folder = folder
+        plan = plan_tensors(parts, parameters, self._are_equal)
         self._plan = plan.tensors
-        for names, words in (
-            (plan.other_parts, "only its text model runs; %d tensors of other parts are left out (%s)"),
+        other_parts = ", ".join(f"{part}: {count}" for part, count in part_names(plan.other_parts).items())
+        first_drafter = next(iter(plan.drafters), "")
+        for names, words, which in (
+            (plan.other_parts, "only its text model runs; %d tensors of other parts are left out (%s)", other_parts),
             (
                 plan.drafters,
                 "it runs without drafting; %d tensors of layers that predict further tokens are left out (%s)",
+                first_drafter,
             ),
         ):
             if names:
-                logger.warning(f"%s: {words}", folder.path.name, len(names), names[0])
-        self._folder = folder
+                logger.warning(f"%s: {words}", folder.path.name, len(names), which)
         self._num_experts = parameters.metadata.get(f"{parameters.family.architecture}.expert_count", 1)
         self._forms: list[StoredForm] = []
         self._decoded: tuple[str, NDArray[np.uint8]] | None = None
@@ -122,6 +126,11 @@ class CheckpointModel(Closing):
         self.notices = tuple(str(form) for form in self.quantization if form.change) + tuple(asides)
         if self._reader is not None:
             self.notices += tuple(self._reader.notices)
+        if plan.is_head_untied:
+            self.notices += (
+                "its lm_head differs from the embedding and is used, although config.json says that they are one "
+                "matrix (tie_word_embeddings)",
+            )
         if is_headless and metadata.get(f"{parameters.family.architecture}.attention.causal", True):
             self.notices += ("it has no lm_head: it embeds texts, and what it generates has no meaning",)
 
@@ -200,6 +209,27 @@ class CheckpointModel(Closing):
             return module, leaf
         module, leaf = self._reader.split_name(name)
         return module, "weight" if leaf in self._reader.leaves else leaf
+
+    def _are_equal(self, first: str, second: str) -> bool:
+        """Whether two modules have the same tensors, byte for byte."""
+        found = [
+            {
+                name.removeprefix(f"{module}."): info
+                for name, info in self._folder.tensors.items()
+                if self._part(name) == (module, "weight")
+            }
+            for module in (first, second)
+        ]
+        forms = [{leaf: (info.shape, info.dtype) for leaf, info in leaves.items()} for leaves in found]
+        if forms[0] != forms[1]:
+            return False
+        for leaf in found[0]:
+            one, other = (self._folder.tensor_bytes(f"{module}.{leaf}").reshape(-1) for module in (first, second))
+            for start in range(0, len(one), _COMPARED_BYTES):
+                end = start + _COMPARED_BYTES
+                if not np.array_equal(one[start:end], other[start:end]):
+                    return False
+        return True
 
     def _per_layer(self, parameters: Hyperparameters) -> dict[str, object]:
         """Metadata that the folder holds as tensors of one number."""

@@ -52,7 +52,7 @@ _ROPE_KEYS = frozenset(
 
 
 class Settings:
-    """The settings of a text model: those of `text_config` where the model has other parts, then the top level's.
+    """The settings of a text model.
 
     defaults: what the model's own class takes for keys that a file leaves out. aliases: the names that a family's files
     have for settings, by their usual ones.
@@ -63,13 +63,11 @@ class Settings:
     ) -> None:
         self._values: dict[str, Any] = dict(defaults)
         self._read: set[str] = set()
-        nested = config.get("text_config")
-        for level in (config, nested if isinstance(nested, dict) else {}):
-            for key, value in level.items():
-                if value is not None:
-                    self._values[key] = value
-                else:
-                    self._values.pop(key, None)  # null is a choice too, whatever the default
+        for key, value in config.items():
+            if value is not None:
+                self._values[key] = value
+            else:
+                self._values.pop(key, None)  # null is a choice too, whatever the default
         for key, alias in (aliases or {}).items():
             if alias in self._values:
                 self._values[key] = self._values.pop(alias)

@@ -1,26 +1,39 @@
 """Which tensors of a checkpoint become which of GGUF's, and what happens to them on the way."""
 
 import re
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
 
 from localinfer.errors import CorruptFileError, UnsupportedFormatError
 from localinfer.models.checkpoint.changes import PLUS_ONE, Change, Rows, pairs_adjacent
-from localinfer.models.checkpoint.family import Part, Source
+from localinfer.models.checkpoint.family import Family, Part, Source
 from localinfer.models.checkpoint.hyperparameters import Hyperparameters
 
 _PREFIXES = (
-    *("model.", "", "language_model.model.", "model.language_model.", "model.text_model.", "backbone."),
-    *("transformer.", "gpt_neox.", "bert.", "roberta.", "mpnet.", "distilbert.", "electra.", "albert.", "deberta."),
-    *("gte.", "new."),
+    *("model.", "", "language_model.model.", "model.language_model.", "model.text_model.", "language_model."),
+    *(
+        "model.language_model.model.",
+        "thinker.model.",
+        "thinker.model.language_model.",
+        "thinker.language_model.model.",
+    ),
+    *("backbone.", "transformer.", "gpt_neox.", "bert.", "roberta.", "mpnet.", "distilbert.", "electra.", "albert."),
+    *("deberta.", "gte.", "new."),
 )
-_HEADS = ("lm_head", "language_model.lm_head", "embed_out", "output")
-# What older writers saved although it follows from config.json, and the parts of models that also see.
+_HEADS = (
+    *("lm_head", "language_model.lm_head", "model.language_model.lm_head"),
+    *("thinker.lm_head", "thinker.language_model.lm_head", "embed_out", "output"),
+)
+# What older writers saved although it follows from config.json.
 _IGNORED = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|attn\.(masked_)?bias|attention\.(masked_)?bias|masked_bias)")
 _OTHER_PARTS = re.compile(
     r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|vision_embed_tokens|audio_tower|embed_vision"
-    r"|embed_audio|patch_merge_mlp)\."
+    r"|embed_audio|mm_projector|vision_encoder|audio_encoder|image_newline|patch_merge_mlp|view_seperator)(\..*|)"
 )
+"""Parts that see or hear, beside the text model or under its prefix, as in flat models."""
+_OTHER_HEADS = re.compile(r"(model\.)?(score|classifier|v_head|value_head|custom_text_proj|embedding_proj_layer)\..*")
+"""Results of a model that are no logits of tokens."""
 _DRAFTER = re.compile(r"(model\.)?mtp\.")
 _OLD_LEAVES = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
 """What norms of the first BERT models call their tensors."""
@@ -52,19 +65,26 @@ class PlannedTensor:
 class TensorPlan:
     """Every tensor by its GGUF name, and the names of those that do not run.
 
-    other_parts: of vision and audio. drafters: of layers that predict further tokens.
+    other_parts: of parts that see, hear or speak. drafters: of layers that predict further tokens. is_head_untied:
+    whether the output matrix runs as it is although config.json says that it is the embedding.
     """
 
     tensors: dict[str, PlannedTensor]
     other_parts: list[str]
     drafters: list[str]
+    is_head_untied: bool = False
 
 
-def plan_tensors(parts: Mapping[str, tuple[str, str]], parameters: Hyperparameters) -> TensorPlan:
+def plan_tensors(
+    parts: Mapping[str, tuple[str, str]],
+    parameters: Hyperparameters,
+    are_equal: Callable[[str, str], bool] = lambda first, second: True,
+) -> TensorPlan:
     """Find a place for every tensor of a checkpoint.
 
     parts: by the names of tensors, the module of each and what of it the tensor is; all tensors that a quantized weight
-    is made of are its `weight`.
+    is made of are its `weight`. are_equal: whether two modules have the same weights; it is asked of the output matrix
+    and the embedding if config.json says that they are one.
     Raises: UnsupportedFormatError naming a tensor that has no place, CorruptFileError if a stack of experts has gaps.
     """
     places = _Places({module for module, leaf in parts.values() if leaf == "weight"}, parameters)
@@ -74,7 +94,7 @@ def plan_tensors(parts: Mapping[str, tuple[str, str]], parameters: Hyperparamete
     unknown: list[str] = []
     stacked: set[str] = set()
     for name, (module, leaf) in parts.items():
-        if _OTHER_PARTS.match(name):
+        if places.is_of_another_part(name):
             plan.other_parts.append(name)
             continue
         if _DRAFTER.match(name) or places.is_of_a_drafter(name):
@@ -95,8 +115,12 @@ def plan_tensors(parts: Mapping[str, tuple[str, str]], parameters: Hyperparamete
             f"({', '.join(sorted(unknown)[:3])}); running without them would give wrong answers. Use a GGUF file of "
             "the model, update localinfer, or choose another model."
         )
-    if parameters.ties_embeddings:
-        sources.pop("output.weight", None)
+    head = sources.get("output.weight")
+    if parameters.ties_embeddings and head is not None:
+        if are_equal(head[0][0], sources["token_embd.weight"][0][0]):
+            sources.pop("output.weight")
+        else:
+            plan = replace(plan, is_head_untied=True)
     elif parameters.ties_embeddings is False and "output.weight" not in sources:
         raise CorruptFileError(
             "config.json says that lm_head is a matrix of its own (tie_word_embeddings is false), but there is no "
@@ -121,8 +145,11 @@ class _Places:
         embedding = family.outside["token_embd"]
         assert isinstance(embedding, str), "one name"
         self._prefix = _prefix(modules, embedding)
+        self._has_other_parts = parameters.has_other_parts
+        self._roots = self._text_roots(family)
         self._num_layers, self._num_drafters = parameters.num_layers, parameters.num_drafters
-        self._layer = re.compile(rf"{re.escape(self._prefix + family.layers)}\.{_NUMBER}\.(.+)")
+        words = "|".join(re.escape(word) for word in (family.layers, *parameters.misnamed_layers))
+        self._layer = re.compile(rf"{re.escape(self._prefix)}(?:{words})\.{_NUMBER}\.(.+)")
         self._outside = {f"{self._prefix}{name}": places for name, places in _by_source(family.outside, {}).items()}
         for head in _HEADS:
             for leaf in PLAIN_LEAVES:
@@ -130,6 +157,16 @@ class _Places:
         self._outside |= _by_source(family.heads, {})
         self._unused = re.compile(family.unused or r"(?!)")
         self._inside = _by_source(family.blocks, family.parameters)
+
+    def _text_roots(self, family: Family) -> tuple[str, ...]:
+        """What the names of the text model and of its output matrix begin with."""
+        heads = tuple(f"{head}." for head in _HEADS)
+        if self._prefix:
+            # A model of its own inside the wrapper has its head beside its layers.
+            is_whole = self._prefix.endswith("language_model.model.")
+            return (self._prefix.removesuffix("model.") if is_whole else self._prefix, *heads)
+        outside = [name for name, _ in (pair for sources in family.outside.values() for pair in _names(sources))]
+        return (*(f"{name}." for name in (family.layers, *outside)), *heads)
 
     def find(self, name: str) -> tuple[list[_Place], int]:
         """GGUF's names for what is made of a tensor, and which expert it is (-1 for what is no expert)."""
@@ -148,6 +185,18 @@ class _Places:
         """Whether nothing goes through a tensor."""
         return self._unused.fullmatch(name) is not None
 
+    def is_of_another_part(self, name: str) -> bool:
+        """Whether a tensor is of a part that sees, hears or speaks.
+
+        In a model with such parts that is all that is neither the text model's, which its prefix tells, nor one of the
+        heads behind it.
+        """
+        if _OTHER_PARTS.fullmatch(name):
+            return True
+        if not self._has_other_parts or _DRAFTER.match(name) or _OTHER_HEADS.fullmatch(name):
+            return False
+        return not name.startswith(self._roots)
+
     def is_of_a_drafter(self, name: str) -> bool:
         """Whether a tensor is of the layers behind the last that config.json says predict further tokens."""
         layer = self._layer.fullmatch(name)
@@ -158,6 +207,14 @@ def _numbered(path: str) -> tuple[str, int]:
     """A name with a mark in place of the number of what is stacked, and that number; -1 for what is not."""
     found = _NUMBERED.fullmatch(path)
     return (path, -1) if found is None else (f"{found[1]}*{found[3]}", int(found[2]))
+
+
+def part_names(names: Collection[str]) -> dict[str, int]:
+    """The parts that tensors belong to, by the first words of their names, and how many each has."""
+    found = Counter(
+        match[0].removesuffix(".") for name in names if (match := re.match(r"(thinker\.)?(model\.)?[^.]+", name))
+    )
+    return dict(found)
 
 
 def _current(name: str) -> str:

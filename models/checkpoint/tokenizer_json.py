@@ -24,6 +24,7 @@ from localinfer.models.checkpoint.tokenizer_document import (
     unsupported,
     wrong,
 )
+from localinfer.models.checkpoint.wrappers import config_levels
 from localinfer.models.text.splitting import GPT2_PATTERN, PRE_TOKENIZERS, TokenizerWarning
 from localinfer.models.text.vocabulary import PREFIX, TokenType
 from localinfer.quant.checkpoint.folder import MAX_TOKENIZER_BYTES, CheckpointFolder
@@ -303,8 +304,7 @@ def _roles(
     around = tokenizer.added_around()
     behind = [] if around is None else [tokenizer.ids[text] for text in around[1] if text in tokenizer.ids]
     ends = [*(behind if len(behind) == 1 else []), *([] if eos is None else [eos])]
-    text_config = config.get("text_config")
-    for source in (generation, config, text_config if isinstance(text_config, dict) else {}):
+    for source in (generation, *config_levels(config).values()):
         ends += _ids_in(source.get("eos_token_id"))
     known = set(tokenizer.ids.values())
     ends = [token_id for token_id in dict.fromkeys(ends) if token_id in known]

@@ -105,11 +105,11 @@ def test_folder_runs_with_its_tokenizer_template_and_ends(tmp_path: Path) -> Non
     assert localinfer.load_tokenizer(folder).encode("ab") == [1, 111]
 
 
-def test_tied_folder_ignores_the_head_and_an_untied_one_needs_it(tmp_path: Path) -> None:
+def test_tied_folder_needs_no_head_and_an_untied_one_does(tmp_path: Path) -> None:
     weights = llama_weights()
+    del weights["lm_head.weight"]
     with open_checkpoint(write_folder(tmp_path / "a", weights, {**LLAMA_CONFIG, "tie_word_embeddings": True})) as model:
         assert "output.weight" not in model.tensors
-    del weights["lm_head.weight"]
     with pytest.raises(CorruptFileError, match=r"there is no lm_head\.weight"):
         open_checkpoint(write_folder(tmp_path / "b", weights))
 
