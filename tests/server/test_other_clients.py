@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Iterator
+from importlib import import_module
 from typing import Any
 
 import httpx
@@ -37,8 +38,8 @@ def anthropic_client(served: Any, http: httpx.Client) -> Iterator[Any]:
     anthropic = import_or_skip("anthropic")
     options: dict[str, Any] = {"base_url": url_of(http)}
     if not url_of(http).startswith("http://127"):
-        # This client brings an HTTP library of its own.
-        library = import_or_skip("httpx2")
+        # This client brings an HTTP library of its own, which is another one from 2.x on.
+        library = import_module(anthropic.DefaultHttpxClient.__mro__[1].__module__.partition(".")[0])
         transport = library.HTTPTransport(uds=str(served.socket_path), verify=False)
         options["http_client"] = library.Client(transport=transport)
     with anthropic.Anthropic(api_key="none", max_retries=0, **options) as client:
