@@ -96,7 +96,7 @@ NOT_RUN_TYPES = named(
         CROSS_ATTENTION: ("idefics", "mllama", "mllama_text_model"),
         DIFFUSION: ("Dream", "diffusion_gemma", "llada", "llada_moe", "rnd1", "sdar", "sdar_moe"),
         DRAFTS: ("dflash", "eagle", "eagle3"),
-        REPEATED: ("hrm_text", "inkling2_loop", "inkling2_loop_text"),
+        REPEATED: ("hrm_text", "inkling2_loop", "inkling2_loop_text", "iquestloopcoder"),
         HYPER_CONNECTIONS: ("glm5_next", "glm5_next_text", "hy_v4", "hy_v4_vl"),
         COMPRESSED: ("deepseek_v4",),
         BLOCK_RESIDUALS: ("inkling2", "inkling2_text", "kimi_k3"),

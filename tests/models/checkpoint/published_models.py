@@ -56,7 +56,7 @@ def read_cases(folder: Path = DATA) -> dict[str, dict[str, Any]]:
 
 
 def cases_of_folders_alone() -> list[str]:
-    """Names of the cases whose architectures no other runtime runs: `arch_models.py` has no files of them."""
+    """Names of the cases of architectures of which `architectures/skeletons.json.xz` has no file."""
     known = {str(skeleton["arch"]) for skeleton in skeletons().values()}
     types = {name: str(case["config"]["model_type"]) for name, case in read_cases().items()}
     return [name for name, kind in types.items() if FAMILIES[kind].architecture not in known]
