@@ -243,6 +243,13 @@ _GLM4 = Family(
     defaults=_ROTATES_HALF,
 )
 
+_HUNYUAN = Family(
+    architecture="hunyuan-dense",
+    blocks={**LLAMA, **HUNYUAN_NORMS},
+    defaults={"rms_norm_eps": 1e-5},
+    metadata=hunyuan_scaling,
+)
+
 DENSE: dict[str, Family] = {
     "llama": Family(architecture="llama", blocks=LLAMA, rows_permuted=True),
     "mistral": Family(architecture="llama", blocks=LLAMA, rows_permuted=True, has_windows=True),
@@ -291,6 +298,19 @@ DENSE: dict[str, Family] = {
         has_windows=True,
     ),
     "granite": Family(architecture="granite", blocks=LLAMA, rows_permuted=True, metadata=granite_scales),
+    "granite_docling_text": Family(
+        architecture="granite",
+        blocks=LLAMA,
+        rows_permuted=True,
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "embedding_multiplier": 12.0,
+            "logits_scaling": 4.0,
+            "residual_multiplier": 0.263,
+            "attention_multiplier": 0.015625,
+        },
+        metadata=granite_scales,
+    ),
     "olmo2": Family(architecture="olmo2", blocks={**NORMS_BEHIND, **ATTENTION, **HEAD_NORMS, **GATED}),
     "olmoe": Family(architecture="olmoe", blocks={**NORMS, **ATTENTION, **HEAD_NORMS, **EXPERTS}, metadata=_olmoe),
     "olmo3": Family(
@@ -353,12 +373,8 @@ DENSE: dict[str, Family] = {
     "glm": Family(architecture="chatglm", blocks={**NORMS, **ATTENTION, **_FUSED_GATE}, defaults=_ROTATES_HALF),
     "glm4": _GLM4,
     **dict.fromkeys(("glm4v_text", "glm_ocr_text"), replace(_GLM4, defaults={"rms_norm_eps": 1e-5})),
-    "hunyuan_v1_dense": Family(
-        architecture="hunyuan-dense",
-        blocks={**LLAMA, **HUNYUAN_NORMS},
-        defaults={"rms_norm_eps": 1e-5},
-        metadata=hunyuan_scaling,
-    ),
+    "hunyuan_v1_dense": _HUNYUAN,
+    "hunyuan_vl_text": replace(_HUNYUAN, architecture="hunyuan_vl"),
     "internlm2": Family(
         architecture="internlm2",
         blocks={

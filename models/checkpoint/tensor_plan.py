@@ -17,6 +17,7 @@ _PREFIXES = (
         "thinker.model.",
         "thinker.model.language_model.",
         "thinker.language_model.model.",
+        "language_model.backbone.",
     ),
     *("backbone.", "transformer.", "gpt_neox.", "bert.", "roberta.", "mpnet.", "distilbert.", "electra.", "albert."),
     *("deberta.", "gte.", "new."),
@@ -163,8 +164,8 @@ class _Places:
         heads = tuple(f"{head}." for head in _HEADS)
         if self._prefix:
             # A model of its own inside the wrapper has its head beside its layers.
-            is_whole = self._prefix.endswith("language_model.model.")
-            return (self._prefix.removesuffix("model.") if is_whole else self._prefix, *heads)
+            whole = re.sub(r"(?<=language_model\.)(model|backbone)\.$", "", self._prefix)
+            return (whole, *heads)
         outside = [name for name, _ in (pair for sources in family.outside.values() for pair in _names(sources))]
         return (*(f"{name}." for name in (family.layers, *outside)), *heads)
 

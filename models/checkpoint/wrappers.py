@@ -49,6 +49,7 @@ WRAPPERS: dict[str, Wrapper] = _wrappers(
         ("glm4v_text", False): "glm4v glm46v glmga",
         ("glm_ocr_text", False): "glm_ocr",
         ("granite", True): "granite_speech granite_speech_plus",
+        ("granite_docling_text", True): "granite_docling",
         ("hunyuan_vl_text", True): "hunyuan_vl",
         ("hyperclovax", True): "hyperclovax_vision_v2",
         ("lfm2", True): "lfm2_vl",

@@ -84,6 +84,7 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
         {"text_config": _rope(mrope_section=[1, 1, 2], partial_rotary_factor=0.5)},
     ),
     "glm_ocr": {"text_config": _rope(mrope_section=[2, 3, 3], partial_rotary_factor=1.0)},
+    "hunyuan_vl": {"text_config": {**_rope(mrope_section=[2, 2, 2, 2]), "head_dim": 16}},
     "kimi_k25": {"text_config": {**_rope(), "head_dim": None, "num_key_value_heads": 4}},
     **dict.fromkeys(
         ("paddleocr_vl", "qwen2_vl", "qwen2_5_vl", "qwen2_5_omni_thinker"),
@@ -97,11 +98,12 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
 """What does not follow from sizes, by model type and record; None for what the class shall set itself."""
 MODEL_TYPES = (
     "audioflamingo3 aya_vision cohere2_vision deepseek_vl deepseek_vl_hybrid exaone4_5 fun_asr_nano gemma3 gemma4 "
-    "gemma4_unified glm46v glm4v glm4v_moe glm_ocr glmasr glmga got_ocr2 granite_speech granite_speech_plus idefics2 "
-    "idefics3 internvl kimi_k25 lfm2_vl lighton_ocr llama4 llava llava_next llava_next_video llava_onevision "
-    "minicpm_ocr minicpmv4_6 minicpmv4_7 mistral3 moss_transcribe_diarize musicflamingo omniasr ovis2 paddleocr_vl "
-    "paligemma pp_chart2table qianfan_ocr qwen2_5_omni_thinker qwen2_5_vl qwen2_audio qwen2_vl qwen3_5 qwen3_5_moe "
-    "qwen3_asr qwen3_omni_moe_thinker qwen3_vl qwen3_vl_moe smolvlm video_llava vipllava voxtral "
+    "gemma4_unified glm46v glm4v glm4v_moe glm_ocr glmasr glmga got_ocr2 granite_docling granite_speech "
+    "granite_speech_plus hunyuan_vl hyperclovax_vision_v2 idefics2 idefics3 internvl kimi_k25 lfm2_vl lfm3_vl "
+    "lighton_ocr llama4 llava llava_next llava_next_video llava_onevision minicpm_ocr minicpmv4_6 minicpmv4_7 "
+    "minimax_m3_vl mistral3 moss_transcribe_diarize musicflamingo omniasr ovis2 paddleocr_vl paligemma pp_chart2table "
+    "qianfan_ocr qwen2_5_omni_thinker qwen2_5_vl qwen2_audio qwen2_vl qwen3_5 qwen3_5_moe qwen3_asr "
+    "qwen3_omni_moe_thinker qwen3_vl qwen3_vl_moe smolvlm video_llava vipllava voxtral "
 ).split()
 _TABLES = (
     "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
