@@ -6,7 +6,7 @@ Where config.json has lists of divisors of rotary frequencies, GGUF keeps tensor
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from localinfer.errors import UnsupportedFormatError
 from localinfer.models.checkpoint.changes import Change, Derived
+from localinfer.models.checkpoint.encoder_families import is_ranker, ranker_metadata
 from localinfer.models.checkpoint.families import FAMILIES, find_family
 from localinfer.models.checkpoint.family import Family, Metadata
 from localinfer.models.checkpoint.latent_names import latent_sizes
@@ -88,6 +89,12 @@ def read_hyperparameters(config: dict[str, Any], name: str) -> Hyperparameters:
     else:
         keys["attention.head_count"] = 0
     keys |= family.metadata(settings)
+    is_causal = keys.get("attention.causal") is not False
+    ranks = is_causal and is_ranker(settings)
+    if ranks:
+        # The last token's states times one matrix: `GenericForSequenceClassification` of transformers.
+        keys |= ranker_metadata(settings)
+        family = replace(family, heads={**family.heads, "cls.output": "score"})
     is_dynamic = keys.pop(DYNAMIC_ROPE_KEY, False)
     if family.has_windows:
         keys |= _windows(settings, num_layers, family)
@@ -103,8 +110,8 @@ def read_hyperparameters(config: dict[str, Any], name: str) -> Hyperparameters:
     ties = text.ties_embeddings
     if ties is None and "tie_word_embeddings" in settings:
         ties = settings.boolean("tie_word_embeddings", True)
-    if keys.get("attention.causal") is False:
-        ties = None  # an encoder has no head
+    if ranks or not is_causal:
+        ties = None  # encoders and classifiers have no head
     num_drafters = settings.integer("num_nextn_predict_layers", 0, high=MAX_LAYERS)
     changes, derived = dict(family.changes(settings)), dict(family.derived(settings))
     return Hyperparameters(

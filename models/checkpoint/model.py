@@ -131,8 +131,11 @@ class CheckpointModel(Closing):
                 "its lm_head differs from the embedding and is used, although config.json says that they are one "
                 "matrix (tie_word_embeddings)",
             )
-        if is_headless and metadata.get(f"{parameters.family.architecture}.attention.causal", True):
+        causal = f"{parameters.family.architecture}.attention.causal"
+        if is_headless and metadata.get(causal, True):
             self.notices += ("it has no lm_head: it embeds texts, and what it generates has no meaning",)
+        if "cls.output.weight" in self.tensors and metadata.get(causal, True) and "output.weight" not in self.tensors:
+            self.notices += ("it has no lm_head: it scores texts, and what it generates has no meaning",)
 
     def replace_metadata(self, values: Mapping[str, SingleValue]) -> None:
         """Go on as if the folder said so; it is left as it is."""
