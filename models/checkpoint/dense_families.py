@@ -48,6 +48,13 @@ def granite_scales(settings: Settings) -> Metadata:
     }
 
 
+def _gemma(settings: Settings) -> Metadata:
+    """Its class reads `hidden_act`, whose "gelu" is the tanh form, and no other key."""
+    if settings.text("hidden_act", GELU_TANH[0]) not in GELU_TANH:
+        raise settings.unsupported("hidden_act", f"gemma models with {GELU_TANH[0]!r}")
+    return {}
+
+
 def _gemma2(settings: Settings) -> Metadata:
     return {
         "attention.scale": settings.number("query_pre_attn_scalar", low=MIN_SCALE) ** -0.5,
@@ -136,7 +143,7 @@ _ERNIE = {"rms_norm_eps": 1e-5, "rope_theta": 5e5}
 
 def hunyuan_scaling(settings: Settings) -> Metadata:
     """Their dynamic scaling has a fixed alpha, which stretches the base: nothing of it depends on the length."""
-    scaling = Settings(settings.record("rope_scaling") or settings.record("rope_parameters"), {})
+    scaling = Settings(settings.rotation(), {})
     settings.mark_read(("rope_scaling.alpha", "rope_parameters.alpha", "use_qk_norm", "use_cla", "use_rotary_pos_emb"))
     settings.must_be("use_cla", False, False)
     if not scaling.get("alpha"):
@@ -146,7 +153,7 @@ def hunyuan_scaling(settings: Settings) -> Metadata:
 
 def _mistral3(settings: Settings) -> Metadata:
     """Queries sharpen with the position, from the length that the scaling begins with."""
-    scaling = Settings(settings.record("rope_parameters") or settings.record("rope_scaling"), {})
+    scaling = Settings(settings.rotation(), {})
     names = ("llama_4_scaling_beta", "max_position_embeddings")
     settings.mark_read(f"{record}.{name}" for record in ("rope_parameters", "rope_scaling") for name in names)
     return {"attention.temperature_scale": scaling.number("llama_4_scaling_beta", 0.0)}
@@ -200,6 +207,18 @@ def _minicpm(settings: Settings) -> Metadata:
 
 def _bitnet(settings: Settings) -> Metadata:
     return {"hidden_activation": settings.text("hidden_act", "relu2")}
+
+
+def llama3_rope(base: float, factor: float) -> dict[str, object]:
+    """Llama 3.1's scaling of a model trained on 8192 positions, as some classes have it by default."""
+    return {
+        "rope_type": "llama3",
+        "rope_theta": base,
+        "factor": factor,
+        "original_max_position_embeddings": 8192,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+    }
 
 
 def _apertus(settings: Settings) -> Metadata:
@@ -274,6 +293,7 @@ DENSE: dict[str, Family] = {
         activations=GELU_TANH,
         norms_plus_one=True,
         defaults={**_GEMMA_DEFAULTS, "head_dim": 256},
+        metadata=_gemma,
     ),
     "gemma2": Family(
         architecture="gemma2",
@@ -296,6 +316,7 @@ DENSE: dict[str, Family] = {
             "ffn_down": "mlp.down_proj",
         },
         has_windows=True,
+        defaults={"partial_rotary_factor": 1.0},
     ),
     "granite": Family(architecture="granite", blocks=LLAMA, rows_permuted=True, metadata=granite_scales),
     "granite_docling_text": Family(
@@ -354,7 +375,11 @@ DENSE: dict[str, Family] = {
         },
         left_out=("alpha_p", "alpha_n", "beta", "eps"),
         activations=("xielu",),
-        defaults={"rms_norm_eps": 1e-5, "rope_theta": 12e6, "hidden_act": "xielu"},
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "hidden_act": "xielu",
+            "rope_parameters": llama3_rope(12e6, 8.0),
+        },
         metadata=_apertus,
         per_layer={
             "xielu.alpha_p": ("mlp.act_fn.alpha_p", 0.0),
@@ -405,7 +430,7 @@ DENSE: dict[str, Family] = {
         blocks=LLAMA,
         rows_permuted=True,
         has_windows=True,
-        defaults={"rms_norm_eps": 1e-5, "rope_theta": 1e6},
+        defaults={"rms_norm_eps": 1e-5, "rope_parameters": llama3_rope(1e6, 16.0)},
         metadata=_cwm,
     ),
     "exaone": Family(

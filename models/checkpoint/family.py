@@ -79,7 +79,8 @@ class Family:
     has_windows: whether layers may have a sliding window. layer_kinds: what `layer_types` may name beside attention.
     has_attention: whether any layer has it; has_latent_attention: whether it is DeepSeek's. has_layer_norms: whether
     its norms subtract the mean. epsilon: the key of theirs. aliases: the names of settings in its files, by the usual
-    ones. defaults: what the model's class takes for absent keys. metadata: keys only this family has, after the
+    ones. defaults: what the model's class takes for absent keys; with a `partial_rotary_factor` among them it reads
+    that, where other classes rotate whole heads whatever a file says. metadata: keys only this family has, after the
     architecture's prefix, None for one that it lacks. variant: the family of one model, if its settings decide.
     per_layer: metadata that checkpoints hold as a tensor in every layer, by key, and what it is where they do not.
     """

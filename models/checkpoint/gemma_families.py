@@ -105,7 +105,12 @@ _GEMMA4 = Family(
     },
     activations=GELU_TANH,
     has_windows=True,
-    defaults={"hidden_activation": "gelu_pytorch_tanh", "rms_norm_eps": 1e-6, "tie_word_embeddings": True},
+    defaults={
+        "hidden_activation": "gelu_pytorch_tanh",
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": True,
+        "partial_rotary_factor": 1.0,
+    },
     metadata=_gemma4,
     variant=_gemma4_variant,
 )

@@ -140,7 +140,13 @@ def _attention(settings: Settings, family: Family, num_heads: int, num_kv_heads:
         # The part that rotates has a size of its own, so that no fraction applies.
         head_dim = settings.integer("qk_rope_head_dim", low=1)
     context_length = settings.integer("max_position_embeddings", high=MAX_CONTEXT)
-    rope, tensors = _read_rope(settings, head_dim, context_length, is_whole=family.has_latent_attention)
+    rope, tensors = _read_rope(
+        settings,
+        head_dim,
+        context_length,
+        is_whole=family.has_latent_attention,
+        reads_fraction="partial_rotary_factor" in family.defaults,
+    )
     keys: Metadata = {"attention.head_count": num_heads, "attention.head_count_kv": num_kv_heads}
     if family.has_latent_attention:
         keys |= latent_sizes(settings)
@@ -185,21 +191,30 @@ def _layer_types(settings: Settings, num_layers: int, family: Family) -> list[st
     return kinds
 
 
-def _read_rope(settings: Settings, head_dim: int, context_length: int, *, is_whole: bool) -> tuple[Metadata, Tensors]:
+def _read_rope(
+    settings: Settings, head_dim: int, context_length: int, *, is_whole: bool, reads_fraction: bool
+) -> tuple[Metadata, Tensors]:
     """GGUF keys (after the architecture's prefix) and tensors float32[rotary_size / 2] that describe a rotation.
 
     Raises: UnsupportedFormatError for a scaling this version does not run, CorruptFileError for one without meaning.
     """
-    record = settings.record("rope_parameters") or settings.record("rope_scaling")
+    record = settings.rotation()
     windowed = Settings({}, {})
     if isinstance(record.get("full_attention"), dict):
         windowed = Settings(Settings(record, {}).record("sliding_attention"), {})
         record = record["full_attention"]
+        if windowed.get("rope_type", "default") not in ("default", record.get("rope_type")):
+            raise windowed.unsupported(
+                "rope_type", "sliding windows whose rotation is that of the other layers or plain"
+            )
     scaling = Settings(record, {})
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     base = scaling.number("rope_theta", settings.number("rope_theta", 10000.0, **_BASE), **_BASE)
-    partial = settings.number("partial_rotary_factor", 1.0, low=0.0, high=1.0)
-    partial = scaling.number("partial_rotary_factor", partial, low=0.0, high=1.0)
+    partial = 1.0
+    if reads_fraction:
+        partial = settings.number("partial_rotary_factor", partial, low=0.0, high=1.0)
+        partial = scaling.number("partial_rotary_factor", partial, low=0.0, high=1.0)
+    settings.mark_read(("partial_rotary_factor",))
     rotary_size = head_dim if is_whole else int(head_dim * partial)
     keys: Metadata = {"rope.freq_base": base, "rope.dimension_count": rotary_size}
     for source, key in ((windowed, "rope_theta"), (settings, "rope_local_base_freq")):

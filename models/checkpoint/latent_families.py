@@ -22,7 +22,7 @@ from localinfer.models.checkpoint.settings import Settings
 
 def _scaling(settings: Settings) -> Metadata:
     """YaRN's temperature is that of the scores: GGUF has its multiplier times a tenth, and no factor beside it."""
-    record = Settings(settings.record("rope_parameters") or settings.record("rope_scaling"), {})
+    record = Settings(settings.rotation(), {})
     settings.must_be("rope_interleave", True, True)
     settings.mark_read(("qk_head_dim", "ep_size", "moe_router_activation_func", "qk_nope_head_dim"))
     if "mscale_all_dim" not in record:
@@ -86,7 +86,7 @@ def _deepseek_v2(settings: Settings) -> Metadata:
 
 
 def _mistral4(settings: Settings) -> Metadata:
-    record = Settings(settings.record("rope_parameters") or settings.record("rope_scaling"), {})
+    record = Settings(settings.rotation(), {})
     names = ("llama_4_scaling_beta", "max_position_embeddings")
     settings.mark_read(f"{kind}.{name}" for kind in ("rope_parameters", "rope_scaling") for name in names)
     return {

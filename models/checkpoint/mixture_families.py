@@ -382,7 +382,7 @@ def _qwen3_vl_moe(settings: Settings) -> Metadata:
 
 def _phimoe(settings: Settings) -> Metadata:
     """Routing by SparseMixer, and LongRoPE with one magnitude for all lengths."""
-    record = settings.record("rope_parameters") or settings.record("rope_scaling")
+    record = settings.rotation()
     scaling = Settings(record, {})
     settings.mark_read(("input_jitter_noise", "lm_head_bias"))
     names = ("short_mscale", "long_mscale")
@@ -439,6 +439,14 @@ _M3_EXPERTS: dict[str, Source] = {
         "mlp.shared_experts.up_proj",
         "mlp.shared_experts.gate_up_proj",
     ),
+}
+_GPT_OSS_ROPE = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
 }
 _MELLUM_ROPE = {
     "full_attention": {"rope_type": "default", "rope_theta": 5e5},
@@ -587,7 +595,9 @@ MIXTURES: dict[str, Family] = {
     ),
     **dict.fromkeys(("glm4_moe", "glm4v_moe_text"), _GLM4_MOE),
     "solar_open": replace(
-        _GLM4_MOE, defaults={"rms_norm_eps": 1e-5, "rope_theta": 1e6, "intermediate_size": 0}, metadata=_solar_open
+        _GLM4_MOE,
+        defaults={"rms_norm_eps": 1e-5, "rope_theta": 1e6, "intermediate_size": 0, "partial_rotary_factor": 1.0},
+        metadata=_solar_open,
     ),
     "granite_swa": _GRANITE_SWA,
     "granitemoe_swa": replace(
@@ -638,7 +648,7 @@ MIXTURES: dict[str, Family] = {
             "ffn_down_exps.bias": "mlp.experts.down_proj_bias",
         },
         has_windows=True,
-        defaults={"rms_norm_eps": 1e-5},
+        defaults={"rms_norm_eps": 1e-5, "rope_theta": 150000.0, "rope_parameters": _GPT_OSS_ROPE},
         metadata=_gpt_oss,
     ),
     "hunyuan_v1_moe": Family(
@@ -682,7 +692,7 @@ MIXTURES: dict[str, Family] = {
         blocks={**NORMS, **ATTENTION, **HEAD_NORMS, **EXPERTS},
         parameters=FUSED_EXPERTS,
         has_windows=True,
-        defaults={"rope_parameters": _MELLUM_ROPE},
+        defaults={"rope_parameters": _MELLUM_ROPE, "partial_rotary_factor": 1.0},
         metadata=_mellum,
     ),
     "minimax": _MINIMAX,
@@ -705,6 +715,7 @@ MIXTURES: dict[str, Family] = {
         architecture="minimax-m2",
         blocks={**NORMS, **ATTENTION, **HEAD_NORMS, **_SPARSE_NAMES},
         parameters={"exp_probs_b.bias": "block_sparse_moe.e_score_correction_bias"},
+        defaults={"partial_rotary_factor": 1.0},
         metadata=_minimax_m2,
     ),
     "phimoe": Family(
@@ -738,7 +749,13 @@ MIXTURES: dict[str, Family] = {
             activations=("swigluoai", "silu"),
             norms_plus_one=True,
             layer_kinds=("minimax_m3_sparse",),
-            defaults={"rms_norm_eps": 1e-6, "rope_theta": 5e6, "num_key_value_heads": 4, "head_dim": 128},
+            defaults={
+                "rms_norm_eps": 1e-6,
+                "rope_theta": 5e6,
+                "num_key_value_heads": 4,
+                "head_dim": 128,
+                "partial_rotary_factor": 1.0,
+            },
             metadata=_minimax_m3,
         ),
     ),

@@ -162,6 +162,10 @@ class Settings:
             raise self.wrong(key, wanted)
         return value
 
+    def rotation(self) -> dict[str, Any]:
+        """The record of the rotation: older files' `rope_scaling`, which published classes prefer, or the newer one."""
+        return self.record("rope_scaling") or self.record("rope_parameters")
+
     def must_be(self, key: str, wanted: object, default: object) -> None:
         """Refuse a model whose setting differs from the only one this version runs."""
         if self.get(key, default) != wanted:

@@ -94,9 +94,10 @@ def _rank(settings: Settings, key: str, hidden_size: int) -> int:
 
 
 def _falcon_mamba(settings: Settings) -> Metadata:
-    """GGUF has one epsilon: the layers' own is that of the norms of the scan's inputs too, as in llama.cpp."""
-    settings.mark_read(("mixer_rms_eps",))
-    return {**_mamba(settings), "ssm.dt_b_c_rms": True}
+    """The norms of the scan's inputs have an epsilon of their own."""
+    epsilon = settings.number("mixer_rms_eps", 1e-6, low=0.0, high=1.0)
+    is_usual = epsilon == settings.number("layer_norm_epsilon", 1e-5)
+    return {**_mamba(settings), "ssm.dt_b_c_rms": True, "ssm.dt_b_c_epsilon": None if is_usual else epsilon}
 
 
 def _mamba2(settings: Settings) -> Metadata:
@@ -318,7 +319,17 @@ def _falcon_h1_changes(settings: Settings) -> dict[str, Change]:
     states = sizes["ssm.group_count"] * sizes["ssm.state_size"]
     parts = (sizes["ssm.inner_size"], sizes["ssm.inner_size"], states, states, sizes["ssm.time_step_rank"])
     attention = number("attention_in_multiplier")
+    biases = {
+        # What multiplies a block's input leaves its bias alone.
+        "attn_k.bias": scaled(number("key_multiplier")),
+        "attn_output.bias": scaled(number("attention_out_multiplier")),
+        "ssm_in.bias": scaled_rows(parts, tuple(ssm)),
+        "ssm_out.bias": scaled(number("ssm_out_multiplier")),
+        "ffn_gate.bias": scaled(mlp[0]),
+        "ffn_down.bias": scaled(mlp[1]),
+    }
     return {
+        **biases,
         **_groups(settings),
         "token_embd": scaled(number("embedding_multiplier")),
         "output": scaled(number("lm_head_multiplier")),

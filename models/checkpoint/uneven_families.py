@@ -148,7 +148,7 @@ _MIMO = Family(
         "rope_local_base_freq": "swa_rope_theta",
         "rms_norm_eps": "layernorm_epsilon",
     },
-    defaults={"rms_norm_eps": 1e-5},
+    defaults={"rms_norm_eps": 1e-5, "partial_rotary_factor": 0.334},
     metadata=_mimo_v2,
 )
 _STEP: dict[str, Source] = {

@@ -82,6 +82,7 @@ ARCHITECTURE_KEYS: dict[str, tuple[str, ...]] = {
     "shortconv.l_cache": SHORT_CONVOLUTION,
     "ssm.beta_scale": _DELTA_NETS,
     "ssm.conv_kernel": (*_DELTA_NETS, *KIMI_DELTA, *STATE_SPACE),
+    "ssm.dt_b_c_epsilon": STATE_SPACE,
     "ssm.dt_b_c_rms": ("mamba",),
     "ssm.group_count": (*_DELTA_NETS, *STATE_SPACE[2:]),
     "ssm.inner_size": (*_DELTA_NETS, *STATE_SPACE),

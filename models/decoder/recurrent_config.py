@@ -47,9 +47,9 @@ class RecurrentConfig:
     factor on what a delta rule adds. inner_size: of all heads' values. gate_lower_bound: of the logarithm of a decay,
     where a sigmoid bounds it. num_states, num_groups: of Mamba, states per channel, and groups of heads that read and
     write them alike. time_step_rank, norms_inputs: of Mamba 1, the width that step sizes are made of, and whether they
-    and what goes in and out of states are normed. norms_before_gate: whether the norm of Mamba 2's result, if there is
-    one, is before its gate. length_epsilon: of the lengths that delta nets divide keys and queries by, None for the
-    norms'.
+    and what goes in and out of states are normed. inputs_epsilon: of those norms, None for the model's.
+    norms_before_gate: whether the norm of Mamba 2's result, if there is one, is before its gate. length_epsilon: of the
+    lengths that delta nets divide keys and queries by, None for the norms'.
     """
 
     layers: tuple[bool, ...]
@@ -65,6 +65,7 @@ class RecurrentConfig:
     num_groups: int = 0
     time_step_rank: int = 0
     norms_inputs: bool = False
+    inputs_epsilon: float | None = None
     norms_before_gate: bool = False
     length_epsilon: float | None = None
 
@@ -125,7 +126,7 @@ def _delta_net(reader: MetadataReader, layers: tuple[bool, ...], *, may_differ: 
         value_size=inner_size // num_heads,
         beta_scale=reader.number("ssm.beta_scale", 1.0, low=MIN_SCALE, high=MAX_BETA_SCALE),
         inner_size=inner_size,
-        length_epsilon=_length_epsilon(reader),
+        length_epsilon=_optional_epsilon(reader, "ssm.length_epsilon"),
     )
 
 
@@ -138,8 +139,7 @@ def _lightning(reader: MetadataReader, layers: tuple[bool, ...], num_heads: int)
     )
 
 
-def _length_epsilon(reader: MetadataReader) -> float | None:
-    key = "ssm.length_epsilon"
+def _optional_epsilon(reader: MetadataReader, key: str) -> float | None:
     return reader.number(key, low=0.0, high=1.0) if key in reader else None
 
 
@@ -156,7 +156,7 @@ def _kimi_delta(reader: MetadataReader, layers: tuple[bool, ...], num_heads: int
         head_dim=head_dim,
         inner_size=num_heads * head_dim,
         gate_lower_bound=bound,
-        length_epsilon=_length_epsilon(reader),
+        length_epsilon=_optional_epsilon(reader, "ssm.length_epsilon"),
     )
 
 
@@ -178,6 +178,7 @@ def _state_space(reader: MetadataReader, layers: tuple[bool, ...], *, has_heads:
         num_groups=num_groups,
         time_step_rank=0 if has_heads else rank,
         norms_inputs=reader.optional_boolean("ssm.dt_b_c_rms") is True,
+        inputs_epsilon=_optional_epsilon(reader, "ssm.dt_b_c_epsilon"),
         norms_before_gate=reader.optional_boolean("ssm.norm_before_gate") is True,
     )
 

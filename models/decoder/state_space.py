@@ -42,7 +42,8 @@ def write_mamba(graph: Graph, layer: int, x: Buffer) -> Buffer:
         if graph.weights.has(f"{block}.ssm_{name}_norm.weight"):
             graph.norm(buffer, buffer, f"{block}.ssm_{name}_norm")
         elif sizes.norms_inputs:
-            tape.rms_norm(buffer, buffer, None, graph.config.norm_epsilon)
+            epsilon = graph.config.norm_epsilon if sizes.inputs_epsilon is None else sizes.inputs_epsilon
+            tape.rms_norm(buffer, buffer, None, epsilon)
     dt = graph.buffer("dt", inner, x.rows)
     tape.matmul(dt_in, [graph.projection(f"{block}.ssm_dt", dt, rank)])
     tape.activation(dt, dt, Activation.SOFTPLUS)

@@ -75,7 +75,7 @@ def gemma_with_shared_keys(config: ModelConfig, blocks: Blocks, period: int) -> 
         embedding_scale=math.sqrt(config.hidden_size),
         attention_scale=1.0,
         windows=windows(config, period),
-        windowed_rope_base=10000.0,
+        windowed_rope_base=config.rope.base_windowed or 10000.0,
         divides_windowed_rope=False,
         logit_softcap=30.0 if blocks is Blocks.GEMMA3N else 0.0,
     )
