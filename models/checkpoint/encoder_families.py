@@ -176,6 +176,17 @@ def _modern_bert(settings: Settings) -> Metadata:
     return found
 
 
+def _modern_bert_decoder(settings: Settings) -> Metadata:
+    """The same as a decoder, whose window is half of what the setting says, its own position included."""
+    settings.must_be("classifier_activation", "gelu", "gelu")
+    return {**_modern_bert(settings), "attention.causal": True}
+
+
+def _modern_bert_decoder_variant(settings: Settings, family: Family) -> Family:
+    settings.put("sliding_window", settings.integer("local_attention", 128) // 2)
+    return family
+
+
 def _modern_bert_ranker(settings: Settings) -> Metadata:
     rows = settings.text("classifier_pooling", "cls")
     settings.must_be("classifier_activation", "gelu", "gelu")
@@ -232,6 +243,50 @@ _ROBERTA = replace(
 )
 _FUSED = replace(BERT, outside=_FUSED_ENDS, layers="encoder.layers", variant=None)
 
+_MODERN_BERT = Family(
+    architecture="modern-bert",
+    blocks={
+        "attn_norm": "attn_norm",
+        "attn_qkv": "attn.Wqkv",
+        "attn_output": "attn.Wo",
+        "ffn_norm": "mlp_norm",
+        "ffn_up": "mlp.Wi",
+        "ffn_down": "mlp.Wo",
+    },
+    outside={
+        "token_embd": "embeddings.tok_embeddings",
+        "token_embd_norm": "embeddings.norm",
+        "output_norm": "final_norm",
+    },
+    unused=r"head\..*|decoder\..*",
+    activations=("gelu", *GELU_TANH, "silu"),
+    has_layer_norms=True,
+    has_windows=True,
+    epsilon="norm_eps",
+    aliases={
+        "sliding_window": "local_attention",
+        "rope_theta": "global_rope_theta",
+        "rope_local_base_freq": "local_rope_theta",
+    },
+    defaults={"norm_eps": 1e-5, "local_attention": 128, "hidden_activation": "gelu"},
+    metadata=_modern_bert,
+    variant=_modern_bert_variant,
+)
+_MODERN_BERT_DECODER = replace(
+    _MODERN_BERT,
+    architecture="modern-bert-decoder",
+    blocks={
+        **{name: source for name, source in _MODERN_BERT.blocks.items() if name != "attn_qkv"},
+        **{f"attn_{letter}": f"attn.{letter}_proj" for letter in "qkv"},
+    },
+    heads={"output": "decoder", "output_proj": "lm_head.dense", "output_proj_norm": "lm_head.norm"},
+    unused="",
+    aliases={name: alias for name, alias in _MODERN_BERT.aliases.items() if name != "sliding_window"},
+    defaults={**_MODERN_BERT.defaults, "tie_word_embeddings": True},
+    metadata=_modern_bert_decoder,
+    variant=_modern_bert_decoder_variant,
+)
+
 ENCODERS: dict[str, Family] = {
     "bert": BERT,
     "roberta": _ROBERTA,
@@ -274,35 +329,8 @@ ENCODERS: dict[str, Family] = {
         defaults={"layer_norm_eps": 1e-5},
         metadata=_jina_v3,
     ),
-    "modernbert": Family(
-        architecture="modern-bert",
-        blocks={
-            "attn_norm": "attn_norm",
-            "attn_qkv": "attn.Wqkv",
-            "attn_output": "attn.Wo",
-            "ffn_norm": "mlp_norm",
-            "ffn_up": "mlp.Wi",
-            "ffn_down": "mlp.Wo",
-        },
-        outside={
-            "token_embd": "embeddings.tok_embeddings",
-            "token_embd_norm": "embeddings.norm",
-            "output_norm": "final_norm",
-        },
-        unused=r"head\..*|decoder\..*",
-        activations=("gelu", *GELU_TANH, "silu"),
-        has_layer_norms=True,
-        has_windows=True,
-        epsilon="norm_eps",
-        aliases={
-            "sliding_window": "local_attention",
-            "rope_theta": "global_rope_theta",
-            "rope_local_base_freq": "local_rope_theta",
-        },
-        defaults={"norm_eps": 1e-5, "local_attention": 128, "hidden_activation": "gelu"},
-        metadata=_modern_bert,
-        variant=_modern_bert_variant,
-    ),
+    "modernbert": _MODERN_BERT,
+    "modernbert-decoder": _MODERN_BERT_DECODER,
     "eurobert": Family(
         architecture="eurobert",
         blocks=LLAMA,

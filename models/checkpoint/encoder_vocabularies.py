@@ -16,12 +16,15 @@ from localinfer.models.checkpoint.tokenizer_document import (
     wrong,
 )
 from localinfer.models.text.encoders import LONGEST_WORD
+from localinfer.models.text.normalizer_steps import STEPS, keeps_spaces, replacement
 from localinfer.models.text.vocabulary import PREFIX, TokenType
 from localinfer.types import is_finite_number
 
 _SPACE_MARK = "▁"
 _CONTINUES = "##"
 _MANY_SPACES = {"Regex": " {2,}"}
+_SQUEEZED = {"Regex": r"\s{2,}|[\n\r\t]"}
+"""What DeBERTa's tokenizer makes one space, as transformers 5 writes it."""
 
 Steps = Sequence[Mapping[str, Any]]
 
@@ -84,13 +87,24 @@ def unigram(
     found: dict[str, object] = {f"{PREFIX}model": "t5", f"{PREFIX}scores": scores}
     flags = dict.fromkeys(("strips_left", "strips_right", "strips_before_map", "remove_extra_whitespaces"), False)
     is_mapped = has_marks = False
+    steps: list[str] = []
     for step in normalizers:
+        is_early = not (is_mapped or has_marks or any(flags.values()))
+        early = _early_step(step)
         match step:
+            case {"type": "Replace", "pattern": pattern, "content": " "} if pattern == _SQUEEZED and is_early:
+                if not all(map(keeps_spaces, steps)):
+                    raise unsupported("its normalizer merges white space behind other steps", "it before them")
+                found[f"{PREFIX}squeezes_white_space"] = True
+            case _ if early is not None and is_early:
+                steps.append(early)
             case {"type": "Precompiled", "precompiled_charsmap": str(text)}:
                 if is_mapped or flags["remove_extra_whitespaces"]:
                     raise unsupported("its normalizer has a Precompiled behind another, or behind merged spaces", "one")
                 found[f"{PREFIX}precompiled_charsmap"] = _bytes(text)
                 is_mapped, flags["strips_before_map"] = True, flags["strips_left"] or flags["strips_right"]
+                if flags["strips_before_map"] and not all(map(keeps_spaces, steps)):
+                    raise unsupported("its normalizer strips a text between other steps", "Strip behind all, or first")
             case {"type": "Replace", "pattern": pattern, "content": " " | "▁" as content} if pattern == _MANY_SPACES:
                 flags["remove_extra_whitespaces"], has_marks = True, has_marks or content == "▁"
             case {"type": "Strip"}:
@@ -100,6 +114,8 @@ def unigram(
                 flags["strips_right"] |= flag_in(step, "strip_right", True)
             case _:
                 raise unsupported(f"its normalizer has the step {shown(step, 200)}", "Precompiled and merged spaces")
+    if steps:
+        found[f"{PREFIX}normalizer.steps"] = steps
     splits = False
     adds_space = None
     for step in pre_tokenizers:
@@ -119,6 +135,18 @@ def unigram(
     flags["remove_extra_whitespaces"] |= splits
     flags |= {"add_space_prefix": adds_space, "add_space_prefix_if_none": True, "splits_at_white_space": splits}
     return found | {f"{PREFIX}{name}": value for name, value in flags.items()}
+
+
+def _early_step(step: Mapping[str, Any]) -> str | None:
+    """A step that goes before a compiled map, as `normalizer_steps` has it; None for others."""
+    match step:
+        case {"type": "StripAccents"}:
+            return "strip_accents"
+        case {"type": str(name)} if name.lower() in STEPS:
+            return name.lower()
+        case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)}:
+            return replacement(old, new)
+    return None
 
 
 def _bytes(text: str) -> Any:

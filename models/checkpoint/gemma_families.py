@@ -17,6 +17,7 @@ from localinfer.models.checkpoint.family import (
     Metadata,
 )
 from localinfer.models.checkpoint.settings import Settings
+from localinfer.models.decoder.block_config import MAX_CONTEXT
 
 
 def _of_full_layers(settings: Settings, key: str, name: str) -> int | None:
@@ -130,6 +131,36 @@ def _assistant(settings: Settings) -> Metadata:
     }
 
 
+def _embedding2(settings: Settings) -> Metadata:
+    """EmbeddingGemma 2, whose window is counted to one side, and stored as both."""
+    settings.mark_read(("embedding_dim",))  # the rows of a tensor
+    return {**_gemma4(settings), "attention.causal": False}
+
+
+def _embedding2_variant(settings: Settings, family: Family) -> Family:
+    settings.put("sliding_window", 2 * settings.integer("sliding_window", 512, high=MAX_CONTEXT // 2))
+    return _gemma4_variant(settings, family)
+
+
+_EMBEDDING2 = replace(
+    _GEMMA4,
+    architecture="gemma-embedding2",
+    outside={
+        "token_embd": "embed_tokens",
+        "output_norm": "norm",
+        "output_proj": "embedding_projection",
+        "per_layer_model_proj": "ple.per_layer_model_projection",
+        "per_layer_proj_norm": "ple.per_layer_projection_norm",
+    },
+    blocks={
+        **_GEMMA4.blocks,
+        "inp_gate": "ple_block.per_layer_input_gate",
+        "proj": "ple_block.per_layer_projection",
+        "post_norm": "ple_block.post_per_layer_input_norm",
+    },
+    metadata=_embedding2,
+    variant=_embedding2_variant,
+)
 _ASSISTANT = replace(
     _GEMMA4,
     architecture="gemma4-assistant",
@@ -251,6 +282,7 @@ _GEMMA3N = Family(
 GEMMA4: dict[str, Family] = {
     **dict.fromkeys(("gemma3n", "gemma3n_text"), _GEMMA3N),
     **dict.fromkeys(("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"), _GEMMA4),
+    **dict.fromkeys(("embedding_gemma2", "embedding_gemma2_text"), _EMBEDDING2),
     **dict.fromkeys(("gemma4_assistant", "gemma4_unified_assistant"), _ASSISTANT),
 }
 """By `model_type`."""

@@ -98,10 +98,12 @@ class Architecture:
     first layer has the attention's norm. output_norm: after the last. causal: positions see no later
     ones. has_token_types: a vector of its token type is added to every embedding; encoders may do without one.
     projects_embedding: a matrix follows the embedding's norm, where the embedding is narrower. classifier_activation:
-    of a reranker's first matrix, None for tanh. mixers: of each layer; empty for attention in all. mixer_beside: a
-    recurrent block that reads what attention reads, in every layer. norms_behind_attention: layers with attention have
-    norms behind their branches (OLMo 2's), the others those that are named here. mixer_norm_epsilon: of the norm of a
-    recurrent block's result, if not the file's. has_feed_forward: whether any layer has that block.
+    of a reranker's first matrix, None for tanh. has_prediction_head: a matrix, that activation and a norm stand before
+    the output matrix. has_output_projection: a matrix follows the output norm. mixers: of each layer; empty for
+    attention in all. mixer_beside: a recurrent block that reads what attention reads, in every layer.
+    norms_behind_attention: layers with attention have norms behind their branches (OLMo 2's), the others those that are
+    named here. mixer_norm_epsilon: of the norm of a recurrent block's result, if not the file's. has_feed_forward:
+    whether any layer has that block.
     tiles_value_heads: whether delta nets have their value heads in the order of grouped keys repeated as a whole.
     gates_attention: `attn_q` also has a gate for every element of attention's result.
     parallel: both branches read the layer's input (GPT-J's form) instead of one after the other.
@@ -153,6 +155,8 @@ class Architecture:
     causal: bool = True
     has_token_types: bool = False
     projects_embedding: bool = False
+    has_prediction_head: bool = False
+    has_output_projection: bool = False
     classifier_activation: Activation | None = None
     draft_layers: DraftLayers = DraftLayers()
     mixers: tuple[Mixer, ...] = ()

@@ -71,8 +71,8 @@ def write_attention(graph: Graph, layer: int, x: Buffer, tables: RopeTables) -> 
         _norm_queries_and_keys(graph, layer, queries, keys)
     if not (has_rope and architecture.temperature_without_rope_only):
         sharpen_queries(graph, queries)
-    # The layers of an encoder share one layer of the cache: its texts are read by the batch that computes them only.
-    kv_layer = layer if architecture.causal else 0
+    # Layers of an encoder share one of the cache: its texts are read by the batch that computes them only.
+    kv_layer = config.cached_layer(layer)
     tape.store_kv(kv_layer, keys, values)
     chosen = choose_blocks(graph, layer, x, tables.for_layer(windowed=False))
     attended = graph.buffer("attended", num_heads * config.value_head_dim, x.rows)

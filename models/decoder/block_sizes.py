@@ -18,8 +18,10 @@ _SPARSE_LAYERS, _SPARSE_DEVIATIONS = 10, 1.6448533535
 """Where a file does not say: of a normal distribution, one value in twenty exceeds so many deviations."""
 _MOST_DEVIATIONS = 100.0
 _MOST_SELECTED = 1 << 16
-TWO_HEAD_SIZES = ("gemma4", *OF_ANOTHER_CACHE)
+TWO_HEAD_SIZES = ("gemma4", "gemma-embedding2", *OF_ANOTHER_CACHE)
 _SHARED_KEYS = ("gemma3n", *TWO_HEAD_SIZES)
+_WITHOUT_LOOKUP = ("gemma-embedding2",)
+"""Whose layers' own inputs follow from the embedding alone."""
 _INDEXED = ("deepseek32", "glm-dsa", "minimax-m3")
 
 
@@ -90,9 +92,11 @@ def per_layer_size(reader: MetadataReader, tensor_shapes: Mapping[str, Shape], n
     """The width of each layer's own input, 0 without."""
     key = "embedding_length_per_layer_input"
     size = reader.integer(key, 0, low=0, high=MAX_WIDTH) if reader.prefix in _SHARED_KEYS else 0
-    found = tensor_shapes.get("per_layer_token_embd.weight", ())[1:]
-    if size and found != (num_layers * size,):
-        raise reader.contradiction(key, size, f"{num_layers} times that columns of per_layer_token_embd.weight")
+    looks_up = reader.prefix not in _WITHOUT_LOOKUP
+    name = "per_layer_token_embd.weight" if looks_up else "per_layer_model_proj.weight"
+    shape = tensor_shapes.get(name, ())
+    if size and (shape[1:] if looks_up else shape[:1]) != (num_layers * size,):
+        raise reader.contradiction(key, size, f"{num_layers} times that {'columns' if looks_up else 'rows'} of {name}")
     return size
 
 

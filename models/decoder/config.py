@@ -39,13 +39,13 @@ from localinfer.models.decoder.metadata import MetadataReader, shown
 from localinfer.models.decoder.recurrent_config import RecurrentConfig, has_recurrent_layers, read_recurrent
 
 BIDIRECTIONAL = frozenset(
-    "bert deberta-v2 eurobert gemma-embedding gte jina-bert-v2 jina-bert-v3 modern-bert mpnet neo-bert nomic-bert"
-    " nomic-bert-moe".split()
+    "bert deberta-v2 eurobert gemma-embedding gemma-embedding2 gte jina-bert-v2 jina-bert-v3 modern-bert mpnet neo-bert"
+    " nomic-bert nomic-bert-moe".split()
 )
 """Architectures whose positions see later ones: encoders."""
-_WITH_ACTIVATION = ("bitnet", "modern-bert")
+_WITH_ACTIVATION = ("bitnet", "modern-bert", "modern-bert-decoder")
 """Their files say which activation they have."""
-_DENSE_FIRST = ("cohere2moe", "laguna", "modern-bert", "smallthinker")
+_DENSE_FIRST = ("cohere2moe", "laguna", "modern-bert", "modern-bert-decoder", "smallthinker")
 """Of the layers in a period of the window's pattern the first has full attention, not the last."""
 _MAX_VOCABULARY = 1 << 20
 """Sampling weights of tokens are multiples of 2^-43, summed in 63 bits."""
@@ -136,6 +136,17 @@ class ModelConfig:
         if self.windowed_head_dim and self.windowed_layers and self.windowed_layers[layer]:
             return self.windowed_head_dim, self.windowed_value_head_dim
         return self.head_dim, self.value_head_dim
+
+    @property
+    def cached_shapes(self) -> tuple[tuple[int, int, int], ...]:
+        """Heads of keys, and sizes of a key and of a value, of an encoder's layers, which share what they cache."""
+        every = zip(self.num_kv_heads, map(self.head_sizes, range(self.num_layers)), strict=True)
+        return tuple(dict.fromkeys((num_heads, *sizes) for num_heads, sizes in every))
+
+    def cached_layer(self, layer: int) -> int:
+        """The layer of the cache that a layer stores to: in an encoder that of all like it, else its own."""
+        shape = self.num_kv_heads[layer], *self.head_sizes(layer)
+        return self.cached_shapes.index(shape) if self.is_encoder else layer
 
     @property
     def num_main_layers(self) -> int:

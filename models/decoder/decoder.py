@@ -1,6 +1,6 @@
 """The decoder: from a model's configuration and weights to a graph of ops, layer by layer."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from localinfer.kernels.graph_builder import GraphBuilder
 from localinfer.kernels.ops import Buffer, KVLayerShape, OpGraph, Projection, Rows, StateShape, WeightSource
@@ -122,15 +122,13 @@ def begin_graph(
 
 def kv_layer_shapes(config: ModelConfig, *, parts_windows: bool = False) -> list[KVLayerShape]:
     """Keys and values of each layer per position, in layer order, no heads in a layer that caches nothing, and one
-    layer for all of an encoder; then the keys of indexers.
+    layer for all of an encoder's that are alike; then the keys of indexers.
 
     parts_windows: sliding-window layers are stored apart from the others.
     """
     architecture = find_architecture(config)
     if config.is_encoder:
-        if len(set(config.num_kv_heads)) > 1:
-            raise refuse(config, "has different numbers of KV heads in its layers")
-        return [KVLayerShape(config.num_kv_heads[0], config.head_dim, config.value_head_dim)]
+        return [KVLayerShape(*shape) for shape in config.cached_shapes]
     # Positions before a chunk are also before a window of the same size.
     limits = (architecture.windows or architecture.chunks) if parts_windows else ()
     windows = [limit if limit < config.context_length else 0 for limit in limits or [0] * config.num_layers]
@@ -201,8 +199,10 @@ def write_layer(
 ) -> Buffer:
     """Write one layer and return its result: `hidden` itself, or with selects_output the output rows only."""
     architecture = graph.architecture.of_layer(layer)
-    if architecture.blocks is not Blocks.PLAIN:
-        return _LAYER_WRITERS[architecture.blocks](graph, layer, hidden, tables)
+    if architecture.blocks is Blocks.GEMMA4:
+        return write_gemma4_layer(graph, layer, hidden, tables, selects_output=selects_output)
+    if architecture.blocks is Blocks.GEMMA3N:
+        return write_gemma3n_layer(graph, layer, hidden, tables)
     mixer = architecture.mixer(layer)
     if mixer is Mixer.WKV:
         return write_rwkv_layer(graph, layer, hidden, is_last=selects_output)
@@ -269,12 +269,6 @@ def _write_mixer(graph: Graph, layer: int, x: Buffer, tables: RopeTables) -> Buf
     return x
 
 
-_LAYER_WRITERS: dict[Blocks, Callable[[Graph, int, Buffer, RopeTables], Buffer]] = {
-    Blocks.GEMMA3N: write_gemma3n_layer,
-    Blocks.GEMMA4: write_gemma4_layer,
-}
-
-
 def write_output_norm(graph: Graph, hidden: Buffer) -> Buffer:
     """Write the norm after the last layer, if there is one, and return its result."""
     if graph.architecture.blocks is Blocks.GEMMA3N:
@@ -284,12 +278,29 @@ def write_output_norm(graph: Graph, hidden: Buffer) -> Buffer:
         return hidden
     normed = graph.buffer("output_norm", hidden.width, hidden.rows)
     graph.norm(normed, hidden, name)
+    if graph.architecture.has_output_projection:
+        width = graph.weights.shape("output_proj.weight")[0]
+        projected = graph.buffer("output_proj", width, normed.rows)
+        graph.tape.matmul(normed, [graph.projection("output_proj", projected, normed.width)])
+        return projected
     return normed
+
+
+def _write_prediction_head(graph: Graph, normed: Buffer) -> Buffer:
+    """The matrix, activation and norm before the output matrix, in models that have them (BERT's kin)."""
+    activation = graph.architecture.classifier_activation
+    if not graph.architecture.has_prediction_head or activation is None:
+        return normed
+    found = graph.buffer("prediction_head", normed.width, normed.rows)
+    graph.tape.matmul(normed, [graph.projection("output_proj", found, normed.width)])
+    graph.tape.activation(found, found, activation)
+    graph.norm(found, found, "output_proj_norm")
+    return found
 
 
 def _write_logits(graph: Graph, normed: Buffer, head: str | None = None, num_tokens: int | None = None) -> Buffer:
     """Write the output head; head: the name of its matrix, None for the model's. num_tokens: of its first rows only."""
-    config, tape = graph.config, graph.tape
+    config, tape, normed = graph.config, graph.tape, _write_prediction_head(graph, normed)
     name = head or ("output" if graph.weights.has("output.weight") else "token_embd")
     logits = graph.buffer("logits", num_tokens or config.vocab_size, normed.rows)
     rows = None if num_tokens is None else slice(0, num_tokens)

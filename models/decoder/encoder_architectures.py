@@ -1,4 +1,5 @@
-"""The supported encoders: text models whose positions see later ones, for embeddings and rerankers.
+"""The supported encoders: text models whose positions see later ones, for embeddings and rerankers; and a decoder of
+their blocks.
 
 Each is a record of `Architecture` as those of decoders are, or a function of the `ModelConfig` that returns one.
 """
@@ -9,8 +10,9 @@ from dataclasses import replace
 
 from localinfer.errors import UnsupportedFormatError
 from localinfer.kernels.ops import Activation, Pairing
-from localinfer.models.decoder.architecture import Architecture, Norm, QueryKeyNorm, RelativeBias
+from localinfer.models.decoder.architecture import Architecture, Blocks, Norm, QueryKeyNorm, RelativeBias
 from localinfer.models.decoder.config import ModelConfig
+from localinfer.models.decoder.windowed_architectures import gemma_with_shared_keys
 
 # BERT (arXiv 1810.04805): each branch is normed after it was added.
 _BERT = Architecture(
@@ -121,6 +123,23 @@ def _modern_bert(config: ModelConfig) -> Architecture:
     )
 
 
+def _modern_bert_decoder(config: ModelConfig) -> Architecture:
+    """ModernBERT as a decoder (arXiv 2507.11412): positions see none after them, in its layers of a window so many."""
+    return replace(_modern_bert(config), causal=True, has_prediction_head=True)
+
+
+def _gemma_embedding2(config: ModelConfig) -> Architecture:
+    """EmbeddingGemma 2: Gemma 4's blocks, with symmetric windows, and inputs of layers that no token is looked up for;
+    a matrix follows the last norm."""
+    return replace(
+        gemma_with_shared_keys(config, Blocks.GEMMA4, _GEMMA_PERIOD),
+        causal=False,
+        windows=_windows(config, lambda layer: layer % _GEMMA_PERIOD == _GEMMA_PERIOD - 1),
+        windowed_rope_base=config.rope.base_windowed or 10000.0,
+        has_output_projection=True,
+    )
+
+
 def _gemma_embedding(config: ModelConfig) -> Architecture:
     """EmbeddingGemma (arXiv 2509.20354): Gemma 3's blocks, with symmetric windows; two matrices after pooling."""
     return Architecture(
@@ -142,10 +161,12 @@ ENCODERS: dict[str, Architecture | Callable[[ModelConfig], Architecture]] = {
     # EuroBERT (arXiv 2503.05500): Llama's blocks.
     "eurobert": Architecture(causal=False),
     "gemma-embedding": _gemma_embedding,
+    "gemma-embedding2": _gemma_embedding2,
     "gte": _gte,
     "jina-bert-v2": _jina_bert_v2,
     "jina-bert-v3": _jina_bert_v3,
     "modern-bert": _modern_bert,
+    "modern-bert-decoder": _modern_bert_decoder,
     "mpnet": _mpnet,
     # NeoBERT (arXiv 2502.19587).
     "neo-bert": Architecture(causal=False, pairing=Pairing.ADJACENT, output_norm="enc.output_norm"),

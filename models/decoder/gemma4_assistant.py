@@ -43,7 +43,8 @@ def write_assistant(
     tables = RopeTables(graph, config.context_length)
     hidden = _write_input(graph, target, CheckedWeights(target_weights, target.architecture))
     for layer in range(config.num_layers):
-        hidden = write_gemma4_layer(graph, layer, hidden, tables, target)
+        is_last = layer == config.num_layers - 1
+        hidden = write_gemma4_layer(graph, layer, hidden, tables, target, selects_output=is_last)
     normed = graph.buffer("output_norm", hidden.width, hidden.rows)
     graph.norm(normed, hidden, "output_norm")
     logits = graph.buffer("logits", config.vocab_size, hidden.rows)

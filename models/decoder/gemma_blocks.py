@@ -14,9 +14,15 @@ from localinfer.models.decoder.graph import Graph, refuse
 
 
 def write_gemma4_layer(
-    graph: Graph, layer: int, hidden: Buffer, tables: RopeTables, target: ModelConfig | None = None
+    graph: Graph,
+    layer: int,
+    hidden: Buffer,
+    tables: RopeTables,
+    target: ModelConfig | None = None,
+    *,
+    selects_output: bool,
 ) -> Buffer:
-    """Write one layer and return its result: `hidden` itself, or in the last layer the output rows only.
+    """Write one layer and return its result: `hidden` itself, or with selects_output the output rows only.
 
     target: the model whose keys and values a draft model attends to, up to the position before a row's own.
     """
@@ -25,7 +31,7 @@ def write_gemma4_layer(
     source = source_layer(graph.config, layer, windowed) if target is None else source_layer(target, None, windowed)
     attended = write_shared_attention(graph, layer, x, tables, source, is_draft=target is not None)
     own_input = layer_input(graph, layer)
-    if layer == graph.config.num_layers - 1:
+    if selects_output:
         hidden, attended = graph.select_output(hidden), graph.select_output(attended)
         own_input = own_input and graph.select_output(own_input)
     write_mixer_output(graph, layer, hidden, attended, Mixer.ATTENTION)
@@ -86,22 +92,24 @@ def write_shared_attention(
         graph.norm(keys, keys, f"blk.{layer}.attn_k_norm", key_size)
         tape.rms_norm(values, values, None, config.norm_epsilon, value_size)
         tape.rope(keys, table, key_size)
-        tape.store_kv(layer, keys, values)
+        tape.store_kv(config.cached_layer(layer), keys, values)
     else:
         tape.matmul(x, projections)
     graph.norm(queries, queries, f"blk.{layer}.attn_q_norm", key_size)
     tape.rope(queries, table, key_size)
     attended = graph.buffer("attended", num_heads * value_size, x.rows)
+    kv_layer = source if is_draft else config.cached_layer(source)
     shape = AttentionShape(
         num_heads=num_heads,
-        num_kv_heads=tape.kv_layers[source].num_kv_heads,
+        num_kv_heads=tape.kv_layers[kv_layer].num_kv_heads,
         key_size=key_size,
         value_size=value_size,
         scale=graph.architecture.attention_scale or 1.0,
         window=config.sliding_window if is_windowed(config, layer) else 0,
         excludes_own=is_draft,
+        bidirectional=not graph.architecture.causal,
     )
-    tape.attention(attended, queries, source, shape)
+    tape.attention(attended, queries, kv_layer, shape)
     return attended
 
 
@@ -110,10 +118,15 @@ def write_layer_inputs(graph: Graph, hidden: Buffer) -> None:
     config, tape = graph.config, graph.tape
     size, width = config.per_layer_size, config.num_layers * config.per_layer_size
     inputs = graph.buffer("layer_inputs", width, hidden.rows)
+    scale = 1.0 / math.sqrt(hidden.width)
+    if not graph.weights.has("per_layer_token_embd.weight"):
+        # EmbeddingGemma 2's follow from the embedding alone.
+        tape.matmul(hidden, [graph.projection("per_layer_model_proj", inputs, hidden.width, scale=scale)])
+        graph.norm(inputs, inputs, "per_layer_proj_norm", size)
+        return
     looked_up = graph.buffer("layer_embeddings", width, hidden.rows)
     table = graph.weights.embedding("per_layer_token_embd.weight", config.vocab_size, width)
     tape.embed(looked_up, table, math.sqrt(size))
-    scale = 1.0 / math.sqrt(hidden.width)
     tape.matmul(hidden, [graph.projection("per_layer_model_proj", inputs, hidden.width, scale=scale)])
     graph.norm(inputs, inputs, "per_layer_proj_norm", size)
     tape.add(inputs, inputs, looked_up)

@@ -45,7 +45,7 @@ READ_KEYS = frozenset(
 
 _DELTA_NETS = tuple(name for name in BY_INTERVAL if name != "minimax-01")
 _MUP = ("granite", "granite_swa", "granitehybrid", "granitemoe", "hyperclovax", "minicpm")
-_GEMMA = ("gemma3n", "gemma4", *OF_ANOTHER_CACHE)
+_GEMMA = ("gemma3n", "gemma4", "gemma-embedding2", *OF_ANOTHER_CACHE)
 _INDEXED = ("deepseek32", "glm-dsa", "minimax-m3")
 
 ARCHITECTURE_KEYS: dict[str, tuple[str, ...]] = {
@@ -59,7 +59,7 @@ ARCHITECTURE_KEYS: dict[str, tuple[str, ...]] = {
     "attention.max_relative_positions": ("deberta-v2",),
     "attention.relative_buckets_count": ("deberta-v2", "mpnet"),
     "classifier.activation": tuple(sorted(BIDIRECTIONAL)),
-    "exact_gelu": tuple(sorted(BIDIRECTIONAL)),
+    "exact_gelu": (*sorted(BIDIRECTIONAL), "modern-bert-decoder"),
     "attention.clamp_kqv": ("dbrx", "mpt", "olmo"),
     "attention.max_alibi_bias": ("bloom", "jais", "jina-bert-v2", "mpt"),
     "attention.output_scale": ("grok",),
@@ -71,7 +71,7 @@ ARCHITECTURE_KEYS: dict[str, tuple[str, ...]] = {
     "embedding_length_out": tuple(OF_ANOTHER_CACHE),
     "embedding_scale": (*_MUP, "grok"),
     "full_attention_interval": tuple(BY_INTERVAL),
-    "hidden_activation": ("bitnet", "modern-bert"),
+    "hidden_activation": ("bitnet", "modern-bert", "modern-bert-decoder"),
     "kda.gate_lower_bound": KIMI_DELTA,
     "kda.head_dim": KIMI_DELTA,
     "kda.safe_gate": KIMI_DELTA,

@@ -488,7 +488,8 @@ class WordPieceEncoder(SubwordEncoder):
             else:
                 spaced.append(character)
         joined = "".join(spaced)
-        return (joined.lower() if self._lowers else joined).split()
+        # Each character by itself: where a word ends does not matter, as it does to Greek in `str.lower`.
+        return ("".join(map(str.lower, joined)) if self._lowers else joined).split()
 
 
 _ASCII_SPACE = re.compile(r"[ \t\n\r]")

@@ -12,6 +12,7 @@ _WHITE_SPACE = "\t\n\v\f\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".jo
 """Unicode's White_Space, which `str.isspace` goes beyond."""
 _WORD = re.compile(f"[^{_WHITE_SPACE}]+")
 _SPACES = re.compile(" {2,}")
+_SQUEEZED = re.compile(f"[{_WHITE_SPACE}]{{2,}}|[\n\r\t]")
 
 
 def marked_as_by_tokenizers(
@@ -19,11 +20,14 @@ def marked_as_by_tokenizers(
 ) -> Iterator[str]:
     """Yield a text, given in stretches, normalized and marked.
 
-    flags: of the vocabulary. strips_left, strips_right: no white space around the text, which `strips_before_map` looks
+    flags: of the vocabulary. squeezes_white_space: before all else, white space of several characters, and what ends
+    lines, becomes one space. strips_left, strips_right: no white space around the text, which `strips_before_map` looks
     for before it is normalized. remove_extra_whitespaces: several spaces are one. splits_at_white_space: only words are
     left, each with a mark. Without it every space becomes a mark. add_space_prefix: where a text begins with none, one
     is put there.
     """
+    if flags.get("squeezes_white_space"):
+        stretches = (_SQUEEZED.sub(" ", piece) for piece in _whole_spaces(stretches, False, False))
     left, right = flags.get("strips_left", False), flags.get("strips_right", False)
     pieces: Iterable[str]
     if flags.get("strips_before_map"):

@@ -10,6 +10,7 @@ from functools import cached_property
 from localinfer.errors import TokenizerError
 from localinfer.models.text.charsmap import CharacterMap
 from localinfer.models.text.encoders import SPACE_MARK, SubwordEncoder
+from localinfer.models.text.normalizer_steps import apply_steps
 from localinfer.models.text.space_marks import marked_as_by_tokenizers
 from localinfer.models.text.vocabulary import TokenType, Vocabulary
 
@@ -70,6 +71,7 @@ class UnigramEncoder(SubwordEncoder):
             yield spaces.mark(self._normalized(stretch))
 
     def _normalized(self, stretch: str) -> str:
+        stretch = apply_steps(self._vocabulary.normalizer_steps, stretch)
         return stretch if self._map is None else self._map.apply(stretch)
 
     @cached_property

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from localinfer.errors import TokenizerError
 from localinfer.models.text.fill_in import FILL_IN_ROLES
 from localinfer.models.text.known_vocabularies import KnownVocabulary, known_vocabulary
+from localinfer.models.text.normalizer_steps import is_step
 from localinfer.models.text.splitting import CONTROL_TEXTS, PRE_TOKENIZERS, find_end_of_generation
 from localinfer.quant.gguf.metadata import Metadata
 from localinfer.system.pieces import last_places, pieces
@@ -58,6 +59,7 @@ _FLAGS = (
     # Not GGUF's: what tokenizer.json can say and GGUF cannot.
     *("add_space_prefix_once", "add_space_prefix_if_none", "strips_after_special", "limits_words"),
     *("strips_left", "strips_right", "strips_before_map", "splits_at_white_space", "splits_words", "pairs_have_types"),
+    "squeezes_white_space",
 )
 _ROLES = ("bos", "eos", "eot", "eom", "unknown", "seperator", "cls", "fim_pad", "fim_rep", "fim_sep")
 
@@ -73,6 +75,7 @@ TOKENIZER_KEYS = frozenset(
             "merges",
             "precompiled_charsmap",
             "end_of_generation_ids",
+            "normalizer.steps",
             *_FLAGS,
         ),
         *(f"{role}_token_id" for role in (*_ROLES, *_UNUSED_IDS)),
@@ -110,7 +113,8 @@ class Vocabulary:
     `ids` maps the text of each token that text may turn into; `special_ids` that of the control and unknown tokens,
     which only their own spelling gives, and only where asked for. `charsmap` is a compiled normalization, uint8, or
     None. `byte_ids[b]` is the `<0xXX>` token of byte b, -1 where there is none. `merge_texts` are "left right" by rank.
-    `scores` is None where the kind has no use for them.
+    `scores` is None where the kind has no use for them. `normalizer_steps`: what is done to a text before the charsmap,
+    see `normalizer_steps.py`.
     """
 
     kind: str
@@ -119,6 +123,7 @@ class Vocabulary:
     types: NDArray[np.uint8]
     scores: NDArray[np.float32] | None
     charsmap: NDArray[np.uint8] | None
+    normalizer_steps: tuple[str, ...]
     merge_texts: list[str]
     ids: dict[str, int]
     special_ids: dict[str, int]
@@ -196,6 +201,7 @@ def read_vocabulary(metadata: Mapping[str, object], told: Told | None = None) ->
         types=types,
         scores=_scores(metadata, len(tokens)) if kind in ("spm", "unigram") else None,
         charsmap=_charsmap(metadata) if kind == "unigram" else None,
+        normalizer_steps=_normalizer_steps(metadata) if kind == "unigram" else (),
         merge_texts=merge_texts,
         ids=ids,
         special_ids=special_ids,
@@ -256,6 +262,14 @@ def _strings(metadata: Mapping[str, object], key: str) -> list[str] | None:
             _refuse(key, half, "strings of whole Unicode characters")
         return list(value)
     _refuse(key, _describe(value), "an array of strings")
+
+
+def _normalizer_steps(metadata: Mapping[str, object]) -> tuple[str, ...]:
+    steps = tuple(_strings(metadata, "normalizer.steps") or ())
+    for step in steps:
+        if not is_step(step):
+            _refuse("normalizer.steps", f"a list with {step[:40]!r}", "names of steps that are known")
+    return steps
 
 
 def _tokens(metadata: Mapping[str, object]) -> list[str]:

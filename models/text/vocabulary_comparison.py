@@ -33,6 +33,8 @@ def vocabulary_fingerprint(vocabulary: Vocabulary) -> str:
         digest.update(vocabulary.scores.astype("<f4").tobytes())
     if vocabulary.charsmap is not None:
         digest.update(vocabulary.charsmap.tobytes())
+    if vocabulary.normalizer_steps:
+        digest.update(repr(vocabulary.normalizer_steps).encode("utf-8", "surrogateescape"))
     return digest.hexdigest()
 
 
@@ -70,6 +72,8 @@ def vocabulary_difference(one: Vocabulary, other: Vocabulary) -> str | None:
         one.charsmap if one.charsmap is not None else [], [] if other.charsmap is None else other.charsmap
     ):
         return "their normalizations differ"
+    if one.normalizer_steps != other.normalizer_steps:
+        return "the steps of their normalizations differ"
     if _splitting_flags(one) != _splitting_flags(other) or one.strips_after_special != other.strips_after_special:
         return "what they do to a text before splitting it differs"
     return None

@@ -48,6 +48,31 @@ BERT_KIN_CASES: dict[str, Case] = {
         "DebertaV2ForSequenceClassification",
         _PLAIN,
     ),
+    "embedding-gemma2": Case(
+        "EmbeddingGemma2TextConfig",
+        {
+            "head_dim": 16,
+            "global_head_dim": 32,
+            "num_global_key_value_heads": 1,
+            "num_hidden_layers": 7,
+            "sliding_window_pattern": 3,
+            "sliding_window": 4,
+            "hidden_size_per_layer_input": 8,
+            "embedding_dim": 48,
+        },
+        "EmbeddingGemma2TextModel",
+        _PLAIN[1:],
+    ),
     "gte": Case("GteConfig", model="GteModel", without=_PLAIN),
     "gte-ranker": Case("GteConfig", {**_LABEL, "type_vocab_size": 0}, "GteForSequenceClassification", _PLAIN),
 }
+
+BERT_DECODER_CASES: dict[str, Case] = {
+    "modernbert-decoder": Case("ModernBertDecoderConfig", {"local_attention": 16}, without=_PLAIN[:1]),
+    "modernbert-decoder-tied": Case(
+        "ModernBertDecoderConfig",
+        {"local_attention": 16, "tie_word_embeddings": True, "num_hidden_layers": 5},
+        without=_PLAIN[:1],
+    ),
+}
+"""Decoders of their blocks, for `published_cases.py`."""

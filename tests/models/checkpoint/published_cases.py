@@ -1,5 +1,6 @@
 """The models of `published_models.py`: classes of transformers and their settings."""
 
+from tests.models.checkpoint.published_bert_kin_cases import BERT_DECODER_CASES
 from tests.models.checkpoint.published_case import (
     BASE,
     DS,
@@ -20,6 +21,7 @@ from tests.models.checkpoint.published_recurrent_cases import RECURRENT_CASES
 from tests.models.checkpoint.published_setting_cases import SETTING_CASES
 
 CASES: dict[str, Case] = {
+    **BERT_DECODER_CASES,
     **HYBRID_CASES,
     **RECURRENT_CASES,
     **NEWER_CASES,

@@ -63,10 +63,10 @@ CASES: dict[str, Case] = {
 
 
 def encoder_weights(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, NDArray[np.float32]]:
-    """Weights by name, around 1 for those of norms."""
+    """Weights by name, around 1 for those of norms and for factors on whole layers."""
     found = weights(shapes)
     for name in found:
-        if name.endswith(("LayerNorm.weight", "_ln.weight")):
+        if name.endswith(("LayerNorm.weight", "_ln.weight", "layer_scalar")):
             found[name] += np.float32(1)
     return found
 

@@ -13,6 +13,7 @@ import tokenizers
 from localinfer.errors import TokenizerError
 from localinfer.models.checkpoint.model import open_checkpoint
 from localinfer.models.checkpoint.tokenizer_json import TokenizerJson
+from localinfer.models.text.encoders import LONG_TEXT
 from localinfer.models.text.tokenizer import Tokenizer
 from localinfer.models.text.vocabulary import PREFIX
 from tests.checkpoint_files import added_token, write_folder
@@ -138,6 +139,74 @@ def test_word_pieces_are_those_of_the_library(name: str, tmp_path: Path) -> None
     assert tokenizer.decode(tokenizer.encode("the cats")) == "the cats"
 
 
+def test_mpnet_reads_pieces_of_words_between_the_ends_of_roberta(tmp_path: Path) -> None:
+    document = word_piece_document()
+    vocab = document["model"]["vocab"]
+    names = {"[CLS]": "<s>", "[SEP]": "</s>", "[PAD]": "<pad>", "[MASK]": "<mask>"}
+    document["model"]["vocab"] = {names.get(text, text): index for text, index in vocab.items()}
+    for token in document["added_tokens"]:
+        token["content"] = names.get(token["content"], token["content"])
+    ends = {"sep": ["</s>", vocab["[SEP]"]], "cls": ["<s>", vocab["[CLS]"]]}
+    document["post_processor"] = {"type": "RobertaProcessing", "trim_offsets": True, "add_prefix_space": False, **ends}
+    library = tokenizers.Tokenizer.from_str(json.dumps(document))
+    tokenizer = read_tokenizer(write_tokenizer(tmp_path, document, bos_token="<s>", eos_token="</s>"))
+    for text in ["The cats, café naïve!", "", "un-re ing", "ΟΔΟΣ οδος", *plain_texts(40, 1)]:
+        assert tokenizer.encode(text) == library.encode(text).ids, text
+    assert joined(tokenizer, "the cats", "hello") == pair_of(library, "the cats", "hello")
+
+
+def _replaced(old: str) -> Document:
+    return {"type": "Replace", "pattern": {"String": old}, "content": '"'}
+
+
+SQUEEZED = {"type": "Replace", "pattern": {"Regex": r"\s{2,}|[\n\r\t]"}, "content": " "}
+ALBERT = [_replaced("``"), _replaced("''"), {"type": "NFKD"}, {"type": "StripAccents"}, {"type": "Lowercase"}]
+RIGHT = {"type": "Strip", "strip_left": False, "strip_right": True}
+BOTH = {"type": "Strip", "strip_left": True, "strip_right": True}
+STEPS: dict[str, tuple[list[Document], bool]] = {
+    "ALBERT": ([*ALBERT, {"type": "Precompiled"}], True),
+    "ALBERT of older writers": ([*ALBERT, {"type": "Precompiled"}, {**SQUEEZED, "pattern": {"Regex": " {2,}"}}], False),
+    "ALBERT with accents": ([*ALBERT[:2], {"type": "Lowercase"}], True),
+    "DeBERTa": (
+        [{"type": "Lowercase"}, BOTH, {"type": "Precompiled"}, {**SQUEEZED, "pattern": {"Regex": " {2,}"}}],
+        False,
+    ),
+    "DeBERTa of newer writers": ([SQUEEZED, {"type": "NFC"}, RIGHT], False),
+    "DeBERTa without capitals": ([{"type": "Lowercase"}, SQUEEZED, {"type": "NFC"}, RIGHT], False),
+}
+ROUGH_TEXTS = [
+    "``the'' CAT",
+    " \n a\t\tb  c\u3000\u3000d\x85 ",
+    "Émile ÉTÉ e\u0301",
+    "ΟΔΟΣ",
+    "\n",
+    "  ",
+    "①ﬁ\u00a8x",
+    "a\u00a0 b",
+]
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_steps_of_normalizers_are_those_of_the_library(name: str, tmp_path: Path) -> None:
+    steps, splits = STEPS[name]
+    document = unigram_document()
+    precompiled = document["normalizer"]
+    chosen = [precompiled if step["type"] == "Precompiled" else step for step in steps]
+    document["normalizer"] = {"type": "Sequence", "normalizers": chosen}
+    before = [{"type": "WhitespaceSplit"}] * splits
+    metaspace = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True}
+    document["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [*before, metaspace]}
+    library = tokenizers.Tokenizer.from_str(json.dumps(document))
+    tokenizer = read_tokenizer(write_tokenizer(tmp_path, document, bos_token="<s>", eos_token="</s>"))
+    # The peer takes a base and its marks as one, and leaves them where the whole is no key.
+    plain = [text for text in plain_texts(120, 6) if not re.search("[\u0300-\u06ff]", text)]
+    for text in [*ROUGH_TEXTS, *SPACED_TEXTS, *plain]:
+        assert tokenizer.encode(text) == library.encode(text).ids, text
+    long = "  ".join([*ROUGH_TEXTS, *plain])
+    long = long * (1 + 3 * LONG_TEXT // len(long))
+    assert tokenizer.encode(long) == library.encode(long).ids
+
+
 @pytest.mark.parametrize("splits", [True, False])
 def test_unigrams_are_those_of_the_library(splits: bool, tmp_path: Path) -> None:
     document = unigram_document(splits=splits)
@@ -245,6 +314,9 @@ def test_spaces_of_unigrams_are_marked_as_by_the_library(
             [NORMALIZERS["stripped"][0], unigram_document()["normalizer"], NORMALIZERS["stripped"][0]],
             "strips a text twice",
         ),
+        ([{"type": "NFKD"}, SQUEEZED], "merges white space behind other steps"),
+        ([{"type": "NFKD"}, BOTH, {"type": "Precompiled", "precompiled_charsmap": "AAAA"}], "strips a text between"),
+        ([BOTH, {"type": "Lowercase"}], "has the step"),
     ],
 )
 def test_orders_of_normalizers_that_are_not_built_are_refused(steps: list[Document], words: str) -> None:
@@ -285,7 +357,12 @@ def test_word_pieces_that_are_not_built_are_refused(path: tuple[str, ...], value
         (("model", "vocab"), [["a", 10**400]], "not a text and a score"),
         (("model", "vocab"), {"a": 1}, "wanted a list"),
         (("model", "unk_id"), 9999, "unk_id is 9999"),
-        (("normalizer",), {"type": "Lowercase"}, "its normalizer has the step"),
+        (("normalizer",), {"type": "Nmt"}, "its normalizer has the step"),
+        (
+            ("normalizer",),
+            {"type": "Replace", "pattern": {"String": "a b"}, "content": "c"},
+            "its normalizer has the step",
+        ),
         (("normalizer", "precompiled_charsmap"), "!", "not base64"),
         (("pre_tokenizer",), {"type": "WhitespaceSplit"}, "nothing in it turns spaces"),
         (("pre_tokenizer",), {"type": "Punctuation"}, "its pre-tokenizer has the step"),

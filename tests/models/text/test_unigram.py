@@ -56,6 +56,18 @@ def test_texts_get_the_tokens_around_them_and_come_back() -> None:
     assert tokenizer.kind == "unigram"
 
 
+def test_steps_before_the_map_are_read_told_apart_and_checked() -> None:
+    steps = ['replace\t``\t"', "nfkd", "strip_accents", "lowercase"]
+    plain = Tokenizer.from_metadata(unigram_metadata())
+    other = Tokenizer.from_metadata(unigram_metadata() | {PREFIX + "normalizer.steps": steps})
+    assert other.encode("HÉLLO") == plain.encode("hello") != plain.encode("HÉLLO")
+    assert plain.fingerprint != other.fingerprint
+    assert plain.difference_from(other) == "the steps of their normalizations differ"
+    for wrong in (["upper"], ["replace\ta"], ["replace\t\tb"], ["lowercase", ""]):
+        with pytest.raises(TokenizerError, match="normalizer.steps is a list with"):
+            Tokenizer.from_metadata(unigram_metadata() | {PREFIX + "normalizer.steps": wrong})
+
+
 def test_unknown_characters_in_a_row_are_one_token_or_their_bytes() -> None:
     tokenizer = Tokenizer.from_metadata(unigram_metadata())
     assert [tokenizer.token_text(i) for i in tokenizer.encode("hello жж", add_special=False)] == [
