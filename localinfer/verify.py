@@ -57,7 +57,9 @@ def verify_model(path: str, progress: ProgressCallback | None = None) -> Verific
         result.findings.extend(_check_digests(file, result, progress))
         result.findings.extend(dict.fromkeys(_check_file(file, result, progress)))
         is_alone = _lone_part(file) is None
-        tensors = dict(file.tensors)
+        # Decoders that were made into embedding models and rerankers do not speak any more.
+        pools = file.metadata.get(f"{file.metadata.get('general.architecture')}.pooling_type", 0) != 0
+        tensors = {} if pools else dict(file.tensors)
     finally:
         file.close()
     if any(finding.is_error for finding in result.findings):
@@ -185,7 +187,7 @@ def _check_text(tokenizer: "Tokenizer") -> Iterator[Finding]:
 def _check_output(
     path: str, tensors: "Mapping[str, TensorRecord]", result: Verification, progress: ProgressCallback | None
 ) -> None:
-    """Load the model and let it read texts."""
+    """Load the model and let it read texts. tensors: of its file; none if it was not made to speak."""
     from localinfer.loading.load import load
     from localinfer.reading import check_reading
 
@@ -207,7 +209,7 @@ def _check_output(
     with llm:
         try:
             found = list(_output_findings(llm))
-            if not found and "completion" in llm.info.capabilities:
+            if not found and tensors and "completion" in llm.info.capabilities:
                 found, unread = check_reading(llm, tensors)
                 result.unchecked.extend([] if unread is None else [unread])
             result.findings.extend(found)

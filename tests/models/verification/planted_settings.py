@@ -191,7 +191,11 @@ HEADERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
     "RoPE base missing": ("Llama 3 8B", {"rope.freq_base": 5e5}, {}),
     "context length without a scaling": ("TinyLlama", {"context_length": 2048}, {"context_length": 65536}),
-    "output matrix missing": ("TinyLlama", {}, {"without": "output.weight"}),
+    "output matrix missing": (
+        "TinyLlama",
+        {"context_length": 2048},
+        {"context_length": 2048, "without": "output.weight"},
+    ),
     "YaRN without the original context": (
         "Qwen 2.5 7B",
         {"rope.freq_base": 1e6, "context_length": 131072},

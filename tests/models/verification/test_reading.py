@@ -11,6 +11,7 @@ from localinfer.models.load.loader import open_model_file
 from localinfer.reading import Reading, _judge, check_reading, passages
 from localinfer.verify import verify_model
 from tests.models.talking_models import build_talking_model
+from tests.models.verification.broken_models import edited
 from tests.models.verification.editable_model import base_model
 from tests.models.verification.planted_faults import plant
 
@@ -68,6 +69,12 @@ def test_a_repeated_text_is_easier_for_a_model_of_some_size(
 ) -> None:
     found = [one.message for one in _judge(Reading("English", 0.9, loss, again), 1.5, left)]
     assert len(found) == is_found and all("little easier for the model when it is repeated" in one for one in found)
+
+
+def test_a_decoder_that_was_made_for_vectors_need_not_speak(tmp_path: Path) -> None:
+    settings = {"llama.pooling_type": 3}
+    path = edited(build_talking_model(tmp_path, "llama-gqa"), tmp_path / "vectors.gguf", settings=settings)
+    assert verify_model(str(path)).findings == []
 
 
 def test_passages_are_of_many_languages_and_long_enough() -> None:
