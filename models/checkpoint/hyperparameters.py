@@ -203,15 +203,13 @@ def _read_rope(
     if isinstance(record.get("full_attention"), dict):
         windowed = Settings(Settings(record, {}).record("sliding_attention"), {})
         record = record["full_attention"]
-        if windowed.get("rope_type", "default") not in ("default", record.get("rope_type")):
-            raise windowed.unsupported(
-                "rope_type", "sliding windows whose rotation is that of the other layers or plain"
-            )
+        if windowed.get("rope_type", "default") != "default":
+            raise windowed.unsupported("rope_type", "sliding windows without a scaling of their rotation")
     scaling = Settings(record, {})
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     base = scaling.number("rope_theta", settings.number("rope_theta", 10000.0, **_BASE), **_BASE)
     partial = 1.0
-    if reads_fraction:
+    if reads_fraction or kind == "proportional":
         partial = settings.number("partial_rotary_factor", partial, low=0.0, high=1.0)
         partial = scaling.number("partial_rotary_factor", partial, low=0.0, high=1.0)
     settings.mark_read(("partial_rotary_factor",))
