@@ -47,6 +47,11 @@ TEXT: dict[str, Any] = {
     "linear_value_head_dim": 16,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 8,
+    "n_groups": 2,
+    "ssm_state_size": 16,
+    "moe_shared_expert_intermediate_size": 24,
 }
 """Sizes of text models, where their class has such a setting."""
 OTHERS: dict[str, Any] = {
@@ -86,6 +91,10 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
     "glm_ocr": {"text_config": _rope(mrope_section=[2, 3, 3], partial_rotary_factor=1.0)},
     "hunyuan_vl": {"text_config": {**_rope(mrope_section=[2, 2, 2, 2]), "head_dim": 16}},
     "kimi_k25": {"text_config": {**_rope(), "head_dim": None, "num_key_value_heads": 4}},
+    "nemotron_h_omni": {
+        "text_config": {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"]},
+        "vision_config": {"video_temporal_patch_size": 2},
+    },
     **dict.fromkeys(
         ("paddleocr_vl", "qwen2_vl", "qwen2_5_vl", "qwen2_5_omni_thinker"),
         {"text_config": _rope(mrope_section=[2, 3, 3])},
@@ -101,9 +110,9 @@ MODEL_TYPES = (
     "gemma4_unified glm46v glm4v glm4v_moe glm_ocr glmasr glmga got_ocr2 granite_docling granite_speech "
     "granite_speech_plus hunyuan_vl hyperclovax_vision_v2 idefics2 idefics3 internvl kimi_k25 lfm2_vl lfm3_vl "
     "lighton_ocr llama4 llava llava_next llava_next_video llava_onevision minicpm_ocr minicpmv4_6 minicpmv4_7 "
-    "minimax_m3_vl mistral3 moss_transcribe_diarize musicflamingo omniasr ovis2 paddleocr_vl paligemma pp_chart2table "
-    "qianfan_ocr qwen2_5_omni_thinker qwen2_5_vl qwen2_audio qwen2_vl qwen3_5 qwen3_5_moe qwen3_asr "
-    "qwen3_omni_moe_thinker qwen3_vl qwen3_vl_moe smolvlm video_llava vipllava voxtral "
+    "minimax_m3_vl mistral3 moss_transcribe_diarize musicflamingo nemotron_h_omni omniasr ovis2 paddleocr_vl "
+    "paligemma pp_chart2table qianfan_ocr qwen2_5_omni_thinker qwen2_5_vl qwen2_audio qwen2_vl qwen3_5 qwen3_5_moe "
+    "qwen3_asr qwen3_omni_moe_thinker qwen3_vl qwen3_vl_moe smolvlm video_llama_3 video_llava vipllava voxtral "
 ).split()
 _TABLES = (
     "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",

@@ -142,7 +142,6 @@ def test_stacks_of_experts_are_their_matrices_in_order(tmp_path: Path) -> None:
         ({"model_type": "rwkv"}, "model_type is 'rwkv'"),
         ({"hidden_act": "relu"}, "hidden_act is 'relu'"),
         ({"rope_scaling": {"type": "magic", "factor": 2.0}}, "RoPE scaling 'magic'"),
-        ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window is True"),
     ],
 )
 def test_config_that_cannot_run_here_is_refused_by_its_key(change: dict[str, Any], words: str, tmp_path: Path) -> None:

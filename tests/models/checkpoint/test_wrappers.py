@@ -36,15 +36,17 @@ Weights = dict[str, NDArray[np.float32]]
 def case_weights(name: str) -> Weights:
     """Those of the text model; of other parts, a number each, since nothing reads them."""
     shapes = CASES[name]["shapes"]
-    text = embedding_of(shapes).removesuffix("embed_tokens.weight")
+    text = prefix_of(shapes)
     of_text = [other for other in shapes if other.startswith(text) or "lm_head" in other]
     return weights({other: shape if other in of_text else (1,) for other, shape in shapes.items()})
 
 
 def embedding_of(tensors: Mapping[str, object]) -> str:
-    return next(
-        name for name in tensors if re.search(r"(language_model|text_model|model)\.embed_tokens\.weight$", name)
-    )
+    return next(name for name in tensors if re.search(r"(model\.embed_tokens|backbone\.embeddings)\.weight$", name))
+
+
+def prefix_of(tensors: Mapping[str, object]) -> str:
+    return re.sub(r"(embed_tokens|embeddings)\.weight$", "", embedding_of(tensors))
 
 
 def head_of(tensors: Mapping[str, object]) -> str | None:
@@ -60,7 +62,7 @@ def test_text_of_a_wrapper_equals_that_of_the_published_implementation(
         assert file.unknown_settings == ALARMS.get(name, ())
     said = [record.getMessage() for record in caplog.records if "only its text model runs" in record.getMessage()]
     shapes = CASES[name]["shapes"]
-    text = embedding_of(shapes).removesuffix("embed_tokens.weight")
+    text = prefix_of(shapes)
     others = [other for other in shapes if not other.startswith(text) and "lm_head" not in other]
     assert bool(said) == bool(others)
     parts = dict(re.findall(r"([\w.]+): (\d+)", said[0].partition("left out")[2])) if said else {}
@@ -72,7 +74,7 @@ def test_text_of_a_wrapper_equals_that_of_the_published_implementation(
 
 def layouts(tensors: Weights) -> dict[str, Weights]:
     """A wrapper's tensors as published folders, and writers between 4.52 and 5, name them."""
-    prefix = embedding_of(tensors).removesuffix("embed_tokens.weight")
+    prefix = prefix_of(tensors)
     head = head_of(tensors)
 
     def renamed(text: str, output: str, part: str) -> Weights:
@@ -116,7 +118,7 @@ def test_each_layout_of_names_is_the_same_text_model(name: str, tmp_path: Path) 
 @pytest.mark.parametrize("name", CASES)
 def test_what_may_change_the_text_is_never_left_aside(name: str, tmp_path: Path) -> None:
     tensors = case_weights(name)
-    text = embedding_of(tensors).removesuffix("embed_tokens.weight")
+    text = prefix_of(tensors)
     for number, other in enumerate((f"{text}layers.1.cross_attn.q_proj.weight", f"{text}gate.weight", "score.weight")):
         folder = write_folder(
             tmp_path / str(number), {**tensors, other: np.ones((4, 4), np.float32)}, CASES[name]["config"]
