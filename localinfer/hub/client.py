@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from types import ModuleType
 from typing import NamedTuple, NoReturn
+from urllib.parse import urlsplit
 
 from localinfer.errors import DownloadError, HubUnreachableError
 from localinfer.hub.places import HUB
@@ -46,9 +47,9 @@ class HubClient:
 
     def repository(self, repo: str) -> Repository:
         """List a repository's files. Raises: DownloadError."""
+        self._require_usable()
         from huggingface_hub import HfApi
 
-        self._require_online()
         transport = _transport()
         try:
             found = HfApi(endpoint=self.endpoint, token=self.token).model_info(
@@ -78,10 +79,10 @@ class HubClient:
 
         They may end before the file does. Raises: DownloadError; ConnectionLost, also while they are read.
         """
+        self._require_usable()
         from huggingface_hub import get_session, hf_hub_url
         from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 
-        self._require_online()
         transport = _transport()
         url = hf_hub_url(repository.id, file.path, revision=repository.commit, endpoint=self.endpoint)
         headers = build_hf_headers(token=self.token) | {"Accept-Encoding": "identity"}
@@ -102,9 +103,20 @@ class HubClient:
         except (transport.HTTPError, transport.InvalidURL, ConnectionError, ValueError) as error:
             self._fail(repository.id, error)
 
-    def _require_online(self) -> None:
+    def _require_usable(self) -> None:
+        """Check the endpoint before huggingface_hub is imported, which reads HF_ENDPOINT by itself and fails at it."""
         if self.is_offline:
             raise HubUnreachableError("HF_HUB_OFFLINE forbids asking the hub; unset it to pull")
+        try:
+            address = urlsplit(self.endpoint)
+            is_usable = address.scheme in ("http", "https") and bool(address.hostname) and address.port != 0
+        except ValueError:
+            is_usable = False
+        if not is_usable:
+            raise DownloadError(
+                f"the address of the hub is {self.endpoint!r:.80}, as HF_ENDPOINT says; wanted one such as {HUB}; "
+                "unset it for the usual hub"
+            )
 
     def _fail(self, repo: str, error: Exception) -> NoReturn:
         """Raise what an error of the hub's library means."""

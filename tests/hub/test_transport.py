@@ -1,6 +1,9 @@
 """Errors of the HTTP library under huggingface_hub, which is another one from line to line of its versions."""
 
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +18,7 @@ from localinfer.errors import DownloadError, HubUnreachableError
 from localinfer.hub import client as hub_client
 from localinfer.hub.client import ConnectionLost
 from tests.hub.conftest import CONTENT, REPO
+from tests.limits import seconds
 
 TRANSPORT = hub_client._transport()
 FAILED = sorted(
@@ -104,3 +108,17 @@ def test_the_rest_of_a_file_is_read_at_its_place(hub) -> None:
     with client.opened(repository, file, 1001) as (start, pieces):
         assert start == 1001
         assert b"".join(pieces) == CONTENT[1001:]
+
+
+@pytest.mark.parametrize("endpoint", ["http://[bad", "http://x:99999999", "http://x:0", "nonsense", "ftp://x", "http:"])
+def test_an_address_that_is_none_is_named_with_the_way_out(endpoint: str) -> None:
+    """Importing huggingface_hub fails at some of them, so a process of its own starts with each."""
+    result = subprocess.run(
+        [sys.executable, "-m", "localinfer", "pull", "org/repo"],
+        env={**os.environ, "HF_ENDPOINT": endpoint},
+        capture_output=True,
+        text=True,
+        timeout=seconds(60),
+    )
+    assert result.returncode == 2 and len(result.stderr.splitlines()) == 1
+    assert "HF_ENDPOINT" in result.stderr and endpoint in result.stderr
