@@ -13,7 +13,7 @@ from localinfer.errors import UnsupportedFormatError
 from localinfer.models.decoder.architecture import Architecture
 from localinfer.models.decoder.block_sizes import OF_ANOTHER_CACHE
 from localinfer.models.decoder.config import ModelConfig
-from localinfer.models.decoder.encoder_architectures import ENCODERS
+from localinfer.models.decoder.encoder_architectures import DECODERS_OF_THEIR_KIND, ENCODERS
 from localinfer.models.decoder.gpt_architectures import GPT_KIN
 from localinfer.models.decoder.latent_architectures import LATENT
 from localinfer.models.decoder.llama_architectures import LLAMA_KIN
@@ -32,6 +32,7 @@ ARCHITECTURES: dict[str, Architecture | Callable[[ModelConfig], Architecture]] =
     **RECURRENT_ARCHITECTURES,
     **STATE_SPACE_ARCHITECTURES,
     **ENCODERS,
+    **DECODERS_OF_THEIR_KIND,
 }
 
 

@@ -166,7 +166,6 @@ ENCODERS: dict[str, Architecture | Callable[[ModelConfig], Architecture]] = {
     "jina-bert-v2": _jina_bert_v2,
     "jina-bert-v3": _jina_bert_v3,
     "modern-bert": _modern_bert,
-    "modern-bert-decoder": _modern_bert_decoder,
     "mpnet": _mpnet,
     # NeoBERT (arXiv 2502.19587).
     "neo-bert": Architecture(causal=False, pairing=Pairing.ADJACENT, output_norm="enc.output_norm"),
@@ -174,3 +173,8 @@ ENCODERS: dict[str, Architecture | Callable[[ModelConfig], Architecture]] = {
     "nomic-bert": replace(_BERT, gated=True, activation=Activation.SILU),
     "nomic-bert-moe": replace(_BERT, normalise_experts=False),
 }
+
+DECODERS_OF_THEIR_KIND: dict[str, Architecture | Callable[[ModelConfig], Architecture]] = {
+    "modern-bert-decoder": _modern_bert_decoder,
+}
+"""Decoders that have an encoder's blocks."""
