@@ -397,7 +397,9 @@ DENSE: dict[str, Family] = {
     ),
     "glm": Family(architecture="chatglm", blocks={**NORMS, **ATTENTION, **_FUSED_GATE}, defaults=_ROTATES_HALF),
     "glm4": _GLM4,
-    **dict.fromkeys(("glm4v_text", "glm_ocr_text"), replace(_GLM4, defaults={"rms_norm_eps": 1e-5})),
+    **dict.fromkeys(
+        ("glm4v_text", "glm_ocr_text"), replace(_GLM4, defaults={"rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0})
+    ),
     "hunyuan_v1_dense": _HUNYUAN,
     "hunyuan_vl_text": replace(_HUNYUAN, architecture="hunyuan_vl"),
     "internlm2": Family(
