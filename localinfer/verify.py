@@ -138,7 +138,9 @@ def _check_settings(file: "ModelFile", config: "ModelConfig | None", result: Ver
         if tokenizer is not None:
             found += _check_text(tokenizer)
             if template is not None and not is_encoder:
-                found += check_template(template, tokenizer)
+                rendered = list(check_template(template, tokenizer))
+                # A rendered chat shows more exactly what the source of its template made likely.
+                found = [one for one in found if one.check not in {other.check for other in rendered}] + rendered
     notes = [str(one.message).removesuffix(".") for one in warned if issubclass(one.category, TokenizerWarning)]
     return found + [Finding("tokenizer", note) for note in notes]
 

@@ -135,7 +135,7 @@ def _check_empty(file: ModelFile, grid: BlockGrid, index: int) -> Iterator[Findi
     info = grid.tensors[index]
     stretch = file.stretch(info.name)
     assert stretch is not None, "blocks were read from it"
-    is_table = info.name in TABLES
+    all_rows = MATRIX.fullmatch(info.name) is not None
 
     def read(start: int, end: int) -> NDArray[np.uint8]:
         data = np.empty(end - start, np.uint8)
@@ -152,10 +152,10 @@ def _check_empty(file: ModelFile, grid: BlockGrid, index: int) -> Iterator[Findi
     for spot in range(is_zero.size):
         if is_one_word(grid.data[index, spot]):
             run = run_around(read, info.num_bytes, int(grid.starts[index, spot]))
-            if is_damage(run, info, is_table=is_table):
+            if is_damage(run, info, all_rows=all_rows):
                 yield hole(info, run)
                 return
-    if not is_table and is_zero.sum() * _LEAST_SHARE > is_zero.size:
+    if all_rows and is_zero.sum() * _LEAST_SHARE > is_zero.size:
         yield Finding(
             "weights zero",
             f"{info.name} is zero in {is_zero.sum()} of {is_zero.size} sampled blocks, so part of it does nothing; "

@@ -19,6 +19,8 @@ _LEAST_SHARE = 8
 """One part in so many of a matrix's rows: fewer of zeros may be neurons that were pruned."""
 _SLACK = 8
 """Bytes by which a run may reach into the next row, whose first are like it by chance."""
+_LEAST_COLUMNS = 64
+"""Narrower tensors are of decays and convolutions, which may begin alike in all rows, and stay so."""
 _LOOK = 1 << 16
 _SAMPLED = np.uint64(255)
 _MIX = np.uint64(0x9E3779B97F4A7C15)
@@ -67,16 +69,19 @@ def run_around(read: Reader, size: int, first: int) -> Run:
     return Run(start, end, read(first, first + _WORD).tobytes())
 
 
-def is_damage(run: Run, info: TensorRecord, *, is_table: bool) -> bool:
-    """Whether a run is none that a model has on purpose: it ends within a row, or is a large share of a matrix."""
-    if len(info.shape) < 2:
+def is_damage(run: Run, info: TensorRecord, *, all_rows: bool) -> bool:
+    """Whether a run is none that a model has on purpose: it ends within a row, or is a large share of a matrix.
+
+    all_rows: the model needs all rows of this tensor, as it does not those of tables and of types.
+    """
+    if len(info.shape) < 2 or info.shape[-1] < _LEAST_COLUMNS:
         return False
     row, length = row_bytes(info.type, info.shape[-1]), run.end - run.start
     if length < max(_LEAST_BYTES, row):
         return False
     if any(min(place % row, -place % row) > _SLACK for place in (run.start, run.end)):
         return True
-    return not is_table and run.distance == 0 and length * _LEAST_SHARE >= info.num_bytes
+    return all_rows and run.distance == 0 and length * _LEAST_SHARE >= info.num_bytes
 
 
 class RunFinder:

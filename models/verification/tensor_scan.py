@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from localinfer.errors import LocalinferError
 from localinfer.models.decoder.config import ModelConfig
-from localinfer.models.verification.block_grids import MATRIX, TABLES, hole, judge_copies, judge_halves, zero_experts
+from localinfer.models.verification.block_grids import MATRIX, hole, judge_copies, judge_halves, zero_experts
 from localinfer.models.verification.byte_runs import Reader, RunFinder, is_damage
 from localinfer.models.verification.finding import Finding, shortened
 from localinfer.models.verification.head_order import judge_head_order
@@ -136,9 +136,9 @@ def _scan(file: ModelFile, info: TensorRecord, done: list[int], stopped: Event) 
 
 def _check_bytes(info: TensorRecord, runs: RunFinder, read: Reader) -> Iterator[Finding]:
     """The largest stretch of one word, or else the largest that lies there twice."""
-    is_table = info.name in TABLES
+    all_rows = MATRIX.fullmatch(info.name) is not None
     for found in (runs.runs(), runs.repeats(read)):
-        broken = [run for run in found if is_damage(run, info, is_table=is_table)]
+        broken = [run for run in found if is_damage(run, info, all_rows=all_rows)]
         if broken:
             yield hole(info, max(broken, key=lambda run: run.end - run.start))
             return
@@ -218,7 +218,7 @@ class _Scan:
         rows, groups = self.row_rms(), np.concatenate(self._groups)
         if not self._bad:
             yield from self._check_large(rows, groups)
-        if self._info.name not in TABLES and len(self._info.shape) < 3:
+        if MATRIX.fullmatch(self._info.name) is not None and len(self._info.shape) < 3:
             yield from self._check_empty(rows, groups)
 
     def _check_large(self, rows: NDArray[np.float64], groups: FloatArray) -> Iterator[Finding]:

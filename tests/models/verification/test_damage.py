@@ -185,22 +185,34 @@ def test_stretches_that_lie_there_twice_are_found(distance: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("run", "is_table", "wanted"),
+    ("run", "all_rows", "wanted"),
     [
-        (Run(1000, 5000), False, True),
         (Run(1000, 5000), True, True),
-        (Run(1024, 5120), True, False),
+        (Run(1000, 5000), False, True),
         (Run(1024, 5120), False, False),
-        (Run(1022, 5123), False, False),
-        (Run(512 * 100, 512 * 200), False, True),
-        (Run(512 * 100, 512 * 200, distance=512), False, False),
-        (Run(1100, 1400), False, False),
+        (Run(1024, 5120), True, False),
+        (Run(1022, 5123), True, False),
+        (Run(512 * 100, 512 * 200), True, True),
+        (Run(512 * 100, 512 * 200), False, False),
+        (Run(512 * 100, 512 * 200, distance=512), True, False),
+        (Run(1100, 1400), True, False),
     ],
 )
-def test_a_run_that_ends_within_a_row_is_damage(run: Run, is_table: bool, wanted: bool) -> None:
+def test_a_run_that_ends_within_a_row_is_damage(run: Run, all_rows: bool, wanted: bool) -> None:
     info = TensorRecord("blk.0.ffn_up.weight", TensorType.F16, (768, 256))
-    assert is_damage(run, info, is_table=is_table) == wanted
-    assert not is_damage(run, TensorRecord("output_norm.weight", TensorType.F32, (768 * 256,)), is_table=is_table)
+    assert is_damage(run, info, all_rows=all_rows) == wanted
+    for shape in ((768 * 256,), (768 * 16, 16)):
+        assert not is_damage(run, TensorRecord("a", TensorType.F16, shape), all_rows=all_rows)
+
+
+def test_types_of_tokens_and_decays_may_be_zero_or_alike(tmp_path: Path) -> None:
+    encoder = EditableModel.read(base_model("bert-encoder", tmp_path))
+    encoder.change("token_types.weight", lambda w: w * np.array([[1], [0]], np.float32))
+    recurrent = EditableModel.read(base_model("mamba-recurrent", tmp_path))
+    recurrent.change_all("ssm_a", lambda a: np.where(np.arange(a.size).reshape(a.shape) < a.size - 5, a[:1], a))
+    for model in (encoder, recurrent):
+        path = model.write(tmp_path / "whole.gguf")
+        assert [*findings_of(path), *scanned(path)] == []
 
 
 def test_one_word_is_told_from_two() -> None:
