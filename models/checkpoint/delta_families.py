@@ -203,9 +203,6 @@ def _lfm2_moe(settings: Settings) -> Metadata:
 def _lfm3(settings: Settings) -> Metadata:
     settings.must_be("conv_bias", False, False)
     settings.mark_read(("use_sandwich_norm", "use_attention_gate"))  # the tensors show both
-    windowed = Settings(settings.record("rope_parameters"), {}).record("sliding_attention")
-    if windowed.get("rope_type", "default") != "default":
-        raise settings.unsupported("rope_parameters", "layers with a window without scaling")
     if not settings.entries("layer_types"):
         kinds = ("sliding_attention", "conv", "full_attention", "conv")
         num_layers = settings.integer("num_hidden_layers", low=1)

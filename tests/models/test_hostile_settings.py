@@ -172,8 +172,8 @@ def test_settings_of_every_rope_scaling_are_read_or_refused(kind: str) -> None:
         "beta_slow": 1.0,
         "attention_factor": 1.2,
         "partial_rotary_factor": 0.5,
-        "short_factor": [1.0] * 4,
-        "long_factor": [2.0] * 4,
+        "short_factor": [1.0] * 8,
+        "long_factor": [2.0] * 8,
     }
     nested = {"full_attention": record, "sliding_attention": {"rope_theta": 1e4}}
     config = family_config("gemma3")

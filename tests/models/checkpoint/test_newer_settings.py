@@ -100,7 +100,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
                 "sliding_attention": {"rope_type": "linear", "factor": 2.0},
             }
         },
-        "rope_parameters",
+        "rope_type",
     ),
     ("olmo_hybrid", {"linear_num_value_heads": 8}, "linear_num_value_heads"),
 ]
