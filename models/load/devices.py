@@ -21,6 +21,7 @@ from localinfer.errors import (
 from localinfer.kernels.cuda.device import CudaDevice, FoundDevice, find_devices, has_driver
 from localinfer.kernels.cuda.self_check import check_device
 from localinfer.kernels.kv_layout import KVLayout
+from localinfer.models.decoder.architectures import find_architecture
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.load.device_request import DeviceRequest
 from localinfer.models.load.memory_needs import MemoryNeeds
@@ -178,6 +179,11 @@ def cpu_only(config: ModelConfig, kv_layout: KVLayout) -> LocalinferError | None
         return UnsupportedFormatError(
             "this model has recurrent layers, whose states this version keeps on the CPU only; take device 'cpu' "
             "(--device cpu)"
+        )
+    if find_architecture(config).relative_bias is not None:
+        return UnsupportedFormatError(
+            f"{config.architecture!r} models have attention biases by distance, which this version computes on the CPU "
+            "only; take device 'cpu' (--device cpu)"
         )
     return None
 

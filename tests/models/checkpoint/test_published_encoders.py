@@ -8,8 +8,11 @@ from numpy.typing import NDArray
 
 import localinfer
 from localinfer.engine.pooling import TextPooler
+from localinfer.kernels.kv_layout import KVLayout
 from localinfer.models.checkpoint.model import open_checkpoint
+from localinfer.models.decoder.decoder import kv_layer_shapes
 from localinfer.models.decoder.pooling import Pooling
+from localinfer.models.load.devices import cpu_only
 from localinfer.models.load.loader import Model, read_config
 from localinfer.models.verification.quick import check_loaded
 from localinfer.quant.gguf.writer import GGUFWriter, copy_values
@@ -47,6 +50,15 @@ def test_files_made_of_a_folder_give_the_same(name: str, tmp_path: Path) -> None
         for tensor in file.tensors:
             writer.write(file.tensor_bytes(tensor))
     compare(path, read_result(name))
+
+
+@pytest.mark.parametrize("name", ["mpnet", "deberta-v2", "gte"])
+def test_biases_by_distance_keep_a_model_on_the_cpu(name: str, tmp_path: Path) -> None:
+    with open_checkpoint(write_case(tmp_path, CASES[name])) as file:
+        config = read_config(file)
+        reason = cpu_only(config, KVLayout("f16", kv_layer_shapes(config)))
+    assert (reason is not None) == (name != "gte")
+    assert reason is None or "attention biases by distance" in str(reason)
 
 
 def compare(path: Path, wanted: NDArray[np.float32]) -> None:
