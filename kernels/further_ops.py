@@ -5,7 +5,8 @@ from localinfer.types import FloatArray
 
 
 class Multiply(FurtherOp):
-    """out = x * factor: a buffer as wide as x, one value per row, or float32[width] for every row."""
+    """out = x * factor: a buffer as wide as x, one value per row or for each of equal parts of it (heads), or
+    float32[width] for every row."""
 
     out: Buffer
     x: Buffer
@@ -15,6 +16,11 @@ class Multiply(FurtherOp):
     def is_by_row(self) -> bool:
         """Whether the factor is one value per row."""
         return isinstance(self.factor, Buffer) and self.factor.width == 1 and self.x.width != 1
+
+    @property
+    def is_by_part(self) -> bool:
+        """Whether the factor is one value for several columns, but not for all."""
+        return isinstance(self.factor, Buffer) and 1 < self.factor.width != self.x.width
 
 
 class Magnitude(FurtherOp):

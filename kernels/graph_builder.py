@@ -194,10 +194,8 @@ def _check_multiply(op: further_ops.Multiply) -> None:
     _same_shape(op.out, op.x)
     if not isinstance(op.factor, Buffer):
         _has_values(op.factor, op.x.width, f"factor of {op.x.name}")
-    elif op.is_by_row:
-        _same_rows(op.factor, op.x)
     else:
-        _same_shape(op.x, op.factor)
+        _has_parts(op.x, op.factor)
 
 
 def _check_magnitude(op: further_ops.Magnitude) -> None:
@@ -225,9 +223,14 @@ def _check_mix_slots(op: further_ops.MixSlots) -> None:
 
 def _check_multiply_sigmoid(op: further_ops.MultiplySigmoid) -> None:
     _same_shape(op.out, op.x)
-    _same_rows(op.gate, op.x)
-    is_whole = op.x.width % op.gate.width == 0
-    check(is_whole, f"{op.x.name} is {op.x.width} wide, {op.gate.name} {op.gate.width}: not equal parts of it")
+    _has_parts(op.x, op.gate)
+
+
+def _has_parts(x: Buffer, values: Buffer) -> None:
+    """Check that there is a value for each of equal parts of x."""
+    _same_rows(values, x)
+    is_whole = x.width % values.width == 0
+    check(is_whole, f"{x.name} is {x.width} wide, {values.name} {values.width}: not equal parts of it")
 
 
 def _check_limit(op: further_ops.Clamp) -> None:

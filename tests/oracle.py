@@ -311,7 +311,10 @@ def _add(run: _Run, op: ops.Add) -> None:
 
 @_formula(further_ops.Multiply)
 def _multiply(run: _Run, op: further_ops.Multiply) -> None:
-    run[op.out] = run[op.x] * (run[op.factor] if isinstance(op.factor, Buffer) else op.factor.astype(np.float64))
+    if not isinstance(op.factor, Buffer):
+        run[op.out] = run[op.x] * op.factor.astype(np.float64)
+        return
+    run[op.out] = run[op.x] * np.repeat(run[op.factor], op.x.width // op.factor.width, axis=1)
 
 
 @_formula(further_ops.Magnitude)

@@ -22,15 +22,22 @@ def _multiply_sigmoid(tape: CpuTape, op: further_ops.MultiplySigmoid) -> None:
     if not op.is_by_part:
         tape.elementwise("multiply_sigmoid", op.out, op.x, op.gate)
         return
-    parts = op.gate.width
+    _by_part(tape, "multiply_sigmoid_by_part", op.out, op.x, op.gate)
+
+
+def _by_part(tape: CpuTape, kernel: str, out: Buffer, x: Buffer, gate: Buffer) -> None:
+    """Record a product with a value for each of equal parts of x."""
+    parts = gate.width
     words = parameters.GATE_PARTS.pack(
-        **tape.places(out=op.out, x=op.x, gate=op.gate), parts=parts, size=op.x.width // parts,
-        is_output=op.x.is_output,
-    )  # fmt: skip
-    tape.add("elementwise.multiply_sigmoid_by_part", words, writes=op.out)
+        **tape.places(out=out, x=x, gate=gate), parts=parts, size=x.width // parts, is_output=x.is_output
+    )
+    tape.add(f"elementwise.{kernel}", words, writes=out)
 
 
 def _multiply(tape: CpuTape, op: further_ops.Multiply) -> None:
+    if isinstance(op.factor, Buffer) and op.is_by_part:
+        _by_part(tape, "multiply_by_part", op.out, op.x, op.factor)
+        return
     if isinstance(op.factor, Buffer):
         tape.elementwise("multiply_by_row" if op.is_by_row else "multiply", op.out, op.x, op.factor)
         return

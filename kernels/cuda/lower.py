@@ -317,13 +317,20 @@ def _multiply_sigmoid(tape: CudaTape, op: further_ops.MultiplySigmoid) -> None:
     if not op.is_by_part:
         _elementwise(tape, _TIMES_SIGMOID, op.out, op.x, op.gate)
         return
-    tape.read(op.x, op.gate)
-    values = (*tape.places(op.out, op.x, op.gate), op.x.width, op.x.width // op.gate.width)
-    tape.simple("rows.gate_parts", (), op.x.rows, op.x.width, values, op.out)
+    _by_part(tape, op.out, op.x, op.gate, has_sigmoid=True)
+
+
+def _by_part(tape: CudaTape, out: Buffer, x: Buffer, gate: Buffer, *, has_sigmoid: bool) -> None:
+    tape.read(x, gate)
+    values = (*tape.places(out, x, gate), x.width, x.width // gate.width)
+    tape.simple("rows.gate_parts", (int(has_sigmoid),), x.rows, x.width, values, out)
 
 
 def _times(tape: CudaTape, op: further_ops.Multiply) -> None:
     out, x, factor = op.out, op.x, op.factor
+    if isinstance(factor, Buffer) and op.is_by_part:
+        _by_part(tape, out, x, factor, has_sigmoid=False)
+        return
     if isinstance(factor, Buffer):
         _elementwise(tape, _TIMES_ROW if op.is_by_row else _TIMES, out, x, factor)
         return

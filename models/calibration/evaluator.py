@@ -275,7 +275,8 @@ def _scale_by_position(run: Evaluator, op: further_ops.ScaleByPosition) -> None:
 
 def _multiply(run: Evaluator, op: further_ops.Multiply) -> None:
     if isinstance(op.factor, Buffer):
-        run.by_rows(op.out, lambda a, b: a * b, op.x, op.factor)
+        size = op.x.width // op.factor.width
+        run.by_rows(op.out, lambda a, b: a * np.repeat(b, size, axis=1), op.x, op.factor)
     else:
         factor = op.factor
         run.by_rows(op.out, lambda a: a * factor, op.x)

@@ -154,6 +154,10 @@ def _groups(settings: Settings) -> dict[str, Change]:
     return {"ssm_norm": per_group(settings.integer("mamba_n_groups", 1, low=1))}
 
 
+def _zamba2_groups(settings: Settings) -> dict[str, Change]:
+    return {"ssm_norm": per_group(settings.integer("mamba_ngroups", 1, low=1))}
+
+
 def _attention_layers(settings: Settings) -> list[bool]:
     """Which layers have attention, by their list, their indices, or a period."""
     layers = range(settings.integer("num_hidden_layers", low=1))
@@ -382,7 +386,90 @@ _GRANITE_MOE = Family(
     architecture="granitemoe", blocks=_GRANITE, rows_permuted=True, metadata=_granite_moe, variant=_granite_variant
 )
 
+
+def _zamba2(settings: Settings) -> Metadata:
+    hidden_size, num_heads = settings.integer("hidden_size", low=1), settings.integer("num_attention_heads", low=1)
+    inner_size = settings.integer("mamba_expand", 2, low=1) * hidden_size
+    num_kv_heads = settings.integer("num_key_value_heads", num_heads, low=1)
+    if 2 * hidden_size % num_heads:
+        raise settings.wrong("num_attention_heads", f"a divisor of {2 * hidden_size}")
+    settings.must_be("use_long_context", False, False)
+    settings.must_be("rms_norm_eps", 1e-5, 1e-5)
+    settings.mark_read(("attention_head_dim", "attention_hidden_size", "kv_channels", "num_query_groups"))
+    settings.mark_read(("hybrid_layer_ids", "layers_block_type", "layer_types", "use_shared_mlp_adapter", "ft_lora"))
+    settings.mark_read(("time_step_max", "time_step_floor", "use_mem_eff_path", "adapter_rank", "mamba_headdim"))
+    settings.mark_read(("use_shared_attention_adapter", "use_shared_block", "add_bias_linear", "shared_qk"))
+    has_block = [int(layer in _zamba2_layers(settings)) for layer in range(settings.integer("num_hidden_layers"))]
+    return {
+        "attention.head_count": [num_heads * one for one in has_block],
+        "attention.head_count_kv": [num_kv_heads * one for one in has_block],
+        "attention.key_length": 2 * hidden_size // num_heads,
+        "attention.value_length": 2 * hidden_size // num_heads,
+        "rope.dimension_count": 2 * hidden_size // num_heads,
+        "rope.scaling.finetuned": settings.boolean("use_mem_rope", False),
+        "ssm.conv_kernel": settings.integer("mamba_d_conv", 4, low=2),
+        "ssm.inner_size": inner_size,
+        "ssm.state_size": settings.integer("mamba_d_state", 64, low=1),
+        "ssm.time_step_rank": settings.integer("n_mamba_heads", 8, low=1),
+        "ssm.group_count": settings.integer("mamba_ngroups", 1, low=1),
+        "ssm.least_time_step": settings.number("time_step_min", 0.001, low=0.0, high=1.0),
+        "shared_block_count": settings.integer("num_mem_blocks", 1, low=1),
+    }
+
+
+def _zamba2_layers(settings: Settings) -> list[int]:
+    """The layers that use a shared block."""
+    num_layers = settings.integer("num_hidden_layers", low=1)
+    kinds = settings.entries("layers_block_type") or settings.entries("layer_types")
+    if len(kinds) != num_layers or any(kind not in ("hybrid", "mamba", "linear_attention") for kind in kinds):
+        raise settings.wrong("layers_block_type", f"{num_layers} times hybrid or linear_attention")
+    return [layer for layer, kind in enumerate(kinds) if kind == "hybrid"]
+
+
+def _zamba2_variant(settings: Settings, family: Family) -> Family:
+    """Additions to shared matrices are numbered by the layers that use them."""
+    blocks, shared = dict(family.blocks), "shared_transformer"
+    sources = {f"shared_attn_{letter}": f"{shared}.self_attn.linear_{letter}_adapter_list" for letter in "qkv"}
+    sources["shared_ffn_gate_up"] = f"{shared}.feed_forward.gate_up_proj_adapter_list"
+    for use in range(len(_zamba2_layers(settings))):
+        for stem, source in sources.items():
+            blocks |= {f"{stem}_adapter_{part}.{use}": f"{source}.{use}.{index}" for index, part in enumerate("ab")}
+    return replace(family, blocks=blocks)
+
+
+def _zamba2_parts() -> tuple[dict[str, Source], dict[str, Source]]:
+    """Modules and parameters of Mamba 2, which is deeper in the layers that use a shared block."""
+    plain, inner = _mixer_2("mamba"), _mixer_2("mamba_decoder.mamba")
+    blocks, parameters = ({stem: (plain[n][stem], inner[n][stem]) for stem in plain[n]} for n in (0, 1))
+    blocks["attn_norm"] = ("input_layernorm", "mamba_decoder.input_layernorm")
+    blocks["shared_out"] = "linear"
+    shared = "shared_transformer"
+    blocks |= {f"shared_attn_{letter}": f"{shared}.self_attn.{letter}_proj" for letter in "qkv"}
+    blocks |= {
+        "shared_attn_output": f"{shared}.self_attn.o_proj",
+        "shared_attn_norm": f"{shared}.input_layernorm",
+        "shared_ffn_norm": f"{shared}.pre_ff_layernorm",
+        "shared_ffn_gate_up": f"{shared}.feed_forward.gate_up_proj",
+        "shared_ffn_down": f"{shared}.feed_forward.down_proj",
+    }
+    return blocks, parameters
+
+
+_ZAMBA2_BLOCKS, _ZAMBA2_PARAMETERS = _zamba2_parts()
+
 STATE_SPACE: dict[str, Family] = {
+    "zamba2": Family(
+        architecture="zamba2",
+        blocks=_ZAMBA2_BLOCKS,
+        parameters=_ZAMBA2_PARAMETERS,
+        outside={"token_embd": "embed_tokens", "output_norm": "final_layernorm"},
+        activations=("gelu",),
+        layer_kinds=("hybrid", "mamba", "linear_attention"),
+        defaults={"rms_norm_eps": 1e-5, "num_mem_blocks": 1},
+        metadata=_zamba2,
+        changes=_zamba2_groups,
+        variant=_zamba2_variant,
+    ),
     "mamba": _MAMBA,
     "falcon_mamba": replace(_MAMBA, metadata=_falcon_mamba),
     "mamba2": Family(

@@ -1,4 +1,4 @@
-"""Model types whose layers differ in their heads: Nemotron's models found by Puzzle, Step 3.5, MiMo V2."""
+"""Model types whose layers differ in their heads: Nemotron's models found by Puzzle, Step 3.5, MiMo V2, Laguna."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -7,11 +7,13 @@ from localinfer.models.checkpoint.changes import Change, Rows, adjacent_pairs
 from localinfer.models.checkpoint.family import (
     ATTENTION,
     EXPERTS,
+    FUSED_EXPERTS,
     GATED,
     HEAD_NORMS,
     LLAMA,
     NORMS,
     ROUTER_BIAS,
+    SHARED_EXPERTS,
     Family,
     Metadata,
     Source,
@@ -138,6 +140,35 @@ def _mimo_v2(settings: Settings) -> Metadata:
     }
 
 
+def _laguna(settings: Settings) -> Metadata:
+    """Layers have numbers of heads of their own, and windowed ones a rotation."""
+    num_layers = settings.integer("num_hidden_layers", low=1)
+    heads = settings.entries("num_attention_heads_per_layer")
+    if heads and (len(heads) != num_layers or any(type(count) is not int or count < 1 for count in heads)):
+        raise settings.wrong("num_attention_heads_per_layer", f"{num_layers} whole numbers from 1")
+    windowed = Settings(Settings(settings.record("rope_parameters"), {}).record("sliding_attention"), {})
+    if windowed.get("rope_type", "default") != "default":
+        raise settings.unsupported("rope_parameters", "sliding_attention layers without scaling")
+    settings.must_be("moe_apply_router_weight_on_input", False, False)
+    settings.must_be("moe_router_logit_softcapping", 0.0, 0.0)
+    settings.mark_read(("mlp_layer_types", "shared_expert_intermediate_size", "gating", "gating_types"))
+    settings.mark_read(("norm_topk_prob", "swa_attention_sink_enabled", "use_bidirectional_attention"))
+    head_dim = settings.integer("head_dim", low=1)
+    partial = windowed.number("partial_rotary_factor", 1.0, low=0.0, high=1.0)
+    return {
+        **experts(settings),
+        "attention.head_count": heads or settings.integer("num_attention_heads", low=1),
+        "expert_gating_func": 2,
+        "expert_weights_norm": True,
+        "expert_weights_scale": settings.number("moe_routed_scaling_factor", 1.0),
+        "rope.dimension_count_swa": int(head_dim * partial) if windowed.get("rope_theta") is not None else None,
+    }
+
+
+_LAGUNA_ROPE = {
+    "full_attention": {"rope_type": "default", "rope_theta": 500000.0, "partial_rotary_factor": 0.5},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0},
+}
 _MIMO = Family(
     architecture="mimo2",
     blocks={**NORMS, **ATTENTION, "attn_qkv": "self_attn.qkv_proj", **GATED, **EXPERTS},
@@ -161,6 +192,31 @@ _STEP: dict[str, Source] = {
 }
 
 UNEVEN: dict[str, Family] = {
+    "laguna": Family(
+        architecture="laguna",
+        blocks={
+            **LLAMA,
+            **HEAD_NORMS,
+            "attn_gate": "self_attn.g_proj",
+            **EXPERTS,
+            **{
+                stem: (module, module.replace("shared_experts", "shared_expert"))
+                for stem, module in SHARED_EXPERTS.items()
+            },
+        },
+        parameters={
+            "exp_probs_b.bias": ("mlp.experts.e_score_correction_bias", "mlp.gate.e_score_correction_bias"),
+            **FUSED_EXPERTS,
+        },
+        has_windows=True,
+        defaults={
+            "head_dim": 128,
+            "partial_rotary_factor": 1.0,
+            "sliding_window": 512,
+            "rope_parameters": _LAGUNA_ROPE,
+        },
+        metadata=_laguna,
+    ),
     "nemotron-nas": Family(
         architecture="deci",
         blocks={**LLAMA, "attn_output": ("self_attn.o_proj", "self_attn.linear_attn")},

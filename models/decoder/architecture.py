@@ -81,6 +81,7 @@ class Blocks(Enum):
     """`decoder.write_layer`: attention, then a feed-forward block."""
     GEMMA3N = "gemma3n"
     GEMMA4 = "gemma4"
+    ZAMBA2 = "zamba2"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +106,8 @@ class Architecture:
     named here. mixer_norm_epsilon: of the norm of a recurrent block's result, if not the file's. has_feed_forward:
     whether any layer has that block.
     tiles_value_heads: whether delta nets have their value heads in the order of grouped keys repeated as a whole.
-    gates_attention: `attn_q` also has a gate for every element of attention's result.
+    gates_attention: `attn_q` also has a gate for every element of attention's result. has_softplus_gates: gates in a
+    matrix of their own weigh it by their softplus, not by their sigmoid.
     parallel: both branches read the layer's input (GPT-J's form) instead of one after the other.
 
     Attention: windows, chunks: positions a layer attends to, 0 for all. attention_scale: replaces the file's and
@@ -166,6 +168,7 @@ class Architecture:
     has_feed_forward: bool = True
     tiles_value_heads: bool = False
     gates_attention: bool = False
+    has_softplus_gates: bool = False
     parallel: bool = False
     query_key_norm: QueryKeyNorm = QueryKeyNorm.NONE
     unweighted_query_key_norm: bool = False

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from localinfer.kernels.ops import AttentionShape, Buffer, Projection, RopeTable
+from localinfer.kernels.ops import Activation, AttentionShape, Buffer, Projection, RopeTable
 from localinfer.models.decoder.architecture import OUTPUT_NAMES, Mixer, QueryKeyNorm
 from localinfer.models.decoder.block_config import LatentConfig
 from localinfer.models.decoder.graph import Graph, refuse
@@ -112,12 +112,16 @@ def write_mixer_output(graph: Graph, layer: int, hidden: Buffer, attended: Buffe
 
 
 def _gate_heads(graph: Graph, layer: int, x: Buffer, attended: Buffer) -> None:
-    """Weigh attention's result by a sigmoid of x (arXiv 2505.06708): one gate per head, or one per element."""
+    """Weigh attention's result by a sigmoid of x (arXiv 2505.06708), or a softplus: a gate per head, or per element."""
     name, num_heads = f"blk.{layer}.attn_gate", graph.config.num_heads[layer]
     by_head = graph.weights.shape(f"{name}.weight")[0] == num_heads
     gate = graph.buffer("attention_gate", num_heads if by_head else attended.width, x.rows)
     graph.tape.matmul(x, [graph.projection(name, gate, x.width)])
-    graph.tape.multiply_sigmoid(attended, attended, gate)
+    if graph.architecture.has_softplus_gates:
+        graph.tape.activation(gate, gate, Activation.SOFTPLUS)
+        graph.tape.multiply(attended, attended, gate)
+    else:
+        graph.tape.multiply_sigmoid(attended, attended, gate)
 
 
 def sharpen_queries(graph: Graph, queries: Buffer) -> None:

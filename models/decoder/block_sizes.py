@@ -19,6 +19,7 @@ _SPARSE_LAYERS, _SPARSE_DEVIATIONS = 10, 1.6448533535
 _MOST_DEVIATIONS = 100.0
 _MOST_SELECTED = 1 << 16
 TWO_HEAD_SIZES = ("gemma4", "gemma-embedding2", *OF_ANOTHER_CACHE)
+_TWO_ROTARY_SIZES = ("laguna",)
 _SHARED_KEYS = ("gemma3n", *TWO_HEAD_SIZES)
 _WITHOUT_LOOKUP = ("gemma-embedding2",)
 """Whose layers' own inputs follow from the embedding alone."""
@@ -54,7 +55,8 @@ def windowed_sizes(
     key, value, rotary = (reader.integer(name, size, low=0, high=MAX_WIDTH) for name, size in sizes.items())
     if (key, value, rotary) == (head_dim, value_head_dim, rotary_size):
         return None
-    if reader.prefix not in TWO_HEAD_SIZES:
+    turns_otherwise = reader.prefix in _TWO_ROTARY_SIZES and (key, value) == (head_dim, value_head_dim)
+    if reader.prefix not in TWO_HEAD_SIZES and not turns_otherwise:
         found = dict(zip(sizes, (key, value, rotary), strict=True))
         name = next(name for name, size in sizes.items() if found[name] != size)
         raise UnsupportedFormatError(

@@ -377,7 +377,7 @@ def _check_tensor_shapes(reader: MetadataReader, config: ModelConfig, tensor_sha
     check = _Check(reader, tensor_shapes)
     for layer in range(config.num_layers):
         block = f"blk.{layer}."
-        if config.recurrent is not None and config.recurrent.layers[layer]:
+        if config.recurrent is not None and (config.recurrent.layers[layer] or config.recurrent.num_shared_blocks):
             pass  # The blocks check what they read.
         elif config.latent is None:
             if config.num_kv_heads[layer] or not config.num_heads[layer]:

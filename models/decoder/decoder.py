@@ -29,6 +29,7 @@ from localinfer.models.decoder.recurrent import RECURRENT_MIXERS
 from localinfer.models.decoder.rwkv import write_rwkv_layer
 from localinfer.models.decoder.sparse_attention import index_cache_shapes
 from localinfer.models.decoder.unabsorbed_attention import write_unabsorbed_attention
+from localinfer.models.decoder.zamba_blocks import write_embedding_pair, write_zamba2_layer
 
 
 def write_decoder(
@@ -181,6 +182,8 @@ def write_embedding(graph: Graph, context_length: int) -> Buffer:
         tape.matmul(narrow, [graph.projection("token_embd_proj", hidden, width)])
     if config.per_layer_size:
         write_layer_inputs(graph, hidden)
+    if architecture.blocks is Blocks.ZAMBA2:
+        write_embedding_pair(graph, hidden)
     return write_streams(graph, hidden) if architecture.blocks is Blocks.GEMMA3N else hidden
 
 
@@ -203,6 +206,8 @@ def write_layer(
         return write_gemma4_layer(graph, layer, hidden, tables, selects_output=selects_output)
     if architecture.blocks is Blocks.GEMMA3N:
         return write_gemma3n_layer(graph, layer, hidden, tables)
+    if architecture.blocks is Blocks.ZAMBA2:
+        return write_zamba2_layer(graph, layer, hidden, tables, selects_output=selects_output)
     mixer = architecture.mixer(layer)
     if mixer is Mixer.WKV:
         return write_rwkv_layer(graph, layer, hidden, is_last=selects_output)

@@ -84,6 +84,8 @@ ARCHITECTURE_KEYS: dict[str, tuple[str, ...]] = {
     "ssm.conv_kernel": (*_DELTA_NETS, *KIMI_DELTA, *STATE_SPACE),
     "ssm.dt_b_c_epsilon": STATE_SPACE,
     "ssm.dt_b_c_rms": ("mamba",),
+    "ssm.least_time_step": ("zamba2",),
+    "shared_block_count": ("zamba2",),
     "ssm.group_count": (*_DELTA_NETS, *STATE_SPACE[2:]),
     "ssm.inner_size": (*_DELTA_NETS, *STATE_SPACE),
     "ssm.length_epsilon": (*_DELTA_NETS, *KIMI_DELTA),

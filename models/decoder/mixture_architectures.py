@@ -124,6 +124,18 @@ def _step35(config: ModelConfig) -> Architecture:
     )
 
 
+def _laguna(config: ModelConfig) -> Architecture:
+    """Poolside's Laguna: gates over heads or elements; windowed layers rotate otherwise, without the file's scaling."""
+    is_windowed = _windowed_after_first(config, period=4)
+    return replace(
+        _sigmoid_routed(config),
+        windows=tuple(config.sliding_window if windowed else 0 for windowed in is_windowed),
+        scales_windowed_rope=False,
+        divides_windowed_rope=False,
+        has_softplus_gates=True,
+    )
+
+
 def _llama4(config: ModelConfig) -> Architecture:
     """Llama 4: three layers of chunked attention with RoPE to one of full attention without, weighted expert inputs."""
     return replace(
@@ -194,6 +206,7 @@ MIXTURES: dict[str, Architecture | Callable[[ModelConfig], Architecture]] = {
     "grok": _grok,
     "hunyuan-moe": hunyuan,
     "hy_v3": _sigmoid_routed,
+    "laguna": _laguna,
     "llama4": _llama4,
     "maple": _maple,
     # JetBrains' Mellum 2: sliding windows without YaRN.

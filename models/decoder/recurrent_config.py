@@ -27,10 +27,10 @@ BY_KV_HEADS = (
 )
 """Those where layers without heads of keys and values are recurrent."""
 
-BESIDE_ATTENTION = ("falcon-h1",)
-"""Those where every layer has attention and a recurrent block."""
+BESIDE_ATTENTION = ("falcon-h1", "zamba2")
+"""Those where every layer has a recurrent block, and attention beside or before it."""
 
-STATE_SPACE = ("mamba", "jamba", "mamba2", "granitehybrid", "nemotron_h", "nemotron_h_moe", "falcon-h1")
+STATE_SPACE = ("mamba", "jamba", "mamba2", "granitehybrid", "nemotron_h", "nemotron_h_moe", "falcon-h1", "zamba2")
 """Those with Mamba's blocks; the first two with those of Mamba 1."""
 SHORT_CONVOLUTION = ("lfm2", "lfm2moe", "lfm3")
 """Those with short convolutions."""
@@ -49,7 +49,9 @@ class RecurrentConfig:
     write them alike. time_step_rank, norms_inputs: of Mamba 1, the width that step sizes are made of, and whether they
     and what goes in and out of states are normed. inputs_epsilon: of those norms, None for the model's.
     norms_before_gate: whether the norm of Mamba 2's result, if there is one, is before its gate. length_epsilon: of the
-    lengths that delta nets divide keys and queries by, None for the norms'.
+    lengths that delta nets divide keys and queries by, None for the norms'. least_step: of
+    Mamba 2, what steps are raised to. num_shared_blocks: blocks of attention that the layers with attention use in turn
+    (Zamba 2).
     """
 
     layers: tuple[bool, ...]
@@ -68,6 +70,8 @@ class RecurrentConfig:
     inputs_epsilon: float | None = None
     norms_before_gate: bool = False
     length_epsilon: float | None = None
+    least_step: float = 0.0
+    num_shared_blocks: int = 0
 
 
 def has_recurrent_layers(architecture: str) -> bool:
@@ -180,6 +184,8 @@ def _state_space(reader: MetadataReader, layers: tuple[bool, ...], *, has_heads:
         norms_inputs=reader.optional_boolean("ssm.dt_b_c_rms") is True,
         inputs_epsilon=_optional_epsilon(reader, "ssm.dt_b_c_epsilon"),
         norms_before_gate=reader.optional_boolean("ssm.norm_before_gate") is True,
+        least_step=reader.number("ssm.least_time_step", 0.0, low=0.0, high=1.0),
+        num_shared_blocks=reader.integer("shared_block_count", 0, low=0, high=MAX_SIZE),
     )
 
 

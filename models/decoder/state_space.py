@@ -82,6 +82,11 @@ def write_mamba2(graph: Graph, layer: int, x: Buffer) -> Buffer:
     # The channels, then b and c of every group.
     channels = _convolve(graph, block, mixed)
     tape.activation(dt, dt, Activation.SOFTPLUS)
+    if sizes.least_step:
+        least = np.full(heads, sizes.least_step, np.float32)
+        tape.add_vector(dt, -least)
+        tape.activation(dt, dt, Activation.RELU)
+        tape.add_vector(dt, least)
 
     rates, skip = (graph.weights.vector(f"{block}.ssm_{name}", (heads, 1), (heads,)).reshape(-1) for name in "ad")
     out = graph.buffer("scanned", inner, x.rows)

@@ -223,15 +223,21 @@ def elementwise(operation):
     return kernel
 
 
-@kernel("qqqqqqqq")
-def gate_parts(out, out_stride, x, x_stride, gate, gate_stride, num_columns, part_size):
-    """out = x * sigmoid(gate), one gate for every part_size columns, of [columns / 128, rows]."""
-    column = ptx.block_x() * THREADS + ptx.thread()
-    if column < num_columns:
-        row = ptx.block_y()
-        value = sigmoid(ptx.load_f32(gate + row * gate_stride + 4 * (column // part_size)))
-        value = value * ptx.load_f32(x + row * x_stride + 4 * column)
-        ptx.store_f32(out + row * out_stride + 4 * column, value)
+@template("qqqqqqqq")
+def gate_parts(has_sigmoid):
+    """out = x * gate, or x * sigmoid(gate), one for every part_size columns, of [columns / 128, rows]."""
+
+    def kernel(out, out_stride, x, x_stride, gate, gate_stride, num_columns, part_size):
+        column = ptx.block_x() * THREADS + ptx.thread()
+        if column < num_columns:
+            row = ptx.block_y()
+            value = ptx.load_f32(gate + row * gate_stride + 4 * (column // part_size))
+            if has_sigmoid:
+                value = sigmoid(value)
+            value = value * ptx.load_f32(x + row * x_stride + 4 * column)
+            ptx.store_f32(out + row * out_stride + 4 * column, value)
+
+    return kernel
 
 
 @kernel("qqqqqffff")

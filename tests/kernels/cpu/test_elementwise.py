@@ -204,17 +204,19 @@ def test_sums_and_products_equal_the_formula(
     assert_same_bits(run_rows(two_threads, [a, b], write, [6, 5]), found)
 
 
+@pytest.mark.parametrize("has_sigmoid", [True, False])
 @pytest.mark.parametrize(("parts", "size"), [(1, 37), (3, 20), (5, 16), (7, 3)])
-def test_multiply_sigmoid_takes_one_gate_per_part_of_a_row(
-    parts: int, size: int, pool: ThreadPool, two_threads: ThreadPool
+def test_products_take_one_gate_per_part_of_a_row(
+    parts: int, size: int, has_sigmoid: bool, pool: ThreadPool, two_threads: ThreadPool
 ) -> None:
     x, gate = random_rows(ROWS, parts * size, 10), random_rows(ROWS, parts, 11)
 
     def write(tape: GraphBuilder, inputs: list[Buffer]) -> Buffer:
-        tape.multiply_sigmoid(inputs[0], *inputs)
+        (tape.multiply_sigmoid if has_sigmoid else tape.multiply)(inputs[0], *inputs)
         return inputs[0]
 
-    wanted = x * np.repeat(sigmoid(gate.astype(np.float64)), size, axis=1)
+    gates = gate.astype(np.float64)
+    wanted = x * np.repeat(sigmoid(gates) if has_sigmoid else gates, size, axis=1)
     found = run_rows(pool, [x, gate], write)
     np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-7)
     assert_same_bits(run_rows(two_threads, [x, gate], write, [6, 5]), found)

@@ -207,6 +207,8 @@ def elementwise(tape: GraphBuilder, x: Buffer, linear: Linear) -> Buffer:
     parts = tape.buffer("parts", x.width // 20)
     tape.matmul(x, [Projection(linear(Layout.F16, (parts.width, x.width), 4), parts)])
     tape.multiply_sigmoid(y, y, parts)
+    tape.activation(parts, parts, Activation.SOFTPLUS)
+    tape.multiply(y, y, parts)
     tape.gated_activation(y, y, x, Activation.SILU, 0.5)
     tape.xielu(y, y, 1.25, 0.75, 0.5, -1e-6)
     tape.clamp(y, 1.5)

@@ -91,6 +91,14 @@ def multiply_sigmoid_by_part(p: Any, batch: int, thread: int, row: int, part: in
     scale_part(p.out + row * p.out_stride + offset, p.x + row * p.x_stride + offset, gate, p.size)
 
 
+@row_op(GATE_PARTS, lambda p: p.parts, in_runs=True)
+def multiply_by_part(p: Any, batch: int, thread: int, row: int, part: int) -> None:
+    """out = x * gate, one factor per part of a row."""
+    offset = 4 * part * p.size
+    gate = load_f32(p.gate + row * p.gate_stride + 4 * part)
+    scale_part(p.out + row * p.out_stride + offset, p.x + row * p.x_stride + offset, gate, p.size)
+
+
 @row_op(XIELU)
 def xielu(p: Any, batch: int, thread: int, row: int, part: int) -> None:
     """out = xIELU(x)."""
