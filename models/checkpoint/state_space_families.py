@@ -1,5 +1,6 @@
 """Model types with Mamba's layers: Mamba 1 and 2, Jamba, Granite 4, Bamba, Nemotron-H, Falcon-H1."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -437,10 +438,19 @@ def _zamba2_variant(settings: Settings, family: Family) -> Family:
     return replace(family, blocks=blocks)
 
 
+def _either(ones: Mapping[str, Source], others: Mapping[str, Source]) -> dict[str, Source]:
+    """What is found at one of two places."""
+
+    def places(source: Source) -> tuple[str | Part, ...]:
+        return source if isinstance(source, tuple) else (source,)
+
+    return {stem: (*places(ones[stem]), *places(others[stem])) for stem in ones}
+
+
 def _zamba2_parts() -> tuple[dict[str, Source], dict[str, Source]]:
     """Modules and parameters of Mamba 2, which is deeper in the layers that use a shared block."""
     plain, inner = _mixer_2("mamba"), _mixer_2("mamba_decoder.mamba")
-    blocks, parameters = ({stem: (plain[n][stem], inner[n][stem]) for stem in plain[n]} for n in (0, 1))
+    blocks, parameters = _either(plain[0], inner[0]), _either(plain[1], inner[1])
     blocks["attn_norm"] = ("input_layernorm", "mamba_decoder.input_layernorm")
     blocks["shared_out"] = "linear"
     shared = "shared_transformer"
