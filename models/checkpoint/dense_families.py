@@ -23,7 +23,9 @@ from localinfer.models.checkpoint.family import (
     Metadata,
     experts,
     gated,
+    named_window,
     normed_experts,
+    one_window,
     qwen_windows,
     switch_windows,
 )
@@ -94,6 +96,7 @@ def _qwen2_moe(settings: Settings) -> Metadata:
 
 
 def _qwen3_moe(settings: Settings) -> Metadata:
+    one_window(settings)
     switch_windows(settings, lambda layer: True)
     return normed_experts(settings)
 
@@ -156,6 +159,7 @@ def _mistral3(settings: Settings) -> Metadata:
     scaling = Settings(settings.rotation(), {})
     names = ("llama_4_scaling_beta", "max_position_embeddings")
     settings.mark_read(f"{record}.{name}" for record in ("rope_parameters", "rope_scaling") for name in names)
+    named_window(settings)
     return {"attention.temperature_scale": scaling.number("llama_4_scaling_beta", 0.0)}
 
 
@@ -271,13 +275,13 @@ _HUNYUAN = Family(
 
 DENSE: dict[str, Family] = {
     "llama": Family(architecture="llama", blocks=LLAMA, rows_permuted=True),
-    "mistral": Family(architecture="llama", blocks=LLAMA, rows_permuted=True, has_windows=True),
+    "mistral": Family(architecture="llama", blocks=LLAMA, rows_permuted=True, has_windows=True, metadata=one_window),
     "mixtral": Family(
         architecture="llama",
         blocks={**NORMS, **ATTENTION, **_MIXTRAL_EXPERTS},
         rows_permuted=True,
         has_windows=True,
-        metadata=experts,
+        metadata=lambda settings: {**experts(settings), **one_window(settings)},
     ),
     "qwen2": Family(architecture="qwen2", blocks=LLAMA, has_windows=True, metadata=qwen_windows),
     "qwen2_moe": Family(
@@ -317,6 +321,7 @@ DENSE: dict[str, Family] = {
         },
         has_windows=True,
         defaults={"partial_rotary_factor": 1.0},
+        metadata=one_window,
     ),
     "granite": Family(architecture="granite", blocks=LLAMA, rows_permuted=True, metadata=granite_scales),
     "granite_docling_text": Family(

@@ -140,6 +140,19 @@ def qwen_windows(settings: Settings) -> Metadata:
     return {}
 
 
+def one_window(settings: Settings) -> Metadata:
+    """The window of a class that has it in every layer, whatever `layer_types` says."""
+    settings.put("layer_types", [])
+    return {}
+
+
+def named_window(settings: Settings) -> Metadata:
+    """As `one_window`, for architectures whose GGUF files have windows only in layers that they name."""
+    num_layers = settings.integer("num_hidden_layers", low=1)
+    settings.put("layer_types", ["sliding_attention"] * num_layers if settings.get("sliding_window") else [])
+    return {}
+
+
 def switch_windows(settings: Settings, is_windowed: Callable[[int], bool]) -> None:
     """Settle the windows of a family with a switch for them. is_windowed: whether a layer has one by default.
 

@@ -14,6 +14,7 @@ from localinfer.models.checkpoint.family import (
     Family,
     Metadata,
     Source,
+    named_window,
 )
 from localinfer.models.checkpoint.settings import Settings
 
@@ -340,7 +341,9 @@ GPT: dict[str, Family] = {
         activations=GELU_TANH,
         has_layer_norms=True,
         epsilon="norm_epsilon",
+        has_windows=True,
         defaults={"norm_epsilon": 1e-5, "tie_word_embeddings": True},
+        metadata=named_window,
     ),
 }
 """By `model_type`."""

@@ -40,6 +40,7 @@ from localinfer.models.checkpoint.family import (
     experts,
     gated,
     normed_experts,
+    one_window,
 )
 from localinfer.models.checkpoint.settings import Settings
 
@@ -178,7 +179,7 @@ def _minimax_m2(settings: Settings) -> Metadata:
     settings.mark_read(("attn_type_list", "mtp_transformer_layers", "num_mtp_modules", "use_mtp", "use_qk_norm"))
     settings.mark_read(("use_routing_bias", "rotary_dim"))
     keys = {**experts(settings), "expert_gating_func": 2}
-    if "rotary_dim" in settings:
+    if "rotary_dim" in settings and "partial_rotary_factor" not in settings.rotation():
         keys["rope.dimension_count"] = settings.integer("rotary_dim", low=2)
     return keys
 
@@ -387,7 +388,11 @@ def _phimoe(settings: Settings) -> Metadata:
     settings.mark_read(("input_jitter_noise", "lm_head_bias"))
     names = ("short_mscale", "long_mscale")
     settings.mark_read(f"{kind}.{name}" for kind in ("rope_parameters", "rope_scaling") for name in names)
-    keys = {**experts(settings), "expert_gating_margin": 2.0 * settings.number("router_jitter_noise", 0.01, low=0.0)}
+    keys = {
+        **experts(settings),
+        **one_window(settings),
+        "expert_gating_margin": 2.0 * settings.number("router_jitter_noise", 0.01, low=0.0),
+    }
     if "short_mscale" in scaling:
         magnitude = scaling.number("short_mscale", low=0.0)
         scaling.must_be("long_mscale", magnitude, None)
@@ -776,7 +781,7 @@ MIXTURES: dict[str, Family] = {
     "sarvam_moe": replace(
         _BAILING2,
         aliases=_ROUTED,
-        defaults={"rope_theta": 8e6, "routed_scaling_factor": 2.5},
+        defaults={"rope_theta": 8e6, "routed_scaling_factor": 2.5, "partial_rotary_factor": 1.0},
     ),
     "qwen3_omni_moe_text": Family(
         architecture="qwen3vlmoe", blocks={**LLAMA, **HEAD_NORMS, **EXPERTS}, metadata=_qwen3_vl_moe

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from localinfer.kernels.ops import Activation
 from localinfer.models.decoder.architecture import Architecture, Norm, QueryKeyNorm
-from localinfer.models.decoder.base_architectures import COHERE, GELU_MLP, LLAMA
+from localinfer.models.decoder.base_architectures import COHERE, GELU_MLP, LLAMA, named_windows
 from localinfer.models.decoder.config import ModelConfig
 
 _NEMOTRON = Architecture(norm=Norm.LAYER, activation=Activation.RELU_SQUARED, gated=False)
@@ -83,5 +83,6 @@ GPT_KIN: dict[str, Architecture | Callable[[ModelConfig], Architecture]] = {
     # StarCoder (arXiv 2305.06161): GPT-2 with one head of keys and values.
     "starcoder": _gpt2,
     # StarCoder 2 (arXiv 2402.19173): layer norms, biases everywhere, no gate.
-    "starcoder2": GELU_MLP,
+    # Its windows are in folders only.
+    "starcoder2": lambda config: replace(GELU_MLP, windows=named_windows(config)),
 }

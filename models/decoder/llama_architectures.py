@@ -109,7 +109,10 @@ LLAMA_KIN: dict[str, Architecture | Callable[[ModelConfig], Architecture]] = {
     "minicpm": _minicpm,
     # Ministral 3: queries sharpen with the logarithm of the position.
     "mistral3": lambda config: replace(
-        LLAMA, temperature_scale=config.temperature_scale, temperature_length=config.rope.original_context_length
+        LLAMA,
+        temperature_scale=config.temperature_scale,
+        temperature_length=config.rope.original_context_length,
+        windows=named_windows(config),
     ),
     "nanbeige": _nanbeige,
     # Karpathy's NanoChat: norms without weights, of the embedding and of rotated queries and keys too; no gate.
