@@ -383,16 +383,12 @@ def _qwen3_vl_moe(settings: Settings) -> Metadata:
 
 def _phimoe(settings: Settings) -> Metadata:
     """Routing by SparseMixer, and LongRoPE with one magnitude for all lengths."""
-    record = settings.rotation()
-    scaling = Settings(record, {})
+    scaling = Settings(settings.rotation(), {})
     settings.mark_read(("input_jitter_noise", "lm_head_bias"))
     names = ("short_mscale", "long_mscale")
     settings.mark_read(f"{kind}.{name}" for kind in ("rope_parameters", "rope_scaling") for name in names)
-    keys = {
-        **experts(settings),
-        **one_window(settings),
-        "expert_gating_margin": 2.0 * settings.number("router_jitter_noise", 0.01, low=0.0),
-    }
+    margin = 2.0 * settings.number("router_jitter_noise", 0.01, low=0.0)
+    keys = {**experts(settings), **one_window(settings), "expert_gating_margin": margin}
     if "short_mscale" in scaling:
         magnitude = scaling.number("short_mscale", low=0.0)
         scaling.must_be("long_mscale", magnitude, None)
