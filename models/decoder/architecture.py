@@ -38,6 +38,7 @@ class Mixer(Enum):
     MAMBA = "mamba"
     MAMBA2 = "mamba2"
     LIGHTNING = "lightning"
+    PLAMO_MAMBA = "plamo_mamba"
     NONE = "none"
     """A layer of a feed-forward block alone."""
 
@@ -60,6 +61,7 @@ OUTPUT_NAMES = {
     Mixer.MAMBA: "ssm_out",
     Mixer.MAMBA2: "ssm_out",
     Mixer.LIGHTNING: "attn_output",
+    Mixer.PLAMO_MAMBA: "ssm_out",
 }
 """The matrix that a mixer's result is multiplied by."""
 

@@ -15,9 +15,11 @@ from localinfer.models.decoder.state_space import (
     lightning_states,
     mamba2_states,
     mamba_states,
+    plamo_mamba_states,
     write_lightning,
     write_mamba,
     write_mamba2,
+    write_plamo_mamba,
 )
 
 
@@ -39,6 +41,7 @@ RECURRENT_MIXERS = {
     Mixer.DELTA_NET: RecurrentMixer(write_delta_net, delta_net_states),
     Mixer.MAMBA: RecurrentMixer(write_mamba, mamba_states),
     Mixer.MAMBA2: RecurrentMixer(write_mamba2, mamba2_states),
+    Mixer.PLAMO_MAMBA: RecurrentMixer(write_plamo_mamba, plamo_mamba_states),
     Mixer.LIGHTNING: RecurrentMixer(write_lightning, lightning_states),
     Mixer.SHORT_CONVOLUTION: RecurrentMixer(write_short_convolution, short_convolution_states),
 }

@@ -24,13 +24,24 @@ BY_KV_HEADS = (
     "lfm3",
     "nemotron_h",
     "nemotron_h_moe",
+    "plamo2",
 )
 """Those where layers without heads of keys and values are recurrent."""
 
 BESIDE_ATTENTION = ("falcon-h1", "zamba2")
 """Those where every layer has a recurrent block, and attention beside or before it."""
 
-STATE_SPACE = ("mamba", "jamba", "mamba2", "granitehybrid", "nemotron_h", "nemotron_h_moe", "falcon-h1", "zamba2")
+STATE_SPACE = (
+    "mamba",
+    "jamba",
+    "mamba2",
+    "granitehybrid",
+    "nemotron_h",
+    "nemotron_h_moe",
+    "falcon-h1",
+    "plamo2",
+    "zamba2",
+)
 """Those with Mamba's blocks; the first two with those of Mamba 1."""
 SHORT_CONVOLUTION = ("lfm2", "lfm2moe", "lfm3")
 """Those with short convolutions."""

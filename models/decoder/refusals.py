@@ -49,7 +49,7 @@ NOT_RUN = named(
         BLOCK_RESIDUALS: ("kimi-k3",),
         SPARSE_DELTA: ("qwen4exp",),
         "with recurrent layers in the place of another model's attention": ("arwkv7", "rwkv6qwen2"),
-        "with recurrent layers of a kind of its own": ("plamo2", "rwkv6"),
+        "with recurrent layers of a kind of its own": ("rwkv6",),
     }
 )
 """Architectures of GGUF files that do not run, and why: what follows their names in a sentence."""

@@ -104,6 +104,46 @@ def write_mamba2(graph: Graph, layer: int, x: Buffer) -> Buffer:
     return out
 
 
+def plamo_mamba_states(config: ModelConfig) -> list[StateShape]:
+    """The states of one layer of PLaMo 2: the convolution's, of channels alone, and the scan's."""
+    sizes = _sizes(config)
+    scan = selective_scan_state(
+        sizes.num_heads, sizes.inner_size // sizes.num_heads, sizes.num_states, 1, is_by_channel=False
+    )
+    return [short_convolution_state(sizes.inner_size, sizes.kernel_size), scan]
+
+
+def write_plamo_mamba(graph: Graph, layer: int, x: Buffer) -> Buffer:
+    """Write one layer of PLaMo 2 over x: Mamba 2's heads, whose steps, b and c are made of what was convolved, as in
+    Mamba 1, and normed. The result still needs its output projection."""
+    tape, sizes, block = graph.tape, _sizes(graph.config), f"blk.{layer}"
+    inner, heads, states = sizes.inner_size, sizes.num_heads, sizes.num_states
+    size = inner // heads
+    together = graph.buffer("gates_and_channels", 2 * inner, x.rows)
+    gate, mixed = (graph.buffer(name, inner, x.rows) for name in ("output_gate", "channels_in"))
+    tape.matmul(x, [graph.projection(f"{block}.ssm_in", together, x.width)])
+    # A head's gates lie before its channels.
+    for index, part in enumerate((gate, mixed)):
+        tape.copy_heads(part, together, heads, size, size, 2 * size, x_offset=index * size)
+    channels = _convolve(graph, block, mixed)
+
+    rank = graph.weights.shape(f"{block}.ssm_dt.weight")[-1]
+    b, c, dt_in = (graph.buffer(name, width, x.rows) for name, width in (("b", states), ("c", states), ("dt_in", rank)))
+    tape.matmul(channels, _split(graph, f"{block}.ssm_x", channels, b, c, dt_in))
+    for name, buffer in (("b", b), ("c", c), ("dt", dt_in)):
+        graph.norm(buffer, buffer, f"{block}.ssm_{name}_norm")
+    dt = graph.buffer("dt", heads, x.rows)
+    tape.matmul(dt_in, [graph.projection(f"{block}.ssm_dt", dt, rank)])
+    tape.activation(dt, dt, Activation.SOFTPLUS)
+
+    rates, skip = (graph.weights.vector(f"{block}.ssm_{name}", (heads, 1), (heads,)).reshape(-1) for name in "ad")
+    out = graph.buffer("scanned", inner, x.rows)
+    state = tape.add_state(plamo_mamba_states(graph.config)[-1])
+    tape.selective_scan(state, out, channels, dt, b, c, rates, skip, heads, size, states)
+    tape.gated_activation(out, gate, out, Activation.SILU)
+    return out
+
+
 def lightning_states(config: ModelConfig) -> list[StateShape]:
     """The state of one layer of lightning attention: keys times values of every head."""
     heads, size = _sizes(config).num_heads, _sizes(config).head_dim

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from localinfer.kernels.ops import Activation, Gating
-from localinfer.models.decoder.architecture import Architecture, Blocks, DraftLayers, Mixer
+from localinfer.models.decoder.architecture import Architecture, Blocks, DraftLayers, Mixer, QueryKeyNorm
 from localinfer.models.decoder.base_architectures import granite, normalises_experts
 from localinfer.models.decoder.config import ModelConfig
 
@@ -55,6 +55,13 @@ STATE_SPACE_ARCHITECTURES: dict[str, Architecture | Callable[[ModelConfig], Arch
     "mamba2": lambda config: replace(_MIXER_ONLY, mixers=_mixers(config, Mixer.MAMBA2)),
     "nemotron_h": _nemotron_h,
     "nemotron_h_moe": _nemotron_h,
+    # PLaMo 2 (arXiv 2509.04897): Mamba 2 with normed inputs, every other layer attention; norms before and behind.
+    "plamo2": lambda config: Architecture(
+        attention_post_norm="post_attention_norm",
+        feed_forward_post_norm="post_ffw_norm",
+        query_key_norm=QueryKeyNorm.BEFORE_ROPE,
+        mixers=_mixers(config, Mixer.PLAMO_MAMBA),
+    ),
     # Zamba 2 (arXiv 2411.15242): Mamba 2, and blocks of attention over twice the width that layers share.
     "zamba2": lambda config: Architecture(
         blocks=Blocks.ZAMBA2, mixer_beside=Mixer.MAMBA2, attention_scale=math.sqrt(2.0 / max(config.head_dim, 1))
