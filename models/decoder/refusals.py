@@ -28,6 +28,8 @@ REPEATED = "whose layers run several times"
 HYPER_CONNECTIONS = "whose layers are joined by hyper-connections of several streams"
 COMPRESSED = "whose attention reads compressed stretches of keys, in layers joined by hyper-connections"
 BLOCK_RESIDUALS = "whose layers attend to the results of former layers"
+GROUPED_EXPERTS = "whose experts share smaller experts in groups"
+EARLIER_RWKV = "with recurrent layers of an earlier kind (RWKV 6)"
 SPARSE_DELTA = "with n-gram embeddings, and an indexer beside its delta nets"
 
 
@@ -49,7 +51,8 @@ NOT_RUN = named(
         BLOCK_RESIDUALS: ("kimi-k3",),
         SPARSE_DELTA: ("qwen4exp",),
         "with recurrent layers in the place of another model's attention": ("arwkv7", "rwkv6qwen2"),
-        "with recurrent layers of a kind of its own": ("rwkv6",),
+        EARLIER_RWKV: ("rwkv6",),
+        GROUPED_EXPERTS: ("grovemoe",),
     }
 )
 """Architectures of GGUF files that do not run, and why: what follows their names in a sentence."""
