@@ -65,6 +65,11 @@ def _gemma2(settings: Settings) -> Metadata:
     }
 
 
+def _gemma3(settings: Settings) -> Metadata:
+    """Its class has no limit of scores, whatever the file says."""
+    return {**_gemma2(settings), "attn_logit_softcapping": None}
+
+
 def _gemma3_variant(settings: Settings, family: Family) -> Family:
     """EmbeddingGemma (arXiv 2509.20354) where positions see later ones; its window counts both sides."""
     if not settings.boolean("use_bidirectional_attention", False):
@@ -133,7 +138,7 @@ _GEMMA3 = Family(
     norms_plus_one=True,
     has_windows=True,
     defaults=_GEMMA3_DEFAULTS,
-    metadata=_gemma2,
+    metadata=_gemma3,
     variant=_gemma3_variant,
 )
 

@@ -183,7 +183,9 @@ def _modern_bert_decoder(settings: Settings) -> Metadata:
 
 
 def _modern_bert_decoder_variant(settings: Settings, family: Family) -> Family:
-    settings.put("sliding_window", settings.integer("local_attention", 128) // 2)
+    if "sliding_window" not in settings:
+        settings.put("sliding_window", settings.integer("local_attention", 128) // 2)
+    settings.mark_read(("local_attention",))
     return family
 
 

@@ -27,6 +27,7 @@ from localinfer.models.decoder.rope import plain_frequencies
 Tensors = dict[str, NDArray[np.float32]]
 
 _BASE = {"low": MIN_BASE, "high": MAX_BASE}
+_SHARE: dict[str, Any] = {"low": 0.0, "high": 1.0}
 _KNOWN = "default, linear, dynamic, llama3, yarn, longrope and proportional"
 _NO_TURN = 1e30
 
@@ -145,7 +146,7 @@ def _attention(settings: Settings, family: Family, num_heads: int, num_kv_heads:
         head_dim,
         context_length,
         is_whole=family.has_latent_attention,
-        reads_fraction="partial_rotary_factor" in family.defaults,
+        fraction=family.defaults.get("partial_rotary_factor"),
     )
     keys: Metadata = {"attention.head_count": num_heads, "attention.head_count_kv": num_kv_heads}
     if family.has_latent_attention:
@@ -192,7 +193,7 @@ def _layer_types(settings: Settings, num_layers: int, family: Family) -> list[st
 
 
 def _read_rope(
-    settings: Settings, head_dim: int, context_length: int, *, is_whole: bool, reads_fraction: bool
+    settings: Settings, head_dim: int, context_length: int, *, is_whole: bool, fraction: object
 ) -> tuple[Metadata, Tensors]:
     """GGUF keys (after the architecture's prefix) and tensors float32[rotary_size / 2] that describe a rotation.
 
@@ -200,7 +201,9 @@ def _read_rope(
     """
     record = settings.rotation()
     windowed = Settings({}, {})
+    partial = settings.get("partial_rotary_factor", 1.0)
     if isinstance(record.get("full_attention"), dict):
+        partial = fraction or 1.0
         windowed = Settings(Settings(record, {}).record("sliding_attention"), {})
         record = record["full_attention"]
         if windowed.get("rope_type", "default") != "default":
@@ -208,13 +211,20 @@ def _read_rope(
     scaling = Settings(record, {})
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     base = scaling.number("rope_theta", settings.number("rope_theta", 10000.0, **_BASE), **_BASE)
-    partial = 1.0
-    if reads_fraction or kind == "proportional":
-        partial = settings.number("partial_rotary_factor", partial, low=0.0, high=1.0)
-        partial = scaling.number("partial_rotary_factor", partial, low=0.0, high=1.0)
+    reads_fraction = fraction is not None or kind == "proportional"
+    if reads_fraction:
+        settings.put("partial_rotary_factor", partial)
+        partial = scaling.number("partial_rotary_factor", settings.number("partial_rotary_factor", **_SHARE), **_SHARE)
+    else:
+        partial = 1.0
     settings.mark_read(("partial_rotary_factor",))
     rotary_size = head_dim if is_whole else int(head_dim * partial)
     keys: Metadata = {"rope.freq_base": base, "rope.dimension_count": rotary_size}
+    if reads_fraction and kind != "proportional" and "rope_theta" in windowed and not is_whole:
+        default = fraction if isinstance(fraction, float) else 1.0
+        of_windows = windowed.number("partial_rotary_factor", default, **_SHARE)
+        if of_windows != partial:
+            keys["rope.dimension_count_swa"] = int(head_dim * of_windows)
     for source, key in ((windowed, "rope_theta"), (settings, "rope_local_base_freq")):
         if source.get(key) is not None:
             keys.setdefault("rope.freq_base_swa", source.number(key, **_BASE))
@@ -227,6 +237,8 @@ def _read_rope(
         turning = int(head_dim * partial / 2)
         divisors = np.where(np.arange(head_dim // 2) < turning, 1.0, _NO_TURN).astype(np.float32)
         return {**keys, "rope.dimension_count": head_dim}, {"rope_freqs.weight": divisors}
+    if "rope_theta" in windowed:
+        keys["rope.scaling.plain_windows"] = True
     # One position has no logarithm to divide by.
     lengths = {"low": 2, "high": MAX_CONTEXT}
     original = settings.integer("original_max_position_embeddings", max(context_length, 2), **lengths)

@@ -105,6 +105,9 @@ def _minicpm3(settings: Settings) -> Metadata:
     settings.must_be("dim_model_base", 256, 256)
     if not math.isclose(settings.number("scale_depth", 1.4), 1.4):
         raise settings.unsupported("scale_depth", "1.4")
+    rope = Settings(settings.rotation(), {})
+    if rope.get("mscale_all_dim"):
+        raise rope.unsupported("mscale_all_dim", "minicpm3 models without it")
     rotary_size = settings.integer("qk_rope_head_dim", low=1)
     settings.mark_read(("qk_head_dim",))
     return {

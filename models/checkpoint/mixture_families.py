@@ -1,6 +1,7 @@
 """Model types with experts and ordinary attention."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -195,6 +196,8 @@ def _minimax(settings: Settings) -> Metadata:
         settings.must_be(f"{name}_beta_factor", 1.0, 1.0)
     settings.must_be("postnorm", True, True)
     settings.must_be("shared_intermediate_size", 0, 0)
+    if settings.get("sliding_window"):
+        raise settings.unsupported("sliding_window", "minimax-01 models without windows")
     settings.mark_read(("block_size", "layernorm_attention_alpha", "layernorm_attention_beta", "shared_moe_mode"))
     kinds = settings.entries("layer_types")
     is_recurrent = [kind == "linear_attention" for kind in kinds] or [layer % 2 == 1 for layer in range(num_layers)]
@@ -385,6 +388,7 @@ def _phimoe(settings: Settings) -> Metadata:
     """Routing by SparseMixer, and LongRoPE with one magnitude for all lengths."""
     scaling = Settings(settings.rotation(), {})
     settings.mark_read(("input_jitter_noise", "lm_head_bias"))
+    settings.must_be("num_experts_per_tok", 2, 2)  # SparseMixer chooses twice
     names = ("short_mscale", "long_mscale")
     settings.mark_read(f"{kind}.{name}" for kind in ("rope_parameters", "rope_scaling") for name in names)
     margin = 2.0 * settings.number("router_jitter_noise", 0.01, low=0.0)
@@ -780,7 +784,9 @@ MIXTURES: dict[str, Family] = {
         defaults={"rope_theta": 8e6, "routed_scaling_factor": 2.5, "partial_rotary_factor": 1.0},
     ),
     "qwen3_omni_moe_text": Family(
-        architecture="qwen3vlmoe", blocks={**LLAMA, **HEAD_NORMS, **EXPERTS}, metadata=_qwen3_vl_moe
+        architecture="qwen3vlmoe",
+        blocks={**LLAMA, **HEAD_NORMS, **EXPERTS},
+        metadata=partial(normed_experts, default=True),
     ),
     "smallthinker": Family(
         architecture="smallthinker",

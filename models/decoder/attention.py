@@ -23,9 +23,10 @@ class RopeTables:
         rope = replace(graph.config.rope, base=architecture.rope_base or graph.config.rope.base)
         divisors = _divisors(graph, context_length)
         windowed = replace(rope, base=architecture.windowed_rope_base or rope.base_windowed or rope.base)
-        if not architecture.scales_windowed_rope:
+        if rope.has_plain_windows or not architecture.scales_windowed_rope:
             windowed = replace(windowed, scaling="none", attention_factor=1.0)
-        windowed_divisors = divisors if architecture.divides_windowed_rope else None
+        is_divided = architecture.divides_windowed_rope and not rope.has_plain_windows
+        windowed_divisors = divisors if is_divided else None
         if architecture.full_rotary_size is not None:
             rope = replace(rope, rotary_size=architecture.full_rotary_size)
             divisors = None if divisors is None else divisors[: rope.rotary_size // 2]

@@ -19,7 +19,8 @@ class RopeConfig:
     """Rotary position embedding of a file.
 
     rotary_size: elements of each head that rotate; rotary_size_windowed: in sliding-window layers, 0 for as many.
-    base_windowed: base of sliding-window layers, 0 if the file has none.
+    base_windowed: base of sliding-window layers, 0 if the file has none. has_plain_windows: they rotate
+    without the scaling of the others (a key that is not GGUF's).
     scaling: none, linear, yarn or longrope. sections: sizes of multimodal sections (equal positions for text).
     alpha: NTK-aware scaling of the base, in Hunyuan's models; 0 if the file has none.
     is_used: false in a few Granite models without positions.
@@ -28,6 +29,7 @@ class RopeConfig:
 
     rotary_size: int
     rotary_size_windowed: int = 0
+    has_plain_windows: bool = False
     base: float = 10000.0
     base_windowed: float = 0.0
     scaling: str = "none"
@@ -142,6 +144,7 @@ def read_rope(reader: MetadataReader, head_dim: int, context_length: int) -> Rop
         rotary_size=rotary_size,
         base=reader.number("rope.freq_base", 10000.0, low=MIN_BASE, high=MAX_BASE),
         base_windowed=base_windowed,
+        has_plain_windows=reader.optional_boolean("rope.scaling.plain_windows") is True,
         scaling=scaling or ("linear" if factor not in (0.0, 1.0) else "none"),
         factor=factor or 1.0,
         original_context_length=reader.integer(

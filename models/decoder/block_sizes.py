@@ -19,7 +19,7 @@ _SPARSE_LAYERS, _SPARSE_DEVIATIONS = 10, 1.6448533535
 _MOST_DEVIATIONS = 100.0
 _MOST_SELECTED = 1 << 16
 TWO_HEAD_SIZES = ("gemma4", "gemma-embedding2", *OF_ANOTHER_CACHE)
-_TWO_ROTARY_SIZES = ("laguna",)
+_TWO_ROTARY_SIZES = ("laguna", "mimo2")
 _SHARED_KEYS = ("gemma3n", *TWO_HEAD_SIZES)
 _WITHOUT_LOOKUP = ("gemma-embedding2",)
 """Whose layers' own inputs follow from the embedding alone."""

@@ -37,6 +37,7 @@ READ_KEYS = frozenset(
         " expert_weights_scale"
         " rope.dimension_count"
         " rope.dimension_count_swa rope.dimension_sections rope.freq_base rope.freq_base_swa rope.scale_linear"
+        " rope.scaling.plain_windows"
         " rope.scaling.type rope.scaling.factor rope.scaling.original_context_length rope.scaling.attn_factor"
         " rope.scaling.finetuned rope.scaling.yarn_ext_factor rope.scaling.yarn_beta_fast"
         " rope.scaling.yarn_beta_slow rope.scaling.yarn_log_multiplier"

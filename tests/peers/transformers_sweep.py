@@ -34,8 +34,16 @@ from tests.peers.small_configs import Settings, attempts, part_ties, small_setti
 MOST_PARAMETERS = 30_000_000
 COMPUTED = ("slope_rate", "query_decay", "key_decay", "diagonal_decay", "inv_freq", "original_inv_freq", "position_ids")
 """Last parts of names of tensors that follow from settings."""
-UNSCALED = ("aya_vision", "cohere2_vision")
-"""Wrappers whose class leaves out `logit_scale`, with which their text model was trained."""
+UNSCALED = {
+    **dict.fromkeys(("aya_vision", "cohere2_vision"), lambda text, logits: logits * text.logit_scale),
+    **dict.fromkeys(("granite_speech", "granite_speech_plus"), lambda text, logits: logits / text.logits_scaling),
+    "gemma3": lambda text, logits: _limited(logits, text.final_logit_softcapping),
+}
+"""What the classes of these wrappers leave out behind the matrix of their text model, which it has by itself."""
+
+
+def _limited(logits: NDArray[np.float32], limit: float | None) -> NDArray[np.float32]:
+    return logits if limit is None else np.tanh(logits / limit) * np.float32(limit)
 
 
 class NotMadeError(Exception):
@@ -141,8 +149,8 @@ def compare(config: Any, kind: Any) -> tuple[str, str]:
             return "CRASHES", f"{error!r:.200} at {place.filename.rpartition('/')[2]}:{place.lineno}"
     if found.shape != wanted.shape:
         return "no logits", f"{found.shape} where transformers has {wanted.shape}"
-    if config.model_type in UNSCALED:
-        wanted = wanted * config.text_config.logit_scale
+    if config.model_type in UNSCALED and hasattr(config, "text_config"):
+        wanted = UNSCALED[config.model_type](config.text_config, wanted)
     error = normalized_error(found, wanted)
     return ("agrees" if error <= 1e-6 else "DISAGREES"), f"{error:.1e}"
 

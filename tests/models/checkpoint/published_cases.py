@@ -19,6 +19,7 @@ from tests.models.checkpoint.published_hybrid_cases import HYBRID_CASES
 from tests.models.checkpoint.published_newer_cases import NEWER_CASES
 from tests.models.checkpoint.published_recurrent_cases import RECURRENT_CASES
 from tests.models.checkpoint.published_setting_cases import SETTING_CASES
+from tests.models.checkpoint.published_window_cases import WINDOW_CASES
 
 CASES: dict[str, Case] = {
     **BERT_DECODER_CASES,
@@ -26,6 +27,7 @@ CASES: dict[str, Case] = {
     **RECURRENT_CASES,
     **NEWER_CASES,
     **SETTING_CASES,
+    **WINDOW_CASES,
     **GGUF_CASES,
     "llama": Case("LlamaConfig", {}),
     "llama-biases-tied": Case("LlamaConfig", {"attention_bias": True, "tie_word_embeddings": True}),

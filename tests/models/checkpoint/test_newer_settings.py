@@ -103,6 +103,9 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         "rope_type",
     ),
     ("olmo_hybrid", {"linear_num_value_heads": 8}, "linear_num_value_heads"),
+    ("minimax", {"sliding_window": 16}, "sliding_window"),
+    ("minicpm3", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, **YARN}}, "mscale_all_dim"),
+    ("phimoe", {"num_experts_per_tok": 1}, "num_experts_per_tok"),
 ]
 
 
