@@ -14,6 +14,7 @@ from localinfer.models.checkpoint.family import Family
 from localinfer.models.checkpoint.gemma_families import GEMMA4
 from localinfer.models.checkpoint.gpt_families import GPT
 from localinfer.models.checkpoint.latent_families import LATENT
+from localinfer.models.checkpoint.minimax_families import MINIMAX
 from localinfer.models.checkpoint.mixture_families import MIXTURES
 from localinfer.models.checkpoint.state_space_families import STATE_SPACE
 from localinfer.models.checkpoint.uneven_families import UNEVEN
@@ -28,6 +29,7 @@ FAMILIES: dict[str, Family] = {
     **STATE_SPACE,
     **GPT,
     **MIXTURES,
+    **MINIMAX,
     **LATENT,
     **UNEVEN,
     **GEMMA4,
