@@ -50,6 +50,7 @@ SPARSE_NAMES = {
     "ffn_gate_inp": "block_sparse_moe.gate",
     **gated("block_sparse_moe.experts.{expert}", "_exps", W_NAMES),
 }
+"""Of a router and experts under the name that Mixtral's module has."""
 
 
 def routed(settings: Settings) -> Metadata:
