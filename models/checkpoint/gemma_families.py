@@ -75,6 +75,20 @@ def _gemma4(settings: Settings) -> Metadata:
     return keys
 
 
+_INPUTS = {
+    "token_embd": "embed_tokens",
+    "output_norm": "norm",
+    "per_layer_token_embd": "embed_tokens_per_layer",
+    "per_layer_model_proj": "per_layer_model_projection",
+    "per_layer_proj_norm": "per_layer_projection_norm",
+}
+"""Embeddings, among them the input that each layer has for itself."""
+_INPUT_GATE = {
+    "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm",
+}
+"""How a layer takes the input of its own."""
 _GEMMA4 = Family(
     architecture="gemma4",
     blocks={
@@ -82,9 +96,7 @@ _GEMMA4 = Family(
         **ATTENTION,
         **HEAD_NORMS,
         **GATED,
-        "inp_gate": "per_layer_input_gate",
-        "proj": "per_layer_projection",
-        "post_norm": "post_per_layer_input_norm",
+        **_INPUT_GATE,
         "ffn_gate_inp": "router.proj",
         "post_ffw_norm_1": "post_feedforward_layernorm_1",
         "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
@@ -97,13 +109,7 @@ _GEMMA4 = Family(
         "ffn_gate_up_exps.weight": "experts.gate_up_proj",
         "ffn_down_exps.weight": "experts.down_proj",
     },
-    outside={
-        "token_embd": "embed_tokens",
-        "output_norm": "norm",
-        "per_layer_token_embd": "embed_tokens_per_layer",
-        "per_layer_model_proj": "per_layer_model_projection",
-        "per_layer_proj_norm": "per_layer_projection_norm",
-    },
+    outside=_INPUTS,
     activations=GELU_TANH,
     has_windows=True,
     defaults={
@@ -239,9 +245,7 @@ _GEMMA3N = Family(
         **ATTENTION,
         **HEAD_NORMS,
         **GATED,
-        "inp_gate": "per_layer_input_gate",
-        "proj": "per_layer_projection",
-        "post_norm": "post_per_layer_input_norm",
+        **_INPUT_GATE,
         "laurel_l": "laurel.linear_left",
         "laurel_r": "laurel.linear_right",
         "laurel_post_norm": "laurel.post_laurel_norm",
@@ -252,11 +256,7 @@ _GEMMA3N = Family(
     },
     parameters={"altup_correct_scale.weight": "altup.correct_output_scale"},
     outside={
-        "token_embd": "embed_tokens",
-        "output_norm": "norm",
-        "per_layer_token_embd": "embed_tokens_per_layer",
-        "per_layer_model_proj": "per_layer_model_projection",
-        "per_layer_proj_norm": "per_layer_projection_norm",
+        **_INPUTS,
         "altup_proj": "altup_projections.{expert}",
         "altup_unembd_proj": "altup_unembed_projections.{expert}",
     },
