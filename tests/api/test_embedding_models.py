@@ -233,7 +233,8 @@ def write_decoder_reranker(folder: Path, template: str | None) -> Path:
 
 def test_decoders_rank_by_the_prompt_in_their_file(folder: Path) -> None:
     with localinfer.load(write_decoder_reranker(folder, TEMPLATE), threads=1, kv_type="f32") as llm:
-        ids = llm._embedder._pair("cat", "dog [SEP] re", truncate=False)
+        ids, num_first = llm._embedder._pair("cat", "dog [SEP] re", truncate=False)
+        assert num_first == len(ids), "a prompt is one text"
         found = [llm.tokenizer.token_text(i) for i in ids]
         # Only the template may spell control tokens.
         assert found[:3] == ["[CLS]", "▁the", "▁cat"]
