@@ -130,7 +130,11 @@ listening_options = options_group_of(
     flag("--no-tcp", "Listen on the Unix socket only."),
     option("--socket socket_path", "PATH", "Path of the Unix socket. Default: in your runtime folder, if it is free."),
     flag("--no-socket", "Listen on TCP only."),
-    option("--token-file", "FILE", "File with the bearer tokens accepted over TCP, one per line, or NAME: TOKEN."),
+    option(
+        "--token-file",
+        "FILE",
+        "File with the bearer tokens accepted over TCP, one per line: TOKEN, or NAME: TOKEN LIMIT=NUMBER ...",
+    ),
     option("--token-env", "NAME", "Environment variable with that token."),
     flag("--isolate-cache", "Share nothing between tokens: cached prompts, slots, sessions, kept responses."),
     option("--allow-host", "NAME", "Accept this Host header too; may be repeated.", multiple=True),

@@ -82,7 +82,7 @@ operation_options = options_group_of(
     option(
         "--min-priority",
         "N",
-        "Most urgent priority that requests may ask for; lower numbers are more urgent.",
+        "Most urgent priority that requests may ask for; lower is more urgent. Default with --token-file: 0.",
         type=click.IntRange(-MAX_PRIORITY, MAX_PRIORITY),
     ),
     option(
@@ -141,7 +141,11 @@ def read_tokens(path: "Path") -> "tuple[AccessToken, ...]":
 
     try:
         return parse_tokens(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, RequestError) as error:
+    except UnicodeDecodeError:
+        raise RequestError(
+            f"the token file {path} is not in UTF-8; save it so, or give another with --token-file"
+        ) from None
+    except (OSError, RequestError) as error:
         raise RequestError(f"the token file {path} cannot be read: {error}; give another with --token-file") from None
 
 

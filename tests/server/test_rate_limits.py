@@ -11,6 +11,7 @@ from localinfer.errors import RequestError
 from localinfer.server.operation.rate_limits import RateLimiter
 from localinfer.server.transport.access_tokens import AccessToken, matching_token, parse_tokens
 from localinfer.server.transport.http import ApiError
+from localinfer.server.transport.quotas import Quota
 from localinfer.server.transport.settings import ServerSettings
 from tests.limits import wait_until
 
@@ -40,9 +41,68 @@ def test_tokens_of_a_file_have_names_and_stand_alone_on_a_line():
     assert "sk-1" not in repr(tokens)
 
 
+@pytest.mark.parametrize("before", ["", "\ufeff"])
 @pytest.mark.parametrize(
-    ("text", "told"),
-    [("", "no token"), ("# none\n", "no token"), ("a: x\na: y", "line 2"), ("x\ny: x", "line 2"), ("grüße", "header")],
+    ("line", "name", "quota"),
+    [
+        ("alice: KEY", "alice", Quota()),
+        ("alice:KEY", "alice", Quota()),
+        ("KEY", "token-2", Quota()),
+        ("alice: KEY max_running=2", "alice", Quota(max_running=2)),
+        ("alice: KEY\tmax-running=2,  min_priority=-5", "alice", Quota(max_running=2, min_priority=-5)),
+        ("alice: KEY [max_running=2 min_priority=-5]", "alice", Quota(max_running=2, min_priority=-5)),
+        ("alice: KEY [ max_running=2 ]", "alice", Quota(max_running=2)),
+        ("KEY max_queued=0", "token-2", Quota(max_queued=0)),
+        ("KEY []", "token-2", Quota()),
+    ],
+)
+def test_limits_of_a_line_are_read_with_brackets_and_without(before, line, name, quota):
+    (token,) = parse_tokens(f"{before}# who may ask\n  {line}\r\n")
+    assert (token.name, token.value, token.quota) == (name, "KEY", quota)
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("alice: KEY [max_running=2", "a bracket .* missing"),
+        ("alice: KEY max_running=2]", "a bracket .* missing"),
+        ("alice: KEY max_running=2 [min_priority=1]", "a bracket .* missing"),
+        ("alice: KEY[max_running=2]", "a limit where the token"),
+        ("alice: KEY,max_running=2", "a limit where the token"),
+        ("alice: max_running=2", "a limit where the token"),
+        ("alice: [max_running=2]", "a limit where the token"),
+        ("max-running=2", "a limit where the token"),
+        ("alice: KEY # of the laptop", "a comment .* line of its own"),
+        ("alice: KEY max_running=2 # of the laptop", "a comment .* line of its own"),
+        ("alice: KEY [max_running=2] # of the laptop", "a comment .* line of its own"),
+        ("alice: KEY #", "a comment .* line of its own"),
+        ("alice: two words", "white space"),
+        ("two words", "white space"),
+        ("two\u00a0words", "white space"),
+        ("Jo Do: KEY", "white space"),
+        ("j\u00f6rg: KEY", "white space in the token or its name"),
+        ("alice KEY", "white space"),
+        ("alice:", "a name and no token"),
+        ("alice: KEY max_running", "white space"),
+        ("alice: KEY max_running=2 max_queued", "no limit of a token"),
+        ("alice: KEY max_running = 2", "white space"),
+        ("alice: KEY max_running=2 max_running=3", "no limit of a token"),
+        ("alice: KEY max_runing=2", "no limit of a token"),
+        ("alice: KEY max_running=two", "no limit of a token"),
+        ("alice: KEY max_running=0", "max_running is 0"),
+        ("alice: KEY max_running=1.5", "no limit of a token"),
+        ("gr\u00fc\u00dfe", "no header can hold"),
+        ("KEY\x07", "no header can hold"),
+    ],
+)
+def test_a_line_that_is_no_token_is_refused_with_its_number(line, told):
+    with pytest.raises(RequestError, match=f"line 2: .*{told}.*") as refused:
+        parse_tokens(f"# who may ask\n{line}\nbob: other\n")
+    assert "KEY" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"), [("", "no token"), ("# none\n", "no token"), ("a: x\na: y", "line 2"), ("x\ny: x", "line 2")]
 )
 def test_wrong_token_files_are_refused(text, told):
     with pytest.raises(RequestError, match=told):

@@ -73,10 +73,11 @@ def check_queue(token: str, count: int, replies: Collection[Reply], settings: Se
 
 
 def _seconds(milliseconds: str) -> float:
-    if not (milliseconds.isascii() and milliseconds.isdigit() and len(milliseconds) < 10):
+    if not (milliseconds.isascii() and milliseconds.isdigit() and len(milliseconds) < 10 and int(milliseconds)):
         raise ApiError(
             400,
-            f"the header {TTFT_HEADER} is {milliseconds!r:.80}; give whole milliseconds, such as 500, or leave it out",
+            f"the header {TTFT_HEADER} is {milliseconds!r:.80}; give whole milliseconds from 1 on, such as 500, or "
+            "leave it out",
             param=TTFT_HEADER,
         )
     return int(milliseconds) / 1e3

@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from localinfer.errors import RequestError
-from localinfer.server.transport.quotas import Quota, split_quota
+from localinfer.server.transport.quotas import Quota, looks_like_a_limit, read_quota
 
-_NAMED = re.compile(r"(?P<name>[A-Za-z0-9_.@-]{1,64}):\s*(?P<value>\S.*)")
+_NAMED = re.compile(r"(?P<name>[A-Za-z0-9_.@-]{1,64}):(?P<rest>.*)")
+_BOM = "\ufeff"
+"""What some editors write before the first line."""
 
 
 @dataclass(frozen=True)
@@ -38,26 +40,22 @@ class AccessToken:
 
 
 def parse_tokens(text: str) -> tuple[AccessToken, ...]:
-    """The tokens of a file: one per line, `NAME:` before it if it is to have one, and `[LIMIT=NUMBER ...]` after it for
-    its own limits; blank lines and `#` lines are none.
+    """The tokens of a file: one per line, `NAME:` before it if it is to have one, and behind it its own limits, as
+    `LIMIT=NUMBER`; blank lines and `#` lines are none.
 
     Those without a name are called by their line, `token-3`.
-    Raises: RequestError for a file without tokens, and for two of one name or one value.
+    Raises: RequestError for a file without tokens, for two of one name or one value, and for a line with white space
+    in a token or a name, or anything else that a token would have by mistake only.
     """
     tokens: list[AccessToken] = []
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(text.removeprefix(_BOM).splitlines(), start=1):
         line = line.strip()
         if not line or line.startswith("#"):
             continue
         try:
-            line, quota = split_quota(line)
+            token = _token_of_line(line, number)
         except RequestError as error:
             raise RequestError(f"line {number}: {error}") from None
-        found = _NAMED.fullmatch(line)
-        if found is None:
-            token = AccessToken(f"token-{number}", line, is_named=False, quota=quota)
-        else:
-            token = AccessToken(found["name"], found["value"], quota=quota)
         for other in tokens:
             if other.name == token.name or other.value == token.value:
                 what = f"the name {token.name}" if other.name == token.name else f"the token of {other.name}"
@@ -66,6 +64,21 @@ def parse_tokens(text: str) -> tuple[AccessToken, ...]:
     if not tokens:
         raise RequestError("there is no token in it; write one per line")
     return tuple(tokens)
+
+
+def _token_of_line(line: str, number: int) -> AccessToken:
+    named = _NAMED.fullmatch(line)
+    value, *behind = (line if named is None else named["rest"]).split() or [""]
+    if not value:
+        raise RequestError("there is a name and no token; write NAME: TOKEN")
+    if looks_like_a_limit(value):
+        raise RequestError(
+            "there is a limit where the token should stand; write NAME: TOKEN LIMIT=NUMBER, with a space before each"
+        )
+    quota = read_quota(behind)
+    if named is None:
+        return AccessToken(f"token-{number}", value, is_named=False, quota=quota)
+    return AccessToken(named["name"], value, quota=quota)
 
 
 def matching_token(shown: str, tokens: Sequence[AccessToken]) -> AccessToken | None:

@@ -1,7 +1,7 @@
 """What one token may ask for: by the minute, at one time, and how urgently."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from types import MappingProxyType
 
@@ -10,7 +10,8 @@ from localinfer.errors import RequestError
 
 _MOST = 10**12
 _LEAST: Mapping[str, int] = MappingProxyType({"max_queued": 0, "min_priority": -MAX_PRIORITY})
-_WRITTEN = re.compile(r"(?P<before>.*\S)\s+\[(?P<quota>[^\[\]]*)\]")
+_LIMIT = re.compile(r"(?P<name>[A-Za-z_-]+)=(?P<value>.*)")
+_HOW = "write NAME: TOKEN LIMIT=NUMBER LIMIT=NUMBER"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,22 +42,41 @@ class Quota:
         return Quota(**{name: getattr(other, name) if value is None else value for name, value in given.items()})
 
 
-def split_quota(line: str) -> tuple[str, Quota]:
-    """A line of a token file without its quota, and that: `NAME: TOKEN [max_running=2 tokens_per_minute=5000]`.
+def read_quota(words: Sequence[str]) -> Quota:
+    """The limits behind a token on its line: `max_running=2 tokens_per_minute=5000`, in square brackets or without.
 
     Raises: RequestError for what is no limit.
     """
-    found = _WRITTEN.fullmatch(line)
-    if found is None:
-        return line, Quota()
+    written = " ".join(words)
+    if written.startswith("[") and written.endswith("]"):
+        written = written[1:-1]
+    if "#" in written:
+        raise RequestError("a comment stands behind the token; give it a line of its own, which begins with #")
+    if "[" in written or "]" in written:
+        raise RequestError(
+            f"a bracket of the limits is missing, or one too many; {_HOW}, with [...] around all or none"
+        )
     names = [field.name for field in fields(Quota)]
     limits: dict[str, int] = {}
-    for item in found["quota"].replace(",", " ").split():
-        name, _, value = item.partition("=")
-        name = name.replace("-", "_")
-        if name not in names or name in limits or not re.fullmatch(r"-?\d{1,12}", value):
+    for item in written.replace(",", " ").split():
+        found = _LIMIT.fullmatch(item)
+        if found is None and not limits:
             raise RequestError(
-                f"{item!r:.80} is no limit of a token; write NAME=NUMBER, each once, of: {', '.join(names)}"
+                "there is white space in the token or its name, which neither may hold; "
+                f"{_HOW}, and names of letters, digits and _ . @ -"
             )
-        limits[name] = int(value)
-    return found["before"], Quota(**limits)
+        name = "" if found is None else found["name"].replace("-", "_")
+        if found is None or name not in names or name in limits or not re.fullmatch(r"-?\d{1,12}", found["value"]):
+            # What is no name of a limit may be a part of a token.
+            shown = item if name in names else f"{name:.32}=..."
+            raise RequestError(
+                f"{shown!r:.80} is no limit of a token; write NAME=NUMBER, each once, of: {', '.join(names)}"
+            )
+        limits[name] = int(found["value"])
+    return Quota(**limits)
+
+
+def looks_like_a_limit(word: str) -> bool:
+    """Whether a word where the token should stand holds a limit, or the brackets of one."""
+    names = "|".join(field.name for field in fields(Quota))
+    return re.search(rf"^\[|\[[A-Za-z_]*=|(?:^|[,;(])(?:{names})=", word.replace("-", "_")) is not None

@@ -39,7 +39,8 @@ class ServerSettings:
     isolates_cache: what one token's texts left behind is of use to that token alone, and shown to no other.
     handover: the server's role, and who computes prompts for it.
     tokens: those that have names, beside `token`. requests_per_minute, tokens_per_minute, running_per_token,
-    queued_per_token, min_priority: what one token may ask for that has no limits of its own, see `Quota`.
+    queued_per_token, min_priority: what one token may ask for that has no limits of its own, see `Quota`; with
+    `tokens` and without a min_priority they may ask for priorities from 0 on.
     ttft_objective: seconds in which a first token is wanted; requests for which a later one is predicted are refused.
     Raises: RequestError.
     """
@@ -117,13 +118,19 @@ class ServerSettings:
         return (*((AccessToken("token", self.token, is_named=False),) if self.token is not None else ()), *self.tokens)
 
     def quota_of(self, token: str) -> Quota:
-        """The limits of a token, by its name; "" for requests without one, which have those by the minute together."""
+        """The limits of a token, by its name; "" for requests without one, which have those by the minute together.
+
+        Of several clients none holds the others back, unless somebody who serves them says so.
+        """
+        least = self.min_priority
+        if least is None and token and self.tokens:
+            least = 0
         default = Quota(
             requests_per_minute=self.requests_per_minute,
             tokens_per_minute=self.tokens_per_minute,
             max_running=self.running_per_token,
             max_queued=self.queued_per_token,
-            min_priority=self.min_priority,
+            min_priority=least,
         )
         return next((one.quota.over(default) for one in self.tokens if one.name == token), default)
 
