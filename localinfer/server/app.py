@@ -379,17 +379,19 @@ class _Server(uvicorn.Server):
         self._reloading = asyncio.create_task(reload())
 
     def _note_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Close idle connections where none can be accepted; asyncio tries again a second later by itself."""
+        """Close connections without a whole request where none can be accepted; asyncio tries again a second later."""
         error = context.get("exception")
         if not isinstance(error, OSError) or error.errno not in _NO_DESCRIPTORS:
             loop.default_exception_handler(context)
             return
         for connection in self.server_state.connections.copy():
-            if isinstance(connection, Connection) and connection.is_idle:
+            if isinstance(connection, Connection) and (connection.is_idle or connection.is_receiving):
                 connection.drop()
         if not self._is_short_of_descriptors:
             self._is_short_of_descriptors = True
-            logger.error("no more connections can be taken now: %s; idle ones were closed", error.strerror)
+            logger.error(
+                "no more connections can be taken now: %s; those without a whole request were closed", error.strerror
+            )
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         tell_manager("STOPPING=1")

@@ -1,8 +1,8 @@
 """One HTTP connection: its bytes framed strictly, its deadlines, and its place among the connections of a server.
 
 uvicorn's protocol waits for ever for a request that never ends; here it gets deadlines, one error shape for bytes that
-are not HTTP, a limit of connections under which the oldest idle one is closed, an end for clients that do not read
-their replies, and an answer for those that send no more.
+are not HTTP, a limit of connections under which those give way that ask nothing or are slow to (`places`), an end for
+clients that do not read their replies, and an answer for those that send no more.
 
 HTTP libraries forgive line ends and folded lines in different ways. Where this server and a program before it would see
 the end of a request at different places, one could hide a request in another (RFC 9112, sections 2.2, 5.2 and 11.2). So
@@ -18,9 +18,11 @@ from typing import Any, ClassVar
 
 import h11
 import msgspec
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from localinfer.server.transport.http import STREAMS_EVENTS, ApiError
+from localinfer.server.transport.places import bound_guests, make_room, seconds_behind
 from localinfer.server.transport.security import IS_UNIX_SOCKET
 from localinfer.server.transport.settings import ServerSettings
 
@@ -163,10 +165,13 @@ class Connection(H11Protocol):
         self._reader_timer: asyncio.TimerHandle | None = None
         self._probe_timer: asyncio.TimerHandle | None = None
         self._is_in_body = False
-        self._idle_since = self.loop.time()
+        self._body_bytes = 0
+        self._since = self.loop.time()
         self._framing = FramingCheck()
         self._is_half_closed = False
-        self._is_dropped = False
+        self._is_owners = False
+        self.is_dropped = False
+        self.is_guest = False
         self._num_drained: int | None = None
         self._drain_timer: asyncio.TimerHandle | None = None
 
@@ -185,12 +190,35 @@ class Connection(H11Protocol):
         """Whether all was said, and the rest of a request is read only to be thrown away."""
         return self._num_drained is not None
 
+    @property
+    def is_owners(self) -> bool:
+        """Whether it came through the Unix socket, whose folder only the owner can enter."""
+        return self._is_owners
+
+    @property
+    def is_receiving(self) -> bool:
+        """Whether a request is being answered whose body is not whole."""
+        return not self.is_idle and self.cycle.more_body
+
+    @property
+    def since(self) -> float:
+        """When it was made, its last answer was out, or the body began that is being read; seconds of the loop."""
+        return self._since
+
+    def seconds_behind(self) -> float:
+        """How late the body is that is being read, or how long no request came."""
+        return seconds_behind(self.loop.time() - self._since, 0 if self.is_idle else self._body_bytes)
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.transport = _DrainingTransport(transport, self)  # type: ignore[assignment]
         if transport.get_extra_info("socket").family == getattr(socket, "AF_UNIX", None):
+            self._is_owners = True
             self.app_state = {**self.app_state, IS_UNIX_SOCKET: True}
-        self._keep_to_limit()
+        if not self._has_place():
+            self.is_guest = True
+            self.app = self._for_guests(self.app)
+            bound_guests(self._all())
         if not transport.is_closing():
             self._watch_request()
 
@@ -232,6 +260,7 @@ class Connection(H11Protocol):
             return
         num_sound = self._framing.feed(data)
         if num_sound:
+            self._body_bytes += num_sound
             super().data_received(data[:num_sound])
         self._refuse_fault()
         self._watch_request()
@@ -246,7 +275,7 @@ class Connection(H11Protocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        self._idle_since = self.loop.time()
+        self._since = self.loop.time()
         self._refuse_fault()
         if self._is_half_closed and (self.is_idle or self.cycle.more_body):
             self.transport.close()
@@ -308,22 +337,44 @@ class Connection(H11Protocol):
             self._stop(self._reader_timer)
             self._reader_timer = self.loop.call_later(self.settings.slow_reader_seconds, self.transport.abort)
 
-    def _keep_to_limit(self) -> None:
-        """Keep to the limit: close the connection that was idle longest, or if none is, refuse this one."""
-        # Those that were closed here leave the server's set only in the next round of the loop.
-        kept = [other for other in self.connections if isinstance(other, Connection) and not other._is_dropped]
-        if len(kept) <= self.settings.max_connections:
-            return
-        idle = [other for other in kept if other is not self and other.is_idle]
-        if idle:
-            min(idle, key=lambda other: other._idle_since).drop()
-        else:
-            self._is_dropped = True
-            self._refuse(ApiError(503, "too many connections are open; close some", code="too_many_connections"))
+    def _all(self) -> list["Connection"]:
+        return [one for one in self.connections if isinstance(one, Connection)]
+
+    def _has_place(self) -> bool:
+        return make_room(self, self._all(), self.settings.max_connections)
+
+    def _for_guests(self, app: ASGIApp) -> ASGIApp:
+        """The application for a connection that got no place: it tells how the server is, or that there is no room."""
+
+        async def guests_app(scope: Scope, receive: Receive, send: Send) -> None:
+            if self._has_place():
+                self.is_guest, self.app = False, app
+                await app(scope, receive, send)
+                return
+
+            async def send_last(message: Message) -> None:
+                if message["type"] == "http.response.start":
+                    message = {**message, "headers": [*message["headers"], (b"connection", b"close")]}
+                await send(message)
+
+            path = scope["path"].rstrip("/").removeprefix("/v1")
+            await (app if path == "/health" else _no_place().response(path))(scope, receive, send_last)
+
+        return guests_app
+
+    def give_way(self) -> None:
+        """Refuse a request whose body is not whole, to have its place for another."""
+        self._refuse(
+            ApiError(
+                503,
+                "the body had not arrived when its place was needed for another request; send it again, at once",
+                code="too_many_connections",
+            )
+        )
 
     def drop(self) -> None:
         """Close the connection at once."""
-        self._is_dropped = True
+        self.is_dropped = True
         self.transport.abort()
 
     def _watch_request(self) -> None:
@@ -338,6 +389,8 @@ class Connection(H11Protocol):
             self._stop(self._request_timer)
             seconds = self.settings.body_seconds + 1 if is_in_body else self.settings.header_seconds
             self._request_timer = self.loop.call_later(seconds, self._time_out)
+        if is_in_body and not self._is_in_body:
+            self._since, self._body_bytes = self.loop.time(), 0
         self._is_in_body = is_in_body
 
     def _time_out(self) -> None:
@@ -351,3 +404,9 @@ class Connection(H11Protocol):
     def _stop(timer: asyncio.TimerHandle | None) -> None:
         if timer is not None:
             timer.cancel()
+
+
+def _no_place() -> ApiError:
+    return ApiError(
+        503, "every place is taken by a request that is being answered; try again later", code="too_many_connections"
+    )

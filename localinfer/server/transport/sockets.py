@@ -17,7 +17,8 @@ MAX_SOCKET_PATH_BYTES = 100
 BACKLOG = 512
 _PROBE_SECONDS = 1.0
 _OTHER_DESCRIPTORS = 160
-"""Files that a server holds open beside its connections, those that it is just closing among them."""
+"""Files that a server holds open beside its places for connections, those that it is just closing among them, and those
+that have no place of these (`places`)."""
 _LEAST_CONNECTIONS = 8
 
 
