@@ -55,7 +55,7 @@ class Node {
 }
 
 const context = vm.createContext({
-  document: { createElement: (tag) => new Node(tag) }, URL, Node, structuredClone, localStorage: { getItem: () => null },
+  document: { createElement: (tag) => new Node(tag) }, URL, Node, structuredClone,
 });
 for (const path of process.argv.slice(2)) vm.runInContext(fs.readFileSync(path, 'utf8'), context, { filename: path });
 vm.runInContext(`
@@ -70,6 +70,27 @@ vm.runInContext(`
   function events(pieces) {
     const reader = new EventReader();
     return pieces.flatMap((piece) => reader.feed(piece));
+  }
+  function failure(error, status) {
+    const { message, mayTryAgain } = failureOf(error, status);
+    return [message, mayTryAgain];
+  }
+  function chord({ graph = false, apple = false, ...event }, tag) {
+    const target = { tagName: tag, type: 'text' };
+    return chordOf({ ...event, target, getModifierState: () => graph }, apple);
+  }
+  /** What is read of kept texts, and what is left of them. */
+  function settings(kept) {
+    const texts = new Map(Object.entries(kept));
+    globalThis.localStorage = { getItem: (key) => texts.get(key) ?? null, removeItem: (key) => texts.delete(key) };
+    return [ofBrowser.read('localinfer.options', checkedOptions), texts.get('localinfer.options') ?? null];
+  }
+  function refusing(text) {
+    Object.defineProperty(globalThis, 'sessionStorage', { get() { throw new Error('SecurityError'); } });
+    const isKept = ofTab.set('a', text);
+    const found = ofTab.get('a');
+    ofTab.remove('a');
+    return [found, isKept, ofTab.get('a')];
   }
 `, context);
 const calls = JSON.parse(fs.readFileSync(0, 'utf8'));

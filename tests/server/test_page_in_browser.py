@@ -310,6 +310,7 @@ def test_failures_are_told_in_words(open_chat: Callable[..., Chat], chats: Serve
     assert chat.texts(".assistant .body") == ["abc"]
     (words,) = chat.texts(".assistant .note[role=alert]")
     assert words.startswith("The server says: the server failed") and "secret" not in words
+    assert chat.page.get_by_role("button", name="Continue").count() == 1
     chat.page.route("**/chat/completions", lambda route: route.abort())
     chat.send("And now?")
     chat.page.locator(".note", has_text='See whether "localinfer serve" still runs').wait_for()
@@ -343,6 +344,41 @@ def test_keyboard_reaches_everything(open_chat: Callable[..., Chat]) -> None:
     assert page.evaluate(focused) == "message"
     page.keyboard.press("Alt+L")
     assert page.evaluate(focused) == "One"
+    chat.check()
+
+
+def test_keys_that_type_go_into_the_text(open_chat: Callable[..., Chat]) -> None:
+    chat = open_chat(locale="de-DE")
+    page = chat.page
+    chat.choose("answer")
+    chat.send("One")
+    chat.wait_end()
+    page.locator("#message").focus()
+    # As Option-L of a German Mac arrives.
+    page.evaluate("""document.activeElement.dispatchEvent(
+      new KeyboardEvent('keydown', { key: '@', code: 'KeyL', altKey: true, bubbles: true, cancelable: true }))""")
+    assert page.evaluate("document.activeElement.id") == "message"
+    for first in ("Control+/", "Control+/"):
+        page.keyboard.press(first)
+        assert page.locator("#keys").get_attribute("open") is not None
+        page.keyboard.press("l")
+        assert page.evaluate("document.activeElement.textContent") == "One"
+    assert page.locator("#keys").get_attribute("open") is None
+    chat.check()
+
+
+@pytest.mark.parametrize("kept", ["{", "null"])
+def test_broken_settings_leave_a_page_that_works(open_chat: Callable[..., Chat], kept: str) -> None:
+    chat = open_chat()
+    chat.page.evaluate("(kept) => localStorage.setItem('localinfer.options', kept)", kept)
+    chat.page.reload()
+    chat.wait("could not be read", "#notice")
+    chat.choose("answer")
+    chat.send("Hello")
+    chat.wait_end()
+    chat.page.reload()
+    chat.page.locator("#title", has_text="Hello").wait_for()
+    assert not chat.page.locator("#notice").is_visible()
     chat.check()
 
 

@@ -14,7 +14,7 @@ import localinfer.server
 from tests.limits import seconds
 
 FOLDER = Path(localinfer.server.__file__).parent / "page"
-SCRIPTS = [str(FOLDER / f"{name}.js") for name in ("elements", "highlight", "markdown", "server", "conversations")]
+SCRIPTS = [str(FOLDER / f"{name}.js") for name in ("elements", "keys", "settings", "highlight", "markdown", "server", "conversations")]
 NODE = shutil.which("node")
 pytestmark = pytest.mark.skipif(NODE is None, reason="there is no node in PATH, which would run the page's scripts")
 
@@ -188,6 +188,73 @@ def test_exports_hold_the_conversation() -> None:
 
 def test_errors_say_what_to_do() -> None:
     too_long = {"code": "context_length_exceeded", "n_prompt_tokens": 5000, "n_ctx": 4096, "message": "x"}
-    words, unknown = call(["inWords", too_long, 400], ["inWords", None, 502])
-    assert "5,000 tokens" in words and "4,096" in words and "Start a new conversation" in words
-    assert "502" in unknown
+    refused = {"type": "invalid_request_error", "message": "seed is -1"}
+    full, unknown, wrong = call(["failure", too_long, 400], ["failure", None, 502], ["failure", refused, 400])
+    assert "5,000 tokens" in full[0] and "4,096" in full[0] and "Start a new conversation" in full[0]
+    assert "502" in unknown[0]
+    assert [full[1], unknown[1], wrong[1]] == [False, True, False]
+
+
+def test_replies_that_broke_off_can_be_continued() -> None:
+    broken = {"role": "assistant", "content": "abc", "finish_reason": "error", "error": "Gone.", "may_try_again": True}
+    begun, empty = call(["describeEnd", broken, 4096], ["describeEnd", {**broken, "content": ""}, 4096])
+    assert begun == "Gone. Continue goes on with the reply."
+    assert empty == "Gone. Regenerate tries again."
+    reasons = ["length", "stopped", "interrupted", "error", "stop", None]
+    can = call(*(["canContinue", {**broken, "finish_reason": reason}, 4096] for reason in reasons))
+    assert can == [True, True, True, True, False, False]
+    full = {"prompt_tokens": 4000, "completion_tokens": 96}
+    assert call(["canContinue", {**broken, "stats": full}, 4096]) == [False]
+
+
+def test_a_context_is_full_only_when_nothing_is_left() -> None:
+    found = call(*(["fullnessOf", used, most] for used, most in ((1024, 1024), (1023, 1024), (500, 1024), (9, None))))
+    assert found == ["full", "soon full", None, None]
+
+
+@pytest.mark.parametrize(
+    "kept", ["{", "null", "[]", "7", '"x"', '{"model": 3, "system": null, "options": {"seed": "x", "owned": 1}}']
+)
+def test_broken_options_of_the_browser_become_defaults(kept: str) -> None:
+    ((value, left),) = call(["settings", {"localinfer.options": kept}])
+    assert value in (None, {"model": "", "system": "", "options": {}})
+    assert (left is None) == (value is None), "what cannot be read is not read again"
+
+
+def test_stores_that_refuse_keep_texts_as_long_as_the_page() -> None:
+    assert call(["refusing", "a text"]) == [["a text", False, None]]
+
+
+KEYS: dict[str, dict[str, Any]] = {
+    "Alt-N of the US": {"key": "n", "code": "KeyN"},
+    "Alt-Shift-N": {"key": "N", "code": "KeyN"},
+    "Alt-N of Dvorak": {"key": "n", "code": "KeyL"},
+    "Alt and a Cyrillic letter": {"key": "\u0442", "code": "KeyN"},
+    "Option-L of a German Mac": {"key": "@", "code": "KeyL", "apple": True},
+    "Option-N of a US Mac": {"key": "Dead", "code": "KeyN", "apple": True},
+    "Option-N of a Polish Mac": {"key": "\u0144", "code": "KeyN", "apple": True},
+    "Option-N, hexadecimal input": {"key": "n", "code": "KeyN", "apple": True},
+    "AltGr-L of Polish Windows": {"key": "\u0142", "code": "KeyL", "ctrlKey": True},
+    "AltGr-L as Linux says it": {"key": "\u0142", "code": "KeyL", "graph": True},
+    "AltGr-N that gives its letter": {"key": "n", "code": "KeyN", "graph": True},
+    "while a word is composed": {"key": "n", "code": "KeyN", "isComposing": True},
+    "without Alt": {"key": "n", "code": "KeyN", "altKey": False},
+}
+IN_A_TEXT = {"Alt-N of the US": "N", "Alt-Shift-N": "N", "Alt-N of Dvorak": "N"}
+BESIDE_TEXTS = {
+    **IN_A_TEXT,
+    "Alt and a Cyrillic letter": "N",
+    "Option-L of a German Mac": "L",
+    "Option-N of a US Mac": "N",
+    "Option-N of a Polish Mac": "N",
+    "Option-N, hexadecimal input": "N",
+    "AltGr-L as Linux says it": "L",
+    "AltGr-N that gives its letter": "N",
+}
+
+
+@pytest.mark.parametrize("tag", ["TEXTAREA", "INPUT", "BUTTON"])
+def test_no_key_that_types_is_a_shortcut(tag: str) -> None:
+    found = dict(zip(KEYS, call(*(["chord", {"altKey": True, **key}, tag] for key in KEYS.values())), strict=True))
+    expected = BESIDE_TEXTS if tag == "BUTTON" else IN_A_TEXT
+    assert {name: letter for name, letter in found.items() if letter} == expected

@@ -3,7 +3,6 @@
 
 const WAITS = 'A reply is being written; your message waits here.';
 const NEAR_END = 48;
-const ALMOST_FULL = 0.85;
 
 class App {
   constructor(store) {
@@ -17,18 +16,20 @@ class App {
     this.views = [];
     this.frame = 0;
     this.isAtEnd = true;
+    this.firstOptions = ofBrowser.read('localinfer.options', checkedOptions) ?? { model: '', system: '', options: {} };
     this.channel = globalThis.BroadcastChannel ? new BroadcastChannel('localinfer') : null;
   }
 
   async start() {
     this.conversations = await this.store.list();
-    const id = sessionStorage.getItem('localinfer.current');
+    const id = ofTab.get('localinfer.current');
     this.connect();
     this.show(this.conversations.find((one) => one.id === id) ?? this.fresh());
-    byId('message').value = sessionStorage.getItem('localinfer.draft') ?? '';
+    byId('message').value = ofTab.get('localinfer.draft') ?? '';
     grow(byId('message'));
     byId('message').focus();
     if (!this.store.database) this.notice('This browser keeps nothing here: conversations end with the page.');
+    else if (ofBrowser.broken.size) this.notice('The options that this browser kept could not be read: defaults hold.');
     await this.findModels();
   }
 
@@ -37,7 +38,7 @@ class App {
     try {
       this.models = await this.server.models();
     } catch (error) {
-      this.notice(error.message.replace('press Regenerate', 'try again'), 'Try again', () => this.findModels());
+      this.notice(error.message, 'Try again', () => this.findModels());
       return;
     }
     const wanted = this.current.model;
@@ -54,7 +55,7 @@ class App {
 
   show(conversation) {
     this.current = conversation;
-    sessionStorage.setItem('localinfer.current', conversation.id);
+    ofTab.set('localinfer.current', conversation.id);
     this.isAtEnd = true;
     this.showTurns();
     this.showFrame();
@@ -89,10 +90,10 @@ class App {
     const stats = this.current.turns.findLast((turn) => turn.stats)?.stats;
     const used = stats ? stats.prompt_tokens + stats.completion_tokens : 0;
     const most = this.contextLength();
-    const isFull = most && used > ALMOST_FULL * most;
     const words = `${grouped(used)} ${most ? `of ${grouped(most)} ` : ''}tokens of context`;
-    byId('context-words').textContent = isFull ? `${words}: soon full, start a new conversation` : words;
-    byId('context').classList.toggle('full', Boolean(isFull));
+    const fullness = fullnessOf(used, most);
+    byId('context-words').textContent = fullness ? `${words}: ${fullness}` : words;
+    byId('context').classList.toggle('full', Boolean(fullness));
     byId('context').setAttribute('aria-valuenow', String(used));
     byId('context').setAttribute('aria-valuemax', String(most ?? used));
     byId('context').setAttribute('aria-valuetext', words);
@@ -150,7 +151,7 @@ class App {
   // What the user does with messages.
 
   fresh() {
-    const { model, ...options } = JSON.parse(localStorage.getItem('localinfer.options') ?? '{}');
+    const { model, ...options } = this.firstOptions;
     const isServed = !this.models.length || this.models.some(({ id }) => id === model);
     return newConversation((isServed ? model : this.models[0].id) ?? '', options);
   }
@@ -175,7 +176,7 @@ class App {
     const { current } = this;
     const turn = current.turns.at(-1);
     if (this.replies.has(current.id) || !turn || !canContinue(turn, this.contextLength())) return;
-    Object.assign(turn, { finish_reason: null, notices: [] });
+    Object.assign(turn, { finish_reason: null, notices: [], error: undefined, may_try_again: undefined });
     await this.fill(turn, true);
   }
 
@@ -343,7 +344,8 @@ class App {
   /** Keep the current conversation's options, with which new ones begin. */
   keepOptions() {
     const { model, system, options } = this.current;
-    localStorage.setItem('localinfer.options', JSON.stringify({ model, system, options }));
+    this.firstOptions = { model, system, options };
+    ofBrowser.set('localinfer.options', JSON.stringify(this.firstOptions));
     if (this.current.turns.length) this.save(this.current);
   }
 
@@ -374,7 +376,7 @@ class App {
     else if (field.value.trim()) {
       this.send(field.value.trim());
       field.value = '';
-      sessionStorage.removeItem('localinfer.draft');
+      ofTab.remove('localinfer.draft');
       grow(field);
     }
   }
@@ -409,7 +411,7 @@ class App {
     };
     byId('message').oninput = (event) => {
       grow(event.target);
-      sessionStorage.setItem('localinfer.draft', event.target.value);
+      ofTab.set('localinfer.draft', event.target.value);
     };
     const log = byId('log');
     log.onscroll = () => { this.isAtEnd = log.scrollHeight - log.scrollTop - log.clientHeight < NEAR_END; };
@@ -439,24 +441,39 @@ class App {
   }
 
   key(event) {
-    const chords = {
-      KeyN: () => byId('new').click(),
-      KeyL: () => this.toConversations(),
-      KeyM: () => byId('message').focus(),
-      KeyR: () => this.regenerate(),
-      KeyG: () => this.continueReply(),
-      KeyC: () => this.copyLastCode(),
-      KeyO: () => this.openOptions(),
-    };
-    if (document.querySelector('dialog[open]')) return;
-    if (event.altKey && !event.ctrlKey && !event.metaKey && chords[event.code]) {
+    const isListOpen = byId('keys').open;
+    if (document.querySelector('dialog[open]') && !isListOpen) return;
+    const letter = isListOpen ? this.listedLetter(event) : chordOf(event);
+    const action = this.chords()[letter];
+    if (action) {
       event.preventDefault();
-      chords[event.code]();
-    } else if ((event.ctrlKey || event.metaKey) && event.key === '/') {
+      byId('keys').close();
+      action();
+    } else if (isListOpen) return;
+    else if (asksForKeys(event)) {
       event.preventDefault();
       byId('keys').showModal();
     } else if (event.key === 'Escape') this.escape();
     else if (event.target.id === 'message') this.messageKey(event);
+  }
+
+  /** The letter of a key in the list of shortcuts. */
+  listedLetter(event) {
+    if (event.ctrlKey || event.metaKey) return null;
+    return /^[a-z]$/i.test(event.key) ? event.key.toUpperCase() : letterAt(event);
+  }
+
+  /** What the letters do that are shortcuts. */
+  chords() {
+    return {
+      N: () => byId('new').click(),
+      L: () => this.toConversations(),
+      M: () => byId('message').focus(),
+      R: () => this.regenerate(),
+      G: () => this.continueReply(),
+      C: () => this.copyLastCode(),
+      O: () => this.openOptions(),
+    };
   }
 
   messageKey(event) {

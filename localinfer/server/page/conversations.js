@@ -2,6 +2,8 @@
 'use strict';
 
 const OPTIONS = ['temperature', 'max_tokens', 'seed'];
+const ALMOST_FULL = 0.85;
+const UNFINISHED = ['length', 'stopped', 'interrupted', 'error'];
 
 function newConversation(model, options) {
   const now = new Date().toISOString();
@@ -24,11 +26,17 @@ function requestBody({ model, system, options, turns }, continues = false) {
   return { model, messages, ...streaming, ...continuing, ...options };
 }
 
-/** Whether a reply has an end to come: it was stopped or cut, and the context has room. */
+/** Whether a reply has an end to come: it was stopped or cut, or broke off, and the context has room. */
 function canContinue({ role, content, reasoning, finish_reason: reason, stats }, contextLength) {
   const isFull = stats && contextLength && stats.prompt_tokens + stats.completion_tokens >= contextLength;
-  return role === 'assistant' && Boolean(content || reasoning) && ['length', 'stopped', 'interrupted'].includes(reason)
-    && !isFull;
+  return role === 'assistant' && Boolean(content || reasoning)
+    && UNFINISHED.includes(reason) && !isFull;
+}
+
+/** How near a context is to its end, in words; null while there is room. */
+function fullnessOf(used, most) {
+  if (!most || used <= ALMOST_FULL * most) return null;
+  return used >= most ? 'full' : 'soon full';
 }
 
 /** What a reply cost, of the last chunk of its stream. */
@@ -58,7 +66,10 @@ function describeStats(stats) {
 /** Why a reply ended before its end, in words with what to do; null if it did not. */
 function describeEnd(turn, contextLength) {
   const { stats } = turn;
-  if (turn.error) return turn.error;
+  if (turn.error) {
+    if (!turn.may_try_again) return turn.error;
+    return `${turn.error} ${canContinue(turn, contextLength) ? 'Continue goes on with the reply.' : 'Regenerate tries again.'}`;
+  }
   if (turn.finish_reason === 'stopped') return 'Stopped.';
   if (turn.finish_reason === 'interrupted') return 'Cut off when the page was closed. Continue goes on with it.';
   if (turn.finish_reason !== 'length') return null;

@@ -94,11 +94,6 @@ class TurnView {
   }
 }
 
-/** Whether a key in a text sends it: not while a word is being composed, as in Japanese. */
-function sends(event) {
-  return event.key === 'Enter' && !event.shiftKey && !event.isComposing && event.target.tagName === 'TEXTAREA';
-}
-
 /** Make a field as high as its text. */
 function grow(field) {
   field.style.height = 'auto';

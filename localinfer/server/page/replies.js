@@ -25,7 +25,10 @@ class Reply {
       if (this.isStopped || !turn.finish_reason) turn.finish_reason = this.isStopped ? 'stopped' : 'stop';
     } catch (error) {
       turn.finish_reason = this.isStopped ? 'stopped' : 'error';
-      if (!this.isStopped) turn.error = error instanceof Failure ? error.message : `This page failed: ${error.message}`;
+      if (!this.isStopped) {
+        turn.error = error instanceof Failure ? error.message : `This page failed: ${error.message}`;
+        turn.may_try_again = error.mayTryAgain ?? true;
+      }
     }
   }
 

@@ -21,26 +21,31 @@ class EventReader {
   }
 }
 
-/** Something that failed, told in a sentence with what to do. */
-class Failure extends Error {}
+/** Something that failed, told in a sentence with what to do. mayTryAgain: the same request may have an answer later. */
+class Failure extends Error {
+  constructor(message, mayTryAgain = true) {
+    super(message);
+    this.mayTryAgain = mayTryAgain;
+  }
+}
 
-const UNREACHABLE = 'The server does not answer. See whether "localinfer serve" still runs, start it again if not, '
-  + 'and press Regenerate.';
+const UNREACHABLE = 'The server does not answer. See whether "localinfer serve" still runs, and start it again if not.';
+const CONTEXT_FULL = 'context_length_exceeded';
 const WAYS_OUT = {
-  context_length_exceeded: (error) => `This conversation has ${grouped(error.n_prompt_tokens)} tokens, and the model `
+  [CONTEXT_FULL]: (error) => `This conversation has ${grouped(error.n_prompt_tokens)} tokens, and the model `
     + `reads at most ${grouped(error.n_ctx)}. Start a new conversation, shorten an earlier message with Edit, or start `
     + 'the server with a larger --context-length.',
-  queue_full: () => 'The server is busy with other replies. Wait a moment, then press Regenerate.',
-  shutting_down: () => 'The server is being stopped. Start "localinfer serve" again, then press Regenerate.',
+  queue_full: () => 'The server is busy with other replies. Wait a moment.',
+  shutting_down: () => 'The server is being stopped. Start "localinfer serve" again.',
   insufficient_memory: (error) => `${error.message}. Close other programs, or choose a smaller model.`,
 };
 
-/** An error of the server as a sentence. */
-function inWords(error, status) {
+/** An error of the server as a failure. */
+function failureOf(error, status) {
   const wayOut = WAYS_OUT[error?.code];
-  if (wayOut) return wayOut(error);
   const message = error?.message ? `The server says: ${error.message}.` : `The server answered with status ${status}.`;
-  return error?.type === 'invalid_request_error' ? message : `${message} Regenerate tries again.`;
+  const isOurs = error?.type === 'invalid_request_error' || error?.code === CONTEXT_FULL;
+  return new Failure(wayOut ? wayOut(error) : message, !isOurs);
 }
 
 /** The requests of this page. askToken: asks the user for the token, and gives null if there is none. */
@@ -52,17 +57,19 @@ class Server {
   /** A response; asks for the token where the server wants one. */
   async request(path, options = {}) {
     for (;;) {
-      const token = sessionStorage.getItem('localinfer.token');
+      const token = ofTab.get('localinfer.token');
       const headers = { 'content-type': 'application/json', ...(token ? { authorization: `Bearer ${token}` } : {}) };
       const response = await fetch(path, { ...options, headers, cache: 'no-store' }).catch((error) => {
         throw error.name === 'AbortError' ? error : new Failure(UNREACHABLE);
       });
       if (response.ok) return response;
       const { error } = await response.json().catch(() => ({}));
-      if (response.status !== 401) throw new Failure(inWords(error, response.status));
+      if (response.status !== 401) throw failureOf(error, response.status);
+      // A token that was not accepted is not kept: the next visit asks anew, and blames nobody.
+      ofTab.remove('localinfer.token');
       const given = await this.askToken(token !== null);
       if (!given) throw new Failure('The server wants its token. Reload this page to be asked again.');
-      sessionStorage.setItem('localinfer.token', given);
+      ofTab.set('localinfer.token', given);
     }
   }
 
@@ -85,7 +92,7 @@ class Server {
       for (const data of events.feed(value)) {
         if (data === '[DONE]') return;
         const chunk = JSON.parse(data);
-        if (chunk.error) throw new Failure(inWords(chunk.error));
+        if (chunk.error) throw failureOf(chunk.error);
         yield chunk;
       }
     }

@@ -38,16 +38,13 @@ class Store {
     if (this.database) await finished(this.conversations('readwrite').delete(id));
   }
 
+  /** Keep what there is of a reply; where the browser's space is full, it is saved when it ends. */
   keepRunning(id, turn) {
-    try {
-      localStorage.setItem(`localinfer.running.${id}`, JSON.stringify(turn));
-    } catch {
-      // The browser's space is full; the reply is saved when it ends.
-    }
+    ofBrowser.set(`localinfer.running.${id}`, JSON.stringify(turn));
   }
 
   forgetRunning(id) {
-    localStorage.removeItem(`localinfer.running.${id}`);
+    ofBrowser.remove(`localinfer.running.${id}`);
   }
 }
 
@@ -60,9 +57,9 @@ function finished(request) {
 }
 
 function restoreRunning(conversation) {
-  const kept = localStorage.getItem(`localinfer.running.${conversation.id}`);
+  const kept = ofBrowser.read(`localinfer.running.${conversation.id}`, (value) => (isRecord(value) ? value : null));
   const last = conversation.turns.at(-1);
   if (last?.role === 'assistant' && !last.finish_reason) {
-    Object.assign(last, kept ? JSON.parse(kept) : {}, { error: undefined, finish_reason: 'interrupted' });
+    Object.assign(last, kept ?? {}, { error: undefined, finish_reason: 'interrupted' });
   }
 }
