@@ -14,7 +14,8 @@ import localinfer.server
 from tests.limits import seconds
 
 FOLDER = Path(localinfer.server.__file__).parent / "page"
-SCRIPTS = [str(FOLDER / f"{name}.js") for name in ("elements", "keys", "settings", "highlight", "markdown", "server", "conversations")]
+NAMES = ("elements", "keys", "settings", "highlight", "markdown", "server", "conversations")
+SCRIPTS = [str(FOLDER / f"{name}.js") for name in NAMES]
 NODE = shutil.which("node")
 pytestmark = pytest.mark.skipif(NODE is None, reason="there is no node in PATH, which would run the page's scripts")
 
