@@ -1,4 +1,4 @@
-"""A chat window of Qt (PySide6): `python qt_chat.py [MODEL]`. A thread uses the model, and signals tell the window."""
+"""A chat window of Qt (PySide6): `python qt_chat.py [MODEL]`. A thread uses the model, and a timer shows its news."""
 
 import sys
 import threading
@@ -10,57 +10,54 @@ import localinfer
 
 
 class ChatWindow(QtWidgets.QWidget):
-    progress = QtCore.Signal(str, int, int)
-    text = QtCore.Signal(str)
-
     def __init__(self, model: str | None = None) -> None:
         super().__init__()
         self.bar, self.view = QtWidgets.QProgressBar(), QtWidgets.QPlainTextEdit(readOnly=True)
-        self.line, self.stop = QtWidgets.QLineEdit(), QtWidgets.QPushButton("Stop")
+        self.line = QtWidgets.QLineEdit(returnPressed=self.ask)
+        self.stop = QtWidgets.QPushButton("Stop", clicked=lambda: self.session and self.session.cancel())
         layout = QtWidgets.QVBoxLayout(self)
         for widget in (self.bar, self.view, self.line, self.stop):
             layout.addWidget(widget)
-        self.progress.connect(self.show_progress)
-        self.text.connect(self.show_text)
-        self.line.returnPressed.connect(self.ask)
-        self.stop.clicked.connect(self.stop_reply)
         self.session: localinfer.Session | None = None
-        self.questions, self.closing = SimpleQueue[str | None](), threading.Event()
+        self.closing, self.questions = threading.Event(), SimpleQueue[str | None]()
+        self.news = SimpleQueue[str | tuple[str, int, int]]()
         self.thread_of_model = threading.Thread(target=self.use_model, args=(model,))
         self.thread_of_model.start()
+        self.startTimer(16)
 
     def use_model(self, model: str | None) -> None:
         try:
-            with localinfer.load(model, progress=self.progress.emit, cancel=self.closing) as llm:
+            with localinfer.load(model, progress=lambda *stage: self.news.put(stage), cancel=self.closing) as llm:
                 self.session = llm.session()
-                self.progress.emit("ready", 1, 1)
+                self.news.put(("ready", 1, 1))
                 while (question := self.questions.get()) is not None:
                     try:
                         for event in self.session.stream(question):
-                            self.text.emit(event.reasoning + event.text)
+                            self.news.put(event.reasoning + event.text)
                     except localinfer.errors.LocalinferError as error:
-                        self.text.emit(str(error))
+                        self.news.put(str(error))
         except localinfer.errors.LocalinferError as error:
-            self.text.emit(str(error))
+            self.news.put(str(error))
 
-    def show_progress(self, stage: str, done: int, total: int) -> None:
-        self.bar.setRange(0, total)
-        self.bar.setValue(done)
-        self.bar.setFormat(f"{stage}: %p%")
-
-    def show_text(self, text: str) -> None:
-        self.view.moveCursor(QtGui.QTextCursor.MoveOperation.End)
-        self.view.insertPlainText(text)
+    def timerEvent(self, event: QtCore.QTimerEvent) -> None:
+        texts: list[str] = []
+        while not self.news.empty():
+            match self.news.get():
+                case str(part):
+                    texts.append(part)
+                case (stage, done, total):
+                    self.bar.setMaximum(total)
+                    self.bar.setValue(done)
+                    self.bar.setFormat(f"{stage}: %p%")
+        if text := "".join(texts):
+            self.view.moveCursor(QtGui.QTextCursor.MoveOperation.End)
+            self.view.insertPlainText(text)
 
     def ask(self) -> None:
         if self.thread_of_model.is_alive():
-            self.show_text(f"\n\n{self.line.text()}\n\n")
+            self.news.put(f"\n\n{self.line.text()}\n\n")
             self.questions.put(self.line.text())
             self.line.clear()
-
-    def stop_reply(self) -> None:
-        if self.session is not None:
-            self.session.cancel()
 
     def closeEvent(self, event: QtGui.QCloseEvent) -> None:
         self.hide()

@@ -21,7 +21,10 @@ from tests.limits import seconds, wait_until
 
 
 def has_qt() -> bool:
-    """Whether there is a PySide6 that works: 6.12.0 loses references to None, which Python before 3.12 counts."""
+    """Whether there is a PySide6 that works.
+
+    A call that returns None loses a reference to it in 6.12.0. Python before 3.12 counts them: any program aborts.
+    """
     if importlib.util.find_spec("PySide6") is None:
         return False
     try:
