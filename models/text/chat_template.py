@@ -90,13 +90,15 @@ class ChatTemplate:
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
+        /,
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> str:
         """Return the prompt text for messages with "role" and "content".
 
-        `add_generation_prompt` ends it where the assistant's reply begins. `variables` reach the template as they are;
+        `add_generation_prompt` ends it where the assistant's reply begins. `variables` reach the template as they are,
+        whatever their names: the parameters before them have none, so that no variable can be taken for one;
         `template_date` among them, "today" or a day such as "2026-10-01", is the date that it writes if it writes one,
         in place of its own.
         Raises: TemplateError if the template refuses the messages, fails, or costs too much; RequestError for a
@@ -109,6 +111,7 @@ class ChatTemplate:
         self,
         messages: Sequence[Mapping[str, Any]],
         spellings: SpellingFinder,
+        /,
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
@@ -160,6 +163,7 @@ class ChatTemplate:
         self,
         tokenizer: Tokenizer,
         messages: Sequence[Mapping[str, Any]],
+        /,
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,

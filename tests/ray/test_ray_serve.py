@@ -36,9 +36,9 @@ def test_routes_answer_as_those_of_the_server(cluster):
     cluster.wait_for_replicas(2)
     with cluster.client() as client:
         assert client.get("/v1/models").json()["data"][0]["state"] == "loaded"
-        refused = client.post(CHAT, json={"messages": STORY, "bogus": 1})
+        refused = client.post(CHAT, json={"messages": STORY, "temperatur": 1})
         assert refused.status_code == 400
-        assert "bogus is no member of this route" in refused.json()["error"]["message"]
+        assert "temperatur is no member of this route" in refused.json()["error"]["message"]
         client.post(CHAT, json={"messages": STORY, "max_tokens": 2})
         metrics = client.get("/metrics").text
     assert len(set(re.findall(r'replica="(\w+)"', metrics))) == 2

@@ -134,7 +134,7 @@ def test_every_event_is_of_a_type_that_official_packages_have(replayed):
 def test_what_is_refused_has_a_message_where_programs_look_for_it(path: Path):
     with agent_server(path) as server:
         for sent in (read_session(name)[0] for name in NAMES):
-            for member, value in (("no_such_member", 1), ("model", 5)):
+            for member, value in (("tool_choise", 1), ("model", 5)):
                 body = {**sent.body, member: value}
                 answer = server.client.post(sent.path, json=body, headers=dict(sent.headers))
                 assert answer.status_code == 400 and answer.headers["content-type"].startswith("application/json")

@@ -138,7 +138,7 @@ def test_what_cannot_be_enforced_is_refused_by_its_keyword(tcp, schema, keyword)
         {"response_format": {"type": "xml"}},
         {"response_format": {"type": "regex"}},
         {"response_format": {"type": "regex", "pattern": "a", "value": "b"}},
-        {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA, "more": 1}}},
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA, "strickt": 1}}},
         {"response_format": {"type": "structural_tag"}},
         {"structural_tag": {"format": {"type": "qwen_xml_parameter", "json_schema": {}}}},
         {"structured_outputs": {"json": SCHEMA, "regex": "a"}},

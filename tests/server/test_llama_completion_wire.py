@@ -132,7 +132,7 @@ def test_probabilities_after_sampling_are_those_that_tokens_are_drawn_with(llm):
         ({"lora": [{"id": 0, "scale": 1.0}]}, "lora"),
         ({"id_slot": 99}, "id_slot"),
         ({"n_keep": 5}, "n_keep"),
-        ({"no_such_member": 1}, "no_such_member"),
+        ({"temperatur": 1}, "temperatur"),
         ({"prompt": "a " * 3000}, "prompt"),
     ],
     ids=repr,

@@ -132,7 +132,7 @@ def test_the_route_says_what_is_wrong_with_a_request(tmp_path: Path) -> None:
             ({"token_ids": [5] * 100_000}, 400, "context"),
             ({"branch_tokens": [-1]}, 400, "branch_tokens"),
             ({"fingerprint": {"weights": "other"}}, 409, "weights"),
-            ({"temperature": 1}, 400, "no member"),
+            ({"fingerprints": 1}, 400, "no member"),
         ]:
             response = client.post("/prefill", json={**body, **wrong})
             assert (response.status_code, words in response.text) == (status, True), response.text

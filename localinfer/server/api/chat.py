@@ -40,6 +40,15 @@ if TYPE_CHECKING:
     from localinfer.models.text.tokenizer import Tokenizer
 
 
+ReasoningFormat = Literal["both", "reasoning_content", "reasoning", "none", "auto", "deepseek"]
+"""Under which names reasoning is given; those from `auto` on are llama-server's."""
+_REASONING_NAMES = {
+    **dict.fromkeys(("both", "auto"), ("reasoning_content", "reasoning")),
+    "none": (),
+    "deepseek": ("reasoning_content",),
+}
+
+
 class ChatRequest(ChatFields, kw_only=True):
     """The members of a chat completion request that are read.
 
@@ -67,7 +76,7 @@ class ChatRequest(ChatFields, kw_only=True):
     modalities: list[str] | None = None
     continue_final_message: ContinueFinalMessage | None = None
     add_generation_prompt: AddGenerationPrompt | None = None
-    reasoning_format: Literal["both", "reasoning_content", "reasoning", "none"] | None = None
+    reasoning_format: ReasoningFormat | None = None
     return_progress: bool | None = None
     timings_per_token: bool | None = None
     n_probs: ProbabilityCount | None = None
@@ -114,7 +123,7 @@ class ChatRequest(ChatFields, kw_only=True):
     def reasoning_names(self) -> tuple[str, ...]:
         """The members that hold reasoning."""
         chosen = self.reasoning_format or "both"
-        return {"both": ("reasoning_content", "reasoning"), "none": ()}.get(chosen, (chosen,))
+        return _REASONING_NAMES.get(chosen, (chosen,))
 
 
 async def chat_completions(request: Request) -> Response:

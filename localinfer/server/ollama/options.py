@@ -1,10 +1,10 @@
 """Ollama's `options`: those of a reply become the engine's, those of loading are told from what cannot be had."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 from localinfer.server.replies.fields import GenerationFields
 from localinfer.server.transport.http import ApiError, refused_member
-from localinfer.server.transport.known_fields import Refusal
+from localinfer.server.transport.known_fields import KnownFields, Refusal
 
 _REFUSED = {
     "tfs_z": Refusal("send min_p or typical_p", (1, 0)),
@@ -13,6 +13,10 @@ _REFUSED = {
     "logits_all": Refusal("send logprobs beside options", (False,)),
     "vocab_only": Refusal("ask /tokenize for tokens", (False,)),
     "embedding_only": Refusal("ask /api/embed for vectors", (False,)),
+}
+_OF_LOADING = {
+    "rope_frequency_base": Refusal("start the server with --rope-base"),
+    "rope_frequency_scale": Refusal("start the server with --rope-frequency-scale"),
 }
 
 
@@ -24,6 +28,8 @@ class Options(GenerationFields, forbid_unknown_fields=True, kw_only=True):
     num_batch, num_gpu, main_gpu, num_thread, numa, low_vram, use_mmap, use_mlock, draft_num_predict, num_keep: not
     read, as they change no reply. The others are refused unless their value says what happens anyway.
     """
+
+    known_fields: ClassVar = KnownFields({}, _OF_LOADING)
 
     num_predict: int | None = None
     num_ctx: int | None = None

@@ -51,7 +51,8 @@ class RequestRecord:
     numbers: what it asked for. reply: what was generated for it, or input_tokens: what was read by a request without
     one. tenant: whom it belongs to, where clients are kept apart; cache_salt: the option of that name. priority: what
     it asked for, None if it did not say. error: the code
-    or the class of what failed. headers: of the request, of which only the parent of a trace is read.
+    or the class of what failed. headers: of the request, of which only the parent of a trace is read. notices: what its
+    answer says of members that were not read.
     """
 
     id: str = ""
@@ -70,6 +71,7 @@ class RequestRecord:
     priority: int | None = None
     error: str | None = None
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)
+    notices: list[str] = field(default_factory=list, repr=False)
 
     @property
     def uses_model(self) -> bool:

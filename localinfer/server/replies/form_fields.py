@@ -2,13 +2,14 @@
 
 import re
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
 
 from localinfer.chat.constraints import Constraint, Grammar, JsonObject, JsonSchema, Regex, StructuralTag
-from localinfer.server.transport.http import ApiError, refused_member, unsupported
+from localinfer.server.transport.http import ApiError, check_object, unsupported
+from localinfer.server.transport.known_fields import FORMS
 
 MAX_SCHEMA_BYTES = 256 << 10
 _SYNTAX = re.compile(r"[\\.+*?()|\[\]{}^$#&\-~]")
@@ -19,7 +20,7 @@ Source = Annotated[str, Meta(max_length=MAX_SCHEMA_BYTES)]
 Schema = dict[str, Any] | bool
 _Choice = Annotated[str, Meta(min_length=1, max_length=MAX_SCHEMA_BYTES)]
 Choices = Annotated[list[_Choice], Meta(min_length=1, max_length=10_000)]
-_WRAPPER = frozenset(("name", "description", "strict"))
+_WRAPPED = frozenset(("name", "description", "strict", "schema"))
 
 
 class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
@@ -63,12 +64,9 @@ class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
 
     def _schema(self, path: str) -> Schema | str | None:
         found = self.json_schema
-        if isinstance(found, dict):
-            if found.keys() <= _WRAPPER | {"schema"}:
-                found = found.get("schema")
-            elif isinstance(found.get("schema"), dict):
-                named = next(name for name in found if name not in _WRAPPER | {"schema"})
-                raise refused_member(f"{path}.json_schema.{named}")
+        if isinstance(found, dict) and (found.keys() <= _WRAPPED or isinstance(found.get("schema"), dict)):
+            check_object(found, " ".join(_WRAPPED), f"{path}.json_schema", {})
+            found = found.get("schema")
         return next((one for one in (found, self.schema, self.value) if one is not None), None)
 
     def _text(self, path: str, **members: object) -> str:
@@ -85,6 +83,8 @@ class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
     disable_any_whitespace, disable_additional_properties, disable_fallback: JSON is on one line, objects take the
     members that their schema names, and nothing but the form is tried, whatever these say.
     """
+
+    known_fields: ClassVar = FORMS
 
     json: Schema | Source | None = None
     regex: Source | None = None

@@ -1,7 +1,7 @@
 """Messages as clients write them, brought into the one shape that the engine reads, or refused."""
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
@@ -9,7 +9,7 @@ from msgspec import Meta
 from localinfer.chat.messages import joined_parts, read_messages
 from localinfer.errors import MessageError
 from localinfer.server.transport.http import ApiError, check_object, unsupported
-from localinfer.server.transport.known_fields import MESSAGE_PARTS
+from localinfer.server.transport.known_fields import MESSAGE_MEMBERS, MESSAGE_PARTS
 
 Role = Literal["developer", "system", "user", "assistant", "tool", "function"]
 _TEXT_PARTS = ("text", "input_text", "output_text", "reasoning_text", "summary_text")
@@ -38,6 +38,8 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
     refusal, annotations, audio, id: members of former replies that are ignored, because this server gives none of them,
     or nothing in them. prefix, partial: say of a last reply that it is to be continued, which it is anyway.
     """
+
+    known_fields: ClassVar = MESSAGE_MEMBERS
 
     role: Role
     content: str | list[dict[str, Any]] | None = None

@@ -165,9 +165,10 @@ class Reply:
     """The texts of one request, from admission to the last event. Made, iterated and closed on the event loop.
 
     id: names the request to clients. tenant: whom it belongs to, where clients are kept apart. slot_ids: one per text,
-    where it shows among the slots. relay: by what it is passed on, if it is. stats, finish_reasons: one per text, None
-    until its end was taken. failure: what `events` raised. prompt_tokens: one per text, known after `start`. token: its
-    client's, by name. on_ended: called once, before the last event is given to be sent, or else when it is closed.
+    where it shows among the slots. relay: by what it is passed on, if it is. notices: what was noted of the request.
+    stats, finish_reasons: one per text, None until its end was taken. failure: what `events` raised. prompt_tokens: one
+    per text, known after `start`. token: its client's, by name. on_ended: called once, before the last event is given
+    to be sent, or else when it is closed.
     """
 
     def __init__(
@@ -193,6 +194,7 @@ class Reply:
         self.is_cancelled = False
         self.slot_ids: list[int] = []
         self.tenant = self.token = ""
+        self.notices: tuple[str, ...] = ()
         self.num_tokens = 0
         self.num_reasoning_tokens = 0
         self.stats: list[Stats | None] = [None] * len(plans)
@@ -291,13 +293,20 @@ class Reply:
                     continue
                 case End(index):
                     left -= 1
-                    self.stats[index], self.finish_reasons[index] = item.stats, item.finish_reason
+                    self.finish_reasons[index] = item.finish_reason
+                    if self.notices and item.stats is not None:
+                        item = End(index, item.finish_reason, self._noted(item.stats))
+                    self.stats[index] = item.stats
                     if not left:
                         self._tell_ended()
                 case Token(_, token):
                     self.num_tokens += 1
                     self.num_reasoning_tokens += bool(token.reasoning)
             yield item
+
+    def _noted(self, stats: "Stats") -> "Stats":
+        """The figures of a text with what was noted of the request."""
+        return replace(stats, notices=(*self.notices, *stats.notices))
 
     def cancel(self) -> None:
         """Stop all texts; `events` then yields their ends."""

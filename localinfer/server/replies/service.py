@@ -43,6 +43,7 @@ from localinfer.server.transport.http import (
     shutting_down,
     to_api_error,
 )
+from localinfer.server.transport.notices import collecting, header
 from localinfer.server.transport.settings import ServerSettings
 
 if TYPE_CHECKING:
@@ -248,12 +249,8 @@ class Service:
         if former is not None:
             reason = "a newer request with the same prompt_cache_key took its place"
             former.fail(ApiError(409, reason, code="superseded"))
-        present = [reply for reply in self._replies.values() if not reply.is_cancelled]
-        running = sum(reply.num_texts for reply in present)
-        is_first = bool(record.token) and all(reply.token != record.token for reply in present)
-        # A token has a text whatever others have asked for; there are as many tokens as the file has lines.
-        is_full = running + len(plans) > self.settings.max_generations
-        if running and is_full and not (is_first and len(plans) == 1):
+        running = sum(reply.num_texts for reply in self._replies.values() if not reply.is_cancelled)
+        if running and running + len(plans) > self.settings.max_generations:
             raise ApiError(
                 429,
                 f"{running} texts are being generated, of at most {self.settings.max_generations}; try again later",
@@ -295,7 +292,7 @@ class Service:
 
         assert self._state is not None, "the service is not open"
         reply = Reply(reply_id, lease, in_slots, self._state, forget, relay, on_ended=count)
-        reply.tenant, reply.token = record.tenant, record.token
+        reply.tenant, reply.token, reply.notices = record.tenant, record.token, tuple(record.notices)
         reply.slot_ids = [NO_SLOT if slot is None else slot.slot_id for slot in slots]
         if relay is not None:
             relay.reply_begun(reply)
@@ -379,7 +376,9 @@ def route(path: str, endpoint: Endpoint, method: str = "GET", *, prompt_field: s
         try:
             if method == "POST" and not path.endswith("/cancel"):
                 headers = service.limiter.admit(record.token)
-            response = await endpoint(request)
+            with collecting() as record.notices:
+                response = await endpoint(request)
+            headers |= header(record.notices)
         except (ClientGone, ClientDisconnect):
             response = Response(status_code=_CLIENT_CLOSED)
         except Exception as error:

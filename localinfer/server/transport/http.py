@@ -4,7 +4,7 @@ import asyncio
 import logging
 import re
 import secrets
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from hashlib import blake2b
 from itertools import count
 from typing import Any, TypeVar
@@ -30,6 +30,7 @@ from localinfer.errors import (
 )
 from localinfer.server.transport.known_fields import NONE, KnownFields, Refusal
 from localinfer.server.transport.lenient_values import with_meant_values, with_whole_numbers
+from localinfer.server.transport.notices import meant_name, notice, read_value
 from localinfer.server.transport.settings import ServerSettings
 
 logger = logging.getLogger(__name__)
@@ -258,7 +259,7 @@ def _log_failure(request_id: str, error: BaseException, prefix: str = "") -> Non
 async def read_json(request: Request, record: type[Record], settings: ServerSettings) -> Record:
     """Read a request's body as a record; of two members with one name the last counts.
 
-    Members that the record has not are refused unless its `known_fields` say why they are ignored.
+    Members that the record has not are left unread, or refused: see `known_fields` and `notices`.
     Raises: ApiError, with the path of the member at fault; ClientGone.
     """
     body = await _read_body(request, settings)
@@ -309,9 +310,6 @@ def decode_json(body: bytes, record: type[Record]) -> Record:
     except msgspec.ValidationError as error:
         message, _, path = str(error).partition(" - at ")
         name = path.rpartition("`$")[2].strip("`").removeprefix(".")
-        unknown = _UNKNOWN_MEMBER.match(message)
-        if unknown is not None:
-            raise refused_member(f"{name}.{unknown[1]}".removeprefix(".")) from None
         missing = _MISSING_MEMBER.match(message)
         param = name if missing is None else f"{name}.{missing[1]}".removeprefix(".")
         if not param:
@@ -324,12 +322,39 @@ def decode_json(body: bytes, record: type[Record]) -> Record:
 
 
 def _decode(body: bytes, record: type[Record]) -> Record:
-    try:
-        return msgspec.json.decode(body, type=record)
-    except msgspec.ValidationError as error:
-        if "got `float`" not in str(error) or (whole := with_whole_numbers(body)) == body:
-            raise
-    return msgspec.json.decode(whole, type=record)
+    """A body as a record, without what the record does not read. Raises: ApiError, msgspec.ValidationError."""
+    for _ in _MENDS:
+        try:
+            return msgspec.json.decode(body, type=record)
+        except msgspec.ValidationError as error:
+            made = (mend(body, record, str(error)) for mend in _MENDS)
+            mended = next((one for one in made if one != body), None)
+            if mended is None:
+                raise
+            body = mended
+    return msgspec.json.decode(body, type=record)
+
+
+def _without_unread(body: bytes, record: type, found: str) -> bytes:
+    if _UNKNOWN_MEMBER.match(found) is None and "got `null`" not in found:
+        return body
+    return msgspec.json.encode(read_value(msgspec.json.decode(body), record, _unread_inside))
+
+
+def _with_whole_numbers(body: bytes, record: type, found: str) -> bytes:
+    return with_whole_numbers(body) if "got `float`" in found else body
+
+
+_MENDS = (_without_unread, _with_whole_numbers)
+"""Each is tried once, where a body is not what its record is."""
+
+
+def _unread_inside(record: type, members: Collection[str], name: str, path: str, value: Any) -> None:
+    known: KnownFields = getattr(record, "known_fields", NONE)
+    if not known.takes_unknown:
+        raise unsupported(f"{path:.200} is no member that is known here; leave it out", path[:200])
+    if name not in known.ignored:
+        leave_unread(name, path, members, known.refused.get(name), value)
 
 
 def is_deeper(body: bytes, limit: int = MAX_DEPTH) -> bool:
@@ -362,15 +387,30 @@ def _members(body: bytes) -> dict[str, msgspec.Raw] | None:
 
 
 def check_members(members: Mapping[str, msgspec.Raw], record: type, known: KnownFields) -> None:
-    """Refuse a member of a request that `record` has not and that is not known to do nothing. Raises: ApiError."""
+    """Note each member of a request that `record` has not and that is not known to do nothing.
+
+    Raises: ApiError for one that cannot be had, or is misspelled.
+    """
     read = {field.encode_name for field in msgspec.structs.fields(record)}
     for name, value in members.items():
-        if name in read or name in known.ignored:
-            continue
-        refusal = known.refused.get(name)
-        if bytes(value) == b"null" or (refusal is not None and _is_neutral(msgspec.json.decode(value), refusal)):
-            continue
-        raise refused_member(name, refusal)
+        if name not in read and name not in known.ignored and bytes(value) != b"null":
+            refusal = known.refused.get(name)
+            leave_unread(name, name, read, refusal, None if refusal is None else msgspec.json.decode(value))
+
+
+def leave_unread(name: str, path: str, read: Collection[str], refusal: Refusal | None, value: object) -> None:
+    """Note a member that is not read. read: the names beside it that are. value: what it asks for, if there is a
+    refusal.
+
+    Raises: ApiError for one that cannot be had, or is misspelled.
+    """
+    if refusal is not None:
+        if not _is_neutral(value, refusal):
+            raise refused_member(path, refusal)
+        return
+    if (meant := meant_name(name, read)) is not None:
+        raise unsupported(f"{path:.200} is no member of this route; did you mean {meant}?", path[:200])
+    notice(f"{path:.120} was not read: this route has no such member")
 
 
 def _is_neutral(value: object, refusal: Refusal) -> bool:
@@ -378,21 +418,22 @@ def _is_neutral(value: object, refusal: Refusal) -> bool:
     return any(value == one and isinstance(value, bool) is isinstance(one, bool) for one in refusal.neutral)
 
 
-def refused_member(name: str, refusal: Refusal | None = None) -> ApiError:
-    """The error for a member that is not read; name: its path."""
-    if refusal is None:
-        return unsupported(f"{name:.200} is no member of this route; leave it out", name[:200])
-    return unsupported(f"{name:.200} is given, but cannot be had here; {refusal.way_out}", name[:200])
+def refused_member(path: str, refusal: Refusal) -> ApiError:
+    """The error for a member that cannot be had."""
+    error = unsupported(f"{path:.200} is given, but cannot be had here; {refusal.way_out}", path[:200])
+    if refusal.error_code is not None:
+        error.facts["details"] = {"error_code": refusal.error_code}
+    return error
 
 
 def check_object(value: Mapping[str, Any], read: str, path: str, ignored: Mapping[str, str]) -> None:
-    """Refuse a member of an object inside a request. read: the names that are read, with spaces between.
+    """Note each member of an object inside a request that is not read. read: the names that are, with spaces between.
 
-    Raises: ApiError.
+    Raises: ApiError for one that is misspelled.
     """
     for name, member in value.items():
         if member is not None and name not in ignored and name not in read.split():
-            raise refused_member(f"{path}.{name}")
+            leave_unread(name, f"{path}.{name}", read.split(), None, member)
 
 
 def event_frame(value: Mapping[str, Any]) -> bytes:

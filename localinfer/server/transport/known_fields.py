@@ -1,8 +1,9 @@
 """Members of requests that are known and not read: those that change nothing here, and those that cannot be had.
 
-Tables only, by reason; `http.check_members` applies them. A member in no table and in no record is refused by its name,
-on every route and at every depth: a client that asks for something must not be answered as if it had not. One that is
-null, or whose value says what happens anyway, asks for nothing.
+Tables only, by reason; `http.leave_unread` applies them, at every depth: a record inside a request has its own table.
+A member in no table and in no record is left unread with a notice: newer clients send such. One that is known to change
+a reply and cannot be had is refused by its name: a client that asks for something must not be answered as if it had
+not. One that is null, or whose value says what happens anyway, asks for nothing.
 """
 
 from typing import Any, NamedTuple
@@ -23,17 +24,25 @@ OFF: tuple[Any, ...] = (None, False, "", [], {})
 
 
 class Refusal(NamedTuple):
-    """Why a member is refused and what to do instead; values that ask for nothing pass."""
+    """Why a member is refused and what to do instead; values that ask for nothing pass.
+
+    error_code: by which clients know the error, as `error.details.error_code`.
+    """
 
     way_out: str
     neutral: tuple[Any, ...] = OFF
+    error_code: str | None = None
 
 
 class KnownFields(NamedTuple):
-    """Of one route: members that are ignored, with the reason, and members that are refused, with the way out."""
+    """Of one route: members that are ignored, with the reason, and members that are refused, with the way out.
+
+    takes_unknown: whether any other is left unread; not where each member is a demand of its own.
+    """
 
     ignored: dict[str, str]
     refused: dict[str, Refusal]
+    takes_unknown: bool = True
 
 
 _NEUTRAL = {
@@ -184,6 +193,12 @@ RESPONSES = KnownFields(
         mcp_servers: call them in the client, and give their tools as functions
     """),
 )
+# Clients begin a thread with every conversation, send all messages with it, and do so again where it cannot go on.
+_THREAD = Refusal(
+    "conversations are not kept here; send all messages",
+    (*OFF, {"type": "create"}, {"type": "create", "previous": None}),
+    "thread_unsupported_request",
+)
 MESSAGES = KnownFields(
     _ignore(f"""
         metadata service_tier billing_policy fallback_credit_token user_profile_id workspace_id: {_ACCOUNT}
@@ -196,12 +211,12 @@ MESSAGES = KnownFields(
     """),
     _refuse("""
         mcp_servers: call them in the client, and give their tools
-        thread: conversations are not kept here; send all messages
         stop: send stop_sequences
         response_format: send output_config.format
         max_completion_tokens: send max_tokens
         seed: ask /v1/chat/completions
-    """),
+    """)
+    | {"thread": _THREAD},
 )
 COUNTS = KnownFields(
     MESSAGES.ignored
@@ -242,7 +257,17 @@ TEXTS = KnownFields(
     """),
 )
 NONE = KnownFields({}, {})
+FORMS = KnownFields({}, {}, takes_unknown=False)
+"""Of records whose members are kinds of forms: a reply would be held to none."""
 
+MESSAGE_MEMBERS = KnownFields(
+    {},
+    _refuse("""
+        images image image_url videos video video_url input_audio audios files file: this server reads text only
+        citations documents: write them into the content
+    """),
+)
+"""Of a message of a chat."""
 MESSAGE_PARTS = _ignore(f"""
     cache_control prompt_cache_breakpoint: {_CACHE}
     annotations citations logprobs: notes on a former reply, which its text does not need
