@@ -48,6 +48,7 @@ from localinfer.server.operation.service_manager import given_sockets, settings_
 from localinfer.server.replies.configuration import NO_OPERATION, Operation
 from localinfer.server.replies.service import PlainPaths, Service, route, unrouted
 from localinfer.server.router.models import ModelRegistry
+from localinfer.server.transport.bodies import SharesMiddleware
 from localinfer.server.transport.connection import Connection
 from localinfer.server.transport.http import ApiError
 from localinfer.server.transport.security import MAX_HEADER_BYTES, SecurityMiddleware
@@ -152,6 +153,7 @@ def make_app(service: Service, operation: Operation = NO_OPERATION) -> Starlette
             ),
             Middleware(SecurityMiddleware, settings=service.settings, present=lambda: service.settings),
             Middleware(PlainPaths),
+            Middleware(SharesMiddleware),
         ],
         exception_handlers={HTTPException: unrouted},
         lifespan=lifespan,

@@ -11,7 +11,8 @@ from local_servers import MODEL, STORY, serving
 import localinfer
 from localinfer.models.text.splitting import FILL_IN_SPELLINGS
 from localinfer.server.api.text import TokenizeRequest
-from localinfer.server.transport.http import MAX_VALUES, ApiError, decode_json, has_more_values
+from localinfer.server.transport.http import MAX_VALUES, ApiError, decode_json
+from localinfer.server.transport.json_shape import json_shape
 from localinfer.server.transport.settings import ServerSettings
 
 TEXT = "Once upon a time. " * 40
@@ -96,9 +97,8 @@ def test_bodies_of_too_many_values_are_refused_before_they_are_read():
 
 def test_commas_and_brackets_of_texts_are_no_values():
     text = '[{,"\\' * 1000
-    assert not has_more_values(json.dumps({"a": text}).encode(), 10)
+    assert json_shape(json.dumps({"a": text}).encode(), 64, 10) == (1, 1, 1, 1)
     assert decode_json(json.dumps({"content": text}).encode(), TokenizeRequest).content == text
     for count in range(1, 8):
         body = msgspec.json.encode([[{"a": 1}] * count])
-        assert not has_more_values(body, 2 * count + 1)
-        assert has_more_values(body, 2 * count)
+        assert json_shape(body, 64, 1000) == (3, 2 * count + 1, count + 2, 1)

@@ -6,10 +6,17 @@ import time
 import pytest
 from local_servers import STORY
 
-from localinfer.server.transport.http import MAX_DEPTH, is_deeper
+from localinfer.server.transport.http import MAX_DEPTH
+from localinfer.server.transport.json_shape import json_shape
 from tests.limits import seconds
 
 PATH = "/v1/chat/completions"
+
+
+def is_deeper(body: bytes) -> bool:
+    return json_shape(body, MAX_DEPTH, 1 << 30).depth > MAX_DEPTH
+
+
 JSON = {"content-type": "application/json"}
 CHAT = '"messages":[{"role":"user","content":"Hi."}],"max_tokens":1'
 

@@ -138,7 +138,10 @@ def num_connections(running) -> int:
 
 def test_half_bodies_give_way_to_requests_and_are_told_so(full):
     running, going = full
-    opened = [half_body(running) for _ in range(3 * LIMIT)]
+    opened = [half_body(running) for _ in range(LIMIT)]
+    connections = running.server._server.server_state.connections
+    assert wait_until(lambda: sum(one.is_receiving for one in list(connections)) == LIMIT)
+    opened += [half_body(running) for _ in range(2 * LIMIT)]
     try:
         going.set()
         with running.client() as client:

@@ -17,7 +17,8 @@ from starlette.responses import Response
 from localinfer.errors import ContextLengthError
 from localinfer.server.operation.request_record import record_of
 from localinfer.server.replies.mixed_prompts import Pieces, embedding_prompt, read_prompts
-from localinfer.server.replies.service import read_body, service_of, unless_gone
+from localinfer.server.replies.service import read_body, service_of
+from localinfer.server.transport.bodies import unless_gone
 from localinfer.server.transport.http import json_response, too_long, unsupported
 from localinfer.server.transport.known_fields import EMBEDDINGS
 

@@ -10,7 +10,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from localinfer.server.operation.request_record import record_of
-from localinfer.server.replies.service import read_body, service_of, unless_gone
+from localinfer.server.replies.service import read_body, service_of
+from localinfer.server.transport.bodies import unless_gone
 from localinfer.server.transport.http import ApiError, json_response
 from localinfer.server.transport.known_fields import RERANK
 

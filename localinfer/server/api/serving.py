@@ -12,7 +12,8 @@ from localinfer.server.api.writer import Event, ReplyWriter
 from localinfer.server.replies.fields import seeded, without_missing_thinking
 from localinfer.server.replies.reply import End, Reply, Silence, TextPlan, Token
 from localinfer.server.replies.resumption import RELAY, ReplyRelay
-from localinfer.server.replies.service import Plan, service_of, unless_gone
+from localinfer.server.replies.service import Plan, service_of
+from localinfer.server.transport.bodies import unless_gone
 from localinfer.server.transport.http import json_response, to_api_error
 
 if TYPE_CHECKING:

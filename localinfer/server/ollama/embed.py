@@ -19,7 +19,8 @@ from localinfer.server.ollama.options import Options
 from localinfer.server.ollama.reply_fields import begin_request
 from localinfer.server.ollama.wire import nanoseconds
 from localinfer.server.operation.request_record import record_of
-from localinfer.server.replies.service import read_body, service_of, unless_gone
+from localinfer.server.replies.service import read_body, service_of
+from localinfer.server.transport.bodies import unless_gone
 from localinfer.server.transport.http import json_response, unsupported
 from localinfer.server.transport.known_fields import KnownFields, Refusal
 

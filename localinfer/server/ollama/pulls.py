@@ -17,9 +17,10 @@ from localinfer.hub.places import Places
 from localinfer.hub.references import Reference, parse_reference
 from localinfer.server.ollama.names import find_exactly, not_found
 from localinfer.server.ollama.wire import LineStream, line
-from localinfer.server.replies.service import Service, read_body, service_of, unless_gone
+from localinfer.server.replies.service import Service, read_body, service_of
 from localinfer.server.router.load_threads import LoadThreads
 from localinfer.server.router.model_folder import ModelSource
+from localinfer.server.transport.bodies import unless_gone
 from localinfer.server.transport.http import OLLAMA, ApiError, json_response, to_api_error, unsupported
 from localinfer.server.transport.known_fields import KnownFields
 from localinfer.system.event_loop import LoopCalls

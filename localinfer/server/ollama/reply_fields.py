@@ -15,7 +15,8 @@ from localinfer.server.ollama.options import Options
 from localinfer.server.ollama.wire import timestamp
 from localinfer.server.replies.fields import given
 from localinfer.server.replies.form_fields import ResponseFormat
-from localinfer.server.replies.service import service_of, unless_gone
+from localinfer.server.replies.service import service_of
+from localinfer.server.transport.bodies import unless_gone
 from localinfer.server.transport.http import ApiError, json_response
 from localinfer.server.transport.known_fields import KnownFields, Refusal
 

@@ -32,6 +32,7 @@ from localinfer.server.replies.totals import ReplyTotals
 from localinfer.server.router.model_folder import ModelSource
 from localinfer.server.router.models import ModelRegistry
 from localinfer.server.router.served_model import Lease
+from localinfer.server.transport.bodies import Bodies, unless_gone
 from localinfer.server.transport.http import (
     ApiError,
     ClientGone,
@@ -39,7 +40,6 @@ from localinfer.server.transport.http import (
     Record,
     identifier,
     not_supported,
-    read_json,
     shutting_down,
     to_api_error,
 )
@@ -89,6 +89,7 @@ class Service:
         self.is_ready = not preloads
         self.is_stopping = False
         self._state: ServerState | None = None
+        self.bodies = Bodies(settings)
         self.slots = SlotTable(settings.num_slots)
         self.totals = ReplyTotals()
         self._tasks: set[asyncio.Task[object]] = set()
@@ -112,6 +113,7 @@ class Service:
             for reply in replies:
                 await asyncio.to_thread(reply.join, max(0.0, deadline - time.monotonic()))
             state.threads.close()
+            self.bodies.close()
             await self.registry.close()
 
     async def get_ready(self) -> None:
@@ -302,36 +304,6 @@ class Service:
         return reply
 
 
-async def unless_gone(
-    request: Request, work: Coroutine[Any, Any, Result], undo: Callable[[Result], object] | None = None
-) -> Result:
-    """Do some work for a client, and stop when the client leaves. The request's body has been read.
-
-    undo: discards a result that is not returned. Raises: what the work raises; ClientGone.
-    """
-    working = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(_departure(request))
-    try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ClientGone
-        return working.result()
-    except asyncio.CancelledError:
-        if working.done() and not working.cancelled() and working.exception() is None and undo is not None:
-            undo(working.result())
-        raise
-    finally:
-        leaving.cancel()
-        if not working.done():
-            working.cancel()
-            await asyncio.gather(working, return_exceptions=True)
-
-
-async def _departure(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-
-
 def service_of(request: Request) -> Service:
     """The service that a request was sent to."""
     return cast(Service, request.app.state.service)
@@ -346,8 +318,9 @@ def caller_options(request: Request) -> dict[str, Any]:
 
 
 async def read_body(request: Request, record: type[Record]) -> Record:
-    """The body of a request as a record. Raises: as `http.read_json`."""
-    body = await read_json(request, record, service_of(request).settings)
+    """The body of a request as a record. Raises: as `Bodies.read`."""
+    service = service_of(request)
+    body = await service.bodies.read(request, record, service.settings)
     noted = record_of(request.scope)
     noted.take_body(body)
     noted.cache_salt = cache_salt_of(noted.tenant, getattr(body, "cache_salt", None))
@@ -357,8 +330,9 @@ async def read_body(request: Request, record: type[Record]) -> Record:
 
 async def on_model(request: Request, name: str | None, work: "Callable[[LLM, Body], Result]", body: Body) -> Result:
     """What some work on a model returns, done in a thread. Raises: as `Service.lease`, and what the work raises."""
-    with await service_of(request).lease(request, name) as lease:
-        return await asyncio.to_thread(work, lease.llm, body)
+    service = service_of(request)
+    with await service.lease(request, name) as lease:
+        return await service.bodies.run(request, work, lease.llm, body)
 
 
 def route(path: str, endpoint: Endpoint, method: str = "GET", *, prompt_field: str = "messages") -> Route:

@@ -21,6 +21,7 @@ import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from localinfer.server.transport.bodies import CONNECTION
 from localinfer.server.transport.http import STREAMS_EVENTS, ApiError
 from localinfer.server.transport.places import bound_guests, make_room, seconds_behind
 from localinfer.server.transport.security import IS_UNIX_SOCKET
@@ -32,6 +33,8 @@ that reaches no program, and the second one fails. Some clients take only five s
 _CHUNK_SIZE = re.compile(rb"([0-9A-Fa-f]{1,16})[ \t]*(?:;.*)?")
 
 
+_LATE_SECONDS, _UNREAD_SECONDS = 1.0, 5.0
+"""Behind a fair pace with a body, and not reading an answer: from when on a client must not hold what others need."""
 _DRAIN_SECONDS = 5.0
 _DRAIN_BYTES = 1 << 30
 """How long, and how much, is still read of a body that was refused."""
@@ -166,6 +169,8 @@ class Connection(H11Protocol):
         self._probe_timer: asyncio.TimerHandle | None = None
         self._is_in_body = False
         self._body_bytes = 0
+        self._is_held = False
+        self._unread_since: float | None = None
         self._since = self.loop.time()
         self._framing = FramingCheck()
         self._is_half_closed = False
@@ -207,10 +212,12 @@ class Connection(H11Protocol):
 
     def seconds_behind(self) -> float:
         """How late the body is that is being read, or how long no request came."""
-        return seconds_behind(self.loop.time() - self._since, 0 if self.is_idle else self._body_bytes)
+        waited = 0.0 if self._is_held else self.loop.time() - self._since
+        return seconds_behind(waited, 0 if self.is_idle else self._body_bytes)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.app_state = {**self.app_state, CONNECTION: self}
         self.transport = _DrainingTransport(transport, self)  # type: ignore[assignment]
         if transport.get_extra_info("socket").family == getattr(socket, "AF_UNIX", None):
             self._is_owners = True
@@ -288,11 +295,13 @@ class Connection(H11Protocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
+        self._unread_since = self.loop.time()
         self._stop(self._reader_timer)
         self._reader_timer = self.loop.call_later(self.settings.slow_reader_seconds, self.transport.abort)
 
     def resume_writing(self) -> None:
         super().resume_writing()
+        self._unread_since = None
         self._stop(self._reader_timer)
 
     def send_400_response(self, msg: str) -> None:
@@ -377,12 +386,39 @@ class Connection(H11Protocol):
         self.is_dropped = True
         self.transport.abort()
 
+    def hold_body(self) -> None:
+        """Nothing is read now: no deadline runs, and the client is not late."""
+        self._is_held = True
+        self._watch_request()
+
+    def resume_body(self) -> None:
+        """The body is wanted from now on."""
+        self._is_held = False
+        self._since, self._body_bytes = self.loop.time(), 0
+        self._watch_request()
+
+    def end_if_late(self) -> None:
+        """Refuse a request whose body comes slowly, for those that wait for the memory that it holds."""
+        if self.is_receiving and self.seconds_behind() > _LATE_SECONDS:
+            self._refuse(
+                ApiError(
+                    408,
+                    "the body came slowly while others waited for the memory that it takes; send it again, at once",
+                    code="request_timeout",
+                )
+            )
+
+    def end_if_unread(self) -> None:
+        """Close a connection whose answer is not read, for those that wait for the memory that it holds."""
+        if self._unread_since is not None and self.loop.time() - self._unread_since > _UNREAD_SECONDS:
+            self.transport.abort()
+
     def _watch_request(self) -> None:
         """Keep a deadline while a request is on its way: one for its head, another for its body."""
         state = self.conn.their_state
         is_in_body = state is h11.SEND_BODY
         has_begun = is_in_body or (state is h11.IDLE and self.timeout_keep_alive_task is None)
-        if not has_begun or self.transport.is_closing():
+        if not has_begun or self._is_held or self.transport.is_closing():
             self._stop(self._request_timer)
             self._request_timer = None
         elif self._request_timer is None or is_in_body is not self._is_in_body:

@@ -1,16 +1,16 @@
-"""Requests and answers as HTTP carries them: bounded JSON bodies, one shape for every error, server-sent events."""
+"""Requests and answers as HTTP carries them: JSON bodies as records, one shape for every error, server-sent events."""
 
 import asyncio
 import logging
 import re
 import secrets
 from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from functools import cache
 from hashlib import blake2b
 from itertools import count
 from typing import Any, TypeVar
 
 import msgspec
-from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
@@ -28,17 +28,21 @@ from localinfer.errors import (
     TemplateError,
     TokenIdError,
 )
+from localinfer.server.transport.json_shape import JsonShape, json_shape
 from localinfer.server.transport.known_fields import NONE, KnownFields, Refusal
 from localinfer.server.transport.lenient_values import with_meant_values, with_whole_numbers
-from localinfer.server.transport.notices import meant_name, notice, read_value
-from localinfer.server.transport.settings import ServerSettings
+from localinfer.server.transport.notices import is_full, meant_name, notice, read_value
 
 logger = logging.getLogger(__name__)
 
 MAX_DEPTH = 64
 MAX_VALUES = 1 << 20
 """Of a whole body: a text of 32 MiB is one value, and as many token ids as any context holds are fewer."""
-_BIG_BODY_BYTES = 1 << 16
+MAX_CONTAINERS = 1 << 16
+"""Objects and arrays among them, which take most memory and time: 10,000 messages with their parts have 30,000."""
+MAX_MEMBERS = 1 << 10
+"""Of the object that a body is."""
+_LONG_MEMBER_BYTES = 1 << 12
 _RETRY_SECONDS = "1"
 _TYPES = {
     400: "invalid_request_error",
@@ -80,12 +84,12 @@ STREAMS_EVENTS = "streams_events"
 writes."""
 
 Record = TypeVar("Record")
+Bytes = bytes | bytearray
 _KEY = secrets.token_bytes(32)
 _numbers = count()
 _WITH_UNDERSCORE = ("resp", "conv", "msg")
 """Kinds of names that OpenAI and Anthropic write so."""
-# A string, closed or running to the end, or a sign; possessive, so that no input is read twice.
-_STRING_OR_SIGN = re.compile(rb'"(?:[^"\\]++|\\(?:.|\Z))*+(?:"|\Z)|[\[\]{},]', re.DOTALL)
+_OBJECT = re.compile(rb"\s*\{")
 _MISSING_MEMBER = re.compile(r"Object missing required field `(.*)`", re.DOTALL)
 _UNKNOWN_MEMBER = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
 
@@ -256,52 +260,38 @@ def _log_failure(request_id: str, error: BaseException, prefix: str = "") -> Non
     logger.error("request %s failed: %s", request_id or "unknown", reason, exc_info=None if is_expected else error)
 
 
-async def read_json(request: Request, record: type[Record], settings: ServerSettings) -> Record:
-    """Read a request's body as a record; of two members with one name the last counts.
-
-    Members that the record has not are left unread, or refused: see `known_fields` and `notices`.
-    Raises: ApiError, with the path of the member at fault; ClientGone.
-    """
-    body = await _read_body(request, settings)
-    if len(body) > _BIG_BODY_BYTES:
-        return await asyncio.to_thread(decode_json, body, record)
-    return decode_json(body, record)
-
-
-async def _read_body(request: Request, settings: ServerSettings) -> bytes:
-    limit = settings.max_body_bytes
-    too_large = ApiError(413, f"the body is larger than {limit:,} bytes; send less", code="body_too_large")
-    declared = request.headers.get("content-length", "0")
-    if not declared.isdigit() or int(declared) > limit:
-        raise too_large
-    body = bytearray()
-    try:
-        async with asyncio.timeout(settings.body_seconds):
-            async for chunk in request.stream():
-                if len(body) + len(chunk) > limit:
-                    raise too_large
-                body += chunk
-    except TimeoutError:
-        raise ApiError(
-            408, f"the body did not arrive within {settings.body_seconds:g} seconds", headers={"connection": "close"}
-        ) from None
-    except ClientDisconnect:
-        raise ClientGone from None
-    return bytes(body)
-
-
-def decode_json(body: bytes, record: type[Record]) -> Record:
-    """Decode JSON, if it is not too deep and has no member that means nothing. Raises: ApiError."""
-    if is_deeper(body):
+def checked_shape(body: Bytes) -> JsonShape:
+    """The shape of a body that is neither too deep nor too large once it is decoded. Raises: ApiError."""
+    num_opened = body.count(b"[") + body.count(b"{")
+    if num_opened <= MAX_DEPTH and num_opened + body.count(b",") < MAX_MEMBERS:
+        return JsonShape(num_opened, num_opened + body.count(b","), num_opened)
+    shape = json_shape(body, MAX_DEPTH, MAX_VALUES)
+    if shape.depth > MAX_DEPTH:
         raise ApiError(
             400, f"the JSON is nested more than {MAX_DEPTH} levels deep; send it flatter", code="invalid_json"
         )
-    if has_more_values(body):
+    if shape.values >= MAX_VALUES or shape.containers > MAX_CONTAINERS:
         raise ApiError(
-            413, f"the JSON has more than {MAX_VALUES:,} values; send fewer at a time", code="body_too_large"
+            413,
+            f"the JSON has more than {MAX_VALUES:,} values, or more than {MAX_CONTAINERS:,} of them are objects and "
+            "arrays; send fewer at a time",
+            code="body_too_large",
         )
+    if shape.entries > MAX_MEMBERS and _OBJECT.match(body):
+        raise ApiError(400, f"the body has {shape.entries:,} members; no route reads so many", code="invalid_json")
+    return shape
+
+
+def decode_json(body: Bytes, record: type[Record], shape: JsonShape | None = None) -> Record:
+    """Decode JSON, if it is not too deep and has no member that means nothing. Raises: ApiError.
+
+    shape: as `checked_shape` found it, if it was asked.
+    """
+    if shape is None:
+        checked_shape(body)
     members = _members(body)
     if members is not None:
+        check_entries(members, record)
         check_members(members, record, getattr(record, "known_fields", NONE))
         if (meant := with_meant_values(members, record)) is not None:
             body = msgspec.json.encode(meant)
@@ -321,7 +311,7 @@ def decode_json(body: bytes, record: type[Record]) -> Record:
         raise ApiError(400, f"the body is {found}; send one JSON object in UTF-8", code="invalid_json") from None
 
 
-def _decode(body: bytes, record: type[Record]) -> Record:
+def _decode(body: Bytes, record: type[Record]) -> Record:
     """A body as a record, without what the record does not read. Raises: ApiError, msgspec.ValidationError."""
     for _ in _MENDS:
         try:
@@ -335,13 +325,13 @@ def _decode(body: bytes, record: type[Record]) -> Record:
     return msgspec.json.decode(body, type=record)
 
 
-def _without_unread(body: bytes, record: type, found: str) -> bytes:
+def _without_unread(body: Bytes, record: type, found: str) -> Bytes:
     if _UNKNOWN_MEMBER.match(found) is None and "got `null`" not in found:
         return body
     return msgspec.json.encode(read_value(msgspec.json.decode(body), record, _unread_inside))
 
 
-def _with_whole_numbers(body: bytes, record: type, found: str) -> bytes:
+def _with_whole_numbers(body: Bytes, record: type, found: str) -> Bytes:
     return with_whole_numbers(body) if "got `float`" in found else body
 
 
@@ -357,28 +347,37 @@ def _unread_inside(record: type, members: Collection[str], name: str, path: str,
         leave_unread(name, path, members, known.refused.get(name), value)
 
 
-def is_deeper(body: bytes, limit: int = MAX_DEPTH) -> bool:
-    """Whether brackets, outside of strings, are nested deeper than `limit`."""
-    if body.count(b"[") + body.count(b"{") <= limit:
-        return False
-    depth = 0
-    for found in _STRING_OR_SIGN.finditer(body):
-        sign = body[found.start() : found.start() + 1]
-        depth += (sign in b"[{") - (sign in b"]}")
-        if depth > limit:
-            return True
-    return False
+def check_entries(members: Mapping[str, msgspec.Raw], record: type) -> None:
+    """Refuse a list or an object of more entries than its member takes, before one is built. Raises: ApiError.
+
+    Decoding finds that too, at the end of them all.
+    """
+    for name, value in members.items():
+        if len(value) <= _LONG_MEMBER_BYTES:
+            continue
+        view = memoryview(value)
+        kind = "array" if view[0] == b"["[0] else "object"
+        most = _most_entries(record).get((name, kind))
+        if most is not None and (found := json_shape(view, MAX_DEPTH, MAX_VALUES).entries) > most:
+            raise ApiError(400, f"{name} has {found:,} entries; send at most {most:,}", param=name)
 
 
-def has_more_values(body: bytes, limit: int = MAX_VALUES) -> bool:
-    """Whether there are more values than `limit`, counted by the commas and opening brackets outside of strings."""
-    if body.count(b",") + body.count(b"[") + body.count(b"{") < limit:
-        return False
-    signs = (body[found.start()] for found in _STRING_OR_SIGN.finditer(body))
-    return any(count >= limit for count, sign in enumerate(sign for sign in signs if sign in b",[{"))
+@cache
+def _most_entries(record: type) -> Mapping[tuple[str, str], int]:
+    """A member and the kind of its value -> how many entries that may have, where a record says so."""
+    most = {}
+    described = msgspec.inspect.type_info(record)
+    assert isinstance(described, msgspec.inspect.StructType), "bodies are read as records"
+    for field in described.fields:
+        kinds = field.type.types if isinstance(field.type, msgspec.inspect.UnionType) else (field.type,)
+        for kind in kinds:
+            if isinstance(kind, msgspec.inspect.ListType | msgspec.inspect.DictType) and kind.max_length is not None:
+                name = "array" if isinstance(kind, msgspec.inspect.ListType) else "object"
+                most[field.encode_name, name] = kind.max_length
+    return most
 
 
-def _members(body: bytes) -> dict[str, msgspec.Raw] | None:
+def _members(body: Bytes) -> dict[str, msgspec.Raw] | None:
     """The members of a JSON object; None of anything else, which is refused, with the reason, when it is decoded."""
     try:
         return msgspec.json.decode(body, type=dict[str, msgspec.Raw])
@@ -407,6 +406,9 @@ def leave_unread(name: str, path: str, read: Collection[str], refusal: Refusal |
     if refusal is not None:
         if not _is_neutral(value, refusal):
             raise refused_member(path, refusal)
+        return
+    if is_full():
+        # To look for what each of a million names is meant for would take minutes.
         return
     if (meant := meant_name(name, read)) is not None:
         raise unsupported(f"{path:.200} is no member of this route; did you mean {meant}?", path[:200])

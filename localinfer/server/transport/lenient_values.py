@@ -67,7 +67,7 @@ def _object(member: msgspec.Raw | None) -> dict[str, msgspec.Raw] | None:
         return None
 
 
-def with_whole_numbers(body: bytes) -> bytes:
+def with_whole_numbers(body: bytes | bytearray) -> bytes:
     """JSON in which numbers such as `3.0` are written `3`, in texts excepted."""
 
     def whole(found: re.Match[bytes]) -> bytes:
@@ -77,4 +77,4 @@ def with_whole_numbers(body: bytes) -> bytes:
         number = float(text)
         return b"%d" % number if number.is_integer() and abs(number) <= _LARGEST else text
 
-    return _STRING_OR_NUMBER.sub(whole, body)
+    return bytes(_STRING_OR_NUMBER.sub(whole, body))

@@ -47,6 +47,12 @@ def notice(text: str) -> None:
         found.append(shown)
 
 
+def is_full() -> bool:
+    """Whether no further notice is taken, so that none needs to be made."""
+    found = _notices.get()
+    return found is not None and len(found) >= _MOST
+
+
 def header(notices: Collection[str]) -> dict[str, str]:
     """The header that says them, in ASCII; none where there are none."""
     text = "; ".join(notices).encode("ascii", "backslashreplace").decode("ascii")

@@ -29,6 +29,7 @@ class ServerSettings:
     strict_model: refuse a model name that is not ours even where only one model is served.
     max_generations: texts generated and waiting at one time; one more is refused with 429.
     body_seconds: for the whole request. slow_reader_seconds: how long a client may read nothing of a reply.
+    body_memory: bytes for all bodies together, what they become and the work on their texts, see `bodies`.
     shutdown_seconds: what running replies get to finish after SIGTERM. ping_seconds: between signs of life in a stream.
     progress_seconds: between reports of how far a prompt was read, where a request asks for them.
     needs_socket: whether a Unix socket that another server listens on is an error; else TCP alone is served.
@@ -56,6 +57,7 @@ class ServerSettings:
     max_generations: int = 64
     max_connections: int = 256
     max_body_bytes: int = 32 << 20
+    body_memory: int = 288 << 20
     header_seconds: float = 10.0
     body_seconds: float = 30.0
     slow_reader_seconds: float = 60.0
