@@ -2,13 +2,15 @@
 
 The most urgent is admitted first. It takes place and memory of less urgent ones where that is enough for it: they are
 preempted, and recomputed to the same bits. Whoever is preempted so is less urgent than who takes its place, so no two
-take it from each other in turn.
+take it from each other in turn. Among equals an owner of whom nothing runs takes them from one with several texts,
+whose newest gives way: that one keeps a text, so neither do these take anything back.
 """
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from localinfer.arguments import check_number
 from localinfer.cache.prefix_cache import PrefixCache
@@ -74,8 +76,8 @@ class AdmissionControl:
         self._mean_duration += (1.0 - _DURATION_MEMORY) * (seconds - self._mean_duration)
 
     def admit(self, ready: list[Request], running: list[Request]) -> None:
-        """Admit requests that wait, as long as there are places and memory; of equally urgent ones first those that
-        were preempted.
+        """Admit requests that wait, as long as there are places and memory; of equally urgent ones first those whose
+        owners have none that runs, then those that were preempted.
 
         ready: of those that are running, the ones that can proceed.
         """
@@ -87,7 +89,7 @@ class AdmissionControl:
             allowed = [request for request in waiting if may_run(request.owner, owners[request.owner])]
             if not allowed:
                 return
-            request = min(allowed, key=lambda request: (rank(request), request.is_prompt, owners[request.owner]))
+            request = min(allowed, key=partial(_turn, rank, owners))
             if active and not self._make_way(request, active, running):
                 return
             active = [other for other in active if other.sequence is not None]
@@ -107,9 +109,10 @@ class AdmissionControl:
             active.append(request)
 
     def preempt_for(self, request: Request, running: list[Request], error: OutOfMemoryError) -> None:
-        """Find memory for a request: the least urgent gives it. Of equally urgent ones the request itself is preempted
-        while others proceed, or else one that cannot proceed. Without others the request fails."""
-        less_urgent = self.precedence.less_urgent(request, running)
+        """Find memory for a request: the least urgent gives it, or an owner with several texts to one with this only.
+        Else of equally urgent ones the request itself is preempted while others proceed, or one that cannot proceed.
+        Without others the request fails."""
+        less_urgent = self._givers(request, running)
         others = [other for other in running if other is not request and other.sequence is not None]
         if less_urgent:
             self._preempt(less_urgent[0])
@@ -126,15 +129,15 @@ class AdmissionControl:
             # Where less memory can be had than is counted, two would otherwise preempt each other for ever.
             return False
         victims: list[Request] = []
-        less_urgent = self.precedence.less_urgent(request, running)
         if len(active) >= self.limits.max_running:
-            victims = [other for other in less_urgent if other in active][:1]
+            victims = self._givers(request, active)[:1]
             if not victims:
                 return False
         if not self._has_room(request, victims):
-            if not self._has_room(request, less_urgent):
+            givers = self._givers(request, running)
+            if not self._has_room(request, [*victims, *givers]):
                 return False
-            for other in less_urgent:
+            for other in givers:
                 if other not in victims:
                     victims.append(other)
                     if self._has_room(request, victims):
@@ -144,6 +147,12 @@ class AdmissionControl:
             # It comes back as soon as there is room beside who took it.
             victim.gave_way_to = frozenset()
         return True
+
+    def _givers(self, request: Request, others: Sequence[Request]) -> list[Request]:
+        """Who gives way to a request, one after the other: less urgent ones, then what others have too many of."""
+        less_urgent = self.precedence.less_urgent(request, others)
+        held = [other for other in others if other.sequence is not None and other not in less_urgent]
+        return less_urgent + self.precedence.surplus(request, held)
 
     def _preempt(self, request: Request) -> None:
         """Free the memory of a request, which is admitted again and recomputed when there is room.
@@ -160,3 +169,11 @@ class AdmissionControl:
         """Whether a request may begin or go on beside others, were some of them not there."""
         sequences = [other.cache for other in without]
         return self._cache.has_room(request.head, request.hints.salt, without=sequences)
+
+
+def _turn(
+    rank: Callable[[Request], tuple[int, bool]], owners: Mapping[Hashable, int], request: Request
+) -> tuple[tuple[int, bool], bool, bool, int]:
+    """What requests that wait are sorted by. owners: how many texts of each run."""
+    count = owners[request.owner]
+    return rank(request), count > 0, request.is_prompt, count

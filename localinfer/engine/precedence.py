@@ -5,7 +5,8 @@ time becomes the elder: it is as urgent as the most urgent, goes first among tho
 reader reads (aging, bounded to one place so that the urgent lose little).
 """
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 
 from localinfer.engine.request import Request
 
@@ -67,3 +68,25 @@ class Precedence:
         ]
         found.reverse()
         return sorted(found, key=self.urgency, reverse=True)
+
+    def surplus(self, request: Request, others: Sequence[Request]) -> list[Request]:
+        """Those of the others that give way to the only text of an owner though they are as urgent: of owners with
+        several texts, who keep one, first the newest of the one that has most. None where its owner has others.
+
+        others: that hold memory, in order of arrival. The elder runs to its end.
+        """
+        texts = [other for other in others if other is not request and not other.is_over]
+        counts = Counter(other.owner for other in texts)
+        if request.owner in counts:
+            return []
+        urgency, found = self.urgency(request), []
+        may_give = [other for other in texts if other is not self._elder and self.urgency(other) >= urgency]
+        may_give.reverse()
+        while may_give:
+            newest = max(may_give, key=lambda other: counts[other.owner])
+            if counts[newest.owner] < 2:
+                break
+            counts[newest.owner] -= 1
+            may_give.remove(newest)
+            found.append(newest)
+        return found

@@ -223,7 +223,6 @@ class TtftPredictor:
     ) -> float:
         """Take steps until the new request has its token; return the seconds that they take."""
         seconds = 0.5 * self._fit.seconds(len(streams), 0) if streams or prompts else 0.0
-        waiting.sort(key=lambda work: (work.priority, work.order))
         room = self._room() - sum(work.rows for work in prompts)
         tick = max((work.last_chunk for work in prompts), default=0) + 1
         for _ in range(_MOST_STEPS):
@@ -269,13 +268,14 @@ class TtftPredictor:
         """Admit what there is place and room for, as `admission` does; return the room that is left."""
         while waiting:
             owners = Counter(work.owner for work in (*streams, *prompts))
-            first = next((work for work in waiting if may_run(work.owner, owners[work.owner])), None)
-            if first is None:
+            allowed = [work for work in waiting if may_run(work.owner, owners[work.owner])]
+            if not allowed:
                 return room
+            first = min(allowed, key=lambda work: (work.priority, owners[work.owner] > 0, work.order))
             active = len(streams) + len(prompts)
             if active and (active >= self._max_running or room < first.held):
-                victim = max((*streams, *prompts), key=lambda work: (work.priority, work.order))
-                if victim.priority <= first.priority:
+                victim = _giver(first, (*streams, *prompts), owners)
+                if victim is None:
                     return room
                 (streams if victim in streams else prompts).remove(victim)
                 room += victim.held
@@ -294,6 +294,18 @@ class TtftPredictor:
         held = [sequence.pages for sequence in tuple(pool.sequences)]
         pages = np.unique(np.concatenate(held)).size if held else 0
         return (pool.max_bytes / page_bytes - pages) * pool.page_tokens
+
+
+def _giver(first: _Work, running: Sequence[_Work], owners: Mapping[Hashable, int]) -> _Work | None:
+    """Who gives way to a request: the least urgent, or the newest of the owner that has most, to the only one of its
+    owner. owners: how many of each run."""
+    least_urgent = max(running, key=lambda work: (work.priority, work.order))
+    if least_urgent.priority > first.priority:
+        return least_urgent
+    if owners[first.owner]:
+        return None
+    several = [work for work in running if work.priority == first.priority and owners[work.owner] > 1]
+    return max(several, key=lambda work: (owners[work.owner], work.order), default=None)
 
 
 def _turn(work: _Work) -> tuple[int, int, int]:

@@ -301,3 +301,50 @@ def test_threads_of_many_priorities_get_what_they_would_alone() -> None:
 def test_wrong_priorities_are_refused(priority: Any) -> None:
     with pytest.raises(RequestError, match="priority"):
         Engine(wide_model()).generate([1], GREEDY, priority=priority)
+
+
+def test_no_owner_holds_all_places_while_another_has_none() -> None:
+    engine = Engine(wide_model(), limits=EngineLimits(max_running=4))
+    readers = Readers(engine)
+    flood = [readers.begin(numbers(6, seed), sampling=SEEDED, max_tokens=60, owner="flood") for seed in range(8)]
+    readers.step()
+    others = []
+    for count, owner in enumerate(("a", "a", "b", "c", "d"), start=10):
+        others.append(readers.begin(numbers(5, count), sampling=SEEDED, max_tokens=60, owner=owner))
+        readers.step()
+    running = [generation for generation in readers.texts if generation.request.sequence is not None]
+    assert running == [flood[0], others[0], others[2], others[3]], "one of each; nobody's last text is taken"
+    readers.finish()
+    for generation in readers.texts:
+        seed = flood.index(generation) if generation in flood else 10 + others.index(generation)
+        prompt = numbers(6 if generation in flood else 5, seed)
+        assert readers.texts[generation] == alone(prompt, SEEDED, max_tokens=60)
+    assert engine.scheduler.admission.preemptions == 3
+    assert all_pages_are_free(engine)
+
+
+def test_places_that_are_free_go_to_any_owner_and_a_less_urgent_one_takes_none() -> None:
+    readers = Readers(Engine(wide_model(), limits=EngineLimits(max_running=4)))
+    urgent = [readers.begin(numbers(6, seed), max_tokens=9, priority=-1, owner="urgent") for seed in range(5)]
+    later = readers.begin(numbers(6, 9), max_tokens=9, owner="later")
+    readers.step()
+    assert [one.request.sequence is not None for one in (*urgent, later)] == [True] * 4 + [False] * 2
+    readers.finish()
+    assert set(readers.ended[4:]) == {urgent[4], later}
+
+
+def test_no_owner_holds_all_memory_while_another_has_none() -> None:
+    engine = Engine(wide_model(), kv_memory=32 * PAGE_BYTES, limits=EngineLimits(max_running=8))
+    readers = Readers(engine)
+    flood = [readers.begin(numbers(30, seed), sampling=SEEDED, max_tokens=20, owner="flood") for seed in range(3)]
+    while not all(readers.texts.values()):
+        readers.step()
+    other = readers.begin(numbers(40, 9), sampling=SEEDED, max_tokens=20, owner="other")
+    while not readers.texts[other]:
+        readers.step()
+    assert not readers.ended and flood[0].request.sequence is not None
+    readers.finish()
+    for seed, generation in enumerate(flood):
+        assert readers.texts[generation] == alone(numbers(30, seed), SEEDED, max_tokens=20)
+    assert readers.texts[other] == alone(numbers(40, 9), SEEDED, max_tokens=20)
+    assert all_pages_are_free(engine)

@@ -172,6 +172,25 @@ def test_texts_of_a_token_run_and_wait_as_many_as_its_line_allows(gated):
         assert batch.post(CHAT, json={**ASK, "n": 2}).status_code == 200
 
 
+def test_a_tokens_first_text_is_taken_whatever_others_have_asked_for():
+    gate = threading.Event()
+    scripts = {"waits": [ord("a"), gate, ord("b")], "says": b"yes"}
+    settings = ServerSettings(port=0, tokens=parse_tokens("flood: first\nperson: second"), max_generations=1)
+    with (
+        serving(settings, sources=scripted_sources(*scripts), load=loader(scripts)) as running,
+        client_of(running, "first") as flood,
+        client_of(running, "second") as person,
+    ):
+        try:
+            with flood.stream("POST", CHAT, json={**ASK, "model": "waits", "stream": True}) as first:
+                assert first.status_code == 200
+                assert flood.post(CHAT, json=ASK).json()["error"]["code"] == "queue_full"
+                assert person.post(CHAT, json={**ASK, "n": 2}).json()["error"]["code"] == "queue_full"
+                assert person.post(CHAT, json=ASK).status_code == 200
+        finally:
+            gate.set()
+
+
 def test_an_objective_for_the_first_token_refuses_what_would_come_later(served, tcp, monkeypatch):
     predicted = 9.0
 

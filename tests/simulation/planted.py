@@ -169,8 +169,8 @@ PLANTED = (
     Planted(
         "admitted-by-arrival",
         _ADMISSION,
-        "(rank(request), request.is_prompt, owners[request.owner]))\n",
-        "(request.is_prompt, owners[request.owner]))\n",
+        "    return rank(request), count > 0, request.is_prompt, count\n",
+        "    return (0, True), count > 0, request.is_prompt, count\n",
         "who waits for a place is admitted whatever its priority",
     ),
     Planted(
@@ -193,6 +193,20 @@ PLANTED = (
         "self.urgency(other) > urgency\n",
         "self.urgency(other) >= urgency and other is not request\n",
         "requests of the same priority take place and memory from each other",
+    ),
+    Planted(
+        "one-owner-holds-all-places",
+        _PRECEDENCE,
+        "            may_give.remove(newest)\n            found.append(newest)\n",
+        "            may_give.remove(newest)\n",
+        "an owner of whom nothing runs waits for the texts of another that holds all places",
+    ),
+    Planted(
+        "last-text-of-an-owner-gives-way",
+        _PRECEDENCE,
+        "            if counts[newest.owner] < 2:\n",
+        "            if counts[newest.owner] < 1:\n",
+        "owners take places from each other in turns",
     ),
     Planted(
         "departed-never-closed",

@@ -1,5 +1,6 @@
 """What is looked at while a step is taken: each choice of a token, each end of a text, each eviction."""
 
+from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -84,13 +85,34 @@ def watch_priorities(world: "World") -> None:
         left = [request for request in left if not isinstance(request.owner, Owner)]
         admitted = [request for request in waited if request.sequence is not None]
         lost = [request for request in active if request.sequence is None and not request.is_over]
-        if lost and admitted:
-            is_for_equals = min(map(priority, lost)) <= min(map(priority, admitted))
-            require(not is_for_equals, "a request takes the place of another that is as urgent")
+        had = Counter(request.owner for request in active if request.can_proceed)
+        for loser in lost:
+            keeps = any(one.owner == loser.owner and one.sequence is not None for one in running)
+            is_fair = keeps and any(not had[one.owner] and priority(one) <= priority(loser) for one in admitted)
+            is_for_equals = not admitted or priority(loser) <= min(map(priority, admitted))
+            require(is_fair or not is_for_equals, "a request takes the place of another that is as urgent")
+        _require_shares(left)
         if left and admitted and admission.precedence._elder not in left:
             require(
                 max(map(priority, admitted)) <= min(map(priority, left)), "a request waits behind a less urgent one"
             )
+
+    def _require_shares(left: list[Request]) -> None:
+        """Nobody waits for a place while another has several that it could give."""
+        holding = [one for one in scheduler.running if one.sequence is not None and one.can_proceed]
+        owners = Counter(one.owner for one in holding)
+        without = [one for one in left if not owners[one.owner]]
+        if len(holding) < admission.limits.max_running or any(one.gave_way_to for one in without):
+            return
+        for one in without:
+            elder = admission.precedence._elder
+            rich = [
+                other
+                for other in holding
+                if owners[other.owner] > 1 and other is not elder and priority(other) >= priority(one)
+            ]
+            has_room = bool(rich) and all(admission._has_room(one, [other]) for other in rich)
+            require(not has_room, "a request waits for a place while an owner of several holds all")
 
     def watched_preempt(request: Request) -> None:
         others = [other for other in scheduler.running if other.sequence is not None and other.can_proceed]

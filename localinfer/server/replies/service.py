@@ -251,8 +251,12 @@ class Service:
         if former is not None:
             reason = "a newer request with the same prompt_cache_key took its place"
             former.fail(ApiError(409, reason, code="superseded"))
-        running = sum(reply.num_texts for reply in self._replies.values() if not reply.is_cancelled)
-        if running and running + len(plans) > self.settings.max_generations:
+        present = [reply for reply in self._replies.values() if not reply.is_cancelled]
+        running = sum(reply.num_texts for reply in present)
+        is_first = bool(record.token) and all(reply.token != record.token for reply in present)
+        # A token has a text whatever others have asked for; there are as many tokens as the file has lines.
+        is_full = running + len(plans) > self.settings.max_generations
+        if running and is_full and not (is_first and len(plans) == 1):
             raise ApiError(
                 429,
                 f"{running} texts are being generated, of at most {self.settings.max_generations}; try again later",
