@@ -3,7 +3,7 @@
 The most urgent is admitted first. It takes place and memory of less urgent ones where that is enough for it: they are
 preempted, and recomputed to the same bits. Whoever is preempted so is less urgent than who takes its place, so no two
 take it from each other in turn. Among equals an owner of whom nothing runs takes them from one with several texts,
-whose newest gives way: that one keeps a text, so neither do these take anything back.
+whose newest gives way: that one keeps a text, so these take nothing back either.
 """
 
 import time

@@ -71,7 +71,7 @@ class Precedence:
 
     def surplus(self, request: Request, others: Sequence[Request]) -> list[Request]:
         """Those of the others that give way to the only text of an owner though they are as urgent: of owners with
-        several texts, who keep one, first the newest of the one that has most. None where its owner has others.
+        several texts, who keep one, first the newest of the one that has most. None where its owner has others itself.
 
         others: that hold memory, in order of arrival. The elder runs to its end.
         """

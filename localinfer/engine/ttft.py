@@ -298,7 +298,7 @@ class TtftPredictor:
 
 def _giver(first: _Work, running: Sequence[_Work], owners: Mapping[Hashable, int]) -> _Work | None:
     """Who gives way to a request: the least urgent, or the newest of the owner that has most, to the only one of its
-    owner. owners: how many of each run."""
+    owner. owners: how many of each run now."""
     least_urgent = max(running, key=lambda work: (work.priority, work.order))
     if least_urgent.priority > first.priority:
         return least_urgent

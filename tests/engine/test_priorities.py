@@ -304,6 +304,7 @@ def test_wrong_priorities_are_refused(priority: Any) -> None:
 
 
 def test_no_owner_holds_all_places_while_another_has_none() -> None:
+    # Eight texts of one owner for four places, then texts of four others.
     engine = Engine(wide_model(), limits=EngineLimits(max_running=4))
     readers = Readers(engine)
     flood = [readers.begin(numbers(6, seed), sampling=SEEDED, max_tokens=60, owner="flood") for seed in range(8)]

@@ -173,6 +173,7 @@ def test_texts_of_a_token_run_and_wait_as_many_as_its_line_allows(gated):
 
 
 def test_a_tokens_first_text_is_taken_whatever_others_have_asked_for():
+    # The only text that the limit allows waits at the gate.
     gate = threading.Event()
     scripts = {"waits": [ord("a"), gate, ord("b")], "says": b"yes"}
     settings = ServerSettings(port=0, tokens=parse_tokens("flood: first\nperson: second"), max_generations=1)

@@ -1,7 +1,7 @@
 """Bugs that are planted in the product, to see that the simulation finds each: what it would miss is not proven by it.
 
-Each is a mistake of the kind that was made here or elsewhere: a reference too few, a place one too late, a check left
-out. `python -m tests.simulation.plant` measures how long each takes to be found.
+Each is a mistake of the kind that was made here or elsewhere: a reference too few, a place one too late, a check that
+is left out. `python -m tests.simulation.plant` measures how long each takes to be found.
 """
 
 from tests.simulation.planting import Planted

@@ -98,7 +98,7 @@ def watch_priorities(world: "World") -> None:
             )
 
     def _require_shares(left: list[Request]) -> None:
-        """Nobody waits for a place while another has several that it could give."""
+        """Require that nobody waits for a place while another has several that it could give."""
         holding = [one for one in scheduler.running if one.sequence is not None and one.can_proceed]
         owners = Counter(one.owner for one in holding)
         without = [one for one in left if not owners[one.owner]]
