@@ -13,7 +13,7 @@ class Node {
   }
 
   get tagName() { return this.tag.toUpperCase(); }
-  get lastElementChild() { return this.children.filter((child) => child instanceof Node).at(-1) ?? null; }
+  get lastElementChild() { return this.children.findLast((child) => child instanceof Node) ?? null; }
   get textContent() { return this.children.map((child) => child.textContent ?? child).join(''); }
   set textContent(text) { this.replaceChildren(text); }
 
@@ -30,7 +30,7 @@ class Node {
   }
 
   remove() {
-    if (this.parent) this.parent.children = this.parent.children.filter((child) => child !== this);
+    if (this.parent) this.parent.children.splice(this.parent.children.lastIndexOf(this), 1);
     this.parent = null;
   }
 
@@ -50,13 +50,51 @@ class Node {
       else if (typeof inside.at(-1) === 'string' && !inside.at(-1).endsWith('>')) inside.push(inside.pop() + child);
       else inside.push(String(child));
     }
+    // What is shown until it is settled looks as if it were.
+    if (this.tag === 'span' && this.className === 'tail') return inside.join('');
     return this.className === 'copy-code' ? '' : `<${this.tag}${shown}>${inside.join('')}</${this.tag}>`;
   }
 }
 
+/** Counts, in a context, the characters that functions of texts and expressions look at, and what is put into elements.
+ *  Expressions that must match where they begin count when they do. */
+const COUNTING = `
+  let counted = 0;
+  const step = (number) => { counted += Math.max(1, number); };
+  for (const name of ['indexOf', 'includes']) {
+    const original = String.prototype[name];
+    String.prototype[name] = function (sought, from = 0) {
+      const found = original.call(this, sought, from);
+      step(found === true || found === -1 || found === false ? this.length - from : found - from + sought.length);
+      return found;
+    };
+  }
+  for (const name of ['replaceAll', 'split']) {
+    const original = String.prototype[name];
+    String.prototype[name] = function (...given) {
+      step(this.length);
+      return original.apply(this, given);
+    };
+  }
+  const exec = RegExp.prototype.exec;
+  RegExp.prototype.exec = function (text) {
+    const from = this.global || this.sticky ? this.lastIndex : 0;
+    const found = exec.call(this, text);
+    const isHeld = this.sticky || this.source.startsWith('^');
+    step(found ? found.index + found[0].length - from : isHeld ? 1 : text.length - from);
+    return found;
+  };
+  const append = Node.prototype.append;
+  Node.prototype.append = function (...added) {
+    step(added.length);
+    append.apply(this, added);
+  };
+`;
+
 const context = vm.createContext({
   document: { createElement: (tag) => new Node(tag) }, URL, Node, structuredClone,
 });
+vm.runInContext(COUNTING, context);
 for (const path of process.argv.slice(2)) vm.runInContext(fs.readFileSync(path, 'utf8'), context, { filename: path });
 vm.runInContext(`
   /** Markdown as markup, fed in pieces; root: what holds it. */
@@ -66,6 +104,15 @@ vm.runInContext(`
     const unfinished = root.markup;
     view.end();
     return { unfinished, whole: root.markup };
+  }
+  /** Characters that are looked at and elements that are moved while Markdown comes in pieces; work: [text, size]. */
+  function steps(text, size) {
+    counted = 0;
+    const root = document.createElement('div');
+    const view = new MarkdownView(root);
+    for (let at = 0; at < text.length; at += size) view.feed(text.slice(at, at + size));
+    view.end();
+    return counted;
   }
   function events(pieces) {
     const reader = new EventReader();

@@ -14,7 +14,7 @@ import localinfer.server
 from tests.limits import seconds
 
 FOLDER = Path(localinfer.server.__file__).parent / "page"
-NAMES = ("elements", "keys", "settings", "highlight", "markdown", "server", "conversations")
+NAMES = ("elements", "keys", "settings", "highlight", "inline", "markdown", "server", "conversations")
 SCRIPTS = [str(FOLDER / f"{name}.js") for name in NAMES]
 NODE = shutil.which("node")
 pytestmark = pytest.mark.skipif(NODE is None, reason="there is no node in PATH, which would run the page's scripts")
@@ -85,7 +85,7 @@ def test_markdown_becomes_elements() -> None:
         "<span class=number>1.5</span>\n",
         "<tr><th>a</th><th class=end>b</th></tr><tr><td><code>1</code></td><td class=end>x | y</td></tr>"
         "<tr><td>only</td><td class=end></td></tr></table></div><hr></hr>",
-        "<p><strong><em>all</em></strong> end</p>",
+        "<p><em><strong>all</strong></em> end</p>",
     ):
         assert part in made
 
@@ -102,6 +102,116 @@ def test_markdown_does_not_depend_on_how_the_text_is_cut() -> None:
     assert all(other == whole for other in others)
 
 
+PARTS = [
+    "*",
+    "**",
+    "***",
+    "_",
+    "~~",
+    "`",
+    "``",
+    "[",
+    "](",
+    ")",
+    "[a](https://a.b/c)",
+    "https://a.b/c_d",
+    "\\(",
+    "\\)",
+    "$$",
+]
+PARTS += [
+    "\\*",
+    "\\",
+    "!",
+    "|",
+    "|-|",
+    "\n",
+    "\n\n",
+    "\n- ",
+    "\n  ",
+    "\n> ",
+    "\n1. ",
+    "\n```",
+    "\n# ",
+    "\U0001f600",
+    "\r\n",
+]
+WORDS = ["a", " ", "word ", " b", "x" * 30]
+
+
+def test_no_text_depends_on_how_it_is_cut() -> None:
+    """Marks of every kind at random, some of them farther apart than they may be, in lines of every length."""
+    draw = random.Random(11)
+    calls = []
+    for number in range(120):
+        most = 9000 if number % 10 == 0 else 60
+        text, share = "", draw.choice([0.05, 0.3, 0.8])
+        parts = [part for part in PARTS if "\n" not in part or number % 20] if most > 60 else PARTS
+        while len(text) < most:
+            text += draw.choice(parts if draw.random() < share else WORDS)
+        size = draw.randint(1, 9) if most == 60 else draw.randint(50, 900)
+        cut = [text[at : at + size] for at in range(0, len(text), size)]
+        calls += [["render", [text]], ["render", cut]]
+    made = [one["whole"] for one in call(*calls)]
+    for number, (whole, cut) in enumerate(zip(made[::2], made[1::2], strict=True)):
+        assert cut == whole, calls[2 * number][1]
+
+
+LONG = {
+    "a paragraph of 51 kB in one line": "Some words of a story, with a few commas, go on. " * 1050,
+    "a paragraph of 51 kB in lines": "Some words of a story, with a few commas, go on\n" * 1050,
+    "a paragraph full of marks": "Some *words* of a `story`, **with** [a](https://a.b) https://a.b/c few ~~commas~~ "
+    * 600,
+    "20,000 stars": "*" * 20000,
+    "stars that open": "*a " * 7000,
+    "stars that open and close": "*a* **b*c** " * 2000,
+    "stars that close what is far": ("*a " * 300 + "a* " * 300) * 12,
+    "all kinds of emphasis, none closed": "**a _b ~~c *d __e " * 1200,
+    "brackets": "[" * 20000,
+    "brackets in pairs": "[" * 9000 + "]" * 9000,
+    "links without an end": "[a](b" * 4000,
+    "long links": f"[{'a' * 400}](https://a.b/{'c' * 400}) " * 25,
+    "long links without an end": f"[{'a' * 400}](https://a.b/{'c' * 400} " * 25,
+    "one long address": "https://a.b/" + "c" * 20000,
+    "two runs of backticks": "`" * 9999 + " " + "`" * 9998,
+    "runs of backticks of every length": " ".join("`" * (number % 63 + 1) for number in range(600)),
+    "single backticks": "` " * 7000,
+    "backslashes": "\\" * 20000,
+    "formulas without an end": "\\(a " * 5000,
+    "dollars": "$$ a " * 4000,
+    "quotations in quotations": "> " * 6000 + "x",
+    "items in items": "- " * 6000 + "x",
+    "nested lists": "".join("  " * (number % 6) + "- an item of a list\n" for number in range(900)),
+    "a list": "- an item of a list\n" * 900,
+    "a table": "| a | b |\n|--|--|\n" + "| cell | cell |\n" * 900,
+    "a row without an end": "| a | b |\n|--|--|\n" + "| cell " * 3000,
+    "lines that could be tables": "a | b\n" * 3000,
+    "a code block of 63 kB": "```js\n" + "let x = 1; // note\n" * 3300 + "```\n",
+    "a line of code of 20 kB": "```js\n" + "let x = 'a' + 1; " * 1200,
+    "quotes in code": "```js\n" + "'\"`" * 6000,
+    "white space": " " * 20000 + "-",
+    "a heading without an end": "# " + "word " * 4000,
+    "a fence without an end": "```" + "word " * 4000,
+    "no spaces at all": "\u4f60\u597d" * 9000,
+}
+PIECE = 200
+MOST_LOOKS = 150
+
+
+def test_markdown_costs_in_the_size_of_what_is_new() -> None:
+    """Steps, not time: no character is looked at more often the longer a text becomes, in pieces as at once."""
+    sizes = [(text[: len(text) // 2], PIECE) for text in LONG.values()]
+    sizes += [(text, PIECE) for text in LONG.values()]
+    sizes += [(text, len(text)) for text in LONG.values()]
+    found = call(*(["steps", *one] for one in sizes))
+    number = len(LONG)
+    for what, half, whole, at_once in zip(LONG, found, found[number:], found[2 * number :], strict=False):
+        size = len(LONG[what])
+        assert whole < 2.3 * half + 20 * size, f"{what}: {half} steps became {whole} for twice the text"
+        assert whole < MOST_LOOKS * size, f"{what}: {whole / size:.0f} steps a character"
+        assert at_once < 40 * size, f"{what}: {at_once / size:.0f} steps a character at once"
+
+
 ONE_LINE = {
     "a <b>c</b> &amp; <script>x</script>": None,
     "[x](javascript:alert(1)) [y](data:text/html,z) [z](//a.b)": None,
@@ -110,6 +220,9 @@ ONE_LINE = {
     "[https://good.example](https://evil.example)": "<p><a href=https://evil.example>https://good.example</a></p>",
     "2020. A year": "<ol start=2020><li><p>A year</p></li></ol>",
     "In\n2020. A year": "<p>In\n2020. A year</p>",
+    r"so \(a_1 * b_1\) and \[x * y * z\]": None,
+    "$$a *b* c$$ and $5": None,
+    r"a \] b \) c": None,
     "```\n<b>\n": "<figure class=code><figcaption>text</figcaption><pre><code><b>\n</code><span></span></pre></figure>",
 }
 """Markdown -> markup; None: it stays text."""

@@ -1,108 +1,9 @@
-// Markdown within a paragraph.
+// Markdown in blocks, as it comes: what a finished line became stays, only the last line is shown anew, and of a
+// paragraph what is not settled.
 'use strict';
 
-const DEEPEST = 6;
-const MARK = /(`+)|(\*\*|__|~~|\*|_)|(!?\[)|(<?https?:\/\/[^\s<>]+>?)|\\([!-/:-@[-`{-~])/g;
-const LABEL = /!?\[((?:[^[\]\\]|\\.|\[[^[\]]*\])*)\]/;
-const TARGET = /\(\s*<?([^\s<>()]*(?:\([^\s()]*\)[^\s<>()]*)*)>?(?:\s+"[^"]*")?\s*\)/;
-const LINK = new RegExp(LABEL.source + TARGET.source, 'y');
-const TAGS = { '**': 'strong', __: 'strong', '*': 'em', _: 'em', '~~': 'del' };
-
-/** Append text with emphasis, code and links to a parent. */
-function inline(parent, text, depth = 0, mayLink = true) {
-  const marks = new RegExp(MARK);
-  const unclosed = new Set();
-  let done = 0;
-  const plain = (end) => end > done && parent.append(text.slice(done, end));
-  for (let found; depth < DEEPEST && (found = marks.exec(text));) {
-    const part = inlinePart(text, found, depth, unclosed, mayLink);
-    if (!part) continue;
-    plain(found.index);
-    parent.append(part.node);
-    done = marks.lastIndex = part.end;
-  }
-  plain(text.length);
-}
-
-/** What begins at a mark, as a node and its end; null if the mark is just text. */
-function inlinePart(text, found, depth, unclosed, mayLink) {
-  const [whole, ticks, emphasis, bracket, address, escaped] = found;
-  const start = found.index + whole.length;
-  if (escaped) return { node: escaped, end: start };
-  if (ticks) return codeSpan(text, ticks, start);
-  if (emphasis) {
-    const end = unclosed.has(emphasis) ? -1 : closing(text, emphasis, found.index);
-    if (end === -1) unclosed.add(emphasis);
-    if (end < 0) return null;
-    const node = element(TAGS[emphasis]);
-    inline(node, text.slice(start, end), depth + 1, mayLink);
-    return { node, end: end + emphasis.length };
-  }
-  if (!mayLink) return null;
-  if (bracket) {
-    LINK.lastIndex = found.index;
-    const parts = LINK.exec(text);
-    const node = parts && linkTo(parts[2]);
-    if (!node) return null;
-    inline(node, parts[1] || parts[2], depth + 1, false);
-    return { node, end: LINK.lastIndex };
-  }
-  const isMarked = address.startsWith('<') && address.endsWith('>');
-  const shown = isMarked ? address.slice(1, -1) : withoutEnd(address, '.,;:!?\'"*_~)]>');
-  const node = address.startsWith('<') && !isMarked ? null : linkTo(shown);
-  if (!node) return null;
-  node.append(shown);
-  return { node, end: found.index + (isMarked ? address.length : shown.length) };
-}
-
-/** A text without the signs that it ends with. */
-function withoutEnd(text, signs) {
-  let end = text.length;
-  while (end && signs.includes(text[end - 1])) end -= 1;
-  return text.slice(0, end);
-}
-
-/** An unfinished text as it will probably look: marks that it ends with may be halves, and open ones will be closed. */
-function likely(text) {
-  const shown = withoutEnd(text, '*_~`');
-  const isOdd = (mark, within) => within.split(mark).length % 2 === 0;
-  if (isOdd('`', shown)) return `${shown}\``;
-  return isOdd('**', shown.replace(/`[^`]*`/g, '')) ? `${shown.trimEnd()}**` : shown;
-}
-
-function codeSpan(text, ticks, start) {
-  let end = text.indexOf(ticks, start);
-  while (end >= 0 && (text[end + ticks.length] === '`' || text[end - 1] === '`')) end = text.indexOf(ticks, end + 1);
-  if (end < 0) return null;
-  const content = text.slice(start, end);
-  return { node: element('code', { textContent: content.trim() ? content.replace(/^ (.*) $/s, '$1') : content }),
-    end: end + ticks.length };
-}
-
-/** Where emphasis ends that opens at a place: -1 if nowhere from there on, -2 if it cannot open there. */
-function closing(text, mark, at) {
-  const start = at + mark.length;
-  const isWord = (index) => /[\p{L}\p{N}]/u.test(text[index] ?? '');
-  if (!text[start] || /\s/.test(text[start]) || (mark[0] === '_' && isWord(at - 1))) return -2;
-  for (let end = text.indexOf(mark, start + 1); end >= 0; end = text.indexOf(mark, end + 1)) {
-    const isPart = mark.length === 1 && (text[end + 1] === mark || text[end - 1] === mark);
-    if (isPart) end += text[end + 1] === mark ? 1 : 0;
-    else if (!/\s/.test(text[end - 1]) && !(mark[0] === '_' && isWord(end + mark.length))) {
-      return mark.length === 2 && text[start] === mark[0] && text[end + 2] === mark[0] ? end + 1 : end;
-    }
-  }
-  return -1;
-}
-
-/** An empty link that opens apart and tells the other side nothing; null for what is no address of the web or mail. */
-function linkTo(address) {
-  if (!/^(https?:\/\/|mailto:)\S/i.test(address) || !URL.canParse(address)) return null;
-  return element('a', { href: address, title: address, target: '_blank', rel: 'noopener noreferrer',
-    referrerPolicy: 'no-referrer' });
-}
-
-// Markdown in blocks, as it comes: what a finished line became stays, only the last line is shown anew.
-
+const LONGEST = 2000;     // Characters of a line that may be more than text; the rest of a longer one is text.
+const LINES_A_PART = 40;  // Of code: a browser lays out the part to which it adds.
 const FENCE = /^ {0,3}(`{3,}|~{3,})([^`]*)$/;
 const HEADING = /^ {0,3}(#{1,6})\s+(.*)$/;
 const RULE = /^ {0,3}([-*_])(?: *\1){2,} *$/;
@@ -123,37 +24,76 @@ class MarkdownView {
     this.rest = '';
     this.open = null;
     this.undoTail = null;
+    this.flow = null;   // What takes the rest of a line that is too long to be more than text.
     this.numBegun = 0;  // Characters of the unfinished line that have begun an item or a quotation.
   }
 
   /** Take more text. */
   feed(text) {
-    const lines = (this.rest + text).split('\n');
+    const rest = this.flow ? this.flowOn(text) : text;
+    const lines = (this.rest + rest).split('\n');
     this.rest = lines.pop();
-    for (const line of lines) this.line(line);
-    this.tail(this.rest);
+    for (const line of lines) this.wholeLine(line);
+    if (this.rest.length > LONGEST) {
+      this.flow = this.begin(this.rest);
+      this.rest = '';
+    }
+    if (!this.flow) this.tail(this.rest);
     this.settle();
   }
 
   /** The text has ended. */
   end() {
-    if (this.rest) this.line(this.rest);
+    if (this.rest) this.wholeLine(this.rest);
     this.rest = '';
-    this.settle();
+    this.flow?.endLine();
+    this.flow = null;
+    this.become(null);
   }
 
-  /** Take a finished line. */
-  line(text) {
+  /** Add text to a long line; gives what follows that line. */
+  flowOn(text) {
+    const end = text.indexOf('\n');
+    this.flow.add(end < 0 ? text : text.slice(0, end));
+    if (end < 0) return '';
+    this.flow.endLine();
+    this.flow = null;
+    return text.slice(end + 1);
+  }
+
+  wholeLine(text) {
+    if (text.length > LONGEST) this.begin(text).endLine();
+    else this.line(text);
+  }
+
+  /** Take the beginning of a line that is too long to be more than text; gives what takes the rest of it. */
+  begin(text) {
+    this.line(text.slice(0, LONGEST), true);
+    const flow = this.leaf() ?? this.paragraphLine('', true);
+    flow.add(text.slice(LONGEST));
+    return flow;
+  }
+
+  /** What of the open blocks takes text. */
+  leaf() {
+    const { open } = this;
+    if (open?.inner) return open.inner.leaf() ?? open.inner.paragraphLine('', true);
+    if (!open?.code) return open?.paragraph ?? null;
+    return { add: (text) => open.part.append(text), endLine: () => open.part.append('\n') };
+  }
+
+  /** Take a finished line, or the first part of a long one. */
+  line(text, isCut = false) {
     this.dropTail();
     const line = untabbed(text.replace(/\r$/, ''));
-    if (this.open?.code) return this.codeLine(line);
+    if (this.open?.code) return this.codeLine(line, isCut);
     const begun = this.numBegun;
     this.numBegun = 0;
-    if (begun) return this.open.inner.line(line.slice(begun));
-    const inside = this.inside(line);
-    if (inside !== null) return this.open.inner.line(inside);
+    if (begun) return this.open.inner.line(line.slice(begun), isCut);
+    const inside = this.inside(line, isCut);
+    if (inside !== null) return this.open.inner.line(inside, isCut);
     if (!line.trim()) return this.become(null);
-    return this.startBlock(line) || this.paragraphLine(line);
+    return this.startBlock(line, { isCut }) || this.paragraphLine(line, isCut);
   }
 
   /** Show a line that is not finished, until the next call. */
@@ -169,13 +109,10 @@ class MarkdownView {
     if (!this.numBegun && (!text.trim() || MARKS_ONLY.test(text))) return;
     const inside = this.numBegun ? text.slice(this.numBegun) : this.inside(text);
     if (inside !== null) this.innerTail(inside);
-    else if (this.open?.lines && !this.isBlockStart(text)) {
-      const { open } = this;
-      this.showParagraph(open, [likely([...open.lines, text.trim()].join('\n'))]);
-      this.undoTail = () => { open.isStale = true; };
-    } else if (this.depth < DEEPEST && (QUOTE.test(text) || ITEM.test(text)) && this.isBlockStart(text)) {
+    else if (this.open?.paragraph && !this.isBlockStart(text)) this.paragraphTail(text.trim());
+    else if (this.depth < DEEPEST && (QUOTE.test(text) || ITEM.test(text)) && this.isBlockStart(text)) {
       const rest = QUOTE.exec(text)?.[1] ?? ITEM.exec(text)[4];
-      this.startBlock(text.slice(0, text.length - rest.length), true);
+      this.startBlock(text.slice(0, text.length - rest.length), { isBegun: true });
       this.numBegun = text.length - rest.length;
       this.innerTail(rest);
     } else if (!this.open?.aligns || !text.includes('|')) {
@@ -183,9 +120,15 @@ class MarkdownView {
       this.root.append(node);
       const view = new MarkdownView(node, this.depth);
       view.line(FENCE.test(text) ? text : likely(text));
-      view.settle();
+      view.become(null);
       this.undoTail = () => node.remove();
     }
+  }
+
+  paragraphTail(text) {
+    const { paragraph } = this.open;
+    paragraph.show(text);
+    this.undoTail = () => { paragraph.isStale = true; };
   }
 
   innerTail(text) {
@@ -202,19 +145,20 @@ class MarkdownView {
 
   /** Show what was taken and not shown yet. */
   settle() {
-    if (this.open?.isStale) this.showParagraph(this.open, this.open.lines);
+    if (this.open?.paragraph?.isStale) this.open.paragraph.show();
     this.open?.inner?.settle();
   }
 
   /** Close the open block, and open another. */
   become(open) {
-    this.settle();
+    this.open?.paragraph?.end();
+    this.open?.inner?.become(null);
     this.open = open;
     return true;
   }
 
   /** What a line adds to the open item or quotation; null if it is not part of it. */
-  inside(line) {
+  inside(line, isCut = false) {
     const { open } = this;
     if (!open?.inner) return null;
     if (open.quote) return QUOTE.exec(line)?.[1] ?? null;
@@ -224,29 +168,32 @@ class MarkdownView {
     }
     const indent = indentOf(line);
     if (indent >= open.indent + 2) return line.slice(Math.min(indent, open.content));
-    const isLazy = !open.isLoose && !this.isBlockStart(line) && open.inner.open?.lines;
+    const isLazy = !open.isLoose && !this.isBlockStart(line, isCut) && open.inner.open?.paragraph;
     return isLazy ? line.trim() : null;
   }
 
-  isBlockStart(line) {
+  isBlockStart(line, isCut = false) {
     const item = ITEM.exec(line);
-    return FENCE.test(line) || HEADING.test(line) || RULE.test(line) || QUOTE.test(line)
-      || (item !== null && item[4] !== '' && (!/\d/.test(item[2]) || !this.open?.lines || parseInt(item[2], 10) === 1));
+    return (!isCut && (FENCE.test(line) || HEADING.test(line) || RULE.test(line))) || QUOTE.test(line) || (item !== null
+      && item[4] !== '' && (!/\d/.test(item[2]) || !this.open?.paragraph || parseInt(item[2], 10) === 1));
   }
 
   /** Begin a block with a line, or add a row to a table; false if the line is just text. */
-  startBlock(line, isBegun = false) {
-    if (this.open?.aligns && line.includes('|')) return this.tableRow(this.open, line, 'td');
-    if (this.open?.lines && DELIMITERS.test(line.trim()) && this.startTable(line)) return true;
-    if (!isBegun && !this.isBlockStart(line)) return false;
-    const fence = FENCE.exec(line);
-    if (fence && !isBegun) return this.startCode(fence[1], fence[2].trim().split(/\s/)[0], indentOf(line));
-    const heading = HEADING.exec(line);
-    if (heading) return this.put(`h${Math.min(6, heading[1].length + 1)}`, heading[2].trim().replace(/\s#+$/, ''));
-    if (RULE.test(line) && !isBegun) return this.put('hr', '');
+  startBlock(line, { isBegun = false, isCut = false } = {}) {
+    const isWhole = !isBegun && !isCut;
+    if (isWhole && this.open?.aligns && line.includes('|')) return this.tableRow(this.open, line, 'td');
+    if (isWhole && this.open?.paragraph && DELIMITERS.test(line.trim()) && this.startTable(line)) return true;
+    if (!isBegun && !this.isBlockStart(line, isCut)) return false;
+    if (isWhole) {
+      const fence = FENCE.exec(line);
+      if (fence) return this.startCode(fence[1], fence[2].trim().split(/\s/)[0], indentOf(line));
+      const heading = HEADING.exec(line);
+      if (heading) return this.put(`h${Math.min(6, heading[1].length + 1)}`, heading[2].trim().replace(/\s#+$/, ''));
+      if (RULE.test(line)) return this.put('hr', '');
+    }
     if (this.depth >= DEEPEST) return false;
     const quote = QUOTE.exec(line);
-    return quote ? this.startQuote(quote[1]) : this.startItem(ITEM.exec(line));
+    return quote ? this.startQuote(quote[1], isCut) : this.startItem(ITEM.exec(line), isCut);
   }
 
   put(tag, text) {
@@ -256,19 +203,13 @@ class MarkdownView {
     return this.become(null);
   }
 
-  paragraphLine(line) {
-    if (!this.open?.lines) {
-      this.become({ node: element('p', { dir: 'auto' }), lines: [] });
-      this.root.append(this.open.node);
+  paragraphLine(line, isCut) {
+    if (!this.open?.paragraph) {
+      this.become({ paragraph: new Paragraph() });
+      this.root.append(this.open.paragraph.node);
     }
-    this.open.lines.push(line.trim());
-    this.open.isStale = true;
-  }
-
-  showParagraph(open, lines) {
-    open.isStale = false;
-    open.node.replaceChildren();
-    inline(open.node, lines.join('\n'));
+    this.open.paragraph.line(isCut ? line.trimStart() : line.trim(), isCut);
+    return this.open.paragraph;
   }
 
   startCode(fence, language, indent) {
@@ -278,29 +219,34 @@ class MarkdownView {
       element('figcaption', {}, language || 'text', button('Copy', null, { className: 'copy-code' })),
       element('pre', { tabIndex: 0, 'aria-label': 'Code' }, code, tail));
     this.root.append(figure);
-    return this.become({ code, tail, fence, indent, tokens: tokensOf(language), until: null });
+    return this.become({ code, part: code, numLines: 0, tail, fence, indent, tokens: tokensOf(language), until: null });
   }
 
-  codeLine(line) {
+  codeLine(line, isCut) {
     const { open } = this;
+    if (open.numLines && open.numLines % LINES_A_PART === 0) {
+      open.part = element('span', { className: 'part' });
+      open.code.append(open.part);
+    }
     const trimmed = line.trim();
-    if (trimmed.startsWith(open.fence) && !trimmed.replaceAll(open.fence[0], '')) {
+    if (!isCut && trimmed.startsWith(open.fence) && !trimmed.replaceAll(open.fence[0], '')) {
       this.become(null);
       return;
     }
-    open.until = highlight(open.code, line.slice(Math.min(indentOf(line), open.indent)), open.tokens, open.until);
-    open.code.append('\n');
+    open.until = highlight(open.part, line.slice(Math.min(indentOf(line), open.indent)), open.tokens, open.until);
+    if (!isCut) open.part.append('\n');
+    open.numLines += 1;
   }
 
-  startQuote(line) {
+  startQuote(line, isCut) {
     const node = element('blockquote');
     this.root.append(node);
     this.become({ quote: true, inner: new MarkdownView(node, this.depth + 1) });
-    if (line) this.open.inner.line(line);
+    if (line) this.open.inner.line(line, isCut);
     return true;
   }
 
-  startItem([, indent, marker, space, text]) {
+  startItem([, indent, marker, space, text], isCut) {
     const tag = /\d/.test(marker) ? 'ol' : 'ul';
     const last = this.root.lastElementChild;
     const follows = this.open?.inner && !this.open.quote && last?.tagName.toLowerCase() === tag;
@@ -310,19 +256,17 @@ class MarkdownView {
     this.root.append(list);
     const content = indent.length + marker.length + Math.min(4, Math.max(1, space.length));
     this.become({ indent: indent.length, content, isLoose: false, inner: new MarkdownView(node, this.depth + 1) });
-    if (text) this.open.inner.line(text);
+    if (text) this.open.inner.line(text, isCut);
     return true;
   }
 
   /** Make the last line of the open paragraph the head of a table. */
   startTable(line) {
-    const { open } = this;
-    const head = open.lines.at(-1);
+    const { paragraph } = this.open;
+    const head = paragraph.held?.trim();
     const aligns = cellsOf(line).map((cell) => (cell.endsWith(':') ? (cell.startsWith(':') ? 'center' : 'end') : ''));
-    if (!head.includes('|') || cellsOf(head).length !== aligns.length) return false;
-    open.lines.pop();
-    if (open.lines.length) this.showParagraph(open, open.lines);
-    else open.node.remove();
+    if (!head || cellsOf(head).length !== aligns.length) return false;
+    if (!paragraph.withoutHead()) paragraph.node.remove();
     const node = element('table');
     this.root.append(element('div', { className: 'table', tabIndex: 0 }, node));
     this.become({ node, aligns });
