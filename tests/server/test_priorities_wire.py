@@ -176,14 +176,14 @@ def test_a_tokens_first_text_is_taken_whatever_others_have_asked_for():
     # The only text that the limit allows waits at the gate.
     gate = threading.Event()
     scripts = {"waits": [ord("a"), gate, ord("b")], "says": b"yes"}
-    settings = ServerSettings(port=0, tokens=parse_tokens("flood: first\nperson: second"), max_generations=1)
+    settings = ServerSettings(port=0, tokens=parse_tokens("flood: first\nperson: second"), max_generations=2)
     with (
         serving(settings, sources=scripted_sources(*scripts), load=loader(scripts)) as running,
         client_of(running, "first") as flood,
         client_of(running, "second") as person,
     ):
         try:
-            with flood.stream("POST", CHAT, json={**ASK, "model": "waits", "stream": True}) as first:
+            with flood.stream("POST", CHAT, json={**ASK, "model": "waits", "stream": True, "n": 2}) as first:
                 assert first.status_code == 200
                 assert flood.post(CHAT, json=ASK).json()["error"]["code"] == "queue_full"
                 assert person.post(CHAT, json={**ASK, "n": 2}).json()["error"]["code"] == "queue_full"
