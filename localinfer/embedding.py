@@ -2,7 +2,7 @@
 
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -73,7 +73,14 @@ class TextEmbedder:
         return [_finished(one, dimensions, normalize=normalize) for one in found]
 
     def rerank(
-        self, query: str, documents: Sequence[str], *, top_n: int | None, normalize: bool, truncate: bool
+        self,
+        query: str,
+        documents: Sequence[str],
+        *,
+        top_n: int | None,
+        normalize: bool,
+        truncate: bool,
+        on_encoded: Callable[[int], object] | None,
     ) -> list[RankedDocument]:
         """The documents by falling score, equal ones in order."""
         self._engine.check_usable()
@@ -89,6 +96,8 @@ class TextEmbedder:
             )
         pairs = [self._pair(query, text, truncate) for text in documents]
         texts = [self._checked(ids) for ids, _ in pairs]
+        if on_encoded is not None:
+            on_encoded(sum(map(len, texts)))
         found = self._pool(texts, Pooling.RANK, [num_first for _, num_first in pairs])
         scores = [self._score(outputs, normalize=normalize) for outputs in found]
         ranked = sorted(range(len(texts)), key=lambda index: -scores[index])[:top_n]

@@ -386,15 +386,19 @@ class LLM(ThreadControl, DefaultOptions, SessionFiles, PromptHandover, Closing):
         top_n: int | None = None,
         normalize: bool = True,
         truncate: bool = False,
+        on_encoded: Callable[[int], object] | None = None,
     ) -> list[RankedDocument]:
         """Return documents by falling relevance to a query, as a reranker scores each pair.
 
         top_n: return so many; None: all. normalize: scores from 0 to 1 (the logistic function of the classifier's
         number, or the probability of its label "yes"); otherwise that number as it is. truncate: cut documents that do
-        not fit the context together with the query, which are refused otherwise.
+        not fit the context together with the query, which are refused otherwise. on_encoded: called before anything is
+        computed with how many tokens there are; may raise.
         Raises: as `embed_many`; RequestError for a model that is no reranker.
         """
-        return self._embedder.rerank(query, documents, top_n=top_n, normalize=normalize, truncate=truncate)
+        return self._embedder.rerank(
+            query, documents, top_n=top_n, normalize=normalize, truncate=truncate, on_encoded=on_encoded
+        )
 
     def prepare_constraints(self) -> None:
         """Build what the model's constraints and tools need, which the first of them waits for otherwise.

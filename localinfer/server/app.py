@@ -148,7 +148,7 @@ def make_app(service: Service, operation: Operation = NO_OPERATION) -> Starlette
         middleware=[
             Middleware(
                 ObservingMiddleware,
-                observers=(service.observe, log_request, *operation.observers),
+                observers=(log_request, *operation.observers),
                 request_log=operation.request_log,
             ),
             Middleware(SecurityMiddleware, settings=service.settings, present=lambda: service.settings),

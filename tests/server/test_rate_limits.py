@@ -1,6 +1,10 @@
 """Tokens with names, and what each may ask for in a minute."""
 
+import json
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
 import httpx
 import pytest
@@ -8,7 +12,7 @@ from local_servers import STORY, ServedModel, serving
 from scripted_models import loader, scripted_sources
 
 from localinfer.errors import RequestError
-from localinfer.server.operation.rate_limits import RateLimiter
+from localinfer.server.operation.rate_limits import RateLimiter, Reservation
 from localinfer.server.transport.access_tokens import AccessToken, matching_token, parse_tokens
 from localinfer.server.transport.http import ApiError
 from localinfer.server.transport.quotas import Quota
@@ -131,7 +135,7 @@ def test_requests_come_back_with_time_for_each_token_on_its_own():
     assert limiter.admit("a") == {}
 
 
-def test_tokens_are_taken_at_the_end_and_what_is_owed_is_waited_for():
+def test_what_is_owed_is_waited_for():
     clock = Clock()
     limiter = RateLimiter(lambda: ServerSettings(tokens_per_minute=600), clock)
     limiter.admit("a")
@@ -146,6 +150,60 @@ def test_tokens_are_taken_at_the_end_and_what_is_owed_is_waited_for():
     assert limiter.admit("a")["x-ratelimit-remaining-tokens"] == "10"
     clock.now += 1000
     assert limiter.admit("a")["x-ratelimit-remaining-tokens"] == "600"
+
+
+def left_of(limiter: RateLimiter, token: str = "a") -> int:
+    return int(limiter.headers(token)["x-ratelimit-remaining-tokens"])
+
+
+@pytest.mark.parametrize(
+    ("least", "most", "taken"),
+    [
+        (100, 100, 100),
+        (600, 600, 600),
+        (10, 5000, 600),
+        (10, 300, 300),
+        # What is larger than the limit takes a full bucket.
+        (5000, 9000, 600),
+        (0, 0, 0),
+    ],
+)
+def test_tokens_are_reserved_before_and_what_was_not_used_comes_back(least, most, taken):
+    clock = Clock()
+    limiter = RateLimiter(lambda: ServerSettings(tokens_per_minute=600), clock)
+    for used in (0, 7, taken, taken + 50):
+        reservation = Reservation(limiter, "a")
+        reservation.reserve(least, most)
+        assert left_of(limiter) == 600 - taken
+        reservation.settle(used)
+        reservation.settle(used)
+        assert left_of(limiter) == max(0, 600 - used)
+        assert used < 600 or limiter.headers("a")["x-ratelimit-reset-tokens"] == f"1m{used // 10 - 60}s"
+        # Once it is settled nothing is taken any more, whoever still checks its prompt.
+        reservation.reserve(least, most)
+        assert left_of(limiter) == max(0, 600 - used)
+        clock.now += 1000
+
+
+def test_requests_at_one_time_take_no_more_than_is_there():
+    limiter = RateLimiter(lambda: ServerSettings(tokens_per_minute=1000), Clock())
+    together, taken = threading.Barrier(16), []
+
+    def ask(number: int) -> None:
+        reservation = Reservation(limiter, "a")
+        together.wait()
+        for _ in range(20):
+            try:
+                reservation.reserve(30, 30)
+            except ApiError as refused:
+                assert refused.status == 429 and "30 tokens" in refused.message
+                assert refused.headers["retry-after"] == "2", "10 are left"
+            else:
+                taken.append(30)
+
+    with ThreadPoolExecutor(16) as threads:
+        list(threads.map(ask, range(16)))
+    assert sum(taken) == 990 and left_of(limiter) == 10
 
 
 @pytest.fixture(scope="module")
@@ -170,7 +228,7 @@ def test_a_token_over_its_limit_is_refused_and_another_is_not(limited):
         assert left == ["2", "1", "0"], "streams, wrong requests and whole replies count alike"
         used = answers[1].json()["usage"]["total_tokens"]
         remaining = [int(answer.headers["x-ratelimit-remaining-tokens"]) for answer in answers]
-        assert (remaining[0], answers[0].headers["x-ratelimit-limit-tokens"]) == (60, "60")
+        assert (remaining[0], answers[0].headers["x-ratelimit-limit-tokens"]) == (0, "60"), "it may take all"
         assert remaining[2] < 60 - used // 2
         refused = alice.post(PATH, json=ASK, headers={"origin": "http://a.example"})
         assert refused.status_code == 429
@@ -235,3 +293,78 @@ def test_a_reply_in_the_background_is_taken_from_who_asked_for_it():
         assert alice.get(path).json()["usage"]["output_tokens"] > 100
         assert wait_until(lambda: alice.post(PATH, json=ASK).status_code == 429)
         assert bob.post(PATH, json=ASK).status_code == 200
+
+
+@pytest.fixture
+def counted() -> Iterator[ServedModel]:
+    """A server of 500 tokens a minute, whose model says `a`, waits to be let go on, and says `b`; the clock stands."""
+    gate = threading.Event()
+    scripts = {"waits": [ord("a"), gate, ord("b")], "says": b"Hello."}
+    settings = ServerSettings(port=0, tokens=TOKENS, tokens_per_minute=500)
+    with serving(settings, sources=scripted_sources(*scripts), load=loader(scripts)) as running:
+        limiter = running.server.service.limiter
+        limiter._clock = Clock()
+        running.gate, running.left = gate, lambda: left_of(limiter, "alice")
+        try:
+            yield running
+        finally:
+            gate.set()
+
+
+def test_texts_at_one_time_take_no_more_than_is_there_and_give_back_what_they_did_not_use(counted):
+    body = {**ASK, "model": "waits", "max_tokens": 63, "stream": True, "stream_options": {"include_usage": True}}
+    with client_of(counted, "first") as alice, ExitStack() as stack:
+        used = alice.post(PATH, json={**ASK, "max_tokens": 60}).json()["usage"]["total_tokens"]
+        assert counted.left() == 500 - used, "it ended early"
+        before, streams, refused = counted.left(), [], None
+        while refused is None and len(streams) < 40:
+            answer = stack.enter_context(alice.stream("POST", PATH, json=body))
+            if answer.status_code == 200:
+                streams.append(answer)
+            else:
+                answer.read()
+                refused = answer
+        each = (before - counted.left()) // len(streams)
+        assert len(streams) == before // each and before - counted.left() == each * len(streams) and each > 63
+        error = refused.json()["error"]
+        assert (refused.status_code, error["code"]) == (429, "rate_limit_exceeded")
+        assert f"may take {each} tokens" in error["message"] and int(refused.headers["retry-after"]) > 0
+        # One that leaves has used its prompt, and what was sent.
+        streams.pop().close()
+        assert wait_until(lambda: counted.left() >= before - each * (len(streams) + 1) + 60)
+        gone = before - each * len(streams) - counted.left()
+        counted.gate.set()
+        used = 0
+        for answer in streams:
+            told = [json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: {")]
+            used += told[-1]["usage"]["total_tokens"]
+        assert wait_until(lambda: not counted.server.service.replies())
+        assert counted.left() == before - used - gone
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"model": "none"},
+        {"messages": [{"role": "user", "content": 5}]},
+        {"messages": [{"role": "user", "content": "word " * 2000}]},
+        {"max_tokens": 501},
+        {"n": 2, "max_tokens": 240},
+        {"logit_bias": {"100000": 1}},
+    ],
+)
+def test_what_is_refused_takes_no_tokens(counted, more):
+    with client_of(counted, "first") as alice:
+        assert alice.post(PATH, json={**ASK, "max_tokens": 5}).status_code == 200
+        left = counted.left()
+        answer = alice.post(PATH, json={**ASK, **more})
+        assert answer.status_code in (400, 404, 429), answer.text
+        assert counted.left() == left == int(answer.headers["x-ratelimit-remaining-tokens"])
+
+
+def test_several_texts_of_a_prompt_are_reserved_before_the_first_token(counted):
+    with client_of(counted, "first") as alice:
+        one = alice.post(PATH, json={**ASK, "max_tokens": 9}).json()["usage"]
+        two = alice.post(PATH, json={**ASK, "max_tokens": 9, "n": 2}).json()["usage"]
+        assert counted.left() == 500 - one["total_tokens"] - two["total_tokens"]
+        assert two["prompt_tokens"] == one["prompt_tokens"]

@@ -17,13 +17,14 @@ from starlette.responses import Response
 from localinfer.errors import ContextLengthError
 from localinfer.server.operation.request_record import record_of
 from localinfer.server.replies.mixed_prompts import Pieces, embedding_prompt, read_prompts
-from localinfer.server.replies.service import read_body, service_of
+from localinfer.server.replies.service import read_body, reserve_prompts, service_of
 from localinfer.server.transport.bodies import unless_gone
 from localinfer.server.transport.http import json_response, too_long, unsupported
 from localinfer.server.transport.known_fields import EMBEDDINGS
 
 if TYPE_CHECKING:
     from localinfer.llm import LLM
+    from localinfer.types import TokenIds
 
 Text = TypeVar("Text")
 Result = TypeVar("Result")
@@ -50,13 +51,16 @@ async def embeddings(request: Request) -> Response:
     body = await read_body(request, EmbeddingRequest)
     texts = read_prompts(body.input, "input", at_most=MOST_TEXTS)
     began = time.perf_counter()
+    ids: list[TokenIds] = []
     vectors: list[NDArray[np.float32]] = []
-    count = 0
     with await service_of(request).lease(request, body.model) as lease:
+        async for encoded in in_batches(request, texts, partial(_encode, lease.llm, body)):
+            ids += encoded
+        count = sum(map(len, ids))
+        reserve_prompts(request, count)
         work = partial(_embed, lease.llm, body, service_of(request).settings.pooling)
-        async for num_tokens, found in in_batches(request, texts, work):
+        async for found in in_batches(request, ids, work):
             vectors += found
-            count += num_tokens
     service_of(request).totals.count_prompts(count, time.perf_counter() - began)
     data = await asyncio.to_thread(_data, vectors, body.encoding_format)
     record_of(request.scope).input_tokens = count
@@ -75,18 +79,22 @@ async def in_batches(
         yield await unless_gone(request, asyncio.to_thread(work, texts[start : start + _TEXTS_AT_ONCE]))
 
 
-def _embed(
-    llm: "LLM", body: EmbeddingRequest, pooling: str | None, texts: Sequence[Pieces]
-) -> tuple[int, list[NDArray[np.float32]]]:
-    """How many tokens the texts have, and their vectors. Raises: ApiError if there is one per token."""
+def _encode(llm: "LLM", body: EmbeddingRequest, texts: Sequence[Pieces]) -> "list[TokenIds]":
+    """The ids of texts."""
     try:
-        ids = llm.embedding_ids([embedding_prompt(llm.tokenizer, text) for text in texts], truncate=body.truncate)
+        return llm.embedding_ids([embedding_prompt(llm.tokenizer, text) for text in texts], truncate=body.truncate)
     except ContextLengthError as error:
         raise too_long(error, "input", "is too large") from None
+
+
+def _embed(
+    llm: "LLM", body: EmbeddingRequest, pooling: str | None, ids: "Sequence[TokenIds]"
+) -> list[NDArray[np.float32]]:
+    """Their vectors. Raises: ApiError if there is one per token."""
     vectors = llm.embed_many(ids, pooling=pooling, dimensions=body.dimensions)
     if any(vector.ndim > 1 for vector in vectors):
         raise unsupported("there is a vector per token, which OpenAI's shape has no place for; ask /embedding")
-    return sum(map(len, ids)), vectors
+    return vectors
 
 
 def _data(vectors: Sequence[NDArray[np.float32]], encoding: str) -> list[msgspec.Raw]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from functools import partial
 from typing import Annotated, Any, ClassVar
 
 import msgspec
@@ -10,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from localinfer.server.operation.request_record import record_of
-from localinfer.server.replies.service import read_body, service_of
+from localinfer.server.replies.service import read_body, reserve_prompts, service_of
 from localinfer.server.transport.bodies import unless_gone
 from localinfer.server.transport.http import ApiError, json_response
 from localinfer.server.transport.known_fields import RERANK
@@ -56,11 +57,18 @@ async def rerank(request: Request) -> Response:
     texts = [one.text if isinstance(one, Document) else one for one in documents]
     began = time.perf_counter()
     with await service_of(request).lease(request, body.model) as lease:
+        reserve = partial(reserve_prompts, request)
         work = asyncio.to_thread(
-            lease.llm.rerank, body.query, texts, normalize=not body.raw_scores, truncate=body.truncate
+            lease.llm.rerank,
+            body.query,
+            texts,
+            normalize=not body.raw_scores,
+            truncate=body.truncate,
+            on_encoded=reserve,
         )
         ranked = await unless_gone(request, work)
     count = sum(one.num_tokens for one in ranked)
+    record_of(request.scope).input_tokens = count
     service_of(request).totals.count_prompts(count, time.perf_counter() - began)
     if body.texts is not None:
         return json_response(
@@ -75,6 +83,5 @@ async def rerank(request: Request) -> Response:
         if body.return_documents:
             result["document"] = {"text": texts[one.index]}
         results.append(result)
-    record_of(request.scope).input_tokens = count
     usage = {"prompt_tokens": count, "total_tokens": count}
     return json_response({"object": "list", "model": lease.model_id, "results": results, "usage": usage})

@@ -2,6 +2,8 @@
 
 import asyncio
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -11,7 +13,7 @@ from starlette.responses import Response
 
 from localinfer.server.operation.request_record import record_of
 from localinfer.server.replies.mixed_prompts import Pieces, embedding_prompt, read_prompts
-from localinfer.server.replies.service import read_body, service_of
+from localinfer.server.replies.service import read_body, reserve_prompts, service_of
 from localinfer.server.transport.bodies import unless_gone
 from localinfer.server.transport.http import ApiError, json_response
 from localinfer.server.transport.known_fields import EMBEDDINGS, KnownFields
@@ -51,16 +53,24 @@ async def embedding(request: Request) -> Response:
     pooling = service_of(request).settings.pooling
     began = time.perf_counter()
     with await service_of(request).lease(request, body.model) as lease:
-        count, vectors = await unless_gone(request, asyncio.to_thread(_embed, lease.llm, prompts, body, pooling))
+        reserve = partial(reserve_prompts, request)
+        work = asyncio.to_thread(_embed, lease.llm, prompts, body, pooling, reserve)
+        count, vectors = await unless_gone(request, work)
     record_of(request.scope).input_tokens = count
     service_of(request).totals.count_prompts(count, time.perf_counter() - began)
     return json_response(vectors)
 
 
 def _embed(
-    llm: "LLM", prompts: list[Pieces], body: LlamaEmbeddingRequest, pooling: str | None
+    llm: "LLM",
+    prompts: list[Pieces],
+    body: LlamaEmbeddingRequest,
+    pooling: str | None,
+    reserve: Callable[[int], None],
 ) -> tuple[int, list[msgspec.Raw]]:
+    """How many tokens the prompts have, and their vectors. reserve: called with that number before."""
     ids = llm.embedding_ids([embedding_prompt(llm.tokenizer, pieces) for pieces in prompts], truncate=body.truncate)
+    reserve(sum(map(len, ids)))
     made = llm.embed_many(ids, pooling=pooling, normalize=False, dimensions=body.dimensions)
     if body.embd_normalize != -1 and all(vector.ndim == 1 for vector in made):
         made = llm.embed_many(ids, pooling=pooling, dimensions=body.dimensions)

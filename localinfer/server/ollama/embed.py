@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -19,13 +19,14 @@ from localinfer.server.ollama.options import Options
 from localinfer.server.ollama.reply_fields import begin_request
 from localinfer.server.ollama.wire import nanoseconds
 from localinfer.server.operation.request_record import record_of
-from localinfer.server.replies.service import read_body, service_of
+from localinfer.server.replies.service import read_body, reserve_prompts, service_of
 from localinfer.server.transport.bodies import unless_gone
 from localinfer.server.transport.http import json_response, unsupported
 from localinfer.server.transport.known_fields import KnownFields, Refusal
 
 if TYPE_CHECKING:
     from localinfer.llm import LLM
+    from localinfer.types import TokenIds
 
 
 class OllamaEmbedRequest(msgspec.Struct, kw_only=True):
@@ -61,13 +62,17 @@ async def embed(request: Request) -> Response:
     texts = [body.input] if isinstance(body.input, str) and body.input else list(body.input or ())
     begun = begin_request(request, body.model, body.keep_alive)
     settings = service_of(request).settings
+    ids: list[TokenIds] = []
     vectors: list[msgspec.Raw] = []
-    count = num_cut = 0
+    num_cut = 0
     with await service_of(request).lease(request, begun.named.id) as lease:
         loaded = time.monotonic()
-        async for found in in_batches(request, texts, partial(_embed, lease.llm, body, settings.pooling)):
+        async for encoded in in_batches(request, texts, partial(_encode, lease.llm, body)):
+            ids += encoded
+        count = sum(map(len, ids))
+        reserve_prompts(request, count)
+        async for found in in_batches(request, ids, partial(_embed, lease.llm, body, settings.pooling)):
             vectors += found.vectors
-            count += found.num_tokens
             num_cut += found.num_cut
         warnings = _warnings(body.options, lease.llm.context_length, num_cut)
     record_of(request.scope).input_tokens = count
@@ -89,8 +94,8 @@ async def embeddings(request: Request) -> Response:
     vector = msgspec.Raw(b"[]")
     with await service_of(request).lease(request, begun.named.id) as lease:
         if body.prompt:
-            pooling = service_of(request).settings.pooling
-            found = await unless_gone(request, asyncio.to_thread(_embed_one, lease.llm, body, pooling))
+            pooling, reserve = service_of(request).settings.pooling, partial(reserve_prompts, request)
+            found = await unless_gone(request, asyncio.to_thread(_embed_one, lease.llm, body, pooling, reserve))
             record_of(request.scope).input_tokens = found.num_tokens
             vector = found.vectors[0]
         warnings = _warnings(body.options, lease.llm.context_length, 0)
@@ -105,15 +110,21 @@ class _Found(msgspec.Struct):
     num_cut: int
 
 
-def _embed(llm: "LLM", body: OllamaEmbedRequest, pooling: str | None, texts: Sequence[str]) -> _Found:
+def _encode(llm: "LLM", body: OllamaEmbedRequest, texts: Sequence[str]) -> "list[TokenIds]":
     _check(body.options)
-    ids = llm.embedding_ids(texts, truncate=body.truncate is not False)
+    return llm.embedding_ids(texts, truncate=body.truncate is not False)
+
+
+def _embed(llm: "LLM", body: OllamaEmbedRequest, pooling: str | None, ids: "Sequence[TokenIds]") -> _Found:
     return _found(ids, llm.embed_many(ids, pooling=pooling, dimensions=body.dimensions or None), llm.context_length)
 
 
-def _embed_one(llm: "LLM", body: OllamaEmbeddingsRequest, pooling: str | None) -> _Found:
+def _embed_one(
+    llm: "LLM", body: OllamaEmbeddingsRequest, pooling: str | None, reserve: Callable[[int], None]
+) -> _Found:
     _check(body.options)
     ids = llm.embedding_ids([body.prompt or ""])
+    reserve(len(ids[0]))
     return _found(ids, llm.embed_many(ids, pooling=pooling, normalize=False), llm.context_length)
 
 

@@ -117,11 +117,13 @@ class TextPlan:
     """A text to be generated: `open` checks the request and returns the stream, and may raise.
 
     follows: the index of a text with the same prompt, whose first token this one awaits, to take its prompt from the
-    cache. prepare: called before the first event, with the stream and whether it was cancelled; must not raise.
+    cache. reserve: called with the stream when the request was checked, before anything is computed; may raise.
+    prepare: called before the first event, with the stream and whether it was cancelled; must not raise.
     """
 
     open: Callable[[], "TextStream"]
     follows: int | None = None
+    reserve: "Callable[[TextStream], None] | None" = None
     prepare: "Callable[[TextStream, Callable[[], bool]], None] | None" = None
 
 
@@ -455,6 +457,8 @@ class _Text:
                 self._stream = stream
                 if self._is_cancelled:
                     stream.cancel()
+            if self._plan.reserve is not None:
+                self._plan.reserve(stream)
             self.prompt_ids = stream.token_ids
             put(_Started(index, stream.prompt_tokens))
             if self._plan.prepare is not None:

@@ -5,6 +5,7 @@ Paths are served with and without `/v1`.
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -21,7 +22,7 @@ from localinfer.server.handover.prefill_client import http_servers
 from localinfer.server.handover.prefill_server import PrefillServer
 from localinfer.server.handover.prompts import PromptHandover
 from localinfer.server.operation.metrics import Metrics
-from localinfer.server.operation.rate_limits import RateLimiter
+from localinfer.server.operation.rate_limits import RateLimiter, Reservation
 from localinfer.server.operation.request_record import RequestRecord, error_name, record_of
 from localinfer.server.replies.isolation import cache_salt_of, may_see_reply, salt_options, tenant_of
 from localinfer.server.replies.ownership import check_queue, checked_priority, ownership
@@ -47,6 +48,7 @@ from localinfer.server.transport.notices import collecting, header
 from localinfer.server.transport.settings import ServerSettings
 
 if TYPE_CHECKING:
+    from localinfer.generation.stream import TextStream
     from localinfer.llm import LLM
 
 Body = TypeVar("Body")
@@ -148,11 +150,6 @@ class Service:
         if sources is not None:
             self.registry.replace_sources(sources)
         self.settings = settings
-
-    def observe(self, record: RequestRecord) -> None:
-        """Take the tokens of a request that has ended from its client's; those of a reply are taken at its own end."""
-        if record.reply is None:
-            self.limiter.charge(record.token, record.input_tokens)
 
     def fail_replies(self) -> None:
         """End what still runs, with an error that says why."""
@@ -273,9 +270,16 @@ class Service:
         ]
         handover = self.handover
         prepare = None if handover is None else partial(handover.prepare, lease.llm, lease.model_id)
+        reservation = Reservation(self.limiter, record.token)
+        copies, room = Counter(plan.follows for plan in plans), lease.llm.context_length
         in_slots = [
-            replace(plan, open=plan.open if slot is None else slot.opening(plan.open), prepare=prepare)
-            for plan, slot in zip(plans, slots, strict=True)
+            replace(
+                plan,
+                open=plan.open if slot is None else slot.opening(plan.open),
+                prepare=prepare,
+                reserve=None if plan.follows is not None else partial(_reserve, reservation, 1 + copies[index], room),
+            )
+            for index, (plan, slot) in enumerate(zip(plans, slots, strict=True))
         ]
 
         def count(reply: Reply) -> None:
@@ -283,7 +287,7 @@ class Service:
             for index in range(reply.num_texts):
                 if (stats := reply.stats_so_far(index)) is not None:
                     self.totals.count_text(stats, num_running)
-            self.limiter.charge(record.token, sum(reply.num_used()))
+            reservation.settle(sum(reply.num_used()))
             lengths = [0 if one is None else one.completion_tokens for one in reply.stats]
             self.metrics.vllm.count_request(reply.model_id, lengths, record.max_tokens)
 
@@ -306,6 +310,22 @@ class Service:
         if session:
             self._sessions[place] = reply
         return reply
+
+
+def _reserve(reservation: Reservation, num_texts: int, context_length: int, stream: "TextStream") -> None:
+    """Take the tokens of a prompt, and of as many texts of it as are made. Raises: ApiError 429."""
+    prompt, request = stream.prompt_tokens, stream.request
+    most = prompt + num_texts * max(0, request.last - request.prompt_length + 1)
+    # What may go on to the end of the context was given no maximum that anybody could count with.
+    is_open = most >= prompt + num_texts * (context_length - prompt)
+    reservation.reserve(prompt if is_open else most, most)
+
+
+def reserve_prompts(request: Request, num_tokens: int) -> None:
+    """Take the tokens of what is only read, before it is computed. Any thread. Raises: ApiError 429."""
+    reservation = Reservation(service_of(request).limiter, record_of(request.scope).token)
+    reservation.reserve(num_tokens, num_tokens)
+    reservation.settle(num_tokens)
 
 
 def service_of(request: Request) -> Service:
@@ -350,10 +370,11 @@ def route(path: str, endpoint: Endpoint, method: str = "GET", *, prompt_field: s
         record.route, record.token = path, request.scope["state"].get("token_name", "")
         record.tenant = tenant_of(request.scope, service.settings)
         record.cache_salt = cache_salt_of(record.tenant, None)
+        is_limited = method == "POST" and not path.endswith("/cancel")
         headers: dict[str, str] = {}
         try:
-            if method == "POST" and not path.endswith("/cancel"):
-                headers = service.limiter.admit(record.token)
+            if is_limited:
+                service.limiter.admit(record.token)
             with collecting() as record.notices:
                 response = await endpoint(request)
             headers |= header(record.notices)
@@ -363,6 +384,8 @@ def route(path: str, endpoint: Endpoint, method: str = "GET", *, prompt_field: s
             refusal = to_api_error(error, request_id, prompt_field=prompt_field)
             record.error = error_name(refusal if refusal.code else error)
             response = refusal.response(path)
+        if is_limited:
+            headers |= service.limiter.headers(record.token)
         response.headers.update(headers)
         service.metrics.requests.labels(path, str(response.status_code)).inc()
         return response
