@@ -32,9 +32,7 @@ from numpy.typing import NDArray
 
 from localinfer.errors import RequestError
 from localinfer.kernels.ops import KVLayerShape, StateShape
-
-PAGE_TOKENS = 32
-"""Positions per page: half a page is wasted per sequence on average, and one page is copied when a prefix forks."""
+from localinfer.types import PAGE_TOKENS as PAGE_TOKENS
 
 SCALE_BLOCK = 64
 """Elements of a head that share a scale, in the quantized types."""

@@ -14,14 +14,11 @@ if TYPE_CHECKING:
     from localinfer.cache.stats import SnapshotStats
     from localinfer.chat.constraints import Constraint, Grammar, JsonObject, JsonSchema, Regex, StructuralTag
     from localinfer.chat.parser import ToolCall, ToolCallDelta
-    from localinfer.chat.reply import ReplyOptions
+    from localinfer.chat.reply_options import ReplyOptions
     from localinfer.chat.tool_choice import ToolChoice
-    from localinfer.chat_model import ChatOptions
-    from localinfer.embedding import RankedDocument
     from localinfer.engine.admission import EngineLimits
-    from localinfer.engine.beam_search import Beam
     from localinfer.generation.completion import Completion, Stats, StreamEvent
-    from localinfer.generation.options import GenerationOptions
+    from localinfer.generation.options import ChatOptions, GenerationOptions
     from localinfer.generation.stream import TextStream
     from localinfer.kv_events.config import KVEventsConfig
     from localinfer.kv_events.publisher import KVEventPublisher
@@ -31,16 +28,15 @@ if TYPE_CHECKING:
     from localinfer.loading.load import load, load_tokenizer
     from localinfer.loading.warm_up import WarmUp, warm_up
     from localinfer.model_info import ModelInfo
-    from localinfer.models.decoder.rope import RopeOptions
+    from localinfer.models.decoder.rope_options import RopeOptions
     from localinfer.models.text.tokenizer import Tokenizer
-    from localinfer.sampling.filters import TokenLogprobs
     from localinfer.session.prompts import SessionOptions
     from localinfer.session.python_tools import CallOutcome, RequestedCall, Tool
     from localinfer.session.session import Session
     from localinfer.system.crash_files import report_crashes
     from localinfer.system.folders import set_cache_folder
     from localinfer.system.freezing import freeze_support
-    from localinfer.types import ProgressCallback
+    from localinfer.types import Beam, ProgressCallback, RankedDocument, TokenLogprobs
 
 _FOLDER = os.path.dirname(os.path.abspath(__file__))
 _CHECKOUT = os.path.dirname(_FOLDER)
@@ -100,10 +96,10 @@ __all__ = [
 
 _MODULE_OF = {
     "Availability": "localinfer.loading.availability",
-    "Beam": "localinfer.engine.beam_search",
+    "Beam": "localinfer.types",
     "BeamCompletion": "localinfer.llm",
     "CallOutcome": "localinfer.session.python_tools",
-    "ChatOptions": "localinfer.chat_model",
+    "ChatOptions": "localinfer.generation.options",
     "Completion": "localinfer.generation.completion",
     "Constraint": "localinfer.chat.constraints",
     "EngineLimits": "localinfer.engine.admission",
@@ -117,11 +113,11 @@ _MODULE_OF = {
     "ModelInfo": "localinfer.model_info",
     "ProgressCallback": "localinfer.types",
     "Prompt": "localinfer.llm",
-    "RankedDocument": "localinfer.embedding",
+    "RankedDocument": "localinfer.types",
     "Regex": "localinfer.chat.constraints",
-    "ReplyOptions": "localinfer.chat.reply",
+    "ReplyOptions": "localinfer.chat.reply_options",
     "RequestedCall": "localinfer.session.python_tools",
-    "RopeOptions": "localinfer.models.decoder.rope",
+    "RopeOptions": "localinfer.models.decoder.rope_options",
     "Session": "localinfer.session.session",
     "SessionOptions": "localinfer.session.prompts",
     "SnapshotStats": "localinfer.cache.stats",
@@ -129,7 +125,7 @@ _MODULE_OF = {
     "StreamEvent": "localinfer.generation.completion",
     "StructuralTag": "localinfer.chat.constraints",
     "TextStream": "localinfer.generation.stream",
-    "TokenLogprobs": "localinfer.sampling.filters",
+    "TokenLogprobs": "localinfer.types",
     "Tokenizer": "localinfer.models.text.tokenizer",
     "Tool": "localinfer.session.python_tools",
     "ToolCall": "localinfer.chat.parser",
@@ -147,18 +143,13 @@ _MODULE_OF = {
     "warm_up": "localinfer.loading.warm_up",
 }
 
-_LIGHT = (
-    "localinfer.loading.aload",
-    "localinfer.chat.constraints",
-    "localinfer.system.crash_files",
-    "localinfer.system.folders",
-    "localinfer.system.freezing",
-)
-"""Modules that need neither NumPy nor LLVM."""
-
 
 def __getattr__(name: str) -> Any:
-    """Import public names when they are first used, so that importing the package costs nothing."""
+    """Import public names when they are first used, so that importing the package costs nothing.
+
+    Their modules import neither NumPy nor LLVM, so that an event loop or a window may name them; `load` does, in the
+    thread that calls it.
+    """
     from importlib import import_module
 
     if name == "errors":
@@ -166,8 +157,6 @@ def __getattr__(name: str) -> Any:
     module = _MODULE_OF.get(name)
     if module is None:
         raise AttributeError(f"module 'localinfer' has no attribute {name!r}")
-    if module not in _LIGHT:
-        import_module("localinfer.kernels.address_space").require_libraries()
     value = getattr(import_module(module), name)
     globals()[name] = value
     return value

@@ -14,12 +14,13 @@ from localinfer.chat.begun_reply import BegunReply
 from localinfer.chat.constraints import Constraint, ConstraintCompiler
 from localinfer.chat.history import ChatHistory, EncodedChat, SessionHistory
 from localinfer.chat.messages import read_messages
-from localinfer.chat.reply import ChatRequest, ReplyOptions, TemplateFormats
+from localinfer.chat.reply import ChatRequest, TemplateFormats
+from localinfer.chat.reply_options import ReplyOptions
 from localinfer.chat.volatile_head import VolatileHeads, varying_spans
 from localinfer.engine.engine import Engine
 from localinfer.errors import RequestError
 from localinfer.generation.completion import StreamEvent
-from localinfer.generation.options import GenerationOptions, check_options
+from localinfer.generation.options import check_options
 from localinfer.generation.stream import TextStream
 from localinfer.generation.text_generation import EncodedPrompt, TextGeneration
 from localinfer.sampling.params import SamplingParams
@@ -30,10 +31,6 @@ if TYPE_CHECKING:
     from localinfer.persistence.prompt_cache import DiskCache
 
 Messages = Sequence[Mapping[str, Any]]
-
-
-class ChatOptions(GenerationOptions, ReplyOptions, total=False):
-    """Keyword options of `chat` and `stream_chat`: those of GenerationOptions and of ReplyOptions."""
 
 
 class ChatModel:

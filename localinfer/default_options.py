@@ -5,10 +5,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from localinfer.arguments import check_number
-from localinfer.chat.reply import check_template_variables
 from localinfer.errors import RequestError
-from localinfer.generation.options import check_options
-from localinfer.sampling.file_defaults import file_sampling
 
 if TYPE_CHECKING:
     from localinfer.chat_model import ChatModel
@@ -36,6 +33,8 @@ class DefaultOptions:
     @property
     def recommended_sampling(self) -> dict[str, float | int]:
         """The sampling options that the model's file recommends."""
+        from localinfer.sampling.file_defaults import file_sampling
+
         return file_sampling(self._model.file.metadata, name=self._model.file.path.name)
 
     @property
@@ -51,6 +50,9 @@ class DefaultOptions:
         to them, name by name. A generation that gives None for one has the library's own default.
         Raises: RequestError for what is no such option, and for a value that it cannot have.
         """
+        from localinfer.chat.reply import check_template_variables
+        from localinfer.generation.options import check_options
+
         thinking = options.get("thinking")
         if not isinstance(thinking, bool | None):
             raise RequestError(f"thinking is {thinking!r:.60}; give True, False, or None", field="thinking")

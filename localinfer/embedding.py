@@ -3,7 +3,6 @@
 import math
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,7 +13,7 @@ from localinfer.engine.engine import Engine
 from localinfer.engine.pooling import TextPooler
 from localinfer.errors import ContextLengthError, RequestError
 from localinfer.models.decoder.pooling import Pooling
-from localinfer.types import FloatArray
+from localinfer.types import FloatArray, RankedDocument
 
 if TYPE_CHECKING:
     from localinfer.models.load.loader import Model
@@ -24,15 +23,6 @@ Text = str | Sequence[int] | NDArray[np.integer]
 POOLINGS = ("none", "mean", "first", "cls", "last")
 RERANK_TEMPLATE_KEY = "tokenizer.chat_template.rerank"
 _YES = "yes"
-
-
-@dataclass(frozen=True, slots=True)
-class RankedDocument:
-    """A document's place among those given, its score for the query, and the tokens that both took together."""
-
-    index: int
-    score: float
-    num_tokens: int
 
 
 class TextEmbedder:

@@ -1,54 +1,53 @@
 """The public API: text and messages in, text out, over an engine of token ids."""
 
+from __future__ import annotations
+
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple, Unpack, cast
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any, NamedTuple, Union, Unpack, cast
 
 from localinfer.arguments import check_flag, owned
 from localinfer.cache.salt import salt_of
-from localinfer.chat.constraints import ConstraintCompiler
-from localinfer.chat.reply import ReplyOptions
-from localinfer.chat_model import ChatModel, ChatOptions
 from localinfer.closing import Closing
 from localinfer.default_options import DefaultOptions
-from localinfer.embedding import RankedDocument, TextEmbedder
 from localinfer.engine.admission import EngineLimits
-from localinfer.engine.beam_search import Beam, search_beams
-from localinfer.engine.engine import Engine, EngineStats
 from localinfer.errors import RequestError
-from localinfer.generation.completion import Completion
-from localinfer.generation.many_completions import complete_many
-from localinfer.generation.options import CheckedOptions, GenerationOptions, check_options
 from localinfer.generation.stream import TextStream, complete_in_thread
-from localinfer.generation.text_generation import EncodedPrompt, TextGeneration
-from localinfer.model_info import ModelInfo, model_info
 from localinfer.prompt_handover import PromptHandover
 from localinfer.session_files import SessionFiles
-from localinfer.system.free_memory import return_free_memory
 from localinfer.thread_control import ThreadControl
+from localinfer.types import Beam
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from localinfer.cache.cache_observer import CacheObserver
     from localinfer.cache.eviction import KVEviction
     from localinfer.cache.stats import SnapshotStats
+    from localinfer.chat.constraints import ConstraintCompiler
+    from localinfer.chat.reply_options import ReplyOptions
+    from localinfer.chat_model import ChatModel
+    from localinfer.engine.engine import EngineStats
+    from localinfer.generation.completion import Completion
+    from localinfer.generation.options import ChatOptions, CheckedOptions, GenerationOptions
+    from localinfer.generation.text_generation import EncodedPrompt
+    from localinfer.model_info import ModelInfo
     from localinfer.models.load.loader import Model
     from localinfer.models.text.tokenizer import Tokenizer
     from localinfer.persistence.fingerprint import ModelIdentity
     from localinfer.persistence.prompt_cache import DiskCache, DiskOptions
-    from localinfer.sampling.filters import TokenLogprobs
     from localinfer.session.prompts import SessionOptions
     from localinfer.session.python_tools import CallOutcome, RequestedCall, Tool
     from localinfer.session.session import Session
     from localinfer.speculation.verify import Speculation
+    from localinfer.types import RankedDocument, TokenLogprobs
 
 logger = logging.getLogger(__name__)
 
-Prompt = str | Sequence[int] | NDArray[np.integer]
+Prompt = Union[str, Sequence[int], "NDArray[np.integer]"]
 
 
 class BeamCompletion(NamedTuple):
@@ -67,15 +66,15 @@ class LLM(ThreadControl, DefaultOptions, SessionFiles, PromptHandover, Closing):
 
     def __init__(
         self,
-        model: "Model",
+        model: Model,
         *,
         kv_memory: int | None = None,
-        kv_window: "KVEviction | None" = None,
-        identity: "ModelIdentity | None" = None,
-        disk: "DiskOptions | None" = None,
-        speculation: "Speculation | None" = None,
+        kv_window: KVEviction | None = None,
+        identity: ModelIdentity | None = None,
+        disk: DiskOptions | None = None,
+        speculation: Speculation | None = None,
         limits: EngineLimits | None = None,
-        observer: "CacheObserver | None" = None,
+        observer: CacheObserver | None = None,
     ) -> None:
         """Take over a loaded model.
 
@@ -84,6 +83,11 @@ class LLM(ThreadControl, DefaultOptions, SessionFiles, PromptHandover, Closing):
         speculation: what guesses tokens; None decodes one by one. limits: how many generations it takes on at once.
         observer: told of what the prefix cache holds.
         """
+        from localinfer.chat.constraints import ConstraintCompiler
+        from localinfer.chat_model import ChatModel
+        from localinfer.embedding import TextEmbedder
+        from localinfer.engine.engine import Engine
+
         self._model = model
         self._kv_window = kv_window
         self._engine = Engine(
@@ -114,7 +118,7 @@ class LLM(ThreadControl, DefaultOptions, SessionFiles, PromptHandover, Closing):
                 self._chat_model.disk = self._disk
 
     @property
-    def tokenizer(self) -> "Tokenizer":
+    def tokenizer(self) -> Tokenizer:
         """The model's tokenizer. Raises: RequestError if the file has none; prompts of token ids work without."""
         if self._model.tokenizer is None:
             raise RequestError("the model file has no tokenizer; give prompts as token ids, and no stop strings")
@@ -136,6 +140,8 @@ class LLM(ThreadControl, DefaultOptions, SessionFiles, PromptHandover, Closing):
 
         Gathered when it is first asked for. Raises: ClosedError.
         """
+        from localinfer.model_info import model_info
+
         self._engine.check_usable()
         formats = None if self._chat_model is None else self._chat_model.formats
         return model_info(self._model, formats, self._kv_window)
@@ -180,6 +186,8 @@ class LLM(ThreadControl, DefaultOptions, SessionFiles, PromptHandover, Closing):
         self, prompt: Prompt, *, parse_special: bool = False, **options: Unpack[GenerationOptions]
     ) -> TextStream:
         """Continue a prompt like `complete`, and yield an event per token as it comes; closing the stream cancels."""
+        from localinfer.generation.text_generation import TextGeneration
+
         given = self._with_defaults(options)
         checked, encoded = self._checked(given), self._encode(prompt, parse_special, self._most_tokens(given))
         return TextStream(
@@ -222,6 +230,7 @@ class LLM(ThreadControl, DefaultOptions, SessionFiles, PromptHandover, Closing):
         The prompt is computed once. best_of: make so many, and return those of the largest mean log probability per
         token, best first.
         """
+        from localinfer.generation.many_completions import complete_many
 
         given = owned(prompt)
 
@@ -239,6 +248,8 @@ class LLM(ThreadControl, DefaultOptions, SessionFiles, PromptHandover, Closing):
         **options: Unpack[ChatOptions],
     ) -> list[Completion]:
         """Answer a conversation in `n` ways; see `complete_many`."""
+        from localinfer.generation.many_completions import complete_many
+
         given = owned(messages)
         return complete_many(lambda one: self.stream_chat(given, **one), options, n=n, best_of=best_of)
 
@@ -257,6 +268,8 @@ class LLM(ThreadControl, DefaultOptions, SessionFiles, PromptHandover, Closing):
         Nothing is drawn: the result depends on the model and the arguments only. See `beam_search.search_beams` for
         max_tokens and length_penalty, and what is raised.
         """
+        from localinfer.engine.beam_search import search_beams
+
         encoded = self._encode(prompt, parse_special, self.context_length)
         ignore_eos = check_flag("ignore_eos", ignore_eos)
         tokenizer = self._model.tokenizer
@@ -275,13 +288,13 @@ class LLM(ThreadControl, DefaultOptions, SessionFiles, PromptHandover, Closing):
         self,
         system: str | None = None,
         *,
-        tools: "Sequence[Tool] | None" = None,
+        tools: Sequence[Tool] | None = None,
         messages: Sequence[Mapping[str, Any]] | None = None,
-        on_tool_call: "Callable[[RequestedCall], Any] | None" = None,
-        on_tool_result: "Callable[[CallOutcome], Any] | None" = None,
+        on_tool_call: Callable[[RequestedCall], Any] | None = None,
+        on_tool_result: Callable[[CallOutcome], Any] | None = None,
         max_tool_rounds: int = 8,
-        **options: "Unpack[SessionOptions]",
-    ) -> "Session":
+        **options: Unpack[SessionOptions],
+    ) -> Session:
         """Begin a conversation that keeps its messages by itself; see `Session`.
 
         tools: Python functions, which are called when the model asks for it, or tools in OpenAI's shape, whose calls
@@ -326,7 +339,7 @@ class LLM(ThreadControl, DefaultOptions, SessionFiles, PromptHandover, Closing):
         """Give the model lines of system messages that vary behind the rest; see `localinfer.chat.volatile_head`."""
         self._chats().heads.moves = True
 
-    def score(self, token_ids: Sequence[int] | NDArray[np.integer], *, top: int = 0) -> "list[TokenLogprobs | None]":
+    def score(self, token_ids: Sequence[int] | NDArray[np.integer], *, top: int = 0) -> list[TokenLogprobs | None]:
         """Return how likely each token was after those before it, None for the first.
 
         top: also tell so many likeliest tokens. Raises: RequestError, ContextLengthError, ClosedError.
@@ -422,7 +435,7 @@ class LLM(ThreadControl, DefaultOptions, SessionFiles, PromptHandover, Closing):
         return self._engine.stats
 
     @property
-    def snapshot_stats(self) -> "SnapshotStats | None":
+    def snapshot_stats(self) -> SnapshotStats | None:
         """Figures of the prefix cache's snapshots, None without recurrent layers; any thread may ask in a step."""
         return self._engine.snapshot_stats
 
@@ -445,6 +458,8 @@ class LLM(ThreadControl, DefaultOptions, SessionFiles, PromptHandover, Closing):
 
         A forked child has nothing to release.
         """
+        from localinfer.system.free_memory import return_free_memory
+
         if self._engine.scheduler.is_of_parent:
             return
         if self._disk is not None:
@@ -467,6 +482,8 @@ class LLM(ThreadControl, DefaultOptions, SessionFiles, PromptHandover, Closing):
         )
 
     def _checked(self, options: Mapping[str, Any]) -> CheckedOptions:
+        from localinfer.generation.options import check_options
+
         self._engine.check_usable()
         self._engine.check_generates()
         return check_options(options, self._model.tokenizer)
@@ -485,6 +502,8 @@ class LLM(ThreadControl, DefaultOptions, SessionFiles, PromptHandover, Closing):
         return None if options.get("context_shift") else self.context_length
 
     def _encode(self, prompt: Prompt, parse_special: bool, max_tokens: int | None) -> EncodedPrompt:
+        from localinfer.generation.text_generation import EncodedPrompt
+
         parse_special = check_flag("parse_special", parse_special)
         if not isinstance(prompt, str):
             return EncodedPrompt(prompt)

@@ -7,9 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from localinfer.memory.plan import plan_memory
-from localinfer.sampling.file_defaults import file_sampling
-
 if TYPE_CHECKING:
     from localinfer.cache.eviction import KVEviction
     from localinfer.chat.reply import TemplateFormats
@@ -68,6 +65,9 @@ def model_info(model: "Model", replies: "TemplateFormats | None", kv_window: "KV
     replies: of its chat template, if it has one. kv_window: what bounds its texts' keys and values.
     Raises: ClosedError once the model is closed.
     """
+    from localinfer.memory.plan import plan_memory
+    from localinfer.sampling.file_defaults import file_sampling
+
     config, file, template = model.config, model.file, model.chat_template
     tensors = file.tensors.values()
     parameters = sum(math.prod(tensor.shape) for tensor in tensors)

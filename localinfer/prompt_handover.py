@@ -1,28 +1,31 @@
 """Prompts that one process computes and another one continues: through the files of a prompt cache that both share."""
 
+from __future__ import annotations
+
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from localinfer.arguments import check_number, shown
 from localinfer.cache.salt import NO_SALT, check_salt, salt_of
 from localinfer.errors import RequestError
 from localinfer.generation.stream import TextStream
-from localinfer.generation.text_generation import EncodedPrompt, TextGeneration
-from localinfer.types import TokenIds
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from localinfer.engine.engine import Engine
     from localinfer.generation.options import CheckedOptions
+    from localinfer.generation.text_generation import EncodedPrompt
     from localinfer.models.load.loader import Model
     from localinfer.persistence.fingerprint import Fingerprint, ModelIdentity
     from localinfer.persistence.prefetch import Tiers
     from localinfer.persistence.prompt_cache import DiskCache
+    from localinfer.types import TokenIds
 
-_Ids = Sequence[int] | NDArray[np.integer]
+    _Ids = Sequence[int] | NDArray[np.integer]
+
 _NO_CACHE = (
     "this model keeps no prompts on disk, where another process could find them; load it with disk_cache=True (without "
     "--no-disk-cache), from where its file lies, and with a folder that can be written"
@@ -91,6 +94,8 @@ class PromptHandover:
         system_tokens, branch_tokens: where other texts are likely to continue from, as of `CacheHints`.
         Raises: RequestError, ContextLengthError, ClosedError.
         """
+        from localinfer.generation.text_generation import EncodedPrompt, TextGeneration
+
         system_tokens = check_number("system_tokens", system_tokens, 0)
         if isinstance(branch_tokens, str | bytes) or not isinstance(branch_tokens, Sequence):
             raise RequestError(
@@ -145,7 +150,7 @@ class PromptHandover:
         token_ids, salt = self._checked_text(token_ids, salt)
         return prefetch(self._engine, self._tiers(salt), token_ids[:-1])
 
-    def handover_fingerprint(self) -> "Fingerprint":
+    def handover_fingerprint(self) -> Fingerprint:
         """What both processes must have alike. The first call may have to read the weights, to hash them.
 
         Raises: RequestError if nothing is kept on disk, or the model's file has changed.
@@ -164,12 +169,12 @@ class PromptHandover:
     def _checked_text(self, token_ids: _Ids, salt: bytes) -> tuple[TokenIds, bytes]:
         return self._engine.check_prompt(token_ids, shifts_context=True), check_salt(salt)
 
-    def _shared_disk(self) -> "DiskCache":
+    def _shared_disk(self) -> DiskCache:
         if self._disk is None:
             raise RequestError(_NO_CACHE)
         return self._disk
 
-    def _tiers(self, salt: bytes) -> "Tiers":
+    def _tiers(self, salt: bytes) -> Tiers:
         try:
             tiers = self._shared_disk().tiers(salt)
         except OSError as error:

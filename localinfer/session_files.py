@@ -1,18 +1,20 @@
 """Conversations that a loaded model writes to files of their own, and goes on with from there."""
 
+from __future__ import annotations
+
 import os
 import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
-
-import numpy as np
-from numpy.typing import NDArray
 
 from localinfer.arguments import check_path
 from localinfer.cache.salt import salt_of
 from localinfer.errors import SessionFileError
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from localinfer.engine.engine import Engine
     from localinfer.persistence.fingerprint import ModelIdentity
 
@@ -63,7 +65,7 @@ class SessionFiles:
             token_ids = load_session(self._engine, identity, file, salt)
         return [int(token_id) for token_id in token_ids]
 
-    def _require_identity(self) -> "ModelIdentity":
+    def _require_identity(self) -> ModelIdentity:
         self._engine.check_usable()
         if self._identity is None:
             raise SessionFileError(

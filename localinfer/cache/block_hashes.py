@@ -5,16 +5,21 @@ BLAKE2b of 8 bytes throughout: what comes before a text is the digest of `locali
 salt; each block is the digest of the 8 bytes before it and its ids as int32, little-endian. A hash is read big-endian.
 """
 
+from __future__ import annotations
+
 import hashlib
 from collections.abc import Sequence
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING
 
 from localinfer.cache.salt import NO_SALT, salt_of
 from localinfer.errors import RequestError
-from localinfer.kernels.kv_layout import PAGE_TOKENS
-from localinfer.types import TokenIds
+from localinfer.types import PAGE_TOKENS
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from localinfer.types import TokenIds
 
 _DOMAIN = b"localinfer block hash\0"
 _DIGEST_BYTES = 8
@@ -30,6 +35,11 @@ def block_hashes(
     of a block, as events say it. Returns T // block_size numbers of 64 bits, unsigned.
     Raises: RequestError.
     """
+    from localinfer.kernels.address_space import require_libraries
+
+    require_libraries(with_llvm=False)
+    import numpy as np
+
     if not isinstance(block_size, int) or block_size < 1:
         raise RequestError(f"block_size is {block_size!r}; give the number of tokens in a block, such as {PAGE_TOKENS}")
     given = np.asarray(token_ids)
@@ -43,6 +53,8 @@ def block_hashes(
 
 def chained_hashes(token_ids: TokenIds, block_size: int, salt: bytes = NO_SALT, parent: int | None = None) -> list[int]:
     """The hashes of whole blocks that follow the block `parent`, or begin a text: int32[T] -> T // block_size."""
+    import numpy as np
+
     content = np.ascontiguousarray(token_ids, "<i4").tobytes()
     size = 4 * block_size
     before = _first(salt) if parent is None else parent.to_bytes(_DIGEST_BYTES, "big")

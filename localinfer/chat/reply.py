@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any
 
 from localinfer.arguments import check_flag, check_number
 from localinfer.cache.salt import NO_SALT
@@ -13,10 +13,11 @@ from localinfer.chat.constraints import Constraint, ConstraintCompiler, grammar_
 from localinfer.chat.grammar import ReasoningState, reply_grammar
 from localinfer.chat.messages import Tool, read_tools
 from localinfer.chat.parser import ReplyParser
+from localinfer.chat.reply_options import ReplyOptions
 from localinfer.chat.system_messages import SYSTEM_ROLES, has_late_system, placed_system
 from localinfer.chat.template_messages import template_messages, with_reasoning_as
 from localinfer.chat.thinking import ThinkingBudget
-from localinfer.chat.tool_choice import ToolChoice, choose_tools
+from localinfer.chat.tool_choice import choose_tools
 from localinfer.chat.value_types import parameter_types
 from localinfer.errors import ConstraintError, RequestError, TemplateError
 from localinfer.models.text.call_learning import learn_call_format
@@ -43,34 +44,6 @@ def check_template_variables(variables: object) -> Mapping[str, Any]:
         raise RequestError(f"template_variables hold {', '.join(sorted(taken))}, which are not theirs to set")
     asked_day(variables, datetime.now())
     return variables
-
-
-class ReplyOptions(TypedDict, total=False):
-    """Keyword options of `chat` and `stream_chat` beside those of `complete`.
-
-    tools: functions that the model may call, in OpenAI's shape: {"type": "function", "function": {"name",
-        "description", "parameters", "strict"}}. Their calls come back in `tool_calls`, with arguments that their schema
-        accepts. Where a part of a schema cannot be enforced, `"strict": true` makes that a ConstraintError naming the
-        keyword; any other tool is then only held to a JSON object.
-    tool_choice: "auto" (the default), "none", "required", {"type": "function", "function": {"name": ...}} for one call
-        of that one, or {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [...]}}. The prompt
-        describes all tools whatever is chosen, so that it stays the one that is cached.
-    parallel_tool_calls: whether one reply may have several calls; yes by default, where the template can write them.
-    thinking: whether the model reasons before it answers; None, the default, leaves that to its template.
-    thinking_budget: most tokens of reasoning; then it is closed, and the answer follows. None sets no limit.
-    template_variables: more variables for the chat template, by name. `template_date` among them, "today" or a day such
-        as "2026-10-01", is the date that the template writes if it writes one; its own by default.
-    continue_final_message: the last message is a reply that was cut short, which is continued where it ends; the
-        completion has only what is new. Its `reasoning_content` counts too. Not with a constraint.
-    """
-
-    tools: Sequence[Mapping[str, Any]] | None
-    tool_choice: ToolChoice | None
-    parallel_tool_calls: bool
-    thinking: bool | None
-    thinking_budget: int | None
-    template_variables: Mapping[str, Any]
-    continue_final_message: bool
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -85,7 +85,7 @@ def _gather_load_options(command: Command) -> Command:
 
     @functools.wraps(command)
     def call(**values: Any) -> Any:
-        from localinfer.models.decoder.rope import RopeOptions
+        from localinfer.models.decoder.rope_options import RopeOptions
 
         options: LoadOptions = {name: values.pop(name) for name in _LOAD_NAMES}
         all_experts, num_layers = values.pop("cpu_moe"), values.pop("n_cpu_moe")

@@ -6,19 +6,24 @@ take it from each other in turn. Among equals an owner of whom nothing runs take
 whose newest gives way: that one keeps a text, so these take nothing back either.
 """
 
+from __future__ import annotations
+
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 from localinfer.arguments import check_number
-from localinfer.cache.prefix_cache import PrefixCache
 from localinfer.engine.owner import may_run
 from localinfer.engine.precedence import Precedence
-from localinfer.engine.request import Request
-from localinfer.engine.runner import ModelRunner
 from localinfer.errors import OutOfMemoryError, OverloadedError
+
+if TYPE_CHECKING:
+    from localinfer.cache.prefix_cache import PrefixCache
+    from localinfer.engine.request import Request
+    from localinfer.engine.runner import ModelRunner
 
 _LEAST_RETRY_SECONDS, _MOST_RETRY_SECONDS = 1.0, 60.0
 _DURATION_MEMORY = 0.8

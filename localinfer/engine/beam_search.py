@@ -16,28 +16,13 @@ from localinfer.arguments import check_number
 from localinfer.cache.prefix_cache import CacheHints
 from localinfer.cache.sequence import SequenceCache, forward
 from localinfer.engine.engine import Engine, check_max_tokens
-from localinfer.engine.request import FinishReason
 from localinfer.sampling.filters import likeliest, log_total
 from localinfer.sampling.sampler import not_finite_error
+from localinfer.types import Beam, FinishReason
 
 MAX_BEAMS = 64
 
 _NO_HINTS = CacheHints()
-
-
-@dataclass(frozen=True)
-class Beam:
-    """A finished text.
-
-    token_ids: what follows the prompt, a stop token included. logprob: the sum of their log probabilities. score:
-    logprob / length ^ length_penalty, by which beams are compared. finish_reason: "stop" after a stop token, else
-    "length".
-    """
-
-    token_ids: tuple[int, ...]
-    logprob: float
-    score: float
-    finish_reason: FinishReason
 
 
 class _Live(NamedTuple):

@@ -5,10 +5,14 @@ time becomes the elder: it is as urgent as the most urgent, goes first among tho
 reader reads (aging, bounded to one place so that the urgent lose little).
 """
 
+from __future__ import annotations
+
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
-from localinfer.engine.request import Request
+if TYPE_CHECKING:
+    from localinfer.engine.request import Request
 
 
 class Precedence:

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Hashable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +28,7 @@ from localinfer.cache.sequence import SequenceCache
 from localinfer.sampling.mask import GuidingMask
 from localinfer.sampling.sampler import SamplingPlan
 from localinfer.speculation.verify import SpeculationRecord, SpeculativeText
+from localinfer.types import FinishReason
 
 
 class Waiter:
@@ -136,10 +137,6 @@ class StepLock:
             successor.wake()
         return successor is not None
 
-
-FinishReason = Literal["stop", "length", "cancelled"]
-"""stop: an end token or a stop string; length: max_tokens, or the end of the context or of memory; cancelled: by
-`cancel`."""
 
 NO_TOKEN = -1
 """`token_id` of the event that ends a generation between two tokens, and stands for none."""

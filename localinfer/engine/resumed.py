@@ -9,8 +9,9 @@ verification chooses them again.
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.engine.request import FinishReason, Request, TokenEvent
+from localinfer.engine.request import Request, TokenEvent
 from localinfer.engine.runner import shortened
+from localinfer.types import FinishReason
 
 
 def take_up(request: Request, token_ids: NDArray[np.int32], context_length: int) -> None:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from localinfer.cache.prefix_cache import CacheHints, PrefixCache
 from localinfer.cache.sequence import forward
-from localinfer.engine.request import NO_TOKEN, FinishReason, Request, TokenEvent
+from localinfer.engine.request import NO_TOKEN, Request, TokenEvent
 from localinfer.engine.step_fit import StepFit
 from localinfer.errors import OutOfMemoryError, SessionMismatchError, without_frames
 from localinfer.kernels.program import AbortableProgram, Batch, HiddenProgram, Program
@@ -26,6 +26,7 @@ from localinfer.sampling.sampler import OnDeviceSampling, OutputSpec, Results, S
 from localinfer.speculation.costs import MAX_DRAFT_TOKENS
 from localinfer.speculation.floor import ALONE, Round, StepKind
 from localinfer.speculation.verify import Others, Speculation, choose_verified
+from localinfer.types import FinishReason
 
 logger = logging.getLogger(__name__)
 

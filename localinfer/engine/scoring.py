@@ -8,7 +8,8 @@ from numpy.typing import NDArray
 from localinfer.arguments import check_number
 from localinfer.engine.engine import Engine
 from localinfer.kernels.program import Program
-from localinfer.sampling.filters import TokenLogprobs, token_logprobs
+from localinfer.sampling.filters import token_logprobs
+from localinfer.types import TokenLogprobs
 
 
 def score_tokens(

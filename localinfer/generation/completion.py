@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from localinfer.chat.parser import ToolCall, ToolCallDelta
-from localinfer.engine.request import FinishReason
-from localinfer.sampling.filters import TokenLogprobs
+from localinfer.types import FinishReason, TokenLogprobs
 
 CompletionEnd = FinishReason | Literal["tool_calls"]
 """As the engine's, and tool_calls: an end token after at least one whole tool call."""

@@ -5,16 +5,17 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from localinfer.arguments import check_flag, check_hashable, check_number, check_priority, half_character
 from localinfer.cache.salt import salt_of
 from localinfer.chat.constraints import Constraint
+from localinfer.chat.reply_options import ReplyOptions
 from localinfer.errors import RequestError
 from localinfer.sampling.params import SamplingOptions, SamplingParams
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from localinfer.models.text.tokenizer import Tokenizer
 
 _DRY_BREAKERS = ("\n", ":", '"', "*")
@@ -61,6 +62,10 @@ class GenerationOptions(SamplingOptions, total=False):
     cache_salt: str | None
 
 
+class ChatOptions(GenerationOptions, ReplyOptions, total=False):
+    """Keyword options of `chat` and `stream_chat`: those of `complete`, and those that only chats have."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class CheckedOptions:
     """Options of a generation, each of the kind it must have; texts that the engine wants as token ids are those.
@@ -73,7 +78,7 @@ class CheckedOptions:
     ignore_eos: bool
     context_shift: bool
     pin_cache: bool
-    prediction_ids: Sequence[int] | NDArray[np.integer]
+    prediction_ids: "Sequence[int] | NDArray[np.integer]"
     constraint: Constraint | None
     owner: Hashable
     priority: int
@@ -124,7 +129,7 @@ def check_options(options: Mapping[str, Any], tokenizer: "Tokenizer | None") -> 
     )
 
 
-def _prediction_ids(prediction: Any, tokenizer: "Tokenizer | None") -> Sequence[int] | NDArray[np.integer]:
+def _prediction_ids(prediction: Any, tokenizer: "Tokenizer | None") -> "Sequence[int] | NDArray[np.integer]":
     if prediction is None:
         return ()
     if not isinstance(prediction, str):

@@ -1,22 +1,25 @@
 """The handle of one generation that callers hold: its events, its result, and its end."""
 
+from __future__ import annotations
+
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
-from typing import Self, cast
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Self, cast
 
 from localinfer.arguments import owned
 from localinfer.closing import Closing
-from localinfer.engine.request import Request
 from localinfer.errors import RequestError
-from localinfer.generation.async_reader import AsyncReader
 from localinfer.generation.completion import Completion, Stats, StreamEvent
 from localinfer.generation.options import GenerationOptions
-from localinfer.generation.resumed_text import ResumedText
-from localinfer.generation.text_generation import TextGeneration, second_reader_error
-from localinfer.system.event_loop import LoopCalls, in_thread
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from localinfer.engine.request import Request
+    from localinfer.generation.async_reader import AsyncReader
+    from localinfer.generation.resumed_text import ResumedText
+    from localinfer.generation.text_generation import TextGeneration
 
 
 class TextStream(Closing, Iterator[StreamEvent], AsyncIterator[StreamEvent]):
@@ -116,6 +119,8 @@ class TextStream(Closing, Iterator[StreamEvent], AsyncIterator[StreamEvent]):
 
         Raises: what ended the generation; RequestError while another task, or a thread, reads it.
         """
+        from localinfer.system.event_loop import in_thread
+
         generation, reader = self._generation, self._reader
         if not generation.has_ended.is_set():
             if not generation.is_cancelled:
@@ -147,6 +152,8 @@ class TextStream(Closing, Iterator[StreamEvent], AsyncIterator[StreamEvent]):
 
     async def aclose(self) -> None:
         """As `close`, and wait for the step in progress, so that afterwards nothing of the stream runs any more."""
+        from localinfer.system.event_loop import LoopCalls
+
         reader = self._reader
         if reader is None or reader.calls is not LoopCalls.of_running_loop():
             self.close()
@@ -167,6 +174,10 @@ class TextStream(Closing, Iterator[StreamEvent], AsyncIterator[StreamEvent]):
             self._reader.abandon()
 
     def _async_reader(self) -> AsyncReader:
+        from localinfer.generation.async_reader import AsyncReader
+        from localinfer.generation.text_generation import second_reader_error
+        from localinfer.system.event_loop import LoopCalls
+
         calls = LoopCalls.of_running_loop()
         if self._reader is None:
             if self._generation.is_being_read:
@@ -185,6 +196,8 @@ async def complete_in_thread(
     So the loop is held up neither by the encoding of a long prompt, nor by the compilation of a constraint.
     open_stream: begins it with these options, of which the thread gets a copy.
     """
+    from localinfer.system.event_loop import in_thread
+
     given = cast(GenerationOptions, {name: owned(value) for name, value in options.items()})
     opened: list[TextStream] = []
     is_cancelled = threading.Event()

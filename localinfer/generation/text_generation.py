@@ -22,9 +22,9 @@ from localinfer.generation.completion import Completion, CompletionEnd, Stats, S
 from localinfer.generation.options import CheckedOptions
 from localinfer.generation.resumed_text import ResumedText, call_ids
 from localinfer.models.text.tokenizer import StopMatcher, StreamDecoder
-from localinfer.sampling.filters import TokenLogprobs
 from localinfer.sampling.sampler import TokenMask
 from localinfer.speculation.verify import SpeculationRecord
+from localinfer.types import TokenLogprobs
 
 if TYPE_CHECKING:
     from localinfer.chat.constraints import ConstraintCompiler

@@ -5,6 +5,8 @@ and sends them, another answers requests to send batches again. PUB sockets drop
 it sees that numbers are missing, and asks the replay endpoint for them.
 """
 
+from __future__ import annotations
+
 import logging
 import os
 import threading
@@ -28,10 +30,11 @@ from localinfer.kv_events.wire import (
     sequence_bytes,
 )
 from localinfer.system.extras import require
-from localinfer.types import TokenIds
 
 if TYPE_CHECKING:
     import zmq
+
+    from localinfer.types import TokenIds
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +87,7 @@ class KVEventPublisher(Closing):
         for thread in threads:
             thread.start()
 
-    def attach(self, *, closes: bool = False) -> "CacheEvents":
+    def attach(self, *, closes: bool = False) -> CacheEvents:
         """The observer of a cache, whose events are published until it ends or another is attached.
 
         Where another one was, its blocks are told of as cleared first. closes: this publisher ends with that cache.
@@ -122,17 +125,17 @@ class KVEventPublisher(Closing):
             thread.join()
         self._context.term()
 
-    def _detach(self, events: "CacheEvents") -> None:
+    def _detach(self, events: CacheEvents) -> None:
         with self._lock:
             events.is_muted = True
             if self._current is events:
                 self._current = None
 
     @staticmethod
-    def _thread(work: Callable[..., None], *sockets: "zmq.Socket[bytes]", name: str) -> threading.Thread:
+    def _thread(work: Callable[..., None], *sockets: zmq.Socket[bytes], name: str) -> threading.Thread:
         return threading.Thread(target=work, args=sockets, name=name, daemon=True)
 
-    def _socket(self, kind: int, endpoint: str, *, hwm: int, connects: bool = False) -> "zmq.Socket[bytes]":
+    def _socket(self, kind: int, endpoint: str, *, hwm: int, connects: bool = False) -> zmq.Socket[bytes]:
         import zmq
 
         opened = self._context.socket(kind)
@@ -152,7 +155,7 @@ class KVEventPublisher(Closing):
             ) from None
         return opened
 
-    def _publish(self, socket: "zmq.Socket[bytes]") -> None:
+    def _publish(self, socket: zmq.Socket[bytes]) -> None:
         """Send what is in the queue, as few batches as it can be, until its end."""
         number, is_over = 0, False
         keeps = self.config.replay_endpoint is not None
@@ -175,7 +178,7 @@ class KVEventPublisher(Closing):
                 number += 1
         socket.close()
 
-    def _replay(self, socket: "zmq.Socket[bytes]", stop: "zmq.Socket[bytes]") -> None:
+    def _replay(self, socket: zmq.Socket[bytes], stop: zmq.Socket[bytes]) -> None:
         """Answer each request, the number of a batch, with that one and all after it, and a last message."""
         import zmq
 
@@ -202,7 +205,7 @@ class KVEventPublisher(Closing):
 class CacheEvents:
     """The observer of one cache (`cache.cache_observer.CacheObserver`). is_muted: what it is told is not published."""
 
-    def __init__(self, put: Callable[[Event], object], on_close: Callable[["CacheEvents"], object]) -> None:
+    def __init__(self, put: Callable[[Event], object], on_close: Callable[[CacheEvents], object]) -> None:
         self._put = put
         self._on_close = on_close
         self.is_muted = False
@@ -227,7 +230,7 @@ class CacheEvents:
         self._on_close(self)
 
 
-def observer_of(kv_events: "str | KVEventsConfig | KVEventPublisher | None") -> CacheEvents | None:
+def observer_of(kv_events: str | KVEventsConfig | KVEventPublisher | None) -> CacheEvents | None:
     """What is told of a cache for the option `kv_events` of `localinfer.load`; a text is an endpoint.
 
     Raises: RequestError, MissingPackageError.

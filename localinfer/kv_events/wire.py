@@ -4,12 +4,16 @@ A batch is [timestamp, events, data parallel rank] in MessagePack. An event is a
 0.24, or before that an array of its name and its values in order, without those at its end that say nothing.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from localinfer.cache.salt import NO_SALT
 from localinfer.kv_events.config import Encoding
-from localinfer.types import TokenIds
+
+if TYPE_CHECKING:
+    from localinfer.types import TokenIds
 
 MEDIUM = "GPU"
 """Of blocks that the model computes from, in vLLM's words, whatever memory it is: routers prefer it to others."""

@@ -48,9 +48,6 @@ async def aload(*arguments: Any, **options: Any) -> "LLM":
         options["progress"] = lambda stage, done, total: calls.add(lambda: report(stage, done, total))
 
     def work() -> "LLM":
-        from localinfer.kernels.address_space import require_libraries
-
-        require_libraries()
         from localinfer.loading.load import load
 
         return load(*arguments, **options)

@@ -1,53 +1,25 @@
-"""`localinfer.load`: from a path and options to an `LLM`."""
+"""`localinfer.load`: from a path and options to an `LLM`. Naming it imports next to nothing; see `imports.py`."""
 
-import logging
-import os
-import threading
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from __future__ import annotations
+
 from typing import TYPE_CHECKING
 
 from localinfer.arguments import check_flag
-from localinfer.cache.block_pool import default_kv_memory
-from localinfer.cache.eviction import window_of
-from localinfer.engine.admission import EngineLimits
 from localinfer.errors import LoadCancelledError
-from localinfer.kernels.kv_layout import DevicePages
-from localinfer.kv_events.publisher import observer_of
-from localinfer.llm import LLM
-from localinfer.loading.drafters import load_drafter, make_speculation
-from localinfer.loading.host_memory import draft_on_host, host_budget
-from localinfer.loading.options import (
-    ModelOptions,
-    check_limits,
-    check_model_options,
-    disk_options,
-    model_path,
-    stoppable,
-)
-from localinfer.memory.limit import KVBudget
-from localinfer.models.load.loader import load_model
-from localinfer.models.load.loader import load_tokenizer as tokenizer_of
-from localinfer.system import machine_limits
-from localinfer.thread_control import checked_priority
-from localinfer.types import ProgressCallback
+from localinfer.loading.imports import import_modules, stoppable
 
 if TYPE_CHECKING:
-    from localinfer.kernels.cpu.worker_threads import Priority
+    import os
+    import threading
+    from collections.abc import Mapping, Sequence
+
+    from localinfer.engine.admission import EngineLimits
     from localinfer.kv_events.config import KVEventsConfig
     from localinfer.kv_events.publisher import KVEventPublisher
-    from localinfer.models.decoder.config import ModelConfig
-    from localinfer.models.decoder.rope import RopeOptions
-    from localinfer.models.load.loader import Model
-    from localinfer.models.load.placement import Placement
+    from localinfer.llm import LLM
+    from localinfer.models.decoder.rope_options import RopeOptions
     from localinfer.models.text.tokenizer import Tokenizer
-    from localinfer.persistence.fingerprint import ModelIdentity
-    from localinfer.persistence.prompt_cache import DiskOptions
-    from localinfer.quant.checkpoint.model_file import ModelFile
-
-logger = logging.getLogger(__name__)
-
-_LAST_STAGE = "getting ready to answer"
+    from localinfer.types import ProgressCallback
 
 
 def load(
@@ -67,7 +39,7 @@ def load(
     speculation: str | None = "auto",
     draft: str | os.PathLike[str] | None = None,
     chat_template: str | os.PathLike[str] | None = None,
-    rope: "RopeOptions | None" = None,
+    rope: RopeOptions | None = None,
     overrides: Mapping[str, bool | int | float | str] | None = None,
     limits: EngineLimits | None = None,
     memory_limit: int | None = None,
@@ -75,7 +47,7 @@ def load(
     measure_again: bool = False,
     may_measure: bool = True,
     verify: bool = True,
-    kv_events: "str | KVEventsConfig | KVEventPublisher | None" = None,
+    kv_events: str | KVEventsConfig | KVEventPublisher | None = None,
     progress: ProgressCallback | None = None,
     cancel: threading.Event | None = None,
 ) -> LLM:
@@ -140,6 +112,12 @@ def load(
     Raises: ModelFileError, RequestError, BackendUnavailableError, OutOfMemoryError, LoadCancelledError,
         MissingPackageError.
     """
+    report = stoppable(progress, cancel)
+    import_modules(report)
+    from localinfer.loading.build import build_llm
+    from localinfer.loading.options import check_limits, check_model_options, disk_options
+    from localinfer.thread_control import checked_priority
+
     options = check_model_options(
         model=model,
         device=device,
@@ -163,10 +141,9 @@ def load(
     measure_again = check_flag("measure_again", measure_again)
     may_measure = check_flag("may_measure", may_measure)
     verify = check_flag("verify", verify)
-    report = stoppable(progress, cancel)
     disk = disk_options(disk_cache, disk_cache_folder)
     try:
-        return _load(
+        return build_llm(
             options,
             disk,
             limits,
@@ -183,129 +160,13 @@ def load(
     raise LoadCancelledError(cancelled)
 
 
-def _load(
-    options: ModelOptions,
-    disk: "DiskOptions | None",
-    limits: EngineLimits | None,
-    progress: ProgressCallback | None,
-    *,
-    priority: "Priority",
-    measure_again: bool,
-    may_measure: bool,
-    verify: bool,
-    kv_events: "str | KVEventsConfig | KVEventPublisher | None",
-) -> LLM:
-    budget = KVBudget(0, options.kv_memory, options.kv_memory)
-
-    def context_that_fits(file: "ModelFile", config: "ModelConfig") -> int:
-        nonlocal budget
-        budget = options.share(options.plan(file, config), machine_limits.memory_limits())
-        return budget.context_length
-
-    def check_host(file: "ModelFile", config: "ModelConfig", placement: "Placement") -> None:
-        nonlocal budget
-        draft = draft_on_host(options, config, placement)
-        budget = host_budget(options, file, config, placement, draft, machine_limits.memory_limits())
-
-    with ExitStack() as loads:
-        observer = observer_of(kv_events)
-        if observer is not None:
-            loads.callback(observer.close)
-        loaded = load_model(
-            options.path,
-            threads=options.threads,
-            context_length=options.context_length,
-            kv_type=options.kv_type,
-            kv_window=options.kv_window,
-            device=options.device,
-            gpu_layers=options.gpu_layers,
-            tensor_split=options.tensor_split,
-            cpu_moe=options.cpu_moe,
-            draft_layers=options.has_draft_layers,
-            assistant=options.assistant,
-            changes=options.changes,
-            choose_context=context_that_fits,
-            check_placement=check_host,
-            priority=priority,
-            measure_again=measure_again,
-            may_measure=may_measure,
-            verify=verify,
-            progress=progress,
-        )
-        loads.callback(loaded.close)
-        is_encoder, drafts_itself = loaded.config.is_encoder, bool(loaded.draft_programs)
-        speculation = options.checked_speculation(is_encoder=is_encoder, drafts_itself=drafts_itself)
-        if loaded.config.is_encoder:
-            disk = None
-        drafting = made = window = None
-        keeps_pages = loaded.kv_layout.page_bytes + loaded.kv_layout.windowed_bytes > 0
-        if options.kv_window is not None and options.kv_window < loaded.config.context_length and keeps_pages:
-            window = window_of(loaded, options.kv_window)
-        if options.separate_draft is not None:
-            drafting = load_drafter(options, loaded, verify=verify, progress=progress)
-            loads.callback(drafting.close)
-        if speculation is not None:
-            made = make_speculation(
-                speculation,
-                loaded,
-                drafting,
-                kv_memory=budget.draft_kv_memory,
-                measure_again=measure_again,
-                may_measure=may_measure,
-                progress=progress,
-            )
-        if progress is not None:
-            progress(_LAST_STAGE, 0, 1)
-        llm = LLM(
-            loaded,
-            kv_memory=_kv_memory(options, budget, loaded),
-            kv_window=window,
-            identity=_identity(loaded, disk),
-            disk=disk,
-            speculation=made,
-            limits=limits,
-            observer=observer,
-        )
-        loads.callback(llm.close)
-        if progress is not None:
-            progress(_LAST_STAGE, 1, 1)
-        loads.pop_all()
-    return llm
-
-
-def _kv_memory(options: ModelOptions, budget: KVBudget, loaded: "Model") -> int | None:
-    """What keys and values may take: what a limit leaves, but no more than they may take by default."""
-    if budget.host_kv_memory is not None:
-        return _gpu_kv_memory(options, budget.host_kv_memory, loaded)
-    if options.kv_memory is not None or budget.kv_memory is None:
-        return budget.kv_memory
-    default = default_kv_memory(loaded.kv_layout, loaded.config.context_length, loaded.program.max_batch_rows)
-    return min(budget.kv_memory, default)
-
-
-def _gpu_kv_memory(options: ModelOptions, most_in_host: int, loaded: "Model") -> int | None:
-    """What keys and values may take of a model on GPUs, whose first layers' may be in main memory."""
-    layout = loaded.kv_layout
-    if not isinstance(layout, DevicePages) or not layout.host_page_bytes:
-        return options.kv_memory
-    most = most_in_host // layout.host_page_bytes * layout.page_bytes
-    default = default_kv_memory(layout, loaded.config.context_length, loaded.program.max_batch_rows)
-    return min(most, default if options.kv_memory is None else options.kv_memory)
-
-
-def load_tokenizer(model: str | os.PathLike[str] | None = None) -> "Tokenizer":
+def load_tokenizer(model: str | os.PathLike[str] | None = None) -> Tokenizer:
     """Load only the tokenizer, of a GGUF file with or without tensors, or of a folder; None: the demo model's.
 
     Raises: ModelFileError.
     """
+    import_modules(None)
+    from localinfer.loading.options import model_path
+    from localinfer.models.load.loader import load_tokenizer as tokenizer_of
+
     return tokenizer_of(model_path(model))
-
-
-def _identity(model: "Model", disk: "DiskOptions | None") -> "ModelIdentity | None":
-    from localinfer.persistence.fingerprint import ModelIdentity
-
-    try:
-        return ModelIdentity(model.file, model.kv_layout, model.config, None if disk is None else disk.weights_memory)
-    except OSError as error:
-        logger.warning("%s no longer exists, so nothing is kept on disk: %s", model.file.path.name, error)
-        return None

@@ -1,16 +1,15 @@
 """What `localinfer.load` was asked for: its options, checked together before any file is read."""
 
 import os
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from localinfer.arguments import check_callable, check_number, check_path, shown
+from localinfer.arguments import check_number, check_path, shown
 from localinfer.cache.eviction import planned_window
 from localinfer.engine.admission import EngineLimits
-from localinfer.errors import LoadCancelledError, ModelFileError, RequestError
+from localinfer.errors import ModelFileError, RequestError
 from localinfer.kernels.cpu.lower import MAX_BATCH_ROWS
 from localinfer.kernels.kv_layout import PAGE_TOKENS, KVLayout
 from localinfer.memory.limit import KVBudget, keep_within
@@ -21,11 +20,10 @@ from localinfer.models.load.device_request import DeviceRequest, named_gpus
 from localinfer.models.load.devices import GPU_BATCH_ROWS
 from localinfer.models.load.kv_window import reason_without_window
 from localinfer.system.machine_limits import MemoryLimits
-from localinfer.types import ProgressCallback
 
 if TYPE_CHECKING:
     from localinfer.models.decoder.config import ModelConfig
-    from localinfer.models.decoder.rope import RopeOptions
+    from localinfer.models.decoder.rope_options import RopeOptions
     from localinfer.models.load.model_changes import ModelChanges
     from localinfer.persistence.prompt_cache import DiskOptions
     from localinfer.quant.checkpoint.model_file import ModelFile
@@ -201,26 +199,6 @@ def check_limits(limits: EngineLimits | None) -> None:
         raise RequestError(f"limits is {shown(limits)}; give EngineLimits, or None for the defaults")
 
 
-def stoppable(progress: ProgressCallback | None, cancel: threading.Event | None) -> ProgressCallback | None:
-    """What the stages of a load report to: `progress`, and LoadCancelledError as soon as `cancel` is set.
-
-    Every stage reports several times in 200 ms of work, so that this is all that a load has to look at.
-    """
-    check_callable("progress", progress)
-    if cancel is None:
-        return progress
-    if not callable(getattr(cancel, "is_set", None)):
-        raise RequestError(f"cancel is {shown(cancel)}; give a threading.Event, or None")
-
-    def report(stage: str, done: int, total: int) -> None:
-        if not cancel.is_set() and progress is not None:
-            progress(stage, done, total)
-        if cancel.is_set():
-            raise LoadCancelledError(f"loading was cancelled while {stage}; load the model again to use it")
-
-    return report
-
-
 def model_changes(
     *,
     chat_template: str | os.PathLike[str] | None = None,
@@ -228,7 +206,7 @@ def model_changes(
     overrides: Mapping[str, bool | int | float | str] | None = None,
 ) -> "ModelChanges":
     """The changes to a model's file that arguments of `load` make. Raises: RequestError."""
-    from localinfer.models.decoder.rope import RopeOptions
+    from localinfer.models.decoder.rope_options import RopeOptions
     from localinfer.models.load.model_changes import ModelChanges, template_source
 
     if rope is not None and not isinstance(rope, RopeOptions):

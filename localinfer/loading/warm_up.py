@@ -1,21 +1,21 @@
 """`localinfer.warm_up`: compile what a model needs before its first load, such as when an application is installed."""
 
-import os
-import threading
+from __future__ import annotations
+
 import time
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from localinfer.arguments import check_callable, check_number, shown
 from localinfer.errors import BackendUnavailableError, LoadCancelledError, RequestError
-from localinfer.kernels.cuda.device import has_driver
-from localinfer.kernels.jit import object_cache
-from localinfer.kernels.jit.compile_ahead import compile_ahead
+from localinfer.loading.imports import import_modules
 from localinfer.loading.load import load
-from localinfer.loading.options import model_path
-from localinfer.models.load.assistant import is_assistant
-from localinfer.models.load.device_request import named_gpus
-from localinfer.models.load.needed_kernels import needed_kernels
-from localinfer.types import ProgressCallback
+
+if TYPE_CHECKING:
+    import os
+    import threading
+
+    from localinfer.types import ProgressCallback
 
 STAGE = "reading the model"
 
@@ -55,13 +55,8 @@ def warm_up(
     Raises: ModelFileError, RequestError, BackendUnavailableError, OutOfMemoryError, LoadCancelledError.
     """
     began = time.monotonic()
-    try:
-        named_gpus(device)
-    except BackendUnavailableError as error:
-        raise RequestError(str(error)) from None
     check_callable("progress", progress)
-    check_number("kv_window", kv_window, 1, none="for the default")
-    if cancel is not None and not isinstance(cancel, threading.Event):
+    if cancel is not None and not callable(getattr(cancel, "is_set", None)):
         raise RequestError(f"cancel is {shown(cancel)}; give a threading.Event, or None")
 
     def report(stage: str, done: int, total: int) -> None:
@@ -70,6 +65,20 @@ def warm_up(
         if progress is not None:
             progress(stage, done, total)
 
+    import_modules(report)
+    from localinfer.kernels.cuda.device import has_driver
+    from localinfer.kernels.jit import object_cache
+    from localinfer.kernels.jit.compile_ahead import compile_ahead
+    from localinfer.loading.options import model_path
+    from localinfer.models.load.assistant import is_assistant
+    from localinfer.models.load.device_request import named_gpus
+    from localinfer.models.load.needed_kernels import needed_kernels
+
+    try:
+        named_gpus(device)
+    except BackendUnavailableError as error:
+        raise RequestError(str(error)) from None
+    check_number("kv_window", kv_window, 1, none="for the default")
     report(STAGE, 0, 1)
     path, draft_path = model_path(model), None if draft is None else model_path(draft, "draft")
     assistant = draft_path if draft_path is not None and is_assistant(draft_path) else None

@@ -6,12 +6,13 @@ of ids; a filter returns a mask of those it keeps, never an empty one.
 
 import math
 from collections.abc import Collection
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.sampling.params import SamplingParams
+from localinfer.types import TokenLogprobs
 
 Row = NDArray[np.float64]
 Kept = NDArray[np.bool_]
@@ -211,17 +212,6 @@ def penalise_repetitions(
         if length >= allowed_length:
             exponent = min(largest, (length - allowed_length) * math.log(base))
             logits[token_id] = np.float32(float(logits[token_id]) - multiplier * math.exp(exponent))
-
-
-class TokenLogprobs(NamedTuple):
-    """Natural logarithms of a token's probability and of the likeliest ones' at its position.
-
-    top: (token id, log probability) of as many as were asked for, likeliest first, the lowest id on ties. -inf stands
-    for a token that the model rules out.
-    """
-
-    logprob: float
-    top: tuple[tuple[int, float], ...]
 
 
 def token_logprobs(logits: NDArray[np.float32], token_id: int, count: int) -> TokenLogprobs:

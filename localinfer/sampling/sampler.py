@@ -20,7 +20,6 @@ from localinfer.kernels.cuda.sampling import UNDECIDED, Draw, DrawingProgram
 from localinfer.kernels.program import Batch, Program
 from localinfer.sampling.filters import (
     Mirostat,
-    TokenLogprobs,
     dynamic_temperature,
     keep_candidates,
     penalise_repetitions,
@@ -29,6 +28,7 @@ from localinfer.sampling.filters import (
     token_logprobs,
 )
 from localinfer.sampling.params import SamplingParams
+from localinfer.types import TokenLogprobs
 
 __all__ = ["Sampler", "SamplingParams", "SamplingPlan", "TokenLogprobs", "TokenMask", "not_finite_error"]
 

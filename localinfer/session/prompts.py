@@ -1,23 +1,26 @@
 """The prompts of one session: what its messages become, with its tools and options, and with the ids of its replies."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
-import numpy as np
-from numpy.typing import NDArray
-
-from localinfer.cache.prefix_node import common_length
 from localinfer.cache.salt import salt_of
-from localinfer.chat.history import SessionHistory
-from localinfer.chat.reply import ReplyOptions
+from localinfer.chat.reply_options import ReplyOptions
 from localinfer.chat.tool_choice import ToolChoice
 from localinfer.chat.turns import Turn
-from localinfer.chat_model import ChatModel
 from localinfer.errors import ContextLengthError, RequestError
-from localinfer.generation.completion import StreamEvent
 from localinfer.generation.options import GenerationOptions
-from localinfer.generation.stream import TextStream
-from localinfer.session.python_tools import ToolBox
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from localinfer.chat.history import SessionHistory
+    from localinfer.chat_model import ChatModel
+    from localinfer.generation.completion import StreamEvent
+    from localinfer.generation.stream import TextStream
+    from localinfer.session.python_tools import ToolBox
 
 _PROMPT_OPTIONS = ("tool_choice", "parallel_tool_calls", "thinking", "thinking_budget", "template_variables")
 
@@ -57,13 +60,15 @@ class SessionPrompts:
         options: Mapping[str, Any],
         history: SessionHistory | None = None,
     ) -> None:
+        from localinfer.chat.history import SessionHistory
+
         self.model = model
         self.options = checked_names(options)
         self.tools = tools
         self._history = SessionHistory(model.history) if history is None else history
         self._prefix: tuple[Sequence[Turn], NDArray[np.int32], int] | None = None
 
-    def copy(self) -> "SessionPrompts":
+    def copy(self) -> SessionPrompts:
         """The same for a session that goes its own way from here."""
         made = SessionPrompts(self.model, self.tools, self.options, self._history.copy())
         made._prefix = self._prefix
@@ -91,6 +96,8 @@ class SessionPrompts:
 
     def prefix(self, turns: Sequence[Turn]) -> tuple[NDArray[np.int32], int]:
         """The ids with which the next prompt begins, whatever is asked, and how many of them are the system's."""
+        from localinfer.cache.prefix_node import common_length
+
         if self._prefix is not None and self._prefix[0] is turns:
             return self._prefix[1:]
         if turns and turns[-1]["role"] in ("user", "tool"):

@@ -1,11 +1,12 @@
 """Python functions as tools: their JSON schema, the check of what a model calls them with, and what comes of a call."""
 
-import asyncio
+from __future__ import annotations
+
 import inspect
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
 
 from localinfer.arguments import check_callable, owned, shown
 from localinfer.chat.parser import ToolCall
@@ -13,6 +14,9 @@ from localinfer.errors import RequestError
 from localinfer.session.docstrings import read_docstring
 from localinfer.session.typed_answers import AnswerType, has_pydantic, reorder
 from localinfer.system.extras import require
+
+if TYPE_CHECKING:
+    import asyncio
 
 REFUSED = "The user refused this call."
 """What a model reads in place of the result of a call that was refused."""
@@ -175,6 +179,8 @@ def _resolved(value: Any, loop: asyncio.AbstractEventLoop | None) -> Any:
     """A value, or what comes of one that is awaitable."""
     if not inspect.isawaitable(value):
         return value
+    import asyncio
+
     if loop is not None:
         return asyncio.run_coroutine_threadsafe(_awaited(value), loop).result()
     try:

@@ -4,13 +4,14 @@ A session owns no keys and values: those of its messages are in the model's pref
 generated with, and whatever begins alike shares them. So a fork costs a few hundred bytes.
 """
 
-import asyncio
+from __future__ import annotations
+
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, Unpack, overload
 from weakref import ref
 
 from localinfer.arguments import check_number, owned
@@ -31,9 +32,11 @@ from localinfer.generation.completion import Completion, StreamEvent
 from localinfer.generation.stream import TextStream
 from localinfer.persistence.saved_conversation import SavedConversation
 from localinfer.session.prompts import SessionOptions, SessionPrompts, checked_names
-from localinfer.session.python_tools import CallOutcome, RequestedCall, Tool
-from localinfer.session.typed_answers import AnswerType
-from localinfer.system.event_loop import in_thread
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from localinfer.session.python_tools import CallOutcome, RequestedCall, Tool
 
 Answer = TypeVar("Answer")
 
@@ -53,7 +56,7 @@ class SessionModel(Protocol):
         on_tool_result: Callable[[CallOutcome], Any] | None = None,
         max_tool_rounds: int = 8,
         **options: Unpack[SessionOptions],
-    ) -> "Session": ...
+    ) -> Session: ...
 
 
 class Session(Closing):
@@ -157,6 +160,10 @@ class Session(Closing):
 
         Tools and watchers that are coroutine functions run in the task's loop, ordinary ones in the thread.
         """
+        import asyncio
+
+        from localinfer.system.event_loop import in_thread
+
         loop, cancelled = asyncio.get_running_loop(), threading.Event()
         ask = partial(self._ask, text, type, options, cancelled, loop)
         work = asyncio.ensure_future(in_thread(ask, stop=cancelled.set, name="localinfer-session"))
@@ -276,7 +283,7 @@ class Session(Closing):
             self._turns = self._turns[:first] + self._turns[end:]
             return end - first
 
-    def fork(self) -> "Session":
+    def fork(self) -> Session:
         """Return a session with the same messages, tools and options, which goes its own way from here.
 
         They share the cached pages of what they have in common; nothing is computed or copied. Of a reply that is being
@@ -325,7 +332,7 @@ class Session(Closing):
         return self._saved.to_json()
 
     @classmethod
-    def from_json(cls, llm: SessionModel, text: str | bytes, **arguments: Any) -> "Session":
+    def from_json(cls, llm: SessionModel, text: str | bytes, **arguments: Any) -> Session:
         """Return the session that `to_json` wrote, with any model.
 
         arguments: of `LLM.session` but for system and messages, as tools and options are the program's. Replies that
@@ -355,6 +362,8 @@ class Session(Closing):
             if answer_type is not None:
                 if merged.get("constraint") is not None:
                     raise RequestError("a type and a constraint were given; leave one of them out", field="constraint")
+                from localinfer.session.typed_answers import AnswerType
+
                 answer = AnswerType(answer_type)
                 answer.check(self._prompts.model.check_constraint)
                 merged["constraint"] = answer.constraint()

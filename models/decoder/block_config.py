@@ -1,10 +1,15 @@
 """The settings of a model's blocks, read and checked: rotary embedding, experts, latent attention, activations."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from localinfer.errors import UnsupportedFormatError
-from localinfer.models.decoder.metadata import MetadataReader
+
+if TYPE_CHECKING:
+    from localinfer.models.decoder.metadata import MetadataReader
 
 MAX_LAYERS = 4096
 MAX_WIDTH = 1 << 22
@@ -99,6 +104,8 @@ def read_clamps(reader: MetadataReader, key: str, num_layers: int) -> tuple[floa
 
 def read_xielu(metadata: Mapping[str, object], num_layers: int) -> tuple[XieluConfig, ...]:
     """xIELU's parameters of every layer: keys without an architecture's name."""
+    from localinfer.models.decoder.metadata import MetadataReader
+
     reader = MetadataReader(metadata, prefix="xielu")
     names = ("alpha_p", "alpha_n", "beta", "eps")
     if not any(name in reader for name in names):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from localinfer.errors import RequestError
 from localinfer.models.decoder.metadata import shown
 from localinfer.models.decoder.metadata_keys import is_understood, listed, unknown_settings
-from localinfer.models.decoder.rope import RopeOptions, rope_metadata
+from localinfer.models.decoder.rope_options import RopeOptions, rope_metadata
 from localinfer.quant.checkpoint.model_file import ModelFile
 from localinfer.quant.gguf.metadata import SingleValue
 from localinfer.system.folders import expand_home

@@ -7,12 +7,16 @@ bits 10 to 30 the offset of its children, times 256 where bit 9 is set; the unit
 Source: SentencePiece (arXiv 1808.06226), section 3.5.
 """
 
-from collections.abc import Iterator
+from __future__ import annotations
 
-import numpy as np
-from numpy.typing import NDArray
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from localinfer.errors import TokenizerError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 _KEY = "tokenizer.ggml.precompiled_charsmap"
 _LABEL = (1 << 31) | 0xFF

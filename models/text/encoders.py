@@ -1,5 +1,7 @@
 """Text to token ids for three kinds of vocabulary, special tokens aside; `unigram.py` has a fourth."""
 
+from __future__ import annotations
+
 import re
 import unicodedata
 import warnings
@@ -9,8 +11,6 @@ from heapq import heapify, heappop, heappush
 from itertools import accumulate, compress, pairwise
 from typing import TYPE_CHECKING
 from weakref import WeakMethod
-
-import numpy as np
 
 from localinfer.errors import TokenizerError
 from localinfer.models.text.splitting import TokenizerWarning, build_splitter, pre_tokenizer_rule
@@ -252,6 +252,8 @@ class SentencePieceEncoder(SubwordEncoder):
 
         A token whose score is minus infinity is made by no merge.
         """
+        import numpy as np
+
         scores = self._vocabulary.scores
         assert scores is not None, "this kind always has scores"
         places = np.unique(-scores, return_inverse=True)[1]
@@ -280,7 +282,7 @@ class SentencePieceEncoder(SubwordEncoder):
         return " " + text if self.adds_space and not has_one else text
 
     @cached_property
-    def _table(self) -> "SymbolTable":
+    def _table(self) -> SymbolTable:
         from localinfer.models.text.long_text import SymbolTable
 
         table = SymbolTable(self._vocabulary.tokens, self._ids, _weakly(self._expand))
@@ -354,7 +356,7 @@ class BytePairEncoder(SubwordEncoder):
         return 0 if self._loses_bytes else super().fewest_ids(text)
 
     @cached_property
-    def _tables(self) -> "tuple[SymbolTable, LongTextSplitter]":
+    def _tables(self) -> tuple[SymbolTable, LongTextSplitter]:
         from localinfer.models.text.long_text import LongTextSplitter, SymbolTable
 
         table = SymbolTable(self._vocabulary.tokens, self._ids, _weakly(self._expand))

@@ -4,14 +4,15 @@
 neither holds back more text than needed.
 """
 
+from __future__ import annotations
+
 import codecs
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from heapq import merge
 from itertools import chain
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from localinfer.errors import ContextLengthError, RequestError, TokenIdError, TokenizerError
 from localinfer.models.text.encoders import (
@@ -29,6 +30,9 @@ from localinfer.models.text.vocabulary import TokenType, Vocabulary, read_vocabu
 from localinfer.models.text.vocabulary_comparison import vocabulary_difference, vocabulary_fingerprint
 from localinfer.system.pieces import pieces
 from localinfer.types import Told
+
+if TYPE_CHECKING:
+    pass
 
 _ENCODERS: dict[str, type[SubwordEncoder]] = {
     "spm": SentencePieceEncoder,
@@ -107,7 +111,7 @@ class Tokenizer:
         return bool(self._before) and self.token_text(self._before[0]) == "<s>" if found is None else found
 
     @classmethod
-    def from_metadata(cls, metadata: Mapping[str, object], told: Told | None = None) -> "Tokenizer":
+    def from_metadata(cls, metadata: Mapping[str, object], told: Told | None = None) -> Tokenizer:
         """Build the tokenizer from GGUF metadata, the values decoded (arrays as NumPy arrays or lists).
 
         told: as in `read_vocabulary`.
@@ -177,7 +181,7 @@ class Tokenizer:
             position = spelling.end
         return ids + last
 
-    def difference_from(self, other: "Tokenizer") -> str | None:
+    def difference_from(self, other: Tokenizer) -> str | None:
         """Say why some text has other ids in the other tokenizer, or return None, which proves that none has."""
         difference = vocabulary_difference(self._vocabulary, other._vocabulary)
         if difference is None and self.strips_space_at_start != other.strips_space_at_start:
@@ -204,6 +208,8 @@ class Tokenizer:
 
     def vocabulary_bytes(self) -> list[bytes]:
         """Return what `token_bytes` gives for each id, in a tenth of the time of one by one; other threads run."""
+        import numpy as np
+
         found = [text for texts in pieces(self._vocabulary.tokens) for text in self._encoder.many_token_bytes(texts)]
         is_spelled = np.isin(self._vocabulary.types, _SPELLED_TYPES)
         for token_id in np.flatnonzero(is_spelled).tolist():
@@ -300,6 +306,8 @@ class Tokenizer:
 
     @cached_property
     def _user_spellings(self) -> SpellingFinder:
+        import numpy as np
+
         tokens = self._vocabulary.tokens
         user_defined = np.flatnonzero(self._vocabulary.types == TokenType.USER_DEFINED).tolist()
         return SpellingFinder({tokens[token_id]: token_id for token_id in user_defined})

@@ -4,25 +4,27 @@ Nothing behind this file has to doubt its input: lengths agree, byte tokens are 
 id lies in the vocabulary, every merge ends in a token.
 """
 
+from __future__ import annotations
+
 import re
 from collections import ChainMap
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
-from typing import Any, NoReturn
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from localinfer.errors import TokenizerError
 from localinfer.models.text.fill_in import FILL_IN_ROLES
 from localinfer.models.text.known_vocabularies import KnownVocabulary, known_vocabulary
 from localinfer.models.text.normalizer_steps import is_step
 from localinfer.models.text.splitting import CONTROL_TEXTS, PRE_TOKENIZERS, find_end_of_generation
-from localinfer.quant.gguf.metadata import Metadata
 from localinfer.system.pieces import last_places, pieces
 from localinfer.types import Told
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 PREFIX = "tokenizer.ggml."
 _WAY_OUT = "Convert the model again with a current converter, or run it with token ids only."
@@ -229,6 +231,8 @@ def _kind(model: str) -> str:
 
 
 def _describe(value: object) -> str:
+    import numpy as np
+
     if isinstance(value, np.ndarray):
         return f"an array of {value.size} {value.dtype}"
     if isinstance(value, list):
@@ -248,6 +252,8 @@ def _strings(metadata: Mapping[str, object], key: str) -> list[str] | None:
     if PREFIX + key not in metadata:
         return None
     # The reader refuses an entry that is not UTF-8, which a token may be.
+    from localinfer.quant.gguf.metadata import Metadata
+
     if isinstance(metadata, Metadata) and metadata.stored(PREFIX + key).count is not None:
         return metadata.texts(PREFIX + key)
     value = metadata[PREFIX + key]
@@ -295,6 +301,8 @@ def _silent(done: int, total: int) -> None:
 
 
 def _numbers(metadata: Mapping[str, object], key: str, count: int, kinds: str, wanted: str) -> NDArray[Any]:
+    import numpy as np
+
     value = metadata[PREFIX + key]
     try:
         array = np.asarray(value)
@@ -308,6 +316,8 @@ def _numbers(metadata: Mapping[str, object], key: str, count: int, kinds: str, w
 
 
 def _types(metadata: Mapping[str, object], tokens: list[str]) -> NDArray[np.uint8]:
+    import numpy as np
+
     if PREFIX + "token_type" not in metadata:
         guessed = (TokenType.BYTE if _BYTE_TOKEN.fullmatch(token) else _TYPE_BY_TEXT.get(token) for token in tokens)
         return np.array([TokenType.NORMAL if guess is None else guess for guess in guessed], np.uint8)
@@ -319,6 +329,8 @@ def _types(metadata: Mapping[str, object], tokens: list[str]) -> NDArray[np.uint
 
 
 def _scores(metadata: Mapping[str, object], count: int) -> NDArray[np.float32]:
+    import numpy as np
+
     if PREFIX + "scores" not in metadata:
         _refuse("scores", "missing", "one number for each token, which decides what merges first")
     scores = _numbers(metadata, "scores", count, "fiu", "an array of numbers")
@@ -329,6 +341,8 @@ def _scores(metadata: Mapping[str, object], count: int) -> NDArray[np.float32]:
 
 
 def _charsmap(metadata: Mapping[str, object]) -> NDArray[np.uint8] | None:
+    import numpy as np
+
     key, wanted = "precompiled_charsmap", "an array of bytes"
     value = metadata.get(PREFIX + key)
     if value is None:
@@ -349,6 +363,8 @@ def _charsmap(metadata: Mapping[str, object]) -> NDArray[np.uint8] | None:
 
 def _byte_ids(tokens: list[str], types: NDArray[np.uint8]) -> list[int]:
     """Return the id of each byte's `<0xXX>` token, -1 where there is none."""
+    import numpy as np
+
     byte_ids = [-1] * 256
     for index in np.flatnonzero(types == TokenType.BYTE).tolist():
         match = _BYTE_TOKEN.fullmatch(tokens[index])
@@ -376,6 +392,8 @@ def _declare_bytes(byte_ids: list[int], ids: Mapping[str, int], types: NDArray[n
 
 def _role_ids(metadata: Mapping[str, object], kind: str, tokens: list[str], types: NDArray[np.uint8]) -> dict[str, int]:
     """Return the ids of the tokens that have a part to play: "bos", "eos", "unknown" and so on."""
+    import numpy as np
+
     wanted = f"a token id from 0 to {len(tokens) - 1}"
     roles: dict[str, int] = {}
     for role, (index, text) in _DEFAULT_IDS[kind].items():
@@ -429,6 +447,8 @@ def _further_ends(metadata: Mapping[str, object], count: int) -> frozenset[int]:
 
 
 def _flags(metadata: Mapping[str, object]) -> dict[str, bool]:
+    import numpy as np
+
     flags: dict[str, bool] = {}
     for key in _FLAGS:
         value = metadata.get(PREFIX + key)
@@ -475,6 +495,8 @@ def _are_merges(texts: list[str], ids: Mapping[str, int]) -> bool:
 
 def _take_special(tokens: list[str], types: NDArray[np.uint8], ids: dict[str, int]) -> dict[str, int]:
     """Move the tokens that text must not turn into out of `ids`; return the control and unknown ones."""
+    import numpy as np
+
     special_ids: dict[str, int] = {}
     never_text = (types == TokenType.CONTROL) | (types == TokenType.UNKNOWN) | (types == TokenType.BYTE)
     for index in np.flatnonzero(never_text).tolist():

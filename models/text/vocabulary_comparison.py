@@ -1,16 +1,22 @@
 """Whether two vocabularies give the same ids for the same text, and a hash of all that decides it."""
 
-import hashlib
+from __future__ import annotations
 
-import numpy as np
+import hashlib
+from typing import TYPE_CHECKING
 
 from localinfer.models.text.splitting import PRE_TOKENIZERS
 from localinfer.models.text.vocabulary import TokenType, Vocabulary
 from localinfer.system.pieces import pieces
 
+if TYPE_CHECKING:
+    pass
+
 
 def vocabulary_fingerprint(vocabulary: Vocabulary) -> str:
     """A hash of everything that decides which ids a text gets: 64 hexadecimal digits."""
+    import numpy as np
+
     digest = hashlib.sha256()
     facts = (
         vocabulary.kind,
@@ -44,6 +50,8 @@ def vocabulary_difference(one: Vocabulary, other: Vocabulary) -> str | None:
     Everything that encoding reads is compared, so None is a proof. Tokens that no text turns into may be missing in
     one: files of a family are padded to different sizes.
     """
+    import numpy as np
+
     if (one.kind, one.pre_tokenizer) != (other.kind, other.pre_tokenizer):
         kinds = (e.kind if e.pre_tokenizer is None else f"{e.kind} ({e.pre_tokenizer})" for e in (one, other))
         return f"one is {' and the other '.join(kinds)}"

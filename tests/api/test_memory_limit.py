@@ -77,7 +77,7 @@ def test_a_window_bounds_what_a_context_takes(plan: MemoryPlan) -> None:
 UNDER_LIMIT = """
 import os, random, sys, threading
 import jinja2, llvmlite.binding, numpy, psutil, tokenizers
-import localinfer, localinfer.llm, localinfer.loading.load, localinfer.memory.plan
+import localinfer, localinfer.loading.build, localinfer.memory.plan
 
 def rss():
     with open("/proc/self/statm") as statm:

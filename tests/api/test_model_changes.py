@@ -10,7 +10,7 @@ import localinfer
 from localinfer.cli import main
 from localinfer.errors import ModelFileError, RequestError, UnsupportedFormatError
 from localinfer.loading.options import model_changes, model_path
-from localinfer.models.decoder.rope import RopeOptions
+from localinfer.models.decoder.rope_options import RopeOptions
 from localinfer.models.load.loader import load_model, open_model_file, read_config
 from localinfer.models.load.model_changes import parse_override
 from localinfer.persistence.fingerprint import ModelIdentity

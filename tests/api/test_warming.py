@@ -11,7 +11,7 @@ from localinfer.cli import main
 from localinfer.errors import LoadCancelledError, RequestError
 from localinfer.kernels.jit.object_cache import Kernel
 from localinfer.loading import warm_up as warming
-from localinfer.loading.load import model_path
+from localinfer.loading.options import model_path
 from localinfer.models.load.needed_kernels import needed_kernels
 
 NEEDED = needed_kernels(model_path(None))
@@ -29,7 +29,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             progress(f"compiling {kernel.name}", done, len(kernels))
             names.append(kernel.name)
 
-    monkeypatch.setattr(warming, "compile_ahead", compile_ahead)
+    monkeypatch.setattr("localinfer.kernels.jit.compile_ahead.compile_ahead", compile_ahead)
     return names
 
 
@@ -67,7 +67,7 @@ def test_wrong_options_are_refused(options: dict[str, object]) -> None:
 
 def test_with_a_gpu_the_model_is_loaded_once_for_it(compiled: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     loads: list[dict[str, object]] = []
-    monkeypatch.setattr(warming, "has_driver", lambda: True)
+    monkeypatch.setattr("localinfer.kernels.cuda.device.has_driver", lambda: True)
     monkeypatch.setattr(
         warming, "load", lambda path, **options: loads.append(options) or SimpleNamespace(close=lambda: None)
     )

@@ -14,8 +14,8 @@ from localinfer.chat.constraints import Grammar, JsonSchema, Regex
 from localinfer.chat.reply import ReplyOptions
 from localinfer.engine.admission import EngineLimits
 from localinfer.errors import LocalinferError
-from localinfer.generation.options import GenerationOptions
-from localinfer.llm import LLM, ChatOptions
+from localinfer.generation.options import ChatOptions, GenerationOptions
+from localinfer.llm import LLM
 from localinfer.sampling.sampler import SamplingParams
 from tests.limits import seconds
 

@@ -5,9 +5,9 @@ from typing import Any, Self
 import pytest
 
 import localinfer
-from localinfer.engine.beam_search import Beam
 from localinfer.generation.completion import Stats, StreamEvent
 from localinfer.llm import BeamCompletion
+from localinfer.types import Beam
 
 
 class FakeStream:

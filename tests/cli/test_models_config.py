@@ -10,7 +10,7 @@ from localinfer.cli.serve_models import ModelsOptions, find_sources, load_option
 from localinfer.errors import RequestError
 from localinfer.hub.installed import InstalledModel
 from localinfer.models import demo
-from localinfer.models.decoder.rope import RopeOptions
+from localinfer.models.decoder.rope_options import RopeOptions
 from localinfer.server.router.load_threads import LoadThreads
 
 DEMO = Path(demo.__file__).parent / "demo-f16.gguf"

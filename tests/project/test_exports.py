@@ -33,10 +33,14 @@ def imported_names(module: Any) -> dict[str, Any]:
     """What a module imports for type checkers only, as well as the rest."""
     names: dict[str, Any] = {}
     for node in ast.walk(ast.parse(inspect.getsource(module))):
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("localinfer"):
-            names |= {
-                alias.asname or alias.name: getattr(import_module(node.module), alias.name) for alias in node.names
-            }
+        if not isinstance(node, ast.If) or ast.unparse(node.test) != "TYPE_CHECKING":
+            continue
+        for one in ast.walk(node):
+            if isinstance(one, ast.ImportFrom) and one.module:
+                module_named = import_module(one.module)
+                names |= {alias.asname or alias.name: getattr(module_named, alias.name) for alias in one.names}
+            elif isinstance(one, ast.Import):
+                names |= {alias.asname or alias.name: import_module(alias.name) for alias in one.names}
     return names
 
 

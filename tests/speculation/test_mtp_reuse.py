@@ -13,7 +13,7 @@ import localinfer
 from localinfer.cache.sequence import SequenceCache
 from localinfer.generation.completion import Completion
 from localinfer.llm import LLM
-from localinfer.loading import load as loading
+from localinfer.loading import build as loading
 from localinfer.models.load.loader import Model
 from localinfer.sampling.sampler import SamplingPlan
 from localinfer.speculation.costs import VerificationCosts

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from localinfer.generation.stream import TextStream
     from localinfer.llm import LLM
     from localinfer.models.text.tokenizer import Tokenizer
-    from localinfer.sampling.filters import TokenLogprobs
+    from localinfer.types import TokenLogprobs
 
 _MOST_PROMPTS = 64
 _DEFAULT_TOKENS = 16

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from localinfer.models.text.tokenizer import Tokenizer
-    from localinfer.sampling.filters import TokenLogprobs
+    from localinfer.types import TokenLogprobs
 
 _LEAST = -9999.0
 """What OpenAI's formats write as the log probability of a token that is ruled out: JSON has no infinity."""

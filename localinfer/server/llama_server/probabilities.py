@@ -12,7 +12,7 @@ from localinfer.server.transport.http import unsupported
 
 if TYPE_CHECKING:
     from localinfer.models.text.tokenizer import Tokenizer
-    from localinfer.sampling.filters import TokenLogprobs
+    from localinfer.types import TokenLogprobs
 
 _LEAST = -3.4028234663852886e38
 """What stands for minus infinity, which JSON has not: the least float32."""

@@ -9,7 +9,7 @@ import localinfer
 from localinfer.kernels.cpu import lower
 from localinfer.kernels.jit import object_cache
 from localinfer.kernels.jit.object_cache import Kernel
-from localinfer.loading.load import model_path
+from localinfer.loading.options import model_path
 from localinfer.models.load import loader
 from localinfer.models.load.loader import load_model
 from localinfer.models.load.needed_kernels import needed_kernels
