@@ -8,10 +8,15 @@ from typing import Any, NamedTuple
 
 from starlette.types import ASGIApp, Message, Scope
 
-from localinfer.server.replies.resumption import RELAY, Note, ReplyRelay, Resumption
+from localinfer.server.operation.request_record import record_of
+from localinfer.server.replies.resumption import RELAY, Note, ReplyRelay, Resumption, UsedNote
 
 _END_SECONDS = 5.0
 """What an app gets to end when its client has left."""
+BATCH_SECONDS = 0.08
+"""Between two batches of one answer: what comes meanwhile goes together, as each costs whoever relays it the same."""
+HEARTBEAT_SECONDS = 1.0
+"""After so long without anything an empty batch says that the process lives."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +60,10 @@ class AnswerPart(NamedTuple):
 async def answer_parts(
     app: ASGIApp, request: RelayedRequest, resumption: Resumption | None
 ) -> AsyncGenerator[list[AnswerPart]]:
-    """Call an app, and yield what there is of its answer as often as there is something.
+    """Call an app, and yield what there is of its answer: at once, then in batches, and [] where there is nothing.
 
-    Closing the iterator tells the app that the client has left. Raises: what the app raised.
+    The last batch has a `UsedNote`. Closing the iterator tells the app that the client has left.
+    Raises: what the app raised.
     """
     parts: list[AnswerPart] = []
     pending: list[Note] = []
@@ -82,22 +88,39 @@ async def answer_parts(
         pending.clear()
         changed.set()
 
-    answering = asyncio.ensure_future(app(request.scope({RELAY: ReplyRelay(note, resumption)}), receive, send))
+    scope = request.scope({RELAY: ReplyRelay(note, resumption)})
+    answering = asyncio.ensure_future(app(scope, receive, send))
     answering.add_done_callback(lambda _: changed.set())
+    loop = asyncio.get_running_loop()
+    next_batch = 0.0
     try:
         while True:
-            await changed.wait()
+            if not await _is_set_within(changed, HEARTBEAT_SECONDS):
+                yield []
+                continue
+            if (seconds := next_batch - loop.time()) > 0 and not answering.done():
+                await asyncio.wait({answering}, timeout=seconds)
             changed.clear()
-            if parts:
-                given, parts[:] = parts[:], ()
-                yield given
-            elif answering.done():
+            has_ended = answering.done()
+            if has_ended and answering.exception() is None:
+                parts.append(AnswerPart((UsedNote(sum(record_of(scope).num_tokens())),), None))
+            given, parts[:] = parts[:], ()
+            if any(part.message is not None and part.message.get("body") for part in given):
+                next_batch = loop.time() + BATCH_SECONDS
+            yield given
+            if has_ended:
                 answering.result()
                 return
-            if answering.done():
-                changed.set()
     finally:
         has_left.set()
         if not answering.done():
             with suppress(Exception):
                 await asyncio.wait_for(answering, _END_SECONDS)
+
+
+async def _is_set_within(event: asyncio.Event, seconds: float) -> bool:
+    try:
+        async with asyncio.timeout(seconds):
+            return await event.wait()
+    except TimeoutError:
+        return False

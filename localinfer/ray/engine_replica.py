@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, aclosing
 from typing import Any
 
@@ -44,9 +44,9 @@ class EngineReplica:
         await self._closing.aclose()
 
     async def answer(
-        self, request: RelayedRequest, resumption: Resumption | None = None, prefix: Sequence[int] = ()
+        self, request: RelayedRequest, resumption: Resumption | None = None, replica: str = ""
     ) -> AsyncGenerator[list[AnswerPart]]:
-        """Answer a request, or go on with a reply to it. prefix: of its prompt, for the router."""
+        """Answer a request, or go on with a reply to it. replica: the name of this one, for the router."""
         async with aclosing(answer_parts(self._app, request, resumption)) as answering:
             async for parts in answering:
                 yield parts
@@ -67,6 +67,13 @@ class EngineReplica:
         from ray import serve
 
         return serve.get_replica_context().replica_tag, await self.whole_answer(request)
+
+    async def check_health(self) -> None:
+        """Serve's question whether this replica can answer: it can, as it does."""
+
+    async def is_alive(self, replica: str = "") -> bool:
+        """The ingress's question. replica: as of `answer`."""
+        return True
 
     async def running(self) -> tuple[int, list[str]]:
         """The number of this process, and the ids of the replies that it generates now."""

@@ -1,55 +1,49 @@
-"""A router of Serve that sends a prompt to the replica which has computed most of its beginning."""
+"""Routers of Serve that tell which replicas there are, one of which sends a request where the ingress says."""
 
-from collections import Counter
 from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from localinfer.ray.prefix_table import PrefixTable
+REPLICA = "replica"
+"""The argument of a request that names its replica."""
 
 
 class PrefixRouter(RequestRouter):  # type: ignore[misc]
-    """Serve's queues and limits, and the order of a `PrefixTable`. The ingress gives each request its prefixes."""
+    """Sends a request to the replica that it names, and one that names none where the fewest requests are.
+
+    The ingress chooses by what replicas have computed (`placement`); this knows who is there.
+    """
 
     def initialize_state(self, **options: Any) -> None:
-        """Called by Serve once; options: of `PrefixTable`."""
-        self._table = PrefixTable(**options)
-        self._running: Counter[ReplicaID] = Counter()
+        """Called by Serve once."""
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """All of them, one by one, the best first: one that is full refuses."""
-        replicas = {replica.replica_id: replica for replica in candidate_replicas}
-        running = {replica_id: self._num_running(replica_id) for replica_id in replicas}
-        return [[replicas[one]] for one in self._table.ranked(_prefixes(pending_request), running)]
-
-    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
-        """Note what a replica is about to compute."""
-        self._running[replica_id] += 1
-        self._table.note(replica_id, _prefixes(pending_request))
-
-    def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        """Note that it has one request less."""
-        self._running[replica_id] -= 1
+        """The one that is named, if it is there, or else all, one by one."""
+        named = "" if pending_request is None else pending_request.kwargs.get(REPLICA, "")
+        found = [replica for replica in candidate_replicas if named and replica.replica_id.unique_id == named]
+        if found:
+            return [found]
+        lengths = self.replica_queue_len_cache
+        return [
+            [replica]
+            for replica in sorted(candidate_replicas, key=lambda replica: lengths.get(replica.replica_id) or 0)
+        ]
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Forget what replicas have computed that are gone."""
+        """Note who is there."""
         super().update_replicas(replicas)
-        present = [replica.replica_id for replica in replicas]
-        self._table.keep_only(present)
-        for replica_id in [one for one in self._running if one not in present]:
-            del self._running[replica_id]
+        self._tell()
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
-        """Forget what it has computed."""
+        """Note who is gone, before Serve has seen it."""
         super().on_replica_actor_died(replica_id)
-        self._table.forget(replica_id)
+        self._tell()
 
-    def _num_running(self, replica_id: ReplicaID) -> int:
-        # Serve's own figure counts what other ingresses sent, as far as it is known here.
-        return max(self._running[replica_id], self.replica_queue_len_cache.get(replica_id) or 0)
+    def _tell(self) -> None:
+        # Serve copies this class by value, with what is global here.
+        from localinfer.ray.ingress_accounts import present_replicas
 
-
-def _prefixes(request: PendingRequest | None) -> tuple[int, ...]:
-    return () if request is None else tuple(request.kwargs.get("prefix", ()))
+        names = {one.unique_id: one.to_full_id_str() for one in self.curr_replicas}
+        present_replicas.note(self._deployment_id.name, names)

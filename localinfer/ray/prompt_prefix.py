@@ -1,7 +1,7 @@
-"""What a router compares of prompts: hashes of their beginnings, made of requests before they are cut into tokens."""
+"""What a router knows of a request before its prompt is tokens: hashes of its beginnings, its texts, its priority."""
 
 from hashlib import blake2b
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -10,23 +10,49 @@ _BLOCK_BYTES = 64
 _MOST_BLOCKS = 4096
 _HEADS = ("model", "cache_salt", "tools", "system", "instructions")
 """Members that stand before all messages in a prompt, or keep it apart from others."""
+_COPIES = ("best_of", "n", "n_cmpl")
+_MOST_TEXTS = 1_000_000
 _BODIES = ("messages", "input", "prompt", "content", "query")
 
 
-def prompt_prefixes(body: bytes) -> tuple[int, ...]:
-    """A number for each beginning of a request's prompt, by blocks; requests share as many as their texts begin alike.
+class PromptFacts(NamedTuple):
+    """What a request's body says.
 
-    body: as it came; of what is no JSON object, or has no prompt, there are none.
+    prefixes: a number for each beginning of its prompt, by blocks; requests share as many as their texts begin alike.
+    num_texts: that it asks for. priority: None if it does not say.
+    """
+
+    prefixes: tuple[int, ...] = ()
+    num_texts: int = 1
+    priority: int | None = None
+
+
+def prompt_facts(body: bytes, salt: str = "") -> PromptFacts:
+    """What a router is to know of a request.
+
+    body: as it came; of what is no JSON object, or has no prompt, there are no prefixes. salt: whose it is, where
+    clients are kept apart: then beginnings of one are those of no other.
     """
     try:
         members = msgspec.json.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return ()
-    if not isinstance(members, dict) or not any(members.get(name) for name in _BODIES):
-        return ()
-    text = _text(members)
+        return PromptFacts()
+    if not isinstance(members, dict):
+        return PromptFacts()
+    options = members.get("options")
+    priority = members.get("priority", options.get("priority") if isinstance(options, dict) else None)
+    copies = next((one for name in _COPIES if isinstance(one := members.get(name), int) and one > 0), 1)
+    prompt = members.get("prompt")
+    # A list of ids is one prompt.
+    has_several = isinstance(prompt, list) and bool(prompt) and not any(isinstance(one, int) for one in prompt)
+    num_texts = min(copies * (len(prompt) if has_several and isinstance(prompt, list) else 1), _MOST_TEXTS)
+    prefixes = _prefixes(_text(members), salt) if any(members.get(name) for name in _BODIES) else ()
+    return PromptFacts(prefixes, num_texts, priority if isinstance(priority, int) else None)
+
+
+def _prefixes(text: bytes, salt: str) -> tuple[int, ...]:
     prefixes = []
-    chain = b""
+    chain = blake2b(salt.encode(), digest_size=8).digest() if salt else b""
     for end in range(_BLOCK_BYTES, min(len(text), _BLOCK_BYTES * _MOST_BLOCKS) + 1, _BLOCK_BYTES):
         chain = blake2b(chain + text[end - _BLOCK_BYTES : end], digest_size=8).digest()
         prefixes.append(int.from_bytes(chain, "little"))

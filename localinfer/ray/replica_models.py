@@ -1,11 +1,16 @@
 """What a replica serves, and the registry with its one model."""
 
+import pickle
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from difflib import get_close_matches
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from localinfer.arguments import check_flag
 from localinfer.errors import RequestError
+from localinfer.server.transport.quotas import Quota
 from localinfer.server.transport.settings import ServerSettings
 
 if TYPE_CHECKING:
@@ -13,6 +18,8 @@ if TYPE_CHECKING:
     from localinfer.server.operation.metrics import Metrics
     from localinfer.server.router.model_folder import ModelSource
     from localinfer.server.router.models import ModelRegistry
+
+_NOT_FOR_REPLICAS = ("progress", "cancel")
 
 
 @dataclass(frozen=True)
@@ -27,6 +34,55 @@ class ReplicaOptions:
     settings: ServerSettings
     load: Mapping[str, Any] = field(default_factory=dict)
     hands_over: bool = False
+
+
+def without_limits(settings: ServerSettings) -> ServerSettings:
+    """The settings of a replica behind an ingress, which holds the limits of tokens for all replicas together."""
+    return replace(
+        settings,
+        requests_per_minute=None,
+        tokens_per_minute=None,
+        running_per_token=None,
+        queued_per_token=None,
+        tokens=tuple(replace(one, quota=Quota(min_priority=one.quota.min_priority)) for one in settings.tokens),
+    )
+
+
+def checked_load(options: Mapping[str, Any]) -> None:
+    """Check options of `localinfer.load` where no model is at hand. Raises: RequestError, with the way out."""
+    from localinfer.loading.load import load
+    from localinfer.loading.options import (
+        ModelOptions,
+        check_limits,
+        check_model_options,
+        check_speculation,
+        disk_options,
+    )
+    from localinfer.thread_control import checked_priority
+
+    known = [name for name in signature(load).parameters if name not in ("model", *_NOT_FOR_REPLICAS)]
+    for name in options:
+        if name not in known:
+            near = get_close_matches(name, known, 1)
+            hint = f"give {near[0]}" if near else f"localinfer.load takes {', '.join(known)}"
+            raise RequestError(f"{name} is no option of app, nor of localinfer.load; {hint}", field=name)
+    checked = {*signature(check_model_options).parameters, *(one.name for one in fields(ModelOptions))}
+    given = {name: value for name, value in options.items() if name in checked}
+    # Files are those of the nodes.
+    has_draft = given.pop("draft", None) is not None
+    check_speculation(options.get("speculation", "auto"), has_draft=has_draft)
+    check_model_options(model=None, **{**given, "speculation": None})
+    check_limits(options.get("limits"))
+    disk_options(options.get("disk_cache", False), None)
+    checked_priority(options.get("priority", "normal"))
+    for name in ("measure_again", "may_measure", "verify"):
+        check_flag(name, options.get(name))
+    try:
+        pickle.dumps(dict(options))
+    except Exception as error:
+        raise RequestError(
+            f"options of load cannot be sent to replicas ({type(error).__name__}); give values, and no open objects"
+        ) from None
 
 
 def model_registry(options: ReplicaOptions, metrics: "Metrics") -> "ModelRegistry":

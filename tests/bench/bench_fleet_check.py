@@ -34,24 +34,11 @@ from tests.simulation.fleet_workload import (
 
 
 class ReplicaView:
-    """What the client knows of a server: what it has sent there."""
+    """A server, and how many requests it has."""
 
     def __init__(self, port: int) -> None:
         self.port = port
         self.outstanding = 0
-        self.pending_tokens = 0
-        self._texts: dict[int, int] = {}
-        self._systems: set[int] = set()
-
-    def match(self, request: Request) -> int:
-        """What of a prompt was sent there before."""
-        own = min(self._texts.get(request.conversation, 0), request.own_tokens)
-        return max(own, request.system_tokens if request.system in self._systems else 0)
-
-    def note(self, request: Request) -> None:
-        """Remember a text."""
-        self._texts[request.conversation] = request.length
-        self._systems.add(request.system)
 
 
 class Fleet:
@@ -94,13 +81,10 @@ class Fleet:
                 )
                 number = self.router.choose(request)
                 view = self.views[number]
-                uncached = request.prompt - view.match(request)
                 view.outstanding += 1
-                view.pending_tokens += uncached
                 answer = await clients[number].request("POST", CHAT_PATH, conversation.request_body(index, replies))
                 view.outstanding -= 1
-                view.pending_tokens -= uncached
-                view.note(request)
+                self.router.ended(request)
                 reply = read_reply(answer, turn.reply_tokens)
                 if isinstance(reply, Failure):
                     raise SystemExit(f"conversation {conversation.number}, turn {index}: {reply.reason}")

@@ -4,7 +4,7 @@
 caches hold twelve of the twenty, once with each way of routing, and prints the figures that the model of fleets
 predicts. `kills` kills the replica of a streamed reply after a random number of tokens, and compares what the client
 received with an undisturbed run; `drains` removes and adds a replica while replies run. Both end with 1 if a byte or a
-request is lost.
+request is lost. `choices` needs no Ray: what a choice among replicas takes that all have most of the prompt.
 """
 
 import argparse
@@ -20,6 +20,7 @@ from typing import Any
 
 from localinfer.bench.figures import Failure, percentile
 from localinfer.bench.load_client import CHAT_PATH, LoadClient, read_reply
+from localinfer.ray.placement import Placement
 from tests.ray.serve_process import ServeProcess, serving_replicas
 from tests.ray.streams import STORY, streamed
 from tests.simulation.fleet_workload import REPLICA_KV_BYTES, Conversation, make_workload
@@ -153,10 +154,37 @@ def drain_replicas(words: argparse.Namespace, cluster: ServeProcess) -> bool:
     return not lost and all(num_whole)
 
 
+def time_choices(seed: int) -> None:
+    """Print milliseconds of processor time of a choice, and of noting it, by replicas and blocks; medians of 50."""
+    for replicas in (10, 100, 1_000):
+        for blocks in (181, 2_699):
+            numbers = random.Random(seed)
+            placement = Placement(16, seed=seed)
+            names = [f"r{number}" for number in range(replicas)]
+            placement.set_replicas(names)
+            shared = [numbers.getrandbits(64) for _ in range(blocks - 20)]
+            prompts = [(*shared, *(numbers.getrandbits(64) for _ in range(20))) for _ in names]
+            for name, prompt in zip(names, prompts, strict=True):
+                placement.begin(name, prompt, numbers.randrange(4), 0)
+            chosen, noted = [], []
+            for _ in range(50):
+                prompt = numbers.choice(prompts)
+                began = time.process_time()
+                name = placement.choose(prompt, waits=False)
+                chosen.append(time.process_time() - began)
+                assert name is not None
+                began = time.process_time()
+                placement.begin(name, prompt, 1, 0)
+                noted.append(time.process_time() - began)
+                placement.change(name, -1, 0)
+            figures = f"chosen {1e3 * percentile(chosen, 50):.3f} ms, noted {1e3 * percentile(noted, 50):.3f} ms"
+            print(f"{replicas:5,} replicas, {blocks:5,} blocks: {figures}", flush=True)
+
+
 def main() -> None:
     """Measure what the first argument names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="+", choices=["routing", "kills", "drains"])
+    parser.add_argument("what", nargs="+", choices=["choices", "routing", "kills", "drains"])
     parser.add_argument("--replicas", type=int, default=2, help="for kills: with more, fewer are waited for")
     parser.add_argument("--routings", default="prefix,random,balanced")
     parser.add_argument("--think-scale", type=float, default=1.0, help="multiplies times of arrival and thinking")
@@ -164,6 +192,11 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     words = parser.parse_args()
     measures = {"routing": measure_routing, "kills": kill_replicas, "drains": drain_replicas}
+    if "choices" in words.what:
+        time_choices(words.seed)
+        words.what.remove("choices")
+    if not words.what:
+        return
     num_cpus = math.ceil(words.replicas * _REPLICAS["cpus"] + 0.1)
     with serving_replicas(num_cpus, **{**_REPLICAS, "replicas": words.replicas}) as cluster:
         is_right = [measures[what](words, cluster) for what in words.what]

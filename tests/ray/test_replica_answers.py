@@ -3,9 +3,13 @@
 import asyncio
 from collections.abc import Awaitable
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from localinfer.ray.answer_parts import BATCH_SECONDS, HEARTBEAT_SECONDS
+from localinfer.ray.relay import SILENT_SECONDS
 from localinfer.ray.replica_answers import AnsweredReplicas, Answers, answers_within
+from localinfer.ray.replica_metrics import merged_metrics, summed_metrics
 
 
 async def after(turns: int, answer: str) -> str:
@@ -80,3 +84,48 @@ def test_metrics_say_which_of_the_known_replicas_did_not_answer() -> None:
     assert samples(replicas.exposition(["a", "c"], 0, 2.0)) == {"missing": 0, "a": 1, "c": 1}, "b is removed"
     assert samples(replicas.exposition([], 1, 2.0)) == {"missing": 1}, "either may be removed"
     assert samples(replicas.exposition(["a", "c"], 0, 2.0)) == {"missing": 0, "a": 1, "c": 1}
+
+
+def test_metrics_of_several_replicas_are_one_text_with_each_family_once() -> None:
+    text = '# HELP a Of a.\n# TYPE a counter\na{x="1"} 2.0\na_created 5.0\n# HELP b Of b.\n# TYPE b gauge\nb 3.0\n'
+    merged = merged_metrics({"r1": text, "r2": text}).splitlines()
+    assert merged.count("# TYPE a counter") == 1
+    assert 'a{replica="r1",x="1"} 2.0' in merged
+    assert 'b{replica="r2"} 3.0' in merged
+    assert merged.index('a{replica="r2",x="1"} 2.0') < merged.index("# HELP b Of b.")
+
+
+def test_metrics_of_several_replicas_can_be_read_as_those_of_one_server() -> None:
+    families = {
+        "a_total counter": ['a_total{x="1"} %d'],
+        "a_created gauge": ["a_created 1%d"],
+        "h histogram": ['h_bucket{le="1.0"} %d', "h_sum 0.%d"],
+        "kv_perc gauge": ["kv_perc 0.%d"],
+        "n_max counter": ["n_max %d"],
+        "q summary": ['q{quantile="0.5"} 3%d', "q_count %d"],
+    }
+    texts = [
+        "".join(
+            f"# TYPE {kind}\n" + "".join(f"{line % number}\n" for line in lines) for kind, lines in families.items()
+        )
+        for number in (2, 4)
+    ]
+    found = {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in text_string_to_metric_families(summed_metrics(texts))
+        for sample in family.samples
+    }
+    assert found == {
+        ("a_total", "1"): 6,
+        ("a_created",): 12,
+        ("h_bucket", "1.0"): 6,
+        ("h_sum",): pytest.approx(0.6),
+        ("kv_perc",): pytest.approx(0.3),
+        ("n_max_total",): 4,
+        ("q_count",): 6,
+    }
+
+
+def test_a_lost_replica_is_noticed_in_time_for_another_to_go_on() -> None:
+    assert 2 * HEARTBEAT_SECONDS < SILENT_SECONDS <= 3.0
+    assert BATCH_SECONDS <= 0.1

@@ -57,6 +57,10 @@ class Server(View, Protocol):
 
     busy_seconds: float
 
+    def match(self, request: Request) -> int:
+        """Tokens of a prompt that are cached there."""
+        ...
+
     def expect(self, request: Request) -> None:
         """Count a request that is on its way."""
         ...
@@ -159,7 +163,8 @@ class Fleet:
 
     def _on_prefilled(self, job: Request) -> None:
         apart = self.options.apart
-        assert apart is not None
+        assert apart is not None and self._prefill_router is not None
+        self._prefill_router.ended(job)
         request, replica = self._handed.pop(job.conversation)
         held = replica.match(request)
         moved = max(0, job.prompt - held) * self.costs.kv_bytes
@@ -170,6 +175,7 @@ class Fleet:
 
     def _on_end(self, request: Request) -> None:
         self.ended.append(request)
+        self.router.ended(request)
         visit, index = self._visits[request.conversation]
         more = visit.turns[index + 1 :]
         until = self.options.until
@@ -177,7 +183,6 @@ class Fleet:
             self.at(self.now + more[0].think_seconds, lambda: self._send(visit, index + 1))
         else:
             del self._visits[request.conversation]
-            self.router.forget(request.conversation)
 
     def figures(self, objective: Objective) -> Figures:
         """What was done, by an objective."""

@@ -1,29 +1,24 @@
-"""Routing policies: which replica gets a request. The same code routes simulated and real requests."""
+"""Routing policies: which replica gets a request. The same code routes simulated and real requests.
+
+"prefix" is the ingress's own choice (`localinfer.ray.placement`), with beginnings as it would make them of texts.
+"""
 
 import random
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from localinfer.ray.placement import Placement
 from tests.simulation.fleet_memory import Request
 
-STREAM_TOKENS = 64
-"""A request that runs or waits weighs as much as so many prompt tokens that wait."""
-_ALL = 16
-"""Up to so many replicas are compared one by one; of more, two at random beside those that hold the text."""
-_SAMPLED_HOLDERS = 4
+BLOCK_TOKENS = 15
+"""In 64 bytes of English."""
+_PLACES = 16
 
 
 class View(Protocol):
-    """What a router knows of a replica. outstanding: requests that have not ended. pending_tokens: of prompts, which
-    are not cached and not computed."""
+    """What a router is told of a replica. outstanding: requests that have not ended."""
 
     outstanding: int
-    pending_tokens: int
-
-    def match(self, request: Request) -> int:
-        """Tokens of a prompt that are cached there."""
-        ...
 
 
 class Router:
@@ -35,24 +30,23 @@ class Router:
         self.replicas = replicas
         self.random_numbers = random.Random(f"route {seed}")
         self._policy = POLICIES[policy]
-        self.texts: dict[int, set[int]] = defaultdict(set)
-        self.systems: dict[int, list[int]] = defaultdict(list)
-        self.conversations = [0] * len(replicas)
+        self.placement = Placement(_PLACES, seed=seed)
+        self.placement.set_replicas(f"{number:06d}" for number in range(len(replicas)))
+        self._placed: dict[int, str] = {}
 
     def choose(self, request: Request) -> int:
         """The number of the replica for a request; it is remembered to have its text."""
         number = self._policy(self, request)
-        if number not in self.texts[request.conversation]:
-            self.texts[request.conversation].add(number)
-            self.conversations[number] += 1
-        if number not in self.systems[request.system]:
-            self.systems[request.system].append(number)
+        if self._policy is _prefix:
+            name = self._placed[request.conversation] = f"{number:06d}"
+            self.placement.begin(name, prefixes_of(request), 1, 0)
         return number
 
-    def forget(self, conversation: int) -> None:
-        """A conversation has ended."""
-        for number in self.texts.pop(conversation, ()):
-            self.conversations[number] -= 1
+    def ended(self, request: Request) -> None:
+        """A request that was chosen for has ended."""
+        name = self._placed.pop(request.conversation, None)
+        if name is not None:
+            self.placement.change(name, -1, 0)
 
     def sample(self, count: int) -> Sequence[int]:
         """Some replicas, each once, or all."""
@@ -80,24 +74,16 @@ def _two_choices(router: Router, request: Request) -> int:
 
 
 def _prefix(router: Router, request: Request) -> int:
-    """The least work ahead of the reply: prompt tokens that are not cached, of this request and those that wait.
+    name = router.placement.choose(prefixes_of(request), waits=False)
+    assert name is not None, "there are replicas"
+    return int(name)
 
-    Requests there weigh STREAM_TOKENS each; of equals the replica with the fewest conversations. So a cached prompt
-    leads to its replica unless the queue there costs more than computing it elsewhere.
-    """
-    candidates: Sequence[int] = router.sample(_ALL if len(router.replicas) <= _ALL else 2)
-    if len(router.replicas) > _ALL:
-        held = router.systems[request.system]
-        if len(held) > _SAMPLED_HOLDERS:
-            held = router.random_numbers.sample(held, _SAMPLED_HOLDERS)
-        candidates = sorted({*candidates, *held, *router.texts[request.conversation]})
 
-    def cost(number: int) -> tuple[int, int, float]:
-        view = router.replicas[number]
-        work = request.prompt - view.match(request) + view.pending_tokens + STREAM_TOKENS * view.outstanding
-        return work, router.conversations[number], router.random_numbers.random()
-
-    return min(candidates, key=cost)
+def prefixes_of(request: Request) -> tuple[int, ...]:
+    """The beginnings of a prompt, as `prompt_prefix` makes them of its text: whole blocks, each after all before it."""
+    shared, count = request.system_tokens // BLOCK_TOKENS, request.prompt // BLOCK_TOKENS
+    system, own = -1 - request.system, request.conversation
+    return tuple((system if block < shared else own) << 20 | block for block in range(count))
 
 
 POLICIES: dict[str, Callable[[Router, Request], int]] = {

@@ -2,14 +2,14 @@
 
 Two parts: policies by the number of replicas, and prompts computed apart. Of each number of replicas
 and policy several loads are tried: the goodput that counts is the best, which is where a person who pays would run it.
-`fleet_plots` draws the file.
+At that load other seeds are run too, for the spread. `fleet_plots` draws the file.
 """
 
 import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -80,17 +80,23 @@ def run_fleet(
         "policy": policy,
         "load": load,
         "split": split,
+        "seed": seed,
         "cost_per_million": None if cost == float("inf") else cost,
         **asdict(figures),
     }
 
 
-def study_policies(costs: StepCosts) -> Iterator[Record]:
-    """Every number of replicas, policy and load."""
-    for replicas in REPLICAS:
+def study_policies(costs: StepCosts, numbers: Sequence[int], num_seeds: int) -> Iterator[Record]:
+    """Some numbers of replicas, with every policy and load and the first seed; the best load with the others."""
+    for replicas in numbers:
         for policy in POLICIES:
+            found: list[Record] = []
             for load in LOADS_OF_LARGE[policy] if replicas >= LARGE else LOADS[policy]:
-                yield run_fleet(costs, PEOPLE, replicas=replicas, policy=policy, load=load)[1]
+                found.append(run_fleet(costs, PEOPLE, replicas=replicas, policy=policy, load=load)[1])
+                yield found[-1]
+            load = max(found, key=lambda one: one["good_tokens_per_second"])["load"]
+            for seed in range(2, num_seeds + 1):
+                yield run_fleet(costs, PEOPLE, replicas=replicas, policy=policy, load=load, seed=seed)[1]
 
 
 def study_apart(costs: StepCosts) -> Iterator[Record]:
@@ -111,6 +117,7 @@ def study_apart(costs: StepCosts) -> Iterator[Record]:
 def _tell(record: Record) -> None:
     sys.stderr.write(
         f"{record['replicas']:5d} {record['policy']:12} load {record['load']:4} split {record['split']} "
+        f"seed {record['seed']} "
         f"hits {record['hit_rate']:.3f} good {record['good_share']:.3f} ttft {record['ttft_p50']:.2f}/"
         f"{record['ttft_p99']:.2f} itl {record['interval_p50']:.3f}/{record['interval_p99']:.3f} "
         f"{record['good_tokens_per_second'] / record['replicas']:.2f} tok/s each\n"
@@ -122,6 +129,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--costs", default="tinyllama")
     parser.add_argument("--parts", default="policies,apart")
+    parser.add_argument("--replicas", type=int, nargs="*", default=REPLICAS, help="those of the policies' part")
+    parser.add_argument("--seeds", type=int, default=3, help="runs of the best load of each policy")
     parser.add_argument("--output", required=True)
     words = parser.parse_args()
     costs = StepCosts.read(words.costs)
@@ -130,8 +139,11 @@ def main() -> None:
     record["costs"] = costs.name
     began = time.perf_counter()
     for part in words.parts.split(","):
-        record[part] = []
-        for one in {"policies": study_policies, "apart": study_apart}[part](costs):
+        # Other numbers of replicas may be there from a call before.
+        record[part] = [
+            one for one in record.get(part, ()) if part == "policies" and one["replicas"] not in words.replicas
+        ]
+        for one in study_policies(costs, words.replicas, words.seeds) if part == "policies" else study_apart(costs):
             _tell(one)
             record[part].append(one)
             # Each is kept as soon as it is there: the largest fleets take minutes.

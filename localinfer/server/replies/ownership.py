@@ -1,13 +1,12 @@
 """Whose a request is, and what its owner may have at one time: texts that run and wait, and how urgent they are."""
 
 from collections.abc import Collection
-from typing import Any
+from typing import Any, Protocol
 
 from starlette.requests import Request
 
 from localinfer.engine.owner import Owner
 from localinfer.server.operation.request_record import record_of
-from localinfer.server.replies.reply import Reply
 from localinfer.server.transport.http import ApiError
 from localinfer.server.transport.quotas import Quota
 from localinfer.server.transport.security import TOKEN_IDENTITY
@@ -15,6 +14,19 @@ from localinfer.server.transport.settings import ServerSettings
 
 TTFT_HEADER = "x-slo-ttft-ms"
 """Milliseconds in which a client wants its first token, as the gateways of llm-d and Kubernetes call it."""
+
+
+class OwnedTexts(Protocol):
+    """Texts of one request. token: of who asked, by name; is_cancelled: nothing runs on."""
+
+    @property
+    def token(self) -> str: ...
+
+    @property
+    def num_texts(self) -> int: ...
+
+    @property
+    def is_cancelled(self) -> bool: ...
 
 
 def ownership(request: Request, settings: ServerSettings) -> dict[str, Any]:
@@ -56,7 +68,19 @@ def checked_priority(body: object, quota: Quota) -> int | None:
     return asked
 
 
-def check_queue(token: str, count: int, replies: Collection[Reply], settings: ServerSettings) -> None:
+def check_generations(running: int, count: int, most: int, *, is_first: bool) -> None:
+    """Refuse so many texts more where others are generated or wait, and all of them are too many. Raises: ApiError.
+
+    is_first: of a token that has none: it has a text whatever others have asked for, and there are as many tokens as
+    the file has lines.
+    """
+    if running and running + count > most and not (is_first and count == 1):
+        raise ApiError(
+            429, f"{running} texts are being generated, of at most {most}; try again later", code="queue_full"
+        )
+
+
+def check_queue(token: str, count: int, replies: Collection[OwnedTexts], settings: ServerSettings) -> None:
     """Refuse so many texts more of a token than may run and wait. token: its name. Raises: ApiError."""
     quota = settings.quota_of(token)
     if not token or quota.max_queued is None:

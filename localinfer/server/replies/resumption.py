@@ -7,6 +7,7 @@ which has the same model and options, generates the same reply, and leaves out w
 sent as a whole or not at all, pings and times in it do not matter, and nothing of this is a field or a header.
 """
 
+import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -57,7 +58,20 @@ class SentNote(NamedTuple):
     text: int = 0
 
 
-Note = ReplyNote | PromptNote | TokenNote | SentNote
+class UsedNote(NamedTuple):
+    """A request has ended, and has read and generated so many tokens."""
+
+    tokens: int
+
+
+class ReserveNote(NamedTuple):
+    """Before anything of a prompt is computed: the tokens to be taken of its client's limit, see `RateLimiter`."""
+
+    least: int
+    most: int
+
+
+Note = ReplyNote | PromptNote | TokenNote | SentNote | UsedNote | ReserveNote
 
 
 @dataclass(frozen=True)
@@ -81,6 +95,20 @@ class ReplyProgress:
         self._tokens: dict[int, list[int]] = {}
         self._cached: dict[int, int] = {}
         self._sent: set[SentNote] = set()
+        self._used: int | None = None
+
+    @property
+    def num_texts(self) -> int | None:
+        """How many texts the reply has; None before it was begun."""
+        return None if self._reply is None else len(self._reply.slot_ids)
+
+    @property
+    def num_used(self) -> int:
+        """Tokens that were read and generated: as the request's end says, or of what was noted so far."""
+        if self._used is not None:
+            return self._used
+        prompts = {note.prompt_ids for note in self._prompts.values()}
+        return sum(len(ids) // np.dtype(np.int32).itemsize for ids in prompts) + self.num_tokens
 
     @property
     def num_tokens(self) -> int:
@@ -105,6 +133,8 @@ class ReplyProgress:
                     self._cached[note.text] = note.cached
             case SentNote():
                 self._sent.add(note)
+            case UsedNote():
+                self._used = note.tokens
 
     def resumption(self) -> Resumption | None:
         """With what another process goes on; None where no reply was begun."""
@@ -134,6 +164,7 @@ class ReplyRelay:
     def __init__(self, note: Callable[[Note, bool], object], resumption: Resumption | None = None) -> None:
         self.resumption = resumption
         self._note = note
+        self._loop = asyncio.get_running_loop()
         self._sent: frozenset[SentNote] = frozenset() if resumption is None else resumption.sent
         texts = () if resumption is None else resumption.texts
         self._num_had = [0 if text is None else len(text.token_ids) for text in texts]
@@ -141,6 +172,17 @@ class ReplyRelay:
     def text(self, index: int) -> ResumedText | None:
         """How far another process came with a text."""
         return None if self.resumption is None else self.resumption.texts[index]
+
+    def reserve(self, least: int, most: int) -> None:
+        """Note what a request takes of its client's limit, unless another process did; who relays it may end it then.
+
+        Any thread may call; nothing that is sent later is taken before it.
+        """
+        if self.resumption is None:
+            self._loop.call_soon_threadsafe(self._note, ReserveNote(least, most), False)
+
+    def settle(self, used: int) -> None:
+        """What was used is told at the request's end."""
 
     def opening(self, index: int, open_stream: "Callable[[], TextStream]") -> "Callable[[], TextStream]":
         """A call that opens a text's stream, from where another process left it."""

@@ -25,9 +25,9 @@ from localinfer.server.operation.metrics import Metrics
 from localinfer.server.operation.rate_limits import RateLimiter, Reservation
 from localinfer.server.operation.request_record import RequestRecord, error_name, record_of
 from localinfer.server.replies.isolation import cache_salt_of, may_see_reply, salt_options, tenant_of
-from localinfer.server.replies.ownership import check_queue, checked_priority, ownership
+from localinfer.server.replies.ownership import check_generations, check_queue, checked_priority, ownership
 from localinfer.server.replies.reply import Reply, ServerState, TextPlan
-from localinfer.server.replies.resumption import ReplyRelay
+from localinfer.server.replies.resumption import RELAY, ReplyRelay
 from localinfer.server.replies.slots import NO_SLOT, SlotTable
 from localinfer.server.replies.totals import ReplyTotals
 from localinfer.server.router.model_folder import ModelSource
@@ -248,20 +248,13 @@ class Service:
         if former is not None:
             reason = "a newer request with the same prompt_cache_key took its place"
             former.fail(ApiError(409, reason, code="superseded"))
-        present = [reply for reply in self._replies.values() if not reply.is_cancelled]
-        running = sum(reply.num_texts for reply in present)
-        is_first = bool(record.token) and all(reply.token != record.token for reply in present)
-        # A token has a text whatever others have asked for; there are as many tokens as the file has lines.
-        is_full = running + len(plans) > self.settings.max_generations
-        if running and is_full and not (is_first and len(plans) == 1):
-            raise ApiError(
-                429,
-                f"{running} texts are being generated, of at most {self.settings.max_generations}; try again later",
-                code="queue_full",
-            )
-
         resumption = None if relay is None else relay.resumption
         if resumption is None:
+            # What another process has taken on is not given up.
+            present = [reply for reply in self._replies.values() if not reply.is_cancelled]
+            running = sum(reply.num_texts for reply in present)
+            is_first = bool(record.token) and all(reply.token != record.token for reply in present)
+            check_generations(running, len(plans), self.settings.max_generations, is_first=is_first)
             check_queue(record.token, len(plans), self._replies.values(), self.settings)
         reply_id = identifier(kind) if resumption is None else resumption.reply_id
         slots = [
@@ -270,7 +263,8 @@ class Service:
         ]
         handover = self.handover
         prepare = None if handover is None else partial(handover.prepare, lease.llm, lease.model_id)
-        reservation = Reservation(self.limiter, record.token)
+        # Who relays a reply holds its client's limits.
+        reservation = Reservation(self.limiter, record.token) if relay is None else relay
         copies, room = Counter(plan.follows for plan in plans), lease.llm.context_length
         in_slots = [
             replace(
@@ -312,7 +306,7 @@ class Service:
         return reply
 
 
-def _reserve(reservation: Reservation, num_texts: int, context_length: int, stream: "TextStream") -> None:
+def _reserve(reservation: Reservation | ReplyRelay, num_texts: int, context_length: int, stream: "TextStream") -> None:
     """Take the tokens of a prompt, and of as many texts of it as are made. Raises: ApiError 429."""
     prompt, request = stream.prompt_tokens, stream.request
     most = prompt + num_texts * max(0, request.last - request.prompt_length + 1)
@@ -323,7 +317,8 @@ def _reserve(reservation: Reservation, num_texts: int, context_length: int, stre
 
 def reserve_prompts(request: Request, num_tokens: int) -> None:
     """Take the tokens of what is only read, before it is computed. Any thread. Raises: ApiError 429."""
-    reservation = Reservation(service_of(request).limiter, record_of(request.scope).token)
+    relay: ReplyRelay | None = request.scope["state"].get(RELAY)
+    reservation = relay or Reservation(service_of(request).limiter, record_of(request.scope).token)
     reservation.reserve(num_tokens, num_tokens)
     reservation.settle(num_tokens)
 

@@ -1,0 +1,69 @@
+"""What becomes of a replica that says nothing: it is asked whether it lives, and ended where it does not answer.
+
+Serve's own health checks find it too, but give it as long to end as running replies get when a replica is removed,
+and its place is not filled meanwhile. What has said nothing for so long has no running replies: they went on elsewhere.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+logger = logging.getLogger(__name__)
+
+HUNG_SECONDS = 10.0
+"""Without an answer since it was first silent."""
+_ASK_SECONDS = 1.0
+
+
+class ReplicaWatch:
+    """The replicas of which an ingress has heard nothing.
+
+    ask: asks a replica whether it lives. suspect: told whether a replica is to be left out.
+    end: ends a replica's process. seconds: that it gets to answer.
+    """
+
+    def __init__(
+        self,
+        ask: Callable[[str], Awaitable[object]],
+        suspect: Callable[[str, bool], Awaitable[object]],
+        end: Callable[[str], Awaitable[object]],
+        seconds: float = HUNG_SECONDS,
+    ) -> None:
+        self._ask, self._suspect, self._end = ask, suspect, end
+        self._seconds = seconds
+        self._watched: dict[str, asyncio.Task[None]] = {}
+
+    @property
+    def watched(self) -> frozenset[str]:
+        """Replicas that have not answered yet."""
+        return frozenset(self._watched)
+
+    def notice(self, replica: str) -> None:
+        """A replica was silent, or is gone; it is watched until it answers or has ended."""
+        if replica and replica not in self._watched:
+            task = self._watched[replica] = asyncio.ensure_future(self._watch(replica))
+            task.add_done_callback(lambda done: self._forget(replica, done))
+
+    async def _watch(self, replica: str) -> None:
+        await self._suspect(replica, True)
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._seconds
+        while (left := deadline - loop.time()) > 0:
+            try:
+                async with asyncio.timeout(min(_ASK_SECONDS, left)):
+                    await self._ask(replica)
+            except TimeoutError:
+                continue
+            except Exception:
+                # It is gone, or about to be; then its end is nothing more.
+                await asyncio.sleep(min(_ASK_SECONDS, left))
+                continue
+            await self._suspect(replica, False)
+            return
+        logger.warning("replica %s has said nothing for %g s; its process is ended", replica, self._seconds)
+        await self._end(replica)
+
+    def _forget(self, replica: str, done: "asyncio.Task[None]") -> None:
+        del self._watched[replica]
+        if not done.cancelled() and (error := done.exception()) is not None:
+            logger.error("replica %s could not be ended: %s", replica, " ".join(str(error).split())[:200])
