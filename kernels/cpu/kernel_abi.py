@@ -4,29 +4,40 @@ SCRATCH_BYTES = 1 << 17
 """Memory of each thread, for the op that it is in."""
 
 # Control block of a thread pool: offsets in bytes, a cache line apart where threads contend.
-GENERATION = 0 * 64
-"""Runs so far times MAX_THREADS, plus how many threads take part in the newest."""
+STATE = 0 * 64
+"""What the threads are at, one word that they change by compare-and-swap: from the low bits how many threads are in the
+op (ACTIVE), whether it may not be entered (CLOSED), how many threads take part in the run (from THREADS_SHIFT on), and
+the number of the op (from SEQUENCE_SHIFT on), which grows by one with every op of every run. Closed between runs."""
+ACTIVE = 127
+CLOSED = 128
+THREADS_SHIFT = 8
+SEQUENCE_SHIFT = 16
 MAX_THREADS = 64
-ARRIVED = 1 * 64
-RELEASED = 2 * 64
-NEXT_UNIT = 3 * 64
-OPS = 4 * 64
+SLEEPERS = 1 * 64
+"""How many threads are marked as sleeping."""
+NEXT_UNIT = 2 * 64
+FIRST_TAKEN = NEXT_UNIT + 8
+"""Of the op: the next unit that nobody has claimed, and a bit per thread whose first stretch somebody has."""
+OPS = 3 * 64
 NUM_OPS = OPS + 8
 BATCH = OPS + 16
 NUM_THREADS = OPS + 24
-STOPPING = OPS + 32
-IDLE_SPINS = OPS + 40
-YIELD_SPINS = OPS + 48
-"""How often a thread looks for the next run before it sleeps, and for the others before it yields its processor."""
+FIRST_SEQUENCE = OPS + 32
+"""Number of the run's first op."""
+STOPPING = 4 * 64
+IDLE_SPINS = STOPPING + 8
+BARRIER_SPINS = STOPPING + 16
+"""How often a thread looks for the next run before it sleeps; and in a run for the next op, before it sleeps, or where
+it cannot, offers the processor to other threads."""
 NUM_RUNS = 5 * 64
 RUNS = 6 * 64
 LAST_RUNS = 16
 """Runs that are remembered, a line of RUN words each; how many there were so far says which is the next."""
 SLEEPING = RUNS + 64 * LAST_RUNS
-"""One line per thread follows: 1 while that thread sleeps."""
+"""One line per thread follows: 1 in the first 32 bits while that thread sleeps."""
 CURRENT_OP = 8
 THREAD_ID = 16
-"""In a thread's line: the address of the entry of the tape that it executes, 0 between runs; and which thread it is, as
+"""In a thread's line: the address of the entry of the tape that it executes, 0 between ops; and which thread it is, as
 `threading.get_ident` says."""
 
 # Quantized activations: per row int8[K], then one record per block of 32.

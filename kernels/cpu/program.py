@@ -11,6 +11,7 @@ A `CpuProgram` writes a batch into the header that every op reads, and lets the 
 import logging
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -26,6 +27,7 @@ from localinfer.kernels.cpu.crash_reports import HANDLER, REPORTS, install_if_as
 from localinfer.kernels.cpu.memory import address, aligned_zeros, placed, zeros
 from localinfer.kernels.cpu.parameters import BATCH, SEGMENT
 from localinfer.kernels.cpu.tape import CpuTape
+from localinfer.kernels.cpu.thread_choice import ThreadChoice
 from localinfer.kernels.cpu.worker_threads import FINISH_RUN, START_RUN, Priority, WorkerThreads, note_thread
 from localinfer.kernels.cpu.worker_threads import POOL_KERNELS as _THREAD_KERNELS
 from localinfer.kernels.ops import Buffer, Rows
@@ -55,6 +57,7 @@ class ThreadPool:
 
     `num_threads` and `priority` may change between two batches of a program, never beyond `max_threads`, for which
     programs have memory. has_own_count: a number was asked for since, which holds for batches of any size.
+    computing_seconds: processor time that the first thread had in the last run.
     Raises: OutOfMemoryError if the system does not start as many.
     """
 
@@ -63,6 +66,7 @@ class ThreadPool:
         self.num_threads = self._first_count = num_threads
         self.max_threads = max(num_threads, min(os.cpu_count() or 1, kernel_abi.MAX_THREADS - 1))
         self.has_own_count = False
+        self.computing_seconds = 0.0
         self.process = os.getpid()
         self._closed = False
         self._settings = self._asked = _PoolSettings(None, priority)
@@ -131,24 +135,25 @@ class ThreadPool:
         num_threads = num_threads or self.num_threads
         control[kernel_abi.NUM_THREADS // 8] = num_threads
         if self._workers.has_leader:
-            self._workers.run(num_threads)
+            self.computing_seconds = self._workers.run(num_threads)
             return
-        if num_threads == 1:
-            note_thread(control, 0)
-            FINISH_RUN.call(self.control_address)
-            return
+        began = time.thread_time()
         note_thread(control, 0)
-        generation, released = int(control[kernel_abi.GENERATION // 8]), int(control[kernel_abi.RELEASED // 8])
+        if num_threads == 1:
+            FINISH_RUN.call(self.control_address)
+            self.computing_seconds = time.thread_time() - began
+            return
+        before = int(control[kernel_abi.STATE // 8])
         try:
             self._workers.wake(int(START_RUN(self.control_address, num_threads)))
             FINISH_RUN(self.control_address)
         except BaseException:
-            # Ctrl-C came between two of these steps. If the workers were started but this thread has not run its
-            # share, they would wait at the first barrier for ever.
-            if control[kernel_abi.GENERATION // 8] != generation and control[kernel_abi.RELEASED // 8] == released:
+            # Ctrl-C came between two of these steps. Workers that were started may be in the midst of the run.
+            if control[kernel_abi.STATE // 8] != before:
                 self._workers.wake_all(num_threads)
                 FINISH_RUN(self.control_address)
             raise
+        self.computing_seconds = time.thread_time() - began
 
     def close(self) -> None:
         """End the threads; safe to call twice."""
@@ -183,18 +188,21 @@ STRETCHES = 64
 
 
 class Stretch(NamedTuple):
-    """Ops that run without a look at what is wanted: the first, how many, and the share of all work before them."""
+    """Ops that run without a look at what is wanted: the first, how many, and the shares of all work before and in
+    them."""
 
     first: int
     num_ops: int
     done_before: float
+    share: float
 
 
 class CpuProgram:
     """Runs batches; `ops.Program`, `ops.AbortableProgram` and `ops.MeasurableProgram`. One caller at a time.
 
     `decode_threads` of its `num_threads` run batches of up to DECODE_ROWS rows; the loader measures how many are best.
-    Where a pool was asked for another number since, that holds.
+    Where a pool was asked for another number since, that holds. Fewer run while other programs take the processors, see
+    `ThreadChoice`, unless `adapts` is False. is_measured: `decode_threads` is what is best on a free machine.
     """
 
     def __init__(self, tape: CpuTape) -> None:
@@ -205,6 +213,10 @@ class CpuProgram:
         self.hidden = tape.hidden
         self._pool = tape.pool
         self.decode_threads = self._last_threads = tape.pool.num_threads
+        self.is_measured = self.adapts = True
+        self._choices: dict[int, ThreadChoice] = {}
+        self._choice: ThreadChoice | None = None
+        self._work = 1
         addresses = zip(tape.kernels, tape.parameters, strict=True)
         self._ops = placed(np.array([[kernel.address, address(words)] for kernel, words in addresses], np.int64))
         self._ops_address, self._num_ops = address(self._ops), len(self._ops)
@@ -260,7 +272,7 @@ class CpuProgram:
         Raises RequestError or ContextLengthError for a batch that it cannot hold.
         """
         self._set_batch(batch)
-        self._pool.run(self._ops_address, self._num_ops, self._header_address, self._last_threads)
+        self._run_part(0, self._num_ops, 1.0)
         return self._result(batch)
 
     def begin(self, batch: Batch) -> None:
@@ -294,8 +306,7 @@ class CpuProgram:
         for stretch in self._stretches:
             if stretch.done_before and should_abort(stretch.done_before):
                 return None
-            address_of_first = self._ops_address + OP_BYTES * stretch.first
-            self._pool.run(address_of_first, stretch.num_ops, self._header_address, self._last_threads)
+            self._run_part(stretch.first, stretch.num_ops, stretch.share)
         return self._result(batch)
 
     def settle(self, step: StateStep) -> None:
@@ -305,8 +316,8 @@ class CpuProgram:
         self._set_state(0, step)
         self._header[_NUM_SEGMENTS], self._header[_NUM_ROWS], self._header[_NUM_OUTPUT_ROWS] = 1, 0, 0
         # One state is copied as it is computed: memory limits that as it limits a decoded token.
-        threads = self._threads_for(1)
-        self._pool.run(address(self._recurrent_ops), len(self._recurrent_ops), self._header_address, threads)
+        self._choose(1)
+        self._pool.run(address(self._recurrent_ops), len(self._recurrent_ops), self._header_address, self._last_threads)
 
     def operations(self) -> Sequence[Operation]:
         """Every op, in the order they run."""
@@ -347,7 +358,7 @@ class CpuProgram:
         header[_NUM_SEGMENTS] = len(batch.segments)
         header[_NUM_ROWS] = rows
         header[_NUM_OUTPUT_ROWS] = outputs
-        self._last_threads = self._threads_for(rows)
+        self._choose(rows)
         if rows <= kernel_abi.SPLIT_ROWS and self.num_threads > 1:
             self._reserve_partials(chunks)
         if self.tape.attention_sums is not None:
@@ -361,9 +372,33 @@ class CpuProgram:
                     segment.attention_sums[:] += mass[index, :, : segment.attention_sums.size].sum(axis=0)
         return self.tape.logits[: len(batch.output_rows)]
 
-    def _threads_for(self, rows: int) -> int:
-        most = self._pool.num_threads
-        return most if rows > DECODE_ROWS or self._pool.has_own_count else min(self.decode_threads, most)
+    def _choose(self, rows: int) -> None:
+        """Settle how many threads run the batch."""
+        most = usual = self._pool.num_threads
+        is_sure = True
+        if rows <= DECODE_ROWS and not self._pool.has_own_count:
+            usual, is_sure = min(self.decode_threads, most), self.is_measured
+        self._last_threads, self._choice = usual, None
+        # Of few rows memory is read once, however many they are.
+        self._work = rows if rows >= INTERRUPTIBLE_ROWS else 1
+        if not self.adapts or most == 1:
+            return
+        kind = 0 if rows <= DECODE_ROWS else 1 if rows < INTERRUPTIBLE_ROWS else 2
+        choice = self._choices.get(kind)
+        if choice is None or choice.given != (usual, most, is_sure):
+            choice = self._choices[kind] = ThreadChoice(usual, most, is_sure=is_sure)
+        self._choice, self._last_threads = choice, choice.next_count()
+
+    def _run_part(self, first: int, num_ops: int, share: float) -> None:
+        """Run ops that are a share of the batch's work, with as many threads as are best by then."""
+        choice, pool = self._choice, self._pool
+        if choice is None:
+            pool.run(self._ops_address + OP_BYTES * first, num_ops, self._header_address, self._last_threads)
+            return
+        self._last_threads = choice.next_count()
+        began = time.perf_counter()
+        pool.run(self._ops_address + OP_BYTES * first, num_ops, self._header_address, self._last_threads)
+        choice.observe(time.perf_counter() - began, pool.computing_seconds, share * self._work)
 
     def _reserve_partials(self, num_chunks: int) -> None:
         """Make room for what rows that see so many chunks in all keep of them, and for more than that next time."""
@@ -460,6 +495,6 @@ def stretches(operations: Sequence[Operation]) -> list[Stretch]:
     for index, amount in enumerate(work):
         done += amount
         if STRETCHES * (done - before) >= total or index == len(work) - 1:
-            found.append(Stretch(first, index + 1 - first, before / total))
+            found.append(Stretch(first, index + 1 - first, before / total, (done - before) / total))
             first, before = index + 1, done
     return found

@@ -13,6 +13,7 @@ import os
 import queue
 import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -27,8 +28,9 @@ PRIORITIES: tuple[Priority, ...] = ("normal", "background")
 
 START_RUN = Function("pool.start_run", "q", "qq")
 FINISH_RUN = Function("pool.finish_run", "q", "q")
-_WORK = Function("pool.work", "q", "qqq")
-POOL_KERNELS = (START_RUN, FINISH_RUN, _WORK)
+_WORK = Function("pool.work", "q", "qq")
+_STOP_WORK = Function("pool.stop_work", "q", "qq")
+POOL_KERNELS = (START_RUN, FINISH_RUN, _WORK, _STOP_WORK)
 
 _NICE = 10
 """Beside a busy thread of nice value 0 one of 10 gets about a tenth of a processor."""
@@ -37,16 +39,20 @@ _THREAD_PRIORITY_LOWEST = -2
 
 _IDLE_SPINS = {"normal": 20_000, "background": 100}
 """Looks for another run before a thread sleeps; about a millisecond is what lies between two tokens."""
-_YIELD_SPINS = {"normal": 500, "background": 20}
-"""Looks for the other threads at a barrier before the processor is offered to other threads."""
+_BARRIER_SPINS = {"normal": 1500, "background": 20}
+"""Looks for the other threads at the end of an op before a thread sleeps."""
 
 
 class Run:
-    """A run that a leader is to make; whoever claims it first decides whether it is made."""
+    """A run that a leader is to make; whoever claims it first decides whether it is made.
+
+    computing_seconds: processor time that the leader had for it.
+    """
 
     def __init__(self, num_threads: int) -> None:
         self.num_threads = num_threads
         self.is_done = threading.Event()
+        self.computing_seconds = 0.0
         self._claim = threading.Lock()
 
     def claim(self) -> bool:
@@ -84,7 +90,7 @@ class WorkerThreads:
         is_background = self.priority == "background"
         self._control[kernel_abi.STOPPING // 8] = 0
         self._control[kernel_abi.IDLE_SPINS // 8] = _IDLE_SPINS[self.priority]
-        self._control[kernel_abi.YIELD_SPINS // 8] = _YIELD_SPINS[self.priority]
+        self._control[kernel_abi.BARRIER_SPINS // 8] = _BARRIER_SPINS[self.priority]
         try:
             if is_background and self._leader is None:
                 leader = self._made(_lead, (self._address, self._runs, self._wake, self._control), 0)
@@ -120,8 +126,8 @@ class WorkerThreads:
         """Whether a leader is to make runs, in place of the caller."""
         return self._leader is not None
 
-    def run(self, num_threads: int) -> None:
-        """Let the leader make a run of what the control block says; returns when it is over.
+    def run(self, num_threads: int) -> float:
+        """Let the leader make a run of what the control block says; returns its processor time when it is over.
 
         An interrupt is raised once no thread runs any more.
         """
@@ -129,6 +135,7 @@ class WorkerThreads:
         try:
             self._runs.put(run)
             run.is_done.wait()
+            return run.computing_seconds
         except BaseException:
             if not run.claim():
                 while not run.is_done.is_set():
@@ -147,8 +154,7 @@ class WorkerThreads:
             self._leader = None
         if not self._threads:
             return
-        self._control[kernel_abi.STOPPING // 8] = 1
-        START_RUN(self._address, 0)
+        _STOP_WORK(self._address, self.num_threads)
         self.wake_all(self.num_threads)
         for thread in self._threads:
             thread.join()
@@ -182,16 +188,8 @@ def lower_own_priority() -> None:
 
 def _serve(control: int, thread: int, wake: threading.Semaphore, keep: Any) -> None:
     """Body of a worker thread; `keep` holds the control block alive."""
-    seen = 0
     note_thread(keep, thread)
-    while True:
-        result = int(_WORK(control, thread, seen))
-        if result == -1:
-            return
-        if result < -1:
-            seen = -2 - result
-            continue
-        seen = result
+    while int(_WORK(control, thread)) != -1:
         wake.acquire()
 
 
@@ -208,9 +206,11 @@ def _lead(
     while (run := runs.get()) is not None:
         if not run.claim():
             continue
+        began = time.thread_time()
         if run.num_threads > 1:
             _wake(wake, int(START_RUN(control, run.num_threads)))
         FINISH_RUN(control)
+        run.computing_seconds = time.thread_time() - began
         run.is_done.set()
 
 

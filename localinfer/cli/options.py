@@ -213,7 +213,9 @@ def model_argument(name: str) -> Decorator:
     return click.argument(name, metavar=name.upper(), callback=found_model)
 
 
-threads_option = option("--threads", "N", "CPU threads. Default: one per physical core.", type=COUNT)
+threads_option = option(
+    "--threads", "N", "CPU threads, fewer while other programs are busy. Default: one per physical core.", type=COUNT
+)
 
 
 def device_option(help: str) -> Decorator:

@@ -63,7 +63,7 @@ def load(
     tensor_split: each GPU's share of those layers, such as [3, 1]. None: shares that fill their free memory alike.
     cpu_moe: of a mixture of experts, keep the routed experts on the CPU and all else on GPUs: True for every layer, or
         of how many of the first layers. None: of as few as needed, where that lets more of the model run on GPUs.
-    threads: CPU threads; None: the physical cores.
+    threads: CPU threads, fewer while other programs are busy; None: the physical cores.
     context_length: tokens of prompt and completion together; None: as trained, or, with a warning, what fits into half
         of the memory that is free beside the weights. More than trained is allowed, with a warning; `rope` scales the
         positions. What cannot fit is refused before the weights are read.

@@ -61,7 +61,7 @@ class Assistant:
         graph = write_assistant(self.config, own, target.config, weights, layout.layers)
         own.check_asked(self.config)
         program = lower_to_cpu(graph, pool, layout, max_batch_rows=1, max_output_rows=1, progress=progress)
-        program.decode_threads = main.decode_threads
+        program.decode_threads, program.is_measured = main.decode_threads, main.is_measured
         for note in (*own.notes.values(), *getattr(self.file, "notices", ())):
             logger.warning("%s: %s", self.file.path.name, note)
         if self.file.has_changed:

@@ -49,7 +49,7 @@ def write_draft_programs(
             config, weights, layer, config.context_length, kv_layers=kv_layout.layers, num_tokens=num_tokens
         )
         program = lower_to_cpu(graph, pool, kv_layout, max_batch_rows=1, max_output_rows=1, progress=progress)
-        program.decode_threads = main.decode_threads
+        program.decode_threads, program.is_measured = main.decode_threads, main.is_measured
         return program
 
     heads = (None, short_head_tokens(config.vocab_size) or None)

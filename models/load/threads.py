@@ -52,6 +52,8 @@ def choose_decode_threads(
 ) -> None:
     """Set the program's `decode_threads` to the fewest that decode within 3 % of the fastest.
 
+    Where other programs are busy and nothing is known, that is a first guess, and the program goes on to find out.
+
     measure_again: whatever earlier loads have found. may_measure: else what one of them has found, or all.
     """
     if program.num_threads == 1:
@@ -64,7 +66,11 @@ def choose_decode_threads(
     if cached is not None and loads >= _ENOUGH_LOADS or not may_measure:
         return
     stage = Stage(progress, STAGE)
-    timed = time_in_turns(_token_runs(program, kv_layout, stage), told=stage)
+    program.adapts = False
+    try:
+        timed = time_in_turns(_token_runs(program, kv_layout, stage), told=stage)
+    finally:
+        program.adapts = True
     best = min(timed.seconds.values())
     found = min(count for count, value in timed.seconds.items() if value * _LEAST_GAIN <= best)
     if timed.is_calm:
@@ -72,7 +78,7 @@ def choose_decode_threads(
         put_measurement("threads", key, load=timed.load, decode_threads=found, loads=agreeing)
     elif cached is not None:
         found = cached
-    program.decode_threads = found
+    program.decode_threads, program.is_measured = found, timed.is_calm or cached is not None
 
 
 def _candidates(most: int) -> list[int]:

@@ -120,5 +120,6 @@ def test_stretches_cover_a_tape_and_are_about_equal() -> None:
     assert len(found) <= STRETCHES + 1
     for stretch in found:
         assert stretch.done_before == sum(work[: stretch.first]) / sum(work)
-        assert sum(work[stretch.first : stretch.first + stretch.num_ops]) <= sum(work) / STRETCHES + 5
-    assert stretches([Operation("one")]) == [(0, 1, 0.0)]
+        amount = sum(work[stretch.first : stretch.first + stretch.num_ops])
+        assert stretch.share == amount / sum(work) and amount <= sum(work) / STRETCHES + 5
+    assert stretches([Operation("one")]) == [(0, 1, 0.0, 0.0)]

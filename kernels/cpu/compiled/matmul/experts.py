@@ -11,7 +11,8 @@ import numpy as np
 from localinfer.kernels.cpu.compiled.matmul.rows import add_scaled_row, exp_of, scale_row, sigmoid_of
 from localinfer.kernels.cpu.compiled.simd.batch import num_rows, row_op, scratch
 from localinfer.kernels.cpu.compiled.simd.memory import load_f32, load_i64, store_f32, store_i64
-from localinfer.kernels.cpu.parameters import EXPERT_FACTORS, EXPERT_SCALE, EXPERT_SUM, GROUP_BY_EXPERT, ROUTE
+from localinfer.kernels.cpu.compiled.simd.pool import take_units
+from localinfer.kernels.cpu.parameters import BATCH, EXPERT_FACTORS, EXPERT_SCALE, EXPERT_SUM, GROUP_BY_EXPERT, ROUTE
 from localinfer.kernels.jit.numba import inline, op
 from localinfer.kernels.ops import MAX_EXPERTS
 
@@ -114,7 +115,7 @@ def route(p: Any, batch: int, thread: int, row: int, part: int) -> None:
 def group_by_expert(parameters: int, batch: int, thread: int, num_threads: int) -> None:
     """Sort (row, slot) pairs by expert, stably."""
     p = GROUP_BY_EXPERT.load(parameters)
-    if thread != 0:
+    if take_units(BATCH.control(batch), 1) != 0:
         return
     entries = p.starts + 8 * (p.experts + 2)
     rows = num_rows(batch, p.is_output)

@@ -9,7 +9,7 @@ import numpy as np
 from localinfer.kernels.cpu.compiled.matmul.tiles import tile_product
 from localinfer.kernels.cpu.compiled.simd.batch import num_rows, rows_at_once, scratch
 from localinfer.kernels.cpu.compiled.simd.memory import load_i64, store_i64
-from localinfer.kernels.cpu.compiled.simd.pool import stretch, take_units
+from localinfer.kernels.cpu.compiled.simd.pool import stretch, take_absent, take_first, take_units
 from localinfer.kernels.cpu.parameters import BATCH, EXPERT_MATMUL, MATMUL, PROJECTION
 from localinfer.kernels.jit.numba import compose, inline, stamp
 from localinfer.kernels.layouts import Layout
@@ -83,9 +83,16 @@ def _matmul(layout: int, parameters: int, batch: int, thread: int, num_threads: 
         tiles += PROJECTION.tiles(records + _PROJECTION_BYTES * index)
     blocks = (rows + rows_per_block - 1) // rows_per_block
     units = blocks * tiles
-    # The first stretch is fixed per thread; the others are claimed dynamically.
-    start, end = stretch(thread, units, num_threads)
-    while start < units:
+    # The first stretch of a thread is the same for every token, so that it may be in its processor's cache. Others are
+    # claimed dynamically, and at last the first ones of threads that have not come.
+    chosen = thread if take_first(control, thread) else num_threads + take_units(control, 1)
+    while True:
+        start, end = stretch(chosen, units, num_threads)
+        if start >= units:
+            chosen = take_absent(control, num_threads)
+            if chosen == num_threads:
+                return
+            start, end = stretch(chosen, units, num_threads)
         for unit in range(start, end):
             first = (unit // tiles) * rows_per_block
             tile = unit % tiles
@@ -94,7 +101,7 @@ def _matmul(layout: int, parameters: int, batch: int, thread: int, num_threads: 
                 tile -= PROJECTION.tiles(record)
                 record += _PROJECTION_BYTES
             _products(layout, first, min(first + rows_per_block, rows), table, record, tile, x, x_stride, k)
-        start, end = stretch(num_threads + take_units(control, 1), units, num_threads)
+        chosen = num_threads + take_units(control, 1)
 
 
 @compose

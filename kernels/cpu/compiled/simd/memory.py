@@ -5,6 +5,7 @@ Nothing here checks bounds; the tape proves every shape before it writes an op.
 """
 
 import functools
+import platform
 import sys
 from collections import namedtuple
 from typing import Any
@@ -107,6 +108,19 @@ def atomic_exchange(emit: Emitter, address: Value, value: Value) -> Value:
     return before
 
 
+@emitted(types.int64, ADDRESS, types.int64)
+def atomic_or(emit: Emitter, address: Value, value: Value) -> Value:
+    """Set bits of an int64 and return what it was before."""
+    return emit.builder.atomic_rmw("or", emit.pointer(address), value, "seq_cst")
+
+
+@emitted(types.int64, ADDRESS, types.int64, types.int64)
+def atomic_replace(emit: Emitter, address: Value, expected: Value, value: Value) -> Value:
+    """Replace an int64 if it is the expected one; return 1 if it was."""
+    found = emit.builder.cmpxchg(emit.pointer(address), expected, value, "seq_cst", "seq_cst")
+    return emit.builder.zext(emit.builder.extract_value(found, 1), I64)
+
+
 @emitted(VOID)
 def spin_hint(emit: Emitter) -> None:
     """Tell the CPU that this is a waiting loop."""
@@ -121,6 +135,32 @@ def yield_processor(emit: Emitter) -> None:
     """Let another thread run, so that waiting costs little on a machine with fewer free cores than threads."""
     if sys.platform != "win32":
         emit.call("sched_yield", I32, [])
+
+
+_FUTEX = {"x86_64": 202, "aarch64": 98}
+_WAIT, _WAKE = 128, 129
+"""FUTEX_WAIT and FUTEX_WAKE, each with FUTEX_PRIVATE_FLAG."""
+CAN_SLEEP = int(sys.platform.startswith("linux") and platform.machine() in _FUTEX)
+"""Whether `sleep_while` and `wake_sleeper` do anything."""
+
+
+def _futex(emit: Emitter, address: Value, action: int, value: Value) -> None:
+    if CAN_SLEEP:
+        zero = emit.i64(0)
+        number, action_word = emit.i64(_FUTEX[platform.machine()]), emit.i64(action)
+        emit.call("syscall", I64, [number, address, action_word, value, zero, zero, zero])
+
+
+@emitted(VOID, ADDRESS, types.int64)
+def sleep_while(emit: Emitter, address: Value, value: Value) -> None:
+    """Sleep until woken if the int32 at the address is this one; may end without a reason. Does nothing elsewhere."""
+    _futex(emit, address, _WAIT, value)
+
+
+@emitted(VOID, ADDRESS)
+def wake_sleeper(emit: Emitter, address: Value) -> None:
+    """Wake the thread that sleeps at the address."""
+    _futex(emit, address, _WAKE, emit.i64(1))
 
 
 @emitted(VOID, *[types.int64] * 5)

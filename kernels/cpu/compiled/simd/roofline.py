@@ -72,6 +72,10 @@ def read_memory(parameters: int, batch: int, thread: int, num_threads: int) -> N
 
 @op
 def multiply_bytes(parameters: int, batch: int, thread: int, num_threads: int) -> None:
-    """Every thread multiplies: rounds, address of an int64 sink."""
+    """One unit per thread: rounds, address of an int64 sink."""
     p = MULTIPLY.load(parameters)
-    store_i64(p.sink + 64 * thread, _multiply(thread + 1, p.rounds))
+    while True:
+        unit = take_units(BATCH.control(batch), 1)
+        if unit >= num_threads:
+            return
+        store_i64(p.sink + 64 * unit, _multiply(unit + 1, p.rounds))

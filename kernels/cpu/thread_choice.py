@@ -1,0 +1,191 @@
+"""How many threads take part in the next step, on a machine whose processors other programs may take.
+
+A thread that computes is given a processor's whole time. If it gets less, because it was put off its processor or slept
+until another that was came back, then processors are scarce, and fewer threads may do more: an op waits for whoever has
+begun a part of it. How many are best depends on the load, so it is tried: steps with another number in turns with steps
+as before, rarely where that changes nothing. Once the processors are free, the usual number holds again.
+"""
+
+from dataclasses import dataclass, field
+
+_SAMPLE_SECONDS = 0.02
+"""Steps are looked at together for so long: some systems count processor time in ticks of a 64th of a second."""
+_MEMORY_SECONDS = 0.2
+"""Time constant of the share of time that was lost."""
+_BUSY_SHARE = 0.08
+_CALM_SHARE = 0.03
+"""Lost shares above which processors are scarce, and below which they are free."""
+_CALM_SECONDS = 0.2, 8.0
+"""How long the share must be that low: at first, and at most, if scarcity keeps coming back."""
+_SOON_SECONDS = 1.0
+"""If it comes back within so long, they had not been free: the usual number hid it or caused it."""
+_TRIAL_SECONDS = 0.25, 8.0
+"""Between two trials: at first, and at most, if none changes anything."""
+_TURN_SECONDS = 0.05
+"""Of a turn in a trial, some times what a scheduler lets a program run."""
+_PAIRS = 4
+_GAIN = 0.95
+"""A number is better if it takes at most this share of the time."""
+_CLEAR = ((1, 0.0, 1.6), (2, 0.75, 1.25))
+"""After so many pairs of turns a trial is over already if the ratio is outside of these."""
+
+
+def steps_of(most: int) -> list[int]:
+    """Numbers of threads that are tried: 1, 2, 3, 4, 6, 8, 12, 16 ... and `most`."""
+    counts, count = {1, most, min(3, most)}, 2
+    while count < most:
+        counts |= {count, min(count * 3 // 2, most)}
+        count *= 2
+    return sorted(counts)
+
+
+@dataclass
+class _Trial:
+    """Steps with another number of threads, in turns with steps as before."""
+
+    candidate: int
+    pairs: int = 0
+    is_candidates_turn: bool = True
+    turn_seconds: float = 0.0
+    seconds: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    """Of all turns: as before, and with the candidate; and the work done in them."""
+    work: list[float] = field(default_factory=lambda: [0.0, 0.0])
+
+    def observe(self, seconds: float, work: float) -> bool | None:
+        """Take in a step; return whether the candidate is better once that is known."""
+        self.seconds[self.is_candidates_turn] += seconds
+        self.work[self.is_candidates_turn] += work
+        self.turn_seconds += seconds
+        if self.turn_seconds < _TURN_SECONDS:
+            return None
+        self.turn_seconds = 0.0
+        self.is_candidates_turn = not self.is_candidates_turn
+        if not self.is_candidates_turn:
+            return None
+        self.pairs += 1
+        before, candidate = (seconds / work for seconds, work in zip(self.seconds, self.work, strict=True))
+        ratio = candidate / before
+        if self.pairs == _PAIRS:
+            return ratio < _GAIN
+        for pairs, low, high in _CLEAR:
+            if self.pairs >= pairs and not low <= ratio <= high:
+                return ratio < low
+        return None
+
+
+class ThreadChoice:
+    """Chooses for steps of one kind; not thread-safe. It has no clock: time passes with the steps that it is told of.
+
+    usual: how many are best on a free machine, at most `most`. is_sure: that was measured on one; if not, it is found
+    out as soon as processors are free. given: these three as they were at first.
+    """
+
+    def __init__(self, usual: int, most: int, *, is_sure: bool = True) -> None:
+        self.given = usual, most, is_sure
+        self.usual, self.most, self.is_sure = usual, most, is_sure
+        self._steps = steps_of(most)
+        self._count = usual
+        self._is_busy = not is_sure
+        self._seconds = self._computing = 0.0
+        self._lost = 0.0
+        self._calm_seconds = 0.0
+        self._calm_needed = _CALM_SECONDS[0]
+        self._since_calm = _SOON_SECONDS
+        self._trial: _Trial | None = None
+        self._interval = self._until_trial = _TRIAL_SECONDS[0]
+        self._rejected: set[int] = set()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether processors are taken to be scarce."""
+        return self._is_busy
+
+    def next_count(self) -> int:
+        """How many threads are to take part in the next step."""
+        if not self._is_busy:
+            return self.usual
+        if self._trial is not None and self._trial.is_candidates_turn:
+            return self._trial.candidate
+        return self._count
+
+    def observe(self, seconds: float, computing: float, work: float) -> None:
+        """Take in a step with `next_count` threads: its time, the part that its first thread computed, and its work.
+
+        work: in any unit that the time of a step of this kind is proportional to; steps without work say how much time
+        was lost, and nothing of how many threads are best.
+        """
+        if self.most == 1 or seconds <= 0:
+            return
+        self._seconds += seconds
+        self._computing += computing
+        if self._seconds >= _SAMPLE_SECONDS:
+            share = 1 - self._computing / self._seconds
+            self._lost += min(1.0, self._seconds / _MEMORY_SECONDS) * (share - self._lost)
+            self._note_load(self._seconds)
+            self._seconds = self._computing = 0.0
+        if not self._is_busy or work <= 0:
+            return
+        if self._trial is None:
+            self._until_trial -= seconds
+            if self._until_trial <= 0:
+                self._trial = _Trial(self._next_candidate())
+            return
+        is_better = self._trial.observe(seconds, work)
+        if is_better is not None:
+            self._end_trial(self._trial.candidate, is_better)
+
+    def _note_load(self, seconds: float) -> None:
+        self._since_calm += seconds
+        if not self._is_busy:
+            if self._lost > _BUSY_SHARE:
+                self._begin_busy()
+            return
+        if self._lost >= _CALM_SHARE:
+            self._calm_seconds = 0.0
+            return
+        if not self._calm_seconds and not self.is_sure:
+            # What was found beside other programs says nothing any more.
+            self._rejected.clear()
+            self._interval = _TRIAL_SECONDS[0]
+            self._until_trial = min(self._until_trial, self._interval)
+        self._calm_seconds += seconds
+        if self._calm_seconds >= self._calm_needed and self.is_sure:
+            self._begin_calm()
+
+    def _begin_busy(self) -> None:
+        is_soon = self._since_calm < _SOON_SECONDS
+        longest = _CALM_SECONDS[1]
+        self._calm_needed = min(2 * self._calm_needed, longest) if is_soon else _CALM_SECONDS[0]
+        if not is_soon:
+            self._count, self._interval = self.usual, _TRIAL_SECONDS[0]
+            self._rejected.clear()
+        self._until_trial = self._interval
+        self._is_busy, self._calm_seconds = True, 0.0
+
+    def _begin_calm(self) -> None:
+        self._is_busy, self._trial, self._since_calm = False, None, 0.0
+
+    def _neighbours(self) -> list[int]:
+        place = self._steps.index(self._count) if self._count in self._steps else len(self._steps) - 1
+        return [self._steps[other] for other in (place - 1, place + 1) if 0 <= other < len(self._steps)]
+
+    def _next_candidate(self) -> int:
+        neighbours = self._neighbours()
+        fresh = [count for count in neighbours if count not in self._rejected]
+        if not fresh:
+            self._rejected.clear()
+        return (fresh or neighbours)[0]
+
+    def _end_trial(self, candidate: int, is_better: bool) -> None:
+        self._trial = None
+        if is_better:
+            # The number before is known to be worse; the next beyond may be better still.
+            self._rejected = {self._count}
+            self._count, self._interval = candidate, _TRIAL_SECONDS[0]
+        else:
+            self._rejected.add(candidate)
+            self._interval = min(2 * self._interval, _TRIAL_SECONDS[1])
+        self._until_trial = self._interval
+        if self._calm_seconds and not self.is_sure and not set(self._neighbours()) - self._rejected:
+            self.usual, self.is_sure = self._count, True
+            self._begin_calm()

@@ -1,0 +1,315 @@
+"""Speed beside busy processes: `python -m tests.bench.bench_busy MODEL.gguf`; Linux and macOS.
+
+So many processes that never wait run beside one engine at a time, at its own priority or a lower one. The engines take
+turns in short windows: ours as it chooses, ours with fixed numbers of threads, another checkout, llama.cpp (by
+xllamacpp or llama-cpp-python, in `--peer-python`). Each lives in a process of its own and sleeps out of turn; so all
+meet the same minutes of a machine that does other things too. Medians of tokens per second are printed, with the
+quartiles, and the best fixed number beside what is chosen.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+WORKLOADS = ("decode", "prefill", "streams")
+_PROMPT_TOKENS = {"decode": 16, "prefill": 192, "streams": 16}
+_STREAMS = 8
+_LOOP = "import os; os.nice({nice})\nwhile True: pass"
+_PEER_TOKENS = {"decode": (4, 64), "streams": (2, 16)}
+"""Fewest and most tokens of a window of the peer."""
+_LEAST_TOKENS = 5
+"""What a window lasts for where its seconds are over sooner."""
+
+
+@contextmanager
+def busy(count: int, nice: int) -> Iterator[None]:
+    """Processes that never wait."""
+    processes = [subprocess.Popen([sys.executable, "-S", "-c", _LOOP.format(nice=nice)]) for _ in range(count)]
+    try:
+        time.sleep(0.3 if count else 0.0)
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+@dataclass
+class Engine:
+    """An engine in a process of its own, which measures when it is told to."""
+
+    name: str
+    words: Sequence[str]
+    environment: dict[str, str] = field(default_factory=dict)
+
+    def __enter__(self) -> "Engine":
+        environment = {**os.environ, **self.environment}
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(self.words, stdin=pipe, stdout=pipe, text=True, env=environment)
+        assert self._read() == "ready"
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def measure(self, workload: str, seconds: float) -> float:
+        """Tokens per second in a window of about so long."""
+        assert self._process.stdin is not None
+        print(json.dumps({"workload": workload, "seconds": seconds}), file=self._process.stdin, flush=True)
+        return float(self._read())
+
+    def _read(self) -> str:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith("="):
+                return line[1:].strip()
+        raise SystemExit(f"{self.name} ended")
+
+
+class Ours:
+    """This package's LLM; threads: 0 as it chooses."""
+
+    def __init__(self, model: str, threads: int) -> None:
+        import numpy as np
+
+        import localinfer
+
+        self._llm = localinfer.load(model, threads=threads or None, device="cpu", speculation=None, context_length=2048)
+        if threads:
+            # Such a number is a most otherwise.
+            self._llm._model.program.adapts = False
+        self._random = np.random.default_rng(threads)
+
+    def _prompt(self, workload: str) -> list[int]:
+        ids: list[int] = self._random.integers(300, self._llm.vocab_size - 8, _PROMPT_TOKENS[workload]).tolist()
+        return ids
+
+    def prefill(self, seconds: float) -> float:
+        """Prompts, each to its first token."""
+        count, began = 0, time.perf_counter()
+        while not count or time.perf_counter() - began < seconds:
+            self._llm.clear_cache()
+            self._llm.complete(self._prompt("prefill"), max_tokens=1, temperature=0)
+            count += _PROMPT_TOKENS["prefill"]
+        return count / (time.perf_counter() - began)
+
+    def decode(self, seconds: float) -> float:
+        """One stream, from its first token on."""
+        return self._decode(1, seconds, "decode")
+
+    def streams(self, seconds: float) -> float:
+        """All of some streams together, from the moment that each has its first token."""
+        return self._decode(_STREAMS, seconds, "streams")
+
+    def _decode(self, count: int, seconds: float, workload: str) -> float:
+        self._llm.clear_cache()
+        begun, over, times = threading.Barrier(count + 1), threading.Event(), []
+
+        def read(prompt: list[int]) -> None:
+            options: dict[str, Any] = {"max_tokens": 1500, "temperature": 0, "ignore_eos": True}
+            with self._llm.stream(prompt, **options) as stream:
+                for index, _ in enumerate(stream):
+                    if index == 0:
+                        waiting.append(threading.Thread(target=begun.wait))
+                        waiting[-1].start()
+                    times.append(time.perf_counter())
+                    if over.is_set():
+                        return
+
+        waiting: list[threading.Thread] = []
+        readers = [threading.Thread(target=read, args=(self._prompt(workload),)) for _ in range(count)]
+        for reader in readers:
+            reader.start()
+        begun.wait()
+        began = time.perf_counter()
+        while time.perf_counter() - began < seconds or sum(one > began for one in list(times)) < _LEAST_TOKENS:
+            time.sleep(0.02)
+        over.set()
+        for reader in [*readers, *waiting]:
+            reader.join()
+        counted = [one for one in times if one > began]
+        return len(counted) / (max(counted) - began)
+
+
+class XLlamaCpp:
+    """llama.cpp by xllamacpp."""
+
+    def __init__(self, model: str, threads: int) -> None:
+        import xllamacpp  # type: ignore[import-not-found]
+
+        parameters = xllamacpp.CommonParams()
+        parameters.model.path = model
+        parameters.cpuparams.n_threads = parameters.cpuparams_batch.n_threads = threads
+        parameters.n_ctx, parameters.n_parallel = 2048, _STREAMS
+        self._server = xllamacpp.Server(parameters)
+        self._asked = 0
+        self._rates: dict[str, float] = {}
+
+    def prefill(self, seconds: float) -> float:
+        """One prompt."""
+        return float(self._ask("prefill", 1)["prompt_per_second"])
+
+    def decode(self, seconds: float) -> float:
+        """One text."""
+        tokens = self._tokens("decode", seconds)
+        self._rates["decode"] = rate = float(self._ask("decode", tokens)["predicted_per_second"])
+        return rate
+
+    def _tokens(self, workload: str, seconds: float) -> int:
+        """Tokens of each text in a window of so long, by the rate of the one before."""
+        least, most = _PEER_TOKENS[workload]
+        return int(min(max(least, self._rates.get(workload, 0.0) * seconds), most))
+
+    def streams(self, seconds: float) -> float:
+        """Texts together; their prompts are counted out."""
+        found: list[dict[str, float]] = []
+        tokens = self._tokens("streams", seconds)
+        threads = [threading.Thread(target=lambda: found.append(self._ask("streams", tokens))) for _ in range(_STREAMS)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        self._rates["streams"] = sum(one["predicted_per_second"] for one in found) / _STREAMS
+        return _STREAMS * self._rates["streams"]
+
+    def _ask(self, workload: str, tokens: int) -> dict[str, float]:
+        self._asked += 1
+        prompt = [300 + (self._asked * 7919 + 31 * index) % 40000 for index in range(_PROMPT_TOKENS[workload])]
+        options = {"n_predict": tokens, "temperature": 0, "cache_prompt": False, "ignore_eos": True}
+        answer = self._server.handle_completions({"prompt": prompt, **options})
+        found: dict[str, float] = (json.loads(answer) if isinstance(answer, str | bytes) else answer)["timings"]
+        return found
+
+
+class LlamaCppPython:
+    """llama.cpp by llama-cpp-python, which decodes one text at a time."""
+
+    def __init__(self, model: str, threads: int) -> None:
+        from llama_cpp import Llama
+
+        options = {"n_threads": threads, "n_threads_batch": threads, "verbose": False}
+        self._llama = Llama(model, n_ctx=2048, **options)
+
+    def prefill(self, seconds: float) -> float:
+        """One prompt."""
+        count = _PROMPT_TOKENS["prefill"]
+        self._llama.reset()
+        began = time.perf_counter()
+        self._llama.eval([300 + 31 * index for index in range(count)])
+        return count / (time.perf_counter() - began)
+
+    def decode(self, seconds: float) -> float:
+        """One text."""
+        self._llama.reset()
+        self._llama.eval(list(range(300, 300 + _PROMPT_TOKENS["decode"])))
+        began = time.perf_counter()
+        count = 0
+        while not count or time.perf_counter() - began < seconds:
+            self._llama.eval([400 + count])
+            count += 1
+        return count / (time.perf_counter() - began)
+
+    streams = decode
+
+
+def serve(kind: str, model: str, threads: int) -> None:
+    """Measure what standard input asks for, one line each."""
+    if kind == "ours":
+        engine: Any = Ours(model, threads)
+    else:
+        try:
+            engine = XLlamaCpp(model, threads)
+        except ImportError:
+            engine = LlamaCppPython(model, threads)
+    print("=ready", flush=True)
+    for line in sys.stdin:
+        asked = json.loads(line)
+        print(f"={getattr(engine, asked['workload'])(asked['seconds'])}", flush=True)
+
+
+def engines_of(options: argparse.Namespace) -> list[Engine]:
+    """The engines that take turns; names that end in a number have so many threads."""
+    own = [sys.executable, "-m", "tests.bench.bench_busy", options.model]
+    found = [
+        Engine(f"ours {threads or 'chosen'}", [*own, "--serve", "ours", "--with-threads", str(threads)])
+        for threads in (0, *options.threads)
+    ]
+    # A file of its own, so that the package it imports is the one that it is pointed to.
+    if options.other:
+        path = {"PYTHONPATH": options.other}
+        words = [sys.executable, __file__, options.model, "--serve", "ours", "--with-threads"]
+        found += [Engine(f"other {n or 'chosen'}", [*words, str(n)], path) for n in (0, *options.other_threads)]
+    if options.peer_python:
+        words = [options.peer_python, __file__, options.model, "--serve", "peer", "--with-threads"]
+        found += [Engine(f"llama.cpp {threads}", [*words, str(threads)]) for threads in options.threads]
+    return found
+
+
+def report(found: dict[str, list[float]]) -> str:
+    """Medians and quartiles of every engine, and what is chosen beside the best fixed number and the best peer."""
+    medians = {name: statistics.median(values) for name, values in found.items()}
+    words = []
+    for name, values in found.items():
+        ordered = sorted(values)
+        low, high = ordered[len(ordered) // 4], ordered[-1 - len(ordered) // 4]
+        words.append(f"{name} {medians[name]:.1f} ({low:.1f}-{high:.1f})")
+    chosen = medians["ours chosen"]
+    for label, prefix in (("best fixed", "ours "), ("other", "other chosen"), ("llama.cpp", "llama.cpp")):
+        rest = [value for name, value in medians.items() if name.startswith(prefix) and name != "ours chosen"]
+        if rest:
+            words.append(f"{chosen / max(rest):.2f} of {label}")
+    return ", ".join(words)
+
+
+def main() -> None:
+    """Print one line per workload, number of busy processes and their priority."""
+    numbers = lambda text: [int(one) for one in text.split(",") if one]  # noqa: E731
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--busy", type=numbers, default=[0, 1, 2, 4, 8])
+    parser.add_argument("--nice", type=numbers, default=[0, 10])
+    parser.add_argument("--threads", type=numbers, default=[1, 2], help="fixed numbers")
+    parser.add_argument("--workloads", type=lambda text: text.split(","), default=list(WORKLOADS))
+    parser.add_argument("--rounds", type=int, default=5, help="windows of each engine; one more comes before")
+    parser.add_argument("--seconds", type=float, default=1.0, help="of a window")
+    parser.add_argument("--peer-python", help="a Python that has xllamacpp or llama-cpp-python")
+    parser.add_argument("--other", help="a folder with another localinfer (pip install --target)")
+    parser.add_argument("--other-threads", type=numbers, default=[])
+    parser.add_argument("--serve", help=argparse.SUPPRESS)
+    parser.add_argument("--with-threads", type=int, default=0, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.serve:
+        with contextlib.suppress(KeyboardInterrupt):
+            serve(options.serve, options.model, options.with_threads)
+        return
+    with ExitStack() as stack:
+        engines = [stack.enter_context(engine) for engine in engines_of(options)]
+        for nice in options.nice:
+            for count in options.busy:
+                if not count and nice != options.nice[0]:
+                    continue
+                for workload in options.workloads:
+                    found: dict[str, list[float]] = {engine.name: [] for engine in engines}
+                    with busy(count, nice):
+                        for turn in range(-1, options.rounds):
+                            for engine in engines[:: 1 if turn % 2 else -1]:
+                                rate = engine.measure(workload, options.seconds)
+                                if turn >= 0:
+                                    found[engine.name].append(rate)
+                    load = os.getloadavg()[0]
+                    print(f"{workload}, {count} busy, nice {nice}, load {load:.1f}: {report(found)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
