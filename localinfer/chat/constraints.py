@@ -15,6 +15,7 @@ from localinfer.arguments import owned
 from localinfer.cache.salt import NO_SALT
 from localinfer.chat.closed_objects import enforced_schema
 from localinfer.chat.json_schema import MAX_CHARACTERS, keyword_in, printable
+from localinfer.chat.relaxed_schema import relaxed_schema
 from localinfer.chat.structural_tags import structural_tag_grammar
 from localinfer.errors import ConstraintError, OverloadedError
 from localinfer.system.extras import require
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from localinfer.chat.vocabulary_trie import VocabularyTrie
     from localinfer.models.text.tokenizer import Tokenizer
     from localinfer.sampling.mask import GrammarMatcher, MatcherMask
+    from localinfer.sampling.number_bound import NumberTokens
 
 MAX_COMPILE_SECONDS = 2.0
 _MOST_COMPILED = 32
@@ -55,6 +57,7 @@ class JsonSchema:
     """
 
     schema: Mapping[str, Any] | str | bool
+    strict: bool = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "schema", owned(self.schema))
@@ -111,6 +114,7 @@ class ConstraintCompiler:
         self._lock = threading.Lock()
         self._building = threading.Lock()
         self._trie: VocabularyTrie | None = None
+        self._numbers: NumberTokens | None = None
         self._compiled: OrderedDict[tuple[bytes, str], GrammarMatcher] = OrderedDict()
         self._late: list[threading.Thread] = []
 
@@ -127,23 +131,45 @@ class ConstraintCompiler:
                 self._trie = build_trie(self._tokenizer)
             return self._trie
 
-    def mask(self, constraint: Constraint, *, start: int, salt: bytes = NO_SALT) -> "MatcherMask":
+    def mask(
+        self, constraint: Constraint, *, start: int, salt: bytes = NO_SALT, notices: list[str] | None = None
+    ) -> "MatcherMask":
         """The mask of one generation whose prompt has `start` tokens. salt: whose former ones need not be compiled.
+
+        notices: is told what is left out of a schema that is not strict.
 
         Raises: ConstraintError if the constraint is wrong, cannot be enforced, or costs too much; OverloadedError while
         former ones that cost too much are still at it.
         """
         what = _name(constraint)
-        grammar = self._in_time(lambda: grammar_of(constraint), what)
-        return self.grammar_mask(grammar, start=start, what=what, salt=salt)
+        grammar = self._in_time(lambda: grammar_of(constraint, notices), what)
+        return self.grammar_mask(grammar, start=start, what=what, salt=salt, bounds_numbers=is_json(constraint))
 
-    def grammar_mask(self, grammar: str, *, start: int, what: str, salt: bytes = NO_SALT) -> "MatcherMask":
-        """As `mask`, for a grammar in llguidance's own form; what: how errors call it."""
+    def relaxed(self, schema: object) -> tuple[dict[str, Any], list[str]]:
+        """A schema without what cannot be enforced, and what that is. Raises: ConstraintError; OverloadedError."""
+        return self._in_time(lambda: relaxed_schema(schema, check_schema), "schema")
+
+    def grammar_mask(
+        self, grammar: str, *, start: int, what: str, salt: bytes = NO_SALT, bounds_numbers: bool = False
+    ) -> "MatcherMask":
+        """As `mask`, for a grammar in llguidance's own form; what: how errors call it. bounds_numbers: see
+        `number_bound`."""
         from localinfer.sampling.mask import MatcherMask
 
         matcher = self._matcher(grammar, what, salt).copy()
         ends = sorted(self._tokenizer.eog_token_ids)
-        return MatcherMask(matcher, start=start, vocab_size=self._vocab_size, end_ids=ends)
+        numbers = self._number_tokens() if bounds_numbers else None
+        return MatcherMask(matcher, start=start, vocab_size=self._vocab_size, end_ids=ends, numbers=numbers)
+
+    def _number_tokens(self) -> "NumberTokens":
+        if self._numbers is None:
+            from localinfer.sampling.number_bound import NumberTokens
+
+            texts = self._tokenizer.vocabulary_bytes()
+            for token_id in filter(self._tokenizer.is_special, range(len(texts))):
+                texts[token_id] = b""
+            self._numbers = NumberTokens(texts)
+        return self._numbers
 
     def _matcher(self, grammar: str, what: str, salt: bytes) -> "GrammarMatcher":
         key = (salt, grammar)
@@ -206,16 +232,21 @@ def _compile(trie: "VocabularyTrie", grammar: str, what: str) -> "GrammarMatcher
     return matcher
 
 
-def grammar_of(constraint: Constraint) -> str:
-    """A constraint in llguidance's form, JSON. Raises: ConstraintError as `ConstraintCompiler.mask`."""
+def grammar_of(constraint: Constraint, notices: list[str] | None = None) -> str:
+    """A constraint in llguidance's form, JSON. notices: of `ConstraintCompiler.mask`. Raises: ConstraintError as it."""
     require("constraints", _PART)
     from llguidance import LLMatcher
 
     match constraint:
         case JsonObject():
             return json_grammar({"type": "object"})
-        case JsonSchema(schema):
+        case JsonSchema(schema, strict=True):
             return json_grammar(enforced_schema(schema))
+        case JsonSchema(schema):
+            made, left_out = relaxed_schema(schema, check_schema)
+            if notices is not None:
+                notices += left_out
+            return json_grammar(made)
         case Regex(pattern):
             _check_text("regular expression", pattern)
             return LLMatcher.grammar_from_regex(pattern)
@@ -242,6 +273,14 @@ def json_grammar(schema: dict[str, Any]) -> str:
         return LLMatcher.grammar_from_json_schema(schema, overrides=options)
     except ValueError as error:
         raise _refusal("schema", str(error)) from None
+
+
+def check_schema(schema: Mapping[str, Any]) -> None:
+    """Raise ConstraintError for a checked schema that does not compile."""
+    from llguidance import LLMatcher
+
+    if message := LLMatcher.validate_grammar(json_grammar(dict(schema))):
+        raise _refusal("schema", message)
 
 
 def check_enforceable(constraint: Constraint) -> None:
@@ -280,6 +319,11 @@ def _check_encodable(what: str, text: str) -> None:
         raise ConstraintError(
             f"the {what} has half a character in it; give whole Unicode characters", field=_FIELDS[what]
         ) from None
+
+
+def is_json(constraint: Constraint | None) -> bool:
+    """Whether a constraint is about JSON, or there is none."""
+    return constraint is None or isinstance(constraint, JsonObject | JsonSchema)
 
 
 def _name(constraint: Constraint) -> str:

@@ -24,8 +24,9 @@ MAX_PROPERTIES = {"properties": 2_000, "patternProperties": 200}
 _ONE = ("additionalProperties", "items", "additionalItems", "contains", "not", "if", "then", "else", "propertyNames")
 _MANY = ("allOf", "anyOf", "oneOf", "prefixItems")
 _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-_GROWING = ("minItems", "maxItems", "minProperties", "maxProperties")
-_COUNTED = (*_GROWING, "minLength", "maxLength")
+GROWING = ("minItems", "maxItems", "minProperties", "maxProperties")
+COUNTED = (*GROWING, "minLength", "maxLength")
+"""Keywords of numbers up to MAX_COUNT; GROWING: those that make the compiled grammar grow."""
 _SHAPES: dict[str, tuple[type, str]] = {
     **dict.fromkeys(("$ref", "pattern", "format"), (str, "text")),
     **dict.fromkeys(("enum", *_MANY), (list, "a list")),
@@ -34,12 +35,12 @@ _SHAPES: dict[str, tuple[type, str]] = {
 _SHOWN_NAME = 80
 # Under these stand names; before there was a list, "required" was a flag of the member itself.
 _TEXTS = {"type": (str, list), "required": (list, bool)}
-# The validation keywords of every draft that the compiler neither enforces nor refuses by itself.
-_NOT_ENFORCED = frozenset(
+NOT_ENFORCED = frozenset(
     "not if then else contains minContains maxContains uniqueItems propertyNames dependentRequired dependentSchemas"
     " dependencies unevaluatedItems unevaluatedProperties $dynamicRef $recursiveRef extends"
     " disallow divisibleBy".split()
 )
+"""The validation keywords of every draft that the compiler neither enforces nor refuses by itself."""
 # What the compiler's messages say where they do not spell the keyword.
 _MESSAGES = (
     ("Resource ", "$ref"),
@@ -52,7 +53,7 @@ _MESSAGES = (
 )
 _NAMES = re.compile(
     r"\b(type|enum|const|format|pattern|multipleOf|minimum|maximum|exclusiveMinimum|exclusiveMaximum|required|"
-    + "|".join(sorted({*_ONE, *_MANY, *_NAMED, *_COUNTED, *_NOT_ENFORCED}, key=len, reverse=True)).replace("$", r"\$")
+    + "|".join(sorted({*_ONE, *_MANY, *_NAMED, *COUNTED, *NOT_ENFORCED}, key=len, reverse=True)).replace("$", r"\$")
     + r")\b"
 )
 
@@ -62,11 +63,11 @@ def checked_schema(schema: object) -> dict[str, Any]:
 
     Raises: ConstraintError naming the keyword and its place, or the limit.
     """
-    parsed = _parse(schema)
+    parsed = parsed_schema(schema)
     total = 0
     num_named = dict.fromkeys(MAX_PROPERTIES, 0)
     for place, node in schemas_in(parsed):
-        for keyword in sorted(_NOT_ENFORCED & node.keys()):
+        for keyword in sorted(NOT_ENFORCED & node.keys()):
             raise ConstraintError(
                 f"the schema uses {keyword!r} at {place}, which cannot be enforced; leave it out, and check it in the "
                 "answer instead",
@@ -89,14 +90,14 @@ def checked_schema(schema: object) -> dict[str, Any]:
                     f"{limit} in all",
                     keyword=keyword,
                 )
-        for keyword in _COUNTED:
+        for keyword in COUNTED:
             count = node.get(keyword, 0)
             if not isinstance(count, int) or isinstance(count, bool) or not 0 <= count <= MAX_COUNT:
                 raise ConstraintError(
                     f"{keyword!r} at {place} is {count!r:.40}; wanted a whole number from 0 to {MAX_COUNT}",
                     keyword=keyword,
                 )
-            total += count if keyword in _GROWING else 0
+            total += count if keyword in GROWING else 0
             if total > MAX_COUNT:
                 raise ConstraintError(
                     f"the numbers of minItems, maxItems, minProperties and maxProperties add up to {total} at {place}; "
@@ -127,7 +128,11 @@ def keyword_in(message: str) -> str | None:
     return None if found is None else found[0]
 
 
-def _parse(schema: object) -> dict[str, Any]:
+def parsed_schema(schema: object) -> dict[str, Any]:
+    """A schema, given as a mapping or as JSON text, as an object of its own.
+
+    Raises: ConstraintError for what is no schema, is nested too deeply or too large.
+    """
     if not isinstance(schema, str):
         check_depth(schema)
         try:

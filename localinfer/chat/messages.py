@@ -134,11 +134,13 @@ class Tool:
 
     description: as the caller gave it, for the template. parameters: the JSON Schema of its arguments, checked; None
     where it cannot be enforced and need not be (`"strict": true` was not asked for), so that any object goes.
+    left_out: what is not enforced of it, in words.
     """
 
     name: str
     description: Mapping[str, Any]
     parameters: Mapping[str, Any] | None
+    left_out: tuple[str, ...] = ()
 
 
 def read_tools(tools: object) -> tuple[Tool, ...]:

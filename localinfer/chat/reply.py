@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from localinfer.arguments import check_flag, check_number
 from localinfer.cache.salt import NO_SALT
 from localinfer.chat.begun_reply import BegunReply
-from localinfer.chat.constraints import Constraint, ConstraintCompiler, grammar_of, json_grammar
+from localinfer.chat.constraints import Constraint, ConstraintCompiler, grammar_of, is_json, json_grammar
 from localinfer.chat.grammar import ReasoningState, reply_grammar
 from localinfer.chat.messages import Tool, read_tools
 from localinfer.chat.parser import ReplyParser
@@ -96,15 +96,19 @@ class ReplyFormat:
         start: int,
         vocab_size: int,
         salt: bytes = NO_SALT,
+        notices: list[str] | None = None,
     ) -> GuidingMask | None:
         """The mask of one reply after `start` tokens; None where everything is allowed.
 
-        salt: whose former masks need not be compiled. Raises: ConstraintError.
+        salt: whose former masks need not be compiled. notices: is told what is left out of schemas that are not strict.
+        Raises: ConstraintError.
         """
+        if notices is not None:
+            notices += [f"tool {tool.name!r}: {line}" for tool in self.tools for line in tool.left_out]
         if constraint is None and self.calls is None:
             mask: GuidingMask | None = None
         elif not self.tools and self.state == "none" and constraint is not None and not self._has_frame:
-            mask = compiler.mask(constraint, start=start, salt=salt)
+            mask = compiler.mask(constraint, start=start, salt=salt, notices=notices)
         else:
             grammar = reply_grammar(
                 reasoning=self.reasoning,
@@ -113,12 +117,14 @@ class ReplyFormat:
                 tools=self.tools,
                 must_call=self.must_call,
                 is_parallel=self.is_parallel,
-                answer=None if constraint is None else grammar_of(constraint),
+                answer=None if constraint is None else grammar_of(constraint, notices),
                 specials=tokenizer.special_spellings,
                 calls_in_reasoning=self._has_calls_in_reasoning,
             )
             assert grammar is not None, "there are calls or a constraint"
-            mask = compiler.grammar_mask(grammar, start=start, what="schema", salt=salt)
+            mask = compiler.grammar_mask(
+                grammar, start=start, what="schema", salt=salt, bounds_numbers=is_json(constraint)
+            )
         if self.budget is None or self.reasoning is None or self.state == "none":
             return mask
         return ThinkingBudget(
@@ -294,22 +300,34 @@ class TemplateFormats:
         return effort if closed == [True, False] else {}
 
     def _enforceable(self, tool: Tool, salt: bytes) -> Tool:
-        """A tool, without its schema if that does not compile and need not."""
-        if tool.parameters is None:
-            return tool
+        """A tool with what can be enforced of its schema. Raises: ConstraintError where all of it has to be."""
+        function = tool.description["function"]
         try:
-            self._compiler.grammar_mask(json_grammar(dict(tool.parameters)), start=0, what="schema", salt=salt)
-            if self.calls.parameters is not None:
-                self._compiler.grammar_mask(self._call_grammar(tool), start=0, what="schema", salt=salt)
+            if tool.parameters is not None:
+                self._check_calls(tool, salt)
+                return tool
         except ConstraintError as error:
-            if tool.description["function"].get("strict"):
+            if function.get("strict"):
                 raise ConstraintError(
                     f"the parameters of tool {tool.name!r} cannot be enforced: {error}",
                     keyword=error.keyword,
                     field="tools",
                 ) from None
-            return replace(tool, parameters=None)
-        return tool
+        try:
+            made, left_out = self._compiler.relaxed({"type": "object", **(function.get("parameters") or {})})
+            if made.get("type") == "object":
+                relaxed = replace(tool, parameters=made, left_out=tuple(left_out))
+                self._check_calls(relaxed, salt)
+                return relaxed
+        except ConstraintError:
+            pass
+        return replace(tool, parameters=None, left_out=("its parameters cannot be enforced; check the whole call",))
+
+    def _check_calls(self, tool: Tool, salt: bytes) -> None:
+        """Raise ConstraintError if the calls of a tool cannot be held to its schema."""
+        self._compiler.grammar_mask(json_grammar(dict(tool.parameters or {})), start=0, what="schema", salt=salt)
+        if self.calls.parameters is not None:
+            self._compiler.grammar_mask(self._call_grammar(tool), start=0, what="schema", salt=salt)
 
     def _call_grammar(self, tool: Tool) -> str:
         """The grammar of one call of a tool whose parameters stand one by one. Raises: ConstraintError."""

@@ -12,7 +12,7 @@ class ReplyOptions(TypedDict, total=False):
     tools: functions that the model may call, in OpenAI's shape: {"type": "function", "function": {"name",
         "description", "parameters", "strict"}}. Their calls come back in `tool_calls`, with arguments that their schema
         accepts. Where a part of a schema cannot be enforced, `"strict": true` makes that a ConstraintError naming the
-        keyword; any other tool is then only held to a JSON object.
+        keyword; of any other tool that part is left out, and `Stats.notices` names it.
     tool_choice: "auto" (the default), "none", "required", {"type": "function", "function": {"name": ...}} for one call
         of that one, or {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [...]}}. The prompt
         describes all tools whatever is chosen, so that it stays the one that is cached.

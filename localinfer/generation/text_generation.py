@@ -138,7 +138,10 @@ class TextGeneration(Iterator[StreamEvent]):
             self._options,
             self._resumed,
         )
-        mask = _make_mask(self._constraints, tokenizer, options, prompt.reply, prompt_ids.size, engine.vocab_size)
+        self._notices: list[str] = []
+        mask = _make_mask(
+            self._constraints, tokenizer, options, prompt.reply, prompt_ids.size, engine.vocab_size, self._notices
+        )
         sampling = options.sampling if resumed is None else replace(options.sampling, seed=resumed.seed)
         plan = engine.plan(sampling)
         if mask is not None:
@@ -199,8 +202,10 @@ class TextGeneration(Iterator[StreamEvent]):
             stop_text=self._stop_text,
             waited_seconds=record.waited_seconds,
             state_snapshots=record.state_snapshots,
-            notices=tuple(
-                record.notices if record.speculation is None else record.notices + record.speculation.all_notices
+            notices=(
+                *self._notices,
+                *record.notices,
+                *(() if record.speculation is None else record.speculation.all_notices),
             ),
             **(record.speculation or SpeculationRecord()).stats(),
         )
@@ -382,6 +387,7 @@ def _make_mask(
     reply: "ReplyFormat | None",
     start: int,
     vocab_size: int,
+    notices: list[str],
 ) -> TokenMask | None:
     constraint, salt = options.constraint, options.salt
     if constraints is None or tokenizer is None:
@@ -391,5 +397,7 @@ def _make_mask(
             )
         return None
     if reply is not None:
-        return reply.mask(constraints, tokenizer, constraint, start=start, vocab_size=vocab_size, salt=salt)
-    return None if constraint is None else constraints.mask(constraint, start=start, salt=salt)
+        return reply.mask(
+            constraints, tokenizer, constraint, start=start, vocab_size=vocab_size, salt=salt, notices=notices
+        )
+    return None if constraint is None else constraints.mask(constraint, start=start, salt=salt, notices=notices)

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.errors import ConstraintError
+from localinfer.sampling.number_bound import NumberTokens
 from localinfer.types import TokenIds
 
 Allowed = NDArray[np.bool_]
@@ -78,15 +79,25 @@ class GuidingMask(Protocol):
 class MatcherMask:
     """The mask of one generation under one grammar.
 
-    start: how long the prompt is. After the grammar's end only `end_ids` are allowed.
+    start: how long the prompt is. After the grammar's end only `end_ids` are allowed. numbers: bounds the numbers of
+    JSON; None lets them be as long as the grammar does.
     Raises: ConstraintError from every method where the grammar reaches a limit of cost.
     """
 
-    def __init__(self, matcher: GrammarMatcher, *, start: int, vocab_size: int, end_ids: Sequence[int]) -> None:
+    def __init__(
+        self,
+        matcher: GrammarMatcher,
+        *,
+        start: int,
+        vocab_size: int,
+        end_ids: Sequence[int],
+        numbers: NumberTokens | None = None,
+    ) -> None:
         self._matcher = matcher
         self._start = start
         self._vocab_size = vocab_size
         self._end_ids = frozenset(end_ids)
+        self._numbers = numbers
         self._followed = np.empty(0, np.int32)
         self._prepared: dict[int, tuple[TokenIds, Allowed]] = {}
 
@@ -95,7 +106,7 @@ class MatcherMask:
         if found is not None and np.array_equal(found[0], history[self._start :]):
             return found[1]
         self._follow(history)
-        return self._compute()
+        return self._compute(history)
 
     def forced(self, history: TokenIds, most: int) -> list[int]:
         self._follow(history)
@@ -108,7 +119,7 @@ class MatcherMask:
                 return
             if not self._try_follow(history[:size]):
                 return
-            self._prepared[size] = (history[self._start : size].copy(), self._compute())
+            self._prepared[size] = (history[self._start : size].copy(), self._compute(history[:size]))
 
     def count_allowed(self, history: TokenIds, draft: Sequence[int]) -> int:
         self._follow(history)
@@ -116,10 +127,11 @@ class MatcherMask:
         ends = next((index for index, token_id in enumerate(draft) if token_id in self._end_ids), len(draft))
         return self._matcher.count_allowed(draft[:ends])
 
-    def _compute(self) -> Allowed:
+    def _compute(self, history: TokenIds) -> Allowed:
         bits = self._matcher.mask()
         self._check()
-        return np.unpackbits(bits, count=self._vocab_size, bitorder="little").view(np.bool_)
+        allowed = np.unpackbits(bits, count=self._vocab_size, bitorder="little").view(np.bool_)
+        return allowed if self._numbers is None else self._numbers.bound(allowed, history[self._start :])
 
     def _follow(self, history: TokenIds) -> None:
         if not self._try_follow(history):

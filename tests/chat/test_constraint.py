@@ -274,7 +274,7 @@ def test_catastrophic_constraints_end_by_error_or_length(demo: LLM, constraint: 
 def test_compiling_past_the_time_limit_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("localinfer.chat.constraints.MAX_COMPILE_SECONDS", 0.01)
     refused = threading.Event()
-    monkeypatch.setattr("localinfer.chat.constraints.grammar_of", lambda constraint: refused.wait(seconds(10)))
+    monkeypatch.setattr("localinfer.chat.constraints.grammar_of", lambda constraint, notices: refused.wait(seconds(10)))
     with pytest.raises(ConstraintError, match="takes longer than"):
         ConstraintCompiler(ByteTokenizer(), 260).mask(Regex("a"), start=1)
     refused.set()
@@ -318,7 +318,7 @@ def test_form_is_compiled_once_for_each_salt(monkeypatch: pytest.MonkeyPatch) ->
 def test_compilations_that_cannot_be_stopped_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
     go_on = threading.Event()
     monkeypatch.setattr("localinfer.chat.constraints.MAX_COMPILE_SECONDS", 0.01)
-    monkeypatch.setattr("localinfer.chat.constraints.grammar_of", lambda constraint: go_on.wait(seconds(10)))
+    monkeypatch.setattr("localinfer.chat.constraints.grammar_of", lambda constraint, notices: go_on.wait(seconds(10)))
     compiler = ConstraintCompiler(ByteTokenizer(), 260)
     before = threading.active_count()
     try:

@@ -122,13 +122,71 @@ def test_responses_and_completions_take_forms_too(tcp):
     ids=lambda value: json.dumps(value)[:40],
 )
 def test_what_cannot_be_enforced_is_refused_by_its_keyword(tcp, schema, keyword):
-    form = {"type": "json_schema", "json_schema": {"schema": schema}}
+    form = {"type": "json_schema", "json_schema": {"schema": schema, "strict": True}}
     response = tcp.post(PATH, json={**BODY, "stream": True, "response_format": form})
     error = response.json()["error"]
     assert (response.status_code, error["code"], error["param"]) == (400, "unsupported_schema", "response_format")
     if keyword is not None:
         assert error["keyword"] == keyword
         assert keyword in error["message"]
+
+
+RELAXED = {
+    "type": "object",
+    "properties": {
+        "path": {"type": "string", "format": "path", "enum": ["/a"]},
+        "ages": {"type": "array", "items": {"type": "integer"}, "uniqueItems": True, "minItems": 1, "maxItems": 1},
+    },
+    "required": ["path", "ages"],
+}
+
+
+@pytest.mark.parametrize("strict", [{}, {"strict": False}])
+def test_what_cannot_be_enforced_is_named_where_that_is_not_asked_for(tcp, strict):
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": RELAXED, **strict}}
+    reply = tcp.post(PATH, json={**BODY, "response_format": form}).json()
+    made = json.loads(reply["choices"][0]["message"]["content"])
+    assert made["path"] == "/a" and isinstance(made["ages"][0], int)
+    told = reply["timings"]["notices"]
+    assert [line.partition(" ")[0] for line in told] == ["'uniqueItems'", "'format'"]
+    tool = {"type": "function", "function": {"name": "pet", "parameters": RELAXED}}
+    reply = tcp.post(PATH, json={**BODY, "tools": [tool], "tool_choice": "required"}).json()
+    (call,) = reply["choices"][0]["message"]["tool_calls"]
+    assert json.loads(call["function"]["arguments"])["path"] == "/a"
+    assert reply["timings"]["notices"] == [f"tool 'pet': {line}" for line in told]
+
+
+def test_other_apis_take_such_schemas_too(tcp):
+    asked = {"input": "A pet.", "max_output_tokens": 60, "text": {"format": {"type": "json_schema", "schema": RELAXED}}}
+    asked["text"]["format"]["name"] = "a"
+    reply = tcp.post("/v1/responses", json=asked).json()
+    assert json.loads(reply["output"][0]["content"][0]["text"])["path"] == "/a" and reply["timings"]["notices"]
+    ollama = {"model": "demo", "prompt": "A pet.", "stream": False, "format": RELAXED, "options": {"num_predict": 60}}
+    reply = tcp.post("/api/generate", json=ollama).json()
+    assert json.loads(reply["response"])["path"] == "/a" and "'uniqueItems'" in reply["warnings"][0]
+
+
+@pytest.mark.parametrize(("kind", "most"), [("integer", 20), ("number", 25)])
+def test_numbers_of_a_small_model_end(tcp, kind, most):
+    schema = {"type": "object", "properties": {"age": {"type": kind}}, "required": ["age"]}
+    likes_digits = {str(code): 60.0 for code in digit_ids(tcp)}
+    for asked in ({}, {"logit_bias": likes_digits}):
+        reply = tcp.post(
+            PATH, json={**BODY, "max_tokens": 300, "temperature": 0, "json_schema": schema, **asked}
+        ).json()
+        choice = reply["choices"][0]
+        assert choice["finish_reason"] == "stop"
+        number = choice["message"]["content"].removeprefix('{"age": ').removesuffix("}")
+        assert float(number) is not None and len(number) <= most
+
+
+def digit_ids(client):
+    """The tokens of single digits."""
+    found = [
+        client.post("/tokenize", json={"content": digit, "add_special": False}).json()["tokens"]
+        for digit in "0123456789"
+    ]
+    return {ids[-1] for ids in found}
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,8 @@ _WRAPPED = frozenset(("name", "description", "strict", "schema"))
 
 
 class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
-    """The form of a reply. What it asks for is always enforced, `strict` or not.
+    """The form of a reply. What it asks for is always enforced, but for what cannot be: with `strict` that is refused,
+    without it told in notices.
 
     json_schema, schema, value: a schema in a wrapper with a name, as chat completions have it, or alone, or beside the
     type. pattern, value: of regex. structures, triggers, format: of structural_tag. name, description: for people; the
@@ -60,7 +61,9 @@ class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
         schema = self._schema(path)
         if self.type == "json_schema" and schema is None:
             raise ApiError(400, f"{path} is of type json_schema and has no schema; add one", param=path)
-        return JsonObject() if schema is None else _json_schema(schema, path)
+        wrapped = self.json_schema if isinstance(self.json_schema, dict) else {}
+        is_strict = self.strict is True or wrapped.get("strict") is True
+        return JsonObject() if schema is None else _json_schema(schema, path, is_strict=is_strict)
 
     def _schema(self, path: str) -> Schema | str | None:
         found = self.json_schema
@@ -167,7 +170,7 @@ def _structural_tag(tag: dict[str, Any] | str, path: str) -> StructuralTag:
     return StructuralTag(tag)
 
 
-def _json_schema(schema: Schema | str, path: str) -> JsonSchema:
+def _json_schema(schema: Schema | str, path: str, *, is_strict: bool = False) -> JsonSchema:
     size = len(schema.encode() if isinstance(schema, str) else msgspec.json.encode(schema))
     if size > MAX_SCHEMA_BYTES:
         raise ApiError(
@@ -176,4 +179,4 @@ def _json_schema(schema: Schema | str, path: str) -> JsonSchema:
             code="unsupported_schema",
             param=path,
         )
-    return JsonSchema(schema)
+    return JsonSchema(schema, strict=is_strict)
