@@ -36,12 +36,14 @@ _NO_CACHE = (
 class Prefilled:
     """A prompt that was computed and written. cached_tokens: of it, that were known before. stored_tokens: leading
     ids that another process can continue from; all but the last, whose logits it computes, or `problem` says why not.
+    has_failed: the disk refused the rest, which it will do with other prompts too.
     """
 
     prompt_tokens: int
     cached_tokens: int
     stored_tokens: int
     problem: str | None = None
+    has_failed: bool = False
 
 
 class PromptHandover:
@@ -104,7 +106,7 @@ class PromptHandover:
         branches = tuple(check_number("one of branch_tokens", one, 0, field="branch_tokens") for one in branch_tokens)
         options = self._checked({"temperature": 0.0, "max_tokens": 1, "owner": owner})
         checked = replace(options, salt=check_salt(salt))
-        prompt = EncodedPrompt(token_ids, system_tokens, branch_tokens=branches)
+        prompt = EncodedPrompt(token_ids, system_tokens, branch_tokens=branches, is_handed_over=True)
         return TextStream(TextGeneration(self._engine, self._model.tokenizer, prompt, checked))
 
     def store_prompt(self, token_ids: _Ids, cached_tokens: int = 0, salt: bytes = NO_SALT) -> Prefilled:
@@ -118,11 +120,10 @@ class PromptHandover:
         disk.write_now(token_ids, salt)
         wanted = int(token_ids.size) - 1
         stored = self.stored_tokens(token_ids, salt)
-        problem = None
+        problem, failure = None, disk.last_failure if stored < wanted else None
         if stored < wanted:
-            failure = disk.last_failure
             problem = f"of {wanted} tokens {stored} could be written" + ("" if failure is None else f": {failure}")
-        return Prefilled(wanted + 1, cached_tokens, stored, problem)
+        return Prefilled(wanted + 1, cached_tokens, stored, problem, failure is not None)
 
     def cached_tokens(self, token_ids: _Ids, salt: bytes = NO_SALT) -> int:
         """How many leading ids of a prompt are cached in memory, of all but the last, whose logits are computed anyway.

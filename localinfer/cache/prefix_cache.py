@@ -40,7 +40,8 @@ class CacheHints:
     ordinary ones.
     branch_tokens: how many at the start a later prompt is likely to share, such as all before the reply begins.
     is_pinned: all of them are evicted last. history: int32, ids of the chat so far; where the prompt parts from them,
-    its chat template is the cause. salt: only texts of the same salt share anything.
+    its chat template is the cause. salt: only texts of the same salt share anything. is_handed_over: another process
+    goes on at the end of the prompt.
     """
 
     system_tokens: int = 0
@@ -48,6 +49,7 @@ class CacheHints:
     is_pinned: bool = False
     history: TokenIds | None = None
     salt: bytes = NO_SALT
+    is_handed_over: bool = False
 
 
 class Admission(NamedTuple):
@@ -211,7 +213,8 @@ class PrefixCache:
         # The last token is always computed. A system prefix ends between pages in the tree.
         page_tokens = self.pool.page_tokens
         places = (prefix.size, self._policy.before_end(prefix.size, page_tokens), system - system % page_tokens)
-        sequence.want_snapshots(*places, *hints.branch_tokens, parting=match.length)
+        needed = prefix.size if hints.is_handed_over else None
+        sequence.want_snapshots(*places, *hints.branch_tokens, parting=match.length, needed=needed)
         # A text that shares little more than the system prefix is another conversation. Only then, or where all of it
         # is one, that prefix is kept for others: most programs' side questions have one of their own.
         goes_on = match.length > system + page_tokens

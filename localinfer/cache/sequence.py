@@ -189,13 +189,14 @@ class SequenceCache:
         self._carried[0, : hidden.size] = hidden
         self._carries = True
 
-    def want_snapshots(self, *places: int, parting: int | None = None) -> None:
+    def want_snapshots(self, *places: int, parting: int | None = None, needed: int | None = None) -> None:
         """Take snapshots of recurrent states at these positions too, for other sequences, and on a sparse grid.
 
-        parting: where the text parts from others, in place of where it did before.
+        parting: where the text parts from others, in place of where it did before. needed: where somebody goes on in
+        any case.
         """
         if self._has_states:
-            self._state.want_snapshots(places, parting)
+            self._state.want_snapshots(places, parting, needed)
 
     def forget_snapshots(self, positions: Sequence[int]) -> None:
         """Release snapshots that the prefix tree holds now."""

@@ -70,17 +70,20 @@ class SequenceState:
         self._planned = _PlannedStep(0, False)
         self._takes_snapshots = False
         self._places: frozenset[int] = frozenset()
+        self._needed = -1
         self._parting = 0
         self._wanted = self._places
         self._last_snapshot = 0
 
-    def want_snapshots(self, places: Sequence[int], parting: int | None = None) -> None:
+    def want_snapshots(self, places: Sequence[int], parting: int | None = None, needed: int | None = None) -> None:
         """Take snapshots at these positions too, once they are computed, and on the grid.
 
-        parting: where the text parts from others, in place of where it did before.
+        parting: where the text parts from others, in place of where it did before. needed: where somebody goes on in
+        any case, so that a snapshot is worth its memory however near another one is.
         """
+        self._needed = self._needed if needed is None else needed
         self._takes_snapshots = True
-        self._places |= frozenset(places)
+        self._places |= frozenset(places) | ({self._needed} - {-1})
         self._parting = self._parting if parting is None else parting
         self._wanted = self._places | {self._parting}
 
@@ -90,6 +93,7 @@ class SequenceState:
         self.now = other.now
         self._takes_snapshots = other._takes_snapshots
         self._places, self._parting, self._wanted = other._places, other._parting, other._wanted
+        self._needed = other._needed
         self._last_snapshot = other._last_snapshot
 
     def share_snapshot(self, slot: int, position: int, *, is_inside_page: bool) -> None:
@@ -256,7 +260,7 @@ class SequenceState:
         places = {place for place in self._wanted if first < place < end}
         places |= set(range(first + grid - first % grid, end, grid))
         for place in sorted(places):
-            if place - last < policy.near_tokens:
+            if place - last < policy.near_tokens and place != self._needed:
                 continue
             is_grid = place not in self._wanted
             # What is wanted soon after makes up for a place on the grid.
@@ -278,7 +282,8 @@ class SequenceState:
         """Keep the states just computed, if they are wanted, or the grid has come to a place since the last."""
         now, policy, last = self.now, self._policy, self._last_snapshot
         position = now.position
-        if position - last < policy.near_tokens or now.slot in self.taken.values():
+        is_near = position - last < policy.near_tokens and position != self._needed
+        if is_near or now.slot in self.taken.values():
             return
         is_grid = position not in self._wanted
         if is_grid and (position // policy.grid_tokens == last // policy.grid_tokens or not self._crosses(position)):

@@ -41,6 +41,7 @@ class EncodedPrompt:
     system_tokens: ids at the start that other prompts share. branch_tokens: lengths that others are likely to continue
     from, where there is no chat. chat: of a conversation, what the prompt was made of.
     reply: how the reply to a chat is constrained and parsed. varying: lines of the system message that vary.
+    is_handed_over: another process goes on at its end.
     """
 
     token_ids: Sequence[int] | NDArray[np.integer]
@@ -49,6 +50,7 @@ class EncodedPrompt:
     reply: "ReplyFormat | None" = None
     varying: Sequence["VaryingSpan"] = ()
     branch_tokens: tuple[int, ...] = ()
+    is_handed_over: bool = False
 
 
 class TextGeneration(Iterator[StreamEvent]):
@@ -87,6 +89,7 @@ class TextGeneration(Iterator[StreamEvent]):
             is_pinned=options.pin_cache,
             history=None if prompt.chat is None else prompt.chat.history,
             salt=options.salt,
+            is_handed_over=prompt.is_handed_over,
         )
         self._begin(prompt_ids, hints)
         self._template_matcher = StopMatcher(template_stops)

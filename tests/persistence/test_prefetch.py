@@ -61,6 +61,24 @@ def test_every_kind_of_model_continues_what_another_process_computed(kind: str, 
             assert (found.token_ids, found.logprobs) == (wanted[turn].token_ids, wanted[turn].logprobs)
 
 
+NEAR = (0, 1, 2, 15, 16, 17, 40)
+"""How many ids of a prompt follow where it parts from another one."""
+
+
+@pytest.mark.parametrize("kind", ["hybrid", "hybrid with draft layers", "convolutions", "recurrent"])
+def test_a_state_is_kept_where_a_handover_goes_on_however_near_another_one_is(kind: str, tmp_path: Path) -> None:
+    path = build_model(tmp_path, KINDS[kind]).path
+    with load(path, tmp_path) as prefill, load(path, tmp_path) as decode:
+        base = prompt_of(prefill, 200)
+        assert prefill.prefill(base[:150]).stored_tokens == 149
+        for number, rest in enumerate(NEAR):
+            others = (base[150 - rest : 150] + 1 + number) % (prefill.vocab_size - 3) + 3
+            ids = np.concatenate((base[: 150 - rest], others, base[: number % 3 + 1]))
+            done = prefill.prefill(ids)
+            assert (done.stored_tokens, done.problem) == (ids.size - 1, None), rest
+            assert decode.fetch_prompt(ids) >= ids.size - 1 - engine_of(decode)._cache.near_tokens
+
+
 @pytest.fixture(scope="module")
 def filled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, np.ndarray]:
     """A folder with the files of a prompt of the demo model, which must not be changed."""

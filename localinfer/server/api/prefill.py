@@ -120,4 +120,5 @@ def _told(done: "Prefilled") -> dict[str, Any]:
         "cached_tokens": done.cached_tokens,
         "stored_tokens": done.stored_tokens,
         "problem": done.problem,
+        "has_failed": done.has_failed,
     }

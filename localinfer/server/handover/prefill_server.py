@@ -23,11 +23,12 @@ class PrefillCancelled(Exception):
 @dataclass(frozen=True)
 class PrefillAnswer:
     """What a prefill server has done. stored_tokens: leading ids that it wrote; cached_tokens: that it knew before;
-    problem: why not all are written."""
+    problem: why not all are written; has_failed: because it cannot write, and not for this prompt only."""
 
     stored_tokens: int
     cached_tokens: int
     problem: str | None = None
+    has_failed: bool = False
 
 
 class PrefillServer(Protocol):
@@ -39,7 +40,7 @@ class PrefillServer(Protocol):
     def ask(self, body: bytes, *, deadline: float, is_cancelled: Callable[[], bool]) -> PrefillAnswer:
         """Have a prompt computed and written, and wait for the end; blocks the thread. Leaving early stops the work.
 
-        body: of the route. deadline: on the monotonic clock. is_cancelled: asked four times a second.
+        body: of the route. deadline: on the monotonic clock. is_cancelled: asked four times a second at least.
         Raises: PrefillFailed, PrefillCancelled.
         """
         ...
@@ -55,7 +56,10 @@ def read_line(line: bytes) -> PrefillAnswer | None:
             raise PrefillFailed(_message(found))
         if "stored_tokens" not in found:
             return None
-        return PrefillAnswer(int(found["stored_tokens"]), int(found["cached_tokens"]), found.get("problem"))
+        problem = found.get("problem")
+        return PrefillAnswer(
+            int(found["stored_tokens"]), int(found["cached_tokens"]), problem, bool(found.get("has_failed", problem))
+        )
     except (ValueError, TypeError, KeyError):
         raise PrefillFailed("its answer is none of a prefill server") from None
 

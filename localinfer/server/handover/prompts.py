@@ -63,6 +63,10 @@ class PromptHandover:
         except LocalinferError as error:
             logger.warning("prompts are not handed over: %s", error)
             return
+        except Exception:
+            # A text is made all the same, and what is wrong here can be found.
+            logger.exception("a prompt was not handed over, and is computed here")
+            return
         stream.note_prefilled(prefilled, time.monotonic() - began)
 
     def _prepare(self, llm: "LLM", model_id: str, request: "Request", is_cancelled: Callable[[], bool]) -> int:
@@ -102,7 +106,7 @@ class PromptHandover:
         deadline, cached_tokens = time.monotonic() + self._options.deadline_seconds, 0
         while (server := self._take()) is not None:
             try:
-                answer = server.asked.ask(body, deadline=deadline, is_cancelled=is_cancelled)
+                answer = _answer_of(server.asked, body, deadline, is_cancelled)
                 cached_tokens = answer.cached_tokens
                 self._check_stored(llm, request, answer)
             except PrefillFailed as error:
@@ -119,9 +123,14 @@ class PromptHandover:
         return cached_tokens
 
     def _check_stored(self, llm: "LLM", request: "Request", answer: PrefillAnswer) -> None:
-        """Raise PrefillFailed unless all that a server says it wrote is where this process finds it."""
+        """Raise PrefillFailed unless all that a server says it wrote is where this process finds it.
+
+        That it could not write all of a prompt is no failure of a server that can write.
+        """
+        if answer.has_failed:
+            raise PrefillFailed(answer.problem or "it cannot write what it computes")
         if answer.problem is not None:
-            raise PrefillFailed(answer.problem)
+            logger.info("a prompt was handed over in part: %s", answer.problem)
         found = llm.stored_tokens(request.head, request.hints.salt)
         if found < answer.stored_tokens:
             raise PrefillFailed(
@@ -160,3 +169,14 @@ class PromptHandover:
         self._metrics.handovers.labels("handed_over").inc()
         if was_failing is not None:
             logger.warning("the prefill server %s computes prompts again", server.asked.name)
+
+
+def _answer_of(server: PrefillServer, body: bytes, deadline: float, is_cancelled: Callable[[], bool]) -> PrefillAnswer:
+    """What a server answers. Raises: PrefillFailed for whatever goes wrong, PrefillCancelled."""
+    try:
+        return server.ask(body, deadline=deadline, is_cancelled=is_cancelled)
+    except (PrefillFailed, PrefillCancelled):
+        raise
+    except Exception as error:
+        logger.exception("the prefill server %s could not be asked", server.name)
+        raise PrefillFailed(f"it could not be asked: {type(error).__name__}") from error
