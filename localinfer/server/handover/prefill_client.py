@@ -10,6 +10,7 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 from localinfer.server.handover.prefill_server import (
@@ -118,7 +119,7 @@ class _BoundedSocket(io.RawIOBase):
         """Send all of some bytes."""
         left = memoryview(data)
         while left:
-            left = left[self._bounded(lambda left=left: self._socket.send(left)) :]
+            left = left[self._bounded(partial(self._socket.send, left)) :]
 
     def readable(self) -> bool:
         """It is read only by `readinto`."""
@@ -126,7 +127,7 @@ class _BoundedSocket(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         """Wait for some bytes; 0 at their end."""
-        return self._bounded(lambda: self._socket.recv_into(buffer))
+        return self._bounded(partial(self._socket.recv_into, buffer))
 
     def _bounded(self, work: Callable[[], int]) -> int:
         latest = min(self._deadline, time.monotonic() + SILENT_SECONDS)
