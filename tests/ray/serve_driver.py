@@ -1,4 +1,7 @@
-"""A cluster of Ray on this machine with one application, which takes lines of JSON: `serve_process` starts it."""
+"""A cluster of Ray on this machine with one application, which takes lines of JSON: `serve_process` starts it.
+
+`settings` are those of `ServerSettings`, with the tokens as the text of a `token_file`.
+"""
 
 import json
 import os
@@ -15,7 +18,7 @@ def free_port() -> int:
 
 def main() -> None:
     options: dict[str, Any] = json.loads(sys.argv[1])
-    folder, num_cpus = options.pop("folder"), options.pop("num_cpus")
+    folder, num_cpus, settings = options.pop("folder"), options.pop("num_cpus"), options.pop("settings", None)
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     # Serve kills a proxy that takes longer to start, which on a busy machine all of them do.
     os.environ["RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S"] = "55"
@@ -31,7 +34,14 @@ def main() -> None:
     from ray.serve.exceptions import DeploymentUnavailableError
 
     import localinfer.ray
+    from localinfer.persistence.response_store import ResponseStoreOptions
+    from localinfer.server.transport.access_tokens import parse_tokens
+    from localinfer.server.transport.settings import ServerSettings
 
+    if settings is not None:
+        tokens = parse_tokens(settings.pop("token_file"))
+        kept = ResponseStoreOptions(max_bytes=0)
+        options["settings"] = ServerSettings(tokens=tokens, kept_responses=kept, serves_page=False, **settings)
     port = free_port()
     ray.init(
         num_cpus=num_cpus, include_dashboard=False, _temp_dir=folder, object_store_memory=80 << 20, log_to_driver=False

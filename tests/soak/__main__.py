@@ -1,4 +1,4 @@
-"""`python -m tests.soak kills`, `clients` and `interrupts`: see README.md."""
+"""`python -m tests.soak kills`, `clients`, `interrupts` and `fleet`: see README.md."""
 
 import argparse
 import sys
@@ -23,6 +23,12 @@ def main() -> int:
     interrupts.add_argument("--beside", type=int, default=4, help="how many run at a time")
     interrupts.add_argument("--seed", type=int, default=None, help="default: the time")
     interrupts.add_argument("--only", action="append", default=[], help="a command; may be repeated")
+    fleet = commands.add_parser("fleet", help="replicas behind Ray Serve that are stopped and killed")
+    fleet.add_argument("--minutes", type=float, default=5.0)
+    fleet.add_argument("--replicas", type=int, default=4)
+    fleet.add_argument("--conversations", type=int, default=20)
+    fleet.add_argument("--ingresses", type=int, default=1)
+    fleet.add_argument("--seed", type=int, default=None, help="default: the time")
     arguments = parser.parse_args()
     seed = int(time.time()) if arguments.seed is None else arguments.seed
     say = partial(print, flush=True)
@@ -35,6 +41,11 @@ def main() -> int:
         from tests.soak.interrupts import Interrupts
 
         return not Interrupts(seed, arguments.only, say).run(arguments.starts, arguments.beside)
+    if arguments.command == "fleet":
+        from tests.soak.fleet import Fleet
+
+        run = Fleet(seed, arguments.conversations, arguments.replicas, arguments.ingresses, say)
+        return not run.run(60 * arguments.minutes)
     from tests.soak.kills import Kills
 
     return not Kills(seed, arguments.only, say).run(arguments.rounds)
