@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
@@ -12,8 +13,10 @@ from localinfer.ray import relay, replica_watch
 from localinfer.ray.answer_parts import AnswerPart, RelayedRequest
 from localinfer.ray.ingress import Ingress
 from localinfer.ray.ingress_accounts import IngressAccounts, IngressOptions, PresentReplicas
+from localinfer.ray.prompt_prefix import prompt_facts
 from localinfer.ray.relay import ReplicaLostError
 from localinfer.ray.replica_answers import Answers
+from localinfer.ray.replica_models import ReplicaOptions, without_limits
 from localinfer.ray.replica_watch import ReplicaWatch
 from localinfer.server.replies.resumption import (
     PromptNote,
@@ -27,6 +30,7 @@ from localinfer.server.replies.resumption import (
 from localinfer.server.transport.access_tokens import AccessToken
 from localinfer.server.transport.quotas import Quota
 from localinfer.server.transport.settings import ServerSettings
+from tests.ray.test_prefill_apart import replica
 
 METRICS = b"# TYPE localinfer_requests_total counter\nlocalinfer_requests_total 2.0\n"
 WORDS = [b"Once ", b"upon ", b"a ", b"time."]
@@ -110,7 +114,9 @@ async def post(ingress: Ingress, token: str = "", path: str = "/v1/completions",
     headers = {"authorization": f"Bearer sk-{token}"} if token else {}
     transport = httpx.ASGITransport(ingress)
     async with httpx.AsyncClient(transport=transport, base_url="http://test", headers=headers) as client:
-        return await client.post(path, json={**BODY, **more})
+        return await client.post(
+            path, json={name: value for name, value in {**BODY, **more}.items() if value is not None}
+        )
 
 
 async def get(ingress: Ingress, path: str, key: str, root_path: str = "") -> httpx.Response:
@@ -306,8 +312,6 @@ def test_a_guess_of_another_tokens_text_does_not_go_where_that_text_went():
             fresh = "x" + text[1:]
             # Bob's guess goes where a text that nobody has sent would go.
             placed = ingress._accounts._own._dispatcher.placement  # type: ignore[union-attr]
-            from localinfer.ray.prompt_prefix import prompt_facts
-
             guess = prompt_facts(json.dumps({**BODY, "prompt": text}).encode(), "name bob").prefixes
             unknown = prompt_facts(json.dumps({**BODY, "prompt": fresh}).encode(), "name bob").prefixes
             assert placed.table.matches(guess) == placed.table.matches(unknown) == {}
@@ -366,3 +370,46 @@ def test_a_client_that_leaves_ends_its_answer_and_gives_its_place_back():
         assert (await post(ingress)).content == b"".join(WORDS)
 
     asyncio.run(run())
+
+
+def test_an_engine_behind_the_ingress_answers_and_counts_as_one_server(tmp_path):
+    limits = tokens("carl", tokens_per_minute=5_000, requests_per_minute=50)
+
+    async def run() -> None:
+        served = ServerSettings(serves_page=False, allowed_hosts=("test",), **limits)
+        load = {"kv_memory": 64 << 20, "speculation": None, "threads": 1}
+        lone = await replica(ReplicaOptions(None, None, served, load))
+        behind = await replica(ReplicaOptions(None, None, without_limits(served), load))
+
+        async def answers(request: RelayedRequest, resumption: Resumption | None) -> Answer:
+            async for batch in behind.answer(request, resumption):
+                yield batch
+
+        ingress = made_ingress(FakeReplicas(a=answers), **limits)
+        accounts = ingress._accounts._own._dispatcher.limiter  # type: ignore[union-attr]
+        # Nothing comes back by the time that an answer takes.
+        accounts._clock = lone._service.limiter._clock = lambda: 0.0
+        try:
+            for more in (
+                {"max_tokens": 9, "seed": 4, "logprobs": 2},
+                {"max_tokens": 7, "n": 2, "seed": 4, "temperature": 1.1},
+                {"max_tokens": 7, "stream": True, "seed": 4, "temperature": 1.1},
+                {"max_tokens": 9_000, "seed": 4},
+                {"path": "/v1/embeddings", "input": "A dog.", "prompt": None},
+                {"path": "/tokenize", "content": "A dog.", "prompt": None},
+            ):
+                found, wanted = [await post(app, "carl", **more) for app in (ingress, lone._app)]
+                assert found.status_code == wanted.status_code
+                assert steady(found) == steady(wanted)
+                assert accounts.headers("carl") == lone._service.limiter.headers("carl"), more
+        finally:
+            await lone.close()
+            await behind.close()
+
+    asyncio.run(run())
+
+
+def steady(response: httpx.Response) -> tuple[str, ...]:
+    """What of an answer two servers have alike."""
+    body = re.sub(r'"(?:id|created|timings)":(?:\{[^{}]*\}|"[^"]*"|\d+),?', "", response.text)
+    return body, *(response.headers[f"x-ratelimit-limit-{kind}"] for kind in ("requests", "tokens"))
