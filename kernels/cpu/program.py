@@ -57,7 +57,7 @@ class ThreadPool:
 
     `num_threads` and `priority` may change between two batches of a program, never beyond `max_threads`, for which
     programs have memory. has_own_count: a number was asked for since, which holds for batches of any size.
-    computing_seconds: processor time that the first thread had in the last run.
+    computing_seconds: processor time that the first thread had in the last run that was to be measured.
     Raises: OutOfMemoryError if the system does not start as many.
     """
 
@@ -122,7 +122,9 @@ class ThreadPool:
         if os.getpid() != self.process:
             raise ClosedError("the model was loaded in the parent process; load it again in this one")
 
-    def run(self, ops_address: int, num_ops: int, batch_address: int, num_threads: int = 0) -> None:
+    def run(
+        self, ops_address: int, num_ops: int, batch_address: int, num_threads: int = 0, *, is_measured: bool = False
+    ) -> None:
         """Run ops (pairs of function and parameter address) over a batch header; blocks without the GIL.
 
         num_threads: how many of the threads take part; 0 for all.
@@ -137,11 +139,12 @@ class ThreadPool:
         if self._workers.has_leader:
             self.computing_seconds = self._workers.run(num_threads)
             return
-        began = time.thread_time()
+        began = time.thread_time() if is_measured else 0.0
         note_thread(control, 0)
         if num_threads == 1:
             FINISH_RUN.call(self.control_address)
-            self.computing_seconds = time.thread_time() - began
+            if is_measured:
+                self.computing_seconds = time.thread_time() - began
             return
         before = int(control[kernel_abi.STATE // 8])
         try:
@@ -153,7 +156,8 @@ class ThreadPool:
                 self._workers.wake_all(num_threads)
                 FINISH_RUN(self.control_address)
             raise
-        self.computing_seconds = time.thread_time() - began
+        if is_measured:
+            self.computing_seconds = time.thread_time() - began
 
     def close(self) -> None:
         """End the threads; safe to call twice."""
@@ -185,6 +189,9 @@ INTERRUPTIBLE_ROWS = 32
 """Batches of at least this many rows may be left undone. Smaller ones are over soon."""
 STRETCHES = 64
 """Stretches of equal work that such a batch is run in. Going back to Python between two of them takes some 10 us."""
+SHORT_RUN_SECONDS = 1e-3
+UNMEASURED_RUNS = 3
+"""After a run that is over sooner than that, so many are not measured."""
 
 
 class Stretch(NamedTuple):
@@ -217,6 +224,7 @@ class CpuProgram:
         self._choices: dict[int, ThreadChoice] = {}
         self._choice: ThreadChoice | None = None
         self._work = 1
+        self._unmeasured = 0
         addresses = zip(tape.kernels, tape.parameters, strict=True)
         self._ops = placed(np.array([[kernel.address, address(words)] for kernel, words in addresses], np.int64))
         self._ops_address, self._num_ops = address(self._ops), len(self._ops)
@@ -391,14 +399,19 @@ class CpuProgram:
 
     def _run_part(self, first: int, num_ops: int, share: float) -> None:
         """Run ops that are a share of the batch's work, with as many threads as are best by then."""
-        choice, pool = self._choice, self._pool
-        if choice is None:
-            pool.run(self._ops_address + OP_BYTES * first, num_ops, self._header_address, self._last_threads)
+        choice, pool, ops_address = self._choice, self._pool, self._ops_address + OP_BYTES * first
+        if choice is not None:
+            self._last_threads = choice.next_count()
+        if choice is None or self._unmeasured:
+            self._unmeasured -= choice is not None
+            pool.run(ops_address, num_ops, self._header_address, self._last_threads)
             return
-        self._last_threads = choice.next_count()
         began = time.perf_counter()
-        pool.run(self._ops_address + OP_BYTES * first, num_ops, self._header_address, self._last_threads)
-        choice.observe(time.perf_counter() - began, pool.computing_seconds, share * self._work)
+        pool.run(ops_address, num_ops, self._header_address, self._last_threads, is_measured=True)
+        seconds = time.perf_counter() - began
+        choice.observe(seconds, pool.computing_seconds, share * self._work)
+        # That took some 4 us.
+        self._unmeasured = UNMEASURED_RUNS if seconds < SHORT_RUN_SECONDS else 0
 
     def _reserve_partials(self, num_chunks: int) -> None:
         """Make room for what rows that see so many chunks in all keep of them, and for more than that next time."""

@@ -19,15 +19,23 @@ _CALM_SECONDS = 0.2, 8.0
 """How long the share must be that low: at first, and at most, if scarcity keeps coming back."""
 _SOON_SECONDS = 1.0
 """If it comes back within so long, they had not been free: the usual number hid it or caused it."""
-_TRIAL_SECONDS = 0.25, 8.0
-"""Between two trials: at first, and at most, if none changes anything."""
-_TURN_SECONDS = 0.05
-"""Of a turn in a trial, some times what a scheduler lets a program run."""
-_PAIRS = 4
-_GAIN = 0.95
-"""A number is better if it takes at most this share of the time."""
-_CLEAR = ((1, 0.0, 1.6), (2, 0.75, 1.25))
+_TRIAL_SECONDS = 0.5, 4.0
+"""Between two trials: at first, and at most, if none changes anything. The load may be another one by then."""
+_TURN_SECONDS = 0.2
+_SETTLING_SECONDS = 0.06
+"""Of a turn in a trial, and the time before it that does not count: a scheduler moves threads to other processors, and
+gives back what they did not use, after tens of milliseconds. In turns of 50 ms one thread seemed to do 1240 tokens of a
+prompt a second, and did 700 when it was left alone."""
+_PAIRS = 3
+_GAIN = 0.9, 0.95
+"""Fewer threads must take at most this share of the time, and more threads that. More are given more time beside other
+programs, so that fewer are seldom much better, and may be much worse."""
+_CLEAR = ((1, 0.6, 1.4), (2, 0.8, 1.15))
 """After so many pairs of turns a trial is over already if the ratio is outside of these."""
+_HOPELESS = 2.0
+"""So is one whose first turn takes so many times what is usual."""
+_LONGEST_RATIO = 4.0
+"""A number that took several times as long is tried again that many times later, at most."""
 
 
 def steps_of(most: int) -> list[int]:
@@ -41,35 +49,51 @@ def steps_of(most: int) -> list[int]:
 
 @dataclass
 class _Trial:
-    """Steps with another number of threads, in turns with steps as before."""
+    """Steps with another number of threads, in turns with steps as before. gain: as in _GAIN."""
 
     candidate: int
+    gain: float
+    expected: float
+    """Seconds per unit of work, as before."""
+    ratio: float = 1.0
+    """Of the candidate's seconds to those as before."""
     pairs: int = 0
     is_candidates_turn: bool = True
-    turn_seconds: float = 0.0
+    settling: float = 0.0
+    settling_work: float = 0.0
+    turn: float = 0.0
+    """Seconds of the turn that do not count, the work done in them, and seconds that do."""
     seconds: list[float] = field(default_factory=lambda: [0.0, 0.0])
     """Of all turns: as before, and with the candidate; and the work done in them."""
     work: list[float] = field(default_factory=lambda: [0.0, 0.0])
 
     def observe(self, seconds: float, work: float) -> bool | None:
         """Take in a step; return whether the candidate is better once that is known."""
+        if self.settling < _SETTLING_SECONDS:
+            self.settling += seconds
+            self.settling_work += work
+            if self.is_candidates_turn and not self.pairs and self.settling > _TURN_SECONDS:
+                # One long step.
+                self.ratio = self.settling / self.settling_work / self.expected
+                return False if self.ratio > _HOPELESS else None
+            return None
         self.seconds[self.is_candidates_turn] += seconds
         self.work[self.is_candidates_turn] += work
-        self.turn_seconds += seconds
-        if self.turn_seconds < _TURN_SECONDS:
+        self.turn += seconds
+        if self.turn < _TURN_SECONDS:
             return None
-        self.turn_seconds = 0.0
+        self.settling = self.settling_work = self.turn = 0.0
         self.is_candidates_turn = not self.is_candidates_turn
         if not self.is_candidates_turn:
             return None
         self.pairs += 1
         before, candidate = (seconds / work for seconds, work in zip(self.seconds, self.work, strict=True))
-        ratio = candidate / before
+        self.ratio = candidate / before
         if self.pairs == _PAIRS:
-            return ratio < _GAIN
+            return self.ratio < self.gain
         for pairs, low, high in _CLEAR:
-            if self.pairs >= pairs and not low <= ratio <= high:
-                return ratio < low
+            if self.pairs >= pairs and not low <= self.ratio <= high:
+                return self.ratio < low
         return None
 
 
@@ -92,6 +116,8 @@ class ThreadChoice:
         self._calm_needed = _CALM_SECONDS[0]
         self._since_calm = _SOON_SECONDS
         self._trial: _Trial | None = None
+        self._recent = 0.0, 0.0
+        """Seconds and work of late, outside of trials."""
         self._interval = self._until_trial = _TRIAL_SECONDS[0]
         self._rejected: set[int] = set()
 
@@ -126,13 +152,15 @@ class ThreadChoice:
         if not self._is_busy or work <= 0:
             return
         if self._trial is None:
+            kept = max(0.0, 1 - seconds / _MEMORY_SECONDS)
+            self._recent = kept * self._recent[0] + seconds, kept * self._recent[1] + work
             self._until_trial -= seconds
             if self._until_trial <= 0:
-                self._trial = _Trial(self._next_candidate())
+                self._trial = self._next_trial()
             return
         is_better = self._trial.observe(seconds, work)
         if is_better is not None:
-            self._end_trial(self._trial.candidate, is_better)
+            self._end_trial(self._trial, is_better)
 
     def _note_load(self, seconds: float) -> None:
         self._since_calm += seconds
@@ -169,22 +197,24 @@ class ThreadChoice:
         place = self._steps.index(self._count) if self._count in self._steps else len(self._steps) - 1
         return [self._steps[other] for other in (place - 1, place + 1) if 0 <= other < len(self._steps)]
 
-    def _next_candidate(self) -> int:
+    def _next_trial(self) -> _Trial:
         neighbours = self._neighbours()
         fresh = [count for count in neighbours if count not in self._rejected]
         if not fresh:
             self._rejected.clear()
-        return (fresh or neighbours)[0]
+        candidate = (fresh or neighbours)[0]
+        return _Trial(candidate, _GAIN[candidate > self._count], self._recent[0] / self._recent[1])
 
-    def _end_trial(self, candidate: int, is_better: bool) -> None:
-        self._trial = None
+    def _end_trial(self, trial: _Trial, is_better: bool) -> None:
+        self._trial, candidate = None, trial.candidate
         if is_better:
             # The number before is known to be worse; the next beyond may be better still.
             self._rejected = {self._count}
             self._count, self._interval = candidate, _TRIAL_SECONDS[0]
         else:
             self._rejected.add(candidate)
-            self._interval = min(2 * self._interval, _TRIAL_SECONDS[1])
+            longest = _TRIAL_SECONDS[1] * min(max(1.0, trial.ratio), _LONGEST_RATIO)
+            self._interval = min(2 * self._interval * max(1.0, trial.ratio), longest)
         self._until_trial = self._interval
         if self._calm_seconds and not self.is_sure and not set(self._neighbours()) - self._rejected:
             self.usual, self.is_sure = self._count, True

@@ -283,6 +283,7 @@ def main() -> None:
     parser.add_argument("--workloads", type=lambda text: text.split(","), default=list(WORKLOADS))
     parser.add_argument("--rounds", type=int, default=5, help="windows of each engine; one more comes before")
     parser.add_argument("--seconds", type=float, default=1.0, help="of a window")
+    parser.add_argument("--settle", type=float, default=4.0, help="seconds of the first window of what chooses itself")
     parser.add_argument("--peer-python", help="a Python that has xllamacpp or llama-cpp-python")
     parser.add_argument("--other", help="a folder with another localinfer (pip install --target)")
     parser.add_argument("--other-threads", type=numbers, default=[])
@@ -304,7 +305,8 @@ def main() -> None:
                     with busy(count, nice):
                         for turn in range(-1, options.rounds):
                             for engine in engines[:: 1 if turn % 2 else -1]:
-                                rate = engine.measure(workload, options.seconds)
+                                settles = turn < 0 and engine.name.endswith("chosen")
+                                rate = engine.measure(workload, options.settle if settles else options.seconds)
                                 if turn >= 0:
                                     found[engine.name].append(rate)
                     load = os.getloadavg()[0]

@@ -10,18 +10,26 @@ from localinfer.kernels.cpu.thread_choice import ThreadChoice, steps_of
 
 class Machine:
     """Steps of a simulated machine. seconds, lost: of a step with so many threads on average, and the share of it that
-    the first thread does not compute; noise: of the logarithm of a step's time."""
+    the first thread does not compute; noise: of the logarithm of a step's time; credit: by how much steps are faster in
+    the first 50 ms after the number changed."""
 
-    def __init__(self, seconds: Callable[[int], float], lost: Callable[[int], float], noise: float = 0.4) -> None:
-        self.seconds, self.lost, self.noise = seconds, lost, noise
+    def __init__(
+        self, seconds: Callable[[int], float], lost: Callable[[int], float], noise: float = 0.4, credit: float = 1.0
+    ) -> None:
+        self.seconds, self.lost, self.noise, self.credit = seconds, lost, noise, credit
         self._random = np.random.default_rng(1)
 
     def run(self, choice: ThreadChoice, seconds: float) -> tuple[float, list[int]]:
         """Take steps for so long; steps per second, and the numbers of threads that they were taken with."""
-        now, counts = 0.0, []
+        now, changed, counts = 0.0, -1.0, []
         while now < seconds:
             counts.append(choice.next_count())
-            taken = self.seconds(counts[-1]) * float(np.exp(self._random.normal(-(self.noise**2) / 2, self.noise)))
+            if counts[-2:-1] not in ([], counts[-1:]):
+                changed = now
+            credit = self.credit if counts[-1] == 1 and now - changed < 0.05 else 1.0
+            taken = (
+                self.seconds(counts[-1]) / credit * float(np.exp(self._random.normal(-(self.noise**2) / 2, self.noise)))
+            )
             choice.observe(taken, taken * (1 - self.lost(counts[-1])), 1.0)
             now += taken
         return len(counts) / now, counts
@@ -62,6 +70,13 @@ def test_beside_busy_programs_nearly_as_much_is_done_as_with_the_best_number(
     choice = ThreadChoice(2, 2)
     machine.run(choice, 8 + 100 * step)
     assert machine.run(choice, 8 + 500 * step)[0] >= 0.9 * machine.best(2)
+
+
+def test_what_a_thread_is_owed_when_another_goes_does_not_count() -> None:
+    machine = Machine(lambda count: (0.014, 0.01)[count - 1], lambda count: 0.5, credit=3.0)
+    choice = ThreadChoice(2, 2)
+    counts = machine.run(choice, 60)[1]
+    assert counts.count(2) > 0.85 * len(counts)
 
 
 @pytest.mark.parametrize("best", [1, 2, 3, 4, 6, 8, 12, 16])
