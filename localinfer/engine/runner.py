@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from localinfer.cache.prefix_cache import CacheHints, PrefixCache
 from localinfer.cache.sequence import forward
+from localinfer.engine.chunk_size import StepCosts
 from localinfer.engine.request import NO_TOKEN, Request, TokenEvent
-from localinfer.engine.step_fit import StepFit
 from localinfer.errors import OutOfMemoryError, SessionMismatchError, without_frames
 from localinfer.kernels.program import AbortableProgram, Batch, HiddenProgram, Program
 from localinfer.sampling.mask import GuidingMask
@@ -31,23 +31,6 @@ from localinfer.types import FinishReason
 logger = logging.getLogger(__name__)
 
 _FIRST_ROW = np.zeros(1, np.int32)
-
-_INTERVALS = 2.0
-"""Intervals between two tokens of a running stream that a prompt's chunk beside it may take."""
-_LEAST_SECONDS = 0.03
-"""What such a chunk may take where intervals are short: it is not noticed, and small chunks waste work."""
-_LEAST_ROWS = 8
-_SEVERAL_SECONDS = 0.15
-"""What chunks of several prompts may take while nothing decodes: as long a new request waits to join."""
-_LEAST_ROWS_OF_SEVERAL = 64
-_ALONE_SECONDS = 1.0
-_LEAST_ROWS_ALONE = 256
-"""A lone prompt wastes nothing: 512 rows at once make 614 tokens per second of the 0.5B shape in Q4_0, 256 make 608
-and 64 make 565. Such a chunk is aborted when it is cancelled, or another request arrives."""
-_TILE = 16
-"""Rows that kernels compute side by side; a longer chunk is a multiple of it."""
-_MEMORY = 0.7
-_LARGEST_CHANGE = 2.0
 
 ShouldAbort = Callable[[float], bool]
 """Whether a step should be aborted, given which share of it is done."""
@@ -70,41 +53,6 @@ class ScheduledSequence:
     num_drafted: int = 0
     is_forced: bool = False
     num_chosen: int = 0
-
-
-class StepCosts:
-    """Moving averages of what rows of prompts and what plain steps take: they decide how long a prompt's chunk is.
-
-    fit: the same as a line, by which times are predicted.
-    """
-
-    def __init__(self) -> None:
-        self.fit = StepFit()
-        self._decode_seconds: float | None = None
-        self._row_seconds: float | None = None
-
-    def observe(self, decode_rows: int, chunk_rows: int, seconds: float) -> None:
-        """Follow a step that computed rows of running streams, and of prompts, or of one of these kinds."""
-        if seconds <= 0.0:
-            return
-        self.fit.observe(decode_rows, chunk_rows, seconds)
-        if not chunk_rows:
-            self._decode_seconds = _moving_average(self._decode_seconds, seconds)
-        elif chunk_rows >= _LEAST_ROWS:
-            if decode_rows:
-                seconds = max(seconds - (self._decode_seconds or 0.0), seconds / 4)
-            self._row_seconds = _moving_average(self._row_seconds, seconds / chunk_rows)
-
-    def chunk_rows(self, *, num_streams: int, num_prompts: int, most: int) -> int:
-        """How many rows of prompts the next step is to compute beside streams that run, at most `most`."""
-        if num_streams:
-            least, seconds = _LEAST_ROWS, max(_LEAST_SECONDS, _INTERVALS * (self._decode_seconds or 0.0))
-        elif num_prompts > 1:
-            least, seconds = _LEAST_ROWS_OF_SEVERAL, _SEVERAL_SECONDS
-        else:
-            least, seconds = _LEAST_ROWS_ALONE, _ALONE_SECONDS
-        rows = least if self._row_seconds is None else int(seconds / self._row_seconds)
-        return min(most, max(least, rows - rows % _TILE if rows > _TILE else rows))
 
 
 class ModelRunner:
@@ -184,10 +132,11 @@ class ModelRunner:
                 rows += part.num_drafted
                 room -= part.num_drafted
         drafted = clock()
+        depth = _mean_depth(scheduled, chunk_rows)
         if not self._compute([part for part in scheduled if part.request.sequence is not None], drafted, should_abort):
             return
         ended = clock()
-        self.costs.observe(decode_rows, chunk_rows, ended - began)
+        self.costs.observe(decode_rows, chunk_rows, ended - began, depth)
         if self._speculation is not None:
             self._observe_drafts(self._speculation, scheduled, began, drafted, ended)
 
@@ -450,9 +399,8 @@ def _kind(scheduled: Sequence[ScheduledSequence]) -> StepKind:
     return StepKind(len(scheduled), any(part.request.matcher is not None for part in scheduled))
 
 
-def _moving_average(known: float | None, seconds: float) -> float:
-    if known is None:
-        return seconds
-    # A step that was interrupted says little about the next.
-    seconds = min(max(seconds, known / _LARGEST_CHANGE), known * _LARGEST_CHANGE)
-    return _MEMORY * known + (1.0 - _MEMORY) * seconds
+def _mean_depth(scheduled: Sequence[ScheduledSequence], chunk_rows: int) -> float:
+    """How many positions are before a row of the prompts, in the mean."""
+    chunks = [part for part in scheduled if part.is_chunk and part.request.sequence is not None]
+    depths = sum(part.num_rows * (part.request.cache.length + part.num_rows / 2) for part in chunks)
+    return depths / chunk_rows if chunk_rows else 0.0

@@ -19,8 +19,9 @@ from functools import partial
 from localinfer.cache.prefix_cache import PrefixCache
 from localinfer.cache.prefix_node import common_length
 from localinfer.engine.admission import AdmissionControl, EngineLimits
+from localinfer.engine.chunk_size import StepCosts
 from localinfer.engine.request import NO_TOKEN, Request, StepLock, TokenEvent
-from localinfer.engine.runner import ModelRunner, ScheduledSequence, ShouldAbort, StepCosts
+from localinfer.engine.runner import ModelRunner, ScheduledSequence, ShouldAbort
 from localinfer.engine.ttft import TtftPredictor
 from localinfer.errors import ClosedError, OutOfMemoryError
 from localinfer.kernels.program import Program
@@ -301,6 +302,8 @@ class Scheduler:
         if len(decoding) > most:
             decoding = sorted(decoding, key=lambda request: request.served)[:most]
         scheduled = [ScheduledSequence(request) for request in decoding]
+        if scheduled and prompts and self._runner.costs.wants_plain_step:
+            return scheduled
         chunks = self._chunks(prompts, len(scheduled)) if prompts else []
         if scheduled and not chunks:
             may_draft = self._runner.may_draft(scheduled)
@@ -315,12 +318,13 @@ class Scheduler:
         prompts = sorted(prompts, key=urgency)
         # What draft layers lack of a cached prefix takes a row more.
         repeated = sum(request.cache.lacks_carried for request in prompts)
-        rows = self._chunk_rows(num_decoding, len(prompts), repeated)
         outputs = self._max_outputs - num_decoding
         for request in prompts:
             saved = self._cache.extend(request.cache, request.head, request.hints.salt)
             if request.is_prompt:
                 request.record.cached_tokens += saved
+        depth = max(request.cache.length for request in prompts)
+        rows = self._chunk_rows(num_decoding, len(prompts), repeated, depth)
         chunks: list[ScheduledSequence] = []
         for request in sorted(prompts, key=lambda request: (urgency(request), last_chunk.get(request.owner, 0))):
             if not rows:
@@ -370,10 +374,13 @@ class Scheduler:
         self._chunk_of_owner[owner] = self._steps
 
 
-def _chunk_rows(costs: StepCosts, max_rows: int, num_decoding: int, num_prompts: int, repeated: int = 0) -> int:
-    """Rows of prompts that a step has beside streams. repeated: of them, those that are computed once more."""
+def _chunk_rows(
+    costs: StepCosts, max_rows: int, num_decoding: int, num_prompts: int, repeated: int = 0, depth: int = 0
+) -> int:
+    """Rows of prompts that a step has beside streams. repeated: of them, those that are computed once more. depth:
+    positions before them."""
     most = max(1, max_rows - num_decoding - repeated)
-    return costs.chunk_rows(num_streams=num_decoding, num_prompts=num_prompts, most=most)
+    return costs.chunk_rows(num_streams=num_decoding, num_prompts=num_prompts, most=most, depth=depth)
 
 
 class Generation(Iterator[TokenEvent]):

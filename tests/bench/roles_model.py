@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from localinfer.engine.runner import StepCosts
+from localinfer.engine.chunk_size import StepCosts
 
 _WARM_STEPS = 50
 
@@ -45,9 +45,9 @@ def mixed(costs: Costs, tokens: int, *, streams: int, speedup: float) -> Outcome
     for _ in range(_WARM_STEPS):
         rule.observe(streams, 0, 1e-3 * decode)
     while done < tokens:
-        rows = min(rule.chunk_rows(num_streams=streams, num_prompts=1, most=512 - streams), tokens - done)
+        rows = min(rule.chunk_rows(num_streams=streams, num_prompts=1, most=512 - streams, depth=done), tokens - done)
         step = decode + rows * (costs.row + costs.context_row * (done + rows / 2)) / speedup
-        rule.observe(streams, rows, 1e-3 * step)
+        rule.observe(streams, rows, 1e-3 * step, done + rows / 2)
         intervals.append(step)
         done += rows
     return Outcome(np.array(intervals), 1e-3 * sum(intervals))
