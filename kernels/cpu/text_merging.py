@@ -88,10 +88,13 @@ class MergeTable:
             _FILL_WHOLE(address(symbols), address(starts), starts.size - 1, address(table), table.size)
             self._whole = symbols, starts, table
 
-    def merge(self, symbols: NDArray[np.int32], ends: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    def merge(
+        self, symbols: NDArray[np.int32], ends: NDArray[np.int64], *, takes_whole: bool = True
+    ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """Return the merged symbols of words, and the index of each one's first symbol in `symbols`, both int32.
 
-        symbols: int32[T], -1 for one that never merges; overwritten. ends: int64[W], rising to T.
+        symbols: int32[T], -1 for one that never merges; overwritten. ends: int64[W], rising to T. takes_whole: whether
+        words may need no merging.
         """
         assert symbols.dtype == np.int32 and ends.dtype == np.int64, "read in place"
         lengths = np.diff(ends, prepend=0)
@@ -102,7 +105,7 @@ class MergeTable:
         # Untouched pages take no memory.
         following, preceding = empty(longest, np.int32), empty(longest, np.int32)
         heap = empty(2 * longest, np.int64)
-        tokens, starts, table = self._whole or (None, None, None)
+        tokens, starts, table = (self._whole if takes_whole else None) or (None, None, None)
         block = MERGE.pack(
             symbols=address(symbols), ends=address(ends), num_words=ends.size, keys=address(self._keys),
             values=address(self._values), mask=self._keys.size - 1, following=address(following),

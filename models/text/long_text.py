@@ -8,8 +8,9 @@ character that is no token.
 
 import re
 import unicodedata
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import repeat
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -157,9 +158,22 @@ def _settled(text: str, ends: NDArray[np.int64], num_runs: int) -> int:
     return count
 
 
+_WINDOW = 1 << 20
+"""Characters that are merged together at most, but for a word that cannot be cut: some 40 bytes each."""
+_MARGIN = 64
+"""Symbols at a window's end, where what follows it could have made others."""
 _SPACE = ord(" ")
 _SPACE_MARK = ord("▁")
 _EVERY_CUT = 64
+
+
+class _Window(NamedTuple):
+    """A stretch of a word, merged: where it starts, its symbols, where each begins in it, and the code points there."""
+
+    start: int
+    merged: NDArray[np.int32]
+    places: NDArray[np.int32]
+    codes: NDArray[np.int32]
 
 
 class SymbolTable:
@@ -249,10 +263,61 @@ class SymbolTable:
 
     def encode(self, codes: NDArray[np.int32], symbols: NDArray[np.int32], ends: NDArray[np.int64]) -> list[int]:
         """Return the ids of words: code points int32[T] of their characters, symbols int32[T], ends int64[words]."""
+        merged, places = self._merged(symbols, ends)
+        return self._ids(merged, codes[places])
+
+    def encode_word(
+        self, units: NDArray[Any], read: Callable[[NDArray[Any]], tuple[NDArray[np.int32], NDArray[np.int32]]]
+    ) -> Iterator[list[int]]:
+        """Yield the ids of one word of any length, in the memory that a window of it takes.
+
+        units: its bytes, or code points, [T]. read: the code points and symbols of a stretch of them. Cut between two
+        tokens, a word has the ids of both halves if the two tokens beside the cut, alone, stay two: the lowest pair of
+        all is the lowest of its half too, so the halves merge as they do apart until a pair over the cut comes first,
+        which is a pair of the insides of those two tokens.
+        """
+        window = _Window(0, *self._merged_window(units[:_WINDOW], read))
+        size = _WINDOW
+        while window.start + size < units.size:
+            back = _MARGIN
+            while back < window.places.size:
+                cut = window.places.size - back
+                middle = window.start + int(window.places[cut])
+                after = _Window(middle, *self._merged_window(units[middle : middle + _WINDOW], read))
+                left = units[window.start + int(window.places[cut - 1]) : middle]
+                right = units[middle : middle + (int(after.places[1]) if after.places.size > 1 else _WINDOW)]
+                _, places, _ = self._merged_window(np.concatenate([left, right]), read)
+                if left.size in places:
+                    break
+                back *= 2
+            else:
+                # It cannot be cut in here.
+                size *= 2
+                window = _Window(window.start, *self._merged_window(units[window.start : window.start + size], read))
+                continue
+            yield self._ids(window.merged[:cut], window.codes[:cut])
+            window, size = after, _WINDOW
+        yield self._ids(window.merged, window.codes)
+
+    def _merged_window(
+        self, units: NDArray[Any], read: Callable[[NDArray[Any]], tuple[NDArray[np.int32], NDArray[np.int32]]]
+    ) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
+        """The merged symbols of a stretch inside a word, where each begins, and the code point there."""
+        codes, symbols = read(units)
+        merged, places = self._merged(symbols, np.array([units.size], np.int64), takes_whole=False)
+        # Copies, so that what they were cut from is given back.
+        return merged.copy(), places.copy(), codes[places]
+
+    def _merged(
+        self, symbols: NDArray[np.int32], ends: NDArray[np.int64], *, takes_whole: bool = True
+    ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         assert self._merges is not None, "merges are taken before texts"
-        merged, places = self._merges.merge(symbols, ends)
+        return self._merges.merge(symbols, ends, takes_whole=takes_whole)
+
+    def _ids(self, merged: NDArray[np.int32], codes: NDArray[np.int32]) -> list[int]:
+        """The ids of merged symbols; codes: the code point that each begins with."""
         is_plain = (merged >= 0).all() and self._is_text[merged].all()
-        ids = merged if is_plain else self._expanded(merged, codes[places])
+        ids = merged if is_plain else self._expanded(merged, codes)
         # One object for every id, so that a list of them takes 8 bytes each.
         found: list[int] = self._objects[ids].tolist()
         return found
@@ -283,13 +348,18 @@ def encode_marked(table: SymbolTable, text: str, *, splits_words: bool) -> Itera
     def find_ends(part: str, is_last: bool) -> NDArray[np.int64]:
         is_space = code_points(part) == _SPACE
         begins = np.flatnonzero(is_space[1:] & ~is_space[:-1]).astype(np.int64) + 1
-        if not splits_words:
-            begins = begins[:0]
         return np.append(begins, len(part)) if is_last else begins
 
-    for part, ends in _stretches(text, find_ends):
+    def read(codes: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        return codes, marked_symbols(table, codes)
+
+    whole = [(text, np.array([len(text)], np.int64))] if text else []
+    for part, ends in _groups(_stretches(text, find_ends) if splits_words else whole):
         codes = code_points(part)
-        yield table.encode(codes, marked_symbols(table, codes), ends)
+        if _is_long_word(part, ends):
+            yield from table.encode_word(codes, read)
+        else:
+            yield table.encode(*read(codes), ends)
 
 
 def encode_split(
@@ -298,16 +368,39 @@ def encode_split(
     """Yield the ids of a text whose words are merged by rank, stretch by stretch; is_raw: symbols are characters, else
     bytes."""
     byte_codes = np.array([ord(character) for character in BYTE_CHARACTERS], np.int32)
-    for part, ends in splitter.stretches(text):
-        codes = code_points(part)
-        if is_raw:
-            symbols = marked_symbols(table, codes) if escapes_spaces else table.of_characters(codes)
-            yield table.encode(codes, symbols, ends)
-            continue
-        sizes = 1 + (codes >= 0x80).astype(np.int64) + (codes >= 0x800) + (codes >= 0x10000)
-        byte_ends = np.cumsum(sizes)[ends - 1]
-        codes = byte_codes[np.frombuffer(part.encode(), np.uint8)]
-        yield table.encode(codes, table.of_characters(codes), byte_ends)
+
+    def read(units: NDArray[Any]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        codes = units if is_raw else byte_codes[units]
+        return codes, marked_symbols(table, codes) if is_raw and escapes_spaces else table.of_characters(codes)
+
+    for part, ends in _groups(splitter.stretches(text)):
+        units = code_points(part) if is_raw else np.frombuffer(part.encode(), np.uint8)
+        if _is_long_word(part, ends):
+            yield from table.encode_word(units, read)
+        else:
+            yield table.encode(*read(units), ends if is_raw or part.isascii() else _byte_ends(part, ends))
+
+
+def _groups(stretches: Iterable[tuple[str, NDArray[np.int64]]]) -> Iterator[tuple[str, NDArray[np.int64]]]:
+    """Cut stretches between words into ones of no more than a window, but for words that are longer."""
+    for part, ends in stretches:
+        first, start = 0, 0
+        while first < ends.size:
+            last = max(first + 1, int(np.searchsorted(ends, start + _WINDOW, "right")))
+            end = int(ends[last - 1])
+            yield part[start:end], ends[first:last] - start
+            first, start = last, end
+
+
+def _is_long_word(part: str, ends: NDArray[np.int64]) -> bool:
+    return ends.size == 1 and len(part) > _WINDOW
+
+
+def _byte_ends(part: str, ends: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Where words end in the UTF-8 of a text."""
+    codes = code_points(part)
+    sizes = 1 + (codes >= 0x80).astype(np.int64) + (codes >= 0x800) + (codes >= 0x10000)
+    return np.cumsum(sizes)[ends - 1]
 
 
 def marked_symbols(table: SymbolTable, codes: NDArray[np.int32]) -> NDArray[np.int32]:

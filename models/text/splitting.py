@@ -59,6 +59,9 @@ def find_end_of_generation(
 # Characters of a spelling that a first search looks for, and how many different ones it tells apart.
 _BEGINNING = 5
 _MOST_BEGINNINGS = 64
+_SEARCHED = 1 << 18
+"""Characters that are searched at a time."""
+_FEW_FIRSTS = 8
 
 
 class Spelling(NamedTuple):
@@ -86,6 +89,7 @@ class SpellingFinder:
             lengths.setdefault(text[: shortest[text[0]]], set()).add(len(text))
         self._lengths = {beginning: sorted(found, reverse=True) for beginning, found in lengths.items()}
         self._beginning = _beginnings(self._lengths, shortest)
+        self._firsts = "".join(shortest)
 
     def ignoring_case(self) -> "SpellingFinder":
         """Return the finder for lower-cased text."""
@@ -95,12 +99,19 @@ class SpellingFinder:
         """Yield the spellings from left to right, at one place the longest first."""
         if self._beginning is None:
             return
-        for match in self._beginning.finditer(text):
-            start = match.start()
-            for length in self._lengths.get(match[1], ()):
-                token_id = self._ids.get(text[start : start + length])
-                if token_id is not None and start + length <= len(text):
-                    yield Spelling(start, start + length, token_id)
+        # In pieces: other threads run Python only between two searches.
+        for first in range(0, len(text), _SEARCHED):
+            end = first + _SEARCHED
+            if len(self._firsts) <= _FEW_FIRSTS and all(text.find(one, first, end) < 0 for one in self._firsts):
+                continue
+            for match in self._beginning.finditer(text, first, end + _BEGINNING):
+                start = match.start()
+                if start >= end:
+                    break
+                for length in self._lengths.get(match[1], ()):
+                    token_id = self._ids.get(text[start : start + length])
+                    if token_id is not None and start + length <= len(text):
+                        yield Spelling(start, start + length, token_id)
 
 
 def _beginnings(texts: Iterable[str], lengths: Mapping[str, int]) -> re.Pattern[str] | None:

@@ -42,6 +42,8 @@ _ENCODERS: dict[str, type[SubwordEncoder]] = {
 }
 # Answers of `ids_containing` that are kept; callers choose the texts.
 _MOST_SEARCHES = 64
+# Characters that are looked at together.
+_CHECKED = 1 << 20
 # Those whose bytes are not always what the encoder says of their text.
 _SPELLED_TYPES = (TokenType.BYTE, TokenType.CONTROL, TokenType.UNKNOWN, TokenType.USER_DEFINED)
 _ASCII_SPACES = " \t\n\v\f\r"
@@ -149,10 +151,24 @@ class Tokenizer:
         its spelling lies in a segment that does not allow it. `continues_run`: plain text stands before
         the first segment, so that none of the vocabulary's spaces goes in between.
         """
+        parts = self.encode_parts(segments, add_special, continues_run=continues_run, max_tokens=max_tokens)
+        return list(chain.from_iterable(parts))
+
+    def encode_parts(
+        self,
+        segments: Sequence[tuple[str, bool]],
+        add_special: bool = False,
+        *,
+        continues_run: bool = False,
+        max_tokens: int | None = None,
+    ) -> Iterator[list[int]]:
+        """Yield the ids that `encode_segments` gives, part by part: those of a long text need not be held at once."""
         text = "".join(segment for segment, _ in segments)
         _check_characters(text)
-        ids = list(self._before) if add_special else []
         last = self._after if add_special else []
+        if add_special and self._before:
+            yield list(self._before)
+        count = len(self._before) if add_special else 0
         is_long = len(text) >= LONG_TEXT
         limit = max_tokens - len(last) if is_long and max_tokens is not None else sys.maxsize
         stretch_size = LONG_STRETCH if is_long else sys.maxsize
@@ -165,21 +181,26 @@ class Tokenizer:
             if plain:
                 starts_run = not self._adds_space_once if position else not continues_run
                 if len(plain) < stretch_size:
-                    ids += self._encoder.encode(plain, is_run_start=starts_run)
+                    part = self._encoder.encode(plain, is_run_start=starts_run)
+                    count += len(part)
+                    yield part
                 else:
-                    if len(ids) + self._encoder.fewest_ids(plain) > limit:
+                    if count + self._encoder.fewest_ids(plain) > limit:
                         raise _too_long(max_tokens)
                     for part in self._encoder.encode_long(plain, is_run_start=starts_run):
-                        ids += part
-                        if len(ids) > limit:
+                        count += len(part)
+                        if count > limit:
                             break
+                        yield part
             if spelling.token_id >= 0:
-                ids.append(spelling.token_id)
+                count += 1
+                yield [spelling.token_id]
                 strips = spelling.token_id in self._stripping_ids
-            if len(ids) > limit:
+            if count > limit:
                 raise _too_long(max_tokens)
             position = spelling.end
-        return ids + last
+        if last:
+            yield list(last)
 
     def difference_from(self, other: Tokenizer) -> str | None:
         """Say why some text has other ids in the other tokenizer, or return None, which proves that none has."""
@@ -381,13 +402,16 @@ def _too_long(max_tokens: int | None) -> ContextLengthError:
 
 
 def _check_characters(text: str) -> None:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise RequestError(
-            f"the text has half a character, U+{ord(text[error.start]):04X}, at index {error.start}; wanted whole "
-            "Unicode characters. Decode its source as UTF-8 with errors='replace'."
-        ) from error
+    # In pieces: the UTF-8 of a long text is not needed, and other threads run between two.
+    for start in range(0, len(text), _CHECKED):
+        piece = text if len(text) <= _CHECKED else text[start : start + _CHECKED]
+        try:
+            piece.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise RequestError(
+                f"the text has half a character, U+{ord(piece[error.start]):04X}, at index {start + error.start}; "
+                "wanted whole Unicode characters. Decode its source as UTF-8 with errors='replace'."
+            ) from error
 
 
 class StreamDecoder:

@@ -9,9 +9,9 @@ import pytest
 
 import localinfer
 from localinfer.errors import ContextLengthError, RequestError
-from localinfer.models.text import long_text, tokenizer
+from localinfer.models.text import long_text, splitting, tokenizer
 from localinfer.models.text.long_text import LongTextSplitter
-from localinfer.models.text.splitting import PRE_TOKENIZERS, build_splitter
+from localinfer.models.text.splitting import PRE_TOKENIZERS, SpellingFinder, build_splitter
 from localinfer.models.text.tokenizer import Tokenizer
 from localinfer.quant.gguf.reader import read_gguf
 from tests.models.text.vocabularies import (
@@ -141,6 +141,53 @@ def test_long_way_gives_the_ids_of_the_short_one_for_real_vocabularies(name: str
         text = text_of(draw) + "".join(draw.choices(words, k=100))
         short, long = ids_both_ways(encoder, text, draw.choice((7, 1 << 16)), monkeypatch)
         assert long == short
+
+
+@pytest.mark.parametrize("name", [*(name for name in SMALL if name != "wordpiece"), *REAL, "demo"])
+def test_word_of_any_length_has_the_same_ids_merged_in_windows(name: str, monkeypatch: pytest.MonkeyPatch):
+    encoder = small_tokenizer(name) if name in SMALL else real_tokenizer(name) if name in REAL else demo_tokenizer()
+    draw = random.Random(name)
+    for _ in range(30):
+        alphabet = draw.choice(("ab", "a", "abc", "the", "é中a", "😀b", " a", "0", "=-"))
+        word = "".join(draw.choice(alphabet) for _ in range(draw.randint(600, 1500)))
+        monkeypatch.setattr(long_text, "_WINDOW", draw.choice((260, 300, 555)))
+        monkeypatch.setattr(long_text, "_MARGIN", draw.choice((1, 2, 9, 64)))
+        short, long = ids_both_ways(encoder, f"x {word} {word} y", draw.choice((64, 1 << 16)), monkeypatch)
+        assert long == short
+
+
+def test_word_of_tokens_as_long_as_a_window_has_the_same_ids(monkeypatch: pytest.MonkeyPatch):
+    """What a run has left over stands at its end, so a window by itself ends in other tokens than the word."""
+    merges = ["a a", "aa aa", "aaaa aaaa", "aaaaaaaa aaaaaaaa", "aaaaaaaaaaaaaaaa aaaaaaaaaaaaaaaa", "a b"]
+    encoder = Tokenizer.from_metadata(bpe_metadata(merges))
+    monkeypatch.setattr(long_text, "_WINDOW", 33)
+    monkeypatch.setattr(long_text, "_MARGIN", 1)
+    for size in range(30, 300, 7):
+        short, long = ids_both_ways(encoder, "a" * size + "b", 1 << 16, monkeypatch)
+        assert long == short
+
+
+def test_spellings_are_found_wherever_pieces_of_a_text_end(monkeypatch: pytest.MonkeyPatch):
+    finder = SpellingFinder({"<|a|>": 1, "<|ab|>": 2, "[x]": 3, "<": 4, "aa": 5})
+    draw = random.Random(5)
+    for _ in range(200):
+        text = "".join(draw.choice(("<|a|>", "<|ab|>", "[x]", "[", "<", "a", "b", "|")) for _ in range(30))
+        whole = list(finder.find(text))
+        with monkeypatch.context() as changed:
+            changed.setattr(splitting, "_SEARCHED", draw.randint(1, 9))
+            assert list(finder.find(text)) == whole
+        assert whole == [
+            (start, start + len(one), found)
+            for start in range(len(text))
+            for one, found in sorted(finder._ids.items(), key=lambda item: -len(item[0]))
+            if text.startswith(one, start)
+        ]
+
+
+def test_half_a_character_is_named_by_its_place_in_a_long_text(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(tokenizer, "_CHECKED", 10)
+    with pytest.raises(RequestError, match=r"U\+D800, at index 25;"):
+        small_tokenizer("bpe").encode("a" * 25 + "\ud800" + "a" * 25)
 
 
 def demo_tokenizer() -> Tokenizer:
