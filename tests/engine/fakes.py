@@ -5,7 +5,7 @@ shows as wrong logits: the logits at a position are a function of the ids before
 """
 
 import ctypes
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -118,6 +118,9 @@ class ByteTokenizer:
         if parse_special and text == "<end>":
             return [257]
         return [256] * add_special + list(text.encode())
+
+    def encode_parts(self, segments: Sequence[tuple[str, bool]], add_special: bool = False) -> Iterator[list[int]]:
+        yield from (self.encode(text, add_special) for text, _ in segments)
 
     def encode_segments(
         self, segments: Sequence[tuple[str, bool]], *, continues_run: bool = False, max_tokens: int | None = None

@@ -10,6 +10,7 @@ import pytest
 from local_servers import read_all, serving
 from scripted_models import loader, scripted_sources
 
+from localinfer.errors import RequestError
 from localinfer.server.api.chat import ChatRequest
 from localinfer.server.transport import json_shape as shapes
 from localinfer.server.transport.bodies import LARGE_BYTES, measured
@@ -197,3 +198,29 @@ def test_large_bodies_at_one_time_are_all_answered_and_nothing_is_held_after(nar
                 assert answer.status_code == 200
     bodies = narrow.server.service.bodies
     assert wait_until(lambda: not bodies._receiving.num_held and not bodies._working.num_held)
+
+
+@pytest.mark.parametrize("options", [{}, {"with_pieces": True}, {"return_token_strs": True}], ids=str)
+def test_tokens_of_a_large_text_come_as_they_are_written_and_are_the_same(served, llm, options, monkeypatch):
+    monkeypatch.setattr("localinfer.server.api.text._WRITTEN_AT_ONCE", 1000)
+    text = "Once upon a time. " * 100
+    with served.client() as client:
+        small = client.post("/tokenize", json={"content": text, **options}).json()
+        monkeypatch.setattr("localinfer.server.transport.bodies.LARGE_BYTES", 100)
+        answer = client.post("/tokenize", json={"content": text, **options})
+        empty = client.post("/tokenize", json={"content": "", "stop": "x" * 200, **options})
+    assert "content-length" not in answer.headers and answer.json() == small
+    assert small["count"] == len(llm.tokenizer.encode(text, False, True)) == len(small["tokens"])
+    assert empty.json()["tokens"] == []
+
+
+def test_failure_behind_the_first_tokens_ends_the_answer_with_an_error(served, monkeypatch):
+    def parts(self, tokenizer):
+        yield [1, 2]
+        raise RequestError("the rest cannot be read; send less")
+
+    monkeypatch.setattr("localinfer.server.transport.bodies.LARGE_BYTES", 10)
+    monkeypatch.setattr("localinfer.server.api.text.TokenizeRequest.id_parts", parts)
+    with served.client() as client:
+        answer = client.post("/tokenize", json={"content": "x" * 100}).json()
+    assert answer["tokens"] == [1, 2] and "cannot be read" in answer["error"]["message"]

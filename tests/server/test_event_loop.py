@@ -22,7 +22,7 @@ CHAT = [{"role": "user", "content": TEXT}]
 @pytest.fixture(scope="module")
 def watched():
     """A server, and for each method of its tokenizer that takes whole texts the threads that called it."""
-    calls: dict[str, list[int | None]] = {"encode": [], "encode_segments": [], "decode": []}
+    calls: dict[str, list[int | None]] = {"encode": [], "encode_segments": [], "encode_parts": [], "decode": []}
     llm = localinfer.load(MODEL.path, threads=1, kv_memory=32 << 20)
 
     def watch(name: str) -> Any:

@@ -30,7 +30,7 @@ from localinfer.server.replies.fields import (
 )
 from localinfer.server.replies.message_fields import Messages, template_messages
 from localinfer.server.replies.reply import Reply
-from localinfer.server.replies.service import Service, caller_options, read_body, service_of
+from localinfer.server.replies.service import Service, caller_options, prepared, read_body, service_of
 from localinfer.server.replies.tool_fields import Tools, checked_choice, function_tools
 from localinfer.server.transport.http import ApiError, unsupported
 from localinfer.server.transport.known_fields import CHAT
@@ -131,8 +131,8 @@ async def chat_completions(request: Request) -> Response:
     service = service_of(request)
     body = await read_body(request, ChatRequest)
     check_text_count(body.n or 1, service.settings)
-    messages = template_messages(body.messages)
-    options = {**body.generation_options(messages), **caller_options(request)}
+    messages = await prepared(request, template_messages, body.messages)
+    options = {**await prepared(request, body.generation_options, messages), **caller_options(request)}
     silence = service.settings.ping_seconds
     if body.return_progress:
         silence = min(silence, service.settings.progress_seconds)

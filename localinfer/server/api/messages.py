@@ -31,7 +31,7 @@ from localinfer.server.replies.fields import (
 from localinfer.server.replies.form_fields import ResponseFormat
 from localinfer.server.replies.isolation import salt_options
 from localinfer.server.replies.message_fields import ChatMessage, template_messages
-from localinfer.server.replies.service import caller_options, on_model, read_body
+from localinfer.server.replies.service import caller_options, on_model, prepared, read_body
 from localinfer.server.replies.tool_fields import Tools, checked_choice
 from localinfer.server.transport.http import ANTHROPIC, ApiError, json_response
 from localinfer.server.transport.known_fields import COUNTS, MESSAGES
@@ -141,8 +141,9 @@ class MessagesRequest(CountRequest, kw_only=True):
 async def messages(request: Request) -> Response:
     """Answer a conversation, streamed or whole."""
     body = await read_body(request, MessagesRequest)
-    asked = template_messages(body.chat_messages())
-    options = {**body.generation_options(), **body.continuation(asked), **caller_options(request)}
+    asked = await prepared(request, lambda: template_messages(body.chat_messages()))
+    replying = await prepared(request, body.generation_options)
+    options = {**replying, **body.continuation(asked), **caller_options(request)}
     omits = body.thinking is not None and body.thinking.display == "omitted"
     plan = chat_plan(asked, options)
     return await serve_reply(request, body, "msg", plan, lambda reply: _MessageWriter(reply, omits_reasoning=omits))

@@ -25,7 +25,7 @@ from localinfer.server.replies.fields import without_missing_thinking
 from localinfer.server.replies.isolation import may_see_reply, salt_options
 from localinfer.server.replies.message_fields import ChatMessage, template_messages
 from localinfer.server.replies.reply import Reply
-from localinfer.server.replies.service import caller_options, on_model, read_body, service_of
+from localinfer.server.replies.service import caller_options, on_model, prepared, read_body, service_of
 from localinfer.server.transport.http import ApiError, EventStream, json_response, unsupported
 
 if TYPE_CHECKING:
@@ -35,11 +35,11 @@ if TYPE_CHECKING:
 async def responses(request: Request) -> Response:
     """Answer a conversation, streamed or whole, or begin to answer it in the background."""
     body = await read_body(request, ResponsesRequest)
-    body.check()
+    await prepared(request, body.check)
     memory = memory_of(request)
-    turn = await _turn(memory, body)
-    messages = _messages(body, turn)
-    options = {**body.generation_options(), **caller_options(request)}
+    turn = await _turn(request, memory, body)
+    messages = await prepared(request, _messages, body, turn)
+    options = {**await prepared(request, body.generation_options), **caller_options(request)}
     if body.background:
         # Nobody waits for its first token.
         options.pop("ttft_objective", None)
@@ -127,10 +127,11 @@ async def input_items(request: Request) -> Response:
 async def input_tokens(request: Request) -> Response:
     """How many tokens the prompt of a response has, to be known before it is asked for."""
     body = await read_body(request, ResponsesRequest)
-    body.check()
-    turn = await _turn(memory_of(request), body)
+    await prepared(request, body.check)
+    turn = await _turn(request, memory_of(request), body)
+    messages = await prepared(request, _messages, body, turn)
     count_tokens = partial(_count, salted=salt_options(request))
-    count = await on_model(request, body.model, count_tokens, (_messages(body, turn), body.prompt_options()))
+    count = await on_model(request, body.model, count_tokens, (messages, body.prompt_options()))
     return json_response({"object": "response.input_tokens", "input_tokens": count})
 
 
@@ -140,11 +141,11 @@ def _count(llm: "LLM", prompt: tuple[list[dict[str, Any]], dict[str, Any]], *, s
     return llm.count_chat_tokens(messages, **salted, **without_missing_thinking(llm, options))
 
 
-async def _turn(memory: ResponseMemory, body: ResponsesRequest) -> Turn:
+async def _turn(request: Request, memory: ResponseMemory, body: ResponsesRequest) -> Turn:
     """What a request continues and adds; looked up in a thread where the disk may be needed."""
     if body.previous_response_id or body.conversation_id or any(item.kind == "item_reference" for item in body.items):
         return await asyncio.to_thread(memory.turn, body)
-    return memory.turn(body)
+    return await prepared(request, memory.turn, body)
 
 
 def _messages(body: ResponsesRequest, turn: Turn) -> list[dict[str, Any]]:

@@ -1,13 +1,13 @@
 """Text and tokens without generation: `/tokenize`, `/detokenize`, `/tokenizer_info`, `/apply-template`, and counting
 what a prompt has."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 
 from localinfer.server.replies.fields import (
     AddGenerationPrompt,
@@ -21,14 +21,19 @@ from localinfer.server.replies.fields import (
 )
 from localinfer.server.replies.isolation import salt_options
 from localinfer.server.replies.message_fields import Messages, template_messages
-from localinfer.server.replies.service import on_model, read_body
+from localinfer.server.replies.service import on_model, read_body, service_of
 from localinfer.server.replies.tool_fields import Tools, checked_choice, function_tools
-from localinfer.server.transport.http import ApiError, json_response
+from localinfer.server.transport.bodies import is_large
+from localinfer.server.transport.http import ApiError, json_response, to_api_error
 from localinfer.server.transport.known_fields import TEMPLATES, TEXTS
 
 if TYPE_CHECKING:
     from localinfer.llm import LLM
     from localinfer.models.text.tokenizer import Tokenizer
+
+
+_WRITTEN_AT_ONCE = 1 << 16
+"""Tokens."""
 
 
 class TokenizeRequest(msgspec.Struct):
@@ -50,11 +55,12 @@ class TokenizeRequest(msgspec.Struct):
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 
-    def token_ids(self, tokenizer: "Tokenizer") -> list[int]:
-        """The ids that are asked for."""
+    def id_parts(self, tokenizer: "Tokenizer") -> Iterator[list[int]]:
+        """Yield the ids that are asked for, part by part."""
         adds = next((one for one in (self.add_special, self.add_special_tokens) if one is not None), None)
         text = self.prompt if self.content is None else self.content
-        return tokenizer.encode(text or "", self.prompt is not None if adds is None else adds, self.parse_special)
+        adds = self.prompt is not None if adds is None else adds
+        return tokenizer.encode_parts([(text or "", self.parse_special)], adds)
 
 
 class DetokenizeRequest(msgspec.Struct):
@@ -94,23 +100,71 @@ async def tokenize(request: Request) -> Response:
     body = await read_body(request, TokenizeRequest)
     if body.content is not None and body.prompt is not None:
         raise ApiError(400, "content and prompt are given, two names of one text; give one", param="prompt")
-    return json_response(await on_model(request, body.model, _tokens, body))
+    if not is_large(request):
+        return Response(await on_model(request, body.model, _whole, body), media_type="application/json")
+    return await _streamed(request, body)
 
 
-def _tokens(llm: "LLM", body: TokenizeRequest) -> dict[str, Any]:
+def _whole(llm: "LLM", body: TokenizeRequest) -> bytes:
+    return b"".join(_written(llm, body))
+
+
+def _written(llm: "LLM", body: TokenizeRequest) -> Iterator[bytes]:
+    """Yield the answer part by part: what is written of a text may be thirty times as long as the text."""
     tokenizer = llm.tokenizer
-    ids = body.token_ids(tokenizer)
-    answer: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": llm.context_length}
+    opened, count = b'{"tokens":[', 0
     # Each token is written once, however often it comes: a text may have a million.
-    spelled = {token_id: tokenizer.token_bytes(token_id) for token_id in dict.fromkeys(ids)}
+    pieces: dict[int, bytes] = {}
+    for ids in _slices(body.id_parts(tokenizer)):
+        if body.with_pieces:
+            for token_id in {*ids} - pieces.keys():
+                piece = {"id": token_id, "piece": _piece(tokenizer.token_bytes(token_id))}
+                pieces[token_id] = msgspec.json.encode(piece)
+            yield opened + b",".join([pieces[token_id] for token_id in ids])
+        else:
+            yield opened + msgspec.json.encode(ids)[1:-1]
+        opened, count = b",", count + len(ids)
+    yield b'%b],"count":%d,"max_model_len":%d' % (b"" if count else opened, count, llm.context_length)
     if body.return_token_strs:
-        answer["token_strs"] = [spelled[token_id].decode("utf-8", "replace") for token_id in ids]
-    if body.with_pieces:
-        written = {
-            token_id: msgspec.json.encode({"id": token_id, "piece": _piece(text)}) for token_id, text in spelled.items()
-        }
-        answer["tokens"] = msgspec.Raw(b"[%b]" % b",".join([written[token_id] for token_id in ids]))
-    return {**answer, "tokens": msgspec.Raw(msgspec.json.encode(answer["tokens"]))}
+        opened = b',"token_strs":['
+        for ids in _slices(body.id_parts(tokenizer)):
+            texts = [tokenizer.token_bytes(token_id).decode("utf-8", "replace") for token_id in ids]
+            yield opened + msgspec.json.encode(texts)[1:-1]
+            opened = b","
+        yield b"]" if count else opened + b"]"
+    yield b"}"
+
+
+def _slices(parts: Iterable[list[int]]) -> Iterator[list[int]]:
+    for ids in parts:
+        for start in range(0, len(ids), _WRITTEN_AT_ONCE):
+            yield ids[start : start + _WRITTEN_AT_ONCE]
+
+
+async def _streamed(request: Request, body: TokenizeRequest) -> Response:
+    """The answer as it is written, no faster than it is read; what fails later than the first tokens is its `error`."""
+    service = service_of(request)
+    lease = await service.lease(request, body.model)
+    parts = _written(lease.llm, body)
+    try:
+        first = await service.bodies.run(request, next, parts, b"")
+    except BaseException:
+        lease.close()
+        raise
+
+    async def answer() -> AsyncIterator[bytes]:
+        part = first
+        try:
+            while part:
+                yield part
+                part = await service.bodies.run(request, next, parts, b"")
+        except Exception as error:
+            refusal = to_api_error(error, request.state.request_id, prompt_field="content")
+            yield b'],"error":%b}' % msgspec.json.encode(refusal.body()["error"])
+        finally:
+            lease.close()
+
+    return StreamingResponse(answer(), media_type="application/json")
 
 
 def _piece(spelled: bytes) -> str | list[int]:

@@ -14,7 +14,7 @@ from localinfer.server.ollama.reply_fields import ReplyFields, begin_request, lo
 from localinfer.server.ollama.reply_lines import LineWriter
 from localinfer.server.replies.fields import continuation, given
 from localinfer.server.replies.reply import TextPlan
-from localinfer.server.replies.service import caller_options, read_body
+from localinfer.server.replies.service import caller_options, prepared, read_body
 from localinfer.server.replies.tool_fields import Tools, function_tools
 
 if TYPE_CHECKING:
@@ -45,8 +45,8 @@ async def ollama_chat(request: Request) -> Response:
     begun = begin_request(request, body.model, body.keep_alive)
     if not body.messages:
         return await load_or_unload(request, begun, body.keep_alive, _message("", "", []))
-    messages = read_ollama_messages(body.messages)
-    options = {**body.chat_options(messages), **caller_options(request)}
+    messages = await prepared(request, read_ollama_messages, body.messages)
+    options = {**await prepared(request, body.chat_options, messages), **caller_options(request)}
 
     def plan(llm: "LLM") -> list[TextPlan]:
         return [TextPlan(partial(_open, llm, body, messages, options))]

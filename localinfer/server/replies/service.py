@@ -347,6 +347,11 @@ async def read_body(request: Request, record: type[Record]) -> Record:
     return body
 
 
+async def prepared(request: Request, work: Callable[..., Result], *arguments: Any) -> Result:
+    """What some work on a request's body returns, done in a thread if the body is large. Raises: what it raises."""
+    return await service_of(request).bodies.prepare(request, work, *arguments)
+
+
 async def on_model(request: Request, name: str | None, work: "Callable[[LLM, Body], Result]", body: Body) -> Result:
     """What some work on a model returns, done in a thread. Raises: as `Service.lease`, and what the work raises."""
     service = service_of(request)

@@ -5,8 +5,8 @@ budgets bound that, of which the first is taken before the first byte is read an
 and the second is held to the end of the answer; who holds the second never waits for the first, so that somebody always
 goes on. Whoever holds either while others wait has to hurry: bodies that come slowly and answers that nobody reads end.
 
-What takes long is done in threads: one decodes large bodies, since decoding holds the interpreter's lock, and two work
-on their texts, so that what is small never waits for a thread.
+What takes long is done in threads: one decodes bodies of megabytes, since decoding holds the interpreter's lock, and
+two work on their texts, so that others never wait for a thread.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ import numpy as np
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from localinfer.server.transport.byte_budget import ByteBudget, Share
+from localinfer.server.transport.byte_budget import SMALL_BYTES, ByteBudget, Share
 from localinfer.server.transport.http import ApiError, Bytes, ClientGone, Record, checked_shape, decode_json
 from localinfer.server.transport.json_shape import JsonShape
 from localinfer.server.transport.settings import ServerSettings
@@ -36,7 +36,7 @@ _WORK_PER_BYTE = 5
 """What the longest text may take beside itself: a copy, code points and their kinds; see `models/text/long_text`."""
 CONNECTION = "connection"
 """Set in the state of a request to its `Peer`, where there is one."""
-_SHARES = "body_shares"
+_SHARES, _BODY_BYTES = "body_shares", "body_bytes"
 Result = TypeVar("Result")
 Arguments = ParamSpec("Arguments")
 
@@ -86,12 +86,14 @@ class Bodies:
         try:
             if len(body) <= LARGE_BYTES:
                 return decode_json(body, record)
-            shape, num_bytes = await _in(self._decoder, measured, body)
+            request.scope["state"][_BODY_BYTES] = len(body)
+            threads = self._decoder if len(body) > SMALL_BYTES else None
+            shape, num_bytes = await _in(threads, measured, body)
             peer = request.scope["state"].get(CONNECTION)
             hurry = _nothing if peer is None else peer.end_if_unread
             waiting = self._working.take(num_bytes, _WAIT_SECONDS, hurry)
             keep_share(request.scope, await unless_gone(request, _in_turn(waiting), Share.close))
-            return await _in(self._decoder, decode_json, body, record, shape)
+            return await _in(threads, decode_json, body, record, shape)
         finally:
             share.close()
 
@@ -102,10 +104,9 @@ class Bodies:
         *arguments: Arguments.args,
         **options: Arguments.kwargs,
     ) -> Result:
-        """Do some work on what a request's body held in a thread; for large bodies in one of the few for those."""
-        if not is_large(request):
-            return await asyncio.to_thread(work, *arguments, **options)
-        return await _in(self._workers, work, *arguments, **options)
+        """Do some work on what a request's body held in a thread; for bodies of megabytes in one of their own."""
+        num_bytes = request.scope["state"].get(_BODY_BYTES, 0)
+        return await _in(self._workers if num_bytes > SMALL_BYTES else None, work, *arguments, **options)
 
     async def prepare(
         self,
@@ -169,12 +170,12 @@ class Bodies:
 
 
 async def _in(
-    threads: ThreadPoolExecutor,
+    threads: ThreadPoolExecutor | None,
     work: Callable[Arguments, Result],
     *arguments: Arguments.args,
     **options: Arguments.kwargs,
 ) -> Result:
-    """As `asyncio.to_thread`, in one of some threads."""
+    """As `asyncio.to_thread`, in one of some threads; None: of those for everything."""
     call = partial(copy_context().run, work, *arguments, **options)
     return await asyncio.get_running_loop().run_in_executor(threads, call)
 
@@ -200,7 +201,7 @@ def keep_share(scope: Scope, share: Share) -> None:
 
 def is_large(request: Request) -> bool:
     """Whether the request's body was large, so that work on it is not done on the event loop."""
-    return bool(request.scope["state"].get(_SHARES))
+    return _BODY_BYTES in request.scope["state"]
 
 
 def measured(body: Bytes) -> tuple[JsonShape, int]:
