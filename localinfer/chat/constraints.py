@@ -6,10 +6,12 @@ and a model's trie is built once, while other threads run.
 """
 
 import threading
+import time
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from localinfer.arguments import owned
 from localinfer.cache.salt import NO_SALT
@@ -19,6 +21,7 @@ from localinfer.chat.relaxed_schema import relaxed_schema
 from localinfer.chat.structural_tags import structural_tag_grammar
 from localinfer.errors import ConstraintError, OverloadedError
 from localinfer.system.extras import require
+from localinfer.system.free_memory import heap_bytes
 
 if TYPE_CHECKING:
     from localinfer.chat.vocabulary_trie import VocabularyTrie
@@ -27,7 +30,14 @@ if TYPE_CHECKING:
     from localinfer.sampling.number_bound import NumberTokens
 
 MAX_COMPILE_SECONDS = 2.0
-_MOST_COMPILED = 32
+_MOST_KEPT_BYTES, _LARGEST_KEPT_BYTES = 48 << 20, 16 << 20
+"""Of compiled constraints for the next that asks for the same: most take less than one megabyte, hostile ones forty."""
+_MOST_USED_BYTES, _LARGE_BYTES = 96 << 20, 4 << 20
+"""Of large ones that texts are held to now."""
+_LEAST_BYTES = 1 << 16
+_MOST_BYTES_PER_SECOND, _USUAL_BYTES_PER_SECOND = 1 << 30, 200 << 20
+"""What a compilation may take by its processor time: at most, and where the heap tells nothing."""
+_MOST_AT_ONCE = 2
 _MOST_LATE = 2
 """Compilations that took too long and cannot be stopped: while so many still run, no other begins."""
 _FIELDS = {"regular expression": "regex", "grammar": "grammar", "structural tag": "structural_tag"}
@@ -102,8 +112,15 @@ Constraint = JsonObject | JsonSchema | Regex | Grammar | StructuralTag
 """What the option `constraint` takes."""
 
 
+class _Compiled(NamedTuple):
+    """A compiled constraint, and about how much memory it takes."""
+
+    matcher: "GrammarMatcher"
+    num_bytes: int
+
+
 class ConstraintCompiler:
-    """Compiles constraints for one model, and keeps the latest; threads may share it.
+    """Compiles constraints for one model, a few at a time, and keeps the latest; threads may share it.
 
     vocab_size: of the logits, which may be more than the tokenizer's; ids beyond it are never allowed.
     """
@@ -111,11 +128,14 @@ class ConstraintCompiler:
     def __init__(self, tokenizer: "Tokenizer", vocab_size: int) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
-        self._lock = threading.Lock()
+        # Reentrant: a matcher may be collected, and counted out, while it is held.
+        self._lock = threading.RLock()
         self._building = threading.Lock()
         self._trie: VocabularyTrie | None = None
         self._numbers: NumberTokens | None = None
-        self._compiled: OrderedDict[tuple[bytes, str], GrammarMatcher] = OrderedDict()
+        self._compiled: OrderedDict[tuple[bytes, str], _Compiled] = OrderedDict()
+        self._used_bytes = 0
+        self._places = threading.BoundedSemaphore(_MOST_AT_ONCE)
         self._late: list[threading.Thread] = []
 
     def prepare(self) -> "VocabularyTrie":
@@ -156,7 +176,8 @@ class ConstraintCompiler:
         `number_bound`."""
         from localinfer.sampling.mask import MatcherMask
 
-        matcher = self._matcher(grammar, what, salt).copy()
+        compiled = self._matcher(grammar, what, salt)
+        matcher = self._in_use(compiled)
         ends = sorted(self._tokenizer.eog_token_ids)
         numbers = self._number_tokens() if bounds_numbers else None
         return MatcherMask(matcher, start=start, vocab_size=self._vocab_size, end_ids=ends, numbers=numbers)
@@ -171,19 +192,40 @@ class ConstraintCompiler:
             self._numbers = NumberTokens(texts)
         return self._numbers
 
-    def _matcher(self, grammar: str, what: str, salt: bytes) -> "GrammarMatcher":
+    def _in_use(self, compiled: _Compiled) -> "GrammarMatcher":
+        """A matcher for one text, counted as long as it lives. Raises: OverloadedError."""
+        if compiled.num_bytes < _LARGE_BYTES:
+            return compiled.matcher.copy()
+        with self._lock:
+            if self._used_bytes and self._used_bytes + compiled.num_bytes > _MOST_USED_BYTES:
+                raise OverloadedError(
+                    f"texts are held to constraints of {self._used_bytes >> 20} MiB, and this one takes "
+                    f"{compiled.num_bytes >> 20}; try again when they have ended, or give a smaller one",
+                    MAX_COMPILE_SECONDS,
+                )
+            self._used_bytes += compiled.num_bytes
+        matcher = compiled.matcher.copy()
+        weakref.finalize(matcher, self._forget, compiled.num_bytes).atexit = False
+        return matcher
+
+    def _forget(self, num_bytes: int) -> None:
+        with self._lock:
+            self._used_bytes -= num_bytes
+
+    def _matcher(self, grammar: str, what: str, salt: bytes) -> _Compiled:
         key = (salt, grammar)
         with self._lock:
             if (found := self._compiled.get(key)) is not None:
                 self._compiled.move_to_end(key)
                 return found
         trie = self.prepare()
-        matcher = self._in_time(lambda: _compile(trie, grammar, what), what)
-        with self._lock:
-            self._compiled[key] = matcher
-            while len(self._compiled) > _MOST_COMPILED:
-                self._compiled.popitem(last=False)
-        return matcher
+        compiled = self._in_time(lambda: _measured(trie, grammar, what), what)
+        if compiled.num_bytes <= _LARGEST_KEPT_BYTES:
+            with self._lock:
+                self._compiled[key] = compiled
+                while sum(one.num_bytes for one in self._compiled.values()) > _MOST_KEPT_BYTES:
+                    self._compiled.popitem(last=False)
+        return compiled
 
     def _in_time(self, work: Callable[[], Result], what: str) -> Result:
         """Work in a thread that may be left behind for the seconds that the compiler's own limits allow it.
@@ -198,6 +240,8 @@ class ConstraintCompiler:
                 f"{num_late} constraints that are too large are still being compiled; try again when they have ended",
                 MAX_COMPILE_SECONDS,
             )
+        if not self._places.acquire(timeout=_MOST_AT_ONCE * MAX_COMPILE_SECONDS):
+            raise OverloadedError("other constraints are being compiled; try again later", MAX_COMPILE_SECONDS)
         results: list[Result] = []
         errors: list[BaseException] = []
 
@@ -206,6 +250,8 @@ class ConstraintCompiler:
                 results.append(work())
             except BaseException as error:
                 errors.append(error)
+            finally:
+                self._places.release()
 
         thread = threading.Thread(target=run, name="localinfer-constraint")
         thread.start()
@@ -220,6 +266,15 @@ class ConstraintCompiler:
                 field=_FIELDS.get(what),
             )
         return results[0]
+
+
+def _measured(trie: "VocabularyTrie", grammar: str, what: str) -> _Compiled:
+    """As `_compile`, with the memory that it took: what the heap has grown by, within what the time for it allows."""
+    heap, began = heap_bytes(), time.thread_time()
+    matcher = _compile(trie, grammar, what)
+    seconds = time.thread_time() - began
+    grown = heap_bytes() - heap if heap else seconds * _USUAL_BYTES_PER_SECOND
+    return _Compiled(matcher, max(_LEAST_BYTES, len(grammar), int(min(grown, seconds * _MOST_BYTES_PER_SECOND))))
 
 
 def _compile(trie: "VocabularyTrie", grammar: str, what: str) -> "GrammarMatcher":

@@ -32,6 +32,25 @@ def limit_arenas() -> None:
         set_option(_M_ARENA_MAX, _MOST_ARENAS)
 
 
+def heap_bytes() -> int:
+    """Bytes in use in the heaps, of all threads; 0 on systems that do not say."""
+    ask = _of_c_library("mallinfo2")
+    if ask is None:
+        return 0
+    ask.restype = _HeapFigures
+    figures = ask()
+    return int(figures.uordblks + figures.hblkhd)
+
+
+class _HeapFigures(ctypes.Structure):
+    """struct mallinfo2 (glibc, malloc.h): in use are uordblks in heaps, and hblkhd in blocks of their own."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
+    )
+
+
 @cache
 def _of_c_library(name: str) -> Any:
     """A function that glibc has, None elsewhere."""

@@ -1,5 +1,6 @@
 """Constraints: what comes out always fits, with drafts and without; masks against brute force; hostile inputs."""
 
+import gc
 import json
 import re
 import threading
@@ -335,6 +336,50 @@ def test_compilations_that_cannot_be_stopped_do_not_pile_up(monkeypatch: pytest.
             thread.join(seconds(10))
     monkeypatch.undo()
     assert compiler.mask(Regex("a"), start=1) is not None
+
+
+def test_compiled_forms_are_kept_by_bytes_and_hostile_ones_not_at_all() -> None:
+    compiler = ConstraintCompiler(ByteTokenizer(), 260)
+    compiler.mask(Regex("(a{1000}){1000}x"), start=1)
+    assert not compiler._compiled
+    many = [f"{first}{second}" for first in "abcdefghij" for second in "klmnop"]
+    for text in many:
+        compiler.mask(Regex(text), start=1)
+    assert len(compiler._compiled) == len(many)
+
+
+def test_forms_that_take_more_than_is_kept_push_out_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"a": 10 << 20, "b": 15 << 20, "c": 15 << 20, "d": 14 << 20, "e": 17 << 20}
+    monkeypatch.setattr(
+        constraints, "_measured", lambda trie, grammar, what: constraints._Compiled(FakeMatcher(), sizes[grammar])
+    )
+    compiler = ConstraintCompiler(ByteTokenizer(), 260)
+    for grammar in ("a", "b", "a", "c", "d", "e"):
+        compiler.grammar_mask(grammar, start=1, what="grammar")
+    assert [grammar for _, grammar in compiler._compiled] == ["a", "c", "d"]
+
+
+def test_large_forms_of_running_texts_are_bounded_and_counted_out_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        constraints, "_measured", lambda *_: constraints._Compiled(FakeMatcher(), constraints._MOST_USED_BYTES // 2)
+    )
+    compiler = ConstraintCompiler(ByteTokenizer(), 260)
+    held = [compiler.grammar_mask(str(index), start=1, what="grammar") for index in range(2)]
+    with pytest.raises(OverloadedError, match="try again when they have ended"):
+        compiler.grammar_mask("one more", start=1, what="grammar")
+    held.pop()
+    gc.collect()
+    held.append(compiler.grammar_mask("one more", start=1, what="grammar"))
+    held.clear()
+    gc.collect()
+    assert compiler._used_bytes == 0
+
+
+class FakeMatcher:
+    """A matcher that is only copied."""
+
+    def copy(self) -> "FakeMatcher":
+        return FakeMatcher()
 
 
 def test_options_that_contradict_a_constraint_are_refused(demo: LLM) -> None:
