@@ -1,4 +1,4 @@
-"""`python -m tests.soak kills`, `clients`, `interrupts` and `fleet`: see README.md."""
+"""`python -m tests.soak kills`, `clients`, `interrupts`, `fleet` and `hostile`: see README.md."""
 
 import argparse
 import sys
@@ -29,6 +29,11 @@ def main() -> int:
     fleet.add_argument("--conversations", type=int, default=20)
     fleet.add_argument("--ingresses", type=int, default=1)
     fleet.add_argument("--seed", type=int, default=None, help="default: the time")
+    hostile = commands.add_parser("hostile", help="a server under connections that mean harm")
+    hostile.add_argument("--connections", type=int, default=64)
+    hostile.add_argument("--minutes", type=float, default=10.0)
+    hostile.add_argument("--seed", type=int, default=None, help="default: the time")
+    hostile.add_argument("--busy", type=int, default=0, help="programs beside it that take a core each")
     arguments = parser.parse_args()
     seed = int(time.time()) if arguments.seed is None else arguments.seed
     say = partial(print, flush=True)
@@ -37,6 +42,10 @@ def main() -> int:
         from tests.soak.clients import Clients
 
         return not Clients(seed, arguments.clients, say).run(60 * arguments.minutes)
+    if arguments.command == "hostile":
+        from tests.soak.hostile import Hostile
+
+        return not Hostile(seed, arguments.connections, say, busy=arguments.busy).run(60 * arguments.minutes)
     if arguments.command == "interrupts":
         from tests.soak.interrupts import Interrupts
 

@@ -12,6 +12,7 @@ from tests.soak.cache_site import CacheSite
 from tests.soak.clients import Clients
 from tests.soak.cold_answers import ColdAnswers
 from tests.soak.connection import CutError, parsed
+from tests.soak.hostile import Hostile
 from tests.soak.kills import Kills
 from tests.soak.process_figures import trend
 from tests.soak.site import ViolationError
@@ -33,6 +34,14 @@ def test_clients_that_come_and_leave_get_right_replies() -> None:
     clients = Clients(1, 8, said.append)
     assert clients.run(3.0), said
     assert clients.tally.finished.total() > 5
+
+
+@linux_only
+def test_server_stays_small_and_well_under_hostile_connections() -> None:
+    said: list[str] = []
+    hostile = Hostile(1, 8, said.append, most_bytes=1 << 20, judges_time=False)
+    assert hostile.run(2.0), said
+    assert hostile.probes and hostile.growth
 
 
 def test_wrong_answer_and_lost_session_are_found(tmp_path: Path) -> None:
