@@ -123,7 +123,8 @@ def test_the_route_says_what_is_wrong_with_a_request(tmp_path: Path) -> None:
     with prefilling(tmp_path) as running, running.client() as client:
         body = prefill_body(running)
         lines = [json.loads(line) for line in client.post("/prefill", json=body).text.splitlines()]
-        assert lines[-1] == {"prompt_tokens": 200, "cached_tokens": 0, "stored_tokens": 199, "problem": None}
+        told = {"prompt_tokens": 200, "cached_tokens": 0, "stored_tokens": 199, "problem": None, "has_failed": False}
+        assert lines[-1] == told
         for wrong, status, words in [
             ({"salt": "zz"}, 400, "salt"),
             ({"salt": "ab"}, 400, "salt"),
