@@ -92,7 +92,7 @@ const COUNTING = `
 `;
 
 const context = vm.createContext({
-  document: { createElement: (tag) => new Node(tag) }, URL, Node, structuredClone,
+  document: { createElement: (tag) => new Node(tag) }, URL, Node, structuredClone, crypto,
 });
 vm.runInContext(COUNTING, context);
 for (const path of process.argv.slice(2)) vm.runInContext(fs.readFileSync(path, 'utf8'), context, { filename: path });
@@ -117,6 +117,24 @@ vm.runInContext(`
   function events(pieces) {
     const reader = new EventReader();
     return pieces.flatMap((piece) => reader.feed(piece));
+  }
+  /** What is shown of messages that came in an order, and what stands beside one of them. */
+  function tree(record, messages, beside) {
+    const conversation = new Conversation(record);
+    for (const message of messages) conversation.put(message);
+    const one = conversation.messages.get(beside);
+    return { turns: conversation.turns.map(({ id }) => id), contents: conversation.turns.map(({ content }) => content),
+      versions: conversation.versions(one).map(({ id }) => id), end: conversation.endBehind(one).id };
+  }
+  function exported(record, messages) {
+    return toJson(new Conversation(record, messages));
+  }
+  function brought(text, isHere) {
+    const found = imported(text, () => isHere);
+    if (!found) return null;
+    const { turns, messages, id, name, options } = new Conversation(found.record, found.messages);
+    return { id, name, options, contents: turns.map(({ content }) => content), ids: [...messages.keys()],
+      all: [...messages.values()].map(({ content }) => content).sort() };
   }
   function failure(error, status) {
     const { message, mayTryAgain } = failureOf(error, status);

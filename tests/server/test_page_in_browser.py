@@ -1,5 +1,6 @@
 """The chat page in a headless Chromium: what a user does, and that nothing runs or leaves the page but what should."""
 
+import copy
 import json
 import os
 import re
@@ -40,6 +41,28 @@ WATCH = """
 window.violations = [];
 document.addEventListener('securitypolicyviolation', (event) => violations.push(event.violatedDirective));
 """
+LACKING = {
+    "navigator.locks": "Object.defineProperty(navigator, 'locks', { value: undefined });",
+    "indexedDB": "Object.defineProperty(globalThis, 'indexedDB', { value: undefined });",
+}
+OLD_PAGE = """
+if (!sessionStorage.getItem('seen')) {
+  sessionStorage.setItem('seen', '1');
+  const turns = [{ role: 'user', content: 'One' },
+    { role: 'assistant', content: 'First', reasoning: '', finish_reason: 'stop' }, { role: 'user', content: 'Two' },
+    { role: 'assistant', content: '', reasoning: '' }];
+  localStorage.setItem('localinfer.running.1', JSON.stringify({ ...turns[3], content: 'Second and more' }));
+  const request = indexedDB.open('localinfer', 1);
+  request.onupgradeneeded = () => request.result.createObjectStore('conversations', { keyPath: 'id' });
+  request.onsuccess = () => {
+    const transaction = request.result.transaction('conversations', 'readwrite');
+    transaction.objectStore('conversations').put({ id: '1', name: 'Old', model: '', system: '', options: {}, turns,
+      created: '2026-01-01', changed: '2026-01-01' });
+    transaction.oncomplete = () => request.result.close();
+  };
+}
+"""
+"""Leaves what the first version of the page kept, with a reply that was being written."""
 
 
 @pytest.fixture(scope="module")
@@ -67,12 +90,17 @@ def chats() -> Iterator[ServedModel]:
 class Chat:
     """A page, what it asked for, and what went wrong in it."""
 
-    def __init__(self, browser: Any, url: str, **options: Any) -> None:
+    def __init__(self, browser: Any, url: str, scripts: tuple[str, ...] = (), **options: Any) -> None:
         self.context = browser.new_context(viewport={"width": 1200, "height": 800}, **options)
         self.context.set_default_timeout(1000 * min(20, seconds(10)))
         self.context.add_init_script(WATCH)
-        self.page = self.context.new_page()
+        for script in scripts:
+            self.context.add_init_script(script)
         self.url = url
+        self._open()
+
+    def _open(self) -> None:
+        self.page = self.context.new_page()
         self.problems: list[str] = []
         self.asked: list[str] = []
         self.bodies: list[dict[str, Any]] = []
@@ -80,8 +108,18 @@ class Chat:
             "console", lambda line: self.problems.append(line.text) if line.type in ("error", "warning") else None
         )
         self.page.on("pageerror", lambda error: self.problems.append(str(error)))
-        self.page.on("request", self._note)
-        self.page.goto(url + "/")
+        # Not the method itself, which playwright would bind to the tab that was copied.
+        self.page.on("request", lambda request: self._note(request))
+        self.page.goto(self.url + "/")
+
+    def second_tab(self) -> "Chat":
+        """Another tab of the same browser."""
+        tab = copy.copy(self)
+        tab._open()
+        return tab
+
+    def choose_conversation(self, name: str) -> None:
+        self.page.locator("#conversations .open", has_text=name).click()
 
     def _note(self, request: Any) -> None:
         self.asked.append(request.url)
@@ -117,8 +155,9 @@ class Chat:
 def open_chat(browser: Any, chats: ServedModel) -> Iterator[Callable[..., Chat]]:
     opened: list[Chat] = []
 
-    def make(url: str = chats.url, **options: Any) -> Chat:
-        opened.append(Chat(browser, url, **options))
+    def make(url: str = chats.url, *, lacks: str = "", old: bool = False, **options: Any) -> Chat:
+        scripts = LACKING.get(lacks, ""), OLD_PAGE if old else ""
+        opened.append(Chat(browser, url, scripts, **options))
         return opened[-1]
 
     GATE.clear()
@@ -159,7 +198,7 @@ def test_reply_streams_and_a_stop_keeps_what_is_there(open_chat: Callable[..., C
     chat.wait("First")
     assert chats.server.service.replies()
     chat.send("What next?")
-    chat.wait("your message waits", "#notice")
+    chat.wait("sent when the reply is complete", "#notice")
     assert len(chat.bodies) == 1
     chat.page.locator("#message").press("Escape")
     chat.wait_end()
@@ -207,11 +246,14 @@ def test_an_edited_message_is_answered_anew_and_can_be_had_back(open_chat: Calla
     chat.page.locator(".user").first.get_by_role("button", name="Edit").click()
     chat.page.get_by_role("textbox", name="Edit message").fill("Eins")
     chat.page.keyboard.press("Enter")
+    chat.wait("Eins", ".user")
     chat.wait_end()
     assert chat.texts(".user .body") == ["Eins"]
     assert [message["content"] for message in chat.bodies[2]["messages"]] == ["Eins"]
-    chat.page.get_by_role("button", name="Undo").click()
+    chat.page.get_by_role("button", name="Version before").first.click()
     assert chat.texts(".user .body") == ["One", "Two"]
+    chat.page.get_by_role("button", name="Version after").first.click()
+    assert chat.texts(".user .body") == ["Eins"]
     chat.check()
 
 
@@ -250,7 +292,7 @@ def test_reload_keeps_conversations_and_a_reply_that_was_being_written(open_chat
     chat.wait_end()
     chat.page.reload()
     chat.wait("First and last.")
-    assert chat.texts("#conversations button") == ["Tell me."]
+    assert chat.texts("#conversations .open") == ["Tell me."]
     chat.check()
 
 
@@ -276,7 +318,7 @@ def test_conversations_are_renamed_exported_and_deleted(open_chat: Callable[...,
     assert [turn["role"] for turn in kept["turns"]] == ["user", "assistant"]
     assert kept["turns"][1]["finish_reason"] == "stop" and kept["turns"][1]["reasoning"] == "Hm, well."
     choose("Delete")
-    assert chat.texts("#conversations button") == []
+    page.locator("#conversations .open").wait_for(state="detached")
     page.get_by_role("button", name="Undo").click()
     page.locator("#conversations", has_text="A name").wait_for()
     page.reload()
@@ -417,6 +459,230 @@ def test_long_replies_are_added_to_and_not_made_anew(open_chat: Callable[..., Ch
     assert same and length > 19_000
     assert removed < 20_000
     chat.check()
+
+
+def test_a_second_tab_sees_a_reply_come_and_its_message_waits(open_chat: Callable[..., Chat]) -> None:
+    chat = open_chat()
+    chat.choose("waiting")
+    chat.send("One")
+    chat.wait("First")
+    other = chat.second_tab()
+    other.choose_conversation("One")
+    other.wait("First")
+    other.page.locator(".small", has_text="another tab").wait_for()
+    assert other.page.locator(".note:visible").count() == 0
+    other.send("Two")
+    other.wait("sent when the reply is complete", "#notice")
+    assert other.bodies == []
+    GATE.set()
+    for tab in (other, chat):
+        tab.page.locator(".assistant").nth(1).get_by_text("First and last.").wait_for()
+        tab.wait_end()
+        assert tab.texts(".turn .body") == ["One", "First and last.", "Two", "First and last."]
+        assert tab.page.locator(".note:visible").count() == 0
+        tab.check()
+    assert [message["content"] for message in other.bodies[0]["messages"]] == ["One", "First and last.", "Two"]
+    chat.page.reload()
+    chat.page.locator(".assistant").nth(1).get_by_text("First and last.").wait_for()
+    assert chat.texts(".turn .body") == ["One", "First and last.", "Two", "First and last."]
+
+
+def test_a_closed_tab_is_said_to_have_cut_its_reply_off(open_chat: Callable[..., Chat]) -> None:
+    chat = open_chat()
+    chat.choose("waiting")
+    chat.send("One")
+    chat.wait("First")
+    other = chat.second_tab()
+    other.choose_conversation("One")
+    other.wait("First")
+    chat.page.close()
+    other.wait("Cut off when the page was closed")
+    assert other.texts(".assistant .body") == ["First"]
+    GATE.set()
+    other.page.get_by_role("button", name="Continue").click()
+    other.wait("First and last.")
+    other.wait_end()
+    other.check()
+
+
+def test_what_is_typed_into_edit_stays_when_another_tab_writes(open_chat: Callable[..., Chat]) -> None:
+    chat = open_chat()
+    chat.choose("answer")
+    chat.send("One")
+    chat.wait_end()
+    other = chat.second_tab()
+    other.choose_conversation("One")
+    other.page.locator(".user").get_by_role("button", name="Edit").click()
+    field = other.page.get_by_role("textbox", name="Edit message")
+    field.fill("half a tho")
+    chat.send("Two")
+    chat.page.locator(".assistant").nth(1).wait_for()
+    chat.wait_end()
+    # A branch on which the edited message is not.
+    chat.page.locator(".user").first.get_by_role("button", name="Edit").click()
+    chat.page.get_by_role("textbox", name="Edit message").fill("Eins")
+    chat.page.keyboard.press("Enter")
+    chat.wait("Eins", ".user")
+    chat.wait_end()
+    chat.page.locator("#new").click()
+    chat.send("Elsewhere")
+    chat.wait_end()
+    other.page.locator("#conversations .open", has_text="Elsewhere").wait_for()
+    assert field.input_value() == "half a tho"
+    field.press("Enter")
+    other.wait("half a tho", ".user")
+    other.wait_end()
+    assert "3/3" in other.texts(".user .versions")[0]
+    other.page.reload()
+    other.wait("half a tho", ".user")
+    other.page.get_by_role("button", name="Version before").click()
+    other.wait("Eins", ".user")
+    other.page.get_by_role("button", name="Version before").click()
+    other.wait("Two", ".user")
+    other.check()
+
+
+def test_a_conversation_that_another_tab_deleted_can_be_kept(open_chat: Callable[..., Chat]) -> None:
+    chat = open_chat()
+    chat.choose("answer")
+    chat.send("One")
+    chat.wait_end()
+    other = chat.second_tab()
+    other.choose_conversation("One")
+    chat.page.locator("#conversations li").hover()
+    chat.page.get_by_role("button", name="Delete One").click()
+    other.wait("deleted in another tab", "#notice")
+    assert other.texts(".user .body") == ["One"]
+    other.page.get_by_role("button", name="Keep it").click()
+    chat.page.locator("#conversations .open", has_text="One").click()
+    chat.wait("One", ".user")
+    for tab in (chat, other):
+        tab.check()
+
+
+@pytest.mark.parametrize("without", ["navigator.locks", "indexedDB"])
+def test_browsers_that_lack_something_work(open_chat: Callable[..., Chat], without: str) -> None:
+    chat = open_chat(lacks=without)
+    chat.choose("waiting")
+    chat.send("One")
+    chat.wait("First")
+    if without == "indexedDB":
+        chat.wait("keeps nothing here", "#notice") if chat.page.locator("#notice").is_visible() else None
+        GATE.set()
+        chat.wait_end()
+        chat.check()
+        return
+    other = chat.second_tab()
+    other.choose_conversation("One")
+    other.wait("First")
+    other.page.locator(".small", has_text="another tab").wait_for()
+    GATE.set()
+    other.wait("First and last.")
+    other.wait_end()
+    assert other.page.locator(".note:visible").count() == 0
+    for tab in (chat, other):
+        tab.check()
+
+
+def test_conversations_of_the_version_before_are_taken_over(open_chat: Callable[..., Chat]) -> None:
+    chat = open_chat(old=True)
+    chat.choose_conversation("Old")
+    chat.page.locator(".assistant").nth(1).get_by_text("Second and more").wait_for()
+    assert chat.texts(".turn .body") == ["One", "First", "Two", "Second and more"]
+    chat.wait("Cut off when the page was closed")
+    chat.page.reload()
+    chat.page.locator(".assistant").nth(1).get_by_text("Second and more").wait_for()
+    assert chat.texts("#conversations .open") == ["Old"]
+    chat.check()
+
+
+def test_conversations_are_found_by_their_messages_and_come_back_from_a_file(open_chat: Callable[..., Chat]) -> None:
+    chat = open_chat()
+    page = chat.page
+    chat.choose("answer")
+    for text in ("Apples", "Pears"):
+        page.locator("#new").click()
+        chat.send(text)
+        chat.wait_end()
+    page.locator("#search").fill("pEARS")
+    page.locator("#conversations .open", has_text="Apples").wait_for(state="detached")
+    assert chat.texts("#conversations .open") == ["Pears"]
+    page.locator("#search").fill("owned")
+    page.locator("#conversations .open").nth(1).wait_for()
+    page.locator("#actions summary").click()
+    with page.expect_download() as exported:
+        page.get_by_role("button", name="Export as JSON").click()
+    page.locator("#actions summary").click()
+    page.get_by_role("button", name="Delete", exact=True).click()
+    page.locator("#search").fill("")
+    page.locator("#conversations .open", has_text="Pears").wait_for(state="detached")
+    page.locator("#import-file").set_input_files(exported.value.path())
+    page.locator("#title", has_text="Pears").wait_for()
+    assert len(chat.texts(".turn .body")) == 2
+    page.reload()
+    page.locator("#title", has_text="Pears").wait_for()
+    page.locator("#import-file").set_input_files(
+        files=[{"name": "x.json", "mimeType": "application/json", "buffer": b"[]"}]
+    )
+    chat.wait("x.json is no conversation", "#notice")
+    chat.check()
+
+
+def test_a_full_context_offers_what_makes_room(open_chat: Callable[..., Chat]) -> None:
+    chat = open_chat()
+    page = chat.page
+    chat.choose("answer")
+    for text in ("One " + "x" * 1000, "Two " + "y" * 2000, "Three"):
+        chat.send(text)
+        page.locator(".user", has_text=text[:4]).wait_for()
+        chat.wait_end()
+    chat.wait("soon full", "#context-words")
+    page.locator("#room-open").click()
+    page.get_by_role("button", name="Leave out the oldest").click()
+    chat.wait("no longer reads", "#notice")
+    assert not page.locator("#room-open").is_visible()
+    chat.send("Four")
+    page.locator(".user", has_text="Four").wait_for()
+    chat.wait_end()
+    asked = [message["content"][:5] for message in chat.bodies[-1]["messages"] if message["role"] == "user"]
+    assert asked == ["Three", "Four"]
+    chat.send("y" * 3000)
+    page.locator(".user").nth(4).wait_for()
+    chat.wait_end()
+    page.locator("#room-open").click()
+    page.get_by_role("button", name="Sum up").click()
+    page.locator(".user", has_text="Summarise").wait_for()
+    chat.wait_end()
+    chat.send("Five")
+    page.locator(".user", has_text="Five").wait_for()
+    chat.wait_end()
+    asked = [message["content"][:9] for message in chat.bodies[-1]["messages"] if message["role"] == "user"]
+    assert asked == ["Summarise", "Five"]
+    chat.check()
+
+
+def test_a_message_is_added_to_a_long_conversation_without_touching_the_others(open_chat: Callable[..., Chat]) -> None:
+    chat = open_chat()
+    turns = [{"role": ("user", "assistant")[i % 2], "content": f"Message *{i}*", "reasoning": ""} for i in range(2000)]
+    kept = {"name": "Long", "model": "answer", "system": "", "options": {}, "turns": turns}
+    chat.page.locator("#import-file").set_input_files(
+        files=[{"name": "long.json", "mimeType": "application/json", "buffer": json.dumps(kept).encode()}]
+    )
+    chat.page.locator("#log > article").nth(1999).wait_for(state="attached")
+    wait_until(lambda: not chat.page.locator(".raw").count())
+    assert chat.page.locator("em").count() == 1000
+    chat.page.evaluate("""() => {
+      window.changes = 0;
+      new MutationObserver((found) => { changes += found.length; })
+        .observe(document.getElementById('log'), { childList: true, subtree: true, attributes: true });
+    }""")
+    chat.choose("answer")
+    chat.send("One more")
+    chat.page.locator(".user", has_text="One more").wait_for()
+    chat.wait_end()
+    assert chat.page.locator("#log > article").count() == 2002
+    assert chat.page.evaluate("changes") < 200
+    assert all("400" in problem for problem in chat.problems), "the model reads no conversation of this length"
 
 
 def test_policy_stops_what_a_page_must_not_do(open_chat: Callable[..., Chat]) -> None:

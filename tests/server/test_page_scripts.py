@@ -304,7 +304,7 @@ def test_errors_say_what_to_do() -> None:
     too_long = {"code": "context_length_exceeded", "n_prompt_tokens": 5000, "n_ctx": 4096, "message": "x"}
     refused = {"type": "invalid_request_error", "message": "seed is -1"}
     full, unknown, wrong = call(["failure", too_long, 400], ["failure", None, 502], ["failure", refused, 400])
-    assert "5,000 tokens" in full[0] and "4,096" in full[0] and "Start a new conversation" in full[0]
+    assert "5,000 tokens" in full[0] and "4,096" in full[0] and "Make room" in full[0]
     assert "502" in unknown[0]
     assert [full[1], unknown[1], wrong[1]] == [False, True, False]
 
@@ -372,3 +372,87 @@ def test_no_key_that_types_is_a_shortcut(tag: str) -> None:
     found = dict(zip(KEYS, call(*(["chord", {"altKey": True, **key}, tag] for key in KEYS.values())), strict=True))
     expected = BESIDE_TEXTS if tag == "BUTTON" else IN_A_TEXT
     assert {name: letter for name, letter in found.items() if letter} == expected
+
+
+def message(name: str, parent: str | None, role: str, **more: Any) -> dict[str, Any]:
+    made = {"id": name, "parent": parent, "role": role, "content": name, "version": 1, "created": name, **more}
+    return {"reasoning": "", "finish_reason": "stop", **made} if role == "assistant" else made
+
+
+def test_what_two_tabs_write_behind_one_message_stands_side_by_side() -> None:
+    tree = [message("a", None, "user"), message("b", "a", "assistant"), message("c", "b", "user")]
+    tree += [message("d", "c", "assistant"), message("e", "b", "user"), message("f", "e", "assistant")]
+    shown = call(["tree", {"id": "1", "head": "d"}, tree, "c"], ["tree", {"id": "1", "head": "f"}, tree[::-1], "e"])
+    assert shown[0] == {
+        "turns": ["a", "b", "c", "d"],
+        "versions": ["c", "e"],
+        "end": "d",
+        "contents": ["a", "b", "c", "d"],
+    }
+    assert shown[1] == {
+        "turns": ["a", "b", "e", "f"],
+        "versions": ["c", "e"],
+        "end": "f",
+        "contents": ["a", "b", "e", "f"],
+    }
+
+
+def test_the_newest_state_of_a_message_stays_in_whatever_order_states_come() -> None:
+    states = [
+        message("b", None, "assistant", content="", finish_reason=None),
+        message("b", None, "assistant", content="abc", finish_reason=None),
+        message("b", None, "assistant", content="abcdef", finish_reason="stop", version=2),
+        message("b", None, "assistant", content="abcdef", finish_reason=None, version=3),
+        message("b", None, "assistant", content="abcdefghi", version=4),
+    ]
+    draw = random.Random(3)
+    orders = [draw.sample(states, len(states)) for _ in range(12)]
+    found = call(*(["tree", {"id": "1", "head": "b"}, order, "b"] for order in orders))
+    assert all(one["contents"] == ["abcdefghi"] for one in found)
+
+
+def test_files_that_are_imported_give_what_was_exported() -> None:
+    tree = [message("a", None, "user"), message("b", "a", "assistant"), message("c", "a", "assistant")]
+    tree += [message("d", "c", "user")]
+    (exported,) = call(["exported", {"id": "1", "name": "N", "model": "m", "options": {"seed": 7}, "head": "d"}, tree])
+    value = json.loads(exported)
+    assert [turn["id"] for turn in value["turns"]] == ["a", "c", "d"] and value["others"][0]["id"] == "b"
+    kept, again, old = call(
+        ["brought", exported, False], ["brought", exported, True], ["brought", json.dumps(CONVERSATION), False]
+    )
+    for one in (kept, again):
+        assert one["contents"] == ["a", "c", "d"] and one["all"] == ["a", "b", "c", "d"]
+        assert (one["name"], one["options"]) == ("N", {"seed": 7})
+    assert kept["id"] == "1" and again["id"] != "1"
+    assert not set(kept["ids"]) & set(again["ids"]), "a second import of a file is another conversation"
+    assert old["contents"] == [turn["content"] for turn in TURNS]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "null", '{"turns": 3}', '{"turns": [null]}', '{"turns": [{"role": "system"}]}']
+)
+def test_other_files_are_no_conversations(text: str) -> None:
+    assert call(["brought", text, False]) == [None]
+
+
+def test_room_in_a_context_is_found_by_the_share_of_texts() -> None:
+    turns = [message(f"{i:02}" * 5, None, ("user", "assistant")[i % 2]) for i in range(10)]
+    half, none, all_but_one = call(
+        ["questionWithin", turns, 1000, 500], ["questionWithin", turns[:2], 9, 1], ["questionWithin", turns, 9000, 1]
+    )
+    assert half["content"] == turns[6]["content"]
+    assert none is None
+    assert all_but_one["content"] == turns[8]["content"]
+
+
+def test_the_model_reads_from_the_last_summary_that_was_written() -> None:
+    ask = {"is_summary": True}
+    turns = [message("a", None, "user"), message("b", "a", "assistant"), message("s", "b", "user", **ask)]
+    turns += [message("t", "s", "assistant"), message("u", "t", "user"), message("v", "u", "user", **ask)]
+    turns += [message("w", "v", "assistant", content="", finish_reason=None)]
+    read, shifted = call(["turnsRead", {"turns": turns}], ["turnsRead", {"turns": turns, "first": "u"}])
+    assert [turn["id"] for turn in read] == ["s", "t", "u", "v", "w"]
+    assert [turn["id"] for turn in shifted] == ["u", "v", "w"]
+    (body,) = call(["requestBody", {"model": "m", "options": {}, "turns": turns[2:6]}])
+    assert body["messages"][-1]["content"].endswith("Write nothing but the summary.")
+    assert body["messages"][0]["content"] == "s"

@@ -1,4 +1,4 @@
-"""`python -m tests.soak kills`, `clients`, `interrupts`, `fleet` and `hostile`: see README.md."""
+"""`python -m tests.soak kills`, `clients`, `interrupts`, `fleet`, `hostile` and `tabs`: see README.md."""
 
 import argparse
 import sys
@@ -34,6 +34,10 @@ def main() -> int:
     hostile.add_argument("--minutes", type=float, default=10.0)
     hostile.add_argument("--seed", type=int, default=None, help="default: the time")
     hostile.add_argument("--busy", type=int, default=0, help="programs beside it that take a core each")
+    tabs = commands.add_parser("tabs", help="tabs of a browser that share the chat page's conversations")
+    tabs.add_argument("--tabs", type=int, default=4)
+    tabs.add_argument("--steps", type=int, default=500)
+    tabs.add_argument("--seed", type=int, default=None, help="default: the time")
     arguments = parser.parse_args()
     seed = int(time.time()) if arguments.seed is None else arguments.seed
     say = partial(print, flush=True)
@@ -55,6 +59,14 @@ def main() -> int:
 
         run = Fleet(seed, arguments.conversations, arguments.replicas, arguments.ingresses, say)
         return not run.run(60 * arguments.minutes)
+    if arguments.command == "tabs":
+        from tests.soak.tabs import NoBrowserError, Tabs
+
+        try:
+            return not Tabs(seed, arguments.tabs, say).run(arguments.steps)
+        except NoBrowserError as error:
+            say(f"skipped: {error}")
+            return 0
     from tests.soak.kills import Kills
 
     return not Kills(seed, arguments.only, say).run(arguments.rounds)

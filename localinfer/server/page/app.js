@@ -1,8 +1,9 @@
-// The page: what is shown, and what its controls do.
+// The page: conversations, and what its controls do.
 'use strict';
 
-const WAITS = 'A reply is being written; your message waits here.';
-const NEAR_END = 48;
+const WAITS = 'Your message is sent when the reply is complete.';
+const ELSEWHERE = 'Another tab writes in this conversation.';
+const URGENT_MILLISECONDS = 10000;
 
 class App {
   constructor(store) {
@@ -12,22 +13,23 @@ class App {
     this.models = [];
     this.conversations = [];
     this.current = null;
-    this.replies = new Map();
-    this.views = [];
-    this.frame = 0;
-    this.isAtEnd = true;
+    this.replies = new Map();   // What this tab writes, by conversation.
+    this.others = new Map();    // What other tabs write: { words }.
+    this.waiting = null;        // The conversation in which the message is sent when its reply is complete.
     this.firstOptions = ofBrowser.read('localinfer.options', checkedOptions) ?? { model: '', system: '', options: {} };
-    this.channel = globalThis.BroadcastChannel ? new BroadcastChannel('localinfer') : null;
+    this.tabs = new Tabs((told) => this.told(told));
+    this.log = new MessageLog(this);
+    this.sidebar = new Sidebar(this);
   }
 
   async start() {
-    this.conversations = await this.store.list();
+    this.conversations = (await this.store.list()).map((record) => new Conversation(record));
     const id = ofTab.get('localinfer.current');
     this.connect();
-    this.show(this.conversations.find((one) => one.id === id) ?? this.fresh());
     byId('message').value = ofTab.get('localinfer.draft') ?? '';
     grow(byId('message'));
     byId('message').focus();
+    await this.show(this.conversations.find((one) => one.id === id) ?? this.fresh());
     if (!this.store.database) this.notice('This browser keeps nothing here: conversations end with the page.');
     else if (ofBrowser.broken.size) this.notice('The options that this browser kept could not be read: defaults hold.');
     await this.findModels();
@@ -44,51 +46,44 @@ class App {
     const wanted = this.current.model;
     if (!this.models.some((model) => model.id === wanted)) {
       this.current.model = this.models[0]?.id ?? '';
-      if (wanted && this.current.turns.length) this.notice(`${wanted} is not served here; another model will answer.`);
+      if (wanted && this.current.head) this.notice(`${wanted} is not served here; another model will answer.`);
     }
     if (!this.models.length) this.notice('No model that can chat is served here. Start the server with -m MODEL.');
     byId('model').replaceChildren(...this.models.map(({ id }) => element('option', { value: id, textContent: id })));
+    this.log.update();
     this.showFrame();
   }
 
   // What is shown.
 
-  show(conversation) {
+  /** Show a conversation, whose messages are read when it is shown first. */
+  async show(conversation) {
     this.current = conversation;
     ofTab.set('localinfer.current', conversation.id);
-    this.isAtEnd = true;
-    this.showTurns();
+    this.sidebar.open(false);
+    if (conversation.version) await this.refresh(conversation);
+    if (this.current !== conversation) return;
+    this.log.isAtEnd = true;
+    this.log.show();
     this.showFrame();
-    this.openSidebar(false);
-  }
-
-  showTurns() {
-    this.views = this.current.turns.map((turn, index) => new TurnView(this, turn, index));
-    const welcome = element('div', { className: 'welcome' }, element('h2', {}, 'What do you want to know?'),
-      element('p', {}, 'What you write goes to this server alone, and is kept in this browser.'));
-    byId('log').replaceChildren(...(this.views.length ? this.views.map((view) => view.node) : [welcome]));
-    this.scroll();
   }
 
   /** Everything around the messages. */
   showFrame() {
     const { current } = this;
-    const isRunning = this.replies.has(current.id);
+    const isRunning = this.isWritten(current);
     byId('title').textContent = current.name || 'New conversation';
     document.title = current.name ? `${current.name} - localinfer` : 'localinfer';
     byId('model').value = current.model;
-    byId('actions').hidden = !current.turns.length;
+    byId('actions').hidden = !current.head;
     byId('send').textContent = isRunning ? 'Stop' : 'Send';
     byId('log').setAttribute('aria-busy', String(isRunning));
-    byId('conversations').replaceChildren(...this.conversations.map((one) => element('li', {},
-      button(one.name, () => { this.show(one); byId('message').focus(); },
-        { title: one.name, ...(one === current ? { 'aria-current': 'true' } : {}) }))));
+    this.sidebar.show();
     this.showContext();
   }
 
   showContext() {
-    const stats = this.current.turns.findLast((turn) => turn.stats)?.stats;
-    const used = stats ? stats.prompt_tokens + stats.completion_tokens : 0;
+    const used = this.contextUsed();
     const most = this.contextLength();
     const words = `${grouped(used)} ${most ? `of ${grouped(most)} ` : ''}tokens of context`;
     const fullness = fullnessOf(used, most);
@@ -98,6 +93,7 @@ class App {
     byId('context').setAttribute('aria-valuemax', String(most ?? used));
     byId('context').setAttribute('aria-valuetext', words);
     byId('gauge').firstChild.style.width = `${most ? Math.min(100, 100 * used / most) : 0}%`;
+    byId('room-open').hidden = !fullness;
   }
 
   model() {
@@ -108,25 +104,23 @@ class App {
     return this.model()?.context_length ?? null;
   }
 
-  replyOf(turn) {
-    const reply = this.replies.get(this.current.id);
-    return reply?.turn === turn ? reply : null;
+  contextUsed() {
+    return tokensUsed(this.current);
   }
 
-  /** Show what came, once in the next frame. */
+  /** What writes a turn now, in this tab or another; null if nothing does. */
+  writerOf(turn) {
+    const reply = this.replies.get(turn.conversation);
+    if (reply?.turn === turn) return reply;
+    return turn.role === 'assistant' && !turn.finish_reason ? this.others.get(turn.conversation) ?? null : null;
+  }
+
+  isWritten({ id }) {
+    return this.replies.has(id) || this.others.has(id);
+  }
+
   touch() {
-    this.frame ||= requestAnimationFrame(() => {
-      this.frame = 0;
-      const view = this.views.at(-1);
-      view?.update(this.replyOf(view.turn));
-      this.scroll();
-    });
-  }
-
-  /** Keep the end in sight, unless the user went up to read. */
-  scroll() {
-    const log = byId('log');
-    if (this.isAtEnd) log.scrollTop = log.scrollHeight;
+    this.log.touch();
   }
 
   /** Say something above the message, with something to do about it. */
@@ -143,141 +137,321 @@ class App {
     this.say(words);
   }
 
+  /** Take a notice away, if it is still there. */
+  unnotice(words) {
+    if (byId('notice').firstElementChild.textContent === words) byId('notice').hidden = true;
+  }
+
   /** Tell those who hear the page. */
   say(words) {
     byId('status').textContent = words;
   }
 
+  // What other tabs do.
+
+  /** Take over what another tab tells. */
+  async told({ kind, id, ...more }) {
+    const conversation = this.conversations.find((one) => one.id === id) ?? (this.current?.id === id ? this.current : null);
+    if (kind === 'stop') this.replies.get(id)?.stop(more.isUrgent);
+    else if (kind === 'piece') this.takePiece(conversation, more);
+    else if (kind === 'want') this.tellWhole(id);
+    else if (kind === 'whole') this.takeWhole(conversation, more.message);
+    else if (kind === 'deleted') this.wasDeleted(conversation);
+    else if (kind === 'changed') await this.wasChanged(id, conversation);
+  }
+
+  takePiece(conversation, { message, at, content, reasoning, words }) {
+    const turn = conversation?.messages.get(message);
+    if (!turn || turn.finish_reason) return;
+    const isNext = turn.content.length === at.content && turn.reasoning.length === at.reasoning;
+    if (isNext) {
+      turn.content += content;
+      turn.reasoning += reasoning;
+    } else if (turn.content.length < at.content || turn.reasoning.length < at.reasoning) this.tabs.tell('want', conversation.id);
+    const other = this.others.get(conversation.id);
+    if (other) other.words = `${words}, in another tab`;
+    if (conversation === this.current) this.touch();
+  }
+
+  tellWhole(id) {
+    const reply = this.replies.get(id);
+    if (reply) this.tabs.tell('whole', id, { message: reply.turn });
+  }
+
+  takeWhole(conversation, message) {
+    if (!conversation?.messages.has(message.id)) return;
+    conversation.put(message);
+    if (conversation === this.current) this.touch();
+  }
+
+  wasDeleted(conversation) {
+    if (!conversation) return;
+    this.replies.get(conversation.id)?.stop(true);
+    this.conversations = this.conversations.filter((one) => one !== conversation);
+    if (conversation === this.current) {
+      this.notice('This conversation was deleted in another tab.', 'Keep it', () => this.restore(conversation));
+    }
+    this.showFrame();
+  }
+
+  async wasChanged(id, conversation) {
+    if (!conversation || conversation === this.current) {
+      const found = conversation ? null : await this.store.load(id);
+      if (found) this.add(new Conversation(found.record, found.messages));
+      else if (conversation) await this.refresh(conversation);
+    } else {
+      const found = await this.store.load(id);
+      if (found) conversation.take(found.record, conversation.messages.size ? found.messages : []);
+    }
+    this.conversations.sort((a, b) => b.changed.localeCompare(a.changed));
+    if (conversation === this.current) {
+      this.log.show();
+      this.log.refresh();
+    }
+    this.showFrame();
+  }
+
+  /** Put a conversation on top of the list, in place of what has its id. */
+  add(conversation) {
+    this.conversations = [conversation, ...this.conversations.filter((one) => one.id !== conversation.id)];
+  }
+
+  /** Take over what the store has of a conversation; false if it has none. */
+  async refresh(conversation) {
+    const isRead = conversation.messages.size > 0;
+    const found = await this.store.load(conversation.id, isRead ? conversation.version : null);
+    if (!found) return false;
+    const former = conversation.head;
+    conversation.take(found.record, found.messages);
+    // A message that is being edited stays, though another tab went on from another one.
+    const edited = conversation === this.current ? this.log.edited : null;
+    if (edited && !conversation.turns.includes(edited)) {
+      conversation.head = former;
+      this.isBehind = true;
+    }
+    this.watch(conversation);
+    return true;
+  }
+
+  /** Show what was written elsewhere while a message was edited. */
+  async afterEdit() {
+    if (!this.isBehind) return;
+    this.isBehind = false;
+    this.current.version = -1;
+    await this.show(this.current);
+  }
+
+  /** Where a reply is not at its end, wait until nobody writes it, and say then that it was cut off. */
+  async watch(conversation) {
+    const { id } = conversation;
+    if (this.isWritten(conversation) || !conversation.unfinished().length) return;
+    this.others.set(id, { words: 'Another tab writes this reply' });
+    this.tabs.tell('want', id);
+    await this.tabs.writes.whenFree(id);
+    this.others.delete(id);
+    await this.tabs.writes.hold(id, async () => {
+      await this.catchUp(conversation);
+      await this.closeCut(conversation);
+    });
+    if (conversation === this.current) {
+      this.log.show();
+      this.log.refresh();
+    }
+    this.showFrame();
+    this.sendWaiting(conversation);
+  }
+
+  /** Say of replies that are not at their end that they were cut off: while this tab may write, no other writes them. */
+  async closeCut(conversation) {
+    const cut = conversation.unfinished();
+    if (!cut.length) return;
+    for (const turn of cut) {
+      const kept = this.store.running(turn);
+      if (kept && sizeOf(kept) > sizeOf(turn)) Object.assign(turn, { content: kept.content, reasoning: kept.reasoning });
+      Object.assign(turn, { finish_reason: 'interrupted', version: turn.version + 1 });
+    }
+    await this.save(conversation, {}, cut);
+    for (const turn of cut) this.store.forgetRunning(turn);
+  }
+
   // What the user does with messages.
 
   fresh() {
-    const { model, ...options } = this.firstOptions;
-    const isServed = !this.models.length || this.models.some(({ id }) => id === model);
-    return newConversation((isServed ? model : this.models[0].id) ?? '', options);
+    const isServed = !this.models.length || this.models.some(({ id }) => id === this.firstOptions.model);
+    return newConversation({ ...this.firstOptions, ...(isServed ? {} : { model: this.models[0].id }) });
   }
 
+  /** Send a message; false if nothing was sent, since another tab writes. */
   send(text) {
     const { current } = this;
-    current.turns.push({ role: 'user', content: text });
-    current.name ||= text.trim().split('\n')[0].slice(0, 60);
-    byId('notice').hidden = true;
-    this.answer();
-  }
-
-  /** Have the conversation's last message answered. */
-  async answer() {
-    const turn = { role: 'assistant', content: '', reasoning: '' };
-    this.current.turns.push(turn);
-    await this.fill(turn, false);
-  }
-
-  /** Go on with the last reply, which was cut or stopped. */
-  async continueReply() {
-    const { current } = this;
-    const turn = current.turns.at(-1);
-    if (this.replies.has(current.id) || !turn || !canContinue(turn, this.contextLength())) return;
-    Object.assign(turn, { finish_reason: null, notices: [], error: undefined, may_try_again: undefined });
-    await this.fill(turn, true);
-  }
-
-  async fill(turn, continues) {
-    const conversation = this.current;
-    const reply = new Reply(this, conversation, turn, continues);
-    this.replies.set(conversation.id, reply);
-    this.conversations = [conversation, ...this.conversations.filter((one) => one !== conversation)];
-    this.isAtEnd = true;
-    this.showTurns();
-    this.showFrame();
-    // The button that was pressed may be gone.
-    if (document.activeElement === document.body) byId('message').focus();
-    this.say('Writing a reply.');
-    await this.save(conversation);
-    await reply.run();
-    // Another has taken its place, or the conversation was deleted.
-    if (this.replies.get(conversation.id) !== reply) return;
-    this.replies.delete(conversation.id);
-    // A reply also ends where the page goes away, and then nothing is saved any more.
-    reply.keep();
-    await this.save(conversation);
-    this.store.forgetRunning(conversation.id);
-    if (byId('notice').firstElementChild.textContent === WAITS) byId('notice').hidden = true;
-    this.say(turn.error ?? `The reply is complete: ${grouped(turn.content.length)} characters.`);
-    if (this.current === conversation) this.touch();
-    // A model that had to be loaded may have less context than its file allows.
-    if (this.model()?.state !== 'loaded') await this.findModels();
-    this.showFrame();
+    return this.write(current, () => {
+      current.name ||= text.trim().split('\n')[0].slice(0, 60);
+      const turn = current.next('user', text);
+      return [turn, current.next('assistant', '', turn.id)];
+    });
   }
 
   regenerate() {
     const { current } = this;
-    if (this.replies.has(current.id) || current.turns.at(-1)?.role !== 'assistant') return;
-    this.replaceTurns(current.turns.slice(0, -1), 'The former reply is gone.');
+    const last = current.turns.at(-1);
+    if (last?.role !== 'assistant' || this.isWritten(current)) return false;
+    return this.write(current, () => [current.next('assistant', '', last.parent)]);
   }
 
-  edit(index, text) {
-    const kept = this.current.turns.slice(0, index);
-    this.replaceTurns([...kept, { role: 'user', content: text }], 'What came after the message is gone.');
-  }
-
-  /** Go on from other turns; the former ones can be had back. */
-  replaceTurns(turns, words) {
+  /** Go on with the last reply, which was cut or stopped. */
+  continueReply() {
     const { current } = this;
-    const former = current.turns;
-    this.drop(current);
-    current.turns = turns;
-    this.answer();
-    this.notice(words, 'Undo', () => {
-      this.drop(current);
-      current.turns = former;
-      this.save(current);
-      this.show(current);
+    const turn = current.turns.at(-1);
+    if (!turn || this.isWritten(current) || !canContinue(turn, this.contextLength())) return false;
+    return this.write(current, () => [Object.assign(turn, { version: turn.version + 1, finish_reason: null, notices: [],
+      error: null, may_try_again: null })], { continues: true });
+  }
+
+  /** Have another message in place of one; whoever writes is stopped. */
+  edit(former, text) {
+    const { current } = this;
+    this.stopWriting(current, true);
+    return this.write(current, () => {
+      const turn = current.next('user', text, former.parent);
+      return [turn, current.next('assistant', '', turn.id)];
+    }, { patience: URGENT_MILLISECONDS });
+  }
+
+  /** Show another version of a message, and what came after it. */
+  async choose(message) {
+    const { current } = this;
+    current.head = current.endBehind(message).id;
+    this.log.show();
+    this.showFrame();
+    await this.save(current, { head: current.head });
+  }
+
+  /** Add messages, the last of which is a reply, and have it written, while no other tab writes in the conversation; true
+   *  once the messages are kept, false if another does not end in time. make: gives the messages, of the newest state. */
+  write(conversation, make, { continues = false, patience } = {}) {
+    byId('notice').hidden = true;
+    return new Promise((resolve) => {
+      this.tabs.writes.hold(conversation.id, async () => {
+        await this.catchUp(conversation);
+        await this.closeCut(conversation);
+        const messages = make();
+        const turn = messages.at(-1);
+        const reply = new Reply(this, conversation, turn, continues);
+        this.replies.set(conversation.id, reply);
+        await this.save(conversation, { head: turn.id, name: conversation.name, first: conversation.first }, messages);
+        // Nothing is shown as sent before it is kept.
+        for (const message of messages) conversation.put(message);
+        conversation.head = turn.id;
+        resolve(true);
+        await this.fill(reply);
+      }, patience).then((isDone) => {
+        if (!isDone) this.notice(ELSEWHERE);
+        resolve(isDone);
+        if (!isDone) return;
+        this.sendWaiting(conversation);
+        // A model that had to be loaded may have less context than its file allows.
+        if (this.model()?.state !== 'loaded') this.findModels();
+      });
     });
   }
 
-  stop() {
-    this.replies.get(this.current.id)?.stop();
+  /** Before writing: take over what is new in the store, if what is shown leads to it. */
+  async catchUp(conversation) {
+    const found = conversation.version ? await this.store.load(conversation.id, conversation.version) : null;
+    if (!found) return;
+    const { head } = conversation;
+    conversation.take(found.record, found.messages);
+    const leads = conversation.turns.some((turn) => turn.id === head);
+    if (!leads) conversation.head = head;
   }
 
-  /** Stop a conversation's reply, which is not wanted any more. */
-  drop({ id }) {
-    this.replies.get(id)?.stop();
-    this.replies.delete(id);
-    this.store.forgetRunning(id);
+  async fill(reply) {
+    const { conversation, turn } = reply;
+    this.add(conversation);
+    if (conversation === this.current) {
+      this.log.isAtEnd = true;
+      this.log.show();
+      this.log.viewOf(turn)?.update();
+    }
+    this.showFrame();
+    // The button that was pressed may be gone.
+    if (document.activeElement === document.body) byId('message').focus();
+    this.say('Writing a reply.');
+    await reply.run();
+    // A reply also ends where the page goes away, and then nothing is saved any more.
+    reply.keep();
+    turn.version += 1;
+    await this.save(conversation, {}, [turn]);
+    this.store.forgetRunning(turn);
+    this.replies.delete(conversation.id);
+    this.say(turn.error ?? `The reply is complete: ${grouped(turn.content.length)} characters.`);
+    if (this.current === conversation) this.log.refresh();
+    this.showFrame();
+  }
+
+  stop() {
+    this.stopWriting(this.current, false);
+  }
+
+  /** Have the reply of a conversation stopped, whichever tab writes it. */
+  stopWriting({ id }, isUrgent) {
+    this.replies.get(id)?.stop(isUrgent);
+    if (this.others.has(id)) this.tabs.tell('stop', id, { isUrgent });
   }
 
   // What the user does with conversations.
 
-  async save(conversation) {
-    conversation.changed = new Date().toISOString();
+  /** Keep what changed; a conversation that another tab deleted comes back, since something was written in it. */
+  async save(conversation, fields, messages = [], isWanted = !this.replies.get(conversation.id)?.isStopped) {
+    const state = { ...conversation.record(), version: Math.max(0, conversation.version) };
     try {
-      await this.store.save(conversation);
-      this.channel?.postMessage(conversation.id);
+      let record = await this.store.change(conversation.id, fields, messages, conversation.version ? null : state);
+      if (!record && isWanted) {
+        record = await this.store.change(conversation.id, fields, [...conversation.messages.values(), ...messages], state);
+      }
+      if (record) Object.assign(conversation, { version: record.version, changed: record.changed });
+      this.tabs.tell('changed', conversation.id);
     } catch (error) {
       this.notice(`This conversation could not be kept (${error.message}). Delete old ones, or export it.`);
     }
   }
 
-  async rename() {
-    const { current } = this;
-    const name = await this.ask('Name of this conversation:', current.name);
+  async restore(conversation) {
+    await this.save(conversation, {}, [...conversation.messages.values()], true);
+    this.add(conversation);
+    await this.show(conversation);
+  }
+
+  async rename(conversation = this.current) {
+    const name = await this.ask('Name of this conversation:', conversation.name);
     if (!name) return;
-    current.name = name;
-    await this.save(current);
+    conversation.name = name;
+    await this.save(conversation, { name });
     this.showFrame();
   }
 
-  async delete() {
-    const { current } = this;
-    this.drop(current);
-    this.conversations = this.conversations.filter((one) => one !== current);
-    await this.store.delete(current.id);
-    this.channel?.postMessage(current.id);
-    this.show(this.fresh());
-    this.notice(`${current.name} was deleted.`, 'Undo', async () => {
-      this.conversations.unshift(current);
-      await this.save(current);
-      this.show(current);
-    });
+  async delete(conversation = this.current) {
+    if (!conversation.messages.size) await this.refresh(conversation);
+    this.replies.get(conversation.id)?.stop(true);
+    this.conversations = this.conversations.filter((one) => one !== conversation);
+    await this.store.delete(conversation.id);
+    this.tabs.tell('deleted', conversation.id);
+    if (conversation === this.current) await this.show(this.fresh());
+    else this.showFrame();
+    this.notice(`${conversation.name} was deleted.`, 'Undo', () => this.restore(conversation));
+  }
+
+  /** Add the conversation of a file that was exported as JSON. */
+  async import(text, name) {
+    const found = imported(text, (id) => this.conversations.some((one) => one.id === id));
+    if (!found) {
+      this.notice(`${name} is no conversation that this page exported as JSON.`);
+      return;
+    }
+    const conversation = new Conversation({ ...found.record, version: 0 }, found.messages);
+    await this.save(conversation, {}, found.messages);
+    this.add(conversation);
+    await this.show(conversation);
   }
 
   export(text, type, ending) {
@@ -303,6 +477,44 @@ class App {
     control.style.minWidth = `${control.offsetWidth}px`;
     control.textContent = '\u2713';
     setTimeout(() => { control.textContent = 'Copy'; }, 1200);
+  }
+
+  // Room in the context, as /context makes it in the terminal.
+
+  openRoom() {
+    const [used, most] = [this.contextUsed(), this.contextLength()];
+    byId('room-words').textContent = most ? `${grouped(used)} of ${grouped(most)} tokens are used.` : '';
+    byId('room').showModal();
+  }
+
+  /** Let the model read on from a later question, behind which half of the context is free. */
+  async shiftContext() {
+    const { current } = this;
+    const first = questionWithin(turnsRead(current), this.contextUsed(), (this.contextLength() ?? 0) / 2);
+    if (!first) {
+      this.notice('There is but one question, which stays. Shorten it with Edit, or start a new conversation.');
+      return;
+    }
+    current.first = first.id;
+    await this.save(current, { first: first.id });
+    this.log.show();
+    this.notice('The model no longer reads the messages above the line.');
+    this.showContext();
+  }
+
+  /** Have the conversation summed up, and let the model read on from the summary. */
+  summarise() {
+    const { current } = this;
+    if (this.isWritten(current)) return false;
+    return this.write(current, () => {
+      const most = this.contextLength();
+      const room = most ? most - Math.min(REPLY_TOKENS, most / 4) : Infinity;
+      const read = turnsRead(current);
+      const used = this.contextUsed();
+      if (used > room) current.first = questionWithin(read, used, room)?.id ?? current.first;
+      const turn = current.next('user', SUMMARY_TURN, current.head, { is_summary: true });
+      return [turn, current.next('assistant', '', turn.id)];
+    });
   }
 
   // Dialogs and keys.
@@ -346,22 +558,13 @@ class App {
     const { model, system, options } = this.current;
     this.firstOptions = { model, system, options };
     ofBrowser.set('localinfer.options', JSON.stringify(this.firstOptions));
-    if (this.current.turns.length) this.save(this.current);
-  }
-
-  /** In narrow windows: show the conversations over the messages, which then cannot be used; or hide them. */
-  openSidebar(isWanted) {
-    const isOpen = isWanted && getComputedStyle(byId('menu')).display !== 'none';
-    document.querySelector('main').inert = isOpen;
-    document.body.classList.toggle('menu-open', isOpen);
-    byId('menu').setAttribute('aria-expanded', String(isOpen));
-    if (isOpen) byId('new').focus();
+    if (this.current.head) this.save(this.current, this.firstOptions);
   }
 
   /** Escape: close what is open, else stop the reply. */
   escape() {
     if (document.body.classList.contains('menu-open')) {
-      this.openSidebar(false);
+      this.sidebar.open(false);
       byId('menu').focus();
     } else if (byId('actions').open) {
       byId('actions').open = false;
@@ -369,25 +572,51 @@ class App {
     } else this.stop();
   }
 
-  submit() {
+  /** Send what is written, or once the reply is complete. */
+  async submit() {
     const field = byId('message');
-    const isRunning = this.replies.has(this.current.id);
-    if (isRunning) this.notice(WAITS, 'Stop it', () => this.stop());
-    else if (field.value.trim()) {
-      this.send(field.value.trim());
-      field.value = '';
-      ofTab.remove('localinfer.draft');
+    const text = field.value.trim();
+    if (!text) return;
+    if (this.isWritten(this.current)) {
+      this.waiting = this.current;
+      this.notice(WAITS, 'Not yet', () => { this.waiting = null; });
+      return;
+    }
+    this.waiting = null;
+    field.value = '';
+    grow(field);
+    const { current } = this;
+    const isSent = await this.send(text);
+    if (!isSent) {
+      field.value = field.value ? `${text}\n${field.value}` : text;
       grow(field);
     }
+    ofTab.set('localinfer.draft', field.value);
+    if (isSent || current !== this.current) return;
+    await this.refresh(current);
+    this.showFrame();
+    this.submit();
+  }
+
+  /** Send what waited for the end of a conversation's reply, unless that was stopped or failed. */
+  sendWaiting(conversation) {
+    if (this.waiting !== conversation || this.isWritten(conversation)) return;
+    this.waiting = null;
+    this.unnotice(WAITS);
+    const isGood = ['stop', 'length'].includes(conversation.turns.at(-1)?.finish_reason);
+    if (conversation === this.current && isGood) this.submit();
   }
 
   /** Connect the controls. */
   connect() {
     const clicks = {
       new: () => { this.show(this.fresh()); byId('message').focus(); },
-      menu: () => this.openSidebar(true),
       'keys-open': () => byId('keys').showModal(),
       'options-open': () => this.openOptions(),
+      'room-open': () => this.openRoom(),
+      'room-shift': () => this.shiftContext(),
+      'room-summary': () => this.summarise(),
+      'room-new': () => byId('new').click(),
       rename: () => this.rename(),
       delete: () => this.delete(),
       'export-markdown': () => this.export(toMarkdown(this.current), 'text/markdown', 'md'),
@@ -395,49 +624,40 @@ class App {
     };
     for (const [id, action] of Object.entries(clicks)) byId(id).onclick = action;
     for (const dialog of document.querySelectorAll('dialog')) {
-      for (const control of dialog.querySelectorAll('.close')) control.onclick = () => dialog.close();
+      for (const control of dialog.querySelectorAll('.close')) control.addEventListener('click', () => dialog.close());
     }
     byId('options').onchange = () => this.takeOptions();
     byId('actions').onclick = (event) => { if (event.target.tagName === 'BUTTON') byId('actions').open = false; };
     byId('model').onchange = () => {
       this.current.model = byId('model').value;
       this.keepOptions();
+      this.log.update();
       this.showContext();
     };
     byId('composer').onsubmit = (event) => {
       event.preventDefault();
-      if (this.replies.has(this.current.id)) this.stop();
+      if (this.isWritten(this.current)) this.stop();
       else this.submit();
     };
     byId('message').oninput = (event) => {
       grow(event.target);
       ofTab.set('localinfer.draft', event.target.value);
-    };
-    const log = byId('log');
-    log.onscroll = () => { this.isAtEnd = log.scrollHeight - log.scrollTop - log.clientHeight < NEAR_END; };
-    log.onclick = (event) => {
-      if (event.target.className === 'copy-code') this.copyCode(event.target.closest('figure'), event.target);
+      // What is changed is not sent before it is asked for again.
+      this.waiting = null;
+      this.unnotice(WAITS);
     };
     document.addEventListener('keydown', (event) => this.key(event));
     document.addEventListener('click', (event) => {
       if (!byId('actions').contains(event.target)) byId('actions').open = false;
-      if (event.target === document.body) this.openSidebar(false);
+      if (event.target === document.body) this.sidebar.open(false);
     });
     addEventListener('pagehide', () => this.replies.forEach((reply) => reply.keep()));
-    if (this.channel) this.channel.onmessage = () => this.reload();
+    this.log.connect();
+    this.sidebar.connect();
   }
 
   copyCode(figure, control) {
     this.copy(figure.querySelector('code').textContent.replace(/\n$/, ''), control);
-  }
-
-  /** Take over what another tab changed, except where this one writes. */
-  async reload() {
-    const ours = new Map([...this.replies.values()].map(({ conversation }) => [conversation.id, conversation]));
-    this.conversations = (await this.store.list()).map((one) => ours.get(one.id) ?? one);
-    const same = this.conversations.find((one) => one.id === this.current.id);
-    if (same && same !== this.current) this.show(same);
-    else this.showFrame();
   }
 
   key(event) {
@@ -467,7 +687,7 @@ class App {
   chords() {
     return {
       N: () => byId('new').click(),
-      L: () => this.toConversations(),
+      L: () => this.sidebar.focus(),
       M: () => byId('message').focus(),
       R: () => this.regenerate(),
       G: () => this.continueReply(),
@@ -480,15 +700,10 @@ class App {
     if (sends(event)) {
       event.preventDefault();
       this.submit();
-    } else if (event.key === 'ArrowUp' && !event.target.value && !this.replies.has(this.current.id)) {
+    } else if (event.key === 'ArrowUp' && !event.target.value && !this.isWritten(this.current)) {
       event.preventDefault();
-      this.views.findLast((view) => view.turn.role === 'user')?.edit();
+      this.log.views.findLast((view) => view.turn.role === 'user' && !view.turn.is_summary)?.edit();
     }
-  }
-
-  toConversations() {
-    this.openSidebar(true);
-    (document.querySelector('nav [aria-current]') ?? byId('new')).focus();
   }
 
   copyLastCode() {
@@ -497,8 +712,15 @@ class App {
   }
 }
 
+let app = null;
+
 async function main() {
-  await new App(await Store.open()).start();
+  const store = await Store.open(() => {
+    byId('log').append(element('p', { className: 'note', textContent: 'Close the other tabs with this page, or reload '
+      + 'them: they are of an older version, which keeps conversations in another way.' }));
+  });
+  app = new App(store);
+  await app.start();
 }
 
 main();

@@ -2,6 +2,7 @@
 'use strict';
 
 const KEEP_MILLISECONDS = 500;
+const TELL_MILLISECONDS = 100;
 const STOP_MILLISECONDS = 1500;
 
 class Reply {
@@ -12,51 +13,73 @@ class Reply {
     this.id = null;
     this.isStopped = false;
     this.keptAt = 0;
+    this.toldAt = 0;
+    this.told = { content: turn.content.length, reasoning: turn.reasoning.length };
     this.words = 'Waiting for the model';
   }
 
   /** Fill the turn until the stream ends, however it ends. */
   async run() {
     const { turn, conversation } = this;
-    const end = conversation.turns.indexOf(turn) + Number(this.continues);
-    const body = requestBody({ ...conversation, turns: conversation.turns.slice(0, end) }, this.continues);
+    const turns = turnsRead(conversation);
+    turn.read_from = turns[0]?.id ?? null;
+    const end = turns.indexOf(turn) + Number(this.continues);
+    const body = requestBody({ ...conversation.record(), turns: turns.slice(0, end) }, this.continues);
+    let reason = null;
     try {
-      for await (const chunk of this.app.server.reply(body, this.controller.signal)) this.take(chunk);
-      if (this.isStopped || !turn.finish_reason) turn.finish_reason = this.isStopped ? 'stopped' : 'stop';
+      for await (const chunk of this.app.server.reply(body, this.controller.signal)) reason = this.take(chunk) ?? reason;
+      reason = this.isStopped ? 'stopped' : reason ?? 'stop';
     } catch (error) {
-      turn.finish_reason = this.isStopped ? 'stopped' : 'error';
+      reason = this.isStopped ? 'stopped' : 'error';
       if (!this.isStopped) {
         turn.error = error instanceof Failure ? error.message : `This page failed: ${error.message}`;
         turn.may_try_again = error.mayTryAgain ?? true;
+        turn.too_long = error.numTokens ?? null;
       }
     }
+    this.tell();
+    turn.finish_reason = reason;
   }
 
+  /** Take what came; gives why the reply ended, where the chunk says it. */
   take(chunk) {
     const { turn } = this;
     this.id = chunk.id;
     const [choice] = chunk.choices;
     turn.reasoning += choice?.delta.reasoning_content ?? '';
     turn.content += choice?.delta.content ?? '';
-    turn.finish_reason = choice?.finish_reason ?? turn.finish_reason;
     if (choice?.delta.content || choice?.delta.reasoning_content) this.words = 'Writing';
     else if (chunk.prompt_progress) this.words = progressInWords(chunk.prompt_progress);
     if (chunk.timings) turn.stats = statsOf(chunk.timings);
     if (chunk.timings?.notices) turn.notices = chunk.timings.notices;
     this.app.touch();
-    if (!this.isStopped && performance.now() > this.keptAt + KEEP_MILLISECONDS) this.keep();
+    const now = performance.now();
+    if (!this.isStopped && now > this.keptAt + KEEP_MILLISECONDS) this.keep();
+    if (now > this.toldAt + TELL_MILLISECONDS) this.tell();
+    return choice?.finish_reason;
   }
 
   keep() {
     this.keptAt = performance.now();
-    this.app.store.keepRunning(this.conversation.id, this.turn);
+    this.app.store.keepRunning(this.turn);
   }
 
-  /** End it: the server is asked, so that the cost comes too, and left if that takes long. */
-  stop() {
+  /** Tell other tabs what came. */
+  tell() {
+    const { turn, told, words } = this;
+    const more = { content: turn.content.slice(told.content), reasoning: turn.reasoning.slice(told.reasoning) };
+    this.toldAt = performance.now();
+    this.app.tabs.tell('piece', this.conversation.id, { message: turn.id, at: told, ...more, words });
+    this.told = { content: turn.content.length, reasoning: turn.reasoning.length };
+  }
+
+  /** End it: the server is asked, so that the cost comes too, and left if that takes long, or at once. */
+  stop(isUrgent = false) {
+    const leave = () => this.controller.abort();
+    if (isUrgent) leave();
     if (this.isStopped) return;
     this.isStopped = true;
-    const leave = () => this.controller.abort();
+    if (isUrgent) return;
     if (!this.id) leave();
     else this.app.server.cancel(this.id).catch(leave);
     setTimeout(leave, STOP_MILLISECONDS);

@@ -21,11 +21,12 @@ class EventReader {
   }
 }
 
-/** Something that failed, told in a sentence with what to do. mayTryAgain: the same request may have an answer later. */
+/** Something that failed, told in a sentence with what to do. mayTryAgain: the same request may have an answer later.
+ *  numTokens: of a prompt that is too long for the context. */
 class Failure extends Error {
-  constructor(message, mayTryAgain = true) {
+  constructor(message, { mayTryAgain = true, numTokens = null } = {}) {
     super(message);
-    this.mayTryAgain = mayTryAgain;
+    Object.assign(this, { mayTryAgain, numTokens });
   }
 }
 
@@ -33,7 +34,7 @@ const UNREACHABLE = 'The server does not answer. See whether "localinfer serve" 
 const CONTEXT_FULL = 'context_length_exceeded';
 const WAYS_OUT = {
   [CONTEXT_FULL]: (error) => `This conversation has ${grouped(error.n_prompt_tokens)} tokens, and the model `
-    + `reads at most ${grouped(error.n_ctx)}. Start a new conversation, shorten an earlier message with Edit, or start `
+    + `reads at most ${grouped(error.n_ctx)}. Make room below, shorten an earlier message with Edit, or start `
     + 'the server with a larger --context-length.',
   queue_full: () => 'The server is busy with other replies. Wait a moment.',
   shutting_down: () => 'The server is being stopped. Start "localinfer serve" again.',
@@ -45,7 +46,8 @@ function failureOf(error, status) {
   const wayOut = WAYS_OUT[error?.code];
   const message = error?.message ? `The server says: ${error.message}.` : `The server answered with status ${status}.`;
   const isOurs = error?.type === 'invalid_request_error' || error?.code === CONTEXT_FULL;
-  return new Failure(wayOut ? wayOut(error) : message, !isOurs);
+  const numTokens = error?.code === CONTEXT_FULL ? error.n_prompt_tokens : null;
+  return new Failure(wayOut ? wayOut(error) : message, { mayTryAgain: !isOurs, numTokens });
 }
 
 /** The requests of this page. askToken: asks the user for the token, and gives null if there is none. */
