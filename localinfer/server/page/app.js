@@ -151,7 +151,8 @@ class App {
 
   /** Take over what another tab tells. */
   async told({ kind, id, ...more }) {
-    const conversation = this.conversations.find((one) => one.id === id) ?? (this.current?.id === id ? this.current : null);
+    const known = [...this.conversations, ...(this.current ? [this.current] : [])];
+    const conversation = known.find((one) => one.id === id) ?? null;
     if (kind === 'stop') this.replies.get(id)?.stop(more.isUrgent);
     else if (kind === 'piece') this.takePiece(conversation, more);
     else if (kind === 'want') this.tellWhole(id);
@@ -163,11 +164,11 @@ class App {
   takePiece(conversation, { message, at, content, reasoning, words }) {
     const turn = conversation?.messages.get(message);
     if (!turn || turn.finish_reason) return;
-    const isNext = turn.content.length === at.content && turn.reasoning.length === at.reasoning;
-    if (isNext) {
+    const { content: { length }, reasoning: { length: thought } } = turn;
+    if (length === at.content && thought === at.reasoning) {
       turn.content += content;
       turn.reasoning += reasoning;
-    } else if (turn.content.length < at.content || turn.reasoning.length < at.reasoning) this.tabs.tell('want', conversation.id);
+    } else if (length < at.content || thought < at.reasoning) this.tabs.tell('want', conversation.id);
     const other = this.others.get(conversation.id);
     if (other) other.words = `${words}, in another tab`;
     if (conversation === this.current) this.touch();
@@ -198,7 +199,8 @@ class App {
     if (!conversation || conversation === this.current) {
       const found = conversation ? null : await this.store.load(id);
       if (found) this.add(new Conversation(found.record, found.messages));
-      else if (conversation) await this.refresh(conversation);
+      // It may have been deleted, and have come back.
+      else if (conversation && await this.refresh(conversation)) this.add(conversation);
     } else {
       const found = await this.store.load(id);
       if (found) conversation.take(found.record, conversation.messages.size ? found.messages : []);
@@ -221,16 +223,20 @@ class App {
     const isRead = conversation.messages.size > 0;
     const found = await this.store.load(conversation.id, isRead ? conversation.version : null);
     if (!found) return false;
+    this.adopt(conversation, found);
+    this.watch(conversation);
+    return true;
+  }
+
+  adopt(conversation, { record, messages }) {
     const former = conversation.head;
-    conversation.take(found.record, found.messages);
+    conversation.take(record, messages);
     // A message that is being edited stays, though another tab went on from another one.
     const edited = conversation === this.current ? this.log.edited : null;
     if (edited && !conversation.turns.includes(edited)) {
       conversation.head = former;
       this.isBehind = true;
     }
-    this.watch(conversation);
-    return true;
   }
 
   /** Show what was written elsewhere while a message was edited. */
@@ -250,7 +256,10 @@ class App {
     await this.tabs.writes.whenFree(id);
     this.others.delete(id);
     await this.tabs.writes.hold(id, async () => {
-      await this.catchUp(conversation);
+      const found = await this.store.load(id, conversation.version);
+      // It may have been deleted in the meantime.
+      if (!found) return;
+      this.adopt(conversation, found);
       await this.closeCut(conversation);
     });
     if (conversation === this.current) {
@@ -261,16 +270,18 @@ class App {
     this.sendWaiting(conversation);
   }
 
-  /** Say of replies that are not at their end that they were cut off: while this tab may write, no other writes them. */
+  /** Say of replies without an end that they were cut off: while this tab may write, no other writes them. */
   async closeCut(conversation) {
     const cut = conversation.unfinished();
     if (!cut.length) return;
     for (const turn of cut) {
       const kept = this.store.running(turn);
-      if (kept && sizeOf(kept) > sizeOf(turn)) Object.assign(turn, { content: kept.content, reasoning: kept.reasoning });
-      Object.assign(turn, { finish_reason: 'interrupted', version: turn.version + 1 });
+      if (kept && isNewer(kept, turn)) Object.assign(turn, kept);
+      // Its tab may have gone when it had ended, and was not saved yet.
+      turn.finish_reason ??= 'interrupted';
+      turn.version += 1;
     }
-    await this.save(conversation, {}, cut);
+    await this.save(conversation, {}, cut, false);
     for (const turn of cut) this.store.forgetRunning(turn);
   }
 
@@ -326,8 +337,8 @@ class App {
     await this.save(current, { head: current.head });
   }
 
-  /** Add messages, the last of which is a reply, and have it written, while no other tab writes in the conversation; true
-   *  once the messages are kept, false if another does not end in time. make: gives the messages, of the newest state. */
+  /** Add messages, the last of which is a reply, and have it written, while no other tab writes in the conversation;
+   *  true once the messages are kept, false if another does not end in time. make: gives them, behind the newest state. */
   write(conversation, make, { continues = false, patience } = {}) {
     byId('notice').hidden = true;
     return new Promise((resolve) => {
@@ -378,10 +389,12 @@ class App {
     if (document.activeElement === document.body) byId('message').focus();
     this.say('Writing a reply.');
     await reply.run();
-    // A reply also ends where the page goes away, and then nothing is saved any more.
-    reply.keep();
     turn.version += 1;
+    // A reply also fails where the page goes away: then what was kept before stays.
+    if (!reply.isLeft) reply.keep();
     await this.save(conversation, {}, [turn]);
+    // For tabs that keep the conversation, should it have been deleted.
+    this.tabs.tell('whole', conversation.id, { message: turn });
     this.store.forgetRunning(turn);
     this.replies.delete(conversation.id);
     this.say(turn.error ?? `The reply is complete: ${grouped(turn.content.length)} characters.`);
@@ -407,9 +420,15 @@ class App {
     try {
       let record = await this.store.change(conversation.id, fields, messages, conversation.version ? null : state);
       if (!record && isWanted) {
-        record = await this.store.change(conversation.id, fields, [...conversation.messages.values(), ...messages], state);
+        // Newer than whatever any tab has seen of it.
+        state.version = Date.now();
+        const all = [...conversation.messages.values(), ...messages];
+        record = await this.store.change(conversation.id, fields, all, state);
       }
-      if (record) Object.assign(conversation, { version: record.version, changed: record.changed });
+      const isNext = record?.version === conversation.version + 1;
+      if (isNext) Object.assign(conversation, fields, { version: record.version, changed: record.changed });
+      // Where another tab changed something in between, that is still to be read.
+      else if (record?.version > conversation.version) this.wasChanged(conversation.id, conversation);
       this.tabs.tell('changed', conversation.id);
     } catch (error) {
       this.notice(`This conversation could not be kept (${error.message}). Delete old ones, or export it.`);
@@ -651,7 +670,7 @@ class App {
       if (!byId('actions').contains(event.target)) byId('actions').open = false;
       if (event.target === document.body) this.sidebar.open(false);
     });
-    addEventListener('pagehide', () => this.replies.forEach((reply) => reply.keep()));
+    addEventListener('pagehide', () => this.replies.forEach((reply) => reply.leave()));
     this.log.connect();
     this.sidebar.connect();
   }

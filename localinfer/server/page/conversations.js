@@ -34,10 +34,10 @@ class Conversation {
     return message;
   }
 
-  /** Take over what the store has. */
+  /** Take over what the store had when it was read. */
   take(record, messages) {
     for (const message of messages) this.put(message);
-    Object.assign(this, record);
+    if (record.version >= this.version) Object.assign(this, record);
     this.way = null;
   }
 
@@ -95,7 +95,7 @@ function newConversation({ model, system, options }) {
     first: null, version: 0 });
 }
 
-/** A conversation as one list of turns, which every version but the newest of this page wrote, as record and messages. */
+/** A conversation as one list of turns, as exports have it and as this page once kept it, as record and messages. */
 function fromTurns({ turns, others = [], ...kept }) {
   const record = Object.fromEntries(FIELDS.map((name) => [name, kept[name] ?? null]));
   let parent = null;
@@ -119,20 +119,35 @@ function imported(text, isHere) {
   } catch {
     return null;
   }
-  const isTurn = (turn) => isRecord(turn) && ['user', 'assistant'].includes(turn.role) && typeof turn.content === 'string';
+  const isTurn = (turn) => isRecord(turn) && ['user', 'assistant'].includes(turn.role)
+    && typeof turn.content === 'string';
   if (!isRecord(value) || !Array.isArray(value.turns) || !value.turns.every(isTurn)) return null;
-  const others = (Array.isArray(value.others) ? value.others : []).filter((one) => isTurn(one) && one.id && one.parent !== undefined);
+  const others = Array.isArray(value.others) ? value.others.filter((one) => isTurn(one) && one.id) : [];
   const id = typeof value.id === 'string' && !isHere(value.id) ? value.id : makeId();
   const ids = new Map([...value.turns, ...others].map((one, index) => [one.id ?? index, makeId()]));
-  const clean = (one, index) => ({ ...one, id: ids.get(one.id ?? index), parent: ids.get(one.parent) ?? null,
-    finish_reason: one.finish_reason ?? (one.role === 'assistant' ? 'stop' : undefined), created: textOr(one.created, '') });
+  const clean = (one, index) => ({
+    ...one,
+    ...(one.role === 'assistant' ? { finish_reason: one.finish_reason ?? 'stop' } : {}),
+    id: ids.get(one.id ?? index),
+    parent: ids.get(one.parent) ?? null,
+    created: textOr(one.created, ''),
+    version: 1,
+  });
   const turns = value.turns.map((one, index) => {
     const { parent, ...turn } = clean(one, index);
     return turn;
   });
   const now = new Date().toISOString();
-  return fromTurns({ ...checkedOptions(value), id, name: textOr(value.name, '') || 'Imported', created: textOr(value.created, now),
-    changed: now, first: ids.get(value.first) ?? null, turns, others: others.map(clean) });
+  return fromTurns({
+    ...checkedOptions(value),
+    id,
+    name: textOr(value.name, '') || 'Imported',
+    created: textOr(value.created, now),
+    changed: now,
+    first: ids.get(value.first) ?? null,
+    turns,
+    others: others.map(clean),
+  });
 }
 
 /** The part of a conversation that the model reads: from a last summary on, or from where older messages are left out. */

@@ -12,6 +12,7 @@ class Reply {
     this.controller = new AbortController();
     this.id = null;
     this.isStopped = false;
+    this.isLeft = false;
     this.keptAt = 0;
     this.toldAt = 0;
     this.told = { content: turn.content.length, reasoning: turn.reasoning.length };
@@ -62,6 +63,12 @@ class Reply {
   keep() {
     this.keptAt = performance.now();
     this.app.store.keepRunning(this.turn);
+  }
+
+  /** Keep what there is for the last time, as the page goes away. */
+  leave() {
+    this.keep();
+    this.isLeft = true;
   }
 
   /** Tell other tabs what came. */
