@@ -43,6 +43,7 @@ _WEIGHTS = {
 }
 _NUM_CONVERSATIONS = 3
 _SETTLE_SECONDS = 30.0
+_REST_SECONDS = 0.1
 _CHECK_EVERY = 25
 _ACT_SECONDS = 30.0
 _ACT_MILLISECONDS = 3000.0
@@ -63,9 +64,12 @@ _LEAVE = """() => {
   return [...app.replies.values()].map((reply) => reply.turn.id);
 }"""
 """Gives the replies that a tab writes which is about to go."""
+_IS_AT_REST = """async () => {
+  const { held, pending } = await navigator.locks.query();
+  return !held.length && !pending.length && !app.replies.size && !app.others.size && app.waiting === null;
+}"""
 _SHOWN = """() => ({
-  id: app.current.id, isBusy: app.replies.size + app.others.size > 0 || app.waiting !== null,
-  turns: [...document.querySelectorAll('#log > .turn')].map((node, index) => {
+  id: app.current.id,   turns: [...document.querySelectorAll('#log > .turn')].map((node, index) => {
     const { turn } = app.log.views[index];
     const body = node.querySelector('.body');
     const isLeft = node.querySelector('.writing') !== null;
@@ -97,8 +101,9 @@ class NoBrowserError(Exception):
 class Tabs:
     """A campaign; what is done is chosen by the seed. say: is given lines of progress.
 
-    counts: how often what was done. A message is sent once a tab has shown it: from then on it is in the store, once,
-    until a tab deletes its conversation. A reply may be said to be cut off only if the tab that wrote it has gone.
+    counts: how often what was done. sent: text and conversation of each message that a tab has shown: it is in the
+    store, once, unless its conversation is among the deleted. cut: replies whose tab has gone: no others may be said to
+    be cut off.
     """
 
     def __init__(self, seed: int, tabs: int, say: Callable[[str], None] = print) -> None:
@@ -108,9 +113,9 @@ class Tabs:
         self._number = tabs
         self._say = say
         self._tabs: list[_Tab] = []
-        self._sent: dict[str, tuple[str, str]] = {}
-        self._deleted: set[str] = set()
-        self._may_be_cut: set[str] = set()
+        self.sent: dict[str, tuple[str, str]] = {}
+        self.deleted: set[str] = set()
+        self.cut: set[str] = set()
         self._next = 0
 
     def run(self, steps: int) -> bool:
@@ -132,7 +137,7 @@ class Tabs:
             self._say(f"FOUND with --seed {self._seed} after {done} steps: {problem}")
         acts = ", ".join(f"{number} {what}" for what, number in self.counts.most_common())
         took = f"{self._number} tabs, {done} steps in {time.monotonic() - began:.0f} s"
-        self._say(f"{took}: {acts}; {len(self._sent)} messages sent, {len(problems)} problems")
+        self._say(f"{took}: {acts}; {len(self.sent)} messages sent, {len(problems)} problems")
         return not problems
 
     # What tabs do.
@@ -257,14 +262,14 @@ class Tabs:
     def _delete(self, tab: _Tab) -> bool:
         if tab.typed is not None or not tab.page.evaluate("app.current.head"):
             return False
-        self._deleted.add(tab.page.evaluate("app.current.id"))
+        self.deleted.add(tab.page.evaluate("app.current.id"))
         tab.page.evaluate("app.delete()")
         return True
 
     def _leave(self, tab: _Tab, act: Callable[[], object]) -> bool:
         """Do what ends the page of a tab: the replies that it writes may be cut off."""
         self._note(tab)
-        self._may_be_cut.update(tab.page.evaluate(_LEAVE))
+        self.cut.update(tab.page.evaluate(_LEAVE))
         act()
         tab.typed = None
         return True
@@ -286,11 +291,14 @@ class Tabs:
         shown = tab.page.evaluate(_SHOWN)
         for turn in shown["turns"]:
             if turn["role"] == "user":
-                self._sent[turn["id"]] = (turn["content"], shown["id"])
+                self.sent[turn["id"]] = (turn["content"], shown["id"])
 
     def _check(self) -> list[str]:
         """Let all come to rest, and say what is not as it has to be."""
-        rest = wait_until(lambda: all(self._is_at_rest(tab) for tab in self._tabs), _SETTLE_SECONDS, every=0.05)
+        # Twice, since a tab may be told by another what it does next.
+        rest = wait_until(
+            lambda: all(self._is_at_rest(tab) for tab in self._tabs * 2), _SETTLE_SECONDS, every=_REST_SECONDS
+        )
         problems = [f"tab {tab.number}: {problem}" for tab in self._tabs for problem in tab.problems]
         if not rest:
             return [*problems, f"a tab does not come to rest: {[tab.page.evaluate(_SHOWN) for tab in self._tabs]}"]
@@ -303,7 +311,7 @@ class Tabs:
         return problems
 
     def _is_at_rest(self, tab: _Tab) -> bool:
-        return not tab.page.evaluate(_SHOWN)["isBusy"]
+        return bool(tab.page.evaluate(_IS_AT_REST))
 
     def judge_store(self, kept: list[dict[str, Any]]) -> list[str]:
         """What is wrong with the messages of all conversations."""
@@ -315,8 +323,8 @@ class Tabs:
             problems += self._judge_reply(message) if message["role"] == "assistant" else []
             if message["parent"] and message["parent"] not in ids:
                 problems.append(f"what {message['id']} follows is not there")
-        for name, (text, conversation) in self._sent.items():
-            if name not in ids and conversation not in self._deleted:
+        for name, (text, conversation) in self.sent.items():
+            if name not in ids and conversation not in self.deleted:
                 problems.append(f"{text} was shown as sent, and is not in the store")
         return problems
 
@@ -324,8 +332,8 @@ class Tabs:
         reason, text = message["finish_reason"], message["content"]
         if not reason:
             # It is said to be cut off when its conversation is shown, which the next check of a tab demands.
-            return [] if message["id"] in self._may_be_cut else [f"the reply {message['id']} never ends"]
-        if reason == "interrupted" and message["id"] not in self._may_be_cut:
+            return [] if message["id"] in self.cut else [f"the reply {message['id']} never ends"]
+        if reason == "interrupted" and message["id"] not in self.cut:
             return [f"the reply {message['id']} is said to be cut off, but no tab that wrote it went away"]
         if not REPLY.startswith(text) or (reason == "stop" and text != REPLY):
             return [f"the reply {message['id']} ({reason}) is not what the model said: {text!r}"]

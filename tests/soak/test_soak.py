@@ -16,6 +16,7 @@ from tests.soak.hostile import Hostile
 from tests.soak.kills import Kills
 from tests.soak.process_figures import trend
 from tests.soak.site import ViolationError
+from tests.soak.tabs import REPLY, Tabs
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="needs inotify and /proc")
 
@@ -111,3 +112,29 @@ def test_replies_are_alike_streamed_and_whole() -> None:
     )
     parts += b'{"content": "i"}, "finish_reason": "stop"}]}\n\ndata: {"choices": [], %s}\n\ndata: [DONE]\n\n' % usage
     assert ask.read(whole, streamed=False) == ask.read(parts, streamed=True)
+
+
+def test_lost_doubled_and_falsely_marked_messages_are_found() -> None:
+    def kept(*messages: dict[str, object]) -> list[dict[str, object]]:
+        return [{"id": "1", "messages": list(messages)}]
+
+    sent = {"id": "a", "role": "user", "content": "Message 1", "parent": None}
+    reply = {"id": "b", "role": "assistant", "content": REPLY, "parent": "a", "finish_reason": "stop"}
+    tabs = Tabs(1, 2, lambda _: None)
+    tabs.sent["a"] = ("Message 1", "1")
+    assert tabs.judge_store(kept(sent, reply)) == []
+    assert tabs.judge_store(kept(sent, {**reply, "finish_reason": "stopped", "content": "A rep"})) == []
+    wrong = {
+        "is not in the store": kept(),
+        "is there 2 times": kept(sent, {**sent, "id": "c"}, reply),
+        "is said to be cut off": kept(sent, {**reply, "content": "A", "finish_reason": "interrupted"}),
+        "never ends": kept(sent, {**reply, "finish_reason": None}),
+        "is not what the model said": kept(sent, {**reply, "content": REPLY[1:]}),
+        "follows is not there": kept(sent, {**reply, "parent": "x"}),
+    }
+    for problem, messages in wrong.items():
+        assert any(problem in one for one in tabs.judge_store(messages)), problem
+    tabs.cut.add("b")
+    assert tabs.judge_store(kept(sent, {**reply, "content": "A", "finish_reason": "interrupted"})) == []
+    tabs.deleted.add("1")
+    assert tabs.judge_store(kept()) == []

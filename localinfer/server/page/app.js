@@ -151,14 +151,18 @@ class App {
 
   /** Take over what another tab tells. */
   async told({ kind, id, ...more }) {
-    const known = [...this.conversations, ...(this.current ? [this.current] : [])];
-    const conversation = known.find((one) => one.id === id) ?? null;
+    const conversation = this.known(id);
     if (kind === 'stop') this.replies.get(id)?.stop(more.isUrgent);
     else if (kind === 'piece') this.takePiece(conversation, more);
     else if (kind === 'want') this.tellWhole(id);
     else if (kind === 'whole') this.takeWhole(conversation, more.message);
     else if (kind === 'deleted') this.wasDeleted(conversation);
     else if (kind === 'changed') await this.wasChanged(id, conversation);
+  }
+
+  /** The conversation with an id, null if this tab has none. */
+  known(id) {
+    return this.current?.id === id ? this.current : this.conversations.find((one) => one.id === id) ?? null;
   }
 
   takePiece(conversation, { message, at, content, reasoning, words }) {
@@ -196,14 +200,15 @@ class App {
   }
 
   async wasChanged(id, conversation) {
-    if (!conversation || conversation === this.current) {
-      const found = conversation ? null : await this.store.load(id);
-      if (found) this.add(new Conversation(found.record, found.messages));
+    if (conversation && conversation === this.current) {
       // It may have been deleted, and have come back.
-      else if (conversation && await this.refresh(conversation)) this.add(conversation);
+      if (await this.refresh(conversation)) this.add(conversation);
     } else {
       const found = await this.store.load(id);
-      if (found) conversation.take(found.record, conversation.messages.size ? found.messages : []);
+      // There is one object for each, which another call may have made in the meantime.
+      const known = this.known(id);
+      if (found && known) known.take(found.record, known.messages.size ? found.messages : []);
+      else if (found) this.add(new Conversation(found.record, found.messages));
     }
     this.conversations.sort((a, b) => b.changed.localeCompare(a.changed));
     if (conversation === this.current) {
@@ -255,7 +260,7 @@ class App {
     this.tabs.tell('want', id);
     await this.tabs.writes.whenFree(id);
     this.others.delete(id);
-    await this.tabs.writes.hold(id, async () => {
+    const isHeld = await this.tabs.writes.hold(id, async () => {
       const found = await this.store.load(id, conversation.version);
       // It may have been deleted in the meantime.
       if (!found) return;
@@ -268,6 +273,8 @@ class App {
     }
     this.showFrame();
     this.sendWaiting(conversation);
+    // Another tab came first, and writes the next reply.
+    if (!isHeld) this.watch(conversation);
   }
 
   /** Say of replies without an end that they were cut off: while this tab may write, no other writes them. */

@@ -3,6 +3,7 @@
 
 const NEAR_END = 48;
 const FIRST_FORMATTED = 20;
+const NUM_RECENT = 4;     // Messages at the end that are laid out even if they are out of sight.
 const SLICE_MILLISECONDS = 12;
 const SHARE_OF_TIME = 3;  // Showing what comes may take one of so many parts of the time.
 
@@ -24,6 +25,8 @@ class MessageLog {
   connect() {
     const { node, app } = this;
     node.onscroll = () => { this.isAtEnd = node.scrollHeight - node.scrollTop - node.clientHeight < NEAR_END; };
+    // What is said below takes height from it.
+    new ResizeObserver(() => this.scroll()).observe(node);
     node.onclick = (event) => {
       if (event.target.className === 'copy-code') app.copyCode(event.target.closest('figure'), event.target);
     };
@@ -49,8 +52,12 @@ class MessageLog {
     views.push(...added);
     this.raw.push(...added.filter((view) => view.isRaw));
     if (this.raw.length) this.formatSoon();
-    // Of the others only the last one that stayed has other controls now.
+    // Of the others only the last ones that stayed have other controls now.
     for (const view of views.slice(Math.max(0, kept - 2), kept)) view.update();
+    const past = views.length - NUM_RECENT;
+    for (let index = Math.max(0, Math.min(kept, past) - NUM_RECENT); index < views.length; index += 1) {
+      views[index].node.classList.toggle('past', index < past);
+    }
     this.markRead();
     this.scroll();
   }
