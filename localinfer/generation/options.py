@@ -1,7 +1,7 @@
 """The options of one generation, checked before anything runs."""
 
 import time
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +11,7 @@ from localinfer.chat.constraints import Constraint
 from localinfer.chat.reply_options import ReplyOptions
 from localinfer.errors import RequestError
 from localinfer.sampling.params import SamplingOptions, SamplingParams
+from localinfer.sampling.token_rules import TokenRules
 
 if TYPE_CHECKING:
     import numpy as np
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
     from localinfer.models.text.tokenizer import Tokenizer
 
+_FLAGS = ("ignore_eos", "include_stop", "context_shift", "pin_cache")
 _DRY_BREAKERS = ("\n", ":", '"', "*")
 
 
@@ -28,6 +30,12 @@ class GenerationOptions(SamplingOptions, total=False):
     stop: a text or several that end the completion; the stop text itself is left out. In a chat they are looked for in
         the content only, not in reasoning or tool calls.
     ignore_eos: continue past end tokens.
+    stop_token_ids: more tokens that end the completion, as its end tokens do; with ignore_eos these still do.
+    include_stop: whether the completion has the stop text that ended it.
+    min_tokens: so many tokens come before any that ends the completion; stop texts end it anyway.
+    allowed_token_ids: the only tokens that may come, beside those that end the completion.
+    bad_words: texts that are not written, however they are cut at their beginning; their last token does not come
+        behind the others.
     context_shift: at the end of the context, continue with the system message and the recent half of the rest, instead
         of ending (or, for a prompt, refusing); `stats.dropped_tokens` says how much was left out.
     pin_cache: keep this prompt and completion in memory longer than others.
@@ -51,6 +59,11 @@ class GenerationOptions(SamplingOptions, total=False):
     max_tokens: int | None
     stop: str | Sequence[str]
     ignore_eos: bool
+    stop_token_ids: Sequence[int]
+    include_stop: bool
+    min_tokens: int
+    allowed_token_ids: Sequence[int] | None
+    bad_words: Sequence[str]
     context_shift: bool
     pin_cache: bool
     prediction: str | Sequence[int]
@@ -70,12 +83,16 @@ class ChatOptions(GenerationOptions, ReplyOptions, total=False):
 class CheckedOptions:
     """Options of a generation, each of the kind it must have; texts that the engine wants as token ids are those.
 
-    salt: of `cache_salt`. began: when they were given, on the clock of `time.perf_counter`.
+    stop_ids: of `stop_token_ids`. rules: of min_tokens, allowed_token_ids and bad_words. salt: of `cache_salt`. began:
+    when they were given, on the clock of `time.perf_counter`.
     """
 
     max_tokens: int | None
     stops: list[str]
     ignore_eos: bool
+    stop_ids: frozenset[int]
+    include_stop: bool
+    rules: TokenRules
     context_shift: bool
     pin_cache: bool
     prediction_ids: "Sequence[int] | NDArray[np.integer]"
@@ -103,7 +120,8 @@ def check_options(options: Mapping[str, Any], tokenizer: "Tokenizer | None") -> 
     objective = check_number("ttft_objective", values.pop("ttft_objective", None), 0, kind=float, none="for none")
     priority = check_priority(values.pop("priority", 0))
     salt = salt_of(values.pop("cache_salt", None))
-    flags = {name: check_flag(name, values.pop(name, False)) for name in ("ignore_eos", "context_shift", "pin_cache")}
+    flags = {name: check_flag(name, values.pop(name, False)) for name in _FLAGS}
+    stop_ids, rules = _check_token_ids("stop_token_ids", values.pop("stop_token_ids", None)), _rules(values, tokenizer)
     max_tokens, constraint = values.pop("max_tokens", None), values.pop("constraint", None)
     prediction, breakers = values.pop("prediction", None), values.pop("dry_sequence_breakers", None)
     unknown = sorted(values.keys() - SamplingOptions.__annotations__.keys())
@@ -117,6 +135,8 @@ def check_options(options: Mapping[str, Any], tokenizer: "Tokenizer | None") -> 
     return CheckedOptions(
         max_tokens=max_tokens,
         stops=stops,
+        stop_ids=frozenset(stop_ids),
+        rules=rules,
         prediction_ids=_prediction_ids(prediction, tokenizer),
         constraint=constraint,
         owner=owner,
@@ -127,6 +147,35 @@ def check_options(options: Mapping[str, Any], tokenizer: "Tokenizer | None") -> 
         began=began,
         **flags,
     )
+
+
+def _rules(values: dict[str, Any], tokenizer: "Tokenizer | None") -> TokenRules:
+    """Take the rules about single tokens out of the options. Raises: RequestError."""
+    allowed = values.pop("allowed_token_ids", None)
+    least = check_number("min_tokens", values.pop("min_tokens", 0), 0)
+    words = _check_texts("bad_words", values.pop("bad_words", None))
+    if words and tokenizer is None:
+        raise RequestError("the model file has no tokenizer; leave bad_words out", field="bad_words")
+    sequences: dict[tuple[int, ...], None] = {}
+    for word in words:
+        for text in (word, word.lstrip(), f" {word.lstrip()}"):
+            if text and tokenizer is not None:
+                sequences[tuple(tokenizer.encode(text, add_special=False))] = None
+    return TokenRules(
+        allowed_ids=None if allowed is None else _check_token_ids("allowed_token_ids", allowed),
+        min_tokens=int(least or 0),
+        bad_sequences=tuple(sequences),
+    )
+
+
+def _check_token_ids(name: str, value: object) -> Sequence[int]:
+    found = [] if value is None else value
+    is_flat = getattr(found, "ndim", 1) == 1
+    if not isinstance(found, Collection) or isinstance(found, str | bytes | Mapping) or not is_flat:
+        raise RequestError(f"{name} is {value!r:.60}; give a list of token ids", field=name)
+    for token_id in found:
+        check_number(f"a token id of {name}", token_id, 0, hint="see tokenizer.encode", field=name)
+    return [int(token_id) for token_id in found]
 
 
 def _prediction_ids(prediction: Any, tokenizer: "Tokenizer | None") -> "Sequence[int] | NDArray[np.integer]":

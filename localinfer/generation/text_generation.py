@@ -22,7 +22,9 @@ from localinfer.generation.completion import Completion, CompletionEnd, Stats, S
 from localinfer.generation.options import CheckedOptions
 from localinfer.generation.resumed_text import ResumedText, call_ids
 from localinfer.models.text.tokenizer import StopMatcher, StreamDecoder
+from localinfer.sampling.mask import GuidingMask
 from localinfer.sampling.sampler import TokenMask
+from localinfer.sampling.token_rules import rules_mask
 from localinfer.speculation.verify import SpeculationRecord
 from localinfer.types import TokenLogprobs
 
@@ -154,12 +156,17 @@ class TextGeneration(Iterator[StreamEvent]):
                     field="ignore_eos",
                 )
             plan = engine.plan(replace(plan.params, seed=plan.seed), mask)
+        ends = frozenset() if tokenizer is None or options.ignore_eos else tokenizer.eog_token_ids
+        ends |= options.stop_ids
+        if not options.rules.is_empty:
+            guide = mask if isinstance(mask, GuidingMask) else None
+            ruled = rules_mask(options.rules, guide, start=prompt_ids.size, vocab_size=engine.vocab_size, end_ids=ends)
+            plan = engine.plan(replace(plan.params, seed=plan.seed), ruled)
         self._tokens = engine.generate(
             prompt_ids,
             plan,
             max_tokens=options.max_tokens,
-            stop_token_ids=() if tokenizer is None else tokenizer.eog_token_ids,
-            ignore_eos=options.ignore_eos,
+            stop_token_ids=ends,
             context_shift=options.context_shift,
             cache_hints=hints,
             prediction=options.prediction_ids,
@@ -363,6 +370,7 @@ class TextGeneration(Iterator[StreamEvent]):
         content, self._stop_text = self._matcher.push(content)
         if self._stop_text is not None:
             calls = ()
+            content += self._stop_text if self._options.include_stop else ""
         elif is_last:
             content += self._matcher.flush()
         self._has_calls = self._has_calls or bool(calls)

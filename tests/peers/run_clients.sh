@@ -4,8 +4,9 @@
 #     tests/peers/run_clients.sh [FOLDER] [NAME...]
 #
 # Each client is installed from PyPI or npm into a place of its own in FOLDER (default: build/clients), where it stays
-# for the next run; all of them take 3 GB. NAME: only these. PYTHON: the interpreter that has localinfer (default:
-# python). URL: of a server that runs already. Exits with 1 if a client failed.
+# for the next run; all of them take 3 GB. NAME: only these. NEWEST=1: bring them to their newest releases first. RESULT:
+# a file for the table of a run of all, such as tests/peers/CLIENTS.md. PYTHON: the interpreter that has localinfer
+# (default: python). URL: of a server that runs already. Exits with 1 if a client failed.
 set -u
 here=$(cd "$(dirname "$0")" && pwd)
 folder=${1:-build/clients}
@@ -17,12 +18,14 @@ folder=$(cd "$folder" && pwd)
 install() { # language, place, packages
     language=$1 place=$2
     shift 2
-    [ -e "$place/installed" ] && return 0
+    [ -e "$place/installed" ] && [ -z "${NEWEST:-}" ] && return 0
+    rm -f "$place/installed"
     if [ "$language" = py ]; then
-        "$PYTHON" -m venv --without-pip "$place" &&
-            "$PYTHON" -m pip --python "$place/bin/python" install -q --disable-pip-version-check "$@" || return 1
+        [ -e "$place/bin/python" ] || "$PYTHON" -m venv --without-pip "$place" || return 1
+        "$PYTHON" -m pip --python "$place/bin/python" install -q -U --disable-pip-version-check "$@" || return 1
     else
-        mkdir -p "$place" && (cd "$place" && npm init -y && npm install --no-fund --no-audit "$@") || return 1
+        mkdir -p "$place" && (cd "$place" && npm init -y && npm install --no-fund --no-audit $(printf '%s@latest ' "$@")) ||
+            return 1
     fi
     touch "$place/installed"
 }
@@ -61,7 +64,10 @@ fi
 export URL="${URL:?the server has told no address}"
 
 failed=0
-printf '| %-14s | %-10s | %-6s |\n|---|---|---|\n' client version result
+table=$folder/table.md
+: > "$table"
+say() { printf "$@" | tee -a "$table"; }
+say '| %-14s | %-10s | %-6s |\n|---|---|---|\n' client version result
 while read -r name language file packages; do
     case " $* " in "  " | *" $name "*) ;; *) continue ;; esac
     place=$folder/$name
@@ -74,7 +80,7 @@ while read -r name language file packages; do
         result=FAIL
     fi
     [ "$result" = pass ] || failed=1
-    printf '| %-14s | %-10s | %-6s |\n' "$name" "$(version "$language" "$place" "${packages%% *}" 2> /dev/null)" "$result"
+    say '| %-14s | %-10s | %-6s |\n' "$name" "$(version "$language" "$place" "${packages%% *}" 2> /dev/null)" "$result"
     [ "$result" = pass ] || tail -5 "$folder/$name.log" | sed 's/^/    /'
 done <<'CLIENTS'
 openai py use_openai.py openai pydantic
@@ -87,6 +93,8 @@ llama-index py use_llama_index.py llama-index-llms-openai-like llama-index-embed
 litellm py use_litellm.py litellm mcp
 instructor py use_instructor.py instructor
 pydantic-ai py use_pydantic_ai.py pydantic-ai-slim[openai,anthropic]
+smolagents py use_smolagents.py smolagents[openai]
+openai-agents py use_openai_agents.py openai-agents
 outlines py use_outlines.py outlines openai
 guidance py use_guidance.py guidance openai
 llm py use_llm.sh llm
@@ -95,4 +103,12 @@ ollama-npm js use_ollama.mjs ollama
 lm-eval py use_lm_eval.sh lm-eval[api]
 aider py use_aider.sh aider-chat
 CLIENTS
+if [ -n "${RESULT:-}" ]; then
+    {
+        printf '# The newest releases of other people'"'"'s clients\n\n'
+        printf 'Written by `NEWEST=1 RESULT=tests/peers/CLIENTS.md tests/peers/run_clients.sh` on %s, against localinfer %s.\n\n' \
+            "$(date -u +%Y-%m-%d)" "$("$PYTHON" -c 'import importlib.metadata as m; print(m.version("localinfer"))')"
+        cat "$table"
+    } > "$RESULT"
+fi
 exit $failed

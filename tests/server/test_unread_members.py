@@ -101,7 +101,7 @@ def test_misspelled_member_is_refused_and_the_meant_one_named(path):
 
 
 def test_many_unknown_members_are_a_few_short_notices():
-    body = {"messages": STORY, **{f"{index}\n\u2028é" * 40: index for index in range(20_000)}}
+    body = {"messages": STORY, **{f"{index}\n\u2028é" * 40: index for index in range(200)}}
     with collecting() as notices:
         decode_json(json.dumps(body).encode(), BODIES[CHAT])
         notice("x" * 10_000)

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
+import msgspec
 from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
@@ -17,6 +18,8 @@ from localinfer.server.replies.fields import (
     ChatFields,
     ContinueFinalMessage,
     Count,
+    OpenRouterReasoning,
+    OpenRouterUsage,
     Prediction,
     ProbabilityCount,
     SlotNumber,
@@ -55,7 +58,8 @@ class ChatRequest(ChatFields, kw_only=True):
     reasoning_format: under which names reasoning is given; clients prefer one of two. return_progress: say in a stream
     how far the prompt was read, and how many replies are ahead. timings_per_token: with the timings so far in each
     chunk. n_probs, n_predict: other names of top_logprobs, with logprobs, and of max_tokens. id_slot: where it shows.
-    verbose: show the prompt in a whole reply, as the member `__verbose`.
+    verbose: show the prompt in a whole reply, as the member `__verbose`. reasoning, usage: OpenRouter's.
+    return_token_ids: with the ids of the prompt and of each choice.
     """
 
     known_fields: ClassVar = CHAT
@@ -83,6 +87,9 @@ class ChatRequest(ChatFields, kw_only=True):
     n_predict: TokenLimit | None = None
     id_slot: SlotNumber | None = None
     verbose: bool | None = None
+    reasoning: OpenRouterReasoning | None = None
+    usage: OpenRouterUsage | None = None
+    return_token_ids: bool | None = None
     cache_salt: CacheSalt | None = None
 
     @property
@@ -96,7 +103,7 @@ class ChatRequest(ChatFields, kw_only=True):
             raise unsupported("modalities has more than text, which is all that is generated here", "modalities")
         if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "top_logprobs is given without logprobs; send logprobs: true", param="top_logprobs")
-        replying = self.reply_options()
+        replying = self.reply_options(self.reasoning)
         continuing = continuation(
             self.continue_final_message, self.add_generation_prompt, messages, has_form="constraint" in replying
         )
@@ -120,9 +127,16 @@ class ChatRequest(ChatFields, kw_only=True):
             ),
         }
 
+    @property
+    def streamed_usage(self) -> StreamOptions | None:
+        """What a stream carries beside text."""
+        if self.usage is None or not self.usage.include:
+            return self.stream_options
+        return msgspec.structs.replace(self.stream_options or StreamOptions(), include_usage=True)
+
     def reasoning_names(self) -> tuple[str, ...]:
         """The members that hold reasoning."""
-        chosen = self.reasoning_format or "both"
+        chosen = "none" if self.reasoning is not None and self.reasoning.exclude else self.reasoning_format or "both"
         return _REASONING_NAMES.get(chosen, (chosen,))
 
 
@@ -151,31 +165,52 @@ class _ChatWriter(ChoicesWriter):
 
     def __init__(self, reply: Reply, body: ChatRequest, service: Service) -> None:
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
-        super().__init__(reply, kind, body.stream_options, tells_timings=bool(body.timings_per_token))
+        super().__init__(reply, kind, body.streamed_usage, tells_timings=bool(body.timings_per_token))
         if body.return_progress and body.stream:
             self.progress = PromptProgress(reply, service.num_ahead)
+        self._tells_ids = bool(body.return_token_ids)
         self._is_verbose = body.verbose and not body.stream
         self._choices = [_Choice(body, reply.llm.tokenizer) for _ in range(reply.num_texts)]
 
     def begin(self) -> Iterator[Event]:
+        told = self._prompt_ids()
         for index in range(self.reply.num_texts):
-            yield self.chunk(_delta_choice(index, {"role": "assistant", "content": ""}))
+            yield self.chunk(_delta_choice(index, {"role": "assistant", "content": ""}), **(told if index == 0 else {}))
 
     def add(self, index: int, token: "StreamEvent") -> Iterator[Event]:
         if index == 0:
             yield from self.progress_chunks(is_read=True)
-        for delta, logprobs in self._choices[index].deltas(token):
-            yield self.token_chunk(_delta_choice(index, delta, logprobs=logprobs))
+        choice = self._choices[index]
+        if self._tells_ids and token.token_id >= 0:
+            choice.token_ids.append(token.token_id)
+        for delta, logprobs in choice.deltas(token):
+            yield self.token_chunk({**_delta_choice(index, delta, logprobs=logprobs), **self._new_ids(choice)})
 
     def end(self, index: int, reason: str, stats: "Stats | None") -> Iterator[Event]:
-        self._choices[index].finish_reason = reason
-        yield self.last_chunk(_delta_choice(index, {}, reason), stats)
+        choice = self._choices[index]
+        choice.finish_reason = reason
+        yield self.last_chunk({**_delta_choice(index, {}, reason), **self._new_ids(choice)}, stats)
+
+    def _new_ids(self, choice: "_Choice") -> dict[str, Any]:
+        """The ids that no event has told yet."""
+        if not self._tells_ids:
+            return {}
+        told, choice.num_told = choice.num_told, len(choice.token_ids)
+        return {"token_ids": choice.token_ids[told:]}
+
+    def _prompt_ids(self) -> dict[str, Any]:
+        found = self.reply.prompt_ids(0) if self._tells_ids else None
+        return {} if found is None else {"prompt_token_ids": found.tolist()}
 
     def empty_choice(self) -> dict[str, Any]:
         return _delta_choice(0, {})
 
     def whole(self) -> dict[str, Any]:
-        made = self.completion([choice.whole(index) for index, choice in enumerate(self._choices)])
+        choices = [choice.whole(index) for index, choice in enumerate(self._choices)]
+        if self._tells_ids:
+            for told, choice in zip(choices, self._choices, strict=True):
+                told["token_ids"] = choice.token_ids
+        made = {**self.completion(choices), **self._prompt_ids()}
         return {**made, "__verbose": {"prompt": self.reply.prompt_text(0)}} if self._is_verbose else made
 
 
@@ -188,6 +223,8 @@ class _Choice:
 
     def __init__(self, body: ChatRequest, tokenizer: "Tokenizer") -> None:
         self.finish_reason = "length"
+        self.token_ids: list[int] = []
+        self.num_told = 0
         self._names = body.reasoning_names()
         self._tokenizer = tokenizer
         self._texts: list[str] = []

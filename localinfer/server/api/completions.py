@@ -51,6 +51,7 @@ class CompletionRequest(GenerationFields, kw_only=True):
     best_of: make so many texts and return the `n` of the largest mean log probability per token, best first.
     prompt_cache_key: names a place in an editor, say; a newer request with the same key ends the older one.
     timings_per_token, return_progress, n_probs, n_predict, id_slot: as on chats.
+    return_token_ids: with the ids of each choice, and those of its prompt beside the first and in whole answers.
     add_special_tokens: begin a text with the model's first token, which one that begins with its name does not get
         twice. parse_special: read the names of special tokens in a text as those tokens; not in a prompt with a suffix,
         which is a file and no template, unless this is true.
@@ -78,6 +79,7 @@ class CompletionRequest(GenerationFields, kw_only=True):
     n_probs: ProbabilityCount | None = None
     n_predict: TokenLimit | None = None
     id_slot: SlotNumber | None = None
+    return_token_ids: bool | None = None
 
     @property
     def num_logprobs(self) -> int | None:
@@ -233,7 +235,7 @@ class _CompletionWriter(ChoicesWriter):
         choice = self._choices[index]
         choice.add(token)
         if self._body.stream and (token.text or self._body.num_logprobs is not None):
-            yield self.token_chunk(choice.part(index))
+            yield self.token_chunk({**choice.part(index), **self._prompt_ids_of(index)})
 
     def empty_choice(self) -> dict[str, Any]:
         return {"index": 0, "text": "", "logprobs": None, "finish_reason": None}
@@ -241,16 +243,25 @@ class _CompletionWriter(ChoicesWriter):
     def end(self, index: int, reason: str, stats: "Stats | None") -> Iterator[Event]:
         self._choices[index].finish_reason = reason
         if self._body.stream:
-            yield self.last_chunk(self._choices[index].part(index), stats)
+            yield self.last_chunk({**self._choices[index].part(index), **self._prompt_ids_of(index)}, stats)
+
+    def _prompt_ids_of(self, index: int) -> dict[str, Any]:
+        """The ids of a choice's prompt, once."""
+        choice = self._choices[index]
+        found = self.reply.prompt_ids(index) if self._body.return_token_ids and not choice.has_told_prompt else None
+        choice.has_told_prompt = True
+        return {} if found is None else {"prompt_token_ids": found.tolist()}
 
     def whole(self) -> dict[str, Any]:
         body, kept = self._body, []
         for start in range(0, len(self._choices), body.num_made):
             made = self._choices[start : start + body.num_made]
+            for index, choice in enumerate(made, start):
+                choice.prompt_ids = self._prompt_ids_of(index)
             if body.best_of is not None:
                 made.sort(key=lambda choice: choice.mean_logprob, reverse=True)
             kept += made[: body.n or 1]
-        choices = [choice.part(index) for index, choice in enumerate(kept)]
+        choices = [{**choice.part(index), **choice.prompt_ids} for index, choice in enumerate(kept)]
         return self.completion([{**choice, "finish_reason": choice["finish_reason"] or "length"} for choice in choices])
 
 
@@ -261,6 +272,9 @@ class _Choice:
         self.finish_reason: str | None = None
         self.texts: list[str] = []
         self.logprobs = LegacyLogprobs(tokenizer)
+        self.has_told_prompt = False
+        self.prompt_ids: dict[str, Any] = {}
+        self._token_ids: list[int] | None = [] if body.return_token_ids else None
         self._shows_logprobs = body.num_logprobs is not None
         self._sum = 0.0
         self._num_tokens = 0
@@ -273,6 +287,8 @@ class _Choice:
     def add(self, event: "StreamEvent") -> None:
         """Take the next token."""
         self.texts.append(event.text)
+        if self._token_ids is not None and event.token_id >= 0:
+            self._token_ids.append(event.token_id)
         if event.logprobs is not None:
             self._sum += event.logprobs.logprob
             self._num_tokens += 1
@@ -284,4 +300,7 @@ class _Choice:
         text = "".join(self.texts)
         self.texts.clear()
         logprobs = self.logprobs.take() if self._shows_logprobs else None
-        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": self.finish_reason}
+        made = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": self.finish_reason}
+        if self._token_ids is not None:
+            made["token_ids"], self._token_ids = self._token_ids, []
+        return made

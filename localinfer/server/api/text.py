@@ -14,6 +14,7 @@ from localinfer.server.replies.fields import (
     CacheSalt,
     ChatFields,
     ContinueFinalMessage,
+    OpenRouterReasoning,
     TokenId,
     continuation,
     given,
@@ -83,11 +84,12 @@ class TemplateRequest(ChatFields, kw_only=True):
     tool_choice: str | dict[str, Any] | None = None
     continue_final_message: ContinueFinalMessage | None = None
     add_generation_prompt: AddGenerationPrompt | None = None
+    reasoning: OpenRouterReasoning | None = None
     cache_salt: CacheSalt | None = None
 
     def chat_options(self, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """The engine's options that the prompt of these messages depends on."""
-        options = self.reply_options()
+        options = self.reply_options(self.reasoning)
         has_form = options.pop("constraint", None) is not None
         choice = checked_choice(self.tool_choice, has_tools=bool(self.tools))
         tools = function_tools(self.tools)

@@ -142,6 +142,11 @@ class GenerationFields(NumberFields):
     seed: int | None = None
     stop: Stops | None = None
     ignore_eos: bool | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=256)] | None = None
+    include_stop_str_in_output: bool | None = None
+    min_tokens: Annotated[int, Meta(ge=0, le=1 << 31)] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Meta(max_length=1 << 18)] | None = None
+    bad_words: Annotated[list[StopText], Meta(max_length=1024)] | None = None
     context_shift: bool | None = None
     pin_cache: bool | None = None
     priority: Priority | None = None
@@ -161,10 +166,30 @@ class GenerationFields(NumberFields):
             seed=None if self.seed is None or self.seed == -1 else self.seed % (MAX_SEED + 1),
             stop=self.stop or None,
             ignore_eos=self.ignore_eos,
+            stop_token_ids=self.stop_token_ids or None,
+            include_stop=self.include_stop_str_in_output,
+            min_tokens=self.min_tokens or None,
+            allowed_token_ids=self.allowed_token_ids,
+            bad_words=self.bad_words or None,
             context_shift=self.context_shift,
             pin_cache=self.pin_cache,
             priority=self.priority,
         )
+
+
+class OpenRouterReasoning(msgspec.Struct, forbid_unknown_fields=True):
+    """Reasoning as OpenRouter has it. max_tokens: of it at most. exclude: it takes place, and is not told."""
+
+    effort: str | None = None
+    max_tokens: Annotated[int, Meta(ge=0, le=1 << 31)] | None = None
+    exclude: bool | None = None
+    enabled: bool | None = None
+
+
+class OpenRouterUsage(msgspec.Struct, forbid_unknown_fields=True):
+    """Whether a stream tells what it has cost, as OpenRouter has it; whole replies always do."""
+
+    include: bool | None = None
 
 
 class Thinking(msgspec.Struct, forbid_unknown_fields=True):
@@ -185,21 +210,27 @@ class ChatFields(GenerationFields):
     enable_thinking: bool | None = None
     thinking: Thinking | None = None
     thinking_budget: Annotated[int, Meta(ge=-1, le=1 << 31)] | None = None
+    reasoning_budget_tokens: Annotated[int, Meta(ge=-1, le=1 << 31)] | None = None
     reasoning_effort: str | None = None
 
-    def reply_options(self) -> dict[str, Any]:
-        """The engine's options for reasoning and form."""
+    def reply_options(self, reasoning: OpenRouterReasoning | None = None) -> dict[str, Any]:
+        """The engine's options for reasoning and form. reasoning: of the member that has this name on chats."""
         variables = dict(self.chat_template_kwargs or {})
         thinks = variables.pop("enable_thinking", None)
         thinks = thinks if self.enable_thinking is None else self.enable_thinking
-        budget = self.thinking_budget
+        budget = self.thinking_budget if self.reasoning_budget_tokens is None else self.reasoning_budget_tokens
+        effort = self.reasoning_effort
+        if reasoning is not None:
+            thinks = reasoning.enabled if reasoning.enabled is not None else thinks
+            budget = reasoning.max_tokens if budget is None else budget
+            effort = reasoning.effort if effort is None else effort
         if self.thinking is not None:
             thinks = self.thinking.type != "disabled"
             budget = self.thinking.budget_tokens if budget is None else budget
-        if self.reasoning_effort in ("none", "minimal"):
+        if effort in ("none", "minimal"):
             thinks = False
-        elif self.reasoning_effort is not None:
-            variables["reasoning_effort"] = self.reasoning_effort
+        elif effort is not None:
+            variables["reasoning_effort"] = effort
         return given(
             constraint=self.constraint(),
             thinking=thinks,

@@ -48,6 +48,7 @@ class KnownFields(NamedTuple):
 _NEUTRAL = {
     "": OFF,
     "0": (*OFF, 0),
+    "-1": (*OFF, 0, -1),
     "1": (*OFF, 1),
     "2": (None, 2),
     "true": (None, True),
@@ -93,23 +94,23 @@ _SAMPLING = _refuse("""
     typical: send typical_p
     tfs_z=1: send min_p or typical_p
     top_a=0: send min_p
-    penalize_nl bad_words bad_words_ids: send logit_bias
-    allowed_token_ids logits_processors: send logit_bias, or a regex
-    min_tokens=0: use ignore_eos with max_tokens, or a regex that asks for a length
+    penalize_nl: send logit_bias
+    bad_words_ids: send bad_words
+    logits_processors: send logit_bias, or a regex
     n_keep=0 n_discard=0: send context_shift
-    t_max_predict_ms=0: end the request when it took too long
+    t_max_predict_ms=-1: end the request when it took too long
     use_beam_search: use `localinfer run --beams`
     early_stopping length_penalty=1 logits_processor_pattern: leave it out
     min_keep=0 n_indent=0 spaces_between_special_tokens=true: leave it out
     logprob_token_ids preserved_tokens kv_transfer_params vllm_xargs: leave it out
-    stop_token_ids: send stop with their text
-    include_stop_str_in_output: add the text in the client
     truncate_prompt_tokens: prompts are never cut; shorten it in the client
     skip_special_tokens=true: special tokens are never part of the text; leave it out
     add_special_tokens=flag: a chat begins as its template says; ask /v1/completions
     prompt_logprobs: send echo and logprobs to /v1/completions
     n_probs=0 post_sampling_probs: send logprobs
-    return_tokens_as_token_ids return_token_ids return_tokens: ask /tokenize for ids
+    return_tokens_as_token_ids return_tokens: send return_token_ids to chats or completions, or ask /tokenize
+    return_token_ids: ask /v1/chat/completions, /v1/completions or /tokenize
+    t_max_prompt_ms=0: end the request when it took too long
     timings_per_token: the last chunk of a stream has the timings
     response_fields: do that in the client
     format: send response_format
@@ -130,7 +131,8 @@ _CHAT_SHAPE = _refuse("""
     documents: write them into a message
     parse_tool_calls=true: calls are always returned as calls; leave it out
     chat_format: the format is read off the model's template; leave it out
-    reasoning_in_content: send reasoning_format
+    reasoning_in_content thinking_forced_open: send reasoning_format
+    separate_reasoning=true stream_reasoning=true: reasoning is told apart, as it comes; send reasoning_format
     include_reasoning=true: send "reasoning_format": "none" to leave it out
     plugins: do that in the client
     transforms: prompts are never cut; shorten it in the client
@@ -144,7 +146,8 @@ _CHAT_MORE = _ignore(f"""
 _PROMPT_ONLY = "it does not change the prompt"
 _CHAT_NO_PROMPT = (
     "stream stream_options n max_completion_tokens max_tokens prediction logprobs top_logprobs parallel_tool_calls"
-    " modalities reasoning_format return_progress timings_per_token n_probs n_predict id_slot verbose"
+    " modalities reasoning_format return_progress timings_per_token n_probs n_predict id_slot verbose usage"
+    " return_token_ids"
 )
 
 _LLAMA_SERVER = ("n_predict", "n_probs", "timings_per_token", "id_slot")
@@ -157,7 +160,7 @@ def _without(table: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
 
 CHAT = KnownFields(
     _without(_OPENAI | _LOCAL_SERVERS | _ROUTERS | _CHAT_MORE, _LLAMA_SERVER),
-    _without(_SAMPLING, _LLAMA_SERVER) | _CHAT_SHAPE,
+    _without(_SAMPLING, (*_LLAMA_SERVER, "return_token_ids")) | _CHAT_SHAPE,
 )
 TEMPLATES = KnownFields(
     CHAT.ignored | dict.fromkeys(_CHAT_NO_PROMPT.split(), _PROMPT_ONLY),
@@ -165,7 +168,7 @@ TEMPLATES = KnownFields(
 )
 COMPLETIONS = KnownFields(
     _without(_LOCAL_SERVERS | _OPENAI, ("prompt_cache_key", *_LLAMA_SERVER)),
-    _without(_SAMPLING, ("add_special_tokens", *_LLAMA_SERVER))
+    _without(_SAMPLING, ("add_special_tokens", "return_token_ids", *_LLAMA_SERVER))
     | _refuse("""
         messages: send prompt, or ask /v1/chat/completions
         tools: ask /v1/chat/completions

@@ -1,4 +1,4 @@
-// Anthropic's client for Node: messages, streams, tools and counting.
+// Anthropic's client for Node: messages, streams, tools, counting, and its runner of tools.
 import assert from 'node:assert/strict';
 import Anthropic from '@anthropic-ai/sdk';
 
@@ -23,3 +23,25 @@ assert.ok(['Tom', 'Lily'].includes(called.content.find((block) => block.type ===
 const counted = await client.messages.countTokens({ model: 'demo', messages: ask.messages });
 assert.equal(counted.input_tokens, 14);
 assert.ok((await client.models.list()).data[0].id);
+// It asks for a thread with its first turn.
+const answers = [];
+const runner = client.beta.messages.toolRunner({
+  ...ask,
+  max_tokens: 60,
+  max_iterations: 2,
+  tool_choice: { type: 'tool', name: 'pet' },
+  tools: [
+    {
+      name: 'pet',
+      input_schema,
+      run: ({ name }) => {
+        answers.push(name);
+        return 'A cat.';
+      },
+      parse: (input) => input,
+    },
+  ],
+});
+let turns = 0;
+for await (const message of runner) turns += message.content.length > 0;
+assert.ok(turns >= 1 && answers.length >= 1 && ['Tom', 'Lily'].includes(answers[0]));

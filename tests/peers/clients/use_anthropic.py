@@ -1,8 +1,9 @@
-"""Anthropic's client for Python: messages, streams, tools, thinking and counting."""
+"""Anthropic's client for Python: messages, streams, tools, counting, and its runner of tools."""
 
 import os
+from typing import Literal
 
-from anthropic import Anthropic
+from anthropic import Anthropic, beta_tool
 
 ASK = {"model": "demo", "messages": [{"role": "user", "content": "Tell me a story."}], "max_tokens": 20}
 SCHEMA = {
@@ -28,3 +29,15 @@ with Anthropic(base_url=os.environ["URL"], api_key="none", max_retries=0) as cli
     assert client.messages.create(**{**ASK, "messages": turns}, tools=[TOOL]).usage.input_tokens
     assert client.messages.count_tokens(model="demo", messages=ASK["messages"], tools=[TOOL]).input_tokens > 14
     assert client.models.list().data[0].id
+    # It asks for a thread with its first turn.
+    answers = []
+
+    @beta_tool
+    def pet(name: Literal["Tom", "Lily"]) -> str:
+        """Gives a pet."""
+        answers.append(name)
+        return "A cat."
+
+    forced = {**ASK, "max_tokens": 60, "tool_choice": chosen, "max_iterations": 2}
+    turns = list(client.beta.messages.tool_runner(**forced, tools=[pet]))
+    assert answers and {*answers} <= {"Tom", "Lily"} and len(turns) == 2
