@@ -267,7 +267,8 @@ load_options = options_group(
     option(
         "--kv-memory",
         "SIZE",
-        "Maximum size of the KV cache, such as 2GB. Default: ample.",
+        "Most memory for cached prompts and texts, such as 2GB; those not used for longest go first. Default: half of "
+        "what is free when the model is loaded.",
         callback=byte_size,
     ),
     option(

@@ -100,6 +100,7 @@ def make_app(service: Service, operation: Operation = NO_OPERATION) -> Starlette
         route("/v2/rerank", rerank.rerank, "POST", prompt_field="documents"),
         route("/responses", responses.responses, "POST", prompt_field="input"),
         route("/responses/input_tokens", responses.input_tokens, "POST", prompt_field="input"),
+        route("/responses/compact", responses.compact, "POST"),
         route("/responses/{response}", responses.response),
         route("/responses/{response}", responses.delete_response, "DELETE"),
         route("/responses/{response}/input_items", responses.input_items),
@@ -120,6 +121,10 @@ def make_app(service: Service, operation: Operation = NO_OPERATION) -> Starlette
         route("/apply-template", text.apply_template, "POST"),
         route("/openapi.json", openapi.openapi),
         route("/health", status.health),
+        # vLLM's.
+        route("/ping", status.ping),
+        route("/ping", status.ping, "POST"),
+        route("/score", rerank.score, "POST", prompt_field="text_2"),
         route("/version", status.show_version),
         route("/models", models.models),
         route("/models/{model:path}", models.model),

@@ -90,7 +90,7 @@ def test_the_token_is_wanted_on_every_route():
 
 
 def test_what_clients_probe_a_server_by(tcp):
-    assert tcp.get("/").text == "Ollama is running"
+    assert tcp.get("/", headers={"user-agent": "ollama-python/0.6.4"}).text == "Ollama is running"
     assert tcp.head("/").status_code == tcp.head("/api/version").status_code == tcp.head("/api/tags").status_code == 200
     page = tcp.get("/", headers={"accept": "text/html,application/xhtml+xml"})
     assert page.text.startswith("<!doctype html>")

@@ -54,6 +54,14 @@ def test_documents_are_ranked_as_by_the_library(path: str, encoders: httpx.Clien
     assert [one["index"] for one in short["results"]] == [one.index for one in wanted[:2]]
 
 
+def test_pairs_are_scored_in_vllms_shape(encoders: httpx.Client, ranker: LLM) -> None:
+    wanted = {one.index: one.score for one in ranker.rerank("the cat", DOCUMENTS)}
+    reply = encoders.post("/score", json={"model": "ranker", "text_1": "the cat", "text_2": DOCUMENTS}).json()
+    assert [(one["index"], one["score"]) for one in reply["data"]] == sorted(wanted.items())
+    one = encoders.post("/v1/score", json={"model": "ranker", "text_1": "the cat", "text_2": DOCUMENTS[0]}).json()
+    assert [pair["score"] for pair in one["data"]] == [wanted[0]] and one["usage"]["prompt_tokens"] > 0
+
+
 @pytest.mark.parametrize(
     ("more", "param"),
     [

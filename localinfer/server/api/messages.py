@@ -1,6 +1,7 @@
 """`/v1/messages`: Anthropic's messages."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -170,6 +171,8 @@ class _MessageWriter(BlockWriter):
         self._omits_reasoning = omits_reasoning
         self._envelope = {"id": reply.id, "type": "message", "role": "assistant", "model": reply.model_id}
         self._ending = _ending("length", None)
+        self._stats: Stats | None = None
+        self._cut_calls: list[str] = []
 
     def begin(self) -> Iterator[Event]:
         usage = {"input_tokens": self.reply.prompt_tokens[0], "output_tokens": 0}
@@ -178,6 +181,9 @@ class _MessageWriter(BlockWriter):
 
     def end(self, index: int, reason: str, stats: "Stats | None") -> Iterator[Event]:
         yield from self.close_block()
+        if stats is not None and reason == "length" and self._cut_calls:
+            stats = replace(stats, notices=(*stats.notices, *map(_cut_notice, self._cut_calls)))
+        self._stats = stats
         self._ending = _ending(reason, stats)
         yield {"type": "message_delta", **self._ending, **({} if stats is None else {"timings": timings(stats)})}
 
@@ -188,7 +194,7 @@ class _MessageWriter(BlockWriter):
         return error.body(ANTHROPIC)
 
     def whole(self) -> dict[str, Any]:
-        delta, usage, stats = self._ending["delta"], self._ending["usage"], self.reply.stats[0]
+        delta, usage, stats = self._ending["delta"], self._ending["usage"], self._stats
         made = {**self._envelope, "content": self.blocks, **delta, "usage": usage}
         return made if stats is None else {**made, "timings": timings(stats)}
 
@@ -211,7 +217,12 @@ class _MessageWriter(BlockWriter):
     def block_closed(self, kind: str, text: str) -> Iterator[Event]:
         block = self.blocks[-1]
         if kind == "call":
-            block["input"] = _whole_object(text)
+            whole = _whole_object(text)
+            block["input"] = {} if whole is None else whole
+            if whole is None:
+                self._cut_calls.append(block["name"])
+                # What came of the arguments, which are no object: a tool without required ones would run with none.
+                block["incomplete"], block["partial_json"] = True, text
         else:
             block[block["type"]] = "" if kind == "reasoning" and self._omits_reasoning else text
         yield self._at("content_block_stop")
@@ -220,12 +231,16 @@ class _MessageWriter(BlockWriter):
         return {"type": kind, "index": len(self.blocks) - 1}
 
 
-def _whole_object(text: str) -> dict[str, Any]:
-    """The arguments of a call; of one that was cut short, none."""
+def _whole_object(text: str) -> dict[str, Any] | None:
+    """The arguments of a call; None of one that was cut short."""
     try:
         return msgspec.json.decode(text, type=dict[str, Any])
     except msgspec.DecodeError:
-        return {}
+        return None
+
+
+def _cut_notice(name: str) -> str:
+    return f"the call of {name!r} was cut off by max_tokens, and its input is incomplete; do not run it"
 
 
 def _ending(reason: str, stats: "Stats | None") -> dict[str, Any]:

@@ -46,6 +46,7 @@ def _card(model: ServedModel) -> dict[str, Any]:
         "aliases": list(model.source.aliases),
         "state": model.state,
         "status": status,
+        "problem": model.problem,
         "max_model_len": context,
         "context_length": context,
         "capabilities": list(model.capabilities),

@@ -26,7 +26,7 @@ from localinfer.server.replies.isolation import may_see_reply, salt_options
 from localinfer.server.replies.message_fields import ChatMessage, template_messages
 from localinfer.server.replies.reply import Reply
 from localinfer.server.replies.service import caller_options, on_model, prepared, read_body, service_of
-from localinfer.server.transport.http import ApiError, EventStream, json_response, unsupported
+from localinfer.server.transport.http import ApiError, EventStream, json_response, not_supported, unsupported
 
 if TYPE_CHECKING:
     from localinfer.llm import LLM
@@ -61,6 +61,11 @@ async def responses(request: Request) -> Response:
     response = BackgroundResponse(make_writer(reply), service.settings.ping_seconds, keep_frames)
     _background(request).start(response)
     return response.stream() if body.stream else json_response(response.writer.response())
+
+
+async def compact(request: Request) -> Response:
+    """Refuse: nothing is shortened here."""
+    raise not_supported("conversations are not compacted here; send as input what the model is to read")
 
 
 async def response(request: Request) -> Response:

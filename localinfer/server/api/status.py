@@ -25,6 +25,11 @@ async def health(request: Request) -> Response:
     return json_response({"status": "ok"})
 
 
+async def ping(request: Request) -> Response:
+    """As vLLM and SageMaker ask for it: the status of `health`, without a body."""
+    return Response(status_code=(await health(request)).status_code)
+
+
 async def show_version(request: Request) -> Response:
     """Say which version answers."""
     return json_response({"version": installed_version("localinfer")})

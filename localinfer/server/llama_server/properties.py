@@ -1,6 +1,6 @@
 """`/props`: what the server and its model are, as llama-server tells it."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -10,9 +10,6 @@ from localinfer.server.llama_server.generation_settings import generation_settin
 from localinfer.server.replies.service import Service, service_of
 from localinfer.server.router.served_model import ServedModel
 from localinfer.server.transport.http import json_response, not_supported
-
-if TYPE_CHECKING:
-    from localinfer.llm import LLM
 
 
 async def show_properties(request: Request) -> Response:
@@ -35,7 +32,7 @@ async def show_properties(request: Request) -> Response:
         "build_info": f"b-localinfer-{installed_version('localinfer')}",
         "is_sleeping": model.state == "unloaded",
         "cors_proxy_enabled": False,
-        **({} if model.llm is None else _of_model(model.llm)),
+        **_of_model(model),
     }
     return json_response({**properties, **(_of_router(service, model) if is_router else {})})
 
@@ -45,8 +42,10 @@ async def change_properties(request: Request) -> Response:
     raise not_supported("properties are not changed while the server runs; start it with other options, or send them")
 
 
-def _of_model(llm: "LLM") -> dict[str, Any]:
-    info = llm.info
+def _of_model(model: ServedModel) -> dict[str, Any]:
+    llm, info = model.llm, model.info()
+    if llm is None or info is None:
+        return {}
     begins, ends = llm.tokenizer.bos_token_id, llm.tokenizer.eos_token_id
     return {
         "model_ftype": info.quantization,

@@ -9,7 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from localinfer.errors import ClosedError, LocalinferError, RequestError
+from localinfer.errors import LocalinferError
 from localinfer.hub.references import quant_of
 from localinfer.models.text.fill_in import FILL_IN_ROLES
 from localinfer.server.router.model_folder import ModelSource
@@ -87,8 +87,8 @@ def capabilities_of(model: ServedModel, facts: ModelFacts) -> list[str]:
         "thinking": bool(_THINKING.search(facts.template)),
     }
     if (llm := model.llm) is not None:
-        # It may be unloaded meanwhile, or have no tokenizer.
-        with suppress(ClosedError, RequestError):
+        # It may be unloaded meanwhile, have no tokenizer, or its file have been cut.
+        with suppress(LocalinferError):
             told["insert"] = llm.tokenizer.fill_in_tokens is not None
             told |= {"tools": llm.info.supports_tools, "thinking": llm.info.supports_thinking}
     return ["completion", *(name for name, is_there in told.items() if is_there)]

@@ -8,7 +8,6 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from localinfer.errors import ClosedError
 from localinfer.kernels.versions import installed_version
 from localinfer.server.api.page import chat_page
 from localinfer.server.ollama.model_facts import ModelFacts, capabilities_of, facts_of
@@ -22,6 +21,8 @@ API_VERSION = "0.32.0"
 """The version of Ollama whose API this is; clients refuse servers that seem too old."""
 _RUNNING = "Ollama is running"
 """By these words clients know a server of this API."""
+_NAMED = f"localinfer {{}} is running: a chat page for browsers, APIs under /v1 and /api ({_RUNNING})\n"
+"""For anyone else; other programs look for those words with libraries of any name."""
 _KEY_WIDTH = 30
 
 
@@ -40,12 +41,14 @@ class ShowRequest(msgspec.Struct):
 
 
 async def root(request: Request) -> Response:
-    """The chat page for browsers, which ask for HTML; for others the line by which Ollama's clients find a server."""
+    """The chat page for browsers, which ask for HTML; for Ollama's clients the line by which they find a server; for
+    others which server this is."""
     if "text/html" in request.headers.get("accept", ""):
         response = await chat_page(request)
     else:
-        response = PlainTextResponse(_RUNNING)
-    response.headers["vary"] = "Accept"
+        is_its_own = "ollama" in request.headers.get("user-agent", "").casefold()
+        response = PlainTextResponse(_RUNNING if is_its_own else _NAMED.format(installed_version("localinfer")))
+    response.headers["vary"] = "Accept, User-Agent"
     return response
 
 
@@ -114,21 +117,21 @@ def _card(model: ServedModel, facts: ModelFacts) -> dict[str, Any]:
 
 def _running_card(model: ServedModel) -> dict[str, Any] | None:
     """What is told of a loaded model; None if it is unloaded while it is looked at."""
-    facts, llm = facts_of(model.source), model.llm
-    try:
-        info = None if llm is None else llm.info
-    except ClosedError:
-        info = None
-    if info is None:
+    facts, info, llm = facts_of(model.source), model.info(), model.llm
+    if llm is None:
         return None
+    if info is None:
+        size, on_gpu = model.memory_bytes, False
+    else:
+        size, on_gpu = info.memory_bytes, info.device != "cpu"
     seconds = None if model.is_pinned else model.keep_alive_seconds
     idle = 0.0 if model.num_leases else time.monotonic() - model.last_used_seconds
     return {
         **_card(model, facts),
-        "size": info.memory_bytes,
-        "size_vram": 0 if info.device == "cpu" else info.memory_bytes,
+        "size": size,
+        "size_vram": size if on_gpu else 0,
         "expires_at": timestamp(None if seconds is None else time.time() + max(0.0, seconds - idle)),
-        "context_length": info.context_length,
+        "context_length": llm.context_length,
     }
 
 
@@ -136,3 +139,32 @@ def _parameters(model: ServedModel) -> list[str]:
     """The context that a model has, if that is known yet, and what its user set for it."""
     context = {} if model.context_length is None else {"num_ctx": model.context_length}
     return [f"{name:<{_KEY_WIDTH}} {value}" for name, value in {**context, **model.source.settings.sampling}.items()]
+
+
+async def studio_models(request: Request) -> Response:
+    """All models as LM Studio lists them under `/api/v0`, loaded or not; loads none."""
+    models = service_of(request).registry.models()
+    cards = await asyncio.to_thread(lambda: [_studio_card(model) for model in models])
+    return json_response({"object": "list", "data": cards})
+
+
+async def studio_model(request: Request) -> Response:
+    """One model as LM Studio tells of it."""
+    model = find_named(service_of(request).registry, request.path_params["model"]).model
+    return json_response(await asyncio.to_thread(_studio_card, model))
+
+
+def _studio_card(model: ServedModel) -> dict[str, Any]:
+    facts, is_loaded = facts_of(model.source), model.llm is not None
+    return {
+        "id": model.source.id,
+        "object": "model",
+        "type": "llm" if "completion" in model.capabilities else "embeddings",
+        "publisher": model.source.id.rpartition("/")[0].partition("/")[0],
+        "arch": facts.family,
+        "compatibility_type": facts.format,
+        "quantization": facts.quantization,
+        "state": "loaded" if is_loaded else "not-loaded",
+        "max_context_length": facts.context_length or model.context_length,
+        **({"loaded_context_length": model.context_length} if is_loaded else {}),
+    }

@@ -6,7 +6,16 @@ from starlette.routing import Route
 from localinfer.server.ollama.chat import OllamaChatRequest, ollama_chat
 from localinfer.server.ollama.embed import OllamaEmbeddingsRequest, OllamaEmbedRequest, embed, embeddings
 from localinfer.server.ollama.generate import OllamaGenerateRequest, generate
-from localinfer.server.ollama.models import ShowRequest, root, running, show, tags, version
+from localinfer.server.ollama.models import (
+    ShowRequest,
+    root,
+    running,
+    show,
+    studio_model,
+    studio_models,
+    tags,
+    version,
+)
 from localinfer.server.ollama.pulls import DeleteRequest, PullRequest, RefusedRequest, copy, create, delete, pull, push
 from localinfer.server.replies.service import route
 
@@ -37,6 +46,9 @@ def ollama_routes() -> list[Route]:
         route("/api/tags", tags),
         route("/api/ps", running),
         route("/api/version", version),
+        # LM Studio's.
+        route("/api/v0/models", studio_models),
+        route("/api/v0/models/{model:path}", studio_model),
         route("/api/show", show, "POST"),
         route("/api/pull", pull, "POST"),
         route("/api/delete", delete, "DELETE"),

@@ -104,10 +104,12 @@ class ModelRegistry:
     def find(self, name: str | None) -> ServedModel:
         """The model of a name, which may be the end of a longer one, or begin with a provider's.
 
-        Without a name, or where any will do, the default. Raises: ApiError 404, also for a name that several have.
+        Without a name, or where any will do, the default: the first that could be loaded when that was last tried.
+        Raises: ApiError 404, also for a name that several have.
         """
         if not name:
-            return next(iter(self._models.values()))
+            models = list(self._models.values())
+            return next((model for model in models if model.state != "failed"), models[0])
         if name in self._models:
             return self._models[name]
         sources = self.sources

@@ -3,15 +3,18 @@
 import asyncio
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from localinfer.closing import Closing
+from localinfer.errors import LocalinferError, ModelFileError
 from localinfer.server.router.memory_need import MemoryNeed
 from localinfer.server.router.model_folder import ModelSource
 
 if TYPE_CHECKING:
     from localinfer.llm import LLM
+    from localinfer.model_info import ModelInfo
 
 ModelState = Literal["unloaded", "loading", "loaded", "failed"]
 
@@ -50,9 +53,30 @@ class ServedModel:
     @property
     def capabilities(self) -> tuple[str, ...]:
         """What it can be asked for; of a model that nothing was read of yet, what most can."""
-        if self.llm is not None:
-            return self.llm.capabilities
+        with suppress(LocalinferError):
+            if self.llm is not None:
+                return self.llm.capabilities
         return MemoryNeed(0, 0, 0).capabilities if self.need is None else self.need.capabilities
+
+    def info(self) -> "ModelInfo | None":
+        """What it is while it is loaded; None if it is unloaded meanwhile, or its file cannot be read any more."""
+        llm = self.llm
+        with suppress(LocalinferError):
+            return None if llm is None else llm.info
+        return None
+
+    @property
+    def problem(self) -> str | None:
+        """What is wrong with it, in words for clients: a file that changed under a loaded model, or why none is."""
+        if self.llm is None:
+            return None if self.failure is None else "it could not be loaded when that was last tried"
+        try:
+            _ = self.llm.capabilities
+        except ModelFileError:
+            return "its file was changed or cut while it was loaded; bring the file back, or load it again"
+        except LocalinferError:
+            pass
+        return None
 
     @property
     def context_length(self) -> int | None:

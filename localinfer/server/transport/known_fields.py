@@ -277,6 +277,7 @@ MESSAGE_PARTS = _ignore(f"""
     signature: reasoning is not signed here
     data: reasoning that was encrypted stays unreadable
     is_error: the text of a tool's result says it
+    incomplete partial_json: what this server says of a call that was cut off
     caller: tools are called by the model only
     id: parts are ordered as they stand
 """)

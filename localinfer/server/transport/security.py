@@ -109,6 +109,14 @@ class SecurityMiddleware:
         self._check_token(scope, headers)
         if scope["method"] in ("POST", "PUT", "PATCH"):
             kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+            coding = headers.get("content-encoding", "identity").strip().lower()
+            if coding != "identity":
+                raise ApiError(
+                    415,
+                    f"the body is encoded as {coding!r:.80}, which is not read here; send it as it is",
+                    code="encoding_not_read",
+                    headers={"accept-encoding": "identity"},
+                )
             if kind != "application/json" and not _is_json_all_the_same(kind, scope, headers):
                 raise ApiError(
                     415, f"the body is {kind or 'of no type'!r:.80}; send JSON, as application/json", code="not_json"
