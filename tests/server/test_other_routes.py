@@ -88,6 +88,15 @@ def test_what_is_not_done_here_says_so(tcp):
     assert "gzip" in answer.json()["error"]["message"]
 
 
+def test_names_and_notes_have_an_end(tcp):
+    asked = {"messages": STORY, "max_tokens": 1}
+    for path in (CHAT, MESSAGES, "/api/chat"):
+        answer = tcp.post(path, json={**asked, "model": "m" * 100_000})
+        assert answer.status_code == 400 and len(answer.text) < 500
+    answer = tcp.post("/v1/responses", json={"input": "a", "metadata": {str(index): "" for index in range(1000)}})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "metadata")
+
+
 def test_a_call_that_is_cut_off_says_so(tcp):
     asked = {"messages": STORY, "tools": [TOOL], "tool_choice": {"type": "tool", "name": "find"}, "temperature": 1.0}
     asked["output_config"] = None

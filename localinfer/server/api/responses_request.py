@@ -71,7 +71,7 @@ class ResponsesRequest(ChatFields, kw_only=True):
     include: list[str] | None = None
     background: bool | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    metadata: dict[str, Any] | None = None
+    metadata: Annotated[dict[str, Any], Meta(max_length=256)] | None = None
     reasoning: ReasoningSettings | None = None
     tools: Tools | None = None
     tool_choice: str | dict[str, Any] | None = None

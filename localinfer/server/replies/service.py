@@ -60,6 +60,7 @@ PREFILL = "prefill"
 """How the ids of prompts begin that are computed for other servers."""
 _JOIN_SECONDS = 5.0
 _LLAMA_PATHS = {"/completions": "/completion", "/embeddings": "/embedding"}
+_MOST_NAME = 1024
 _CLIENT_CLOSED = 499
 """Written to the log only: the client has left."""
 
@@ -340,6 +341,9 @@ async def read_body(request: Request, record: type[Record]) -> Record:
     """The body of a request as a record. Raises: as `Bodies.read`."""
     service = service_of(request)
     body = await service.bodies.read(request, record, service.settings)
+    model = getattr(body, "model", None)
+    if isinstance(model, str) and len(model) > _MOST_NAME:
+        raise ApiError(400, f"model has {len(model):,} characters; names have at most {_MOST_NAME:,}", param="model")
     noted = record_of(request.scope)
     noted.take_body(body)
     noted.cache_salt = cache_salt_of(noted.tenant, getattr(body, "cache_salt", None))
