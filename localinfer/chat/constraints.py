@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from localinfer.sampling.number_bound import NumberTokens
 
 MAX_COMPILE_SECONDS = 2.0
-_MOST_KEPT_BYTES, _LARGEST_KEPT_BYTES = 48 << 20, 16 << 20
+_MOST_KEPT_BYTES, _LARGEST_KEPT_BYTES = 32 << 20, 16 << 20
 """Of compiled constraints for the next that asks for the same: most take less than one megabyte, hostile ones forty."""
-_MOST_USED_BYTES, _LARGE_BYTES = 96 << 20, 4 << 20
+_MOST_USED_BYTES, _LARGE_BYTES = 64 << 20, 4 << 20
 """Of large ones that texts are held to now."""
 _LEAST_BYTES = 1 << 16
 _MOST_BYTES_PER_SECOND, _USUAL_BYTES_PER_SECOND = 1 << 30, 200 << 20

@@ -40,7 +40,7 @@ class Ending(Closing):
     ) -> None:
         self._seconds = seconds
         self._limit = min(seconds, _LOADING_SECONDS)
-        self._owns_process = owns_process
+        self.owns_process = owns_process
         self._remove = remove
         self._asked: SimpleQueue[bool] = SimpleQueue()
         self._lock = threading.Lock()
@@ -80,7 +80,7 @@ class Ending(Closing):
 
         The interpreter's own exit would wait for the threads of every pool, and for a kernel that is being compiled.
         """
-        if self._owns_process or must:
+        if self.owns_process or must:
             self._exit()
 
     def close(self) -> None:
@@ -125,7 +125,7 @@ class Ending(Closing):
             return
         asked = time.monotonic()
         self._tell_guard(guard.END)
-        if self._owns_process:
+        if self.owns_process:
             # A collection in this thread may destroy LLVM's objects, and wait for a kernel that is being compiled.
             gc.disable()
         with self._lock:
@@ -133,7 +133,7 @@ class Ending(Closing):
             stop = self._stop
         if stop is not None:
             stop()
-        if not self._owns_process:
+        if not self.owns_process:
             return
         # Without anything to stop nothing was opened yet that has to be closed.
         while stop is not None and (left := asked + self._limit - time.monotonic()) > 0:

@@ -349,7 +349,7 @@ def test_compiled_forms_are_kept_by_bytes_and_hostile_ones_not_at_all() -> None:
 
 
 def test_forms_that_take_more_than_is_kept_push_out_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = {"a": 10 << 20, "b": 15 << 20, "c": 15 << 20, "d": 14 << 20, "e": 17 << 20}
+    sizes = {"a": 8 << 20, "b": 12 << 20, "c": 13 << 20, "d": 11 << 20, "e": 17 << 20}
     monkeypatch.setattr(
         constraints, "_measured", lambda trie, grammar, what: constraints._Compiled(FakeMatcher(), sizes[grammar])
     )
