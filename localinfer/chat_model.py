@@ -13,7 +13,7 @@ from localinfer.cache.salt import NO_SALT, salt_of
 from localinfer.chat.begun_reply import BegunReply
 from localinfer.chat.constraints import Constraint, ConstraintCompiler
 from localinfer.chat.history import ChatHistory, EncodedChat, SessionHistory
-from localinfer.chat.messages import read_messages
+from localinfer.chat.messages import check_roles, read_messages
 from localinfer.chat.reply import ChatRequest, TemplateFormats
 from localinfer.chat.reply_options import ReplyOptions
 from localinfer.chat.volatile_head import VolatileHeads, varying_spans
@@ -91,7 +91,7 @@ class ChatModel:
         if self.disk is not None:
             self.disk.wait_until_open()
         max_tokens = None if values.get("context_shift") else self.context_length
-        read = read_messages(messages)
+        read = self._read(messages)
         varying = self.heads.observe(read, salt=checked.salt)
         arranged = self.heads.arrange(read, varying, salt=checked.salt)
         chat, begun = self._encode(request, arranged, max_tokens, history, checked.salt)
@@ -161,9 +161,14 @@ class ChatModel:
             pass
         return int(token_ids.size) - generation.record.cached_tokens
 
+    def _read(self, messages: Messages) -> list[dict[str, Any]]:
+        read = read_messages(messages)
+        check_roles(read, self.template.source, self.template.tool_source)
+        return read
+
     def _arranged(self, messages: Messages, salt: bytes) -> Messages:
         """Messages as `stream` would have them rendered, of which nothing is remembered."""
-        read = read_messages(messages)
+        read = self._read(messages)
         varying = self.heads.observe(read, learns=False, salt=salt)
         return self.heads.arrange(read, varying, learns=False, salt=salt)
 

@@ -64,6 +64,8 @@ class LLM(ThreadControl, DefaultOptions, SessionFiles, PromptHandover, Closing):
     forked child, every method raises ClosedError.
     """
 
+    _instead = "let threads share it, and have another process load the model from its path"
+
     def __init__(
         self,
         model: Model,
@@ -116,6 +118,13 @@ class LLM(ThreadControl, DefaultOptions, SessionFiles, PromptHandover, Closing):
             self._disk = prompt_cache.DiskCache(self._engine, identity, disk, history)
             if self._chat_model is not None:
                 self._chat_model.disk = self._disk
+
+    def __repr__(self) -> str:
+        model = self._model
+        return (
+            f"<{type(self).__name__} {model.file.path.name}: {model.config.architecture} on {model.device}, "
+            f"{self.context_length} tokens of context>"
+        )
 
     @property
     def tokenizer(self) -> Tokenizer:

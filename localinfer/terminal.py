@@ -19,6 +19,8 @@ DIM = "\x1b[2m"
 RESET = "\x1b[0m"
 SILENT_SECONDS = 0.4
 """A start shorter than this shows no progress line."""
+LINE_SECONDS = 2.0
+"""Between two lines of progress where a line cannot be drawn anew."""
 REDRAW_SECONDS = 0.1
 CLEAR_LINE = "\r\x1b[2K"
 
@@ -184,16 +186,23 @@ def describe_duration(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
+def _counted(stage: str, done: int, total: int) -> str:
+    return f"{stage} {done}/{total}" if total > 0 else stage
+
+
 class Progress(Closing):
     """A progress line on stderr, if that is a terminal: a `ProgressCallback`.
 
     It has the time that is left, where units are counted. A new stage is drawn at once, or after the first
     SILENT_SECONDS. A context manager that erases the line.
+    writes_lines: elsewhere, such as in a notebook, write a line of its own every LINE_SECONDS, which stays.
     """
 
-    def __init__(self, stream: TextIO | None = None) -> None:
+    def __init__(self, stream: TextIO | None = None, *, writes_lines: bool = False) -> None:
         self._stream = sys.stderr if stream is None else stream
         self._is_shown = self._stream.isatty()
+        self._writes_lines = writes_lines and not self._is_shown
+        self._next_line_seconds = time.monotonic() + SILENT_SECONDS
         self._silent_until = time.monotonic() + SILENT_SECONDS
         self._next_draw_seconds = 0.0
         self._latest = ("", 0, 0)
@@ -205,6 +214,10 @@ class Progress(Closing):
         self._is_closed = False
 
     def __call__(self, stage: str, done: int, total: int) -> None:
+        if self._writes_lines and time.monotonic() >= self._next_line_seconds:
+            self._next_line_seconds = time.monotonic() + LINE_SECONDS
+            self._stream.write(f"{_counted(stage, done, total)} ...\n")
+            self._stream.flush()
         if not self._is_shown:
             return
         with self._lock:
@@ -240,8 +253,8 @@ class Progress(Closing):
 
     def _draw(self, now: float) -> None:
         stage, done, total = self._latest
-        count = f" {done}/{total}" if total > 0 else ""
-        self._stream.write(f"{CLEAR_LINE}{self._fitting(f'{stage}{count}{self._time_left} ...')}")
+        line = f"{_counted(stage, done, total)}{self._time_left} ..."
+        self._stream.write(f"{CLEAR_LINE}{self._fitting(line)}")
         self._stream.flush()
         self._drawn_stage = stage
         self._next_draw_seconds = now + REDRAW_SECONDS

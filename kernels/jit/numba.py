@@ -5,6 +5,7 @@ Only this module imports Numba for kernels; `object_cache` calls it for kernels 
 
 import importlib.util
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ import numba
 from llvmlite import binding as llvm
 from numba import types
 
+from localinfer.errors import MissingPackageError
 from localinfer.kernels.jit.object_cache import UNUSED_NAMES, symbol, target_machine
 
 _KINDS = {"q": types.int64, "d": types.float64}
@@ -68,12 +70,25 @@ def source_of(name: str) -> Source:
     Module names under `kernels.cpu.compiled` are unique.
     """
     module_name, function_name = name.split(".")
-    paths = [f"{_KERNELS}.{package}.{module_name}" for package in _PACKAGES]
-    (path,) = (path for path in paths if importlib.util.find_spec(path) is not None)
-    module = importlib.import_module(path)
+    module = importlib.import_module(_path_of(module_name))
     source = getattr(module, "KERNELS", {}).get(function_name) or getattr(module, function_name)
     assert isinstance(source, Source), f"{name} is decorated with op or entry"
     return source
+
+
+def _path_of(module_name: str) -> str:
+    """The whole name of a module with kernels. Raises: MissingPackageError if it was frozen without."""
+    for package in _PACKAGES:
+        path = f"{_KERNELS}.{package}.{module_name}"
+        with suppress(ModuleNotFoundError):
+            if importlib.util.find_spec(path) is not None:
+                return path
+    raise MissingPackageError(
+        f"the kernels of {module_name} are not in this application; have what froze it include localinfer.kernels and "
+        "localinfer.models (PyInstaller does by localinfer's hooks; cx_Freeze and py2app: packages = ['localinfer', "
+        "'numba', 'llvmlite'])",
+        extra="",
+    )
 
 
 def compile_kernel(name: str) -> bytes:

@@ -16,6 +16,8 @@ _EXAMPLE = '{"role": "user", "content": "Hello"}'
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 # Newer and older names of the roles that templates know.
 _ROLES = {"developer": "system", "function": "tool"}
+ROLES = ("system", "user", "assistant", "tool")
+"""The roles that every chat may have, once they are read."""
 # Whose content may be missing: an assistant may only have called tools, and a tool may have nothing to tell.
 _MAY_BE_SILENT = ("assistant", "tool")
 
@@ -30,6 +32,22 @@ def read_messages(messages: object) -> list[dict[str, Any]]:
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
         raise RequestError(f"messages are {messages!r:.60}; give a list of at least one, like {_EXAMPLE}")
     return [_read_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+
+
+def check_roles(messages: Sequence[Mapping[str, Any]], *sources: str | None) -> None:
+    """Check the roles of messages as they were read: the usual ones, and those that a template names in its source.
+
+    Raises: MessageError for another: a template leaves it out, or writes what its model has never seen.
+    """
+    known = " ".join(filter(None, sources))
+    for index, message in enumerate(messages):
+        role = message["role"]
+        if role not in ROLES and f"'{role}'" not in known and f'"{role}"' not in known:
+            path = f"messages[{index}].role"
+            raise MessageError(
+                f"{path} is {role!r:.40}, which this model's template does not know; give one of {', '.join(ROLES)}",
+                path,
+            )
 
 
 def _read_message(message: object, path: str) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from localinfer.arguments import owned, shown
-from localinfer.chat.messages import read_messages
+from localinfer.chat.messages import ROLES, read_messages
 from localinfer.chat.parser import ToolCall
 from localinfer.errors import RequestError
 
@@ -13,7 +13,6 @@ Turn = dict[str, Any]
 """A message with `role` and `content`; replies have `reasoning`, `finish_reason` and `tool_calls` where there are any,
 results of calls `tool_call_id` and `name`."""
 
-_ROLES = ("system", "user", "assistant", "tool")
 Turns = Sequence[Mapping[str, Any]]
 
 
@@ -21,8 +20,8 @@ def read_turns(messages: Sequence[Mapping[str, Any]]) -> list[Turn]:
     """Check messages that are to be kept, and copy them. Raises: MessageError, RequestError."""
     turns = read_messages(owned(messages))
     for turn in turns:
-        if turn["role"] not in _ROLES:
-            raise RequestError(f"a message has the role {shown(turn['role'])}; give one of {', '.join(_ROLES)}")
+        if turn["role"] not in ROLES:
+            raise RequestError(f"a message has the role {shown(turn['role'])}; give one of {', '.join(ROLES)}")
         if "reasoning_content" in turn:
             turn["reasoning"] = turn.pop("reasoning_content")
         try:

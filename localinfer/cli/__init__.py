@@ -17,6 +17,7 @@ from localinfer.cli.crashes import begin_crash_reports
 from localinfer.cli.doctor import doctor_command
 from localinfer.cli.embed import embed_command, rerank_command
 from localinfer.cli.evaluate import compare_command, perplexity_command
+from localinfer.cli.grouped_help import ALL_HELP, GroupedCommand, first_sentence
 from localinfer.cli.mcp import mcp_command
 from localinfer.cli.messages import in_options, one_line, send_messages_to_stderr
 from localinfer.cli.models import list_command, pull_command, rm_command
@@ -72,13 +73,18 @@ class _Commands(click.Group):
         if args[0] not in self.commands:
             raise click.UsageError(unknown_command(args[0], args[1:], self), ctx)
         found = super().resolve_command(ctx, args)
-        if not {"-h", "--help"} & set(found[2]):
+        if not {"-h", "--help", ALL_HELP} & set(found[2]):
             from localinfer.kernels.address_space import require_libraries
 
             require_libraries(with_llvm=found[0] not in ("show", "sessions"))
             if isinstance(ctx.obj, ServeProcess) and ctx.obj.owns_process:
                 begin_crash_reports(args[0])
         return found
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """List the commands, each with the whole first sentence of its help."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, first_sentence(one.help or "")) for name, one in sorted(self.commands.items())])
 
 
 @click.group(
@@ -108,7 +114,7 @@ def localinfer_command(context: click.Context) -> None:
         click.echo(welcome(installed_version("localinfer"), can_pull="pull" in localinfer_command.commands))
 
 
-@localinfer_command.command("run")
+@localinfer_command.command("run", cls=GroupedCommand)
 @option("-p --prompt", "TEXT", "Text to continue; '-' or a pipe reads standard input.")
 @option("-n --max-tokens", "N", "Tokens to add.", type=COUNT, default=256)
 @load_options
@@ -177,7 +183,7 @@ def run_command(
             click.echo(describe_stats(stream.stats), err=True)
 
 
-@localinfer_command.command("chat")
+@localinfer_command.command("chat", cls=GroupedCommand)
 @one_shot_options
 @load_options
 @takes_config()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from localinfer.cli.options import Command, Decorator
+from localinfer.cli.grouped_help import Command, Decorator
 from localinfer.errors import LocalinferError, RequestError
 
 if TYPE_CHECKING:

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING
 import click
 
 from localinfer.cli.config_option import takes_config
+from localinfer.cli.grouped_help import GroupedCommand
 from localinfer.cli.options import LoadOptions, load_options, load_with
 
 if TYPE_CHECKING:
     from localinfer.llm import LLM
 
 
-@click.command("mcp")
+@click.command("mcp", cls=GroupedCommand)
 @load_options
 @takes_config()
 def mcp_command(options: LoadOptions) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from localinfer.chat.constraints import Constraint, Grammar, JsonObject, JsonSchema, Regex
+from localinfer.cli.grouped_help import Command, Decorator, GroupedOption, titled
 from localinfer.errors import RequestError
 from localinfer.sampling.params import NUMBER_OPTIONS, NumberOption
 from localinfer.terminal import Progress, check_text
@@ -20,35 +21,34 @@ if TYPE_CHECKING:
     from localinfer.models.load.model_changes import ModelChanges
     from localinfer.types import ProgressCallback
 
-Command = Callable[..., Any]
-Decorator = Callable[[Command], Command]
 LoadOptions = dict[str, Any]
 """Keyword arguments of `localinfer.load`, and `ignore_model_sampling` and `template_variables`."""
 
 COUNT = click.IntRange(min=1)
 _SIZE_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
-_LARGEST_SHOWN_BOUND = 10
+_LARGEST_SHOWN_BOUND = 1000
 
 
 def option(names: str, metavar: str | None, help: str, **more: Any) -> Decorator:
     """An option by its names, separated by spaces; help shows its default, if any."""
-    return click.option(*names.split(), metavar=metavar, help=help, show_default="default" in more, **more)
+    more["show_default"] = "default" in more
+    return click.option(*names.split(), cls=GroupedOption, metavar=metavar, help=help, **more)
 
 
 def flag(names: str, help: str) -> Decorator:
     """An option without a value."""
-    return click.option(*names.split(), is_flag=True, help=help)
+    return click.option(*names.split(), cls=GroupedOption, is_flag=True, help=help)
 
 
-def options_group(*decorators: Decorator) -> Decorator:
-    """Several options as one decorator, listed by help in this order."""
+def options_group(*decorators: Decorator, title: str = "", common: str = "") -> Decorator:
+    """Several options as one decorator, listed by help in this order; title, common: see `titled`."""
 
     def decorate(command: Command) -> Command:
         for decorator in reversed(decorators):
             command = decorator(command)
         return command
 
-    return decorate
+    return titled(title, decorate, common) if title else decorate
 
 
 def options_group_of(made: type[Any], name: str, *decorators: Decorator) -> Decorator:
@@ -96,8 +96,6 @@ def _gather_load_options(command: Command) -> Command:
         options["verify"] = not values.pop("no_verify")
         options["disk_cache"] = False if values.pop("no_disk_cache") else size or True
         options["rope"] = RopeOptions(**{name.removeprefix("rope_"): values.pop(name) for name in _ROPE_NAMES})
-        if options["speculation"] == "off":
-            options["speculation"] = None
         return command(options=options, **values)
 
     return call
@@ -321,6 +319,8 @@ load_options = options_group(
     flag("--no-verify", "Load a file without checking it: one whose weights are not finite, too."),
     flag("--ignore-model-sampling", "Use none of the sampling options that the model's file recommends."),
     _gather_load_options,
+    title="Model, machine and memory",
+    common="model device threads context_length draft no_disk_cache",
 )
 
 
@@ -425,6 +425,8 @@ sampling_options = options_group(
     option("--logit-bias", "ID=B", "Add B to a token's logit; may be repeated.", multiple=True, callback=_token_biases),
     option("--seed", "S", "The same seed gives the same text. Default: random.", type=click.IntRange(min=0)),
     _drop_unset,
+    title="Sampling",
+    common="temperature top_k top_p min_p seed",
 )
 
 
@@ -466,4 +468,6 @@ constraint_options = options_group(
     option("--grammar", "FILE", "Constrain it to this Lark or GBNF grammar.", type=_FILE, callback=_text_of),
     option("--regex", "PATTERN", "Constrain it to a full match of this regular expression."),
     _make_constraint,
+    title="Constraints of the output",
+    common="json_schema",
 )

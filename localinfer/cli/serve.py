@@ -13,6 +13,7 @@ import click
 from localinfer.cli.config_option import is_from_config, takes_config
 from localinfer.cli.constraint_preparation import prepare_in_background
 from localinfer.cli.ending import Ending
+from localinfer.cli.grouped_help import GroupedCommand, titled
 from localinfer.cli.options import COUNT, LoadOptions, byte_size, flag, load_options, option
 from localinfer.cli.ready_line import READY_JSON, ReadyLine, drain_stderr
 from localinfer.cli.serve_agents import AgentOptions, agent_options
@@ -24,10 +25,11 @@ from localinfer.cli.serve_models import ModelsOptions, find_sources, load_source
 from localinfer.cli.serve_operation import OperationOptions, SettingsReader, operating, operation_options
 from localinfer.cli.serve_responses import KeptResponses, responses_options
 from localinfer.cli.serve_roles import RoleOptions, role_options
+from localinfer.errors import RequestError
 from localinfer.system import interruption
 from localinfer.system.folders import expand_home
 from localinfer.system.free_memory import limit_arenas
-from localinfer.system.parent_watch import OPTION, ParentWatch
+from localinfer.system.parent_watch import OPTION, ParentWatch, input_can_end
 
 if TYPE_CHECKING:
     from localinfer.llm import LLM
@@ -57,12 +59,12 @@ class ServeProcess:
     watch: ParentWatch | None = None
 
 
-@click.command("serve")
+@click.command("serve", cls=GroupedCommand)
 @load_options
 @takes_config()
-@default_options
-@models_options
-@listening_options
+@titled("Defaults of requests", default_options, "alias max_tokens")
+@titled("Models on demand", models_options, "models pulled")
+@titled("Addresses and who may connect", listening_options, "host port token_file")
 @flag("--strict-model", "Refuse unknown model names even if only one model is served.")
 @option(
     "--idle-unload", "SECONDS", "Unload a model after so long without requests; 0: never.", type=_SECONDS, default=900
@@ -76,12 +78,12 @@ class ServeProcess:
     type=_SECONDS,
     default=5,
 )
-@role_options
-@responses_options
-@operation_options
-@agent_options
-@kv_events_options
-@llama_server_options
+@titled("Prompts computed by another server", role_options)
+@titled("Kept responses", responses_options)
+@titled("Limits and logs", operation_options)
+@titled("Agents", agent_options)
+@titled("KV cache events", kv_events_options)
+@titled("Slots, vectors and metrics", llama_server_options, "parallel")
 @flag(OPTION, "Exit within two seconds of the end of standard input, or of the parent process.")
 @flag(READY_JSON, "Print one line of JSON when ready, or with the error, and nothing else, on stdout.")
 @flag("--verbose", "Log each request, and what of its prompt was cached, without its text, to stderr.")
@@ -107,6 +109,11 @@ def serve_command(
     process = click.get_current_context().find_object(ServeProcess) or ServeProcess()
     if process.owns_process:
         limit_arenas()
+    if until_stdin_ends and not input_can_end():
+        raise RequestError(
+            f"{OPTION} was given, but standard input is no pipe: its end says nothing of the program that started this "
+            f"server; give it a pipe and keep that open (Node: stdio 'pipe'), or leave {OPTION} out"
+        )
     is_sidecar = until_stdin_ends or ready_json
     if is_sidecar and _is_default("shutdown_seconds"):
         shutdown_seconds = _SIDECAR_SHUTDOWN_SECONDS

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from localinfer.cli.options import COUNT, SAMPLING_NAMES, Command, LoadOptions, option, options_group, sampling_options
+from localinfer.cli.grouped_help import Command
+from localinfer.cli.options import COUNT, SAMPLING_NAMES, LoadOptions, option, options_group, sampling_options
 from localinfer.errors import RequestError
 from localinfer.terminal import check_text
 

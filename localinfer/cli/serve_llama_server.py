@@ -7,7 +7,8 @@ from typing import Any
 
 import click
 
-from localinfer.cli.options import COUNT, Command, flag, option, options_group
+from localinfer.cli.grouped_help import Command
+from localinfer.cli.options import COUNT, flag, option, options_group
 from localinfer.cli.serve_defaults import ServerDefaults
 from localinfer.errors import RequestError
 from localinfer.system.folders import expand_home
@@ -42,7 +43,7 @@ def llama_server_options(command: Command) -> Command:
             "--pooling",
             None,
             "How vectors of tokens become one, on every route. Default: as models say.",
-            type=click.Choice(["mean", "cls", "last", "none"]),
+            type=click.Choice(["mean", "first", "cls", "last", "none"]),
         ),
         flag("--context-shift", "At the end of the context, go on without the older half of a text."),
         flag("--no-slots", "Do not show on /slots what is generated."),

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from localinfer.cli.options import Command, LoadOptions, changes_of, flag, load_with, option, options_group
+from localinfer.cli.grouped_help import Command
+from localinfer.cli.options import LoadOptions, changes_of, flag, load_with, option, options_group
 from localinfer.errors import RequestError
 from localinfer.system.folders import expand_home
 

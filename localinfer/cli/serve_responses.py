@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from localinfer.cli.options import Command, LoadOptions, byte_size, flag, option, options_group
+from localinfer.cli.grouped_help import Command
+from localinfer.cli.options import LoadOptions, byte_size, flag, option, options_group
 
 if TYPE_CHECKING:
     from localinfer.persistence.response_store import ResponseStoreOptions

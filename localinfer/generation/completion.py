@@ -69,7 +69,7 @@ class StreamEvent(NamedTuple):
     tool_calls: tuple[ToolCallDelta, ...] = ()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Completion:
     """A finished generation.
 
@@ -87,3 +87,10 @@ class Completion:
     logprobs: list[TokenLogprobs] | None = None
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
+
+    def __repr__(self) -> str:
+        """The text and why it ended; of token ids, log probabilities and figures only how many tokens there are."""
+        said = {"text": self.text, "reasoning": self.reasoning, "tool_calls": self.tool_calls}
+        shown = [f"{name}={value!r}" for name, value in said.items() if value or name == "text"]
+        more = f"finish_reason={self.finish_reason!r}, {len(self.token_ids)} tokens"
+        return f"{type(self).__name__}({', '.join(shown)}, {more})"

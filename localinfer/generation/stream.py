@@ -37,6 +37,8 @@ class TextStream(Closing, Iterator[StreamEvent], AsyncIterator[StreamEvent]):
     `await trio.to_thread.run_sync(next, stream, None)`.
     """
 
+    _instead = "hand on what result() or completion() gives"
+
     def __init__(self, generation: TextGeneration) -> None:
         self._generation = generation
         self._reader: AsyncReader | None = None

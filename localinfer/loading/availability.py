@@ -42,7 +42,7 @@ def availability(
     model: str | os.PathLike[str] | None = None,
     *,
     device: str = "auto",
-    gpu_layers: int | None = None,
+    gpu_layers: int | str | None = None,
     tensor_split: Sequence[float] | None = None,
     cpu_moe: bool | int | None = None,
     threads: int | None = None,

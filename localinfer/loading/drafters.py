@@ -16,7 +16,7 @@ from localinfer.kernels.program import MeasurableProgram, Program
 from localinfer.loading.host_memory import REFUSED_BY_GPUS, draft_request
 from localinfer.loading.options import ModelOptions
 from localinfer.models.load.loader import load_model
-from localinfer.models.load.measurements import get_measurement, put_measurement
+from localinfer.models.load.measurements import get_measurement, is_postponed, postpone, put_measurement, settle
 from localinfer.models.load.stages import Stage, checked_run
 from localinfer.speculation.assistant import AssistantDrafter
 from localinfer.speculation.costs import MAX_DRAFT_TOKENS, VerificationCosts, measure_costs
@@ -111,10 +111,16 @@ def _verification_seconds(
     measure_again: bool,
     may_measure: bool,
 ) -> list[float]:
-    """Seconds of passes over 1 to 16 rows, as initial estimates; cached once two loads on an idle machine agree."""
+    """Seconds of passes over 1 to 16 rows, as initial estimates; cached once two loads on an idle machine agree.
+
+    Beside busy programs a measurement says little: it is not tried by every load, but again after a while, and until
+    then passes with drafts show what they cost.
+    """
     max_rows = min(program.max_batch_rows, program.max_output_rows)
     key = _fingerprint(program, kv_layout)
     known, loads = ([], 0) if key is None or measure_again else _cached_seconds(key)
+    if key is not None and not measure_again and is_postponed("verification", key):
+        may_measure = False
     if known and (loads >= _AGREEING_LOADS or not may_measure):
         return known[:max_rows]
     if not may_measure:
@@ -136,6 +142,9 @@ def _verification_seconds(
         least = [min(pair) for pair in zip(known, seconds, strict=True)] if agrees else seconds
         agreeing = loads + 1 if agrees else 1
         put_measurement("verification", key, load=measured.load, seconds=least, loads=agreeing)
+        settle("verification", key)
+    elif key is not None:
+        postpone("verification", key)
     return seconds
 
 

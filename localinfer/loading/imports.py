@@ -7,11 +7,13 @@ thread that does it, such as a window's. They are made in the thread that loads,
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 from localinfer.arguments import check_callable, shown
-from localinfer.errors import LoadCancelledError, RequestError
+from localinfer.errors import BackendUnavailableError, LoadCancelledError, RequestError
 
 if TYPE_CHECKING:
     import threading
@@ -57,12 +59,40 @@ def import_modules(report: ProgressCallback | None) -> None:
     """
     from localinfer.kernels.address_space import require_libraries
 
+    _check_interpreter()
     require_libraries()
     for number, name in enumerate(MODULES):
         if name not in sys.modules:
             if report is not None:
                 report(STAGE, number, len(MODULES))
             import_module(name)
+
+
+@contextmanager
+def shown_progress(progress: ProgressCallback | bool | None) -> Iterator[ProgressCallback | None]:
+    """What stages report to: for True it writes to standard error, drawn or in lines; False is None."""
+    if progress is not True or sys.stderr is None:
+        yield None if isinstance(progress, bool) else progress
+        return
+    from localinfer.terminal import Progress
+
+    with Progress(writes_lines=True) as shown:
+        yield shown
+
+
+def _check_interpreter() -> None:
+    """Raise BackendUnavailableError in a subinterpreter, where neither NumPy nor threads are supported."""
+    for name in ("_interpreters", "_xxsubinterpreters"):
+        try:
+            interpreters = import_module(name)
+        except ImportError:
+            continue
+        if interpreters.get_current() != interpreters.get_main():
+            raise BackendUnavailableError(
+                "this is a subinterpreter, in which neither NumPy nor threads work as a model needs them; load it in "
+                "the main interpreter, or in a process of its own (mod_wsgi: WSGIApplicationGroup %{GLOBAL})"
+            )
+        return
 
 
 def stoppable(progress: ProgressCallback | None, cancel: threading.Event | None) -> ProgressCallback | None:

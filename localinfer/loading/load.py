@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from localinfer.arguments import check_flag
 from localinfer.errors import LoadCancelledError
-from localinfer.loading.imports import import_modules, stoppable
+from localinfer.loading.imports import import_modules, shown_progress, stoppable
 
 if TYPE_CHECKING:
     import os
@@ -26,7 +26,7 @@ def load(
     model: str | os.PathLike[str] | None = None,
     *,
     device: str = "auto",
-    gpu_layers: int | None = None,
+    gpu_layers: int | str | None = None,
     tensor_split: Sequence[float] | None = None,
     cpu_moe: bool | int | None = None,
     threads: int | None = None,
@@ -48,7 +48,7 @@ def load(
     may_measure: bool = True,
     verify: bool = True,
     kv_events: str | KVEventsConfig | KVEventPublisher | None = None,
-    progress: ProgressCallback | None = None,
+    progress: ProgressCallback | bool | None = None,
     cancel: threading.Event | None = None,
 ) -> LLM:
     """Load a model and return it ready to answer.
@@ -59,7 +59,7 @@ def load(
         holds at least one layer of the model. Several GPUs share the layers in the order in which they are named; if
         none are named, the fewest that hold the whole model are taken.
     gpu_layers: how many of the model's last layers run on GPUs, the others on the CPU; more than it has means all.
-        None: as many as fit, with a KV cache of context_length tokens (8,192 if that is None).
+        None or "auto": as many as fit, with a KV cache of context_length tokens (8,192 if that is None).
     tensor_split: each GPU's share of those layers, such as [3, 1]. None: shares that fill their free memory alike.
     cpu_moe: of a mixture of experts, keep the routed experts on the CPU and all else on GPUs: True for every layer, or
         of how many of the first layers. None: of as few as needed, where that lets more of the model run on GPUs.
@@ -80,7 +80,7 @@ def load(
     disk_cache_folder: its location, of which a private subfolder is used; None: this user's cache folder.
     speculation: speculative decoding: "ngram" drafts from earlier text, "draft" with a draft model, "mtp" with the
         layers for next-token prediction that some models bring along (on the CPU), "auto" with all available, a draft
-        model before such layers, None: off. It changes speed only, never the text.
+        model before such layers, "off" or None with none. It changes speed only, never the text.
     draft: path of a draft model: a much smaller GGUF model of the same vocabulary, or one made to draft from the
         model's own cache (Gemma 4's, on the CPU).
     chat_template: Jinja source in place of the model's own template, or the path of a file.
@@ -105,57 +105,58 @@ def load(
         this address, such as "tcp://127.0.0.1:5557"; or a `localinfer.KVEventsConfig`. Who can connect reads the token
         ids of every text. None: no events.
     progress: called with a stage's name, the units done and the total, in the thread that loads, several times in 200
-        ms; what it raises ends the load.
+        ms; what it raises ends the load. True: written to standard error, as in a notebook or a terminal.
     cancel: once it is set, from any thread, the load stops within 200 ms with LoadCancelledError, and leaves no thread,
         child process, open file or memory behind. Kernels that are compiled in this process, where no child can be
         started, are each compiled to the end.
     Raises: ModelFileError, RequestError, BackendUnavailableError, OutOfMemoryError, LoadCancelledError,
         MissingPackageError.
     """
-    report = stoppable(progress, cancel)
-    import_modules(report)
-    from localinfer.loading.build import build_llm
-    from localinfer.loading.options import check_limits, check_model_options, disk_options
-    from localinfer.thread_control import checked_priority
+    with shown_progress(progress) as told:
+        report = stoppable(told, cancel)
+        import_modules(report)
+        from localinfer.loading.build import build_llm
+        from localinfer.loading.options import check_limits, check_model_options, disk_options
+        from localinfer.thread_control import checked_priority
 
-    options = check_model_options(
-        model=model,
-        device=device,
-        gpu_layers=gpu_layers,
-        tensor_split=tensor_split,
-        cpu_moe=cpu_moe,
-        threads=threads,
-        context_length=context_length,
-        kv_type=kv_type,
-        kv_memory=kv_memory,
-        kv_window=kv_window,
-        memory_limit=memory_limit,
-        speculation=speculation,
-        draft=draft,
-        chat_template=chat_template,
-        rope=rope,
-        overrides=overrides,
-    )
-    check_limits(limits)
-    own_priority = checked_priority(priority)
-    measure_again = check_flag("measure_again", measure_again)
-    may_measure = check_flag("may_measure", may_measure)
-    verify = check_flag("verify", verify)
-    disk = disk_options(disk_cache, disk_cache_folder)
-    try:
-        return build_llm(
-            options,
-            disk,
-            limits,
-            report,
-            priority=own_priority,
-            measure_again=measure_again,
-            may_measure=may_measure,
-            verify=verify,
-            kv_events=kv_events,
+        options = check_model_options(
+            model=model,
+            device=device,
+            gpu_layers=gpu_layers,
+            tensor_split=tensor_split,
+            cpu_moe=cpu_moe,
+            threads=threads,
+            context_length=context_length,
+            kv_type=kv_type,
+            kv_memory=kv_memory,
+            kv_window=kv_window,
+            memory_limit=memory_limit,
+            speculation=speculation,
+            draft=draft,
+            chat_template=chat_template,
+            rope=rope,
+            overrides=overrides,
         )
-    except LoadCancelledError as error:
-        cancelled = str(error)
+        check_limits(limits)
+        own_priority = checked_priority(priority)
+        measure_again = check_flag("measure_again", measure_again)
+        may_measure = check_flag("may_measure", may_measure)
+        verify = check_flag("verify", verify)
+        disk = disk_options(disk_cache, disk_cache_folder)
+        try:
+            return build_llm(
+                options,
+                disk,
+                limits,
+                report,
+                priority=own_priority,
+                measure_again=measure_again,
+                may_measure=may_measure,
+                verify=verify,
+                kv_events=kv_events,
+            )
+        except LoadCancelledError as error:
+            cancelled = str(error)
     # A new one: as long as an app keeps the first, its frames would keep the weights.
     raise LoadCancelledError(cancelled)
 

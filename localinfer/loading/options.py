@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from localinfer.persistence.prompt_cache import DiskOptions
     from localinfer.quant.checkpoint.model_file import ModelFile
 
-_SPECULATION = ("auto", "ngram", "draft", "mtp", None)
+SPECULATION = ("auto", "ngram", "draft", "mtp", "off")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,13 +169,16 @@ def check_model_options(
 
     Raises: RequestError, BackendUnavailableError; ModelFileError for a draft model that cannot be read.
     """
+    layers = options.get("gpu_layers")
+    if isinstance(layers, str) and layers == "auto":
+        options["gpu_layers"] = None
     placing = {name: options.get(name) for name in ("gpu_layers", "tensor_split", "cpu_moe")}
     DeviceRequest(device=device, **placing).check()
     for name in ("threads", "context_length", "kv_memory", "kv_window"):
         check_number(name, options.get(name), 1, none="for the default")
     check_number("memory_limit", options.get("memory_limit"), 1, none="for what the machine has")
     KVLayout(options.get("kv_type", "f16"), [])
-    check_speculation(speculation, has_draft=draft is not None)
+    speculation = check_speculation(speculation, has_draft=draft is not None)
     changes = model_changes(chat_template=chat_template, rope=rope, overrides=overrides)
     path = model_path(model)
     if options.get("kv_window") is not None and draft is not None:
@@ -248,11 +251,19 @@ def model_path(model: str | os.PathLike[str] | None, name: str = "model") -> Pat
     return path
 
 
-def check_speculation(speculation: str | None, *, has_draft: bool) -> None:
-    """Raise RequestError unless the option is known and consistent with whether a draft model was given."""
-    if not isinstance(speculation, str | None) or speculation not in _SPECULATION:
-        raise RequestError(f"speculation is {shown(speculation)}; give 'auto', 'ngram', 'draft', 'mtp' or None")
+def check_speculation(speculation: str | None, *, has_draft: bool) -> str | None:
+    """Return what drafts, None for nothing; has_draft: whether a draft model was given.
+
+    Raises: RequestError unless the option is known and consistent with that.
+    """
+    if not isinstance(speculation, str | None) or speculation not in (*SPECULATION, None):
+        words = ", ".join(map(repr, SPECULATION))
+        raise RequestError(f"speculation is {shown(speculation)}; give one of {words}, or None, which is 'off'")
+    if speculation == "off":
+        speculation = None
     if speculation == "draft" and not has_draft:
         raise RequestError("speculation is 'draft', but there is no draft model; give its file as draft, or use 'auto'")
     if speculation in ("ngram", "mtp", None) and has_draft:
-        raise RequestError(f"a draft model was given, but speculation is {speculation!r}; make it 'auto' or 'draft'")
+        found = speculation or "off"
+        raise RequestError(f"a draft model was given, but speculation is {found!r}; make it 'auto' or 'draft'")
+    return speculation

@@ -23,7 +23,7 @@ _MAX_BIAS = 1000.0
 class NumberOption:
     """A numeric sampling option.
 
-    kind: float, which takes whole numbers too, or int. least, most: both allowed; math.inf: any finite number. metavar,
+    kind: float, which takes whole numbers too, or int. least, most: both allowed; math.inf: any whole number. metavar,
     help: of its flag on the command line; `{default}` in help stands for the default. hint: ends the error for a value
     out of range. is_common: help lists it first. alias: another name of it that the server takes.
     """
@@ -89,7 +89,7 @@ class SamplingParams:
 
     # fmt: off
     temperature: float = _number(
-        0.8, 0, math.inf, "T", "0 always takes the likeliest token.", "0 takes the likeliest token", is_common=True)
+        0.8, 0, 10, "T", "0 always takes the likeliest token.", "0 takes the likeliest token", is_common=True)
     top_k: int = _whole(
         40, 0, math.inf, "K", "Sample among the K likeliest; 0: off.", "0 keeps every token", is_common=True)
     top_p: float = _number(
@@ -100,20 +100,20 @@ class SamplingParams:
     typical_p: float = _number(
         1.0, 0, 1, "P", "Sample among the most typical that sum to P; 1: off.", "1 keeps every token")
     top_n_sigma: float = _number(
-        0.0, 0, math.inf, "N", "Drop logits N standard deviations below the best; 0: off.", "0 keeps every token")
+        0.0, 0, 100, "N", "Drop logits N standard deviations below the best; 0: off.", "0 keeps every token")
     xtc_probability: float = _number(
         0.0, 0, 1, "P", "How often XTC drops the likeliest choices; 0: off.", "0 switches it off")
     xtc_threshold: float = _number(
         0.1, 0, 1, "P", "From which probability a token is a choice for XTC. Default: {default}.", "0.1 is usual")
     dynatemp_range: float = _number(
-        0.0, 0, math.inf, "R", "Let entropy move the temperature by up to R; 0: off.", "0 switches it off")
+        0.0, 0, 10, "R", "Let entropy move the temperature by up to R; 0: off.", "0 switches it off")
     dynatemp_exponent: float = _number(
-        1.0, 0, math.inf, "E", "How entropy moves it. Default: {default}.", "1 is usual")
+        1.0, 0, 100, "E", "How entropy moves it. Default: {default}.", "1 is usual")
     mirostat: int = _whole(
         0, 0, 2, "2", "Hold the surprise of the text, in place of the filters; 0: off.",
         "2 switches its second version on, 0 off")
     mirostat_tau: float = _number(
-        5.0, 0, math.inf, "BITS", "The surprise per token to hold. Default: {default}.", "bits per token; 5 is usual")
+        5.0, 0, 100, "BITS", "The surprise per token to hold. Default: {default}.", "bits per token; 5 is usual")
     mirostat_eta: float = _number(
         0.1, 0, 1, "ETA", "How fast it is corrected. Default: {default}.", "0.1 is usual")
     repetition_penalty: float = _number(

@@ -36,6 +36,9 @@ from localinfer.session.prompts import SessionOptions, SessionPrompts, checked_n
 if TYPE_CHECKING:
     import asyncio
 
+    # For type checkers alone: PEP 747, by which `int | None` is a type of values too.
+    from typing_extensions import TypeForm
+
     from localinfer.session.python_tools import CallOutcome, RequestedCall, Tool
 
 Answer = TypeVar("Answer")
@@ -70,6 +73,8 @@ class Session(Closing):
     it; without any text yet it leaves nothing.
     """
 
+    _instead = "take fork() for a copy, and to_json() and Session.from_json() for another process"
+
     def __init__(
         self,
         prompts: SessionPrompts,
@@ -92,6 +97,10 @@ class Session(Closing):
         self._unread: ref[TextStream] | None = None
         self._reading: Generator[StreamEvent] | None = None
         self._is_closed = False
+
+    def __repr__(self) -> str:
+        state = "closed" if self._is_closed else f"{len(self._turns)} messages"
+        return f"<{type(self).__name__} of {self._saved.model or 'a model'}: {state}>"
 
     @property
     def messages(self) -> list[dict[str, Any]]:
@@ -129,7 +138,7 @@ class Session(Closing):
     @overload
     def ask(self, text: str | None = None, *, type: None = None, **options: Unpack[SessionOptions]) -> Completion: ...
     @overload
-    def ask(self, text: str | None = None, *, type: type[Answer], **options: Unpack[SessionOptions]) -> Answer: ...
+    def ask(self, text: str | None = None, *, type: TypeForm[Answer], **options: Unpack[SessionOptions]) -> Answer: ...
     @overload
     def ask(self, text: str | None = None, *, type: Any, **options: Unpack[SessionOptions]) -> Any: ...
     def ask(self, text: str | None = None, *, type: Any = None, **options: Unpack[SessionOptions]) -> Any:
@@ -151,7 +160,7 @@ class Session(Closing):
     ) -> Completion: ...
     @overload
     async def aask(
-        self, text: str | None = None, *, type: type[Answer], **options: Unpack[SessionOptions]
+        self, text: str | None = None, *, type: TypeForm[Answer], **options: Unpack[SessionOptions]
     ) -> Answer: ...
     @overload
     async def aask(self, text: str | None = None, *, type: Any, **options: Unpack[SessionOptions]) -> Any: ...
@@ -265,6 +274,8 @@ class Session(Closing):
         text = checked_text(text)
         with self._claimed(threading.Event()):
             turns = self._turns
+            if not turns:
+                raise RequestError("the session has no messages, so none can be edited; ask or append one before")
             place = check_number("index", index, -len(turns), len(turns) - 1, hint="counted as in messages")
             place %= len(turns)
             kept = {name: value for name, value in turns[place].items() if name not in ("reasoning", "finish_reason")}
@@ -278,6 +289,8 @@ class Session(Closing):
         """
         with self._claimed(threading.Event()):
             starts = [*exchange_starts(self._turns), len(self._turns)]
+            if len(starts) == 1:
+                raise RequestError("the session has no user messages, so none can be dropped")
             check_number("exchanges", exchanges, 1, len(starts) - 1, hint="as many as there are")
             first, end = starts[0], starts[exchanges]
             self._turns = self._turns[:first] + self._turns[end:]

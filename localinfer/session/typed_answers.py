@@ -12,6 +12,7 @@ from localinfer.chat.constraints import Constraint, JsonSchema
 from localinfer.errors import AnswerError, ConstraintError, RequestError
 from localinfer.system.extras import require
 
+_BARE = (dict, list, tuple, set, frozenset)
 _KINDS = "a dataclass, a TypedDict, a msgspec Struct, a pydantic model, or a plain type such as list[str] or Literal"
 
 
@@ -23,6 +24,11 @@ class AnswerType:
     """
 
     def __init__(self, answer_type: Any) -> None:
+        if answer_type in _BARE:
+            raise RequestError(
+                f"type is {answer_type.__name__}, which says nothing of what is in it; "
+                "give its parts too, such as list[str] or dict[str, int], or a dataclass"
+            )
         self.type = answer_type
         self.name = getattr(answer_type, "__name__", None) or str(answer_type)
         self._read: Callable[[str], Any]
@@ -72,7 +78,7 @@ class AnswerType:
             decoder = msgspec.json.Decoder(self.type)
             order = dict(_typed_dict_orders(msgspec.inspect.type_info(self.type)))
         except (TypeError, NameError, ValueError) as error:
-            why = " ".join(str(error).split())
+            why = str(error).strip().rpartition("\n")[2]
             raise RequestError(
                 f"type is {shown(self.type)}, which JSON cannot be read as: {why}; give {_KINDS}"
             ) from None
@@ -91,7 +97,7 @@ class AnswerType:
             adapter = pydantic.TypeAdapter(self.type)
             schema = adapter.json_schema()
         except (pydantic.errors.PydanticUserError, TypeError, NameError) as error:
-            why = " ".join(str(error).split())
+            why = str(error).strip().rpartition("\n")[2]
             raise RequestError(
                 f"type is {shown(self.type)}, which JSON cannot be read as: {why}; give {_KINDS}"
             ) from None

@@ -5,6 +5,7 @@ Imports little: a program may be killed while the one that it started is still i
 
 import contextlib
 import os
+import stat
 import sys
 import threading
 import time
@@ -46,6 +47,8 @@ class ParentWatch:
         on_end()
 
     def _watch_input(self) -> None:
+        if not input_can_end():
+            return
         # Not through `sys.stdin`: its lock, held by a blocked thread, would break the interpreter's shutdown.
         with contextlib.suppress(OSError):
             while _has_more():
@@ -66,6 +69,18 @@ class ParentWatch:
             while os.getppid() == self.parent and not is_orphan:
                 time.sleep(_LOOK_SECONDS)
         self._end()
+
+
+def input_can_end() -> bool:
+    """Whether standard input is a pipe, a socket or a terminal, whose end says that another process has ended.
+
+    A file and /dev/null, which some programs give their children, are at their end from the first moment.
+    """
+    try:
+        mode = os.fstat(0).st_mode
+    except OSError:
+        return False
+    return stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) or os.isatty(0)
 
 
 def _is_orphan(parent: int) -> bool:

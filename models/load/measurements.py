@@ -31,6 +31,8 @@ _LEAST_TICKS_SECONDS = 0.1
 """Shorter intervals say little where the system counts in ticks."""
 _KEPT_SECONDS = 30 * 24 * 3600
 _MAX_BYTES = 1 << 16
+_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 600.0, 24 * 3600.0
+"""Until a measurement that found the machine busy is tried again: twice as long after each further time."""
 
 Key = TypeVar("Key")
 
@@ -159,6 +161,34 @@ def put_measurement(kind: str, key: str, *, load: float | None, **values: Any) -
     record = json.dumps({**values, "load": load, "measured_at": time.time()}).encode()
     with contextlib.suppress(OSError):
         write_atomically(path, lambda file: write_all(file, record))
+
+
+def postpone(kind: str, key: str) -> None:
+    """Remember that the machine was too busy to measure, so that not every start beside a busy program tries again."""
+    put_measurement(f"busy-{kind}", key, load=None, times=min(_times_busy(kind, key)[0] + 1, 64))
+
+
+def is_postponed(kind: str, key: str) -> bool:
+    """Whether the machine was too busy for a measurement lately: ten minutes ago at first, a day at most."""
+    times, seconds = _times_busy(kind, key)
+    return times > 0 and seconds < min(_FIRST_PAUSE_SECONDS * 2.0 ** (times - 1), _LONGEST_PAUSE_SECONDS)
+
+
+def _times_busy(kind: str, key: str) -> tuple[int, float]:
+    """How often in a row it was too busy, and how many seconds ago the last time was."""
+    record = get_measurement(f"busy-{kind}", key) or {}
+    times = record.get("times")
+    if not isinstance(times, int) or not 1 <= times <= 64:
+        return 0, 0.0
+    return times, time.time() - float(record["measured_at"])
+
+
+def settle(kind: str, key: str) -> None:
+    """Forget that the machine was too busy: it was measured."""
+    path = _path(f"busy-{kind}", key)
+    if path is not None:
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
 
 
 def _path(kind: str, key: str) -> Path | None:

@@ -82,6 +82,16 @@ class Tokenizer:
         self._containing: dict[str, frozenset[int]] = {}
         self._token_bytes: dict[int, bytes] = {}
 
+    def __reduce__(self) -> tuple[type[Tokenizer], tuple[Vocabulary]]:
+        """Be pickled as the vocabulary it was built from."""
+        return type(self), (self._vocabulary,)
+
+    def __copy__(self) -> Tokenizer:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Tokenizer:
+        return self
+
     @property
     def vocabulary(self) -> Vocabulary:
         """What it was built from."""

@@ -39,6 +39,7 @@ def never_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (threads, drafters):
         monkeypatch.setattr(module, "get_measurement", lambda *_: None)
         monkeypatch.setattr(module, "put_measurement", lambda *_, **__: None)
+    monkeypatch.setattr(drafters, "is_postponed", lambda *_: False)
     monkeypatch.setattr("localinfer.models.load.loader.available_threads", lambda: 2)
 
 

@@ -36,6 +36,7 @@ def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         run(server, on_ready=end)
 
     monkeypatch.setattr(LocalServer, "run", run_until_ready)
+    monkeypatch.setattr("localinfer.cli.serve.input_can_end", lambda: True)
     # Which would read standard input; the model is loaded as ever.
     monkeypatch.setattr("localinfer.cli.mcp.serve_model", lambda load: load(threading.Event()).close())
     # Whatever is pulled, listed and removed: the command has no other options here.

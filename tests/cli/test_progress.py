@@ -8,6 +8,7 @@ import time
 import pytest
 
 from localinfer import terminal as progress_module
+from localinfer.loading.imports import shown_progress
 from localinfer.terminal import CLEAR_LINE, Pace, Progress, with_time_left
 from tests.limits import seconds
 
@@ -42,6 +43,24 @@ def test_progress_is_silent_away_from_a_terminal(monkeypatch):
     with Progress(stream) as progress:
         progress("compiling kernels", 3, 40)
     assert stream.getvalue() == ""
+
+
+def test_progress_of_a_program_writes_lines_where_none_can_be_drawn_anew(monkeypatch):
+    make_patient(monkeypatch)
+    monkeypatch.setattr(progress_module, "LINE_SECONDS", 1000.0)
+    stream = io.StringIO()
+    with Progress(stream, writes_lines=True) as progress:
+        progress("compiling kernels", 3, 40)
+        progress("compiling kernels", 4, 40)
+    assert stream.getvalue() == "compiling kernels 3/40 ...\n"
+    monkeypatch.setattr(sys, "stderr", stream := io.StringIO())
+    with shown_progress(True) as told:
+        assert told is not None
+        told("importing", 0, 0)
+    assert stream.getvalue() == "importing ...\n"
+    for given, meant in ((None, None), (False, None), (print, print)):
+        with shown_progress(given) as told:
+            assert told is meant
 
 
 def test_progress_of_a_quick_start_is_never_shown(monkeypatch):

@@ -171,6 +171,7 @@ class FakeTemplate:
 
     stop_strings: tuple[str, ...] = ()
     source: str | None = None
+    tool_source: str | None = None
 
     def render(self, messages: Sequence[Mapping[str, Any]], *_: Any, **__: Any) -> str:
         return "".join(text for text, _ in self.render_segments(messages, SpellingFinder({})))

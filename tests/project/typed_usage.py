@@ -5,7 +5,9 @@ Not run. Checked against an installed copy: `mypy --strict` and `pyright` with `
 
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, assert_type
 
 import numpy as np
 from numpy.typing import NDArray
@@ -99,6 +101,24 @@ def chat(llm: localinfer.LLM) -> str:
     several = llm.chat_many(messages, n=2, constraint=localinfer.JsonObject())
     tokens = llm.count_chat_tokens(messages) + len(llm.render_chat(messages))
     return done.text + "".join(call.name for call in calls) + several[0].text + str(tokens)
+
+
+@dataclass
+class Order:
+    """An answer."""
+
+    fruit: str
+
+
+async def ask(llm: localinfer.LLM) -> None:
+    """Typed answers: of any form of type, not of classes alone."""
+    with llm.session("Be kind.", max_tokens=20) as session:
+        assert_type(session.ask("Hi"), localinfer.Completion)
+        assert_type(session.ask("How many?", type=int | None), int | None)
+        assert_type(session.ask("Which?", type=Literal["yes", "no"]), Literal["yes", "no"])
+        assert_type(session.ask("All?", type=list[str]), list[str])
+        assert_type(await session.aask("What?", type=Order), Order)
+        assert_type(await session.aask("What?", type=Order | None), Order | None)
 
 
 def measure(llm: localinfer.LLM, documents: Sequence[str]) -> NDArray[np.float32]:

@@ -16,13 +16,13 @@ EMPTY = np.zeros(0, np.int32)
 Filters = tuple[float, int, float, float]
 
 FILTERS: list[Filters] = [
-    *((temperature, 0, 1.0, 0.0) for temperature in (0.0, 1.0, 1e-5, 1e300)),
+    *((temperature, 0, 1.0, 0.0) for temperature in (0.0, 1.0, 1e-5, 10.0)),
     *((temperature, top_k, 1.0, 0.0) for temperature, top_k in ((0.8, 1), (1.3, 7))),
     *((temperature, 0, 0.9, 0.0) for temperature in (1.0, 1e-38)),
     *((1.0, 0, 1.0, min_p) for min_p in (0.1, 1.0)),
-    *((temperature, 0, 0.5, 0.0) for temperature in (100.0, 1e300)),
+    *((temperature, 0, 0.5, 0.0) for temperature in (5.0, 10.0)),
     *((0.7, 0, 0.3, 0.0), (2.0, 0, 0.999, 0.0), (1.0, 0, 0.0, 0.0), (3.0, 0, 0.02, 0.0)),
-    *((1e38, 0, 0.9, 0.3), (0.9, 0, 0.9, 0.05), (0.8, 40, 0.95, 0.05), (1.5, 500, 0.8, 0.001)),
+    *((10.0, 0, 0.9, 0.3), (0.9, 0, 0.9, 0.05), (0.8, 40, 0.95, 0.05), (1.5, 500, 0.8, 0.001)),
 ]
 """Temperature, top_k, top_p and min_p."""
 

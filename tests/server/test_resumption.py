@@ -267,7 +267,7 @@ def test_whole_answer_is_that_of_an_undisturbed_run(more, pair):
 def test_prompt_that_is_cut_otherwise_elsewhere_is_taken_as_it_was(pair):
     """A replica that made the former reply remembers its ids, which are not those of its text."""
     first, second = pair.answers
-    odd = {"messages": STORY, "temperature": 100, "top_k": 0, "top_p": 1, "min_p": 0, "max_tokens": 30, "seed": 11}
+    odd = {"messages": STORY, "temperature": 10, "top_k": 0, "top_p": 1, "min_p": 0, "max_tokens": 30, "seed": 11}
 
     async def check() -> None:
         said = json.loads(bytes_of(await recorded(first, request(CHAT, odd))))["choices"][0]["message"]["content"]

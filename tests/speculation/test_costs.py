@@ -2,9 +2,14 @@
 
 import math
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from localinfer.kernels.kv_layout import KVLayout
+from localinfer.loading import drafters
 from localinfer.models.load import measurements
 from localinfer.speculation import costs
 from localinfer.speculation.costs import MAX_DRAFT_TOKENS, VerificationCosts, measure_costs
@@ -122,3 +127,34 @@ def test_a_busy_machine_is_known_by_its_spread_and_the_least_times_count(
     assert is_rarely_calm and rarely == pytest.approx(undisturbed)
     if share == 0.3:
         assert seconds == pytest.approx(undisturbed)
+
+
+def test_beside_busy_programs_not_every_start_measures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each start took up to twice its time, for a measurement that it could not keep."""
+    now, tries, is_calm = [1e9], [0], [False]
+
+    def measure(*_: object) -> costs.MeasuredCosts:
+        tries[0] += 1
+        return costs.MeasuredCosts([1.0] * 16, is_calm[0], 0.0)
+
+    def start(seconds: float, **options: bool) -> int:
+        now[0] += seconds
+        before = tries[0]
+        drafters._verification_seconds(program, layout, None, options.get("again", False), True)
+        return tries[0] - before
+
+    monkeypatch.setattr(measurements, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(measurements.time, "time", lambda: now[0])
+    monkeypatch.setattr(drafters, "measure_costs", measure)
+    monkeypatch.setattr(drafters, "checked_run", lambda *_: None)
+    monkeypatch.setattr(drafters, "_fingerprint", lambda *_: "key")
+    program: Any = SimpleNamespace(max_batch_rows=16, max_output_rows=16)
+    layout = KVLayout("f32", [])
+    assert [start(seconds) for seconds in (0, 1, 500, 100, 700, 400, 100)] == [1, 0, 0, 1, 0, 0, 1]
+    assert start(1, again=True) == 1
+    for _ in range(12):
+        assert start(24 * 3600) == 1
+    is_calm[0] = True
+    assert [start(seconds) for seconds in (24 * 3600, 1, 1)] == [1, 1, 0]
+    is_calm[0] = False
+    assert measurements.is_postponed("verification", "key") is False

@@ -281,7 +281,8 @@ def test_text_of_a_real_model_is_equal_with_every_kind_of_draft(shared: Path, kv
 
 def test_options_that_do_not_go_together_are_refused() -> None:
     for speculation_kind, has_draft, words in (
-        ("fast", False, "give 'auto'"),
+        ("fast", False, "give one of 'auto'"),
+        ("off", True, "a draft model was given"),
         ("draft", False, "there is no draft model"),
         ("ngram", True, "a draft model was given"),
         (None, True, "a draft model was given"),
@@ -290,7 +291,7 @@ def test_options_that_do_not_go_together_are_refused() -> None:
             check_speculation(speculation_kind, has_draft=has_draft)
     for speculation_kind, has_draft in (("auto", False), ("auto", True), ("ngram", False), ("draft", True)):
         check_speculation(speculation_kind, has_draft=has_draft)
-    check_speculation(None, has_draft=False)
+    assert check_speculation(None, has_draft=False) is check_speculation("off", has_draft=False) is None
 
 
 def test_a_draft_model_without_a_tokenizer_is_refused() -> None:
