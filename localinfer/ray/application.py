@@ -67,7 +67,7 @@ def app(
         module and class of another `ray.serve.request_router.RequestRouter`, such as "my_package.routers.MyRouter".
     drain_seconds: what running replies get to finish when a replica is removed.
     health_check_period_s, health_check_timeout_s: how often Serve asks a replica whether it lives, and how long that
-        may take; three failures in a row end it. The ingress ends one that is silent while it answers after 13 s.
+        may take; three failures in a row end it. The ingress ends one that is silent while it answers after 18 s.
     settings: of the server: tokens, hosts, limits. Limits of tokens hold for all replicas together; `max_generations`
         and `num_slots` are those of each. Responses are not kept unless they say where; a folder that all replicas can
         reach shares them.

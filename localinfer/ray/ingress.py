@@ -200,13 +200,17 @@ class Ingress:
         try:
             async with (
                 aclosing(self._replicas.answer(request, resumption, replica)) as batches,
-                aclosing(unless_silent(batches)) as heard,
+                aclosing(unless_silent(batches, lambda: self._has_other(replica))) as heard,
             ):
                 async for batch in heard:
                     yield batch
         except ReplicaLostError:
             self._watch.notice(replica)
             raise
+
+    def _has_other(self, replica: str) -> bool:
+        """Whether a replica is there beside one that is silent, and is not silent itself."""
+        return not replica or bool(set(self._accounts.replicas()) - self._watch.watched - {replica})
 
     async def _answer_by_any(self, request: RelayedRequest, send: Send) -> None:
         """Ask all replicas, and pass on the answer of the one that has what is asked for."""

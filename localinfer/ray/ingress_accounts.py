@@ -121,7 +121,6 @@ class IngressAccounts:
         self._name = token_hex(8)
         self._numbers = count()
         self._texts: dict[int, int] = {}
-        self._told: tuple[str, ...] = ()
         self._reporting: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Future[Any]] = set()
 
@@ -131,6 +130,10 @@ class IngressAccounts:
             loop, changed = asyncio.get_running_loop(), asyncio.Event()
             self._present.listen(lambda: loop.call_soon_threadsafe(changed.set))
             self._reporting = asyncio.ensure_future(self._report_always(changed))
+
+    def replicas(self) -> tuple[str, ...]:
+        """The names of the replicas that Serve knows."""
+        return tuple(self._present.of(self._deployment))
 
     def next_number(self) -> int:
         """Names a request."""
@@ -206,7 +209,7 @@ class IngressAccounts:
     async def _report_always(self, changed: asyncio.Event) -> None:
         while True:
             changed.clear()
-            self._call("report", tuple(self._present.of(self._deployment)), frozenset(self._texts))
+            self._call("report", self.replicas(), frozenset(self._texts))
             try:
                 async with asyncio.timeout(_REPORT_SECONDS):
                     await changed.wait()

@@ -10,17 +10,22 @@ from starlette.types import Message, Send
 
 from localinfer.ray.answer_parts import AnswerPart
 from localinfer.server.replies.resumption import ReplyProgress, ReserveNote, Resumption
-from localinfer.server.transport.http import ApiError
+from localinfer.server.transport.http import PING, ApiError
 
 logger = logging.getLogger(__name__)
 
-_MOST_ATTEMPTS = 8
-_PAUSE_SECONDS = 0.25
-"""Before a replica that refused a reply is asked again, doubled each time."""
+_MOST_ATTEMPTS = 32
+"""That may fail in a row before a reply is given up, in about a minute: as long as a replica takes to be replaced."""
+_PAUSE_SECONDS, _MOST_PAUSE_SECONDS = 0.25, 2.0
+"""Before the next attempt after one that gave nothing, doubled each time up to the second."""
+_LOOK_SECONDS = 0.25
 SILENT_SECONDS = 3.0
 """After so long without a batch, of which a replica sends an empty one each second, it is taken for lost: what another
 one needs to go on is left of the five seconds that no stream is to be silent."""
+_PING_SECONDS = 2.0
+"""After so long without bytes a client is told that its stream of events goes on, each time that a replica says so."""
 _END: Message = {"type": "http.response.body", "body": b"", "more_body": False}
+_PING: Message = {"type": "http.response.body", "body": PING, "more_body": True}
 
 Open = Callable[[Resumption | None], AsyncGenerator[list[AnswerPart]]]
 """Has a replica answer a request, or go on with the answer."""
@@ -34,23 +39,39 @@ class BrokenAnswerError(Exception):
     """A part of an answer was sent, and nobody can go on with it; the connection has to end without its end."""
 
 
-async def unless_silent(batches: AsyncIterator[list[AnswerPart]]) -> AsyncGenerator[list[AnswerPart]]:
+async def unless_silent(
+    batches: AsyncIterator[list[AnswerPart]], may_leave: Callable[[], bool] = lambda: True
+) -> AsyncGenerator[list[AnswerPart]]:
     """Batches of a replica as they come.
 
-    Raises: ReplicaLostError after SILENT_SECONDS without one; what the iterator raises.
+    may_leave: asked after SILENT_SECONDS without one whether another replica would do better: where all are slow, as on
+    a machine that is busy with other things, one that goes on is as good as any. Raises: ReplicaLostError, if so; what
+    the iterator raises.
     """
-    loop, seconds = asyncio.get_running_loop(), SILENT_SECONDS
+    loop, is_waiting = asyncio.get_running_loop(), True
+    last, timer = loop.time(), loop.call_later(SILENT_SECONDS, lambda: look())
+
+    def look() -> None:
+        nonlocal timer
+        # What the client takes to read is not the replica's.
+        left = last + SILENT_SECONDS - loop.time() if is_waiting else SILENT_SECONDS
+        if left <= 0 and may_leave():
+            limit.reschedule(loop.time())
+        else:
+            timer = loop.call_later(left if left > 0 else _LOOK_SECONDS, look)
+
     try:
-        async with asyncio.timeout(seconds) as limit:
+        async with asyncio.timeout(None) as limit:
             async for batch in batches:
-                # What the client takes to read is not the replica's.
-                limit.reschedule(None)
+                is_waiting = False
                 yield batch
-                limit.reschedule(loop.time() + seconds)
+                is_waiting, last = True, loop.time()
     except TimeoutError:
         if not limit.expired():
             raise
-        raise ReplicaLostError(f"it has said nothing for {seconds:g} s") from None
+        raise ReplicaLostError(f"it has said nothing for {loop.time() - last:.1f} s") from None
+    finally:
+        timer.cancel()
 
 
 async def relay_answer(
@@ -67,9 +88,14 @@ async def relay_answer(
     of an answer. Raises: BrokenAnswerError; what `open_parts` raises but ReplicaLostError; what `reserve` raises.
     """
     progress = ReplyProgress() if progress is None else progress
-    has_begun = False
-    num_lost = 0
-    for attempt in range(_MOST_ATTEMPTS):
+    has_begun = takes_pings = False
+    loop = asyncio.get_running_loop()
+    last_sent = loop.time()
+    num_lost = num_idle = 0
+    while num_idle < _MOST_ATTEMPTS:
+        if num_idle:
+            await asyncio.sleep(min(_PAUSE_SECONDS * 2 ** (num_idle - 1), _MOST_PAUSE_SECONDS))
+        num_before = progress.num_tokens
         resumption = progress.resumption()
         if has_begun and progress.is_whole:
             await send(_END)
@@ -92,16 +118,18 @@ async def relay_answer(
                             is_refused = resumption is not None and message["status"] >= 400
                             if has_begun or is_refused:
                                 continue
-                            has_begun = True
+                            has_begun, takes_pings = True, _takes_pings(message)
                         messages.append(message)
+                    if not messages and takes_pings and loop.time() - last_sent >= _PING_SECONDS:
+                        messages = [_PING]
                     for message in _joined(messages):
                         await send(message)
+                        last_sent = loop.time()
                     for notes, _ in batch:
                         for note in notes:
                             progress.take(note)
             if not is_refused:
                 return num_lost
-            await asyncio.sleep(_PAUSE_SECONDS * 2**attempt)
         except ReplicaLostError as error:
             num_lost += 1
             logger.warning(
@@ -109,6 +137,10 @@ async def relay_answer(
                 " ".join(str(error).split())[:200],
                 progress.num_tokens,
             )
+            if takes_pings:
+                await send(_PING)
+                last_sent = loop.time()
+        num_idle = 0 if progress.num_tokens > num_before else num_idle + 1
     if has_begun:
         raise BrokenAnswerError(f"{num_lost} replicas were lost, or refused to go on")
     refusal = ApiError(503, "the replicas that began to answer are gone; try again", code="replicas_lost")
@@ -116,6 +148,11 @@ async def relay_answer(
     await send({"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers})
     await send({"type": "http.response.body", "body": bytes(response.body)})
     return num_lost
+
+
+def _takes_pings(start: Message) -> bool:
+    """Whether comments may stand between two writes of an answer."""
+    return any(name.lower() == b"content-type" and b"text/event-stream" in value for name, value in start["headers"])
 
 
 def _joined(messages: list[Message]) -> list[Message]:

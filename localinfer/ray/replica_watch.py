@@ -10,9 +10,9 @@ from collections.abc import Awaitable, Callable
 
 logger = logging.getLogger(__name__)
 
-HUNG_SECONDS = 10.0
-"""Without an answer since it was first silent."""
-_ASK_SECONDS = 1.0
+HUNG_SECONDS = 15.0
+"""Without an answer since it was first silent: one that is only slow, on a busy machine, is not to be started anew."""
+_PAUSE_SECONDS = 1.0
 
 
 class ReplicaWatch:
@@ -50,13 +50,13 @@ class ReplicaWatch:
         deadline = loop.time() + self._seconds
         while (left := deadline - loop.time()) > 0:
             try:
-                async with asyncio.timeout(min(_ASK_SECONDS, left)):
+                async with asyncio.timeout(left):
                     await self._ask(replica)
             except TimeoutError:
-                continue
+                break
             except Exception:
                 # It is gone, or about to be; then its end is nothing more.
-                await asyncio.sleep(min(_ASK_SECONDS, left))
+                await asyncio.sleep(min(_PAUSE_SECONDS, left))
                 continue
             await self._suspect(replica, False)
             return

@@ -162,6 +162,76 @@ def test_a_stream_whose_replica_is_silent_or_gone_goes_on_elsewhere_with_the_sam
     asyncio.run(run())
 
 
+def test_where_all_replicas_are_slow_none_is_left_for_another(monkeypatch):
+    monkeypatch.setattr(relay, "SILENT_SECONDS", 0.02)
+    monkeypatch.setattr(relay, "_LOOK_SECONDS", 0.01)
+
+    async def slow(request: RelayedRequest, resumption: Resumption | None) -> Answer:
+        async for batch in words(resumption):
+            await asyncio.sleep(0.06)
+            yield batch
+
+    async def run() -> None:
+        replicas = FakeReplicas(a=slow, b=slow)
+        replies = await asyncio.gather(*(post(made_ingress(replicas), seed=number) for number in range(3)))
+        assert {reply.content for reply in replies} == {b"".join(WORDS)}
+        # Each was left at most once, and then there was nobody better.
+        assert len(replicas.asked) <= 6
+
+    asyncio.run(run())
+
+
+def test_replicas_that_are_gone_are_waited_for(monkeypatch):
+    monkeypatch.setattr(relay, "_PAUSE_SECONDS", 0.001)
+
+    async def run() -> None:
+        lives = iter([False] * 12)
+
+        async def comes(request: RelayedRequest, resumption: Resumption | None) -> Answer:
+            if not next(lives, True):
+                raise ReplicaLostError("the actor died")
+            async for batch in words(resumption):
+                yield batch
+
+        replicas = FakeReplicas(a=dies, b=comes)
+        assert (await post(made_ingress(replicas))).content == b"".join(WORDS)
+
+    asyncio.run(run())
+
+
+def test_a_stream_of_events_is_told_that_it_goes_on_while_another_replica_takes_over(monkeypatch):
+    monkeypatch.setattr(relay, "SILENT_SECONDS", 0.05)
+    monkeypatch.setattr(relay, "_PING_SECONDS", 0.01)
+
+    async def slow(request: RelayedRequest, resumption: Resumption | None) -> Answer:
+        for _ in range(3):
+            await asyncio.sleep(0.02)
+            yield []
+        async for batch in events(words(resumption)):
+            yield batch
+
+    async def stops(request: RelayedRequest, resumption: Resumption | None) -> Answer:
+        async for batch in events(words(resumption, most=2)):
+            yield batch
+        await asyncio.Future()
+
+    async def run() -> None:
+        response = await post(made_ingress(FakeReplicas(a=stops, b=slow)))
+        # One when the first is lost, and one with each sign of life of the other.
+        assert response.content == b"Once upon " + 4 * b": ping\n" + b"a time."
+
+    asyncio.run(run())
+
+
+async def events(batches: Answer) -> Answer:
+    """The same as a stream of events."""
+    async for batch in batches:
+        for part in batch:
+            if part.message is not None and "headers" in part.message:
+                part.message["headers"].append((b"content-type", b"text/event-stream; charset=utf-8"))
+        yield batch
+
+
 def test_a_replica_that_says_nothing_while_it_computes_sends_signs_of_life(monkeypatch):
     monkeypatch.setattr(relay, "SILENT_SECONDS", 0.2)
 
@@ -203,7 +273,7 @@ def test_what_comes_together_is_sent_together_and_the_bytes_are_the_same():
 
 
 def test_a_silent_replica_is_given_nothing_until_it_answers_and_is_ended_if_it_does_not(monkeypatch):
-    monkeypatch.setattr(replica_watch, "_ASK_SECONDS", 0.01)
+    monkeypatch.setattr(replica_watch, "_PAUSE_SECONDS", 0.01)
     said: list[tuple[str, bool]] = []
 
     async def suspect(name: str, is_suspect: bool) -> None:

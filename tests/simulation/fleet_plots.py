@@ -5,6 +5,7 @@ Writes fleet-policies.png, fleet-load.png and fleet-apart.png; wants `pip instal
 
 import argparse
 import json
+from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -135,7 +136,10 @@ def _finish(axes: "Axes", label: str) -> None:
 
 def tables(study: Record) -> str:
     """The figures of the pictures, as Markdown."""
-    records = study["policies"]
+    return "\n\n".join(_TABLES[part](study[part]) for part in _TABLES if part in study)
+
+
+def _table_of_policies(records: list[Record]) -> str:
     lines = [
         "| replicas | policy | load | hit rate | tokens/s per replica | in objective | TTFT p50, p99 | $ per million |"
     ]
@@ -154,8 +158,11 @@ def tables(study: Record) -> str:
                 f"{mean(runs, 'ttft_p50'):.2f}, {mean(runs, 'ttft_p99'):.1f} s | "
                 f"{fmean(costs):.2f} ({min(costs):.2f} to {max(costs):.2f}) |"
             )
-    records = study["apart"]
-    lines += ["", "| users | prompts apart | " + " | ".join(f"{limit} ms" for limit in (30, 40, 60, 80, 120)) + " |"]
+    return "\n".join(lines)
+
+
+def _table_apart(records: list[Record]) -> str:
+    lines = ["| users | prompts apart | " + " | ".join(f"{limit} ms" for limit in (30, 40, 60, 80, 120)) + " |"]
     lines.append("|---|---:|" + "---:|" * 5)
     for people in ("chat", "documents"):
         for split in sorted({one["split"] for one in records}):
@@ -166,17 +173,22 @@ def tables(study: Record) -> str:
     return "\n".join(lines)
 
 
+_TABLES: dict[str, Callable[[list[Record]], str]] = {"policies": _table_of_policies, "apart": _table_apart}
+
+
 def main() -> None:
-    """Draw all pictures, and print their figures."""
+    """Draw the pictures of the parts that there are, and print their figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("study")
     parser.add_argument("folder")
     words = parser.parse_args()
     require_matplotlib()
     study, folder = json.loads(Path(words.study).read_text()), Path(words.folder)
-    draw_policies(study["policies"], folder / "fleet-policies.png")
-    draw_load(study["policies"], folder / "fleet-load.png")
-    draw_apart(study["apart"], folder / "fleet-apart.png")
+    if "policies" in study:
+        draw_policies(study["policies"], folder / "fleet-policies.png")
+        draw_load(study["policies"], folder / "fleet-load.png")
+    if "apart" in study:
+        draw_apart(study["apart"], folder / "fleet-apart.png")
     print(tables(study))
 
 
