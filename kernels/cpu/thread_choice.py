@@ -15,8 +15,10 @@ _MEMORY_SECONDS = 0.2
 _BUSY_SHARE = 0.08
 _CALM_SHARE = 0.03
 """Lost shares above which processors are scarce, and below which they are free."""
-_CALM_SECONDS = 0.2, 8.0
+_CALM_SECONDS = 0.3, 8.0
 """How long the share must be that low: at first, and at most, if scarcity keeps coming back."""
+_CALM_GROWTH = 4
+"""So many times longer each time that it came back soon."""
 _SOON_SECONDS = 1.0
 """If it comes back within so long, they had not been free: the usual number hid it or caused it."""
 _TRIAL_SECONDS = 0.5, 4.0
@@ -183,7 +185,7 @@ class ThreadChoice:
     def _begin_busy(self) -> None:
         is_soon = self._since_calm < _SOON_SECONDS
         longest = _CALM_SECONDS[1]
-        self._calm_needed = min(2 * self._calm_needed, longest) if is_soon else _CALM_SECONDS[0]
+        self._calm_needed = min(_CALM_GROWTH * self._calm_needed, longest) if is_soon else _CALM_SECONDS[0]
         if not is_soon:
             self._count, self._interval = self.usual, _TRIAL_SECONDS[0]
             self._rejected.clear()
