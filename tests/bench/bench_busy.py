@@ -24,7 +24,10 @@ from typing import Any
 WORKLOADS = ("decode", "prefill", "streams")
 _PROMPT_TOKENS = {"decode": 16, "prefill": 192, "streams": 16}
 _STREAMS = 8
-_LOOP = "import os; os.nice({nice})\nwhile True: pass"
+_LOOP = (
+    "import os; os.nice({nice}); parent = os.getppid()\nwhile os.getppid() == parent:\n for _ in range(100000): pass"
+)
+"""Ends with who started it, however that ended."""
 _PEER_TOKENS = {"decode": (4, 64), "streams": (2, 16)}
 """Fewest and most tokens of a window of the peer."""
 _LEAST_TOKENS = 5
