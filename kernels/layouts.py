@@ -90,10 +90,7 @@ class Layout(IntEnum):
 
 
 GGUF_LAYOUTS = tuple(layout for layout in Layout if not layout.name.startswith("INT"))
-"""Layouts of rows in GGUF files: all of them have CPU kernels."""
-
-GRID_LAYOUTS = tuple(layout for layout in Layout if layout.name.startswith(("IQ2", "IQ3")))
-"""Layouts whose codes are places in a grid of vectors."""
+"""Layouts of rows in GGUF files: all of them have CPU kernels, and one that looks rows up."""
 
 CUDA_LAYOUTS = tuple(layout for layout in Layout if layout <= Layout.INT8_32)
 """Layouts that CUDA kernels read."""

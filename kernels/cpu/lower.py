@@ -21,7 +21,7 @@ from localinfer.kernels.graph_builder import check, packed_weight
 from localinfer.kernels.jit.compile_ahead import compile_ahead, link
 from localinfer.kernels.jit.object_cache import Kernel
 from localinfer.kernels.kv_layout import KVLayout, is_quantized
-from localinfer.kernels.layouts import GGUF_LAYOUTS, GRID_LAYOUTS, SIZES, is_float, num_tiles
+from localinfer.kernels.layouts import GGUF_LAYOUTS, SIZES, is_float, num_tiles
 from localinfer.kernels.ops import (
     AttentionShape,
     Buffer,
@@ -104,11 +104,10 @@ def _embed(tape: CpuTape, op: ops.Embed | ops.EmbedPositions | ops.EmbedTypes) -
     )
     tape.memory.keep_table(rows, is_small=adds)
     words = parameters.EMBED.pack(
-        **tape.places(out=out), table=rows.data.ctypes.data, row_bytes=row_bytes, layout=rows.layout,
-        columns=rows.num_columns, unit=sizes.unit, unit_bytes=sizes.file_bytes, scale=scale,
-        indices=parameters.BATCH.offset(_LOOKED_UP[type(op)]), adds=adds,
+        **tape.places(out=out), table=rows.data.ctypes.data, row_bytes=row_bytes,
+        columns=rows.num_columns, scale=scale, indices=parameters.BATCH.offset(_LOOKED_UP[type(op)]), adds=adds,
     )  # fmt: skip
-    kernel = "embedding.embed_grid" if rows.layout in GRID_LAYOUTS else "embedding.embed"
+    kernel = f"embedding.embed_{rows.layout.name.lower()}"
     cost = Operation(kernel, Rows.BATCH, (table.name,), rows.data.size, rows.data.size // table.num_rows)
     about = f"{table.name} ({table.num_rows} rows x {table.width} columns, {rows.layout.name})"
     tape.add(kernel, words, writes=out, cost=cost, about=about)

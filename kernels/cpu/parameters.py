@@ -71,7 +71,7 @@ RUN = Block("ops num_ops num_threads num_rows num_output_rows num_segments")
 
 # Ops on rows. A stride is in bytes, from one row to the next; is_output says which rows of the batch.
 
-EMBED = Block("out out_stride table row_bytes layout columns unit unit_bytes scale indices adds", floats="scale")
+EMBED = Block("out out_stride table row_bytes columns scale indices adds", floats="scale")
 """indices: offset in BATCH of the word with the address of what is looked up. adds: whether to what `out` holds."""
 NORM = Block("out out_stride x x_stride weight bias weight_stride groups size epsilon is_output", floats="epsilon")
 """weight_stride: bytes from one group's weights to the next one's."""

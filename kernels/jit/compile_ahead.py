@@ -4,6 +4,7 @@ If no child process can be started (a frozen application without `localinfer.fre
 kernels are compiled in this process, one after the other, which is slower and needs about 100 MB more.
 """
 
+import gc
 import json
 import os
 import random
@@ -32,13 +33,34 @@ freezing.run_task(task, share)
 
 
 def compile_share(names: Sequence[str]) -> None:
-    """Compile kernels by their names: the task of a child process.
+    """Compile those of these kernels that are not cached yet, in order, by name: the task of a child process."""
+    # What is imported stays, so that it need not be looked through for what can go.
+    from localinfer.kernels.jit import numba  # noqa: F401
 
-    In no order, so that programs that start together do not compile the same kernels at the same time: each finds what
-    the other has stored.
+    gc.collect()
+    gc.freeze()
+    for name in names:
+        if not Kernel(name).is_cached:
+            object_cache.store_compiled(name)
+
+
+def shares_of(names: Sequence[str], count: int) -> list[list[str]]:
+    """An order of all kernels for each of `count` processes: together they compile each once, until they meet.
+
+    Kernels of a module follow each other, since they share functions. Every other process goes backwards, so that none
+    is without work while another has more than one kernel left. Modules are in no order, so that programs that start
+    together do not compile the same kernels at the same time: each finds what the other has stored.
     """
-    for name in random.sample(names, len(names)):
-        assert Kernel(name).address
+    modules: dict[str, list[str]] = {}
+    for name in names:
+        modules.setdefault(name.split(".")[0], []).append(name)
+    order = [name for module in random.sample(list(modules), len(modules)) for name in modules[module]]
+    shares = []
+    for number in range(count):
+        start = len(order) * (number + number % 2) // count
+        turned = order[start:] + order[:start]
+        shares.append(turned[::-1] if number % 2 else turned)
+    return shares
 
 
 def compile_ahead(kernels: Iterable[Kernel], progress: ProgressCallback | None = None) -> None:
@@ -77,8 +99,7 @@ def _compile_in_children(missing: Sequence[Kernel], progress: ProgressCallback |
         _report(missing, progress)
         return True
 
-    # Neighbours on a tape are similar in size, so a round robin balances the work.
-    run_children("cpu", [[kernel.name for kernel in missing[first::count]] for first in range(count)], go_on)
+    run_children("cpu", shares_of([kernel.name for kernel in missing], count), go_on)
 
 
 def run_children(task: str, shares: Sequence[object], go_on: Callable[[], bool]) -> None:

@@ -9,12 +9,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-import numba
 from llvmlite import binding as llvm
 from numba import types
 
 from localinfer.errors import MissingPackageError
-from localinfer.kernels.jit.object_cache import UNUSED_NAMES, symbol, target_machine
+from localinfer.kernels.jit import numba_target
+from localinfer.kernels.jit.object_cache import symbol, target_machine
 
 _KINDS = {"q": types.int64, "d": types.float64}
 
@@ -30,14 +30,17 @@ class Source:
 
 def inline(function: Callable[..., Any]) -> Any:
     """A function for other kernels, inlined by LLVM. Python cannot call it."""
-    return numba.njit(
-        nogil=True, error_model="numpy", boundscheck=False, no_cpython_wrapper=True, no_cfunc_wrapper=True
-    )(function)
+    return numba_target.function(function)
+
+
+def outline(function: Callable[..., Any]) -> Any:
+    """A function for other kernels that they call: LLVM compiles it once, however many places call it."""
+    return numba_target.function(function, is_outlined=True)
 
 
 def compose(function: Callable[..., Any]) -> Any:
     """A function for other kernels, inlined before typing, so that literal arguments stay literal."""
-    return numba.njit(inline="always", nogil=True, error_model="numpy", boundscheck=False)(function)
+    return numba_target.function(function, inline="always")
 
 
 def op(function: Callable[..., Any]) -> Source:
@@ -95,12 +98,13 @@ def compile_kernel(name: str) -> bytes:
     """Compile a kernel to a relocatable object file for this machine."""
     source = source_of(name)
     result = types.void if source.result is None else _KINDS[source.result]
-    signature = result(*[_KINDS[kind] for kind in source.arguments])
-    compiled = numba.cfunc(signature, nopython=True, error_model="numpy", boundscheck=False)(source.function)
-    linked = llvm.parse_assembly(compiled.inspect_llvm())
-    _keep_only(linked, compiled.native_name, symbol(name))
+    module, entry = numba_target.module_of(source.function, result(*[_KINDS[kind] for kind in source.arguments]))
+    _keep_only(module, entry, symbol(name))
     machine = target_machine()
-    return bytes(machine.emit_object(linked))
+    passes = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=3))
+    passes.getModulePassManager().run(module, passes)
+    _check_symbols(module, name)
+    return bytes(machine.emit_object(module))
 
 
 def _keep_only(module: Any, function_name: str, exported_name: str) -> None:
@@ -110,13 +114,15 @@ def _keep_only(module: Any, function_name: str, exported_name: str) -> None:
             value.name = exported_name
         elif not value.is_declaration:
             value.linkage = "internal"
-    passes = llvm.create_new_module_pass_manager()
-    passes.add_global_dead_code_eliminate_pass()
-    passes.run(module, llvm.create_pass_builder(target_machine(), llvm.create_pipeline_tuning_options()))
+
+
+def _check_symbols(module: Any, name: str) -> None:
+    """The linker aborts the process on an undefined symbol, so check that every one is known.
+
+    Numba's symbols exist in this process, but not in one that only loads the object.
+    """
     for value in [*module.functions, *module.global_variables]:
         if value.is_declaration and not value.name.startswith("llvm."):
-            # The linker aborts the process on an undefined symbol, so check here. Numba's symbols exist in this
-            # process, but not in one that only loads the object.
             is_runtime = value.name.startswith(("NRT_", "numba_"))
-            is_known = value.name in UNUSED_NAMES if is_runtime else llvm.address_of_symbol(value.name) is not None
-            assert is_known, f"{exported_name} calls {value.name}, which a process without Numba does not have"
+            is_known = not is_runtime and llvm.address_of_symbol(value.name) is not None
+            assert is_known, f"{name} calls {value.name}, which a process without Numba does not have"

@@ -38,12 +38,6 @@ _SETTINGS_IN_CODE = (
 _CTYPES: dict[str, Any] = {"q": ctypes.c_int64, "d": ctypes.c_double}
 """Argument kinds of a `Function`: q is int64 or an address, d float64."""
 
-UNUSED_NAMES = (
-    *("numba_gil_ensure", "numba_gil_release", "numba_unpickle", "numba_runtime_build_excinfo_struct"),
-    *("numba_do_raise", "NRT_Free", "NRT_MemInfo_call_dtor"),
-)
-"""Symbols of Numba's runtime that kernels reference on unreachable paths; LLVM needs them to be defined."""
-
 _MAX_OBJECT_BYTES = 64 << 20
 _COMPILER_BYTES = 64_000_000
 _LINKER_BYTES = 4_000_000
@@ -180,15 +174,7 @@ when_linked: list[Callable[[str, int, bytes], None]] = []
 def _address(name: str) -> int:
     with _lock:
         if name not in _addresses:
-            path = _path(name)
-            code = None if path is None else stored(path)
-            if code is None:
-                address_space.require(_COMPILER_BYTES, "compiling kernels")
-                from localinfer.kernels.jit.numba import compile_kernel
-
-                code = compile_kernel(name)
-                if path is not None:
-                    store(path, code)
+            code = _code(name)
             address_space.require(_LINKER_BYTES + 4 * len(code), "linking compiled kernels")
             engine = _engine()
             engine.add_object_file(llvm.ObjectFileRef.from_data(code))
@@ -197,6 +183,26 @@ def _address(name: str) -> int:
             for tell in when_linked:
                 tell(name, _addresses[name], code)
         return _addresses[name]
+
+
+def _code(name: str) -> bytes:
+    """A kernel's object file from the cache, or compiled, and cached."""
+    path = _path(name)
+    code = None if path is None else stored(path)
+    if code is None:
+        address_space.require(_COMPILER_BYTES, "compiling kernels")
+        from localinfer.kernels.jit.numba import compile_kernel
+
+        code = compile_kernel(name)
+        if path is not None:
+            store(path, code)
+    return code
+
+
+def store_compiled(name: str) -> None:
+    """Compile a kernel that is not cached, without loading it into this process."""
+    with _lock:
+        _code(name)
 
 
 def linked() -> Iterator[tuple[str, int, bytes]]:
@@ -218,10 +224,6 @@ def _engine() -> Any:
     """LLVM's linker for this process."""
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
-    unused = ctypes.cast(ctypes.pythonapi.PyErr_Clear, ctypes.c_void_p).value
-    for name in UNUSED_NAMES:
-        if llvm.address_of_symbol(name) is None:
-            llvm.add_symbol(name, unused)
     return llvm.create_mcjit_compiler(llvm.parse_assembly(""), target_machine())
 
 

@@ -18,10 +18,11 @@ from localinfer.system.machine_limits import memory_limits, processor_limits
 
 Facts = dict[str, Any]
 
-_COMPILE_SECONDS = 28.0
-"""Of one core, for the kernels of one model; measured on an AMD EPYC at its first start."""
+_COMPILE_SECONDS = 13.0
+"""Of one core of an AMD EPYC (Zen 4), for the 36 kernels of the demo model."""
 _MOST_COMPILERS = 8
 _START_SECONDS = 3.0
+"""Of the same, about: imports, those of the processes that compile, the load and a first story."""
 _PACKAGES = ("numpy", "numba", "llvmlite", "torch", "numba-cuda")
 
 

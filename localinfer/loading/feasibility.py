@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from localinfer.models.load.placement import Placement
     from localinfer.quant.checkpoint.model_file import ModelFile
 
-_KERNEL_SECONDS = 0.8
+_KERNEL_SECONDS = 0.4
 """Of one core of 2023, for a kernel of middle size."""
-_START_SECONDS = 3.0
-"""For the processes that compile, which import Numba, in two rounds."""
+_START_SECONDS = 1.0
+"""For the processes that compile, which import Numba."""
 _MOST_PROCESSES = 8
 
 

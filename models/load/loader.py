@@ -22,6 +22,7 @@ from localinfer.kernels.cpu.weights import KERNELS as WEIGHT_KERNELS
 from localinfer.kernels.cpu.worker_threads import Priority
 from localinfer.kernels.cuda.device import CudaDevice
 from localinfer.kernels.jit.compile_ahead import compile_ahead
+from localinfer.kernels.jit.object_cache import Kernel
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.ops import WeightSource
 from localinfer.kernels.program import HiddenProgram, Program
@@ -58,7 +59,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-SHARED_KERNELS = (
+SHARED_KERNELS: Sequence[Kernel] = (
     *(*POOL_KERNELS, *sampling.KERNELS, *token_history.KERNELS),
     *(*text_merging.KERNELS, *WEIGHT_KERNELS),
 )
@@ -239,8 +240,11 @@ def load_model(
                 check_placement(file, config, placement)
         if placed is None and choose_context is not None:
             config, kv_layout = _in_context(config, kv_layout, choose_context(file, config))
-        # The tape's own kernels are compiled once the program is written.
-        compile_ahead(SHARED_KERNELS, progress)
+        needed = SHARED_KERNELS
+        if placed is None and not all(kernel.is_cached for kernel in needed):
+            # A first start: the tape's kernels too, in the same processes. Else they wait until the program is written.
+            needed = _all_kernels(file, config, kv_layout, draft_layers, kv_window is not None, assistant, changes)
+        compile_ahead(needed, progress)
         if beside is None:
             pool = ThreadPool(available_threads() if threads is None else checked_threads(threads), priority=priority)
         shared_pool = pool if beside is None else beside.pool
@@ -314,6 +318,25 @@ def load_model(
                 f"{file.path.name} has sizes that no kernel of this version computes: {error}. Choose another model."
             ) from error
         raise
+
+
+def _all_kernels(
+    file: ModelFile,
+    config: ModelConfig,
+    kv_layout: KVLayout,
+    has_draft_layers: bool,
+    has_kv_window: bool,
+    assistant: str | os.PathLike[str] | None,
+    changes: ModelChanges | None,
+) -> Sequence[Kernel]:
+    """The kernels that a model on the CPU will need."""
+    from localinfer.models.load.needed_kernels import kernels_of_file
+
+    if has_draft_layers:
+        found = replace(read_config(file, with_draft_layers=True), context_length=config.context_length)
+        if found.num_draft_layers:
+            config, kv_layout = found, with_draft_layers(found, kv_layout)
+    return kernels_of_file(file, config, kv_layout, has_kv_window=has_kv_window, assistant=assistant, changes=changes)
 
 
 def _verified(

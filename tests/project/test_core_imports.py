@@ -43,10 +43,10 @@ def test_the_core_compiles_what_looks_up_rows(tmp_path: Path) -> None:
     """It once had the tables of IQ2 and IQ3 for every model, which the core lacks: a first start failed."""
     code = f"""{WITHOUT}
 from localinfer.kernels.jit.object_cache import Kernel
-assert Kernel("embedding.embed").address
+assert Kernel("embedding.embed_f16").address
 """
     run(code, LOCALINFER_CACHE=str(tmp_path))
-    assert [path.stem for path in tmp_path.rglob("*.o")] == ["embedding.embed"]
+    assert [path.stem for path in tmp_path.rglob("*.o")] == ["embedding.embed_f16"]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,7 @@
-"""Look up rows of a table in the file's layout: without a converted copy."""
+"""Look up rows of a table in the file's layout: without a converted copy.
+
+Each layout has a function of (address of a unit's bytes, column in the unit) that returns a value, and a kernel.
+"""
 
 from typing import Any
 
@@ -22,8 +25,8 @@ from localinfer.kernels.cpu.compiled.simd.memory import (
     store_f32,
 )
 from localinfer.kernels.cpu.parameters import EMBED
-from localinfer.kernels.jit.numba import compose, inline
-from localinfer.kernels.layouts import Layout
+from localinfer.kernels.jit.numba import Source, inline
+from localinfer.kernels.layouts import SIZES, Layout
 
 _IQ4 = np.array(IQ4_LEVELS, np.int64)
 _E2M1 = np.array(E2M1_CODES, np.int64)
@@ -51,33 +54,76 @@ def _fifth(bits: int, column: int) -> np.int64:
 
 
 @inline
-def _block_value(layout: int, block: int, column: int) -> float:
-    """Value of one of the 32 columns of a block of Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, MXFP4 or IQ4_NL."""
-    if layout == 15:
-        exponent = _byte(block)
-        scale = float_bits(0x200000 << exponent if exponent < 2 else (exponent - 1) << 23)
-        return scale * np.float32(_E2M1[_nibble(block + 1, column)] - 12)
-    d = load_half(block)
-    if layout == 17:
-        return d * np.float32(_IQ4[_nibble(block + 2, column)])
-    if layout == 3:
-        return d * np.float32(_signed(block + 2 + column))
-    if layout == 4:
-        return d * np.float32(_nibble(block + 2, column) - 8)
-    if layout == 5:
-        return d * np.float32(_nibble(block + 4, column)) + load_half(block + 2)
-    if layout == 6:
-        return d * np.float32((_nibble(block + 6, column) | _fifth(block + 2, column)) - 16)
-    return d * np.float32(_nibble(block + 8, column) | _fifth(block + 4, column)) + load_half(block + 2)
+def _f32(unit: int, column: int) -> float:
+    return load_f32(unit)
 
 
 @inline
-def _nvfp4_value(block: int, column: int) -> float:
-    """Value of one of 64 columns; see `codebooks.py` for the scale."""
+def _f16(unit: int, column: int) -> float:
+    return load_half(unit)
+
+
+@inline
+def _bf16(unit: int, column: int) -> float:
+    return float_bits(np.int64(load_u16_anywhere(unit)) << 16)
+
+
+@inline
+def _mxfp4(block: int, column: int) -> float:
+    exponent = _byte(block)
+    scale = float_bits(0x200000 << exponent if exponent < 2 else (exponent - 1) << 23)
+    return scale * np.float32(_E2M1[_nibble(block + 1, column)] - 12)
+
+
+@inline
+def _iq4_nl(block: int, column: int) -> float:
+    return load_half(block) * np.float32(_IQ4[_nibble(block + 2, column)])
+
+
+@inline
+def _q8_0(block: int, column: int) -> float:
+    return load_half(block) * np.float32(_signed(block + 2 + column))
+
+
+@inline
+def _q4_0(block: int, column: int) -> float:
+    return load_half(block) * np.float32(_nibble(block + 2, column) - 8)
+
+
+@inline
+def _q4_1(block: int, column: int) -> float:
+    return load_half(block) * np.float32(_nibble(block + 4, column)) + load_half(block + 2)
+
+
+@inline
+def _q5_0(block: int, column: int) -> float:
+    return load_half(block) * np.float32((_nibble(block + 6, column) | _fifth(block + 2, column)) - 16)
+
+
+@inline
+def _q5_1(block: int, column: int) -> float:
+    code = _nibble(block + 8, column) | _fifth(block + 4, column)
+    return load_half(block) * np.float32(code) + load_half(block + 2)
+
+
+@inline
+def _nvfp4(block: int, column: int) -> float:
+    """See `codebooks.py` for the scale."""
     code = _byte(block + column // 16)
     scale = float_bits((0 if code == 127 else code & 127) << 20) * np.float32(2.0**119)
     nibble = (_byte(block + 4 + 8 * (column // 16) + column % 8) >> (column % 16 // 8 * 4)) & 15
     return scale * np.float32(_E2M1[nibble] - 12)
+
+
+@inline
+def _q1_0(block: int, column: int) -> float:
+    bit = (_byte(block + 2 + column // 8) >> (column % 8)) & 1
+    return load_half(block) * np.float32(2 * bit - 1)
+
+
+@inline
+def _q2_0(block: int, column: int) -> float:
+    return load_half(block) * np.float32(((_byte(block + 2 + column // 4) >> (column % 4 * 2)) & 3) - 1)
 
 
 @inline
@@ -87,28 +133,69 @@ def _bit_pair(codes: int, column: int) -> int:
 
 
 @inline
-def _few_bits_value(layout: int, block: int, column: int) -> float:
-    """Value of one of the 256 columns of a super-block of IQ4_XS, Q2_K, Q3_K or TQ2_0."""
+def _iq4_xs(block: int, column: int) -> float:
+    number = column // 32
+    code = (_byte(block + 4 + number // 2) >> (number % 2 * 4)) & 15
+    code |= ((np.int64(load_u16_anywhere(block + 2)) >> (2 * number)) & 3) << 4
+    scale = load_half(block) * np.float32(code - 32)
+    return scale * np.float32(_IQ4[_nibble(block + 8 + 16 * number, column % 32)])
+
+
+@inline
+def _q2_k(block: int, column: int) -> float:
+    packed = _byte(block + column // 16)
+    scale = load_half(block + 80) * np.float32(packed & 15)
+    minimum = load_half(block + 82) * np.float32(packed >> 4)
+    return scale * np.float32(_bit_pair(block + 16, column)) - minimum
+
+
+@inline
+def _q3_k(block: int, column: int) -> float:
     group = column // 16
-    if layout == 18:
-        number = column // 32
-        code = (_byte(block + 4 + number // 2) >> (number % 2 * 4)) & 15
-        code |= ((np.int64(load_u16_anywhere(block + 2)) >> (2 * number)) & 3) << 4
-        scale = load_half(block) * np.float32(code - 32)
-        return scale * np.float32(_IQ4[_nibble(block + 8 + 16 * number, column % 32)])
-    if layout == 19:
-        packed = _byte(block + group)
-        scale, minimum = (
-            load_half(block + 80) * np.float32(packed & 15),
-            load_half(block + 82) * np.float32(packed >> 4),
-        )
-        return scale * np.float32(_bit_pair(block + 16, column)) - minimum
-    if layout == 20:
-        code = (_byte(block + 96 + group % 8) >> (group // 8 * 4)) & 15
-        code |= ((_byte(block + 104 + group % 4) >> (group // 4 * 2)) & 3) << 4
-        level = _bit_pair(block + 32, column) + (((_byte(block + column % 32) >> (column // 32)) & 1) << 2) - 4
-        return load_half(block + 108) * np.float32(code - 32) * np.float32(level)
+    code = (_byte(block + 96 + group % 8) >> (group // 8 * 4)) & 15
+    code |= ((_byte(block + 104 + group % 4) >> (group // 4 * 2)) & 3) << 4
+    level = _bit_pair(block + 32, column) + (((_byte(block + column % 32) >> (column // 32)) & 1) << 2) - 4
+    return load_half(block + 108) * np.float32(code - 32) * np.float32(level)
+
+
+@inline
+def _tq2_0(block: int, column: int) -> float:
     return load_half(block + 64) * np.float32(_bit_pair(block, column) - 1)
+
+
+@inline
+def _minimum_value(block: int, column: int, code: int) -> float:
+    """Value of a code of Q4_K or Q5_K."""
+    group = column // 32
+    scale = load_half(block) * np.float32(scale_code(block + 4, group))
+    minimum = load_half(block + 2) * np.float32(scale_code(block + 4, 8 + group))
+    return scale * np.float32(code) - minimum
+
+
+@inline
+def _super_nibble(codes: int, column: int) -> int:
+    """Four bits of a column of 256: of every 64, the first 32 have the low ones."""
+    return (_byte(codes + 32 * (column // 64) + column % 32) >> (column // 32 % 2 * 4)) & 15
+
+
+@inline
+def _q4_k(block: int, column: int) -> float:
+    return _minimum_value(block, column, _super_nibble(block + 16, column))
+
+
+@inline
+def _q5_k(block: int, column: int) -> float:
+    code = _super_nibble(block + 48, column) | ((_byte(block + 16 + column % 32) >> (column // 32)) & 1) << 4
+    return _minimum_value(block, column, code)
+
+
+@inline
+def _q6_k(block: int, column: int) -> float:
+    half, k, low = column // 128, column % 128 // 32, column % 32
+    code = (_byte(block + 64 * half + 32 * (k % 2) + low) >> (k // 2 * 4)) & 15
+    code |= ((_byte(block + 128 + 32 * half + low) >> (2 * k)) & 3) << 4
+    scale = load_half(block + 208) * np.float32(_signed(block + 192 + column // 16))
+    return scale * np.float32(code - 32)
 
 
 @emitted(types.int64, LITERAL, ADDRESS)
@@ -132,110 +219,80 @@ def _even_signs(code: int) -> int:
 
 
 @inline
-def _grid_value(layout: int, block: int, column: int) -> float:
-    """Value of one of the 256 columns of a super-block of IQ2 or IQ3."""
-    d, number, eight, four = load_half(block), column // 32, column // 8, column // 4
-    if layout == 22 or layout == 25:
-        word = np.int64(load_u32_anywhere(block + (6 + 8 * number if layout == 22 else 66 + 4 * number)))
-        signs, code = _even_signs((word >> (7 * (eight % 4))) & 127), word >> 28
-        if layout == 22:
-            level = _grid_level(22, 8 * _byte(block + 2 + 8 * number + eight % 4) + column % 8)
-            scale = d * (np.float32(0.5) + np.float32(code)) * np.float32(0.25)
-        else:
-            level = _grid_level(25, 4 * _byte(block + 2 + four) + column % 4)
-            scale = d * (np.float32(0.5) + np.float32(code)) * np.float32(0.5)
-        return scale * np.float32(_with_sign(level, signs, column))
-    if layout == 26:
-        code = (_byte(block + 106 + number // 2) >> (number % 2 * 4)) & 15
-        place = _byte(block + 2 + four) | ((_byte(block + 66 + number) >> (four % 8)) & 1) << 8
-        signs = _byte(block + 74 + eight)
-        level = _grid_level(26, 4 * place + column % 4)
-        return d * np.float32(1 + 2 * code) * np.float32(_with_sign(level, signs, column))
-    code = (_byte(block + (66 if layout == 23 else 74) + number) >> (column % 32 // 16 * 4)) & 15
-    scale = d * (np.float32(0.5) + np.float32(code)) * np.float32(0.25)
-    if layout == 23:
-        word = np.int64(load_u16_anywhere(block + 2 + 2 * eight))
-        level, signs = _grid_level(23, 8 * (word & 511) + column % 8), _even_signs(word >> 9)
-    else:
-        place = _byte(block + 2 + eight) | ((_byte(block + 66 + number) >> (eight % 4 * 2)) & 3) << 8
-        level, signs = _grid_level(24, 8 * place + column % 8), _byte(block + 34 + eight)
-    return scale * np.float32(_with_sign(level, signs, column))
+def _iq2_xxs(block: int, column: int) -> float:
+    number, eight = column // 32, column // 8
+    word = np.int64(load_u32_anywhere(block + 6 + 8 * number))
+    level = _grid_level(22, 8 * _byte(block + 2 + 8 * number + eight % 4) + column % 8)
+    scale = load_half(block) * (np.float32(0.5) + np.float32(word >> 28)) * np.float32(0.25)
+    return scale * np.float32(_with_sign(level, _even_signs((word >> (7 * (eight % 4))) & 127), column))
 
 
 @inline
-def _super_block_value(layout: int, block: int, column: int) -> float:
-    """Value of one of the 256 columns of a super-block of Q4_K, Q5_K or Q6_K."""
-    if layout == 10:
-        half, k, low = column // 128, column % 128 // 32, column % 32
-        code = (_byte(block + 64 * half + 32 * (k % 2) + low) >> (k // 2 * 4)) & 15
-        code |= ((_byte(block + 128 + 32 * half + low) >> (2 * k)) & 3) << 4
-        scale = load_half(block + 208) * np.float32(_signed(block + 192 + column // 16))
-        return scale * np.float32(code - 32)
-    group = column // 32
-    codes = block + (16 if layout == 8 else 48)
-    code = (_byte(codes + 32 * (column // 64) + column % 32) >> (group % 2 * 4)) & 15
-    if layout == 9:
-        code |= ((_byte(block + 16 + column % 32) >> group) & 1) << 4
-    scale = load_half(block) * np.float32(scale_code(block + 4, group))
-    minimum = load_half(block + 2) * np.float32(scale_code(block + 4, 8 + group))
-    return scale * np.float32(code) - minimum
+def _iq3_xxs(block: int, column: int) -> float:
+    number, eight = column // 32, column // 8
+    word = np.int64(load_u32_anywhere(block + 66 + 4 * number))
+    level = _grid_level(25, 4 * _byte(block + 2 + column // 4) + column % 4)
+    scale = load_half(block) * (np.float32(0.5) + np.float32(word >> 28)) * np.float32(0.5)
+    return scale * np.float32(_with_sign(level, _even_signs((word >> (7 * (eight % 4))) & 127), column))
 
 
 @inline
-def _value(layout: int, row: int, column: int, unit: int, unit_bytes: int) -> float:
-    if layout == 0:
-        return load_f32(row + 4 * column)
-    if layout == 1:
-        return load_half(row + 2 * column)
-    if layout == 2:
-        return float_bits(np.int64(load_u16_anywhere(row + 2 * column)) << 16)
-    block = row + column // unit * unit_bytes
-    if unit == 32:
-        return _block_value(layout, block, column % 32)
-    if layout == 27:
-        bit = (_byte(block + 2 + column % 128 // 8) >> (column % 8)) & 1
-        return load_half(block) * np.float32(2 * bit - 1)
-    if layout == 28:
-        return load_half(block) * np.float32(((_byte(block + 2 + column % 64 // 4) >> (column % 4 * 2)) & 3) - 1)
-    if unit == 64:
-        return _nvfp4_value(block, column % 64)
-    if layout >= 18:
-        return _few_bits_value(layout, block, column % 256)
-    return _super_block_value(layout, block, column % 256)
+def _iq3_s(block: int, column: int) -> float:
+    number, four = column // 32, column // 4
+    code = (_byte(block + 106 + number // 2) >> (number % 2 * 4)) & 15
+    place = _byte(block + 2 + four) | ((_byte(block + 66 + number) >> (four % 8)) & 1) << 8
+    signs = _byte(block + 74 + column // 8)
+    level = _grid_level(26, 4 * place + column % 4)
+    return load_half(block) * np.float32(1 + 2 * code) * np.float32(_with_sign(level, signs, column))
 
 
-@compose
-def _look_up(p: Any, layout: int, unit: int, unit_bytes: int, source: int, target: int) -> None:
-    for column in range(p.columns):
-        value = p.scale * _value(layout, source, column, unit, unit_bytes)
-        if p.adds == 1:
-            value += load_f32(target + 4 * column)
-        store_f32(target + 4 * column, value)
+@inline
+def _quarter_scale(block: int, scales: int, column: int) -> float:
+    """Scale of a column of IQ2_XS or IQ2_S."""
+    code = (_byte(block + scales + column // 32) >> (column % 32 // 16 * 4)) & 15
+    return load_half(block) * (np.float32(0.5) + np.float32(code)) * np.float32(0.25)
 
 
-@row_op(EMBED)
-def embed(p: Any, batch: int, thread: int, row: int, part: int) -> None:
-    """out = scale * table[index] (+ out)."""
-    source = p.table + load_i64(load_i64(batch + p.indices) + 8 * row) * p.row_bytes
-    target = p.out + row * p.out_stride
-    # A layout that is known while compiling leaves no divisions and branches in the loop: the most frequent ones.
-    if p.layout == 0:
-        _look_up(p, 0, 1, 4, source, target)
-    elif p.layout == 1:
-        _look_up(p, 1, 1, 2, source, target)
-    elif p.layout == 3:
-        _look_up(p, 3, 32, 34, source, target)
-    else:
-        _look_up(p, p.layout, p.unit, p.unit_bytes, source, target)
+@inline
+def _iq2_xs(block: int, column: int) -> float:
+    word = np.int64(load_u16_anywhere(block + 2 + 2 * (column // 8)))
+    level = _grid_level(23, 8 * (word & 511) + column % 8)
+    return _quarter_scale(block, 66, column) * np.float32(_with_sign(level, _even_signs(word >> 9), column))
 
 
-@row_op(EMBED)
-def embed_grid(p: Any, batch: int, thread: int, row: int, part: int) -> None:
-    """As `embed`, of layouts whose codes are places in a grid: a kernel has no tables that its model does not need."""
-    source = p.table + load_i64(load_i64(batch + p.indices) + 8 * row) * p.row_bytes
-    target = p.out + row * p.out_stride
-    for column in range(p.columns):
-        value = p.scale * _grid_value(p.layout, source + column // 256 * p.unit_bytes, column % 256)
-        if p.adds == 1:
-            value += load_f32(target + 4 * column)
-        store_f32(target + 4 * column, value)
+@inline
+def _iq2_s(block: int, column: int) -> float:
+    number, eight = column // 32, column // 8
+    place = _byte(block + 2 + eight) | ((_byte(block + 66 + number) >> (eight % 4 * 2)) & 3) << 8
+    level = _grid_level(24, 8 * place + column % 8)
+    return _quarter_scale(block, 74, column) * np.float32(_with_sign(level, _byte(block + 34 + eight), column))
+
+
+_VALUES = {
+    Layout.F32: _f32, Layout.F16: _f16, Layout.BF16: _bf16, Layout.Q8_0: _q8_0, Layout.Q4_0: _q4_0, Layout.Q4_1: _q4_1,
+    Layout.Q5_0: _q5_0, Layout.Q5_1: _q5_1, Layout.Q4_K: _q4_k, Layout.Q5_K: _q5_k, Layout.Q6_K: _q6_k,
+    Layout.MXFP4: _mxfp4, Layout.NVFP4: _nvfp4, Layout.IQ4_NL: _iq4_nl, Layout.IQ4_XS: _iq4_xs, Layout.Q2_K: _q2_k,
+    Layout.Q3_K: _q3_k, Layout.TQ2_0: _tq2_0, Layout.IQ2_XXS: _iq2_xxs, Layout.IQ2_XS: _iq2_xs, Layout.IQ2_S: _iq2_s,
+    Layout.IQ3_XXS: _iq3_xxs, Layout.IQ3_S: _iq3_s, Layout.Q1_0: _q1_0, Layout.Q2_0: _q2_0,
+}  # fmt: skip
+
+
+def _embed(layout: Layout) -> Source:
+    """The kernel of a layout. What is constant while compiling leaves no divisions in the loop."""
+    value_of, unit, unit_bytes = _VALUES[layout], SIZES[layout].unit, SIZES[layout].file_bytes
+
+    @row_op(EMBED)
+    def embed(p: Any, batch: int, thread: int, row: int, part: int) -> None:
+        """out = scale * table[index] (+ out)."""
+        source = p.table + load_i64(load_i64(batch + p.indices) + 8 * row) * p.row_bytes
+        target = p.out + row * p.out_stride
+        for column in range(p.columns):
+            value = p.scale * value_of(source + column // unit * unit_bytes, column % unit)
+            if p.adds == 1:
+                value += load_f32(target + 4 * column)
+            store_f32(target + 4 * column, value)
+
+    return embed
+
+
+KERNELS = {f"embed_{layout.name.lower()}": _embed(layout) for layout in _VALUES}

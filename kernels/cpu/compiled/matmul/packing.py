@@ -20,7 +20,7 @@ from localinfer.kernels.cpu.compiled.simd.memory import (
 )
 from localinfer.kernels.cpu.compiled.simd.pool import take_units
 from localinfer.kernels.cpu.parameters import PACK_TILES, TILE_FIELD
-from localinfer.kernels.jit.numba import inline, op
+from localinfer.kernels.jit.numba import inline, op, outline
 
 _BYTES_AT_ONCE = 4096
 _FIELD_BYTES = TILE_FIELD.num_bytes
@@ -154,7 +154,7 @@ def _mask_bits(source: int, kind: int) -> np.uint32:
     return result
 
 
-@inline
+@outline
 def _pack_masks(source: int, row_bytes: int, rows: int, target: int, num_masks: int, kind: int) -> None:
     """Masks of one block of sixteen rows, of which `rows` exist."""
     for mask in range(num_masks):
@@ -166,7 +166,7 @@ def _pack_masks(source: int, row_bytes: int, rows: int, target: int, num_masks: 
             store_i64(place, load_i64(place) | ((bits >> (4 * mask)) & 15) << (4 * row))
 
 
-@inline
+@outline
 def _pack_field(source: int, target: int, width: int, items: int, kind: int, file_step: int, tile_step: int) -> None:
     """One field of one unit of one row; target is lane r of the field's first item."""
     if kind == 5:

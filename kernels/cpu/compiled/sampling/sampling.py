@@ -75,10 +75,9 @@ def scan(logits: int, vocab_size: int, block_keys: int, num_blocks: int, sample_
 
     Writes: of each block of 64, the largest key and the first, int32[ceil(V / 64)] each.
     """
-    logits_array = carray(float32_pointer(logits), vocab_size)
     block_keys_array = carray(int32_pointer(block_keys), num_blocks)
     sample_keys_array = carray(int32_pointer(sample_keys), num_blocks)
-    bits = logits_array.view(np.int32)
+    bits = carray(int32_pointer(logits), vocab_size)
     lowest = _HIGHEST_KEY
     highest = _LOWEST_KEY
     num_full = bits.size // SAMPLING_BLOCK
@@ -116,11 +115,10 @@ def scan(logits: int, vocab_size: int, block_keys: int, num_blocks: int, sample_
 @entry("q", "qqqqqqq")
 def gather(logits: int, vocab_size: int, block_keys: int, num_blocks: int, threshold: int, ids: int, keys: int) -> int:
     """List by ascending id every token whose key reaches `threshold` and whose logit is not -inf; return how many."""
-    logits_array = carray(float32_pointer(logits), vocab_size)
     block_keys_array = carray(int32_pointer(block_keys), num_blocks)
     ids_array = carray(int32_pointer(ids), vocab_size)
     keys_array = carray(int32_pointer(keys), vocab_size)
-    bits = logits_array.view(np.int32)
+    bits = carray(int32_pointer(logits), vocab_size)
     least = np.int32(max(np.int64(threshold), np.int64(NEGATIVE_INFINITY_KEY) + 1))
     count: Any = 0
     for block in range(block_keys_array.size):
@@ -264,7 +262,7 @@ def race_row(
     logits_array = carray(float32_pointer(logits), vocab_size)
     block_keys_array = carray(int32_pointer(block_keys), num_blocks)
     block_weights_array = carray(int64_pointer(block_weights), num_blocks)
-    bits = logits_array.view(np.int32)
+    bits = carray(int32_pointer(logits), vocab_size)
     best = np.float64(logits_array[best_token])
     winner: Any = np.int64(best_token)
     winning_score = -math.log(-math.log(uniform_of(best_token, seed, position)))

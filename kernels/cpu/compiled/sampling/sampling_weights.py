@@ -15,7 +15,7 @@ from localinfer.kernels.cpu.compiled.simd.emit import F32, F64, I32, LANES, Emit
 from localinfer.kernels.cpu.compiled.simd.intrinsics import ADDRESS, FLOAT, VOID, emitted
 from localinfer.kernels.cpu.compiled.simd.memory import float32_pointer, float64_pointer, int32_pointer, int64_pointer
 from localinfer.kernels.cpu.kernel_abi import NEGATIVE_INFINITY_KEY, SAMPLING_BLOCK
-from localinfer.kernels.jit.numba import entry, inline
+from localinfer.kernels.jit.numba import entry, inline, outline
 
 _LOWEST_KEY = -(2**31)
 _LOG2_E = 1.4426950408889634
@@ -112,12 +112,15 @@ def _weigh(keys: Any, weights: Any, count: int, best: float, inverse_temperature
     return total
 
 
-@inline
+@outline
 def _mass_ahead(
-    logits: Any, block_keys: Any, first_block: int, threshold: int, limit: int, best: float, inverse_temperature: float
-) -> Any:
-    """Sum of the weights of a row's tokens from a block on that are ahead of the place (`threshold`, `limit`)."""
-    bits = logits.view(np.int32)
+    logits: Any, bits: Any, block_keys: Any, first_block: int, threshold: int, limit: int, best: float,
+    inverse_temperature: float,
+) -> Any:  # fmt: skip
+    """Sum of the weights of a row's tokens from a block on that are ahead of the place (`threshold`, `limit`).
+
+    logits, bits: the same memory as float32 and as int32.
+    """
     total = np.int64(0)
     for block in range(first_block, block_keys.size):
         if block_keys[block] >= threshold:
@@ -142,7 +145,9 @@ def mass_ahead(
 ) -> int:  # fmt: skip
     """`_mass_ahead` of float32[vocab_size] with int32[num_blocks]."""
     row, keys = carray(float32_pointer(logits), vocab_size), carray(int32_pointer(block_keys), num_blocks)
-    return _mass_ahead(row, keys, 0, threshold, limit, best, inverse_temperature)
+    return _mass_ahead(
+        row, carray(int32_pointer(logits), vocab_size), keys, 0, threshold, limit, best, inverse_temperature
+    )
 
 
 @entry("q", "qqqqqqqqdd")
@@ -156,11 +161,11 @@ def rough_masses(
     Error: relative 1e-5, most of it from exponents that are rounded three times at up to 31, and 2^-44 per token.
     """
     row, keys = carray(float32_pointer(logits), vocab_size), carray(int32_pointer(block_keys), num_blocks)
-    sums = carray(float64_pointer(masses), 3)
+    bits, sums = carray(int32_pointer(logits), vocab_size), carray(float64_pointer(masses), 3)
     num_full = vocab_size // SAMPLING_BLOCK
-    sums[0] = _mass_ahead(row, keys, num_full, _LOWEST_KEY, 0, best, inverse_temperature) * 2.0**-43
-    sums[1] = _mass_ahead(row, keys, num_full, start, 0, best, inverse_temperature) * 2.0**-43
-    sums[2] = _mass_ahead(row, keys, num_full, threshold, limit, best, inverse_temperature) * 2.0**-43
+    sums[0] = _mass_ahead(row, bits, keys, num_full, _LOWEST_KEY, 0, best, inverse_temperature) * 2.0**-43
+    sums[1] = _mass_ahead(row, bits, keys, num_full, start, 0, best, inverse_temperature) * 2.0**-43
+    sums[2] = _mass_ahead(row, bits, keys, num_full, threshold, limit, best, inverse_temperature) * 2.0**-43
     for block in range(num_full):
         first = block * SAMPLING_BLOCK
         _add_rough_masses(

@@ -5,6 +5,7 @@ kernel: one AVX-512 register, two AVX2 registers, four NEON registers; LLVM spli
 the integer dot products differ by instruction set, and those are exact sums, so every path agrees bit for bit.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -36,8 +37,13 @@ def vector(element: Any, lanes: int = LANES) -> Any:
     return ir.VectorType(element, lanes)
 
 
-def _target_features(context: Any) -> list[str]:
-    return [name[1:] for name in context.codegen().magic_tuple()[2].split(",") if name.startswith("+")]
+def _target_features(context: Any) -> frozenset[str]:
+    return _features_of(context.codegen().magic_tuple()[2])
+
+
+@functools.cache
+def _features_of(flags: str) -> frozenset[str]:
+    return frozenset(name[1:] for name in flags.split(",") if name.startswith("+"))
 
 
 def target_isa(context: Any) -> ISA:
