@@ -100,6 +100,12 @@ def _tool(tool: Mapping[str, Any], path: str) -> dict[str, Any]:
             described = {"name": name, "description": tool.get("description") or "", "parameters": schema}
             return {"type": "function", "function": described | ({"strict": True} if tool.get("strict") else {})}
         case {"name": str(name)} if kind in _CLIENT_TOOLS:
+            if tool.get("input_schema") is not None:
+                raise unsupported(
+                    f"{path}.input_schema is given for a tool of type {tool['type']!r:.40}, whose arguments are known; "
+                    "leave out one of both",
+                    f"{path}.input_schema",
+                )
             check_object(tool, "type name max_characters", path, TOOLS)
             description, properties, required = _CLIENT_TOOLS[kind]
             parameters = {"type": "object", "properties": properties, "required": list(required)}
