@@ -88,7 +88,7 @@ async def relay_answer(
     of an answer. Raises: BrokenAnswerError; what `open_parts` raises but ReplicaLostError; what `reserve` raises.
     """
     progress = ReplyProgress() if progress is None else progress
-    has_begun = takes_pings = False
+    has_begun = has_ended = takes_pings = False
     loop = asyncio.get_running_loop()
     last_sent = loop.time()
     num_lost = num_idle = 0
@@ -125,6 +125,7 @@ async def relay_answer(
                     for message in _joined(messages):
                         await send(message)
                         last_sent = loop.time()
+                        has_ended = message["type"] == "http.response.body" and not message.get("more_body")
                     for notes, _ in batch:
                         for note in notes:
                             progress.take(note)
@@ -132,6 +133,9 @@ async def relay_answer(
                 return num_lost
         except ReplicaLostError as error:
             num_lost += 1
+            if has_ended:
+                # Only what it had to say of it, such as the tokens that were used, is lost.
+                return num_lost
             logger.warning(
                 "a replica is gone in the middle of an answer (%s); another goes on after %d tokens",
                 " ".join(str(error).split())[:200],

@@ -25,7 +25,7 @@ needs_ray = pytest.mark.skipif(not has_ray(), reason="needs `pip install 'locali
         ({"kv_type": "x"}, "kv_type is 'x'; give one of"),
         ({"threads": "2"}, "threads is '2'; it must be a whole number"),
         ({"context_length": 0}, "context_length is 0"),
-        ({"speculation": "x"}, "give 'auto', 'ngram'"),
+        ({"speculation": "x"}, "give one of 'auto', 'ngram'"),
         ({"speculation": "draft"}, "there is no draft model"),
         ({"limits": 4}, "give EngineLimits"),
         ({"disk_cache": -1}, "disk_cache is -1"),
