@@ -10,8 +10,7 @@ from localinfer.cache.salt import salt_of
 from localinfer.chat.constraints import Constraint
 from localinfer.chat.reply_options import ReplyOptions
 from localinfer.errors import RequestError
-from localinfer.sampling.params import SamplingOptions, SamplingParams
-from localinfer.sampling.token_rules import TokenRules
+from localinfer.sampling.params import SamplingOptions, SamplingParams, TokenRules
 
 if TYPE_CHECKING:
     import numpy as np

@@ -5,7 +5,7 @@ the command line with help, and the server's field. `SamplingOptions` gives its 
 """
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, TypedDict
 
@@ -239,3 +239,20 @@ class SamplingOptions(TypedDict, total=False):
 
 def _check_id(field: str, token_id: object) -> None:
     check_number(f"a token id of {field}", token_id, 0, hint="see tokenizer.encode", field=field)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenRules:
+    """Rules about single tokens of one generation; see `token_rules.rules_mask`."""
+
+    allowed_ids: Collection[int] | None = None
+    """The only ones that may come, with the ends of a text; None for all."""
+    min_tokens: int = 0
+    """So many come before any that ends the text."""
+    bad_sequences: Sequence[Sequence[int]] = ()
+    """Token ids of which the last does not come behind the others."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether they forbid nothing."""
+        return self.allowed_ids is None and not self.min_tokens and not self.bad_sequences

@@ -4,35 +4,17 @@ Like a grammar's mask they are a function of the ids so far and nothing else, so
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from localinfer.errors import RequestError
 from localinfer.sampling.mask import Allowed, GuidingMask
+from localinfer.sampling.params import TokenRules
 from localinfer.types import TokenIds
 
 _MOST_IDS = 1 << 20
 _MOST_SEQUENCES = 4096
 _LONGEST = 64
-
-
-@dataclass(frozen=True, kw_only=True)
-class TokenRules:
-    """What a caller asks of single tokens.
-
-    allowed_ids: the only ones that may come, with the ends of a text; None for all. min_tokens: so many come before
-    any that ends the text. bad_sequences: token ids of which the last does not come behind the others.
-    """
-
-    allowed_ids: Collection[int] | None = None
-    min_tokens: int = 0
-    bad_sequences: Sequence[Sequence[int]] = ()
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether they forbid nothing."""
-        return self.allowed_ids is None and not self.min_tokens and not self.bad_sequences
 
 
 def rules_mask(

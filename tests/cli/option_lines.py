@@ -133,8 +133,8 @@ GOOD = {
         {local} --tensor-split 3,1
         --speculation draft --draft {demo} --no-tcp --socket {sock}
         --model {mtp} --speculation mtp --threads 1 --measure-again --no-disk-cache --no-tcp --socket {sock}
-        --models {models} --host 127.0.0.1 --port 0 --socket {sock} --token-file {text} --allow-host x --strict-model
-        --models {models} --port 0 --socket {sock} --token-file {text} --isolate-cache
+        --models {models} --host 127.0.0.1 --port 0 --socket {sock} --token-file {tokens} --allow-host x --strict-model
+        --models {models} --port 0 --socket {sock} --token-file {tokens} --isolate-cache
         --allow-origin http://a.example --allow-private-network --port 0 --socket {sock} --idle-unload 5 --verbose
         --memory-limit 1GB --max-generations 2 --shutdown-seconds 1 --until-stdin-ends --no-tcp --socket {sock}
         --parallel 2 --slot-save-path {folder} --no-slots --no-metrics --no-tcp --socket {sock}

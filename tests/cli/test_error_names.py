@@ -19,7 +19,7 @@ NO_COMMAND_PASSES = {
     # Sessions, which call Python functions.
     *("max_tool_rounds", "on_tool_call", "on_tool_result"),
     # Texts are what the command line knows, ids are for programs.
-    *("dry_breaker_ids", "stop_token_ids", "token_ids"),
+    *("dry_breaker_ids", "stop_token_ids", "token_ids", "bad_words"),
     # Made of two options, which are checked before.
     "disk_cache",
     # The command takes the default.

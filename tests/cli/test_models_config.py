@@ -109,7 +109,7 @@ def test_each_model_has_its_own_settings_over_those_of_all(folder):
     assert options["overrides"] == {"a": 1, "b": 3}
     assert options["template_variables"] == {"a": 1, "b": 3, "template_date": "today"}
     assert Path(options["chat_template"]) == folder / "one.jinja"
-    assert (options["disk_cache"], options["speculation"]) == (False, None)
+    assert (options["disk_cache"], options["speculation"]) == (False, "off")
     assert (two.aliases, two.settings.keep_alive_seconds, two.settings.is_pinned) == ((), 60, False)
     assert two.settings.load == {"kv_type": "q8_0"}
     assert two.settings.sampling == {"temperature": 0.5}

@@ -9,7 +9,8 @@ import localinfer
 from localinfer.errors import RequestError
 from localinfer.llm import LLM
 from localinfer.sampling.mask import GuidingMask
-from localinfer.sampling.token_rules import TokenRules, rules_mask
+from localinfer.sampling.params import TokenRules
+from localinfer.sampling.token_rules import rules_mask
 
 SIZE, END = 12, 11
 PROMPT = [1, 2, 3]

@@ -131,10 +131,12 @@ def given_replies() -> Iterator[None]:
     """Have models of `load_agent_model` choose the tokens of their scripts."""
     make_mask = text_generation._make_mask
 
-    def mask_of(constraints: Any, tokenizer: Any, constraint: Any, reply: Any, start: int, vocab_size: int) -> Any:
+    def mask_of(
+        constraints: Any, tokenizer: Any, options: Any, reply: Any, start: int, vocab_size: int, notices: list[str]
+    ) -> Any:
         ids = getattr(_given, "token_ids", None)
         if ids is None:
-            return make_mask(constraints, tokenizer, constraint, reply, start, vocab_size)
+            return make_mask(constraints, tokenizer, options, reply, start, vocab_size, notices)
         wanted = [*ids, tokenizer.eos_token_id]
 
         def mask(history: NDArray[np.int32]) -> NDArray[np.bool_]:

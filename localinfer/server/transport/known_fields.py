@@ -129,6 +129,7 @@ _CHAT_SHAPE = _refuse("""
     web_search_options=null: nothing is searched here; give a tool
     chat_template: the model's own template is used; ask /v1/completions with a prompt you made
     documents: write them into a message
+    parse_special: a chat's control tokens are those of its template; ask /v1/completions
     parse_tool_calls=true: calls are always returned as calls; leave it out
     chat_format: the format is read off the model's template; leave it out
     reasoning_in_content thinking_forced_open: send reasoning_format
