@@ -137,7 +137,8 @@ PUBLISHED = {name: read_cases()[name] for name in (*_KINDS, "llama4_text", "mist
 
 @pytest.mark.parametrize("name", [*SETTINGS, *PUBLISHED])
 def test_settings_of_every_family_are_read_or_refused(name: str, tmp_path: Path) -> None:
-    """Every key with every value: a folder's settings first, then the few that were sound against its tensors."""
+    """A third of all keys with all values, another for each family: a folder's settings first, then the few that were
+    sound against its tensors."""
     config = family_config(name) if name in SETTINGS else PUBLISHED[name]["config"]
     folder = write_family(tmp_path, name) if name in SETTINGS else write_case(tmp_path, PUBLISHED[name])
     with open_checkpoint(folder) as file:
@@ -145,7 +146,8 @@ def test_settings_of_every_family_are_read_or_refused(name: str, tmp_path: Path)
     more = ("rope_scaling", "rope_parameters", "layer_types", "sliding_window", "sliding_window_pattern", "text_config")
     more += ("hidden_act", "hidden_activation", "partial_rotary_factor", "original_max_position_embeddings")
     outcomes = [0, 0, 0]
-    for changed in replaced(config, VALUES, more):
+    assert len(VALUES) % 3, "every key gets other values than the one before"
+    for changed in itertools.islice(replaced(config, VALUES, more), len(name) % 3, None, 3):
         try:
             metadata = read_hyperparameters(changed, "x").metadata
         except ModelFileError:

@@ -182,7 +182,7 @@ def test_where_all_replicas_are_slow_none_is_left_for_another(monkeypatch):
 
 
 def test_replicas_that_are_gone_are_waited_for(monkeypatch):
-    monkeypatch.setattr(relay, "_PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr(relay, "_MOST_PAUSE_SECONDS", 0.001)
 
     async def run() -> None:
         lives = iter([False] * 12)

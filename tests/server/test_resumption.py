@@ -16,6 +16,7 @@ from test_tools_wire import BODY as CALLING
 
 import localinfer
 from localinfer.llm import LLM
+from localinfer.ray import relay
 from localinfer.ray.answer_parts import AnswerPart, RelayedRequest, answer_parts
 from localinfer.ray.relay import BrokenAnswerError, ReplicaLostError, relay_answer
 from localinfer.server.app import make_app
@@ -338,7 +339,9 @@ def test_answer_that_is_no_reply_is_given_again_or_breaks():
         asyncio.run(relayed(lambda _: open_parts([AnswerPart((), start)])))
 
 
-def test_replicas_that_are_all_gone_are_an_error_in_words():
+def test_replicas_that_are_all_gone_are_an_error_in_words(monkeypatch):
+    monkeypatch.setattr(relay, "_MOST_PAUSE_SECONDS", 0.001)
+
     async def open_parts() -> AsyncIterator[list[AnswerPart]]:
         raise ReplicaLostError("it was killed")
         yield []
