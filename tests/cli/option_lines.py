@@ -133,8 +133,8 @@ GOOD = {
         {local} --tensor-split 3,1
         --speculation draft --draft {demo} --no-tcp --socket {sock}
         --model {mtp} --speculation mtp --threads 1 --measure-again --no-disk-cache --no-tcp --socket {sock}
-        --models {models} --host 127.0.0.1 --port 0 --socket {sock} --token-file {tokens} --allow-host x --strict-model
-        --models {models} --port 0 --socket {sock} --token-file {tokens} --isolate-cache
+        --models {models} --host 127.0.0.1 --port 0 --socket {sock} --token-file {keys} --allow-host x --strict-model
+        --models {models} --port 0 --socket {sock} --token-file {keys} --isolate-cache
         --allow-origin http://a.example --allow-private-network --port 0 --socket {sock} --idle-unload 5 --verbose
         --memory-limit 1GB --max-generations 2 --shutdown-seconds 1 --until-stdin-ends --no-tcp --socket {sock}
         --parallel 2 --slot-save-path {folder} --no-slots --no-metrics --no-tcp --socket {sock}
@@ -145,7 +145,7 @@ GOOD = {
         --disk-cache-folder {folder} --store-size 0 --store-days 0.5 --no-tcp --socket {sock}
         --role prefill --disk-cache-folder {folder} --no-tcp --socket {sock}
         {decode} --prefill-server unix:/no --prefill-deadline 5 --disk-cache-folder {folder} --no-tcp --socket {sock}
-        {decode} --prefill-threshold 9 --prefill-token-file {text} --disk-cache-folder {folder} --no-tcp --socket {sock}
+        {decode} --prefill-threshold 9 --prefill-token-file {keys} --disk-cache-folder {folder} --no-tcp --socket {sock}
         {local} --requests-per-minute 5 --tokens-per-minute 500 --log-format json --otlp-endpoint http://localhost:1
         {local} --running-per-token 2 --queued-per-token 0 --min-priority -3 --ttft-objective 1.5
         {local} --log-requests {folder}/requests.jsonl --log-requests-size 2MB

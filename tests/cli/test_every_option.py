@@ -47,7 +47,7 @@ def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "schema.json").write_text('{"type": "integer"}')
     (tmp_path / "grammar.lark").write_text('start: "a"')
     (tmp_path / "text.txt").write_text("Once upon a time there was a little dog. " * 60)
-    (tmp_path / "tokens").write_text("alice: secret max_running=2\n")
+    (tmp_path / "keys").write_text("alice: secret max_running=2\n")
     (tmp_path / "file").write_text("")
     (tmp_path / "template").write_text("{{ messages[0].content }}")
     (tmp_path / "broken").write_text("{% for %}")
@@ -60,7 +60,7 @@ def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     ConversationStore(tmp_path / "state" / "conversations").save(kept)
     places = {name: str(tmp_path / name) for name in ("folder", "models", "file", "template", "broken", "settings")}
     places |= {"schema": str(tmp_path / "schema.json"), "grammar": str(tmp_path / "grammar.lark"), "demo": DEMO}
-    places |= {"text": str(tmp_path / "text.txt"), "tokens": str(tmp_path / "tokens"), "sock": "s/s.sock"}
+    places |= {"text": str(tmp_path / "text.txt"), "keys": str(tmp_path / "keys"), "sock": "s/s.sock"}
     (tmp_path / "s").mkdir(mode=0o700)
     places |= {"hi": "-p Hi -n 1 --no-disk-cache", "one": "--lines -n 1 --no-disk-cache"}
     places["brief"] = "--system Brief. --no-disk-cache --temperature 0"
