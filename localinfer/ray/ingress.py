@@ -16,14 +16,15 @@ from localinfer.ray.dispatch import Asked, owner_of
 from localinfer.ray.ingress_accounts import IngressAccounts
 from localinfer.ray.prefill_deployment import HEADERS
 from localinfer.ray.prompt_prefix import PromptFacts, prompt_facts
-from localinfer.ray.relay import ReplicaLostError, relay_answer, unless_silent
+from localinfer.ray.relay import ReplicaLostError, relay_answer
 from localinfer.ray.replica_answers import AnsweredReplicas, Answers
 from localinfer.ray.replica_metrics import merged_metrics, summed_metrics
-from localinfer.ray.replica_watch import ReplicaWatch
+from localinfer.ray.silence import ReplicaWatch, unless_silent
 from localinfer.server.replies.isolation import tenant_of
 from localinfer.server.replies.resumption import ReplyProgress, Resumption
 from localinfer.server.transport.access_tokens import AccessToken
-from localinfer.server.transport.http import ApiError
+from localinfer.server.transport.bodies import unless_gone
+from localinfer.server.transport.http import ApiError, ClientGone
 from localinfer.server.transport.security import TOKEN_IDENTITY, SecurityMiddleware
 from localinfer.server.transport.settings import ServerSettings
 
@@ -123,16 +124,8 @@ class Ingress:
         state = scope["state"]
         tenant = tenant_of(scope, self._settings)
         asking = _Asking(request, path, state.get("token_name", ""), state.get(TOKEN_IDENTITY), tenant)
-        answering = asyncio.ensure_future(self._answer_request(asking, send))
-        leaving = asyncio.ensure_future(_departure(receive))
-        try:
-            await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            leaving.cancel()
-            if not answering.done():
-                answering.cancel()
-            with suppress(asyncio.CancelledError):
-                await answering
+        with suppress(ClientGone):
+            await unless_gone(receive, self._answer_request(asking, send))
 
     async def _answer_request(self, asking: _Asking, send: Send) -> None:
         if asking.path == "/metrics":
@@ -299,11 +292,6 @@ async def _read(receive: Receive, most: int) -> bytes | None:
         if not message.get("more_body"):
             break
     return bytes(body)
-
-
-async def _departure(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 async def _send_error(send: Send, error: ApiError, path: str) -> None:

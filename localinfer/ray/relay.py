@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, MutableMapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping
 from contextlib import aclosing
 from typing import Any
 
@@ -18,10 +18,6 @@ _MOST_ATTEMPTS = 32
 """That may fail in a row before a reply is given up, in about a minute: as long as a replica takes to be replaced."""
 _PAUSE_SECONDS, _MOST_PAUSE_SECONDS = 0.25, 2.0
 """Before the next attempt after one that gave nothing, doubled each time up to the second."""
-_LOOK_SECONDS = 0.25
-SILENT_SECONDS = 3.0
-"""After so long without a batch, of which a replica sends an empty one each second, it is taken for lost: what another
-one needs to go on is left of the five seconds that no stream is to be silent."""
 _PING_SECONDS = 2.0
 """After so long without bytes a client is told that its stream of events goes on, each time that a replica says so."""
 _END: Message = {"type": "http.response.body", "body": b"", "more_body": False}
@@ -37,41 +33,6 @@ class ReplicaLostError(Exception):
 
 class BrokenAnswerError(Exception):
     """A part of an answer was sent, and nobody can go on with it; the connection has to end without its end."""
-
-
-async def unless_silent(
-    batches: AsyncIterator[list[AnswerPart]], may_leave: Callable[[], bool] = lambda: True
-) -> AsyncGenerator[list[AnswerPart]]:
-    """Batches of a replica as they come.
-
-    may_leave: asked after SILENT_SECONDS without one whether another replica would do better: where all are slow, as on
-    a machine that is busy with other things, one that goes on is as good as any. Raises: ReplicaLostError, if so; what
-    the iterator raises.
-    """
-    loop, is_waiting = asyncio.get_running_loop(), True
-    last, timer = loop.time(), loop.call_later(SILENT_SECONDS, lambda: look())
-
-    def look() -> None:
-        nonlocal timer
-        # What the client takes to read is not the replica's.
-        left = last + SILENT_SECONDS - loop.time() if is_waiting else SILENT_SECONDS
-        if left <= 0 and may_leave():
-            limit.reschedule(loop.time())
-        else:
-            timer = loop.call_later(left if left > 0 else _LOOK_SECONDS, look)
-
-    try:
-        async with asyncio.timeout(None) as limit:
-            async for batch in batches:
-                is_waiting = False
-                yield batch
-                is_waiting, last = True, loop.time()
-    except TimeoutError:
-        if not limit.expired():
-            raise
-        raise ReplicaLostError(f"it has said nothing for {loop.time() - last:.1f} s") from None
-    finally:
-        timer.cancel()
 
 
 async def relay_answer(

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from localinfer.ray import relay, replica_watch
+from localinfer.ray import relay, silence
 from localinfer.ray.answer_parts import AnswerPart, RelayedRequest
 from localinfer.ray.ingress import Ingress
 from localinfer.ray.ingress_accounts import IngressAccounts, IngressOptions, PresentReplicas
@@ -17,7 +17,7 @@ from localinfer.ray.prompt_prefix import prompt_facts
 from localinfer.ray.relay import ReplicaLostError
 from localinfer.ray.replica_answers import Answers
 from localinfer.ray.replica_models import ReplicaOptions, without_limits
-from localinfer.ray.replica_watch import ReplicaWatch
+from localinfer.ray.silence import ReplicaWatch
 from localinfer.server.replies.resumption import (
     PromptNote,
     ReplyNote,
@@ -150,7 +150,7 @@ async def says_nothing(request: RelayedRequest, resumption: Resumption | None) -
 
 @pytest.mark.parametrize("lost", [is_silent, dies, says_nothing])
 def test_a_stream_whose_replica_is_silent_or_gone_goes_on_elsewhere_with_the_same_bytes(lost, monkeypatch):
-    monkeypatch.setattr(relay, "SILENT_SECONDS", 0.02)
+    monkeypatch.setattr(silence, "SILENT_SECONDS", 0.02)
 
     async def run() -> None:
         replicas = FakeReplicas(a=lost, b=well)
@@ -163,8 +163,8 @@ def test_a_stream_whose_replica_is_silent_or_gone_goes_on_elsewhere_with_the_sam
 
 
 def test_where_all_replicas_are_slow_none_is_left_for_another(monkeypatch):
-    monkeypatch.setattr(relay, "SILENT_SECONDS", 0.02)
-    monkeypatch.setattr(relay, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(silence, "SILENT_SECONDS", 0.02)
+    monkeypatch.setattr(silence, "_LOOK_SECONDS", 0.01)
 
     async def slow(request: RelayedRequest, resumption: Resumption | None) -> Answer:
         async for batch in words(resumption):
@@ -200,7 +200,7 @@ def test_replicas_that_are_gone_are_waited_for(monkeypatch):
 
 
 def test_a_stream_of_events_is_told_that_it_goes_on_while_another_replica_takes_over(monkeypatch):
-    monkeypatch.setattr(relay, "SILENT_SECONDS", 0.05)
+    monkeypatch.setattr(silence, "SILENT_SECONDS", 0.05)
     monkeypatch.setattr(relay, "_PING_SECONDS", 0.01)
 
     async def slow(request: RelayedRequest, resumption: Resumption | None) -> Answer:
@@ -233,7 +233,7 @@ async def events(batches: Answer) -> Answer:
 
 
 def test_a_replica_that_says_nothing_while_it_computes_sends_signs_of_life(monkeypatch):
-    monkeypatch.setattr(relay, "SILENT_SECONDS", 0.2)
+    monkeypatch.setattr(silence, "SILENT_SECONDS", 0.2)
 
     async def slow(request: RelayedRequest, resumption: Resumption | None) -> Answer:
         assert resumption is None
@@ -273,7 +273,7 @@ def test_what_comes_together_is_sent_together_and_the_bytes_are_the_same():
 
 
 def test_a_silent_replica_is_given_nothing_until_it_answers_and_is_ended_if_it_does_not(monkeypatch):
-    monkeypatch.setattr(replica_watch, "_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(silence, "_PAUSE_SECONDS", 0.01)
     said: list[tuple[str, bool]] = []
 
     async def suspect(name: str, is_suspect: bool) -> None:

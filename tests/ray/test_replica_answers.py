@@ -7,9 +7,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from localinfer.ray.answer_parts import BATCH_SECONDS, HEARTBEAT_SECONDS
-from localinfer.ray.relay import SILENT_SECONDS
 from localinfer.ray.replica_answers import AnsweredReplicas, Answers, answers_within
 from localinfer.ray.replica_metrics import merged_metrics, summed_metrics
+from localinfer.ray.silence import SILENT_SECONDS
 
 
 async def after(turns: int, answer: str) -> str:

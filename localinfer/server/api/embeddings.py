@@ -76,7 +76,7 @@ async def in_batches(
     Raises: ClientGone, and what the work raises.
     """
     for start in range(0, len(texts), _TEXTS_AT_ONCE):
-        yield await unless_gone(request, asyncio.to_thread(work, texts[start : start + _TEXTS_AT_ONCE]))
+        yield await unless_gone(request.receive, asyncio.to_thread(work, texts[start : start + _TEXTS_AT_ONCE]))
 
 
 def _encode(llm: "LLM", body: EmbeddingRequest, texts: Sequence[Pieces]) -> "list[TokenIds]":

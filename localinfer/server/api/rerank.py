@@ -116,7 +116,7 @@ async def _ranked(
             truncate=body.truncate,
             on_encoded=reserve,
         )
-        ranked = await unless_gone(request, work)
+        ranked = await unless_gone(request.receive, work)
     count = sum(one.num_tokens for one in ranked)
     record_of(request.scope).input_tokens = count
     service_of(request).totals.count_prompts(count, time.perf_counter() - began)

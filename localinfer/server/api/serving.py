@@ -43,9 +43,9 @@ async def serve_reply(
     try:
         writer = make_writer(reply)
         if writer.prepare is not None:
-            await unless_gone(request, asyncio.to_thread(writer.prepare))
+            await unless_gone(request.receive, asyncio.to_thread(writer.prepare))
         if not body.stream:
-            return json_response(await unless_gone(request, _whole(writer)))
+            return json_response(await unless_gone(request.receive, _whole(writer)))
     except BaseException:
         reply.close()
         raise

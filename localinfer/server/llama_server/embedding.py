@@ -55,7 +55,7 @@ async def embedding(request: Request) -> Response:
     with await service_of(request).lease(request, body.model) as lease:
         reserve = partial(reserve_prompts, request)
         work = asyncio.to_thread(_embed, lease.llm, prompts, body, pooling, reserve)
-        count, vectors = await unless_gone(request, work)
+        count, vectors = await unless_gone(request.receive, work)
     record_of(request.scope).input_tokens = count
     service_of(request).totals.count_prompts(count, time.perf_counter() - began)
     return json_response(vectors)

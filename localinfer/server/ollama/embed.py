@@ -95,7 +95,7 @@ async def embeddings(request: Request) -> Response:
     with await service_of(request).lease(request, begun.named.id) as lease:
         if body.prompt:
             pooling, reserve = service_of(request).settings.pooling, partial(reserve_prompts, request)
-            found = await unless_gone(request, asyncio.to_thread(_embed_one, lease.llm, body, pooling, reserve))
+            found = await unless_gone(request.receive, asyncio.to_thread(_embed_one, lease.llm, body, pooling, reserve))
             record_of(request.scope).input_tokens = found.num_tokens
             vector = found.vectors[0]
         warnings = _warnings(body.options, lease.llm.context_length, 0)

@@ -66,7 +66,7 @@ async def pull(request: Request) -> Response:
     service = service_of(request)
     one = _Pull(_reference(body.model or body.name), service)
     if body.stream is False:
-        return json_response(await unless_gone(request, one.whole(request.state.request_id)))
+        return json_response(await unless_gone(request.receive, one.whole(request.state.request_id)))
     return LineStream(one.frames(request.state.request_id), one.stop)
 
 

@@ -135,5 +135,5 @@ async def load_or_unload(
         if begun.named.model.is_idle or begun.named.model.is_pinned:
             await registry.unload(model_id)
     else:
-        await unless_gone(request, registry.load(model_id))
+        await unless_gone(request.receive, registry.load(model_id))
     return json_response({**begun.head, **content, "done": True, "done_reason": reason})

@@ -196,7 +196,7 @@ class Service:
             raise shutting_down()
         if (loaded := self.registry.lease_loaded(model)) is not None:
             return loaded
-        return await unless_gone(request, self.registry.lease(model), Lease.close)
+        return await unless_gone(request.receive, self.registry.lease(model), Lease.close)
 
     async def begin(
         self,

@@ -92,7 +92,7 @@ class Bodies:
             peer = request.scope["state"].get(CONNECTION)
             hurry = _nothing if peer is None else peer.end_if_unread
             waiting = self._working.take(num_bytes, _WAIT_SECONDS, hurry)
-            keep_share(request.scope, await unless_gone(request, _in_turn(waiting), Share.close))
+            keep_share(request.scope, await unless_gone(request.receive, _in_turn(waiting), Share.close))
             return await _in(threads, decode_json, body, record, shape)
         finally:
             share.close()
@@ -219,14 +219,15 @@ def measured(body: Bytes) -> tuple[JsonShape, int]:
 
 
 async def unless_gone(
-    request: Request, work: Coroutine[Any, Any, Result], undo: Callable[[Result], object] | None = None
+    receive: Receive, work: Coroutine[Any, Any, Result], undo: Callable[[Result], object] | None = None
 ) -> Result:
-    """Do some work for a client, and stop when the client leaves. The request's body has been read.
+    """Do some work for a client, and stop when the client leaves.
 
-    undo: discards a result that is not returned. Raises: what the work raises; ClientGone.
+    receive: of the request, whose body has been read. undo: discards a result that is not returned.
+    Raises: what the work raises; ClientGone.
     """
     working = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(_departure(request))
+    leaving = asyncio.ensure_future(_departure(receive))
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
@@ -243,8 +244,8 @@ async def unless_gone(
             await asyncio.gather(working, return_exceptions=True)
 
 
-async def _departure(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
+async def _departure(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
         pass
 
 

@@ -1,4 +1,4 @@
-"""What becomes of a replica that says nothing: it is asked whether it lives, and ended where it does not answer.
+"""What becomes of a replica that says nothing: its answers are given up, and it is ended where it does not answer.
 
 Serve's own health checks find it too, but give it as long to end as running replies get when a replica is removed,
 and its place is not filled meanwhile. What has said nothing for so long has no running replies: they went on elsewhere.
@@ -6,13 +6,55 @@ and its place is not filled meanwhile. What has said nothing for so long has no 
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+
+from localinfer.ray.answer_parts import AnswerPart
+from localinfer.ray.relay import ReplicaLostError
 
 logger = logging.getLogger(__name__)
 
+SILENT_SECONDS = 3.0
+"""After so long without a batch, of which a replica sends an empty one each second, it is taken for lost: what another
+one needs to go on is left of the five seconds that no stream is to be silent."""
+_LOOK_SECONDS = 0.25
 HUNG_SECONDS = 15.0
 """Without an answer since it was first silent: one that is only slow, on a busy machine, is not to be started anew."""
 _PAUSE_SECONDS = 1.0
+
+
+async def unless_silent(
+    batches: AsyncIterator[list[AnswerPart]], may_leave: Callable[[], bool] = lambda: True
+) -> AsyncGenerator[list[AnswerPart]]:
+    """Batches of a replica as they come.
+
+    may_leave: asked after SILENT_SECONDS without one whether another replica would do better: where all are slow, as on
+    a machine that is busy with other things, one that goes on is as good as any. Raises: ReplicaLostError, if so; what
+    the iterator raises.
+    """
+    loop, is_waiting = asyncio.get_running_loop(), True
+    last, timer = loop.time(), loop.call_later(SILENT_SECONDS, lambda: look())
+
+    def look() -> None:
+        nonlocal timer
+        # What the client takes to read is not the replica's.
+        left = last + SILENT_SECONDS - loop.time() if is_waiting else SILENT_SECONDS
+        if left <= 0 and may_leave():
+            limit.reschedule(loop.time())
+        else:
+            timer = loop.call_later(left if left > 0 else _LOOK_SECONDS, look)
+
+    try:
+        async with asyncio.timeout(None) as limit:
+            async for batch in batches:
+                is_waiting = False
+                yield batch
+                is_waiting, last = True, loop.time()
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        raise ReplicaLostError(f"it has said nothing for {loop.time() - last:.1f} s") from None
+    finally:
+        timer.cancel()
 
 
 class ReplicaWatch:
