@@ -175,7 +175,7 @@ class Connection(H11Protocol):
         self._since = self.loop.time()
         self._framing = FramingCheck()
         self._is_half_closed = False
-        self._is_owners = False
+        self.is_owners = False
         self.is_dropped = False
         self.is_guest = False
         self._num_drained: int | None = None
@@ -195,11 +195,6 @@ class Connection(H11Protocol):
     def is_draining(self) -> bool:
         """Whether all was said, and the rest of a request is read only to be thrown away."""
         return self._num_drained is not None
-
-    @property
-    def is_owners(self) -> bool:
-        """Whether it came through the Unix socket, whose folder only the owner can enter."""
-        return self._is_owners
 
     @property
     def is_receiving(self) -> bool:
@@ -224,7 +219,7 @@ class Connection(H11Protocol):
             transport.max_size = _READ_BYTES
         self.transport = _DrainingTransport(transport, self)  # type: ignore[assignment]
         if transport.get_extra_info("socket").family == getattr(socket, "AF_UNIX", None):
-            self._is_owners = True
+            self.is_owners = True
             self.app_state = {**self.app_state, IS_UNIX_SOCKET: True}
         if not self._has_place():
             self.is_guest = True
