@@ -11,6 +11,7 @@ from typing import Any
 
 from localinfer.ray.accounts import Accounts, Opened
 from localinfer.ray.dispatch import Asked, Dispatcher
+from localinfer.ray.handle_calls import call_apart
 from localinfer.ray.placement import Placement
 from localinfer.server.transport.http import ApiError
 from localinfer.server.transport.settings import ServerSettings
@@ -154,7 +155,7 @@ class IngressAccounts:
 
     async def _opened(self, name: str, *values: Any) -> Opened:
         try:
-            opened: Opened = await getattr(self._handle, name).remote(self._name, *values)
+            opened: Opened = await call_apart(getattr(self._handle, name).remote, self._name, *values)
         except Exception as error:
             _tell(name, error)
             return Opened.refused(ApiError(503, "who counts requests is gone now; try again", code="no_accounts"))
@@ -166,7 +167,7 @@ class IngressAccounts:
             return self._own.move(self._name, number)
         try:
             async with asyncio.timeout(_CALL_SECONDS):
-                name: str = await self._handle.move.remote(self._name, number)
+                name: str = await call_apart(self._handle.move.remote, self._name, number)
         except Exception as error:
             _tell("move", error)
             return ""
@@ -188,7 +189,7 @@ class IngressAccounts:
         if self._own is not None:
             self._own.suspect(replica, is_suspect)
         else:
-            await self._handle.suspect.remote(replica, is_suspect)
+            await call_apart(self._handle.suspect.remote, replica, is_suspect)
 
     def _call(self, name: str, *values: Any) -> None:
         """Have something done, and do not wait."""
@@ -198,7 +199,7 @@ class IngressAccounts:
 
         async def call() -> None:
             try:
-                await getattr(self._handle, name).remote(self._name, *values)
+                await call_apart(getattr(self._handle, name).remote, self._name, *values)
             except Exception as error:
                 _tell(name, error)
 

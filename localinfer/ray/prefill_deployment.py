@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from localinfer.ray.answer_parts import AnswerPart, RelayedRequest
+from localinfer.ray.handle_calls import call_apart
 from localinfer.server.handover.prefill_server import (
     CONNECT_SECONDS,
     ROUTE,
@@ -50,7 +51,7 @@ class PrefillDeployment:
     async def _ask(self, body: bytes, deadline: float, is_cancelled: Callable[[], bool]) -> PrefillAnswer:
         request = RelayedRequest("POST", ROUTE, b"", HEADERS, body)
         try:
-            response = self._handle.options(stream=True).prefill.remote(request)
+            response = call_apart(self._handle.options(stream=True).prefill.remote, request)
             try:
                 return await _answer(response, deadline, is_cancelled)
             except BaseException:

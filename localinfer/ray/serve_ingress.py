@@ -12,6 +12,7 @@ from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from localinfer.ray.answer_parts import AnswerPart, RelayedRequest
+from localinfer.ray.handle_calls import call_apart
 from localinfer.ray.ingress import Ingress
 from localinfer.ray.ingress_accounts import IngressAccounts, IngressOptions, present_replicas
 from localinfer.ray.relay import ReplicaLostError
@@ -58,7 +59,8 @@ class ServeReplicas:
         self, request: RelayedRequest, resumption: Resumption | None, replica: str
     ) -> AsyncGenerator[list[AnswerPart]]:
         """As of `Replicas`."""
-        response: Any = self._engine.options(stream=True).answer.remote(request, resumption, replica=replica)
+        answer = self._engine.options(stream=True).answer
+        response: Any = call_apart(answer.remote, request, resumption, replica=replica)
         has_ended = False
         try:
             async for parts in response:
@@ -85,7 +87,7 @@ class ServeReplicas:
         """As of `Replicas`."""
         if replica not in present_replicas.of(ENGINE):
             raise ReplicaLostError("Serve names it no longer")
-        await self._engine.is_alive.remote(replica=replica)
+        await call_apart(self._engine.is_alive.remote, replica=replica)
 
     async def end(self, replica: str) -> None:
         """As of `Replicas`."""

@@ -22,6 +22,7 @@ import psutil
 
 from localinfer.bench.processes import ServerProcess
 from localinfer.loading.options import model_path
+from localinfer.server.transport.http import PING
 from tests.ray.serve_process import ServeProcess, serving_replicas
 from tests.soak.fleet_scripts import LIMIT, OPERATOR, TOKEN_FILE, USERS, Script, guess_of, make_scripts
 
@@ -43,14 +44,17 @@ Say = Callable[[str], None]
 class Tally:
     """What clients saw.
 
-    gaps: the longest silence of each stream, in seconds; firsts: until its first byte. faults: what was done to
+    gaps: the longest silence of each stream, in seconds; text_gaps: the longest time without text, where comments are
+    silence too; firsts: until its first byte. pings: comments that came in place of text. faults: what was done to
     replicas; num_spared: how often nothing, as there was none beside. admitted: when requests of the limited token were
     answered. guesses: seconds for a text of the other token, and for an unknown one. looks: answers that were searched.
     """
 
     replies: int = 0
     events: int = 0
+    pings: int = 0
     gaps: list[float] = field(default_factory=list)
+    text_gaps: list[float] = field(default_factory=list)
     firsts: list[float] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
     num_spared: int = 0
@@ -151,8 +155,8 @@ class Fleet:
 
     async def _streamed(self, client: httpx.AsyncClient, body: Mapping[str, Any], name: str) -> str:
         """The text of a streamed reply; its silences are noted."""
-        began = last = time.monotonic()
-        received, gap = b"", 0.0
+        began = last = last_text = time.monotonic()
+        received, gap, text_gap = b"", 0.0, 0.0
         try:
             async with client.stream("POST", "/v1/chat/completions", json=body) as response:
                 async for piece in response.aiter_raw():
@@ -161,12 +165,18 @@ class Fleet:
                         gap = max(gap, now - last)
                     else:
                         self.tally.firsts.append(now - began)
+                        last_text = now
+                    if b"data: " in piece:
+                        text_gap, last_text = max(text_gap, now - last_text), now
                     received, last = received + piece, now
             if response.status_code != 200:
                 self._find(f"{name}: status {response.status_code}: {received[:300]!r}")
         except httpx.HTTPError as error:
-            self._find(f"{name}: {type(error).__name__} after {len(received)} bytes")
+            waited = time.monotonic() - last
+            self._find(f"{name}: {type(error).__name__} after {len(received)} bytes, and nothing for {waited:.1f} s")
         self.tally.gaps.append(gap)
+        self.tally.text_gaps.append(text_gap)
+        self.tally.pings += received.count(PING)
         self.tally.replies += 1
         self.tally.events += received.count(b"\n\n")
         if gap > MOST_SILENT:
@@ -255,13 +265,15 @@ class Fleet:
     def _report(self, seconds: float, spent: Mapping[str, float]) -> bool:
         """Say what was found; return whether it is as promised."""
         tally, say = self.tally, self._say
-        gaps, firsts = sorted(tally.gaps), sorted(tally.firsts)
+        gaps, text_gaps, firsts = sorted(tally.gaps), sorted(tally.text_gaps), sorted(tally.firsts)
         say(
             f"{len(tally.faults)} replicas were stopped, paused or killed in {seconds:.0f} s; {tally.num_spared} times "
             "fewer than two were ready"
         )
         say(f"{tally.replies} replies of {tally.events} events, {tally.events / seconds:.0f} a second")
-        say(f"longest silence of a stream {gaps[-1]:.2f} s; of 99 % at most {gaps[len(gaps) * 99 // 100]:.2f} s")
+        for what, found in (("silence of a stream", gaps), ("time without text in a stream", text_gaps)):
+            say(f"longest {what} {found[-1]:.2f} s; of 99 % at most {found[len(found) * 99 // 100]:.2f} s")
+        say(f"{tally.pings} comments in place of text")
         say(f"first bytes after {median(firsts):.2f} s, {firsts[len(firsts) * 99 // 100]:.2f} s, {firsts[-1]:.2f} s")
         for name, used in spent.items():
             say(f"{name}: {1e3 * used / max(1, tally.events):.3f} ms of processor time an event")
