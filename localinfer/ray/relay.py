@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Any
 
 from starlette.types import Message, Send
@@ -19,7 +19,7 @@ _MOST_ATTEMPTS = 32
 _PAUSE_SECONDS, _MOST_PAUSE_SECONDS = 0.25, 2.0
 """Before the next attempt after one that gave nothing, doubled each time up to the second."""
 _PING_SECONDS = 2.0
-"""After so long without bytes a client is told that its stream of events goes on, each time that a replica says so."""
+"""After so long without bytes a client is told that its stream of events is not given up."""
 _END: Message = {"type": "http.response.body", "body": b"", "more_body": False}
 _PING: Message = {"type": "http.response.body", "body": PING, "more_body": True}
 
@@ -48,20 +48,27 @@ async def relay_answer(
     reserve: takes the tokens of a `ReserveNote`, before anything is sent, or raises what the client is told in place
     of an answer. Raises: BrokenAnswerError; what `open_parts` raises but ReplicaLostError; what `reserve` raises.
     """
-    progress = ReplyProgress() if progress is None else progress
-    has_begun = has_ended = takes_pings = False
-    loop = asyncio.get_running_loop()
-    last_sent = loop.time()
+    with _Client(send) as client:
+        return await _relay(open_parts, client, path, ReplyProgress() if progress is None else progress, reserve)
+
+
+async def _relay(
+    open_parts: Open,
+    client: "_Client",
+    path: str,
+    progress: ReplyProgress,
+    reserve: Callable[[int, int], Awaitable[object]] | None,
+) -> int:
     num_lost = num_idle = 0
     while num_idle < _MOST_ATTEMPTS:
         if num_idle:
             await asyncio.sleep(min(_PAUSE_SECONDS * 2 ** (num_idle - 1), _MOST_PAUSE_SECONDS))
         num_before = progress.num_tokens
         resumption = progress.resumption()
-        if has_begun and progress.is_whole:
-            await send(_END)
+        if client.has_begun and progress.is_whole:
+            await client.send(_END)
             return num_lost
-        if has_begun and resumption is None:
+        if client.has_begun and resumption is None:
             raise BrokenAnswerError("a replica is gone, and its answer was no reply that another can go on with")
         is_refused = False
         try:
@@ -77,16 +84,11 @@ async def relay_answer(
                         if message["type"] == "http.response.start":
                             # Full, ending or failing: what was taken on once is not given up for that.
                             is_refused = resumption is not None and message["status"] >= 400
-                            if has_begun or is_refused:
+                            if client.has_begun or is_refused:
                                 continue
-                            has_begun, takes_pings = True, _takes_pings(message)
                         messages.append(message)
-                    if not messages and takes_pings and loop.time() - last_sent >= _PING_SECONDS:
-                        messages = [_PING]
                     for message in _joined(messages):
-                        await send(message)
-                        last_sent = loop.time()
-                        has_ended = message["type"] == "http.response.body" and not message.get("more_body")
+                        await client.send(message)
                     for notes, _ in batch:
                         for note in notes:
                             progress.take(note)
@@ -94,7 +96,7 @@ async def relay_answer(
                 return num_lost
         except ReplicaLostError as error:
             num_lost += 1
-            if has_ended:
+            if client.has_ended:
                 # Only what it had to say of it, such as the tokens that were used, is lost.
                 return num_lost
             logger.warning(
@@ -102,17 +104,68 @@ async def relay_answer(
                 " ".join(str(error).split())[:200],
                 progress.num_tokens,
             )
-            if takes_pings:
-                await send(_PING)
-                last_sent = loop.time()
         num_idle = 0 if progress.num_tokens > num_before else num_idle + 1
-    if has_begun:
+    if client.has_begun:
         raise BrokenAnswerError(f"{num_lost} replicas were lost, or refused to go on")
     refusal = ApiError(503, "the replicas that began to answer are gone; try again", code="replicas_lost")
     response = refusal.response(path)
-    await send({"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers})
-    await send({"type": "http.response.body", "body": bytes(response.body)})
+    await client.send({"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers})
+    await client.send({"type": "http.response.body", "body": bytes(response.body)})
     return num_lost
+
+
+class _Client:
+    """Who gets an answer: messages in their order, and in a stream of events a comment where nothing comes for long.
+
+    A context, after which no comment is sent. has_begun: whether the first message was sent; has_ended: the last one.
+    """
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.has_begun = self.has_ended = False
+        self._is_sending = False
+        self._last_sent = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+        self._pinging: asyncio.Future[None] | None = None
+
+    def __enter__(self) -> "_Client":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._pinging is not None:
+            self._pinging.cancel()
+
+    async def send(self, message: Message) -> None:
+        """Send a message, after a comment that is being sent."""
+        if self._pinging is not None:
+            await self._pinging
+        self._is_sending = True
+        await self._send(message)
+        self._is_sending = False
+        loop = asyncio.get_running_loop()
+        self._last_sent = loop.time()
+        if message["type"] == "http.response.start":
+            self.has_begun = True
+            if _takes_pings(message):
+                self._timer = loop.call_later(_PING_SECONDS, self._look)
+        else:
+            self.has_ended = not message.get("more_body")
+
+    def _look(self) -> None:
+        loop = asyncio.get_running_loop()
+        left = self._last_sent + _PING_SECONDS - loop.time()
+        if left <= 0 and not self._is_sending and not self.has_ended and self._pinging is None:
+            self._pinging = asyncio.ensure_future(self._ping())
+        self._timer = loop.call_later(left if left > 0 else _PING_SECONDS, self._look)
+
+    async def _ping(self) -> None:
+        # Of a client that is gone its connection tells.
+        with suppress(Exception):
+            await self._send(_PING)
+        self._last_sent = asyncio.get_running_loop().time()
+        self._pinging = None
 
 
 def _takes_pings(start: Message) -> bool:

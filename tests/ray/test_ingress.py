@@ -28,6 +28,7 @@ from localinfer.server.replies.resumption import (
     UsedNote,
 )
 from localinfer.server.transport.access_tokens import AccessToken
+from localinfer.server.transport.http import PING
 from localinfer.server.transport.quotas import Quota
 from localinfer.server.transport.settings import ServerSettings
 from tests.ray.test_prefill_apart import replica
@@ -199,28 +200,66 @@ def test_replicas_that_are_gone_are_waited_for(monkeypatch):
     asyncio.run(run())
 
 
-def test_a_stream_of_events_is_told_that_it_goes_on_while_another_replica_takes_over(monkeypatch):
+@pytest.mark.parametrize("has_other", [True, False])
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_a_stream_of_events_is_told_that_it_goes_on_whatever_is_waited_for(has_other, is_stream, monkeypatch):
     monkeypatch.setattr(silence, "SILENT_SECONDS", 0.05)
+    monkeypatch.setattr(silence, "_LOOK_SECONDS", 0.01)
     monkeypatch.setattr(relay, "_PING_SECONDS", 0.01)
 
+    def made(resumption: Resumption | None, most: int = len(WORDS)) -> Answer:
+        return events(words(resumption, most)) if is_stream else words(resumption, most)
+
     async def slow(request: RelayedRequest, resumption: Resumption | None) -> Answer:
-        for _ in range(3):
-            await asyncio.sleep(0.02)
-            yield []
-        async for batch in events(words(resumption)):
+        await asyncio.sleep(0.04)
+        async for batch in made(resumption):
             yield batch
 
     async def stops(request: RelayedRequest, resumption: Resumption | None) -> Answer:
-        async for batch in events(words(resumption, most=2)):
+        """Says nothing for long, and goes on if nobody else did meanwhile."""
+        async for batch in made(resumption, most=2):
             yield batch
-        await asyncio.Future()
+        await asyncio.sleep(10.0 if has_other else 0.1)
+        yield [body_part(word) for word in WORDS[2:]] + [body_part(b"", more=False)]
 
     async def run() -> None:
-        response = await post(made_ingress(FakeReplicas(a=stops, b=slow)))
-        # One when the first is lost, and one with each sign of life of the other.
-        assert response.content == b"Once upon " + 4 * b": ping\n" + b"a time."
+        replicas = FakeReplicas(a=stops, b=slow) if has_other else FakeReplicas(a=stops)
+        response = await post(made_ingress(replicas))
+        assert replicas.asked == ["a", "b"][: 1 + has_other]
+        said = response.content
+        assert said.replace(PING, b"") == b"".join(WORDS)
+        assert said.startswith(b"Once upon " + PING if is_stream else b"Once upon a")
 
     asyncio.run(run())
+
+
+def test_a_comment_stands_between_what_is_sent_and_never_after_the_end(monkeypatch):
+    monkeypatch.setattr(relay, "_PING_SECONDS", 0.005)
+    sent: list[tuple[bytes, bool]] = []
+    sending = 0
+
+    async def send(message: Any) -> None:
+        nonlocal sending
+        sending += 1
+        assert sending == 1
+        await asyncio.sleep(0.007)
+        sending -= 1
+        sent.append((message.get("body", b""), message.get("more_body", True)))
+
+    async def slow(resumption: Resumption | None) -> Answer:
+        async for batch in events(words(resumption)):
+            await asyncio.sleep(0.008)
+            yield batch
+        await asyncio.sleep(0.02)
+
+    async def run() -> None:
+        await relay.relay_answer(slow, send, "/completions")
+        await asyncio.sleep(0.02)
+
+    asyncio.run(run())
+    assert [has_more for _, has_more in sent] == [True] * (len(sent) - 1) + [False]
+    assert PING in [body for body, _ in sent]
+    assert b"".join(body for body, _ in sent).replace(PING, b"") == b"".join(WORDS)
 
 
 async def events(batches: Answer) -> Answer:
