@@ -124,8 +124,9 @@ class Ingress:
         state = scope["state"]
         tenant = tenant_of(scope, self._settings)
         asking = _Asking(request, path, state.get("token_name", ""), state.get(TOKEN_IDENTITY), tenant)
+        caller = _Caller(receive, send)
         with suppress(ClientGone):
-            await unless_gone(receive, self._answer_request(asking, send))
+            await unless_gone(caller.receive, self._answer_request(asking, caller.send))
 
     async def _answer_request(self, asking: _Asking, send: Send) -> None:
         if asking.path == "/metrics":
@@ -190,6 +191,9 @@ class Ingress:
         self, request: RelayedRequest, resumption: Resumption | None, replica: str
     ) -> AsyncGenerator[list[AnswerPart]]:
         """What a replica answers, until it ends, is silent or gone. Raises: ReplicaLostError."""
+        if not replica and self._watch.watched:
+            # Serve would choose a silent one, which has the shortest queue.
+            replica = next(iter(sorted(set(self._accounts.replicas()) - self._watch.watched)), "")
         try:
             async with (
                 aclosing(self._replicas.answer(request, resumption, replica)) as batches,
@@ -243,6 +247,26 @@ class Ingress:
         kind = (b"content-type", b"text/plain; version=0.0.4; charset=utf-8")
         await send({"type": "http.response.start", "status": 200, "headers": [kind]})
         await send({"type": "http.response.body", "body": body.encode()})
+
+
+class _Caller:
+    """A client, who leaves while it is answered or not at all: Serve says so of each whose answer has ended."""
+
+    def __init__(self, receive: Receive, send: Send) -> None:
+        self._receive, self._send = receive, send
+        self._has_answer = False
+
+    async def receive(self) -> Message:
+        """As of the app. Never returns once the answer is whole: its replica has still to say what it took."""
+        message = await self._receive()
+        if self._has_answer:
+            await asyncio.Future()
+        return message
+
+    async def send(self, message: Message) -> None:
+        """As of the app."""
+        self._has_answer = message["type"] == "http.response.body" and not message.get("more_body")
+        await self._send(message)
 
 
 def _no_replica() -> ApiError:

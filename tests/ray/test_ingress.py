@@ -163,6 +163,20 @@ def test_a_stream_whose_replica_is_silent_or_gone_goes_on_elsewhere_with_the_sam
     asyncio.run(run())
 
 
+def test_what_any_replica_may_answer_is_not_asked_of_a_silent_one(monkeypatch):
+    monkeypatch.setattr(silence, "SILENT_SECONDS", 0.02)
+
+    async def run() -> None:
+        replicas = FakeReplicas(a=says_nothing, b=well)
+        ingress = made_ingress(replicas)
+        await post(ingress)
+        assert replicas.asked == ["a", "b"]
+        assert (await get(ingress, "/v1/models", "")).status_code == 200
+        assert replicas.asked[2:] == ["b"]
+
+    asyncio.run(run())
+
+
 def test_where_all_replicas_are_slow_none_is_left_for_another(monkeypatch):
     monkeypatch.setattr(silence, "SILENT_SECONDS", 0.02)
     monkeypatch.setattr(silence, "_LOOK_SECONDS", 0.01)
@@ -373,6 +387,25 @@ def test_tokens_that_a_replica_reserves_are_those_of_all_replicas():
         assert replicas.running == 0
         together = await asyncio.gather(*(post(ingress, "carl", seed=number) for number in range(5)))
         assert {response.status_code for response in together} == {429}
+
+    asyncio.run(run())
+
+
+def test_what_a_replica_says_it_used_counts_though_the_client_has_all_of_its_answer():
+    async def ends_late(request: RelayedRequest, resumption: Resumption | None) -> Answer:
+        yield [AnswerPart((ReserveNote(40, 40),), None)]
+        async for batch in words(resumption):
+            yield [part for part in batch if part.message is not None]
+        # As it goes where a replica is another process.
+        await asyncio.sleep(0.01)
+        yield [AnswerPart((UsedNote(33),), None)]
+
+    async def run() -> None:
+        ingress = made_ingress(FakeReplicas(a=ends_late), **tokens("carl", tokens_per_minute=100))
+        limiter = ingress._accounts._own._dispatcher.limiter  # type: ignore[union-attr]
+        limiter._clock = lambda: 0.0
+        assert (await post(ingress, "carl")).content == b"".join(WORDS)
+        assert limiter.headers("carl")["x-ratelimit-remaining-tokens"] == "67"
 
     asyncio.run(run())
 
