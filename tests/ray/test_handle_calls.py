@@ -97,7 +97,15 @@ async def answer_and_watch(handle: Handle) -> None:
     [
         (count_and_report, 7),
         (hand_over, 1),
-        pytest.param(answer_and_watch, 2, marks=pytest.mark.skipif(not has_ray(), reason="needs ray")),
+        # Of Ray's own use of pydantic.
+        pytest.param(
+            answer_and_watch,
+            2,
+            marks=[
+                pytest.mark.skipif(not has_ray(), reason="needs `pip install 'localinfer[ray]'`"),
+                pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+            ],
+        ),
     ],
 )
 def test_each_call_of_a_handle_is_no_part_of_the_request_during_which_it_is_made(
