@@ -2,7 +2,7 @@
 
 A decoder (package `models`) writes these ops once, in order, on a `GraphBuilder` (`graph_builder.py`), which checks the
 shapes of each; a device turns the finished `OpGraph` into a `Program` that runs any batch (`cpu/lower.py`,
-`cuda/lower.py`). The NumPy oracle in `tests/oracle.py` runs the same records.
+`cuda/lower.py`). The NumPy oracle in `tests/support/oracle.py` runs the same records.
 
 Shapes: a buffer holds `rows x width` float32, one row per token of the batch (`Rows.BATCH`) or per row whose logits
 were asked for (`Rows.OUTPUT`). Every op works row by row, so the value of a row depends on nothing but its own prefix.

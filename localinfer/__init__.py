@@ -10,33 +10,32 @@ if TYPE_CHECKING:
     from typing import Any
 
     from localinfer import errors
-    from localinfer.cache.block_hashes import block_hashes
-    from localinfer.cache.stats import SnapshotStats
-    from localinfer.chat.constraints import Constraint, Grammar, JsonObject, JsonSchema, Regex, StructuralTag
-    from localinfer.chat.parser import ToolCall, ToolCallDelta
-    from localinfer.chat.reply_options import ReplyOptions
-    from localinfer.chat.tool_choice import ToolChoice
     from localinfer.engine.admission import EngineLimits
+    from localinfer.engine.cache.block_hashes import block_hashes
+    from localinfer.engine.cache.stats import SnapshotStats
+    from localinfer.generation.chat.constraints import Constraint, Grammar, JsonObject, JsonSchema, Regex, StructuralTag
+    from localinfer.generation.chat.parser import ToolCall, ToolCallDelta
+    from localinfer.generation.chat.reply_options import ReplyOptions
+    from localinfer.generation.chat.tool_choice import ToolChoice
     from localinfer.generation.completion import Completion, Stats, StreamEvent
     from localinfer.generation.options import ChatOptions, GenerationOptions
+    from localinfer.generation.session.prompts import SessionOptions
+    from localinfer.generation.session.python_tools import CallOutcome, RequestedCall, Tool
+    from localinfer.generation.session.session import Session
     from localinfer.generation.stream import TextStream
-    from localinfer.kv_events.config import KVEventsConfig
-    from localinfer.kv_events.publisher import KVEventPublisher
     from localinfer.llm import LLM, BeamCompletion, Prompt
     from localinfer.loading.aload import aload
     from localinfer.loading.availability import Availability, availability
     from localinfer.loading.load import load, load_tokenizer
     from localinfer.loading.warm_up import WarmUp, warm_up
-    from localinfer.model_info import ModelInfo
     from localinfer.models.decoder.rope_options import RopeOptions
     from localinfer.models.text.tokenizer import Tokenizer
-    from localinfer.session.prompts import SessionOptions
-    from localinfer.session.python_tools import CallOutcome, RequestedCall, Tool
-    from localinfer.session.session import Session
+    from localinfer.storage.kv_events.config import KVEventsConfig
+    from localinfer.storage.kv_events.publisher import KVEventPublisher
     from localinfer.system.crash_files import report_crashes
     from localinfer.system.folders import set_cache_folder
     from localinfer.system.freezing import freeze_support
-    from localinfer.types import Beam, ProgressCallback, RankedDocument, TokenLogprobs
+    from localinfer.types import Beam, ModelInfo, ProgressCallback, RankedDocument, TokenLogprobs
 
 _FOLDER = os.path.dirname(os.path.abspath(__file__))
 _CHECKOUT = os.path.dirname(_FOLDER)
@@ -98,43 +97,43 @@ _MODULE_OF = {
     "Availability": "localinfer.loading.availability",
     "Beam": "localinfer.types",
     "BeamCompletion": "localinfer.llm",
-    "CallOutcome": "localinfer.session.python_tools",
+    "CallOutcome": "localinfer.generation.session.python_tools",
     "ChatOptions": "localinfer.generation.options",
     "Completion": "localinfer.generation.completion",
-    "Constraint": "localinfer.chat.constraints",
+    "Constraint": "localinfer.generation.chat.constraints",
     "EngineLimits": "localinfer.engine.admission",
     "GenerationOptions": "localinfer.generation.options",
-    "Grammar": "localinfer.chat.constraints",
-    "JsonObject": "localinfer.chat.constraints",
-    "JsonSchema": "localinfer.chat.constraints",
-    "KVEventPublisher": "localinfer.kv_events.publisher",
-    "KVEventsConfig": "localinfer.kv_events.config",
+    "Grammar": "localinfer.generation.chat.constraints",
+    "JsonObject": "localinfer.generation.chat.constraints",
+    "JsonSchema": "localinfer.generation.chat.constraints",
+    "KVEventPublisher": "localinfer.storage.kv_events.publisher",
+    "KVEventsConfig": "localinfer.storage.kv_events.config",
     "LLM": "localinfer.llm",
-    "ModelInfo": "localinfer.model_info",
+    "ModelInfo": "localinfer.types",
     "ProgressCallback": "localinfer.types",
     "Prompt": "localinfer.llm",
     "RankedDocument": "localinfer.types",
-    "Regex": "localinfer.chat.constraints",
-    "ReplyOptions": "localinfer.chat.reply_options",
-    "RequestedCall": "localinfer.session.python_tools",
+    "Regex": "localinfer.generation.chat.constraints",
+    "ReplyOptions": "localinfer.generation.chat.reply_options",
+    "RequestedCall": "localinfer.generation.session.python_tools",
     "RopeOptions": "localinfer.models.decoder.rope_options",
-    "Session": "localinfer.session.session",
-    "SessionOptions": "localinfer.session.prompts",
-    "SnapshotStats": "localinfer.cache.stats",
+    "Session": "localinfer.generation.session.session",
+    "SessionOptions": "localinfer.generation.session.prompts",
+    "SnapshotStats": "localinfer.engine.cache.stats",
     "Stats": "localinfer.generation.completion",
     "StreamEvent": "localinfer.generation.completion",
-    "StructuralTag": "localinfer.chat.constraints",
+    "StructuralTag": "localinfer.generation.chat.constraints",
     "TextStream": "localinfer.generation.stream",
     "TokenLogprobs": "localinfer.types",
     "Tokenizer": "localinfer.models.text.tokenizer",
-    "Tool": "localinfer.session.python_tools",
-    "ToolCall": "localinfer.chat.parser",
-    "ToolCallDelta": "localinfer.chat.parser",
-    "ToolChoice": "localinfer.chat.tool_choice",
+    "Tool": "localinfer.generation.session.python_tools",
+    "ToolCall": "localinfer.generation.chat.parser",
+    "ToolCallDelta": "localinfer.generation.chat.parser",
+    "ToolChoice": "localinfer.generation.chat.tool_choice",
     "WarmUp": "localinfer.loading.warm_up",
     "aload": "localinfer.loading.aload",
     "availability": "localinfer.loading.availability",
-    "block_hashes": "localinfer.cache.block_hashes",
+    "block_hashes": "localinfer.engine.cache.block_hashes",
     "freeze_support": "localinfer.system.freezing",
     "load": "localinfer.loading.load",
     "load_tokenizer": "localinfer.loading.load",

@@ -7,7 +7,7 @@ from localinfer.system import interruption
 
 
 def main() -> int:
-    """Run the command of `sys.argv` and return its exit code; see `localinfer.cli.main`."""
+    """Run the command of `sys.argv` and return its exit code; see `localinfer.apps.cli.main`."""
     answers = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     try:
         if answers:
@@ -28,7 +28,7 @@ def _run(answers: bool) -> int:
 
         watch = ParentWatch()
     try:
-        from localinfer.cli import main as run_command
+        from localinfer.apps.cli import main as run_command
     except ModuleNotFoundError as error:
         return _tell_missing(error)
 

@@ -9,41 +9,40 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, Union, Unpack, cast
 
 from localinfer.arguments import check_flag, owned
-from localinfer.cache.salt import salt_of
-from localinfer.closing import Closing
-from localinfer.default_options import DefaultOptions
 from localinfer.engine.admission import EngineLimits
+from localinfer.engine.cache.salt import salt_of
+from localinfer.engine.thread_control import ThreadControl
 from localinfer.errors import RequestError
+from localinfer.generation.default_options import DefaultOptions
+from localinfer.generation.prompt_handover import PromptHandover
 from localinfer.generation.stream import TextStream, complete_in_thread
-from localinfer.prompt_handover import PromptHandover
-from localinfer.session_files import SessionFiles
-from localinfer.thread_control import ThreadControl
-from localinfer.types import Beam
+from localinfer.storage.session_files import SessionFiles
+from localinfer.types import Beam, Closing
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from localinfer.cache.cache_observer import CacheObserver
-    from localinfer.cache.eviction import KVEviction
-    from localinfer.cache.stats import SnapshotStats
-    from localinfer.chat.constraints import ConstraintCompiler
-    from localinfer.chat.reply_options import ReplyOptions
-    from localinfer.chat_model import ChatModel
+    from localinfer.engine.cache.cache_observer import CacheObserver
+    from localinfer.engine.cache.eviction import KVEviction
+    from localinfer.engine.cache.stats import SnapshotStats
     from localinfer.engine.engine import EngineStats
+    from localinfer.engine.speculation.verify import Speculation
+    from localinfer.generation.chat.constraints import ConstraintCompiler
+    from localinfer.generation.chat.reply import TemplateFormats
+    from localinfer.generation.chat.reply_options import ReplyOptions
+    from localinfer.generation.chat_model import ChatModel
     from localinfer.generation.completion import Completion
     from localinfer.generation.options import ChatOptions, CheckedOptions, GenerationOptions
+    from localinfer.generation.session.prompts import SessionOptions
+    from localinfer.generation.session.python_tools import CallOutcome, RequestedCall, Tool
+    from localinfer.generation.session.session import Session
     from localinfer.generation.text_generation import EncodedPrompt
-    from localinfer.model_info import ModelInfo
     from localinfer.models.load.loader import Model
     from localinfer.models.text.tokenizer import Tokenizer
-    from localinfer.persistence.fingerprint import ModelIdentity
-    from localinfer.persistence.prompt_cache import DiskCache, DiskOptions
-    from localinfer.session.prompts import SessionOptions
-    from localinfer.session.python_tools import CallOutcome, RequestedCall, Tool
-    from localinfer.session.session import Session
-    from localinfer.speculation.verify import Speculation
-    from localinfer.types import RankedDocument, TokenLogprobs
+    from localinfer.storage.fingerprint import ModelIdentity
+    from localinfer.storage.prompt_cache import DiskCache, DiskOptions
+    from localinfer.types import ModelInfo, RankedDocument, TokenLogprobs
 
 logger = logging.getLogger(__name__)
 
@@ -77,20 +76,22 @@ class LLM(ThreadControl, DefaultOptions, SessionFiles, PromptHandover, Closing):
         speculation: Speculation | None = None,
         limits: EngineLimits | None = None,
         observer: CacheObserver | None = None,
+        describe: Callable[[Model, TemplateFormats | None, KVEviction | None], ModelInfo] | None = None,
     ) -> None:
         """Take over a loaded model.
 
         kv_window: bounds what each text holds; the model must have been loaded for it.
         identity: of the model and its settings, for what is kept on disk. disk: keep conversations there.
         speculation: what guesses tokens; None decodes one by one. limits: how many generations it takes on at once.
-        observer: told of what the prefix cache holds.
+        observer: told of what the prefix cache holds. describe: gathers `info`.
         """
-        from localinfer.chat.constraints import ConstraintCompiler
-        from localinfer.chat_model import ChatModel
-        from localinfer.embedding import TextEmbedder
         from localinfer.engine.engine import Engine
+        from localinfer.generation.chat.constraints import ConstraintCompiler
+        from localinfer.generation.chat_model import ChatModel
+        from localinfer.generation.embedding import TextEmbedder
 
         self._model = model
+        self._describe = describe
         self._kv_window = kv_window
         self._engine = Engine(
             model,
@@ -112,7 +113,7 @@ class LLM(ThreadControl, DefaultOptions, SessionFiles, PromptHandover, Closing):
         self._embedder = TextEmbedder(self._engine, model)
         self._disk: DiskCache | None = None
         if disk is not None and identity is not None:
-            from localinfer.persistence import prompt_cache
+            from localinfer.storage import prompt_cache
 
             history = None if self._chat_model is None else self._chat_model.history
             self._disk = prompt_cache.DiskCache(self._engine, identity, disk, history)
@@ -149,11 +150,10 @@ class LLM(ThreadControl, DefaultOptions, SessionFiles, PromptHandover, Closing):
 
         Gathered when it is first asked for. Raises: ClosedError.
         """
-        from localinfer.model_info import model_info
-
+        assert self._describe is not None, "made by `load`"
         self._engine.check_usable()
         formats = None if self._chat_model is None else self._chat_model.formats
-        return model_info(self._model, formats, self._kv_window)
+        return self._describe(self._model, formats, self._kv_window)
 
     @property
     def capabilities(self) -> tuple[str, ...]:
@@ -315,10 +315,10 @@ class LLM(ThreadControl, DefaultOptions, SessionFiles, PromptHandover, Closing):
         max_tool_rounds: how many replies in a row may call tools.
         Raises: RequestError for a model that cannot chat, and for what cannot be a tool, a message or an option.
         """
-        from localinfer.chat.turns import first_turns
-        from localinfer.session.prompts import SessionPrompts
-        from localinfer.session.python_tools import ToolBox
-        from localinfer.session.session import Session
+        from localinfer.generation.chat.turns import first_turns
+        from localinfer.generation.session.prompts import SessionPrompts
+        from localinfer.generation.session.python_tools import ToolBox
+        from localinfer.generation.session.session import Session
 
         box = ToolBox(tools, on_call=on_tool_call, on_result=on_tool_result)
         name = "" if self._identity is None else self._model.file.path.name
@@ -345,7 +345,9 @@ class LLM(ThreadControl, DefaultOptions, SessionFiles, PromptHandover, Closing):
         return int(self._chats().encode(messages, given, salt=salt).token_ids.size)
 
     def move_volatile_heads(self) -> None:
-        """Give the model lines of system messages that vary behind the rest; see `localinfer.chat.volatile_head`."""
+        """Give the model lines of system messages that vary behind the rest; see
+        `localinfer.generation.chat.volatile_head`.
+        """
         self._chats().heads.moves = True
 
     def score(self, token_ids: Sequence[int] | NDArray[np.integer], *, top: int = 0) -> list[TokenLogprobs | None]:

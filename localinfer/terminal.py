@@ -8,8 +8,8 @@ import time
 from typing import TYPE_CHECKING, TextIO
 
 from localinfer.arguments import half_character
-from localinfer.closing import Closing
 from localinfer.errors import RequestError
+from localinfer.types import Closing
 
 if TYPE_CHECKING:
     from localinfer.generation.completion import Stats

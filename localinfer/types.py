@@ -1,9 +1,12 @@
 """Types that many packages use; those of arrays import NumPy where they are asked for."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeGuard
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, Self, SupportsIndex, TypeGuard
+
+from localinfer.errors import RequestError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -59,6 +62,78 @@ class RankedDocument:
     index: int
     score: float
     num_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelInfo:
+    """What a loaded model is.
+
+    name: as the file says it, or else the file's. path: of the file or folder. architecture: GGUF's name of it.
+    capabilities: what it can be asked for: "completion", "chat", "embeddings", "rerank".
+    parameters: number of weights. quantization: the type of most of them, as GGUF names it, or how a folder stores
+        them. bits_per_weight: on disk. file_bytes: on disk, all parts.
+    num_layers, num_experts: blocks, and experts in each; 0 for a model without.
+    vocab_size: token ids. context_length: tokens of prompt and completion together, as loaded; trained_context_length:
+        as the file says.
+    device: "cpu" or "cuda". threads: the most that compute on the CPU. kv_type: of keys and values.
+    memory_bytes: of weights, buffers, and keys and values of a text as long as the context; of a draft model none. On a
+        GPU about as much of its memory.
+    chat_template: Jinja source, None without one, where `chat` takes a general form.
+    supports_tools: the template describes tools to the model, or writes its calls; with others `chat` does, for a
+        model that may never have seen any. supports_thinking: the template has reasoning, so that
+        `thinking` may be given.
+    warnings: what the checks of a load found likely wrong with the file, a line each; see `verify` of `load`.
+    sampling: options that the file recommends, by name; empty without. `llm.set_defaults(**llm.info.sampling)` obeys.
+    """
+
+    name: str
+    path: Path
+    architecture: str
+    capabilities: tuple[str, ...]
+    parameters: int
+    quantization: str
+    bits_per_weight: float
+    file_bytes: int
+    num_layers: int
+    num_experts: int
+    vocab_size: int
+    context_length: int
+    trained_context_length: int
+    device: str
+    threads: int
+    kv_type: str
+    memory_bytes: int
+    chat_template: str | None
+    supports_tools: bool
+    supports_thinking: bool
+    sampling: Mapping[str, float | int]
+    warnings: tuple[str, ...] = ()
+
+
+class Closing:
+    """Base class of closeable objects: a context manager that leaves its block by `close`, whatever ended it."""
+
+    __slots__ = ()
+
+    _instead = "make another where it is wanted"
+    """What to do in place of a copy."""
+
+    def close(self) -> None:
+        """Release what is held; may be called again."""
+        raise NotImplementedError
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        """Refuse to be pickled or copied. Raises: RequestError."""
+        raise RequestError(
+            f"this {type(self).__name__} cannot be pickled or copied: it holds memory, threads or files of this "
+            f"process; {self._instead}"
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 def is_finite_number(value: object) -> TypeGuard[float]:

@@ -21,7 +21,7 @@ from localinfer.engine.precedence import Precedence
 from localinfer.errors import OutOfMemoryError, OverloadedError
 
 if TYPE_CHECKING:
-    from localinfer.cache.prefix_cache import PrefixCache
+    from localinfer.engine.cache.prefix_cache import PrefixCache
     from localinfer.engine.request import Request
     from localinfer.engine.runner import ModelRunner
 

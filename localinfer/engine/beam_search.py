@@ -13,11 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.arguments import check_number
-from localinfer.cache.prefix_cache import CacheHints
-from localinfer.cache.sequence import SequenceCache, forward
+from localinfer.engine.cache.prefix_cache import CacheHints
+from localinfer.engine.cache.sequence import SequenceCache, forward
 from localinfer.engine.engine import Engine, check_max_tokens
-from localinfer.sampling.filters import likeliest, log_total
-from localinfer.sampling.sampler import not_finite_error
+from localinfer.engine.sampling.filters import likeliest, log_total
+from localinfer.engine.sampling.sampler import not_finite_error
 from localinfer.types import Beam, FinishReason
 
 MAX_BEAMS = 64

@@ -14,22 +14,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.arguments import check_number, check_priority, shown
-from localinfer.cache.cache_observer import CacheObserver
-from localinfer.cache.eviction import KVEviction
-from localinfer.cache.prefix_cache import CacheHints, PrefixCache
-from localinfer.cache.sequence import forward
-from localinfer.cache.stats import SnapshotStats
 from localinfer.engine.admission import EngineLimits
+from localinfer.engine.cache.cache_observer import CacheObserver
+from localinfer.engine.cache.eviction import KVEviction
+from localinfer.engine.cache.prefix_cache import CacheHints, PrefixCache
+from localinfer.engine.cache.sequence import forward
+from localinfer.engine.cache.stats import SnapshotStats
 from localinfer.engine.request import HISTORY_ROOM, GenerationRecord, Request
 from localinfer.engine.resumed import take_up
 from localinfer.engine.runner import ModelRunner, shortened
+from localinfer.engine.sampling.params import SamplingParams
+from localinfer.engine.sampling.sampler import SamplingPlan, TokenMask, not_finite_error
 from localinfer.engine.scheduler import Generation, Scheduler
+from localinfer.engine.speculation.verify import Speculation
 from localinfer.engine.ttft import TtftStats
 from localinfer.errors import ContextLengthError, OutOfMemoryError, RequestError, TokenIdError
 from localinfer.kernels.program import Program
-from localinfer.sampling.params import SamplingParams
-from localinfer.sampling.sampler import SamplingPlan, TokenMask, not_finite_error
-from localinfer.speculation.verify import Speculation
 from localinfer.types import FloatArray
 
 if TYPE_CHECKING:

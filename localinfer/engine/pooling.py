@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.cache.sequence import SequenceCache, forward
+from localinfer.engine.cache.sequence import SequenceCache, forward
 from localinfer.engine.engine import Engine
+from localinfer.engine.sampling.sampler import not_finite_error
 from localinfer.kernels.cpu.lower import MAX_BATCH_ROWS
 from localinfer.kernels.program import Program
 from localinfer.models.decoder.pooling import Pooling
-from localinfer.sampling.sampler import not_finite_error
 from localinfer.types import FloatArray
 
 if TYPE_CHECKING:

@@ -22,12 +22,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.cache.miss import CacheMiss
-from localinfer.cache.prefix_cache import CacheHints
-from localinfer.cache.sequence import SequenceCache
-from localinfer.sampling.mask import GuidingMask
-from localinfer.sampling.sampler import SamplingPlan
-from localinfer.speculation.verify import SpeculationRecord, SpeculativeText
+from localinfer.engine.cache.miss import CacheMiss
+from localinfer.engine.cache.prefix_cache import CacheHints
+from localinfer.engine.cache.sequence import SequenceCache
+from localinfer.engine.sampling.mask import GuidingMask
+from localinfer.engine.sampling.sampler import SamplingPlan
+from localinfer.engine.speculation.verify import SpeculationRecord, SpeculativeText
 from localinfer.types import FinishReason
 
 

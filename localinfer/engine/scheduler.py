@@ -16,9 +16,9 @@ from collections.abc import Generator, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
-from localinfer.cache.prefix_cache import PrefixCache
-from localinfer.cache.prefix_node import common_length
 from localinfer.engine.admission import AdmissionControl, EngineLimits
+from localinfer.engine.cache.prefix_cache import PrefixCache
+from localinfer.engine.cache.prefix_node import common_length
 from localinfer.engine.chunk_size import StepCosts
 from localinfer.engine.request import NO_TOKEN, Request, StepLock, TokenEvent
 from localinfer.engine.runner import ModelRunner, ScheduledSequence, ShouldAbort

@@ -7,8 +7,8 @@ from numpy.typing import NDArray
 
 from localinfer.arguments import check_number
 from localinfer.engine.engine import Engine
+from localinfer.engine.sampling.filters import token_logprobs
 from localinfer.kernels.program import Program
-from localinfer.sampling.filters import token_logprobs
 from localinfer.types import TokenLogprobs
 
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from localinfer.cache.prefix_cache import PrefixCache
-from localinfer.cache.prefix_node import common_length
+from localinfer.engine.cache.prefix_cache import PrefixCache
+from localinfer.engine.cache.prefix_node import common_length
 from localinfer.engine.owner import may_run
 from localinfer.engine.request import Request
 from localinfer.engine.step_fit import StepFit

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from localinfer.chat.parser import ToolCall, ToolCallDelta
+from localinfer.generation.chat.parser import ToolCall, ToolCallDelta
 from localinfer.types import FinishReason, TokenLogprobs
 
 CompletionEnd = FinishReason | Literal["tool_calls"]

@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from localinfer.arguments import check_flag, check_hashable, check_number, check_priority, half_character
-from localinfer.cache.salt import salt_of
-from localinfer.chat.constraints import Constraint
-from localinfer.chat.reply_options import ReplyOptions
+from localinfer.engine.cache.salt import salt_of
+from localinfer.engine.sampling.params import SamplingOptions, SamplingParams, TokenRules
 from localinfer.errors import RequestError
-from localinfer.sampling.params import SamplingOptions, SamplingParams, TokenRules
+from localinfer.generation.chat.constraints import Constraint
+from localinfer.generation.chat.reply_options import ReplyOptions
 
 if TYPE_CHECKING:
     import numpy as np
@@ -52,7 +52,7 @@ class GenerationOptions(SamplingOptions, total=False):
         waits, OverloadedError says so at once, and when to come back.
     cache_salt: any text: what is cached, remembered or drafted of this prompt and its completion is of use to those
         with the same one only, and nothing tells others that it was. Without: to all without one.
-    The rest is described, with its defaults, at `localinfer.sampling.params.SamplingParams`.
+    The rest is described, with its defaults, at `localinfer.engine.sampling.params.SamplingParams`.
     """
 
     max_tokens: int | None

@@ -7,10 +7,10 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from typing import TYPE_CHECKING, Self, cast
 
 from localinfer.arguments import owned
-from localinfer.closing import Closing
 from localinfer.errors import RequestError
 from localinfer.generation.completion import Completion, Stats, StreamEvent
 from localinfer.generation.options import GenerationOptions
+from localinfer.types import Closing
 
 if TYPE_CHECKING:
     import numpy as np

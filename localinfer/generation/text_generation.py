@@ -11,29 +11,30 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.cache.miss import CacheMiss
-from localinfer.cache.prefix_cache import CacheHints
-from localinfer.chat.parser import ReplyDelta, ReplyParser, ToolCallDelta, joined_calls
-from localinfer.chat.volatile_head import words_at
+from localinfer.engine.cache.miss import CacheMiss
+from localinfer.engine.cache.prefix_cache import CacheHints
 from localinfer.engine.engine import Engine
 from localinfer.engine.request import NO_TOKEN, Request
+from localinfer.engine.sampling.mask import GuidingMask
+from localinfer.engine.sampling.sampler import TokenMask
+from localinfer.engine.sampling.token_rules import rules_mask
+from localinfer.engine.speculation.verify import SpeculationRecord
 from localinfer.errors import RequestError
+from localinfer.generation.chat.parser import ReplyDelta, ReplyParser, ToolCallDelta, joined_calls
+from localinfer.generation.chat.volatile_head import words_at
 from localinfer.generation.completion import Completion, CompletionEnd, Stats, StreamEvent
 from localinfer.generation.options import CheckedOptions
 from localinfer.generation.resumed_text import ResumedText, call_ids
 from localinfer.models.text.tokenizer import StopMatcher, StreamDecoder
-from localinfer.sampling.mask import GuidingMask
-from localinfer.sampling.sampler import TokenMask
-from localinfer.sampling.token_rules import rules_mask
-from localinfer.speculation.verify import SpeculationRecord
 from localinfer.types import TokenLogprobs
 
 if TYPE_CHECKING:
-    from localinfer.chat.constraints import ConstraintCompiler
-    from localinfer.chat.history import ChatHistory, EncodedChat, SessionHistory
-    from localinfer.chat.reply import ReplyFormat
-    from localinfer.chat.volatile_head import VaryingSpan
+    from localinfer.generation.chat.constraints import ConstraintCompiler
+    from localinfer.generation.chat.history import ChatHistory, SessionHistory
+    from localinfer.generation.chat.reply import ReplyFormat
+    from localinfer.generation.chat.volatile_head import VaryingSpan
     from localinfer.models.text.tokenizer import Tokenizer
+    from localinfer.storage.chats import EncodedChat
 
 
 @dataclass(frozen=True)

@@ -1,33 +1,39 @@
 """From checked options to an `LLM`: model, draft model, drafters, cache on disk."""
 
 import logging
+import math
+from collections import Counter
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from localinfer.cache.block_pool import default_kv_memory
-from localinfer.cache.eviction import window_of
 from localinfer.engine.admission import EngineLimits
+from localinfer.engine.cache.block_pool import default_kv_memory
+from localinfer.engine.cache.eviction import KVEviction, window_of
+from localinfer.engine.sampling.file_defaults import file_sampling
 from localinfer.kernels.kv_layout import DevicePages
-from localinfer.kv_events.publisher import observer_of
 from localinfer.llm import LLM
 from localinfer.loading.drafters import load_drafter, make_speculation
 from localinfer.loading.host_memory import draft_on_host, host_budget
+from localinfer.loading.memory.limit import KVBudget
+from localinfer.loading.memory.plan import plan_memory
 from localinfer.loading.options import ModelOptions
-from localinfer.memory.limit import KVBudget
 from localinfer.models.load.loader import load_model
+from localinfer.storage.kv_events.publisher import observer_of
 from localinfer.system import machine_limits
-from localinfer.types import ProgressCallback
+from localinfer.types import ModelInfo, ProgressCallback
 
 if TYPE_CHECKING:
+    from localinfer.generation.chat.reply import TemplateFormats
     from localinfer.kernels.cpu.worker_threads import Priority
-    from localinfer.kv_events.config import KVEventsConfig
-    from localinfer.kv_events.publisher import KVEventPublisher
     from localinfer.models.decoder.config import ModelConfig
     from localinfer.models.load.loader import Model
     from localinfer.models.load.placement import Placement
-    from localinfer.persistence.fingerprint import ModelIdentity
-    from localinfer.persistence.prompt_cache import DiskOptions
     from localinfer.quant.checkpoint.model_file import ModelFile
+    from localinfer.storage.fingerprint import ModelIdentity
+    from localinfer.storage.kv_events.config import KVEventsConfig
+    from localinfer.storage.kv_events.publisher import KVEventPublisher
+    from localinfer.storage.prompt_cache import DiskOptions
 
 logger = logging.getLogger(__name__)
 
@@ -120,6 +126,7 @@ def build_llm(
             speculation=made,
             limits=limits,
             observer=observer,
+            describe=model_info,
         )
         loads.callback(llm.close)
         if progress is not None:
@@ -149,10 +156,63 @@ def _gpu_kv_memory(options: ModelOptions, most_in_host: int, loaded: "Model") ->
 
 
 def _identity(model: "Model", disk: "DiskOptions | None") -> "ModelIdentity | None":
-    from localinfer.persistence.fingerprint import ModelIdentity
+    from localinfer.storage.fingerprint import ModelIdentity
 
     try:
         return ModelIdentity(model.file, model.kv_layout, model.config, None if disk is None else disk.weights_memory)
     except OSError as error:
         logger.warning("%s no longer exists, so nothing is kept on disk: %s", model.file.path.name, error)
         return None
+
+
+def model_info(model: "Model", replies: "TemplateFormats | None", kv_window: "KVEviction | None" = None) -> ModelInfo:
+    """Gather the facts of a loaded model, in some ten milliseconds.
+
+    replies: of its chat template, if it has one. kv_window: what bounds its texts' keys and values.
+    Raises: ClosedError once the model is closed.
+    """
+    config, file, template = model.config, model.file, model.chat_template
+    tensors = file.tensors.values()
+    parameters = sum(math.prod(tensor.shape) for tensor in tensors)
+    plan = plan_memory(file, config, kv_type=model.kv_layout.kv_type)
+    if kv_window is not None:
+        plan = replace(plan, kv_tokens=kv_window.most_tokens)
+    name, trained = file.metadata.get("general.name"), file.metadata.get(f"{config.architecture}.context_length")
+    source = None if template is None or template.source is None or template.is_fallback else template.source
+    # A general form, which stands in for a missing template, says nothing about the model.
+    own = replies if source is not None and "chat" in model.capabilities else None
+    return ModelInfo(
+        name=name if isinstance(name, str) and name else file.path.stem,
+        path=file.path,
+        architecture=config.architecture,
+        capabilities=model.capabilities,
+        parameters=parameters,
+        quantization=_quantization(model),
+        bits_per_weight=8 * sum(tensor.num_bytes for tensor in tensors) / max(1, parameters),
+        file_bytes=file.num_bytes,
+        num_layers=config.num_main_layers,
+        num_experts=0 if config.experts is None else config.experts.num_experts,
+        vocab_size=config.vocab_size,
+        context_length=config.context_length,
+        trained_context_length=trained if isinstance(trained, int) else config.context_length,
+        device=model.device,
+        threads=model.pool.num_threads,
+        kv_type=model.kv_layout.kv_type,
+        memory_bytes=plan.total_bytes(config.context_length),
+        chat_template=source,
+        supports_tools=own is not None and (own.calls.is_native or own.calls.describes_tools),
+        supports_thinking=own is not None and own.reasoning is not None,
+        sampling=file_sampling(file.metadata, name=file.path.name),
+        warnings=tuple(finding.message for finding in model.findings),
+    )
+
+
+def _quantization(model: "Model") -> str:
+    """The type of most weights; of a folder how it stores its quantized matrices."""
+    stored = getattr(model.file, "quantization", ())
+    if stored:
+        return ", ".join(str(form) for form in stored)
+    weights: Counter[str] = Counter()
+    for tensor in model.file.tensors.values():
+        weights[tensor.type.name] += math.prod(tensor.shape)
+    return weights.most_common(1)[0][0]

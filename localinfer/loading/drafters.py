@@ -8,8 +8,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from localinfer.cache.block_pool import PagePool
-from localinfer.cache.sequence import SequenceCache, forward
+from localinfer.engine.cache.block_pool import PagePool
+from localinfer.engine.cache.sequence import SequenceCache, forward
+from localinfer.engine.speculation.assistant import AssistantDrafter
+from localinfer.engine.speculation.costs import MAX_DRAFT_TOKENS, VerificationCosts, measure_costs
+from localinfer.engine.speculation.draft_model import DraftModel
+from localinfer.engine.speculation.mtp import MTPDrafter
+from localinfer.engine.speculation.ngram import NgramDrafter
+from localinfer.engine.speculation.verify import Speculation
 from localinfer.errors import RequestError
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.program import MeasurableProgram, Program
@@ -18,12 +24,6 @@ from localinfer.loading.options import ModelOptions
 from localinfer.models.load.loader import load_model
 from localinfer.models.load.measurements import get_measurement, is_postponed, postpone, put_measurement, settle
 from localinfer.models.load.stages import Stage, checked_run
-from localinfer.speculation.assistant import AssistantDrafter
-from localinfer.speculation.costs import MAX_DRAFT_TOKENS, VerificationCosts, measure_costs
-from localinfer.speculation.draft_model import DraftModel
-from localinfer.speculation.mtp import MTPDrafter
-from localinfer.speculation.ngram import NgramDrafter
-from localinfer.speculation.verify import Speculation
 from localinfer.types import ProgressCallback
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ from localinfer.kernels.jit.object_cache import Kernel
 from localinfer.loading.availability import Availability
 from localinfer.loading.drafters import check_vocabularies
 from localinfer.loading.host_memory import draft_on_host, host_budget
+from localinfer.loading.memory.gpu_plan import gpu_placement
+from localinfer.loading.memory.plan import LEAST_CONTEXT, MemoryPlan
 from localinfer.loading.options import ModelOptions, check_model_options
-from localinfer.memory.gpu_plan import gpu_placement
-from localinfer.memory.plan import LEAST_CONTEXT, MemoryPlan
 from localinfer.models.load.assistant import check_device
 from localinfer.models.load.loader import (
     SHARED_KERNELS,

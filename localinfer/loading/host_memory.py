@@ -4,10 +4,10 @@ from contextlib import closing
 from typing import NamedTuple
 
 from localinfer.errors import BackendUnavailableError, OutOfMemoryError, UnsupportedFormatError
+from localinfer.loading.memory.gpu_plan import gpu_placement
+from localinfer.loading.memory.limit import KVBudget, check_host_part
+from localinfer.loading.memory.plan import plan_memory
 from localinfer.loading.options import ModelOptions
-from localinfer.memory.gpu_plan import gpu_placement
-from localinfer.memory.limit import KVBudget, check_host_part
-from localinfer.memory.plan import plan_memory
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.load.device_request import DeviceRequest
 from localinfer.models.load.devices import USUAL_TOKENS

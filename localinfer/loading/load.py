@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from localinfer.engine.admission import EngineLimits
-    from localinfer.kv_events.config import KVEventsConfig
-    from localinfer.kv_events.publisher import KVEventPublisher
     from localinfer.llm import LLM
     from localinfer.models.decoder.rope_options import RopeOptions
     from localinfer.models.text.tokenizer import Tokenizer
+    from localinfer.storage.kv_events.config import KVEventsConfig
+    from localinfer.storage.kv_events.publisher import KVEventPublisher
     from localinfer.types import ProgressCallback
 
 
@@ -115,9 +115,9 @@ def load(
     with shown_progress(progress) as told:
         report = stoppable(told, cancel)
         import_modules(report)
+        from localinfer.engine.thread_control import checked_priority
         from localinfer.loading.build import build_llm
         from localinfer.loading.options import check_limits, check_model_options, disk_options
-        from localinfer.thread_control import checked_priority
 
         options = check_model_options(
             model=model,

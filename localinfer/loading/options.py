@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from localinfer.arguments import check_number, check_path, shown
-from localinfer.cache.eviction import planned_window
 from localinfer.engine.admission import EngineLimits
+from localinfer.engine.cache.eviction import planned_window
 from localinfer.errors import ModelFileError, RequestError
 from localinfer.kernels.cpu.lower import MAX_BATCH_ROWS
 from localinfer.kernels.kv_layout import PAGE_TOKENS, KVLayout
-from localinfer.memory.limit import KVBudget, keep_within
-from localinfer.memory.plan import MemoryPlan, choose_context, plan_file, plan_memory
+from localinfer.loading.memory.limit import KVBudget, keep_within
+from localinfer.loading.memory.plan import MemoryPlan, choose_context, plan_file, plan_memory
 from localinfer.models.decoder.decoder import kv_layer_shapes, state_shapes
 from localinfer.models.load.assistant import is_assistant
 from localinfer.models.load.device_request import DeviceRequest, named_gpus
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from localinfer.models.decoder.config import ModelConfig
     from localinfer.models.decoder.rope_options import RopeOptions
     from localinfer.models.load.model_changes import ModelChanges
-    from localinfer.persistence.prompt_cache import DiskOptions
     from localinfer.quant.checkpoint.model_file import ModelFile
+    from localinfer.storage.prompt_cache import DiskOptions
 
 SPECULATION = ("auto", "ngram", "draft", "mtp", "off")
 
@@ -227,7 +227,7 @@ def disk_options(disk_cache: bool | int, folder: str | os.PathLike[str] | None) 
         raise RequestError(f"disk_cache is {disk_cache!r}; give True, False, or how many bytes it may take")
     if not disk_cache:
         return None
-    from localinfer.persistence.prompt_cache import DEFAULT_MAX_BYTES, DiskOptions, conversations_folder
+    from localinfer.storage.prompt_cache import DEFAULT_MAX_BYTES, DiskOptions, conversations_folder
 
     chosen = conversations_folder(None if folder is None else check_path("disk_cache_folder", folder))
     if chosen is None:

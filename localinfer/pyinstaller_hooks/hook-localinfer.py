@@ -10,7 +10,7 @@ from pathlib import Path
 from PyInstaller.utils.hooks import collect_submodules, copy_metadata
 
 from localinfer import _MODULE_OF
-from localinfer.models import demo, verification
+from localinfer.models import checks, demo
 
 hiddenimports = [
     *_MODULE_OF.values(),
@@ -19,7 +19,7 @@ hiddenimports = [
 ]
 datas = [
     (str(Path(demo.__file__).with_name("demo-f16.gguf")), "localinfer/models/demo"),
-    (str(Path(verification.__file__).with_name("known_models.json")), "localinfer/models/verification"),
+    (str(Path(checks.__file__).with_name("known_models.json")), "localinfer/models/checks"),
 ]
 for package in ("localinfer", "numba", "llvmlite"):
     datas += copy_metadata(package)

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from localinfer.ray.application import app as app
+    from localinfer.apps.fleet.application import app as app
 
 __all__ = ["app", "demo"]
 
@@ -15,6 +15,6 @@ def __getattr__(name: str) -> Any:
     from localinfer.system.extras import require
 
     require("ray", "localinfer.ray")
-    from localinfer.ray import application
+    from localinfer.apps.fleet import application
 
     return application.app if name == "app" else application.demo()

@@ -24,9 +24,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, NamedTuple, Self, TypeVar
 
-from localinfer.closing import Closing
 from localinfer.errors import LocalinferError, RequestError
 from localinfer.system import disk
+from localinfer.types import Closing
 
 T = TypeVar("T")
 

@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.closing import Closing
 from localinfer.errors import CorruptFileError, TokenizerError, UnsupportedFormatError
 from localinfer.models.checkpoint.changes import Derived, ExpertRows, Rows
 from localinfer.models.checkpoint.hyperparameters import Hyperparameters, read_hyperparameters
@@ -35,6 +34,7 @@ from localinfer.quant.formats.reference import dequantize
 from localinfer.quant.formats.types import TensorRecord, TensorType
 from localinfer.quant.gguf.mapped_file import FileStretch
 from localinfer.quant.gguf.metadata import SingleValue
+from localinfer.types import Closing
 
 logger = logging.getLogger(__name__)
 

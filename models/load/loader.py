@@ -26,6 +26,9 @@ from localinfer.kernels.jit.object_cache import Kernel
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.ops import WeightSource
 from localinfer.kernels.program import HiddenProgram, Program
+from localinfer.models.checks.file_kind import check_kind
+from localinfer.models.checks.finding import Finding
+from localinfer.models.checks.quick import check_loaded
 from localinfer.models.decoder.architectures import check_architecture, find_architecture
 from localinfer.models.decoder.block_config import MAX_CONTEXT
 from localinfer.models.decoder.config import ModelConfig
@@ -47,9 +50,6 @@ from localinfer.models.load.weights import CpuWeights
 from localinfer.models.text.chat_template import ChatTemplate
 from localinfer.models.text.tokenizer import Tokenizer
 from localinfer.models.text.vocabulary import TOKEN_TYPES_KEY
-from localinfer.models.verification.file_kind import check_kind
-from localinfer.models.verification.finding import Finding
-from localinfer.models.verification.quick import check_loaded
 from localinfer.quant.checkpoint.model_file import ModelFile
 from localinfer.quant.gguf.reader import GGUFFile, read_gguf
 from localinfer.types import ProgressCallback

@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.closing import Closing
 from localinfer.errors import ClosedError, CorruptFileError, ModelFileError
 from localinfer.kernels.address_space import shortage
+from localinfer.types import Closing
 
 
 class MappedFile(Closing):

@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from localinfer.closing import Closing
 from localinfer.system.extras import require
-from localinfer.types import FloatArray
+from localinfer.types import Closing, FloatArray
 
 ROWS_PER_PIECE = 512
 COLUMNS_PER_PIECE = 256

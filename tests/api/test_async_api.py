@@ -15,7 +15,7 @@ from localinfer.llm import LLM
 from localinfer.loading import load as loading
 from tests.api.test_async_stream import ENDLESS, endless_llm, gated, reached, run, threads
 from tests.engine.fakes import FakeTemplate, fake_model, text_model
-from tests.limits import seconds, wait_until
+from tests.support.limits import seconds, wait_until
 
 
 class FakeLoad:

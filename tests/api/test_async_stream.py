@@ -17,10 +17,10 @@ from localinfer.generation.completion import StreamEvent
 from localinfer.generation.stream import TextStream
 from localinfer.llm import LLM
 from tests.api.test_loop_calls import CountingLoop
-from tests.chat.test_tools import TOOLS, SilentTemplate
 from tests.engine.fakes import fake_model, hashed_logits, text_model
 from tests.engine.generations import Gate
-from tests.limits import seconds, wait_until
+from tests.generation.chat.test_tools import TOOLS, SilentTemplate
+from tests.support.limits import seconds, wait_until
 
 ENDLESS: dict[str, Any] = {"ignore_eos": True, "temperature": 0, "max_tokens": 10_000}
 

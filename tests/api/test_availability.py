@@ -10,16 +10,16 @@ import pytest
 import localinfer
 from localinfer import errors
 from localinfer.kernels.jit.object_cache import Kernel
+from localinfer.loading.memory.plan import plan_file
 from localinfer.loading.options import model_path
-from localinfer.memory.plan import plan_file
 from localinfer.models.load.loader import load_model, open_model_file
 from localinfer.models.load.needed_kernels import kernels_of_file
 from localinfer.system import machine_limits
 from localinfer.system.machine_limits import MemoryLimits
-from tests.checkpoint_files import LLAMA_CONFIG, MODULES, llama_weights, tokenizer_document, write_folder
 from tests.kernels.subprocesses import run
 from tests.models.arch_models import architectures, build_model, build_text_model, text_models
-from tests.quantized_checkpoints import gptq_tensors, in_module, random_codes
+from tests.support.checkpoint_files import LLAMA_CONFIG, MODULES, llama_weights, tokenizer_document, write_folder
+from tests.support.quantized_checkpoints import gptq_tensors, in_module, random_codes
 
 MB = 10**6
 

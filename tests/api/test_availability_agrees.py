@@ -9,23 +9,23 @@ from typing import Any
 import pytest
 
 import localinfer
+from localinfer.engine.speculation.draft_model import DraftModel
 from localinfer.kernels.cuda.device import FoundDevice
 from localinfer.kernels.jit.object_cache import Kernel
 from localinfer.loading import drafters
+from localinfer.loading.memory.plan import plan_file, plan_memory
 from localinfer.loading.options import model_path
-from localinfer.memory.plan import plan_file, plan_memory
 from localinfer.models.load import assistant, devices
 from localinfer.models.load.loader import open_model_file
 from localinfer.models.load.placement import MARGIN_BYTES
 from localinfer.models.load.weights import CpuWeights
-from localinfer.speculation.draft_model import DraftModel
 from localinfer.system import machine_limits
 from localinfer.system.machine_limits import MemoryLimits
 from tests.api.packed_bytes import packed_bytes
-from tests.inside import engine_of, model_of
 from tests.models.arch_models import build_model, build_text_model
 from tests.models.gemma4_texts import DRAFT, TARGET, write_gemma4
 from tests.models.talking_models import build_talking_model
+from tests.support.inside import engine_of, model_of
 
 
 @pytest.fixture(scope="module")

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from localinfer.chat.constraints import JsonSchema
+from localinfer.engine.sampling.sampler import SamplingParams
+from localinfer.engine.speculation.costs import VerificationCosts
+from localinfer.engine.speculation.ngram import NgramDrafter
+from localinfer.engine.speculation.verify import Speculation
+from localinfer.generation.chat.constraints import JsonSchema
 from localinfer.llm import LLM
 from localinfer.models.decoder.pooling import Pooling
-from localinfer.sampling.sampler import SamplingParams
-from localinfer.speculation.costs import VerificationCosts
-from localinfer.speculation.ngram import NgramDrafter
-from localinfer.speculation.verify import Speculation
 from tests.engine.fakes import FakeModel, FakeProgram, FakeTemplate, fake_model, hashed_logits
 
 IDS = list(range(40, 64))

@@ -167,7 +167,7 @@ except CorruptFileError as error:
 
 def test_change_while_a_model_is_quantized_is_an_error_and_writes_nothing(tmp_path: Path) -> None:
     code = """
-from localinfer.evaluation.quantize import quantize
+from localinfer.apps.quantize import quantize
 for name in CHANGES:
     if name == "replaced":
         continue

@@ -7,12 +7,19 @@ import gguf
 import numpy as np
 import pytest
 
-from localinfer.cli import main
-from localinfer.describe import describe_file, render_json, render_text
-from tests.checkpoint_files import LLAMA_CONFIG, MODULES, Stored, llama_weights, tokenizer_document, write_folder
+from localinfer.apps.cli import main
+from localinfer.apps.show.describe import describe_file, render_json, render_text
 from tests.models.gemma4_texts import DRAFT, write_gemma4
 from tests.models.small_models import write_small_llama
-from tests.quantized_checkpoints import gptq_tensors, in_module, random_codes
+from tests.support.checkpoint_files import (
+    LLAMA_CONFIG,
+    MODULES,
+    Stored,
+    llama_weights,
+    tokenizer_document,
+    write_folder,
+)
+from tests.support.quantized_checkpoints import gptq_tensors, in_module, random_codes
 
 TEMPLATE = "{{ messages }}"
 

@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 
 import localinfer
+from localinfer.apps.quantize import quantize
 from localinfer.engine.pooling import TextPooler
 from localinfer.errors import ContextLengthError, LocalinferError, RequestError
-from localinfer.evaluation.quantize import quantize
 from localinfer.llm import LLM
 from localinfer.models.decoder.pooling import Pooling
 from tests.api.encoder_models import CONTEXT, vocabulary_entries, write_encoder
 from tests.api.test_wrong_kinds import WRONG, check
-from tests.inside import engine_of, model_of
 from tests.models.arch_models import build_text_model, skeletons, write_skeleton
 from tests.models.text.vocabularies import bert_metadata
+from tests.support.inside import engine_of, model_of
 
 WORDS = "the cat hello world un re dog café naïve unable turning cats".split()
 

@@ -11,8 +11,8 @@ import pytest
 
 import localinfer
 from localinfer import Regex
-from tests.inside import engine_of
 from tests.models.talking_models import build_talking_model
+from tests.support.inside import engine_of
 
 CODE = """
 import ctypes, sys

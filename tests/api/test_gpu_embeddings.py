@@ -10,13 +10,13 @@ from numpy.typing import NDArray
 
 import localinfer
 from localinfer.engine.pooling import TextPooler
+from localinfer.engine.sampling.params import SamplingParams
 from localinfer.models.decoder.pooling import Pooling
-from localinfer.sampling.params import SamplingParams
 from localinfer.types import ProgressCallback
 from tests.api.encoder_models import write_encoder
-from tests.inside import engine_of, model_of
 from tests.models.arch_models import build_text_model
 from tests.models.small_models import HIDDEN, write_small_llama
+from tests.support.inside import engine_of, model_of
 
 pytest.importorskip("numba_cuda", reason="CUDA kernels are written with numba-cuda, which is not installed")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.kernels.subprocesses import REPOSITORY, environment, run
-from tests.limits import seconds
+from tests.support.limits import seconds
 
 LINUX = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="what a process holds is read from /proc")
 
@@ -242,7 +242,7 @@ for number in range(3):
 if how == "both":
     sys.stdin = sys.stdout = sys.stderr = sys.__stdin__ = sys.__stdout__ = sys.__stderr__ = None
 if words:
-    from localinfer.cli import main
+    from localinfer.apps.cli import main
     result = main(words)
 else:
     import localinfer
@@ -282,7 +282,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the packages in a folder with an unusual name, which nobody may write."""
     folder = tmp_path_factory.mktemp("Programme für 本地 и других") / "app"
     for name in ("localinfer", "kernels", "models", "quant"):
-        shutil.copytree(REPOSITORY / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "training"))
+        shutil.copytree(REPOSITORY / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     for path in [folder, *folder.rglob("*")]:
         path.chmod(0o555 if path.is_dir() else 0o444)
     return folder

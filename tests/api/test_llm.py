@@ -15,7 +15,7 @@ from localinfer.generation.stream import TextStream
 from localinfer.llm import LLM
 from localinfer.loading.load import load
 from tests.engine.fakes import PAGE_BYTES, FakeTemplate, fake_model, scripted_logits, text_model
-from tests.inside import engine_of
+from tests.support.inside import engine_of
 
 
 def answering(text: str, prompt: str = "ab", **options: Any) -> LLM:

@@ -18,8 +18,8 @@ from localinfer.loading.options import model_path
 from localinfer.models.load import threads
 from localinfer.models.load.weights import CpuWeights
 from localinfer.quant.formats.types import TensorType
-from tests.threads import leave_out_present, own_threads
-from tests.typed_models import make_model
+from tests.support.threads import leave_out_present, own_threads
+from tests.support.typed_models import make_model
 
 STAGES = (
     "reading the header",

@@ -12,7 +12,7 @@ import pytest
 
 from localinfer.errors import RequestError
 from localinfer.system.event_loop import LoopCalls, in_thread
-from tests.limits import seconds
+from tests.support.limits import seconds
 
 
 class CountingLoop(asyncio.SelectorEventLoop):

@@ -8,13 +8,13 @@ import pytest
 
 import localinfer
 from localinfer.errors import OutOfMemoryError, RequestError
+from localinfer.loading.memory.limit import keep_within
+from localinfer.loading.memory.plan import MemoryPlan, plan_file
 from localinfer.loading.options import model_path
-from localinfer.memory.limit import keep_within
-from localinfer.memory.plan import MemoryPlan, plan_file
 from localinfer.models.load.weights import CpuWeights
-from tests.inside import engine_of
 from tests.kernels.subprocesses import environment
-from tests.limits import seconds
+from tests.support.inside import engine_of
+from tests.support.limits import seconds
 
 MB = 10**6
 
@@ -77,7 +77,7 @@ def test_a_window_bounds_what_a_context_takes(plan: MemoryPlan) -> None:
 UNDER_LIMIT = """
 import os, random, sys, threading
 import jinja2, llvmlite.binding, numpy, psutil, tokenizers
-import localinfer, localinfer.loading.build, localinfer.memory.plan
+import localinfer, localinfer.loading.build, localinfer.loading.memory.plan
 
 def rss():
     with open("/proc/self/statm") as statm:

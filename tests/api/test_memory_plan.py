@@ -10,23 +10,23 @@ import numpy as np
 import pytest
 
 import localinfer
-from localinfer.cache.block_pool import context_bytes, default_kv_memory
+from localinfer.engine.cache.block_pool import context_bytes, default_kv_memory
 from localinfer.errors import OutOfMemoryError
 from localinfer.kernels.cpu.lower import MAX_BATCH_ROWS
-from localinfer.memory.plan import KV_SHARE, MemoryPlan, check_fits, choose_context, plan_file
-from localinfer.memory.report import describe_memory, memory_lines
+from localinfer.loading.memory.plan import KV_SHARE, MemoryPlan, check_fits, choose_context, plan_file
+from localinfer.loading.memory.report import describe_memory, memory_lines
 from localinfer.models import demo
 from localinfer.models.load.loader import Model, load_model
 from localinfer.models.load.weights import CpuWeights
 from localinfer.system import machine_limits
 from localinfer.system.machine_limits import MemoryLimits
 from tests.api.packed_bytes import packed_bytes
-from tests.checkpoint_files import LLAMA_CONFIG, MODULES, llama_weights, tokenizer_document, write_folder
 from tests.kernels.subprocesses import environment
-from tests.limits import seconds
 from tests.models.arch_models import architectures, build_model, build_text_model, text_models
 from tests.models.small_models import write_small_llama
-from tests.quantized_checkpoints import gptq_tensors, in_module, random_codes
+from tests.support.checkpoint_files import LLAMA_CONFIG, MODULES, llama_weights, tokenizer_document, write_folder
+from tests.support.limits import seconds
+from tests.support.quantized_checkpoints import gptq_tensors, in_module, random_codes
 
 DEMO = Path(demo.__file__).parent / "demo-f16.gguf"
 MB = 10**6
@@ -196,7 +196,7 @@ def free_memory(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
     """Let the machine have so much."""
     found = MemoryLimits(num_bytes, num_bytes)
     monkeypatch.setattr(machine_limits, "memory_limits", lambda: found)
-    monkeypatch.setattr("localinfer.cache.block_pool.memory_limits", lambda: found)
+    monkeypatch.setattr("localinfer.engine.cache.block_pool.memory_limits", lambda: found)
 
 
 def test_load_refuses_before_it_reads_weights(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,16 +7,16 @@ from typing import Any
 import pytest
 
 import localinfer
-from localinfer.cli import main
+from localinfer.apps.cli import main
+from localinfer.apps.server.router.memory_need import measure_need
 from localinfer.errors import ModelFileError, RequestError, UnsupportedFormatError
 from localinfer.loading.options import model_changes, model_path
 from localinfer.models.decoder.rope_options import RopeOptions
 from localinfer.models.load.loader import load_model, open_model_file, read_config
 from localinfer.models.load.model_changes import parse_override
-from localinfer.persistence.fingerprint import ModelIdentity
-from localinfer.server.router.memory_need import measure_need
-from tests.checkpoint_files import LLAMA_CONFIG, llama_weights, write_folder
+from localinfer.storage.fingerprint import ModelIdentity
 from tests.models.small_models import write_small_llama
+from tests.support.checkpoint_files import LLAMA_CONFIG, llama_weights, write_folder
 
 DEMO = model_path(None)
 TEMPLATE = "{% for message in messages %}<{{ message.content }}>{% endfor %}"

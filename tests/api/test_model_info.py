@@ -7,11 +7,11 @@ import pytest
 
 import localinfer
 from localinfer.errors import ClosedError
+from localinfer.loading.memory.plan import plan_file
 from localinfer.loading.options import model_path
-from localinfer.memory.plan import plan_file
-from tests.checkpoint_files import llama_weights, tokenizer_document, write_folder
 from tests.models.arch_models import build_model, build_text_model
 from tests.models.text.family_templates import HERMES_THINKING, LLAMA3
+from tests.support.checkpoint_files import llama_weights, tokenizer_document, write_folder
 
 
 def test_of_a_file() -> None:

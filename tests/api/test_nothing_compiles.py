@@ -6,9 +6,9 @@ a kernel that was not among it fails, as it would have to be compiled on a machi
 
 from pathlib import Path
 
-from tests.checkpoint_files import llama_weights, tokenizer_document, write_folder
 from tests.kernels.subprocesses import run
 from tests.models.arch_models import build_model, build_text_model
+from tests.support.checkpoint_files import llama_weights, tokenizer_document, write_folder
 
 PRELUDE = """
 import sys

@@ -9,8 +9,8 @@ import pydantic
 import pytest
 
 from localinfer.errors import RequestError
-from localinfer.session.docstrings import read_docstring
-from localinfer.session.python_tools import PythonTool, ToolBox, result_text
+from localinfer.generation.session.docstrings import read_docstring
+from localinfer.generation.session.python_tools import PythonTool, ToolBox, result_text
 
 
 @dataclass

@@ -17,11 +17,11 @@ from localinfer.errors import (
     SessionFileError,
     TemplateError,
 )
+from localinfer.generation.session.session import Session
 from localinfer.llm import LLM
-from localinfer.session.session import Session
 from tests.api.scripted_chat import scripted_chat
-from tests.inside import engine_of
-from tests.limits import seconds, wait_until
+from tests.support.inside import engine_of
+from tests.support.limits import seconds, wait_until
 
 OPTIONS: Any = {"seed": 3, "max_tokens": 24}
 SYSTEM = "You are a friendly storyteller. Keep to animals and the weather."

@@ -9,7 +9,7 @@ from msgspec import Meta
 
 import localinfer
 from localinfer.errors import AnswerError, RequestError, ToolRoundsError
-from localinfer.session.python_tools import REFUSED, CallOutcome, RequestedCall
+from localinfer.generation.session.python_tools import REFUSED, CallOutcome, RequestedCall
 from tests.api.scripted_chat import called, scripted_chat
 
 BONN = called("weather", '{"city": "Bonn", "days": 2}')

@@ -9,21 +9,21 @@ import numpy as np
 import pytest
 
 import localinfer
-from localinfer.cli import main
+from localinfer.apps.cli import main
+from localinfer.engine.sampling.params import SamplingParams
 from localinfer.errors import BackendUnavailableError, OutOfMemoryError, RequestError, SessionMismatchError
 from localinfer.kernels.cuda.device import FoundDevice
 from localinfer.loading import drafters
-from localinfer.memory import gpu_plan
-from localinfer.memory.limit import check_host_part
-from localinfer.memory.plan import plan_file
+from localinfer.loading.memory import gpu_plan
+from localinfer.loading.memory.limit import check_host_part
+from localinfer.loading.memory.plan import plan_file
 from localinfer.models.load import devices
 from localinfer.models.load.placement import GpuShare, Placement
-from localinfer.sampling.params import SamplingParams
 from localinfer.system import machine_limits
 from localinfer.system.machine_limits import MemoryLimits
-from tests.inside import engine_of
 from tests.models.arch_models import build_model, build_text_model
 from tests.models.small_models import write_small_llama, write_small_mixture
+from tests.support.inside import engine_of
 
 pytest.importorskip("numba_cuda", reason="CUDA kernels are written with numba-cuda, which is not installed")
 

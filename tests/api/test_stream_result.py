@@ -12,7 +12,7 @@ from localinfer.llm import LLM
 from tests.api.test_llm import answering, pages_in_use
 from tests.engine.fakes import fake_model
 from tests.engine.generations import Gate
-from tests.limits import seconds
+from tests.support.limits import seconds
 
 
 def gated(length: int, **sizes: Any) -> tuple[Gate, LLM]:

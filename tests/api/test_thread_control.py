@@ -12,7 +12,7 @@ import pytest
 import localinfer
 from localinfer.errors import ClosedError, RequestError
 from localinfer.llm import LLM
-from tests.inside import model_of
+from tests.support.inside import model_of
 
 PROMPT = "Once upon a time there was a little dog. " * 12
 

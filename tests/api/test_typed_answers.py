@@ -13,8 +13,8 @@ import pytest
 
 import localinfer
 from localinfer.errors import AnswerError, ConstraintError, RequestError
+from localinfer.generation.session.typed_answers import AnswerType
 from localinfer.llm import LLM
-from localinfer.session.typed_answers import AnswerType
 from tests.api.scripted_chat import scripted_chat
 
 

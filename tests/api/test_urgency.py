@@ -9,7 +9,7 @@ import pytest
 from localinfer.errors import OverloadedError, RequestError
 from localinfer.llm import LLM
 from tests.api.scripted_chat import scripted_chat
-from tests.inside import engine_of
+from tests.support.inside import engine_of
 
 CHAT = [{"role": "user", "content": "hi"}]
 WAYS: dict[str, Callable[..., Any]] = {

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 import localinfer
-from localinfer.cli import main
+from localinfer.apps.cli import main
 from localinfer.errors import LoadCancelledError, RequestError
 from localinfer.kernels.jit.object_cache import Kernel
 from localinfer.loading import warm_up as warming

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 import localinfer
-from localinfer.chat.constraints import Grammar, JsonSchema, Regex
-from localinfer.chat.reply import ReplyOptions
 from localinfer.engine.admission import EngineLimits
+from localinfer.engine.sampling.sampler import SamplingParams
 from localinfer.errors import LocalinferError
+from localinfer.generation.chat.constraints import Grammar, JsonSchema, Regex
+from localinfer.generation.chat.reply import ReplyOptions
 from localinfer.generation.options import ChatOptions, GenerationOptions
 from localinfer.llm import LLM
-from localinfer.sampling.sampler import SamplingParams
-from tests.limits import seconds
+from tests.support.limits import seconds
 
 WRONG: dict[str, Any] = {
     "None": None,

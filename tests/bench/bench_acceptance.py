@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import localinfer
-from localinfer.sampling.sampler import Sampler, SamplingParams, SamplingPlan
+from localinfer.engine.sampling.sampler import Sampler, SamplingParams, SamplingPlan
 
 SETTINGS = (
     {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05},

@@ -23,18 +23,18 @@ from typing import Any
 
 import httpx
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "server"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "apps" / "server"))
 
 from agent_models import write_agent_model
 from agent_sessions import read_session
 from local_servers import serving
 
 import localinfer
-from localinfer.cli.serve_agents import AgentOptions
+from localinfer.apps.cli.serve_agents import AgentOptions
+from localinfer.apps.server.router.model_folder import ModelSource
+from localinfer.apps.server.transport.settings import ServerSettings
 from localinfer.llm import LLM
 from localinfer.models.load.threads import available_threads
-from localinfer.server.router.model_folder import ModelSource
-from localinfer.server.transport.settings import ServerSettings
 
 HEAD_SIZE = 64
 REPLY_TOKENS = 8

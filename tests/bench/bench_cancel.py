@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 import localinfer
-from localinfer.bench.figures import percentile
+from localinfer.apps.bench.figures import percentile
 from localinfer.llm import LLM
 
 OPTIONS: dict[str, Any] = {"ignore_eos": True, "temperature": 0.0}

@@ -16,12 +16,12 @@ from pathlib import Path
 import numpy as np
 
 import localinfer
-from localinfer.bench.machine import measure_multiply_peak
-from localinfer.evaluation.quantize import quantize
+from localinfer.apps.bench.machine import measure_multiply_peak
+from localinfer.apps.quantize import quantize
 from tests.api.encoder_models import vocabulary_entries
-from tests.inside import model_of
 from tests.models.arch_models import skeletons, write_skeleton
 from tests.models.text.vocabularies import bert_metadata
+from tests.support.inside import model_of
 
 _LAYERS = 12
 

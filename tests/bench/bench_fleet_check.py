@@ -1,10 +1,10 @@
 """Two replicas beside what the fleet model says of them: `python -m tests.bench.bench_fleet_check --output CHECK.json`.
 
 Starts `localinfer serve` processes of the demo model with one thread each, holds the conversations of
-`tests.simulation.fleet_workload` with them through a router in this client, and prints each figure beside the model's.
-Servers are started anew for each line: their caches are empty. Latencies agree on a machine that does nothing else:
-the share of its processor time that went to others is printed too. `tests.simulation.fleet_engines` compares
-without that condition, and without HTTP.
+`tests.proof.simulation.fleet_workload` with them through a router in this client, and prints each figure beside the
+model's. Servers are started anew for each line: their caches are empty. Latencies agree on a machine that does nothing
+else: the share of its processor time that went to others is printed too. `tests.proof.simulation.fleet_engines`
+compares without that condition, and without HTTP.
 """
 
 import asyncio
@@ -15,18 +15,18 @@ from contextlib import ExitStack, closing
 
 import psutil
 
-from localinfer.bench.figures import Failure, RequestTimes, percentile
-from localinfer.bench.load import chat_body
-from localinfer.bench.load_client import CHAT_PATH, LoadClient, chat, read_reply
-from localinfer.bench.processes import ServerProcess
+from localinfer.apps.bench.figures import Failure, RequestTimes, percentile
+from localinfer.apps.bench.load import chat_body
+from localinfer.apps.bench.load_client import CHAT_PATH, LoadClient, chat, read_reply
+from localinfer.apps.bench.processes import ServerProcess
 from localinfer.loading.options import model_path
-from tests.simulation.fleet import FleetOptions
-from tests.simulation.fleet_comparison import compare, comparison_parser
-from tests.simulation.fleet_costs import StepCosts
-from tests.simulation.fleet_figures import Figures, Objective, Outcome, figures_of
-from tests.simulation.fleet_memory import Request
-from tests.simulation.fleet_router import Router
-from tests.simulation.fleet_workload import (
+from tests.proof.simulation.fleet import FleetOptions
+from tests.proof.simulation.fleet_comparison import compare, comparison_parser
+from tests.proof.simulation.fleet_costs import StepCosts
+from tests.proof.simulation.fleet_figures import Figures, Objective, Outcome, figures_of
+from tests.proof.simulation.fleet_memory import Request
+from tests.proof.simulation.fleet_router import Router
+from tests.proof.simulation.fleet_workload import (
     REPLICA_KV_BYTES,
     Conversation,
     Workload,

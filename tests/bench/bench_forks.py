@@ -12,8 +12,8 @@ import tracemalloc
 import psutil
 
 import localinfer
-from localinfer.session.session import Session
-from tests.inside import engine_of
+from localinfer.generation.session.session import Session
+from tests.support.inside import engine_of
 
 _WORDS = "the badger went to the market and saw a fox who sold red apples for two coins each "
 _QUESTION = "What did fox number {number} say?"

@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 
 import localinfer
-from localinfer.evaluation.measure import Comparison, compare
-from localinfer.evaluation.quantize import quantize
+from localinfer.apps.evaluate.measure import Comparison, compare
+from localinfer.apps.quantize import quantize
 from localinfer.quant.formats.types import TensorType
 from localinfer.quant.gguf.reader import read_gguf
 from localinfer.quant.methods.presets import PRESETS, Preset, find_preset

@@ -22,11 +22,11 @@ import sys
 import termios
 import time
 
-from localinfer.bench.figures import percentile
+from localinfer.apps.bench.figures import percentile
 
 _PROGRAM = """
 import sys, localinfer
-from localinfer.cli.chat.loop import run_chat
+from localinfer.apps.terminal.loop import run_chat
 with localinfer.load(*sys.argv[1:], disk_cache=False) as llm:
     run_chat(llm, system=None, max_tokens=None, seed=1, ignore_eos=True, context_shift=True)
 """

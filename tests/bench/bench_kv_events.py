@@ -18,7 +18,7 @@ import numpy as np
 import zmq
 
 import localinfer
-from localinfer.cache import prefix_tree, radix_tree
+from localinfer.engine.cache import prefix_tree, radix_tree
 from localinfer.llm import LLM
 
 

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import localinfer
-from localinfer.evaluation.measure import compare
-from localinfer.evaluation.texts import evaluation_text
+from localinfer.apps.evaluate.measure import compare
+from localinfer.apps.evaluate.texts import evaluation_text
 from localinfer.kernels.cpu import attention as attention_words
 
 

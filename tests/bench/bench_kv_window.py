@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 import localinfer
 from localinfer import LLM
-from localinfer.evaluation.texts import evaluation_text
+from localinfer.apps.evaluate.texts import evaluation_text
 
 PASSAGE_TOKENS, BETWEEN_TOKENS, GIVEN_TOKENS = 80, 200, 8
 POLICIES = {

@@ -16,10 +16,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from localinfer.bench.figures import Failure, RequestTimes, percentile
-from localinfer.bench.load import chat_body
-from localinfer.bench.load_client import LoadClient, ask, chat
-from localinfer.bench.processes import ServerProcess
+from localinfer.apps.bench.figures import Failure, RequestTimes, percentile
+from localinfer.apps.bench.load import chat_body
+from localinfer.apps.bench.load_client import LoadClient, ask, chat
+from localinfer.apps.bench.processes import ServerProcess
 
 STORY = "Tell me a long story about a dog, a cat and the sea, number {}."
 _HEALTH_SECONDS = 0.02

@@ -10,8 +10,8 @@ import time
 
 import numpy as np
 
-from localinfer.cache.block_pool import PagePool
-from localinfer.cache.sequence import SequenceCache
+from localinfer.engine.cache.block_pool import PagePool
+from localinfer.engine.cache.sequence import SequenceCache
 from localinfer.kernels.program import Batch
 from localinfer.models.load.loader import Model, load_model
 

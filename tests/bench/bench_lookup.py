@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from localinfer.engine.speculation.ngram import NgramDrafter
 from localinfer.loading.load import load_tokenizer
-from localinfer.speculation.ngram import NgramDrafter
 from tests.bench.edit_tasks import edit_tasks
 
 COUNT = 10

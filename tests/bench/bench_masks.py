@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from localinfer import load_tokenizer
-from localinfer.chat.constraints import (
+from localinfer.generation.chat.constraints import (
     ConstraintCompiler,
     Grammar,
     JsonObject,
@@ -27,8 +27,8 @@ from localinfer.chat.constraints import (
     StructuralTag,
     grammar_of,
 )
-from localinfer.chat.grammar import reply_grammar
-from localinfer.chat.messages import read_tools
+from localinfer.generation.chat.grammar import reply_grammar
+from localinfer.generation.chat.messages import read_tools
 from localinfer.models.text.known_calls import HERMES
 
 SHARED = Path(__file__).resolve().parents[3] / "shared"

@@ -15,16 +15,16 @@ import gguf
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.cache.sequence import SequenceCache
+from localinfer.engine.cache.sequence import SequenceCache
 from localinfer.engine.engine import Engine
+from localinfer.engine.sampling.sampler import SamplingParams, SamplingPlan
 from localinfer.engine.scheduler import Generation
+from localinfer.engine.speculation.costs import MAX_DRAFT_TOKENS, VerificationCosts
+from localinfer.engine.speculation.mtp import DraftHead, MTPDrafter, MTPText
+from localinfer.engine.speculation.verify import Speculation, SpeculationRecord
 from localinfer.loading.drafters import make_speculation
 from localinfer.models.decoder.draft_layers import short_head_tokens
 from localinfer.models.load.loader import Model, load_model
-from localinfer.sampling.sampler import SamplingParams, SamplingPlan
-from localinfer.speculation.costs import MAX_DRAFT_TOKENS, VerificationCosts
-from localinfer.speculation.mtp import DraftHead, MTPDrafter, MTPText
-from localinfer.speculation.verify import Speculation, SpeculationRecord
 from localinfer.types import TokenIds
 from tests.bench.bench_speculation import Kept, ReplayingSampler
 

@@ -1,6 +1,6 @@
 """Replicas of the demo model behind Ray Serve: `python -m tests.bench.bench_replicas routing kills drains`.
 
-`routing` holds the conversations of `tests.simulation.fleet_workload` with two replicas of one thread each, whose
+`routing` holds the conversations of `tests.proof.simulation.fleet_workload` with two replicas of one thread each, whose
 caches hold twelve of the twenty, once with each way of routing, and prints the figures that the model of fleets
 predicts. `kills` kills the replica of a streamed reply after a random number of tokens, and compares what the client
 received with an undisturbed run; `drains` removes and adds a replica while replies run. Both end with 1 if a byte or a
@@ -18,12 +18,12 @@ import time
 from contextlib import closing
 from typing import Any
 
-from localinfer.bench.figures import Failure, percentile
-from localinfer.bench.load_client import CHAT_PATH, LoadClient, read_reply
-from localinfer.ray.placement import Placement
-from tests.ray.serve_process import ServeProcess, serving_replicas
-from tests.ray.streams import STORY, streamed
-from tests.simulation.fleet_workload import REPLICA_KV_BYTES, Conversation, make_workload
+from localinfer.apps.bench.figures import Failure, percentile
+from localinfer.apps.bench.load_client import CHAT_PATH, LoadClient, read_reply
+from localinfer.apps.fleet.placement import Placement
+from tests.apps.fleet.serve_process import ServeProcess, serving_replicas
+from tests.apps.fleet.streams import STORY, streamed
+from tests.proof.simulation.fleet_workload import REPLICA_KV_BYTES, Conversation, make_workload
 
 _FIRST_TOKEN, _INTERVAL = 0.5, 0.05
 """The objective of goodput: seconds to the first token, and the mean between two."""
@@ -91,7 +91,7 @@ def _cached_tokens(body: bytes) -> int:
 def measure_routing(words: argparse.Namespace, cluster: ServeProcess) -> bool:
     """Print the figures of each way of routing; the caches are empty at the start of each."""
     for index, routing in enumerate(words.routings.split(",")):
-        router = "tests.ray.random_router.RandomRouter" if routing == "random" else routing
+        router = "tests.apps.fleet.random_router.RandomRouter" if routing == "random" else routing
         former = set(cluster.replicas())
         # Other options of the model, if by a byte, are other replicas.
         cluster.deploy(routing=router, kv_memory=REPLICA_KV_BYTES + index + 1)

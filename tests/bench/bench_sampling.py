@@ -13,7 +13,7 @@ import time
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.sampling.sampler import Sampler, SamplingParams, SamplingPlan
+from localinfer.engine.sampling.sampler import Sampler, SamplingParams, SamplingPlan
 
 OPEN = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "temperature": 1.0, "seed": 1}
 

@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 import localinfer
-from localinfer.evaluation.measure import compare
-from localinfer.evaluation.report import render_summary
-from localinfer.evaluation.texts import evaluation_text
+from localinfer.apps.evaluate.measure import compare
+from localinfer.apps.evaluate.report import render_summary
+from localinfer.apps.evaluate.texts import evaluation_text
 from localinfer.kernels.cpu.encoding import ENCODERS, prepare_encoders
 from localinfer.kernels.cpu.program import ThreadPool
 from localinfer.models.calibration.rounding import round_by_calibration, scale_for_rounding

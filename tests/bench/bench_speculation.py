@@ -22,13 +22,13 @@ from numpy.typing import NDArray
 
 import localinfer
 from localinfer.engine.engine import Engine
+from localinfer.engine.sampling.sampler import Sampler, SamplingParams, SamplingPlan
 from localinfer.engine.scheduler import Generation
+from localinfer.engine.speculation.costs import MAX_DRAFT_TOKENS, VerificationCosts
+from localinfer.engine.speculation.ngram import NgramDrafter
+from localinfer.engine.speculation.verify import Speculation, SpeculationRecord
 from localinfer.loading.drafters import make_speculation
 from localinfer.models.load.loader import Model, load_model
-from localinfer.sampling.sampler import Sampler, SamplingParams, SamplingPlan
-from localinfer.speculation.costs import MAX_DRAFT_TOKENS, VerificationCosts
-from localinfer.speculation.ngram import NgramDrafter
-from localinfer.speculation.verify import Speculation, SpeculationRecord
 from localinfer.types import TokenIds
 from tests.bench.edit_tasks import edit_tasks
 

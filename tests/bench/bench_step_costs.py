@@ -2,8 +2,8 @@
 
 Chunks of prompts by their rows and by what stands before them, decode steps by streams and context, and what steps and
 tokens take beside the model, in an engine, and with requests through `localinfer serve` and a client on this machine.
-`tests.simulation.fleet` reads the file. Contexts are copies of one computed page: what attention reads is as large as
-that of a text.
+`tests.proof.simulation.fleet` reads the file. Contexts are copies of one computed page: what attention reads is as
+large as that of a text.
 
 --processes N measures in N processes at the same time and takes the mean: replicas that share a machine share its
 memory bandwidth. --cpu-time takes the processor time of the one thread that computes in place of the time on the wall,
@@ -25,18 +25,18 @@ from typing import Any
 
 import numpy as np
 
-from localinfer.bench.figures import RequestTimes
-from localinfer.bench.load import Prompts, chat_body
-from localinfer.bench.load_client import LoadClient, chat
-from localinfer.bench.machine import cpu_name
-from localinfer.bench.processes import ServerProcess
-from localinfer.cache.block_pool import PagePool
-from localinfer.cache.sequence import SequenceCache, forward
+from localinfer.apps.bench.figures import RequestTimes
+from localinfer.apps.bench.load import Prompts, chat_body
+from localinfer.apps.bench.load_client import LoadClient, chat
+from localinfer.apps.bench.machine import cpu_name
+from localinfer.apps.bench.processes import ServerProcess
+from localinfer.engine.cache.block_pool import PagePool
+from localinfer.engine.cache.sequence import SequenceCache, forward
 from localinfer.engine.engine import Engine
+from localinfer.engine.sampling.params import SamplingParams
 from localinfer.loading.options import model_path
 from localinfer.models.load.loader import Model, load_model
-from localinfer.sampling.params import SamplingParams
-from tests.simulation.fleet_costs import FORMAT
+from tests.proof.simulation.fleet_costs import FORMAT
 
 _PAUSE_SECONDS = 0.3
 

@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 
 import localinfer
-from localinfer.bench.machine import cpu_name
+from localinfer.apps.bench.machine import cpu_name
 from localinfer.generation.completion import Completion
 from localinfer.llm import LLM
 from localinfer.models.load.threads import available_threads
 from tests.bench.bench_recurrent import VOCABULARY, write_model
-from tests.inside import engine_of
+from tests.support.inside import engine_of
 
 REPLY, NEW = 16, 40
 _GRID = 512

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from localinfer.cache.prefix_cache import CacheHints, PrefixCache
+from localinfer.engine.cache.prefix_cache import CacheHints, PrefixCache
 from localinfer.kernels.cpu.lower import MAX_BATCH_ROWS
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.ops import KVLayerShape

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 import localinfer
-from localinfer.bench import gpu
-from localinfer.bench.decode import BenchSettings
-from localinfer.bench.report import render_gpu
+from localinfer.apps.bench import gpu
+from localinfer.apps.bench.decode import BenchSettings
+from localinfer.apps.bench.report import render_gpu
 from localinfer.loading.options import model_path
 
 

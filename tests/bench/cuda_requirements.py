@@ -33,7 +33,8 @@ if not torch.cuda.is_available(): sys.exit(f"torch {torch.__version__} for CUDA 
 if torch.cuda.get_device_capability() < (7, 5): sys.exit("compute capability 7.5 or newer is needed")
 """
 OURS = (
-    "import localinfer.loading.build, localinfer.bench.gpu, localinfer.models.load.loader, localinfer.kernels.cuda.jit"
+    "import localinfer.loading.build, localinfer.apps.bench.gpu, localinfer.models.load.loader, "
+    "localinfer.kernels.cuda.jit"
 )
 TESTS = "import tests.conftest, tests.kernels.cuda.test_cuda_ops_on_gpu, tests.bench.bench_cuda, tests.bench.cuda_demo"
 _SECONDS = 25.0

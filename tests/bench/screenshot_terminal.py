@@ -26,7 +26,7 @@ from PIL import Image, ImageDraw, ImageFont
 from pyte.screens import Char
 from wcwidth import wcwidth
 
-from tests.cli.terminal_screen import TerminalScreen
+from tests.apps.cli.terminal_screen import TerminalScreen
 
 _FONT_PIXELS = 22
 _MARGIN = 18

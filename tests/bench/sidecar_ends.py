@@ -28,7 +28,7 @@ from pathlib import Path
 
 import psutil
 
-from localinfer.bench.figures import percentile
+from localinfer.apps.bench.figures import percentile
 
 _PARENT = """
 import json, subprocess, sys

@@ -10,16 +10,16 @@ from typing import Any
 import psutil
 import pytest
 
-from localinfer.bench import measured_model
-from localinfer.bench.figures import compare
-from localinfer.bench.processes import EngineOptions, EngineProcess
-from localinfer.bench.report import render_bench
-from localinfer.cli import main
+from localinfer.apps.bench import measured_model
+from localinfer.apps.bench.figures import compare
+from localinfer.apps.bench.processes import EngineOptions, EngineProcess
+from localinfer.apps.bench.report import render_bench
+from localinfer.apps.cli import main
 from localinfer.errors import BackendUnavailableError, ModelFileError
 from localinfer.kernels.ops import Rows
 from localinfer.kernels.program import Operation
 from localinfer.loading.options import model_path
-from tests.limits import seconds
+from tests.support.limits import seconds
 
 HAS_PEER = importlib.util.find_spec("llama_cpp") is not None
 HAS_CHARTS = importlib.util.find_spec("matplotlib") is not None

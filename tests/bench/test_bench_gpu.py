@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from localinfer.bench import gpu as bench_gpu
-from localinfer.bench.report import render_gpu
-from localinfer.cli import main
+from localinfer.apps.bench import gpu as bench_gpu
+from localinfer.apps.bench.report import render_gpu
+from localinfer.apps.cli import main
 from localinfer.kernels.cuda.device import has_driver
 from localinfer.quant.gguf.reader import read_gguf
 from tests.models.small_models import VOCAB, write_small_llama

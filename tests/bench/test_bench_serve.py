@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from localinfer.bench.figures import (
+from localinfer.apps.bench.figures import (
     Failure,
     Objective,
     RequestTimes,
@@ -25,15 +25,15 @@ from localinfer.bench.figures import (
     percentile,
     spread,
 )
-from localinfer.bench.load import Prompts, chat_body, reply_lengths
-from localinfer.bench.load_client import Answer, read_reply
-from localinfer.bench.processes import ServerProcess
-from localinfer.bench.report import render_serve
-from localinfer.cli import main
+from localinfer.apps.bench.load import Prompts, chat_body, reply_lengths
+from localinfer.apps.bench.load_client import Answer, read_reply
+from localinfer.apps.bench.processes import ServerProcess
+from localinfer.apps.bench.report import render_serve
+from localinfer.apps.cli import main
+from localinfer.apps.server.operation.metrics import GOOD_FIRST_TOKEN_SECONDS, GOOD_INTERVAL_SECONDS
 from localinfer.errors import BackendUnavailableError
 from localinfer.loading.options import model_path
-from localinfer.server.operation.metrics import GOOD_FIRST_TOKEN_SECONDS, GOOD_INTERVAL_SECONDS
-from tests.limits import seconds
+from tests.support.limits import seconds
 
 HAS_CHARTS = importlib.util.find_spec("matplotlib") is not None
 OBJECTIVE = Objective(first_token_seconds=1.0, interval_seconds=0.1)
@@ -114,7 +114,7 @@ def test_texts_that_differ_and_texts_that_did_not_come_are_told_apart():
 
 
 def test_default_objective_is_that_of_the_servers_own_metric():
-    from localinfer.cli.bench import bench_command
+    from localinfer.apps.cli.bench import bench_command
 
     defaults = {parameter.name: parameter.default for parameter in bench_command.commands["serve"].params}
     assert defaults["slo_ttft"] == 1e3 * GOOD_FIRST_TOKEN_SECONDS
@@ -283,7 +283,7 @@ def test_server_that_cannot_start_says_why(tmp_path):
 @pytest.mark.skipif(sys.platform == "win32", reason="kills as Unix does")
 def test_server_ends_with_the_process_that_started_it():
     program = (
-        "import sys; from localinfer.bench.processes import ServerProcess; "
+        "import sys; from localinfer.apps.bench.processes import ServerProcess; "
         f"server = ServerProcess({str(model_path(None))!r}, device='cpu', threads=1, max_generations=4); "
         "print(server.pid, flush=True); sys.stdin.read()"
     )
@@ -305,7 +305,7 @@ def test_server_ends_with_the_process_that_started_it():
 def test_chart_without_a_folder_for_it_is_refused(record, tmp_path):
     if not HAS_CHARTS:
         pytest.skip("matplotlib is not installed")
-    from localinfer.bench.charts import save_figure, serve_figure
+    from localinfer.apps.bench.charts import save_figure, serve_figure
     from localinfer.errors import RequestError
 
     with pytest.raises(RequestError, match="there is no folder"):
@@ -315,7 +315,7 @@ def test_chart_without_a_folder_for_it_is_refused(record, tmp_path):
 @pytest.mark.skipif(not HAS_CHARTS, reason="matplotlib is not installed")
 @pytest.mark.parametrize("rise", [0.0, 0.0001, 0.01, 1.0])
 def test_no_point_of_a_chart_is_cut_off(rise: float) -> None:
-    from localinfer.bench.charts import serve_figure
+    from localinfer.apps.bench.charts import serve_figure
 
     def level(streams: int) -> dict[str, Any]:
         seconds = 0.1 + rise * streams

@@ -22,12 +22,12 @@ from types import FrameType
 from typing import Any
 
 import localinfer
+from localinfer.apps.server.app import LocalServer
+from localinfer.apps.server.router.memory_need import measure_need
+from localinfer.apps.server.router.model_folder import ModelSource
+from localinfer.apps.server.router.models import ModelRegistry
+from localinfer.apps.server.transport.settings import ServerSettings
 from localinfer.loading.options import model_path
-from localinfer.server.app import LocalServer
-from localinfer.server.router.memory_need import measure_need
-from localinfer.server.router.model_folder import ModelSource
-from localinfer.server.router.models import ModelRegistry
-from localinfer.server.transport.settings import ServerSettings
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("localinfer", "models", "quant", "kernels")

@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Any
 
 import localinfer
-from localinfer import cli
+from localinfer.apps import cli
 
 ROOTS = tuple(dict.fromkeys(str(Path(folder).resolve().parent) for folder in localinfer.__path__))
 Call = tuple[int, str, str]

@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 
 from localinfer.engine.engine import Engine
 from localinfer.engine.request import TokenEvent
-from localinfer.sampling.sampler import SamplingParams
+from localinfer.engine.sampling.sampler import SamplingParams
 from tests.engine.fakes import FakeModel, fake_model, hashed_logits
-from tests.limits import seconds
+from tests.support.limits import seconds
 
 GREEDY = SamplingParams(temperature=0)
 SEEDED = SamplingParams(temperature=1.5, top_k=0, top_p=1, min_p=0, seed=3)

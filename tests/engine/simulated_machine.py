@@ -7,10 +7,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.engine.engine import Engine
+from localinfer.engine.sampling.sampler import SamplingParams
+from localinfer.engine.speculation.costs import MAX_DRAFT_TOKENS, VerificationCosts
+from localinfer.engine.speculation.verify import Speculation
 from localinfer.kernels.program import Batch
-from localinfer.sampling.sampler import SamplingParams
-from localinfer.speculation.costs import MAX_DRAFT_TOKENS, VerificationCosts
-from localinfer.speculation.verify import Speculation
 from localinfer.types import TokenIds
 from tests.engine.fakes import FakeConfig, FakeLayout
 

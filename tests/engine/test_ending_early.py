@@ -8,17 +8,17 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from localinfer.cache.sequence import SequenceCache
 from localinfer.engine.admission import EngineLimits
+from localinfer.engine.cache.sequence import SequenceCache
 from localinfer.engine.engine import Engine
 from localinfer.engine.request import NO_TOKEN, TokenEvent
 from localinfer.errors import ClosedError
 from localinfer.kernels.program import Batch
 from tests.engine.fakes import PAGE_TOKENS, FakeModel, FakeProgram, hashed_logits
 from tests.engine.generations import GREEDY, SEEDED, Gate, alone, numbers, wide_model
+from tests.engine.speculation.test_speculation import Oracle, speculation
 from tests.engine.test_engine import all_pages_are_free
-from tests.limits import seconds, wait_until
-from tests.speculation.test_speculation import Oracle, speculation
+from tests.support.limits import seconds, wait_until
 
 
 def test_cancel_before_the_first_token_is_asked_for() -> None:

@@ -4,8 +4,8 @@ import pytest
 
 from localinfer.engine.engine import Engine
 from localinfer.engine.request import TokenEvent
+from localinfer.engine.sampling.sampler import SamplingParams
 from localinfer.errors import RequestError, SessionMismatchError
-from localinfer.sampling.sampler import SamplingParams
 from tests.engine.fakes import fake_model
 from tests.engine.generations import GREEDY, PARAMS, SEEDED, alone, numbers, wide_model
 

@@ -12,14 +12,14 @@ from localinfer.engine.admission import EngineLimits
 from localinfer.engine.engine import Engine
 from localinfer.engine.request import NO_TOKEN, TokenEvent
 from localinfer.engine.scheduler import Generation
+from localinfer.engine.speculation.ngram import NgramDrafter
 from localinfer.errors import ClosedError, OverloadedError, RequestError
 from localinfer.kernels.program import Batch
-from localinfer.speculation.ngram import NgramDrafter
 from tests.engine.fakes import PAGE_BYTES, FakeProgram, hashed_logits
 from tests.engine.generations import GREEDY, PARAMS, SEEDED, Gate, alone, in_threads, numbers, wide_model
+from tests.engine.speculation.test_speculation import speculation
 from tests.engine.test_engine import all_pages_are_free
-from tests.limits import seconds, wait_until
-from tests.speculation.test_speculation import speculation
+from tests.support.limits import seconds, wait_until
 
 
 @pytest.mark.parametrize("drafts", [False, True])

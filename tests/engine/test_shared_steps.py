@@ -9,13 +9,13 @@ import pytest
 import localinfer
 from localinfer.engine.admission import EngineLimits
 from localinfer.engine.request import NO_TOKEN
+from localinfer.engine.speculation.acceptance import best_draft_length
+from localinfer.engine.speculation.costs import MAX_DRAFT_TOKENS, VerificationCosts
 from localinfer.errors import OverloadedError
 from localinfer.llm import LLM
-from localinfer.speculation.acceptance import best_draft_length
-from localinfer.speculation.costs import MAX_DRAFT_TOKENS, VerificationCosts
 from tests.engine.fakes import fake_model, text_model
 from tests.engine.generations import Gate
-from tests.limits import seconds
+from tests.support.limits import seconds
 
 PROMPT = "Once upon a time, there was a little dog. Once upon a time, there was"
 REQUESTS: list[dict[str, Any]] = [

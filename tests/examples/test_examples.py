@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.limits import seconds, wait_until
+from tests.support.limits import seconds, wait_until
 
 
 def has_qt() -> bool:

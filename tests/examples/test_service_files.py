@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from localinfer.cli.serve import serve_command
+from localinfer.apps.cli.serve import serve_command
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "service"
 

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.limits import seconds
+from tests.support.limits import seconds
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 

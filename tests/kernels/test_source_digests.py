@@ -13,13 +13,13 @@ import pytest
 from localinfer.kernels import source_digests
 from localinfer.kernels.cuda.kernel_cache import SHARED_SOURCES
 from localinfer.kernels.source_digests import combined, digests_of
-from localinfer.persistence.fingerprint import NOT_COMPUTING
+from localinfer.storage.fingerprint import NOT_COMPUTING
 from tests.kernels.subprocesses import REPOSITORY, finish, start
 
 FORMS = ("files", "bytecode", "zip", "frozen")
 KEYS = """
 import json
-from localinfer.persistence import fingerprint
+from localinfer.storage import fingerprint
 from localinfer.kernels.jit import object_cache
 from localinfer.kernels.cuda import kernel_cache
 object_cache.cache_folder = lambda: object_cache.Path({folder!r}) / "cpu"

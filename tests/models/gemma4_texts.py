@@ -10,9 +10,9 @@ import numpy as np
 from localinfer.models.text.vocabulary import PREFIX
 from localinfer.quant.gguf.reader import read_gguf
 from tests.api.encoder_models import vocabulary_entries
-from tests.checkpoint_files import Stored, write_folder
 from tests.models.arch_models import skeletons, write_skeleton
 from tests.models.text.vocabularies import CONTROL, USER_DEFINED, gemma4_metadata
+from tests.support.checkpoint_files import Stored, write_folder
 
 TARGET, DRAFT = "gemma4-e2b", "gemma4-assistant-draft"
 CONTROLS = ("<|turn>", "<turn|>")

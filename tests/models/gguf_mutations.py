@@ -10,7 +10,7 @@ from localinfer.errors import ShapeError
 from localinfer.quant.formats.types import TensorType, block_size, row_bytes
 from localinfer.quant.gguf.header import ValueType
 from localinfer.quant.gguf.writer import EncodedValue, encode_value
-from tests.typed_models import VOCAB, TypedModel, Weight, make_model
+from tests.support.typed_models import VOCAB, TypedModel, Weight, make_model
 
 NUMBERS = [0, 1, 2, 3, 7, 31, 32, 33, 64, 96, 255, 256, 2**15, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**63 - 1, 2**64 - 1]
 FLOATS = [0.0, -1.0, 1e-40, 1e30, float("inf"), float("-inf"), float("nan")]

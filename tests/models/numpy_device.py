@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.kernels.ops import KVLayerShape, OpGraph, StateShape
-from tests.oracle import NumpyProgram, NumpyWeights
+from tests.support.oracle import NumpyProgram, NumpyWeights
 
 
 class NumpyDevice:

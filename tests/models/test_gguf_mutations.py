@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 import localinfer
-from localinfer.cli import EXIT_BAD_INPUT, main
+from localinfer.apps.cli import EXIT_BAD_INPUT, main
+from localinfer.apps.quantize import quantize
 from localinfer.errors import ContextLengthError, ModelFileError, RequestError
-from localinfer.evaluation.quantize import quantize
 from localinfer.quant.gguf.writer import encode_value
 from tests.models.gguf_mutations import choose, injure_header, mutate, sound_models
 

@@ -22,14 +22,14 @@ from localinfer.models.decoder.metadata_keys import GENERAL_KEYS
 from localinfer.models.load.loader import load_model
 from localinfer.models.text.vocabulary import TOKENIZER_KEYS
 from localinfer.quant.gguf.reader import read_gguf
-from tests import quantized_checkpoints as packing
-from tests.checkpoint_files import LLAMA_CONFIG, MODULES, llama_weights, write_folder
 from tests.models.arch_models import build_model, skeletons
 from tests.models.checkpoint import published_encoders
 from tests.models.checkpoint.family_folders import SETTINGS, family_config, write_family
 from tests.models.checkpoint.published_models import read_cases, write_case
 from tests.models.hostile_values import ALL, VALUES, load_in_child, metadata_keys
 from tests.models.small_models import write_small_llama
+from tests.support import quantized_checkpoints as packing
+from tests.support.checkpoint_files import LLAMA_CONFIG, MODULES, llama_weights, write_folder
 
 LIMITS_MEMORY = pytest.mark.skipif(sys.platform == "win32", reason="memory cannot be limited there")
 MODULE = "model.layers.0.mlp.up_proj"

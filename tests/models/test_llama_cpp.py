@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import localinfer
-from localinfer.evaluation.quantize import quantize
+from localinfer.apps.quantize import quantize
 from localinfer.models import demo
 from localinfer.quant.formats.reference import dequantize
 from localinfer.quant.formats.types import TensorType
@@ -19,7 +19,7 @@ from localinfer.quant.gguf.writer import encode_value
 from localinfer.quant.methods.imatrix import Importance, write_imatrix
 from tests.models.arch_models import ArchModel, run_logits
 from tests.models.numpy_device import NumpyDevice
-from tests.typed_models import TypedModel, Weight, check_model, make_model, read_model
+from tests.support.typed_models import TypedModel, Weight, check_model, make_model, read_model
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("llama_cpp") is None, reason="llama-cpp-python is not installed"
@@ -85,7 +85,7 @@ def test_llama_cpp_computes_the_logits_of_calibrated_files(tmp_path: Path, type:
 )
 def test_llama_cpp_rotates_positions_alike(tmp_path: Path, rope: dict[str, Any], theirs: list[str]) -> None:
     """Beyond the context that was trained for; the engines differ far less than the rotations do."""
-    length, text = 1200, (Path(demo.__file__).parent / "training" / "dialogues.py").read_text("utf-8")
+    length, text = 1200, (Path(__file__).parents[1] / "demo" / "dialogues.py").read_text("utf-8")
     logits = []
     for options in (localinfer.RopeOptions(**rope), None):
         with localinfer.load(MODEL, speculation=None, threads=2, context_length=length, rope=options) as llm:

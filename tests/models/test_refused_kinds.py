@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from localinfer.cli import main
+from localinfer.apps.cli import main
 from localinfer.errors import UnsupportedFormatError
 from localinfer.models.checkpoint.families import FAMILIES, find_family
 from localinfer.models.checkpoint.unsupported_types import NOT_RUN_TYPES

@@ -8,7 +8,7 @@ import pytest
 
 from localinfer.system.extras import EXTRAS
 from tests.kernels.subprocesses import environment, run
-from tests.limits import seconds
+from tests.support.limits import seconds
 
 WITHOUT = f"""
 import sys
@@ -56,9 +56,9 @@ assert Kernel("embedding.embed_f16").address
         ("constraints", "llm.chat([{'role': 'user', 'content': 'x'}], constraint=localinfer.JsonObject())"),
         ("tools", "llm.session().ask('x', type=int)"),
         ("tools", "llm.session(tools=[localinfer.load])"),
-        ("server", "import localinfer.server.app"),
-        ("chat", "import localinfer.cli.chat.loop"),
-        ("hub", "from localinfer.hub import pull, places; pull.pull_model(None, places.Places.of_user())"),
+        ("server", "import localinfer.apps.server.app"),
+        ("chat", "import localinfer.apps.terminal.loop"),
+        ("hub", "from localinfer.storage.hub import pull, places; pull.pull_model(None, places.Places.of_user())"),
         ("gguf", "from localinfer.kernels.grid_tables import grid_vectors; grid_vectors('IQ2_XXS')"),
         ("convert", "from localinfer.quant.methods.workers import Workers; Workers(1)"),
     ],

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.limits import seconds
+from tests.support.limits import seconds
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FOLDERS = ("localinfer", "kernels", "models", "quant")
 SOURCES = sorted(path for folder in FOLDERS for path in (REPOSITORY / folder).rglob("*.py"))
-MAY_PRINT = ("localinfer/cli/__init__.py", "localinfer/cli/chat/loop.py", "models/demo/training/")
+MAY_PRINT = ("localinfer/apps/cli/__init__.py", "localinfer/apps/terminal/loop.py")
 VAGUE_NAMES = {"utils", "util", "helpers", "helper", "common", "base", "manager", "misc"}
 NUMBA_DECORATORS = {"njit", "jit", "vectorize", "guvectorize", "cfunc", "stencil"}
 LONGEST_FILE = 800

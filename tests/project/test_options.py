@@ -5,10 +5,10 @@ from typing import get_type_hints
 
 import pytest
 
-from localinfer.cli import localinfer_command
+from localinfer.apps.cli import localinfer_command
+from localinfer.apps.server.replies.fields import GenerationFields
+from localinfer.engine.sampling.params import NUMBER_OPTIONS, SamplingOptions, SamplingParams
 from localinfer.generation.options import GenerationOptions
-from localinfer.sampling.params import NUMBER_OPTIONS, SamplingOptions, SamplingParams
-from localinfer.server.replies.fields import GenerationFields
 
 
 def test_callers_see_the_types_of_the_sampling_parameters():

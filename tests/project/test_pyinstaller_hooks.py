@@ -26,8 +26,8 @@ def test_they_are_found_by_the_entry_point_of_the_distribution() -> None:
     found = settings["project"]["entry-points"]["pyinstaller40"]
     assert found == {"hook-dirs": f"{hook_folders.__module__}:{hook_folders.__name__}"}
     assert {path.name for path in FOLDER.glob("hook-*.py")} == {
-        *("hook-localinfer.py", "hook-localinfer.cli.py", "hook-localinfer.evaluation.py"),
-        *("hook-localinfer.server.py", "hook-llguidance.py"),
+        *("hook-localinfer.py", "hook-localinfer.apps.cli.py", "hook-localinfer.apps.evaluate.py"),
+        *("hook-localinfer.apps.server.py", "hook-llguidance.py"),
     }
 
 
@@ -49,14 +49,23 @@ def test_running_models_needs_kernels_the_default_model_and_versions() -> None:
 def test_what_is_not_for_the_library_alone_is_left_out() -> None:
     """An application that only runs models must not carry the server, the command or the frameworks of GPUs."""
     found = hook("localinfer")
-    others = ("localinfer.server", "localinfer.cli", "localinfer.hub", "localinfer.kernels.cuda.compiled")
+    others = (
+        "localinfer.apps.server",
+        "localinfer.apps.cli",
+        "localinfer.storage.hub",
+        "localinfer.kernels.cuda.compiled",
+    )
     assert not [name for name in found["hiddenimports"] if name.startswith(others)]
     assert {"torch", "numba_cuda"} <= set(found["excludedimports"])
     assert not {module for modules in EXTRAS.values() for module in modules} & set(found["excludedimports"])
 
 
 def test_the_server_has_its_page_the_command_its_modules_and_measuring_its_texts() -> None:
-    names = {Path(source).name for source, _ in hook("localinfer.server")["datas"]}
-    assert names >= {path.name for path in (FOLDER.parent / "server" / "page").glob("*.[chj]*")} != set()
-    assert {"localinfer.cli.serve", "localinfer.cli.chat.loop"} <= set(hook("localinfer.cli")["hiddenimports"])
-    assert len(hook("localinfer.evaluation")["datas"]) == len(list((FOLDER.parent / "evaluation").glob("*.txt"))) == 2
+    names = {Path(source).name for source, _ in hook("localinfer.apps.server")["datas"]}
+    assert names >= {path.name for path in (FOLDER.parent / "apps" / "webui").glob("*.[chj]*")} != set()
+    assert {"localinfer.apps.cli.serve", "localinfer.apps.terminal.loop"} <= set(
+        hook("localinfer.apps.cli")["hiddenimports"]
+    )
+    assert (
+        len(hook("localinfer.apps.evaluate")["datas"]) == len(list((FOLDER.parent / "evaluation").glob("*.txt"))) == 2
+    )

@@ -9,8 +9,8 @@ from localinfer.kernels.kv_layout import KVLayout, parse_kv_type
 from localinfer.kernels.ops import AttentionShape, Buffer, KVLayerShape
 from localinfer.types import FloatArray
 from tests.kernels.cpu.tape_runs import Write, random_rows
-from tests.oracle_formulas import Float64Array, attend
-from tests.oracle_kv import kept, kept_query
+from tests.support.oracle_formulas import Float64Array, attend
+from tests.support.oracle_kv import kept, kept_query
 
 PLAIN = AttentionShape(num_heads=4, num_kv_heads=2, key_size=24, value_size=24, scale=0.2)
 SHAPES = {

@@ -9,7 +9,7 @@ import pytest
 from localinfer.kernels.layouts import Layout, is_float
 from tests.kernels.cpu.emit_assembly import PIECES, TARGETS
 from tests.kernels.subprocesses import REPOSITORY, environment
-from tests.limits import seconds
+from tests.support.limits import seconds
 
 INTEGER_LAYOUTS = [layout.name for layout in Layout if not is_float(layout)]
 DOT_PRODUCTS = {

@@ -14,8 +14,8 @@ from localinfer.kernels.program import Segment
 from localinfer.types import FloatArray
 from tests.kernels.cpu.attention_cases import ERROR_BUDGETS, PLAIN, SHAPES, attention_of, cache_of, inputs_of
 from tests.kernels.cpu.tape_runs import RowProgram, relative_error
-from tests.oracle_formulas import Float64Array, attend
-from tests.oracle_kv import kept, kept_query
+from tests.support.oracle_formulas import Float64Array, attend
+from tests.support.oracle_kv import kept, kept_query
 
 ROWS = 300
 MEASURED_ROWS = 8

@@ -15,8 +15,8 @@ from localinfer.kernels.program import Segment
 from localinfer.types import FloatArray
 from tests.kernels.cpu.attention_cases import ERROR_BUDGETS, PLAIN, attention_of, cache_of, inputs_of
 from tests.kernels.cpu.tape_runs import RowProgram, Write, assert_same_bits, random_rows, relative_error, run_rows
-from tests.oracle_formulas import Float64Array, attend, choose, is_chosen
-from tests.oracle_kv import kept, kept_query
+from tests.support.oracle_formulas import Float64Array, attend, choose, is_chosen
+from tests.support.oracle_kv import kept, kept_query
 
 ROWS = 300
 KEY_SIZE = 20

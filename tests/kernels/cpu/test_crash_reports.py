@@ -15,7 +15,7 @@ from localinfer.kernels.jit.object_files import code_around
 from localinfer.kernels.versions import installed_version
 from localinfer.system.crash_files import stored_reports, take_untold
 from tests.kernels.subprocesses import environment, run, start
-from tests.limits import seconds
+from tests.support.limits import seconds
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="nothing is handled on Windows")
 
@@ -130,7 +130,9 @@ def test_the_command_reports_its_crash_and_the_next_one_mentions_it_once(tmp_pat
         r"note: localinfer crashed before in op \d+ of \d+: matmul.matmul_f16 of blk.3.ffn_down.weight .*`localinfer d"
     )
     assert re.match(said, again[0].stderr) and not again[1].stderr
-    doctor = "from localinfer.doctor.checks import CHECKS\nfrom localinfer.doctor.report import report_lines\n"
+    doctor = (
+        "from localinfer.apps.doctor.checks import CHECKS\nfrom localinfer.apps.doctor.report import report_lines\n"
+    )
     shown, _ = run(doctor + "print(*report_lines({'crashes': CHECKS['crashes']()}, []), sep='\\n')", **changes)
     assert "Crashes\n  last crashes    localinfer crashed: SIGSEGV at address 0x" in shown
     assert "blk.3.ffn_down.weight (256 rows x 768 columns, F16)" in shown and "last runs" not in shown

@@ -20,7 +20,7 @@ from localinfer.quant.formats.types import TensorType
 from localinfer.types import FloatArray
 from tests.kernels.cpu.tape_runs import NO_CACHE, assert_same_bits, random_rows, relative_error, run_rows, table
 from tests.kernels.random_weights import random_weights
-from tests.oracle_formulas import Float64Array, activate, affine, groups, sigmoid
+from tests.support.oracle_formulas import Float64Array, activate, affine, groups, sigmoid
 
 ROWS = 11
 WIDTHS = [1, 5, 16, 37, 1024, 1100]

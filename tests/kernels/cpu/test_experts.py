@@ -11,7 +11,7 @@ from localinfer.kernels.ops import Buffer, Gating, Routing
 from localinfer.types import FloatArray
 from tests.kernels.cpu.tape_runs import Write, assert_same_bits, linear, random_rows, relative_error, run_rows
 from tests.kernels.random_weights import decoded, quantized_activations, random_weights
-from tests.oracle_formulas import route
+from tests.support.oracle_formulas import route
 
 ROWS, EXPERTS, SELECTED = 23, 12, 4
 BIAS = np.linspace(-0.4, 0.4, EXPERTS).astype(np.float32)

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from tests.kernels.subprocesses import run, start
-from tests.limits import seconds
+from tests.support.limits import seconds
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="deaths are told by signals")
 
@@ -37,8 +37,8 @@ print("survived")
 """
 
 _SLOT = """
-from localinfer.cache.slabs import SlabAllocator
-from localinfer.cache.block_pool import host_bytes
+from localinfer.engine.cache.slabs import SlabAllocator
+from localinfer.engine.cache.block_pool import host_bytes
 slots = SlabAllocator(4096 + 64)
 slots.grow(3, None)
 first, second = slots.take(2).tolist()
@@ -111,7 +111,7 @@ def test_slots_of_a_cache_leave_maps_for_other_arrays() -> None:
     code = """
 from localinfer.kernels.cpu import guard
 from localinfer.kernels.cpu.memory import empty
-from localinfer.cache.slabs import SlabAllocator
+from localinfer.engine.cache.slabs import SlabAllocator
 guard.max_maps = lambda: 2 * guard._MAPS_FOR_OTHERS
 slots = SlabAllocator(64)
 while slots.num_slots < 4000:
@@ -126,7 +126,7 @@ def test_another_value_is_refused_and_a_limit_of_maps_is_said() -> None:
     code = """
 from localinfer.kernels.cpu import guard
 from localinfer.kernels.cpu.memory import empty
-from localinfer.cache.slabs import SlabAllocator
+from localinfer.engine.cache.slabs import SlabAllocator
 from localinfer.errors import BackendUnavailableError
 guard.max_maps = lambda: guard._MAPS_FOR_OTHERS + 30
 kept = []

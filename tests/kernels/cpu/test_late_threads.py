@@ -14,7 +14,7 @@ from localinfer.kernels.cpu.memory import address
 from localinfer.kernels.cpu.program import ThreadPool
 from tests.kernels.cpu.tape_runs import random_rows
 from tests.kernels.cpu.test_pool import doubled
-from tests.limits import seconds
+from tests.support.limits import seconds
 
 _OP = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 4)
 

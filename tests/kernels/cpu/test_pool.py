@@ -19,8 +19,8 @@ from localinfer.kernels.ops import Buffer
 from localinfer.types import FloatArray
 from tests.kernels.cpu.tape_runs import random_rows, run_rows
 from tests.kernels.subprocesses import run
-from tests.limits import seconds
-from tests.threads import leave_out_present, own_threads
+from tests.support.limits import seconds
+from tests.support.threads import leave_out_present, own_threads
 
 LONGER_THAN_SPINNING_SECONDS = 0.1
 

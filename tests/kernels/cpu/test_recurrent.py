@@ -13,7 +13,7 @@ from localinfer.kernels.program import StateStep
 from tests.kernels.cpu.recurrent_runs import RecurrentProgram
 from tests.kernels.cpu.tape_runs import assert_same_bits, relative_error
 from tests.kernels.recurrent_cases import CASES
-from tests.oracle_recurrent import States
+from tests.support.oracle_recurrent import States
 
 NUM_ROWS = 21
 EVERY = pytest.mark.parametrize("name", CASES)

@@ -13,7 +13,7 @@ from localinfer.kernels.program import Segment
 from localinfer.types import FloatArray
 from tests.kernels.cpu.attention_cases import ERROR_BUDGETS, PLAIN, cache_of, inputs_of
 from tests.kernels.cpu.tape_runs import RowProgram, Write, assert_same_bits, random_rows, relative_error, run_rows
-from tests.oracle_formulas import Float64Array, attend
+from tests.support.oracle_formulas import Float64Array, attend
 
 SHAPE = replace(PLAIN, bidirectional=True)
 HEADS, COUNT, REACH = SHAPE.num_heads, 5, 17

@@ -8,7 +8,7 @@ from localinfer.kernels.cpu.program import ThreadPool
 from localinfer.kernels.graph_builder import GraphBuilder
 from localinfer.kernels.ops import Buffer, Gating, Routing
 from tests.kernels.cpu.tape_runs import Write, assert_same_bits, random_rows, run_rows
-from tests.oracle_formulas import Float64Array
+from tests.support.oracle_formulas import Float64Array
 
 ROWS = 9
 

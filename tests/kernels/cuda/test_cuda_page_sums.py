@@ -16,8 +16,8 @@ from localinfer.types import FloatArray
 from tests.kernels.cpu.attention_cases import PLAIN, SHAPES, cache_of, inputs_of
 from tests.kernels.cpu.tape_runs import random_rows, relative_error
 from tests.kernels.cpu.test_attention_sums import shares
-from tests.oracle_formulas import attend
-from tests.oracle_kv import kept, kept_query
+from tests.support.oracle_formulas import attend
+from tests.support.oracle_kv import kept, kept_query
 
 pytest.importorskip("numba_cuda", reason="CUDA kernels are written with numba-cuda, which is not installed")
 

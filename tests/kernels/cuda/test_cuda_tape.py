@@ -31,7 +31,7 @@ from localinfer.kernels.program import Batch, Segment
 from localinfer.types import FloatArray
 from tests.kernels.cpu.tape_runs import random_rows
 from tests.kernels.random_weights import decoded, quantized_activations, random_weights
-from tests.oracle import NumpyProgram
+from tests.support.oracle import NumpyProgram
 
 pytest.importorskip("numba_cuda", reason="CUDA kernels are written with numba-cuda, which is not installed")
 

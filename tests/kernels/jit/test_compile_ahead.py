@@ -10,7 +10,7 @@ import pytest
 
 from localinfer.kernels.jit.compile_ahead import STAGE
 from tests.kernels.subprocesses import environment, run, start
-from tests.limits import seconds, wait_until
+from tests.support.limits import seconds, wait_until
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the cache folder cannot be moved by a variable")
 NAMES = ["checksum.fold", "elementwise.scale", "elementwise.add"]

@@ -14,7 +14,7 @@ from localinfer.kernels.jit import isa
 from localinfer.kernels.jit.isa import ISA, available, runs_on, select
 from tests.kernels.cpu.digest import DOT_PRODUCTS, cached, chosen, encoded, products, recurrent
 from tests.kernels.subprocesses import REPOSITORY, finish, start
-from tests.limits import seconds
+from tests.support.limits import seconds
 
 IS_X86 = llvm.get_process_triple().startswith("x86_64")
 # A CPU of before AVX, float16 conversion and fused multiply-add: what the generic path must do without.

@@ -13,7 +13,7 @@ from localinfer.models.load.loader import open_model_file
 from localinfer.quant.checkpoint.model_file import ModelFile
 from localinfer.quant.formats.reference import dequantize
 from localinfer.types import FloatArray
-from tests.oracle import NumpyProgram, NumpyWeights
+from tests.support.oracle import NumpyProgram, NumpyWeights
 
 
 class OracleWeights(NumpyWeights):

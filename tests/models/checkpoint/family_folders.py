@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from localinfer.models.checkpoint.families import FAMILIES
-from tests.checkpoint_files import write_folder
+from tests.support.checkpoint_files import write_folder
 
 HIDDEN, INNER, HEADS, KV_HEADS, HEAD, VOCAB, LAYERS, EXPERTS = 32, 32, 2, 1, 16, 40, 2, 4
 BASE: dict[str, Any] = {

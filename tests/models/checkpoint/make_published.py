@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tests.checkpoint_files import safetensors_bytes
 from tests.models.checkpoint.published_case import Case
 from tests.models.checkpoint.published_cases import CASES
 from tests.models.checkpoint.published_models import DATA, ROWS, TOKEN_IDS, save_case, weights
+from tests.support.checkpoint_files import safetensors_bytes
 
 
 def compute(case: Case, folder: Path) -> tuple[dict[str, Any], NDArray[np.float32]]:

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tests.checkpoint_files import safetensors_bytes
 from tests.models.checkpoint.published_case import Case
 from tests.models.checkpoint.published_encoders import (
     CASES,
@@ -20,6 +19,7 @@ from tests.models.checkpoint.published_encoders import (
     encoder_weights,
 )
 from tests.models.checkpoint.published_models import save_case
+from tests.support.checkpoint_files import safetensors_bytes
 
 
 def compute(case: Case, folder: Path) -> tuple[dict[str, Any], NDArray[np.float32]]:

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tests.checkpoint_files import safetensors_bytes
 from tests.models.checkpoint.published_case import Case
 from tests.models.checkpoint.published_cases import CASES
 from tests.models.checkpoint.published_models import TOKEN_IDS, read_cases, weights
 from tests.models.checkpoint.setting_effects import CHANGES, EFFECTS, Effect, changed, read_effects, save_effects
+from tests.support.checkpoint_files import safetensors_bytes
 
 
 def compute(case: Case, config: Mapping[str, Any]) -> tuple[dict[str, tuple[int, ...]], NDArray[np.float32]]:

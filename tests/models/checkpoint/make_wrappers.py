@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tests.checkpoint_files import safetensors_bytes
 from tests.models.checkpoint.published_models import TOKEN_IDS, weights
 from tests.models.checkpoint.wrapper_cases import CASES_FILE, LOGITS_FILE, ROWS, read_wrappers
+from tests.support.checkpoint_files import safetensors_bytes
 
 TEXT: dict[str, Any] = {
     "vocab_size": 96,

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tests.checkpoint_files import write_folder
 from tests.models.checkpoint import published_models
 from tests.models.checkpoint.published_bert_kin_cases import BERT_KIN_CASES
 from tests.models.checkpoint.published_case import SW, Case
 from tests.models.checkpoint.published_models import weights
+from tests.support.checkpoint_files import write_folder
 
 DATA = Path(__file__).parents[2] / "data" / "checkpoint" / "encoders"
 TOKEN_IDS = np.random.default_rng(0).integers(3, 90, 24).astype(np.int32)

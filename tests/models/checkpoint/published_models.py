@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.models.checkpoint.families import FAMILIES
-from tests.checkpoint_files import write_folder
 from tests.models.arch_models import skeletons
+from tests.support.checkpoint_files import write_folder
 
 DATA = Path(__file__).parents[2] / "data" / "checkpoint" / "published"
 TOKEN_IDS = np.random.default_rng(0).integers(3, 90, 24).astype(np.int32)

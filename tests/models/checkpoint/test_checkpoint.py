@@ -13,7 +13,7 @@ import localinfer
 from localinfer.errors import CorruptFileError, ModelFileError, UnsupportedFormatError
 from localinfer.models.checkpoint.model import open_checkpoint
 from localinfer.models.load.loader import load_model
-from tests.checkpoint_files import (
+from tests.support.checkpoint_files import (
     GGUF_NAMES,
     HEADS,
     HIDDEN,

@@ -16,8 +16,15 @@ from localinfer.models.text.splitting import PRE_TOKENIZERS
 from localinfer.models.text.tokenizer import Tokenizer
 from localinfer.models.text.vocabulary import PREFIX
 from localinfer.quant.gguf.reader import Metadata, read_gguf
-from tests.checkpoint_files import LLAMA_CONFIG, VOCAB, added_token, llama_weights, tokenizer_document, write_folder
 from tests.models.text.vocabularies import REAL, sample_texts, vocabulary_file
+from tests.support.checkpoint_files import (
+    LLAMA_CONFIG,
+    VOCAB,
+    added_token,
+    llama_weights,
+    tokenizer_document,
+    write_folder,
+)
 
 PLAIN_MODEL = {"dropout": None, "continuing_subword_prefix": None, "end_of_word_suffix": None}
 

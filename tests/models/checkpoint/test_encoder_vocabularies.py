@@ -16,10 +16,10 @@ from localinfer.models.checkpoint.tokenizer_json import TokenizerJson
 from localinfer.models.text.encoders import LONG_TEXT
 from localinfer.models.text.tokenizer import Tokenizer
 from localinfer.models.text.vocabulary import PREFIX
-from tests.checkpoint_files import added_token, write_folder
 from tests.models.checkpoint.published_encoders import encoder_weights, read_cases
 from tests.models.text.unigram_vocabularies import REPLACED, compiled_map, random_texts, unigram_metadata
 from tests.models.text.vocabularies import bert_metadata
+from tests.support.checkpoint_files import added_token, write_folder
 
 Document = dict[str, Any]
 

@@ -16,7 +16,7 @@ from tests.models.checkpoint.checkpoint_oracle import OracleWeights
 from tests.models.checkpoint.published_classifiers import read_cases, read_scores
 from tests.models.checkpoint.published_encoders import TOKEN_IDS, write_case
 from tests.models.checkpoint.published_models import normalized_error
-from tests.oracle import NumpyProgram
+from tests.support.oracle import NumpyProgram
 
 CASES = read_cases()
 

@@ -10,15 +10,15 @@ import localinfer
 from localinfer.engine.pooling import TextPooler
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.models.checkpoint.model import open_checkpoint
+from localinfer.models.checks.quick import check_loaded
 from localinfer.models.decoder.decoder import kv_layer_shapes
 from localinfer.models.decoder.pooling import Pooling
 from localinfer.models.load.devices import cpu_only
 from localinfer.models.load.loader import Model, read_config
-from localinfer.models.verification.quick import check_loaded
 from localinfer.quant.gguf.writer import GGUFWriter, copy_values
-from tests.inside import engine_of, model_of
 from tests.models.checkpoint.published_encoders import NUM_FIRST, ROWS, TOKEN_IDS, read_cases, read_result, write_case
 from tests.models.checkpoint.published_models import normalized_error
+from tests.support.inside import engine_of, model_of
 
 CASES = read_cases()
 LARGEST_ERROR = 1e-9

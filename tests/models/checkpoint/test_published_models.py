@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from localinfer.models.checkpoint.model import open_checkpoint
+from localinfer.models.checks.quick import check_loaded
 from localinfer.models.load.loader import read_config
-from localinfer.models.verification.quick import check_loaded
 from tests.kernels.cpu.device import CpuDevice
 from tests.models.arch_models import ArchModel, run_logits
 from tests.models.checkpoint.checkpoint_oracle import oracle_logits

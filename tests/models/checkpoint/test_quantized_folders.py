@@ -9,15 +9,24 @@ import numpy as np
 import pytest
 
 import localinfer
+from localinfer.apps.quantize import quantize
 from localinfer.errors import CorruptFileError, UnsupportedFormatError
-from localinfer.evaluation.quantize import quantize
 from localinfer.models.checkpoint.model import open_checkpoint
 from localinfer.quant.formats.reference import dequantize
 from localinfer.quant.formats.types import TensorType
 from localinfer.quant.gguf.reader import read_gguf
-from tests import quantized_checkpoints as packing
-from tests.checkpoint_files import LAYERS, LLAMA_CONFIG, MODULES, TOKEN_IDS, Array, Stored, llama_weights, write_folder
 from tests.models.checkpoint.checkpoint_oracle import oracle_logits
+from tests.support import quantized_checkpoints as packing
+from tests.support.checkpoint_files import (
+    LAYERS,
+    LLAMA_CONFIG,
+    MODULES,
+    TOKEN_IDS,
+    Array,
+    Stored,
+    llama_weights,
+    write_folder,
+)
 
 GPTQ: dict[str, Any] = {"quant_method": "gptq", "bits": 4}
 AWQ: dict[str, Any] = {"quant_method": "awq", "bits": 4}

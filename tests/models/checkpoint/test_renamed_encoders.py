@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 import localinfer
 from localinfer.models.checkpoint.model import open_checkpoint
 from localinfer.quant.gguf.reader import read_gguf
-from tests.checkpoint_files import write_folder
 from tests.models.arch_models import build_text_model
+from tests.support.checkpoint_files import write_folder
 
 Values = NDArray[np.float32]
 _JINA = {

@@ -11,17 +11,19 @@ import numpy as np
 import pytest
 
 import localinfer
-from localinfer.describe import describe_file, render_text
+from localinfer.apps.quantize import quantize
+from localinfer.apps.show.describe import describe_file, render_text
 from localinfer.errors import CorruptFileError, ModelFileError, UnsupportedFormatError
-from localinfer.evaluation.quantize import quantize
 from localinfer.models.checkpoint.model import open_checkpoint
 from localinfer.models.load.loader import open_model_file
 from localinfer.quant.checkpoint.folder import open_folder
 from localinfer.quant.formats.reference import dequantize
 from localinfer.quant.formats.types import TensorType
 from localinfer.quant.gguf.reader import read_gguf
-from tests import quantized_checkpoints, scaled_checkpoints
-from tests.checkpoint_files import (
+from tests.models.checkpoint.checkpoint_oracle import oracle_logits
+from tests.models.checkpoint.family_folders import family_config
+from tests.support import quantized_checkpoints, scaled_checkpoints
+from tests.support.checkpoint_files import (
     LAYERS,
     LLAMA_CONFIG,
     MODULES,
@@ -32,10 +34,8 @@ from tests.checkpoint_files import (
     llama_weights,
     write_folder,
 )
-from tests.models.checkpoint.checkpoint_oracle import oracle_logits
-from tests.models.checkpoint.family_folders import family_config
-from tests.quantized_checkpoints import in_module
-from tests.scaled_checkpoints import Written
+from tests.support.quantized_checkpoints import in_module
+from tests.support.scaled_checkpoints import Written
 
 Writer = Callable[[Array], Written]
 

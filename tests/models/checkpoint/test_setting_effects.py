@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from localinfer.errors import LocalinferError
-from tests.checkpoint_files import write_folder
 from tests.models.checkpoint.checkpoint_oracle import oracle_logits
 from tests.models.checkpoint.published_models import TOKEN_IDS, normalized_error, read_cases, weights
 from tests.models.checkpoint.setting_effects import changed, read_effects
+from tests.support.checkpoint_files import write_folder
 
 CASES = read_cases()
 EFFECTS = read_effects({name: case["shapes"] for name, case in CASES.items()})

@@ -11,9 +11,9 @@ import localinfer
 from localinfer.errors import CorruptFileError, ModelFileError, UnsupportedFormatError
 from localinfer.models.checkpoint.model import open_checkpoint
 from localinfer.quant.checkpoint.model_file import ModelFile
-from tests.checkpoint_files import safetensors_bytes, write_folder
 from tests.models.checkpoint import published_models
 from tests.models.checkpoint.published_encoders import TOKEN_IDS, read_cases, write_case
+from tests.support.checkpoint_files import safetensors_bytes, write_folder
 
 PREFIX = "sentence_transformers.models."
 TRANSFORMER = {"idx": 0, "name": "0", "path": "", "type": f"{PREFIX}Transformer"}

@@ -14,8 +14,8 @@ from localinfer.models.text.encoders import BYTE_CHARACTERS
 from localinfer.models.text.splitting import TokenizerWarning
 from localinfer.models.text.tokenizer import Tokenizer
 from localinfer.models.text.vocabulary import PREFIX
-from tests.checkpoint_files import VOCAB, added_token, tokenizer_document
 from tests.models.text.vocabularies import bpe_metadata, keyed, spm_metadata
+from tests.support.checkpoint_files import VOCAB, added_token, tokenizer_document
 
 TEXT = {"Sequence": {"id": "A", "type_id": 0}}
 TEMPLATE = {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, TEXT]}

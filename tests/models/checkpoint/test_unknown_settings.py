@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 import localinfer
-from localinfer.describe import describe_file, render_text
+from localinfer.apps.quantize import quantize
+from localinfer.apps.show.describe import describe_file, render_text
 from localinfer.errors import UnsupportedFormatError
-from localinfer.evaluation.quantize import quantize
 from localinfer.loading.options import model_path
 from localinfer.models import demo
 from localinfer.models.checkpoint.model import open_checkpoint

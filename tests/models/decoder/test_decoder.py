@@ -11,7 +11,7 @@ from localinfer.kernels.program import Batch, Segment
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.decoder.decoder import kv_layer_shapes, write_decoder
 from localinfer.types import FloatArray
-from tests.oracle import NumpyProgram
+from tests.support.oracle import NumpyProgram
 
 HIDDEN, FEED_FORWARD, VOCAB, NUM_LAYERS, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 24, 40, 13, 2, 3, 1, 8
 METADATA = {

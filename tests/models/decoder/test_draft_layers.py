@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from localinfer.cache.block_pool import PagePool
-from localinfer.cache.sequence import SequenceCache
+from localinfer.engine.cache.block_pool import PagePool
+from localinfer.engine.cache.sequence import SequenceCache
 from localinfer.kernels.cpu.memory import address, aligned_zeros
 from localinfer.kernels.ops import Attention, StoreKV
 from localinfer.kernels.program import Batch, Segment, StateStep

@@ -21,8 +21,8 @@ from localinfer.quant.gguf.writer import encode_value
 from localinfer.types import FloatArray
 from tests.kernels.cpu.device import CpuWeights
 from tests.models.arch_models import DATA, build_model, normalized_error, read_config, skeletons, write_skeleton
-from tests.oracle import NumpyProgram, NumpyWeights
-from tests.typed_models import make_model
+from tests.support.oracle import NumpyProgram, NumpyWeights
+from tests.support.typed_models import make_model
 
 NAME = "gemma4-assistant-draft"
 TARGET = skeletons()[NAME]["options"]["target"]

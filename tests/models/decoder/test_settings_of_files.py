@@ -17,8 +17,8 @@ from localinfer.quant.gguf.reader import read_gguf
 from localinfer.quant.gguf.writer import encode_value
 from tests.models.arch_models import build_model, read_config, skeletons, write_skeleton
 from tests.models.decoder.test_further_architectures import SKELETONS
-from tests.oracle import NumpyWeights
-from tests.typed_models import TypedModel, read_model
+from tests.support.oracle import NumpyWeights
+from tests.support.typed_models import TypedModel, read_model
 
 
 def config_of(name: str, **changes: object) -> ModelConfig:

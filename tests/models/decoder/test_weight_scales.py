@@ -12,7 +12,7 @@ from localinfer.quant.gguf.reader import read_gguf
 from tests.kernels.cpu.device import CpuDevice
 from tests.models.arch_models import ArchModel, Device, build_model, normalized_error, run_logits
 from tests.models.numpy_device import NumpyDevice
-from tests.typed_models import TypedModel, Weight, read_model
+from tests.support.typed_models import TypedModel, Weight, read_model
 
 # A part of the name before `.weight`.
 MATRICES = r"(attn_(q|k|v|qkv|output|gate)|ffn_(gate|up|down)(_exps|_shexp)?|ffn_gate_up_exps|ssm_(in|out|alpha|beta))$"

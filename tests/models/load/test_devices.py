@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import localinfer
-from localinfer.cache.block_pool import PagePool
+from localinfer.engine.cache.block_pool import PagePool
+from localinfer.engine.sampling.params import SamplingParams
 from localinfer.errors import BackendUnavailableError, RequestError, SessionMismatchError
 from localinfer.kernels.cuda.device import FoundDevice, has_driver
 from localinfer.kernels.cuda.parted_pages import PartedKVLayout
@@ -24,11 +25,10 @@ from localinfer.models.load.memory_needs import MemoryNeeds, memory_needs
 from localinfer.models.load.placement import choose_placement
 from localinfer.quant.formats.types import TensorType
 from localinfer.quant.gguf.reader import read_gguf
-from localinfer.sampling.params import SamplingParams
-from tests.inside import engine_of
 from tests.models.arch_models import read_config
 from tests.models.small_models import write_small_llama
-from tests.typed_models import make_model
+from tests.support.inside import engine_of
+from tests.support.typed_models import make_model
 
 needs_no_gpu = pytest.mark.skipif(has_driver(), reason="this machine has NVIDIA's driver")
 

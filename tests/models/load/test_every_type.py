@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 import localinfer
+from localinfer.apps.quantize import quantize
 from localinfer.errors import CorruptFileError, UnsupportedFormatError
-from localinfer.evaluation.quantize import quantize
 from localinfer.kernels.cpu.program import ThreadPool
 from localinfer.kernels.cuda.device import CudaDevice
 from localinfer.kernels.layouts import CUDA_LAYOUTS, GGUF_LAYOUTS, Layout
-from localinfer.memory.counted_weights import CountedWeights
+from localinfer.loading.memory.counted_weights import CountedWeights
 from localinfer.models.load.weights import CpuWeights, CudaWeights
 from localinfer.quant.formats.reference_encoders import ENCODABLE_TYPES
 from localinfer.quant.formats.types import TensorType, bits_per_weight, block_bytes, block_dtype, block_size, row_bytes
@@ -23,7 +23,7 @@ from localinfer.quant.methods.presets import PRESETS
 from localinfer.quant.pipeline import conversion
 from localinfer.quant.pipeline.conversion import layout_of, runs_directly
 from tests.conftest import REPOSITORY
-from tests.typed_models import (
+from tests.support.typed_models import (
     ACTIVATION_TYPES,
     TOKEN_IDS,
     WEIGHT_TYPES,

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from localinfer.cache.block_pool import PagePool, default_kv_memory
+from localinfer.engine.cache.block_pool import PagePool, default_kv_memory
 from localinfer.errors import OutOfMemoryError
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.program import AbortableProgram, Batch, Segment

@@ -15,7 +15,7 @@ from localinfer.quant.formats.reference import quantize
 from localinfer.quant.formats.reference_encoders import ENCODABLE_TYPES
 from localinfer.quant.formats.types import TensorType
 from localinfer.quant.gguf.reader import read_gguf
-from tests.oracle import NumpyProgram, NumpyWeights
+from tests.support.oracle import NumpyProgram, NumpyWeights
 
 HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD, VOCAB = 256, 512, 4, 2, 64, 300
 ROWS = {"attn_q": HEADS * HEAD, "attn_k": KV_HEADS * HEAD, "attn_v": KV_HEADS * HEAD} | dict.fromkeys(

@@ -11,9 +11,9 @@ import pytest
 from localinfer.errors import TemplateError
 from localinfer.models.text.chat_template import ChatTemplate
 from localinfer.models.text.template_costs import MAX_LEVELS, MAX_OUTPUT_CHARACTERS, CostError, TemplateBudget
-from tests.limits import seconds
 from tests.models.text import hostile_templates
 from tests.models.text.family_templates import HERMES_THINKING
+from tests.support.limits import seconds
 
 # One that is not stopped ends its process, not the tests: by its memory, its time, or the clock outside.
 _CHILD = """\

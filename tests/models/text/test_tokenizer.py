@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-import localinfer.evaluation
+import localinfer.apps.evaluate
 from localinfer.errors import RequestError
 from localinfer.models.text.encoders import merge_by_rank
 from localinfer.models.text.splitting import PRE_TOKENIZERS, TokenizerWarning, build_splitter
@@ -143,7 +143,7 @@ def test_bpe_agrees_with_the_reference_implementation(name: str) -> None:
     reference.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer = real_tokenizer(name)
     split = build_splitter(PRE_TOKENIZERS[name])
-    text = (Path(localinfer.evaluation.__path__[0]) / "evaluation.txt").read_text("utf-8")[:20000] + AWKWARD * 3
+    text = (Path(localinfer.apps.evaluate.__path__[0]) / "evaluation.txt").read_text("utf-8")[:20000] + AWKWARD * 3
     expected = [token_id for word in split(text) for token_id in reference.encode(word).ids]
     assert tokenizer.encode(text, add_special=False) == expected
 

@@ -13,9 +13,9 @@ from localinfer.quant.checkpoint.bitnet import BitNetReader
 from localinfer.quant.checkpoint.folder import open_folder
 from localinfer.quant.checkpoint.groups import GroupedMatrix
 from localinfer.types import FloatArray
-from tests.checkpoint_files import write_folder
 from tests.models.checkpoint.checkpoint_oracle import oracle_logits
 from tests.models.checkpoint.published_models import TOKEN_IDS, read_cases, weights
+from tests.support.checkpoint_files import write_folder
 
 CODES = np.random.default_rng(1).integers(-1, 2, (24, 64)).astype(np.int8)
 MODULE = "model.layers.0.mlp.up_proj"

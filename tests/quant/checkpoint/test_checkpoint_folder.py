@@ -8,7 +8,7 @@ import pytest
 
 from localinfer.errors import CorruptFileError, ModelFileError, UnsupportedFormatError
 from localinfer.quant.checkpoint.folder import MAX_TOKENIZER_BYTES, MAX_TOKENIZER_VALUES, MAX_VALUES, open_folder
-from tests.checkpoint_files import bfloat16, safetensors_bytes
+from tests.support.checkpoint_files import bfloat16, safetensors_bytes
 
 PARTS = {
     "model-00001-of-00002.safetensors": {"a": np.arange(3, dtype=np.float32)},

@@ -8,8 +8,8 @@ import pytest
 from localinfer.quant.checkpoint.folder import open_folder
 from localinfer.quant.checkpoint.quantization import open_quantization
 from localinfer.quant.formats.reference import dequantize
-from tests.checkpoint_files import Stored, write_folder
-from tests.quantized_checkpoints import in_module
+from tests.support.checkpoint_files import Stored, write_folder
+from tests.support.quantized_checkpoints import in_module
 
 pytest.importorskip("compressed_tensors", reason="the compressed-tensors library is not installed")
 torch = pytest.importorskip("torch", reason="torch is not installed")

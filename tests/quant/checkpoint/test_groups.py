@@ -6,7 +6,7 @@ import pytest
 from localinfer.kernels.layouts import SIZES, Layout
 from localinfer.quant.checkpoint.groups import GroupedMatrix, grouped_matrix, kernel_layout, kernel_rows
 from tests.kernels.random_weights import decoded
-from tests.quantized_checkpoints import Codes, random_codes
+from tests.support.quantized_checkpoints import Codes, random_codes
 
 SHAPE = (21, 384)
 

@@ -13,8 +13,8 @@ from localinfer.quant.checkpoint.quantization import open_quantization
 from localinfer.quant.checkpoint.stored_matrix import common_type
 from localinfer.quant.formats.reference import dequantize
 from localinfer.quant.formats.types import TensorType
-from tests.checkpoint_files import Stored, write_folder
-from tests.quantized_checkpoints import (
+from tests.support.checkpoint_files import Stored, write_folder
+from tests.support.quantized_checkpoints import (
     Codes,
     awq_tensors,
     gptq_tensors,

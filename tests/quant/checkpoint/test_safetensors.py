@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from localinfer.errors import CorruptFileError, ModelFileError, UnsupportedFormatError
 from localinfer.quant.checkpoint.safetensors import MAX_HEADER_BYTES, MAX_VALUES, read_header
 from localinfer.quant.gguf.mapped_file import MappedFile
-from tests.checkpoint_files import bfloat16, safetensors_bytes, with_header
+from tests.support.checkpoint_files import bfloat16, safetensors_bytes, with_header
 
 SOUND = {"a.weight": np.arange(6, dtype=np.float32).reshape(2, 3), "b.bias": np.ones(4, np.float16)}
 

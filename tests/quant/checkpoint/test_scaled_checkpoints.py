@@ -14,10 +14,17 @@ from localinfer.quant.checkpoint.quantization import open_quantization
 from localinfer.quant.checkpoint.stored_matrix import StoredMatrix
 from localinfer.quant.formats.reference import dequantize
 from localinfer.quant.formats.types import TensorType, row_bytes
-from tests import scaled_checkpoints as writers
-from tests.checkpoint_files import Array, Stored, bfloat16, write_folder
-from tests.quantized_checkpoints import Codes, gptq_tensors, in_module, packed_settings, packed_tensors, random_codes
-from tests.scaled_checkpoints import Written
+from tests.support import scaled_checkpoints as writers
+from tests.support.checkpoint_files import Array, Stored, bfloat16, write_folder
+from tests.support.quantized_checkpoints import (
+    Codes,
+    gptq_tensors,
+    in_module,
+    packed_settings,
+    packed_tensors,
+    random_codes,
+)
+from tests.support.scaled_checkpoints import Written
 
 MODULE = "model.layers.0.self_attn.q_proj"
 SHAPE = (33, 512)

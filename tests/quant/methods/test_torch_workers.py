@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from localinfer.apps.quantize import quantize
 from localinfer.errors import BackendUnavailableError, RequestError
-from localinfer.evaluation.quantize import quantize
 from localinfer.models import demo
 from localinfer.models.load import devices
 from localinfer.quant.formats.reference import quantize as encode

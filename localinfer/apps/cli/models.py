@@ -1,0 +1,137 @@
+"""The commands `localinfer pull`, `list` and `rm`: models by name."""
+
+import json
+import sys
+import textwrap
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict
+from datetime import datetime
+from typing import TYPE_CHECKING
+
+import click
+
+from localinfer.apps.cli.options import flag
+from localinfer.terminal import Progress, neutralise_controls, with_time_left
+
+if TYPE_CHECKING:
+    from localinfer.storage.hub.installed import InstalledModel
+
+
+@click.command("pull")
+@click.argument("model", metavar="ORG/REPO[:QUANT]")
+def pull_command(model: str) -> None:
+    """Bring a model from the Hugging Face hub.
+
+    QUANT is a quantization of its GGUF files, such as Q4_K_M, which is preferred if none is given; a repository without
+    GGUF files is pulled as a folder of safetensors. A pull that was stopped goes on where it was. Models of which the
+    hub wants an account need `hf auth login` once.
+    """
+    from localinfer.storage.hub.places import Places
+    from localinfer.storage.hub.pull import pull_model, read_reference
+
+    def say(line: str) -> None:
+        click.echo(neutralise_controls(line), err=True)
+
+    reference = read_reference(model)
+    try:
+        with Progress() as progress:
+            report = with_time_left(lambda stage, done, total: progress(neutralise_controls(stage), done, total))
+            record = pull_model(reference, Places.of_user(), say=say, progress=report)
+    except KeyboardInterrupt:
+        say(
+            f"stopped; what has arrived is kept: `localinfer pull {reference}` goes on from there, `localinfer list` "
+            "shows it"
+        )
+        raise
+    click.echo(neutralise_controls(record.name))
+    if sys.stdout.isatty():
+        say(f"try it: localinfer chat -m {record.name}")
+
+
+@click.command("list")
+@flag("-a --all show_all", "Also what Ollama, LM Studio and other programs with the hub's cache hold; with paths.")
+@flag("--architectures", "Instead the kinds of models that run, of GGUF files and of folders, and which do not.")
+@flag("--json as_json", "Print one JSON array; with --architectures one object.")
+def list_command(show_all: bool, architectures: bool, as_json: bool) -> None:
+    """List the models on this machine by the names that -m takes.
+
+    Those that cannot be used, such as unfinished pulls, are named with the reason on standard error.
+    """
+    if architectures:
+        if show_all:
+            raise click.UsageError("--all lists models and --architectures kinds of them: pass one of the two")
+        click.echo(_architectures(as_json))
+        return
+    from localinfer.storage.hub.installed import find_installed, find_pulled
+    from localinfer.storage.hub.places import Places
+
+    places = Places.of_user()
+    models = find_installed(places) if show_all else find_pulled(places)
+    if as_json:
+        records = [asdict(model) | {"path": str(model.path)} for model in models]
+        click.echo(json.dumps(records, ensure_ascii=False))
+        return
+    sound = [model for model in models if not model.problem]
+    for line in _table(sound, with_paths=show_all):
+        click.echo(neutralise_controls(line))
+    for model in models:
+        if model.problem:
+            kind = "unfinished" if model.is_unfinished else "broken"
+            click.echo(neutralise_controls(f"{kind}: {model.name}: {model.problem}"), err=True)
+    if not models:
+        where = "" if show_all else "; `localinfer list --all` shows those of other programs"
+        click.echo(f"no models here yet: `localinfer pull org/repo` brings one{where}", err=True)
+
+
+@click.command("rm")
+@click.argument("name", metavar="NAME")
+def rm_command(name: str) -> None:
+    """Delete a model that was pulled, or what is here of an unfinished pull.
+
+    Models of other programs are never touched.
+    """
+    from localinfer.storage.hub.places import Places
+    from localinfer.storage.hub.remove import remove_model
+
+    click.echo(neutralise_controls(remove_model(name, Places.of_user())))
+
+
+def _architectures(as_json: bool) -> str:
+    """The kinds of models that run, and those that are known and do not, with the reason."""
+    from localinfer.models.checkpoint.families import FAMILIES
+    from localinfer.models.checkpoint.unsupported_types import NOT_RUN_TYPES
+    from localinfer.models.decoder.architectures import ARCHITECTURES
+    from localinfer.models.decoder.refusals import NOT_RUN
+
+    found: dict[str, tuple[str, Collection[str], Mapping[str, str]]] = {
+        "gguf": ("general.architecture of GGUF files", ARCHITECTURES, NOT_RUN),
+        "folders": ("model_type of Hugging Face folders", FAMILIES, NOT_RUN_TYPES),
+    }
+    if as_json:
+        return json.dumps({key: {"run": sorted(run), "not_run": others} for key, (_, run, others) in found.items()})
+    lines = []
+    for title, run, others in found.values():
+        lines += [f"{title}: {len(run)} run", *_wrapped(", ".join(sorted(run))), ""]
+        lines.append(f"{title}: known, and not run")
+        for reason in sorted(set(others.values())):
+            lines += _wrapped(f"{', '.join(sorted(name for name in others if others[name] == reason))}: {reason}")
+        lines.append("")
+    return "\n".join(lines[:-1])
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, 100, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
+
+
+def _table(models: "Sequence[InstalledModel]", *, with_paths: bool) -> list[str]:
+    from localinfer.storage.hub.variants import describe_size
+
+    rows = [["NAME", "QUANT", "SIZE", "LAST USED", *(["FROM", "PATH"] if with_paths else [])]]
+    for model in models:
+        used = "" if model.last_used is None else datetime.fromtimestamp(model.last_used).strftime("%Y-%m-%d %H:%M")
+        row = [model.name, model.quant or "", describe_size(model.num_bytes), used]
+        rows.append([*row, model.source, str(model.path)] if with_paths else row)
+    if len(rows) == 1:
+        return []
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -1,0 +1,272 @@
+"""One message, one answer: `localinfer chat -p`, and text that is piped into `localinfer chat`."""
+
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from localinfer.apps.cli.options import flag, option, options_group
+from localinfer.errors import ContextLengthError, RequestError
+from localinfer.terminal import ModelOutput, Progress, check_text, describe_stats, neutralise_controls
+
+if TYPE_CHECKING:
+    from localinfer.apps.terminal.conversation import Conversation
+    from localinfer.generation.completion import Stats
+    from localinfer.generation.stream import TextStream
+    from localinfer.llm import LLM
+    from localinfer.storage.saved_conversation import SavedConversation
+
+EXIT_CUT = 3
+"""Exit code where the reply was cut: it was printed, and is not whole."""
+
+_MOST_BYTES = 16 << 20
+"""Of one part of a message: more than the longest contexts hold, and what is counted in seconds."""
+_LOOK_SECONDS = 0.2
+_THOUGHTS_AT_ONCE = 16
+"""Tokens of reasoning between two looks at the progress line."""
+_GIVE_ONE = "pass -p TEXT, or pipe it into standard input"
+
+one_shot_options = options_group(
+    option("-p --prompt", "TEXT", "Send one message, print only the answer and exit; '-' reads standard input."),
+    option("--file files", "FILE", "Add a text file to that message; may be repeated.", multiple=True),
+    flag("--show-reasoning", "Show on stderr how the model reasons before that answer."),
+    flag("--lines", "From a pipe: a conversation, of which each line is a message."),
+)
+
+
+@dataclass(frozen=True)
+class Message:
+    """The parts of one message, each a name for people and the text that the model gets."""
+
+    parts: tuple[tuple[str, str], ...]
+
+    @property
+    def text(self) -> str:
+        """The whole message."""
+        return "\n\n".join(text for _, text in self.parts)
+
+
+def is_one_shot(prompt: str | None, files: tuple[str, ...], *, show_reasoning: bool, lines: bool) -> bool:
+    """Whether to answer one message, instead of chatting. Raises: RequestError for options that exclude each other."""
+    is_asked = prompt is not None or bool(files)
+    if lines and is_asked:
+        raise RequestError("--lines reads a conversation from a pipe, -p and --file make one message; leave one out")
+    if lines and _is_terminal_input():
+        raise RequestError("--lines reads messages from a pipe, and nothing is piped; leave it out to chat here")
+    is_piped = not lines and not _is_terminal_input()
+    if prompt is None and not is_piped and (files or show_reasoning):
+        name = "--file" if files else "--show-reasoning"
+        raise RequestError(f"{name} is for one message; add -p TEXT")
+    return is_asked or is_piped
+
+
+def read_message(prompt: str | None, files: tuple[str, ...]) -> Message:
+    """Make the message of -p, of files and of piped standard input, in this order; '-' or no prompt is that input.
+
+    Raises: RequestError if it would be empty, or a part is not text.
+    """
+    is_input = prompt is None or prompt == "-"
+    first = _standard_input() if is_input else check_text(prompt or "", "the prompt")
+    parts = [("standard input" if is_input else "the prompt", first)]
+    parts += [(file, _labelled(file, _file_text(file))) for file in files]
+    if not is_input and not _is_terminal_input():
+        parts.append(("standard input", _standard_input()))
+    if is_input and not first.strip():
+        raise RequestError(f"standard input is empty, so there is no message; {_GIVE_ONE}")
+    message = Message(tuple((name, text) for name, text in parts if text.strip()))
+    if not message.parts:
+        raise RequestError(f"the message is empty; {_GIVE_ONE}")
+    return message
+
+
+def answer_once(
+    llm: "LLM",
+    message: Message,
+    *,
+    system: str | None,
+    max_tokens: int | None,
+    show_reasoning: bool,
+    stats: bool,
+    saved: "SavedConversation | None" = None,
+    save: "Callable[[SavedConversation], None] | None" = None,
+    seed: int | None = None,
+    **options: Any,
+) -> None:
+    """Print the answer to a message on stdout as it is generated, with a newline at its end, and nothing else.
+
+    saved, save: a conversation that it goes on with, and what keeps it; without one, nothing is kept.
+    Raises: click's Exit with EXIT_CUT if the answer was cut, told on stderr; ContextLengthError with the tokens of each
+        part if the message does not fit the context; RequestError if the conversation waits for the result of a call.
+    """
+    from localinfer.apps.terminal.conversation import Conversation
+
+    conversation = Conversation(llm, system=system, max_tokens=max_tokens, seed=seed, saved=saved, save=save, **options)
+    if calls := conversation.open_calls:
+        raise RequestError(
+            f"the conversation waits for the result of a call of {calls[0].name}, and not for a message; go on with it "
+            "by `localinfer chat --continue`"
+        )
+    conversation.on_messages_dropped = _tell_dropped
+    try:
+        _print_answer(conversation, message.text, shows_reasoning=show_reasoning)
+    except ContextLengthError:
+        raise _too_long(conversation, message) from None
+    last_stats = conversation.last_stats
+    assert last_stats is not None, "there was a stream"
+    if stats:
+        click.echo(describe_stats(last_stats), err=True)
+    _report(llm, last_stats, conversation.finish_reason, max_tokens)
+
+
+def _tell_dropped(num_messages: int) -> None:
+    click.echo(f"the context is full: the {num_messages} oldest messages are left out", err=True)
+
+
+def _print_answer(conversation: "Conversation", text: str, *, shows_reasoning: bool) -> None:
+    """Send a message and print its reply."""
+    output = ModelOutput(sys.stdout, is_terminal=sys.stdout.isatty())
+    thoughts = ModelOutput(sys.stderr, is_terminal=sys.stderr.isatty())
+    num_thoughts = 0
+    with Progress() as progress, ExitStack() as reading:
+
+        def begin(stream: "TextStream") -> None:
+            reading.callback(_show_reading(stream, progress))
+
+        def think(reasoning: str) -> None:
+            nonlocal num_thoughts
+            reading.close()
+            num_thoughts += 1
+            if shows_reasoning:
+                progress.close()
+                thoughts.write(reasoning)
+            elif num_thoughts % _THOUGHTS_AT_ONCE == 0:
+                progress(f"reasoning, {num_thoughts:,} tokens (--show-reasoning shows them)", 0, 0)
+
+        conversation.on_stream, conversation.on_reasoning = begin, think
+        try:
+            with closing(conversation.reply(text)) as deltas:
+                for delta in deltas:
+                    reading.close()
+                    if delta:
+                        progress.close()
+                        thoughts.end_line()
+                        output.write(delta)
+        finally:
+            reading.close()
+            progress.close()
+            thoughts.end_line()
+            output.end_line()
+
+
+def _show_reading(stream: "TextStream", progress: Progress) -> Callable[[], None]:
+    """Show on a terminal how much of a prompt has been computed, until the function that is returned is called."""
+    ended = threading.Event()
+
+    def watch() -> None:
+        total = stream.stats.prompt_tokens
+        while not ended.wait(_LOOK_SECONDS):
+            progress("reading the message, tokens", min(stream.computed_tokens, total), total)
+
+    thread = threading.Thread(target=watch, daemon=True)
+    if sys.stderr.isatty():
+        thread.start()
+
+    def end() -> None:
+        ended.set()
+        if thread.is_alive():
+            thread.join()
+
+    return end
+
+
+def _report(llm: "LLM", stats: "Stats", finish_reason: str | None, max_tokens: int | None) -> None:
+    if stats.dropped_tokens:
+        click.echo(
+            f"the context was full: {stats.dropped_tokens:,} tokens before its recent half were left out", err=True
+        )
+    if finish_reason != "length":
+        return
+    is_limited = max_tokens is not None and stats.completion_tokens >= max_tokens
+    if is_limited:
+        why = f"at -n {max_tokens:,}; a larger -n gives more"
+    else:
+        why = f"at the end of the context of {llm.context_length:,} tokens; --context-length N makes room for more"
+    click.echo(f"the reply was cut after {stats.completion_tokens:,} tokens, {why}", err=True)
+    raise click.exceptions.Exit(EXIT_CUT)
+
+
+def _too_long(conversation: "Conversation", message: Message) -> ContextLengthError:
+    # The older messages of a conversation were left out before.
+    messages = [{"role": "system", "content": conversation.system}] if conversation.system else []
+    messages.append({"role": "user", "content": message.text})
+    llm = conversation.llm
+    num_tokens = llm.count_chat_tokens(messages)
+    shares = [f"{name} {len(llm.tokenizer.encode(text, add_special=False)):,}" for name, text in message.parts]
+    of_these = f" ({', '.join(shares)})" if len(shares) > 1 else ""
+    return ContextLengthError(
+        f"the message takes {num_tokens:,} tokens{of_these}, but the context holds {llm.context_length:,}; shorten it, "
+        "or pass a larger --context-length, or --context-shift to keep its end",
+        num_tokens=num_tokens,
+        context_length=llm.context_length,
+    )
+
+
+def _is_terminal_input() -> bool:
+    """Whether standard input is a terminal, or closed: nothing is piped."""
+    return sys.stdin is None or sys.stdin.closed or sys.stdin.isatty()
+
+
+def _standard_input() -> str:
+    """All of standard input, without one newline at its end."""
+    if sys.stdin is None or sys.stdin.closed:
+        raise RequestError(f"standard input is closed, so there is no message; {_GIVE_ONE}")
+    if sys.stdin.isatty():
+        click.echo("type the message; Ctrl-D at the start of a line ends it", err=True)
+        text = sys.stdin.read(_MOST_BYTES + 1)
+    else:
+        with Progress() as progress:
+            progress("waiting for the end of standard input", 0, 0)
+            text = sys.stdin.read(_MOST_BYTES + 1)
+    if len(text) > _MOST_BYTES:
+        raise RequestError(
+            f"standard input is longer than {_MOST_BYTES:,} bytes, more than a context holds; shorten it"
+        )
+    if "\0" in text:
+        raise RequestError("standard input holds a NUL character, so it is not text; pipe text, such as `git diff`")
+    return check_text(text.removesuffix("\n").removesuffix("\r"), "standard input")
+
+
+def _file_text(file: str) -> str:
+    """The text of a file, without a newline at its end. Raises: RequestError naming it."""
+    try:
+        with Path(file).open("rb") as opened:
+            content = opened.read(_MOST_BYTES + 1)
+    except IsADirectoryError:
+        raise RequestError(f"--file: {file} is a folder; name the files in it, each with its own --file") from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise RequestError(f"--file: {file} cannot be read: {reason}; check the path") from None
+    if len(content) > _MOST_BYTES:
+        raise RequestError(f"--file: {file} is longer than {_MOST_BYTES:,} bytes, more than a context holds; cut it")
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise RequestError(
+            f"--file: {file} is not UTF-8 text ({error.reason} at byte {error.start}); convert it, or leave it out"
+        ) from None
+    if "\0" in text:
+        raise RequestError(f"--file: {file} is not text (a NUL byte at {content.index(0)}); leave it out")
+    return text.replace("\r\n", "\n").removesuffix("\n")
+
+
+def _labelled(file: str, text: str) -> str:
+    """A file as a part of a message: its name, then its text between fences that it does not hold itself."""
+    fence = "```"
+    while fence in text:
+        fence += "`"
+    return f"File {neutralise_controls(Path(file).name)}:\n{fence}\n{text}\n{fence}"

@@ -1,0 +1,473 @@
+"""Options that several commands share: loading a model, sampling, constraining the output."""
+
+import functools
+import json
+import math
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from localinfer.apps.cli.grouped_help import Command, Decorator, GroupedOption, titled
+from localinfer.engine.sampling.params import NUMBER_OPTIONS, NumberOption
+from localinfer.errors import RequestError
+from localinfer.generation.chat.constraints import Constraint, Grammar, JsonObject, JsonSchema, Regex
+from localinfer.terminal import Progress, check_text
+
+if TYPE_CHECKING:
+    from localinfer.llm import LLM
+    from localinfer.models.load.model_changes import ModelChanges
+    from localinfer.types import ProgressCallback
+
+LoadOptions = dict[str, Any]
+"""Keyword arguments of `localinfer.load`, and `ignore_model_sampling` and `template_variables`."""
+
+COUNT = click.IntRange(min=1)
+_SIZE_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
+_LARGEST_SHOWN_BOUND = 1000
+
+
+def option(names: str, metavar: str | None, help: str, **more: Any) -> Decorator:
+    """An option by its names, separated by spaces; help shows its default, if any."""
+    more["show_default"] = "default" in more
+    return click.option(*names.split(), cls=GroupedOption, metavar=metavar, help=help, **more)
+
+
+def flag(names: str, help: str) -> Decorator:
+    """An option without a value."""
+    return click.option(*names.split(), cls=GroupedOption, is_flag=True, help=help)
+
+
+def options_group(*decorators: Decorator, title: str = "", common: str = "") -> Decorator:
+    """Several options as one decorator, listed by help in this order; title, common: see `titled`."""
+
+    def decorate(command: Command) -> Command:
+        for decorator in reversed(decorators):
+            command = decorator(command)
+        return command
+
+    return titled(title, decorate, common) if title else decorate
+
+
+def options_group_of(made: type[Any], name: str, *decorators: Decorator) -> Decorator:
+    """An `options_group` that a command is given as one argument of this name: a dataclass with a field for each."""
+    fields = tuple(made.__dataclass_fields__)
+
+    def gather(command: Command) -> Command:
+        @functools.wraps(command)
+        def call(**values: Any) -> Any:
+            return command(**{name: made(**{field: values.pop(field) for field in fields})}, **values)
+
+        return call
+
+    return options_group(*decorators, gather)
+
+
+def byte_size(context: click.Context, parameter: click.Parameter, value: str | None) -> int | None:
+    """Read a number of bytes, plain or with a unit: 8GB is 8 times 10^9 bytes, 8GiB 8 times 2^30."""
+    if value is None:
+        return None
+    text = value.strip().upper()
+    number = text.rstrip("BKMGI").strip()
+    try:
+        size = int(float(number) * _SIZE_UNITS[text[len(number) :].strip()])
+    except (ValueError, KeyError, OverflowError):
+        size = 0
+    if size < 1:
+        raise click.BadParameter(f"{value!r} is not a size; give bytes, or a number and a unit, such as 2GB.")
+    return size
+
+
+def _gather_load_options(command: Command) -> Command:
+    """Pass the options below as one mapping of `localinfer.load`'s arguments."""
+
+    @functools.wraps(command)
+    def call(**values: Any) -> Any:
+        from localinfer.models.decoder.rope_options import RopeOptions
+
+        options: LoadOptions = {name: values.pop(name) for name in _LOAD_NAMES}
+        all_experts, num_layers = values.pop("cpu_moe"), values.pop("n_cpu_moe")
+        if all_experts and num_layers is not None:
+            raise click.UsageError("Give --cpu-moe for the experts of all layers, or --n-cpu-moe; leave one out.")
+        options["cpu_moe"] = True if all_experts else num_layers
+        size = values.pop("disk_cache_size")
+        options["verify"] = not values.pop("no_verify")
+        options["disk_cache"] = False if values.pop("no_disk_cache") else size or True
+        options["rope"] = RopeOptions(**{name.removeprefix("rope_"): values.pop(name) for name in _ROPE_NAMES})
+        return command(options=options, **values)
+
+    return call
+
+
+def _overrides(
+    context: click.Context, parameter: click.Parameter, values: tuple[str, ...]
+) -> dict[str, bool | int | float | str]:
+    from localinfer.models.load.model_changes import parse_override
+
+    try:
+        return dict(parse_override(value) for value in values)
+    except RequestError as error:
+        raise click.BadParameter(str(error)) from None
+
+
+def _template_variables(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> dict[str, Any]:
+    from localinfer.generation.chat.reply import check_template_variables
+
+    variables: dict[str, Any] = {}
+    try:
+        for value in values:
+            variables |= _variables_of(value)
+        check_template_variables(variables)
+    except RequestError as error:
+        raise click.BadParameter(str(error)) from None
+    return variables
+
+
+def _variables_of(text: str) -> dict[str, Any]:
+    """Variables as a JSON object, or one as NAME=VALUE, which is JSON where it can be and text otherwise."""
+    if text.lstrip().startswith("{"):
+        try:
+            found: dict[str, Any] = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise RequestError(f"{text!r:.80} is not a JSON object: {error}") from None
+        return found
+    name, equals, value = check_text(text, "a variable of the chat template").partition("=")
+    if not equals or not name:
+        raise RequestError(f"{text!r:.80} is no variable; give NAME=VALUE, or a JSON object of names and values")
+    try:
+        return {name: json.loads(value)}
+    except (ValueError, RecursionError):
+        return {name: value}
+
+
+def _gpu_layers(context: click.Context, parameter: click.Parameter, value: str) -> int | None:
+    if value == "auto":
+        return None
+    if not value.isascii() or not value.isdecimal():
+        raise click.BadParameter(f"{value!r} is not a number of layers; give one, or 'auto'.")
+    return int(value)
+
+
+def _devices(context: click.Context, parameter: click.Parameter, value: str) -> str:
+    from localinfer.errors import BackendUnavailableError
+    from localinfer.models.load.device_request import named_gpus
+
+    try:
+        named_gpus(value)
+    except BackendUnavailableError as error:
+        raise click.BadParameter(str(error)) from None
+    return value
+
+
+def _tensor_split(context: click.Context, parameter: click.Parameter, value: str | None) -> list[float] | None:
+    """Shares separated by commas or slashes, as llama.cpp takes them."""
+    if value is None:
+        return None
+    try:
+        shares = [float(part) for part in value.replace("/", ",").split(",")]
+    except ValueError:
+        shares = []
+    if not any(shares) or not all(math.isfinite(share) and share >= 0 for share in shares):
+        raise click.BadParameter(f"{value!r} are no shares; give one number for each GPU, such as 3,1.")
+    return shares
+
+
+def _kv_type(context: click.Context, parameter: click.Parameter, value: str) -> str:
+    from localinfer.kernels.kv_layout import parse_kv_type
+
+    try:
+        parse_kv_type(value)
+    except RequestError as error:
+        raise click.BadParameter(str(error)) from None
+    return value
+
+
+_LOAD_NAMES = (
+    "model device gpu_layers tensor_split threads measure_again context_length kv_type kv_memory kv_window"
+    " disk_cache_folder speculation draft chat_template overrides ignore_model_sampling template_variables".split()
+)
+_ROPE_NAMES = (
+    "rope_scaling rope_scale rope_base rope_frequency_scale yarn_original_context yarn_extrapolation_factor"
+    " yarn_attention_factor yarn_beta_fast yarn_beta_slow".split()
+)
+_DEVICES = click.Choice(["auto", "cpu", "cuda"])
+
+
+def found_model(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+    """A click callback: the path of the model that a user names."""
+    from localinfer.storage.hub.find import find_model
+
+    return None if value is None else str(find_model(value))
+
+
+_MODEL_HELP = "Name (see `localinfer list --all`), GGUF file or Hugging Face folder. Default: the demo model."
+model_option = option("-m --model", "MODEL", _MODEL_HELP)
+
+
+def model_argument(name: str) -> Decorator:
+    """An argument that takes what -m takes, as the path that is meant."""
+    return click.argument(name, metavar=name.upper(), callback=found_model)
+
+
+threads_option = option(
+    "--threads", "N", "CPU threads, fewer while other programs are busy. Default: one per physical core.", type=COUNT
+)
+
+
+def device_option(help: str) -> Decorator:
+    return option("--device", None, help, type=_DEVICES, default="auto")
+
+
+devices_option = option(
+    "--device",
+    "DEVICE",
+    "Where to compute: auto (GPUs, if there are any), cpu, cuda, or GPUs by number, such as cuda:0,cuda:1.",
+    callback=_devices,
+    default="auto",
+    shell_complete=lambda context, parameter, begun: [one for one in _DEVICES.choices if one.startswith(begun)],
+)
+
+load_options = options_group(
+    model_option,
+    devices_option,
+    option(
+        "--gpu-layers",
+        "N|auto",
+        "Layers to run on GPUs, the others on the CPU; auto: as many as fit.",
+        callback=_gpu_layers,
+        default="auto",
+    ),
+    option(
+        "--tensor-split",
+        "N,N",
+        "Shares of several GPUs in the layers, such as 3,1 (split mode layer). Default: by free memory.",
+        callback=_tensor_split,
+    ),
+    flag("--cpu-moe", "Keep the experts of a mixture on the CPU, the rest on GPUs. Default: where that fits more."),
+    option("--n-cpu-moe", "N", "Keep the experts of the first N layers on the CPU.", type=click.IntRange(min=0)),
+    threads_option,
+    flag("--measure-again", "Measure anew how many threads decode fastest, which is done once a month."),
+    option(
+        "-c --context-length",
+        "N",
+        "Tokens of prompt and reply. Default: as trained; more may need --rope-scaling.",
+        type=COUNT,
+    ),
+    option(
+        "--kv-type",
+        "TYPE",
+        "KV cache element type: f32, f16, q8_0, q4_0, or one each for keys and values, such as q8_0/q4_0.",
+        callback=_kv_type,
+        default="f16",
+    ),
+    option(
+        "--kv-memory",
+        "SIZE",
+        "Most memory for cached prompts and texts, such as 2GB; those not used for longest go first. Default: half of "
+        "what is free when the model is loaded.",
+        callback=byte_size,
+    ),
+    option(
+        "--kv-window",
+        "N",
+        "Evict keys and values beyond about N tokens: less memory, approximate. Default: keep all.",
+        type=COUNT,
+    ),
+    flag("--no-disk-cache", "Keep no prompt cache on disk."),
+    option("--disk-cache-size", "SIZE", "Maximum size of the prompt cache on disk. Default: 4GiB.", callback=byte_size),
+    option("--disk-cache-folder", "FOLDER", "Its location. Default: your cache folder."),
+    option(
+        "--speculation",
+        None,
+        "Speculative decoding: faster, same text. mtp: by the model's own draft layers.",
+        type=click.Choice(["auto", "ngram", "draft", "mtp", "off"]),
+        default="auto",
+    ),
+    option("--draft", "MODEL", "Draft model: a small GGUF model of the same vocabulary, or one made for the model."),
+    option("--chat-template", "FILE", "Jinja template in place of the model's own.", type=click.Path(path_type=Path)),
+    option(
+        "--chat-template-kwargs template_variables",
+        "NAME=VALUE",
+        "A variable of the chat template, or several as JSON; may be repeated. template_date=today, or a day such as "
+        "2026-10-01, is the date that it writes. Default: its own.",
+        multiple=True,
+        callback=_template_variables,
+    ),
+    option(
+        "--rope-scaling",
+        None,
+        "Scaling of positions for a longer context. Default: the model's own.",
+        type=click.Choice(["none", "linear", "yarn"]),
+    ),
+    option("--rope-scale", "X", "Scale to X times the context the model was trained for.", type=float),
+    option("--rope-base", "X", "Base of the rotary frequencies (theta).", type=float),
+    option("--rope-frequency-scale", "X", "The same as --rope-scale 1/X.", type=float),
+    option("--yarn-original-context", "N", "Context length of the original training.", type=int),
+    option("--yarn-extrapolation-factor", "X", "Share of the unscaled frequency of fast dimensions.", type=float),
+    option("--yarn-attention-factor", "X", "Multiplies YaRN's attention temperature.", type=float),
+    option("--yarn-beta-fast", "X", "Rotations from which a dimension counts as fast.", type=float),
+    option("--yarn-beta-slow", "X", "Rotations below which a dimension counts as slow.", type=float),
+    option(
+        "--set overrides",
+        "KEY=VALUE",
+        "Metadata in place of the file's; VALUE may begin with int:, float:, bool: or str:. May be repeated.",
+        multiple=True,
+        callback=_overrides,
+    ),
+    flag("--no-verify", "Load a file without checking it: one whose weights are not finite, too."),
+    flag("--ignore-model-sampling", "Use none of the sampling options that the model's file recommends."),
+    _gather_load_options,
+    title="Model, machine and memory",
+    common="model device threads context_length draft no_disk_cache",
+)
+
+
+def changes_of(options: LoadOptions) -> "ModelChanges":
+    """The overrides of a model's metadata. Raises: RequestError."""
+    from localinfer.loading.options import model_changes
+
+    return model_changes(**{name: options[name] for name in ("chat_template", "rope", "overrides")})
+
+
+def load_with(
+    options: LoadOptions, *, stopping: threading.Event | None = None, report: "ProgressCallback | None" = None
+) -> "LLM":
+    """Load a model, with a progress line on the terminal; it samples as its file recommends, unless that is ignored.
+
+    stopping: ends the load once it is set. report: told of its progress too.
+    Raises: LocalinferError; LoadCancelledError if it was ended.
+    """
+    import localinfer
+    from localinfer.storage.hub.find import find_model
+
+    options = dict(options)
+    ignores_sampling = options.pop("ignore_model_sampling", False)
+    variables = options.pop("template_variables", {})
+    named = {name: str(find_model(options[name])) for name in ("model", "draft") if options.get(name) is not None}
+    with Progress() as progress:
+
+        def tell(stage: str, done: int, total: int) -> None:
+            progress(stage, done, total)
+            if report is not None:
+                report(stage, done, total)
+
+        llm = localinfer.load(**{**options, **named}, progress=tell, cancel=stopping)
+    defaults: dict[str, Any] = {} if ignores_sampling else llm.recommended_sampling
+    if variables:
+        defaults = {**defaults, "template_variables": variables}
+    if defaults:
+        llm.set_defaults(**defaults)
+    return llm
+
+
+def _token_biases(
+    context: click.Context, parameter: click.Parameter, values: tuple[str, ...]
+) -> dict[int, float] | None:
+    biases: dict[int, float] = {}
+    for value in values:
+        token_id, _, bias = value.partition("=")
+        try:
+            biases[int(token_id)] = float(bias)
+        except ValueError:
+            raise click.BadParameter(f"{value!r} is not ID=NUMBER, such as 42=-5 or 42=-inf.") from None
+    return biases or None
+
+
+def _drop_unset(command: Command) -> Command:
+    """Pass options only if they are given, so that those of the model's file and the library's hold."""
+
+    @functools.wraps(command)
+    def call(*, dry_sequence_breakers: tuple[str, ...], **values: Any) -> Any:
+        for text in dry_sequence_breakers:
+            check_text(text, "--dry-sequence-breaker")
+        if dry_sequence_breakers:
+            values["dry_sequence_breakers"] = list(dry_sequence_breakers)
+        for name in (*NUMBER_OPTIONS, "logit_bias"):
+            if values[name] is None:
+                del values[name]
+        return command(**values)
+
+    return call
+
+
+def _number_flag(name: str, number: NumberOption) -> Decorator:
+    """The flag of a numeric option. Large bounds are checked by the library only, and not shown."""
+    least, most = (bound if abs(bound) <= _LARGEST_SHOWN_BOUND else None for bound in (number.least, number.most))
+    kind: click.ParamType[Any] = click.FLOAT
+    if number.kind is int:
+        kind = click.IntRange(None if least is None else int(least), None if most is None else int(most))
+    elif least is not None:
+        kind = click.FloatRange(math.floor(least), most, min_open=not float(least).is_integer())
+    shown = f"{number.default:g}"
+    text = number.help.format(default=shown)
+    default = f" Default: the model's, or {shown}." if number.is_common else ""
+    other = _OTHER_FLAGS.get(name) or number.alias
+    flags = " ".join(f"--{one.replace('_', '-')}" for one in (name, other) if one is not None)
+    return option(f"{flags} {name}", number.metavar, f"{text}{default}", type=kind)
+
+
+_OTHER_FLAGS = {"temperature": "temp"}
+"""Further names of options, beside those that requests may use too."""
+_IN_HELP = sorted(NUMBER_OPTIONS.items(), key=lambda named: not named[1].is_common)
+SAMPLING_NAMES = (*NUMBER_OPTIONS, "dry_sequence_breakers", "logit_bias", "seed")
+"""What `sampling_options` pass on, where they are given."""
+
+sampling_options = options_group(
+    *(_number_flag(name, number) for name, number in _IN_HELP),
+    option(
+        "--dry-sequence-breaker dry_sequence_breakers",
+        "TEXT",
+        'DRY stops here; may be repeated. Default: : * " and newline.',
+        multiple=True,
+    ),
+    option("--logit-bias", "ID=B", "Add B to a token's logit; may be repeated.", multiple=True, callback=_token_biases),
+    option("--seed", "S", "The same seed gives the same text. Default: random.", type=click.IntRange(min=0)),
+    _drop_unset,
+    title="Sampling",
+    common="temperature top_k top_p min_p seed",
+)
+
+
+def _text_of(context: click.Context, parameter: click.Parameter, value: Path | None) -> str | None:
+    if value is None:
+        return None
+    try:
+        return value.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise click.BadParameter(f"{value} cannot be read as text: {error}") from None
+
+
+_CONSTRAINTS: dict[str, Callable[[Any], Constraint]] = {
+    "json_object": lambda _: JsonObject(),
+    "json_schema": JsonSchema,
+    "grammar": Grammar,
+    "regex": Regex,
+}
+
+
+def _make_constraint(command: Command) -> Command:
+    """Pass the options below as one argument, `constraint`."""
+
+    @functools.wraps(command)
+    def call(**values: Any) -> Any:
+        given = {name: value for name in _CONSTRAINTS if (value := values.pop(name)) is not None and value is not False}
+        if len(given) > 1:
+            raise click.UsageError("Only one of --json, --json-schema, --grammar and --regex can be given.")
+        constraint = next((_CONSTRAINTS[name](value) for name, value in given.items()), None)
+        return command(constraint=constraint, **values)
+
+    return call
+
+
+_FILE = click.Path(dir_okay=False, path_type=Path)
+constraint_options = options_group(
+    flag("--json json_object", "Constrain the text to one JSON object."),
+    option("--json-schema", "FILE", "Constrain it to JSON of this schema.", type=_FILE, callback=_text_of),
+    option("--grammar", "FILE", "Constrain it to this Lark or GBNF grammar.", type=_FILE, callback=_text_of),
+    option("--regex", "PATTERN", "Constrain it to a full match of this regular expression."),
+    _make_constraint,
+    title="Constraints of the output",
+    common="json_schema",
+)

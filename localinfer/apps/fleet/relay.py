@@ -1,0 +1,187 @@
+"""The ingress's side of a relayed request: parts of an answer become messages to the client, whoever makes them."""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping
+from contextlib import aclosing, suppress
+from typing import Any
+
+from starlette.types import Message, Send
+
+from localinfer.apps.fleet.answer_parts import AnswerPart
+from localinfer.apps.server.replies.resumption import ReplyProgress, ReserveNote, Resumption
+from localinfer.apps.server.transport.http import PING, ApiError
+
+logger = logging.getLogger(__name__)
+
+_MOST_ATTEMPTS = 32
+"""That may fail in a row before a reply is given up, in about a minute: as long as a replica takes to be replaced."""
+_PAUSE_SECONDS, _MOST_PAUSE_SECONDS = 0.25, 2.0
+"""Before the next attempt after one that gave nothing, doubled each time up to the second."""
+_PING_SECONDS = 2.0
+"""After so long without bytes a client is told that its stream of events is not given up."""
+_END: Message = {"type": "http.response.body", "body": b"", "more_body": False}
+_PING: Message = {"type": "http.response.body", "body": PING, "more_body": True}
+
+Open = Callable[[Resumption | None], AsyncGenerator[list[AnswerPart]]]
+"""Has a replica answer a request, or go on with the answer."""
+
+
+class ReplicaLostError(Exception):
+    """The replica that answered is gone."""
+
+
+class BrokenAnswerError(Exception):
+    """A part of an answer was sent, and nobody can go on with it; the connection has to end without its end."""
+
+
+async def relay_answer(
+    open_parts: Open,
+    send: Send,
+    path: str,
+    progress: ReplyProgress | None = None,
+    reserve: Callable[[int, int], Awaitable[object]] | None = None,
+) -> int:
+    """Pass an answer on; where its replica goes, another one goes on. Returns how many replicas were lost.
+
+    open_parts: called again for each that is lost. path: of the request, without `/v1`. progress: told how far it came.
+    reserve: takes the tokens of a `ReserveNote`, before anything is sent, or raises what the client is told in place
+    of an answer. Raises: BrokenAnswerError; what `open_parts` raises but ReplicaLostError; what `reserve` raises.
+    """
+    with _Client(send) as client:
+        return await _relay(open_parts, client, path, ReplyProgress() if progress is None else progress, reserve)
+
+
+async def _relay(
+    open_parts: Open,
+    client: "_Client",
+    path: str,
+    progress: ReplyProgress,
+    reserve: Callable[[int, int], Awaitable[object]] | None,
+) -> int:
+    num_lost = num_idle = 0
+    while num_idle < _MOST_ATTEMPTS:
+        if num_idle:
+            await asyncio.sleep(min(_PAUSE_SECONDS * 2 ** (num_idle - 1), _MOST_PAUSE_SECONDS))
+        num_before = progress.num_tokens
+        resumption = progress.resumption()
+        if client.has_begun and progress.is_whole:
+            await client.send(_END)
+            return num_lost
+        if client.has_begun and resumption is None:
+            raise BrokenAnswerError("a replica is gone, and its answer was no reply that another can go on with")
+        is_refused = False
+        try:
+            async with aclosing(open_parts(resumption)) as parts:
+                async for batch in parts:
+                    messages: list[Message] = []
+                    for notes, message in batch:
+                        for note in notes:
+                            if isinstance(note, ReserveNote) and reserve is not None:
+                                await reserve(note.least, note.most)
+                        if message is None or is_refused:
+                            continue
+                        if message["type"] == "http.response.start":
+                            # Full, ending or failing: what was taken on once is not given up for that.
+                            is_refused = resumption is not None and message["status"] >= 400
+                            if client.has_begun or is_refused:
+                                continue
+                        messages.append(message)
+                    for message in _joined(messages):
+                        await client.send(message)
+                    for notes, _ in batch:
+                        for note in notes:
+                            progress.take(note)
+            if not is_refused:
+                return num_lost
+        except ReplicaLostError as error:
+            num_lost += 1
+            if client.has_ended:
+                # Only what it had to say of it, such as the tokens that were used, is lost.
+                return num_lost
+            logger.warning(
+                "a replica is gone in the middle of an answer (%s); another goes on after %d tokens",
+                " ".join(str(error).split())[:200],
+                progress.num_tokens,
+            )
+        num_idle = 0 if progress.num_tokens > num_before else num_idle + 1
+    if client.has_begun:
+        raise BrokenAnswerError(f"{num_lost} replicas were lost, or refused to go on")
+    refusal = ApiError(503, "the replicas that began to answer are gone; try again", code="replicas_lost")
+    response = refusal.response(path)
+    await client.send({"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers})
+    await client.send({"type": "http.response.body", "body": bytes(response.body)})
+    return num_lost
+
+
+class _Client:
+    """Who gets an answer: messages in their order, and in a stream of events a comment where nothing comes for long.
+
+    A context, after which no comment is sent. has_begun: whether the first message was sent; has_ended: the last one.
+    """
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.has_begun = self.has_ended = False
+        self._is_sending = False
+        self._last_sent = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+        self._pinging: asyncio.Future[None] | None = None
+
+    def __enter__(self) -> "_Client":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._pinging is not None:
+            self._pinging.cancel()
+
+    async def send(self, message: Message) -> None:
+        """Send a message, after a comment that is being sent."""
+        if self._pinging is not None:
+            await self._pinging
+        self._is_sending = True
+        await self._send(message)
+        self._is_sending = False
+        loop = asyncio.get_running_loop()
+        self._last_sent = loop.time()
+        if message["type"] == "http.response.start":
+            self.has_begun = True
+            if _takes_pings(message):
+                self._timer = loop.call_later(_PING_SECONDS, self._look)
+        else:
+            self.has_ended = not message.get("more_body")
+
+    def _look(self) -> None:
+        loop = asyncio.get_running_loop()
+        left = self._last_sent + _PING_SECONDS - loop.time()
+        if left <= 0 and not self._is_sending and not self.has_ended and self._pinging is None:
+            self._pinging = asyncio.ensure_future(self._ping())
+        self._timer = loop.call_later(left if left > 0 else _PING_SECONDS, self._look)
+
+    async def _ping(self) -> None:
+        # Of a client that is gone its connection tells.
+        with suppress(Exception):
+            await self._send(_PING)
+        self._last_sent = asyncio.get_running_loop().time()
+        self._pinging = None
+
+
+def _takes_pings(start: Message) -> bool:
+    """Whether comments may stand between two writes of an answer."""
+    return any(name.lower() == b"content-type" and b"text/event-stream" in value for name, value in start["headers"])
+
+
+def _joined(messages: list[Message]) -> list[Message]:
+    """The same bytes in fewer messages: neighbours of a body are one."""
+    joined: list[MutableMapping[str, Any]] = []
+    bodies: list[bytes] = []
+    for message in messages:
+        if message["type"] == "http.response.body" and bodies:
+            bodies.append(message.get("body", b""))
+            joined[-1] = {**message, "body": b"".join(bodies)}
+            continue
+        bodies = [message.get("body", b"")] if message["type"] == "http.response.body" else []
+        joined.append(message)
+    return joined

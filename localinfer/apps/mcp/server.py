@@ -1,0 +1,212 @@
+"""A server of the Model Context Protocol on standard input and output: the tools, and the model behind them.
+
+The protocol is that of the package `mcp`. The model is loaded while the client and the server greet each other, so that
+no client gives up waiting for it; a call waits. A call that the client cancels, or leaves, stops its generation.
+"""
+
+import asyncio
+import logging
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import msgspec
+from mcp.server.context import ServerRequestContext
+from mcp.server.lowlevel import Server
+from mcp.server.stdio import stdio_server
+from mcp_types import (
+    CallToolRequestParams,
+    CallToolResult,
+    ListToolsResult,
+    PaginatedRequestParams,
+    TextContent,
+    Tool,
+    ToolAnnotations,
+)
+
+from localinfer.apps.mcp.arguments import (
+    ChatArguments,
+    CompleteArguments,
+    EmbedArguments,
+    Generated,
+    TokenizeArguments,
+    Tokens,
+    Vectors,
+    schema_of,
+)
+from localinfer.apps.mcp.standard_input import InputLines
+from localinfer.errors import LocalinferError
+from localinfer.generation.chat.constraints import JsonSchema
+from localinfer.generation.completion import Completion
+from localinfer.generation.stream import TextStream
+from localinfer.kernels.versions import installed_version
+from localinfer.llm import LLM
+
+if TYPE_CHECKING:
+    import anyio
+
+logger = logging.getLogger(__name__)
+
+Context = ServerRequestContext[Any, Any]
+_PROGRESS_SECONDS = 1.0
+_INSTRUCTIONS = "A language model that runs on this machine: nothing that it is given leaves it."
+
+
+@dataclass(frozen=True)
+class _Tool:
+    """A tool: what it takes and gives, and what it does. say: what people and models read of the result."""
+
+    arguments: type[msgspec.Struct]
+    result: type[msgspec.Struct]
+    call: Callable[[Context, Any], Awaitable[msgspec.Struct]]
+    say: Callable[[Any], str]
+
+
+class ModelServer:
+    """The tools over one model.
+
+    load: loads it, in a thread, and gives up once the event is set. What it raises is the answer to every call: a
+    client shows that, and not the log.
+    """
+
+    def __init__(self, load: Callable[[threading.Event], LLM]) -> None:
+        self._load = load
+        self._stopping = threading.Event()
+        self._loading: asyncio.Task[LLM] | None = None
+        self._tools = {
+            "chat": _Tool(ChatArguments, Generated, self._chat, lambda result: str(result.text)),
+            "complete": _Tool(CompleteArguments, Generated, self._complete, lambda result: str(result.text)),
+            "tokenize": _Tool(TokenizeArguments, Tokens, self._tokenize, _as_json),
+            "embed": _Tool(EmbedArguments, Vectors, self._embed, _as_json),
+        }
+
+    async def run(self) -> None:
+        """Serve one client by standard input and output, until it closes the former."""
+        async with self.serving() as server, stdio_server(_input()) as (reading, writing):
+            await server.run(reading, writing, server.create_initialization_options())
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[Server[Any]]:
+        """The protocol's side of the server, for as long as the context lasts; then the model is closed."""
+        loading = self._loading = asyncio.create_task(asyncio.to_thread(self._load, self._stopping))
+        # Whether or not a call asks for it.
+        loading.add_done_callback(lambda task: task.cancelled() or task.exception())
+        try:
+            yield Server(
+                "localinfer",
+                version=installed_version("localinfer"),
+                instructions=_INSTRUCTIONS,
+                on_list_tools=self._list_tools,
+                on_call_tool=self._call_tool,
+            )
+        finally:
+            self._stopping.set()
+            with suppress(Exception):
+                (await loading).close()
+
+    async def _list_tools(self, context: Context, params: PaginatedRequestParams | None) -> ListToolsResult:
+        read_only = ToolAnnotations(read_only_hint=True, open_world_hint=False)
+        return ListToolsResult(
+            tools=[
+                Tool(
+                    name=name,
+                    description=tool.arguments.__doc__,
+                    input_schema=schema_of(tool.arguments),
+                    output_schema=schema_of(tool.result),
+                    annotations=read_only,
+                )
+                for name, tool in self._tools.items()
+            ]
+        )
+
+    async def _call_tool(self, context: Context, params: CallToolRequestParams) -> CallToolResult:
+        tool = self._tools.get(params.name)
+        if tool is None:
+            return _error(f"there is no tool {params.name!r:.80}; there are {', '.join(self._tools)}")
+        try:
+            arguments = msgspec.convert(params.arguments or {}, tool.arguments)
+            result = await tool.call(context, arguments)
+        except msgspec.ValidationError as error:
+            return _error(f"the arguments of {params.name} are not as its schema says: {error}")
+        except LocalinferError as error:
+            return _error(str(error))
+        except Exception as error:
+            # Its text may hold what the client sent, or paths.
+            logger.error("a call of %s failed", params.name, exc_info=error)
+            return _error(f"{params.name} failed by a fault of localinfer; its log on stderr has the reason")
+        content = TextContent(type="text", text=tool.say(result))
+        return CallToolResult(content=[content], structured_content=msgspec.to_builtins(result))
+
+    async def _model(self) -> LLM:
+        """The model, once it is loaded. Raises: what the load raised."""
+        assert self._loading is not None, "calls come while the server runs"
+        return await asyncio.shield(self._loading)
+
+    async def _chat(self, context: Context, arguments: ChatArguments) -> Generated:
+        llm = await self._model()
+        messages = [] if arguments.system is None else [{"role": "system", "content": arguments.system}]
+        messages += [{"role": one.role, "content": one.content} for one in arguments.history or ()]
+        messages.append({"role": "user", "content": arguments.message})
+        options = _given(arguments, "max_tokens temperature seed")
+        if arguments.json_schema is not None:
+            options["constraint"] = JsonSchema(arguments.json_schema)
+        return await _generated(context, lambda: llm.stream_chat(messages, **options), arguments.max_tokens)
+
+    async def _complete(self, context: Context, arguments: CompleteArguments) -> Generated:
+        llm = await self._model()
+        options = _given(arguments, "max_tokens temperature seed stop")
+        return await _generated(context, lambda: llm.stream(arguments.prompt, **options), arguments.max_tokens)
+
+    async def _tokenize(self, context: Context, arguments: TokenizeArguments) -> Tokens:
+        llm = await self._model()
+        token_ids = await asyncio.to_thread(llm.tokenizer.encode, arguments.text, False)
+        return Tokens(list(token_ids), len(token_ids))
+
+    async def _embed(self, context: Context, arguments: EmbedArguments) -> Vectors:
+        llm = await self._model()
+        vectors = await asyncio.to_thread(llm.embed_many, arguments.texts)
+        return Vectors([vector.tolist() for vector in vectors])
+
+
+def _input() -> "anyio.AsyncFile[str]":
+    """Standard input; of the type that the package names it needs the lines only."""
+    return cast("anyio.AsyncFile[str]", InputLines())
+
+
+async def _generated(context: Context, open_stream: Callable[[], TextStream], total: int | None) -> Generated:
+    """Generate a text, and tell a client that wants to know how far it is, once a second."""
+    async with await asyncio.to_thread(open_stream) as stream:
+        working = asyncio.ensure_future(stream.aresult())
+        try:
+            while not (await asyncio.wait({working}, timeout=_PROGRESS_SECONDS))[0]:
+                await context.session.report_progress(stream.stats.completion_tokens, total)
+        finally:
+            working.cancel()
+        return _as_generated(working.result())
+
+
+def _as_generated(completion: Completion) -> Generated:
+    stats = completion.stats
+    return Generated(
+        completion.text,
+        completion.finish_reason,
+        completion.reasoning,
+        stats.prompt_tokens,
+        stats.cached_tokens,
+        stats.completion_tokens,
+    )
+
+
+def _given(arguments: msgspec.Struct, names: str) -> dict[str, Any]:
+    values = {name: getattr(arguments, name) for name in names.split()}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _as_json(result: msgspec.Struct) -> str:
+    return msgspec.json.encode(result).decode()
+
+
+def _error(text: str) -> CallToolResult:
+    return CallToolResult(content=[TextContent(type="text", text=text)], is_error=True)

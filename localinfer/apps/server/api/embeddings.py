@@ -1,0 +1,108 @@
+"""`/v1/embeddings`: one vector per text."""
+
+import asyncio
+import base64
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+from numpy.typing import NDArray
+from starlette.requests import Request
+from starlette.responses import Response
+
+from localinfer.apps.server.operation.request_record import record_of
+from localinfer.apps.server.replies.mixed_prompts import Pieces, embedding_prompt, read_prompts
+from localinfer.apps.server.replies.service import read_body, reserve_prompts, service_of
+from localinfer.apps.server.transport.bodies import unless_gone
+from localinfer.apps.server.transport.http import json_response, too_long, unsupported
+from localinfer.apps.server.transport.known_fields import EMBEDDINGS
+from localinfer.errors import ContextLengthError
+
+if TYPE_CHECKING:
+    from localinfer.llm import LLM
+    from localinfer.types import TokenIds
+
+Text = TypeVar("Text")
+Result = TypeVar("Result")
+
+MOST_TEXTS = 2048
+_TEXTS_AT_ONCE = 64
+"""Texts between two looks at whether the client is still there."""
+
+
+class EmbeddingRequest(msgspec.Struct):
+    """Texts, token ids, or both mixed, that vectors are wanted for. truncate: cut those longer than the context."""
+
+    known_fields: ClassVar = EMBEDDINGS
+
+    input: str | list[Any] | dict[str, Any]
+    model: str | None = None
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: Annotated[int, Meta(ge=1)] | None = None
+    truncate: bool = False
+
+
+async def embeddings(request: Request) -> Response:
+    """The vectors of texts, in order, as numbers or as base64 of little-endian float32."""
+    body = await read_body(request, EmbeddingRequest)
+    texts = read_prompts(body.input, "input", at_most=MOST_TEXTS)
+    began = time.perf_counter()
+    ids: list[TokenIds] = []
+    vectors: list[NDArray[np.float32]] = []
+    with await service_of(request).lease(request, body.model) as lease:
+        async for encoded in in_batches(request, texts, partial(_encode, lease.llm, body)):
+            ids += encoded
+        count = sum(map(len, ids))
+        reserve_prompts(request, count)
+        work = partial(_embed, lease.llm, body, service_of(request).settings.pooling)
+        async for found in in_batches(request, ids, work):
+            vectors += found
+    service_of(request).totals.count_prompts(count, time.perf_counter() - began)
+    data = await asyncio.to_thread(_data, vectors, body.encoding_format)
+    record_of(request.scope).input_tokens = count
+    usage = {"prompt_tokens": count, "total_tokens": count}
+    return json_response({"object": "list", "data": data, "model": lease.model_id, "usage": usage})
+
+
+async def in_batches(
+    request: Request, texts: Sequence[Text], work: Callable[[Sequence[Text]], Result]
+) -> AsyncIterator[Result]:
+    """What some work makes of texts, done in a thread for some at a time: a client that leaves ends it.
+
+    Raises: ClientGone, and what the work raises.
+    """
+    for start in range(0, len(texts), _TEXTS_AT_ONCE):
+        yield await unless_gone(request.receive, asyncio.to_thread(work, texts[start : start + _TEXTS_AT_ONCE]))
+
+
+def _encode(llm: "LLM", body: EmbeddingRequest, texts: Sequence[Pieces]) -> "list[TokenIds]":
+    """The ids of texts."""
+    try:
+        return llm.embedding_ids([embedding_prompt(llm.tokenizer, text) for text in texts], truncate=body.truncate)
+    except ContextLengthError as error:
+        raise too_long(error, "input", "is too large") from None
+
+
+def _embed(
+    llm: "LLM", body: EmbeddingRequest, pooling: str | None, ids: "Sequence[TokenIds]"
+) -> list[NDArray[np.float32]]:
+    """Their vectors. Raises: ApiError if there is one per token."""
+    vectors = llm.embed_many(ids, pooling=pooling, dimensions=body.dimensions)
+    if any(vector.ndim > 1 for vector in vectors):
+        raise unsupported("there is a vector per token, which OpenAI's shape has no place for; ask /embedding")
+    return vectors
+
+
+def _data(vectors: Sequence[NDArray[np.float32]], encoding: str) -> list[msgspec.Raw]:
+    """The vectors as JSON, written one by one: a request may have millions of numbers."""
+    is_base64 = encoding == "base64"
+    written = []
+    for index, vector in enumerate(vectors):
+        numbers = base64.b64encode(vector.astype("<f4").tobytes()).decode("ascii") if is_base64 else vector.tolist()
+        item = {"object": "embedding", "index": index, "embedding": numbers}
+        written.append(msgspec.Raw(msgspec.json.encode(item)))
+    return written

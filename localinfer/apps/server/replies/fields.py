@@ -1,0 +1,301 @@
+"""Members that several requests share about how a reply is made, and the engine's options that they become."""
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from localinfer.apps.server.replies.form_fields import FormFields
+from localinfer.apps.server.replies.message_fields import joined_text
+from localinfer.apps.server.transport.http import ApiError
+from localinfer.apps.server.transport.settings import ServerSettings
+from localinfer.arguments import MAX_PRIORITY
+from localinfer.engine.sampling.params import MAX_LOGPROBS, MAX_SEED, NUMBER_OPTIONS, NumberOption
+
+if TYPE_CHECKING:
+    from localinfer.llm import LLM
+
+Count = Annotated[int, Meta(ge=1, le=1 << 31)]
+TextCount = Annotated[int, Meta(ge=1, le=1 << 16)]
+"""How many the server makes at a time is decided by its settings, see `check_text_count`."""
+StopText = Annotated[str, Meta(min_length=1, max_length=1024)]
+Stops = StopText | Annotated[list[StopText], Meta(max_length=16)]
+Biases = Annotated[
+    dict[Annotated[str, Meta(pattern=r"^\d{1,9}$")], Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=1024)
+]
+Variables = Annotated[dict[str, Any], Meta(max_length=64)]
+TokenId = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
+Prompts = str | list[str | TokenId | list[TokenId]]
+
+
+ProbabilityCount = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
+TokenLimit = Annotated[int, Meta(ge=-1, le=1 << 31)]
+Priority = Annotated[
+    int,
+    Meta(
+        ge=-MAX_PRIORITY,
+        le=MAX_PRIORITY,
+        description="vLLM's: the lower, the earlier the request is served; 0 without it. It changes no token.",
+    ),
+]
+SlotNumber = Annotated[int, Meta(ge=-1, le=1 << 31)]
+
+
+CacheSalt = Annotated[
+    str,
+    Meta(
+        min_length=1,
+        max_length=1024,
+        description="vLLM's: what is cached of this prompt is of use to requests of the same salt only.",
+    ),
+]
+
+
+def first_limit(*limits: int | None) -> int | None:
+    """The first limit of tokens that is given under one of its names; -1 is none."""
+    limit = next((limit for limit in limits if limit is not None), None)
+    return None if limit == -1 else limit
+
+
+def given(**options: Any) -> dict[str, Any]:
+    """The options that are not None."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def seeded(options: dict[str, Any], index: int, defaults: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
+    """Options for the text of this index: texts of one request differ, and the same seed gives the same ones.
+
+    defaults: the model's, whose seed holds where the options have none.
+    """
+    if index:
+        # What was begun is not given up for what follows.
+        options = {name: value for name, value in options.items() if name != "ttft_objective"}
+    seed = options.get("seed", defaults.get("seed"))
+    return options if seed is None or index == 0 else {**options, "seed": (seed + index) % (MAX_SEED + 1)}
+
+
+def check_text_count(count: int, settings: ServerSettings) -> None:
+    """Refuse a request for more texts than are generated at one time. Raises: ApiError."""
+    if count > settings.max_generations:
+        raise ApiError(
+            400,
+            f"{count:,} texts are asked for, and this server generates {settings.max_generations} at most at a time; "
+            "ask for fewer, or start it with --max-generations",
+            param="n",
+        )
+
+
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+    """What a stream should carry beside text. include_obfuscation: ignored, as chunks are never padded."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class Prediction(msgspec.Struct, forbid_unknown_fields=True):
+    """Text that the reply is likely to have."""
+
+    content: str | list[dict[str, Any]]
+    type: Literal["content"] = "content"
+
+    def text(self) -> str:
+        """The text, of its parts if it has some. Raises: ApiError for parts that are no text."""
+        return joined_text(self.content, "prediction.content", "assistant")
+
+
+def _number_field(option: NumberOption) -> Any:
+    """The type of a numeric sampling option in a request, with the range in which it makes sense there."""
+    most = min(option.most, 1 << 31 if option.kind is int else 100)
+    return Annotated[option.kind, Meta(ge=option.least, le=most)] | None
+
+
+if TYPE_CHECKING:
+
+    class NumberFields(FormFields):
+        """The numeric sampling options, of which only these are read by name."""
+
+        temperature: float | None = None
+        top_p: float | None = None
+        dry_last_n: int | None = None
+
+else:
+    NumberFields = msgspec.defstruct(
+        "NumberFields",
+        [
+            (name, _number_field(option), None)
+            for key, option in NUMBER_OPTIONS.items()
+            for name in (key, option.alias)
+            if name is not None
+        ],
+        bases=(FormFields,),
+    )
+
+
+class GenerationFields(NumberFields):
+    """How tokens are chosen, when to stop, and how urgent they are; None is the engine's default."""
+
+    dry_sequence_breakers: Stops | None = None
+    logit_bias: Biases | None = None
+    seed: int | None = None
+    stop: Stops | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=256)] | None = None
+    include_stop_str_in_output: bool | None = None
+    min_tokens: Annotated[int, Meta(ge=0, le=1 << 31)] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Meta(max_length=1 << 18)] | None = None
+    bad_words: Annotated[list[StopText], Meta(max_length=1024)] | None = None
+    context_shift: bool | None = None
+    pin_cache: bool | None = None
+    priority: Priority | None = None
+
+    def sampling_options(self) -> dict[str, Any]:
+        """The engine's options about sampling and stopping."""
+        numbers = {}
+        for name, option in NUMBER_OPTIONS.items():
+            number = getattr(self, name)
+            numbers[name] = getattr(self, option.alias) if number is None and option.alias else number
+        bias = self.logit_bias
+        return given(
+            **numbers,
+            dry_sequence_breakers=self.dry_sequence_breakers,
+            logit_bias=None if bias is None else {int(token_id): value for token_id, value in bias.items()},
+            # Clients mean "any" by -1, and may have signed numbers.
+            seed=None if self.seed is None or self.seed == -1 else self.seed % (MAX_SEED + 1),
+            stop=self.stop or None,
+            ignore_eos=self.ignore_eos,
+            stop_token_ids=self.stop_token_ids or None,
+            include_stop=self.include_stop_str_in_output,
+            min_tokens=self.min_tokens or None,
+            allowed_token_ids=self.allowed_token_ids,
+            bad_words=self.bad_words or None,
+            context_shift=self.context_shift,
+            pin_cache=self.pin_cache,
+            priority=self.priority,
+        )
+
+
+class OpenRouterReasoning(msgspec.Struct, forbid_unknown_fields=True):
+    """Reasoning as OpenRouter has it. max_tokens: of it at most. exclude: it takes place, and is not told."""
+
+    effort: str | None = None
+    max_tokens: Annotated[int, Meta(ge=0, le=1 << 31)] | None = None
+    exclude: bool | None = None
+    enabled: bool | None = None
+
+
+class OpenRouterUsage(msgspec.Struct, forbid_unknown_fields=True):
+    """Whether a stream tells what it has cost, as OpenRouter has it; whole replies always do."""
+
+    include: bool | None = None
+
+
+class Thinking(msgspec.Struct, forbid_unknown_fields=True):
+    """Whether a model reasons first, and for how many tokens at most.
+
+    display: reasoning is shown as it is, never summarized; "omitted" leaves its text out of Anthropic's replies.
+    """
+
+    type: Literal["enabled", "disabled", "adaptive", "auto"] = "enabled"
+    budget_tokens: Annotated[int, Meta(ge=0, le=1 << 31)] | None = None
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class ChatFields(GenerationFields):
+    """Sampling, form, and how the model may reason."""
+
+    chat_template_kwargs: Variables | None = None
+    enable_thinking: bool | None = None
+    thinking: Thinking | None = None
+    thinking_budget: Annotated[int, Meta(ge=-1, le=1 << 31)] | None = None
+    reasoning_budget_tokens: Annotated[int, Meta(ge=-1, le=1 << 31)] | None = None
+    reasoning_effort: str | None = None
+
+    def reply_options(self, reasoning: OpenRouterReasoning | None = None) -> dict[str, Any]:
+        """The engine's options for reasoning and form. reasoning: of the member that has this name on chats."""
+        variables = dict(self.chat_template_kwargs or {})
+        thinks = variables.pop("enable_thinking", None)
+        thinks = thinks if self.enable_thinking is None else self.enable_thinking
+        budget = self.thinking_budget if self.reasoning_budget_tokens is None else self.reasoning_budget_tokens
+        effort = self.reasoning_effort
+        if reasoning is not None:
+            thinks = reasoning.enabled if reasoning.enabled is not None else thinks
+            budget = reasoning.max_tokens if budget is None else budget
+            effort = reasoning.effort if effort is None else effort
+        if self.thinking is not None:
+            thinks = self.thinking.type != "disabled"
+            budget = self.thinking.budget_tokens if budget is None else budget
+        if effort in ("none", "minimal"):
+            thinks = False
+        elif effort is not None:
+            variables["reasoning_effort"] = effort
+        return given(
+            constraint=self.constraint(),
+            thinking=thinks,
+            thinking_budget=budget if budget is not None and budget >= 0 else None,
+            template_variables=variables or None,
+        )
+
+
+ContinueFinalMessage = Annotated[
+    bool,
+    Meta(description="Continue the last message, a reply that was cut short: only what follows its text is returned."),
+]
+AddGenerationPrompt = Annotated[
+    bool, Meta(description="Begin a new reply; false where continue_final_message is true, which begins none.")
+]
+
+
+def continuation(
+    continues: bool | None, begins: bool | None, messages: Sequence[Mapping[str, Any]], *, has_form: bool = False
+) -> dict[str, Any]:
+    """The engine's option for a last message that is continued.
+
+    continues, begins: continue_final_message and add_generation_prompt. Without either, a last message of the role
+    "assistant" that has text and calls no tools is continued, unless the reply is held to a form, which holds for whole
+    replies. Raises: ApiError if a new reply is wanted as well.
+    """
+    if continues and begins:
+        raise ApiError(
+            400,
+            "continue_final_message and add_generation_prompt are both true, and a reply is either continued or begun; "
+            "send add_generation_prompt: false",
+            param="add_generation_prompt",
+        )
+    if continues is None and not begins and not has_form and len(messages) > 1:
+        last = messages[-1]
+        continues = last["role"] == "assistant" and bool(last["content"]) and not last.get("tool_calls")
+    return given(continue_final_message=continues or None)
+
+
+def without_missing_thinking(llm: "LLM", options: dict[str, Any]) -> dict[str, Any]:
+    """Options of a chat without those that only a model can follow that reasons, for one that does not.
+
+    Clients ask all models alike, and a reply without reasoning is one that took none.
+    """
+    asks = options.get("thinking") or options.get("thinking_budget") is not None
+    if not asks or llm.can_think:
+        return options
+    return {name: value for name, value in options.items() if name not in ("thinking", "thinking_budget")}
+
+
+def split_prompts(prompts: Prompts, field: str, *, at_most: int) -> list[str | Sequence[int]]:
+    """One prompt per item: `[1, 2]` is one prompt of ids, `[[1, 2], "a"]` are two.
+
+    Raises: ApiError for none, for too many, and for ids beside texts.
+    """
+    if isinstance(prompts, str):
+        return [prompts]
+    ids = [item for item in prompts if isinstance(item, int)]
+    if ids and len(ids) == len(prompts):
+        return [ids]
+    split: list[str | Sequence[int]] = [item for item in prompts if not isinstance(item, int)]
+    if ids or not split:
+        raise ApiError(
+            400, f"{field} is empty, or has token ids beside texts; give texts, or lists of token ids", param=field
+        )
+    if len(split) > at_most:
+        raise ApiError(400, f"{field} has {len(split)} prompts; give at most {at_most} at a time", param=field)
+    return split

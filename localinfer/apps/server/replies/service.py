@@ -1,0 +1,425 @@
+"""What all routes share: the models, the replies that are running, admission, an orderly end, and one shape of errors.
+
+Paths are served with and without `/v1`.
+"""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from localinfer.apps.server.handover.prefill_client import http_servers
+from localinfer.apps.server.handover.prefill_server import PrefillServer
+from localinfer.apps.server.handover.prompts import PromptHandover
+from localinfer.apps.server.operation.metrics import Metrics
+from localinfer.apps.server.operation.rate_limits import RateLimiter, Reservation
+from localinfer.apps.server.operation.request_record import RequestRecord, error_name, record_of
+from localinfer.apps.server.replies.isolation import cache_salt_of, may_see_reply, salt_options, tenant_of
+from localinfer.apps.server.replies.ownership import check_generations, check_queue, checked_priority, ownership
+from localinfer.apps.server.replies.reply import Reply, ServerState, TextPlan
+from localinfer.apps.server.replies.resumption import RELAY, ReplyRelay
+from localinfer.apps.server.replies.slots import NO_SLOT, SlotTable
+from localinfer.apps.server.replies.totals import ReplyTotals
+from localinfer.apps.server.router.model_folder import ModelSource
+from localinfer.apps.server.router.models import ModelRegistry
+from localinfer.apps.server.router.served_model import Lease
+from localinfer.apps.server.transport.bodies import Bodies, unless_gone
+from localinfer.apps.server.transport.http import (
+    ApiError,
+    ClientGone,
+    ModelLoadError,
+    Record,
+    identifier,
+    not_supported,
+    shutting_down,
+    to_api_error,
+)
+from localinfer.apps.server.transport.notices import collecting, header
+from localinfer.apps.server.transport.settings import ServerSettings
+
+if TYPE_CHECKING:
+    from localinfer.generation.stream import TextStream
+    from localinfer.llm import LLM
+
+Body = TypeVar("Body")
+Result = TypeVar("Result")
+Plan = Callable[["LLM"], Sequence[TextPlan]]
+"""Lists the texts of a request."""
+Endpoint = Callable[[Request], Awaitable[Response]]
+PREFILL = "prefill"
+"""How the ids of prompts begin that are computed for other servers."""
+_JOIN_SECONDS = 5.0
+_LLAMA_PATHS = {"/completions": "/completion", "/embeddings": "/embedding"}
+_MOST_NAME = 1024
+_CLIENT_CLOSED = 499
+"""Written to the log only: the client has left."""
+
+
+class Service:
+    """The server behind its routes. Lives on one event loop, between `open` and its end.
+
+    preloads: load what the registry's `preload` does at once; until then `is_ready` is false, and requests for it wait.
+    prefill_servers: who computes long prompts, beside those of `settings.handover`. Raises: RequestError.
+    """
+
+    def __init__(
+        self,
+        settings: ServerSettings,
+        make_registry: Callable[[Metrics], ModelRegistry],
+        *,
+        preloads: bool = False,
+        prefill_servers: Sequence[PrefillServer] = (),
+    ) -> None:
+        self.settings = settings
+        self.metrics = Metrics()
+        self.registry = make_registry(self.metrics)
+        asked = (*http_servers(settings.handover), *prefill_servers)
+        self.handover = PromptHandover(settings.handover, self.metrics, asked) if asked else None
+        self.limiter = RateLimiter(lambda: self.settings)
+        self.metrics.engines = lambda: {
+            model.source.id: model.llm.engine_stats for model in self.registry.models() if model.llm is not None
+        }
+        self.is_ready = not preloads
+        self.is_stopping = False
+        self._state: ServerState | None = None
+        self.bodies = Bodies(settings)
+        self.slots = SlotTable(settings.num_slots)
+        self.totals = ReplyTotals()
+        self._tasks: set[asyncio.Task[object]] = set()
+        self._replies: dict[str, Reply] = {}
+        self._sessions: dict[tuple[str, str], Reply] = {}
+        self._load_progress: tuple[str, int, int] | None = None
+
+    @asynccontextmanager
+    async def open(self) -> AsyncIterator[None]:
+        """Hold models while the context lasts; leaving it stops what runs and unloads them."""
+        state = self._state = ServerState(self.metrics)
+        unloading = asyncio.create_task(self.registry.unload_idle())
+        try:
+            yield
+        finally:
+            unloading.cancel()
+            replies = self.replies()
+            for reply in replies:
+                reply.close()
+            deadline = time.monotonic() + _JOIN_SECONDS
+            for reply in replies:
+                await asyncio.to_thread(reply.join, max(0.0, deadline - time.monotonic()))
+            state.threads.close()
+            self.bodies.close()
+            await self.registry.close()
+
+    async def get_ready(self) -> None:
+        """Load the models that are wanted from the start, if any are. Raises: what the load raised."""
+        if self.is_ready:
+            return
+        try:
+            await self.registry.preload()
+        except ModelLoadError as error:
+            raise error.__cause__ or error from None
+        self.is_ready = True
+
+    def note_load(self, stage: str, done: int, total: int) -> None:
+        """Remember how far a load is, for who asks; any thread."""
+        self._load_progress = stage, done, total
+
+    def load_progress(self) -> dict[str, Any]:
+        """The stage of the load that was noted last, its units done and their total; empty if there was none."""
+        noted = self._load_progress
+        return {} if noted is None else dict(zip(("stage", "done", "total"), noted, strict=True))
+
+    def stop(self) -> None:
+        """Admit no new requests, and load no model; what runs goes on until `fail_replies`."""
+        self.is_stopping = True
+        self.registry.stop_loading()
+
+    def reload(self, settings: ServerSettings, sources: Sequence[ModelSource] | None = None) -> None:
+        """Go on with other settings, and other models if any are given; what runs is not touched.
+
+        Where the server listens stays as it is. Raises: RequestError; then nothing has changed.
+        """
+        if sources is not None:
+            self.registry.replace_sources(sources)
+        self.settings = settings
+
+    def fail_replies(self) -> None:
+        """End what still runs, with an error that says why."""
+        for reply in self.replies():
+            reply.fail(shutting_down())
+
+    def replies(self) -> list[Reply]:
+        """What is being generated now."""
+        return list(self._replies.values())
+
+    def keep(self, work: Coroutine[Any, Any, object]) -> None:
+        """Do some work beside requests; what it raises is logged."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+
+        def done(task: asyncio.Task[object]) -> None:
+            self._tasks.discard(task)
+            if not task.cancelled() and (error := task.exception()) is not None:
+                to_api_error(error)
+
+        task.add_done_callback(done)
+
+    def reply(self, reply_id: str) -> Reply | None:
+        """A reply that is being generated, by its id."""
+        return self._replies.get(reply_id)
+
+    def num_ahead(self, reply: Reply) -> int:
+        """How many replies came before this one and have no token either."""
+        replies = self.replies()
+        return sum(not other.num_tokens for other in replies[: replies.index(reply)]) if reply in replies else 0
+
+    def cancel(self, reply_id: str, tenant: str = "") -> bool:
+        """Stop a reply by its id; return whether there was one that this client may stop."""
+        reply = self._replies.get(reply_id)
+        if reply is None or not may_see_reply(tenant, reply):
+            return False
+        reply.cancel()
+        return True
+
+    async def lease(self, request: Request, model: str | None) -> Lease:
+        """A model, to be closed. Raises: ApiError, LocalinferError, ClientGone."""
+        if self.is_stopping:
+            raise shutting_down()
+        if (loaded := self.registry.lease_loaded(model)) is not None:
+            return loaded
+        return await unless_gone(request.receive, self.registry.lease(model), Lease.close)
+
+    async def begin(
+        self,
+        request: Request,
+        model: str | None,
+        kind: str,
+        plan: Plan,
+        *,
+        session: str | None = None,
+        id_slot: int | None = None,
+        relay: ReplyRelay | None = None,
+    ) -> Reply:
+        """Have texts generated, and return when the model is loaded and every prompt was checked.
+
+        kind: how the reply's id begins. session: ends the reply that runs under the same name. id_slot: the slot
+        of the first text, if that matters. relay: passes the reply on, which another process may have begun.
+        The caller closes the reply. Checking a prompt goes on when its client has left, which the reply will notice.
+        Raises: ApiError, LocalinferError, ClientGone; then nothing runs any more.
+        """
+        if self.settings.handover.role == "prefill" and kind != PREFILL:
+            raise not_supported(
+                "this server computes prompts for others and generates no text (--role prefill); send this to a server "
+                "of --role decode, or of both"
+            )
+        lease = await self.lease(request, model)
+        reply: Reply | None = None
+        try:
+            record = record_of(request.scope)
+            record.reply = reply = self._admit(lease, kind, plan(lease.llm), session, id_slot, record, relay)
+            await reply.start()
+        except BaseException:
+            if reply is not None:
+                reply.close()
+            lease.close()
+            raise
+        return reply
+
+    def _admit(
+        self,
+        lease: Lease,
+        kind: str,
+        plans: Sequence[TextPlan],
+        session: str | None,
+        id_slot: int | None,
+        record: RequestRecord,
+        relay: ReplyRelay | None,
+    ) -> Reply:
+        place = (record.tenant, session or "")
+        former = self._sessions.pop(place, None) if session else None
+        if former is not None:
+            reason = "a newer request with the same prompt_cache_key took its place"
+            former.fail(ApiError(409, reason, code="superseded"))
+        resumption = None if relay is None else relay.resumption
+        if resumption is None:
+            # What another process has taken on is not given up.
+            present = [reply for reply in self._replies.values() if not reply.is_cancelled]
+            running = sum(reply.num_texts for reply in present)
+            is_first = bool(record.token) and all(reply.token != record.token for reply in present)
+            check_generations(running, len(plans), self.settings.max_generations, is_first=is_first)
+            check_queue(record.token, len(plans), self._replies.values(), self.settings)
+        reply_id = identifier(kind) if resumption is None else resumption.reply_id
+        slots = [
+            self.slots.take(lease.model_id, reply_id, None if index else id_slot, record.tenant, record.cache_salt)
+            for index in range(len(plans))
+        ]
+        handover = self.handover
+        prepare = None if handover is None else partial(handover.prepare, lease.llm, lease.model_id)
+        # Who relays a reply holds its client's limits.
+        reservation = Reservation(self.limiter, record.token) if relay is None else relay
+        copies, room = Counter(plan.follows for plan in plans), lease.llm.context_length
+        in_slots = [
+            replace(
+                plan,
+                open=plan.open if slot is None else slot.opening(plan.open),
+                prepare=prepare,
+                reserve=None if plan.follows is not None else partial(_reserve, reservation, 1 + copies[index], room),
+            )
+            for index, (plan, slot) in enumerate(zip(plans, slots, strict=True))
+        ]
+
+        def count(reply: Reply) -> None:
+            num_running = sum(other.num_texts for other in self._replies.values())
+            for index in range(reply.num_texts):
+                if (stats := reply.stats_so_far(index)) is not None:
+                    self.totals.count_text(stats, num_running)
+            reservation.settle(sum(reply.num_used()))
+            lengths = [0 if one is None else one.completion_tokens for one in reply.stats]
+            self.metrics.vllm.count_request(reply.model_id, lengths, record.max_tokens)
+
+        def forget(reply: Reply) -> None:
+            self._replies.pop(reply.id, None)
+            for slot in slots:
+                if slot is not None:
+                    slot.end()
+            if session and self._sessions.get(place) is reply:
+                del self._sessions[place]
+            lease.close()
+
+        assert self._state is not None, "the service is not open"
+        reply = Reply(reply_id, lease, in_slots, self._state, forget, relay, on_ended=count)
+        reply.tenant, reply.token, reply.notices = record.tenant, record.token, tuple(record.notices)
+        reply.slot_ids = [NO_SLOT if slot is None else slot.slot_id for slot in slots]
+        if relay is not None:
+            relay.reply_begun(reply)
+        self._replies[reply.id] = reply
+        if session:
+            self._sessions[place] = reply
+        return reply
+
+
+def _reserve(reservation: Reservation | ReplyRelay, num_texts: int, context_length: int, stream: "TextStream") -> None:
+    """Take the tokens of a prompt, and of as many texts of it as are made. Raises: ApiError 429."""
+    prompt, request = stream.prompt_tokens, stream.request
+    most = prompt + num_texts * max(0, request.last - request.prompt_length + 1)
+    # What may go on to the end of the context was given no maximum that anybody could count with.
+    is_open = most >= prompt + num_texts * (context_length - prompt)
+    reservation.reserve(prompt if is_open else most, most)
+
+
+def reserve_prompts(request: Request, num_tokens: int) -> None:
+    """Take the tokens of what is only read, before it is computed. Any thread. Raises: ApiError 429."""
+    relay: ReplyRelay | None = request.scope["state"].get(RELAY)
+    reservation = relay or Reservation(service_of(request).limiter, record_of(request.scope).token)
+    reservation.reserve(num_tokens, num_tokens)
+    reservation.settle(num_tokens)
+
+
+def service_of(request: Request) -> Service:
+    """The service that a request was sent to."""
+    return cast(Service, request.app.state.service)
+
+
+def caller_options(request: Request) -> dict[str, Any]:
+    """The engine's options that say for whom a text is made, and when. To be called when the body has been read.
+
+    Raises: ApiError for a header that is no time.
+    """
+    return {**ownership(request, service_of(request).settings), **salt_options(request)}
+
+
+async def read_body(request: Request, record: type[Record]) -> Record:
+    """The body of a request as a record. Raises: as `Bodies.read`."""
+    service = service_of(request)
+    body = await service.bodies.read(request, record, service.settings)
+    model = getattr(body, "model", None)
+    if isinstance(model, str) and len(model) > _MOST_NAME:
+        raise ApiError(400, f"model has {len(model):,} characters; names have at most {_MOST_NAME:,}", param="model")
+    noted = record_of(request.scope)
+    noted.take_body(body)
+    noted.cache_salt = cache_salt_of(noted.tenant, getattr(body, "cache_salt", None))
+    noted.priority = checked_priority(body, service_of(request).settings.quota_of(noted.token))
+    return body
+
+
+async def prepared(request: Request, work: Callable[..., Result], *arguments: Any) -> Result:
+    """What some work on a request's body returns, done in a thread if the body is large. Raises: what it raises."""
+    return await service_of(request).bodies.prepare(request, work, *arguments)
+
+
+async def on_model(request: Request, name: str | None, work: "Callable[[LLM, Body], Result]", body: Body) -> Result:
+    """What some work on a model returns, done in a thread. Raises: as `Service.lease`, and what the work raises."""
+    service = service_of(request)
+    with await service.lease(request, name) as lease:
+        return await service.bodies.run(request, work, lease.llm, body)
+
+
+def route(path: str, endpoint: Endpoint, method: str = "GET", *, prompt_field: str = "messages") -> Route:
+    """A route whose errors are answered and counted, within the limits of rates.
+
+    prompt_field: the member of its body with the prompt.
+    """
+
+    async def guarded(request: Request) -> Response:
+        request_id, record, service = request.state.request_id, record_of(request.scope), service_of(request)
+        record.route, record.token = path, request.scope["state"].get("token_name", "")
+        record.tenant = tenant_of(request.scope, service.settings)
+        record.cache_salt = cache_salt_of(record.tenant, None)
+        is_limited = method == "POST" and not path.endswith("/cancel")
+        headers: dict[str, str] = {}
+        try:
+            if is_limited:
+                service.limiter.admit(record.token)
+            with collecting() as record.notices:
+                response = await endpoint(request)
+            headers |= header(record.notices)
+        except (ClientGone, ClientDisconnect):
+            response = Response(status_code=_CLIENT_CLOSED)
+        except Exception as error:
+            refusal = to_api_error(error, request_id, prompt_field=prompt_field)
+            record.error = error_name(refusal if refusal.code else error)
+            response = refusal.response(path)
+        if is_limited:
+            headers |= service.limiter.headers(record.token)
+        response.headers.update(headers)
+        service.metrics.requests.labels(path, str(response.status_code)).inc()
+        return response
+
+    return Route(path, guarded, methods=[method])
+
+
+async def unrouted(request: Request, error: Exception) -> Response:
+    """Answer a path or a method that does not exist."""
+    assert isinstance(error, HTTPException), "registered for it only"
+    path = request.url.path
+    if error.status_code == 405:
+        message = f"{request.method} is not possible here; use {(error.headers or {}).get('Allow', 'another method')}"
+        return ApiError(405, message, code="method_not_allowed", headers=error.headers).response(path)
+    return ApiError(error.status_code, f"there is nothing at {path!r:.80}", code="not_found").response(path)
+
+
+class PlainPaths:
+    """ASGI middleware that strips `/v1` from paths, and slashes from their ends: clients disagree on both.
+
+    Where llama-server has a shape of its own at a path that is OpenAI's with `/v1`, the bare path is its own.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            path = scope["path"].rstrip("/")
+            is_bare = path != "/v1" and not path.startswith("/v1/")
+            path = _LLAMA_PATHS.get(path, path) if is_bare else path.removeprefix("/v1")
+            scope = {**scope, "path": path or "/"}
+        await self._app(scope, receive, send)

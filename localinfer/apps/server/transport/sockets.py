@@ -1,0 +1,220 @@
+"""The sockets a server listens on, bound here so that their permissions are ours from the first moment."""
+
+import os
+import socket
+import stat
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import IO
+
+from localinfer.errors import BackendUnavailableError, RequestError
+from localinfer.system.folders import make_private, runtime_folder
+from localinfer.types import Closing
+
+MAX_SOCKET_PATH_BYTES = 100
+"""Some systems keep 104 bytes for the path of a Unix socket, its end included."""
+BACKLOG = 512
+_PROBE_SECONDS = 1.0
+_OTHER_DESCRIPTORS = 160
+"""Files that a server holds open beside its places for connections, those that it is just closing among them, and those
+that have no place of these (`places`)."""
+_LEAST_CONNECTIONS = 8
+
+
+def has_unix_sockets() -> bool:
+    """Whether Python can serve Unix sockets on this system."""
+    return hasattr(socket, "AF_UNIX") and sys.platform != "win32"
+
+
+def default_socket_path() -> Path | None:
+    """Where a server listens by default: in this user's runtime folder; None where there are no Unix sockets."""
+    folder = runtime_folder() if has_unix_sockets() else None
+    return None if folder is None else folder / "server.sock"
+
+
+def affordable_connections(wanted: int) -> int:
+    """How many connections the system's limit of open files leaves room for, at most `wanted`."""
+    if sys.platform == "win32":
+        return wanted
+    import resource
+
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return wanted if soft == resource.RLIM_INFINITY else min(wanted, max(_LEAST_CONNECTIONS, soft - _OTHER_DESCRIPTORS))
+
+
+def bind_tcp(host: str, port: int) -> socket.socket:
+    """Listen by TCP. Raises: RequestError if the address is not ours or the port is taken."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # With its protocol named: asyncio switches Nagle's algorithm off only then, and else tokens wait for 40 ms.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    try:
+        if sys.platform != "win32":
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(BACKLOG)
+        listener.setblocking(False)
+    except (OSError, OverflowError) as error:
+        listener.close()
+        reason = getattr(error, "strerror", None) or error
+        raise RequestError(
+            f"cannot listen on {host}, port {port}: {reason}; type `localinfer serve --port 0` for any free port, or "
+            "give another --port or --host"
+        ) from None
+    return listener
+
+
+class SocketTakenError(RequestError):
+    """A program listens on the Unix socket already."""
+
+
+class UnixListener(Closing):
+    """A listening Unix socket of mode 0600 in a folder of mode 0700, and the lock that makes it the only one there.
+
+    A socket file without a server is removed first; anything else at its place is left alone and refused.
+    Leaving the context closes the socket and removes its file and the lock's.
+    Raises: RequestError, SocketTakenError; BackendUnavailableError where the system has no Unix sockets.
+    """
+
+    def __init__(self, path: Path) -> None:
+        if not has_unix_sockets():
+            raise BackendUnavailableError("this system has no Unix sockets for Python; use TCP")
+        if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
+            raise RequestError(
+                f"the socket's path has {len(os.fsencode(path))} bytes; systems allow about {MAX_SOCKET_PATH_BYTES}, "
+                "so choose a shorter one with --socket"
+            )
+        problem = _too_open(path.parent) or make_private(path.parent)
+        if problem is not None:
+            raise RequestError(f"the socket's folder is not safe: {problem}; choose another place with --socket")
+        self.path = path
+        self._lock = _lock(path)
+        try:
+            _remove_stale(path)
+            self.socket = _listen(path)
+        except BaseException:
+            self._unlock()
+            raise
+        self._identity = _identity(path)
+
+    def close(self) -> None:
+        """Stop listening and remove the file, if it is still ours; may be called again."""
+        self.socket.close()
+        if not self._lock.closed:
+            self.remove_file()
+            self._unlock()
+
+    def remove_file(self) -> None:
+        """Remove the file, if it is still ours, so that nobody finds the socket any more."""
+        if _identity(self.path) == self._identity:
+            self.path.unlink(missing_ok=True)
+
+    def remove_files(self) -> None:
+        """Remove the lock's file too, before the process is ended: then nobody else holds it yet."""
+        self.remove_file()
+        self._remove_lock()
+
+    def _unlock(self) -> None:
+        # First the file, while it is locked: who opens it later finds another, or none.
+        self._remove_lock()
+        self._lock.close()
+
+    def _remove_lock(self) -> None:
+        place = _lock_place(self.path)
+        with suppress(OSError):
+            if not self._lock.closed and _is_at(place, self._lock.fileno()):
+                place.unlink(missing_ok=True)
+
+
+def _too_open(folder: Path) -> str | None:
+    """A folder that was there before and others can enter stays as it is: closing it is not ours to decide."""
+    try:
+        mode = folder.lstat().st_mode
+    except OSError:
+        return None
+    is_open = stat.S_ISDIR(mode) and mode & 0o077 and folder.name != "localinfer"
+    return f"others can enter {folder}, which must have mode 0700" if is_open else None
+
+
+def _lock_place(path: Path) -> Path:
+    return path.with_name(f"{path.name}.lock")
+
+
+def _lock(path: Path) -> IO[bytes]:
+    """Hold a lock beside the socket; the system gives it up when the process ends, however it ends."""
+    while (lock := _try_lock(path)) is None:
+        pass
+    return lock
+
+
+def _try_lock(path: Path) -> IO[bytes] | None:
+    """The lock; None if its file was removed, by a server that ended, before it was locked."""
+    import fcntl
+
+    place = _lock_place(path)
+    try:
+        descriptor = os.open(place, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise RequestError(f"{place} cannot be opened: {error.strerror}; choose another place with --socket") from None
+    lock = os.fdopen(descriptor, "r+b", buffering=0)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        lock.close()
+        raise SocketTakenError(
+            f"another server listens on {path}; use that one, stop it, or choose another place with --socket"
+        ) from None
+    if _is_at(place, descriptor):
+        return lock
+    lock.close()
+    return None
+
+
+def _remove_stale(path: Path) -> None:
+    """Remove a socket file that no server answers on."""
+    try:
+        status = path.lstat()
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise RequestError(f"{path} cannot be looked at: {error.strerror}") from None
+    if not stat.S_ISSOCK(status.st_mode) or status.st_uid != os.getuid():
+        raise RequestError(f"{path} is there and is not a socket of yours; move it, or choose another with --socket")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(_PROBE_SECONDS)
+        try:
+            probe.connect(os.fspath(path))
+        except (ConnectionRefusedError, FileNotFoundError):
+            path.unlink(missing_ok=True)
+            return
+        except OSError as error:
+            raise RequestError(f"{path} does not say whether it is in use: {error}; choose another place") from None
+    raise SocketTakenError(f"another program listens on {path}; stop it, or choose another place with --socket")
+
+
+def _listen(path: Path) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        # The folder is closed to others already; the mode is set before anybody can connect.
+        listener.bind(os.fspath(path))
+        os.chmod(path, 0o600)
+        listener.listen(BACKLOG)
+        listener.setblocking(False)
+    except OSError as error:
+        listener.close()
+        raise RequestError(f"cannot listen on {path}: {error.strerror or error}; choose another --socket") from None
+    return listener
+
+
+def _is_at(path: Path, descriptor: int) -> bool:
+    """Whether an open file is the one at a path."""
+    status = os.fstat(descriptor)
+    return _identity(path) == (status.st_dev, status.st_ino)
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    try:
+        status = path.lstat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino

@@ -1,0 +1,243 @@
+"""`localinfer show --verify`: every check of a model's file, over every weight, and one text through the model."""
+
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from localinfer.errors import LocalinferError, ModelFileError, OutOfMemoryError
+from localinfer.models.checks.finding import Finding
+from localinfer.types import ProgressCallback
+
+if TYPE_CHECKING:
+    from localinfer.llm import LLM
+    from localinfer.models.decoder.config import ModelConfig
+    from localinfer.models.text.tokenizer import Tokenizer
+    from localinfer.quant.checkpoint.model_file import ModelFile
+    from localinfer.quant.formats.types import TensorRecord
+
+_TEXT = "The quick brown fox jumps over 13 lazy dogs.\n\nIt's naïve: 1234567 — “2 + 2 = 4”, 你好."
+_NUM_TOKENS = 24
+_LEAST_SPREAD = 1e-6
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What every check of a model has found. unchecked: what could not be checked, and why, a line each."""
+
+    findings: list[Finding] = field(default_factory=list)
+    unchecked: list[str] = field(default_factory=list)
+
+    def as_json(self) -> dict[str, Any]:
+        """For `show --json`."""
+        return {"findings": [vars(finding) for finding in self.findings], "unchecked": self.unchecked}
+
+    def lines(self) -> list[str]:
+        """For `show`."""
+        kinds = {True: "error", False: "warning"}
+        found = [f"  {kinds[one.is_error]:<8} {one.check}: {one.message}" for one in self.findings]
+        return [
+            *(found or ["  nothing wrong was found"]),
+            *(f"  {'not done':<8} {line}" for line in self.unchecked),
+        ]
+
+
+def verify_model(path: str, progress: ProgressCallback | None = None) -> Verification:
+    """Make every check of a GGUF file or a Hugging Face folder; takes as long as reading all of it, and one load.
+
+    Raises: ModelFileError or a subclass for a file that cannot be opened, or was changed meanwhile.
+    """
+    from localinfer.models.load.loader import open_model_file
+
+    result = Verification()
+    file = open_model_file(path)
+    try:
+        result.findings.extend(_check_digests(file, result, progress))
+        result.findings.extend(dict.fromkeys(_check_file(file, result, progress)))
+        is_alone = _lone_part(file) is None
+        # Decoders that were made into embedding models and rerankers do not speak any more.
+        pools = file.metadata.get(f"{file.metadata.get('general.architecture')}.pooling_type", 0) != 0
+        tensors = {} if pools else dict(file.tensors)
+    finally:
+        file.close()
+    if any(finding.is_error for finding in result.findings):
+        result.unchecked.append("output: the model cannot work as it is")
+    elif is_alone:
+        _check_output(path, tensors, result, progress)
+    return result
+
+
+def _check_digests(file: "ModelFile", result: Verification, progress: ProgressCallback | None) -> list[Finding]:
+    """Whether the files are still those that were pulled, where their checksums were recorded."""
+    from localinfer.storage.hub.digests import differing_files, recorded_files
+    from localinfer.storage.hub.places import Places
+
+    try:
+        differing = differing_files(recorded_files(file.paths, Places.of_user()), progress)
+    except OSError as error:
+        result.unchecked.append(f"checksums: {error.strerror or error}")
+        return []
+    return [Finding("checksum", line) for line in differing]
+
+
+def _check_file(file: "ModelFile", result: Verification, progress: ProgressCallback | None) -> Iterator[Finding]:
+    from localinfer.models.checks.conversion_checks import check_conversion
+    from localinfer.models.checks.tensor_scan import check_tensors
+    from localinfer.models.load.loader import read_config
+
+    part = _lone_part(file)
+    if part is not None:
+        result.unchecked.append(f"settings and output: {part}")
+        yield from _check_settings(file, None, result)
+        yield from check_tensors(file, progress)
+        return
+    try:
+        config = read_config(file)
+    except ModelFileError as error:
+        yield Finding("model", str(error).removesuffix("."), is_error=True)
+        return
+    yield from _check_settings(file, config, result)
+    yield from check_conversion(file, config)
+    yield from check_tensors(file, progress, config)
+
+
+def _lone_part(file: "ModelFile") -> str | None:
+    """What is sound by itself and answers nothing by itself: vocabularies, and draft models of another's cache."""
+    from localinfer.models.decoder.block_sizes import OF_ANOTHER_CACHE
+
+    target = OF_ANOTHER_CACHE.get(str(file.metadata.get("general.architecture")))
+    if target is not None:
+        return f"a draft model, which runs beside its {target} model only"
+    if not file.tensors and "tokenizer.ggml.tokens" in file.metadata:
+        return "a vocabulary without weights"
+    return None
+
+
+def _check_settings(file: "ModelFile", config: "ModelConfig | None", result: Verification) -> list[Finding]:
+    """What the metadata tells, and what is warned of when vocabulary and template are built of it.
+
+    config: None for a file that is not run by itself.
+    """
+    from localinfer.models.checks.quick import check_settings, check_text_settings
+    from localinfer.models.checks.template_checks import check_template
+    from localinfer.models.text.splitting import TokenizerWarning
+
+    found: list[Finding] = []
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        tokenizer, template, problem = _text_parts(file, result)
+        if problem is not None:
+            found.append(Finding("tokenizer", problem))
+        is_encoder = config is not None and config.is_encoder
+        if config is not None:
+            found += check_settings(file, config, tokenizer, template)
+        elif tokenizer is not None:
+            found += check_text_settings(file, tokenizer, template)
+        if tokenizer is not None:
+            found += _check_text(tokenizer)
+            if template is not None and not is_encoder:
+                rendered = list(check_template(template, tokenizer))
+                # A rendered chat shows more exactly what the source of its template made likely.
+                found = [one for one in found if one.check not in {other.check for other in rendered}] + rendered
+    notes = [str(one.message).removesuffix(".") for one in warned if issubclass(one.category, TokenizerWarning)]
+    return found + [Finding("tokenizer", note) for note in notes]
+
+
+def _text_parts(file: "ModelFile", result: Verification) -> tuple[Any, Any, str | None]:
+    """The tokenizer and the template of a file; or neither, and what keeps its vocabulary from being built."""
+    from localinfer.errors import TokenizerError
+    from localinfer.models.load.loader import read_tokenizer
+    from localinfer.models.text.chat_template import ChatTemplate
+    from localinfer.models.text.vocabulary import KINDS, PREFIX
+
+    kind = file.metadata.get(f"{PREFIX}model")
+    has_kind = (isinstance(kind, str) and kind in KINDS) or (kind is None and f"{PREFIX}tokens" in file.metadata)
+    if not has_kind and file.tokenizer_error is None:
+        why = "there is none" if kind is None else f"this version does not build those of the kind {kind!r:.60}"
+        result.unchecked.append(f"vocabulary and chat template: {why}")
+        return None, None, None
+    if file.tokenizer_error is not None and not (file.path / "tokenizer.json").exists():
+        result.unchecked.append(f"vocabulary and chat template: {file.tokenizer_error}")
+        return None, None, None
+    try:
+        tokenizer = read_tokenizer(file)
+    except TokenizerError as error:
+        return None, None, str(error).removesuffix(".")
+    return tokenizer, ChatTemplate.from_metadata(file.metadata, tokenizer), None
+
+
+def _check_text(tokenizer: "Tokenizer") -> Iterator[Finding]:
+    """A text that becomes ids becomes the same text again, where no normalization changes it."""
+    vocabulary = tokenizer.vocabulary
+    if tokenizer.kind not in ("bpe", "spm") or len(vocabulary.tokens) < 300:
+        return
+    if tokenizer.kind == "spm" and min(vocabulary.byte_ids) < 0:
+        return
+    ids = tokenizer.encode(_TEXT, add_special=False)
+    found = tokenizer.decode(ids)
+    if found != _TEXT:
+        place = next((i for i, pair in enumerate(zip(found, _TEXT, strict=False)) if pair[0] != pair[1]), len(found))
+        yield Finding(
+            "tokenizer",
+            f"a text comes back from its {len(ids)} ids changed, at {_TEXT[place : place + 12]!r}: the vocabulary "
+            "lacks tokens, or has them in another form; get a current conversion of the model",
+        )
+
+
+def _check_output(
+    path: str, tensors: "Mapping[str, TensorRecord]", result: Verification, progress: ProgressCallback | None
+) -> None:
+    """Load the model and let it read texts. tensors: of its file; none if it was not made to speak."""
+    from localinfer.apps.show.reading import check_reading
+    from localinfer.loading.load import load
+
+    try:
+        llm = load(
+            path,
+            device="cpu",
+            speculation=None,
+            may_measure=False,
+            verify=False,
+            progress=progress,
+        )
+    except OutOfMemoryError as error:
+        result.unchecked.append(f"output: {error}")
+        return
+    except LocalinferError as error:
+        result.findings.append(Finding("load", str(error).removesuffix("."), is_error=True))
+        return
+    with llm:
+        try:
+            found = list(_output_findings(llm))
+            if not found and tensors and "completion" in llm.info.capabilities:
+                found, unread = check_reading(llm, tensors)
+                result.unchecked.extend([] if unread is None else [unread])
+            result.findings.extend(found)
+        except LocalinferError as error:
+            result.findings.append(Finding("output", str(error).removesuffix("."), is_error=True))
+
+
+def _output_findings(llm: "LLM") -> Iterator[Finding]:
+    again = "the weights are likely damaged; download the model again"
+    info = llm.info
+    size = min(_NUM_TOKENS, llm.context_length)
+    ids = (np.arange(size) * 7919 + 3) % info.vocab_size
+    if "completion" not in info.capabilities:
+        if "embeddings" in info.capabilities:
+            vectors = np.stack(llm.embed_many([ids, ids[: size // 2 + 1]], normalize=False))
+            if _spread(vectors.T) < _LEAST_SPREAD:
+                yield Finding("output", f"two texts have the same vector: {again}", is_error=True)
+        return
+    logits = llm.logits(ids)
+    if _spread(logits) < _LEAST_SPREAD:
+        yield Finding("output", f"every token is as likely as any other, whatever the text: {again}", is_error=True)
+    elif size > 1 and _spread(logits.T) < _LEAST_SPREAD:
+        yield Finding("output", f"what comes next is the same after any text: {again}", is_error=True)
+
+
+def _spread(rows: "np.ndarray[Any, Any]") -> float:
+    """How far the values of the most varied row lie apart, as a share of the largest value of all."""
+    largest = float(np.abs(rows).max())
+    return float(np.ptp(rows, axis=1).max()) / largest if largest else 0.0

@@ -1,0 +1,121 @@
+"""Which saved conversation a chat begins with, how it is saved, and what is shown of it."""
+
+import logging
+import os
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from shlex import quote
+from typing import TextIO
+
+import click
+from click.core import ParameterSource
+
+from localinfer.apps.cli.options import LoadOptions
+from localinfer.apps.cli.sessions import ago
+from localinfer.apps.terminal.display_width import wrap_words
+from localinfer.apps.terminal.last_exchange import last_exchange, show_last_exchange
+from localinfer.apps.terminal.reply_output import terminal_columns
+from localinfer.errors import RequestError, SessionFileError
+from localinfer.storage.conversations import ConversationStore, open_store
+from localinfer.storage.saved_conversation import SavedConversation, check_name, model_label
+from localinfer.terminal import check_text, dim, neutralise_controls
+
+logger = logging.getLogger(__name__)
+
+_DEMO = "demo"
+_NO_FOLDER = "this user has no home folder to save it in; set HOME, or chat with --no-history"
+
+
+@dataclass(frozen=True)
+class Saving:
+    """What is kept of a chat: the conversation as it begins, and where it is saved; None for a user without a home."""
+
+    saved: SavedConversation
+    store: ConversationStore | None
+
+    def save(self, conversation: SavedConversation) -> None:
+        """Save the conversation as it is now. Raises: SessionFileError."""
+        if self.store is None:
+            raise SessionFileError(f"this conversation is not saved: {_NO_FOLDER}")
+        try:
+            self.store.save(conversation)
+        except KeyboardInterrupt:
+            # What is on the screen is not lost to the Ctrl-C of somebody who leaves.
+            self.store.save(conversation)
+            raise
+
+
+def begin_saving(
+    options: LoadOptions, *, continues: bool, session: str | None, system: str | None, no_history: bool
+) -> Saving | None:
+    """The conversation that a chat begins with, and what saves it; None without a history.
+
+    Without a history, the prompt cache on disk is switched off in `options` too: it holds the text of replies. Without
+    a model on the command line, a saved conversation goes on with its own, which is set in `options`.
+    continues: the one changed last, or a new one if none is saved. session: the one of this name, or a new one of it.
+    system: of a new conversation. Raises: RequestError for wishes that exclude each other, and for a name that none may
+    have; SessionFileError if the conversation that was asked for cannot be read.
+    """
+    wishes = [name for name, is_given in (("--continue", continues), ("--session", session is not None)) if is_given]
+    if no_history:
+        wishes.append("--no-history")
+    if len(wishes) > 1:
+        raise RequestError(f"{' and '.join(wishes)} exclude each other; leave one out")
+    if no_history:
+        options["disk_cache"] = False
+        return None
+    store = open_store()
+    if wishes and store is None:
+        raise RequestError(f"{wishes[0]} needs saved conversations: {_NO_FOLDER}")
+    model = _reference(options["model"])
+    name = "" if session is None else check_name(check_text(session, "--session"))
+    saved = None
+    if store is not None and wishes:
+        saved = store.latest() if continues else store.find(name)
+    if saved is None:
+        if continues:
+            logger.warning("no conversation is saved yet; this begins one")
+        elif store is not None and (similar := store.similar_names(name) if name else []):
+            logger.warning(
+                "no conversation is named %r; this begins it, beside %s", name, " and ".join(map(repr, similar))
+            )
+        return Saving(SavedConversation.begin(model, name=name, system=system), store)
+    if saved.model != model and not _is_model_given():
+        options["model"] = None if saved.model in ("", _DEMO) else saved.model
+        return Saving(saved, store)
+    if saved.model != model:
+        labels = saved.name, saved.model_label, model_label(model)
+        logger.warning("%r was with %s until now, and goes on with %s", *labels)
+    return Saving(replace(saved, model=model), store)
+
+
+def _reference(model: str | None) -> str:
+    """What loads a model again, from whichever folder: the absolute path of a file, or its name as it is."""
+    if model is None:
+        return _DEMO
+    return os.path.abspath(model) if os.path.exists(model) else model
+
+
+def _is_model_given() -> bool:
+    """Whether the command line names a model, and no default of a user's does."""
+    context = click.get_current_context(silent=True)
+    return context is not None and context.get_parameter_source("model") is ParameterSource.COMMANDLINE
+
+
+def show_continued(saved: SavedConversation, output: TextIO, notices: TextIO) -> None:
+    """Say which conversation goes on, and show its last exchange: the question's beginning and the whole reply."""
+    count = f"{len(saved.turns):,} message{'' if len(saved.turns) == 1 else 's'}"
+    changed = ago(saved.changed, datetime.now(UTC))
+    _notice(f"continues {saved.name!r}: {count} with {saved.model_label}, last changed {changed}", notices)
+    earlier = len(saved.turns) - len(last_exchange(saved.turns))
+    if earlier:
+        _notice(f"({earlier:,} earlier: localinfer sessions show {quote(saved.name)})", notices)
+    show_last_exchange(saved.turns, output, notices)
+
+
+def _notice(text: str, notices: TextIO) -> None:
+    text = neutralise_controls(text)
+    if notices.isatty():
+        text = wrap_words(text, terminal_columns())
+    notices.write(f"{dim(text, notices)}\n")
+    notices.flush()

@@ -1,0 +1,286 @@
+"""`localinfer chat`: a conversation on a terminal, or one message per line from a pipe."""
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from prompt_toolkit import PromptSession
+from prompt_toolkit.application import get_app
+from prompt_toolkit.formatted_text import FormattedText
+from prompt_toolkit.history import History, InMemoryHistory
+from prompt_toolkit.input.typeahead import get_typeahead
+from prompt_toolkit.keys import Keys
+from prompt_toolkit.lexers import SimpleLexer
+from prompt_toolkit.shortcuts import CompleteStyle
+from prompt_toolkit.styles import Style
+
+from localinfer.apps.terminal.commands import Chat, Exit
+from localinfer.apps.terminal.completion import CommandCompleter
+from localinfer.apps.terminal.continuing import Saving, show_continued
+from localinfer.apps.terminal.conversation import Conversation
+from localinfer.apps.terminal.editing_commands import edit_in_editor
+from localinfer.apps.terminal.interrupts import Interrupts
+from localinfer.apps.terminal.key_bindings import LEAVING_HINT, draw_again, key_bindings
+from localinfer.apps.terminal.keystrokes import Keystrokes
+from localinfer.apps.terminal.live_terminal import LiveTerminal
+from localinfer.apps.terminal.option_commands import LoadModel
+from localinfer.apps.terminal.reply_output import ReplyOutput
+from localinfer.apps.terminal.status_line import StatusLine
+from localinfer.apps.terminal.typed_ahead import PROMPT, TypedAhead, sent
+from localinfer.apps.terminal.typed_history import open_history
+from localinfer.errors import LocalinferError
+from localinfer.system import interruption
+from localinfer.terminal import dim, has_colour, neutralise_controls
+
+if TYPE_CHECKING:
+    from localinfer.llm import LLM
+
+EXIT_TERMINATED = 143
+_STYLES = {"bottom-toolbar": "noreverse dim", "typed": "bold"}
+_ECHOED_LINES = 12
+"""Of a message that was typed ahead, where it is sent; the rest is counted."""
+
+
+def run_chat(
+    llm: "LLM",
+    *,
+    system: str | None,
+    max_tokens: int | None,
+    stats: bool = False,
+    model_name: str | None = None,
+    load_model: LoadModel | None = None,
+    describe_error: Callable[[LocalinferError], str] = str,
+    saving: Saving | None = None,
+    **sampling: Any,
+) -> None:
+    """Chat until the input ends: with line editing on a terminal, one message per line from a pipe.
+
+    model_name, load_model: the model's name, and what loads another. describe_error: formats an error for the terminal.
+    saving: the conversation to go on with, which a terminal saves after every reply, and a pipe never; None: nothing is
+    kept, typed lines neither.
+    Raises: LocalinferError for a message that cannot be answered, from a pipe only; a terminal shows it and continues.
+    """
+    is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    saved = None if saving is None else saving.saved
+    kept = saving if is_terminal else None
+    conversation = Conversation(
+        llm, system=system, max_tokens=max_tokens, saved=saved, save=None if kept is None else kept.save, **sampling
+    )
+    options: dict[str, Any] = {"shows_stats": stats, "model_name": model_name, "load_model": load_model}
+    if not is_terminal:
+        _run_lines(Chat(conversation, sys.stdout, sys.stderr, **options))
+        return
+    if saved is not None and saved.turns:
+        show_continued(saved, sys.stdout, sys.stderr)
+        sys.stdout.write("\n")
+    with Keystrokes(sys.stdin, sys.stdout) as keystrokes, _ended_by_termination():
+        TerminalChat(conversation, keystrokes, kept, **options).run(describe_error)
+
+
+def _run_lines(chat: Chat) -> None:
+    try:
+        for line in sys.stdin:
+            chat.handle(line.rstrip("\r\n"))
+        chat.end_input()
+    except Exit:
+        return
+    finally:
+        chat.close()
+
+
+def _label(model: str | None) -> str:
+    """The name of a model in the status line."""
+    return "demo" if model is None else Path(model).name.removesuffix(".gguf") or model
+
+
+class TerminalChat:
+    """A chat on a terminal: prompts, and between them replies while which further messages may be typed.
+
+    On a dumb terminal, and where keys cannot be read while a reply comes, as on Windows (not tested there), they wait
+    for the next prompt, and nothing is drawn but the text.
+    """
+
+    def __init__(
+        self,
+        conversation: Conversation,
+        keystrokes: Keystrokes,
+        saving: Saving | None,
+        *,
+        model_name: str | None,
+        load_model: LoadModel | None,
+        shows_stats: bool,
+    ) -> None:
+        self._history: History = InMemoryHistory() if saving is None else open_history()
+        self._keystrokes = keystrokes
+        self._conversation = conversation
+        self._status = status = StatusLine(_label(model_name), conversation.llm.context_length)
+        conversation.on_stream = status.begin
+        self._interrupts = Interrupts()
+        self._typed = TypedAhead(self._unfold)
+        self._has_styles = has_colour(sys.stdout)
+        self._is_live = keystrokes.is_held and os.environ.get("TERM") != "dumb"
+        output: Any = sys.stdout
+        notices: Any = sys.stderr
+        live = None
+        if self._is_live:
+            output = live = LiveTerminal(
+                sys.stdout, keystrokes, self._typed, status, self._interrupts, has_styles=self._has_styles
+            )
+            if sys.stderr.isatty():
+                notices = live
+        self._output = output
+        self._replies = ReplyOutput(output, notices, live=live, status=status)
+        store = None if saving is None else saving.store
+        self._chat = Chat(
+            conversation,
+            output,
+            notices,
+            shows_stats=shows_stats,
+            store=store,
+            load_model=load_model,
+            model_name=model_name,
+            edit_text=self._edit,
+            reply_output=self._replies,
+        )
+        self._chat.on_model_change = self._show_model
+
+    def run(self, describe_error: Callable[[LocalinferError], str]) -> None:
+        """Take messages and commands until one, or the keyboard, ends the chat."""
+        session = self._prompt_session()
+        model = f"{self._status.model_name}: {self._conversation.context_length:,} tokens of context"
+        self._chat.notice(f"{model}. /help lists commands, Ctrl-D exits")
+        if self._is_live:
+            self._output.write("\n")
+            self._typed.begin(self._keystrokes.typed_before())
+        try:
+            while not self._interrupts.leaves:
+                try:
+                    text = self._next_message(session)
+                    if text is None:
+                        return
+                    self._chat.handle(text)
+                except LocalinferError as error:
+                    self._chat.notice(f"error: {describe_error(error)}")
+                except KeyboardInterrupt:
+                    # Between a reply and a prompt; in one it was counted there.
+                    interruption.take()
+                    if not self._interrupts.was_just_pressed:
+                        self._interrupts.press()
+                    continue
+                if self._is_live and text is not None and text.strip():
+                    self._output.write("\n")
+        except Exit:
+            return
+        finally:
+            self._chat.close()
+
+    def _edit(self, text: str) -> str | None:
+        """Have the user's editor change a text, on the terminal as it was found; None if it was left unsaved."""
+        self._keystrokes.release()
+        try:
+            return edit_in_editor(text)
+        finally:
+            self._keystrokes.hold()
+
+    def _show_model(self, model: str | None, _context_length: int) -> None:
+        """Name the model that answers from now on in the status line."""
+        self._status.model_name = _label(model)
+
+    def _next_message(self, session: PromptSession[str]) -> str | None:
+        """The next message that was typed ahead, or one asked for; None at the end of the input."""
+        typed = self._typed
+        message = typed.take_message()
+        if message is not None:
+            self._echo(message)
+            session.history.append_string(message)
+            return message
+        if typed.leaves:
+            return None
+        self._status.rest(self._conversation.context_used, self._conversation.context_length)
+        try:
+            text = session.prompt(default=typed.take_text(), pre_run=lambda: self._show_hint(session))
+        except EOFError:
+            return None
+        self._keystrokes.mark_pastes()
+        if self._is_live:
+            # Keys that came with the last Enter belong before those that are typed from now on.
+            keys = get_typeahead(session.input)
+            typed.press_all(keys)
+            if any(key_press.key == Keys.ControlC for key_press in keys):
+                self._interrupts.press()
+                self._chat.notice("stopped: the message was not sent")
+                return ""
+        return text
+
+    def _echo(self, message: str) -> None:
+        """Show a message that was typed ahead as the prompt would have."""
+        lines = neutralise_controls(message).split("\n")
+        first, *others = lines[:_ECHOED_LINES]
+        self._output.write("\n".join([sent(first, has_styles=self._has_styles), *others]) + "\n")
+        self._output.flush()
+        if len(lines) > _ECHOED_LINES:
+            self._chat.notice(f"({len(lines) - _ECHOED_LINES:,} more lines)")
+
+    def _prompt_session(self) -> PromptSession[str]:
+        return PromptSession(
+            FormattedText([("bold ansicyan" if self._has_styles else "", PROMPT)]),
+            multiline=True,
+            prompt_continuation="",
+            key_bindings=key_bindings(
+                self._interrupts, self._chat.notice, self._show_last_reasoning, self._keystrokes.suspend, self._edit
+            ),
+            completer=CommandCompleter(self._chat.commands.values()),
+            complete_while_typing=False,
+            complete_style=CompleteStyle.READLINE_LIKE,
+            reserve_space_for_menu=0,
+            bottom_toolbar=self._toolbar if self._is_live else None,
+            lexer=SimpleLexer("class:typed"),
+            style=Style.from_dict(_STYLES if self._has_styles else {"bottom-toolbar": "noreverse"}),
+            history=self._history,
+        )
+
+    def _toolbar(self) -> str:
+        """What the bottom of the terminal shows while a prompt waits."""
+        if self._interrupts.was_just_pressed:
+            return LEAVING_HINT
+        return self._status.text(get_app().output.get_size().columns)
+
+    def _show_hint(self, session: PromptSession[str]) -> None:
+        """Show the hint of a Ctrl-C that stopped a reply for as long as it is true."""
+        if self._interrupts.was_just_pressed:
+            draw_again(session.app)
+
+    def _unfold(self) -> None:
+        self._replies.shows_reasoning = not self._replies.shows_reasoning
+
+    def _show_last_reasoning(self) -> None:
+        """Print the reasoning of the last reply that had any."""
+        reasoning = self._replies.last_reasoning.strip("\n")
+        if reasoning:
+            self._output.write(f"{dim(neutralise_controls(reasoning), self._output)}\n\n")
+            self._output.flush()
+        else:
+            self._chat.notice("there is no reasoning yet")
+
+
+@contextmanager
+def _ended_by_termination() -> Iterator[None]:
+    """Leave the block when the process is told to terminate, so that the terminal is restored."""
+
+    def leave(_number: int, _frame: FrameType | None) -> None:
+        sys.exit(EXIT_TERMINATED)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    former = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, former)

@@ -1,0 +1,368 @@
+"""Key-value memory: fixed-size pages with reference counts, and slots for the states of recurrent layers.
+
+A page holds `page_tokens` positions of all layers, laid out as the device wants. For layers with a sliding window it
+has a block of memory of its own, counted apart: a page can lose its sliding-window block and stay. A page
+without references is free. Recurrent layers keep a state per sequence and position that is to be continued from, and a
+log of the last rows while drafts are verified; their slots share the pages' budget. The pool is
+mechanism only; what is evicted when memory ends is decided above.
+"""
+
+import ctypes
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+from weakref import WeakSet
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localinfer.engine.cache.slabs import SharedSlots, SlabAllocator
+from localinfer.engine.cache.sliding_window import BoolArray, SlidingWindow
+from localinfer.errors import ClosedError, OutOfMemoryError
+from localinfer.kernels.kv_layout import DevicePages, KVLayout
+from localinfer.system.machine_limits import memory_limits
+
+if TYPE_CHECKING:
+    from localinfer.engine.cache.sequence import SequenceCache
+
+PageNumbers = NDArray[np.int64]
+
+STATES_OF_SEQUENCE = 2
+"""Slots that a sequence alternates between: what it reads, and what it writes."""
+STATES_OF_DEFAULT = 8
+"""States for which there is memory by default, whatever a context takes: of a sequence, and of snapshots."""
+_DEFAULT_MEMORY = 8 << 30
+_MOST_OF_FREE = 0.95
+"""Of the free memory, the most that one full context may take by default: more than a context is admitted with."""
+_DEVICE_SPARE = 256 << 20
+"""Of a device's memory, for what its programs reserve as they go."""
+
+
+def context_bytes(layout: KVLayout, context_length: int, batch_tokens: int = 0) -> int:
+    """Bytes of the pages of one full context, where a batch adds at most `batch_tokens`; with recurrent states."""
+    num_windowed = SlidingWindow(layout.window, layout.page_tokens).most_pages(context_length, batch_tokens)
+    pages = -(-context_length // layout.page_tokens) * layout.page_bytes + num_windowed * layout.windowed_bytes
+    return pages + STATES_OF_DEFAULT * layout.state_bytes + 2 * layout.log_bytes
+
+
+def default_kv_memory(layout: KVLayout, context_length: int, batch_tokens: int = 0) -> int:
+    """Default bytes of pages for a model.
+
+    Half of the free memory, or one full context if that takes more and can be had; and at most 8 GiB or, if larger, one
+    full context. Of a GPU nearly all that is free: what else needs memory there was counted when the model was loaded.
+    """
+    full = context_bytes(layout, context_length, batch_tokens)
+    memory = memory_limits()
+    free = max(memory.available_bytes // 2, min(full, int(_MOST_OF_FREE * memory.most_bytes)))
+    if isinstance(layout, DevicePages) and layout.page_bytes:
+        pages, in_host = layout.free_pages(_DEVICE_SPARE), layout.host_page_bytes
+        host = memory.available_bytes // 2
+        free = (min(pages, host // in_host) if in_host else pages) * layout.page_bytes
+    return min(free, max(_DEFAULT_MEMORY, full))
+
+
+class PagePool:
+    """Pages known by number, allocated on demand and reused once their reference count is zero. One thread at a time.
+
+    `max_bytes` bounds what is ever allocated, of pages, their sliding-window blocks, states and logs together; None
+    leaves it to the machine. `reclaim`, if set, is called when the budget is spent, with a number of pages and one of
+    bytes besides, and frees what it can.
+    counts, windowed_counts: int32, references to each page and to its sliding-window
+    block. windowed, in every method: bool[pages], which of the pages' sliding-window
+    blocks are meant too; None for all of them. It means nothing for a model without such layers.
+    states, logs: slots of recurrent states at one position, and of their logs; of no bytes for a model without them.
+    grid: slots of states that were kept for no better reason than their distance to others. make_grid_room, if set,
+    says whether there may be one more that is worth so much.
+    sequences: those that were not closed, of requests and of all else that is computed, such as scores and beams.
+    abandoned: those of them that nothing refers to any more, because Ctrl-C kept them from being closed.
+    """
+
+    def __init__(self, layout: KVLayout, *, max_bytes: int | None = None) -> None:
+        self.page_tokens = layout.page_tokens
+        self.page_bytes = layout.page_bytes
+        self.windowed_bytes = layout.windowed_bytes
+        self.sliding = SlidingWindow(layout.window, layout.page_tokens)
+        self.max_bytes = max_bytes
+        self.reclaim: Callable[[int, int], object] | None = None
+        self.make_grid_room: Callable[[int], bool] | None = None
+        self.counts = np.zeros(64, np.int32)
+        self._device = layout if isinstance(layout, DevicePages) else None
+        self._has_windows = layout.window > 0
+        self.has_states = layout.state_bytes > 0
+        self.carried_size = layout.carried_size
+        # Memory that one kind no longer needs must be available to the others.
+        has_kinds = self._has_windows or self.has_states
+        self._memory = SlabAllocator(layout.page_bytes, self._device, can_shrink=has_kinds and layout.page_bytes > 0)
+        self._windowed = SlabAllocator(layout.windowed_bytes, self._device, can_shrink=True)
+        self.states = SharedSlots(layout.state_bytes, self._device)
+        self.logs = SharedSlots(layout.log_bytes, self._device)
+        self.grid: set[int] = set()
+        self.sequences: WeakSet[SequenceCache] = WeakSet()
+        self.abandoned: set[SequenceCache] = set()
+        self.windowed_counts = np.zeros(64, np.int32)
+        self._windowed_slots = np.full(64, -1, np.int64)
+        self.is_closed = False
+
+    @property
+    def num_pages(self) -> int:
+        """Pages allocated, referenced or not."""
+        return self._memory.num_slots
+
+    @property
+    def num_free_pages(self) -> int:
+        """Pages allocated without a reference."""
+        return len(self._memory.free)
+
+    @property
+    def num_windowed(self) -> int:
+        """Sliding-window blocks with a reference."""
+        return self._windowed.num_slots - len(self._windowed.free)
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes of all pages allocated, with their sliding-window blocks, and of states and logs."""
+        return sum(memory.num_bytes for memory in self._kinds)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of those that have a reference."""
+        return sum((memory.num_slots - len(memory.free)) * memory.slot_bytes for memory in self._kinds)
+
+    def num_pages_for(self, length: int) -> int:
+        """Pages that `length` positions take."""
+        return -(-length // self.page_tokens)
+
+    def num_bytes(self, num_pages: int, num_windowed: int, num_states: int = 0, num_logs: int = 0) -> int:
+        """Bytes of so many pages and sliding-window blocks, states and logs."""
+        pages = num_pages * self.page_bytes + num_windowed * self.windowed_bytes
+        return pages + num_states * self.states.slot_bytes + num_logs * self.logs.slot_bytes
+
+    def peak_bytes(self, length: int, batch_tokens: int) -> int:
+        """Bytes that a sequence of `length` positions ever holds, where a batch adds at most `batch_tokens`.
+
+        Without logs: a draft that has no memory is left out.
+        """
+        num_pages, num_windowed = self.num_pages_for(length), self.sliding.most_pages(length, batch_tokens)
+        return self.num_bytes(num_pages, num_windowed, STATES_OF_SEQUENCE if self.has_states else 0)
+
+    def acquire(self, count: int, windowed: BoolArray | None = None) -> PageNumbers:
+        """Allocate `count` pages, all or none, with one reference each. Contents: those of the last use, or zero.
+
+        Raises: OutOfMemoryError if the budget or the machine's memory is spent and nothing more can be reclaimed;
+            ClosedError after `close`.
+        """
+        num_windowed = 0 if not self._has_windows else count if windowed is None else int(windowed.sum())
+        self._find_room(((self._memory, count), (self._windowed, num_windowed)))
+        pages = self._memory.take(count)
+        self.counts[pages] = 1
+        if self._has_windows:
+            with_block = pages if windowed is None else pages[windowed]
+            self._windowed_slots[with_block] = self._windowed.take(num_windowed)
+            self.windowed_counts[with_block] = 1
+        return pages
+
+    def take_slot(self, slots: SharedSlots) -> int:
+        """Allocate one of `states` or `logs`, with one reference. Contents: undefined. Raises: as `acquire`."""
+        if self.is_closed or not slots.memory.free:
+            self._find_room(((slots.memory, 1),))
+        return slots.take()
+
+    def release_state(self, slot: int) -> None:
+        """Drop a reference to a state."""
+        if not self.is_closed:
+            self.states.release(slot)
+            if slot in self.grid and not self.states.num_references(slot):
+                self.grid.discard(slot)
+
+    def release_log(self, slot: int) -> None:
+        """Drop a reference to a log."""
+        if not self.is_closed:
+            self.logs.release(slot)
+
+    def retain(self, pages: PageNumbers, windowed: BoolArray | None = None) -> None:
+        """Add a reference to distinct pages, each of which must have one already."""
+        assert (self.counts[pages] > 0).all(), "a free page cannot be shared"
+        self.counts[pages] += 1
+        if self._has_windows:
+            self.retain_windowed(pages if windowed is None else pages[windowed])
+
+    def retain_windowed(self, pages: PageNumbers) -> None:
+        """Add a reference to the sliding-window blocks of distinct pages, each of which must have one already."""
+        if self._has_windows:
+            assert (self.windowed_counts[pages] > 0).all(), "a free sliding-window block cannot be shared"
+            self.windowed_counts[pages] += 1
+
+    def release(self, pages: PageNumbers, windowed: BoolArray | None = None) -> None:
+        """Drop a reference to distinct pages; those without any are free."""
+        if self.is_closed:
+            return
+        if self._has_windows:
+            self.release_windowed(pages if windowed is None else pages[windowed])
+        counts = self.counts[pages] - 1
+        assert (counts >= 0).all(), "a free page was released"
+        self.counts[pages] = counts
+        self._memory.give_back(pages[counts == 0][::-1].tolist())
+
+    def release_windowed(self, pages: PageNumbers) -> None:
+        """Drop a reference to the sliding-window blocks of distinct pages."""
+        if self.is_closed or not self._has_windows:
+            return
+        counts = self.windowed_counts[pages] - 1
+        assert (counts >= 0).all(), "a free sliding-window block was released"
+        self.windowed_counts[pages] = counts
+        unheld = pages[counts == 0][::-1]
+        slots = self._windowed_slots[unheld].tolist()
+        self._windowed_slots[unheld] = -1
+        self._windowed.give_back(slots)
+
+    def addresses(self, pages: PageNumbers) -> NDArray[np.int64]:
+        """Where each page lies in memory, aligned to 64 bytes."""
+        return self._memory.addresses[pages]
+
+    def windowed_addresses(self, pages: PageNumbers, windowed: BoolArray) -> NDArray[np.int64] | None:
+        """Where the sliding-window block of each page lies, 0 for those not meant; None if no page has one."""
+        if not self._has_windows:
+            return None
+        return np.where(windowed, self._windowed.addresses[self._windowed_slots[pages]], 0)
+
+    def view(self, page: int) -> NDArray[np.uint8]:
+        """The bytes of a page, uint8[page_bytes], valid while it is referenced and the pool is open; a copy of what
+        lies on a device."""
+        address = int(self._memory.addresses[page])
+        if self._device is None:
+            return host_bytes(address, self.page_bytes)
+        copy = np.empty(self.page_bytes, np.uint8)
+        self._device.read(address, copy)
+        return copy
+
+    def buffer(self, page: int) -> NDArray[np.uint8]:
+        """Where to put a page's new contents before `fill`: its own bytes, or a buffer of the host's."""
+        return self.view(page) if self._device is None else np.empty(self.page_bytes, np.uint8)
+
+    def fill(self, page: int, data: NDArray[np.uint8]) -> None:
+        """Make a page hold what was put into its `buffer`."""
+        if self._device is not None:
+            self._device.write(int(self._memory.addresses[page]), data)
+
+    def windowed_view(self, page: int) -> NDArray[np.uint8]:
+        """The bytes of a page's sliding-window block, uint8[windowed_bytes], valid while that is referenced."""
+        assert self.windowed_counts[page] > 0, "this page has no sliding-window block"
+        assert self._device is None, "blocks of a device are not in this process's memory"
+        return host_bytes(int(self._windowed.addresses[self._windowed_slots[page]]), self.windowed_bytes)
+
+    def state_view(self, slot: int) -> NDArray[np.uint8]:
+        """The bytes of a state, uint8[state_bytes], valid while it is referenced."""
+        assert self._device is None, "states of a device are not in this process's memory"
+        return host_bytes(self.states.address(slot), self.states.slot_bytes)
+
+    def copy(self, source: int, target: int) -> None:
+        """Copy one page into another, which has a sliding-window block too if the first has."""
+        self._copy(int(self._memory.addresses[source]), int(self._memory.addresses[target]), self.page_bytes)
+        if self._has_windows:
+            blocks = self._windowed_slots[[source, target]]
+            assert (blocks >= 0).all(), "a page is copied with its sliding-window block"
+            first, second = self._windowed.addresses[blocks].tolist()
+            self._copy(first, second, self.windowed_bytes)
+
+    def close_abandoned(self) -> None:
+        """Close the sequences that Ctrl-C kept from being closed."""
+        for sequence in list(self.abandoned):
+            sequence.close()
+            self.abandoned.discard(sequence)
+
+    def recover(self) -> None:
+        """Close abandoned sequences, and make free again what Ctrl-C left neither free nor held."""
+        self.close_abandoned()
+        self._memory.recover(int(np.count_nonzero(self.counts)), lambda: np.flatnonzero(self.counts).tolist())
+        self._windowed.recover(
+            int(np.count_nonzero(self.windowed_counts)),
+            lambda: self._windowed_slots[np.flatnonzero(self.windowed_counts)].tolist(),
+        )
+        self.states.memory.recover(self.states.num_held, lambda: self.states.held)
+        self.logs.memory.recover(self.logs.num_held, lambda: self.logs.held)
+
+    def close(self) -> None:
+        """Release all memory; pages acquired before are invalid from now on."""
+        self.is_closed = True
+        self.abandoned.clear()
+        self._memory.close()
+        self._windowed.close()
+        self.states.close()
+        self.logs.close()
+
+    @property
+    def _kinds(self) -> tuple[SlabAllocator, ...]:
+        return self._memory, self._windowed, self.states.memory, self.logs.memory
+
+    @property
+    def _num_held(self) -> list[int]:
+        return [memory.num_slots - len(memory.free) for memory in self._kinds]
+
+    def _find_room(self, wanted: Sequence[tuple[SlabAllocator, int]]) -> None:
+        """See to it that so many slots are free. Raises: ClosedError, OutOfMemoryError."""
+        if self.is_closed:
+            raise ClosedError("the key-value cache was closed with its model; load the model again")
+        while (missing := self._missing(wanted)) != (0, 0):
+            held = self._num_held
+            if self.reclaim is not None:
+                self.reclaim(*missing)
+            if self._num_held == held:
+                raise self._out_of_memory(wanted)
+
+    def _missing(self, wanted: Sequence[tuple[SlabAllocator, int]]) -> tuple[int, int]:
+        """How many pages, and bytes of states, must be freed before these slots can be taken, after allocating what the
+        budget allows."""
+        short = [max(0, number - len(memory.free)) for memory, number in wanted]
+        if not any(short):
+            return 0, 0
+        self.recover()
+        short = [max(0, number - len(memory.free)) for memory, number in wanted]
+        if self.max_bytes is not None:
+            needed = sum(count * memory.slot_bytes for (memory, _), count in zip(wanted, short, strict=True))
+            excess = needed + self.allocated_bytes - self.max_bytes
+            # Memory that one kind has beyond what is wanted of it goes to the others.
+            for memory in self._kinds if excess > 0 else ():
+                if excess > 0 and memory.slot_bytes:
+                    kept = next((number for one, number in wanted if one is memory), 0)
+                    before = memory.num_bytes
+                    memory.shrink(min(max(0, len(memory.free) - kept), -(-excess // memory.slot_bytes)))
+                    excess -= before - memory.num_bytes
+        for (memory, _), missing in zip(wanted, short, strict=True):
+            if missing:
+                memory.grow(missing, None if self.max_bytes is None else self.max_bytes - self.allocated_bytes)
+        while self._memory.addresses.size > self.counts.size:
+            self.counts = np.concatenate((self.counts, np.zeros_like(self.counts)))
+            self.windowed_counts = np.concatenate((self.windowed_counts, np.zeros_like(self.windowed_counts)))
+            self._windowed_slots = np.concatenate((self._windowed_slots, np.full_like(self._windowed_slots, -1)))
+        pages = num_bytes = 0
+        for memory, number in wanted:
+            missing = max(0, number - len(memory.free))
+            if memory is self._memory or memory is self._windowed:
+                pages = max(pages, missing)
+            else:
+                num_bytes += missing * memory.slot_bytes
+        return pages, num_bytes
+
+    def _copy(self, source: int, target: int, num_bytes: int) -> None:
+        if self._device is not None:
+            self._device.copy(source, target, num_bytes)
+        else:
+            ctypes.memmove(target, source, num_bytes)
+
+    def _out_of_memory(self, wanted: Sequence[tuple[SlabAllocator, int]]) -> OutOfMemoryError:
+        num_bytes = self.held_bytes + sum(memory.slot_bytes * count for memory, count in wanted)
+        if self.max_bytes is not None and num_bytes > self.max_bytes:
+            return OutOfMemoryError(
+                f"the key-value cache needs {num_bytes:,} bytes and may use {self.max_bytes:,}; shorten the text, or "
+                "allow it more with kv_memory or memory_limit"
+            )
+        return OutOfMemoryError(
+            f"the key-value cache needs {num_bytes:,} bytes, and the machine gave it {self.allocated_bytes:,}; shorten "
+            "the text, or load a smaller model"
+        )
+
+
+def host_bytes(address: int, count: int) -> NDArray[np.uint8]:
+    """Memory of this process as uint8[count], valid as long as it is."""
+    if not count:
+        return np.zeros(0, np.uint8)
+    return np.ctypeslib.as_array((ctypes.c_uint8 * count).from_address(address))

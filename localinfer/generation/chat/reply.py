@@ -1,0 +1,353 @@
+"""What a chat's reply has to look like: tools, reasoning and a constraint, put together for one model's template."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from localinfer.arguments import check_flag, check_number
+from localinfer.engine.cache.salt import NO_SALT
+from localinfer.engine.sampling.mask import GuidingMask
+from localinfer.errors import ConstraintError, RequestError, TemplateError
+from localinfer.generation.chat.begun_reply import BegunReply
+from localinfer.generation.chat.constraints import Constraint, ConstraintCompiler, grammar_of, is_json, json_grammar
+from localinfer.generation.chat.grammar import ReasoningState, reply_grammar
+from localinfer.generation.chat.messages import Tool, read_tools
+from localinfer.generation.chat.parser import ReplyParser
+from localinfer.generation.chat.reply_options import ReplyOptions
+from localinfer.generation.chat.system_messages import SYSTEM_ROLES, has_late_system, placed_system
+from localinfer.generation.chat.template_messages import template_messages, with_reasoning_as
+from localinfer.generation.chat.thinking import ThinkingBudget
+from localinfer.generation.chat.tool_choice import choose_tools
+from localinfer.generation.chat.value_types import parameter_types
+from localinfer.models.text.call_learning import learn_call_format
+from localinfer.models.text.probes import Trials
+from localinfer.models.text.reasoning_learning import learn_reasoning_format
+from localinfer.models.text.reply_format import THINKING_VARIABLES, CallFormat, ReasoningFormat
+from localinfer.models.text.splitting import SpellingFinder
+from localinfer.models.text.template_names import asked_day
+
+if TYPE_CHECKING:
+    from localinfer.models.text.chat_template import ChatTemplate
+    from localinfer.models.text.tokenizer import Tokenizer
+
+
+def check_template_variables(variables: object) -> Mapping[str, Any]:
+    """What `template_variables` give the template, nothing for None. Raises: RequestError for what they cannot be."""
+    if variables is None:
+        return {}
+    if not isinstance(variables, Mapping) or not all(isinstance(name, str) for name in variables):
+        raise RequestError(f"template_variables are {variables!r:.60}; give a mapping of names to values")
+    taken = {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"} & variables.keys()
+    if taken:
+        raise RequestError(f"template_variables hold {', '.join(sorted(taken))}, which are not theirs to set")
+    asked_day(variables, datetime.now())
+    return variables
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplyFormat:
+    """How the reply to one prompt is constrained and read.
+
+    tools: that may be called; where there are none, `calls` is a format that no text may have. shown_ids: control
+    tokens that are part of the format, so that their spelling belongs to the text that is parsed.
+    """
+
+    reasoning: ReasoningFormat | None
+    state: ReasoningState
+    calls: CallFormat | None
+    tools: tuple[Tool, ...]
+    must_call: bool
+    is_parallel: bool
+    budget: int | None
+    shown_ids: frozenset[int]
+
+    @property
+    def _has_frame(self) -> bool:
+        """Whether answers have marks around them."""
+        return self.reasoning is not None and bool(self.reasoning.answer_begin)
+
+    @property
+    def _has_calls_in_reasoning(self) -> bool:
+        """Whether a call may end the reasoning: not where that is ended by a number of tokens, perhaps amid a call."""
+        return self.budget is None
+
+    def parser(self, new_id: Callable[[], str] | None = None) -> ReplyParser:
+        """A parser for one reply; new_id: names its calls, where the model's format has no names."""
+        reasoning = None if self.state == "none" and not self._has_frame else self.reasoning
+        types = {tool.name: parameter_types(tool) for tool in self.tools}
+        calls = self.calls if self.tools else None
+        return ReplyParser(
+            reasoning,
+            calls,
+            starts_reasoning=self.state == "open",
+            calls_in_reasoning=self._has_calls_in_reasoning,
+            types=types,
+            new_id=new_id,
+        )
+
+    def mask(
+        self,
+        compiler: ConstraintCompiler,
+        tokenizer: "Tokenizer",
+        constraint: Constraint | None,
+        *,
+        start: int,
+        vocab_size: int,
+        salt: bytes = NO_SALT,
+        notices: list[str] | None = None,
+    ) -> GuidingMask | None:
+        """The mask of one reply after `start` tokens; None where everything is allowed.
+
+        salt: whose former masks need not be compiled. notices: is told what is left out of schemas that are not strict.
+        Raises: ConstraintError.
+        """
+        if notices is not None:
+            notices += [f"tool {tool.name!r}: {line}" for tool in self.tools for line in tool.left_out]
+        if constraint is None and self.calls is None:
+            mask: GuidingMask | None = None
+        elif not self.tools and self.state == "none" and constraint is not None and not self._has_frame:
+            mask = compiler.mask(constraint, start=start, salt=salt, notices=notices)
+        else:
+            grammar = reply_grammar(
+                reasoning=self.reasoning,
+                state=self.state,
+                calls=self.calls,
+                tools=self.tools,
+                must_call=self.must_call,
+                is_parallel=self.is_parallel,
+                answer=None if constraint is None else grammar_of(constraint, notices),
+                specials=tokenizer.special_spellings,
+                calls_in_reasoning=self._has_calls_in_reasoning,
+            )
+            assert grammar is not None, "there are calls or a constraint"
+            mask = compiler.grammar_mask(
+                grammar, start=start, what="schema", salt=salt, bounds_numbers=is_json(constraint)
+            )
+        if self.budget is None or self.reasoning is None or self.state == "none":
+            return mask
+        return ThinkingBudget(
+            tokenizer,
+            mask,
+            start=start,
+            vocab_size=vocab_size,
+            begin=None if self.state == "open" else self.reasoning.begin,
+            end=self.reasoning.end,
+            closing_ids=tokenizer.encode_segments([(self.reasoning.closing, True)], continues_run=True),
+            budget=self.budget,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatRequest:
+    """A chat's options, checked against a model: how its prompt is rendered, and how its reply is to be read.
+
+    described: the tools that the prompt describes. template_tools, variables: what the template is given beside the
+    messages. continues: whether the last message is a reply to be continued.
+    """
+
+    format: ReplyFormat
+    described: tuple[Tool, ...]
+    template_tools: tuple[Mapping[str, Any], ...]
+    variables: Mapping[str, Any]
+    formats: "TemplateFormats"
+    continues: bool
+
+    def split(self, messages: Sequence[Mapping[str, Any]]) -> tuple[Sequence[Mapping[str, Any]], BegunReply | None]:
+        """Messages as the template expects them, and the reply that is to be continued. Raises: MessageError."""
+        begun = None
+        if self.continues:
+            messages, begun = BegunReply.split(messages)
+        return self._messages(messages), begun
+
+    def _messages(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+        """Messages as the template expects them."""
+        messages = self.formats.with_system_taken(messages)
+        if self.format.reasoning is not None:
+            messages = with_reasoning_as(self.format.reasoning.member, messages)
+        if not self.described and not any(
+            message.get("tool_calls") or message["role"] == "tool" for message in messages
+        ):
+            return messages
+        formats = self.formats
+        return template_messages(messages, formats.calls, self.described, has_system=formats.has_system)
+
+    def format_after(self, prompt: str, begun: BegunReply | None = None) -> ReplyFormat:
+        """How the reply to a rendered prompt is read, or what is still to come of one that was begun."""
+        reasoning = self.format.reasoning
+        if reasoning is None or reasoning.is_closed(prompt):
+            made = replace(self.format, state="none")
+        else:
+            made = replace(self.format, state="open" if reasoning.is_open(prompt) else "possible")
+        return made if begun is None else begun.rest_format(made)
+
+
+class TemplateFormats:
+    """The formats of one model, learned from its template when they are first needed."""
+
+    def __init__(self, template: "ChatTemplate", tokenizer: "Tokenizer", compiler: ConstraintCompiler) -> None:
+        self._source = template.source
+        self._trials = Trials(template)
+        self._tokenizer = tokenizer
+        self._compiler = compiler
+
+    @cached_property
+    def reasoning(self) -> ReasoningFormat | None:
+        """How the model writes reasoning, None if its template has none."""
+        return learn_reasoning_format(self._trials, self._source, self._ends)
+
+    @cached_property
+    def calls(self) -> CallFormat:
+        """How the model writes tool calls."""
+        return learn_call_format(self._trials, self._ends, reasoning=self.reasoning, source=self._source)
+
+    @cached_property
+    def has_system(self) -> bool:
+        """Whether the template takes a system message."""
+        try:
+            self._trials.render([{"role": role, "content": role} for role in ("system", "user")])
+        except TemplateError:
+            return False
+        return True
+
+    @cached_property
+    def _has_late_system(self) -> bool:
+        """Whether the template takes system messages behind others, and writes them."""
+        late = "late system message"
+        roles = ("system", "user", "system", "user")
+        try:
+            text = self._trials.render(
+                [{"role": role, "content": late if i == 2 else role} for i, role in enumerate(roles)]
+            )
+        except TemplateError:
+            return False
+        return late in text
+
+    def with_system_taken(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+        """Messages with system messages only where the template takes them; see `placed_system`."""
+        if has_late_system(messages) and not self._has_late_system:
+            return placed_system(messages, takes_one=self.has_system)
+        if messages and messages[0]["role"] in SYSTEM_ROLES and not self.has_system:
+            return placed_system(messages, takes_one=False)
+        return messages
+
+    @cached_property
+    def _ends(self) -> SpellingFinder:
+        """Spellings of the tokens that end a reply."""
+        tokenizer = self._tokenizer
+        return SpellingFinder({tokenizer.token_text(token_id): token_id for token_id in tokenizer.eog_token_ids})
+
+    def request(self, options: ReplyOptions, salt: bytes = NO_SALT) -> ChatRequest:
+        """Check the options of one chat. salt: see `ConstraintCompiler.mask`.
+
+        Raises: RequestError; ConstraintError naming a tool and a keyword.
+        """
+        described = read_tools(options.get("tools"))
+        chosen = choose_tools(described, options.get("tool_choice"))
+        tools = tuple(self._enforceable(tool, salt) for tool in chosen.tools)
+        thinking = options.get("thinking")
+        if thinking is not None and not isinstance(thinking, bool):
+            raise RequestError(f"thinking is {thinking!r}; give True, False, or None for the template's choice")
+        budget = check_number("thinking_budget", options.get("thinking_budget"), 0, none="for no limit")
+        is_parallel = options.get("parallel_tool_calls")
+        is_parallel = is_parallel is None or check_flag("parallel_tool_calls", is_parallel)
+        if self.reasoning is None and (thinking or budget is not None):
+            raise RequestError(
+                "thinking was asked for, but the model's chat template has no reasoning; leave thinking and "
+                "thinking_budget out"
+            )
+        variables = check_template_variables(options.get("template_variables"))
+        calls = self.calls if described else None
+        return ChatRequest(
+            format=ReplyFormat(
+                reasoning=self.reasoning,
+                state="none",
+                calls=calls,
+                tools=tools,
+                must_call=chosen.must_call,
+                is_parallel=not chosen.is_single and is_parallel,
+                budget=0 if thinking is False else budget,
+                shown_ids=self._shown_ids(calls if tools else None),
+            ),
+            described=described,
+            template_tools=tuple(tool.description for tool in described)
+            if calls is not None and calls.describes_tools
+            else (),
+            variables={**self._thinking_variables(thinking), **variables},
+            formats=self,
+            continues=check_flag("continue_final_message", options.get("continue_final_message")),
+        )
+
+    def _thinking_variables(self, thinking: bool | None) -> dict[str, Any]:
+        """What tells the template whether to let the model reason."""
+        if thinking is None:
+            return {}
+        flags: dict[str, Any] = dict.fromkeys(THINKING_VARIABLES, thinking)
+        return flags | self._effort if thinking else flags
+
+    @cached_property
+    def _effort(self) -> dict[str, Any]:
+        """What lets a model reason whose template closes reasoning unless it is told how much there shall be."""
+        flags: dict[str, Any] = dict.fromkeys(THINKING_VARIABLES, True)
+        effort: dict[str, Any] = {"reasoning_effort": "high"}
+        ask = [{"role": "user", "content": "?"}]
+        try:
+            prompts = [self._trials.render(ask, **flags, **more) for more in ({}, effort)]
+        except TemplateError:
+            return {}
+        closed = [self.reasoning is not None and self.reasoning.is_closed(prompt) for prompt in prompts]
+        return effort if closed == [True, False] else {}
+
+    def _enforceable(self, tool: Tool, salt: bytes) -> Tool:
+        """A tool with what can be enforced of its schema. Raises: ConstraintError where all of it has to be."""
+        function = tool.description["function"]
+        try:
+            if tool.parameters is not None:
+                self._check_calls(tool, salt)
+                return tool
+        except ConstraintError as error:
+            if function.get("strict"):
+                raise ConstraintError(
+                    f"the parameters of tool {tool.name!r} cannot be enforced: {error}",
+                    keyword=error.keyword,
+                    field="tools",
+                ) from None
+        try:
+            made, left_out = self._compiler.relaxed({"type": "object", **(function.get("parameters") or {})})
+            if made.get("type") == "object":
+                relaxed = replace(tool, parameters=made, left_out=tuple(left_out))
+                self._check_calls(relaxed, salt)
+                return relaxed
+        except ConstraintError:
+            pass
+        return replace(tool, parameters=None, left_out=("its parameters cannot be enforced; check the whole call",))
+
+    def _check_calls(self, tool: Tool, salt: bytes) -> None:
+        """Raise ConstraintError if the calls of a tool cannot be held to its schema."""
+        self._compiler.grammar_mask(json_grammar(dict(tool.parameters or {})), start=0, what="schema", salt=salt)
+        if self.calls.parameters is not None:
+            self._compiler.grammar_mask(self._call_grammar(tool), start=0, what="schema", salt=salt)
+
+    def _call_grammar(self, tool: Tool) -> str:
+        """The grammar of one call of a tool whose parameters stand one by one. Raises: ConstraintError."""
+        grammar = reply_grammar(
+            reasoning=None,
+            state="none",
+            calls=self.calls,
+            tools=[tool],
+            must_call=True,
+            is_parallel=False,
+            answer=None,
+            specials=self._tokenizer.special_spellings,
+        )
+        assert grammar is not None, "there are calls"
+        return grammar
+
+    def _shown_ids(self, calls: CallFormat | None) -> frozenset[int]:
+        texts = [] if self.reasoning is None else self.reasoning.texts
+        if calls is not None:
+            texts += calls.texts
+        return frozenset(
+            spelling.token_id for text in texts for spelling in self._tokenizer.special_spellings.find(text)
+        )

@@ -1,0 +1,136 @@
+"""Messages in the shape that a template expects: former calls and their results, and tools where it describes none."""
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from localinfer.generation.chat.messages import Tool
+from localinfer.generation.chat.written_calls import description, written_calls
+from localinfer.models.text.reply_format import CallFormat
+
+_REASONING = "reasoning_content"
+_RESULTS = "tool_responses"
+
+
+def template_messages(
+    messages: Sequence[Mapping[str, Any]], calls: CallFormat, tools: tuple[Tool, ...], *, has_system: bool = True
+) -> list[Mapping[str, Any]]:
+    """Bring former calls and their results, as `read_messages` reads them, into the shape that a template expects.
+
+    A call without an id gets one, and a result without one that of the first call that has no result yet. Arguments
+    become objects, or text, whichever the template prints; results stand in the message that called where it reads them
+    there; where it has no tools, calls and results become text of
+    the messages, and the tools are described in the system message; has_system: whether the template takes one, else
+    they are described in the first message.
+    """
+    names: dict[str, str] = {}
+    open_ids: list[str] = []
+    # Where ids hold the name: as the caller has them, and as the template wants them.
+    renamed: dict[object, str] = {}
+    result: list[Mapping[str, Any]] = []
+    is_response = False
+    for message in messages:
+        made = message.get("tool_calls")
+        if made:
+            read = [_for_template(len(names) + i, call, calls.arguments_as_text) for i, call in enumerate(made)]
+            if calls.id_form is not None:
+                renamed.update(_named_ids(read, calls.id_form, len(names)))
+                read = [{**call, "id": renamed[call["id"]]} for call in read]
+            names.update({call["id"]: call["function"]["name"] for call in read})
+            open_ids = [call["id"] for call in read]
+            if not calls.allows_content:
+                if message["content"]:
+                    result.append({key: value for key, value in message.items() if key != "tool_calls"})
+                message = {**message, "content": None}
+            message = {**message, "tool_calls": read}
+            if not calls.is_native:
+                message = {"role": message["role"], "content": message["content"] + written_calls(read, calls)}
+        elif message.get("role") == "tool":
+            call_id = message.get("tool_call_id") or next(iter(open_ids), None)
+            call_id = renamed.get(call_id, call_id)
+            open_ids = [open_id for open_id in open_ids if open_id != call_id]
+            if call_id is not None:
+                message = {**message, "tool_call_id": call_id}
+            message = {**message, "name": message.get("name") or names.get(str(call_id), "")}
+            if calls.holds_results and result and result[-1].get("tool_calls"):
+                held = {"name": message["name"], "response": message["content"]}
+                caller = result.pop()
+                result.append({**caller, _RESULTS: [*caller.get(_RESULTS, ()), held]})
+                continue
+            if not calls.is_native and not calls.describes_tools:
+                text = f"<tool_response>\n{message['content']}\n</tool_response>"
+                if is_response:
+                    # Templates may want the roles to alternate.
+                    text = f"{result.pop()['content']}\n{text}"
+                message = {"role": "user", "content": text}
+                is_response = True
+                result.append(message)
+                continue
+        elif result and result[-1].get(_RESULTS) and message.get("role") == "assistant":
+            # The model goes on behind the results in the same turn.
+            caller = result.pop()
+            if caller.get("content"):
+                result.append(caller)
+            else:
+                message = {**caller, "content": message["content"]}
+        is_response = False
+        result.append(message)
+    if tools and calls.reads_tools:
+        functions = json.dumps([tool.description["function"] for tool in tools], ensure_ascii=False)
+        if not result or result[0].get("role") != "system":
+            result.insert(0, {"role": "system", "content": ""})
+        return [{**result[0], "tools": functions}, *result[1:]]
+    if tools and not calls.describes_tools:
+        return _with_description(result, description(tools, calls), has_system)
+    return result
+
+
+def with_reasoning_as(member: str, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """Messages as `read_messages` gives them, with their reasoning under the name that a template reads.
+
+    Templates with a name of their own take text or reasoning beside calls, not both: there, the text comes before.
+    """
+    if member == _REASONING or not any(_REASONING in message for message in messages):
+        return messages
+    result: list[Mapping[str, Any]] = []
+    for message in messages:
+        if _REASONING in message:
+            message = {member if name == _REASONING else name: value for name, value in message.items()}
+            if message["content"] and message.get("tool_calls"):
+                result.append({"role": message["role"], "content": message["content"]})
+                message = {**message, "content": ""}
+        result.append(message)
+    return result
+
+
+def _for_template(index: int, call: Mapping[str, Any], as_text: bool) -> dict[str, Any]:
+    function = call["function"]
+    arguments = function.get("arguments")
+    if as_text:
+        arguments = arguments if isinstance(arguments, str) else json.dumps(arguments or {}, ensure_ascii=False)
+    elif isinstance(arguments, str):
+        # A model that was cut short wrote no whole JSON; the template prints that as it is.
+        with suppress(ValueError, RecursionError):
+            arguments = json.loads(arguments or "{}")
+    return {
+        "id": call.get("id") or f"call{index:05d}",
+        "type": "function",
+        "function": {"name": function["name"], "arguments": arguments if arguments is not None else {}},
+    }
+
+
+def _named_ids(calls: list[dict[str, Any]], form: str, count: int) -> dict[object, str]:
+    """By the id of each call the one that a template wants that reads the name from it; count: of calls before."""
+    numbered = enumerate(calls, count)
+    return {call["id"]: form.format(name=call["function"]["name"], number=number) for number, call in numbered}
+
+
+def _with_description(messages: list[Mapping[str, Any]], text: str, has_system: bool) -> list[Mapping[str, Any]]:
+    first = messages[0] if messages else {}
+    if isinstance(first.get("content"), str):
+        if first.get("role") in ("system", "developer"):
+            return [{**first, "content": f"{first['content']}\n\n{text}"}, *messages[1:]]
+        if not has_system:
+            return [{**first, "content": f"{text}\n\n{first['content']}"}, *messages[1:]]
+    return [{"role": "system", "content": text}, *messages]

@@ -1,0 +1,253 @@
+"""The trie of a model's vocabulary, and the grammar matchers over it, by llguidance.
+
+Through llguidance's C interface, so that other threads run while the trie is built; through its Python classes, with
+the same masks, where it has no such interface.
+"""
+
+import ctypes
+import json
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localinfer.engine.sampling.mask import GrammarMatcher
+from localinfer.errors import ConstraintError
+from localinfer.generation.chat.matcher_library import (
+    MatcherInit,
+    MatcherLibrary,
+    TokenizeFunction,
+    TokenizerInit,
+    matcher_library,
+)
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+    from localinfer.models.text.tokenizer import Tokenizer
+
+_LEXER_FUEL = 100_000
+"""Nodes of regular expressions that are opened up at the start: a tenth of llguidance's default, some 0.1 s of work and
+36 MB."""
+_MOST_ITEMS_PER_STEP = 20_000
+"""Of the parser's table: some 0.1 s of work, which only an endless or hostile grammar reaches."""
+_CONTROL_MARK = b"\xff"
+"""What stands before the spelling of a control token in llguidance; no text has this byte."""
+_MOST_FORCED = 1024
+_ERROR_BYTES = 1024
+
+
+class VocabularyTrie(Protocol):
+    """What makes the matchers of one vocabulary; threads may share it."""
+
+    def matcher(self, grammar: str) -> GrammarMatcher:
+        """A matcher at the start of a grammar in llguidance's form, or one that has an error."""
+        ...
+
+
+def build_trie(tokenizer: "Tokenizer") -> VocabularyTrie:
+    """Build llguidance's view of a vocabulary: the bytes of each id, and which ids are control tokens.
+
+    Raises: ConstraintError if no token ends a text, as a constrained text has to.
+    """
+    if not tokenizer.eog_token_ids:
+        raise ConstraintError("the vocabulary has no token that ends a text, so none can be constrained")
+    library = matcher_library()
+    return ClassTrie(tokenizer) if library is None else ForeignTrie(tokenizer, library)
+
+
+def _marked_bytes(tokenizer: "Tokenizer") -> list[bytes]:
+    texts = tokenizer.vocabulary_bytes()
+    for token_id in filter(tokenizer.is_special, range(len(texts))):
+        if not texts[token_id].startswith(_CONTROL_MARK):
+            texts[token_id] = _CONTROL_MARK + texts[token_id]
+    return texts
+
+
+class ForeignTrie:
+    """A `VocabularyTrie` of the C interface."""
+
+    def __init__(self, tokenizer: "Tokenizer", library: MatcherLibrary) -> None:
+        self._library = library
+        self._interruptions: list[BaseException] = []
+        texts = _marked_bytes(tokenizer)
+        lengths = np.fromiter(map(len, texts), np.uint32, len(texts))
+        joined = b"".join(texts)
+        first, *others = sorted(tokenizer.eog_token_ids)
+        other_ends = np.array(others, np.uint32)
+        # llguidance calls it as long as there is a matcher, and each matcher refers to this object.
+        self._function = _tokenize_function(tokenizer, self._interruptions)
+        init = TokenizerInit(
+            struct_size=ctypes.sizeof(TokenizerInit),
+            vocab_size=len(texts),
+            tok_eos=first,
+            token_lens=lengths.ctypes.data,
+            token_bytes=ctypes.cast(ctypes.c_char_p(joined), ctypes.c_void_p),
+            tokenize_assumes_string=True,
+            tokenize_fn=self._function,
+            tok_eos_extra=other_ends.ctypes.data if others else None,
+            tok_eos_extra_count=len(others),
+        )
+        error = ctypes.create_string_buffer(_ERROR_BYTES)
+        self._pointer = library.new_tokenizer_v2(ctypes.byref(init), error, _ERROR_BYTES)
+        if not self._pointer:
+            found = error.value.decode("utf-8", "replace")
+            raise ConstraintError(f"this model's vocabulary cannot be used for constraints: {found}")
+        weakref.finalize(self, library.free_tokenizer, self._pointer).atexit = False
+
+    def matcher(self, grammar: str) -> "ForeignMatcher":
+        init = MatcherInit()
+        self._library.constraint_init_set_defaults(ctypes.byref(init), self._pointer)
+        init.log_stderr_level = 0
+        init.limits.initial_lexer_fuel = _LEXER_FUEL
+        init.limits.step_max_items = _MOST_ITEMS_PER_STEP
+        init.limits.verbose_errors = False
+        if "\0" in grammar:
+            # A text in C ends there; in JSON it is written otherwise.
+            grammar = json.dumps({"grammars": [{"name": "lark_grammar", "lark_grammar": grammar}]})
+        made = self._library.new_matcher(ctypes.byref(init), b"llguidance", grammar.encode("utf-8"))
+        return ForeignMatcher(self, self._library, made)
+
+    def raise_interruption(self) -> None:
+        """Raise what came up while a text was encoded, such as a KeyboardInterrupt, which cannot pass foreign code."""
+        if self._interruptions:
+            raise self._interruptions.pop()
+
+
+def _tokenize_function(tokenizer: "Tokenizer", interruptions: list[BaseException]) -> "ctypes._FuncPointer":
+    """What llguidance calls to encode a text. It does not refer to the trie, whose memory would be freed late."""
+
+    def tokenize(_: int | None, text: int, size: int, ids: int | None, capacity: int) -> int:
+        try:
+            found = _encode(tokenizer, ctypes.string_at(text, size))
+            written = np.array(found[:capacity], np.uint32)
+            if written.size:
+                ctypes.memmove(ids or 0, written.ctypes.data, written.nbytes)
+        except BaseException as error:
+            interruptions.append(error)
+            return 0
+        return len(found)
+
+    return TokenizeFunction(tokenize)
+
+
+class ForeignMatcher:
+    """A `GrammarMatcher` of the C interface, whose calls come one after the other whatever threads make them."""
+
+    def __init__(self, trie: ForeignTrie, library: MatcherLibrary, pointer: int) -> None:
+        self._trie = trie
+        self._library = library
+        self._pointer = pointer
+        self._lock = threading.Lock()
+        self._mask = np.empty(library.matcher_get_mask_byte_size(pointer), np.uint8)
+        self._token = np.empty(1, np.uint32)
+        self._forced = np.empty(_MOST_FORCED, np.uint32)
+        weakref.finalize(self, library.free_matcher, pointer).atexit = False
+
+    def copy(self) -> "ForeignMatcher":
+        with self._lock:
+            pointer = self._library.clone_matcher(self._pointer)
+        return ForeignMatcher(self._trie, self._library, pointer)
+
+    def mask(self) -> NDArray[np.uint8]:
+        with self._lock:
+            if self._library.matcher_compute_mask_into(self._pointer, self._mask.ctypes.data, self._mask.nbytes) < 0:
+                self._mask[:] = 0
+            return self._mask
+
+    def consume(self, token_ids: Sequence[int]) -> int:
+        with self._lock:
+            for index, token_id in enumerate(token_ids):
+                self._token[0] = token_id
+                if self._library.matcher_validate_tokens(self._pointer, self._token.ctypes.data, 1) < 1:
+                    return index
+                if self._library.matcher_consume_token(self._pointer, token_id) < 0:
+                    return index
+        return len(token_ids)
+
+    def count_allowed(self, token_ids: Sequence[int]) -> int:
+        ids = np.array(token_ids, np.uint32)
+        with self._lock:
+            return max(0, int(self._library.matcher_validate_tokens(self._pointer, ids.ctypes.data, ids.size)))
+
+    def rollback(self, count: int) -> None:
+        with self._lock:
+            self._library.matcher_rollback(self._pointer, count)
+
+    def forced(self) -> list[int]:
+        with self._lock:
+            count = self._library.matcher_compute_ff_tokens(self._pointer, self._forced.ctypes.data, _MOST_FORCED)
+            self._trie.raise_interruption()
+            return [int(token_id) for token_id in self._forced[: max(0, count)]]
+
+    def error(self) -> str | None:
+        with self._lock:
+            found: bytes | None = self._library.matcher_get_error(self._pointer)
+        return None if found is None else found.decode("utf-8", "replace")
+
+
+class ClassTrie:
+    """A `VocabularyTrie` of llguidance's classes: no other thread runs Python while it is built."""
+
+    def __init__(self, tokenizer: "Tokenizer") -> None:
+        from llguidance import LLTokenizer, TokenizerWrapper
+
+        ends = sorted(tokenizer.eog_token_ids)
+        self._trie = LLTokenizer(TokenizerWrapper(_Wrapped(tokenizer, ends[0])), eos_token=ends)
+
+    def matcher(self, grammar: str) -> "ClassMatcher":
+        from llguidance import LLMatcher, LLParserLimits
+
+        limits = LLParserLimits(
+            verbose_errors=False, initial_lexer_fuel=_LEXER_FUEL, step_max_items=_MOST_ITEMS_PER_STEP
+        )
+        return ClassMatcher(LLMatcher(self._trie, grammar, log_level=0, limits=limits))
+
+
+class _Wrapped:
+    """A tokenizer in the shape that llguidance's classes read."""
+
+    def __init__(self, tokenizer: "Tokenizer", end: int) -> None:
+        self._tokenizer = tokenizer
+        self.eos_token_id = end
+        self.bos_token_id = tokenizer.bos_token_id
+        self.tokens = _marked_bytes(tokenizer)
+        self.special_token_ids: list[int] = []
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        return _encode(self._tokenizer, text.encode("utf-8") if isinstance(text, str) else text)
+
+
+class ClassMatcher:
+    """A `GrammarMatcher` of llguidance's classes."""
+
+    def __init__(self, matcher: "LLMatcher") -> None:
+        self._matcher = matcher
+
+    def copy(self) -> "ClassMatcher":
+        return ClassMatcher(self._matcher.deep_copy())
+
+    def mask(self) -> NDArray[np.uint8]:
+        return np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+
+    def consume(self, token_ids: Sequence[int]) -> int:
+        return self._matcher.try_consume_tokens(list(token_ids))
+
+    def count_allowed(self, token_ids: Sequence[int]) -> int:
+        return self._matcher.validate_tokens(list(token_ids))
+
+    def rollback(self, count: int) -> None:
+        self._matcher.rollback(count)
+
+    def forced(self) -> list[int]:
+        return self._matcher.compute_ff_tokens()
+
+    def error(self) -> str | None:
+        return self._matcher.get_error() if self._matcher.is_error() else None
+
+
+def _encode(tokenizer: "Tokenizer", text: bytes) -> list[int]:
+    return tokenizer.encode_segments([(text.decode("utf-8"), False)], continues_run=True)

@@ -1,6 +1,0 @@
-"""The files of the chat page, where an application has the server."""
-
-from PyInstaller.utils.hooks import collect_data_files, collect_submodules
-
-hiddenimports = collect_submodules("localinfer.server")
-datas = collect_data_files("localinfer.server.page")

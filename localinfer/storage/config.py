@@ -1,0 +1,196 @@
+"""The configuration file: a user's own defaults for commands, `config.toml` in their configuration folder.
+
+Only the command line reads it; the Python API never does.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from localinfer.arguments import MAX_PRIORITY, check_number, shown
+from localinfer.engine.sampling.params import MAX_SEED, NUMBER_OPTIONS, SamplingParams
+from localinfer.errors import RequestError
+from localinfer.storage.toml_file import TomlFile
+from localinfer.system.folders import expand_home, user_folder
+
+FILE_NAME = "config.toml"
+DEVICES = ("auto", "cpu", "cuda")
+SERVE_SETTINGS: dict[str, tuple[str, Any]] = {
+    "allow_host": ("allowed_hosts", ()),
+    "allow_origin": ("allowed_origins", ()),
+    "requests_per_minute": ("requests_per_minute", None),
+    "tokens_per_minute": ("tokens_per_minute", None),
+    "running_per_token": ("running_per_token", None),
+    "queued_per_token": ("queued_per_token", None),
+    "min_priority": ("min_priority", None),
+    "ttft_objective": ("ttft_objective", None),
+}
+"""Keys of the table `[serve]`, which are options of `localinfer serve` -> the member of the server's settings, and its
+value without the key."""
+_WAY_OUT = "correct it, or pass --no-config to do without the file"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Defaults of the command line; None, or an absent name, where the file says nothing.
+
+    path: the file they were read from, None without one. model: a path or a name, as -m takes it.
+    sampling: values by the names of `localinfer.engine.sampling.params.SamplingParams`.
+    system: the system prompt of a chat. template_kwargs: variables of chat templates. serve: of a server.
+    """
+
+    path: Path | None = None
+    model: str | None = None
+    threads: int | None = None
+    context_length: int | None = None
+    kv_type: str | None = None
+    device: str | None = None
+    sampling: Mapping[str, float | int] = field(default_factory=dict)
+    system: str | None = None
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    serve: Mapping[str, tuple[str, ...] | float] = field(default_factory=dict)
+
+    def defaults(self) -> dict[str, Any]:
+        """The values that the file gives, by the names of the commands' parameters."""
+        names = ("model", "threads", "context_length", "kv_type", "device", "system")
+        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        if self.template_kwargs:
+            given["template_variables"] = [json.dumps(self.template_kwargs)]
+        return {**given, **self.sampling, **self.serve}
+
+
+def config_path() -> Path | None:
+    """Where the file is looked for, whether it exists or not; None for a user without a home folder."""
+    folder = user_folder("config")
+    return None if folder is None else folder / FILE_NAME
+
+
+def read_config(path: Path | None = None) -> Config:
+    """Read the file, the user's own by default; one that does not exist is empty.
+
+    Raises: RequestError naming the file, the line and the key, if the file cannot be read, is not TOML, or has an
+        unknown key or a value that the option cannot have.
+    """
+    file = config_path() if path is None else path
+    if file is None:
+        return Config()
+    try:
+        return _read(TomlFile(file, _WAY_OUT))
+    except (FileNotFoundError, NotADirectoryError):
+        return Config()
+
+
+def describe_config() -> list[str]:
+    """Lines that say where the file is, what it sets, or what is wrong with it."""
+    path = config_path()
+    if path is None:
+        return ["configuration: none, as this user has no home folder"]
+    try:
+        config = read_config(path)
+    except RequestError as error:
+        return [f"configuration: {error}"]
+    if config.path is None:
+        return [f'configuration: none; {path} may set defaults, such as model = "FILE" or threads = 4']
+    return [f"configuration: {path}", *(f"  {name} = {value!r}" for name, value in config.defaults().items())]
+
+
+def sampling_value(key: str, value: Any) -> float | int:
+    """Check a sampling option of a file, by its name in SamplingParams. Raises: RequestError."""
+    if key == "seed":
+        check_number(key, value, 0, MAX_SEED)
+        return int(value)
+    option = NUMBER_OPTIONS[key]
+    # TOML's 0 is no float, which a check would import NumPy to find out.
+    number = float(value) if option.kind is float and type(value) is int else value
+    found: float | int = check_number(
+        key, number, option.least, option.most, kind=option.kind, hint=option.hint, field=key
+    )
+    if key == "mirostat" and found:
+        SamplingParams(mirostat=int(found))
+    return found
+
+
+SAMPLING_KEYS = dict.fromkeys((*NUMBER_OPTIONS, "seed"), sampling_value)
+"""What a table of sampling options may have, and how each is checked."""
+
+
+def _read(file: TomlFile) -> Config:
+    chat = file.checked(["chat"], file.table(file.content, "chat"), {"system": _text, "template_kwargs": _variables})
+    table = file.table(file.content, "sampling")
+    sampling = file.checked(["sampling"], table, SAMPLING_KEYS)
+    loading = file.checked(
+        [],
+        {key: value for key, value in file.content.items() if key not in ("chat", "sampling", "serve")},
+        {"model": _model, "threads": _count, "context_length": _count, "kv_type": _kv_type, "device": _device},
+        also=("[sampling]", "[chat]", "[serve]"),
+    )
+    kinds: dict[str, Callable[[str, Any], Any]] = {
+        name: _count if default is None else _names for name, (_, default) in SERVE_SETTINGS.items()
+    }
+    kinds |= {"queued_per_token": _least_zero, "min_priority": _any_priority, "ttft_objective": _seconds}
+    serve = file.checked(["serve"], file.table(file.content, "serve"), kinds)
+    return Config(path=file.path, sampling=sampling, serve=serve, **chat, **loading)
+
+
+def _text(key: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise RequestError(f'{key} is {shown(value)}; wanted a text, such as {key} = "Be brief."')
+    return value
+
+
+def _variables(key: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise RequestError(f'{key} is {shown(value)}; wanted a table, such as {key} = {{template_date = "today"}}')
+    # TOML has days and times, and templates have their texts.
+    made: dict[str, Any] = json.loads(json.dumps(value, default=str))
+    return made
+
+
+def _model(key: str, value: Any) -> str:
+    if not isinstance(value, str) or not value or "\0" in value:
+        raise RequestError(f'{key} is {shown(value)}; wanted a path or a name, such as {key} = "~/models/a.gguf"')
+    path = expand_home(value)
+    if not path.is_absolute() and (value.startswith(".") or value.lower().endswith(".gguf")):
+        raise RequestError(f"{key} is {shown(value)}, which is another file in every folder; give the whole path")
+    return str(path) if value.startswith("~") else value
+
+
+def _count(key: str, value: Any) -> int:
+    check_number(key, value, 1)
+    return int(value)
+
+
+def _least_zero(key: str, value: Any) -> int:
+    return int(check_number(key, value, 0))
+
+
+def _any_priority(key: str, value: Any) -> int:
+    return int(check_number(key, value, -MAX_PRIORITY, MAX_PRIORITY))
+
+
+def _seconds(key: str, value: Any) -> float:
+    return float(check_number(key, value, 0, kind=float))
+
+
+def _names(key: str, value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(one, str) and one.isprintable() for one in value):
+        raise RequestError(f'{key} is {shown(value)}; wanted a list of names, such as {key} = ["example.org"]')
+    return tuple(value)
+
+
+def _kv_type(key: str, value: Any) -> str:
+    from localinfer.kernels.kv_layout import parse_kv_type
+
+    parse_kv_type(value)
+    return str(value)
+
+
+def _device(key: str, value: Any) -> str:
+    # A list of GPUs is checked where they are looked for.
+    if not isinstance(value, str) or (value not in DEVICES and not value.startswith("cuda:")):
+        raise RequestError(
+            f"{key} is {shown(value)}; wanted one of {', '.join(DEVICES)}, or GPUs such as cuda:0,cuda:1"
+        )
+    return str(value)

@@ -1,0 +1,357 @@
+"""Saved conversations: one JSON file each, in a folder of the user's.
+
+A file is written whole under a temporary name, synced and renamed, and then the folder is synced, so that whatever ends
+the process, each file has the turns of one save. Writers take turns by a lock on the folder; readers need none. A file
+that cannot be read is named in a warning, and neither deleted nor overwritten.
+"""
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import time
+import unicodedata
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import datetime
+from difflib import get_close_matches
+from io import FileIO
+from pathlib import Path
+from typing import NamedTuple, TypeAlias
+
+from localinfer.errors import RequestError, SessionFileError
+from localinfer.storage.saved_conversation import SavedConversation, check_name, is_id, name_from
+from localinfer.system import disk
+from localinfer.system.files import is_temporary, read_bounded, unwritable, write_all, write_atomically
+from localinfer.system.folders import make_private, user_folder
+
+__all__ = ["ConversationStore", "ConversationSummary", "SavedConversation", "open_store"]
+
+logger = logging.getLogger(__name__)
+
+_SUFFIX = ".json"
+_LOCK = ".lock"
+_MOST_BYTES = 256 << 20
+_LOCK_SECONDS = 5.0
+_RETRY_SECONDS = 0.01
+
+
+@dataclass(frozen=True)
+class ConversationSummary:
+    """A line of the list of conversations; `num_bytes`: of its file."""
+
+    id: str
+    name: str
+    model: str
+    num_messages: int
+    first_words: str
+    created: datetime
+    changed: datetime
+    num_bytes: int
+
+
+# The store has a method of the type's name.
+_Summaries: TypeAlias = list[ConversationSummary]
+_Texts: TypeAlias = list[str]
+
+
+class _Seen(NamedTuple):
+    """A conversation as this store last read or wrote it: its name in the file and as the caller has it.
+
+    states: what was said, as digests, where the file may have it from this store: the last one, and after a write that
+    failed the one before too.
+    """
+
+    states: tuple[bytes, ...]
+    stored_name: str
+    given_name: str
+
+
+class ConversationStore:
+    """The conversations in one folder, which is made when the first is saved.
+
+    Any number of processes may use it. Of two that continue one conversation, the second to save goes on under a new
+    name, with a warning, so that the turns of both are kept.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._seen: dict[str, _Seen] = {}
+        self._moved: dict[str, str] = {}
+        self._warned: set[str] = set()
+        self._is_swept = self._is_named = False
+
+    def save(self, conversation: SavedConversation) -> None:
+        """Write a conversation, durably, in place of its former state.
+
+        A conversation without a name gets one from its first words. A name that another has is given a number: turns
+        are never lost over a name. One renamed elsewhere meanwhile keeps its new name.
+        Raises: SessionFileError if it cannot be written; what was saved before is then unchanged.
+        """
+        with self._locked():
+            given = conversation
+            conversation = replace(given, id=self.id_of(given))
+            seen, path = self._seen.get(given.id), self._path(conversation.id)
+            name = seen.stored_name if seen is not None else ""
+            if self._is_there(path):
+                stored = self._read_if_whole(path)
+                if stored is None or (seen is not None and _state(stored) not in seen.states):
+                    conversation = self._move(conversation)
+                else:
+                    name = stored.name
+            has_name = bool(name) and self._is_there(self._path(conversation.id))
+            wanted = name if seen is not None and given.name == seen.given_name else given.name or name
+            wanted = wanted or given.name or name_from(given)
+            if wanted != name or not has_name:
+                name = self._free_name(wanted, conversation.id)
+            if name != wanted and wanted == given.name:
+                logger.warning("another conversation is named %r; this one is saved as %r", wanted, name)
+            self._write(replace(conversation, name=name), given)
+
+    def id_of(self, conversation: SavedConversation) -> str:
+        """The id under which a conversation is saved: another one since a program changed the file of its own."""
+        return self._moved.get(conversation.id, conversation.id)
+
+    def load(self, name_or_id: str) -> SavedConversation:
+        """Read one conversation.
+
+        Raises: RequestError if there is none of this name, SessionFileError if its file cannot be read.
+        """
+        conversation, _ = self._read(self._path(self._find(name_or_id)))
+        self._seen[conversation.id] = _Seen((_state(conversation),), conversation.name, conversation.name)
+        self._moved.pop(conversation.id, None)
+        return conversation
+
+    def find(self, name_or_id: str) -> SavedConversation | None:
+        """Read one conversation; None if there is none of this name. Raises: as `load`."""
+        return self.load(name_or_id) if is_id(name_or_id) or self._named(name_or_id) else None
+
+    def similar_names(self, name: str) -> _Texts:
+        """The names that somebody may have meant, at most three, the likeliest first."""
+        return get_close_matches(name, [summary.name for summary in self.list()], n=3)
+
+    def latest(self) -> SavedConversation | None:
+        """The conversation that was changed last; None if there is none."""
+        summaries = self.list()
+        return self.load(summaries[0].id) if summaries else None
+
+    def list(self) -> _Summaries:
+        """Every conversation that can be read, the last changed first; the others are named in a warning."""
+        found = []
+        for path in self._paths():
+            try:
+                conversation, num_bytes = self._read(path)
+            except SessionFileError as error:
+                if not isinstance(error.__cause__, FileNotFoundError) and str(error) not in self._warned:
+                    self._warned.add(str(error))
+                    logger.warning("%s", error)
+                continue
+            found.append(
+                ConversationSummary(
+                    conversation.id,
+                    conversation.name,
+                    conversation.model,
+                    len(conversation.turns),
+                    conversation.first_words,
+                    conversation.created,
+                    conversation.changed,
+                    num_bytes,
+                )
+            )
+        return sorted(found, key=lambda summary: (summary.changed, summary.id), reverse=True)
+
+    def rename(self, name_or_id: str, name: str) -> None:
+        """Give a conversation another name.
+
+        Raises: RequestError if the name is taken or cannot be one, or there is no such conversation; SessionFileError
+        if its file cannot be read or written.
+        """
+        check_name(name)
+        id = self._find(name_or_id)
+        with self._locked():
+            conversation, _ = self._read(self._path(id))
+            if self._free_name(name, id) != name:
+                raise RequestError(
+                    f"another conversation is named {name!r}; give another name, or rename that one first"
+                )
+            seen = self._seen.get(id)
+            given = conversation if seen is None else replace(conversation, name=seen.given_name)
+            try:
+                self._write(replace(conversation, name=name), given)
+            finally:
+                if seen is not None:
+                    # Turns of another program that are renamed here have not been seen by the caller.
+                    self._seen[id] = self._seen[id]._replace(states=seen.states)
+
+    def delete(self, name_or_id: str) -> None:
+        """Delete a conversation; by its id also one whose file cannot be read.
+
+        Raises: RequestError if there is no such conversation, SessionFileError if the system refuses.
+        """
+        path = self._path(self._find(name_or_id))
+        with self._locked():
+            try:
+                disk.delete(path)
+                disk.sync_folder(self.folder)
+            except OSError as error:
+                raise SessionFileError(f"{path} cannot be deleted: {error.strerror or error}") from error
+
+    def _path(self, id: str) -> Path:
+        return self.folder / f"{id}{_SUFFIX}"
+
+    def _is_there(self, path: Path) -> bool:
+        """Whether something is at a path. Raises: SessionFileError if that cannot be seen."""
+        try:
+            return disk.exists(path)
+        except OSError as error:
+            raise SessionFileError(f"{path} cannot be read: {error.strerror or error}") from error
+
+    def _paths(self) -> Iterator[Path]:
+        try:
+            names = sorted(entry.name for entry in disk.entries(self.folder))
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise SessionFileError(f"{self.folder} cannot be read: {error.strerror or error}") from error
+        for name in names:
+            if name != _LOCK and not is_temporary(name):
+                yield self.folder / name
+
+    def _find(self, name_or_id: str) -> str:
+        """The id of a conversation by its name, or by its id. Raises: RequestError."""
+        if is_id(name_or_id) and self._is_there(self._path(name_or_id)):
+            return name_or_id
+        matches = self._named(name_or_id)
+        if len(matches) == 1:
+            return matches[0]
+        if matches:
+            raise RequestError(f"several conversations are named {name_or_id!r}; give one of {', '.join(matches)}")
+        similar = self.similar_names(name_or_id)
+        hint = f"; did you mean {' or '.join(map(repr, similar))}?" if similar else ""
+        raise RequestError(f"there is no saved conversation {name_or_id!r}; 'localinfer sessions' lists all{hint}")
+
+    def _named(self, name: str) -> _Texts:
+        """The ids of the conversations of this name: one or none, unless somebody else wrote files here."""
+        wanted = _folded(name)
+        return [summary.id for summary in self.list() if _folded(summary.name) == wanted]
+
+    def _read(self, path: Path) -> tuple[SavedConversation, int]:
+        """A conversation and the bytes of its file. Raises: SessionFileError, which names the file."""
+        try:
+            content = read_bounded(path, _MOST_BYTES)
+            conversation = SavedConversation.from_json(content)
+            if path.name != f"{conversation.id}{_SUFFIX}":
+                raise SessionFileError(f"its name does not fit its id, {conversation.id}")
+        except (OSError, SessionFileError) as error:
+            reason = error.strerror or error if isinstance(error, OSError) else error
+            raise SessionFileError(
+                f"{path} cannot be read as a conversation: {reason}; it is kept as it is: repair, move or delete it"
+            ) from error
+        return conversation, len(content)
+
+    def _read_if_whole(self, path: Path) -> SavedConversation | None:
+        try:
+            return self._read(path)[0]
+        except SessionFileError:
+            return None
+
+    def _write(self, conversation: SavedConversation, given: SavedConversation) -> None:
+        path = self._path(conversation.id)
+        content = conversation.to_json().encode()
+
+        def write(file: FileIO) -> None:
+            write_all(file, content)
+            disk.sync(file)
+
+        seen, state = self._seen.get(given.id) or _Seen((), "", given.name), _state(conversation)
+        self._seen[given.id] = seen._replace(states=(*seen.states, state))
+        try:
+            write_atomically(path, write)
+            disk.sync_folder(self.folder)
+        except OSError as error:
+            raise SessionFileError(unwritable(path, error)) from error
+        self._seen[given.id] = _Seen((state,), conversation.name, given.name)
+
+    def _move(self, conversation: SavedConversation) -> SavedConversation:
+        """The conversation under another id, as its file has something else by now."""
+        moved = replace(conversation, id=SavedConversation.begin(conversation.model).id)
+        logger.warning(
+            "%s was changed by another program; this conversation goes on as %s", self._path(conversation.id), moved.id
+        )
+        self._moved[conversation.id] = moved.id
+        return moved
+
+    def _free_name(self, name: str, id: str) -> str:
+        """The name, or if another conversation has it, the name with the first free number."""
+        taken = {_folded(summary.name) for summary in self.list() if summary.id != id}
+        free, number = name, 2
+        while _folded(free) in taken:
+            free, number = f"{name}-{number}", number + 1
+        return free
+
+    def _sweep(self) -> None:
+        """Delete what writers left that were killed: no other writes while we hold the lock."""
+        if self._is_swept:
+            return
+        with contextlib.suppress(OSError):
+            for entry in disk.entries(self.folder):
+                if is_temporary(entry.name):
+                    disk.delete(entry.path)
+            self._is_swept = True
+
+    def _sync_name(self, folders: _Texts) -> None:
+        """Make the names of folders durable, which a power cut would take with all that is in them."""
+        try:
+            for folder in folders:
+                disk.sync_folder(os.path.dirname(folder))
+        except PermissionError:
+            # A folder above may be one that cannot be read.
+            return
+        except OSError as error:
+            raise SessionFileError(unwritable(self.folder, error)) from error
+        self._is_named = True
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Hold the lock of the folder, which is made if it is missing. Raises: SessionFileError."""
+        new: list[str] = []
+        # Only the last folder of a path is made with the mode that is asked for.
+        with contextlib.suppress(OSError):
+            new += disk.make_folder(self.folder.parent)
+        problem = make_private(self.folder)
+        if problem is not None:
+            raise SessionFileError(f"conversations cannot be saved: {problem}; change that, or chat with --no-history")
+        self._sync_name([*new, str(self.folder)] if not self._is_named else new)
+        path = self.folder / _LOCK
+        try:
+            lock = disk.open_lock(path)
+        except OSError as error:
+            raise SessionFileError(unwritable(path, error)) from error
+        with lock:
+            deadline = time.monotonic() + _LOCK_SECONDS
+            while not disk.try_lock(lock):
+                if time.monotonic() >= deadline:
+                    raise SessionFileError(
+                        f"another program has held {path} for {_LOCK_SECONDS:g} s; end it, and the next turn is saved"
+                    )
+                time.sleep(_RETRY_SECONDS)
+            self._sweep()
+            yield
+
+
+def open_store() -> ConversationStore | None:
+    """The store in this user's state folder; None for a user without one."""
+    state = user_folder("state")
+    return None if state is None else ConversationStore(state / "conversations")
+
+
+def _state(conversation: SavedConversation) -> bytes:
+    """A digest of what was said: times may be the same of two writers, and a name may be given by any."""
+    return hashlib.sha256(json.dumps([conversation.system, list(map(dict, conversation.turns))]).encode()).digest()
+
+
+def _folded(name: str) -> str:
+    """A name as names are compared: composed, without case."""
+    return unicodedata.normalize("NFC", name).casefold()

@@ -1,0 +1,208 @@
+"""`localinfer pull`: a model from the hub, into the hub's own cache, listed once every byte has been verified."""
+
+import shutil
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from localinfer.errors import DownloadError, HubUnreachableError, RequestError
+from localinfer.storage.hub.cache_folder import blob_path, pointer_path, set_main
+from localinfer.storage.hub.client import HubClient, Repository
+from localinfer.storage.hub.download import fetch_file, held_bytes
+from localinfer.storage.hub.installed import find_installed
+from localinfer.storage.hub.places import Places
+from localinfer.storage.hub.records import PullRecord, PullRecords, new_record
+from localinfer.storage.hub.references import Reference, parse_reference
+from localinfer.storage.hub.remove import delete_files
+from localinfer.storage.hub.variants import StoredFile, choose_variant, describe_size, is_left_aside
+from localinfer.system.extras import require
+
+if TYPE_CHECKING:
+    from localinfer.types import ProgressCallback
+
+_MOST_NAMES = 5
+REPORT_SECONDS = 0.1
+"""Progress is told this often at most: its text changes with every byte."""
+
+
+def read_reference(text: str) -> Reference:
+    """Read what is to be pulled. Raises: RequestError."""
+    reference = parse_reference(text)
+    if reference is None:
+        raise RequestError(
+            f"{text!r} is not a model of the hub; give org/repo or org/repo:quant, such as "
+            "`localinfer pull ggml-org/gemma-3-1b-it-GGUF:Q4_K_M`"
+        )
+    return reference
+
+
+def pull_model(
+    reference: Reference,
+    places: Places,
+    *,
+    client: HubClient | None = None,
+    say: Callable[[str], None] = lambda line: None,
+    progress: "ProgressCallback" = lambda stage, done, total: None,
+) -> PullRecord:
+    """Bring a model from the hub, or what is missing of it, and record it.
+
+    say: called with lines about what is chosen, and what it takes. progress: with bytes.
+    Raises: RequestError for a name without a model; DownloadError. What has arrived is kept for the next pull.
+    """
+    require("hub", "pulling models")
+    if places.records is None or places.hub_cache is None:
+        raise DownloadError("this user has no home folder to keep models in; set HOME, or HF_HOME and XDG_DATA_HOME")
+    client = client or HubClient(places.endpoint, is_offline=places.is_offline)
+    records, cache = PullRecords(places.records), places.hub_cache
+    try:
+        repository = client.repository(reference.repo)
+    except HubUnreachableError as error:
+        raise HubUnreachableError(f"{error}; {_usable_offline(places)}") from error
+    variant = choose_variant(reference, repository.files)
+    name = f"{repository.id}:{variant.name}"
+    left = [file.path for file in repository.files if is_left_aside(file.path) and "mmproj" in file.path.lower()]
+    if left:
+        say(f"left aside: {', '.join(left[:3])}{', ...' if len(left) > 3 else ''}: models see no images here yet")
+    wanted = repository._replace(files=variant.files)
+    fresh = new_record(name, wanted, cache, quant=variant.quant, is_folder=variant.is_folder)
+    with records.locked(name, waits=False) as is_mine:
+        if is_mine:
+            return _pull(client, records, fresh, say, progress)
+    say(f"{name} is being pulled already; waiting for that")
+    with records.locked(name, waits=True):
+        return _pull(client, records, fresh, say, progress)
+
+
+def _pull(
+    client: HubClient,
+    records: PullRecords,
+    fresh: PullRecord,
+    say: Callable[[str], None],
+    progress: "ProgressCallback",
+) -> PullRecord:
+    repository, cache = fresh.repository, fresh.cache
+    former = records.get(fresh.name, whole=True)
+    if former is not None and former.repository == repository and _is_there(former):
+        say(f"{fresh.name} is here already, as the hub has it now")
+        return former
+    _check_space(cache, repository, fresh.name, say)
+    # What another program brought is not removed with the model, however often it is pulled.
+    begun = records.get(fresh.name, whole=False)
+    brought = {_key(file.stored) for one in (former, begun) if one for file in one.files if not file.was_here}
+    missing = {_key(file) for file in repository.files if not _is_whole(cache, repository, file)}
+    files = tuple(replace(file, was_here=_key(file.stored) not in brought | missing) for file in fresh.files)
+    record = replace(fresh, files=files)
+    records.put(record)
+    try:
+        _fetch_all(client, record, progress)
+    except BaseException:
+        if not any(held_bytes(cache, repository, file) for file in repository.files):
+            records.remove_unfinished(fresh.name)
+            delete_files(record, kept_by=[] if former is None else [former])
+        raise
+    try:
+        set_main(cache, repository)
+    except OSError as error:
+        raise DownloadError(
+            f"{cache} cannot be written: {error.strerror or error}; change who may write there"
+        ) from error
+    record = replace(record, is_whole=True, pulled=time.time())
+    records.put(record)
+    if former is not None:
+        delete_files(former, kept_by=[record])
+    return record
+
+
+def _fetch_all(client: HubClient, record: PullRecord, progress: "ProgressCallback") -> None:
+    name, cache, repository = record.name, record.cache, record.repository
+    done = 0
+    report = _Report(progress, record.num_bytes)
+    for pulled in record.files:
+        file = pulled.stored
+
+        def received(count: int, done: int = done) -> None:
+            report(f"pulling {name}:", done + count)
+
+        def checked(count: int, done: int = done) -> None:
+            report(f"checking {name}:", done + count)
+
+        with _file_lock(cache, repository, file):
+            fetch_file(client, cache, repository, file, received, checked, is_ours=not pulled.was_here)
+        done += file.size
+
+
+class _Report:
+    """Tells progress in words, a few times a second."""
+
+    def __init__(self, progress: "ProgressCallback", total: int) -> None:
+        self._progress, self._total = progress, total
+        self._next = 0.0
+
+    def __call__(self, stage: str, done: int) -> None:
+        now = time.monotonic()
+        if now >= self._next:
+            self._next = now + REPORT_SECONDS
+            shown = f"{stage} {describe_size(done)} of {describe_size(self._total)}"
+            self._progress(shown, done, self._total)
+
+
+def _file_lock(cache: Path, repository: Repository, file: StoredFile) -> AbstractContextManager[object]:
+    """The lock that huggingface_hub takes for the same file, so that no two programs write it."""
+    from filelock import FileLock
+
+    blob = blob_path(cache, repository, file)
+    folder = cache / ".locks" / blob.parents[1].name
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DownloadError(
+            f"{cache} cannot be used: {error.strerror or error}; change who may write there, or set HF_HOME to another "
+            "folder"
+        ) from error
+    return FileLock(str(folder / f"{blob.name}.lock"))
+
+
+def _check_space(cache: Path, repository: Repository, name: str, say: Callable[[str], None]) -> None:
+    """Tell what the pull takes. Raises: DownloadError if the disk has not enough."""
+    total = sum(file.size for file in repository.files)
+    held = sum(held_bytes(cache, repository, file) for file in repository.files)
+    place = next(folder for folder in (cache, *cache.parents) if folder.exists())
+    free = shutil.disk_usage(place).free
+    files = f"{len(repository.files)} file{'s' if len(repository.files) > 1 else ''}"
+    here = f", {describe_size(held)} of it here already" if held else ""
+    say(f"{name}: {files}, {describe_size(total)}{here}; {describe_size(free)} free in {cache}")
+    if total - held > free:
+        raise DownloadError(
+            f"{name} needs {describe_size(total - held)} more on the disk of {cache}, and {describe_size(free)} are "
+            f"free; free some space (`localinfer list` shows what models take), pull a smaller quantization, or set "
+            "HF_HOME to a folder on another disk"
+        )
+
+
+def _usable_offline(places: Places) -> str:
+    names = [model.name for model in find_installed(places) if not model.problem]
+    if not names:
+        return "no model is on this machine yet; the demo model works without -m"
+    more = f" and {len(names) - _MOST_NAMES} more (`localinfer list --all`)" if len(names) > _MOST_NAMES else ""
+    return f"usable without a network: {', '.join(names[:_MOST_NAMES])}{more}"
+
+
+def _key(file: StoredFile) -> str:
+    return file.sha256 or file.git_id or file.path
+
+
+def _is_whole(cache: Path, repository: Repository, file: StoredFile) -> bool:
+    paths = pointer_path(cache, repository, file), blob_path(cache, repository, file)
+    return any(path.exists() for path in paths)
+
+
+def _is_there(record: PullRecord) -> bool:
+    """Whether every file is there at its whole size."""
+    try:
+        paths = [(pointer_path(record.cache, record.repository, file.stored), file.size) for file in record.files]
+        return all(path.stat().st_size == size for path, size in paths)
+    except OSError:
+        return False

@@ -1,0 +1,191 @@
+"""Which models the files of one repository or folder make, and which of them is pulled where none is named."""
+
+import posixpath
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from localinfer.errors import RequestError
+from localinfer.storage.hub.references import SAFETENSORS, Reference, part_of, quant_of, whole_name
+
+PREFERRED = (
+    "Q4_K_M Q4_K_S Q4_K_L UD-Q4_K_XL Q4_K_XL IQ4_NL IQ4_XS Q4_0 Q4_1 MXFP4 MXFP4_MOE Q5_K_M Q5_K_S Q5_0 Q5_1 Q6_K Q8_0 "
+    "Q3_K_L Q3_K_M Q3_K_S Q2_K"
+).split()
+"""Four bits are the usual balance of size and quality; then what is nearest, better ones before worse ones."""
+_TEXT_FILES = (".json", ".jinja", ".safetensors")
+_TOKENIZER_FILES = ("tokenizer.model", "vocab.txt", "merges.txt")
+_UNSAFE = re.compile(r"[\x00-\x1f\x7f\\:*?\"<>|]")
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """A file of a repository.
+
+    path: in it, with slashes. sha256: of large files, as the hub says. git_id: of others, their id as git blobs.
+    """
+
+    path: str
+    size: int
+    sha256: str | None = None
+    git_id: str | None = None
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One model of a repository; name: its quantization, or its file's name where that is not enough.
+
+    files: the first is the one that is opened, but for a folder of safetensors. missing: what a split model lacks.
+    """
+
+    name: str
+    quant: str | None
+    files: tuple[StoredFile, ...]
+    missing: str = ""
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(file.size for file in self.files)
+
+    @property
+    def is_folder(self) -> bool:
+        return self.name == SAFETENSORS
+
+
+def is_safe_path(path: str) -> bool:
+    """Whether a path of a repository stays in the folder it is written to, on every system."""
+    parts = path.split("/")
+    return all(part and part not in (".", "..") and part == part.strip(" ") for part in parts) and not _UNSAFE.search(
+        path
+    )
+
+
+def is_left_aside(path: str) -> bool:
+    """Whether a GGUF file is no model by itself: a projector for images or sound, or an importance matrix."""
+    name = posixpath.basename(path).lower()
+    return "mmproj" in name or "imatrix" in name
+
+
+def find_variants(files: Iterable[StoredFile]) -> list[Variant]:
+    """The models among files: GGUF files, split ones as one, and the folder of safetensors, if there is one."""
+    listed = sorted(files, key=lambda file: file.path)
+    groups: dict[str, list[StoredFile]] = {}
+    for file in listed:
+        if file.path.lower().endswith(".gguf") and not is_left_aside(file.path):
+            groups.setdefault(whole_name(file.path), []).append(file)
+    quants = [quant_of(whole) for whole in groups]
+    found = []
+    for (whole, parts), quant in zip(groups.items(), quants, strict=True):
+        is_enough = quant is not None and quants.count(quant) == 1
+        name = quant if is_enough and quant is not None else posixpath.basename(whole)
+        found.append(Variant(name, quant, tuple(parts), _missing_parts(parts)))
+    folder = _folder_files(listed)
+    if folder:
+        weights = [file for file in folder if file.path.endswith(".safetensors")]
+        found.append(Variant(SAFETENSORS, None, folder, _missing_parts(weights)))
+    return found
+
+
+def _missing_parts(parts: Sequence[StoredFile]) -> str:
+    count = max(part_of(file.path)[1] for file in parts)
+    have = {part_of(file.path)[0] for file in parts}
+    lacking = [str(number) for number in range(1, count + 1) if number not in have]
+    return f"part {', '.join(lacking)} of {count} is missing" if lacking else ""
+
+
+def _folder_files(files: Sequence[StoredFile]) -> tuple[StoredFile, ...]:
+    """Weights, settings and vocabulary of a Hugging Face folder; never pickles, which run code when they are read."""
+    top = {file.path for file in files if "/" not in file.path}
+    weights = {path for path in top if path.endswith(".safetensors")}
+    if "config.json" not in top or not weights:
+        return ()
+    # Some repositories hold the same weights once more in their authors' own naming.
+    if any(path.startswith("model") for path in weights):
+        weights = {path for path in weights if not path.startswith("consolidated")}
+
+    def belongs(path: str) -> bool:
+        if path.endswith(".safetensors"):
+            return path in weights or (path.count("/") == 1 and path[0].isdigit())
+        # `1_Pooling/config.json` and the like say how an embedding model makes a vector.
+        is_near = "/" not in path or (path.count("/") == 1 and path[0].isdigit())
+        return is_near and (path.endswith(_TEXT_FILES) or path in _TOKENIZER_FILES or path.endswith(".tiktoken"))
+
+    # Weights last: a folder without them is not taken for a model.
+    return tuple(sorted(filter(lambda file: belongs(file.path), files), key=lambda file: file.path in weights))
+
+
+def choose_variant(reference: Reference, files: Sequence[StoredFile]) -> Variant:
+    """The model that a reference names, else the preferred one.
+
+    Raises: RequestError that lists what there is.
+    """
+    variants = find_variants(files)
+    if not variants:
+        raise RequestError(f"{reference.repo} has no model that runs here: {_what_instead(files)}")
+    chosen = _named(reference.quant, variants) if reference.quant is not None else _preferred(variants)
+    if len(chosen) != 1:
+        listed = describe_variants(variants)
+        if reference.quant is None:
+            problem = f"{reference.repo} has several models, and none in a quantization that is usually preferred"
+        elif chosen:
+            problem = f"{reference.quant} names several files of {reference.repo}"
+        else:
+            problem = f"{reference.repo} has no {reference.quant}"
+        raise RequestError(f"{problem}; it has {listed}; `localinfer pull {reference.repo}:NAME` takes one of these")
+    if chosen[0].missing:
+        raise RequestError(f"{reference.repo}:{chosen[0].name} is incomplete on the hub: {chosen[0].missing}")
+    return chosen[0]
+
+
+def _named(wanted: str, variants: Sequence[Variant]) -> list[Variant]:
+    """Variants whose name, quantization or file is `wanted`, in any case; quantizations also without `UD-`."""
+    wanted = wanted.lower().removesuffix(".gguf")
+    for names in (_own_names, _loose_names):
+        found = [variant for variant in variants if wanted in (name.lower() for name in names(variant))]
+        if found:
+            return found
+    return []
+
+
+def _own_names(variant: Variant) -> list[str]:
+    path = whole_name(variant.files[0].path)
+    paths = [] if variant.is_folder else [path, posixpath.basename(path), variant.files[0].path.removesuffix(".gguf")]
+    return [variant.name, variant.quant or "", *paths]
+
+
+def _loose_names(variant: Variant) -> list[str]:
+    return [(variant.quant or "").removeprefix("UD-")]
+
+
+def _preferred(variants: Sequence[Variant]) -> list[Variant]:
+    models = [variant for variant in variants if not variant.is_folder]
+    for quant in PREFERRED:
+        found = [variant for variant in models if variant.quant == quant]
+        if found:
+            return found
+    return models if models else list(variants)
+
+
+def describe_variants(variants: Sequence[Variant]) -> str:
+    """Names with sizes, smallest first."""
+    ordered = sorted(variants, key=lambda variant: variant.num_bytes)
+    return ", ".join(f"{variant.name} ({describe_size(variant.num_bytes)})" for variant in ordered)
+
+
+def _what_instead(files: Sequence[StoredFile]) -> str:
+    kinds = {file.path.rpartition(".")[2].lower() for file in files}
+    if any(is_left_aside(file.path) for file in files if file.path.lower().endswith(".gguf")):
+        return "its GGUF files are projectors or importance matrices only; look for the model's own repository"
+    if kinds & {"bin", "pt", "pth", "ckpt"}:
+        return "its weights are pickles, which run code when they are read; look for one with GGUF or safetensors files"
+    if "safetensors" in kinds:
+        return "it has safetensors, and no config.json beside them; look for the model's own repository"
+    return "it has neither GGUF files nor safetensors; look for another repository of this model"
+
+
+def describe_size(num_bytes: int) -> str:
+    """Bytes in the unit that suits them, powers of ten as the hub counts."""
+    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.1f} {unit}"
+    return f"{num_bytes} bytes"

@@ -1,0 +1,255 @@
+"""Publishes KV cache events on ZMQ sockets, in threads of its own, so that steps wait for nothing.
+
+A step puts what happened into a queue, which takes under a microsecond and never waits; one thread makes batches of it
+and sends them, another answers requests to send batches again. PUB sockets drop what a slow subscriber does not take:
+it sees that numbers are missing, and asks the replay endpoint for them.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING
+
+from localinfer.arguments import shown
+from localinfer.errors import ClosedError, RequestError
+from localinfer.storage.kv_events.config import KVEventsConfig, config_of
+from localinfer.storage.kv_events.wire import (
+    END_OF_REPLAY,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    Event,
+    encode_batch,
+    sequence_bytes,
+)
+from localinfer.system.extras import require
+from localinfer.types import Closing
+
+if TYPE_CHECKING:
+    import zmq
+
+    from localinfer.types import TokenIds
+
+logger = logging.getLogger(__name__)
+
+_LINGER_MILLISECONDS = 500
+"""What the last batches get to leave, after the end."""
+_MOST_EVENTS = 1000
+"""Of one batch."""
+_MOST_REQUEST_BYTES = 1024
+
+
+class KVEventPublisher(Closing):
+    """Sockets that KV cache events are published on, those of one model at a time.
+
+    endpoint, replay_endpoint: where they listen, with the ports that the system chose. Not usable in a forked child.
+    Raises: MissingPackageError; RequestError if an address is not ours or taken.
+    """
+
+    def __init__(self, config: KVEventsConfig) -> None:
+        require("events", "publishing KV cache events")
+        import zmq
+
+        self.config = config
+        self._queue: SimpleQueue[Event | None] = SimpleQueue()
+        self._past: deque[tuple[bytes, bytes]] = deque(maxlen=config.buffer_steps)
+        self._lock = threading.Lock()
+        self._current: CacheEvents | None = None
+        self._process = os.getpid()
+        self._is_closed = False
+        self._context = zmq.Context()
+        self._stop_sender: zmq.Socket[bytes] | None = None
+        self.replay_endpoint: str | None = None
+        try:
+            publishing = self._socket(zmq.PUB, config.endpoint, hwm=config.hwm, connects=config.connects)
+            self.endpoint: str = publishing.getsockopt_string(zmq.LAST_ENDPOINT)
+            threads = [self._thread(self._publish, publishing, name="localinfer-kv-events")]
+            if config.replay_endpoint is not None:
+                # A whole replay waits for one client; what it does not take after that is dropped.
+                replaying = self._socket(zmq.ROUTER, config.replay_endpoint, hwm=config.buffer_steps + 1)
+                self.replay_endpoint = replaying.getsockopt_string(zmq.LAST_ENDPOINT)
+                stop_address = f"inproc://{id(self)}"
+                stop_receiver: zmq.Socket[bytes] = self._context.socket(zmq.PAIR)
+                stop_receiver.bind(stop_address)
+                self._stop_sender = self._context.socket(zmq.PAIR)
+                self._stop_sender.connect(stop_address)
+                threads.append(self._thread(self._replay, replaying, stop_receiver, name="localinfer-kv-replay"))
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
+        self._threads = threads
+        for thread in threads:
+            thread.start()
+
+    def attach(self, *, closes: bool = False) -> CacheEvents:
+        """The observer of a cache, whose events are published until it ends or another is attached.
+
+        Where another one was, its blocks are told of as cleared first. closes: this publisher ends with that cache.
+        Raises: ClosedError.
+        """
+        with self._lock:
+            if self._is_closed:
+                raise ClosedError("the publisher of KV events was closed; make another")
+            on_close = (lambda _: self.close()) if closes else self._detach
+            former, self._current = self._current, CacheEvents(self._queue.put, on_close)
+            if former is not None:
+                former.is_muted = True
+                self._queue.put(AllBlocksCleared())
+                logger.warning("KV events tell of the model that was loaded last, and no longer of the one before")
+            return self._current
+
+    @property
+    def places(self) -> str:
+        """Its addresses, in words."""
+        return self.endpoint + (f", replayed at {self.replay_endpoint}" if self.replay_endpoint else "")
+
+    def close(self) -> None:
+        """Send what is left, and close the sockets; may be called again. A forked child does nothing."""
+        if self._is_closed or os.getpid() != self._process:
+            return
+        with self._lock:
+            self._is_closed = True
+            if self._current is not None:
+                self._current.is_muted = True
+        self._queue.put(None)
+        if self._stop_sender is not None:
+            self._stop_sender.send(b"")
+            self._stop_sender.close()
+        for thread in self._threads:
+            thread.join()
+        self._context.term()
+
+    def _detach(self, events: CacheEvents) -> None:
+        with self._lock:
+            events.is_muted = True
+            if self._current is events:
+                self._current = None
+
+    @staticmethod
+    def _thread(work: Callable[..., None], *sockets: zmq.Socket[bytes], name: str) -> threading.Thread:
+        return threading.Thread(target=work, args=sockets, name=name, daemon=True)
+
+    def _socket(self, kind: int, endpoint: str, *, hwm: int, connects: bool = False) -> zmq.Socket[bytes]:
+        import zmq
+
+        opened = self._context.socket(kind)
+        opened.linger = _LINGER_MILLISECONDS
+        opened.sndhwm = hwm
+        opened.maxmsgsize = _MOST_REQUEST_BYTES
+        opened.ipv6 = "[" in endpoint
+        try:
+            if connects:
+                opened.connect(endpoint)
+            else:
+                opened.bind(endpoint)
+                _make_private(endpoint)
+        except (zmq.ZMQError, OSError) as error:
+            raise RequestError(
+                f"KV events cannot be published at {endpoint}: {error.strerror}; give another address with kv_events"
+            ) from None
+        return opened
+
+    def _publish(self, socket: zmq.Socket[bytes]) -> None:
+        """Send what is in the queue, as few batches as it can be, until its end."""
+        number, is_over = 0, False
+        keeps = self.config.replay_endpoint is not None
+        topic = self.config.topic.encode()
+        while not is_over:
+            events = [self._queue.get()]
+            while events[-1] is not None and len(events) < _MOST_EVENTS:
+                try:
+                    events.append(self._queue.get_nowait())
+                except Empty:
+                    break
+            is_over = events[-1] is None
+            batch = [event for event in events if event is not None]
+            if batch:
+                payload = encode_batch(time.time(), batch, self.config.encoding)
+                if keeps:
+                    # First: who misses it, and asks for it, finds it.
+                    self._past.append((sequence_bytes(number), payload))
+                socket.send_multipart((topic, sequence_bytes(number), payload))
+                number += 1
+        socket.close()
+
+    def _replay(self, socket: zmq.Socket[bytes], stop: zmq.Socket[bytes]) -> None:
+        """Answer each request, the number of a batch, with that one and all after it, and a last message."""
+        import zmq
+
+        poller = zmq.Poller()
+        poller.register(socket, zmq.POLLIN)
+        poller.register(stop, zmq.POLLIN)
+        topic = self.config.topic.encode()
+        while stop not in (ready := dict(poller.poll())):
+            if socket not in ready:
+                continue
+            request = socket.recv_multipart()
+            # Who asks, an empty part, and the number.
+            if len(request) != 3 or request[1] or len(request[2]) != 8:
+                logger.warning("a request to replay KV events was no number of 8 bytes after an empty part")
+                continue
+            for number, payload in self._past.copy():
+                if number >= request[2]:
+                    socket.send_multipart((request[0], b"", topic, number, payload))
+            socket.send_multipart((request[0], b"", b"", END_OF_REPLAY, b""))
+        socket.close()
+        stop.close()
+
+
+class CacheEvents:
+    """The observer of one cache (`cache.cache_observer.CacheObserver`). is_muted: what it is told is not published."""
+
+    def __init__(self, put: Callable[[Event], object], on_close: Callable[[CacheEvents], object]) -> None:
+        self._put = put
+        self._on_close = on_close
+        self.is_muted = False
+
+    def stored(self, block_hashes: Sequence[int], parent_hash: int | None, token_ids: TokenIds, salt: bytes) -> None:
+        """Publish BlockStored."""
+        if not self.is_muted:
+            self._put(BlockStored(block_hashes, parent_hash, token_ids, salt))
+
+    def removed(self, block_hashes: Sequence[int]) -> None:
+        """Publish BlockRemoved."""
+        if not self.is_muted:
+            self._put(BlockRemoved(block_hashes))
+
+    def cleared(self) -> None:
+        """Publish AllBlocksCleared."""
+        if not self.is_muted:
+            self._put(AllBlocksCleared())
+
+    def close(self) -> None:
+        """Let another cache be told of."""
+        self._on_close(self)
+
+
+def observer_of(kv_events: str | KVEventsConfig | KVEventPublisher | None) -> CacheEvents | None:
+    """What is told of a cache for the option `kv_events` of `localinfer.load`; a text is an endpoint.
+
+    Raises: RequestError, MissingPackageError.
+    """
+    if kv_events is None:
+        return None
+    if isinstance(kv_events, KVEventPublisher):
+        return kv_events.attach()
+    config = config_of(kv_events) if isinstance(kv_events, str) else kv_events
+    if not isinstance(config, KVEventsConfig):
+        raise RequestError(
+            f"kv_events is {shown(kv_events)}; give an address such as tcp://127.0.0.1:5557, or a KVEventsConfig",
+            field="kv_events",
+        )
+    return KVEventPublisher(config).attach(closes=True)
+
+
+def _make_private(endpoint: str) -> None:
+    """Let nobody else connect to a socket that is a file."""
+    path = endpoint.removeprefix("ipc://")
+    if path != endpoint and path != "*" and not path.startswith("@"):
+        os.chmod(path, 0o600)

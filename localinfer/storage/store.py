@@ -1,0 +1,409 @@
+"""Pages of keys and values on disk: found by the token ids of a prompt, verified when read, evicted by last use.
+
+A page's file is named by the key of the prefix before it and by its own (page_file.py), so a prompt finds its pages
+without an index, sequences with a common prefix share files, and any number of processes may use one folder: writes are
+atomic, and equal names have equal bytes. The folder is only a cache: an invalid file is deleted and computed again.
+"""
+
+import contextlib
+import copy
+import functools
+import hashlib
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Self, TypeVar
+
+import numpy as np
+
+from localinfer.engine.cache.salt import NO_SALT
+from localinfer.storage.budget import DiskBudget, mark_used
+from localinfer.storage.page_file import (
+    KEY_BYTES,
+    MAGIC,
+    STATE_MAGIC,
+    WINDOWED_MAGIC,
+    PageFormat,
+    PageRecord,
+    Rejection,
+    check_file,
+    read_page,
+    read_record,
+    write_page,
+)
+from localinfer.system import disk
+from localinfer.system.files import WorkerThreads, run_all
+from localinfer.types import TokenIds
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_MAX_SIBLINGS = 1024
+"""Files after one prefix that are searched for the longest common prefix: at most 10 milliseconds."""
+
+
+class FileKind(Enum):
+    """What a tier's files hold: the value is the end of their names, and their first bytes."""
+
+    PAGE = (".page", MAGIC)
+    WINDOW = (".window", WINDOWED_MAGIC)
+    STATE = (".state", STATE_MAGIC)
+
+
+_PAGES_AT_ONCE = 16
+_BYTES_AT_ONCE = 4 << 20
+
+PageSource = Callable[[Sequence[int]], Sequence[memoryview] | None]
+"""Returns pages of a sequence by their indices, each a buffer of `page_bytes` that is unchanged until the second call
+from now; None if they are no longer cached, which ends the save."""
+
+
+@dataclass(frozen=True)
+class FoundPage:
+    """A file that, if valid, has the next `num_tokens` tokens of a sequence."""
+
+    path: Path
+    record: PageRecord
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class Found:
+    """Pages that continue a prompt, in order, from page `first_page` on; all but the last are full.
+
+    num_tokens: of the prompt, from its beginning, that would then be cached. problem: why the next file was rejected,
+    if there is one.
+    """
+
+    first_page: int
+    num_tokens: int
+    pages: tuple[FoundPage, ...] = ()
+    problem: Rejection | None = None
+
+
+@dataclass(frozen=True)
+class Restored:
+    """How many leading tokens of a prompt are cached after a restore, and why the next file was rejected."""
+
+    num_tokens: int
+    problem: Rejection | None
+
+
+@dataclass(frozen=True)
+class Saved:
+    """The result of a save: pages written, pages that existed, and why it ended early, or None."""
+
+    num_written: int
+    num_present: int
+    failure: str | None = None
+
+
+@dataclass
+class DiskCounters:
+    """Counters of a tier since it was opened. `rejected` counts files by reason. last_failure: why the last save ended
+    early, None if it did not."""
+
+    pages_read: int = 0
+    pages_written: int = 0
+    bytes_deleted: int = 0
+    failed_saves: int = 0
+    rejected: Counter[Rejection] = field(default_factory=Counter)
+    last_failure: str | None = None
+
+
+class DiskTier:
+    """The pages of one fingerprint in a cache folder. Thread-safe; a save excludes other saves only.
+
+    folder: private, and existing. fingerprint: 32-byte hash of everything but the token ids that a page's bytes depend
+    on. max_bytes: budget of the whole folder, pages of other fingerprints included. threads: how many read and verify
+    pages concurrently. kind: WINDOW for the pages' sliding-window blocks, whose files lie beside those of the pages.
+    salt: of the texts whose pages it finds and writes; see `of_salt`.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        fingerprint: bytes,
+        *,
+        page_tokens: int,
+        page_bytes: int,
+        max_bytes: int,
+        threads: int = 1,
+        kind: FileKind = FileKind.PAGE,
+    ) -> None:
+        assert len(fingerprint) == KEY_BYTES, "a fingerprint is a SHA-256"
+        self._suffix, magic = kind.value
+        self.form = PageFormat(page_tokens, page_bytes, magic)
+        self.folder = folder / fingerprint.hex()[:32]
+        self.counters = DiskCounters()
+        self.salt = NO_SALT
+        self._fingerprint = self._first_key = fingerprint
+        self._budget = DiskBudget(folder, max_bytes)
+        self._is_too_small = self.form.file_bytes > max_bytes
+        self._saving = threading.Lock()
+        self._threads = threads
+
+    def of_salt(self, salt: bytes) -> Self:
+        """This tier as texts of a salt see it: the key before their first page is of the salt too, so that they share
+        no file with others, and a file says no more of the salt than of the fingerprint."""
+        if salt == self.salt:
+            return self
+        made = copy.copy(self)
+        made.salt = salt
+        made._first_key = hashlib.sha256(self._fingerprint + salt).digest() if salt else self._fingerprint
+        return made
+
+    def find(self, token_ids: TokenIds, first_page: int = 0) -> Found:
+        """Find the files that continue a prompt from page `first_page` on, exact to the token.
+
+        Only names and lengths are checked, and headers of pages that the prompt shares in part.
+        """
+        pages: list[FoundPage] = []
+        problem = None
+        for index, record in enumerate(self._records(token_ids)):
+            if index < first_page:
+                continue
+            path = self._path(record)
+            problem = check_file(path, self.form.file_bytes)
+            if problem is None:
+                pages.append(FoundPage(path, record, record.token_ids.size))
+                continue
+            self._reject(path, problem)
+            longest = self._longest_beginning(record)
+            pages += [] if longest is None else [longest]
+            break
+        num_tokens = first_page * self.form.page_tokens + sum(page.num_tokens for page in pages)
+        problem = None if problem is Rejection.MISSING else problem
+        return Found(first_page, min(num_tokens, token_ids.size), tuple(pages), problem)
+
+    def of_same_pages(self, found: Found) -> list[FoundPage | None]:
+        """This tier's files of pages found by another tier, None where there is none."""
+        paths = [self._path(page.record) for page in found.pages]
+        return [
+            FoundPage(path, page.record, page.num_tokens) if check_file(path, self.form.file_bytes) is None else None
+            for path, page in zip(paths, found.pages, strict=True)
+        ]
+
+    def has_beginning(self, token_ids: TokenIds) -> bool:
+        """Whether a file claims to begin like the first page of these tokens; it is not verified."""
+        first = next(self._records(token_ids), None)
+        if first is None:
+            return False
+        shared = (common_length(record.token_ids, first.token_ids) for _, record in self._siblings(first))
+        return 2 * max(shared, default=0) >= first.token_ids.size
+
+    def restore(self, found: Found, pages: Sequence[memoryview]) -> Restored:
+        """Read found pages into memory, one buffer of `page_bytes` each, and verify them.
+
+        If a file is rejected, the contents of the buffers from that page on are undefined.
+        """
+        assert len(pages) == len(found.pages), "one buffer per page"
+        problems = run_all(
+            [
+                functools.partial(read_page, page.path, self.form, page.record, buffer)
+                for page, buffer in zip(found.pages, pages, strict=True)
+            ],
+            self._threads,
+        )
+        num_tokens = found.first_page * self.form.page_tokens
+        for page, problem in zip(found.pages, problems, strict=True):
+            if problem is not None:
+                self._reject(page.path, problem)
+                return Restored(num_tokens, problem)
+            num_tokens += page.num_tokens
+            self.counters.pages_read += 1
+        return Restored(num_tokens, found.problem)
+
+    def mark_used(self, found: Found) -> None:
+        """Mark these pages as used now."""
+        mark_used([page.path for page in found.pages])
+
+    @property
+    def pages_at_once(self) -> int:
+        """Pages that a save reads at a time: few enough to be copied quickly."""
+        return max(2, min(_PAGES_AT_ONCE, _BYTES_AT_ONCE // max(1, self.form.page_bytes)))
+
+    def save(
+        self,
+        token_ids: TokenIds,
+        read: PageSource,
+        *,
+        places: Sequence[int] | None = None,
+        threads: int = 1,
+        pages_at_once: int | None = None,
+    ) -> Saved:
+        """Write the missing pages of a sequence, in order, and enforce the budget.
+
+        read: called with the indices of at most `pages_at_once` pages. places: which pages, in order; None for all.
+        threads: how many write. A failure of the disk ends the save early and is returned, never raised; pages written
+        until then are kept.
+        """
+        steps = self.saving(token_ids, read, places=places, threads=threads, pages_at_once=pages_at_once)
+        return finished(steps)
+
+    def saving(
+        self,
+        token_ids: TokenIds,
+        read: PageSource,
+        *,
+        places: Sequence[int] | None = None,
+        threads: int = 1,
+        pages_at_once: int | None = None,
+    ) -> Generator[None, None, Saved]:
+        """The steps of `save`: one for each call of `read`."""
+        with self._saving:
+            if self._is_too_small:
+                return Saved(0, 0, "the disk budget is smaller than one page")
+            records = list(self._records(token_ids))
+            paths = [self._path(record) for record in records]
+            places = range(len(records)) if places is None else places
+            missing = [index for index in places if check_file(paths[index], self.form.file_bytes) is not None]
+            last = len(records) - 1
+            if missing and missing[-1] == last and records[last].token_ids.size < self.form.page_tokens:
+                missing = missing[:-1] if self._has_longer(records[last]) else missing
+            step = pages_at_once or self.pages_at_once
+            reads = [missing[first : first + step] for first in range(0, len(missing), step)]
+            reasons = yield from self._writing(reads, records, paths, read, threads)
+            num_written = reasons.count(None)
+            reason = next((one for one in reasons if one is not None), None)
+            # Only a page whose prefix was on disk before can replace a shorter one.
+            if num_written == len(missing) > 0:
+                self._delete_shorter(records[missing[0]])
+            used = [paths[index] for index in places]
+            return self._finish_save(used, num_written, len(places) - len(missing), reason)
+
+    def _finish_save(self, used: list[Path], num_written: int, num_present: int, reason: str | None) -> Saved:
+        """Count what a save has done, and enforce the budget. reason: the disk's, why it ended early."""
+        mark_used(used)
+        self._budget.note_written(num_written * self.form.file_bytes)
+        self.counters.bytes_deleted += self._budget.enforce()
+        self.counters.pages_written += num_written
+        self.counters.failed_saves += reason is not None
+        failure = None if reason is None else f"{self.folder} cannot be written: {reason}"
+        if failure is not None:
+            # Warn once, until a save succeeds or fails for another reason.
+            level = logging.INFO if reason == self.counters.last_failure else logging.WARNING
+            logger.log(level, "a prompt was not cached on disk: %s", failure)
+        self.counters.last_failure = reason
+        return Saved(num_written, num_present, failure)
+
+    def _writing(
+        self,
+        reads: Iterable[list[int]],
+        records: list[PageRecord],
+        paths: list[Path],
+        read: PageSource,
+        threads: int,
+    ) -> Generator[None, None, list[str | None]]:
+        """Write pages, while the next are read; the result is the error of each, or None."""
+        results: list[str | None] = []
+        begun: list[Future[str | None]] = []
+        with WorkerThreads(threads) as workers:
+            for some in reads:
+                pages = read(some)
+                results += [future.result() for future in begun]
+                begun = []
+                if pages is None or any(results):
+                    break
+                for index, page in zip(some, pages, strict=True):
+                    begun.append(workers.begin(functools.partial(self._write, paths[index], records[index], page)))
+                yield
+        return results + [future.result() for future in begun]
+
+    def _write(self, path: Path, record: PageRecord, page: memoryview) -> str | None:
+        try:
+            try:
+                write_page(path, self.form, record, page)
+            except FileNotFoundError:
+                disk.make_folder(path.parent)
+                write_page(path, self.form, record, page)
+        except OSError as error:
+            # On systems where an open file cannot be replaced, another process is reading the same bytes.
+            if check_file(path, self.form.file_bytes) is not None:
+                return error.strerror or str(error)
+        return None
+
+    def _records(self, token_ids: TokenIds) -> Iterator[PageRecord]:
+        parent = self._first_key
+        for start in range(0, token_ids.size, self.form.page_tokens):
+            record = PageRecord(parent, token_ids[start : start + self.form.page_tokens])
+            yield record
+            parent = record.key
+
+    def _path(self, record: PageRecord) -> Path:
+        parent = record.parent.hex()
+        return self.folder / parent[:1] / f"{parent[:32]}-{record.key.hex()[:32]}{self._suffix}"
+
+    def _siblings(self, record: PageRecord) -> Iterator[tuple[Path, PageRecord]]:
+        """Files after the same prefix, with the identities they claim; damaged ones are left out."""
+        folder = self._path(record).parent
+        start = f"{record.parent.hex()[:32]}-"
+        try:
+            names = [entry.name for entry in disk.entries(folder) if entry.name.startswith(start)]
+        except OSError:
+            return
+        for name in [name for name in names if name.endswith(self._suffix)][:_MAX_SIBLINGS]:
+            sibling = read_record(folder / name, self.form)
+            if isinstance(sibling, PageRecord) and sibling.parent == record.parent:
+                yield folder / name, sibling
+
+    def _longest_beginning(self, record: PageRecord) -> FoundPage | None:
+        """The file that shares the most leading tokens with a page that has no file."""
+        found = [
+            FoundPage(path, sibling, common_length(sibling.token_ids, record.token_ids))
+            for path, sibling in self._siblings(record)
+        ]
+        longest = max(found, key=lambda page: page.num_tokens, default=None)
+        return longest if longest is not None and longest.num_tokens else None
+
+    def _has_longer(self, record: PageRecord) -> bool:
+        """Whether a file has these tokens and more."""
+        size = record.token_ids.size
+        return any(
+            sibling.token_ids.size > size and np.array_equal(sibling.token_ids[:size], record.token_ids)
+            for _, sibling in self._siblings(record)
+        )
+
+    def _delete_shorter(self, record: PageRecord) -> None:
+        """Delete files that have only a prefix of a page that is now on disk."""
+        for path, sibling in self._siblings(record):
+            size = sibling.token_ids.size
+            if size < record.token_ids.size and np.array_equal(sibling.token_ids, record.token_ids[:size]):
+                with contextlib.suppress(OSError):
+                    disk.delete(path)
+
+    def _reject(self, path: Path, problem: Rejection) -> None:
+        """Count an invalid file, and delete it."""
+        if problem is Rejection.MISSING:
+            return
+        self.counters.rejected[problem] += 1
+        logger.info("%s %s; it is computed again", path, problem.value)
+        with contextlib.suppress(OSError):
+            try:
+                disk.delete(path)
+            except OSError:
+                # A folder, deleted only if empty.
+                disk.delete_folder(path)
+
+
+def finished(steps: Generator[None, None, T]) -> T:
+    """Take all steps, and return their result."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+
+
+def common_length(a: TokenIds, b: TokenIds) -> int:
+    """How many ids two arrays share at their start."""
+    size = min(a.size, b.size)
+    differs = np.flatnonzero(a[:size] != b[:size])
+    return int(differs[0]) if differs.size else size

@@ -1,0 +1,136 @@
+"""Checks of hyperparameters: against what is plausible, and against published models of the same sizes."""
+
+from collections.abc import Iterator
+
+from localinfer.models.checks.finding import Finding
+from localinfer.models.checks.known_models import KnownModel, known_model
+from localinfer.models.decoder.config import ModelConfig
+from localinfer.quant.checkpoint.model_file import ModelFile
+
+_LEAST_EPSILON, _LARGEST_EPSILON = 1e-13, 1.01e-3
+_MOST_TIMES = 20.0
+_FULL_ATTENTION = {"gemma2": (2, 1), "gemma3": (6, 5), "gpt-oss": (2, 1), "cohere2": (4, 3), "exaone4": (4, 3)}
+"""Architectures whose published models have full attention in one layer of each period: the period, and which."""
+_FACTOR_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+
+
+def check_hyperparameters(file: ModelFile, config: ModelConfig) -> Iterator[Finding]:
+    """Yield settings that a model was likely not trained with; those that the user has set are theirs.
+
+    config: with the file's context length.
+    """
+    replaced = getattr(file.metadata, "replaced_keys", ())
+    known = known_model(config)
+    yield from _check_epsilon(file, config, known)
+    has_own_rope = not any(key.startswith(f"{config.architecture}.rope.") for key in replaced)
+    if has_own_rope:
+        yield from _check_scaling(file, config)
+    yield from _check_layer_pattern(file, config)
+    if known is None:
+        return
+    yield from _check_heads(file, config, known)
+    if known.contexts and has_own_rope:
+        yield from _check_rope(file, config, known)
+    if known.has_output and "output.weight" not in file.tensors:
+        yield Finding(
+            "output matrix",
+            f"output.weight is missing, so the embeddings stand in for it, but {known.name} has a matrix of its own: "
+            "its answers will mean nothing; download the model again",
+        )
+
+
+def _check_epsilon(file: ModelFile, config: ModelConfig, known: KnownModel | None) -> Iterator[Finding]:
+    key = f"{config.architecture}.attention.layer_norm_{'' if config.is_layer_norm else 'rms_'}epsilon"
+    if key in getattr(file.metadata, "replaced_keys", ()):
+        return
+    found = config.norm_epsilon
+    wanted = None
+    if known is not None and not known.epsilon / _MOST_TIMES <= found <= known.epsilon * _MOST_TIMES:
+        wanted = f"{known.name} was trained with {known.epsilon:g}"
+    elif not _LEAST_EPSILON <= found <= _LARGEST_EPSILON:
+        wanted = "models have 1e-12 to 1e-3"
+    if wanted is not None:
+        own = "its own" if known is None else f"{known.epsilon:g}"
+        yield Finding(
+            "norm epsilon",
+            f"{key} is {found:g}, but {wanted}; get a current conversion, or set it to {own} (--set {key}=NUMBER)",
+        )
+
+
+def _check_rope(file: ModelFile, config: ModelConfig, known: KnownModel) -> Iterator[Finding]:
+    key = f"{config.architecture}.rope.freq_base"
+    base, context = config.rope.base, config.context_length
+    bases = sorted(known.contexts)
+    nearest = next((one for one in bases if abs(base - one) <= 0.01 * one), None)
+    is_scaled = config.rope.scaling != "none" or any(name in file.tensors for name in _FACTOR_TENSORS)
+    # A model that was trained further for a longer context has a larger base than any, and says that context.
+    is_extended = base > bases[-1] and context > max(known.contexts.values())
+    if nearest is None and not is_extended:
+        found = f"{base:g}" if key in file.metadata else f"missing, which means {base:g}"
+        usual = " or ".join(f"{one:g}" for one in bases)
+        yield Finding(
+            "RoPE base",
+            f"{key} is {found}, but {known.name} was trained with {usual}: long texts will come out wrong; load it "
+            f"with {key}={bases[0]:g} (--set), or get a current conversion",
+        )
+    elif nearest is not None and context > known.contexts[nearest] and not is_scaled:
+        longest = known.contexts[nearest]
+        lacking = (
+            "the divisors of its frequencies (rope_freqs.weight)" if known.has_factors else "a scaling of positions"
+        )
+        yield Finding(
+            "context length",
+            f"{config.architecture}.context_length is {context}, but {known.name} knows {longest} tokens without "
+            f"{lacking}, which is missing: longer texts will come out wrong; get a current conversion, or load it "
+            f"with a context_length of {longest}",
+        )
+
+
+def _check_scaling(file: ModelFile, config: ModelConfig) -> Iterator[Finding]:
+    """YaRN stretches positions beyond the original context, which nothing else in a file tells."""
+    key = f"{config.architecture}.rope.scaling.original_context_length"
+    if config.rope.scaling == "yarn" and config.rope.factor > 1 and key not in file.metadata:
+        length = int(config.context_length / config.rope.factor)
+        yield Finding(
+            "RoPE scaling",
+            f"{config.architecture}.rope.scaling.type is 'yarn' by a factor of {config.rope.factor:g}, but {key} is "
+            f"missing, so {config.context_length} is taken for the length before it: texts will come out wrong; get "
+            f"a current conversion, or set it (--set {key}={length}, if context_length was multiplied)",
+        )
+
+
+def _check_layer_pattern(file: ModelFile, config: ModelConfig) -> Iterator[Finding]:
+    """A list of windowed layers in the file against the pattern that the architecture's models have."""
+    key = f"{config.architecture}.attention.sliding_window_pattern"
+    pattern = _FULL_ATTENTION.get(config.architecture)
+    if pattern is None or not config.sliding_window or len(config.windowed_layers) < pattern[0]:
+        return
+    period, full = pattern
+    wanted = [layer % period == full for layer in range(config.num_layers)]
+    found = [not is_windowed for is_windowed in config.windowed_layers]
+    if found != wanted and key not in getattr(file.metadata, "replaced_keys", ()):
+        layer = next(index for index, pair in enumerate(zip(found, wanted, strict=True)) if pair[0] != pair[1])
+        kinds = {True: "full attention", False: "a sliding window"}
+        yield Finding(
+            "attention pattern",
+            f"{key} gives layer {layer} {kinds[found[layer]]}, but models of {config.architecture} have "
+            f"{kinds[wanted[layer]]} there (full attention in one of {period} layers, first in layer {full}): answers "
+            "will be worse; get a current conversion",
+        )
+
+
+def _check_heads(file: ModelFile, config: ModelConfig, known: KnownModel) -> Iterator[Finding]:
+    """Heads that are cut otherwise leave the shapes of all matrices as they are."""
+    replaced = getattr(file.metadata, "replaced_keys", ())
+    for name, found, wanted in (
+        ("head_count", max(config.num_heads, default=0), known.num_heads),
+        ("head_count_kv", max(config.num_kv_heads, default=0), known.num_kv_heads),
+    ):
+        key = f"{config.architecture}.attention.{name}"
+        if wanted and found != wanted and key not in replaced:
+            yield Finding(
+                "attention heads",
+                f"{key} is {found}, but {known.name} has {wanted}: its answers will mean nothing; get a current "
+                f"conversion, or set it (--set {key}={wanted})",
+            )
+            return

@@ -1,0 +1,210 @@
+"""A chat in a process of its own, on a terminal whose screen can be read, with a model that says what it is told.
+
+`python -c PROGRAM FILE_DESCRIPTOR` runs the chat. Each line of the file is one thing that the model does: an event, or
+a number of tokens that it has read of its prompt. The reply waits for the next line, so a test sees every moment of it.
+With WAITS_FOR_KEYS in the environment the chat begins once something is typed.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import pty
+import select
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Callable
+from typing import Any, Self
+
+from localinfer.types import Closing
+from tests.apps.cli.terminal_screen import TerminalScreen
+from tests.support.limits import seconds
+
+GIVING_UP_SECONDS = 5.0
+PROGRAM = """
+import json, os, select, sys
+from types import SimpleNamespace
+from localinfer.apps.terminal import loop
+from prompt_toolkit.history import InMemoryHistory
+
+loop.open_history = InMemoryHistory
+script = open(int(sys.argv[1]), closefd=False)
+asked = []
+
+class Stream:
+    def __init__(self, asked):
+        self.prompt_tokens, self.computed_tokens = 4000 if asked == "long" else 10, 0
+        self.num_events, self.has_ended = 0, False
+    @property
+    def stats(self):
+        return SimpleNamespace(prompt_tokens=self.prompt_tokens, cached_tokens=5, cache_miss=None, dropped_tokens=0,
+            completion_tokens=self.num_events, time_to_first_token_seconds=0.25 if self.num_events else 0.0,
+            decode_tokens_per_second=1234.5 if self.num_events else 0.0, drafted_tokens=0, accepted_tokens=0, seed=1,
+            notices=())
+    def __iter__(self): return self
+    def __next__(self):
+        while True:
+            if self.has_ended:
+                raise StopIteration
+            does = json.loads(script.readline())
+            if "computed" in does:
+                self.computed_tokens = does["computed"]
+                continue
+            self.num_events += 1
+            self.has_ended = does.get("ends") is not None
+            return SimpleNamespace(
+                text=does.get("text", ""), finish_reason=does.get("ends"), reasoning=does.get("reasoning", ""),
+                tool_calls=())
+    def __enter__(self): return self
+    def __exit__(self, *_): pass
+
+class Model:
+    @property
+    def context_length(self):
+        if os.environ.pop("WAITS_FOR_KEYS", None):
+            select.select([0], [], [])
+        return 8192
+    def stream_chat(self, messages, **options):
+        asked.append([message["content"] for message in messages][-1])
+        return Stream(asked[-1])
+    def count_chat_tokens(self, messages): return sum(len(message["content"]) for message in messages)
+
+try:
+    loop.run_chat(Model(), system=None, max_tokens=None, seed=None, model_name="scripted")
+finally:
+    print("ASKED " + json.dumps(asked), file=sys.stderr if os.environ.get("TERM") else sys.stdout, flush=True)
+"""
+
+
+def _become_job() -> None:
+    """Leave a process behind that is a shell to this one: only then can Ctrl-Z stop it."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    job = os.fork()
+    if job:
+        os.closerange(0, 256)
+        code = os.waitstatus_to_exitcode(os.waitpid(job, 0)[1])
+        os._exit(code if code >= 0 else 128 - code)
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)
+    os.setpgid(0, 0)
+    os.tcsetpgrp(0, os.getpid())
+    signal.signal(signal.SIGTTOU, signal.SIG_DFL)
+
+
+class ChatOnTerminal(Closing):
+    """A running chat: `type` keys, let the model `say` things, and look at the `lines` of its screen."""
+
+    def __init__(self, columns: int = 80, lines: int = 24, **environment: str) -> None:
+        self.received = ""
+        self.screen = TerminalScreen(columns, lines)
+        self._master, slave = pty.openpty()
+        self._set_size(columns, lines)
+        script, self._script = os.pipe()
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, str(script)],
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            pass_fds=[script],
+            start_new_session=True,
+            preexec_fn=_become_job,
+            env={**os.environ, "TERM": "xterm", "NO_COLOR": "1", **environment},
+        )
+        self._slave = slave
+        os.close(script)
+
+    def start(self) -> Self:
+        """Wait for the first prompt."""
+        self.wait_until(lambda: ">" in self.lines)
+        return self
+
+    def type(self, keys: str) -> None:
+        """Type on its keyboard, while its screen is read: a terminal's input holds few keys."""
+        waiting = keys.encode()
+        while waiting:
+            self._read(0.0)
+            _, can_write, _ = select.select([], [self._master], [], 0.01)
+            if can_write:
+                waiting = waiting[os.write(self._master, waiting[:1024]) :]
+
+    def say(self, text: str = "", *, ends: str | None = None, reasoning: str = "") -> None:
+        """Have the model emit one event; `ends`: its last, for this reason."""
+        self._tell({"text": text, "ends": ends, "reasoning": reasoning})
+
+    def compute(self, computed: int) -> None:
+        """Have the model read so many tokens of the prompt; the message "long" has 4,000, others 10."""
+        self._tell({"computed": computed})
+
+    def resize(self, columns: int, lines: int) -> None:
+        """Resize the window, and let the screen cut its lines as a terminal without reflow does."""
+        self._read(0.0)
+        self.screen.resize(lines, columns)
+        self._set_size(columns, lines)
+
+    def interrupt_process(self, number: int) -> None:
+        """Send a signal to the chat."""
+        os.killpg(os.tcgetpgrp(self._master), number)
+
+    @property
+    def lines(self) -> list[str]:
+        """The screen's lines, without spaces at their ends."""
+        return self.screen.shown_lines
+
+    @property
+    def text(self) -> str:
+        """Scrollback and screen."""
+        return self.screen.text
+
+    def wait_until(self, condition: Callable[[], object]) -> None:
+        """Read the screen until something is so. Raises: AssertionError with the screen."""
+        deadline = time.monotonic() + seconds(GIVING_UP_SECONDS)
+        while not condition():
+            left = deadline - time.monotonic()
+            assert left > 0 and self._read(min(left, 0.2)), f"it never came:\n{self.text}\n{self.received[-500:]!r}"
+
+    def wait_for(self, text: str) -> None:
+        """Read until this is on the screen, or above it."""
+        self.wait_until(lambda: text in f"\n{self.text}")
+
+    def wait_for_row(self, text: str) -> None:
+        """Read until a line of the screen begins with this."""
+        self.wait_until(lambda: any(line.startswith(text) for line in self.lines))
+
+    def asked(self) -> list[str]:
+        """What the model was asked, once the chat has ended."""
+        self.wait_until(lambda: "ASKED [" in self.received and "]\r\n" in self.received.partition("ASKED [")[2])
+        asked: list[str] = json.loads(self.received.partition("ASKED ")[2].splitlines()[0])
+        return asked
+
+    def modes(self) -> list[Any]:
+        """The terminal's modes now."""
+        return termios.tcgetattr(self._slave)
+
+    def close(self) -> None:
+        """End the chat, whatever it does."""
+        if self.process.poll() is None:
+            # Its group may have ended, or not be the terminal's, in this moment.
+            with contextlib.suppress(ProcessLookupError):
+                self.interrupt_process(signal.SIGKILL)
+            self.process.kill()
+        self.process.wait()
+        os.close(self._master)
+        os.close(self._slave)
+        os.close(self._script)
+
+    def _tell(self, does: dict[str, Any]) -> None:
+        os.write(self._script, f"{json.dumps(does)}\n".encode())
+
+    def _set_size(self, columns: int, lines: int) -> None:
+        fcntl.ioctl(self._master, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
+
+    def _read(self, limit: float) -> bool:
+        """Take what the chat has drawn, at most after so many seconds; return whether it may draw more."""
+        if select.select([self._master], [], [], limit)[0]:
+            received = os.read(self._master, 1 << 16)
+            self.received += received.decode(errors="replace")
+            os.write(self._master, self.screen.show(received))
+        return True

@@ -1,0 +1,149 @@
+"""Every option of every command, once with a value that is good and once with one that is not: never a traceback."""
+
+import io
+import logging
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import click
+import pytest
+
+from localinfer.apps.cli import localinfer_command as commands
+from localinfer.apps.cli import main
+from localinfer.apps.server.app import LocalServer
+from localinfer.models import demo
+from localinfer.storage.conversations import ConversationStore, SavedConversation
+from tests.api.encoder_models import write_encoder
+from tests.apps.cli.option_lines import BAD, GOOD, cases, lines_of
+from tests.models.talking_models import build_talking_model
+
+DEMO = str(Path(demo.__file__).parent / "demo-f16.gguf")
+
+
+@pytest.fixture
+def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Fill the places of a line with files of this test; standard input is one message, and servers end once ready."""
+    run = LocalServer.run
+
+    def run_until_ready(server: LocalServer, on_ready: Callable[[], object]) -> None:
+        def end() -> None:
+            on_ready()
+            server.stop()
+
+        run(server, on_ready=end)
+
+    monkeypatch.setattr(LocalServer, "run", run_until_ready)
+    monkeypatch.setattr("localinfer.apps.cli.serve.input_can_end", lambda: True)
+    # Which would read standard input; the model is loaded as ever.
+    monkeypatch.setattr("localinfer.apps.cli.mcp.serve_model", lambda load: load(threading.Event()).close())
+    # Whatever is pulled, listed and removed: the command has no other options here.
+    monkeypatch.setattr(
+        "localinfer.storage.hub.pull.pull_model", lambda *_, **__: SimpleNamespace(name="org/repo:Q8_0")
+    )
+    monkeypatch.setattr("localinfer.storage.hub.installed.find_pulled", lambda places: [])
+    monkeypatch.setattr("localinfer.storage.hub.installed.find_installed", lambda places: [])
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "schema.json").write_text('{"type": "integer"}')
+    (tmp_path / "grammar.lark").write_text('start: "a"')
+    (tmp_path / "text.txt").write_text("Once upon a time there was a little dog. " * 60)
+    (tmp_path / "keys").write_text("alice: secret max_running=2\n")
+    (tmp_path / "file").write_text("")
+    (tmp_path / "template").write_text("{{ messages[0].content }}")
+    (tmp_path / "broken").write_text("{% for %}")
+    (tmp_path / "settings").write_text('[models.demo]\naliases = "small"\nthreads = 1\n')
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hi\n"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TOKEN_OF_THIS_TEST", "secret")
+    monkeypatch.setattr("localinfer.storage.conversations.user_folder", lambda _: tmp_path / "state")
+    kept = SavedConversation.begin("demo", name="kept").with_turns([{"role": "user", "content": "Hi"}], system=None)
+    ConversationStore(tmp_path / "state" / "conversations").save(kept)
+    places = {name: str(tmp_path / name) for name in ("folder", "models", "file", "template", "broken", "settings")}
+    places |= {"schema": str(tmp_path / "schema.json"), "grammar": str(tmp_path / "grammar.lark"), "demo": DEMO}
+    places |= {"text": str(tmp_path / "text.txt"), "keys": str(tmp_path / "keys"), "sock": "s/s.sock"}
+    (tmp_path / "s").mkdir(mode=0o700)
+    places |= {"hi": "-p Hi -n 1 --no-disk-cache", "one": "--lines -n 1 --no-disk-cache"}
+    places["brief"] = "--system Brief. --no-disk-cache --temperature 0"
+    places["local"] = "--no-disk-cache --no-tcp --socket s/s.sock"
+    # --verbose and --log-format add a handler, on the standard error of its test, and lets more through.
+    loggers = [logging.getLogger(name) for name in ("localinfer", "localinfer.apps.server")]
+    kept = [(logger, logger.handlers[:], logger.propagate, logger.level) for logger in loggers]
+
+    def fill(line: str) -> list[str]:
+        if "{models}" in line:
+            (tmp_path / "models").mkdir()
+            (tmp_path / "models" / "demo.gguf").write_bytes(Path(DEMO).read_bytes())
+        if "{ranker}" in line:
+            places["ranker"] = str(write_encoder(tmp_path, "bert-reranker"))
+        if "{tiny}" in line:
+            # Calibrating the demo model would take most of this file's time.
+            places["tiny"] = str(build_talking_model(tmp_path, "llama-moe"))
+        if "{mtp}" in line:
+            places["mtp"] = str(build_talking_model(tmp_path, "glm4moe-mtp"))
+        return line.format(**places).split()
+
+    yield fill
+    for logger, handlers, propagate, level in kept:
+        logger.handlers[:], logger.propagate = handlers, propagate
+        logger.setLevel(level)
+
+
+@pytest.mark.parametrize(("command", "line"), [(name, line) for name, line in cases(GOOD) if name != "quantize"])
+def test_good_values_are_taken(command, line, words, capfd):
+    code = main([command, *words(line)])
+    errors = capfd.readouterr().err
+    assert "Traceback" not in errors
+    assert code == 0, errors
+
+
+def test_good_values_of_quantize_are_taken(words, capfd):
+    for line in lines_of(GOOD, "quantize"):
+        code = main(["quantize", *words(line)])
+        errors = capfd.readouterr().err
+        assert "Traceback" not in errors
+        assert code == 0, errors
+
+
+@pytest.mark.parametrize(("command", "line"), cases(BAD))
+def test_bad_values_are_one_line_that_names_them(command, line, words, capfd):
+    given = words(line)
+    needs_prompt = command == "run" and "--prompt" not in given
+    assert main([command, *(["-p", "Hi"] if needs_prompt else []), *given]) == 2
+    captured = capfd.readouterr()
+    *before, error = captured.err.splitlines()
+    assert error.startswith("error: "), captured.err
+    assert [line for line in before if not line.startswith("listening on ")] == []
+    assert any(_named(word, error) for word in given if word not in (DEMO, "--serve", "--speculation")), error
+    assert captured.out == ""
+
+
+def _named(word: str, message: str) -> bool:
+    if word == "\udcff":
+        return "U+DCFF" in message
+    option = word.partition("=")[0]
+    return (
+        option in message
+        or option[2:].replace("-", " ") in message
+        or ("/" in word and str(Path(word).parent) in message)
+    )
+
+
+SERVE = ("concurrency", "requests", "slo_ttft", "slo_itl")
+ELSEWHERE = {
+    "good": {("bench", name) for name in ("compare", "peer_python", "output", *SERVE)},
+    "bad": {(command, "disk_cache_folder") for command in ("run", "chat", "serve", "mcp", "cache")},
+}
+"""Good values of the first want a peer, seconds of measuring or matplotlib, and are in test_bench.py and
+test_bench_serve.py. A folder that cannot be written costs speed only, so the others warn of it."""
+
+
+@pytest.mark.parametrize(("kind", "table"), [("good", GOOD), ("bad", BAD)])
+@pytest.mark.parametrize("command", sorted(commands.commands))
+def test_no_option_is_left_out(command, kind, table):
+    words = {word.partition("=")[0] for line in lines_of(table, command) for word in line.split()}
+    named = commands.commands[command]
+    for option in (option for one in (named, *getattr(named, "commands", {}).values()) for option in one.params):
+        if isinstance(option, click.Option) and (command, option.name) not in ELSEWHERE[kind]:
+            assert words & {*option.opts, *option.secondary_opts}, f"{command} {option.opts[-1]} is not tried"

@@ -1,0 +1,206 @@
+"""Figures of the code's structure: `python -m tests.project.figures`; `test_figures.py` holds the bounds.
+
+--request also traces a streamed chat request, and --token a decoded token, which takes a model's load each.
+"""
+
+import argparse
+import ast
+import subprocess
+import sys
+import tokenize
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PACKAGES = {
+    "localinfer": "localinfer",
+    "kernels": "localinfer.kernels",
+    "models": "localinfer.models",
+    "quant": "localinfer.quant",
+}
+"""Top-level folders, and the names that they are installed by."""
+SPINE = (
+    "localinfer/engine/**/*.py",
+    "kernels/*.py",
+    "kernels/ops/*.py",
+    "kernels/cpu/{lower,tape,program,memory,kernel_abi,parameters,weights}.py",
+    "models/decoder/{decoder,attention,feed_forward,graph,config,architecture}.py",
+)
+"""The engine core: from token ids to token ids, with the programs of kernels."""
+_BESIDE = ("kernels/built_sources.py", "kernels/source_digests.py", "kernels/versions.py", "kernels/address_space.py")
+"""Beside the ops, and no part of the spine."""
+_SHORT = 80
+_OPTIONS = ("gpu_layers", "kv_window", "ttft_objective")
+_LOAD = """
+import sys, localinfer
+with localinfer.load(threads=1, speculation=None) as llm:
+    llm.complete("Once", max_tokens=2)
+print(*sorted(module.__file__ for name, module in sys.modules.items()
+              if name.partition(".")[0] == "localinfer" and getattr(module, "__file__", None)), sep="\\n")
+"""
+
+
+@cache
+def sources() -> dict[str, Path]:
+    """Every module of the packages by its installed name."""
+    found = {}
+    for folder, installed in PACKAGES.items():
+        for path in sorted((REPOSITORY / folder).rglob("*.py")):
+            parts = path.relative_to(REPOSITORY / folder).with_suffix("").parts
+            found[".".join([installed, *(part for part in parts if part != "__init__")])] = path
+    return found
+
+
+@cache
+def text_of(path: Path) -> str:
+    """The text of a source file."""
+    with tokenize.open(path) as file:
+        return file.read()
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    """The syntax tree of a source file."""
+    return ast.parse(text_of(path))
+
+
+def num_lines(paths: list[Path]) -> int:
+    """Lines of files together."""
+    return sum(len(text_of(path).splitlines()) for path in paths)
+
+
+def spine() -> list[Path]:
+    """Files of the engine core."""
+    found: set[Path] = set()
+    for pattern in SPINE:
+        before, brace, rest = pattern.partition("{")
+        names, _, after = rest.partition("}")
+        for name in names.split(",") if brace else [""]:
+            found.update(REPOSITORY.glob(before + name + after))
+    return sorted(found - {REPOSITORY / name for name in _BESIDE})
+
+
+def loaded() -> list[Path]:
+    """Files that `load(); complete()` of a Llama GGUF on the CPU imports."""
+    done = subprocess.run([sys.executable, "-c", _LOAD], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    return [Path(line) for line in done.stdout.splitlines()]
+
+
+@cache
+def imports() -> dict[str, set[str]]:
+    """Modules that each module imports, also inside of functions."""
+    modules, found = sources(), {}
+    for name, path in modules.items():
+        targets = set()
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.Import):
+                targets.update(one.name for one in node.names)
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                inner = {f"{node.module}.{one.name}" for one in node.names}
+                targets.update(inner & modules.keys() or {node.module})
+        found[name] = (targets & modules.keys()) - {name}
+    return found
+
+
+def slivers() -> list[str]:
+    """Modules under 80 lines that one module of their own package imports, and nothing else."""
+    importers = defaultdict(set)
+    for name, targets in imports().items():
+        for target in targets:
+            importers[target].add(name)
+    return [
+        name
+        for name, path in sources().items()
+        if path.name != "__init__.py"
+        and num_lines([path]) < _SHORT
+        and len(importers[name]) == 1
+        and next(iter(importers[name])).rpartition(".")[0] == name.rpartition(".")[0]
+    ]
+
+
+def _classes() -> Iterator[tuple[str, ast.ClassDef]]:
+    for name, path in sources().items():
+        for node in tree_of(path).body:
+            if isinstance(node, ast.ClassDef):
+                yield name, node
+
+
+def doubled_names() -> dict[str, list[str]]:
+    """Public names of classes that stand for two things, with their modules."""
+    found = defaultdict(list)
+    for module, node in _classes():
+        if not node.name.startswith("_"):
+            found[node.name].append(module)
+    return {name: modules for name, modules in sorted(found.items()) if len(modules) > 1}
+
+
+def explained_above() -> list[str]:
+    """Records that explain three fields or more in the paragraph above the class, and not each under itself."""
+    found = []
+    for module, node in _classes():
+        is_record = any("dataclass" in ast.unparse(one) for one in node.decorator_list)
+        is_record |= any(ast.unparse(base) == "NamedTuple" for base in node.bases)
+        fields = [
+            one.target.id for one in node.body if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name)
+        ]
+        words = " ".join((ast.get_docstring(node) or "").replace(",", " ").split())
+        named = [name for name in fields if f" {name}:" in f" {words}"]
+        if is_record and len(named) >= 3:
+            found.append(f"{module}.{node.name}")
+    return found
+
+
+def option_files(option: str) -> list[Path]:
+    """Files of the packages that name an option."""
+    return [path for path in sources().values() if option in text_of(path)]
+
+
+def contract_rows() -> int:
+    """Rows of the import contract of the whole."""
+    import tomllib
+
+    settings = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))
+    contracts = settings["tool"]["importlinter"]["contracts"]
+    return next(len(one["layers"]) for one in contracts if one.get("containers") == ["localinfer"])
+
+
+def _traced(module: str) -> str:
+    done = subprocess.run([sys.executable, "-m", module], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    return done.stdout.strip().splitlines()[-1] if done.returncode == 0 else done.stderr.strip()[-200:]
+
+
+def main() -> None:
+    """Print every figure."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--request", action="store_true")
+    parser.add_argument("--token", action="store_true")
+    parser.add_argument("--names", action="store_true", help="also what is counted")
+    options = parser.parse_args()
+    core, run, files = spine(), loaded(), list(sources().values())
+    short, doubled, above = slivers(), doubled_names(), explained_above()
+    print(f"spine: {len(core)} files, {num_lines(core):,} lines")
+    print(f"load and complete: {len(run)} modules, {num_lines(run):,} lines")
+    print(f"source: {len(files)} files, {num_lines(files):,} lines; longest {max(num_lines([one]) for one in files)}")
+    print(f"modules under {_SHORT} lines that one module of their package imports: {len(short)}")
+    print(f"rows of the import contract: {contract_rows()}")
+    print(f"records explained above their fields: {len(above)}")
+    print(f"class names that stand for two things: {len(doubled)}")
+    for option in _OPTIONS:
+        print(f"files that name {option}: {len(option_files(option))}")
+    if options.names:
+        print("\nslivers:", *short, sep="\n  ")
+        print("\ndoubled:", *(f"{name}: {', '.join(where)}" for name, where in doubled.items()), sep="\n  ")
+        print("\nabove:", *above, sep="\n  ")
+        packages = Counter(name.rsplit(".", 1)[0] for name in sources())
+        print("\nfiles by package:", *(f"{name}: {count}" for name, count in sorted(packages.items())), sep="\n  ")
+        print("\nspine:", *(path.relative_to(REPOSITORY) for path in core), sep="\n  ")
+    if options.token:
+        print("a decoded token:", _traced("tests.bench.trace_token"))
+    if options.request:
+        print("a chat request:", _traced("tests.bench.trace_request"))
+
+
+if __name__ == "__main__":
+    main()

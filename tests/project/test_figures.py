@@ -1,0 +1,31 @@
+"""Bounds of the code's structure, which `python -m tests.project.figures` prints: they fall, and do not rise."""
+
+from tests.project import figures
+
+MOST_FILES, MOST_LINES = 760, 119_000
+MOST_SPINE_FILES, MOST_SPINE_LINES = 72, 14_500
+MOST_SLIVERS, MOST_DOUBLED, MOST_EXPLAINED_ABOVE = 32, 23, 118
+MOST_ROWS = 14
+
+
+def test_the_spine_is_an_afternoon() -> None:
+    files = figures.spine()
+    assert len(files) > 20
+    assert len(files) <= MOST_SPINE_FILES
+    assert figures.num_lines(files) <= MOST_SPINE_LINES
+
+
+def test_files_are_few_and_full() -> None:
+    files = list(figures.sources().values())
+    assert len(files) <= MOST_FILES
+    assert figures.num_lines(files) <= MOST_LINES
+    assert len(figures.slivers()) <= MOST_SLIVERS, figures.slivers()
+
+
+def test_a_name_stands_for_one_thing_and_a_fields_meaning_under_it() -> None:
+    assert len(figures.doubled_names()) <= MOST_DOUBLED, figures.doubled_names()
+    assert len(figures.explained_above()) <= MOST_EXPLAINED_ABOVE, figures.explained_above()
+
+
+def test_the_import_contract_is_short() -> None:
+    assert figures.contract_rows() <= MOST_ROWS

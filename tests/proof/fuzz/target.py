@@ -1,0 +1,93 @@
+"""What can be fuzzed: a target, its limits, and how it says that an input was refused."""
+
+import importlib
+import random
+import unicodedata
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from localinfer.errors import LocalinferError
+
+FOLDER = Path(__file__).parent
+LONGEST_MESSAGE = 2000
+SHORTEST_MESSAGE = 12
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one case may take.
+
+    seconds: of the CPU; a case may wait six times as many. memory_factor, memory_constant: peak resident
+    bytes beyond those before the case, as a multiple of its size and bytes. address_space: bytes that the worker may
+    map beyond those it has when it is ready, so that a case which asks for all memory leaves the machine alone.
+    """
+
+    seconds: float = 10.0
+    memory_factor: int = 4
+    memory_constant: int = 64 << 20
+    address_space: int = 8 << 30
+
+    def memory(self, num_bytes: int) -> int:
+        """Most bytes of memory for an input of num_bytes."""
+        return self.memory_factor * num_bytes + self.memory_constant
+
+
+@dataclass(frozen=True)
+class Target:
+    """Something that reads input from outside.
+
+    corpus: sound inputs, made by our own writers; the same in every process. mutate: another input, from one of the
+    corpus or of an earlier mutation; what it draws from the generator decides it. run: reads an input in a worker
+    process, with an empty folder for files, and returns what came of it in a few words ("loaded", or `refused`); a
+    detail may follow after a newline. What it raises is a finding. prepare: what a worker does once, before its first
+    input: imports, kernels. simplify: smaller or simpler inputs than a finding, the boldest first. file_bytes: how many
+    bytes of files an input stands for, if they are not its own length.
+    """
+
+    name: str
+    corpus: Callable[[], list[bytes]]
+    mutate: Callable[[random.Random, bytes, list[bytes]], bytes]
+    run: Callable[[bytes, Path], str]
+    limits: Limits = field(default_factory=Limits)
+    prepare: Callable[[], None] | None = None
+    simplify: Callable[[bytes], Iterable[bytes]] | None = None
+    file_bytes: Callable[[bytes], int] = len
+
+
+class UnclearMessageError(Exception):
+    """An input was refused in words that help nobody."""
+
+
+def refused(error: LocalinferError) -> str:
+    """The outcome of an input that was refused. Raises: UnclearMessageError if its message is not fit to be shown."""
+    message = str(error)
+    flaws = {
+        "is too short": len(message) < SHORTEST_MESSAGE,
+        "is too long": len(message) > LONGEST_MESSAGE,
+        "has control characters": any(unicodedata.category(letter) in ("Cc", "Cf", "Cs") for letter in message),
+    }
+    for flaw, is_there in flaws.items():
+        if is_there:
+            raise UnclearMessageError(f"the message of {type(error).__name__} {flaw}: {message[:400]!a}") from error
+    return f"refused: {type(error).__name__}\n{message}"
+
+
+def find_target(name: str) -> Target:
+    """The target of this name. Raises: LookupError naming those there are."""
+    modules = _modules()
+    if name not in modules:
+        raise LookupError(f"there is no target {name!r}; there are {', '.join(target_names())}")
+    target: Target = importlib.import_module(f"tests.proof.fuzz.{modules[name]}").TARGET
+    return target
+
+
+def target_names() -> list[str]:
+    """Every target, by name, but the toy of the tests."""
+    return sorted(name for name in _modules() if name != "toy")
+
+
+def _modules() -> dict[str, str]:
+    """The module of each target: NAME, or NAME_target where NAME is also a package, which tests here would not see."""
+    stems = [path.stem for path in FOLDER.glob("*.py") if "\nTARGET = Target(" in path.read_text(encoding="utf-8")]
+    return {stem.removesuffix("_target"): stem for stem in stems}

@@ -1,0 +1,28 @@
+"""Every input that fuzzing found to be handled wrongly is handled rightly now."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.proof.fuzz.findings import found_cases, read
+from tests.proof.fuzz.target import find_target, target_names
+from tests.proof.fuzz.worker_process import WorkerProcess
+
+CASES = [pytest.param(name, path, id=f"{name}/{path.name}") for name in target_names() for path in found_cases(name)]
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[object]:
+    """A worker for each target, started when it is first asked for."""
+    with ExitStack() as stack:
+        yield cache(lambda name: stack.enter_context(WorkerProcess(find_target(name))))
+
+
+@pytest.mark.parametrize(("name", "path"), CASES)
+def test_found_case_is_handled(name: str, path: Path, workers) -> None:
+    report = workers(name).run(read(path))
+    assert not report.kind, f"{report.kind} at {report.place}\n{report.text}"
+    assert report.outcome
