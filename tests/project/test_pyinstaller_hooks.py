@@ -66,6 +66,5 @@ def test_the_server_has_its_page_the_command_its_modules_and_measuring_its_texts
     assert {"localinfer.apps.cli.serve", "localinfer.apps.terminal.loop"} <= set(
         hook("localinfer.apps.cli")["hiddenimports"]
     )
-    assert (
-        len(hook("localinfer.apps.evaluate")["datas"]) == len(list((FOLDER.parent / "evaluation").glob("*.txt"))) == 2
-    )
+    texts = list((FOLDER.parent / "apps" / "evaluate").glob("*.txt"))
+    assert len(hook("localinfer.apps.evaluate")["datas"]) == len(texts) == 2
