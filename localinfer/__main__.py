@@ -24,9 +24,9 @@ def _run(answers: bool) -> int:
     watch = None
     if sys.argv[1:2] == ["serve"] and "--until-stdin-ends" in sys.argv:
         # Before the rest is imported, which takes a while: who started us may be gone by then.
-        from localinfer.system.parent_watch import ParentWatch
+        from localinfer.system.parent_watch import ParentWatcher
 
-        watch = ParentWatch()
+        watch = ParentWatcher()
     try:
         from localinfer.apps.cli import main as run_command
     except ModuleNotFoundError as error:

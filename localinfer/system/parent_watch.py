@@ -18,7 +18,7 @@ _LOOK_SECONDS = 0.2
 _PIECE_BYTES = 512
 
 
-class ParentWatch:
+class ParentWatcher:
     """Ends the process, exit code 0, when standard input or the parent has ended, until `tell` names another way.
 
     parent: the number of the process that started this one, when the watch began.

@@ -16,8 +16,7 @@ from contextlib import ExitStack, closing
 import psutil
 
 from localinfer.apps.bench.figures import Failure, RequestTimes, percentile
-from localinfer.apps.bench.load import chat_body
-from localinfer.apps.bench.load_client import CHAT_PATH, LoadClient, chat, read_reply
+from localinfer.apps.bench.load import CHAT_PATH, LoadClient, chat, chat_body, read_reply
 from localinfer.apps.bench.processes import ServerProcess
 from localinfer.loading.options import model_path
 from tests.proof.simulation.fleet import FleetOptions

@@ -17,8 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from localinfer.apps.bench.figures import Failure, RequestTimes, percentile
-from localinfer.apps.bench.load import chat_body
-from localinfer.apps.bench.load_client import LoadClient, ask, chat
+from localinfer.apps.bench.load import LoadClient, ask, chat, chat_body
 from localinfer.apps.bench.processes import ServerProcess
 
 STORY = "Tell me a long story about a dog, a cat and the sea, number {}."

@@ -26,8 +26,7 @@ from typing import Any
 import numpy as np
 
 from localinfer.apps.bench.figures import RequestTimes
-from localinfer.apps.bench.load import Prompts, chat_body
-from localinfer.apps.bench.load_client import LoadClient, chat
+from localinfer.apps.bench.load import LoadClient, Prompts, chat, chat_body
 from localinfer.apps.bench.machine import cpu_name
 from localinfer.apps.bench.processes import ServerProcess
 from localinfer.engine.cache.block_pool import PagePool

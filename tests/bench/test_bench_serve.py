@@ -25,8 +25,7 @@ from localinfer.apps.bench.figures import (
     percentile,
     spread,
 )
-from localinfer.apps.bench.load import Prompts, chat_body, reply_lengths
-from localinfer.apps.bench.load_client import Answer, read_reply
+from localinfer.apps.bench.load import HttpAnswer, Prompts, chat_body, read_reply, reply_lengths
 from localinfer.apps.bench.processes import ServerProcess
 from localinfer.apps.bench.report import render_serve
 from localinfer.apps.cli import main
@@ -145,7 +144,7 @@ WHOLE = [
 def test_reply_is_read_whatever_chunks_it_comes_in(size):
     body = events(*WHOLE)
     chunks = [(float(start + size), body[start : start + size]) for start in range(0, len(body), size)]
-    reply = read_reply(Answer(sent=0.5, status=200, is_stream=True, chunks=chunks, ended=1e4), 4)
+    reply = read_reply(HttpAnswer(sent=0.5, status=200, is_stream=True, chunks=chunks, ended=1e4), 4)
     assert isinstance(reply, RequestTimes)
     assert (reply.text, reply.num_tokens, reply.prompt_tokens) == ("Well. h\u00e9y", 4, 9)
     assert reply.first_byte == size
@@ -163,13 +162,13 @@ def test_reply_is_read_whatever_chunks_it_comes_in(size):
     ],
 )
 def test_reply_that_is_not_whole_is_a_failure(body, reason):
-    reply = read_reply(Answer(sent=0.0, status=200, is_stream=True, chunks=[(1.0, body)], ended=2.0), 4)
+    reply = read_reply(HttpAnswer(sent=0.0, status=200, is_stream=True, chunks=[(1.0, body)], ended=2.0), 4)
     assert isinstance(reply, Failure)
     assert reason in reply.reason
 
 
 def test_refusal_is_a_failure_with_its_status():
-    reply = read_reply(Answer(sent=0.0, status=429, chunks=[(1.0, b'{"error": {}}')]), 4)
+    reply = read_reply(HttpAnswer(sent=0.0, status=429, chunks=[(1.0, b'{"error": {}}')]), 4)
     assert isinstance(reply, Failure)
     assert "429" in reply.reason
 

@@ -20,7 +20,7 @@ _EMPTY_RUNS = 201
 _LEAST_SECONDS = 1e-7
 
 
-class Work(NamedTuple):
+class LeastWork(NamedTuple):
     """The least work of a computation: bytes read from memory, and multiplications, of weights and of the KV cache.
 
     The bytes of recurrent states, read and written, count as the cache's.
@@ -36,7 +36,7 @@ class OperationTime(NamedTuple):
     """One op of a tape in one run: its name, work and time."""
 
     operation: Operation
-    work: Work
+    work: LeastWork
     seconds: float
 
 
@@ -96,10 +96,10 @@ class MeasuredModel(Closing):
             found = forward(run, (self._cache,), (chunk,), outputs)
         return found
 
-    def work(self, start: int, num_rows: int, num_outputs: int = 1) -> Work:
+    def work(self, start: int, num_rows: int, num_outputs: int = 1) -> LeastWork:
         """The work of computing `num_rows` tokens from position `start`, in all ops together."""
         works = [work_of(operation, start, num_rows, num_outputs) for operation in self._program.operations()]
-        return Work(*map(sum, zip(*works, strict=True)))
+        return LeastWork(*map(sum, zip(*works, strict=True)))
 
     def time_operations(self, start: int, token_ids: Sequence[int], repetitions: int) -> list[OperationTime]:
         """Time every op in its place in the tape: medians over runs that compute one batch op by op.
@@ -138,13 +138,13 @@ class MeasuredModel(Closing):
         return self.model.program
 
 
-def work_of(operation: Operation, start: int, num_rows: int, num_outputs: int) -> Work:
+def work_of(operation: Operation, start: int, num_rows: int, num_outputs: int) -> LeastWork:
     """The work of one op for rows at positions start to start + num_rows - 1 of one sequence."""
     rows = num_outputs if operation.rows is Rows.OUTPUT else num_rows
     end = start + num_rows
     window = operation.window or end
     attended = sum(min(position + 1, window) for position in range(start, end))
-    return Work(
+    return LeastWork(
         weight_bytes=min(operation.weight_bytes, rows * operation.row_weight_bytes),
         kv_bytes=operation.kv_bytes * min(end, window + num_rows - 1) + operation.state_bytes,
         multiply_adds=rows * operation.multiply_adds,

@@ -11,20 +11,19 @@ import click
 from localinfer.apps.cli.bench import bench_command
 from localinfer.apps.cli.cache import cache_command
 from localinfer.apps.cli.completion import VARIABLE, complete, completion_command
-from localinfer.apps.cli.config_option import config_model_named, takes_config
-from localinfer.apps.cli.crashes import begin_crash_reports
 from localinfer.apps.cli.doctor import doctor_command
 from localinfer.apps.cli.embed import embed_command, rerank_command
 from localinfer.apps.cli.evaluate import compare_command, perplexity_command
 from localinfer.apps.cli.grouped_help import ALL_HELP, GroupedCommand, first_sentence
 from localinfer.apps.cli.mcp import mcp_command
-from localinfer.apps.cli.messages import in_options, one_line, send_messages_to_stderr
-from localinfer.apps.cli.models import list_command, pull_command, rm_command
+from localinfer.apps.cli.messages import begin_crash_reports, in_options, one_line, send_messages_to_stderr, wrapped_for
+from localinfer.apps.cli.models import list_command, pull_command, rm_command, show_command, warmup_command
 from localinfer.apps.cli.next_command import library_error, unknown_command, usage_error, with_notes
 from localinfer.apps.cli.one_shot import answer_once, is_one_shot, one_shot_options, read_message
 from localinfer.apps.cli.options import (
     COUNT,
     LoadOptions,
+    config_model_named,
     constraint_options,
     flag,
     load_options,
@@ -32,20 +31,17 @@ from localinfer.apps.cli.options import (
     model_option,
     option,
     sampling_options,
+    takes_config,
 )
 from localinfer.apps.cli.quantize import quantize_command
-from localinfer.apps.cli.ready_line import ReadyLine, sidecar_streams
 from localinfer.apps.cli.serve import ServeProcess, serve_command
 from localinfer.apps.cli.sessions import complete_name, sessions_command
-from localinfer.apps.cli.show import show_command
-from localinfer.apps.cli.standard_streams import open_missing_streams
-from localinfer.apps.cli.warmup import warmup_command
-from localinfer.apps.cli.word_wrap import wrapped_for
+from localinfer.apps.cli.standard_streams import ReadyLine, open_missing_streams, sidecar_streams
 from localinfer.errors import LocalinferError, RequestError
 from localinfer.generation.chat.constraints import Constraint
 from localinfer.system import interruption
 from localinfer.system.interruption import EXIT_INTERRUPTED
-from localinfer.system.parent_watch import ParentWatch
+from localinfer.system.parent_watch import ParentWatcher
 from localinfer.terminal import ModelOutput, check_text, describe_stats, dim, prepare_streams
 
 EXIT_BAD_INPUT = 2
@@ -365,7 +361,7 @@ def _invoke(words: list[str], process: ServeProcess) -> int:
     return 0
 
 
-def main(arguments: Sequence[str] | None = None, *, watch: ParentWatch | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, *, watch: ParentWatcher | None = None) -> int:
     """Run one command and return its exit code. watch: of the parent, if it has begun.
 
     0: success. 2: bad input, described in one line on stderr. 3: a reply of `chat -p` was cut. 130: interrupted by

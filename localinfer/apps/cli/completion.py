@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.shell_completion import BashComplete, CompletionItem, ShellComplete, get_completion_class, split_arg_string
 
-from localinfer.apps.cli.known_models import known_models
+from localinfer.apps.cli.models import known_models
 
 if TYPE_CHECKING:
     _TextType = click.ParamType[str]

@@ -10,7 +10,7 @@ from localinfer.errors import LocalinferError, RequestError
 from localinfer.terminal import Progress, with_time_left
 
 if TYPE_CHECKING:
-    from localinfer.apps.evaluate.sanity_checks import Answer
+    from localinfer.apps.evaluate.measure import SanityAnswer
     from localinfer.llm import LLM
 
 _measuring_options = options_group(
@@ -72,8 +72,7 @@ def compare_command(
     TEXT is a file that neither was calibrated on; the default is a bundled text.
     """
     from localinfer.apps.evaluate import report
-    from localinfer.apps.evaluate.measure import compare
-    from localinfer.apps.evaluate.sanity_checks import LONGEST_ANSWER
+    from localinfer.apps.evaluate.measure import LONGEST_ANSWER, compare
     from localinfer.apps.evaluate.texts import evaluation_text
 
     content = evaluation_text(text)
@@ -111,9 +110,9 @@ def compare_command(
 
 def _ask(
     first: "LLM", second: "LLM", questions: bool | None, progress: Progress
-) -> "tuple[list[Answer], list[Answer]] | str | None":
+) -> "tuple[list[SanityAnswer], list[SanityAnswer]] | str | None":
     """Both models' answers; the error as text if the checks failed; None if they are off or `first` cannot chat."""
-    from localinfer.apps.evaluate.sanity_checks import ask
+    from localinfer.apps.evaluate.measure import ask
 
     if not (first.has_chat_template if questions is None else questions):
         return None

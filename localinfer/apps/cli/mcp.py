@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from localinfer.apps.cli.config_option import takes_config
 from localinfer.apps.cli.grouped_help import GroupedCommand
-from localinfer.apps.cli.options import LoadOptions, load_options, load_with
+from localinfer.apps.cli.options import LoadOptions, load_options, load_with, takes_config
 
 if TYPE_CHECKING:
     from localinfer.llm import LLM

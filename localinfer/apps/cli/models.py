@@ -1,4 +1,4 @@
-"""The commands `localinfer pull`, `list` and `rm`: models by name."""
+"""The commands `localinfer pull`, `list`, `rm`, `show` and `warmup`: models on this machine."""
 
 import json
 import sys
@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from localinfer.apps.cli.options import flag
-from localinfer.terminal import Progress, neutralise_controls, with_time_left
+from localinfer.apps.cli.options import COUNT, device_option, flag, model_argument, model_option, option, takes_config
+from localinfer.errors import LocalinferError
+from localinfer.terminal import Progress, describe_duration, neutralise_controls, with_time_left
 
 if TYPE_CHECKING:
     from localinfer.storage.hub.installed import InstalledModel
@@ -135,3 +136,77 @@ def _table(models: "Sequence[InstalledModel]", *, with_paths: bool) -> list[str]
         return []
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def known_models() -> list[str]:
+    """What -m takes besides paths: names of models that were pulled, or that other programs keep here."""
+    from localinfer.storage.hub.installed import find_installed
+    from localinfer.storage.hub.places import Places
+
+    places = Places.of_user()
+    try:
+        models = find_installed(places)
+    except (LocalinferError, OSError):
+        return []
+    return [model.name for model in models if not model.problem]
+
+
+EXIT_FINDINGS = 1
+
+
+@click.command("show")
+@model_argument("model")
+@flag("--tensors", "List every tensor.")
+@flag("--ops", "List the ops that the model computes, without running it.")
+@flag("--verify", "Check every weight, vocabulary, template, settings and output; exit status 1 for findings.")
+@flag("--json as_json", "Print one JSON object, with all metadata.")
+@click.pass_context
+def show_command(context: click.Context, model: str, tensors: bool, ops: bool, verify: bool, as_json: bool) -> None:
+    """Show the contents of a GGUF file or a Hugging Face folder.
+
+    Of a quantized folder also how its matrices are stored and what they run as.
+    """
+    from localinfer.apps.show.describe import describe_file, render_json, render_text
+    from localinfer.terminal import Progress
+
+    description = describe_file(model, ops=ops)
+    verification = None
+    if verify:
+        from localinfer.apps.show.verify import verify_model
+
+        with Progress() as progress:
+            verification = verify_model(model, progress)
+    render = render_json if as_json else render_text
+    click.echo(render(description, tensors=tensors, verification=verification))
+    if verification is not None and verification.findings:
+        context.exit(EXIT_FINDINGS)
+
+
+@click.command("warmup")
+@model_option
+@takes_config()
+@device_option("Where the model will be computed; auto: the GPU, if there is one.")
+@option("--kv-type", "TYPE", "KV cache element type that it will be loaded with, as for chat.", default="f16")
+@option("--kv-window", "N", "Also what --kv-window of chat needs.", type=COUNT)
+@option("--draft", "MODEL", "Also what a draft model needs.")
+def warmup_command(model: str | None, device: str, kv_type: str, kv_window: int | None, draft: str | None) -> None:
+    """Compile what a model needs, so that its first start is as fast as any other.
+
+    Its weights are not read. Models of the same architecture and quantization share what is compiled, once per machine
+    and version.
+    """
+    import localinfer
+    from localinfer.storage.hub.find import find_model
+
+    path, drafting = (None if name is None else find_model(name) for name in (model, draft))
+    with Progress() as progress:
+        done = localinfer.warm_up(
+            path, device=device, kv_type=kv_type, kv_window=kv_window, draft=drafting, progress=progress
+        )
+    if done.num_compiled:
+        click.echo(
+            f"compiled {done.num_compiled} of {done.num_kernels} kernels in {describe_duration(done.seconds)}"
+            + ("" if done.is_kept else ", for this process only: there is no folder to keep them in")
+        )
+    else:
+        click.echo(f"all {done.num_kernels} kernels are compiled")

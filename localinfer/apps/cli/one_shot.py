@@ -40,7 +40,7 @@ one_shot_options = options_group(
 
 
 @dataclass(frozen=True)
-class Message:
+class OneMessage:
     """The parts of one message, each a name for people and the text that the model gets."""
 
     parts: tuple[tuple[str, str], ...]
@@ -65,7 +65,7 @@ def is_one_shot(prompt: str | None, files: tuple[str, ...], *, show_reasoning: b
     return is_asked or is_piped
 
 
-def read_message(prompt: str | None, files: tuple[str, ...]) -> Message:
+def read_message(prompt: str | None, files: tuple[str, ...]) -> OneMessage:
     """Make the message of -p, of files and of piped standard input, in this order; '-' or no prompt is that input.
 
     Raises: RequestError if it would be empty, or a part is not text.
@@ -78,7 +78,7 @@ def read_message(prompt: str | None, files: tuple[str, ...]) -> Message:
         parts.append(("standard input", _standard_input()))
     if is_input and not first.strip():
         raise RequestError(f"standard input is empty, so there is no message; {_GIVE_ONE}")
-    message = Message(tuple((name, text) for name, text in parts if text.strip()))
+    message = OneMessage(tuple((name, text) for name, text in parts if text.strip()))
     if not message.parts:
         raise RequestError(f"the message is empty; {_GIVE_ONE}")
     return message
@@ -86,7 +86,7 @@ def read_message(prompt: str | None, files: tuple[str, ...]) -> Message:
 
 def answer_once(
     llm: "LLM",
-    message: Message,
+    message: OneMessage,
     *,
     system: str | None,
     max_tokens: int | None,
@@ -200,7 +200,7 @@ def _report(llm: "LLM", stats: "Stats", finish_reason: str | None, max_tokens: i
     raise click.exceptions.Exit(EXIT_CUT)
 
 
-def _too_long(conversation: "Conversation", message: Message) -> ContextLengthError:
+def _too_long(conversation: "Conversation", message: OneMessage) -> ContextLengthError:
     # The older messages of a conversation were left out before.
     messages = [{"role": "system", "content": conversation.system}] if conversation.system else []
     messages.append({"role": "user", "content": message.text})

@@ -10,12 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from localinfer.apps.cli.config_option import is_from_config, takes_config
-from localinfer.apps.cli.constraint_preparation import prepare_in_background
-from localinfer.apps.cli.ending import Ending
 from localinfer.apps.cli.grouped_help import GroupedCommand, titled
-from localinfer.apps.cli.options import COUNT, LoadOptions, byte_size, flag, load_options, option
-from localinfer.apps.cli.ready_line import READY_JSON, ReadyLine, drain_stderr
+from localinfer.apps.cli.options import (
+    COUNT,
+    LoadOptions,
+    byte_size,
+    flag,
+    is_from_config,
+    load_options,
+    option,
+    prepare_in_background,
+    takes_config,
+)
 from localinfer.apps.cli.serve_agents import AgentOptions, agent_options
 from localinfer.apps.cli.serve_defaults import ServerDefaults, default_options
 from localinfer.apps.cli.serve_kv_events import KVEventsOptions, kv_events_options, with_events
@@ -25,11 +31,13 @@ from localinfer.apps.cli.serve_models import ModelsOptions, find_sources, load_s
 from localinfer.apps.cli.serve_operation import OperationOptions, SettingsReader, operating, operation_options
 from localinfer.apps.cli.serve_responses import KeptResponses, responses_options
 from localinfer.apps.cli.serve_roles import RoleOptions, role_options
+from localinfer.apps.cli.shutdown import ShutdownController
+from localinfer.apps.cli.standard_streams import READY_JSON, ReadyLine, drain_stderr
 from localinfer.errors import RequestError
 from localinfer.system import interruption
 from localinfer.system.folders import expand_home
 from localinfer.system.free_memory import limit_arenas
-from localinfer.system.parent_watch import OPTION, ParentWatch, input_can_end
+from localinfer.system.parent_watch import OPTION, ParentWatcher, input_can_end
 
 if TYPE_CHECKING:
     from localinfer.apps.server.operation.metrics import Metrics
@@ -56,7 +64,7 @@ class ServeProcess:
 
     owns_process: bool = False
     ready_line: ReadyLine | None = None
-    watch: ParentWatch | None = None
+    watch: ParentWatcher | None = None
 
 
 @click.command("serve", cls=GroupedCommand)
@@ -117,9 +125,9 @@ def serve_command(
     is_sidecar = until_stdin_ends or ready_json
     if is_sidecar and _is_default("shutdown_seconds"):
         shutdown_seconds = _SIDECAR_SHUTDOWN_SECONDS
-    watch = (process.watch or ParentWatch(lambda: None)) if until_stdin_ends else None
+    watch = (process.watch or ParentWatcher(lambda: None)) if until_stdin_ends else None
     place = listening.socket_place(needs_own=ready_json)
-    with Ending(
+    with ShutdownController(
         shutdown_seconds + (_SIDECAR_CLOSING_SECONDS if is_sidecar else _CLOSING_SECONDS),
         owns_process=process.owns_process,
         watch=watch,
@@ -139,7 +147,7 @@ def serve_command(
 
 
 def _serve(
-    ending: Ending,
+    ending: ShutdownController,
     ready_line: ReadyLine | None,
     listening: ListeningOptions,
     place: SocketPlace,

@@ -4,7 +4,7 @@ import os
 import shlex
 import shutil
 
-from localinfer.apps.cli.known_models import known_models
+from localinfer.apps.cli.models import known_models
 from localinfer.errors import RequestError
 from localinfer.terminal import neutralise_controls
 

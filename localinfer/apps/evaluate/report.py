@@ -8,8 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from localinfer.apps.evaluate.measure import Comparison, Perplexity
-from localinfer.apps.evaluate.sanity_checks import Answer
+from localinfer.apps.evaluate.measure import Comparison, Perplexity, SanityAnswer
 from localinfer.quant.formats.types import bits_per_weight, block_size
 from localinfer.terminal import neutralise_controls
 
@@ -74,7 +73,7 @@ def render_perplexity(perplexity: Perplexity) -> str:
     return f"{perplexity.perplexity:.4f} +- {perplexity.standard_error:.4f}"
 
 
-def render_answers(base: Sequence[Answer], candidate: Sequence[Answer]) -> str:
+def render_answers(base: Sequence[SanityAnswer], candidate: Sequence[SanityAnswer]) -> str:
     """Both models' answers to each sanity check, and how many are right."""
     lines = []
     for first, second in zip(base, candidate, strict=True):

@@ -6,10 +6,12 @@ no client gives up waiting for it; a call waits. A call that the client cancels,
 
 import asyncio
 import logging
+import os
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
@@ -36,16 +38,65 @@ from localinfer.apps.mcp.arguments import (
     Vectors,
     schema_of,
 )
-from localinfer.apps.mcp.standard_input import InputLines
 from localinfer.errors import LocalinferError
 from localinfer.generation.chat.constraints import JsonSchema
 from localinfer.generation.completion import Completion
 from localinfer.generation.stream import TextStream
 from localinfer.kernels.versions import installed_version
 from localinfer.llm import LLM
+from localinfer.system.event_loop import LoopCalls
 
 if TYPE_CHECKING:
     import anyio
+
+_BYTES_AT_ONCE = 1 << 16
+
+
+class InputLines:
+    """Iterates the lines of a file descriptor. Made and iterated on an event loop.
+
+    The package's own reader waits in a thread that cannot be left behind: who started the command on a terminal could
+    not end it. Python's buffered files are not used, as the lock of one that is being read stops the interpreter's end.
+    """
+
+    def __init__(self, descriptor: int = 0) -> None:
+        self._lines: asyncio.Queue[str | None] = asyncio.Queue()
+        self._calls = LoopCalls.of_running_loop()
+        threading.Thread(target=self._read, args=(descriptor,), name="localinfer-input", daemon=True).start()
+
+    def __aiter__(self) -> "InputLines":
+        return self
+
+    async def __anext__(self) -> str:
+        line = await self._lines.get()
+        if line is None:
+            raise StopAsyncIteration
+        return line
+
+    def _read(self, descriptor: int) -> None:
+        rest = bytearray()
+        while piece := _piece(descriptor):
+            rest += piece
+            if b"\n" not in piece:
+                continue
+            *lines, rest = rest.split(b"\n")
+            for line in lines:
+                self._put(line.decode("utf-8", "replace"))
+        if rest:
+            self._put(rest.decode("utf-8", "replace"))
+        self._put(None)
+
+    def _put(self, line: str | None) -> None:
+        self._calls.add(partial(self._lines.put_nowait, line))
+
+
+def _piece(descriptor: int) -> bytes:
+    """What comes next; nothing at the end, and where nothing can be read."""
+    try:
+        return os.read(descriptor, _BYTES_AT_ONCE)
+    except OSError:
+        return b""
+
 
 logger = logging.getLogger(__name__)
 

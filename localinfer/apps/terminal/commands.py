@@ -6,20 +6,22 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, Any, TextIO
 
-from localinfer.apps.terminal.attachment_commands import AttachmentCommands
-from localinfer.apps.terminal.clipboard import copy_to_clipboard
 from localinfer.apps.terminal.command import Command, Exit, beginning_with
-from localinfer.apps.terminal.context_commands import ContextCommands
 from localinfer.apps.terminal.conversation import Conversation
-from localinfer.apps.terminal.copy_command import CopyCommand, CopyText
+from localinfer.apps.terminal.conversation_commands import ContextCommands, SessionCommands
 from localinfer.apps.terminal.display_width import wrap_words
-from localinfer.apps.terminal.editing_commands import EditingCommands, EditText, edit_in_editor
-from localinfer.apps.terminal.last_exchange import show_last_exchange
-from localinfer.apps.terminal.option_commands import LoadModel, OptionCommands
-from localinfer.apps.terminal.reply_output import ReplyOutput
-from localinfer.apps.terminal.session_commands import SessionCommands
-from localinfer.apps.terminal.set_command import SetCommand
-from localinfer.apps.terminal.show_command import ShowCommand
+from localinfer.apps.terminal.message_commands import (
+    AttachmentCommands,
+    CopyCommand,
+    CopyText,
+    EditingCommands,
+    EditText,
+    copy_to_clipboard,
+    edit_in_editor,
+)
+from localinfer.apps.terminal.model_commands import LoadModel, OptionCommands, ShowCommand
+from localinfer.apps.terminal.reply_output import ReplyOutput, show_last_exchange
+from localinfer.apps.terminal.settings import SetCommand
 from localinfer.system import interruption
 from localinfer.terminal import check_text, dim, neutralise_controls
 

@@ -13,8 +13,7 @@ from click.core import ParameterSource
 from localinfer.apps.cli.options import LoadOptions
 from localinfer.apps.cli.sessions import ago
 from localinfer.apps.terminal.display_width import wrap_words
-from localinfer.apps.terminal.last_exchange import last_exchange, show_last_exchange
-from localinfer.apps.terminal.reply_output import terminal_columns
+from localinfer.apps.terminal.reply_output import last_exchange, show_last_exchange, terminal_columns
 from localinfer.errors import RequestError, SessionFileError
 from localinfer.storage.conversations import ConversationStore, open_store
 from localinfer.storage.saved_conversation import SavedConversation, check_name, model_label
@@ -27,7 +26,7 @@ _NO_FOLDER = "this user has no home folder to save it in; set HOME, or chat with
 
 
 @dataclass(frozen=True)
-class Saving:
+class SavedChat:
     """What is kept of a chat: the conversation as it begins, and where it is saved; None for a user without a home."""
 
     saved: SavedConversation
@@ -47,7 +46,7 @@ class Saving:
 
 def begin_saving(
     options: LoadOptions, *, continues: bool, session: str | None, system: str | None, no_history: bool
-) -> Saving | None:
+) -> SavedChat | None:
     """The conversation that a chat begins with, and what saves it; None without a history.
 
     Without a history, the prompt cache on disk is switched off in `options` too: it holds the text of replies. Without
@@ -79,14 +78,14 @@ def begin_saving(
             logger.warning(
                 "no conversation is named %r; this begins it, beside %s", name, " and ".join(map(repr, similar))
             )
-        return Saving(SavedConversation.begin(model, name=name, system=system), store)
+        return SavedChat(SavedConversation.begin(model, name=name, system=system), store)
     if saved.model != model and not _is_model_given():
         options["model"] = None if saved.model in ("", _DEMO) else saved.model
-        return Saving(saved, store)
+        return SavedChat(saved, store)
     if saved.model != model:
         labels = saved.name, saved.model_label, model_label(model)
         logger.warning("%r was with %s until now, and goes on with %s", *labels)
-    return Saving(replace(saved, model=model), store)
+    return SavedChat(replace(saved, model=model), store)
 
 
 def _reference(model: str | None) -> str:

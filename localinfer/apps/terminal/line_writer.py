@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Sequence
 
-from localinfer.apps.terminal.cell_width import joins, may_break, text_width
+from localinfer.apps.terminal.display_width import joins, may_break, text_width
 
 PLAIN = 0
 STRONG = 1
@@ -31,7 +31,7 @@ def style_sequence(style: int) -> str:
     return f"\x1b[{';'.join(code for flag, code in _CODES.items() if style & flag)}m"
 
 
-class LineWriter:
+class WrappedWriter:
     """Wraps styled text to the width of the terminal.
 
     width: columns of the terminal, asked at the start of every line.

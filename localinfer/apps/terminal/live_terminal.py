@@ -17,8 +17,7 @@ from types import FrameType
 from typing import TextIO
 
 from localinfer.apps.terminal.display_width import cut_to_width
-from localinfer.apps.terminal.interrupts import Interrupts
-from localinfer.apps.terminal.keystrokes import Keystrokes
+from localinfer.apps.terminal.keyboard import Interrupts, Keystrokes
 from localinfer.apps.terminal.screen import Screen
 from localinfer.apps.terminal.status_line import REFRESH_SECONDS, StatusLine
 from localinfer.apps.terminal.typed_ahead import TypedAhead

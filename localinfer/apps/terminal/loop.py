@@ -21,19 +21,16 @@ from prompt_toolkit.shortcuts import CompleteStyle
 from prompt_toolkit.styles import Style
 
 from localinfer.apps.terminal.commands import Chat, Exit
-from localinfer.apps.terminal.completion import CommandCompleter
-from localinfer.apps.terminal.continuing import Saving, show_continued
+from localinfer.apps.terminal.continuing import SavedChat, show_continued
 from localinfer.apps.terminal.conversation import Conversation
-from localinfer.apps.terminal.editing_commands import edit_in_editor
-from localinfer.apps.terminal.interrupts import Interrupts
-from localinfer.apps.terminal.key_bindings import LEAVING_HINT, draw_again, key_bindings
-from localinfer.apps.terminal.keystrokes import Keystrokes
+from localinfer.apps.terminal.keyboard import Interrupts, Keystrokes
 from localinfer.apps.terminal.live_terminal import LiveTerminal
-from localinfer.apps.terminal.option_commands import LoadModel
+from localinfer.apps.terminal.message_commands import edit_in_editor
+from localinfer.apps.terminal.model_commands import LoadModel
+from localinfer.apps.terminal.prompt import LEAVING_HINT, CommandCompleter, draw_again, key_bindings, open_history
 from localinfer.apps.terminal.reply_output import ReplyOutput
 from localinfer.apps.terminal.status_line import StatusLine
 from localinfer.apps.terminal.typed_ahead import PROMPT, TypedAhead, sent
-from localinfer.apps.terminal.typed_history import open_history
 from localinfer.errors import LocalinferError
 from localinfer.system import interruption
 from localinfer.terminal import dim, has_colour, neutralise_controls
@@ -56,7 +53,7 @@ def run_chat(
     model_name: str | None = None,
     load_model: LoadModel | None = None,
     describe_error: Callable[[LocalinferError], str] = str,
-    saving: Saving | None = None,
+    saving: SavedChat | None = None,
     **sampling: Any,
 ) -> None:
     """Chat until the input ends: with line editing on a terminal, one message per line from a pipe.
@@ -110,7 +107,7 @@ class TerminalChat:
         self,
         conversation: Conversation,
         keystrokes: Keystrokes,
-        saving: Saving | None,
+        saving: SavedChat | None,
         *,
         model_name: str | None,
         load_model: LoadModel | None,

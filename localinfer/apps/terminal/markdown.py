@@ -2,9 +2,8 @@
 
 from collections.abc import Callable, Sequence
 
-from localinfer.apps.terminal.cell_width import text_width
-from localinfer.apps.terminal.code_colours import CodeColours
-from localinfer.apps.terminal.code_fences import Fence
+from localinfer.apps.terminal.code_fences import CodeColours, Fence
+from localinfer.apps.terminal.display_width import text_width
 from localinfer.apps.terminal.line_writer import (
     EMPHASIS,
     FAINT,
@@ -12,8 +11,8 @@ from localinfer.apps.terminal.line_writer import (
     PLAIN,
     STRONG,
     TITLE,
-    LineWriter,
     Piece,
+    WrappedWriter,
     fitting,
     piece_width,
 )
@@ -64,7 +63,7 @@ class MarkdownStream:
         self.code_blocks: list[str] = []
         """Finished blocks of code as the model wrote them, without the last line end and the indent of a list."""
         self._styles = styles
-        self._writer = LineWriter(width, styles=styles)
+        self._writer = WrappedWriter(width, styles=styles)
         self._inline = InlineStream(self._writer.write)
         self._around = Around()
         self._line = ""

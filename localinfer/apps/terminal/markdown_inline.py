@@ -9,7 +9,7 @@ import re
 import string
 from collections.abc import Callable
 
-from localinfer.apps.terminal.cell_width import is_wide
+from localinfer.apps.terminal.display_width import is_wide
 from localinfer.apps.terminal.line_writer import CODE, EMPHASIS, FAINT, LINK, PLAIN, STRONG, STRUCK
 
 MOST_HELD = 160

@@ -3,8 +3,8 @@
 import re
 from collections.abc import Callable, Sequence
 
-from localinfer.apps.terminal.cell_width import text_width
-from localinfer.apps.terminal.line_writer import FAINT, PLAIN, STRONG, LineWriter
+from localinfer.apps.terminal.display_width import text_width
+from localinfer.apps.terminal.line_writer import FAINT, PLAIN, STRONG, WrappedWriter
 from localinfer.apps.terminal.markdown_inline import InlineStream
 
 _DELIMITERS = re.compile(r"\|?(\s*:?-+:?\s*\|)*\s*:?-+:?\s*\|?\s*")
@@ -46,7 +46,7 @@ def draw_table(lines: Sequence[str], width: int, *, styles: bool) -> list[str]:
     if widths is None:
         return _as_list(heads, rows, width, styles=styles)
     align = [_alignment(cell) for cell in _filled(split_row(lines[1]), count)]
-    painter = LineWriter(lambda: _ENDLESS, styles=styles)
+    painter = WrappedWriter(lambda: _ENDLESS, styles=styles)
     drawn = [[_cell(cell, column, styles, STRONG) for cell, column in zip(heads, widths, strict=True)]]
     drawn += [[_cell(cell, column, styles) for cell, column in zip(row, widths, strict=True)] for row in rows]
     is_airy = any(len(cell) > 1 for row in drawn[1:] for cell in row)
@@ -73,13 +73,13 @@ def _alignment(cell: str) -> str:
     return "left"
 
 
-def _render(write: Callable[[LineWriter], None], width: int, styles: bool) -> list[str]:
-    writer = LineWriter(lambda: width, styles=styles, breaks_addresses=True, smallest_width=1)
+def _render(write: Callable[[WrappedWriter], None], width: int, styles: bool) -> list[str]:
+    writer = WrappedWriter(lambda: width, styles=styles, breaks_addresses=True, smallest_width=1)
     write(writer)
     return writer.take().removesuffix("\n").split("\n")
 
 
-def _write_inline(writer: LineWriter, text: str, style: int) -> None:
+def _write_inline(writer: WrappedWriter, text: str, style: int) -> None:
     inline = InlineStream(writer.write)
     inline.begin(style)
     inline.feed(text)
@@ -87,7 +87,7 @@ def _write_inline(writer: LineWriter, text: str, style: int) -> None:
 
 
 def _cell(text: str, width: int, styles: bool, style: int = PLAIN) -> list[str]:
-    def write(writer: LineWriter) -> None:
+    def write(writer: WrappedWriter) -> None:
         for part in _BREAK.split(text):
             writer.begin()
             _write_inline(writer, part.strip(), style)
@@ -137,7 +137,7 @@ def _pad(cell: str, width: int, align: str) -> str:
 
 
 def _as_list(heads: list[str], rows: list[list[str]], width: int, *, styles: bool) -> list[str]:
-    def write(writer: LineWriter) -> None:
+    def write(writer: WrappedWriter) -> None:
         for number, row in enumerate(rows or [[""] * len(heads)]):
             if number:
                 writer.pieces_line([("┄" * width, FAINT)])

@@ -16,10 +16,9 @@ from prompt_toolkit.output import DummyOutput
 
 from localinfer.apps.terminal import loop as chat_module
 from localinfer.apps.terminal.commands import Chat, Exit
-from localinfer.apps.terminal.completion import CommandCompleter
 from localinfer.apps.terminal.conversation import Conversation
 from localinfer.apps.terminal.loop import run_chat
-from localinfer.apps.terminal.typed_history import open_history
+from localinfer.apps.terminal.prompt import CommandCompleter, open_history
 from localinfer.errors import ContextLengthError, RequestError
 from localinfer.generation.completion import StreamEvent
 
@@ -275,7 +274,7 @@ def test_completion_offers_commands_only(chat, typed, expected):
 
 
 def test_history_file_is_private(tmp_path, monkeypatch):
-    monkeypatch.setattr("localinfer.apps.terminal.typed_history.user_folder", lambda _: tmp_path / "state")
+    monkeypatch.setattr("localinfer.apps.terminal.prompt.user_folder", lambda _: tmp_path / "state")
     history = open_history()
     history.append_string("secret \udcff")
     path = tmp_path / "state" / "chat-history"
@@ -288,7 +287,7 @@ def test_history_file_is_private(tmp_path, monkeypatch):
 def test_history_stays_in_memory_where_no_file_can_be_made(tmp_path, monkeypatch):
     blocker = tmp_path / "file"
     blocker.write_text("")
-    monkeypatch.setattr("localinfer.apps.terminal.typed_history.user_folder", lambda _: blocker / "state")
+    monkeypatch.setattr("localinfer.apps.terminal.prompt.user_folder", lambda _: blocker / "state")
     assert isinstance(open_history(), InMemoryHistory)
 
 

@@ -13,11 +13,11 @@ from prompt_toolkit.document import Document
 
 import localinfer
 from localinfer.apps.cli import main
-from localinfer.apps.terminal.clipboard import copy_to_clipboard
 from localinfer.apps.terminal.commands import Chat
-from localinfer.apps.terminal.completion import CommandCompleter
 from localinfer.apps.terminal.conversation import Conversation
 from localinfer.apps.terminal.markdown import code_blocks
+from localinfer.apps.terminal.message_commands import copy_to_clipboard
+from localinfer.apps.terminal.prompt import CommandCompleter
 from localinfer.apps.terminal.settings import SETTINGS
 from localinfer.engine.sampling.params import NUMBER_OPTIONS
 from localinfer.errors import ContextLengthError, OutOfMemoryError, RequestError
@@ -177,7 +177,7 @@ def test_help_names_every_key(session):
 def test_models_that_are_here_are_completed_before_files(session, monkeypatch, tmp_path):
     (tmp_path / "qw.gguf").touch()
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("localinfer.apps.terminal.option_commands.known_models", lambda: ["Qwen/Small:Q4_K_M", "other"])
+    monkeypatch.setattr("localinfer.apps.terminal.model_commands.known_models", lambda: ["Qwen/Small:Q4_K_M", "other"])
     completer = CommandCompleter(session.chat.commands.values())
     found = list(completer.get_completions(Document("/model qw"), CompleteEvent()))
     assert [one.text for one in found] == ["Qwen/Small:Q4_K_M", "qw.gguf"]

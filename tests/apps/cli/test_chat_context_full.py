@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from localinfer.apps.terminal.commands import Chat
-from localinfer.apps.terminal.conversation import Conversation
-from localinfer.apps.terminal.turns import SUMMARY_REQUEST, SUMMARY_TURN
+from localinfer.apps.terminal.conversation import SUMMARY_REQUEST, SUMMARY_TURN, Conversation
 from localinfer.errors import TemplateError
 from localinfer.generation.completion import StreamEvent
 from tests.apps.cli.chat_session import TypedLines

@@ -9,7 +9,7 @@ from prompt_toolkit.completion import CompleteEvent
 from prompt_toolkit.document import Document
 
 import localinfer
-from localinfer.apps.terminal.completion import CommandCompleter
+from localinfer.apps.terminal.prompt import CommandCompleter
 from localinfer.apps.terminal.settings import SETTINGS
 from localinfer.engine.sampling.params import NUMBER_OPTIONS
 from localinfer.generation.completion import StreamEvent

@@ -3,7 +3,7 @@
 import threading
 
 import localinfer
-from localinfer.apps.cli.constraint_preparation import prepare_in_background
+from localinfer.apps.cli.options import prepare_in_background
 from localinfer.generation.chat import vocabulary_trie
 from localinfer.generation.chat.constraints import Regex
 from localinfer.llm import LLM

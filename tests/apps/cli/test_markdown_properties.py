@@ -5,7 +5,7 @@ import re
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from localinfer.apps.terminal.cell_width import text_width
+from localinfer.apps.terminal.display_width import text_width
 from localinfer.apps.terminal.line_writer import SMALLEST_WIDTH
 from localinfer.apps.terminal.markdown import MarkdownStream
 

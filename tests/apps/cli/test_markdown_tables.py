@@ -2,7 +2,7 @@
 
 import pytest
 
-from localinfer.apps.terminal.cell_width import text_width
+from localinfer.apps.terminal.display_width import text_width
 from localinfer.apps.terminal.markdown import MarkdownStream
 
 TABLE = "| Name | Size |\n|:--|--:|\n| small | 1 |\n| `big one` | 20 |\n"

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from localinfer.apps.cli import EXIT_BAD_INPUT, main
-from localinfer.apps.evaluate import sanity_checks
+from localinfer.apps.evaluate import measure
 from localinfer.apps.quantize import quantize as quantize_model
 from localinfer.errors import TemplateError
 from localinfer.models import demo
@@ -142,7 +142,7 @@ def test_compare_and_perplexity_agree(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_compare_asks_models_with_a_template_unless_told_not_to(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sanity_checks, "QUESTIONS", sanity_checks.QUESTIONS[:2])
+    monkeypatch.setattr(measure, "QUESTIONS", measure.QUESTIONS[:2])
     words = ["compare", str(MODEL), str(MODEL), "--chunks", "1", "--context-length", "192", "--threads", "1"]
     assert main(words) == 0
     assert capsys.readouterr().out.splitlines()[-1].startswith("right answers: ")
@@ -154,7 +154,7 @@ def test_compare_asks_models_with_a_template_unless_told_not_to(
     def refuse(*arguments: object, **options: object) -> None:
         raise TemplateError("no questions, please")
 
-    monkeypatch.setattr(sanity_checks, "ask", refuse)
+    monkeypatch.setattr(measure, "ask", refuse)
     assert main(words) == 0
     assert capsys.readouterr().out.endswith("sanity checks not run: no questions, please\n")
     assert main([*words, "--questions"]) == EXIT_BAD_INPUT

@@ -14,7 +14,7 @@ from localinfer.apps import cli
 from localinfer.apps.cli import main
 from localinfer.apps.terminal import continuing
 from localinfer.apps.terminal.commands import Chat
-from localinfer.apps.terminal.continuing import Saving, begin_saving, show_continued
+from localinfer.apps.terminal.continuing import SavedChat, begin_saving, show_continued
 from localinfer.apps.terminal.conversation import Conversation
 from localinfer.errors import ContextLengthError, RequestError, SessionFileError
 from localinfer.generation.completion import StreamEvent
@@ -33,19 +33,19 @@ class Terminal(io.StringIO):
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ConversationStore:
     """The store of this user, whose folders are the test's."""
-    for module in ("localinfer.storage.conversations", "localinfer.apps.terminal.typed_history"):
+    for module in ("localinfer.storage.conversations", "localinfer.apps.terminal.prompt"):
         monkeypatch.setattr(f"{module}.user_folder", lambda _: tmp_path / "state")
     return ConversationStore(tmp_path / "state" / "conversations")
 
 
-def begin(continues: bool = False, session: str | None = None, system: str | None = None) -> Saving:
+def begin(continues: bool = False, session: str | None = None, system: str | None = None) -> SavedChat:
     options = {"model": None, "disk_cache": True}
     begun = begin_saving(options, continues=continues, session=session, system=system, no_history=False)
     assert begun is not None and options["disk_cache"]
     return begun
 
 
-def converse(llm, saving: Saving, system: str | None = None) -> Conversation:
+def converse(llm, saving: SavedChat, system: str | None = None) -> Conversation:
     return Conversation(llm, system=system, max_tokens=None, seed=3, saved=saving.saved, save=saving.save)
 
 

@@ -6,8 +6,14 @@ import pytest
 
 pytest.importorskip("pyte", reason="reads the screen with pyte")
 
-from localinfer.apps.terminal.cell_width import text_width
-from localinfer.apps.terminal.display_width import ColumnTracker, cut_to_width, end_of_width, most_columns, wrap_words
+from localinfer.apps.terminal.display_width import (
+    ColumnTracker,
+    cut_to_width,
+    end_of_width,
+    most_columns,
+    text_width,
+    wrap_words,
+)
 from localinfer.apps.terminal.screen import Screen
 from localinfer.apps.terminal.status_line import StatusLine
 from localinfer.apps.terminal.typed_ahead import TypedAhead

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from localinfer.apps.cli import word_wrap
-from localinfer.apps.cli.word_wrap import wrapped_for
+from localinfer.apps.cli import messages
+from localinfer.apps.cli.messages import wrapped_for
 from tests.kernels.subprocesses import environment
 from tests.support.limits import seconds
 
@@ -21,7 +21,7 @@ def terminal(monkeypatch):
     """A stream to a terminal of so many columns."""
 
     def of(columns: int) -> SimpleNamespace:
-        monkeypatch.setattr(word_wrap.os, "get_terminal_size", lambda _: os.terminal_size((columns, 24)))
+        monkeypatch.setattr(messages.os, "get_terminal_size", lambda _: os.terminal_size((columns, 24)))
         return SimpleNamespace(isatty=lambda: True, fileno=lambda: 2)
 
     return of

@@ -7,9 +7,16 @@ import numpy as np
 import pytest
 
 from localinfer.apps.cli import main
-from localinfer.apps.evaluate.measure import Comparison, Perplexity, compare, measure_perplexity
+from localinfer.apps.evaluate.measure import (
+    QUESTIONS,
+    Comparison,
+    Perplexity,
+    SanityAnswer,
+    ask,
+    compare,
+    measure_perplexity,
+)
 from localinfer.apps.evaluate.report import comparison_record, render_answers, render_comparison, render_summary
-from localinfer.apps.evaluate.sanity_checks import QUESTIONS, Answer, ask
 from localinfer.apps.evaluate.texts import evaluation_text
 from localinfer.errors import ContextLengthError, RequestError
 from tests.models.small_models import write_small_llama
@@ -162,7 +169,7 @@ def test_questions_are_asked_one_by_one_and_judged_by_their_answers() -> None:
     assert calls == [("asking", index, 10) for index in range(10)]
     assert [answer.is_right for answer in answers].count(True) == 1
     assert len(QUESTIONS) == 10
-    assert Answer(QUESTIONS[2], "It is 42.").is_right
+    assert SanityAnswer(QUESTIONS[2], "It is 42.").is_right
     assert render_answers(answers, answers).endswith("right answers: 1 -> 1 of 10")
 
 

@@ -49,7 +49,7 @@ PLACES = {
     "options": ("localinfer.apps.cli.serve", "_serve", "before"),
     "the application": ("localinfer.apps.server.app", "make_app", "before"),
     "sockets": ("localinfer.apps.server.app", "LocalServer.__init__", "after"),
-    "the way to end": ("localinfer.apps.cli.ending", "Ending.attach", "after"),
+    "the way to end": ("localinfer.apps.cli.shutdown", "ShutdownController.attach", "after"),
     "the loop": ("asyncio.events", "new_event_loop", "after"),
     "the first step": ("uvicorn.server", "Server._serve", "before"),
     "listening": ("uvicorn.server", "Server.startup", "before"),

@@ -17,7 +17,7 @@ import pytest
 from local_servers import MODEL, STORY
 
 from localinfer.apps.cli import EXIT_BAD_INPUT, main
-from localinfer.apps.cli.patient_stream import PatientStream
+from localinfer.apps.cli.standard_streams import NonBlockingWriter
 from localinfer.apps.server.transport.sockets import has_unix_sockets
 from localinfer.kernels.versions import installed_version
 from tests.support.limits import seconds, wait_until
@@ -348,7 +348,7 @@ def answers(client: httpx.Client) -> Callable[[], bool]:
 def test_messages_without_a_reader_are_dropped_and_counted():
     reading, writing = os.pipe()
     os.set_blocking(reading, False)
-    stream = PatientStream(writing)
+    stream = NonBlockingWriter(writing)
     for _ in range(3000):
         stream.write("x" * 999 + "\n")
     read = bytearray()

@@ -1,4 +1,4 @@
-"""How the process of a server ends: by a signal, with standard input or with its parent, and always in time."""
+"""Shut a server's process down: by a signal, with standard input or with its parent, and always in time."""
 
 import contextlib
 import gc
@@ -14,7 +14,7 @@ from queue import SimpleQueue
 from typing import NoReturn
 
 from localinfer.apps.cli import guard
-from localinfer.system.parent_watch import ParentWatch
+from localinfer.system.parent_watch import ParentWatcher
 from localinfer.types import Closing
 
 _LOADING_SECONDS = 1.2
@@ -23,7 +23,7 @@ _GUARD_SECONDS = 0.4
 """What the guard waits longer than this process itself."""
 
 
-class Ending(Closing):
+class ShutdownController(Closing):
     """Ends a server when it is asked to, and the whole process if that takes too long.
 
     What still runs then is left behind: compiled code cannot be interrupted, and a thread may wait for a disk. Files
@@ -36,7 +36,7 @@ class Ending(Closing):
     """
 
     def __init__(
-        self, seconds: float, *, owns_process: bool, watch: ParentWatch | None = None, remove: Sequence[Path] = ()
+        self, seconds: float, *, owns_process: bool, watch: ParentWatcher | None = None, remove: Sequence[Path] = ()
     ) -> None:
         self._seconds = seconds
         self._limit = min(seconds, _LOADING_SECONDS)

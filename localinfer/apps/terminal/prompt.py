@@ -1,15 +1,20 @@
-"""What keys do at the prompt of a chat."""
+"""The prompt of a chat: its keys, completion, and the history of typed lines."""
 
 import asyncio
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterable, Iterator
 
 from prompt_toolkit.application import Application, run_in_terminal
+from prompt_toolkit.completion import CompleteEvent, Completer, Completion
 from prompt_toolkit.document import Document
 from prompt_toolkit.filters import is_searching
+from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
-from localinfer.apps.terminal.interrupts import MOMENT_SECONDS, Interrupts
+from localinfer.apps.terminal.command import Command
+from localinfer.apps.terminal.keyboard import MOMENT_SECONDS, Interrupts
 from localinfer.errors import RequestError
+from localinfer.system.folders import user_folder
 
 LEAVING_HINT = "Ctrl-C again, or Ctrl-D, leaves"
 
@@ -84,3 +89,51 @@ def draw_again(app: Application[str]) -> None:
         app.invalidate()
 
     app.create_background_task(draw())
+
+
+class CommandCompleter(Completer):
+    """Completes commands and their arguments; nothing inside a message."""
+
+    def __init__(self, commands: Iterable[Command]) -> None:
+        self._commands = {command.name: command for command in commands}
+
+    def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterator[Completion]:
+        """Yield what the text before the cursor may become."""
+        typed = document.text_before_cursor
+        if not typed.startswith("/") or "\n" in typed:
+            return
+        name, space, rest = typed.partition(" ")
+        if not space:
+            for command in self._commands.values():
+                if command.name.startswith(typed):
+                    yield Completion(command.name, start_position=-len(typed), display_meta=command.help)
+        elif name in self._commands:
+            for candidate in self._commands[name].complete(rest):
+                yield Completion(candidate, start_position=-len(rest))
+
+
+class PrivateHistory(FileHistory):
+    """Typed lines in a file readable by its owner only; a full disk never ends a chat."""
+
+    def store_string(self, string: str) -> None:
+        """Append one entry, with undecodable bytes replaced."""
+        try:
+            super().store_string(string.encode("utf-8", "replace").decode("utf-8"))
+        except OSError:
+            return
+
+
+def open_history() -> History:
+    """The history file in the user's state folder, or one in memory where that folder cannot be written."""
+    folder = user_folder("state")
+    if folder is None:
+        return InMemoryHistory()
+    path = folder / "chat-history"
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        descriptor = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
+        os.close(descriptor)
+        path.chmod(0o600)
+    except OSError:
+        return InMemoryHistory()
+    return PrivateHistory(str(path))
