@@ -5,9 +5,8 @@ import math
 from collections import Counter
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from localinfer.engine.admission import EngineLimits
 from localinfer.engine.cache.block_pool import default_kv_memory
 from localinfer.engine.cache.eviction import KVEviction, window_of
 from localinfer.engine.sampling.file_defaults import file_sampling
@@ -17,22 +16,19 @@ from localinfer.loading.drafters import load_drafter, make_speculation
 from localinfer.loading.host_memory import draft_on_host, host_budget
 from localinfer.loading.memory.limit import KVBudget
 from localinfer.loading.memory.plan import plan_memory
-from localinfer.loading.options import ModelOptions
+from localinfer.loading.options import CheckedOptions, ModelOptions
 from localinfer.models.load.loader import load_model
 from localinfer.storage.kv_events.publisher import observer_of
 from localinfer.system import machine_limits
-from localinfer.types import ModelInfo, ProgressCallback
+from localinfer.types import ModelInfo
 
 if TYPE_CHECKING:
     from localinfer.generation.chat.reply import TemplateFormats
-    from localinfer.kernels.cpu.worker_threads import Priority
     from localinfer.models.decoder.config import ModelConfig
     from localinfer.models.load.loader import Model
     from localinfer.models.load.placement import Placement
     from localinfer.quant.checkpoint.model_file import ModelFile
     from localinfer.storage.fingerprint import ModelIdentity
-    from localinfer.storage.kv_events.config import KVEventsConfig
-    from localinfer.storage.kv_events.publisher import KVEventPublisher
     from localinfer.storage.prompt_cache import DiskOptions
 
 logger = logging.getLogger(__name__)
@@ -40,22 +36,14 @@ logger = logging.getLogger(__name__)
 _LAST_STAGE = "getting ready to answer"
 
 
-def build_llm(
-    options: ModelOptions,
-    disk: "DiskOptions | None",
-    limits: EngineLimits | None,
-    progress: ProgressCallback | None,
-    *,
-    priority: "Priority",
-    measure_again: bool,
-    may_measure: bool,
-    verify: bool,
-    kv_events: "str | KVEventsConfig | KVEventPublisher | None",
-) -> LLM:
-    """Load what the options name. progress: told of every stage; what it raises ends the load, and leaves nothing.
+def build_llm(checked: CheckedOptions) -> LLM:
+    """Load a model with its options; what their `progress` raises ends the load, and leaves nothing.
 
     Raises: as `localinfer.load`.
     """
+    options, given, disk = checked.model, checked.given, checked.disk
+    progress = given.progress if callable(given.progress) else None
+    measuring: Any = {"measure_again": given.measure_again, "may_measure": given.may_measure}
     budget = KVBudget(0, options.kv_memory, options.kv_memory)
 
     def context_that_fits(file: "ModelFile", config: "ModelConfig") -> int:
@@ -69,7 +57,7 @@ def build_llm(
         budget = host_budget(options, file, config, placement, draft, machine_limits.memory_limits())
 
     with ExitStack() as loads:
-        observer = observer_of(kv_events)
+        observer = observer_of(given.kv_events)
         if observer is not None:
             loads.callback(observer.close)
         loaded = load_model(
@@ -78,20 +66,16 @@ def build_llm(
             context_length=options.context_length,
             kv_type=options.kv_type,
             kv_window=options.kv_window,
-            device=options.device,
-            gpu_layers=options.gpu_layers,
-            tensor_split=options.tensor_split,
-            cpu_moe=options.cpu_moe,
+            device=options.request,
             draft_layers=options.has_draft_layers,
             assistant=options.assistant,
             changes=options.changes,
             choose_context=context_that_fits,
             check_placement=check_host,
-            priority=priority,
-            measure_again=measure_again,
-            may_measure=may_measure,
-            verify=verify,
+            priority=checked.priority,
+            verify=given.verify,
             progress=progress,
+            **measuring,
         )
         loads.callback(loaded.close)
         is_encoder, drafts_itself = loaded.config.is_encoder, bool(loaded.draft_programs)
@@ -103,17 +87,11 @@ def build_llm(
         if options.kv_window is not None and options.kv_window < loaded.config.context_length and keeps_pages:
             window = window_of(loaded, options.kv_window)
         if options.separate_draft is not None:
-            drafting = load_drafter(options, loaded, verify=verify, progress=progress)
+            drafting = load_drafter(options, loaded, verify=given.verify, progress=progress)
             loads.callback(drafting.close)
         if speculation is not None:
             made = make_speculation(
-                speculation,
-                loaded,
-                drafting,
-                kv_memory=budget.draft_kv_memory,
-                measure_again=measure_again,
-                may_measure=may_measure,
-                progress=progress,
+                speculation, loaded, drafting, kv_memory=budget.draft_kv_memory, progress=progress, **measuring
             )
         if progress is not None:
             progress(_LAST_STAGE, 0, 1)
@@ -124,7 +102,7 @@ def build_llm(
             identity=_identity(loaded, disk),
             disk=disk,
             speculation=made,
-            limits=limits,
+            limits=given.limits,
             observer=observer,
             describe=model_info,
         )

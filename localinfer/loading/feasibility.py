@@ -3,13 +3,14 @@
 from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from localinfer.errors import LocalinferError, RequestError, ShapeError, UnsupportedFormatError
 from localinfer.kernels.jit.object_cache import Kernel
 from localinfer.loading.availability import Availability
 from localinfer.loading.drafters import check_vocabularies
 from localinfer.loading.host_memory import draft_on_host, host_budget
+from localinfer.loading.load_options import HeaderOptions
 from localinfer.loading.memory.gpu_plan import gpu_placement
 from localinfer.loading.memory.plan import LEAST_CONTEXT, MemoryPlan
 from localinfer.loading.options import ModelOptions, check_model_options
@@ -36,10 +37,10 @@ _START_SECONDS = 1.0
 _MOST_PROCESSES = 8
 
 
-def check_feasible(**given: Any) -> Availability:
-    """Say whether `load` with these options would work; given: those of `localinfer.availability`. Raises: as it."""
+def check_feasible(given: HeaderOptions) -> Availability:
+    """Say whether `load` with these options would work. Raises: as `localinfer.availability`."""
     try:
-        options = check_model_options(**given)
+        options = check_model_options(given)
     except RequestError:
         raise
     except LocalinferError as error:

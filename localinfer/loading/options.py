@@ -1,17 +1,19 @@
-"""What `localinfer.load` was asked for: its options, checked together before any file is read."""
+"""Checks of the options of `localinfer.load`, together, before any file is read."""
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from localinfer.arguments import check_number, check_path, shown
+from localinfer.arguments import check_path, shown
 from localinfer.engine.admission import EngineLimits
 from localinfer.engine.cache.eviction import planned_window
+from localinfer.engine.thread_control import checked_priority
 from localinfer.errors import ModelFileError, RequestError
 from localinfer.kernels.cpu.lower import MAX_BATCH_ROWS
 from localinfer.kernels.kv_layout import PAGE_TOKENS, KVLayout
+from localinfer.loading.load_options import SPECULATION, HeaderOptions, LoadOptions, checked_values
 from localinfer.loading.memory.limit import KVBudget, keep_within
 from localinfer.loading.memory.plan import MemoryPlan, choose_context, plan_file, plan_memory
 from localinfer.models.decoder.decoder import kv_layer_shapes, state_shapes
@@ -22,37 +24,26 @@ from localinfer.models.load.kv_window import reason_without_window
 from localinfer.system.machine_limits import MemoryLimits
 
 if TYPE_CHECKING:
+    from localinfer.kernels.cpu.worker_threads import Priority
     from localinfer.models.decoder.config import ModelConfig
     from localinfer.models.decoder.rope_options import RopeOptions
     from localinfer.models.load.model_changes import ModelChanges
     from localinfer.quant.checkpoint.model_file import ModelFile
     from localinfer.storage.prompt_cache import DiskOptions
 
-SPECULATION = ("auto", "ngram", "draft", "mtp", "off")
-
 
 @dataclass(frozen=True, kw_only=True)
-class ModelOptions:
-    """Options of `load` that decide what is read of a file and what it takes; named as there.
-
-    path: of the model. draft_path: of the draft model. assistant: the same, if it drafts from the model's own cache.
-    """
+class ModelOptions(HeaderOptions):
+    """Checked options that decide what is read of a file and how much memory that takes."""
 
     path: Path
-    device: str = "auto"
-    gpu_layers: int | None = None
-    tensor_split: Sequence[float] | None = None
-    cpu_moe: bool | int | None = None
-    threads: int | None = None
-    context_length: int | None = None
-    kv_type: str = "f16"
-    kv_memory: int | None = None
-    kv_window: int | None = None
-    memory_limit: int | None = None
-    speculation: str | None = "auto"
+    """The model."""
     draft_path: Path | None = None
+    """The draft model."""
     assistant: Path | None = None
+    """The same, if it drafts from the model's own cache."""
     changes: "ModelChanges"
+    """Settings in place of the file's."""
 
     @property
     def gpus(self) -> tuple[int, ...] | None:
@@ -62,9 +53,7 @@ class ModelOptions:
     @property
     def request(self) -> DeviceRequest:
         """Where the model is wanted."""
-        return DeviceRequest(
-            device=self.device, gpu_layers=self.gpu_layers, tensor_split=self.tensor_split, cpu_moe=self.cpu_moe
-        )
+        return device_request(self)
 
     @property
     def separate_draft(self) -> Path | None:
@@ -154,45 +143,53 @@ class ModelOptions:
         return self.speculation
 
 
-def check_model_options(
-    *,
-    model: str | os.PathLike[str] | None,
-    device: str = "auto",
-    speculation: str | None = "auto",
-    draft: str | os.PathLike[str] | None = None,
-    chat_template: str | os.PathLike[str] | None = None,
-    rope: "RopeOptions | None" = None,
-    overrides: Mapping[str, bool | int | float | str] | None = None,
-    **options: Any,
-) -> ModelOptions:
-    """Check options of `load`; `options` are those of ModelOptions that are taken as they are.
+@dataclass(frozen=True, kw_only=True)
+class CheckedOptions:
+    """Checked options of a load."""
+
+    model: ModelOptions
+    """The model, and its memory."""
+    given: LoadOptions
+    """Options that need no more than a check."""
+    priority: "Priority"
+    """Of the threads."""
+    disk: "DiskOptions | None"
+    """The prompt cache on disk; None: there is none."""
+
+
+def check_options(options: LoadOptions) -> CheckedOptions:
+    """Check options of `load`. Raises: as `check_model_options`."""
+    model = check_model_options(options)
+    check_limits(options.limits)
+    priority = checked_priority(options.priority)
+    given = replace(options, **checked_values(options))
+    disk = disk_options(options.disk_cache, options.disk_cache_folder)
+    return CheckedOptions(model=model, given=given, priority=priority, disk=disk)
+
+
+def device_request(options: HeaderOptions) -> DeviceRequest:
+    """Where a model is wanted, unchecked."""
+    return DeviceRequest(**{one.name: getattr(options, one.name) for one in fields(DeviceRequest)})
+
+
+def check_model_options(options: HeaderOptions) -> ModelOptions:
+    """Check options that decide how a model is loaded.
 
     Raises: RequestError, BackendUnavailableError; ModelFileError for a draft model that cannot be read.
     """
-    layers = options.get("gpu_layers")
-    if isinstance(layers, str) and layers == "auto":
-        options["gpu_layers"] = None
-    placing = {name: options.get(name) for name in ("gpu_layers", "tensor_split", "cpu_moe")}
-    DeviceRequest(device=device, **placing).check()
-    for name in ("threads", "context_length", "kv_memory", "kv_window"):
-        check_number(name, options.get(name), 1, none="for the default")
-    check_number("memory_limit", options.get("memory_limit"), 1, none="for what the machine has")
-    KVLayout(options.get("kv_type", "f16"), [])
-    speculation = check_speculation(speculation, has_draft=draft is not None)
-    changes = model_changes(chat_template=chat_template, rope=rope, overrides=overrides)
-    path = model_path(model)
-    if options.get("kv_window") is not None and draft is not None:
+    device_request(options).check()
+    values = checked_values(options)
+    KVLayout(options.kv_type, [])
+    speculation = check_speculation(options.speculation, has_draft=options.draft is not None)
+    changes = model_changes(chat_template=options.chat_template, rope=options.rope, overrides=options.overrides)
+    path = model_path(options.model)
+    if options.kv_window is not None and options.draft is not None:
         raise RequestError("kv_window does not bound the cache of a draft model; leave out one of them")
-    draft_path = None if draft is None else model_path(draft, "draft")
+    draft_path = None if options.draft is None else model_path(options.draft, "draft")
     assistant = draft_path if draft_path is not None and is_assistant(draft_path) else None
+    known = {one.name: values[one.name] for one in fields(HeaderOptions)}
     return ModelOptions(
-        path=path,
-        device=device,
-        speculation=speculation,
-        draft_path=draft_path,
-        assistant=assistant,
-        changes=changes,
-        **options,
+        **{**known, "speculation": speculation}, path=path, draft_path=draft_path, assistant=assistant, changes=changes
     )
 
 

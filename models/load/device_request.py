@@ -16,17 +16,22 @@ _GPU = re.compile(r"cuda:(\d{1,3})")
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceRequest:
-    """Options of `load` that say where a model runs.
-
-    device: see DEVICES_HELP. gpu_layers: how many of the last layers run on GPUs; None for as many as fit.
-    tensor_split: the GPUs' shares of these layers, as proportions; None for shares that fit. cpu_moe: of how many of
-    the first layers the experts stay on the CPU: a number, True for all; None for as few as let the rest run on GPUs.
-    """
+    """Options of `load` that say where a model runs."""
 
     device: str = "cpu"
+    """See DEVICES_HELP."""
     gpu_layers: int | None = None
+    """Number of the last layers that run on GPUs; None, or "auto", for as many as fit."""
     tensor_split: Sequence[float] | None = None
+    """The GPUs' shares of these layers, as proportions; None for shares that fit."""
     cpu_moe: bool | int | None = None
+    """Number of the first layers whose experts stay on the CPU, True for all; None for as few as let the rest run on
+    GPUs."""
+
+    def __post_init__(self) -> None:
+        layers: object = self.gpu_layers
+        if isinstance(layers, str) and layers == "auto":
+            object.__setattr__(self, "gpu_layers", None)
 
     @property
     def is_required(self) -> bool:

@@ -163,10 +163,7 @@ def load_model(
     context_length: int | None = None,
     kv_type: str = "f16",
     kv_window: int | None = None,
-    device: str = "cpu",
-    gpu_layers: int | None = None,
-    tensor_split: Sequence[float] | None = None,
-    cpu_moe: bool | int | None = None,
+    device: str | DeviceRequest = "cpu",
     beside: Model | None = None,
     draft_layers: bool = False,
     assistant: str | os.PathLike[str] | None = None,
@@ -184,7 +181,7 @@ def load_model(
     threads: None for the physical cores, of which as many decode as is fastest.
     context_length: maximum tokens of a sequence; more than the model was trained for logs a warning. None: trained.
     kv_window: sequences evict pages by attention scores, and keep this many positions between batches.
-    device, gpu_layers, tensor_split, cpu_moe: see `DeviceRequest`. What fits GPUs is computed with a KV cache of
+    device: a kind of devices, GPUs by number, or a request. What fits GPUs is computed with a KV cache of
         `context_length` tokens, or 8,192 if it is None.
     beside: a model whose threads to share; only one of both runs at a time, and closing either ends both.
     draft_layers: load the layers for next-token prediction too, if the file has some and the model runs on the CPU.
@@ -199,7 +196,7 @@ def load_model(
     verify: check the file (`models.verification`): what is likely wrong is logged, what cannot work is refused.
     Raises: ModelFileError or a subclass, RequestError for an invalid option, OutOfMemoryError.
     """
-    request = DeviceRequest(device=device, gpu_layers=gpu_layers, tensor_split=tensor_split, cpu_moe=cpu_moe)
+    request = device if isinstance(device, DeviceRequest) else DeviceRequest(device=device)
     request.check()
     if assistant is not None:
         check_device(request)
@@ -225,7 +222,7 @@ def load_model(
         reason = cpu_only(config, kv_layout)
         if reason is not None:
             stay_on_cpu(request, reason)
-        if cpu_moe and config.experts is None:
+        if request.cpu_moe and config.experts is None:
             logger.warning("cpu_moe has no effect: %s has no experts", file.path.name)
             request = replace(request, cpu_moe=None)
         placed = None

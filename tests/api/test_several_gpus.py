@@ -14,6 +14,7 @@ from localinfer.engine.sampling.params import SamplingParams
 from localinfer.errors import BackendUnavailableError, OutOfMemoryError, RequestError, SessionMismatchError
 from localinfer.kernels.cuda.device import FoundDevice
 from localinfer.loading import drafters
+from localinfer.loading.load_options import HeaderOptions
 from localinfer.loading.memory import gpu_plan
 from localinfer.loading.memory.limit import check_host_part
 from localinfer.loading.memory.plan import plan_file
@@ -78,7 +79,7 @@ def test_a_draft_model_takes_what_its_target_leaves_of_the_named_gpu(
     found = [FoundDevice("emulator", 64 << 30, 0), FoundDevice("emulator", 640 << 20, 1)]
     find_gpus(monkeypatch, found)
     demo = localinfer.loading.options.model_path(None)
-    options = localinfer.loading.options.check_model_options(model=demo, draft=demo, device="cuda:1")
+    options = localinfer.loading.options.check_model_options(HeaderOptions(model=demo, draft=demo, device="cuda:1"))
 
     class Target:
         device = "cuda"

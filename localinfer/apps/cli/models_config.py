@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from localinfer.apps.cli.options import LoadOptions, changes_of, load_options
+from localinfer.apps.cli.options import LOAD_ARGUMENTS, LoadOptions, changes_of, load_options
 from localinfer.arguments import check_number, shown
 from localinfer.errors import LocalinferError, RequestError
 from localinfer.storage.config import SAMPLING_KEYS
@@ -20,13 +20,6 @@ if TYPE_CHECKING:
 
 _WAY_OUT = "correct it, or leave out --models-config"
 _DEFAULTS, _MODELS, _SAMPLING = "defaults", "models", "sampling"
-_ARGUMENTS = {
-    "no_disk_cache": "disk_cache",
-    "disk_cache_size": "disk_cache",
-    "no_verify": "verify",
-    "n_cpu_moe": "cpu_moe",
-}
-"""Arguments of `load` by options of another name."""
 _PATHS = ("model", "draft", "chat_template", "disk_cache_folder")
 """Options whose values may lie beside the file."""
 
@@ -151,11 +144,11 @@ class _EntryReader:
             options = read_load_options(words)
         except click.UsageError as error:
             raise RequestError(f"{key} is {shown(value)}: {error.message.rstrip('.')}") from None
-        name = _ARGUMENTS.get(str(parameter.name), str(parameter.name))
-        if name in options:
+        name = LOAD_ARGUMENTS.get(str(parameter.name), str(parameter.name))
+        if name != "rope":
             return {name: options[name]}
-        part = name.removeprefix("rope_")
-        return {"rope": {part: getattr(options["rope"], part)}}
+        part = str(parameter.name).removeprefix("rope_")
+        return {name: {part: getattr(options[name], part)}}
 
     def _word(self, key: str, value: Any) -> str:
         if isinstance(value, bool) or not isinstance(value, str | int | float):

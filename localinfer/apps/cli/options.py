@@ -15,10 +15,13 @@ from localinfer.apps.cli.grouped_help import Command, Decorator, GroupedOption, 
 from localinfer.engine.sampling.params import NUMBER_OPTIONS, NumberOption
 from localinfer.errors import LocalinferError, RequestError
 from localinfer.generation.chat.constraints import Constraint, Grammar, JsonObject, JsonSchema, Regex
+from localinfer.loading import load_options as loading
+from localinfer.loading.load_options import Flag, flags_of, option_of, options_of
 from localinfer.terminal import Progress, check_text
 
 if TYPE_CHECKING:
     from localinfer.llm import LLM
+    from localinfer.models.decoder.rope_options import RopeOptions
     from localinfer.models.load.model_changes import ModelChanges
     from localinfer.storage.config import Config
     from localinfer.types import ProgressCallback
@@ -87,20 +90,33 @@ def _gather_load_options(command: Command) -> Command:
 
     @functools.wraps(command)
     def call(**values: Any) -> Any:
-        from localinfer.models.decoder.rope_options import RopeOptions
-
-        options: LoadOptions = {name: values.pop(name) for name in _LOAD_NAMES}
-        all_experts, num_layers = values.pop("cpu_moe"), values.pop("n_cpu_moe")
-        if all_experts and num_layers is not None:
-            raise click.UsageError("Give --cpu-moe for the experts of all layers, or --n-cpu-moe; leave one out.")
-        options["cpu_moe"] = True if all_experts else num_layers
-        size = values.pop("disk_cache_size")
-        options["verify"] = not values.pop("no_verify")
-        options["disk_cache"] = False if values.pop("no_disk_cache") else size or True
-        options["rope"] = RopeOptions(**{name.removeprefix("rope_"): values.pop(name) for name in _ROPE_NAMES})
+        options: LoadOptions = {name: values.pop(name) for name in ("model", *_NOT_OF_LOAD)}
+        for name, flags in _FLAGS.items():
+            given = {flag.parameter: values.pop(flag.parameter) for flag in flags}
+            combine = _COMBINED.get(name)
+            (value,) = (combine(given),) if combine is not None else given.values()
+            options[name] = not value if flags[0].kind == "off" else value
         return command(options=options, **values)
 
     return call
+
+
+def _cpu_moe(given: dict[str, Any]) -> bool | int | None:
+    all_experts, num_layers = given.values()
+    if all_experts and num_layers is not None:
+        raise click.UsageError("Give --cpu-moe for the experts of all layers, or --n-cpu-moe; leave one out.")
+    return True if all_experts else num_layers
+
+
+def _disk_cache(given: dict[str, Any]) -> bool | int:
+    is_off, size = given.values()
+    return False if is_off else size or True
+
+
+def _rope(given: dict[str, Any]) -> "RopeOptions":
+    from localinfer.models.decoder.rope_options import RopeOptions
+
+    return RopeOptions(**{name.removeprefix("rope_"): value for name, value in given.items()})
 
 
 def _overrides(
@@ -186,14 +202,14 @@ def _kv_type(context: click.Context, parameter: click.Parameter, value: str) -> 
     return value
 
 
-_LOAD_NAMES = (
-    "model device gpu_layers tensor_split threads measure_again context_length kv_type kv_memory kv_window"
-    " disk_cache_folder speculation draft chat_template overrides ignore_model_sampling template_variables".split()
-)
-_ROPE_NAMES = (
-    "rope_scaling rope_scale rope_base rope_frequency_scale yarn_original_context yarn_extrapolation_factor"
-    " yarn_attention_factor yarn_beta_fast yarn_beta_slow".split()
-)
+_NOT_OF_LOAD = ("ignore_model_sampling", "template_variables")
+"""Members of `LoadOptions` that are no arguments of `load`."""
+_COMBINED: dict[str, Callable[[dict[str, Any]], Any]] = {"cpu_moe": _cpu_moe, "disk_cache": _disk_cache, "rope": _rope}
+"""Arguments of `load` that several options give, or parts of one that they give."""
+_FLAGS = {name: option_of(one).flags for name, one in options_of(loading.LoadOptions).items() if option_of(one).flags}
+"""The options of the commands by the argument of `load`."""
+LOAD_ARGUMENTS = {flag.parameter: name for name, flags in _FLAGS.items() for flag in flags}
+"""The argument of `load` that each parameter of the commands gives."""
 _DEVICES = click.Choice(["auto", "cpu", "cuda"])
 
 
@@ -213,112 +229,58 @@ def model_argument(name: str) -> Decorator:
     return click.argument(name, metavar=name.upper(), callback=found_model)
 
 
-threads_option = option(
-    "--threads", "N", "CPU threads, fewer while other programs are busy. Default: one per physical core.", type=COUNT
-)
-
-
 def device_option(help: str) -> Decorator:
     return option("--device", None, help, type=_DEVICES, default="auto")
 
 
-devices_option = option(
-    "--device",
-    "DEVICE",
-    "Where to compute: auto (GPUs, if there are any), cpu, cuda, or GPUs by number, such as cuda:0,cuda:1.",
-    callback=_devices,
-    default="auto",
-    shell_complete=lambda context, parameter, begun: [one for one in _DEVICES.choices if one.startswith(begun)],
+_KINDS: dict[str, dict[str, Any]] = {
+    "text": {},
+    "switch": {"is_flag": True},
+    "off": {"is_flag": True},
+    "count": {"type": COUNT},
+    "number": {"type": click.IntRange(min=0)},
+    "size": {"callback": byte_size},
+    "path": {"type": click.Path(path_type=Path)},
+    "layers": {"callback": _gpu_layers},
+    "shares": {"callback": _tensor_split},
+    "kv type": {"callback": _kv_type},
+    "overrides": {"callback": _overrides, "multiple": True},
+    "devices": {
+        "callback": _devices,
+        "shell_complete": lambda context, parameter, begun: [one for one in _DEVICES.choices if one.startswith(begun)],
+    },
+}
+"""How values of options are read, by `Flag.kind`."""
+
+
+def _load_option(flag: Flag) -> Decorator:
+    if isinstance(flag.kind, str):
+        more = dict(_KINDS[flag.kind])
+    else:
+        more = {"type": click.Choice(flag.kind) if isinstance(flag.kind, tuple) else flag.kind}
+    if flag.default is not None:
+        more["default"] = flag.default
+    return option(flag.names, flag.metavar, flag.help, **more)
+
+
+_LOAD_FLAGS = {flag.parameter: _load_option(flag) for _, flag in flags_of(loading.LoadOptions)}
+threads_option, devices_option = _LOAD_FLAGS["threads"], _LOAD_FLAGS["device"]
+_TEMPLATE_VARIABLES = option(
+    "--chat-template-kwargs template_variables",
+    "NAME=VALUE",
+    "A variable of the chat template, or several as JSON; may be repeated. template_date=today, or a day such as "
+    "2026-10-01, is the date that it writes. Default: its own.",
+    multiple=True,
+    callback=_template_variables,
 )
 
 load_options = options_group(
     model_option,
-    devices_option,
-    option(
-        "--gpu-layers",
-        "N|auto",
-        "Layers to run on GPUs, the others on the CPU; auto: as many as fit.",
-        callback=_gpu_layers,
-        default="auto",
+    *(
+        decorator
+        for name, made in _LOAD_FLAGS.items()
+        for decorator in ([made, _TEMPLATE_VARIABLES] if name == "chat_template" else [made])
     ),
-    option(
-        "--tensor-split",
-        "N,N",
-        "Shares of several GPUs in the layers, such as 3,1 (split mode layer). Default: by free memory.",
-        callback=_tensor_split,
-    ),
-    flag("--cpu-moe", "Keep the experts of a mixture on the CPU, the rest on GPUs. Default: where that fits more."),
-    option("--n-cpu-moe", "N", "Keep the experts of the first N layers on the CPU.", type=click.IntRange(min=0)),
-    threads_option,
-    flag("--measure-again", "Measure anew how many threads decode fastest, which is done once a month."),
-    option(
-        "-c --context-length",
-        "N",
-        "Tokens of prompt and reply. Default: as trained; more may need --rope-scaling.",
-        type=COUNT,
-    ),
-    option(
-        "--kv-type",
-        "TYPE",
-        "KV cache element type: f32, f16, q8_0, q4_0, or one each for keys and values, such as q8_0/q4_0.",
-        callback=_kv_type,
-        default="f16",
-    ),
-    option(
-        "--kv-memory",
-        "SIZE",
-        "Most memory for cached prompts and texts, such as 2GB; those not used for longest go first. Default: half of "
-        "what is free when the model is loaded.",
-        callback=byte_size,
-    ),
-    option(
-        "--kv-window",
-        "N",
-        "Evict keys and values beyond about N tokens: less memory, approximate. Default: keep all.",
-        type=COUNT,
-    ),
-    flag("--no-disk-cache", "Keep no prompt cache on disk."),
-    option("--disk-cache-size", "SIZE", "Maximum size of the prompt cache on disk. Default: 4GiB.", callback=byte_size),
-    option("--disk-cache-folder", "FOLDER", "Its location. Default: your cache folder."),
-    option(
-        "--speculation",
-        None,
-        "Speculative decoding: faster, same text. mtp: by the model's own draft layers.",
-        type=click.Choice(["auto", "ngram", "draft", "mtp", "off"]),
-        default="auto",
-    ),
-    option("--draft", "MODEL", "Draft model: a small GGUF model of the same vocabulary, or one made for the model."),
-    option("--chat-template", "FILE", "Jinja template in place of the model's own.", type=click.Path(path_type=Path)),
-    option(
-        "--chat-template-kwargs template_variables",
-        "NAME=VALUE",
-        "A variable of the chat template, or several as JSON; may be repeated. template_date=today, or a day such as "
-        "2026-10-01, is the date that it writes. Default: its own.",
-        multiple=True,
-        callback=_template_variables,
-    ),
-    option(
-        "--rope-scaling",
-        None,
-        "Scaling of positions for a longer context. Default: the model's own.",
-        type=click.Choice(["none", "linear", "yarn"]),
-    ),
-    option("--rope-scale", "X", "Scale to X times the context the model was trained for.", type=float),
-    option("--rope-base", "X", "Base of the rotary frequencies (theta).", type=float),
-    option("--rope-frequency-scale", "X", "The same as --rope-scale 1/X.", type=float),
-    option("--yarn-original-context", "N", "Context length of the original training.", type=int),
-    option("--yarn-extrapolation-factor", "X", "Share of the unscaled frequency of fast dimensions.", type=float),
-    option("--yarn-attention-factor", "X", "Multiplies YaRN's attention temperature.", type=float),
-    option("--yarn-beta-fast", "X", "Rotations from which a dimension counts as fast.", type=float),
-    option("--yarn-beta-slow", "X", "Rotations below which a dimension counts as slow.", type=float),
-    option(
-        "--set overrides",
-        "KEY=VALUE",
-        "Metadata in place of the file's; VALUE may begin with int:, float:, bool: or str:. May be repeated.",
-        multiple=True,
-        callback=_overrides,
-    ),
-    flag("--no-verify", "Load a file without checking it: one whose weights are not finite, too."),
     flag("--ignore-model-sampling", "Use none of the sampling options that the model's file recommends."),
     _gather_load_options,
     title="Model, machine and memory",

@@ -2,15 +2,13 @@
 
 import pickle
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
-from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from localinfer.apps.server.transport.quotas import Quota
 from localinfer.apps.server.transport.settings import ServerSettings
-from localinfer.arguments import check_flag
 from localinfer.errors import RequestError
 
 if TYPE_CHECKING:
@@ -24,16 +22,18 @@ _NOT_FOR_REPLICAS = ("progress", "cancel")
 
 @dataclass(frozen=True)
 class ReplicaOptions:
-    """What a replica serves. model, name: as of `app`. settings: of the server. load: options of `localinfer.load`.
-
-    hands_over: prompts go from one replica to another, so the model has to keep them on disk.
-    """
+    """Model and settings of a replica."""
 
     model: str | None
+    """As of `app`."""
     name: str | None
+    """As of `app`."""
     settings: ServerSettings
+    """Settings of the server."""
     load: Mapping[str, Any] = field(default_factory=dict)
+    """Options of `localinfer.load`."""
     hands_over: bool = False
+    """Whether prompts go from one replica to another, so that the model has to keep them on disk."""
 
 
 def without_limits(settings: ServerSettings) -> ServerSettings:
@@ -50,33 +50,19 @@ def without_limits(settings: ServerSettings) -> ServerSettings:
 
 def checked_load(options: Mapping[str, Any]) -> None:
     """Check options of `localinfer.load` where no model is at hand. Raises: RequestError, with the way out."""
-    from localinfer.engine.thread_control import checked_priority
-    from localinfer.loading.load import load
-    from localinfer.loading.options import (
-        ModelOptions,
-        check_limits,
-        check_model_options,
-        check_speculation,
-        disk_options,
-    )
+    from localinfer.loading.load_options import LoadOptions, options_of
+    from localinfer.loading.options import check_options, check_speculation
 
-    known = [name for name in signature(load).parameters if name not in ("model", *_NOT_FOR_REPLICAS)]
+    known = [name for name in options_of(LoadOptions) if name not in ("model", *_NOT_FOR_REPLICAS)]
     for name in options:
         if name not in known:
             near = get_close_matches(name, known, 1)
             hint = f"give {near[0]}" if near else f"localinfer.load takes {', '.join(known)}"
             raise RequestError(f"{name} is no option of app, nor of localinfer.load; {hint}", field=name)
-    checked = {*signature(check_model_options).parameters, *(one.name for one in fields(ModelOptions))}
-    given = {name: value for name, value in options.items() if name in checked}
+    given = LoadOptions(**options)
     # Files are those of the nodes.
-    has_draft = given.pop("draft", None) is not None
-    check_speculation(options.get("speculation", "auto"), has_draft=has_draft)
-    check_model_options(model=None, **{**given, "speculation": None})
-    check_limits(options.get("limits"))
-    disk_options(options.get("disk_cache", False), None)
-    checked_priority(options.get("priority", "normal"))
-    for name in ("measure_again", "may_measure", "verify"):
-        check_flag(name, options.get(name))
+    check_speculation(given.speculation, has_draft=given.draft is not None)
+    check_options(replace(given, speculation=None, draft=None, disk_cache_folder=None))
     try:
         pickle.dumps(dict(options))
     except Exception as error:

@@ -10,7 +10,8 @@ from localinfer.apps.cli import localinfer_command
 from localinfer.errors import RequestError
 from localinfer.generation.embedding import POOLINGS
 from localinfer.kernels.kv_layout import parse_kv_type
-from localinfer.loading.options import SPECULATION, check_model_options
+from localinfer.loading.load_options import SPECULATION, HeaderOptions
+from localinfer.loading.options import check_model_options
 from localinfer.models.decoder.rope_options import SCALINGS
 from localinfer.models.load.device_request import DEVICES
 
@@ -37,7 +38,7 @@ def test_python_takes_every_word_of_the_options_of_a_load(monkeypatch: pytest.Mo
     assert worded.keys() >= {"device", "gpu_layers", "kv_type", "speculation", "rope_scaling"}
     for name, words in worded.items():
         for word in words:
-            check_model_options(model=None, **given_to_load(name, word))
+            check_model_options(HeaderOptions(**given_to_load(name, word)))
 
 
 @pytest.mark.parametrize(
@@ -60,6 +61,6 @@ def test_what_is_no_word_is_refused_in_words_by_both() -> None:
         with pytest.raises(click.BadParameter, match=wrong):
             parameter.process_value(click.Context(localinfer_command.commands["run"]), wrong)
         with pytest.raises(localinfer.errors.LocalinferError, match=wrong):
-            check_model_options(model=None, **{name: wrong})
+            check_model_options(HeaderOptions(**{name: wrong}))
     with pytest.raises(RequestError, match="q9"):
         parse_kv_type("q9")

@@ -6,6 +6,7 @@ import pytest
 
 from localinfer.errors import BackendUnavailableError
 from localinfer.models.decoder.decoder import crosses_layers
+from localinfer.models.load.device_request import DeviceRequest
 from localinfer.models.load.loader import load_model
 from tests.models.arch_models import build_model, read_config
 
@@ -34,8 +35,8 @@ def test_what_a_gpu_cannot_hold_alone_is_refused_or_left_to_the_cpu(
     emulate_gpu(monkeypatch)
     path = build_model(tmp_path, name).path
     with pytest.raises(BackendUnavailableError, match=reason):
-        load_model(path, device="cuda", gpu_layers=gpu_layers, threads=1)
-    model = load_model(path, device="auto", gpu_layers=gpu_layers, threads=1)
+        load_model(path, device=DeviceRequest(device="cuda", gpu_layers=gpu_layers), threads=1)
+    model = load_model(path, device=DeviceRequest(device="auto", gpu_layers=gpu_layers), threads=1)
     assert model.device == "cpu" and reason in caplog.text
     model.close()
 

@@ -120,9 +120,13 @@ def test_what_cannot_run_on_the_gpu_falls_back_with_the_reason(
 ) -> None:
     model = write_small_llama(tmp_path / "small.gguf")
     with pytest.raises(BackendUnavailableError, match="kv_window evicts by the attention of all layers"):
-        load_model(model, device="cuda", gpu_layers=1, threads=1, context_length=256, kv_window=128)
+        load_model(
+            model, device=DeviceRequest(device="cuda", gpu_layers=1), threads=1, context_length=256, kv_window=128
+        )
     with caplog.at_level(logging.WARNING):
-        load_model(model, device="auto", gpu_layers=1, threads=1, context_length=256, kv_window=128).close()
+        load_model(
+            model, device=DeviceRequest(device="auto", gpu_layers=1), threads=1, context_length=256, kv_window=128
+        ).close()
     assert "running on the CPU: kv_window evicts by the attention of all layers" in caplog.text
 
 
@@ -173,7 +177,9 @@ def test_a_model_split_between_cpu_and_gpu_says_what_one_device_says(
     ids, rows = np.array([7, 20, 33], np.int32), np.arange(3, dtype=np.int32)
     wanted = load_model(model, threads=1, context_length=64)
     with caplog.at_level(logging.WARNING):
-        split = load_model(model, device="cuda", gpu_layers=gpu_layers, threads=1, context_length=64)
+        split = load_model(
+            model, device=DeviceRequest(device="cuda", gpu_layers=gpu_layers), threads=1, context_length=64
+        )
     assert f"{gpu_layers} of 2 layers on the GPU: they need" in caplog.text
     found = []
     for loaded in (wanted, split):

@@ -14,6 +14,7 @@ from localinfer.engine.cache.block_pool import PagePool, default_kv_memory
 from localinfer.errors import OutOfMemoryError
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.program import AbortableProgram, Batch, Segment
+from localinfer.models.load.device_request import DeviceRequest
 from localinfer.models.load.loader import load_model
 from localinfer.types import FloatArray
 from tests.models.arch_models import build_text_model
@@ -52,7 +53,7 @@ class Said:
 
 def said(path: Path, ids: NDArray[np.int32] = IDS, num_rows: int = 3, **options: Any) -> Said:
     """Run a model on a GPU, its prompt in batches of so many rows, over pages that lie in another order."""
-    model = load_model(path, threads=1, context_length=64, verify=False, **options)
+    model = load_model(path, threads=1, context_length=64, verify=False, device=DeviceRequest(**options))
     try:
         assert model.device == "cuda"
         pool, run = PagePool(model.kv_layout), model.program.run
@@ -130,7 +131,7 @@ def test_experts_and_first_layers_on_the_cpu(mixture: Path) -> None:
 
 def test_a_long_batch_is_left_between_two_stages(mixture: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipeline, "INTERRUPTIBLE_ROWS", 3)
-    model = load_model(mixture, device="cuda", cpu_moe=True, threads=1, context_length=64)
+    model = load_model(mixture, device=DeviceRequest(device="cuda", cpu_moe=True), threads=1, context_length=64)
     program = model.program
     assert isinstance(program, AbortableProgram)
     pool = PagePool(model.kv_layout)
@@ -153,7 +154,9 @@ def test_a_long_batch_is_left_between_two_stages(mixture: Path, monkeypatch: pyt
 
 
 def test_pages_are_copied_read_and_written_in_all_their_parts(small: Path, gpus: list[NamedDevice]) -> None:
-    model = load_model(small, device="cuda", gpu_layers=2, tensor_split=[1, 1], threads=1, context_length=64)
+    model = load_model(
+        small, device=DeviceRequest(device="cuda", gpu_layers=2, tensor_split=[1, 1]), threads=1, context_length=64
+    )
     layout = model.kv_layout
     assert isinstance(layout, PartedKVLayout)
     assert [(part.device is None, part.first, part.end) for part in layout.parts] == [
@@ -176,7 +179,7 @@ def test_pages_are_copied_read_and_written_in_all_their_parts(small: Path, gpus:
 
 def test_the_devices_of_an_encoder_hold_the_same_layer_of_every_page(gpus: list[NamedDevice], tmp_path: Path) -> None:
     path = build_text_model(tmp_path, "bert-encoder").path
-    model = load_model(path, device="cuda", gpu_layers=1, threads=1, context_length=30)
+    model = load_model(path, device=DeviceRequest(device="cuda", gpu_layers=1), threads=1, context_length=30)
     layout = model.kv_layout
     assert isinstance(layout, PartedKVLayout)
     assert [(part.device is None, part.first, part.end) for part in layout.parts] == [(True, 0, 1), (False, 0, 1)]
@@ -192,7 +195,7 @@ def test_the_devices_of_an_encoder_hold_the_same_layer_of_every_page(gpus: list[
 
 
 def test_the_cache_takes_what_the_fullest_gpu_has_left(small: Path, gpus: list[NamedDevice]) -> None:
-    model = load_model(small, device="cuda", tensor_split=[2, 1], threads=1, context_length=64)
+    model = load_model(small, device=DeviceRequest(device="cuda", tensor_split=[2, 1]), threads=1, context_length=64)
     layout = model.kv_layout
     assert isinstance(layout, PartedKVLayout)
     gpus[0].free_bytes = lambda: 1 << 20  # type: ignore[method-assign]
@@ -202,7 +205,7 @@ def test_the_cache_takes_what_the_fullest_gpu_has_left(small: Path, gpus: list[N
 
 
 def test_pages_that_do_not_fit_the_second_gpu_leave_none_on_the_first(small: Path, gpus: list[NamedDevice]) -> None:
-    model = load_model(small, device="cuda", tensor_split=[2, 1], threads=1, context_length=64)
+    model = load_model(small, device=DeviceRequest(device="cuda", tensor_split=[2, 1]), threads=1, context_length=64)
     freed = []
 
     def is_full(num_bytes: int) -> int:
@@ -224,7 +227,9 @@ def warnings(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixt
 
 def test_what_computed_a_page_is_in_the_key_of_stored_pages(mixture: Path, small: Path) -> None:
     def key(path: Path, **options: Any) -> str:
-        model = load_model(path, threads=1, context_length=64, verify=False, device="cuda", **options)
+        model = load_model(
+            path, threads=1, context_length=64, verify=False, device=DeviceRequest(device="cuda", **options)
+        )
         model.close()
         return repr(model.kv_layout)
 
