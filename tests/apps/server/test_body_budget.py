@@ -4,6 +4,7 @@ import asyncio
 import json
 import random
 import socket
+import threading
 
 import msgspec
 import pytest
@@ -12,7 +13,7 @@ from scripted_models import loader, scripted_sources
 
 from localinfer.apps.server.api.chat import ChatRequest
 from localinfer.apps.server.transport import json_shape as shapes
-from localinfer.apps.server.transport.bodies import LARGE_BYTES, measured
+from localinfer.apps.server.transport.bodies import LARGE_BYTES, Bodies, measured
 from localinfer.apps.server.transport.byte_budget import SMALL_BYTES, ByteBudget
 from localinfer.apps.server.transport.http import MAX_CONTAINERS, ApiError, decode_json
 from localinfer.apps.server.transport.json_shape import json_shape
@@ -224,3 +225,21 @@ def test_failure_behind_the_first_tokens_ends_the_answer_with_an_error(served, m
     with served.client() as client:
         answer = client.post("/tokenize", json={"content": "x" * 100}).json()
     assert answer["tokens"] == [1, 2] and "cannot be read" in answer["error"]["message"]
+
+
+def test_memory_of_large_bodies_is_returned_to_the_system_once_they_are_done(monkeypatch):
+    returned = threading.Event()
+    monkeypatch.setattr("localinfer.apps.server.transport.bodies.return_free_memory", returned.set)
+    monkeypatch.setattr("localinfer.apps.server.transport.bodies._TRIM_SECONDS", 0.0)
+
+    async def hold(num_bytes: int) -> None:
+        bodies = Bodies(ServerSettings(port=0))
+        with await bodies._working.take(num_bytes, 0.0):
+            pass
+        await asyncio.sleep(0.01)
+        bodies._workers.shutdown()
+
+    asyncio.run(hold(SMALL_BYTES))
+    assert not returned.is_set()
+    asyncio.run(hold(20 * MEGA))
+    assert returned.is_set()

@@ -25,12 +25,15 @@ from localinfer.apps.server.transport.byte_budget import SMALL_BYTES, ByteBudget
 from localinfer.apps.server.transport.http import ApiError, Bytes, ClientGone, Record, checked_shape, decode_json
 from localinfer.apps.server.transport.json_shape import JsonShape
 from localinfer.apps.server.transport.settings import ServerSettings
+from localinfer.system.free_memory import return_free_memory
 
 LARGE_BYTES = 1 << 16
 """Bodies up to this size are not counted, and decoded at once: in all connections together they are some megabytes."""
 _WAIT_SECONDS = 30.0
 _RECEIVING_PART = 4
 """Of the memory for bodies one in so many is for those that are being received."""
+_TRIM_BYTES, _TRIM_SECONDS = 16 << 20, 0.5
+"""After so many bytes were given back, and so much later, the C library returns free memory to the system."""
 _BYTES_PER_VALUE = 64
 _WORK_PER_BYTE = 5
 """What the longest text may take beside itself: a copy, code points and their kinds; see `models/text/long_text`."""
@@ -66,8 +69,10 @@ class Bodies:
 
     def __init__(self, settings: ServerSettings) -> None:
         receiving = max(settings.body_memory // _RECEIVING_PART, 1)
-        self._receiving = ByteBudget(receiving)
-        self._working = ByteBudget(max(settings.body_memory - receiving, 1))
+        self._receiving = ByteBudget(receiving, self._note_given_back)
+        self._working = ByteBudget(max(settings.body_memory - receiving, 1), self._note_given_back)
+        self._given_back = 0
+        self._trimming: asyncio.TimerHandle | None = None
         self._decoder = ThreadPoolExecutor(1, thread_name_prefix="localinfer-decoding")
         self._workers = ThreadPoolExecutor(2, thread_name_prefix="localinfer-texts")
 
@@ -75,6 +80,17 @@ class Bodies:
         """Let the threads end after what they do now."""
         for threads in (self._decoder, self._workers):
             threads.shutdown(wait=False, cancel_futures=True)
+
+    def _note_given_back(self, num_bytes: int) -> None:
+        self._given_back += num_bytes
+        if self._given_back >= _TRIM_BYTES and self._trimming is None:
+            # What held the bytes is let go right after this.
+            self._trimming = asyncio.get_running_loop().call_later(_TRIM_SECONDS, self._trim)
+
+    def _trim(self) -> None:
+        self._trimming, self._given_back = None, 0
+        with suppress(RuntimeError):  # closed meanwhile
+            self._workers.submit(return_free_memory)
 
     async def read(self, request: Request, record: type[Record], settings: ServerSettings) -> Record:
         """Read a request's body as a record; of two members with one name the last counts.

@@ -50,16 +50,17 @@ class Share:
 class ByteBudget:
     """So many bytes, of which `SMALL_BYTES` or less at a time also come from an eighth that is kept for them.
 
-    most: the largest share; who wants more gets it, and is alone then. Used on one event loop. Raises: RequestError for
-    less than a byte.
+    most: the largest share; a request for more gets it, and is alone then.
+    on_given_back: told how many bytes came back. Used on one event loop. Raises: RequestError for less than a byte.
     """
 
-    def __init__(self, total: int) -> None:
+    def __init__(self, total: int, on_given_back: Callable[[int], object] = lambda num_bytes: None) -> None:
         if total < 1:
             raise RequestError(f"a budget of {total} bytes holds nothing; give more")
         small = min(total // _SMALL_PART, _MOST_FOR_SMALL)
         self.most = total - small
         self._free = {True: small, False: self.most}
+        self._on_given_back = on_given_back
         self._shares: set[Share] = set()
         self._queue: list[tuple[float, int, int, asyncio.Future[Share], Callable[[], object]]] = []
         self._numbers = count()
@@ -103,6 +104,7 @@ class ByteBudget:
         if not share.num_bytes:
             self._shares.discard(share)
         self._serve()
+        self._on_given_back(num_bytes)
 
     def _try(self, num_bytes: int, end_if_slow: Callable[[], object], *, is_behind: bool) -> Share | None:
         """A share, if there are bytes. is_behind: others wait for those that are not kept for small ones."""

@@ -57,7 +57,7 @@ class ServerSettings:
     max_generations: int = 64
     max_connections: int = 256
     max_body_bytes: int = 32 << 20
-    body_memory: int = 160 << 20
+    body_memory: int = 128 << 20
     header_seconds: float = 10.0
     body_seconds: float = 30.0
     slow_reader_seconds: float = 60.0
