@@ -130,9 +130,8 @@ _KINDS = (
     "hunyuan_v1_moe",
 )
 _ENCODERS = ("xlm-roberta-ranker", "modernbert-ranker", "nomic_bert")
-PUBLISHED = {name: read_cases()[name] for name in (*_KINDS, "llama4_text", "mistral4", "gpt_oss")} | {
-    name: published_encoders.read_cases()[name] for name in _ENCODERS
-}
+_CASES = read_cases() | published_encoders.read_cases()
+PUBLISHED = {name: _CASES[name] for name in (*_KINDS, "llama4_text", "mistral4", "gpt_oss", *_ENCODERS)}
 
 
 @pytest.mark.parametrize("name", [*SETTINGS, *PUBLISHED])
