@@ -23,6 +23,10 @@ _SOON_SECONDS = 1.0
 """If it comes back within so long, they had not been free: the usual number hid it or caused it."""
 _TRIAL_SECONDS = 0.5, 4.0
 """Between two trials: at first, and at most, if none changes anything. The load may be another one by then."""
+_LOAD_SECONDS = 1.0
+"""Time constant of the lost share by which one load is told from another."""
+_OTHER_LOAD = 0.15
+"""If that share is by so much another one than after the last trial, the load is: what was rejected is tried again."""
 _TURN_SECONDS = 0.2
 _SETTLING_SECONDS = 0.06
 """Of a turn in a trial, and the time before it that does not count: a scheduler moves threads to other processors, and
@@ -114,6 +118,9 @@ class ThreadChoice:
         self._is_busy = not is_sure
         self._seconds = self._computing = 0.0
         self._lost = 0.0
+        self._load = self._load_at_choice = 0.0
+        """The lost share over a longer time, and what it was soon after the number was chosen."""
+        self._since_choice = 0.0
         self._calm_seconds = 0.0
         self._calm_needed = _CALM_SECONDS[0]
         self._since_calm = _SOON_SECONDS
@@ -150,6 +157,7 @@ class ThreadChoice:
             share = 1 - self._computing / self._seconds
             self._lost += min(1.0, self._seconds / _MEMORY_SECONDS) * (share - self._lost)
             self._note_load(self._seconds)
+            self._compare_load(self._seconds, share)
             self._seconds = self._computing = 0.0
         if not self._is_busy or work <= 0:
             return
@@ -182,6 +190,20 @@ class ThreadChoice:
         if self._calm_seconds >= self._calm_needed and self.is_sure:
             self._begin_calm()
 
+    def _compare_load(self, seconds: float, share: float) -> None:
+        """Try other numbers soon if the load is another one than when the present number was chosen."""
+        if not self._is_busy or self._trial is not None:
+            return
+        self._load += min(1.0, seconds / _LOAD_SECONDS) * (share - self._load)
+        self._since_choice += seconds
+        if self._since_choice < 2 * _LOAD_SECONDS:
+            self._load_at_choice = self._load
+        elif abs(self._load - self._load_at_choice) > _OTHER_LOAD:
+            self._rejected.clear()
+            self._interval = _TRIAL_SECONDS[0]
+            self._until_trial = min(self._until_trial, self._interval)
+            self._load_at_choice = self._load
+
     def _begin_busy(self) -> None:
         is_soon = self._since_calm < _SOON_SECONDS
         longest = _CALM_SECONDS[1]
@@ -210,6 +232,7 @@ class ThreadChoice:
     def _end_trial(self, trial: _Trial, is_better: bool) -> None:
         self._trial, candidate = None, trial.candidate
         if is_better:
+            self._since_choice = 0.0
             # The number before is known to be worse; the next beyond may be better still.
             self._rejected = {self._count}
             self._count, self._interval = candidate, _TRIAL_SECONDS[0]

@@ -98,6 +98,17 @@ def test_the_usual_number_is_back_as_soon_as_processors_are_free() -> None:
     assert set(free(2).run(choice, 5)[1]) == {2} and not choice.is_busy
 
 
+@pytest.mark.parametrize("step", [0.005, 0.05, 0.19])
+def test_another_load_is_noticed_and_numbers_are_tried_again_soon(step: float) -> None:
+    """Beside one program one thread is best; then two more come, and two threads get more of the machine."""
+    choice = ThreadChoice(2, 2)
+    Machine(lambda count: step * (1.0, 1.8)[count - 1], lambda count: (0.05, 0.5)[count - 1]).run(choice, 60)
+    assert choice.next_count() == 1
+    now = Machine(lambda count: step * (2.0, 1.4)[count - 1], lambda count: 0.5)
+    now.run(choice, 2 + 16 * step)
+    assert now.run(choice, 10)[0] >= 0.9 * now.best(2)
+
+
 def test_one_interruption_changes_nothing() -> None:
     choice = ThreadChoice(2, 2)
     for _ in range(20):
