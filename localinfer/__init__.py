@@ -24,9 +24,8 @@ if TYPE_CHECKING:
     from localinfer.generation.session.session import Session
     from localinfer.generation.stream import TextStream
     from localinfer.llm import LLM, BeamCompletion, Prompt
-    from localinfer.loading.aload import aload
     from localinfer.loading.availability import Availability, availability
-    from localinfer.loading.load import load, load_tokenizer
+    from localinfer.loading.load import aload, load, load_tokenizer
     from localinfer.loading.warm_up import WarmUp, warm_up
     from localinfer.models.decoder.rope_options import RopeOptions
     from localinfer.models.text.tokenizer import Tokenizer
@@ -131,7 +130,7 @@ _MODULE_OF = {
     "ToolCallDelta": "localinfer.generation.chat.parser",
     "ToolChoice": "localinfer.generation.chat.tool_choice",
     "WarmUp": "localinfer.loading.warm_up",
-    "aload": "localinfer.loading.aload",
+    "aload": "localinfer.loading.load",
     "availability": "localinfer.loading.availability",
     "block_hashes": "localinfer.engine.cache.block_hashes",
     "freeze_support": "localinfer.system.freezing",

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from localinfer.generation.text_generation import EncodedPrompt
     from localinfer.models.load.loader import Model
     from localinfer.storage.fingerprint import Fingerprint, ModelIdentity
-    from localinfer.storage.prefetch import Tiers
     from localinfer.storage.prompt_cache import DiskCache
+    from localinfer.storage.restore import Tiers
     from localinfer.types import TokenIds
 
     _Ids = Sequence[int] | NDArray[np.integer]
@@ -136,7 +136,7 @@ class PromptHandover:
 
     def stored_tokens(self, token_ids: _Ids, salt: bytes = NO_SALT) -> int:
         """The same on disk, by the names of files. Raises: RequestError if nothing is kept there, ClosedError."""
-        from localinfer.storage.prefetch import stored_tokens
+        from localinfer.storage.restore import stored_tokens
 
         token_ids, salt = self._checked_text(token_ids, salt)
         return stored_tokens(self._engine.pool, self._tiers(salt), token_ids[:-1])
@@ -146,7 +146,7 @@ class PromptHandover:
 
         Raises: RequestError, ClosedError.
         """
-        from localinfer.storage.prefetch import prefetch
+        from localinfer.storage.restore import prefetch
 
         token_ids, salt = self._checked_text(token_ids, salt)
         return prefetch(self._engine, self._tiers(salt), token_ids[:-1])

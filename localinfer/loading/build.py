@@ -13,7 +13,7 @@ from localinfer.engine.sampling.file_defaults import file_sampling
 from localinfer.kernels.kv_layout import DevicePages
 from localinfer.llm import LLM
 from localinfer.loading.drafters import load_drafter, make_speculation
-from localinfer.loading.host_memory import draft_on_host, host_budget
+from localinfer.loading.memory.gpu_plan import draft_on_host, host_budget
 from localinfer.loading.memory.limit import KVBudget
 from localinfer.loading.memory.plan import plan_memory
 from localinfer.loading.options import CheckedOptions, ModelOptions

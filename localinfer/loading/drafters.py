@@ -19,7 +19,7 @@ from localinfer.engine.speculation.verify import Speculation
 from localinfer.errors import RequestError
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.program import MeasurableProgram, Program
-from localinfer.loading.host_memory import REFUSED_BY_GPUS, draft_request
+from localinfer.loading.memory.gpu_plan import REFUSED_BY_GPUS, draft_request
 from localinfer.loading.options import ModelOptions
 from localinfer.models.load.loader import load_model
 from localinfer.models.load.measurements import get_measurement, is_postponed, postpone, put_measurement, settle

@@ -9,9 +9,8 @@ from localinfer.errors import LocalinferError, RequestError, ShapeError, Unsuppo
 from localinfer.kernels.jit.object_cache import Kernel
 from localinfer.loading.availability import Availability
 from localinfer.loading.drafters import check_vocabularies
-from localinfer.loading.host_memory import draft_on_host, host_budget
 from localinfer.loading.load_options import HeaderOptions
-from localinfer.loading.memory.gpu_plan import gpu_placement
+from localinfer.loading.memory.gpu_plan import draft_on_host, gpu_placement, host_budget
 from localinfer.loading.memory.plan import LEAST_CONTEXT, MemoryPlan
 from localinfer.loading.options import ModelOptions, check_model_options
 from localinfer.models.load.assistant import check_device

@@ -33,10 +33,17 @@ from localinfer.storage.fingerprint import (
     describe_folder,
     read_description,
 )
-from localinfer.storage.prefetch import Tiers
-from localinfer.storage.restore import restore_prompt
-from localinfer.storage.snapshot_store import SnapshotTier, chosen_positions
-from localinfer.storage.store import DiskCounters, DiskTier, FileKind, Found, PageSource, Saved
+from localinfer.storage.restore import Tiers, restore_prompt
+from localinfer.storage.store import (
+    DiskCounters,
+    DiskTier,
+    FileKind,
+    Found,
+    PageSource,
+    Saved,
+    SnapshotTier,
+    chosen_positions,
+)
 from localinfer.storage.write_behind import IdleSequence, Steps, WriteBehind
 from localinfer.system import disk
 from localinfer.system.files import num_io_threads

@@ -1,12 +1,24 @@
-"""Bringing a prompt's pages, sliding-window blocks and recurrent states from the disk into the prefix tree."""
+"""A prompt's pages, sliding-window blocks and recurrent states, read from the disk into the prefix tree.
+
+Where a prompt is admitted, all of its files are read at once, and every stream waits for that. A caller that knows of a
+long prompt before, as of one that another process computed, prefetches it: the disk is read while steps are taken, and
+a step waits for a copy of few pages only.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
+from localinfer.engine.cache.block_pool import PagePool
 from localinfer.engine.cache.prefix_cache import PrefixCache
 from localinfer.engine.cache.prefix_node import Match
 from localinfer.engine.cache.sequence_state import NO_SLOT
-from localinfer.storage.snapshot_store import FoundSnapshot, SnapshotTier
-from localinfer.storage.store import DiskTier, Found
+from localinfer.engine.cache.sliding_window import BoolArray
+from localinfer.engine.engine import Engine
+from localinfer.errors import OutOfMemoryError
+from localinfer.storage.store import DiskTier, Found, FoundPage, FoundSnapshot, SnapshotTier
 from localinfer.types import TokenIds
 
 
@@ -115,3 +127,180 @@ def _restore_pages(
     finally:
         pool.release(fresh, windowed)
     return None if restored.problem is None else f"a file on disk {restored.problem.value}, and was deleted"
+
+
+_Bytes = NDArray[np.uint8]
+
+
+class Tiers(NamedTuple):
+    """The files of one fingerprint and salt: pages, and for models that have them sliding-window blocks and states."""
+
+    pages: DiskTier
+    windows: DiskTier | None = None
+    states: SnapshotTier | None = None
+
+
+class _Stored(NamedTuple):
+    """What a sequence can go on from, by its files: how many ids, their pages, which of those have a window's file, and
+    the states after them."""
+
+    length: int
+    found: Found
+    windows: list[FoundPage | None]
+    states: _Bytes | None = None
+
+
+def stored_tokens(pool: PagePool, tiers: Tiers, token_ids: TokenIds) -> int:
+    """How many leading ids a sequence could continue from by its files alone; only names and lengths are checked."""
+    found = tiers.pages.find(token_ids)
+    windows = _windows_of(tiers, found)
+    if tiers.states is None:
+        return _usable(pool, np.zeros(0, np.bool_), windows, found.num_tokens)
+    positions = (one.position for one in tiers.states.find_snapshots(token_ids[: found.num_tokens], after=0))
+    return next((at for at in positions if _goes_on(pool, np.zeros(0, np.bool_), windows, at)), 0)
+
+
+def prefetch(engine: Engine, tiers: Tiers, token_ids: TokenIds) -> int:
+    """Read what continues a prompt's cached prefix into the tree, as far as a sequence can continue from it.
+
+    token_ids: of the prompt but its last, whose logits are wanted. Nothing is read where memory has no room for the
+    text beside those that run: it is read when it is admitted. A file that is damaged ends it, and is deleted.
+    Returns how many leading ids a sequence can continue from then. Raises: ClosedError.
+    """
+    salt = tiers.pages.salt
+    with engine.exclusive_cache() as cache:
+        match = cache.tree.match(token_ids, salt)
+        usable, near = match.usable, cache.near_tokens
+        before = match.windowed[: usable // cache.pool.page_tokens].copy()
+        if usable == token_ids.size or not cache.has_room(token_ids, salt):
+            return usable
+    stored = _find(engine.pool, tiers, token_ids, before, usable + near - 1)
+    if stored.length <= usable:
+        return usable
+    try:
+        for piece in _pieces(tiers, engine.pool, stored):
+            with engine.exclusive_cache() as cache:
+                if not _insert(cache, piece, token_ids, salt):
+                    break
+    except OutOfMemoryError:
+        pass
+    tiers.pages.mark_used(stored.found)
+    with engine.exclusive_cache() as cache:
+        return cache.tree.match(token_ids, salt).usable
+
+
+class _Piece(NamedTuple):
+    """Some pages that were read: the first of them, how many ids there are up to their end, and their bytes. windows:
+    the bytes of their sliding-window blocks, None for those that have none; states: those after the last id."""
+
+    first: int
+    length: int
+    pages: list[_Bytes]
+    windows: list[_Bytes | None]
+    states: _Bytes | None = None
+
+
+def _find(pool: PagePool, tiers: Tiers, token_ids: TokenIds, before: BoolArray, least: int) -> _Stored:
+    """The files that continue a cached prefix. before: which of its pages have a sliding-window block. least: states
+    after no more ids are as soon computed as read."""
+    found = tiers.pages.find(token_ids, before.size)
+    windows = _windows_of(tiers, found)
+    states: _Bytes | None = None
+    if tiers.states is None:
+        length = _usable(pool, before, windows, found.num_tokens)
+    else:
+        length, states = 0, np.empty(tiers.states.form.page_bytes, np.uint8)
+        for one in tiers.states.find_snapshots(token_ids[: found.num_tokens], after=least):
+            goes_on = _goes_on(pool, before, windows, one.position)
+            if goes_on and tiers.states.read_snapshot(one, states.data):
+                length = one.position
+                break
+    pages = found.pages[: max(0, pool.num_pages_for(length) - before.size)]
+    # Of the blocks only those are read that the text continues with.
+    kept = pool.sliding.kept(before.size + len(pages), length)[before.size :]
+    windows = [one if is_kept else None for one, is_kept in zip(windows, kept, strict=False)]
+    return _Stored(length, Found(before.size, length, pages), windows, states)
+
+
+def _windows_of(tiers: Tiers, found: Found) -> list[FoundPage | None]:
+    return [] if tiers.windows is None else tiers.windows.of_same_pages(found)
+
+
+def _usable(pool: PagePool, before: BoolArray, windows: list[FoundPage | None], length: int) -> int:
+    """The longest prefix of a length that can be continued."""
+    if not pool.sliding.tokens:
+        return length
+    has_block = np.concatenate((before, np.array([one is not None for one in windows], np.bool_)))
+    return pool.sliding.usable_length(has_block[: pool.num_pages_for(length)], length)
+
+
+def _goes_on(pool: PagePool, before: BoolArray, windows: list[FoundPage | None], position: int) -> bool:
+    return _usable(pool, before, windows, position) == position
+
+
+def _pieces(tiers: Tiers, pool: PagePool, stored: _Stored) -> Iterator[_Piece]:
+    """Read the files, few at a time, to the first that is damaged; the bytes are valid until the next piece."""
+    found, step = stored.found, tiers.pages.pages_at_once
+    buffers = [np.empty(pool.page_bytes, np.uint8) for _ in range(min(step, len(found.pages)))]
+    for start in range(0, len(found.pages), step):
+        some = found.pages[start : start + step]
+        first = found.first_page + start
+        read = tiers.pages.restore(Found(first, 0, some), [buffer.data for buffer in buffers[: len(some)]])
+        length = min(read.num_tokens, stored.length)
+        count = pool.num_pages_for(length) - first
+        if count <= 0:
+            return
+        found_windows = stored.windows[start : start + count] or [None for _ in range(count)]
+        windows = [_block(tiers, one) for one in found_windows]
+        is_last = length == stored.length
+        yield _Piece(first, length, buffers[:count], windows, stored.states if is_last else None)
+        if read.problem is not None:
+            return
+
+
+def _block(tiers: Tiers, page: FoundPage | None) -> _Bytes | None:
+    """The bytes of a sliding-window block; None if its file is damaged, or was not found."""
+    if tiers.windows is None or page is None:
+        return None
+    block = np.empty(tiers.windows.form.page_bytes, np.uint8)
+    if tiers.windows.restore(Found(0, 0, (page,)), [block.data]).problem is not None:
+        return None
+    tiers.windows.mark_used(Found(0, 0, (page,)))
+    return block
+
+
+def _insert(cache: PrefixCache, piece: _Piece, token_ids: TokenIds, salt: bytes) -> bool:
+    """Put pages into the tree behind those before them; False if these were evicted. Raises: OutOfMemoryError."""
+    pool, tree, first = cache.pool, cache.tree, piece.first
+    start = first * pool.page_tokens
+    match = tree.match(token_ids[:start], salt)
+    if match.length < start:
+        return False
+    before, before_windowed = match.pages[:first].copy(), match.windowed[:first].copy()
+    has_block = np.array([block is not None for block in piece.windows], np.bool_)
+    if not pool.sliding.tokens:
+        has_block[:] = True
+    # Retained, since allocating the others could evict them.
+    pool.retain(before, before_windowed)
+    snapshots: dict[int, int] = {}
+    try:
+        fresh = pool.acquire(len(piece.pages), has_block)
+        try:
+            for page, data, block in zip(fresh.tolist(), piece.pages, piece.windows, strict=True):
+                target = pool.buffer(page)
+                target[:] = data
+                pool.fill(page, target)
+                if block is not None:
+                    pool.windowed_view(page)[:] = block
+            if piece.states is not None:
+                snapshots[piece.length] = slot = pool.take_slot(pool.states)
+                pool.state_view(slot)[:] = piece.states
+            pages, windowed = np.concatenate((before, fresh)), np.concatenate((before_windowed, has_block))
+            tree.insert(token_ids[: piece.length], pages, windowed, snapshots=snapshots, salt=salt)
+        finally:
+            for slot in snapshots.values():
+                pool.release_state(slot)
+            pool.release(fresh, has_block)
+    finally:
+        pool.release(before, before_windowed)
+    return True

@@ -11,8 +11,8 @@ import localinfer
 from localinfer.errors import RequestError
 from localinfer.generation.prompt_handover import Prefilled
 from localinfer.llm import LLM
-from localinfer.storage import prefetch as prefetch_module
-from localinfer.storage.prefetch import stored_tokens
+from localinfer.storage import restore as restoring
+from localinfer.storage.restore import stored_tokens
 from tests.models.arch_models import build_model
 from tests.support.inside import engine_of
 
@@ -108,7 +108,7 @@ def test_steps_are_taken_while_files_are_read(filled: tuple[Path, np.ndarray], m
     with load(None, folder) as llm:
         held: list[bool] = []
         pieces: list[int] = []
-        restore, insert = prefetch_module.DiskTier.restore, prefetch_module._insert
+        restore, insert = restoring.DiskTier.restore, restoring._insert
 
         def restored(self: Any, *arguments: Any) -> Any:
             free = engine_of(llm).scheduler.step_lock.try_acquire()
@@ -121,9 +121,9 @@ def test_steps_are_taken_while_files_are_read(filled: tuple[Path, np.ndarray], m
             pieces.append(len(piece.pages))
             return insert(cache, piece, *arguments)
 
-        monkeypatch.setattr(prefetch_module.DiskTier, "restore", restored)
-        monkeypatch.setattr(prefetch_module.DiskTier, "pages_at_once", 3)
-        monkeypatch.setattr(prefetch_module, "_insert", inserted)
+        monkeypatch.setattr(restoring.DiskTier, "restore", restored)
+        monkeypatch.setattr(restoring.DiskTier, "pages_at_once", 3)
+        monkeypatch.setattr(restoring, "_insert", inserted)
         assert llm.fetch_prompt(ids) == 299
         assert not any(held)
         assert pieces == [3, 3, 3, 1]
@@ -166,7 +166,7 @@ def test_a_model_that_is_closed_meanwhile_is_left_alone(
 ) -> None:
     folder, ids = filled
     llm = load(None, folder)
-    pieces = prefetch_module._pieces
+    pieces = restoring._pieces
 
     def closing(*arguments: Any) -> Any:
         for piece in pieces(*arguments):
@@ -175,7 +175,7 @@ def test_a_model_that_is_closed_meanwhile_is_left_alone(
             closer.join()
             yield piece
 
-    monkeypatch.setattr(prefetch_module, "_pieces", closing)
+    monkeypatch.setattr(restoring, "_pieces", closing)
     with pytest.raises(localinfer.errors.ClosedError):
         llm.fetch_prompt(ids)
 

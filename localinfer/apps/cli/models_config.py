@@ -10,9 +10,8 @@ import click
 from localinfer.apps.cli.options import LOAD_ARGUMENTS, LoadOptions, changes_of, load_options
 from localinfer.arguments import check_number, shown
 from localinfer.errors import LocalinferError, RequestError
-from localinfer.storage.config import SAMPLING_KEYS
+from localinfer.storage.config import SAMPLING_KEYS, Check, TomlFile
 from localinfer.storage.hub.find import find_model
-from localinfer.storage.toml_file import Check, TomlFile
 from localinfer.system.folders import expand_home
 
 if TYPE_CHECKING:

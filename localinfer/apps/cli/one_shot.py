@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from localinfer.generation.completion import Stats
     from localinfer.generation.stream import TextStream
     from localinfer.llm import LLM
-    from localinfer.storage.saved_conversation import SavedConversation
+    from localinfer.storage.conversations import SavedConversation
 
 EXIT_CUT = 3
 """Exit code where the reply was cut: it was printed, and is not whole."""

@@ -131,7 +131,7 @@ def _fields(summary: "ConversationSummary") -> dict[str, str | int]:
 def _print_table(summaries: "list[ConversationSummary]") -> None:
     """One line each, cut at the width of a terminal."""
     from localinfer.apps.terminal.display_width import cut_to_width, most_columns
-    from localinfer.storage.saved_conversation import model_label
+    from localinfer.storage.conversations import model_label
 
     def padded(text: str, width: int) -> str:
         return text + " " * (width - most_columns(text))

@@ -71,7 +71,7 @@ def verify_model(path: str, progress: ProgressCallback | None = None) -> Verific
 
 def _check_digests(file: "ModelFile", result: Verification, progress: ProgressCallback | None) -> list[Finding]:
     """Whether the files are still those that were pulled, where their checksums were recorded."""
-    from localinfer.storage.hub.digests import differing_files, recorded_files
+    from localinfer.storage.hub.download import differing_files, recorded_files
     from localinfer.storage.hub.places import Places
 
     try:

@@ -15,8 +15,7 @@ from localinfer.apps.cli.sessions import ago
 from localinfer.apps.terminal.display_width import wrap_words
 from localinfer.apps.terminal.reply_output import last_exchange, show_last_exchange, terminal_columns
 from localinfer.errors import RequestError, SessionFileError
-from localinfer.storage.conversations import ConversationStore, open_store
-from localinfer.storage.saved_conversation import SavedConversation, check_name, model_label
+from localinfer.storage.conversations import ConversationStore, SavedConversation, check_name, model_label, open_store
 from localinfer.terminal import check_text, dim, neutralise_controls
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from localinfer.generation.completion import Stats, StreamEvent
     from localinfer.generation.stream import TextStream
     from localinfer.llm import LLM
-    from localinfer.storage.saved_conversation import SavedConversation
+    from localinfer.storage.conversations import SavedConversation
 
 SUMMARY_REQUEST = (
     "Summarise our conversation so far, so that it can go on from your summary alone: what was asked, found and "

@@ -30,7 +30,7 @@ from localinfer.generation.chat.turns import (
 from localinfer.generation.completion import Completion, StreamEvent
 from localinfer.generation.session.prompts import SessionOptions, SessionPrompts, checked_names
 from localinfer.generation.stream import TextStream
-from localinfer.storage.saved_conversation import SavedConversation
+from localinfer.storage.conversations import SavedConversation
 from localinfer.types import Closing
 
 if TYPE_CHECKING:

@@ -11,8 +11,7 @@ from urllib.parse import urlsplit
 
 from localinfer.errors import DownloadError, HubUnreachableError
 from localinfer.storage.hub.places import HUB
-from localinfer.storage.hub.references import parse_reference
-from localinfer.storage.hub.variants import StoredFile, is_safe_path
+from localinfer.storage.hub.variants import StoredFile, is_safe_path, parse_reference
 
 _PIECE_BYTES = 32 * 10**9
 """Asked for at once: networks that deliver the hub's files refuse answers beyond 50 GB."""

@@ -9,7 +9,7 @@ from localinfer.errors import RequestError
 from localinfer.storage.hub.installed import PULLED, InstalledModel, find_installed
 from localinfer.storage.hub.places import Places
 from localinfer.storage.hub.records import PullRecords
-from localinfer.storage.hub.references import parse_reference
+from localinfer.storage.hub.variants import parse_reference
 from localinfer.system.folders import expand_home
 
 _LATEST = ":latest"

@@ -9,15 +9,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from localinfer.errors import DownloadError, HubUnreachableError, RequestError
-from localinfer.storage.hub.cache_folder import blob_path, pointer_path, set_main
 from localinfer.storage.hub.client import HubClient, Repository
 from localinfer.storage.hub.download import fetch_file, held_bytes
 from localinfer.storage.hub.installed import find_installed
-from localinfer.storage.hub.places import Places
+from localinfer.storage.hub.places import Places, blob_path, pointer_path, set_main
 from localinfer.storage.hub.records import PullRecord, PullRecords, new_record
-from localinfer.storage.hub.references import Reference, parse_reference
 from localinfer.storage.hub.remove import delete_files
-from localinfer.storage.hub.variants import StoredFile, choose_variant, describe_size, is_left_aside
+from localinfer.storage.hub.variants import (
+    Reference,
+    StoredFile,
+    choose_variant,
+    describe_size,
+    is_left_aside,
+    parse_reference,
+)
 from localinfer.system.extras import require
 
 if TYPE_CHECKING:

@@ -14,8 +14,7 @@ from urllib.parse import quote
 
 from localinfer.errors import DownloadError
 from localinfer.storage.hub.client import Repository
-from localinfer.storage.hub.references import parse_reference
-from localinfer.storage.hub.variants import StoredFile, is_safe_path
+from localinfer.storage.hub.variants import StoredFile, is_safe_path, parse_reference
 from localinfer.system.files import delete_abandoned, read_bounded, write_atomically
 from localinfer.system.folders import make_private
 

@@ -7,10 +7,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from localinfer.errors import RequestError
-from localinfer.storage.hub.cache_folder import blob_path, pointer_path, repository_folder
 from localinfer.storage.hub.download import partial_path
 from localinfer.storage.hub.installed import find_installed
-from localinfer.storage.hub.places import Places
+from localinfer.storage.hub.places import Places, blob_path, pointer_path, repository_folder
 from localinfer.storage.hub.records import DamagedRecord, PullRecord, PullRecords
 from localinfer.storage.hub.variants import describe_size
 from localinfer.system.extras import require

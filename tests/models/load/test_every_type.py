@@ -14,7 +14,7 @@ from localinfer.errors import CorruptFileError, UnsupportedFormatError
 from localinfer.kernels.cpu.program import ThreadPool
 from localinfer.kernels.cuda.device import CudaDevice
 from localinfer.kernels.layouts import CUDA_LAYOUTS, GGUF_LAYOUTS, Layout
-from localinfer.loading.memory.counted_weights import CountedWeights
+from localinfer.loading.memory.plan import CountedWeights
 from localinfer.models.load.weights import CpuWeights, CudaWeights
 from localinfer.quant.formats.reference_encoders import ENCODABLE_TYPES
 from localinfer.quant.formats.types import TensorType, bits_per_weight, block_bytes, block_dtype, block_size, row_bytes

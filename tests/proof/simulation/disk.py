@@ -174,7 +174,7 @@ class Disk:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Put disk, clock and names of temporary files under the product's modules."""
-        from localinfer.storage import conversations, prompt_cache, response_store, saved_conversation, sessions
+        from localinfer.storage import conversations, prompt_cache, response_store, sessions
         from localinfer.system import disk, files
 
         assert all((conversations, response_store)), "imported, so that they get this clock"
@@ -183,8 +183,8 @@ class Disk:
             mock.patch.object(disk, "FileIO", self.file_of),
             mock.patch.object(disk, "fcntl", Locks(self)),
             mock.patch.object(files, "secrets", self),
-            mock.patch.object(saved_conversation, "secrets", self),
-            mock.patch.object(saved_conversation, "datetime", _datetime_of(self.clock)),
+            mock.patch.object(conversations, "secrets", self),
+            mock.patch.object(conversations, "datetime", _datetime_of(self.clock)),
             mock.patch.object(prompt_cache, "atexit", mock.Mock()),
             mock.patch.object(prompt_cache, "num_io_threads", lambda: 1),
             mock.patch.object(sessions, "num_io_threads", lambda: 1),

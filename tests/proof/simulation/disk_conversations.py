@@ -4,8 +4,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 from localinfer.errors import RequestError, SessionFileError
-from localinfer.storage.conversations import ConversationStore
-from localinfer.storage.saved_conversation import SavedConversation
+from localinfer.storage.conversations import ConversationStore, SavedConversation
 from tests.proof.simulation.disk import Disk
 from tests.proof.simulation.disk_part import Member, Part, Setting, demand
 

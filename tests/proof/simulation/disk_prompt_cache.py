@@ -11,8 +11,7 @@ from localinfer.storage import budget, chats
 from localinfer.storage.chats import AnsweredChat, EncodedChat, StoredChats
 from localinfer.storage.fingerprint import Fingerprint, describe_folder, read_description
 from localinfer.storage.page_file import PageFormat
-from localinfer.storage.snapshot_store import SnapshotTier
-from localinfer.storage.store import DiskTier, FileKind
+from localinfer.storage.store import DiskTier, FileKind, SnapshotTier
 from localinfer.system.folders import make_private
 from localinfer.types import TokenIds
 from tests.proof.simulation.disk import Disk, Faults

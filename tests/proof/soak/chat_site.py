@@ -5,8 +5,7 @@ import subprocess
 from random import Random
 from typing import Any
 
-from localinfer.storage.conversations import ConversationStore
-from localinfer.storage.saved_conversation import SavedConversation
+from localinfer.storage.conversations import ConversationStore, SavedConversation
 from tests.apps.cli.chat_command import CACHED, READY, ChatCommand, ChatEndedError
 from tests.proof.soak.cold_answers import MOST_TURNS, QUESTIONS
 from tests.proof.soak.site import Site, few_warnings, require

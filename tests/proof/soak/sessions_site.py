@@ -6,8 +6,7 @@ import sys
 from random import Random
 from typing import Any
 
-from localinfer.storage.conversations import ConversationStore
-from localinfer.storage.saved_conversation import SavedConversation
+from localinfer.storage.conversations import ConversationStore, SavedConversation
 from tests.kernels.subprocesses import environment
 from tests.proof.soak.site import Site, check_ended_well, few_warnings, require
 

@@ -10,10 +10,9 @@ import pytest
 
 from localinfer.errors import RequestError
 from localinfer.quant.pipeline.partial_results import PartialResults
-from localinfer.storage.conversations import ConversationStore
-from localinfer.storage.hub.cache_folder import set_main
+from localinfer.storage.conversations import ConversationStore, SavedConversation
 from localinfer.storage.hub.client import Repository
-from localinfer.storage.saved_conversation import SavedConversation
+from localinfer.storage.hub.places import set_main
 from localinfer.system.files import OutputFile, delete_abandoned, write_atomically
 from tests.kernels.subprocesses import start
 

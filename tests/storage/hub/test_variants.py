@@ -3,8 +3,14 @@
 import pytest
 
 from localinfer.errors import RequestError
-from localinfer.storage.hub.references import Reference, parse_reference, quant_of
-from localinfer.storage.hub.variants import StoredFile, choose_variant, is_safe_path
+from localinfer.storage.hub.variants import (
+    Reference,
+    StoredFile,
+    choose_variant,
+    is_safe_path,
+    parse_reference,
+    quant_of,
+)
 
 
 def chosen(quant: str | None, *paths: str) -> list[str]:

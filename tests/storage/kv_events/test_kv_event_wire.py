@@ -8,7 +8,7 @@ import pytest
 
 from localinfer.engine.cache.salt import salt_of
 from localinfer.storage.kv_events.config import Encoding
-from localinfer.storage.kv_events.wire import AllBlocksCleared, BlockRemoved, BlockStored, encode_batch
+from localinfer.storage.kv_events.publisher import AllBlocksCleared, BlockRemoved, BlockStored, encode_batch
 
 pytest.importorskip("zmq", reason="subscribers need pyzmq")
 

@@ -13,7 +13,7 @@ from localinfer.apps.server.router.model_folder import ModelSource
 from localinfer.apps.server.router.served_model import ServedModel
 from localinfer.errors import LocalinferError
 from localinfer.models.text.fill_in import FILL_IN_ROLES
-from localinfer.storage.hub.references import quant_of
+from localinfer.storage.hub.variants import quant_of
 
 _MOST_MODELS = 256
 _BLOB = re.compile(r"(?:sha256-)?(?P<digest>[0-9a-f]{64})")

@@ -22,7 +22,7 @@ from localinfer.errors import DownloadError, RequestError
 from localinfer.storage.hub.find import find_model
 from localinfer.storage.hub.installed import find_pulled
 from localinfer.storage.hub.places import Places
-from localinfer.storage.hub.references import Reference, parse_reference
+from localinfer.storage.hub.variants import Reference, parse_reference
 from localinfer.system.event_loop import LoopCalls
 
 if TYPE_CHECKING:
