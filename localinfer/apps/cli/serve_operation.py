@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from localinfer.apps.server.operation.request_record import Observer
-    from localinfer.apps.server.replies.configuration import Operation
+    from localinfer.apps.server.replies.configuration import Observability
     from localinfer.apps.server.router.model_folder import ModelSource
     from localinfer.apps.server.transport.access_tokens import AccessToken
     from localinfer.apps.server.transport.settings import ServerSettings
@@ -111,14 +111,14 @@ operation_options = options_group_of(
 @contextmanager
 def operating(
     options: OperationOptions, read_again: "Callable[[ServerSettings], tuple[ServerSettings, list[ModelSource]]]"
-) -> "Iterator[Operation]":
+) -> "Iterator[Observability]":
     """What watches a server, until the context is left. read_again: reads the configuration for SIGHUP.
 
     Raises: RequestError, MissingPackageError.
     """
     from localinfer.apps.server.operation.request_log import DEFAULT_BYTES, RequestLog
     from localinfer.apps.server.operation.tracing import RequestTracer, wants_traces
-    from localinfer.apps.server.replies.configuration import Configuration, Operation
+    from localinfer.apps.server.replies.configuration import Configuration, Observability
 
     with ExitStack() as stack:
         log = None
@@ -132,7 +132,7 @@ def operating(
         observers: tuple[Observer, ...] = ()
         if wants_traces(options.otlp_endpoint):
             observers = (stack.enter_context(RequestTracer(options.otlp_endpoint)).observe,)
-        yield Operation(observers, log, lambda settings: Configuration(*read_again(settings)))
+        yield Observability(observers, log, lambda settings: Configuration(*read_again(settings)))
 
 
 def read_tokens(path: "Path") -> "tuple[AccessToken, ...]":

@@ -47,7 +47,7 @@ from localinfer.apps.server.operation.service_manager import (
     tell_manager,
     tell_reloading,
 )
-from localinfer.apps.server.replies.configuration import NO_OPERATION, Operation
+from localinfer.apps.server.replies.configuration import NO_OBSERVABILITY, Observability
 from localinfer.apps.server.replies.service import PlainPaths, Service, route, unrouted
 from localinfer.apps.server.router.models import ModelRegistry
 from localinfer.apps.server.transport.bodies import SharesMiddleware
@@ -66,7 +66,7 @@ from localinfer.errors import BackendUnavailableError, ClosedError
 from localinfer.storage.response_store import ResponseStore
 from localinfer.types import Closing
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("localinfer.server")
 
 _GRACE_SECONDS = 2
 """What streams get, after their time is over, to send the error that says so."""
@@ -82,7 +82,7 @@ _LOAD_END_SECONDS = 0.8
 _NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
-def make_app(service: Service, operation: Operation = NO_OPERATION) -> Starlette:
+def make_app(service: Service, operation: Observability = NO_OBSERVABILITY) -> Starlette:
     """The application of a service; paths are written without `/v1`, which may stand before each."""
 
     memory = ResponseMemory(ResponseStore(service.settings.kept_responses))
@@ -191,7 +191,7 @@ class LocalServer(Closing):
         *,
         preloads: bool = False,
         on_signal: Callable[[], object] = lambda: None,
-        operation: Operation = NO_OPERATION,
+        operation: Observability = NO_OBSERVABILITY,
     ) -> None:
         limit = affordable_connections(settings.max_connections)
         given = given_sockets()
@@ -323,7 +323,7 @@ class _Server(uvicorn.Server):
     """
 
     def __init__(
-        self, config: uvicorn.Config, service: Service, on_signal: Callable[[], object], operation: Operation
+        self, config: uvicorn.Config, service: Service, on_signal: Callable[[], object], operation: Observability
     ) -> None:
         super().__init__(config)
         self._operation = operation

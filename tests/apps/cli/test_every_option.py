@@ -68,7 +68,7 @@ def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     places["brief"] = "--system Brief. --no-disk-cache --temperature 0"
     places["local"] = "--no-disk-cache --no-tcp --socket s/s.sock"
     # --verbose and --log-format add a handler, on the standard error of its test, and lets more through.
-    loggers = [logging.getLogger(name) for name in ("localinfer", "localinfer.apps.server")]
+    loggers = [logging.getLogger(name) for name in ("localinfer", "localinfer.server")]
     kept = [(logger, logger.handlers[:], logger.propagate, logger.level) for logger in loggers]
 
     def fill(line: str) -> list[str]:

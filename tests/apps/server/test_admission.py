@@ -188,7 +188,7 @@ def test_other_keys_and_chats_end_nobody(waiting, path):
 
 
 def test_client_that_leaves_before_its_turn_leaves_nothing_behind(waiting, caplog):
-    caplog.set_level(logging.INFO, "localinfer.apps.server")
+    caplog.set_level(logging.INFO, "localinfer.server")
     body = json.dumps({**ASK, "model": "silent"}).encode()
     for stream in (False, True):
         with waiting.served.connect() as connection:

@@ -48,7 +48,7 @@ def body(api: str, turn: int, *texts: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("api", ["chat/completions", "messages", "responses"])
 def test_turns_under_a_line_that_varies(server: ServedModel, moves: bool, api: str, caplog: pytest.LogCaptureFixture):
-    caplog.set_level("INFO", "localinfer.apps.server")
+    caplog.set_level("INFO", "localinfer.server")
     texts: list[str] = []
     timings: list[dict[str, Any]] = []
     with server.client() as client:

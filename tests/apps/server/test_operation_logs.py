@@ -14,7 +14,7 @@ from scripted_models import loader, scripted_sources
 from localinfer.apps.server.app import LocalServer
 from localinfer.apps.server.operation.request_log import RequestLog
 from localinfer.apps.server.operation.structured_log import JsonFormatter
-from localinfer.apps.server.replies.configuration import Operation
+from localinfer.apps.server.replies.configuration import Observability
 from localinfer.apps.server.transport.access_tokens import parse_tokens
 from localinfer.apps.server.transport.settings import ServerSettings
 from localinfer.errors import RequestError
@@ -29,13 +29,13 @@ SCRIPTS = {"says": SAID.encode(), "fails": [*b"abc", ValueError("a secret of /ho
 
 @pytest.fixture
 def watched(monkeypatch):
-    """A client of a server with these parts of `Operation`."""
+    """A client of a server with these parts of `Observability`."""
     made = []
 
     def make(**parts) -> httpx.Client:
         plain = LocalServer.__init__
         monkeypatch.setattr(
-            LocalServer, "__init__", lambda self, *a, **k: plain(self, *a, **k, operation=Operation(**parts))
+            LocalServer, "__init__", lambda self, *a, **k: plain(self, *a, **k, operation=Observability(**parts))
         )
         settings = ServerSettings(port=0, tokens=parse_tokens("alice: key-of-alice"))
         context = serving(settings, sources=scripted_sources(*SCRIPTS), load=loader(SCRIPTS))

@@ -50,7 +50,7 @@ def client(path: Path) -> Iterator[httpx.Client]:
 def test_replies_and_meters_say_what_was_cached_and_why_not_more(
     client: httpx.Client, caplog: pytest.LogCaptureFixture
 ):
-    caplog.set_level("INFO", "localinfer.apps.server")
+    caplog.set_level("INFO", "localinfer.server")
     prompt = "".join(chr(97 + index % 23) for index in range(150))
     (model,) = (model["id"] for model in client.get("/v1/models").json()["data"])
 

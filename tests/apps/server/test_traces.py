@@ -12,7 +12,7 @@ from scripted_models import loader, scripted_sources
 
 from localinfer.apps.server.app import LocalServer
 from localinfer.apps.server.operation import tracing
-from localinfer.apps.server.replies.configuration import Operation
+from localinfer.apps.server.replies.configuration import Observability
 from localinfer.apps.server.transport.settings import ServerSettings
 from localinfer.errors import MissingPackageError, RequestError
 from tests.support.limits import seconds, wait_until
@@ -36,7 +36,7 @@ def traced(exporter: Any) -> Iterator[httpx.Client]:
     with pytest.MonkeyPatch.context() as patch:
         plain = LocalServer.__init__
         tracer = tracing.RequestTracer(exporter=exporter)
-        operation = Operation((tracer.observe,))
+        operation = Observability((tracer.observe,))
         patch.setattr(LocalServer, "__init__", lambda self, *a, **k: plain(self, *a, **k, operation=operation))
         settings = ServerSettings(port=0)
         with serving(settings, sources=scripted_sources(*SCRIPTS), load=loader(SCRIPTS)) as run, run.client() as client:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from localinfer.generation.stream import TextStream
     from localinfer.llm import LLM
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("localinfer.server")
 
 _LEAST_PAUSE_SECONDS, _MOST_PAUSE_SECONDS = 2.0, 60.0
 """For which a server that failed is not asked: longer each time that it fails again."""

@@ -11,7 +11,7 @@ from localinfer.apps.server.api.serving import serve_reply
 from localinfer.apps.server.api.writer import Event
 from localinfer.apps.server.ollama.messages import OllamaMessages, read_ollama_messages
 from localinfer.apps.server.ollama.reply_fields import ReplyFields, begin_request, load_or_unload
-from localinfer.apps.server.ollama.reply_lines import LineWriter
+from localinfer.apps.server.ollama.reply_lines import OllamaLineWriter
 from localinfer.apps.server.replies.fields import continuation, given
 from localinfer.apps.server.replies.reply import TextPlan
 from localinfer.apps.server.replies.service import caller_options, prepared, read_body
@@ -52,7 +52,7 @@ async def ollama_chat(request: Request) -> Response:
         return [TextPlan(partial(_open, llm, body, messages, options))]
 
     asked = msgspec.structs.replace(body, model=begun.named.id, stream=body.stream is not False)
-    return await serve_reply(request, asked, "chat", plan, lambda reply: LineWriter(reply, begun, body, _message))
+    return await serve_reply(request, asked, "chat", plan, lambda reply: OllamaLineWriter(reply, begun, body, _message))
 
 
 def _open(llm: "LLM", body: OllamaChatRequest, messages: list[dict[str, Any]], options: dict[str, Any]) -> "TextStream":

@@ -14,7 +14,7 @@ from localinfer.apps.server.api.serving import serve_reply
 from localinfer.apps.server.api.writer import Event
 from localinfer.apps.server.ollama.messages import check_no_images
 from localinfer.apps.server.ollama.reply_fields import ReplyFields, begin_request, load_or_unload
-from localinfer.apps.server.ollama.reply_lines import LineWriter
+from localinfer.apps.server.ollama.reply_lines import OllamaLineWriter
 from localinfer.apps.server.replies.fields import TokenId, given
 from localinfer.apps.server.replies.reply import Reply, TextPlan
 from localinfer.apps.server.replies.service import caller_options, read_body
@@ -85,8 +85,8 @@ async def generate(request: Request) -> Response:
     options = {**body.generation_options(), **given(constraint=body.constraint()), **caller_options(request)}
     prompts = _Prompts(body, options, body.thinking_options())
 
-    def make_writer(reply: Reply) -> LineWriter:
-        return LineWriter(reply, begun, body, _response, None if body.is_raw else prompts.context)
+    def make_writer(reply: Reply) -> OllamaLineWriter:
+        return OllamaLineWriter(reply, begun, body, _response, None if body.is_raw else prompts.context)
 
     asked = msgspec.structs.replace(body, model=begun.named.id, stream=body.stream is not False)
     return await serve_reply(request, asked, "gen", prompts.plan, make_writer)

@@ -28,7 +28,7 @@ _ARRAY = re.compile(r"array of \d+ ")
 
 
 @dataclass(frozen=True)
-class ModelFacts:
+class OllamaModelFacts:
     """A model's file. digest: 64 hexadecimal digits that change with the file. template: "" without one.
 
     model_info: its metadata under GGUF's keys, None for long arrays. tensors: name, type and shape of each.
@@ -62,7 +62,7 @@ class ModelFacts:
         }
 
 
-def facts_of(source: ModelSource) -> ModelFacts:
+def facts_of(source: ModelSource) -> OllamaModelFacts:
     """The facts of a model; of a file that cannot be read, its name and size alone. Not on the event loop."""
     try:
         status = source.path.stat()
@@ -74,7 +74,7 @@ def facts_of(source: ModelSource) -> ModelFacts:
         return _unread(source, status.st_size, str(error))
 
 
-def capabilities_of(model: ServedModel, facts: ModelFacts) -> list[str]:
+def capabilities_of(model: ServedModel, facts: OllamaModelFacts) -> list[str]:
     """What a model can be asked for, in Ollama's words; of one that is not loaded, as its file lets expect.
 
     Not on the event loop: the template of one that was just loaded is looked at first.
@@ -104,7 +104,7 @@ def human_count(count: int) -> str:
 
 
 @lru_cache(maxsize=_MOST_MODELS)
-def _read(path: Path, model_id: str, changed: int, size: int) -> ModelFacts:
+def _read(path: Path, model_id: str, changed: int, size: int) -> OllamaModelFacts:
     """The facts of a file, kept while it is the same. Raises: ModelFileError."""
     from localinfer.apps.show.describe import describe_file
 
@@ -119,7 +119,7 @@ def _read(path: Path, model_id: str, changed: int, size: int) -> ModelFacts:
     info.setdefault("general.basename", model_id.rpartition("/")[2])
     info.setdefault("general.parameter_count", described.num_parameters)
     blob = _BLOB.fullmatch(path.resolve().name)
-    return ModelFacts(
+    return OllamaModelFacts(
         digest=blob["digest"] if blob is not None else _made_digest(model_id, changed, described.num_bytes),
         num_bytes=described.num_bytes,
         format="gguf" if described.gguf_version is not None else "safetensors",
@@ -135,9 +135,9 @@ def _read(path: Path, model_id: str, changed: int, size: int) -> ModelFacts:
     )
 
 
-def _unread(source: ModelSource, num_bytes: int, problem: str) -> ModelFacts:
+def _unread(source: ModelSource, num_bytes: int, problem: str) -> OllamaModelFacts:
     digest = _made_digest(source.id, source.created, num_bytes)
-    return ModelFacts(digest, num_bytes, "", "", 0, "", None, None, "", "", {}, (), problem)
+    return OllamaModelFacts(digest, num_bytes, "", "", 0, "", None, None, "", "", {}, (), problem)
 
 
 def _made_digest(*facts: object) -> str:

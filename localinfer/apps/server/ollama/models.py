@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from localinfer.apps.server.api.webui import chat_page
-from localinfer.apps.server.ollama.model_facts import ModelFacts, capabilities_of, facts_of
+from localinfer.apps.server.ollama.model_facts import OllamaModelFacts, capabilities_of, facts_of
 from localinfer.apps.server.ollama.names import find_named, listed_name
 from localinfer.apps.server.ollama.wire import timestamp
 from localinfer.apps.server.replies.service import read_body, service_of
@@ -104,7 +104,7 @@ def _shown(model: ServedModel, *, with_tensors: bool) -> dict[str, Any]:
     }
 
 
-def _card(model: ServedModel, facts: ModelFacts) -> dict[str, Any]:
+def _card(model: ServedModel, facts: OllamaModelFacts) -> dict[str, Any]:
     name = listed_name(model.source.id)
     return {
         "name": name,

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from localinfer.generation.completion import Stats, StreamEvent
 
 
-class LineWriter(ReplyWriter):
+class OllamaLineWriter(ReplyWriter):
     """Lines: text and reasoning as they come, each tool call when it is whole, and the figures at the end.
 
     content: puts text, reasoning and calls under a route's names. context: gives what the last line has of the

@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from localinfer.apps.server.operation.request_log import RequestLog
 from localinfer.apps.server.operation.request_record import Observer, RequestRecord, record_of
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("localinfer.server")
 
 
 class ObservingMiddleware:

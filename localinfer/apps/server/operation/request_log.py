@@ -20,7 +20,7 @@ from localinfer.apps.server.operation.request_record import RequestRecord
 from localinfer.errors import RequestError
 from localinfer.types import Closing
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("localinfer.server")
 
 DEFAULT_BYTES = 64 << 20
 _BODY_BYTES = 4 << 20
@@ -47,9 +47,9 @@ class RequestLog(Closing):
                 f"requests cannot be written to {path}: {error.strerror or error}; give --log-requests another"
             ) from None
 
-    def begin(self, scope: Scope) -> "Exchange":
+    def begin(self, scope: Scope) -> "LoggedExchange":
         """Write down a request, and what is answered."""
-        return Exchange(self, scope)
+        return LoggedExchange(self, scope)
 
     def write(self, facts: dict[str, Any]) -> None:
         """Append a line; a disk that is full or gone ends the log, not the server."""
@@ -98,7 +98,7 @@ class RequestLog(Closing):
         return descriptor, status.st_size
 
 
-class Exchange:
+class LoggedExchange:
     """One request and its answer, gathered while they pass."""
 
     def __init__(self, log: RequestLog, scope: Scope) -> None:

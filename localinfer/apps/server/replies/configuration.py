@@ -18,7 +18,7 @@ class Configuration:
 
 
 @dataclass(frozen=True)
-class Operation:
+class Observability:
     """How a server is watched, and how its configuration is read again.
 
     observers: told of every request at its end. request_log: gets all of them whole. read_configuration: is given the
@@ -30,4 +30,4 @@ class Operation:
     read_configuration: Callable[[ServerSettings], Configuration] | None = None
 
 
-NO_OPERATION = Operation()
+NO_OBSERVABILITY = Observability()

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from localinfer.generation.stream import TextStream
     from localinfer.types import TokenIds
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("localinfer.server")
 
 _Job = Callable[[], None]
 _BARRIER_SECONDS = 0.015

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Work:
+class ComputedWork:
     """Tokens of prompts that were computed, and tokens that were generated after the first of each text, in time."""
 
     prompt_tokens: int = 0
@@ -17,7 +17,7 @@ class Work:
     later_tokens: int = 0
     later_seconds: float = 0.0
 
-    def add(self, other: "Work") -> None:
+    def add(self, other: "ComputedWork") -> None:
         """Count more work."""
         self.prompt_tokens += other.prompt_tokens
         self.prompt_seconds += other.prompt_seconds
@@ -33,8 +33,8 @@ class ReplyTotals:
     num_drafts: with at least one token. accepted_by_position: by place in the draft. recent: work since `take_recent`.
     """
 
-    work: Work = field(default_factory=Work)
-    recent: Work = field(default_factory=Work)
+    work: ComputedWork = field(default_factory=ComputedWork)
+    recent: ComputedWork = field(default_factory=ComputedWork)
     cached_tokens: int = 0
     completion_tokens: int = 0
     num_texts: int = 0
@@ -51,7 +51,7 @@ class ReplyTotals:
         computed = max(0, stats.prompt_tokens - stats.cached_tokens)
         later, rate = max(0, stats.completion_tokens - 1), stats.decode_tokens_per_second
         prompt_seconds = max(0.0, stats.time_to_first_token_seconds - stats.waited_seconds)
-        self._count(Work(computed, prompt_seconds, later, later / rate if rate > 0 else 0.0))
+        self._count(ComputedWork(computed, prompt_seconds, later, later / rate if rate > 0 else 0.0))
         self.cached_tokens += stats.cached_tokens
         self.completion_tokens += stats.completion_tokens
         self.num_texts += 1
@@ -65,15 +65,15 @@ class ReplyTotals:
 
     def count_prompts(self, num_tokens: int, seconds: float) -> None:
         """Count texts that were read for their vectors or scores."""
-        self._count(Work(prompt_tokens=num_tokens, prompt_seconds=seconds))
+        self._count(ComputedWork(prompt_tokens=num_tokens, prompt_seconds=seconds))
         self.num_passes += 1
 
-    def take_recent(self) -> Work:
+    def take_recent(self) -> ComputedWork:
         """The work since the last call."""
-        recent, self.recent = self.recent, Work()
+        recent, self.recent = self.recent, ComputedWork()
         return recent
 
-    def _count(self, work: Work) -> None:
+    def _count(self, work: ComputedWork) -> None:
         self.work.add(work)
         self.recent.add(work)
 

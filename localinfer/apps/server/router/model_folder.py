@@ -13,7 +13,7 @@ from localinfer.apps.server.router.model_settings import ModelSettings
 from localinfer.errors import RequestError
 from localinfer.kernels.versions import installed_version
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("localinfer.server")
 
 MAX_FOLDER_DEPTH = 5
 """Folders below the one that was named: enough for publisher/repository/file, and for Hugging Face's download cache."""

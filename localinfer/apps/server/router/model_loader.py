@@ -18,7 +18,7 @@ from localinfer.system.machine_limits import byte_text, memory_limits
 if TYPE_CHECKING:
     from localinfer.llm import LLM
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("localinfer.server")
 
 
 class Changes:

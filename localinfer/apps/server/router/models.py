@@ -20,7 +20,7 @@ from localinfer.errors import RequestError
 if TYPE_CHECKING:
     from localinfer.llm import LLM
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("localinfer.server")
 
 
 class ModelRegistry:

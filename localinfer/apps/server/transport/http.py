@@ -33,7 +33,7 @@ from localinfer.errors import (
     TokenIdError,
 )
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("localinfer.server")
 
 MAX_DEPTH = 64
 MAX_VALUES = 1 << 20
