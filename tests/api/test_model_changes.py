@@ -8,7 +8,7 @@ import pytest
 
 import localinfer
 from localinfer.apps.cli import main
-from localinfer.apps.server.router.memory_need import measure_need
+from localinfer.apps.server.router.model_folder import measure_need
 from localinfer.errors import ModelFileError, RequestError, UnsupportedFormatError
 from localinfer.loading.options import model_changes, model_path
 from localinfer.models.decoder.rope_options import RopeOptions

@@ -23,8 +23,7 @@ from typing import Any
 
 import localinfer
 from localinfer.apps.server.app import LocalServer
-from localinfer.apps.server.router.memory_need import measure_need
-from localinfer.apps.server.router.model_folder import ModelSource
+from localinfer.apps.server.router.model_folder import ModelSource, measure_need
 from localinfer.apps.server.router.models import ModelRegistry
 from localinfer.apps.server.transport.settings import ServerSettings
 from localinfer.loading.options import model_path

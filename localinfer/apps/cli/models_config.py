@@ -15,7 +15,7 @@ from localinfer.storage.hub.find import find_model
 from localinfer.system.folders import expand_home
 
 if TYPE_CHECKING:
-    from localinfer.apps.server.router.model_settings import ModelSettings
+    from localinfer.apps.server.router.model_folder import ModelSettings
 
 _WAY_OUT = "correct it, or leave out --models-config"
 _DEFAULTS, _MODELS, _SAMPLING = "defaults", "models", "sampling"
@@ -55,7 +55,7 @@ def read_models_config(path: str | None, options: LoadOptions) -> ModelsConfig:
 
     Raises: RequestError naming the file, the line and the key, for what is unknown there or cannot be.
     """
-    from localinfer.apps.server.router.model_settings import ModelSettings
+    from localinfer.apps.server.router.model_folder import ModelSettings
 
     if path is None:
         return ModelsConfig(ModelSettings())

@@ -165,8 +165,8 @@ def _serve(
     **settings_of_server: Any,
 ) -> None:
     from localinfer.apps.server.app import LocalServer
-    from localinfer.apps.server.operation.structured_log import log_to_stderr
-    from localinfer.apps.server.router.load_threads import LoadThreads
+    from localinfer.apps.server.operation.requests import log_to_stderr
+    from localinfer.apps.server.router.model_loader import LoadThreads
     from localinfer.apps.server.router.models import ModelRegistry
 
     if ending.owns_process:

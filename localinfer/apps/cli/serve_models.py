@@ -15,9 +15,8 @@ from localinfer.system.folders import expand_home
 
 if TYPE_CHECKING:
     from localinfer.apps.cli.models_config import ModelsConfig
-    from localinfer.apps.server.router.load_threads import LoadThreads
-    from localinfer.apps.server.router.memory_need import MemoryNeed
-    from localinfer.apps.server.router.model_folder import ModelSource
+    from localinfer.apps.server.router.model_folder import MemoryNeed, ModelSource
+    from localinfer.apps.server.router.model_loader import LoadThreads
     from localinfer.llm import LLM
     from localinfer.types import ProgressCallback
 
@@ -98,7 +97,7 @@ def find_sources(model: str | None, options: ModelsOptions, load: LoadOptions) -
 
 def measure(source: "ModelSource", options: LoadOptions) -> "MemoryNeed":
     """What a model takes, loaded with these options. Raises: ModelFileError and below, RequestError."""
-    from localinfer.apps.server.router.memory_need import measure_need
+    from localinfer.apps.server.router.model_folder import measure_need
 
     chosen = load_options_of(source, options)
     return measure_need(

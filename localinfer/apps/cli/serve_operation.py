@@ -17,11 +17,10 @@ from localinfer.system.folders import expand_home
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from localinfer.apps.server.operation.request_record import Observer
-    from localinfer.apps.server.replies.configuration import Observability
+    from localinfer.apps.server.operation.requests import Observer
+    from localinfer.apps.server.replies.service import Observability
     from localinfer.apps.server.router.model_folder import ModelSource
-    from localinfer.apps.server.transport.access_tokens import AccessToken
-    from localinfer.apps.server.transport.settings import ServerSettings
+    from localinfer.apps.server.transport.settings import AccessToken, ServerSettings
 
 _LEAST_LOG_BYTES = 1 << 20
 
@@ -116,9 +115,9 @@ def operating(
 
     Raises: RequestError, MissingPackageError.
     """
-    from localinfer.apps.server.operation.request_log import DEFAULT_BYTES, RequestLog
+    from localinfer.apps.server.operation.requests import DEFAULT_BYTES, RequestLog
     from localinfer.apps.server.operation.tracing import RequestTracer, wants_traces
-    from localinfer.apps.server.replies.configuration import Configuration, Observability
+    from localinfer.apps.server.replies.service import Configuration, Observability
 
     with ExitStack() as stack:
         log = None
@@ -137,7 +136,7 @@ def operating(
 
 def read_tokens(path: "Path") -> "tuple[AccessToken, ...]":
     """The tokens of a file, a line each. Raises: RequestError naming the file."""
-    from localinfer.apps.server.transport.access_tokens import parse_tokens
+    from localinfer.apps.server.transport.settings import parse_tokens
 
     try:
         return parse_tokens(path.read_text(encoding="utf-8"))

@@ -12,7 +12,7 @@ from localinfer.errors import RequestError
 from localinfer.system.folders import expand_home
 
 if TYPE_CHECKING:
-    from localinfer.apps.server.transport.handover_options import HandoverOptions, Role
+    from localinfer.apps.server.transport.settings import HandoverOptions, Role
     from localinfer.llm import LLM
 
 
@@ -28,7 +28,7 @@ class RoleOptions:
 
     def handover(self, load: Mapping[str, Any]) -> "HandoverOptions":
         """The server's role. load: options with which its models are loaded. Raises: RequestError."""
-        from localinfer.apps.server.transport.handover_options import HandoverOptions, PrefillAddress
+        from localinfer.apps.server.transport.settings import HandoverOptions, PrefillAddress
 
         if self.role != "both" and not load.get("disk_cache", True):
             raise RequestError(

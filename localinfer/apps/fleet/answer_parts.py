@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from starlette.types import ASGIApp, Message, Scope
 
-from localinfer.apps.server.operation.request_record import record_of
-from localinfer.apps.server.replies.resumption import RELAY, Note, ReplyRelay, Resumption, UsedNote
+from localinfer.apps.server.operation.requests import record_of
+from localinfer.apps.server.replies.reply import RELAY, Note, ReplyRelay, Resumption, UsedNote
 
 _END_SECONDS = 5.0
 """What an app gets to end when its client has left."""

@@ -9,7 +9,7 @@ from typing import Any
 from localinfer.apps.fleet.answer_parts import AnswerPart, RelayedRequest, answer_parts
 from localinfer.apps.fleet.prefill_deployment import PrefillDeployment
 from localinfer.apps.fleet.replica_models import ReplicaOptions, model_registry
-from localinfer.apps.server.replies.resumption import Resumption
+from localinfer.apps.server.replies.reply import Resumption
 
 
 class EngineReplica:

@@ -20,13 +20,12 @@ from localinfer.apps.fleet.relay import ReplicaLostError, relay_answer
 from localinfer.apps.fleet.replica_answers import AnsweredReplicas, Answers
 from localinfer.apps.fleet.replica_metrics import merged_metrics, summed_metrics
 from localinfer.apps.fleet.silence import ReplicaWatch, unless_silent
-from localinfer.apps.server.replies.isolation import tenant_of
-from localinfer.apps.server.replies.resumption import ReplyProgress, Resumption
-from localinfer.apps.server.transport.access_tokens import AccessToken
+from localinfer.apps.server.replies.ownership import tenant_of
+from localinfer.apps.server.replies.reply import ReplyProgress, Resumption
 from localinfer.apps.server.transport.bodies import unless_gone
 from localinfer.apps.server.transport.http import ApiError, ClientGone
 from localinfer.apps.server.transport.security import TOKEN_IDENTITY, SecurityMiddleware
-from localinfer.apps.server.transport.settings import ServerSettings
+from localinfer.apps.server.transport.settings import AccessToken, ServerSettings
 
 _OF_ONE_REPLICA = re.compile(r"/(?:requests|responses|conversations)/[^/]+(?:/.*)?")
 """Paths with the name of something that one replica has."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from localinfer.apps.fleet.answer_parts import AnswerPart, RelayedRequest
 from localinfer.apps.fleet.handle_calls import call_apart
-from localinfer.apps.server.handover.prefill_server import (
+from localinfer.apps.server.kv_transfer import (
     CONNECT_SECONDS,
     ROUTE,
     SILENT_SECONDS,

@@ -4,12 +4,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from localinfer.apps.fleet.replica_models import ReplicaOptions
-from localinfer.apps.server.transport.handover_options import (
+from localinfer.apps.server.transport.settings import (
     DEFAULT_DEADLINE_SECONDS,
     DEFAULT_THRESHOLD,
     HandoverOptions,
+    ServerSettings,
 )
-from localinfer.apps.server.transport.settings import ServerSettings
 from localinfer.arguments import check_number
 from localinfer.errors import RequestError
 from localinfer.storage.response_store import ResponseStoreOptions

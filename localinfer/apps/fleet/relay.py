@@ -9,7 +9,7 @@ from typing import Any
 from starlette.types import Message, Send
 
 from localinfer.apps.fleet.answer_parts import AnswerPart
-from localinfer.apps.server.replies.resumption import ReplyProgress, ReserveNote, Resumption
+from localinfer.apps.server.replies.reply import ReplyProgress, ReserveNote, Resumption
 from localinfer.apps.server.transport.http import PING, ApiError
 
 logger = logging.getLogger(__name__)

@@ -7,8 +7,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from localinfer.apps.server.transport.quotas import Quota
-from localinfer.apps.server.transport.settings import ServerSettings
+from localinfer.apps.server.transport.settings import Quota, ServerSettings
 from localinfer.errors import RequestError
 
 if TYPE_CHECKING:
@@ -74,8 +73,7 @@ def checked_load(options: Mapping[str, Any]) -> None:
 def model_registry(options: ReplicaOptions, metrics: "Metrics") -> "ModelRegistry":
     """The registry of a replica, whose model is loaded at once. Raises: RequestError for what is no model."""
     import localinfer
-    from localinfer.apps.server.router.memory_need import measure_need
-    from localinfer.apps.server.router.model_folder import model_source
+    from localinfer.apps.server.router.model_folder import measure_need, model_source
     from localinfer.apps.server.router.models import ModelRegistry
     from localinfer.loading.options import model_path
     from localinfer.storage.hub.find import find_model

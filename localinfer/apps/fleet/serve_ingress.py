@@ -17,7 +17,7 @@ from localinfer.apps.fleet.ingress import Ingress
 from localinfer.apps.fleet.ingress_accounts import IngressAccounts, IngressOptions, present_replicas
 from localinfer.apps.fleet.relay import ReplicaLostError
 from localinfer.apps.fleet.replica_answers import Answers, answers_within
-from localinfer.apps.server.replies.resumption import Resumption
+from localinfer.apps.server.replies.reply import Resumption
 
 ENGINE = "engine"
 """The name of the deployment whose replicas hold the model."""

@@ -20,35 +20,22 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 
 from localinfer.apps.server import openapi
-from localinfer.apps.server.api import (
-    chat,
-    completions,
-    conversations,
-    embeddings,
-    messages,
-    models,
-    prefill,
-    rerank,
-    responses,
-    status,
-    text,
-)
-from localinfer.apps.server.api.responses_background import BackgroundResponses
+from localinfer.apps.server.api import chat, completions, embeddings, messages, prefill, responses, status, text
+from localinfer.apps.server.api.responses import BackgroundResponses
 from localinfer.apps.server.api.responses_memory import ResponseMemory
-from localinfer.apps.server.handover.prefill_server import ROUTE
-from localinfer.apps.server.llama_server import completion, embedding, infill, metrics, model_control, properties, slots
+from localinfer.apps.server.kv_transfer import ROUTE
+from localinfer.apps.server.llama_server import completion, embedding, properties, slots
 from localinfer.apps.server.ollama.routes import ollama_routes
-from localinfer.apps.server.operation.hangup import HangupHandler
 from localinfer.apps.server.operation.metrics import Metrics
-from localinfer.apps.server.operation.observing import ObservingMiddleware, log_request
+from localinfer.apps.server.operation.requests import ObservingMiddleware, log_request
 from localinfer.apps.server.operation.service_manager import (
+    HangupHandler,
     given_sockets,
     settings_of_sockets,
     tell_manager,
     tell_reloading,
 )
-from localinfer.apps.server.replies.configuration import NO_OBSERVABILITY, Observability
-from localinfer.apps.server.replies.service import PlainPaths, Service, route, unrouted
+from localinfer.apps.server.replies.service import NO_OBSERVABILITY, Observability, PlainPaths, Service, route, unrouted
 from localinfer.apps.server.router.models import ModelRegistry
 from localinfer.apps.server.transport.bodies import SharesMiddleware
 from localinfer.apps.server.transport.connection import Connection
@@ -100,9 +87,9 @@ def make_app(service: Service, operation: Observability = NO_OBSERVABILITY) -> S
         route("/chat/completions/input_tokens", text.count_chat_tokens, "POST"),
         route("/completions", completions.completions, "POST", prompt_field="prompt"),
         route("/embeddings", embeddings.embeddings, "POST", prompt_field="input"),
-        route("/rerank", rerank.rerank, "POST", prompt_field="documents"),
+        route("/rerank", embeddings.rerank, "POST", prompt_field="documents"),
         # Where Cohere's clients ask.
-        route("/v2/rerank", rerank.rerank, "POST", prompt_field="documents"),
+        route("/v2/rerank", embeddings.rerank, "POST", prompt_field="documents"),
         route("/responses", responses.responses, "POST", prompt_field="input"),
         route("/responses/input_tokens", responses.input_tokens, "POST", prompt_field="input"),
         route("/responses/compact", responses.compact, "POST"),
@@ -110,14 +97,14 @@ def make_app(service: Service, operation: Observability = NO_OBSERVABILITY) -> S
         route("/responses/{response}", responses.delete_response, "DELETE"),
         route("/responses/{response}/input_items", responses.input_items),
         route("/responses/{reply}/cancel", responses.cancel_response, "POST"),
-        route("/conversations", conversations.create_conversation, "POST"),
-        route("/conversations/{conversation}", conversations.conversation),
-        route("/conversations/{conversation}", conversations.update_conversation, "POST"),
-        route("/conversations/{conversation}", conversations.delete_conversation, "DELETE"),
-        route("/conversations/{conversation}/items", conversations.conversation_items),
-        route("/conversations/{conversation}/items", conversations.add_items, "POST"),
-        route("/conversations/{conversation}/items/{item}", conversations.conversation_item),
-        route("/conversations/{conversation}/items/{item}", conversations.delete_item, "DELETE"),
+        route("/conversations", responses.create_conversation, "POST"),
+        route("/conversations/{conversation}", responses.conversation),
+        route("/conversations/{conversation}", responses.update_conversation, "POST"),
+        route("/conversations/{conversation}", responses.delete_conversation, "DELETE"),
+        route("/conversations/{conversation}/items", responses.conversation_items),
+        route("/conversations/{conversation}/items", responses.add_items, "POST"),
+        route("/conversations/{conversation}/items/{item}", responses.conversation_item),
+        route("/conversations/{conversation}/items/{item}", responses.delete_item, "DELETE"),
         route("/messages", messages.messages, "POST"),
         route("/messages/count_tokens", messages.count_tokens, "POST"),
         route("/tokenize", text.tokenize, "POST"),
@@ -129,23 +116,23 @@ def make_app(service: Service, operation: Observability = NO_OBSERVABILITY) -> S
         # vLLM's.
         route("/ping", status.ping),
         route("/ping", status.ping, "POST"),
-        route("/score", rerank.score, "POST", prompt_field="text_2"),
+        route("/score", embeddings.score, "POST", prompt_field="text_2"),
         route("/version", status.show_version),
-        route("/models", models.models),
-        route("/models/{model:path}", models.model),
-        route("/metrics", metrics.metrics),
+        route("/models", status.models),
+        route("/models/{model:path}", status.model),
+        route("/metrics", properties.metrics),
         route("/requests", status.requests),
         # llama-server's own shapes.
         route("/completion", completion.completion, "POST", prompt_field="prompt"),
-        route("/infill", infill.infill, "POST", prompt_field="input_prefix"),
+        route("/infill", completion.infill, "POST", prompt_field="input_prefix"),
         route("/embedding", embedding.embedding, "POST", prompt_field="input"),
-        route("/reranking", rerank.rerank, "POST", prompt_field="documents"),
+        route("/reranking", embeddings.rerank, "POST", prompt_field="documents"),
         route("/props", properties.show_properties),
         route("/props", properties.change_properties, "POST"),
-        route("/models/load", model_control.load, "POST"),
-        route("/models/unload", model_control.unload, "POST"),
-        route("/lora-adapters", model_control.lora_adapters),
-        route("/lora-adapters", model_control.change_lora_adapters, "POST"),
+        route("/models/load", properties.load, "POST"),
+        route("/models/unload", properties.unload, "POST"),
+        route("/lora-adapters", properties.lora_adapters),
+        route("/lora-adapters", properties.change_lora_adapters, "POST"),
         route("/slots", slots.slots),
         route("/slots/{slot}", slots.act, "POST"),
         route("/requests/{reply}/cancel", status.cancel, "POST"),

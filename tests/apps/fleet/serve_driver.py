@@ -34,8 +34,7 @@ def main() -> None:
     from ray.serve.exceptions import DeploymentUnavailableError
 
     import localinfer.ray
-    from localinfer.apps.server.transport.access_tokens import parse_tokens
-    from localinfer.apps.server.transport.settings import ServerSettings
+    from localinfer.apps.server.transport.settings import ServerSettings, parse_tokens
     from localinfer.storage.response_store import ResponseStoreOptions
 
     if settings is not None:

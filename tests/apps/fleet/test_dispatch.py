@@ -7,10 +7,8 @@ import pytest
 from localinfer.apps.fleet.accounts import Accounts
 from localinfer.apps.fleet.dispatch import AGING_SECONDS, Asked, Dispatcher, Place
 from localinfer.apps.fleet.placement import Placement
-from localinfer.apps.server.transport.access_tokens import AccessToken
 from localinfer.apps.server.transport.http import ApiError
-from localinfer.apps.server.transport.quotas import Quota
-from localinfer.apps.server.transport.settings import ServerSettings
+from localinfer.apps.server.transport.settings import AccessToken, Quota, ServerSettings
 from localinfer.engine.owner import Owner
 
 

@@ -18,7 +18,7 @@ from localinfer.apps.fleet.relay import ReplicaLostError
 from localinfer.apps.fleet.replica_answers import Answers
 from localinfer.apps.fleet.replica_models import ReplicaOptions, without_limits
 from localinfer.apps.fleet.silence import ReplicaWatch
-from localinfer.apps.server.replies.resumption import (
+from localinfer.apps.server.replies.reply import (
     PromptNote,
     ReplyNote,
     ReserveNote,
@@ -27,10 +27,8 @@ from localinfer.apps.server.replies.resumption import (
     TokenNote,
     UsedNote,
 )
-from localinfer.apps.server.transport.access_tokens import AccessToken
 from localinfer.apps.server.transport.http import PING
-from localinfer.apps.server.transport.quotas import Quota
-from localinfer.apps.server.transport.settings import ServerSettings
+from localinfer.apps.server.transport.settings import AccessToken, Quota, ServerSettings
 from tests.apps.fleet.test_prefill_apart import replica
 
 METRICS = b"# TYPE localinfer_requests_total counter\nlocalinfer_requests_total 2.0\n"

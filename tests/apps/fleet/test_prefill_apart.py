@@ -14,9 +14,8 @@ from localinfer.apps.fleet.engine_replica import EngineReplica
 from localinfer.apps.fleet.prefill_deployment import HEADERS, PrefillDeployment
 from localinfer.apps.fleet.prefill_options import PrefillOptions, with_threads
 from localinfer.apps.fleet.replica_models import ReplicaOptions
-from localinfer.apps.server.handover.prefill_server import PrefillCancelled
-from localinfer.apps.server.transport.handover_options import HandoverOptions, PrefillAddress
-from localinfer.apps.server.transport.settings import ServerSettings
+from localinfer.apps.server.kv_transfer import PrefillCancelled
+from localinfer.apps.server.transport.settings import HandoverOptions, PrefillAddress, ServerSettings
 from localinfer.errors import RequestError
 
 STORY = "Once upon a time a small dog found a red ball in the garden, and the cat saw it too. "

@@ -6,9 +6,7 @@ import pytest
 
 import localinfer.ray
 from localinfer.apps.fleet.replica_models import checked_load, without_limits
-from localinfer.apps.server.transport.access_tokens import AccessToken
-from localinfer.apps.server.transport.quotas import Quota
-from localinfer.apps.server.transport.settings import ServerSettings
+from localinfer.apps.server.transport.settings import AccessToken, Quota, ServerSettings
 from localinfer.engine.admission import EngineLimits
 from localinfer.errors import RequestError
 from tests.apps.fleet.serve_process import has_ray

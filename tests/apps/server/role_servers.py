@@ -10,8 +10,7 @@ from local_servers import ServedModel, serving
 
 import localinfer
 from localinfer.apps.server.router.model_folder import ModelSource
-from localinfer.apps.server.transport.handover_options import HandoverOptions, PrefillAddress
-from localinfer.apps.server.transport.settings import ServerSettings
+from localinfer.apps.server.transport.settings import HandoverOptions, PrefillAddress, ServerSettings
 from localinfer.llm import LLM
 
 THRESHOLD = 32

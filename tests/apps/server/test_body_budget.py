@@ -12,11 +12,9 @@ from local_servers import read_all, serving
 from scripted_models import loader, scripted_sources
 
 from localinfer.apps.server.api.chat import ChatRequest
-from localinfer.apps.server.transport import json_shape as shapes
-from localinfer.apps.server.transport.bodies import LARGE_BYTES, Bodies, measured
-from localinfer.apps.server.transport.byte_budget import SMALL_BYTES, ByteBudget
-from localinfer.apps.server.transport.http import MAX_CONTAINERS, ApiError, decode_json
-from localinfer.apps.server.transport.json_shape import json_shape
+from localinfer.apps.server.transport import http as shapes
+from localinfer.apps.server.transport.bodies import LARGE_BYTES, SMALL_BYTES, Bodies, ByteBudget, measured
+from localinfer.apps.server.transport.http import MAX_CONTAINERS, ApiError, decode_json, json_shape
 from localinfer.apps.server.transport.settings import ServerSettings
 from localinfer.errors import RequestError
 from tests.support.limits import wait_until

@@ -10,8 +10,7 @@ from local_servers import MODEL, STORY, serving
 
 import localinfer
 from localinfer.apps.server.api.text import TokenizeRequest
-from localinfer.apps.server.transport.http import MAX_VALUES, ApiError, decode_json
-from localinfer.apps.server.transport.json_shape import json_shape
+from localinfer.apps.server.transport.http import MAX_VALUES, ApiError, decode_json, json_shape
 from localinfer.apps.server.transport.settings import ServerSettings
 from localinfer.models.text.splitting import FILL_IN_SPELLINGS
 

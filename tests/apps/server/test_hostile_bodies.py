@@ -6,8 +6,7 @@ import time
 import pytest
 from local_servers import STORY
 
-from localinfer.apps.server.transport.http import MAX_DEPTH
-from localinfer.apps.server.transport.json_shape import json_shape
+from localinfer.apps.server.transport.http import MAX_DEPTH, json_shape
 from tests.support.limits import seconds
 
 PATH = "/v1/chat/completions"

@@ -11,8 +11,7 @@ from local_servers import ServedModel, serving
 
 import localinfer
 from localinfer.apps.server.router.model_folder import ModelSource
-from localinfer.apps.server.transport.access_tokens import AccessToken, parse_tokens
-from localinfer.apps.server.transport.settings import ServerSettings
+from localinfer.apps.server.transport.settings import AccessToken, ServerSettings, parse_tokens
 from localinfer.errors import RequestError
 from localinfer.llm import LLM
 from localinfer.storage.response_store import ResponseStoreOptions

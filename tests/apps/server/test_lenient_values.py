@@ -5,7 +5,7 @@ import json
 import pytest
 from local_servers import STORY
 
-from localinfer.apps.server.transport.lenient_values import with_whole_numbers
+from localinfer.apps.server.transport.known_fields import with_whole_numbers
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"

@@ -7,7 +7,7 @@ import pytest
 from event_frames import named_events, post_stream
 from local_servers import MODEL, serving
 
-from localinfer.apps.server.llama_server.probabilities import ShownProbabilities
+from localinfer.apps.server.llama_server.completion import ShownProbabilities
 from localinfer.apps.server.router.model_folder import ModelSource
 from localinfer.apps.server.transport.settings import ServerSettings
 from localinfer.engine.sampling.params import SamplingParams

@@ -10,10 +10,8 @@ from typing import Any
 import pytest
 
 from localinfer.apps.server.operation.metrics import Metrics
-from localinfer.apps.server.router.load_threads import LoadThreads
-from localinfer.apps.server.router.memory_need import MemoryNeed
-from localinfer.apps.server.router.model_folder import ModelSource
-from localinfer.apps.server.router.model_settings import ModelSettings
+from localinfer.apps.server.router.model_folder import MemoryNeed, ModelSettings, ModelSource
+from localinfer.apps.server.router.model_loader import LoadThreads
 from localinfer.apps.server.router.models import ModelRegistry
 from localinfer.apps.server.transport.http import ApiError, ModelLoadError
 from localinfer.errors import ModelFileError, OutOfMemoryError, RequestError

@@ -11,8 +11,7 @@ import pytest
 from local_servers import MODEL, STORY, serving
 from scripted_models import loader, scripted_model, scripted_sources
 
-from localinfer.apps.server.router.memory_need import MemoryNeed, measure_need
-from localinfer.apps.server.router.model_folder import ModelSource
+from localinfer.apps.server.router.model_folder import MemoryNeed, ModelSource, measure_need
 from localinfer.apps.server.transport.settings import ServerSettings
 from localinfer.errors import OutOfMemoryError
 from localinfer.llm import LLM

@@ -13,7 +13,7 @@ import pytest
 from client_imports import import_or_skip
 from local_servers import STORY, ServedModel
 
-from localinfer.apps.server.ollama.options import Options
+from localinfer.apps.server.ollama.fields import Options
 from tests.support.limits import seconds
 
 # Other people's packages warn of each other; what they send and read is what is tested.

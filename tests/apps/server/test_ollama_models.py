@@ -11,8 +11,8 @@ import pytest
 from local_servers import MODEL, STORY, serving
 from scripted_models import scripted_model, scripted_sources
 
-from localinfer.apps.server.ollama.model_facts import facts_of, human_count
-from localinfer.apps.server.ollama.names import listed_name
+from localinfer.apps.server.ollama.fields import listed_name
+from localinfer.apps.server.ollama.models import facts_of, human_count
 from localinfer.apps.server.router.model_folder import ModelSource
 from localinfer.apps.server.transport.settings import ServerSettings
 from localinfer.llm import LLM

@@ -12,11 +12,9 @@ from local_servers import serving
 from scripted_models import loader, scripted_sources
 
 from localinfer.apps.server.app import LocalServer
-from localinfer.apps.server.operation.request_log import RequestLog
-from localinfer.apps.server.operation.structured_log import JsonFormatter
-from localinfer.apps.server.replies.configuration import Observability
-from localinfer.apps.server.transport.access_tokens import parse_tokens
-from localinfer.apps.server.transport.settings import ServerSettings
+from localinfer.apps.server.operation.requests import JsonFormatter, RequestLog
+from localinfer.apps.server.replies.service import Observability
+from localinfer.apps.server.transport.settings import ServerSettings, parse_tokens
 from localinfer.errors import RequestError
 from tests.support.limits import wait_until
 

@@ -10,7 +10,7 @@ import pytest
 from local_servers import read_all, serving
 from scripted_models import loader, scripted_sources
 
-from localinfer.apps.server.transport.places import OWNER_PLACES, bound_guests, make_room, seconds_behind
+from localinfer.apps.server.transport.connection import OWNER_PLACES, bound_guests, make_room, seconds_behind
 from localinfer.apps.server.transport.settings import ServerSettings
 from localinfer.apps.server.transport.sockets import has_unix_sockets
 from tests.support.limits import wait_until

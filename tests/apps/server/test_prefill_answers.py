@@ -13,11 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from localinfer.apps.server.handover.prefill_client import HttpPrefillServer
-from localinfer.apps.server.handover.prefill_server import PrefillAnswer, PrefillCancelled, PrefillFailed
-from localinfer.apps.server.handover.prompts import PromptHandover
+from localinfer.apps.server.kv_transfer import (
+    HttpPrefillServer,
+    PrefillAnswer,
+    PrefillCancelled,
+    PrefillFailed,
+    PromptHandover,
+)
 from localinfer.apps.server.operation.metrics import Metrics
-from localinfer.apps.server.transport.handover_options import HandoverOptions, PrefillAddress
+from localinfer.apps.server.transport.settings import HandoverOptions, PrefillAddress
 from tests.support.limits import seconds
 
 LINES = b'{}\n{"computed_tokens": 4}\n{"stored_tokens": 7, "cached_tokens": 3, "problem": null, "has_failed": false}\n'

@@ -9,10 +9,8 @@ from local_servers import STORY, serving
 from scripted_models import loader, scripted_sources
 
 from localinfer.apps.server.operation.rate_limits import RateLimiter
-from localinfer.apps.server.transport.access_tokens import parse_tokens
 from localinfer.apps.server.transport.http import ApiError
-from localinfer.apps.server.transport.quotas import Quota
-from localinfer.apps.server.transport.settings import ServerSettings
+from localinfer.apps.server.transport.settings import Quota, ServerSettings, parse_tokens
 from localinfer.engine.engine import Engine
 from localinfer.engine.ttft import Prediction, TtftPredictor
 from localinfer.errors import RequestError

@@ -12,10 +12,8 @@ from local_servers import STORY, ServedModel, serving
 from scripted_models import loader, scripted_sources
 
 from localinfer.apps.server.operation.rate_limits import RateLimiter, Reservation
-from localinfer.apps.server.transport.access_tokens import AccessToken, matching_token, parse_tokens
 from localinfer.apps.server.transport.http import ApiError
-from localinfer.apps.server.transport.quotas import Quota
-from localinfer.apps.server.transport.settings import ServerSettings
+from localinfer.apps.server.transport.settings import AccessToken, Quota, ServerSettings, matching_token, parse_tokens
 from localinfer.errors import RequestError
 from tests.support.limits import wait_until
 

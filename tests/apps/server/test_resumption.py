@@ -20,10 +20,9 @@ from localinfer.apps.fleet.answer_parts import AnswerPart, RelayedRequest, answe
 from localinfer.apps.fleet.relay import BrokenAnswerError, ReplicaLostError, relay_answer
 from localinfer.apps.server.app import make_app
 from localinfer.apps.server.operation.metrics import Metrics
-from localinfer.apps.server.replies.resumption import PromptNote, ReplyProgress, Resumption, TokenNote
+from localinfer.apps.server.replies.reply import PromptNote, ReplyProgress, Resumption, TokenNote
 from localinfer.apps.server.replies.service import Service
-from localinfer.apps.server.router.memory_need import measure_need
-from localinfer.apps.server.router.model_folder import ModelSource
+from localinfer.apps.server.router.model_folder import ModelSource, measure_need
 from localinfer.apps.server.router.models import ModelRegistry
 from localinfer.apps.server.transport.http import PING
 from localinfer.apps.server.transport.settings import ServerSettings

@@ -17,9 +17,8 @@ from local_servers import ServedModel, serving
 from role_servers import COMPLETION, STORY, decoding, handovers, loaded, loader, prefilling, sent
 from server_process import serve
 
-from localinfer.apps.server.handover import prefill_client
-from localinfer.apps.server.transport.handover_options import HandoverOptions
-from localinfer.apps.server.transport.settings import ServerSettings
+from localinfer.apps.server import kv_transfer
+from localinfer.apps.server.transport.settings import HandoverOptions, ServerSettings
 from localinfer.storage import page_file
 from tests.support.inside import engine_of
 from tests.support.limits import seconds, wait_until
@@ -36,7 +35,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedModel]:
 def warned(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
     caplog.set_level(logging.WARNING)
     return lambda: [
-        one.getMessage() for one in caplog.records if one.name.startswith("localinfer.apps.server.handover")
+        one.getMessage() for one in caplog.records if one.name.startswith("localinfer.server.kv_transfer")
     ]
 
 
@@ -212,14 +211,14 @@ def test_a_prefill_server_killed_midway_costs_nothing_but_time(
     total = json.loads(wanted)["usage"]["prompt_tokens"]
     least = total if num_pages else 1
     lines: list[dict[str, Any]] = []
-    read = prefill_client._line
+    read = kv_transfer._line
 
     def noted(response: Any) -> bytes:
         line = read(response)
         lines.append(json.loads(line))
         return line
 
-    monkeypatch.setattr(prefill_client, "_line", noted)
+    monkeypatch.setattr(kv_transfer, "_line", noted)
     script = STUCK.format(module=module, name=name, count=count)
     with ExitStack() as stack:
         process, url = stack.enter_context(serve(tmp_path, "--role", "prefill", script=script))

@@ -10,9 +10,7 @@ import pytest
 from local_servers import ServedModel, serving
 from role_servers import COMPLETION, STORY, decoding, handovers, loaded, loader, prefilling, sent
 
-from localinfer.apps.server.transport.access_tokens import parse_tokens
-from localinfer.apps.server.transport.handover_options import PrefillAddress
-from localinfer.apps.server.transport.settings import ServerSettings
+from localinfer.apps.server.transport.settings import PrefillAddress, ServerSettings, parse_tokens
 from localinfer.errors import RequestError
 from tests.support.inside import engine_of
 from tests.support.limits import seconds, wait_until

@@ -12,7 +12,7 @@ from scripted_models import loader, scripted_sources
 
 from localinfer.apps.server.app import LocalServer
 from localinfer.apps.server.operation import tracing
-from localinfer.apps.server.replies.configuration import Observability
+from localinfer.apps.server.replies.service import Observability
 from localinfer.apps.server.transport.settings import ServerSettings
 from localinfer.errors import MissingPackageError, RequestError
 from tests.support.limits import seconds, wait_until

@@ -15,8 +15,7 @@ from local_servers import STORY
 
 from localinfer.apps.server.openapi import BODIES
 from localinfer.apps.server.transport import known_fields
-from localinfer.apps.server.transport.known_fields import KnownFields
-from localinfer.apps.server.transport.notices import HEADER
+from localinfer.apps.server.transport.known_fields import HEADER, KnownFields
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"

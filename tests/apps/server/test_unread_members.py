@@ -14,9 +14,9 @@ from local_servers import STORY
 from msgspec import inspect
 
 from localinfer.apps.server.openapi import BODIES
-from localinfer.apps.server.replies.form_fields import StructuredOutputs
+from localinfer.apps.server.replies.fields import StructuredOutputs
 from localinfer.apps.server.transport.http import ApiError, decode_json
-from localinfer.apps.server.transport.notices import HEADER, collecting, notice
+from localinfer.apps.server.transport.known_fields import HEADER, collecting, notice
 from localinfer.generation.chat.history import ChatHistory
 from localinfer.models.text.chat_template import ChatTemplate
 from localinfer.models.text.probes import Trials

@@ -136,8 +136,7 @@ def serve(folder: Path, port: int) -> None:
     from agent_models import given_replies, load_agent_model, write_agent_model
 
     import localinfer.apps.server.app as app_module
-    from localinfer.apps.server.router.memory_need import measure_need
-    from localinfer.apps.server.router.model_folder import ModelSource
+    from localinfer.apps.server.router.model_folder import ModelSource, measure_need
     from localinfer.apps.server.router.models import ModelRegistry
     from localinfer.apps.server.transport.settings import ServerSettings
 

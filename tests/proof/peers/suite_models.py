@@ -3,7 +3,7 @@
 import shutil
 from pathlib import Path
 
-from localinfer.apps.server.router.memory_need import measure_need
+from localinfer.apps.server.router.model_folder import measure_need
 from localinfer.loading.options import model_path
 from localinfer.quant.gguf.reader import read_gguf
 from localinfer.quant.gguf.writer import GGUFWriter, copy_values, encode_value

@@ -8,10 +8,16 @@ from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
-from localinfer.apps.server.api.logprobs import chat_logprobs
-from localinfer.apps.server.api.progress import PromptProgress
-from localinfer.apps.server.api.serving import chat_plan, serve_reply
-from localinfer.apps.server.api.writer import ChoicesWriter, Delta, Event, deltas_of
+from localinfer.apps.server.api.serving import (
+    ChoicesWriter,
+    Delta,
+    Event,
+    PromptProgress,
+    chat_logprobs,
+    chat_plan,
+    deltas_of,
+    serve_reply,
+)
 from localinfer.apps.server.replies.fields import (
     AddGenerationPrompt,
     CacheSalt,

@@ -8,10 +8,7 @@ from msgspec import UNSET, Meta, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
-from localinfer.apps.server.api.logprobs import LegacyLogprobs
-from localinfer.apps.server.api.progress import PromptProgress
-from localinfer.apps.server.api.serving import serve_reply
-from localinfer.apps.server.api.writer import ChoicesWriter, Event
+from localinfer.apps.server.api.serving import ChoicesWriter, Event, LegacyLogprobs, PromptProgress, serve_reply
 from localinfer.apps.server.replies.fields import (
     CacheSalt,
     GenerationFields,

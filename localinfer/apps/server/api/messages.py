@@ -10,28 +10,27 @@ from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
-from localinfer.apps.server.api.serving import chat_plan, serve_reply
-from localinfer.apps.server.api.usage import timings
-from localinfer.apps.server.api.writer import BlockWriter, Delta, Event
-from localinfer.apps.server.replies.block_fields import (
-    InputMessage,
-    chat_messages,
-    check_tool_choice,
-    function_tools,
-    text_of,
-)
+from localinfer.apps.server.api.serving import BlockWriter, Delta, Event, chat_plan, serve_reply, timings
 from localinfer.apps.server.replies.fields import (
     Count,
     Priority,
+    ResponseFormat,
     StopText,
     Thinking,
     continuation,
     given,
     without_missing_thinking,
 )
-from localinfer.apps.server.replies.form_fields import ResponseFormat
-from localinfer.apps.server.replies.isolation import salt_options
-from localinfer.apps.server.replies.message_fields import ChatMessage, template_messages
+from localinfer.apps.server.replies.message_fields import (
+    ChatMessage,
+    InputMessage,
+    chat_messages,
+    check_tool_choice,
+    function_tools,
+    template_messages,
+    text_of,
+)
+from localinfer.apps.server.replies.ownership import salt_options
 from localinfer.apps.server.replies.service import caller_options, on_model, prepared, read_body
 from localinfer.apps.server.replies.tool_fields import Tools, checked_choice
 from localinfer.apps.server.transport.http import ANTHROPIC, ApiError, json_response

@@ -10,10 +10,16 @@ from typing import Any, NoReturn, TypeVar, cast
 import msgspec
 from starlette.requests import Request
 
-from localinfer.apps.server.api.responses_items import MOST_ITEMS, InputItem, Item, kept_items, response_of
-from localinfer.apps.server.api.responses_request import ResponsesRequest
-from localinfer.apps.server.operation.request_record import record_of
-from localinfer.apps.server.replies.isolation import digest_of
+from localinfer.apps.server.api.responses_items import (
+    MOST_ITEMS,
+    InputItem,
+    Item,
+    ResponsesRequest,
+    kept_items,
+    response_of,
+)
+from localinfer.apps.server.operation.requests import record_of
+from localinfer.apps.server.replies.ownership import digest_of
 from localinfer.apps.server.transport.http import ApiError, identifier, unsupported
 from localinfer.storage.response_store import ResponseStore
 

@@ -5,15 +5,11 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from localinfer.apps.server.api.progress import PromptProgress
-from localinfer.apps.server.api.responses_items import Item, encrypted_reasoning, kept_items
+from localinfer.apps.server.api.responses_items import Item, ResponsesRequest, encrypted_reasoning, kept_items
 from localinfer.apps.server.api.responses_memory import Turn
-from localinfer.apps.server.api.responses_request import ResponsesRequest
-from localinfer.apps.server.api.usage import timings, usage
-from localinfer.apps.server.api.writer import BlockWriter, Delta, Event
-from localinfer.apps.server.replies.custom_input import CustomInput
+from localinfer.apps.server.api.serving import BlockWriter, Delta, Event, PromptProgress, timings, usage
 from localinfer.apps.server.replies.reply import Reply
-from localinfer.apps.server.replies.tool_fields import ToolName, tool_names
+from localinfer.apps.server.replies.tool_fields import CustomInput, ToolName, tool_names
 from localinfer.apps.server.transport.http import ApiError
 from localinfer.apps.server.transport.known_fields import SEARCH_TOOLS
 

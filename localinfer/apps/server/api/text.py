@@ -20,8 +20,8 @@ from localinfer.apps.server.replies.fields import (
     given,
     without_missing_thinking,
 )
-from localinfer.apps.server.replies.isolation import salt_options
 from localinfer.apps.server.replies.message_fields import Messages, template_messages
+from localinfer.apps.server.replies.ownership import salt_options
 from localinfer.apps.server.replies.service import on_model, read_body, service_of
 from localinfer.apps.server.replies.tool_fields import Tools, checked_choice, function_tools
 from localinfer.apps.server.transport.bodies import is_large

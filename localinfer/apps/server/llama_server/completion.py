@@ -1,24 +1,40 @@
-"""`/completion`: llama-server's own completions, streamed or whole."""
+"""llama-server's own completions, streamed or whole: `/completion`, and `/infill` between two texts."""
 
+import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
+import msgspec
+import numpy as np
+from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
-from localinfer.apps.server.api.progress import PromptProgress, progress_timings
-from localinfer.apps.server.api.serving import serve_reply
-from localinfer.apps.server.api.usage import timings
-from localinfer.apps.server.api.writer import Event, ReplyWriter
-from localinfer.apps.server.llama_server.completion_request import LlamaCompletionRequest, LlamaFields
-from localinfer.apps.server.llama_server.generation_settings import generation_settings, sampling_params
-from localinfer.apps.server.llama_server.probabilities import ShownProbabilities, needed_logprobs
+from localinfer.apps.server.api.serving import (
+    Event,
+    PromptProgress,
+    ReplyWriter,
+    progress_timings,
+    serve_reply,
+    timings,
+)
+from localinfer.apps.server.llama_server.completion_request import (
+    KNOWN,
+    LlamaCompletionRequest,
+    LlamaFields,
+    generation_settings,
+    sampling_params,
+)
 from localinfer.apps.server.replies.fields import check_text_count, seeded
 from localinfer.apps.server.replies.mixed_prompts import Pieces, encode_pieces, read_prompts
 from localinfer.apps.server.replies.reply import Reply, TextPlan
 from localinfer.apps.server.replies.service import Service, caller_options, read_body, service_of
+from localinfer.apps.server.transport.http import unsupported
+from localinfer.apps.server.transport.known_fields import KnownFields
+from localinfer.engine.sampling.filters import keep_candidates, scaled
+from localinfer.engine.sampling.params import MAX_LOGPROBS, SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,6 +42,76 @@ if TYPE_CHECKING:
     from localinfer.generation.completion import Stats, StreamEvent
     from localinfer.generation.stream import TextStream
     from localinfer.llm import LLM
+    from localinfer.models.text.tokenizer import Tokenizer
+    from localinfer.types import TokenLogprobs
+
+
+_LEAST = -3.4028234663852886e38
+"""What stands for minus infinity, which JSON has not: the least float32."""
+
+
+class ShownProbabilities:
+    """What is told of each token of a text.
+
+    count: so many of the likeliest. after_sampling: as they were drawn from, after all filters, instead of as the model
+    gave them.
+    """
+
+    def __init__(self, tokenizer: "Tokenizer", count: int, params: SamplingParams, *, after_sampling: bool) -> None:
+        self._tokenizer = tokenizer
+        self._count = count
+        self._params = params
+        self._after_sampling = after_sampling
+
+    def entry(self, token_id: int, found: "TokenLogprobs") -> dict[str, Any]:
+        """A member of `completion_probabilities`."""
+        if not self._after_sampling:
+            top = [self._token(other, "logprob", _finite(logprob)) for other, logprob in found.top[: self._count]]
+            return {**self._token(token_id, "logprob", _finite(found.logprob)), "top_logprobs": top}
+        drawn = _drawn_from(found.top, self._params)
+        likeliest = [self._token(other, "prob", prob) for other, prob in drawn.items()][: self._count]
+        return {**self._token(token_id, "prob", drawn.get(token_id, 0.0)), "top_probs": likeliest}
+
+    def _token(self, token_id: int, name: str, value: float) -> dict[str, Any]:
+        # A model may have more logits than its vocabulary has tokens.
+        spelled = self._tokenizer.token_bytes(token_id) if token_id < self._tokenizer.vocab_size else b""
+        return {"id": token_id, "token": spelled.decode("utf-8", "ignore"), "bytes": list(spelled), name: value}
+
+
+def needed_logprobs(count: int, params: SamplingParams, *, after_sampling: bool, is_constrained: bool) -> int:
+    """How many log probabilities the engine has to report.
+
+    Raises: ApiError where the probabilities after sampling cannot be told from those.
+    """
+    if not after_sampling:
+        return count
+    if params.temperature > 0.0 and not 0 < params.top_k <= MAX_LOGPROBS:
+        raise unsupported(
+            f"post_sampling_probs is given with top_k {params.top_k}; send a top_k from 1 to {MAX_LOGPROBS}", "top_k"
+        )
+    if is_constrained or params.has_penalties or params.has_dry_penalty or params.has_rare_steps or params.logit_bias:
+        raise unsupported(
+            "post_sampling_probs is given, but is told after temperature, top_k, top_p and min_p only; leave out other "
+            "filters, penalties, logit_bias and the form, or ask for n_probs alone",
+            "post_sampling_probs",
+        )
+    return max(count, params.top_k if params.temperature > 0.0 else 1)
+
+
+def _drawn_from(top: Sequence[tuple[int, float]], params: SamplingParams) -> dict[int, float]:
+    """The tokens that the sampler drew from, likeliest first, and their probabilities."""
+    if params.temperature == 0.0:
+        return {top[0][0]: 1.0}
+    logits = np.array([logprob for _, logprob in top], np.float64)
+    kept = keep_candidates(logits, params, params.temperature, 1.0)
+    weights = np.exp(scaled(logits[kept], params.temperature))
+    probabilities = (weights / weights.sum()).tolist()
+    return {top[place][0]: prob for place, prob in zip(kept.tolist(), probabilities, strict=True)}
+
+
+def _finite(logprob: float) -> float:
+    return logprob if math.isfinite(logprob) else _LEAST
+
 
 _MOST_PROMPTS = 64
 _NOT_TIMINGS = ("cache_miss", "notices")
@@ -265,3 +351,98 @@ def _chosen(made: Event, paths: Sequence[str]) -> Event:
 
 
 _ABSENT = object()
+
+
+_PROJECT = "myproject\n"
+_FILE = "filename\n"
+_SNIPPET = "\n\n--- snippet ---\n\n"
+"""The names that llama-server gives to what has none, and what it puts before a snippet: models are used to them."""
+_MOST_SNIPPETS = 1024
+
+
+class Snippet(msgspec.Struct, forbid_unknown_fields=True):
+    """Another file that helps to know what is missing, or a part of one."""
+
+    text: str
+    filename: str = "tmp"
+
+
+class InfillRequest(LlamaFields, kw_only=True):
+    """A text with a hole.
+
+    input_prefix, input_suffix: what stands before and after it. prompt: goes on with the prefix, where the cursor is.
+    input_extra: texts of other files; those that do not fit the context are left out, the last ones first.
+    """
+
+    known_fields: ClassVar = KnownFields(
+        KNOWN.ignored,
+        {name: refusal for name, refusal in KNOWN.refused.items() if name not in ("input_prefix", "input_extra")},
+    )
+
+    input_prefix: str | list[Any]
+    input_suffix: str | list[Any]
+    prompt: str | list[Any] | None = None
+    input_extra: Annotated[list[Snippet], Meta(max_length=_MOST_SNIPPETS)] | None = None
+
+
+async def infill(request: Request) -> Response:
+    """Fill in the hole of a text."""
+    body = await read_body(request, InfillRequest)
+    before = {"input_prefix": _one(body.input_prefix, "input_prefix")}
+    before |= {"prompt": _one(body.prompt, "prompt")} if body.prompt else {}
+    after = _one(body.input_suffix, "input_suffix")
+    limit = body.n_predict if body.n_predict is not None and body.n_predict > 0 else 0
+    prompt = partial(_prompt, before=before, after=after, snippets=body.input_extra or (), reserved=limit)
+    return await serve_completion(request, body, [prompt])
+
+
+def _one(prompt: str | list[Any], path: str) -> Pieces:
+    (pieces,) = read_prompts(prompt, path, at_most=1)
+    return pieces
+
+
+def _prompt(
+    llm: "LLM",
+    *,
+    before: Mapping[str, Pieces],
+    after: Pieces,
+    snippets: Sequence[Snippet],
+    reserved: int,
+    max_tokens: int | None,
+) -> list[int]:
+    """The ids of a prompt that the text in the hole goes on from.
+
+    before: by the members of the request that have it. reserved: tokens that the context must have beside it and the
+    snippets. Raises: ApiError for a model without such tokens; ContextLengthError, TokenIdError. Source: Bavarian et
+    al., arXiv 2207.14255 (PSM); the order of files is Qwen's, arXiv 2409.12186.
+    """
+    tokenizer = llm.tokenizer
+    tokens = tokenizer.fill_in_tokens
+    if tokens is None:
+        raise unsupported(
+            "this model has no tokens for filling in; use a model for code, or ask /completion with the prefix", "model"
+        )
+    encode = partial(encode_pieces, tokenizer, max_tokens=max_tokens)
+    first = [tokenizer.bos_token_id] if tokenizer.adds_bos and tokenizer.bos_token_id is not None else []
+    start = [token_id for field, pieces in before.items() for token_id in encode(pieces, field=field)]
+    hole = tokens.around(start, encode(after, field="input_suffix"))
+    own_name = [] if tokens.separator is None else [tokens.separator, *tokenizer.encode(_FILE, add_special=False)]
+    project = [] if tokens.repository is None else [tokens.repository, *tokenizer.encode(_PROJECT, add_special=False)]
+    room = llm.context_length - len(first) - len(hole) - len(own_name) - len(project) - max(1, reserved)
+    extra: list[int] = []
+    for ids in _snippet_ids(tokenizer, snippets, tokens.separator):
+        if len(extra) + len(ids) > room:
+            break
+        extra += ids
+    if not extra and not snippets:
+        return [*first, *hole]
+    return [*first, *project, *extra, *own_name, *hole]
+
+
+def _snippet_ids(tokenizer: "Tokenizer", snippets: Sequence[Snippet], separator: int | None) -> Iterator[list[int]]:
+    for snippet in snippets:
+        text = tokenizer.encode(snippet.text, add_special=False)
+        if separator is None:
+            yield [*tokenizer.encode(_SNIPPET, add_special=False), *text]
+        else:
+            yield [separator, *tokenizer.encode(f"{snippet.filename}\n", add_special=False), *text]

@@ -1,13 +1,12 @@
-"""What `/completion` and `/infill` read of a request: llama-server's members beside those that all replies share."""
+"""Requests for `/completion` and `/infill`, and the settings of a generation under llama-server's names."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import msgspec
 from msgspec import Meta
 
-from localinfer.apps.server.llama_server.samplers import options_without
 from localinfer.apps.server.replies.fields import (
     CacheSalt,
     GenerationFields,
@@ -20,9 +19,53 @@ from localinfer.apps.server.replies.fields import (
 )
 from localinfer.apps.server.transport.http import ApiError
 from localinfer.apps.server.transport.known_fields import COMPLETIONS, KnownFields, Refusal
+from localinfer.engine.sampling.params import SamplingOptions, SamplingParams
 
 if TYPE_CHECKING:
     from localinfer.models.text.tokenizer import Tokenizer
+
+
+OFF_VALUES: Mapping[str, Mapping[str, Any]] = {
+    "penalties": {"repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0},
+    "dry": {"dry_multiplier": 0.0},
+    "top_n_sigma": {"top_n_sigma": 0.0},
+    "temperature": {"temperature": 1.0, "dynatemp_range": 0.0},
+    "top_k": {"top_k": 0},
+    "typ_p": {"typical_p": 1.0},
+    "top_p": {"top_p": 1.0},
+    "min_p": {"min_p": 0.0},
+    "xtc": {"xtc_probability": 0.0},
+}
+"""The steps by llama-server's names, in the order in which they are taken here, each with what switches it off."""
+_OTHER_NAMES = {"typical_p": "typ_p", "typical": "typ_p", "temp": "temperature", "top-k": "top_k", "top-p": "top_p"}
+_LETTERS = dict(zip("edstkypmx", OFF_VALUES, strict=True))
+
+
+def options_without(samplers: Sequence[str] | str | None) -> dict[str, Any]:
+    """The options that switch off what is not among the samplers: names in a list, or a letter each.
+
+    Raises: ApiError for a name that is none, and for another order than the one in which they are taken.
+    """
+    if samplers is None:
+        return {}
+    if isinstance(samplers, str):
+        names = [_LETTERS.get(letter, letter) for letter in samplers]
+    else:
+        names = [_OTHER_NAMES.get(name, name) for name in samplers]
+    order = list(OFF_VALUES)
+    for name in names:
+        if name not in OFF_VALUES:
+            raise ApiError(400, f"samplers has {name!r:.40}; there are {', '.join(order)}", param="samplers")
+    if names != [name for name in order if name in names]:
+        raise ApiError(
+            400,
+            f"samplers has another order than {', '.join(order)}, in which they are taken here; send it in this order, "
+            "or leave it out",
+            code="unsupported_parameter",
+            param="samplers",
+        )
+    return {option: value for name in order if name not in names for option, value in OFF_VALUES[name].items()}
+
 
 _MOST_BIASES = 1024
 _MOST_BIAS = 1000.0
@@ -148,3 +191,58 @@ def _token_ids(token: int | str, tokenizer: "Tokenizer") -> list[int]:
 
 def _bad_bias(found: str, wanted: str) -> ApiError:
     return ApiError(400, f"logit_bias {found}; give {wanted}", param="logit_bias")
+
+
+_SAME = (
+    "temperature dynatemp_range dynatemp_exponent top_k top_p min_p top_n_sigma xtc_probability xtc_threshold typical_p"
+    " presence_penalty frequency_penalty dry_multiplier dry_base dry_allowed_length mirostat mirostat_tau mirostat_eta"
+).split()
+_OTHER = {
+    "repeat_last_n": "repetition_last_n",
+    "repeat_penalty": "repetition_penalty",
+    "dry_penalty_last_n": "dry_last_n",
+}
+
+
+def sampling_params(options: Mapping[str, Any]) -> SamplingParams:
+    """The sampler's part of the engine's options. Raises: RequestError."""
+    names = SamplingOptions.__annotations__
+    return SamplingParams(**{name: value for name, value in options.items() if name in names})
+
+
+def generation_settings(
+    options: Mapping[str, Any], tokenizer: "Tokenizer | None", *, seed: int | None, **more: Any
+) -> dict[str, Any]:
+    """What llama-server calls `generation_settings`.
+
+    options: the engine's. tokenizer: whose end tokens `ignore_eos` forbids. seed: the one that was drawn or given, None
+    for one that will be drawn. more: of the request, under its own names.
+    """
+    params = sampling_params(options)
+    most = options.get("max_tokens")
+    n_predict = -1 if most is None else most
+    stop = options.get("stop") or []
+    # JSON has no infinity.
+    finite = {token_id: None if math.isinf(value) else value for token_id, value in params.logit_bias.items()}
+    bias: list[dict[str, Any]] = [{"token": token_id, "bias": value} for token_id, value in finite.items()]
+    if options.get("ignore_eos") and tokenizer is not None:
+        bias += [{"token": token_id, "bias": None} for token_id in sorted(tokenizer.eog_token_ids)]
+    return {
+        "seed": params.seed if seed is None else seed,
+        **{name: getattr(params, name) for name in _SAME},
+        **{name: getattr(params, ours) for name, ours in _OTHER.items()},
+        # Neither is a step here, which these values say.
+        "adaptive_target": -1.0,
+        "adaptive_decay": 0.0,
+        "stop": [stop] if isinstance(stop, str) else list(stop),
+        "max_tokens": n_predict,
+        "n_predict": n_predict,
+        "n_keep": 0,
+        "n_discard": 0,
+        "ignore_eos": bool(options.get("ignore_eos")),
+        "logit_bias": bias,
+        "min_keep": 0,
+        "samplers": list(OFF_VALUES),
+        "lora": [],
+        **more,
+    }

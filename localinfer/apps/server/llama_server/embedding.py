@@ -11,7 +11,7 @@ from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
-from localinfer.apps.server.operation.request_record import record_of
+from localinfer.apps.server.operation.requests import record_of
 from localinfer.apps.server.replies.mixed_prompts import Pieces, embedding_prompt, read_prompts
 from localinfer.apps.server.replies.service import read_body, reserve_prompts, service_of
 from localinfer.apps.server.transport.bodies import unless_gone

@@ -16,8 +16,8 @@ from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
-from localinfer.apps.server.operation.request_record import record_of
-from localinfer.apps.server.replies.isolation import digest_of, may_see, may_see_reply
+from localinfer.apps.server.operation.requests import record_of
+from localinfer.apps.server.replies.ownership import digest_of, may_see, may_see_reply
 from localinfer.apps.server.replies.service import Service, read_body, service_of
 from localinfer.apps.server.replies.slots import SlotText
 from localinfer.apps.server.transport.http import ApiError, json_response, not_supported

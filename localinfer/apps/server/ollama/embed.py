@@ -14,11 +14,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from localinfer.apps.server.api.embeddings import MOST_TEXTS, in_batches
-from localinfer.apps.server.ollama.keep_alive import KeepAlive
-from localinfer.apps.server.ollama.options import Options
-from localinfer.apps.server.ollama.reply_fields import begin_request
-from localinfer.apps.server.ollama.wire import nanoseconds
-from localinfer.apps.server.operation.request_record import record_of
+from localinfer.apps.server.ollama.fields import KeepAlive, Options, begin_request, nanoseconds
+from localinfer.apps.server.operation.requests import record_of
 from localinfer.apps.server.replies.service import read_body, reserve_prompts, service_of
 from localinfer.apps.server.transport.bodies import unless_gone
 from localinfer.apps.server.transport.http import json_response, unsupported

@@ -3,11 +3,17 @@
 import msgspec
 from starlette.routing import Route
 
-from localinfer.apps.server.ollama.chat import OllamaChatRequest, ollama_chat
 from localinfer.apps.server.ollama.embed import OllamaEmbeddingsRequest, OllamaEmbedRequest, embed, embeddings
-from localinfer.apps.server.ollama.generate import OllamaGenerateRequest, generate
 from localinfer.apps.server.ollama.models import (
+    DeleteRequest,
+    PullRequest,
+    RefusedRequest,
     ShowRequest,
+    copy,
+    create,
+    delete,
+    pull,
+    push,
     root,
     running,
     show,
@@ -16,16 +22,7 @@ from localinfer.apps.server.ollama.models import (
     tags,
     version,
 )
-from localinfer.apps.server.ollama.pulls import (
-    DeleteRequest,
-    PullRequest,
-    RefusedRequest,
-    copy,
-    create,
-    delete,
-    pull,
-    push,
-)
+from localinfer.apps.server.ollama.replies import OllamaChatRequest, OllamaGenerateRequest, generate, ollama_chat
 from localinfer.apps.server.replies.service import route
 
 READ = ("/api/tags", "/api/ps", "/api/version")

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from localinfer.apps.server.operation.request_record import RequestRecord, reply_facts
+from localinfer.apps.server.operation.requests import RequestRecord, reply_facts
 from localinfer.errors import RequestError
 from localinfer.system.extras import require
 from localinfer.types import Closing

@@ -1,14 +1,13 @@
 """What all routes share: the models, the replies that are running, admission, an orderly end, and one shape of errors.
 
-Paths are served with and without `/v1`.
-"""
+Paths are served with and without `/v1`."""
 
 import asyncio
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -18,18 +17,22 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from localinfer.apps.server.handover.prefill_client import http_servers
-from localinfer.apps.server.handover.prefill_server import PrefillServer
-from localinfer.apps.server.handover.prompts import PromptHandover
+from localinfer.apps.server.kv_transfer import PrefillServer, PromptHandover, http_servers
 from localinfer.apps.server.operation.metrics import Metrics
 from localinfer.apps.server.operation.rate_limits import RateLimiter, Reservation
-from localinfer.apps.server.operation.request_record import RequestRecord, error_name, record_of
-from localinfer.apps.server.replies.isolation import cache_salt_of, may_see_reply, salt_options, tenant_of
-from localinfer.apps.server.replies.ownership import check_generations, check_queue, checked_priority, ownership
-from localinfer.apps.server.replies.reply import Reply, ServerState, TextPlan
-from localinfer.apps.server.replies.resumption import RELAY, ReplyRelay
-from localinfer.apps.server.replies.slots import NO_SLOT, SlotTable
-from localinfer.apps.server.replies.totals import ReplyTotals
+from localinfer.apps.server.operation.requests import Observer, RequestLog, RequestRecord, error_name, record_of
+from localinfer.apps.server.replies.ownership import (
+    cache_salt_of,
+    check_generations,
+    check_queue,
+    checked_priority,
+    may_see_reply,
+    ownership,
+    salt_options,
+    tenant_of,
+)
+from localinfer.apps.server.replies.reply import RELAY, Reply, ReplyRelay, ServerState, TextPlan
+from localinfer.apps.server.replies.slots import NO_SLOT, ReplyTotals, SlotTable
 from localinfer.apps.server.router.model_folder import ModelSource
 from localinfer.apps.server.router.models import ModelRegistry
 from localinfer.apps.server.router.served_model import Lease
@@ -44,12 +47,37 @@ from localinfer.apps.server.transport.http import (
     shutting_down,
     to_api_error,
 )
-from localinfer.apps.server.transport.notices import collecting, header
+from localinfer.apps.server.transport.known_fields import collecting, header
 from localinfer.apps.server.transport.settings import ServerSettings
 
 if TYPE_CHECKING:
     from localinfer.generation.stream import TextStream
     from localinfer.llm import LLM
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """What may change while a server runs. sources: the models, None to leave them as they are."""
+
+    settings: ServerSettings
+    sources: Sequence[ModelSource] | None = None
+
+
+@dataclass(frozen=True)
+class Observability:
+    """How a server is watched, and how its configuration is read again.
+
+    observers: told of every request at its end. request_log: gets all of them whole. read_configuration: is given the
+    present settings, in a thread, and may raise; None: nothing can be read again.
+    """
+
+    observers: tuple[Observer, ...] = ()
+    request_log: RequestLog | None = None
+    read_configuration: Callable[[ServerSettings], Configuration] | None = None
+
+
+NO_OBSERVABILITY = Observability()
+
 
 Body = TypeVar("Body")
 Result = TypeVar("Result")

@@ -9,10 +9,8 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from localinfer.apps.server.operation.metrics import Metrics
-from localinfer.apps.server.router.load_threads import LoadThreads
-from localinfer.apps.server.router.memory_need import MemoryNeed
-from localinfer.apps.server.router.model_folder import ModelSource, matching_sources
-from localinfer.apps.server.router.model_loader import Changes, ModelLoader
+from localinfer.apps.server.router.model_folder import MemoryNeed, ModelSource, matching_sources
+from localinfer.apps.server.router.model_loader import Changes, LoadThreads, ModelLoader
 from localinfer.apps.server.router.served_model import Lease, ModelState, ServedModel
 from localinfer.apps.server.transport.http import ApiError
 from localinfer.errors import RequestError

@@ -7,8 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from localinfer.apps.server.router.memory_need import MemoryNeed
-from localinfer.apps.server.router.model_folder import ModelSource
+from localinfer.apps.server.router.model_folder import MemoryNeed, ModelSource
 from localinfer.errors import LocalinferError, ModelFileError
 from localinfer.types import Closing
 

@@ -1,12 +1,197 @@
-"""Members of requests that are known and not read: those that change nothing here, and those that cannot be had.
+"""Members and values of requests that other servers know: left unread, refused, or read as what they mean.
 
-Tables only, by reason; `http.leave_unread` applies them, at every depth: a record inside a request has its own table.
-A member in no table and in no record is left unread with a notice: newer clients send such. One that is known to change
-a reply and cannot be had is refused by its name: a client that asks for something must not be answered as if it had
-not. One that is null, or whose value says what happens anyway, asks for nothing.
+Tables by reason; `http.leave_unread` applies them at every depth. Clients are newer than servers: they send members
+that a server does not know yet, and are told of them by notices.
 """
 
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from difflib import get_close_matches
+from functools import lru_cache
 from typing import Any, NamedTuple
+
+import msgspec
+from msgspec import inspect
+
+HEADER = "x-localinfer-notices"
+"""The header of every answer to a request of which there are notices."""
+_MOST = 16
+_MOST_CHARACTERS = 200
+_SHORTEST_WORD = 5
+_ALIKE = 0.9
+_notices: ContextVar[list[str] | None] = ContextVar("notices", default=None)
+
+Unread = Callable[[type, Collection[str], str, str, Any], None]
+"""Called with the record, the names of its members, a member's name, its path and its value; may raise."""
+
+
+@contextmanager
+def collecting() -> Iterator[list[str]]:
+    """Gather what `notice` is told while the context lasts, in threads that work for it too."""
+    found: list[str] = []
+    before = _notices.set(found)
+    try:
+        yield found
+    finally:
+        _notices.reset(before)
+
+
+def notice(text: str) -> None:
+    """Have a request's answer say something, in one line; once, and not more than some such lines."""
+    found = _notices.get()
+    if found is None or len(found) >= _MOST:
+        return
+    shown = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text[:_MOST_CHARACTERS])
+    if shown not in found:
+        found.append(shown)
+
+
+def is_full() -> bool:
+    """Whether no further notice is taken, so that none needs to be made."""
+    found = _notices.get()
+    return found is not None and len(found) >= _MOST
+
+
+def header(notices: Collection[str]) -> dict[str, str]:
+    """The header that says them, in ASCII; none where there are none."""
+    text = "; ".join(notices).encode("ascii", "backslashreplace").decode("ascii")
+    return {HEADER: text} if notices else {}
+
+
+def meant_name(name: str, known: Collection[str]) -> str | None:
+    """The member that a misspelled one is meant for, None for one that is like no other."""
+    if not _SHORTEST_WORD <= len(name) <= _MOST_CHARACTERS:
+        return None
+    return next(iter(get_close_matches(name, known, 1, _ALIKE)), None)
+
+
+def read_value(value: Any, record: type, unread: Unread) -> Any:
+    """A request without what its record does not read, at every depth: members it has not, of which `unread` is told,
+    and nulls of members that have another value by default.
+
+    value: as JSON is decoded. Raises: what `unread` raises.
+    """
+    return _read(value, inspect.type_info(record), "", unread)
+
+
+def _read(value: Any, kind: inspect.Type, path: str, unread: Unread) -> Any:
+    if isinstance(value, dict):
+        match _of(kind, inspect.StructType, inspect.DictType):
+            case inspect.StructType() as struct:
+                return _read_members(value, struct, path, unread)
+            case inspect.DictType(value_type=inner):
+                return {name: _read(one, inner, _join(path, name), unread) for name, one in value.items()}
+    if isinstance(value, list):
+        match _of(kind, inspect.ListType):
+            case inspect.ListType(item_type=inner) if not isinstance(inner, inspect.AnyType):
+                return [_read(one, inner, f"{path}[{index}]", unread) for index, one in enumerate(value)]
+    return value
+
+
+def _read_members(value: Mapping[str, Any], struct: inspect.StructType, path: str, unread: Unread) -> dict[str, Any]:
+    members = _members_of(struct.cls)
+    made = {}
+    for name, one in value.items():
+        member = members.get(name)
+        if member is None:
+            if one is not None:
+                unread(struct.cls, members, name, _join(path, name), one)
+        elif one is not None or member.required:
+            made[name] = _read(one, member.type, _join(path, name), unread)
+    return made
+
+
+@lru_cache(maxsize=256)
+def _members_of(record: type) -> Mapping[str, inspect.Field]:
+    found = inspect.type_info(record)
+    assert isinstance(found, inspect.StructType), "records are structs"
+    return {field.encode_name: field for field in found.fields}
+
+
+def _of(kind: inspect.Type, *wanted: type[inspect.Type]) -> inspect.Type | None:
+    """The first of some kinds that a type is, or is among others."""
+    if isinstance(kind, inspect.UnionType):
+        return next((found for one in kind.types if (found := _of(one, *wanted)) is not None), None)
+    if isinstance(kind, inspect.Metadata):
+        return _of(kind.type, *wanted)
+    return kind if isinstance(kind, wanted) else None
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+_NO_LIMIT = ((-1, None),)
+_NO_TEXT = (("", None),)
+_OFF = ((0, 1),)
+_MEANT: Mapping[str, tuple[tuple[Any, Any], ...]] = {
+    **dict.fromkeys(("max_tokens", "max_completion_tokens", "max_output_tokens"), _NO_LIMIT),
+    **dict.fromkeys(
+        ("stop", "grammar", "regex", "json_schema", "guided_json", "guided_regex", "guided_grammar"), _NO_TEXT
+    ),
+    **dict.fromkeys(("repetition_penalty", "repeat_penalty"), _OFF),
+    "top_k": ((-1, 0),),
+}
+"""Member -> pairs of a value that clients send and the one that it means here; None: as if it were not there."""
+_STOPS = ("stop", "stop_sequences")
+_OPTIONS = "options"
+"""The member in which Ollama's requests have such members."""
+_LENIENT_NAMES = frozenset((*_MEANT, *_STOPS))
+_LARGEST = 1 << 53
+"""Beyond it not every whole number is a float, so that one could mean another."""
+_STRING_OR_NUMBER = re.compile(rb'"(?:[^"\\]++|\\.)*+"|-?\d++(?:\.\d++)?+(?:[eE][+-]?\d++)?+', re.DOTALL)
+
+
+def with_meant_values(members: Mapping[str, msgspec.Raw], record: type) -> dict[str, Any] | None:
+    """The members of a request with what they mean; None if they mean what they say.
+
+    record: what they are decoded as; a member that it must have is never taken for nothing.
+    """
+    made: dict[str, Any] = {}
+    for name in members.keys() & _LENIENT_NAMES:
+        try:
+            value = msgspec.json.decode(members[name])
+        except msgspec.DecodeError:
+            # A number with too many digits; the record refuses it by its name.
+            continue
+        if name in _STOPS and isinstance(value, list) and "" in value:
+            made[name] = [text for text in value if text != ""]
+        for sent, meant in _MEANT.get(name, ()):
+            # True is no number here.
+            if value == sent and not isinstance(value, bool):
+                made[name] = meant
+    if (inner := _object(members.get(_OPTIONS))) is not None and (
+        meant := with_meant_values(inner, record)
+    ) is not None:
+        made[_OPTIONS] = meant
+    if made:
+        required = {field.encode_name for field in msgspec.structs.fields(record) if field.required}
+        made = {name: value for name, value in made.items() if value is not None or name not in required}
+    return {**members, **made} if made else None
+
+
+def _object(member: msgspec.Raw | None) -> dict[str, msgspec.Raw] | None:
+    """The members of an object; None of anything else."""
+    try:
+        return None if member is None else msgspec.json.decode(member, type=dict[str, msgspec.Raw])
+    except msgspec.DecodeError:
+        return None
+
+
+def with_whole_numbers(body: bytes | bytearray) -> bytes:
+    """JSON in which numbers such as `3.0` are written `3`, in texts excepted."""
+
+    def whole(found: re.Match[bytes]) -> bytes:
+        text = found[0]
+        if text[:1] == b'"' or not {*b".eE"} & {*text}:
+            return text
+        number = float(text)
+        return b"%d" % number if number.is_integer() and abs(number) <= _LARGEST else text
+
+    return bytes(_STRING_OR_NUMBER.sub(whole, body))
+
 
 _ACCOUNT = "accounts, billing and statistics of a service"
 _STORED = "chats are not kept; responses are"

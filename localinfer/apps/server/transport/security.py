@@ -13,9 +13,8 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from localinfer.apps.server.transport.access_tokens import matching_token
 from localinfer.apps.server.transport.http import OLLAMA, ApiError, identifier
-from localinfer.apps.server.transport.settings import LOOPBACK_NAMES, ServerSettings, ip_address
+from localinfer.apps.server.transport.settings import LOOPBACK_NAMES, ServerSettings, ip_address, matching_token
 
 _HOST = re.compile(r"(?:\[(?P<bracketed>[0-9a-fA-F:.]+)\]|(?P<name>[A-Za-z0-9._-]+))(?::\d{1,5})?")
 MAX_HEADER_BYTES = 32 << 10

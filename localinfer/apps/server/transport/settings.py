@@ -1,16 +1,256 @@
-"""The settings of a server: where it listens, which requests it answers, and its limits."""
+"""Settings of a server: addresses, tokens and their limits, its role, and the limits of all requests."""
 
+import hashlib
+import hmac
 import ipaddress
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from types import MappingProxyType
+from typing import Literal, get_args
+from urllib.parse import urlsplit
 
-from localinfer.apps.server.transport.access_tokens import AccessToken
-from localinfer.apps.server.transport.handover_options import HandoverOptions
-from localinfer.apps.server.transport.quotas import Quota
-from localinfer.arguments import check_number
+from localinfer.arguments import MAX_PRIORITY, check_number
 from localinfer.errors import RequestError
 from localinfer.storage.response_store import ResponseStoreOptions
+
+_NAMED = re.compile(r"(?P<name>[A-Za-z0-9_.@-]{1,64}):(?P<rest>.*)")
+_BOM = "\ufeff"
+"""What some editors write before the first line."""
+
+
+_MOST = 10**12
+_LEAST: Mapping[str, int] = MappingProxyType({"max_queued": 0, "min_priority": -MAX_PRIORITY})
+_LIMIT = re.compile(r"(?P<name>[A-Za-z_-]+)=(?P<value>.*)")
+_HOW = "write NAME: TOKEN LIMIT=NUMBER LIMIT=NUMBER"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quota:
+    """Limits of one token, or of each that has none of its own; None where there is none.
+
+    requests_per_minute, tokens_per_minute: that it asks for; tokens are those read and generated. max_running: texts
+    that are generated at one time, by each model. max_queued: texts that may wait for that. min_priority: the most
+    urgent that it may ask for, and what it gets where it asks for none and the number is above 0.
+    Raises: RequestError naming the limit.
+    """
+
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    max_running: int | None = None
+    max_queued: int | None = None
+    min_priority: int | None = None
+
+    def __post_init__(self) -> None:
+        for limit in fields(self):
+            name = limit.name
+            most = MAX_PRIORITY if name == "min_priority" else _MOST
+            check_number(name, getattr(self, name), _LEAST.get(name, 1), most, none="for no limit")
+
+    def over(self, other: "Quota") -> "Quota":
+        """These limits, and another's where there is none."""
+        given = {one.name: getattr(self, one.name) for one in fields(self)}
+        return Quota(**{name: getattr(other, name) if value is None else value for name, value in given.items()})
+
+
+def read_quota(words: Sequence[str]) -> Quota:
+    """The limits behind a token on its line: `max_running=2 tokens_per_minute=5000`, in square brackets or without.
+
+    Raises: RequestError for what is no limit.
+    """
+    written = " ".join(words)
+    if written.startswith("[") and written.endswith("]"):
+        written = written[1:-1]
+    if "#" in written:
+        raise RequestError("a comment stands behind the token; give it a line of its own, which begins with #")
+    if "[" in written or "]" in written:
+        raise RequestError(
+            f"a bracket of the limits is missing, or one too many; {_HOW}, with [...] around all or none"
+        )
+    names = [limit.name for limit in fields(Quota)]
+    limits: dict[str, int] = {}
+    for item in written.replace(",", " ").split():
+        found = _LIMIT.fullmatch(item)
+        if found is None and not limits:
+            raise RequestError(
+                "there is white space in the token or its name, which neither may hold; "
+                f"{_HOW}, and names of letters, digits and _ . @ -"
+            )
+        name = "" if found is None else found["name"].replace("-", "_")
+        if found is None or name not in names or name in limits or not re.fullmatch(r"-?\d{1,12}", found["value"]):
+            # What is no name of a limit may be a part of a token.
+            shown = item if name in names else f"{name:.32}=..."
+            raise RequestError(
+                f"{shown!r:.80} is no limit of a token; write NAME=NUMBER, each once, of: {', '.join(names)}"
+            )
+        limits[name] = int(found["value"])
+    return Quota(**limits)
+
+
+def looks_like_a_limit(word: str) -> bool:
+    """Whether a word where the token should stand holds a limit, or the brackets of one."""
+    names = "|".join(limit.name for limit in fields(Quota))
+    return re.search(rf"^\[|\[[A-Za-z_]*=|(?:^|[,;(])(?:{names})=", word.replace("-", "_")) is not None
+
+
+@dataclass(frozen=True)
+class AccessToken:
+    """A token and the name of who has it. is_named: by the file, and not by its line there. quota: its own limits.
+
+    Raises: RequestError for a value that no header can hold.
+    """
+
+    name: str
+    value: str = field(repr=False)
+    is_named: bool = True
+    quota: Quota = Quota()
+
+    def __post_init__(self) -> None:
+        if not (self.value and self.value.isascii() and self.value.isprintable()):
+            raise RequestError("the token is empty or has characters that no header can hold; use letters and digits")
+
+    @property
+    def identity(self) -> str:
+        """Whose texts are those of this token: a name's, whatever its token is now; without a name the token's own.
+
+        A line of the file is nobody: other tokens may move there.
+        """
+        return f"name {self.name}" if self.is_named else f"token {hashlib.sha256(self.value.encode()).hexdigest()}"
+
+
+def parse_tokens(text: str) -> tuple[AccessToken, ...]:
+    """The tokens of a file: one per line, `NAME:` before it if it is to have one, and behind it its own limits, as
+    `LIMIT=NUMBER`; blank lines and `#` lines are none.
+
+    Those without a name are called by their line, `token-3`.
+    Raises: RequestError for a file without tokens, for two of one name or one value, and for a line with white space
+    in a token or a name, or anything else that a token would have by mistake only.
+    """
+    tokens: list[AccessToken] = []
+    for number, line in enumerate(text.removeprefix(_BOM).splitlines(), start=1):
+        line = line.strip()
+        if not line or line.startswith("#"):
+            continue
+        try:
+            token = _token_of_line(line, number)
+        except RequestError as error:
+            raise RequestError(f"line {number}: {error}") from None
+        for other in tokens:
+            if other.name == token.name or other.value == token.value:
+                what = f"the name {token.name}" if other.name == token.name else f"the token of {other.name}"
+                raise RequestError(f"line {number} has {what} a second time; give each token its own line and name")
+        tokens.append(token)
+    if not tokens:
+        raise RequestError("there is no token in it; write one per line")
+    return tuple(tokens)
+
+
+def _token_of_line(line: str, number: int) -> AccessToken:
+    named = _NAMED.fullmatch(line)
+    value, *behind = (line if named is None else named["rest"]).split() or [""]
+    if not value:
+        raise RequestError("there is a name and no token; write NAME: TOKEN")
+    if looks_like_a_limit(value):
+        raise RequestError(
+            "there is a limit where the token should stand; write NAME: TOKEN LIMIT=NUMBER, with a space before each"
+        )
+    quota = read_quota(behind)
+    if named is None:
+        return AccessToken(f"token-{number}", value, is_named=False, quota=quota)
+    return AccessToken(named["name"], value, quota=quota)
+
+
+def matching_token(shown: str, tokens: Sequence[AccessToken]) -> AccessToken | None:
+    """The token that a client shows; how long that takes says nothing about how much of one was right, nor which."""
+    given = shown.encode()
+    found = None
+    for token in tokens:
+        if hmac.compare_digest(given, token.value.encode()):
+            found = token
+    return found
+
+
+Role = Literal["prefill", "decode", "both"]
+ROLES: tuple[Role, ...] = get_args(Role)
+
+DEFAULT_THRESHOLD = 256
+"""Tokens from which on a prompt is handed over: 0.3 to 0.7 s of one core for 135M to 0.5B weights. An estimate."""
+DEFAULT_DEADLINE_SECONDS = 120.0
+
+_UNIX = "unix:"
+_HTTP = re.compile(r"http://[^/?#@]+/?")
+
+
+@dataclass(frozen=True)
+class PrefillAddress:
+    """Where a prefill server listens: host and port by TCP, or the path of a Unix socket.
+
+    name: as it was given. Raises: RequestError.
+    """
+
+    name: str
+    host: str = field(init=False, default="localhost")
+    port: int = field(init=False, default=80)
+    path: Path | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        wrong = RequestError(
+            f"the prefill server is {self.name!r:.120}; give http://HOST:PORT, or unix:PATH for its Unix socket"
+        )
+        if self.name.startswith(_UNIX):
+            path = self.name.removeprefix(_UNIX).removeprefix("//")
+            if not path:
+                raise wrong
+            object.__setattr__(self, "path", Path(path))
+            return
+        if not _HTTP.fullmatch(self.name):
+            raise wrong
+        parts = urlsplit(self.name)
+        try:
+            host, port = parts.hostname, parts.port
+        except ValueError:
+            raise wrong from None
+        if not host:
+            raise wrong
+        object.__setattr__(self, "host", host)
+        object.__setattr__(self, "port", 80 if port is None else port)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HandoverOptions:
+    """The role of a server; checked when it is made.
+
+    role: prefill: computes prompts for others, and generates no text; decode: generates texts, whose long prompts the
+    `servers` compute; both: does all itself. threshold: tokens of a prompt that are not cached anywhere from which on
+    it is handed over. deadline_seconds: after which a prompt is computed here instead. token: shown to the servers.
+    Raises: RequestError.
+    """
+
+    role: Role = "both"
+    servers: tuple[PrefillAddress, ...] = ()
+    threshold: int = DEFAULT_THRESHOLD
+    deadline_seconds: float = DEFAULT_DEADLINE_SECONDS
+    token: str | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.role not in ROLES:
+            raise RequestError(f"the role is {self.role!r:.80}; give one of {', '.join(ROLES)}")
+        if self.role == "decode" and not self.servers:
+            raise RequestError(
+                "a server of --role decode leaves long prompts to others, and none is named; give --prefill-server "
+                "http://HOST:PORT or unix:PATH, of a server of --role prefill"
+            )
+        if self.role != "decode" and self.servers:
+            raise RequestError(
+                f"--prefill-server names who computes prompts for a server of --role decode, and this one is of --role "
+                f"{self.role}; leave it out, or give --role decode"
+            )
+        if self.threshold < 1:
+            raise RequestError(f"--prefill-threshold is {self.threshold}; give at least 1 token")
+        if not self.deadline_seconds > 0:
+            raise RequestError(f"--prefill-deadline is {self.deadline_seconds:g}; give more than 0 seconds")
+
 
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 _ORIGIN = re.compile(r"file://|[a-z][a-z0-9+.-]*://(?:[A-Za-z0-9._~-]+|\[[0-9a-fA-F:.]+\])(?::\d{1,5})?")

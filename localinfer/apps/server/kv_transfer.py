@@ -1,19 +1,19 @@
-"""Which prompts of a decode server are handed over, to whom, and what happens where that fails.
+"""KV transfer: prompts that a prefill server computes, read from the folder that both servers share."""
 
-Whatever happens, the text is generated: a prompt that nobody else computed is computed here, to the same bits.
-"""
-
+import http.client
+import io
 import json
 import logging
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from localinfer.apps.server.handover.prefill_server import PrefillAnswer, PrefillCancelled, PrefillFailed, PrefillServer
 from localinfer.apps.server.operation.metrics import Metrics
-from localinfer.apps.server.transport.handover_options import HandoverOptions
+from localinfer.apps.server.transport.settings import HandoverOptions, PrefillAddress
 from localinfer.errors import ClosedError, LocalinferError
 
 if TYPE_CHECKING:
@@ -21,7 +21,209 @@ if TYPE_CHECKING:
     from localinfer.generation.stream import TextStream
     from localinfer.llm import LLM
 
-logger = logging.getLogger("localinfer.server")
+
+ROUTE = "/prefill"
+CONNECT_SECONDS = 2.0
+"""For a server to take a prompt on."""
+SILENT_SECONDS = 5.0
+"""A server that says nothing for so long has gone: it tells how far it is four times a second."""
+
+
+class PrefillFailed(Exception):
+    """A prefill server did not do what it was asked; the text says why, and names no part of the prompt."""
+
+
+class PrefillCancelled(Exception):
+    """Nobody waits for the prompt any more."""
+
+
+@dataclass(frozen=True)
+class PrefillAnswer:
+    """What a prefill server has done. stored_tokens: leading ids that it wrote; cached_tokens: that it knew before;
+    problem: why not all are written; has_failed: because it cannot write, and not for this prompt only."""
+
+    stored_tokens: int
+    cached_tokens: int
+    problem: str | None = None
+    has_failed: bool = False
+
+
+class PrefillServer(Protocol):
+    """Somebody who computes prompts, one or several at a time. name: as it is logged."""
+
+    @property
+    def name(self) -> str: ...
+
+    def ask(self, body: bytes, *, deadline: float, is_cancelled: Callable[[], bool]) -> PrefillAnswer:
+        """Have a prompt computed and written, and wait for the end; blocks the thread. Leaving early stops the work.
+
+        body: of the route. deadline: on the monotonic clock. is_cancelled: asked four times a second at least.
+        Raises: PrefillFailed, PrefillCancelled.
+        """
+        ...
+
+
+def read_line(line: bytes) -> PrefillAnswer | None:
+    """What a line of the route's answer says: what was done, or None for how far it is. Raises: PrefillFailed."""
+    try:
+        found = json.loads(line)
+        if not isinstance(found, dict):
+            raise TypeError
+        if "error" in found:
+            raise PrefillFailed(_message(found))
+        if "stored_tokens" not in found:
+            return None
+        problem = found.get("problem")
+        return PrefillAnswer(
+            int(found["stored_tokens"]), int(found["cached_tokens"]), problem, bool(found.get("has_failed", problem))
+        )
+    except (ValueError, TypeError, KeyError):
+        raise PrefillFailed("its answer is none of a prefill server") from None
+
+
+def refusal(status: int, content: bytes) -> PrefillFailed:
+    """Why a server refused, in its own words."""
+    try:
+        return PrefillFailed(_message(json.loads(content)))
+    except (ValueError, TypeError, KeyError):
+        return PrefillFailed(f"it answers with status {status}; is it a server of --role prefill?")
+
+
+def silence(deadline: float, now: float) -> PrefillFailed:
+    """Why nothing more is waited for, at a time."""
+    return PrefillFailed("it is slower than the deadline" if now >= deadline else "it does not answer")
+
+
+def _message(value: dict[str, Any]) -> str:
+    return " ".join(str(value["error"]["message"]).split())[:500]
+
+
+_MOST_LINE_BYTES = 1 << 16
+_LOOK_SECONDS = 0.25
+"""Between two looks at whether somebody still waits."""
+
+
+@dataclass(frozen=True)
+class HttpPrefillServer:
+    """A server of `--role prefill`. token: shown to it."""
+
+    address: PrefillAddress
+    token: str | None = field(default=None, repr=False)
+
+    @property
+    def name(self) -> str:
+        """Its address."""
+        return self.address.name
+
+    def ask(self, body: bytes, *, deadline: float, is_cancelled: Callable[[], bool]) -> PrefillAnswer:
+        """As of `PrefillServer`."""
+        address = self.address
+        connection = _UnixConnection(address) if address.path is not None else _connection(address)
+        headers = {"content-type": "application/json"}
+        if self.token is not None:
+            headers["authorization"] = f"Bearer {self.token}"
+        sock: socket.socket | None = None
+        try:
+            connection.connect()
+            sock = connection.sock
+            connection.sock = cast(socket.socket, _BoundedSocket(sock, deadline, is_cancelled))
+            connection.request("POST", ROUTE, body, headers)
+            response = connection.getresponse()
+            if response.status != 200:
+                raise refusal(response.status, response.read(_MOST_LINE_BYTES))
+            while True:
+                if (answer := read_line(_line(response))) is not None:
+                    return answer
+        except TimeoutError:
+            raise silence(deadline, time.monotonic()) from None
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            raise PrefillFailed(f"it cannot be reached, or went away: {error or type(error).__name__}") from None
+        finally:
+            connection.close()
+            if sock is not None:
+                sock.close()
+
+
+def http_servers(options: HandoverOptions) -> tuple[HttpPrefillServer, ...]:
+    """Those that a decode server was told of."""
+    return tuple(HttpPrefillServer(address, options.token) for address in options.servers)
+
+
+def _connection(address: PrefillAddress) -> http.client.HTTPConnection:
+    return http.client.HTTPConnection(address.host, address.port, timeout=CONNECT_SECONDS)
+
+
+class _UnixConnection(http.client.HTTPConnection):
+    """HTTP over a Unix socket."""
+
+    def __init__(self, address: PrefillAddress) -> None:
+        super().__init__("localhost", timeout=CONNECT_SECONDS)
+        self._path = str(address.path)
+
+    def connect(self) -> None:
+        if not hasattr(socket, "AF_UNIX"):
+            raise OSError("this system has no Unix sockets")
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(CONNECT_SECONDS)
+        self.sock.connect(self._path)
+
+
+class _BoundedSocket(io.RawIOBase):
+    """A connected socket for `http.client`, which gives it up where an answer says `Connection: close`; this one is
+    closed by who opened it.
+
+    Raises wherever it reads or sends: TimeoutError after the deadline or a long silence, PrefillCancelled.
+    """
+
+    def __init__(self, sock: socket.socket, deadline: float, is_cancelled: Callable[[], bool]) -> None:
+        self._socket = sock
+        self._deadline = deadline
+        self._is_cancelled = is_cancelled
+
+    def makefile(self, *_args: Any, **_options: Any) -> io.BufferedReader:
+        """What the answer is read from."""
+        return io.BufferedReader(self)
+
+    def close(self) -> None:
+        """Nothing: another one reads on."""
+
+    def sendall(self, data: bytes) -> None:
+        """Send all of some bytes."""
+        left = memoryview(data)
+        while left:
+            left = left[self._bounded(partial(self._socket.send, left)) :]
+
+    def readable(self) -> bool:
+        """It is read only by `readinto`."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Wait for some bytes; 0 at their end."""
+        return self._bounded(partial(self._socket.recv_into, buffer))
+
+    def _bounded(self, work: Callable[[], int]) -> int:
+        latest = min(self._deadline, time.monotonic() + SILENT_SECONDS)
+        while True:
+            if self._is_cancelled():
+                raise PrefillCancelled
+            left = latest - time.monotonic()
+            if left <= 0:
+                raise TimeoutError
+            self._socket.settimeout(min(left, _LOOK_SECONDS))
+            try:
+                return work()
+            except TimeoutError:
+                continue
+
+
+def _line(response: http.client.HTTPResponse) -> bytes:
+    line = response.readline(_MOST_LINE_BYTES)
+    if not line.endswith(b"\n"):
+        raise PrefillFailed("it went away before it was done")
+    return line
+
+
+logger = logging.getLogger("localinfer.server.kv_transfer")
 
 _LEAST_PAUSE_SECONDS, _MOST_PAUSE_SECONDS = 2.0, 60.0
 """For which a server that failed is not asked: longer each time that it fails again."""

@@ -1,1 +1,0 @@
-"""A prompt handed over: computed by a prefill server, and taken up from the folder that both share."""
