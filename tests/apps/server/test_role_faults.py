@@ -34,9 +34,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedModel]:
 @pytest.fixture
 def warned(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
     caplog.set_level(logging.WARNING)
-    return lambda: [
-        one.getMessage() for one in caplog.records if one.name.startswith("localinfer.server.kv_transfer")
-    ]
+    return lambda: [one.getMessage() for one in caplog.records if one.name.startswith("localinfer.server.kv_transfer")]
 
 
 def closed_port() -> str:
