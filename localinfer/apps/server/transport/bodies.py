@@ -157,6 +157,8 @@ LARGE_BYTES = 1 << 16
 _WAIT_SECONDS = 30.0
 _RECEIVING_PART = 4
 """Of the memory for bodies one in so many is for those that are being received."""
+_TRIM_BYTES, _TRIM_SECONDS = 16 << 20, 0.5
+"""After so many bytes were given back, and so much later, the C library returns free memory to the system."""
 _BYTES_PER_VALUE = 64
 _WORK_PER_BYTE = 5
 """What the longest text may take beside itself: a copy, code points and their kinds; see `models/text/long_text`."""
