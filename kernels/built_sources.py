@@ -2,4 +2,4 @@
 
 VERSION = ""
 DIGESTS: dict[str, str] = {}
-"""SHA-256 of every source, by its package and path in it: "kernels/ops.py"."""
+"""SHA-256 of every source, by its package and path in it: "kernels/layouts.py"."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, ParamSpec
 
 from localinfer.errors import ShapeError
-from localinfer.kernels import further_ops, ops, recurrent_ops
+from localinfer.kernels import ops
 from localinfer.kernels.ops import (
     MAX_EXPERTS,
     Activation,
@@ -68,7 +68,7 @@ def _check_embed(op: ops.Embed | ops.EmbedPositions | ops.EmbedTypes) -> None:
     check(out.rows is Rows.BATCH, f"{out.name} holds output rows; embeddings are of batch rows")
 
 
-def _check_previous_row(op: further_ops.PreviousRow) -> None:
+def _check_previous_row(op: ops.PreviousRow) -> None:
     check(op.out.rows is Rows.BATCH, f"{op.out.name} holds output rows; rows before others are of the batch")
     if op.x is not None:
         _same_shape(op.out, op.x)
@@ -160,13 +160,13 @@ def _check_relative(relative: ops.Relative, num_heads: int) -> None:
             check(buffer.rows is Rows.BATCH, "attention is of batch rows")
 
 
-def _check_chosen(chosen: ops.Chosen) -> None:
+def _check_chosen(chosen: ops.SparseSelection) -> None:
     blocks, count = chosen.blocks, chosen.count
     is_right = count > 0 and chosen.block_size > 0 and blocks.width % count == 0 and blocks.rows is Rows.BATCH
     check(is_right, f"{blocks.name} does not hold lists of {count} blocks")
 
 
-def _check_choose_blocks(op: further_ops.ChooseBlocks, kept: KVLayerShape) -> None:
+def _check_choose_blocks(op: ops.ChooseBlocks, kept: KVLayerShape) -> None:
     chosen, queries, weights = op.chosen, op.queries, op.weights
     _check_chosen(chosen)
     wanted = KVLayerShape(1, op.key_size, 0)
@@ -190,7 +190,7 @@ def _check_gated_activate(op: ops.GatedActivate) -> None:
     check(op.limit == 0.0 or op.kind is Activation.SILU, f"{op.kind.value} has no limit")
 
 
-def _check_multiply(op: further_ops.Multiply) -> None:
+def _check_multiply(op: ops.Multiply) -> None:
     _same_shape(op.out, op.x)
     if not isinstance(op.factor, Buffer):
         _has_values(op.factor, op.x.width, f"factor of {op.x.name}")
@@ -198,12 +198,12 @@ def _check_multiply(op: further_ops.Multiply) -> None:
         _has_parts(op.x, op.factor)
 
 
-def _check_magnitude(op: further_ops.Magnitude) -> None:
+def _check_magnitude(op: ops.Magnitude) -> None:
     check(op.out.width == 1, f"{op.out.name} is {op.out.width} wide; a magnitude is one value")
     _same_rows(op.out, op.x)
 
 
-def _check_mix_slots(op: further_ops.MixSlots) -> None:
+def _check_mix_slots(op: ops.MixSlots) -> None:
     out, x, count = op.out, op.x, op.num_slots
     check(count > 0 and x.width % count == 0, f"{x.name} is {x.width} wide, which is not {count} slots")
     size = x.width // count
@@ -221,7 +221,7 @@ def _check_mix_slots(op: further_ops.MixSlots) -> None:
     check(is_whole or is_part, f"the slots of {out.name} from {op.first_slot} on cannot be mixed")
 
 
-def _check_multiply_sigmoid(op: further_ops.MultiplySigmoid) -> None:
+def _check_multiply_sigmoid(op: ops.MultiplySigmoid) -> None:
     _same_shape(op.out, op.x)
     _has_parts(op.x, op.gate)
 
@@ -233,20 +233,18 @@ def _has_parts(x: Buffer, values: Buffer) -> None:
     check(is_whole, f"{x.name} is {x.width} wide, {values.name} {values.width}: not equal parts of it")
 
 
-def _check_limit(op: further_ops.Clamp) -> None:
+def _check_limit(op: ops.Clamp) -> None:
     check(op.limit > 0.0, f"{op.x.name} cannot be clamped to {op.limit}")
 
 
-def _check_scale_by_position(op: further_ops.ScaleByPosition) -> None:
+def _check_scale_by_position(op: ops.ScaleByPosition) -> None:
     is_right = op.x.rows is Rows.BATCH and 0 < op.period < 1 << 31
     check(is_right, f"{op.x.name} cannot be scaled by position over {op.period}")
 
 
-def _check_heads(
-    op: further_ops.CopyHeads | ops.HeadMatmul, num_heads: int, out_width: int, x_width: int, what: str
-) -> None:
+def _check_heads(op: ops.CopyHeads | ops.HeadMatmul, num_heads: int, out_width: int, x_width: int, what: str) -> None:
     """So many heads of out and x, each with room for what is written and read; x may be one head for all of out's."""
-    is_shared = isinstance(op, further_ops.CopyHeads) and op.x_head_size == 0
+    is_shared = isinstance(op, ops.CopyHeads) and op.x_head_size == 0
     for buffer, count, head_size, end in (
         (op.out, num_heads, op.out_head_size, op.out_offset + out_width),
         (op.x, 1, op.x.width, op.x_offset + x_width)
@@ -258,7 +256,7 @@ def _check_heads(
     _same_rows(op.out, op.x)
 
 
-def _check_copy_heads(op: further_ops.CopyHeads) -> None:
+def _check_copy_heads(op: ops.CopyHeads) -> None:
     _check_heads(op, op.num_heads, op.width, op.width, f"copies of {op.width}")
 
 
@@ -268,7 +266,7 @@ def _check_head_matmul(op: ops.HeadMatmul) -> None:
     check(op.out.index != op.x.index, f"{op.out.name} cannot take the product of itself")
 
 
-def _check_select_output(op: ops.SelectOutput | further_ops.MeanRows) -> None:
+def _check_select_output(op: ops.SelectOutput | ops.MeanRows) -> None:
     out, x = op.out, op.x
     check(out.width == x.width and out.rows is Rows.OUTPUT and x.rows is Rows.BATCH, f"{out.name} from {x.name}")
 
@@ -308,20 +306,20 @@ def _check_expert_sum(op: ops.ExpertSum) -> None:
         _same_shape(out, op.residual)
 
 
-def _check_expert_scale(op: further_ops.ExpertScale) -> None:
+def _check_expert_scale(op: ops.ExpertScale) -> None:
     x, selected = op.x, op.expert_weights.width
     check(x.width % selected == 0, f"{x.name} is {x.width} wide for {selected} slots")
     _same_rows(x, op.expert_weights)
 
 
-def _check_expert_factors(op: further_ops.ExpertFactors) -> None:
+def _check_expert_factors(op: ops.ExpertFactors) -> None:
     x, selected = op.x, op.expert_ids.width
     check(x.width % selected == 0, f"{x.name} is {x.width} wide for {selected} slots")
     check(op.factors.ndim == 1, f"factors of {x.name} are {op.factors.shape}; one for each expert is needed")
     _same_rows(x, op.expert_ids)
 
 
-def _check_short_convolution(op: recurrent_ops.ShortConvolution) -> None:
+def _check_short_convolution(op: ops.ShortConvolution) -> None:
     out, x, weight = op.out, op.x, op.weight
     _same_shape(out, x)
     check(x.rows is Rows.BATCH and out.index != x.index, f"{out.name} cannot take the convolution of {x.name}")
@@ -330,7 +328,7 @@ def _check_short_convolution(op: recurrent_ops.ShortConvolution) -> None:
     _has_values(op.bias, x.width, "bias of a convolution")
 
 
-def _check_delta_rule(op: recurrent_ops.GatedDeltaRule) -> None:
+def _check_delta_rule(op: ops.GatedDeltaRule) -> None:
     heads, key_heads = op.num_heads, op.num_key_heads
     check(key_heads > 0 and heads % key_heads == 0, f"{heads} heads of values over {key_heads} of keys")
     check(op.keys.width % key_heads == 0, f"{op.keys.name} does not hold {key_heads} heads")
@@ -350,7 +348,7 @@ def _check_delta_rule(op: recurrent_ops.GatedDeltaRule) -> None:
     check(op.lower_bound <= 0.0, f"a lower bound of {op.lower_bound} for logarithms of decays")
 
 
-def _check_selective_scan(op: recurrent_ops.SelectiveScan) -> None:
+def _check_selective_scan(op: ops.SelectiveScan) -> None:
     heads, size, states, groups = op.num_heads, op.head_size, op.num_states, op.num_groups
     check(min(heads, size, states, groups) > 0 and heads % groups == 0, f"{heads} heads do not form {groups} groups")
     channels = heads * size
@@ -371,7 +369,7 @@ def _check_selective_scan(op: recurrent_ops.SelectiveScan) -> None:
     _has_values(op.d, steps, "what passes by the state")
 
 
-def _check_wkv(op: recurrent_ops.Wkv) -> None:
+def _check_wkv(op: ops.Wkv) -> None:
     inputs = (op.receptance, op.decay, op.keys, op.values, op.rate)
     _same_shape(op.out, op.bonus, *inputs)
     check(op.out.rows is Rows.BATCH, "a recurrence goes over batch rows")
@@ -426,7 +424,7 @@ class GraphBuilder:
 
     def append(self, op: Op) -> None:
         """Check an op and write it after the others. Raises: ShapeError."""
-        if isinstance(op, ops.StoreKV | ops.Attention | further_ops.ChooseBlocks):
+        if isinstance(op, ops.StoreKV | ops.Attention | ops.ChooseBlocks):
             check(0 <= op.layer < len(self.kv_layers), f"there is no cache of layer {op.layer}")
             CHECKS[type(op)](op, self.kv_layers[op.layer])
         elif isinstance(op, ops.RecurrentOp):
@@ -457,40 +455,38 @@ class GraphBuilder:
     embed = _writer(ops.Embed, _check_embed)
     embed_positions = _writer(ops.EmbedPositions, _check_embed)
     embed_types = _writer(ops.EmbedTypes, _check_embed)
-    previous_row = _writer(further_ops.PreviousRow, _check_previous_row)
+    previous_row = _writer(ops.PreviousRow, _check_previous_row)
     rms_norm = _writer(ops.RmsNorm, _check_norm)
     layer_norm = _writer(ops.LayerNorm, _check_norm)
     matmul = _writer(ops.Matmul, _check_matmul)
     rope = _writer(ops.Rope, _check_rope)
     store_kv = _writer(ops.StoreKV, _check_store_kv)
     attention = _writer(ops.Attention, _check_attention)
-    choose_blocks = _writer(further_ops.ChooseBlocks, _check_choose_blocks)
+    choose_blocks = _writer(ops.ChooseBlocks, _check_choose_blocks)
     activation = _writer(ops.Activate, _check_activate)
     gated_activation = _writer(ops.GatedActivate, _check_gated_activate)
-    xielu = _writer(further_ops.Xielu, lambda op: _same_shape(op.out, op.x))
+    xielu = _writer(ops.Xielu, lambda op: _same_shape(op.out, op.x))
     add = _writer(ops.Add, lambda op: _same_shape(op.out, op.a, op.b))
-    multiply = _writer(further_ops.Multiply, _check_multiply)
-    magnitude = _writer(further_ops.Magnitude, _check_magnitude)
-    mix_slots = _writer(further_ops.MixSlots, _check_mix_slots)
-    gaussian_top_k = _writer(further_ops.GaussianTopK, lambda op: _same_shape(op.out, op.x))
-    multiply_sigmoid = _writer(further_ops.MultiplySigmoid, _check_multiply_sigmoid)
-    add_vector = _writer(
-        further_ops.AddVector, lambda op: _has_values(op.vector, op.x.width, f"the vector for {op.x.name}")
-    )
+    multiply = _writer(ops.Multiply, _check_multiply)
+    magnitude = _writer(ops.Magnitude, _check_magnitude)
+    mix_slots = _writer(ops.MixSlots, _check_mix_slots)
+    gaussian_top_k = _writer(ops.GaussianTopK, lambda op: _same_shape(op.out, op.x))
+    multiply_sigmoid = _writer(ops.MultiplySigmoid, _check_multiply_sigmoid)
+    add_vector = _writer(ops.AddVector, lambda op: _has_values(op.vector, op.x.width, f"the vector for {op.x.name}"))
     scale = _writer(ops.Scale)
-    clamp = _writer(further_ops.Clamp, _check_limit)
-    scale_by_position = _writer(further_ops.ScaleByPosition, _check_scale_by_position)
-    softcap = _writer(further_ops.Softcap)
-    copy_heads = _writer(further_ops.CopyHeads, _check_copy_heads)
+    clamp = _writer(ops.Clamp, _check_limit)
+    scale_by_position = _writer(ops.ScaleByPosition, _check_scale_by_position)
+    softcap = _writer(ops.Softcap)
+    copy_heads = _writer(ops.CopyHeads, _check_copy_heads)
     head_matmul = _writer(ops.HeadMatmul, _check_head_matmul)
     select_output = _writer(ops.SelectOutput, _check_select_output)
-    mean_rows = _writer(further_ops.MeanRows, _check_select_output)
+    mean_rows = _writer(ops.MeanRows, _check_select_output)
     route = _writer(ops.Route, _check_route)
     expert_matmul = _writer(ops.ExpertMatmul, _check_expert_matmul)
     expert_sum = _writer(ops.ExpertSum, _check_expert_sum)
-    expert_scale = _writer(further_ops.ExpertScale, _check_expert_scale)
-    expert_factors = _writer(further_ops.ExpertFactors, _check_expert_factors)
-    gated_delta_rule = _writer(recurrent_ops.GatedDeltaRule, _check_delta_rule)
-    wkv = _writer(recurrent_ops.Wkv, _check_wkv)
-    short_convolution = _writer(recurrent_ops.ShortConvolution, _check_short_convolution)
-    selective_scan = _writer(recurrent_ops.SelectiveScan, _check_selective_scan)
+    expert_scale = _writer(ops.ExpertScale, _check_expert_scale)
+    expert_factors = _writer(ops.ExpertFactors, _check_expert_factors)
+    gated_delta_rule = _writer(ops.GatedDeltaRule, _check_delta_rule)
+    wkv = _writer(ops.Wkv, _check_wkv)
+    short_convolution = _writer(ops.ShortConvolution, _check_short_convolution)
+    selective_scan = _writer(ops.SelectiveScan, _check_selective_scan)

@@ -15,59 +15,60 @@ from localinfer.types import FloatArray
 
 @dataclass(frozen=True)
 class StateStep:
-    """How a segment takes the recurrent states of its sequence further; blocks are laid out by `KVLayout`.
+    """Recurrent states that a segment reads and writes; `KVLayout` says how blocks of them are laid out.
 
-    source: address of the states before the first row, 0 for zeros, where a sequence begins. log: address of a log, 0
-    for none, of which the first num_logged rows come after `source` and before the segment's rows. targets: pairs of
-    rows and address, rows rising from 0 to at most the segment's: where the states after so many of its rows are
-    written; 0 means after the logged rows. new_log: address of a log that gets the segment's rows, at most LOG_ROWS, 0
-    for none. All addresses are multiples of 64.
-    What is read is never written: `source` is no target, and `log` not `new_log`.
+    All addresses are multiples of 64. Nothing that is read is written: `source` is no target, and `log` not `new_log`.
     """
 
     source: int
+    """Address of the states before the first row; 0 for zeros, where a sequence begins."""
     targets: Sequence[tuple[int, int]] = ()
+    """Pairs of rows and address: states after this many of the segment's rows are written there; rows rise from 0,
+    which means after the logged rows."""
     log: int = 0
+    """Address of a log whose first rows come after `source` and before the segment's rows; 0 for none."""
     num_logged: int = 0
+    """Rows of that log to repeat."""
     new_log: int = 0
+    """Address of a log that gets the segment's rows, at most LOG_ROWS; 0 for none."""
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Consecutive rows of one sequence in a batch.
-
-    page_addresses: int64, one address per page of the sequence, covering every position up to the last row's but
-    `dropped_tokens` of them, whole pages that are not attended to any more. attention_sums: float32[pages] where the
-    rows' attention to each page is added up, for tapes that were made to measure it. windowed_addresses: int64[pages],
-    where the windowed layers' part of each page lies, for layouts that keep it apart; 0 for pages that those layers see
-    no more. state: of models with recurrent layers. carried: for models with draft layers, addresses of the hidden
-    states float32[hidden_size] of the row before, 0 for zeros, and of where those of the last row go, 0 for nowhere.
-    aside: tables like page_addresses and windowed_addresses by which the first row alone stores its keys and values,
-    for a position that is computed again while its page is shared; None for the segment's own.
-    """
+    """Consecutive rows of one sequence in a batch."""
 
     start_position: int
     num_rows: int
     page_addresses: NDArray[np.int64]
+    """One address per page of the sequence, for every position up to the last row's except the dropped ones."""
     dropped_tokens: int = 0
+    """Positions, whole pages of them, that are no longer attended to."""
     attention_sums: FloatArray | None = None
+    """float32[pages] to which the rows' attention to each page is added, for tapes that were made to measure it."""
     windowed_addresses: NDArray[np.int64] | None = None
+    """[pages]: addresses of the windowed layers' part of each page, for layouts that keep it apart; 0 for pages that
+    those layers no longer see."""
     state: StateStep | None = None
+    """For models with recurrent layers."""
     carried: tuple[int, int] = (0, 0)
+    """For models with draft layers, addresses of the hidden states float32[hidden_size] of the row before, 0 for zeros,
+    and of the memory for those of the last row, 0 for none."""
     aside: tuple[NDArray[np.int64], NDArray[np.int64] | None] | None = None
+    """Tables like page_addresses and windowed_addresses by which the first row alone stores its keys and values, for a
+    position that is computed again while its page is shared; None for the segment's own."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """What one forward pass computes: int32 token ids, whose rows they are, and which rows want logits.
-
-    token_types: int32 per row, for models with such a table; None for type 0 throughout.
-    """
+    """Rows of one forward pass."""
 
     token_ids: NDArray[np.int32]
     segments: Sequence[Segment]
+    """Sequences that the rows belong to, in order."""
     output_rows: NDArray[np.int32]
+    """Rows whose logits are wanted."""
     token_types: NDArray[np.int32] | None = None
+    """Per row, for models with such a table; None for type 0 throughout."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ class BatchLimits:
     has_states: bool = False
     num_token_types: int = 1
     needs_whole_texts: bool = False
-    """Whether segments begin with the first position."""
+    """True if segments must begin with the first position."""
 
     def check(self, batch: Batch) -> None:
         """Raise RequestError or ContextLengthError for a batch that kernels, which check nothing, must not get."""
@@ -192,25 +193,28 @@ def _extremes(values: NDArray[np.int32]) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
-class Operation:
-    """What one op of a finished tape reads and multiplies, for those who measure it.
-
-    kernel: its name. weights: names of the tensors it reads. weight_bytes: all of them; row_weight_bytes: what a single
-    row reads (less for embeddings and experts). multiply_adds: with weights, per row. kv_bytes, kv_multiply_adds: per
-    position that a row attends to, at most the last `window` of them where that is not 0. state_bytes: of recurrent
-    states that are read and written, per segment.
-    """
+class OpCost:
+    """Bytes that one op of a finished tape reads, and multiplications, for measurements."""
 
     kernel: str
+    """Its name."""
     rows: Rows = Rows.BATCH
     weights: tuple[str, ...] = ()
+    """Names of the tensors it reads."""
     weight_bytes: int = 0
+    """All of them."""
     row_weight_bytes: int = 0
+    """Those that a single row reads: fewer for embeddings and experts."""
     multiply_adds: int = 0
+    """With weights, per row."""
     kv_bytes: int = 0
+    """Per position that a row attends to."""
     kv_multiply_adds: int = 0
+    """Per position that a row attends to."""
     window: int = 0
+    """Positions that a row attends to at most; 0 for all."""
     state_bytes: int = 0
+    """Recurrent states that are read and written, per segment."""
 
 
 class Program(Protocol):
@@ -229,7 +233,7 @@ class Program(Protocol):
 
 
 class StagedProgram(Program, Protocol):
-    """A program that can compute a batch in stages, which end at its graph's `Exchange` ops."""
+    """A program that can compute a batch in stages, which end at its graph's `StageBoundary` ops."""
 
     def begin(self, batch: Batch) -> None:
         """Check a batch and write it where the ops read it. Raises: RequestError, ContextLengthError."""
@@ -239,26 +243,25 @@ class StagedProgram(Program, Protocol):
         """Compute one stage of the batch, or start to; every stage is run once, in order."""
         ...
 
-    def give(self, buffer: Buffer, num_rows: int) -> FloatArray:
+    def download(self, buffer: Buffer, num_rows: int) -> FloatArray:
         """Rows of a buffer after the last stage that was run, float32[num_rows, width], valid until the next one."""
         ...
 
-    def take(self, buffer: Buffer, rows: FloatArray) -> None:
+    def upload(self, buffer: Buffer, rows: FloatArray) -> None:
         """Fill a buffer before the next stage: float32[rows, width], copied at once."""
         ...
 
 
 @dataclass(frozen=True)
 class PlacedStage:
-    """One stage of a graph that was cut for several devices.
-
-    part: the number of the device's program, and `stage` that of its own stage. takes: buffers that are filled before
-    it runs, and the number of the program that has each.
-    """
+    """One stage of a graph that was cut for several devices."""
 
     part: int
+    """Number of the device's program."""
     stage: int
-    takes: tuple[tuple[Buffer, int], ...] = ()
+    """Number of the stage in that program."""
+    uploads: tuple[tuple[Buffer, int], ...] = ()
+    """Buffers that are filled before it runs, and the number of the program that has each."""
 
 
 @runtime_checkable
@@ -307,7 +310,7 @@ class MeasurableProgram(Program, Protocol):
 
     num_threads: int
 
-    def operations(self) -> Sequence[Operation]:
+    def operations(self) -> Sequence[OpCost]:
         """Every op, in the order they run."""
         ...
 

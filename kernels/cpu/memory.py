@@ -157,7 +157,7 @@ class TapeMemory:
         self.buffers.append(aligned_zeros(self._max_rows[rows] * padded(width) * 4))
         return Buffer(len(self.buffers) - 1, name, width, rows)
 
-    def place(self, buffer: Buffer) -> tuple[int, int]:
+    def address_of(self, buffer: Buffer) -> tuple[int, int]:
         """Address and row stride of a buffer."""
         return address(self.buffers[buffer.index]), 4 * padded(buffer.width)
 

@@ -31,7 +31,7 @@ from localinfer.kernels.cpu.thread_choice import ThreadChoice
 from localinfer.kernels.cpu.worker_threads import FINISH_RUN, START_RUN, Priority, WorkerThreads, note_thread
 from localinfer.kernels.cpu.worker_threads import POOL_KERNELS as _THREAD_KERNELS
 from localinfer.kernels.ops import Buffer, Rows
-from localinfer.kernels.program import Batch, Operation, Segment, StateStep
+from localinfer.kernels.program import Batch, OpCost, Segment, StateStep
 from localinfer.types import FloatArray
 
 __all__ = ["POOL_KERNELS", "CpuProgram", "ThreadPool", "stretches"]
@@ -293,11 +293,11 @@ class CpuProgram:
         if first < end:
             self._pool.run(self._ops_address + OP_BYTES * first, end - first, self._header_address, self._last_threads)
 
-    def give(self, buffer: Buffer, num_rows: int) -> FloatArray:
+    def download(self, buffer: Buffer, num_rows: int) -> FloatArray:
         """Rows of a buffer; see `program.StagedProgram`."""
         return self.tape.memory.rows(buffer)[:num_rows]
 
-    def take(self, buffer: Buffer, rows: FloatArray) -> None:
+    def upload(self, buffer: Buffer, rows: FloatArray) -> None:
         """Fill rows of a buffer; see `program.StagedProgram`."""
         self.tape.memory.rows(buffer)[: len(rows)] = rows
 
@@ -327,7 +327,7 @@ class CpuProgram:
         self._choose(1)
         self._pool.run(address(self._recurrent_ops), len(self._recurrent_ops), self._header_address, self._last_threads)
 
-    def operations(self) -> Sequence[Operation]:
+    def operations(self) -> Sequence[OpCost]:
         """Every op, in the order they run."""
         return self.tape.operations
 
@@ -499,7 +499,7 @@ class CpuProgram:
         return int(table.ctypes.data)
 
 
-def stretches(operations: Sequence[Operation]) -> list[Stretch]:
+def stretches(operations: Sequence[OpCost]) -> list[Stretch]:
     """Cut a tape after every op that fills another STRETCHES-th part of what a row multiplies by weights."""
     work = [operation.multiply_adds if operation.rows is Rows.BATCH else 0 for operation in operations]
     total = max(1, sum(work))

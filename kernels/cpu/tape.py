@@ -5,14 +5,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.kernels.cpu import attention
-from localinfer.kernels.cpu.memory import TapeMemory, address, placed
+from localinfer.kernels.cpu.memory import TapeMemory, address, placed, zeros
 from localinfer.kernels.cpu.parameters import ELEMENTWISE, GATHER, Words
 from localinfer.kernels.graph_builder import check
 from localinfer.kernels.jit.object_cache import Kernel
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.ops import Buffer, OpGraph, Rows
-from localinfer.kernels.program import BatchLimits, Operation
+from localinfer.kernels.program import BatchLimits, OpCost
 from localinfer.types import FloatArray
 
 if TYPE_CHECKING:
@@ -24,7 +23,7 @@ class CpuTape:
 
     partial_bytes: what one row's attention to one chunk may have to keep until all chunks are merged.
     attention_sums: float32[segments, KV heads, pages] that the ops add up attention in; None if they do not.
-    stage_starts: number of the first kernel of each stage, see `ops.Exchange`.
+    stage_starts: number of the first kernel of each stage, see `ops.StageBoundary`.
     descriptions: of each kernel what it is, with its tensors and shapes, for reports of crashes.
     calls: kernels that kernels call themselves: a block, the index of the word that takes the address, and which.
     angles: cosines and sines by the RoPE table they are of. expert_groups: rows by expert, by the buffer of ids.
@@ -60,7 +59,7 @@ class CpuTape:
         self.hidden = None if graph.hidden is None else self.memory.rows(graph.hidden)
         self.kernels: list[Kernel] = []
         self.parameters: list[NDArray[np.int64]] = []
-        self.operations: list[Operation] = []
+        self.operations: list[OpCost] = []
         self.descriptions: list[str] = []
         self.calls: list[tuple[NDArray[np.int64], int, Kernel]] = []
         self.partial_bytes = 0
@@ -69,7 +68,9 @@ class CpuTape:
         self.attention_sums: FloatArray | None = None
         self.stage_starts = [0]
         if max_summed_tokens:
-            self.attention_sums = attention.attention_sum_arrays(kv_layout, max_batch_rows, max_summed_tokens)
+            heads = max((shape.num_kv_heads for shape in kv_layout.layers), default=1)
+            pages = -(-max_summed_tokens // kv_layout.page_tokens)
+            self.attention_sums = zeros((max_batch_rows, heads, pages), np.float32)
         self.angles: dict[tuple[bytes, float], NDArray[np.uint8]] = {}
         self.expert_groups: dict[int, NDArray[np.int64]] = {}
         self.quantized_place = 0
@@ -86,15 +87,15 @@ class CpuTape:
         self.angles.clear()
         self.expert_groups.clear()
 
-    def place(self, buffer: Buffer) -> tuple[int, int]:
+    def address_of(self, buffer: Buffer) -> tuple[int, int]:
         """Address and row stride of a buffer."""
-        return self.memory.place(buffer)
+        return self.memory.address_of(buffer)
 
-    def places(self, **buffers: Buffer) -> dict[str, int]:
+    def addresses_of(self, **buffers: Buffer) -> dict[str, int]:
         """The words NAME and NAME_stride of each buffer."""
         words = {}
         for name, buffer in buffers.items():
-            words[name], words[f"{name}_stride"] = self.place(buffer)
+            words[name], words[f"{name}_stride"] = self.address_of(buffer)
         return words
 
     def add(
@@ -102,7 +103,7 @@ class CpuTape:
         kernel: str,
         *blocks: Words,
         writes: Buffer | None = None,
-        cost: Operation | None = None,
+        cost: OpCost | None = None,
         calls: dict[int, Kernel] | None = None,
         about: str = "",
     ) -> None:
@@ -114,7 +115,7 @@ class CpuTape:
         self.kernels.append(Kernel(kernel))
         self.parameters.append(block)
         self.calls.extend((block, index, called) for index, called in (calls or {}).items())
-        self.operations.append(cost or Operation(kernel))
+        self.operations.append(cost or OpCost(kernel))
         out = "" if writes is None else f" -> {writes.name}, {writes.width} columns"
         self.descriptions.append(f"{kernel}{' of ' if about else ''}{about}{out}")
         if writes is not None:
@@ -123,7 +124,7 @@ class CpuTape:
     def elementwise(self, kernel: str, out: Buffer, a: Buffer, b: Buffer, scalar: float = 0.0) -> None:
         """Record a kernel that reads two rows and writes one."""
         words = ELEMENTWISE.pack(
-            **self.places(out=out, a=a, b=b), scalar=scalar, columns=out.width, is_output=out.is_output
+            **self.addresses_of(out=out, a=a, b=b), scalar=scalar, columns=out.width, is_output=out.is_output
         )
         self.add(f"elementwise.{kernel}", words, writes=out, about=a.name if a is b else f"{a.name}, {b.name}")
 
@@ -150,7 +151,7 @@ class CpuTape:
         if self._ordered_source != source:
             offsets = placed(4 * columns.astype(np.int64))
             self.memory.keep(offsets)
-            places = self.places(out=out, x=x)
+            places = self.addresses_of(out=out, x=x)
             words = GATHER.pack(**places, offsets=address(offsets), columns=x.width, is_output=x.is_output)
             self.add("gather.gather_columns", words, writes=out, about=x.name)
             self._ordered_source = source

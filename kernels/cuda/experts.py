@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from localinfer.kernels import further_ops, ops
+from localinfer.kernels import ops
 from localinfer.kernels.cuda.device import Launch, Step
 from localinfer.kernels.cuda.gemm import Shape, Slot, expert_gemm, quantized_place
 from localinfer.kernels.cuda.memory import SMALL_ROWS
@@ -26,7 +26,7 @@ def lower_route(tape: CudaTape, op: ops.Route) -> None:
     rows = max(tape.max_rows[logits.rows], SMALL_ROWS)
     scratch = tape.memory.shared("routing", 4 * rows * (2 * count + routing.num_groups))
     groups = (routing.num_groups, routing.num_selected_groups, routing.num_group_values, int(routing.normalise))
-    places = tape.places(logits, op.expert_ids, op.expert_weights)
+    places = tape.addresses_of(logits, op.expert_ids, op.expert_weights)
     output_scales = tape.memory.constant(routing.output_scales)
     values = (*places, count, selected, bias, scratch, *groups, output_scales, routing.scale, routing.margin)
 
@@ -48,8 +48,8 @@ def lower_expert_matmul(tape: CudaTape, op: ops.ExpertMatmul) -> None:
     tape.read(x, ids)
     bias = memory.constant(op.bias)
     codes = None if is_float(packed.layout) else quantized_place(memory, f"experts' {x.width}", x.width, rows)
-    slot = Slot(packed, *memory.place(op.out), bias)
-    source, chosen = memory.place(x), memory.place(ids)
+    slot = Slot(packed, *memory.address_of(op.out), bias)
+    source, chosen = memory.address_of(x), memory.address_of(ids)
     head = (columns if op.input_per_slot else 0, 0)
 
     def build(shape: Shape) -> Iterator[Step]:
@@ -67,23 +67,23 @@ def lower_expert_sum(tape: CudaTape, op: ops.ExpertSum) -> None:
     residual: tuple[int, ...] = (0, 0)
     if op.residual is not None:
         tape.read(op.residual)
-        residual = tape.places(op.residual)
-    values = (*tape.places(out, op.x, op.expert_weights), *residual, op.expert_weights.width, out.width)
+        residual = tape.addresses_of(op.residual)
+    values = (*tape.addresses_of(out, op.x, op.expert_weights), *residual, op.expert_weights.width, out.width)
     tape.simple("experts.expert_sum", (), out.rows, out.width, values, out)
 
 
-def lower_expert_scale(tape: CudaTape, op: further_ops.ExpertScale) -> None:
-    """See `further_ops.ExpertScale`."""
+def lower_expert_scale(tape: CudaTape, op: ops.ExpertScale) -> None:
+    """See `ops.ExpertScale`."""
     x, selected = op.x, op.expert_weights.width
     tape.read(x, op.expert_weights)
-    values = (*tape.places(x, op.expert_weights), selected, x.width // selected)
+    values = (*tape.addresses_of(x, op.expert_weights), selected, x.width // selected)
     tape.simple("experts.expert_scale", (), x.rows, x.width, values, x)
 
 
-def lower_expert_factors(tape: CudaTape, op: further_ops.ExpertFactors) -> None:
-    """See `further_ops.ExpertFactors`."""
+def lower_expert_factors(tape: CudaTape, op: ops.ExpertFactors) -> None:
+    """See `ops.ExpertFactors`."""
     x, selected = op.x, op.expert_ids.width
     tape.read(x, op.expert_ids)
     factors = tape.memory.constant(op.factors)
-    values = (*tape.places(x, op.expert_ids), factors, selected, x.width // selected)
+    values = (*tape.addresses_of(x, op.expert_ids), factors, selected, x.width // selected)
     tape.simple("experts.expert_factors", (), x.rows, x.width, values, x)

@@ -21,7 +21,12 @@ from localinfer.kernels.source_digests import combined, source_digests
 from localinfer.kernels.versions import installed_version
 from localinfer.types import ProgressCallback
 
-SHARED_SOURCES = ("kernels/ops.py", "kernels/kv_layout.py", "kernels/layouts.py", "kernels/cpu/kernel_abi.py")
+SHARED_SOURCES = (
+    "kernels/ops/elementwise.py",
+    "kernels/kv_layout.py",
+    "kernels/layouts.py",
+    "kernels/cpu/kernel_abi.py",
+)
 """What CUDA kernels read of the rest of this package."""
 
 STAGE = "compiling CUDA kernels (once per machine)"

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.errors import ShapeError, UnsupportedFormatError
-from localinfer.kernels import further_ops, ops
+from localinfer.kernels import ops
 from localinfer.kernels.cuda import experts, gemm
 from localinfer.kernels.cuda.attention import Attention, FreshRows, Rope, store_steps
 from localinfer.kernels.cuda.device import CudaDevice, Launch, Step
@@ -82,9 +82,9 @@ def lower_to_cuda(
     builders = [op.build for op in tape.ops]
     ends = [*tape.stage_starts[1:], len(builders)]
     stages = [tuple(builders[start:end]) for start, end in zip(tape.stage_starts, ends, strict=True)]
-    logits = (*tape.memory.place(graph.output), graph.output.width)
+    logits = (*tape.memory.address_of(graph.output), graph.output.width)
     return CudaProgram(
-        device, limits, stages, logits, tape.memory.place, progress, samples=samples, page_sums=tape.page_sums
+        device, limits, stages, logits, tape.memory.address_of, progress, samples=samples, page_sums=tape.page_sums
     )
 
 
@@ -99,15 +99,15 @@ def _embed(tape: CudaTape, op: ops.Embed | ops.EmbedPositions | ops.EmbedTypes) 
     weight: DeviceWeight = table.packed
     stored = (weight.num_rows, weight.num_columns)
     check(stored == (table.num_rows, table.width), f"{table.name} is stored as {stored}")
-    place: tuple[float | str, ...] = (_LOOKED_UP[type(op)], *tape.places(out))
+    place: tuple[float | str, ...] = (_LOOKED_UP[type(op)], *tape.addresses_of(out))
     values = (*weight.arrays, *weight.row_bytes, *place, weight.num_columns, weight.num_rows, int(adds), scale)
     tape.simple("rows.embed", (weight.layout,), Rows.BATCH, weight.num_columns, values, out)
 
 
-def _exchange(tape: CudaTape, op: ops.Exchange) -> None:
-    tape.read(*op.gives)
+def _stage_boundary(tape: CudaTape, op: ops.StageBoundary) -> None:
+    tape.read(*op.downloads)
     # What follows is joined with nothing before it.
-    tape.add(lambda shape: iter(()), *op.takes)
+    tape.add(lambda shape: iter(()), *op.uploads)
     tape.stage_starts.append(len(tape.ops))
 
 
@@ -121,7 +121,7 @@ def _norm(tape: CudaTape, norm: ops.RmsNorm | ops.LayerNorm) -> None:
     for values in (norm.weight, bias):
         is_per_group = values is not None and groups > 1 and values.size == x.width
         words += [tape.memory.constant(values), 4 * size if is_per_group else 0]
-    places = tape.places(x, out)
+    places = tape.addresses_of(x, out)
     warps = min(_NORM_WARPS, max(2, size // 128))
     rounds = -(-size // (32 * warps))
 
@@ -156,7 +156,7 @@ def _quantize(tape: CudaTape, x: Buffer) -> Quantized:
             place = gemm.quantized_place(tape.memory, f"buffer {x.index}", x.width, rows)
         last.quantized = place
     else:
-        source = tape.memory.place(x)
+        source = tape.memory.address_of(x)
 
         def build(shape: Shape) -> Iterator[Step]:
             count = shape.rows(x.rows)
@@ -189,7 +189,7 @@ def _multiply(tape: CudaTape, x: Buffer, projections: Sequence[Projection]) -> N
     first: DeviceWeight = projections[0].weight.packed
     source = x if first.columns is None else _in_order(tape, x, first.columns)
     quantized = None if is_float(first.layout) else _quantize(tape, source)
-    place = tape.memory.place(source)
+    place = tape.memory.address_of(source)
     slots = [_slot(tape, projection) for projection in projections]
 
     def build(shape: Shape) -> Iterator[Step]:
@@ -211,16 +211,16 @@ def _multiply(tape: CudaTape, x: Buffer, projections: Sequence[Projection]) -> N
 
 
 def _slot(tape: CudaTape, projection: Projection) -> Slot:
-    residual = (0, 0) if projection.residual is None else tape.memory.place(projection.residual)
+    residual = (0, 0) if projection.residual is None else tape.memory.address_of(projection.residual)
     bias = tape.memory.constant(projection.bias)
-    return Slot(projection.weight.packed, *tape.memory.place(projection.out), bias, *residual, projection.scale)
+    return Slot(projection.weight.packed, *tape.memory.address_of(projection.out), bias, *residual, projection.scale)
 
 
 def _in_order(tape: CudaTape, x: Buffer, columns: NDArray[np.int32]) -> Buffer:
     """x with its columns as a weight wants them."""
     out = tape.memory.buffer(f"{x.name} in order", x.width, x.rows)
     order = tape.memory.array(columns.astype(np.int64))
-    tape.simple("rows.gather_columns", (), x.rows, x.width, (*tape.places(out, x), x.width, order), out)
+    tape.simple("rows.gather_columns", (), x.rows, x.width, (*tape.addresses_of(out, x), x.width, order), out)
     return out
 
 
@@ -250,7 +250,7 @@ def _store_kv(tape: CudaTape, op: ops.StoreKV) -> None:
         raise ShapeError("keys without values are cached on the CPU only; take device 'cpu'")
     tape.read(values_buffer)
     rope = tape.take_rope(op.keys, tape.kv_layout.layers[op.layer].key_size)
-    keys, values = tape.memory.place(op.keys), tape.memory.place(values_buffer)
+    keys, values = tape.memory.address_of(op.keys), tape.memory.address_of(values_buffer)
     store = store_steps(tape.kv_layout, op.layer, keys, values, rope)
     recorded = tape.add(lambda run: iter(()) if recorded.is_left and run.batch_rows == 1 else store(run))
     recorded.fresh = FreshRows(op.layer, keys, values, rope)
@@ -263,7 +263,7 @@ def _attention(tape: CudaTape, attention: ops.Attention) -> None:
     check(not shape.excludes_own, "attention without a row's own position is computed on the CPU only")
     check(not (shape.bidirectional and tape.page_sums), "attention to later positions is not summed by page")
     rope = tape.take_rope(attention.queries, shape.key_size)
-    places = (memory.place(attention.queries), memory.place(out))
+    places = (memory.address_of(attention.queries), memory.address_of(out))
     constants = (memory.constant(shape.alibi_slopes), memory.constant(shape.sinks))
     launches = Attention(memory, tape.kv_layout, attention.layer, shape, *places, *constants, rope)
     sums = tape.page_sums
@@ -278,7 +278,7 @@ def _attention(tape: CudaTape, attention: ops.Attention) -> None:
     op.source, op.can_quantize = out, shape.value_size % 32 == 0
 
 
-def _choose_blocks(tape: CudaTape, op: further_ops.ChooseBlocks) -> None:
+def _choose_blocks(tape: CudaTape, op: ops.ChooseBlocks) -> None:
     check(False, "positions are chosen on the CPU only; take device 'cpu'")
 
 
@@ -303,17 +303,17 @@ def _elementwise(
     tape: CudaTape, operation: int, out: Buffer, a: Buffer, b: Buffer, scalar: float = 0.0, activation: int = 0
 ) -> None:
     tape.read(a, b)
-    values = (*tape.places(out, a, b), out.width, activation, scalar)
+    values = (*tape.addresses_of(out, a, b), out.width, activation, scalar)
     tape.simple("rows.elementwise", (operation,), out.rows, out.width, values, out)
 
 
-def _xielu(tape: CudaTape, op: further_ops.Xielu) -> None:
+def _xielu(tape: CudaTape, op: ops.Xielu) -> None:
     tape.read(op.x)
-    values = (*tape.places(op.out, op.x), op.x.width, op.positive, op.negative, op.beta, op.epsilon)
+    values = (*tape.addresses_of(op.out, op.x), op.x.width, op.positive, op.negative, op.beta, op.epsilon)
     tape.simple("rows.xielu", (), op.x.rows, op.x.width, values, op.out)
 
 
-def _multiply_sigmoid(tape: CudaTape, op: further_ops.MultiplySigmoid) -> None:
+def _multiply_sigmoid(tape: CudaTape, op: ops.MultiplySigmoid) -> None:
     if not op.is_by_part:
         _elementwise(tape, _TIMES_SIGMOID, op.out, op.x, op.gate)
         return
@@ -322,11 +322,11 @@ def _multiply_sigmoid(tape: CudaTape, op: further_ops.MultiplySigmoid) -> None:
 
 def _by_part(tape: CudaTape, out: Buffer, x: Buffer, gate: Buffer, *, has_sigmoid: bool) -> None:
     tape.read(x, gate)
-    values = (*tape.places(out, x, gate), x.width, x.width // gate.width)
+    values = (*tape.addresses_of(out, x, gate), x.width, x.width // gate.width)
     tape.simple("rows.gate_parts", (int(has_sigmoid),), x.rows, x.width, values, out)
 
 
-def _times(tape: CudaTape, op: further_ops.Multiply) -> None:
+def _times(tape: CudaTape, op: ops.Multiply) -> None:
     out, x, factor = op.out, op.x, op.factor
     if isinstance(factor, Buffer) and op.is_by_part:
         _by_part(tape, out, x, factor, has_sigmoid=False)
@@ -335,22 +335,24 @@ def _times(tape: CudaTape, op: further_ops.Multiply) -> None:
         _elementwise(tape, _TIMES_ROW if op.is_by_row else _TIMES, out, x, factor)
         return
     tape.read(x)
-    values = (*tape.places(out, x), tape.memory.constant(factor), 0, out.width, 0, 0.0)
+    values = (*tape.addresses_of(out, x), tape.memory.constant(factor), 0, out.width, 0, 0.0)
     tape.simple("rows.elementwise", (_TIMES,), out.rows, out.width, values, out)
 
 
-def _mix_slots(tape: CudaTape, op: further_ops.MixSlots) -> None:
+def _mix_slots(tape: CudaTape, op: ops.MixSlots) -> None:
     others = [buffer for buffer in (op.weights, op.residual) if buffer is not None]
     tape.read(op.x, *others)
-    weights, residual = ((0, 0) if buffer is None else tape.places(buffer) for buffer in (op.weights, op.residual))
+    weights, residual = (
+        (0, 0) if buffer is None else tape.addresses_of(buffer) for buffer in (op.weights, op.residual)
+    )
     sizes = (op.num_slots, op.x.width // op.num_slots, op.out.width, op.first_slot)
-    values = (*tape.places(op.out, op.x), *weights, *residual, *sizes)
+    values = (*tape.addresses_of(op.out, op.x), *weights, *residual, *sizes)
     tape.simple("rows.mix_slots", (), op.out.rows, op.out.width, values, op.out)
 
 
 def _row_statistic(tape: CudaTape, out: Buffer, x: Buffer, num_deviations: float | None = None) -> None:
     tape.read(x)
-    values = (*tape.places(out, x), x.width, num_deviations or 0.0)
+    values = (*tape.addresses_of(out, x), x.width, num_deviations or 0.0)
 
     def build(shape: Shape) -> Iterator[Step]:
         count = shape.rows(x.rows)
@@ -360,25 +362,25 @@ def _row_statistic(tape: CudaTape, out: Buffer, x: Buffer, num_deviations: float
     tape.add(build, out)
 
 
-def _scale_by_position(tape: CudaTape, op: further_ops.ScaleByPosition) -> None:
+def _scale_by_position(tape: CudaTape, op: ops.ScaleByPosition) -> None:
     x = op.x
     tape.read(x)
     values: tuple[float | str, ...]
-    values = (*tape.places(x), x.width, "positions", op.period + (op.offset << 31), op.slope)
+    values = (*tape.addresses_of(x), x.width, "positions", op.period + (op.offset << 31), op.slope)
     tape.simple("rows.scale_by_position", (), Rows.BATCH, x.width, values, x)
 
 
 def _select_output(tape: CudaTape, op: ops.SelectOutput) -> None:
     x = op.x
     tape.read(x)
-    values: tuple[int | str, ...] = (*tape.places(op.out, x), x.width, "output_row_numbers")
+    values: tuple[int | str, ...] = (*tape.addresses_of(op.out, x), x.width, "output_row_numbers")
     tape.simple("rows.select_rows", (), Rows.OUTPUT, x.width, values, op.out)
 
 
-def _copy_heads(tape: CudaTape, op: further_ops.CopyHeads) -> None:
+def _copy_heads(tape: CudaTape, op: ops.CopyHeads) -> None:
     tape.read(op.x)
     tape.write_part(op.out, op.num_heads * op.width)
-    target, out_stride, source, stride = tape.places(op.out, op.x)
+    target, out_stride, source, stride = tape.addresses_of(op.out, op.x)
     places = (target + 4 * op.out_offset, out_stride, source + 4 * op.x_offset, stride)
     values = (*places, op.num_heads, op.width, op.out_head_size, op.x_head_size)
     tape.simple("rows.copy_heads", (), op.x.rows, op.num_heads * op.width, values)
@@ -389,8 +391,8 @@ def _head_matmul(tape: CudaTape, op: ops.HeadMatmul) -> None:
     packed: DeviceWeight = packed_weight(op.weight)
     tape.read(x)
     tape.write_part(op.out, packed.num_experts * packed.num_rows)
-    source = tape.memory.place(x)
-    target, out_stride = tape.memory.place(op.out)
+    source = tape.memory.address_of(x)
+    target, out_stride = tape.memory.address_of(op.out)
     slot = Slot(packed, target + 4 * op.out_offset, out_stride)
     whole = None
     if not is_float(packed.layout):
@@ -408,16 +410,16 @@ def _head_matmul(tape: CudaTape, op: ops.HeadMatmul) -> None:
     tape.add(build)
 
 
-def _add_vector(tape: CudaTape, op: further_ops.AddVector) -> None:
+def _add_vector(tape: CudaTape, op: ops.AddVector) -> None:
     tape.read(op.x)
-    values = (*tape.places(op.x, op.x), tape.memory.constant(op.vector), 0, op.x.width, 0, 1.0)
+    values = (*tape.addresses_of(op.x, op.x), tape.memory.constant(op.vector), 0, op.x.width, 0, 1.0)
     tape.simple("rows.elementwise", (_ADD,), op.x.rows, op.x.width, values, op.x)
 
 
-def _mean_rows(tape: CudaTape, op: further_ops.MeanRows) -> None:
+def _mean_rows(tape: CudaTape, op: ops.MeanRows) -> None:
     tape.read(op.x)
     values: tuple[float | str, ...]
-    values = (*tape.places(op.out, op.x), op.x.width, "output_row_numbers", "page_tables", "batch_rows")
+    values = (*tape.addresses_of(op.out, op.x), op.x.width, "output_row_numbers", "page_tables", "batch_rows")
     tape.simple("pooling.mean_rows", (), Rows.OUTPUT, op.x.width, values, op.out)
 
 
@@ -425,37 +427,37 @@ LOWER: dict[type, Callable[[CudaTape, Any], None]] = {
     ops.Embed: _embed,
     ops.EmbedPositions: _embed,
     ops.EmbedTypes: _embed,
-    ops.Exchange: _exchange,
+    ops.StageBoundary: _stage_boundary,
     ops.RmsNorm: _norm,
     ops.LayerNorm: _norm,
     ops.Matmul: _matmul,
     ops.Rope: _rope,
     ops.StoreKV: _store_kv,
     ops.Attention: _attention,
-    further_ops.ChooseBlocks: _choose_blocks,
+    ops.ChooseBlocks: _choose_blocks,
     ops.Activate: lambda tape, op: _elementwise(tape, _ACTIVATION, op.out, op.x, op.x, activation=_NUMBERS[op.kind]),
     ops.GatedActivate: _gated_activate,
-    further_ops.Xielu: _xielu,
+    ops.Xielu: _xielu,
     ops.Add: lambda tape, op: _elementwise(tape, _ADD, op.out, op.a, op.b, op.scale),
-    further_ops.Multiply: _times,
-    further_ops.Magnitude: lambda tape, op: _row_statistic(tape, op.out, op.x),
-    further_ops.MixSlots: _mix_slots,
-    further_ops.GaussianTopK: lambda tape, op: _row_statistic(tape, op.out, op.x, op.num_deviations),
-    further_ops.MultiplySigmoid: _multiply_sigmoid,
-    further_ops.AddVector: _add_vector,
-    further_ops.MeanRows: _mean_rows,
+    ops.Multiply: _times,
+    ops.Magnitude: lambda tape, op: _row_statistic(tape, op.out, op.x),
+    ops.MixSlots: _mix_slots,
+    ops.GaussianTopK: lambda tape, op: _row_statistic(tape, op.out, op.x, op.num_deviations),
+    ops.MultiplySigmoid: _multiply_sigmoid,
+    ops.AddVector: _add_vector,
+    ops.MeanRows: _mean_rows,
     ops.Scale: lambda tape, op: _elementwise(tape, _SCALE, op.x, op.x, op.x, op.factor),
-    further_ops.Clamp: lambda tape, op: _elementwise(
+    ops.Clamp: lambda tape, op: _elementwise(
         tape, _CLAMP_ABOVE if op.only_above else _CLAMP, op.x, op.x, op.x, op.limit
     ),
-    further_ops.ScaleByPosition: _scale_by_position,
-    further_ops.Softcap: lambda tape, op: _elementwise(tape, _SOFTCAP, op.x, op.x, op.x, op.cap),
-    further_ops.CopyHeads: _copy_heads,
+    ops.ScaleByPosition: _scale_by_position,
+    ops.Softcap: lambda tape, op: _elementwise(tape, _SOFTCAP, op.x, op.x, op.x, op.cap),
+    ops.CopyHeads: _copy_heads,
     ops.HeadMatmul: _head_matmul,
     ops.SelectOutput: _select_output,
     ops.Route: experts.lower_route,
     ops.ExpertMatmul: experts.lower_expert_matmul,
     ops.ExpertSum: experts.lower_expert_sum,
-    further_ops.ExpertScale: experts.lower_expert_scale,
-    further_ops.ExpertFactors: experts.lower_expert_factors,
+    ops.ExpertScale: experts.lower_expert_scale,
+    ops.ExpertFactors: experts.lower_expert_factors,
 }

@@ -80,7 +80,7 @@ class DeviceMemory:
         self._places.append(self._take(count * _stride(width)))
         return Buffer(len(self._places) - 1, name, width, rows)
 
-    def place(self, buffer: Buffer) -> tuple[int, int]:
+    def address_of(self, buffer: Buffer) -> tuple[int, int]:
         """Address and row stride of a buffer."""
         return self._places[buffer.index], _stride(buffer.width)
 

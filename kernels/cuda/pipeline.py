@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.kernels.cpu.program import INTERRUPTIBLE_ROWS
-from localinfer.kernels.cuda.parted_pages import Addresses, PartedKVLayout
 from localinfer.kernels.cuda.program import CudaProgram
-from localinfer.kernels.cuda.sampling import Chosen, Draw
+from localinfer.kernels.cuda.sampling import Draw, SampleMode
+from localinfer.kernels.cuda.sharded_pages import Addresses, ShardedKVLayout
 from localinfer.kernels.program import Batch, PlacedStage, StagedProgram
 from localinfer.types import FloatArray
 
@@ -27,7 +27,7 @@ class PipelineProgram:
     """
 
     def __init__(
-        self, parts: Sequence[StagedProgram], last: CudaProgram, stages: Sequence[PlacedStage], layout: PartedKVLayout
+        self, parts: Sequence[StagedProgram], last: CudaProgram, stages: Sequence[PlacedStage], layout: ShardedKVLayout
     ) -> None:
         assert parts[stages[-1].part] is last, "logits come from the last stage"
         self._parts = parts
@@ -41,27 +41,27 @@ class PipelineProgram:
 
     def run(self, batch: Batch) -> FloatArray:
         """Compute a batch; see `Program.run`."""
-        self._run(batch, Chosen.NOTHING)
+        self._run(batch, SampleMode.NOTHING)
         return self._last.logits(len(batch.output_rows))
 
     def run_abortable(self, batch: Batch, should_abort: Callable[[float], bool]) -> FloatArray | None:
         """Compute a batch, or leave it undone between two stages; see `program.AbortableProgram`."""
         if len(batch.token_ids) < INTERRUPTIBLE_ROWS:
             return self.run(batch)
-        if not self._run(batch, Chosen.NOTHING, should_abort):
+        if not self._run(batch, SampleMode.NOTHING, should_abort):
             return None
         return self._last.logits(len(batch.output_rows))
 
     def run_greedy(self, batch: Batch) -> NDArray[np.int32]:
         """Compute a batch and return the likeliest token of each output row; see `GreedyProgram`."""
-        self._run(batch, Chosen.LIKELIEST)
+        self._run(batch, SampleMode.LIKELIEST)
         return self._last.tokens(len(batch.output_rows))
 
     def run_drawn(self, batch: Batch, draws: Sequence[Draw]) -> NDArray[np.int32]:
         """Compute a batch and sample a token of each output row; see `sampling.DrawingProgram`."""
         assert len(draws) == len(batch.output_rows) <= self.max_output_rows, "one draw per output row"
         self._last.write_draws(draws)
-        self._run(batch, Chosen.DRAWN)
+        self._run(batch, SampleMode.DRAWN)
         return self._last.tokens(len(batch.output_rows))
 
     def logits_of(self, row: int) -> FloatArray:
@@ -73,7 +73,7 @@ class PipelineProgram:
         for part in reversed(self._parts):
             part.close()
 
-    def _run(self, batch: Batch, chosen: Chosen, should_abort: Callable[[float], bool] | None = None) -> bool:
+    def _run(self, batch: Batch, chosen: SampleMode, should_abort: Callable[[float], bool] | None = None) -> bool:
         """Run every stage of a batch, unless it is aborted; chosen: what the last one makes of its logits."""
         places = [self._find(index, segment.page_addresses) for index, segment in enumerate(batch.segments)]
         for number, part in enumerate(self._parts):
@@ -86,10 +86,10 @@ class PipelineProgram:
             if should_abort is not None and number and should_abort(number / len(self._stages)):
                 return False
             part = self._parts[stage.part]
-            for buffer, source in stage.takes:
+            for buffer, source in stage.uploads:
                 num_rows = len(batch.output_rows if buffer.is_output else batch.token_ids)
                 if num_rows:
-                    part.take(buffer, self._parts[source].give(buffer, num_rows))
+                    part.upload(buffer, self._parts[source].download(buffer, num_rows))
             if stage is self._stages[-1]:
                 self._last.run_stage(stage.stage, chosen)
             else:

@@ -12,7 +12,7 @@ from localinfer.kernels.cuda.gemm import Builder, Shape
 from localinfer.kernels.cuda.kernel_cache import KernelKey
 from localinfer.kernels.cuda.memory import SMALL_ROWS
 from localinfer.kernels.cuda.page_sums import PageSums
-from localinfer.kernels.cuda.sampling import Chosen, Draw, TokenChoice
+from localinfer.kernels.cuda.sampling import Draw, SampleMode, TokenChoice
 from localinfer.kernels.ops import Buffer
 from localinfer.kernels.program import Batch, BatchLimits
 from localinfer.types import FloatArray, ProgressCallback
@@ -66,7 +66,7 @@ class CudaProgram:
         self._samples = samples
         self._page_sums = page_sums
         self._choice = TokenChoice(self._device, *logits, max(limits.max_output_rows, SMALL_ROWS) if samples else 0)
-        self._replays: dict[tuple[int, int, int, int, Chosen], Callable[[], None]] = {}
+        self._replays: dict[tuple[int, int, int, int, SampleMode], Callable[[], None]] = {}
         self._logits = np.empty((limits.max_output_rows, logits[2]), np.float32)
         most = _padded(limits.max_rows)
         sizes = [1 << power for power in range(SMALL_ROWS.bit_length()) if 1 << power < most]
@@ -78,19 +78,19 @@ class CudaProgram:
 
         Raises RequestError or ContextLengthError for an invalid batch.
         """
-        self._start(batch, Chosen.NOTHING)
+        self._start(batch, SampleMode.NOTHING)
         return self.logits(len(batch.output_rows))
 
     def run_greedy(self, batch: Batch) -> NDArray[np.int32]:
         """Compute a batch and return the likeliest token of each output row; see `GreedyProgram`."""
-        self._start(batch, Chosen.LIKELIEST)
+        self._start(batch, SampleMode.LIKELIEST)
         return self.tokens(len(batch.output_rows))
 
     def run_drawn(self, batch: Batch, draws: Sequence[Draw]) -> NDArray[np.int32]:
         """Compute a batch and sample a token of each output row; see `sampling.DrawingProgram`."""
         assert len(draws) == len(batch.output_rows) <= self.max_output_rows, "one draw per output row"
         self.write_draws(draws)
-        self._start(batch, Chosen.DRAWN)
+        self._start(batch, SampleMode.DRAWN)
         return self.tokens(len(batch.output_rows))
 
     def logits_of(self, row: int) -> FloatArray:
@@ -103,7 +103,7 @@ class CudaProgram:
         """Check a batch and copy it to the device; see `program.StagedProgram`."""
         self._shape = self._write(batch)
 
-    def run_stage(self, stage: int, chosen: Chosen = Chosen.NOTHING) -> None:
+    def run_stage(self, stage: int, chosen: SampleMode = SampleMode.NOTHING) -> None:
         """Start one stage of the batch; see `program.StagedProgram`. chosen: tokens of its logits, after the last."""
         shape = self._shape
         assert shape is not None, "a batch was begun"
@@ -122,14 +122,14 @@ class CudaProgram:
             return
         self._replays[key]()
 
-    def give(self, buffer: Buffer, num_rows: int) -> FloatArray:
+    def download(self, buffer: Buffer, num_rows: int) -> FloatArray:
         """Wait for the last stage and copy rows of a buffer; see `program.StagedProgram`."""
         place, stride = self._place(buffer)
         rows = np.empty((num_rows, stride // 4), np.float32)
         self._device.read(place, rows)
         return rows[:, : buffer.width]
 
-    def take(self, buffer: Buffer, rows: FloatArray) -> None:
+    def upload(self, buffer: Buffer, rows: FloatArray) -> None:
         """Fill rows of a buffer after the last stage; see `program.StagedProgram`."""
         place, stride = self._place(buffer)
         assert rows.shape[1] == buffer.width, "rows of the buffer's width"
@@ -165,14 +165,14 @@ class CudaProgram:
         self._replays.clear()
         self._device.close()
 
-    def _start(self, batch: Batch, chosen: Chosen) -> None:
+    def _start(self, batch: Batch, chosen: SampleMode) -> None:
         self.begin(batch)
         assert len(self._stages) == 1, "a tape of several stages runs in a pipeline"
         self.run_stage(0, chosen)
         if self._page_sums is not None:
             self._page_sums.add_to(batch.segments)
 
-    def _steps(self, stage: int, shape: Shape, chosen: Chosen) -> list[Step]:
+    def _steps(self, stage: int, shape: Shape, chosen: SampleMode) -> list[Step]:
         steps = [step for build in self._stages[stage] for step in build(shape)]
         return [*steps, *self._choice.steps(chosen, shape.output_rows)]
 
@@ -183,9 +183,9 @@ class CudaProgram:
         shape = _shape(rows, min(rows, self.max_output_rows), _FEWEST_CHUNKS, capacity, address)
         shape = replace(shape, segment_rows=(rows,))
         stages = range(len(self._stages))
-        likeliest = Chosen.LIKELIEST if self._samples else Chosen.NOTHING
+        likeliest = SampleMode.LIKELIEST if self._samples else SampleMode.NOTHING
         steps = [step for stage in stages for step in self._steps(stage, shape, likeliest)]
-        steps += self._choice.steps(Chosen.DRAWN, int(self._samples))
+        steps += self._choice.steps(SampleMode.DRAWN, int(self._samples))
         return list(dict.fromkeys(step.key for step in steps if isinstance(step, Launch)))
 
     def _write(self, batch: Batch) -> Shape:

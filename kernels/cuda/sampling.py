@@ -81,7 +81,7 @@ def _packed(draws: Sequence[Draw], vocab_size: int) -> NDArray[np.void]:
     return packed
 
 
-class Chosen(Enum):
+class SampleMode(Enum):
     """The result of each row: logits only, its likeliest token, or a sampled one."""
 
     NOTHING = "nothing"
@@ -106,14 +106,14 @@ class TokenChoice:
         self._parts = device.allocate(16 * self._slices * max_rows)
         self._here = np.empty(max_rows, np.int32)
 
-    def steps(self, chosen: Chosen, rows: int) -> Iterator[Launch]:
+    def steps(self, chosen: SampleMode, rows: int) -> Iterator[Launch]:
         """The launches for this many rows."""
-        if chosen is Chosen.NOTHING or not rows:
+        if chosen is SampleMode.NOTHING or not rows:
             return
         constants, all_slices, one = (self._slices,), (self._slices, rows, 1), (1, rows, 1)
         row = (self._logits, self._stride, self._vocab_size)
         yield Launch("sampling.best_of_warps", constants, all_slices, _THREADS, (*row, self._bests))
-        if chosen is Chosen.LIKELIEST:
+        if chosen is SampleMode.LIKELIEST:
             yield Launch("sampling.best_of_row", constants, one, 32, (self._bests, self._chosen))
             return
         how = (self._draws, self._states)

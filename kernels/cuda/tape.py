@@ -36,7 +36,7 @@ class CudaTape:
 
     page_sums: where attention is summed by page; None if it is not. quantized: where the codes of buffers are, by their
     index. angles: cosines and sines by the RoPE table they are of. stage_starts: number of the first op of each stage,
-    see `ops.Exchange`.
+    see `ops.StageBoundary`.
     """
 
     def __init__(
@@ -64,9 +64,9 @@ class CudaTape:
         """The op before the one that is being lowered."""
         return self.ops[-1] if self.ops else None
 
-    def places(self, *buffers: Buffer) -> tuple[int, ...]:
+    def addresses_of(self, *buffers: Buffer) -> tuple[int, ...]:
         """Address and row stride of each buffer."""
-        return tuple(word for buffer in buffers for word in self.memory.place(buffer))
+        return tuple(word for buffer in buffers for word in self.memory.address_of(buffer))
 
     def add(self, build: Builder, *writes: Buffer) -> RecordedOp:
         """Record an op and the buffers it writes."""
@@ -141,5 +141,5 @@ class CudaTape:
             if rope is not None:
                 heads = buffer.width // rope.head_size
                 rotation = (rope.angles, heads, rope.head_size, rope.num_pairs, rope.halves, rope.offset)
-                values = (*self.memory.place(buffer), *rotation)
+                values = (*self.memory.address_of(buffer), *rotation)
                 self.simple("rows.rope", (), Rows.BATCH, heads * rope.num_pairs, values, buffer)

@@ -1,10 +1,9 @@
-"""Choosing blocks of positions over a whole sequence at once, in float32: see `kernels.further_ops.ChooseBlocks`."""
+"""Choosing blocks of positions over a whole sequence at once, in float32: see `kernels.ops.ChooseBlocks`."""
 
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.kernels.further_ops import ChooseBlocks
-from localinfer.kernels.ops import Chosen
+from localinfer.kernels.ops import ChooseBlocks, SparseSelection
 from localinfer.types import FloatArray
 
 
@@ -33,7 +32,7 @@ def chosen_blocks(op: ChooseBlocks, queries: FloatArray, keys: FloatArray, *weig
     return lists.reshape(length, -1)
 
 
-def choice_mask(lists: FloatArray, chosen: Chosen, num_positions: int) -> FloatArray:
+def choice_mask(lists: FloatArray, chosen: SparseSelection, num_positions: int) -> FloatArray:
     """0 where a row's lists hold a position and minus infinity elsewhere, float32[lists, rows, positions]."""
     rows = lists.reshape(len(lists), chosen.num_lists, -1).astype(np.int64)
     num_blocks = -(-num_positions // chosen.block_size)

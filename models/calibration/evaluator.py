@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.kernels import further_ops, ops, recurrent_ops
+from localinfer.kernels import ops
 from localinfer.kernels.ops import Buffer, EmbeddingTable, LinearWeight, Op, Projection
 from localinfer.models.calibration.choices import chosen_blocks
 from localinfer.models.calibration.formulas import (
@@ -230,7 +230,7 @@ def _attention(run: Evaluator, op: ops.Attention) -> None:
     del run.values[op.queries.index]
 
 
-def _choose_blocks(run: Evaluator, op: further_ops.ChooseBlocks) -> None:
+def _choose_blocks(run: Evaluator, op: ops.ChooseBlocks) -> None:
     inputs = [run.streams(op.queries), run.cache[op.layer][0]]
     if op.weights is not None:
         inputs.append(run.streams(op.weights))
@@ -258,22 +258,22 @@ def _gated_activate(run: Evaluator, op: ops.GatedActivate) -> None:
     run.set_each(op.out, compute, is_one, len(gates))
 
 
-def _multiply_sigmoid(run: Evaluator, op: further_ops.MultiplySigmoid) -> None:
+def _multiply_sigmoid(run: Evaluator, op: ops.MultiplySigmoid) -> None:
     size = op.x.width // op.gate.width
     run.by_rows(op.out, lambda a, g: a * np.repeat(sigmoid(g), size, axis=1), op.x, op.gate)
 
 
-def _xielu(run: Evaluator, op: further_ops.Xielu) -> None:
+def _xielu(run: Evaluator, op: ops.Xielu) -> None:
     run.by_rows(op.out, lambda a: xielu(a, op.positive, op.negative, op.beta, op.epsilon), op.x)
 
 
-def _scale_by_position(run: Evaluator, op: further_ops.ScaleByPosition) -> None:
+def _scale_by_position(run: Evaluator, op: ops.ScaleByPosition) -> None:
     steps = np.floor((np.arange(run.length) + op.offset) / op.period)
     factor = (1.0 + op.slope * np.log1p(steps)).astype(np.float32)[:, None]
     run.by_sequence(op.x, lambda a: a * factor, op.x)
 
 
-def _multiply(run: Evaluator, op: further_ops.Multiply) -> None:
+def _multiply(run: Evaluator, op: ops.Multiply) -> None:
     if isinstance(op.factor, Buffer):
         size = op.x.width // op.factor.width
         run.by_rows(op.out, lambda a, b: a * np.repeat(b, size, axis=1), op.x, op.factor)
@@ -282,7 +282,7 @@ def _multiply(run: Evaluator, op: further_ops.Multiply) -> None:
         run.by_rows(op.out, lambda a: a * factor, op.x)
 
 
-def _mix_slots(run: Evaluator, op: further_ops.MixSlots) -> None:
+def _mix_slots(run: Evaluator, op: ops.MixSlots) -> None:
     size = op.x.width // op.num_slots
 
     def compute(x: FloatArray, *others: FloatArray) -> FloatArray:
@@ -296,7 +296,7 @@ def _mix_slots(run: Evaluator, op: further_ops.MixSlots) -> None:
     run.by_rows(op.out, compute, op.x, *others)
 
 
-def _copy_heads(run: Evaluator, op: further_ops.CopyHeads) -> None:
+def _copy_heads(run: Evaluator, op: ops.CopyHeads) -> None:
     run.ensure(op.out, len(run.streams(op.x)))
 
     def compute(target: FloatArray, source: FloatArray) -> FloatArray:
@@ -362,14 +362,14 @@ def _expert_sum(run: Evaluator, op: ops.ExpertSum) -> None:
     run.by_rows(op.out, compute, op.x, op.expert_weights, *([] if op.residual is None else [op.residual]))
 
 
-def _expert_scale(run: Evaluator, op: further_ops.ExpertScale) -> None:
+def _expert_scale(run: Evaluator, op: ops.ExpertScale) -> None:
     def compute(slots: FloatArray, weights: FloatArray) -> FloatArray:
         return (slots.reshape(*weights.shape, -1) * weights[:, :, None]).reshape(slots.shape)
 
     run.by_rows(op.x, compute, op.x, op.expert_weights)
 
 
-def _expert_factors(run: Evaluator, op: further_ops.ExpertFactors) -> None:
+def _expert_factors(run: Evaluator, op: ops.ExpertFactors) -> None:
     def compute(slots: FloatArray, ids: FloatArray) -> FloatArray:
         return (slots.reshape(*ids.shape, -1) * op.factors[ids.astype(np.int64)][:, :, None]).reshape(slots.shape)
 
@@ -380,12 +380,12 @@ def _part(weight: LinearWeight, expert: int, values: FloatArray, wanted: FloatAr
     return MatrixPart(weight.name, expert, weight.packed.rows, values, wanted)
 
 
-def _delta_rule(run: Evaluator, op: recurrent_ops.GatedDeltaRule) -> None:
+def _delta_rule(run: Evaluator, op: ops.GatedDeltaRule) -> None:
     inputs = (op.queries, op.keys, op.values, op.decay, op.beta)
     run.by_sequence(op.out, lambda q, k, v, g, b: delta_rule(q, k, v, g, b, op), *inputs)
 
 
-def _selective_scan(run: Evaluator, op: recurrent_ops.SelectiveScan) -> None:
+def _selective_scan(run: Evaluator, op: ops.SelectiveScan) -> None:
     if op.dt is not None:
         run.by_sequence(op.out, lambda x, b, c, dt: scanned(x, dt, b, c, op), op.x, op.b, op.c, op.dt)
         return
@@ -393,7 +393,7 @@ def _selective_scan(run: Evaluator, op: recurrent_ops.SelectiveScan) -> None:
     run.by_sequence(op.out, lambda x, b, c: scanned(x, ones, b, c, op), op.x, op.b, op.c)
 
 
-def _wkv(run: Evaluator, op: recurrent_ops.Wkv) -> None:
+def _wkv(run: Evaluator, op: ops.Wkv) -> None:
     inputs = (op.receptance, op.decay, op.keys, op.values, op.rate)
     run.by_sequence(op.out, lambda r, w, k, v, a: wkv(r, w, k, v, a, op), *inputs)
     both = run.streams(op.out)
@@ -416,34 +416,34 @@ EVALUATE: dict[type, Callable[[Evaluator, Any], None]] = {
     ops.Rope: lambda run, op: run.by_sequence(op.x, lambda a: rotated(a, op.table, op.head_size, op.offset), op.x),
     ops.StoreKV: _store_kv,
     ops.Attention: _attention,
-    further_ops.ChooseBlocks: _choose_blocks,
+    ops.ChooseBlocks: _choose_blocks,
     ops.Activate: lambda run, op: run.by_rows(op.out, lambda a: activate(a, op.kind), op.x),
     ops.GatedActivate: _gated_activate,
-    further_ops.Xielu: _xielu,
+    ops.Xielu: _xielu,
     ops.Add: lambda run, op: run.by_rows(op.out, lambda a, b: a + np.float32(op.scale) * b, op.a, op.b),
-    further_ops.Multiply: _multiply,
-    further_ops.Magnitude: lambda run, op: run.by_rows(op.out, magnitude, op.x),
-    further_ops.MixSlots: _mix_slots,
-    further_ops.GaussianTopK: lambda run, op: run.by_rows(op.out, lambda a: gaussian_top_k(a, op.num_deviations), op.x),
-    further_ops.MultiplySigmoid: _multiply_sigmoid,
+    ops.Multiply: _multiply,
+    ops.Magnitude: lambda run, op: run.by_rows(op.out, magnitude, op.x),
+    ops.MixSlots: _mix_slots,
+    ops.GaussianTopK: lambda run, op: run.by_rows(op.out, lambda a: gaussian_top_k(a, op.num_deviations), op.x),
+    ops.MultiplySigmoid: _multiply_sigmoid,
     ops.Scale: lambda run, op: run.by_rows(op.x, lambda a: np.float32(op.factor) * a, op.x),
-    further_ops.Clamp: lambda run, op: run.by_rows(
+    ops.Clamp: lambda run, op: run.by_rows(
         op.x, lambda a: np.clip(a, None if op.only_above else np.float32(-op.limit), np.float32(op.limit)), op.x
     ),
-    further_ops.ScaleByPosition: _scale_by_position,
-    further_ops.Softcap: lambda run, op: run.by_rows(
+    ops.ScaleByPosition: _scale_by_position,
+    ops.Softcap: lambda run, op: run.by_rows(
         op.x, lambda a: np.float32(op.cap) * np.tanh(a / np.float32(op.cap)), op.x
     ),
-    further_ops.CopyHeads: _copy_heads,
+    ops.CopyHeads: _copy_heads,
     ops.HeadMatmul: _head_matmul,
     ops.SelectOutput: _select_output,
     ops.Route: _route,
     ops.ExpertMatmul: _expert_matmul,
     ops.ExpertSum: _expert_sum,
-    further_ops.ExpertScale: _expert_scale,
-    further_ops.ExpertFactors: _expert_factors,
-    recurrent_ops.ShortConvolution: lambda run, op: run.by_sequence(op.out, lambda x: convolved(x, op), op.x),
-    recurrent_ops.GatedDeltaRule: _delta_rule,
-    recurrent_ops.SelectiveScan: _selective_scan,
-    recurrent_ops.Wkv: _wkv,
+    ops.ExpertScale: _expert_scale,
+    ops.ExpertFactors: _expert_factors,
+    ops.ShortConvolution: lambda run, op: run.by_sequence(op.out, lambda x: convolved(x, op), op.x),
+    ops.GatedDeltaRule: _delta_rule,
+    ops.SelectiveScan: _selective_scan,
+    ops.Wkv: _wkv,
 }

@@ -1,6 +1,6 @@
 """Formulas of the op set over many rows at once, in float32: what a calibration pass computes with NumPy.
 
-Kernels compute the same one batch at a time (`kernels/ops.py` says what); these are for texts of thousands of tokens.
+Kernels compute the same one batch at a time (`kernels/ops/` says what); these are for texts of thousands of tokens.
 """
 
 import math
@@ -8,7 +8,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.kernels.ops import Activation, AttentionShape, Chosen, Gating, Pairing, RopeTable, Routing
+from localinfer.kernels.ops import Activation, AttentionShape, Gating, Pairing, RopeTable, Routing, SparseSelection
 from localinfer.models.calibration.choices import choice_mask
 from localinfer.types import FloatArray
 
@@ -116,7 +116,7 @@ def attended(
     keys: FloatArray,
     values: FloatArray,
     shape: AttentionShape,
-    chosen: Chosen | None = None,
+    chosen: SparseSelection | None = None,
     lists: FloatArray | None = None,
 ) -> FloatArray:
     """Attention within one whole sequence from position 0.

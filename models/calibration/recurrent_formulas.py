@@ -9,8 +9,7 @@ import math
 
 import numpy as np
 
-from localinfer.kernels.ops import Activation
-from localinfer.kernels.recurrent_ops import GatedDeltaRule, SelectiveScan, ShortConvolution, Wkv
+from localinfer.kernels.ops import Activation, GatedDeltaRule, SelectiveScan, ShortConvolution, Wkv
 from localinfer.models.calibration.formulas import activate, sigmoid
 from localinfer.types import FloatArray
 

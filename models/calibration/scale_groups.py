@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.errors import ShapeError
-from localinfer.kernels import further_ops, ops, recurrent_ops
+from localinfer.kernels import ops
 from localinfer.kernels.ops import Activation, Buffer, LinearWeight
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.decoder.decoder import write_decoder
@@ -194,7 +194,7 @@ def _attention(follower: _Follower, op: ops.Attention) -> None:
         values.columns = (heads[:, None] * shape.value_size + np.arange(shape.value_size)).reshape(-1)
 
 
-def _choose_blocks(follower: _Follower, op: further_ops.ChooseBlocks) -> None:
+def _choose_blocks(follower: _Follower, op: ops.ChooseBlocks) -> None:
     for buffer in (op.queries, op.weights):
         if buffer is not None:
             follower.forbid(buffer, "positions are chosen by it")
@@ -219,7 +219,7 @@ def _gated_activate(follower: _Follower, op: ops.GatedActivate) -> None:
     follower.held[op.out.index] = channels
 
 
-def _xielu(follower: _Follower, op: further_ops.Xielu) -> None:
+def _xielu(follower: _Follower, op: ops.Xielu) -> None:
     channels = follower.of(op.x)
     channels.forbid(f"xielu lies between {_writer(channels)} and what reads it, and is not linear")
     follower.held[op.out.index] = channels
@@ -231,7 +231,7 @@ def _add(follower: _Follower, op: ops.Add) -> None:
     follower.end(op.out)
 
 
-def _multiply(follower: _Follower, op: further_ops.Multiply) -> None:
+def _multiply(follower: _Follower, op: ops.Multiply) -> None:
     if op.out == op.x and not isinstance(op.factor, Buffer):
         # A factor per column commutes with scales per column.
         return
@@ -241,55 +241,55 @@ def _multiply(follower: _Follower, op: further_ops.Multiply) -> None:
     follower.end(op.out, "a factor weighs it")
 
 
-def _magnitude(follower: _Follower, op: further_ops.Magnitude) -> None:
+def _magnitude(follower: _Follower, op: ops.Magnitude) -> None:
     follower.forbid(op.x, "its magnitude is taken")
     follower.end(op.out, "it is a magnitude")
 
 
-def _mix_slots(follower: _Follower, op: further_ops.MixSlots) -> None:
+def _mix_slots(follower: _Follower, op: ops.MixSlots) -> None:
     for buffer in (op.x, op.weights, op.residual):
         if buffer is not None:
             follower.forbid(buffer, _SUM)
     follower.end(op.out, _SUM)
 
 
-def _gaussian_top_k(follower: _Follower, op: further_ops.GaussianTopK) -> None:
+def _gaussian_top_k(follower: _Follower, op: ops.GaussianTopK) -> None:
     follower.forbid(op.x, "its mean and its deviation are taken")
     follower.end(op.out, "it is what exceeds a row's own threshold")
 
 
-def _multiply_sigmoid(follower: _Follower, op: further_ops.MultiplySigmoid) -> None:
+def _multiply_sigmoid(follower: _Follower, op: ops.MultiplySigmoid) -> None:
     follower.forbid(op.gate, "a sigmoid follows, and is not linear")
     follower.forbid(op.x, "a gate weighs it")
     follower.end(op.out, "a gate weighs it")
 
 
-def _short_convolution(follower: _Follower, op: recurrent_ops.ShortConvolution) -> None:
+def _short_convolution(follower: _Follower, op: ops.ShortConvolution) -> None:
     follower.forbid(op.x, "a convolution follows")
     follower.end(op.out, "a convolution writes it")
 
 
-def _delta_rule(follower: _Follower, op: recurrent_ops.GatedDeltaRule) -> None:
+def _delta_rule(follower: _Follower, op: ops.GatedDeltaRule) -> None:
     for buffer in (op.queries, op.keys, op.values, op.decay, op.beta):
         follower.forbid(buffer, "the delta rule follows")
     follower.end(op.out, "the delta rule writes it")
 
 
-def _selective_scan(follower: _Follower, op: recurrent_ops.SelectiveScan) -> None:
+def _selective_scan(follower: _Follower, op: ops.SelectiveScan) -> None:
     for buffer in (op.x, op.dt, op.b, op.c):
         if buffer is not None:
             follower.forbid(buffer, "a scan follows")
     follower.end(op.out, "a scan writes it")
 
 
-def _wkv(follower: _Follower, op: recurrent_ops.Wkv) -> None:
+def _wkv(follower: _Follower, op: ops.Wkv) -> None:
     for buffer in (op.receptance, op.decay, op.keys, op.values, op.rate):
         follower.forbid(buffer, "a recurrence follows")
     for buffer in (op.out, op.bonus):
         follower.end(buffer, "a recurrence writes it")
 
 
-def _copy_heads(follower: _Follower, op: further_ops.CopyHeads) -> None:
+def _copy_heads(follower: _Follower, op: ops.CopyHeads) -> None:
     follower.forbid(op.x, f"{_writer(follower.of(op.x))} writes keys and values at once")
     follower.end(op.out, _PUT_TOGETHER)
 
@@ -328,32 +328,32 @@ FOLLOW: dict[type, Callable[[_Follower, Any], None]] = {
     ops.Rope: lambda follower, op: follower.forbid(op.x, "a rotation mixes the channels"),
     ops.StoreKV: _store_kv,
     ops.Attention: _attention,
-    further_ops.ChooseBlocks: _choose_blocks,
+    ops.ChooseBlocks: _choose_blocks,
     ops.Activate: _activate,
     ops.GatedActivate: _gated_activate,
-    further_ops.Xielu: _xielu,
+    ops.Xielu: _xielu,
     ops.Add: _add,
-    further_ops.Multiply: _multiply,
-    further_ops.Magnitude: _magnitude,
-    further_ops.MixSlots: _mix_slots,
-    further_ops.GaussianTopK: _gaussian_top_k,
-    further_ops.MultiplySigmoid: _multiply_sigmoid,
+    ops.Multiply: _multiply,
+    ops.Magnitude: _magnitude,
+    ops.MixSlots: _mix_slots,
+    ops.GaussianTopK: _gaussian_top_k,
+    ops.MultiplySigmoid: _multiply_sigmoid,
     ops.Scale: lambda follower, op: None,
-    further_ops.Clamp: lambda follower, op: follower.forbid(op.x, "a clamp follows, and is not linear"),
-    further_ops.ScaleByPosition: lambda follower, op: None,
-    further_ops.Softcap: lambda follower, op: follower.forbid(op.x, "a soft cap follows, and is not linear"),
-    further_ops.CopyHeads: _copy_heads,
+    ops.Clamp: lambda follower, op: follower.forbid(op.x, "a clamp follows, and is not linear"),
+    ops.ScaleByPosition: lambda follower, op: None,
+    ops.Softcap: lambda follower, op: follower.forbid(op.x, "a soft cap follows, and is not linear"),
+    ops.CopyHeads: _copy_heads,
     ops.HeadMatmul: _head_matmul,
     ops.SelectOutput: _select_output,
     ops.Route: lambda follower, op: follower.forbid(op.logits, "routing is not linear"),
     ops.ExpertMatmul: _expert_matmul,
     ops.ExpertSum: _expert_sum,
-    further_ops.ExpertScale: lambda follower, op: None,
-    further_ops.ExpertFactors: lambda follower, op: None,
-    recurrent_ops.ShortConvolution: _short_convolution,
-    recurrent_ops.GatedDeltaRule: _delta_rule,
-    recurrent_ops.SelectiveScan: _selective_scan,
-    recurrent_ops.Wkv: _wkv,
+    ops.ExpertScale: lambda follower, op: None,
+    ops.ExpertFactors: lambda follower, op: None,
+    ops.ShortConvolution: _short_convolution,
+    ops.GatedDeltaRule: _delta_rule,
+    ops.SelectiveScan: _selective_scan,
+    ops.Wkv: _wkv,
 }
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import fields
 
-from localinfer.kernels import further_ops, ops
+from localinfer.kernels import ops
 from localinfer.kernels.ops import Buffer, Matmul, Op, Projection
 
 
@@ -13,7 +13,7 @@ def buffers_of(record: Op | Projection) -> Iterator[Buffer]:
         value = getattr(record, field.name)
         if isinstance(value, Buffer):
             yield value
-        elif isinstance(value, ops.Chosen):
+        elif isinstance(value, ops.SparseSelection):
             yield value.blocks
         elif field.name == "projections":
             for projection in value:
@@ -28,7 +28,7 @@ def written_by(op: Op) -> list[int]:
         return [op.expert_ids.index, op.expert_weights.index]
     if isinstance(op, ops.StoreKV):
         return []
-    if isinstance(op, further_ops.ChooseBlocks):
+    if isinstance(op, ops.ChooseBlocks):
         return [op.chosen.blocks.index]
     names = {field.name for field in fields(op)}
     out: Buffer = getattr(op, "out" if "out" in names else "x")
@@ -57,4 +57,4 @@ def read_by(op: Op) -> set[int]:
 
 def is_whole(op: Op) -> bool:
     """Whether an op writes all of its output, so that what was there before is not needed for it."""
-    return not isinstance(op, further_ops.CopyHeads | ops.HeadMatmul | ops.EmbedPositions | ops.EmbedTypes)
+    return not isinstance(op, ops.CopyHeads | ops.HeadMatmul | ops.EmbedPositions | ops.EmbedTypes)

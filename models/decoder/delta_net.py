@@ -7,8 +7,7 @@ import math
 
 import numpy as np
 
-from localinfer.kernels.ops import Activation, Buffer, StateShape
-from localinfer.kernels.recurrent_ops import delta_rule_state, short_convolution_state
+from localinfer.kernels.ops import Activation, Buffer, StateShape, delta_rule_state, short_convolution_state
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.decoder.graph import Graph, refuse
 from localinfer.models.decoder.recurrent_config import RecurrentConfig

@@ -9,10 +9,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from localinfer.kernels import further_ops, ops
+from localinfer.kernels import ops
 from localinfer.kernels.layouts import TILE_ROWS
-from localinfer.kernels.ops import Buffer, Matmul, Op, OpGraph, StateShape
-from localinfer.kernels.recurrent_ops import short_convolution_state
+from localinfer.kernels.ops import Buffer, Matmul, Op, OpGraph, StateShape, short_convolution_state
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.decoder.dataflow import buffers_of, is_whole, read_by, written_by
 from localinfer.models.decoder.graph import Graph
@@ -96,7 +95,7 @@ def without_unused(graph: OpGraph) -> OpGraph:
                 continue
             op = replace(op, projections=projections)
         written = set(written_by(op))
-        if written and not written & wanted and not isinstance(op, ops.RecurrentOp | further_ops.PreviousRow):
+        if written and not written & wanted and not isinstance(op, ops.RecurrentOp | ops.PreviousRow):
             continue
         read = {buffer.index for buffer in buffers_of(op)}
         if is_whole(op):

@@ -6,8 +6,7 @@ import numpy as np
 
 from localinfer.errors import UnsupportedFormatError
 from localinfer.kernels.graph_builder import GraphBuilder
-from localinfer.kernels.ops import Buffer, Projection, Rows
-from localinfer.kernels.recurrent_ops import short_convolution_state
+from localinfer.kernels.ops import Buffer, Projection, Rows, short_convolution_state
 from localinfer.models.decoder.architecture import Architecture, Norm
 from localinfer.models.decoder.checked_weights import CheckedWeights
 from localinfer.models.decoder.config import ModelConfig

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from localinfer.kernels.ops import Buffer, Exchange, KVLayerShape, Op, OpGraph
+from localinfer.kernels.ops import Buffer, KVLayerShape, Op, OpGraph, StageBoundary
 from localinfer.kernels.program import PlacedStage
 from localinfer.models.decoder.dataflow import buffers_of, read_by, written_by
 
@@ -22,13 +22,15 @@ class CutGraph:
 
 @dataclass
 class _Stage:
-    """Ops of one part in a row; takes: the number of the part that has each buffer that they need."""
+    """Ops of one part in a row."""
 
     part: int
     number: int
     ops: list[Op]
-    takes: dict[int, int]
-    gives: set[int]
+    uploads: dict[int, int]
+    """Buffers that they need of other parts, and the number of the part that has each."""
+    downloads: set[int]
+    """Buffers that other parts need of them."""
 
 
 def cut_graph(graph: OpGraph, parts: Sequence[int], kv_layers: Sequence[Sequence[KVLayerShape]]) -> CutGraph:
@@ -50,21 +52,21 @@ def cut_graph(graph: OpGraph, parts: Sequence[int], kv_layers: Sequence[Sequence
     placed = [
         PlacedStage(
             stage.part,
-            # Before the first stage of a part there is an exchange, if it takes anything.
-            stage.number + _begins_with_exchange(stages, stage.part),
-            tuple((graph.buffers[index], source) for index, source in sorted(stage.takes.items())),
+            # Before the first stage of a part there is a boundary, if it needs any buffer of others.
+            stage.number + _begins_with_boundary(stages, stage.part),
+            tuple((graph.buffers[index], source) for index, source in sorted(stage.uploads.items())),
         )
         for stage in stages
     ]
     return CutGraph(graphs, tuple(placed))
 
 
-def _begins_with_exchange(stages: Sequence[_Stage], part: int) -> bool:
-    return bool(next(stage for stage in stages if stage.part == part).takes)
+def _begins_with_boundary(stages: Sequence[_Stage], part: int) -> bool:
+    return bool(next(stage for stage in stages if stage.part == part).uploads)
 
 
 def _find_copies(stages: Sequence[_Stage]) -> None:
-    """Note in each stage what it takes from other parts, and in theirs what they give."""
+    """Note in each stage the buffers that it needs of other parts, and in theirs that they are needed."""
     holders: dict[int, dict[int, _Stage]] = {}
     for stage in stages:
         written: set[int] = set()
@@ -73,9 +75,9 @@ def _find_copies(stages: Sequence[_Stage]) -> None:
                 # What the stage did not write itself has to be here, as the last that wrote it left it. What nobody
                 # did is being filled part by part.
                 if index in holders and stage.part not in holders[index]:
-                    source, giving = next(iter(holders[index].items()))
-                    stage.takes[index] = source
-                    giving.gives.add(index)
+                    source, source_stage = next(iter(holders[index].items()))
+                    stage.uploads[index] = source
+                    source_stage.downloads.add(index)
                     holders[index][stage.part] = stage
             written |= set(written_by(op))
         for index in written:
@@ -83,17 +85,17 @@ def _find_copies(stages: Sequence[_Stage]) -> None:
 
 
 def _graph_of(graph: OpGraph, stages: Sequence[_Stage], kv_layers: Sequence[KVLayerShape]) -> OpGraph:
-    """The graph of one part: its stages' ops, with an exchange between them, and before the first if it takes any."""
+    """The graph of one part: its stages' ops, with boundaries between them, and before the first if it needs any."""
     ops: list[Op] = []
-    gives: set[int] = set()
+    downloads: set[int] = set()
     for number, stage in enumerate(stages):
-        if number or stage.takes:
-            ops.append(Exchange(_buffers(graph, gives), _buffers(graph, set(stage.takes))))
+        if number or stage.uploads:
+            ops.append(StageBoundary(_buffers(graph, downloads), _buffers(graph, set(stage.uploads))))
         ops += stage.ops
-        gives = stage.gives
-    if gives:
-        ops.append(Exchange(_buffers(graph, gives), ()))
-    used = {buffer.index for op in ops if not isinstance(op, Exchange) for buffer in buffers_of(op)}
+        downloads = stage.downloads
+    if downloads:
+        ops.append(StageBoundary(_buffers(graph, downloads), ()))
+    used = {buffer.index for op in ops if not isinstance(op, StageBoundary) for buffer in buffers_of(op)}
     # Buffers keep their numbers; those of other parts take no memory.
     buffers = tuple(one if one.index in used else replace(one, width=0) for one in graph.buffers)
     output = graph.output

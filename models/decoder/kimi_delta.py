@@ -2,8 +2,7 @@
 
 import math
 
-from localinfer.kernels.ops import Buffer, Projection, StateShape
-from localinfer.kernels.recurrent_ops import delta_rule_state, short_convolution_state
+from localinfer.kernels.ops import Buffer, Projection, StateShape, delta_rule_state, short_convolution_state
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.decoder.delta_net import convolve
 from localinfer.models.decoder.graph import Graph

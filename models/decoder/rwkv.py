@@ -2,8 +2,7 @@
 
 import numpy as np
 
-from localinfer.kernels.ops import Activation, Buffer, Projection, StateShape
-from localinfer.kernels.recurrent_ops import short_convolution_state, wkv_state
+from localinfer.kernels.ops import Activation, Buffer, Projection, StateShape, short_convolution_state, wkv_state
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.decoder.graph import Graph
 from localinfer.types import FloatArray

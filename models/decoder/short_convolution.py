@@ -1,7 +1,6 @@
 """The short convolution block of LFM2: a convolution over the last few rows between two gates."""
 
-from localinfer.kernels.ops import Buffer, StateShape
-from localinfer.kernels.recurrent_ops import short_convolution_state
+from localinfer.kernels.ops import Buffer, StateShape, short_convolution_state
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.decoder.graph import Graph
 

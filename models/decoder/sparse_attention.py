@@ -9,7 +9,7 @@ A context in which every position would be chosen has none of this.
 import math
 from dataclasses import replace
 
-from localinfer.kernels.ops import Buffer, Chosen, KVLayerShape, Pairing, RopeTable, Rows
+from localinfer.kernels.ops import Buffer, KVLayerShape, Pairing, RopeTable, Rows, SparseSelection
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.decoder.graph import Graph, refuse
 
@@ -29,7 +29,9 @@ def index_cache_shapes(config: ModelConfig) -> list[KVLayerShape]:
     return [KVLayerShape(1, config.indexer.key_size, 0) for _ in index_layers(config) if config.indexer]
 
 
-def choose_latents(graph: Graph, layer: int, x: Buffer, query_latent: Buffer | None, table: RopeTable) -> Chosen | None:
+def choose_latents(
+    graph: Graph, layer: int, x: Buffer, query_latent: Buffer | None, table: RopeTable
+) -> SparseSelection | None:
     """Write the choice of positions of a layer with latent attention; None where all are attended to.
 
     x: the layer's normed input. query_latent: normed too. table: RoPE of the layer's keys.
@@ -68,7 +70,7 @@ def choose_latents(graph: Graph, layer: int, x: Buffer, query_latent: Buffer | N
     return chosen
 
 
-def choose_blocks(graph: Graph, layer: int, x: Buffer, table: RopeTable) -> Chosen | None:
+def choose_blocks(graph: Graph, layer: int, x: Buffer, table: RopeTable) -> SparseSelection | None:
     """Write the choice of blocks of a layer with ordinary heads, a list per KV head; None where all are attended to."""
     config, tape = graph.config, graph.tape
     indexer, layers = config.indexer, index_layers(config)
@@ -93,8 +95,8 @@ def choose_blocks(graph: Graph, layer: int, x: Buffer, table: RopeTable) -> Chos
     return chosen
 
 
-def _chosen(graph: Graph, num_lists: int) -> Chosen:
+def _chosen(graph: Graph, num_lists: int) -> SparseSelection:
     indexer = graph.config.indexer
     assert indexer is not None, "the caller has checked that the model has an indexer"
     blocks = graph.buffer("chosen", num_lists * indexer.num_selected, Rows.BATCH)
-    return Chosen(blocks, indexer.num_selected, indexer.block_size)
+    return SparseSelection(blocks, indexer.num_selected, indexer.block_size)

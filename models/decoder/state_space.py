@@ -8,8 +8,14 @@ from dataclasses import replace
 
 import numpy as np
 
-from localinfer.kernels.ops import Activation, Buffer, Projection, StateShape
-from localinfer.kernels.recurrent_ops import selective_scan_state, short_convolution_state
+from localinfer.kernels.ops import (
+    Activation,
+    Buffer,
+    Projection,
+    StateShape,
+    selective_scan_state,
+    short_convolution_state,
+)
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.decoder.graph import Graph, divided
 from localinfer.models.decoder.recurrent_config import RecurrentConfig

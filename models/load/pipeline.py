@@ -14,8 +14,8 @@ from localinfer.kernels.cpu.program import CpuProgram
 from localinfer.kernels.cuda.device import CudaDevice
 from localinfer.kernels.cuda.lower import lower_to_cuda
 from localinfer.kernels.cuda.memory import SharedMemory
-from localinfer.kernels.cuda.parted_pages import KVPart, PartedKVLayout
 from localinfer.kernels.cuda.pipeline import PipelineProgram
+from localinfer.kernels.cuda.sharded_pages import KVPart, ShardedKVLayout
 from localinfer.kernels.ops import OpGraph
 from localinfer.kernels.program import Program, StagedProgram
 from localinfer.models.decoder.decoder import kv_layer_shapes
@@ -62,7 +62,7 @@ class _Pipeline:
     """Where the programs of one placement are made: weights, memory and the cache's layers of each of its devices."""
 
     def __init__(
-        self, parts: "Parts", placement: Placement, gpus: Sequence[CudaDevice], layout: PartedKVLayout
+        self, parts: "Parts", placement: Placement, gpus: Sequence[CudaDevice], layout: ShardedKVLayout
     ) -> None:
         self._parts, self._placement, self._gpus = parts, placement, gpus
         self.layout = layout
@@ -144,7 +144,7 @@ def assign_ops(graph: OpGraph, marks: Sequence[int], placement: Placement) -> li
     return found
 
 
-def _layout(parts: "Parts", gpus: Sequence[CudaDevice], placement: Placement) -> PartedKVLayout:
+def _layout(parts: "Parts", gpus: Sequence[CudaDevice], placement: Placement) -> ShardedKVLayout:
     """Pages with the layers of each device on it; those of an encoder, which share one, have it on every device."""
     computed: list[tuple[CudaDevice | None, range]] = []
     if placement.uses_cpu:
@@ -159,4 +159,4 @@ def _layout(parts: "Parts", gpus: Sequence[CudaDevice], placement: Placement) ->
     computed_by = ", ".join(f"{kind}: {len(list(same))}" for kind, same in groupby(kinds))
     if placement.num_split_layers:
         computed_by += f", experts on cpu: {placement.cpu_experts}"
-    return PartedKVLayout(parts.kv_type, kv_layer_shapes(parts.config), parts=tuple(held), computed_by=computed_by)
+    return ShardedKVLayout(parts.kv_type, kv_layer_shapes(parts.config), parts=tuple(held), computed_by=computed_by)

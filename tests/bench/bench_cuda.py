@@ -31,7 +31,7 @@ from localinfer.kernels.cuda.gemm import (
     tiled_gemm,
 )
 from localinfer.kernels.cuda.memory import SMALL_ROWS, DeviceMemory
-from localinfer.kernels.cuda.sampling import Chosen
+from localinfer.kernels.cuda.sampling import SampleMode
 from localinfer.kernels.cuda.weights import DeviceWeight, array_offsets
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.layouts import Layout
@@ -212,7 +212,7 @@ def model_record(
         host = []
         for _ in range(100):
             began = time.perf_counter()
-            program._start(batch, Chosen.LIKELIEST)
+            program._start(batch, SampleMode.LIKELIEST)
             host.append(time.perf_counter() - began)
             program._choice.read(rows)
             samples.append(time.perf_counter() - began)

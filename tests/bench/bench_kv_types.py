@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import localinfer
 from localinfer.apps.evaluate.measure import compare
 from localinfer.apps.evaluate.texts import evaluation_text
-from localinfer.kernels.cpu import attention as attention_words
+from localinfer.kernels.cpu.lower import attention as attention_words
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from localinfer.apps.bench.report import render_bench
 from localinfer.apps.cli import main
 from localinfer.errors import BackendUnavailableError, ModelFileError
 from localinfer.kernels.ops import Rows
-from localinfer.kernels.program import Operation
+from localinfer.kernels.program import OpCost
 from localinfer.loading.options import model_path
 from tests.support.limits import seconds
 
@@ -204,17 +204,17 @@ def test_roofline_without_a_model_measures_the_machine(capsys: pytest.CaptureFix
 
 
 def test_work_counts_rows_windows_and_outputs() -> None:
-    head = Operation("head", Rows.OUTPUT, weight_bytes=1000, row_weight_bytes=1000, multiply_adds=7)
+    head = OpCost("head", Rows.OUTPUT, weight_bytes=1000, row_weight_bytes=1000, multiply_adds=7)
     assert measured_model.work_of(head, 0, 512, 1) == measured_model.LeastWork(1000, 0, 7, 0)
     assert measured_model.work_of(head, 0, 512, 0) == measured_model.LeastWork(0, 0, 0, 0)
-    experts = Operation("experts", weight_bytes=1000, row_weight_bytes=100, multiply_adds=7)
+    experts = OpCost("experts", weight_bytes=1000, row_weight_bytes=100, multiply_adds=7)
     assert measured_model.work_of(experts, 0, 3, 1) == measured_model.LeastWork(300, 0, 21, 0)
     assert measured_model.work_of(experts, 0, 30, 1) == measured_model.LeastWork(1000, 0, 210, 0)
-    attention = Operation("attention", kv_bytes=10, kv_multiply_adds=2)
+    attention = OpCost("attention", kv_bytes=10, kv_multiply_adds=2)
     assert measured_model.work_of(attention, 4, 3, 1) == measured_model.LeastWork(0, 70, 0, 2 * (5 + 6 + 7))
-    sliding = Operation("attention", kv_bytes=10, kv_multiply_adds=2, window=4)
+    sliding = OpCost("attention", kv_bytes=10, kv_multiply_adds=2, window=4)
     assert measured_model.work_of(sliding, 9, 2, 1) == measured_model.LeastWork(0, 50, 0, 2 * 8)
-    recurrent = Operation("scan", state_bytes=30)
+    recurrent = OpCost("scan", state_bytes=30)
     assert measured_model.work_of(recurrent, 9, 2, 1) == measured_model.LeastWork(0, 30, 0, 0)
 
 

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from localinfer.kernels.graph_builder import GraphBuilder
-from localinfer.kernels.ops import Buffer, RecurrentOp
-from localinfer.kernels.recurrent_ops import (
+from localinfer.kernels.ops import (
+    Buffer,
+    RecurrentOp,
     delta_rule_state,
     selective_scan_state,
     short_convolution_state,

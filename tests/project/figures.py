@@ -25,7 +25,8 @@ SPINE = (
     "localinfer/engine/**/*.py",
     "kernels/*.py",
     "kernels/ops/*.py",
-    "kernels/cpu/{lower,tape,program,memory,kernel_abi,parameters,weights}.py",
+    "kernels/cpu/lower/*.py",
+    "kernels/cpu/{tape,program,memory,kernel_abi,parameters,weights}.py",
     "models/decoder/{decoder,attention,feed_forward,graph,config,architecture}.py",
 )
 """The engine core: from token ids to token ids, with the programs of kernels."""

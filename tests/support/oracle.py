@@ -13,7 +13,7 @@ import gguf
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.kernels import further_ops, ops
+from localinfer.kernels import ops
 from localinfer.kernels.kv_layout import parse_kv_type
 from localinfer.kernels.ops import (
     Activation,
@@ -156,8 +156,8 @@ def _embed(run: _Run, op: ops.Embed) -> None:
     run[op.out] = op.scale * op.table.packed[run.batch.token_ids]
 
 
-@_formula(further_ops.PreviousRow)
-def _previous_row(run: _Run, op: further_ops.PreviousRow) -> None:
+@_formula(ops.PreviousRow)
+def _previous_row(run: _Run, op: ops.PreviousRow) -> None:
     found, width = np.empty_like(run[op.out]), op.out.width
     for segment, rows in _segment_rows(run.batch):
         carried, following = segment.carried
@@ -274,8 +274,8 @@ def _relative(run: _Run, relative: ops.Relative, row: int, others: list[int]) ->
     return scaled, plain
 
 
-@_formula(further_ops.ChooseBlocks)
-def _choose_blocks(run: _Run, op: further_ops.ChooseBlocks) -> None:
+@_formula(ops.ChooseBlocks)
+def _choose_blocks(run: _Run, op: ops.ChooseBlocks) -> None:
     result = np.empty_like(run[op.chosen.blocks])
     for segment, rows in _segment_rows(run.batch):
         cache = run.cache[int(segment.page_addresses[0]), op.layer]
@@ -307,8 +307,8 @@ def _gated_activate(run: _Run, op: ops.GatedActivate) -> None:
         run[op.out] = activate(run[op.gate], op.kind) * run[op.up]
 
 
-@_formula(further_ops.Xielu)
-def _xielu(run: _Run, op: further_ops.Xielu) -> None:
+@_formula(ops.Xielu)
+def _xielu(run: _Run, op: ops.Xielu) -> None:
     x = run[op.x]
     below = (np.expm1(np.minimum(x, op.epsilon)) - x) * op.negative
     run[op.out] = np.where(x > 0.0, op.positive * x * x, below) + op.beta * x
@@ -319,21 +319,21 @@ def _add(run: _Run, op: ops.Add) -> None:
     run[op.out] = run[op.a] + op.scale * run[op.b]
 
 
-@_formula(further_ops.Multiply)
-def _multiply(run: _Run, op: further_ops.Multiply) -> None:
+@_formula(ops.Multiply)
+def _multiply(run: _Run, op: ops.Multiply) -> None:
     if not isinstance(op.factor, Buffer):
         run[op.out] = run[op.x] * op.factor.astype(np.float64)
         return
     run[op.out] = run[op.x] * np.repeat(run[op.factor], op.x.width // op.factor.width, axis=1)
 
 
-@_formula(further_ops.Magnitude)
-def _magnitude(run: _Run, op: further_ops.Magnitude) -> None:
+@_formula(ops.Magnitude)
+def _magnitude(run: _Run, op: ops.Magnitude) -> None:
     run[op.out] = np.sqrt(np.mean(run[op.x] ** 2, axis=1, keepdims=True))
 
 
-@_formula(further_ops.MixSlots)
-def _mix_slots(run: _Run, op: further_ops.MixSlots) -> None:
+@_formula(ops.MixSlots)
+def _mix_slots(run: _Run, op: ops.MixSlots) -> None:
     x = run[op.x]
     slots = x.reshape(len(x), op.num_slots, -1)
     num_out = op.out.width // slots.shape[2]
@@ -345,20 +345,20 @@ def _mix_slots(run: _Run, op: further_ops.MixSlots) -> None:
     run[op.out] = mixed if op.residual is None else run[op.residual] + mixed
 
 
-@_formula(further_ops.GaussianTopK)
-def _gaussian_top_k(run: _Run, op: further_ops.GaussianTopK) -> None:
+@_formula(ops.GaussianTopK)
+def _gaussian_top_k(run: _Run, op: ops.GaussianTopK) -> None:
     x = run[op.x]
     least = x.mean(axis=1, keepdims=True) + op.num_deviations * x.std(axis=1, ddof=1, keepdims=True)
     run[op.out] = np.maximum(x - least, 0.0)
 
 
-@_formula(further_ops.AddVector)
-def _add_vector(run: _Run, op: further_ops.AddVector) -> None:
+@_formula(ops.AddVector)
+def _add_vector(run: _Run, op: ops.AddVector) -> None:
     run[op.x] = run[op.x] + op.vector
 
 
-@_formula(further_ops.MultiplySigmoid)
-def _multiply_sigmoid(run: _Run, op: further_ops.MultiplySigmoid) -> None:
+@_formula(ops.MultiplySigmoid)
+def _multiply_sigmoid(run: _Run, op: ops.MultiplySigmoid) -> None:
     gates = np.repeat(sigmoid(run[op.gate]), op.x.width // op.gate.width, axis=1)
     run[op.out] = run[op.x] * gates
 
@@ -368,24 +368,24 @@ def _scale(run: _Run, op: ops.Scale) -> None:
     run[op.x] = op.factor * run[op.x]
 
 
-@_formula(further_ops.Clamp)
-def _clamp(run: _Run, op: further_ops.Clamp) -> None:
+@_formula(ops.Clamp)
+def _clamp(run: _Run, op: ops.Clamp) -> None:
     run[op.x] = np.clip(run[op.x], None if op.only_above else -op.limit, op.limit)
 
 
-@_formula(further_ops.ScaleByPosition)
-def _scale_by_position(run: _Run, op: further_ops.ScaleByPosition) -> None:
+@_formula(ops.ScaleByPosition)
+def _scale_by_position(run: _Run, op: ops.ScaleByPosition) -> None:
     factor = 1.0 + op.slope * np.log1p(np.floor((run.positions + op.offset) / op.period))
     run[op.x] = run[op.x] * factor[:, None]
 
 
-@_formula(further_ops.Softcap)
-def _softcap(run: _Run, op: further_ops.Softcap) -> None:
+@_formula(ops.Softcap)
+def _softcap(run: _Run, op: ops.Softcap) -> None:
     run[op.x] = op.cap * np.tanh(run[op.x] / op.cap)
 
 
-@_formula(further_ops.CopyHeads)
-def _copy_heads(run: _Run, op: further_ops.CopyHeads) -> None:
+@_formula(ops.CopyHeads)
+def _copy_heads(run: _Run, op: ops.CopyHeads) -> None:
     target = run[op.out].reshape(-1, op.num_heads, op.out_head_size).copy()
     heads = run[op.x].reshape(len(target), -1, op.x_head_size or op.x.width)
     target[:, :, op.out_offset : op.out_offset + op.width] = heads[:, :, op.x_offset : op.x_offset + op.width]
@@ -406,8 +406,8 @@ def _select_output(run: _Run, op: ops.SelectOutput) -> None:
     run[op.out] = run[op.x][run.batch.output_rows]
 
 
-@_formula(further_ops.MeanRows)
-def _mean_rows(run: _Run, op: further_ops.MeanRows) -> None:
+@_formula(ops.MeanRows)
+def _mean_rows(run: _Run, op: ops.MeanRows) -> None:
     means = {
         row: run[op.x][rows.start : rows.stop].mean(axis=0) for _, rows in _segment_rows(run.batch) for row in rows
     }
@@ -450,14 +450,14 @@ def _expert_sum(run: _Run, op: ops.ExpertSum) -> None:
     run[op.out] = total if op.residual is None else run[op.residual] + total
 
 
-@_formula(further_ops.ExpertScale)
-def _expert_scale(run: _Run, op: further_ops.ExpertScale) -> None:
+@_formula(ops.ExpertScale)
+def _expert_scale(run: _Run, op: ops.ExpertScale) -> None:
     weighed = _slots(run, op.x, op.expert_weights) * run[op.expert_weights][:, :, None]
     run[op.x] = weighed.reshape(run[op.x].shape)
 
 
-@_formula(further_ops.ExpertFactors)
-def _expert_factors(run: _Run, op: further_ops.ExpertFactors) -> None:
+@_formula(ops.ExpertFactors)
+def _expert_factors(run: _Run, op: ops.ExpertFactors) -> None:
     factors = op.factors.astype(np.float64)[run[op.expert_ids].astype(np.int64)]
     run[op.x] = (_slots(run, op.x, op.expert_ids) * factors[:, :, None]).reshape(run[op.x].shape)
 

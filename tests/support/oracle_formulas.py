@@ -5,8 +5,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.kernels.further_ops import ChooseBlocks
-from localinfer.kernels.ops import Activation, AttentionShape, Chosen, Gating, Routing
+from localinfer.kernels.ops import Activation, AttentionShape, ChooseBlocks, Gating, Routing, SparseSelection
 from localinfer.types import FloatArray
 
 Float64Array = NDArray[np.float64]
@@ -82,7 +81,7 @@ def choose(op: ChooseBlocks, queries: Float64Array, keys: Float64Array, weights:
     return lists.reshape(-1)
 
 
-def is_chosen(lists: Float64Array, chosen: Chosen, num_positions: int) -> NDArray[np.bool_]:
+def is_chosen(lists: Float64Array, chosen: SparseSelection, num_positions: int) -> NDArray[np.bool_]:
     """Which positions the lists of a row hold, bool[lists, positions]."""
     blocks = np.arange(num_positions) // chosen.block_size
     return np.stack([np.isin(blocks, one) for one in lists.reshape(chosen.num_lists, -1)])

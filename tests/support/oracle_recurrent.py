@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.kernels import recurrent_ops
+from localinfer.kernels import ops
 from localinfer.kernels.ops import Buffer, RecurrentOp
 from localinfer.kernels.program import StateStep
 from tests.support.oracle_formulas import Float64Array, sigmoid
@@ -68,7 +68,7 @@ def output_buffers(op: RecurrentOp) -> list[Buffer]:
     return [getattr(op, name) for name in _OUTPUTS if hasattr(op, name)]
 
 
-def _convolve(op: recurrent_ops.ShortConvolution, state: State, inputs: Inputs) -> tuple[State, Float64Array]:
+def _convolve(op: ops.ShortConvolution, state: State, inputs: Inputs) -> tuple[State, Float64Array]:
     window = np.vstack([state, inputs["x"]])
     out = np.einsum("ic,ci->c", window, op.weight.astype(np.float64))
     if op.bias is not None:
@@ -76,7 +76,7 @@ def _convolve(op: recurrent_ops.ShortConvolution, state: State, inputs: Inputs) 
     return window[1:], out * sigmoid(out) if op.has_silu else out
 
 
-def _delta_rule(op: recurrent_ops.GatedDeltaRule, state: State, inputs: Inputs) -> tuple[State, Float64Array]:
+def _delta_rule(op: ops.GatedDeltaRule, state: State, inputs: Inputs) -> tuple[State, Float64Array]:
     heads = np.arange(op.num_heads)
     of_keys = heads % op.num_key_heads if op.is_tiled else heads // (op.num_heads // op.num_key_heads)
     queries, keys = (inputs[name].reshape(op.num_key_heads, -1)[of_keys] for name in ("queries", "keys"))
@@ -91,7 +91,7 @@ def _delta_rule(op: recurrent_ops.GatedDeltaRule, state: State, inputs: Inputs) 
     return state, op.scale * np.einsum("hkv,hk->hv", state, queries).reshape(-1)
 
 
-def _scan(op: recurrent_ops.SelectiveScan, state: State, inputs: Inputs) -> tuple[State, Float64Array]:
+def _scan(op: ops.SelectiveScan, state: State, inputs: Inputs) -> tuple[State, Float64Array]:
     heads, size, states, groups = op.num_heads, op.head_size, op.num_states, op.num_groups
     x = inputs["x"][op.x_offset :][: heads * size].reshape(heads, size)
     b, c = (
@@ -106,7 +106,7 @@ def _scan(op: recurrent_ops.SelectiveScan, state: State, inputs: Inputs) -> tupl
     return state, ((state * c).sum(axis=-1) + d * x).reshape(-1)
 
 
-def _wkv(op: recurrent_ops.Wkv, state: State, inputs: Inputs) -> tuple[State, Float64Array]:
+def _wkv(op: ops.Wkv, state: State, inputs: Inputs) -> tuple[State, Float64Array]:
     def heads(values: NDArray[Any]) -> Float64Array:
         return values.astype(np.float64).reshape(-1, op.head_size)
 
@@ -123,12 +123,8 @@ def _wkv(op: recurrent_ops.Wkv, state: State, inputs: Inputs) -> tuple[State, Fl
 
 
 RECURRENCES: dict[type, Recurrence] = {
-    recurrent_ops.ShortConvolution: Recurrence(lambda op: np.zeros((op.weight.shape[1] - 1, op.x.width)), _convolve),
-    recurrent_ops.GatedDeltaRule: Recurrence(
-        lambda op: np.zeros((op.num_heads, op.key_size, op.value_size)), _delta_rule
-    ),
-    recurrent_ops.SelectiveScan: Recurrence(lambda op: np.zeros((op.num_heads, op.head_size, op.num_states)), _scan),
-    recurrent_ops.Wkv: Recurrence(
-        lambda op: np.zeros((op.out.width // op.head_size, op.head_size, op.head_size)), _wkv
-    ),
+    ops.ShortConvolution: Recurrence(lambda op: np.zeros((op.weight.shape[1] - 1, op.x.width)), _convolve),
+    ops.GatedDeltaRule: Recurrence(lambda op: np.zeros((op.num_heads, op.key_size, op.value_size)), _delta_rule),
+    ops.SelectiveScan: Recurrence(lambda op: np.zeros((op.num_heads, op.head_size, op.num_states)), _scan),
+    ops.Wkv: Recurrence(lambda op: np.zeros((op.out.width // op.head_size, op.head_size, op.head_size)), _wkv),
 }

@@ -4,7 +4,7 @@ from numba import float32
 
 from localinfer.kernels.cuda.compiled import ptx
 from localinfer.kernels.cuda.jit import inline
-from localinfer.kernels.ops import Activation
+from localinfer.kernels.ops.elementwise import Activation
 
 SILU, GELU_TANH, GELU_ERF, GELU_QUICK, RELU, RELU_SQUARED, SWIGLU_CLAMPED, SOFTPLUS, SIGMOID, TANH = range(
     len(Activation)
@@ -94,7 +94,7 @@ def expm1_less_x(x):
 
 @inline
 def xielu_of(x, positive, negative, beta, epsilon):
-    """xIELU of x, see `further_ops.Xielu`."""
+    """xIELU of x, see `ops.Xielu`."""
     low = ptx.minimum(x, epsilon)
     value = (expm1_less_x(low) + (low - x)) * negative
     if x > float32(0.0):

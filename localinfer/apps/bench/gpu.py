@@ -23,8 +23,8 @@ from localinfer.apps.show.describe import describe_file
 from localinfer.engine.sampling.params import SamplingParams
 from localinfer.errors import BackendUnavailableError
 from localinfer.kernels.cuda.memory import DeviceKVLayout
-from localinfer.kernels.cuda.parted_pages import PartedKVLayout
 from localinfer.kernels.cuda.sampling import Draw, DrawingProgram
+from localinfer.kernels.cuda.sharded_pages import ShardedKVLayout
 from localinfer.kernels.program import Batch
 from localinfer.models.load.memory_needs import bytes_per_token
 from localinfer.types import ProgressCallback
@@ -59,9 +59,9 @@ def run_gpu_bench(settings: BenchSettings, progress: ProgressCallback) -> Record
 def _measure(model: MeasuredModel, settings: BenchSettings, progress: ProgressCallback) -> tuple[Record, Record]:
     """The machine, and the figures."""
     program, layout, config = model.model.program, model.model.kv_layout, model.model.config
-    if not isinstance(program, DrawingProgram) or not isinstance(layout, DeviceKVLayout | PartedKVLayout):
+    if not isinstance(program, DrawingProgram) or not isinstance(layout, DeviceKVLayout | ShardedKVLayout):
         raise BackendUnavailableError("this model does not run on a GPU; measure it with --device cpu")
-    device = layout.devices[-1] if isinstance(layout, PartedKVLayout) else layout.device
+    device = layout.devices[-1] if isinstance(layout, ShardedKVLayout) else layout.device
     usual = SamplingParams()
     draw = Draw(float(usual.temperature), usual.top_k, float(usual.top_p), float(usual.min_p), 1, 0)
 
@@ -117,7 +117,7 @@ def _measure(model: MeasuredModel, settings: BenchSettings, progress: ProgressCa
         "device_memory_bytes": device.used_bytes(),
     }
     ceiling = statistics.median(ceilings)
-    parts = layout.parts if isinstance(layout, PartedKVLayout) else ()
+    parts = layout.parts if isinstance(layout, ShardedKVLayout) else ()
     num_host_layers = sum(part.end - part.first for part in parts if part.device is None)
     # Of a split model other devices read a part, so its bytes are not comparable with the GPU's bandwidth.
     if not parts:

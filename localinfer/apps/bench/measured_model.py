@@ -12,7 +12,7 @@ from localinfer.engine.cache.block_pool import PagePool
 from localinfer.engine.cache.sequence import SequenceCache, forward
 from localinfer.errors import BackendUnavailableError
 from localinfer.kernels.ops import Rows
-from localinfer.kernels.program import Batch, MeasurableProgram, Operation
+from localinfer.kernels.program import Batch, MeasurableProgram, OpCost
 from localinfer.models.load.loader import load_model
 from localinfer.types import Closing, ProgressCallback
 
@@ -35,7 +35,7 @@ class LeastWork(NamedTuple):
 class OperationTime(NamedTuple):
     """One op of a tape in one run: its name, work and time."""
 
-    operation: Operation
+    operation: OpCost
     work: LeastWork
     seconds: float
 
@@ -138,7 +138,7 @@ class MeasuredModel(Closing):
         return self.model.program
 
 
-def work_of(operation: Operation, start: int, num_rows: int, num_outputs: int) -> LeastWork:
+def work_of(operation: OpCost, start: int, num_rows: int, num_outputs: int) -> LeastWork:
     """The work of one op for rows at positions start to start + num_rows - 1 of one sequence."""
     rows = num_outputs if operation.rows is Rows.OUTPUT else num_rows
     end = start + num_rows

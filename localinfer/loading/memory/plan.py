@@ -13,9 +13,9 @@ from dataclasses import dataclass, field, replace
 
 from localinfer.engine.cache.block_pool import context_bytes
 from localinfer.errors import OutOfMemoryError
-from localinfer.kernels.cpu.attention import partial_bytes
 from localinfer.kernels.cpu.kernel_abi import CHUNK, SPLIT_ROWS
 from localinfer.kernels.cpu.lower import MAX_BATCH_ROWS
+from localinfer.kernels.cpu.lower.attention import partial_bytes
 from localinfer.kernels.cpu.memory import padded
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.layouts import num_tiles, stored_row_bytes, tile_bytes

@@ -7,10 +7,9 @@ import pytest
 
 from localinfer.errors import ShapeError
 from localinfer.kernels.cpu.program import ThreadPool
-from localinfer.kernels.further_ops import ChooseBlocks
 from localinfer.kernels.graph_builder import GraphBuilder
 from localinfer.kernels.kv_layout import KVLayout, parse_kv_type
-from localinfer.kernels.ops import AttentionShape, Buffer, Chosen, KVLayerShape, Rows
+from localinfer.kernels.ops import AttentionShape, Buffer, ChooseBlocks, KVLayerShape, Rows, SparseSelection
 from localinfer.kernels.program import Segment
 from localinfer.types import FloatArray
 from tests.kernels.cpu.attention_cases import ERROR_BUDGETS, PLAIN, attention_of, cache_of, inputs_of
@@ -26,7 +25,7 @@ BLOCKS = Buffer(0, "chosen", 1, Rows.BATCH)
 def described(num_heads: int, count: int, *, block_size: int = 1, num_local: int = 0, weighted: bool) -> ChooseBlocks:
     """A choice by heads of KEY_SIZE, by its numbers alone."""
     lists = 1 if weighted else num_heads
-    chosen = Chosen(replace(BLOCKS, width=lists * count), count, block_size)
+    chosen = SparseSelection(replace(BLOCKS, width=lists * count), count, block_size)
     weights = replace(BLOCKS, width=num_heads) if weighted else None
     return ChooseBlocks(chosen, BLOCKS, 1, num_heads, KEY_SIZE, 512, 0.3, weights, num_local)
 
@@ -102,7 +101,7 @@ def test_of_equal_scores_the_lower_positions_are_chosen(threads: str, request: p
     assert found[299, 0] == 1 and found[299, 39] == 79
 
 
-def chosen_attention(shape: AttentionShape, chosen: Chosen) -> Write:
+def chosen_attention(shape: AttentionShape, chosen: SparseSelection) -> Write:
     """The lists are an input."""
 
     def write(tape: GraphBuilder, inputs: list[Buffer]) -> Buffer:
@@ -114,7 +113,7 @@ def chosen_attention(shape: AttentionShape, chosen: Chosen) -> Write:
     return write
 
 
-def random_lists(chosen: Chosen, num_lists: int, seed: int) -> FloatArray:
+def random_lists(chosen: SparseSelection, num_lists: int, seed: int) -> FloatArray:
     """Rising lists of blocks of every row: a row's last few and any others, or all of them."""
     rng = np.random.default_rng(seed)
     lists = np.full((ROWS, num_lists, chosen.count), -1, np.float32)
@@ -127,14 +126,18 @@ def random_lists(chosen: Chosen, num_lists: int, seed: int) -> FloatArray:
 
 
 ATTENTIONS = {
-    "positions": (PLAIN, Chosen(BLOCKS, 12), 1),
-    "lists of KV heads": (PLAIN, Chosen(BLOCKS, 30, 3), 2),
+    "positions": (PLAIN, SparseSelection(BLOCKS, 12), 1),
+    "lists of KV heads": (PLAIN, SparseSelection(BLOCKS, 30, 3), 2),
     "odd sizes, sinks": (
         replace(PLAIN, num_heads=6, key_size=20, value_size=37, sinks=np.linspace(-2, 2, 6, dtype=np.float32)),
-        Chosen(BLOCKS, 3, 32),
+        SparseSelection(BLOCKS, 3, 32),
         2,
     ),
-    "many heads of one key": (replace(PLAIN, num_heads=11, num_kv_heads=1, value_size=144), Chosen(BLOCKS, 5, 16), 1),
+    "many heads of one key": (
+        replace(PLAIN, num_heads=11, num_kv_heads=1, value_size=144),
+        SparseSelection(BLOCKS, 5, 16),
+        1,
+    ),
 }
 
 
@@ -167,7 +170,7 @@ def test_choosing_every_position_gives_the_bits_of_attention_to_all(
 ) -> None:
     layout, parts = cache_of(PLAIN, kv_type), inputs_of(PLAIN, ROWS, seed=5)
     wanted = run_rows(pool, parts, attention_of(PLAIN), kv_layout=layout)
-    for chosen, threads in ((Chosen(BLOCKS, ROWS), pool), (Chosen(BLOCKS, 75, 4), two_threads)):
+    for chosen, threads in ((SparseSelection(BLOCKS, ROWS), pool), (SparseSelection(BLOCKS, 75, 4), two_threads)):
         inputs = [*parts, random_lists(chosen, 1, seed=6)]
         found = run_rows(threads, inputs, chosen_attention(PLAIN, chosen), [256, 44], layout)
         assert_same_bits(found, wanted)
@@ -175,7 +178,7 @@ def test_choosing_every_position_gives_the_bits_of_attention_to_all(
 
 def test_pages_without_a_chosen_position_are_never_read(pool: ThreadPool) -> None:
     """What lies there is NaN, as in every page that nothing was written to."""
-    chosen, layout = Chosen(BLOCKS, 2, 32), cache_of(PLAIN, "f32")
+    chosen, layout = SparseSelection(BLOCKS, 2, 32), cache_of(PLAIN, "f32")
     inputs = [*inputs_of(PLAIN, ROWS, seed=7), np.tile(np.array([3, 7], np.float32), (ROWS, 1))]
     program = RowProgram(pool, inputs, chosen_attention(PLAIN, chosen), 64, layout)
     pages = program.pages(ROWS)
@@ -193,16 +196,18 @@ def test_wrong_choices_are_refused() -> None:
     queries, out, keys = tape.buffer("queries", 96), tape.buffer("out", 96), tape.buffer("keys", KEY_SIZE)
     lists = tape.buffer("lists", 12)
     with pytest.raises(ShapeError, match="lists is not for"):
-        tape.attention(out, queries, 0, PLAIN, Chosen(lists, 4))
+        tape.attention(out, queries, 0, PLAIN, SparseSelection(lists, 4))
     with pytest.raises(ShapeError, match="lists of 5"):
-        tape.attention(out, queries, 0, PLAIN, Chosen(lists, 5))
+        tape.attention(out, queries, 0, PLAIN, SparseSelection(lists, 5))
     with pytest.raises(ShapeError, match="cannot attend to chosen positions"):
-        tape.attention(out, queries, 0, replace(PLAIN, window=2), Chosen(lists, 12))
+        tape.attention(out, queries, 0, replace(PLAIN, window=2), SparseSelection(lists, 12))
     with pytest.raises(ShapeError, match="nothing does not hold layer 0's values"):
         tape.store_kv(0, tape.buffer("wide", 48), None)
     with pytest.raises(ShapeError, match="has other lists"):
-        tape.choose_blocks(Chosen(lists, 6), tape.buffer("two", 2 * KEY_SIZE), 1, 2, KEY_SIZE, 64, weights=keys)
+        tape.choose_blocks(
+            SparseSelection(lists, 6), tape.buffer("two", 2 * KEY_SIZE), 1, 2, KEY_SIZE, 64, weights=keys
+        )
     with pytest.raises(ShapeError, match="too many to choose from"):
-        tape.choose_blocks(Chosen(lists, 6), tape.buffer("two", 2 * KEY_SIZE), 1, 2, KEY_SIZE, 1 << 25)
+        tape.choose_blocks(SparseSelection(lists, 6), tape.buffer("two", 2 * KEY_SIZE), 1, 2, KEY_SIZE, 1 << 25)
     with pytest.raises(ShapeError, match="choosing wants"):
-        tape.choose_blocks(Chosen(lists, 6), tape.buffer("four", 48), 0, 2, 24, 64)
+        tape.choose_blocks(SparseSelection(lists, 6), tape.buffer("four", 48), 0, 2, 24, 64)

@@ -11,7 +11,7 @@ from localinfer.kernels.graph_builder import GraphBuilder
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.layouts import Layout
 from localinfer.kernels.ops import AttentionShape, Buffer, KVLayerShape, Projection, Rows
-from localinfer.kernels.program import Batch, Operation, Segment
+from localinfer.kernels.program import Batch, OpCost, Segment
 from localinfer.types import FloatArray
 from tests.kernels.cpu.tape_runs import RowProgram, Write, linear, random_rows
 from tests.kernels.random_weights import random_weights
@@ -112,8 +112,8 @@ def test_an_error_of_who_is_asked_leaves_the_program_usable(two_threads: ThreadP
 
 def test_stretches_cover_a_tape_and_are_about_equal() -> None:
     work = np.random.default_rng(0).integers(0, 5, 400).tolist()
-    operations = [Operation("an op", multiply_adds=amount) for amount in work]
-    operations += [Operation("logits", Rows.OUTPUT, multiply_adds=10**6), Operation("scale", Rows.OUTPUT)]
+    operations = [OpCost("an op", multiply_adds=amount) for amount in work]
+    operations += [OpCost("logits", Rows.OUTPUT, multiply_adds=10**6), OpCost("scale", Rows.OUTPUT)]
     found = stretches(operations)
     assert [stretch.first for stretch in found] == [0, *np.cumsum([stretch.num_ops for stretch in found])[:-1]]
     assert sum(stretch.num_ops for stretch in found) == len(operations)
@@ -122,4 +122,4 @@ def test_stretches_cover_a_tape_and_are_about_equal() -> None:
         assert stretch.done_before == sum(work[: stretch.first]) / sum(work)
         amount = sum(work[stretch.first : stretch.first + stretch.num_ops])
         assert stretch.share == amount / sum(work) and amount <= sum(work) / STRETCHES + 5
-    assert stretches([Operation("one")]) == [(0, 1, 0.0, 0.0)]
+    assert stretches([OpCost("one")]) == [(0, 1, 0.0, 0.0)]

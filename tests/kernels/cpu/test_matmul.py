@@ -119,7 +119,7 @@ def test_matmul_gives_the_same_bits_when_activations_exceed_a_block_of_rows(
     weight = linear(pool, layout, random_weights(layout, shape, 17), shape)
     x = random_rows(ROWS, shape[1], 18)
     wanted = run_rows(pool, [x], product(weight))
-    monkeypatch.setattr("localinfer.kernels.cpu.lower.ACTIVATION_BYTES_PER_BLOCK", 1)
+    monkeypatch.setattr("localinfer.kernels.cpu.lower.matmul.ACTIVATION_BYTES_PER_BLOCK", 1)
     assert_same_bits(run_rows(pool, [x], product(weight)), wanted)
 
 

@@ -9,7 +9,7 @@ from localinfer.types import FloatArray
 
 pytest.importorskip("numba_cuda", reason="CUDA kernels are written with numba-cuda, which is not installed")
 
-from localinfer.kernels.cuda.sampling import CAPACITY, UNDECIDED, Chosen, Draw, TokenChoice
+from localinfer.kernels.cuda.sampling import CAPACITY, UNDECIDED, Draw, SampleMode, TokenChoice
 from tests.kernels.cuda.device import EmulatedDevice
 
 
@@ -23,7 +23,7 @@ def drawn(rows: FloatArray, draws: list[Draw]) -> list[int]:
     device.write(logits, padded)
     choice = TokenChoice(device, logits, padded.strides[0], size, count)
     choice.write(draws)
-    device.run(list(choice.steps(Chosen.DRAWN, count)))
+    device.run(list(choice.steps(SampleMode.DRAWN, count)))
     tokens: NDArray[np.int32] = choice.read(count)
     return tokens.tolist()
 

@@ -175,7 +175,7 @@ def test_a_seed_draws_the_same_text_with_drafts_and_without(shared: Path) -> Non
 @pytest.mark.parametrize("size", [512, 32003, 128256])
 def test_tokens_of_real_vocabularies_are_drawn_as_on_the_cpu(device: CudaDevice, size: int) -> None:
     from localinfer.kernels.cpu.sampling import RowSampler
-    from localinfer.kernels.cuda.sampling import UNDECIDED, Chosen, Draw, TokenChoice
+    from localinfer.kernels.cuda.sampling import UNDECIDED, Draw, SampleMode, TokenChoice
 
     rng = np.random.default_rng(FRESH_SEED)
     rows = rng.normal(0, 3, (16, -(-size // 4) * 4)).astype(np.float32)
@@ -185,7 +185,7 @@ def test_tokens_of_real_vocabularies_are_drawn_as_on_the_cpu(device: CudaDevice,
     device.write(logits, rows)
     choice = TokenChoice(device, logits, rows.strides[0], size, 16)
     choice.write(draws)
-    device.run(list(choice.steps(Chosen.DRAWN, 16)))
+    device.run(list(choice.steps(SampleMode.DRAWN, 16)))
     found = choice.read(16)
     sampler = RowSampler(size)
     for row, (token, draw) in enumerate(zip(found.tolist(), draws, strict=True)):

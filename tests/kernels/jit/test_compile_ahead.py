@@ -62,7 +62,7 @@ def test_a_frozen_application_compiles_in_itself_or_in_children_of_its_own(is_ca
     call = "localinfer.freeze_support()" if is_called else ""
     application, inside = tmp_path / "application", tmp_path / "inside.py"
     # A checkout knows only the digests of its files, which are not those of a frozen application.
-    digests = "from localinfer.kernels import built_sources; built_sources.DIGESTS = {'kernels/ops.py': '1'}"
+    digests = "from localinfer.kernels import built_sources; built_sources.DIGESTS = {'kernels/layouts.py': '1'}"
     code = f"import sys, localinfer\nsys.executable, sys.frozen = {str(application)!r}, True\n{digests}\n{call}\n"
     # A child that was not asked to compile would say so in this file.
     inside.write_text(f"{code}open({str(tmp_path / 'started')!r}, 'a').write(str(sys.argv[1:]))\n")

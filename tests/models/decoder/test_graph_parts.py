@@ -33,13 +33,13 @@ class Pipeline:
             part.begin(batch)
         for stage in self._cut.stages:
             part = self.parts[stage.part]
-            for buffer, source in stage.takes:
+            for buffer, source in stage.uploads:
                 assert source != stage.part
                 num_rows = len(batch.output_rows if buffer.is_output else batch.token_ids)
-                part.take(buffer, self.parts[source].give(buffer, num_rows).copy())
+                part.upload(buffer, self.parts[source].download(buffer, num_rows).copy())
             part.run_stage(stage.stage)
         last = self._cut.stages[-1].part
-        return self.parts[last].give(self._cut.graphs[last].output, len(batch.output_rows)).copy()
+        return self.parts[last].download(self._cut.graphs[last].output, len(batch.output_rows)).copy()
 
 
 def logits(run: Callable[[Batch], FloatArray], ids: NDArray[np.int32], pages: NDArray[np.int64]) -> list[FloatArray]:
@@ -102,7 +102,7 @@ def test_only_what_the_next_stage_reads_is_copied() -> None:
     builder.select_output(out, third)
     graph = builder.finish(out)
     cut = cut_graph(graph, [0, 0, 1, 1, 0, 1, 1], [[], []])
-    taken = [(stage.part, [(buffer.name, source) for buffer, source in stage.takes]) for stage in cut.stages]
+    taken = [(stage.part, [(buffer.name, source) for buffer, source in stage.uploads]) for stage in cut.stages]
     assert taken == [
         (0, []),
         (1, [("first", 0), ("second", 0)]),
@@ -113,8 +113,8 @@ def test_only_what_the_next_stage_reads_is_copied() -> None:
     assert [stage.stage for stage in cut.stages] == [0, 1, 1, 2]
     kinds = [[type(op).__name__ for op in graph.ops] for graph in cut.graphs]
     assert kinds == [
-        ["Embed", "Add", "Exchange", "Add", "Exchange"],
-        ["Exchange", "Add", "Scale", "Exchange", "Add", "SelectOutput"],
+        ["Embed", "Add", "StageBoundary", "Add", "StageBoundary"],
+        ["StageBoundary", "Add", "Scale", "StageBoundary", "Add", "SelectOutput"],
     ]
     widths = [[buffer.width for buffer in graph.buffers] for graph in cut.graphs]
     assert widths == [[4, 4, 4, 0], [4, 4, 4, 4]]
@@ -128,7 +128,7 @@ def test_a_cut_graph_has_memory_for_its_own_buffers_only(folder: Path) -> None:
     first, second = cut.graphs
     logits_index = graph.output.index
     assert first.buffers[logits_index].width == 0 and second.buffers[logits_index].width == config.vocab_size
-    assert [type(op) for op in first.ops].count(ops.Exchange) == 1
+    assert [type(op) for op in first.ops].count(ops.StageBoundary) == 1
     program = device.program(second, PROMPT)
     assert len(program.tape.stage_starts) == 2
     program.close()

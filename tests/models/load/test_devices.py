@@ -13,7 +13,7 @@ from localinfer.engine.cache.block_pool import PagePool
 from localinfer.engine.sampling.params import SamplingParams
 from localinfer.errors import BackendUnavailableError, RequestError, SessionMismatchError
 from localinfer.kernels.cuda.device import FoundDevice, has_driver
-from localinfer.kernels.cuda.parted_pages import PartedKVLayout
+from localinfer.kernels.cuda.sharded_pages import ShardedKVLayout
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.program import Batch, Segment
 from localinfer.loading import drafters
@@ -200,7 +200,7 @@ def test_a_model_split_between_cpu_and_gpu_says_what_one_device_says(
     for on_cpu, on_both in zip(*found, strict=True):
         np.testing.assert_allclose(on_both, on_cpu, rtol=0, atol=1e-4)
     layout = split.kv_layout
-    assert isinstance(layout, PartedKVLayout)
+    assert isinstance(layout, ShardedKVLayout)
     kept = np.empty(layout.page_bytes, np.uint8)
     layout.read(int(both[0]), kept)
     layout.write(int(both[1]), kept)

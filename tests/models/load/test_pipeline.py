@@ -23,8 +23,8 @@ from tests.models.small_models import write_small_llama, write_small_mixture
 pytest.importorskip("numba_cuda", reason="CUDA kernels are written with numba-cuda, which is not installed")
 
 from localinfer.kernels.cuda import pipeline
-from localinfer.kernels.cuda.parted_pages import PartedKVLayout
 from localinfer.kernels.cuda.pipeline import PipelineProgram
+from localinfer.kernels.cuda.sharded_pages import ShardedKVLayout
 from tests.models.emulated_gpu import NamedDevice, emulate_gpus
 
 IDS = np.array([7, 20, 33, 5, 9], np.int32)
@@ -158,7 +158,7 @@ def test_pages_are_copied_read_and_written_in_all_their_parts(small: Path, gpus:
         small, device=DeviceRequest(device="cuda", gpu_layers=2, tensor_split=[1, 1]), threads=1, context_length=64
     )
     layout = model.kv_layout
-    assert isinstance(layout, PartedKVLayout)
+    assert isinstance(layout, ShardedKVLayout)
     assert [(part.device is None, part.first, part.end) for part in layout.parts] == [
         (True, 0, 1),
         (False, 1, 2),
@@ -181,7 +181,7 @@ def test_the_devices_of_an_encoder_hold_the_same_layer_of_every_page(gpus: list[
     path = build_text_model(tmp_path, "bert-encoder").path
     model = load_model(path, device=DeviceRequest(device="cuda", gpu_layers=1), threads=1, context_length=30)
     layout = model.kv_layout
-    assert isinstance(layout, PartedKVLayout)
+    assert isinstance(layout, ShardedKVLayout)
     assert [(part.device is None, part.first, part.end) for part in layout.parts] == [(True, 0, 1), (False, 0, 1)]
     pages = layout.allocate(4 * layout.page_bytes) + layout.page_bytes * np.arange(4)
     data = np.random.default_rng(0).integers(0, 256, (4, layout.page_bytes), np.uint8)
@@ -197,7 +197,7 @@ def test_the_devices_of_an_encoder_hold_the_same_layer_of_every_page(gpus: list[
 def test_the_cache_takes_what_the_fullest_gpu_has_left(small: Path, gpus: list[NamedDevice]) -> None:
     model = load_model(small, device=DeviceRequest(device="cuda", tensor_split=[2, 1]), threads=1, context_length=64)
     layout = model.kv_layout
-    assert isinstance(layout, PartedKVLayout)
+    assert isinstance(layout, ShardedKVLayout)
     gpus[0].free_bytes = lambda: 1 << 20  # type: ignore[method-assign]
     pages = (1 << 19) // layout.part_bytes[0]
     assert default_kv_memory(layout, 1 << 20) == pages * layout.page_bytes

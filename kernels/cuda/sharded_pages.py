@@ -57,7 +57,7 @@ class PagePlaces:
 
 
 @dataclass(frozen=True)
-class PartedKVLayout(KVLayout):
+class ShardedKVLayout(KVLayout):
     """Pages in parts, in the order of the layers. A page's address is a name for all parts (`places`).
 
     computed_by: which kinds of devices compute what, part of the layout's repr and so of the key of stored pages:

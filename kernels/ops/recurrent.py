@@ -1,12 +1,36 @@
-"""Ops of recurrent layers: each keeps a state per sequence in place of keys and values, of one size at any length.
+"""Recurrent layers: each op keeps a state per sequence in place of keys and values, of one size at any length.
 
 A state is what a row needs of all rows before it. Rows enter one after another in one fixed order, alone or many in a
 batch, so their bits do not depend on how a text is cut. A log keeps what some rows did to a state, so that any number
 of them can be repeated after a rejected draft, with the same bits and without the products that led to them.
 """
 
-from localinfer.kernels.ops import Buffer, RecurrentOp, StateShape
+from dataclasses import dataclass
+
+from localinfer.kernels.ops.base import Buffer, Record
 from localinfer.types import FloatArray
+
+
+@dataclass(frozen=True)
+class StateShape:
+    """Memory of one recurrent op per sequence, whatever its length."""
+
+    num_values: int
+    """float32 of the state."""
+    log_values: int
+    """float32 per row of the log, from which the op can repeat a row's update of the state without its inputs."""
+
+
+class RecurrentOp(Record):
+    """An op that carries a state from row to row of a sequence."""
+
+    state: int
+    """Number of its state among the graph's."""
+
+    @property
+    def state_shape(self) -> StateShape:
+        """Sizes of that state and of a row of its log."""
+        raise NotImplementedError
 
 
 def whole_vectors(width: int) -> int:
@@ -15,18 +39,9 @@ def whole_vectors(width: int) -> int:
 
 
 def short_convolution_state(width: int, kernel_size: int) -> StateShape:
-    """What a convolution over kernel_size rows of this width keeps."""
+    """State of a convolution over kernel_size rows of this width."""
     padded = whole_vectors(width)
     return StateShape((kernel_size - 1) * padded, padded)
-
-
-def selective_scan_state(
-    num_heads: int, head_size: int, num_states: int, num_groups: int, *, is_by_channel: bool
-) -> StateShape:
-    """What a `SelectiveScan` of these sizes keeps."""
-    channels = num_heads * head_size
-    num_values = num_heads * whole_vectors(head_size) * num_states
-    return StateShape(num_values, channels + (channels if is_by_channel else num_heads) + num_groups * num_states)
 
 
 class ShortConvolution(RecurrentOp):
@@ -49,7 +64,7 @@ class ShortConvolution(RecurrentOp):
 
 
 def delta_rule_state(num_heads: int, num_key_heads: int, key_size: int, value_size: int, decays: int) -> StateShape:
-    """What a delta rule keeps, which has so many decays per row."""
+    """State of a delta rule with this many decays per row."""
     keys, values = num_key_heads * key_size, num_heads * value_size
     return StateShape(key_size * values, whole_vectors(keys) + whole_vectors(values) + whole_vectors(decays))
 
@@ -96,13 +111,22 @@ class GatedDeltaRule(RecurrentOp):
 
     @property
     def is_by_channel(self) -> bool:
-        """Whether every key channel has its own decay."""
+        """True if every key channel has its own decay."""
         return self.decay.width != self.num_heads
 
     @property
     def state_shape(self) -> StateShape:
         """All heads' S; a row of a log has what was added to it."""
         return delta_rule_state(self.num_heads, self.num_key_heads, self.key_size, self.value_size, self.decay.width)
+
+
+def selective_scan_state(
+    num_heads: int, head_size: int, num_states: int, num_groups: int, *, is_by_channel: bool
+) -> StateShape:
+    """State of a `SelectiveScan` of these sizes."""
+    channels = num_heads * head_size
+    num_values = num_heads * whole_vectors(head_size) * num_states
+    return StateShape(num_values, channels + (channels if is_by_channel else num_heads) + num_groups * num_states)
 
 
 class SelectiveScan(RecurrentOp):
@@ -133,7 +157,7 @@ class SelectiveScan(RecurrentOp):
 
     @property
     def is_by_channel(self) -> bool:
-        """Whether each channel has its own step size, and each of its states its own rate of decay."""
+        """True if each channel has its own step size, and each of its states its own rate of decay."""
         return self.a.ndim == 2
 
     @property
@@ -145,7 +169,7 @@ class SelectiveScan(RecurrentOp):
 
 
 def wkv_state(width: int, head_size: int) -> StateShape:
-    """What the recurrence of RWKV-7 keeps."""
+    """State of the recurrence of RWKV-7."""
     return StateShape(width * head_size, 5 * whole_vectors(width))
 
 
@@ -174,3 +198,13 @@ class Wkv(RecurrentOp):
     def state_shape(self) -> StateShape:
         """All heads' S; a row of a log has what was done to it."""
         return wkv_state(self.out.width, self.head_size)
+
+
+class PreviousRow(Record):
+    """out[r] = x[r - 1] of the same sequence; of a segment's first row what the segment carries, or zeros.
+
+    The segment also says where x of its last row goes. x: None where segments have one row each.
+    """
+
+    out: Buffer
+    x: Buffer | None = None

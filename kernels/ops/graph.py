@@ -1,0 +1,117 @@
+"""A model as data (`OpGraph`), the union of all ops, and the weights that a decoder writes it with."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from localinfer.kernels.ops.attention import Attention, ChooseBlocks, KVLayerShape, Rope, StoreKV
+from localinfer.kernels.ops.base import Buffer, EmbeddingTable, LinearWeight, Record
+from localinfer.kernels.ops.elementwise import (
+    Activate,
+    Add,
+    AddVector,
+    Clamp,
+    CopyHeads,
+    Embed,
+    EmbedPositions,
+    EmbedTypes,
+    GatedActivate,
+    GaussianTopK,
+    LayerNorm,
+    Magnitude,
+    MeanRows,
+    MixSlots,
+    Multiply,
+    MultiplySigmoid,
+    RmsNorm,
+    Scale,
+    ScaleByPosition,
+    SelectOutput,
+    Softcap,
+    Xielu,
+)
+from localinfer.kernels.ops.matmul import ExpertFactors, ExpertMatmul, ExpertScale, ExpertSum, HeadMatmul, Matmul, Route
+from localinfer.kernels.ops.recurrent import PreviousRow, RecurrentOp, StateShape
+from localinfer.types import FloatArray
+
+
+class StageBoundary(Record):
+    """The program stops here, for programs of other devices to run; only in graphs that were cut for several devices.
+
+    The ops between two of these are a stage.
+    """
+
+    downloads: Sequence[Buffer]
+    """Buffers that others read."""
+    uploads: Sequence[Buffer]
+    """Buffers that others fill before the next op."""
+
+
+Op = (
+    Activate | Add | AddVector | Attention | ChooseBlocks | Clamp | CopyHeads | Embed | EmbedPositions | EmbedTypes
+    | ExpertFactors | ExpertMatmul | ExpertScale | ExpertSum | GatedActivate | GaussianTopK | HeadMatmul | LayerNorm
+    | Magnitude | Matmul | MeanRows | MixSlots | Multiply | MultiplySigmoid | PreviousRow | RecurrentOp | RmsNorm | Rope
+    | Route | Scale | ScaleByPosition | SelectOutput | Softcap | StageBoundary | StoreKV | Xielu
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class OpGraph:
+    """A model as data."""
+
+    kv_layers: tuple[KVLayerShape, ...]
+    """Layers of the cache that its ops read and write."""
+    buffers: tuple[Buffer, ...]
+    """By index."""
+    ops: tuple[Op, ...]
+    """In the order they run."""
+    output: Buffer
+    """The buffer that a program returns."""
+    states: tuple[StateShape, ...] = ()
+    """Of the recurrent ops."""
+    hidden: Buffer | None = None
+    """A buffer that a program also shows."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Token ids that may be looked up; practically all where nothing looks them up."""
+        return min((op.table.num_rows for op in self.ops if isinstance(op, Embed)), default=1 << 62)
+
+    @property
+    def num_token_types(self) -> int:
+        """Token types that may be looked up; 1 where none is."""
+        return min((op.table.num_rows for op in self.ops if isinstance(op, EmbedTypes)), default=1)
+
+    @property
+    def needs_whole_texts(self) -> bool:
+        """True if segments begin with the first position: keys' rows are looked up in the batch."""
+        return any(isinstance(op, Attention) and op.relative is not None for op in self.ops)
+
+    @property
+    def num_positions(self) -> int:
+        """Positions that may be looked up or chosen from."""
+        tables = [op.table.num_rows for op in self.ops if isinstance(op, EmbedPositions)]
+        scored = [op.max_positions for op in self.ops if isinstance(op, ChooseBlocks)]
+        return min([*tables, *scored], default=1 << 62)
+
+
+class WeightSource(Protocol):
+    """Tensors of a file for a decoder, as one device holds them."""
+
+    def has(self, name: str) -> bool:
+        """True if the file holds this tensor."""
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor, rows first."""
+
+    def linear(self, name: str, rows: slice | None = None) -> LinearWeight:
+        """A matrix [rows, columns] or a stack [experts, rows, columns], optionally only some rows (of every expert).
+
+        A vector [columns] counts as one row.
+        """
+
+    def embedding(self, name: str) -> EmbeddingTable:
+        """A table for `Embed`, `EmbedPositions` and `EmbedTypes`."""
+
+    def vector(self, name: str) -> FloatArray:
+        """A small tensor as float32, whatever its type in the file, in its own shape."""
