@@ -294,7 +294,7 @@ def _expm1_less_x(emit: Emitter, x: Value) -> Value:
 def xielu_row(
     emit: Emitter, out: Value, x: Value, count: Value, positive: Value, negative: Value, beta: Value, epsilon: Value
 ) -> None:
-    """out = xIELU(x), see `ops.Xielu`."""
+    """out = xIELU(x); see `ops.elementwise.Xielu`."""
     b = emit.builder
     factors = [emit.splat(value) for value in (positive, negative, beta, epsilon)]
 
