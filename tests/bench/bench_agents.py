@@ -30,7 +30,7 @@ from agent_sessions import read_session
 from local_servers import serving
 
 import localinfer
-from localinfer.apps.cli.serve_agents import AgentOptions
+from localinfer.apps.cli.serve_options import AgentOptions
 from localinfer.apps.server.router.model_folder import ModelSource
 from localinfer.apps.server.transport.settings import ServerSettings
 from localinfer.llm import LLM

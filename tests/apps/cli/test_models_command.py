@@ -82,7 +82,7 @@ def test_a_model_of_ollama_runs_from_where_it_lies(hub, tmp_path, capsys, monkey
 
 
 def test_served_models_keep_the_name_they_were_asked_for(hub, tmp_path, monkeypatch):
-    from localinfer.apps.cli.serve_models import ModelsOptions, find_sources
+    from localinfer.apps.cli.serve import ModelsOptions, find_sources
 
     blob = tmp_path / "sha256-abc"
     blob.write_bytes(DEMO.read_bytes())
@@ -93,7 +93,7 @@ def test_served_models_keep_the_name_they_were_asked_for(hub, tmp_path, monkeypa
 
 def test_pulled_models_are_served_under_their_names(hub, tmp_path):
     from localinfer.apps.cli.models_config import read_load_options
-    from localinfer.apps.cli.serve_models import ModelsOptions, find_sources, load_source
+    from localinfer.apps.cli.serve import ModelsOptions, find_sources, load_source
     from localinfer.apps.server.router.model_loader import LoadThreads
 
     assert main(["pull", "org/Demo-GGUF"]) == 0

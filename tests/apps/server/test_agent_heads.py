@@ -8,7 +8,7 @@ import pytest
 from agent_models import given_replies, load_agent_model, write_agent_model
 from local_servers import ServedModel, serving
 
-from localinfer.apps.cli.serve_agents import AgentOptions
+from localinfer.apps.cli.serve_options import AgentOptions
 from localinfer.apps.server.router.model_folder import ModelSource
 from localinfer.apps.server.transport.settings import ServerSettings
 from localinfer.llm import LLM
