@@ -11,12 +11,11 @@ if TYPE_CHECKING:
 
     from localinfer import errors
     from localinfer.engine.admission import EngineLimits
-    from localinfer.engine.cache.block_hashes import block_hashes
+    from localinfer.engine.cache.cache_observer import block_hashes
     from localinfer.engine.cache.stats import SnapshotStats
     from localinfer.generation.chat.constraints import Constraint, Grammar, JsonObject, JsonSchema, Regex, StructuralTag
     from localinfer.generation.chat.parser import ToolCall, ToolCallDelta
-    from localinfer.generation.chat.reply_options import ReplyOptions
-    from localinfer.generation.chat.tool_choice import ToolChoice
+    from localinfer.generation.chat.reply_options import ReplyOptions, ToolChoice
     from localinfer.generation.completion import Completion, Stats, StreamEvent
     from localinfer.generation.options import ChatOptions, GenerationOptions
     from localinfer.generation.session.prompts import SessionOptions
@@ -128,11 +127,11 @@ _MODULE_OF = {
     "Tool": "localinfer.generation.session.python_tools",
     "ToolCall": "localinfer.generation.chat.parser",
     "ToolCallDelta": "localinfer.generation.chat.parser",
-    "ToolChoice": "localinfer.generation.chat.tool_choice",
+    "ToolChoice": "localinfer.generation.chat.reply_options",
     "WarmUp": "localinfer.loading.warm_up",
     "aload": "localinfer.loading.load",
     "availability": "localinfer.loading.availability",
-    "block_hashes": "localinfer.engine.cache.block_hashes",
+    "block_hashes": "localinfer.engine.cache.cache_observer",
     "freeze_support": "localinfer.system.freezing",
     "load": "localinfer.loading.load",
     "load_tokenizer": "localinfer.loading.load",

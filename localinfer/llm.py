@@ -14,7 +14,7 @@ from localinfer.engine.cache.salt import salt_of
 from localinfer.engine.thread_control import ThreadControl
 from localinfer.errors import RequestError
 from localinfer.generation.default_options import DefaultOptions
-from localinfer.generation.prompt_handover import PromptHandover
+from localinfer.generation.kv_transfer import KVTransfer
 from localinfer.generation.stream import TextStream, complete_in_thread
 from localinfer.storage.session_files import SessionFiles
 from localinfer.types import Beam, Closing
@@ -56,7 +56,7 @@ class BeamCompletion(NamedTuple):
     beam: Beam
 
 
-class LLM(ThreadControl, DefaultOptions, SessionFiles, PromptHandover, Closing):
+class LLM(ThreadControl, DefaultOptions, SessionFiles, KVTransfer, Closing):
     """A loaded model, ready to answer; made by `localinfer.load`. A context manager: leaving it closes the model.
 
     May be used from several threads: generations that run at the same time share their steps. After `close`, and in a
@@ -239,7 +239,7 @@ class LLM(ThreadControl, DefaultOptions, SessionFiles, PromptHandover, Closing):
         The prompt is computed once. best_of: make so many, and return those of the largest mean log probability per
         token, best first.
         """
-        from localinfer.generation.many_completions import complete_many
+        from localinfer.generation.stream import complete_many
 
         given = owned(prompt)
 
@@ -257,7 +257,7 @@ class LLM(ThreadControl, DefaultOptions, SessionFiles, PromptHandover, Closing):
         **options: Unpack[ChatOptions],
     ) -> list[Completion]:
         """Answer a conversation in `n` ways; see `complete_many`."""
-        from localinfer.generation.many_completions import complete_many
+        from localinfer.generation.stream import complete_many
 
         given = owned(messages)
         return complete_many(lambda one: self.stream_chat(given, **one), options, n=n, best_of=best_of)
@@ -346,7 +346,7 @@ class LLM(ThreadControl, DefaultOptions, SessionFiles, PromptHandover, Closing):
 
     def move_volatile_heads(self) -> None:
         """Give the model lines of system messages that vary behind the rest; see
-        `localinfer.generation.chat.volatile_head`.
+        `localinfer.generation.chat.system_prompt_drift`.
         """
         self._chats().heads.moves = True
 

@@ -21,7 +21,7 @@ PAGE_TOKENS = 32
 ProgressCallback = Callable[[str, int, int], None]
 """Called with a stage's name, the units done and the total, 0 if unknown."""
 
-Told = Callable[[int, int], None]
+UnitsCallback = Callable[[int, int], None]
 """The same without a stage; what it raises ends the work."""
 
 FinishReason = Literal["stop", "length", "cancelled"]

@@ -1,29 +1,128 @@
-"""Which requests take part in steps: places, room in memory, and who gives them back.
+"""Admission and preemption: which requests take part in steps, in priority order, within limits of memory and owners.
 
-The most urgent is admitted first. It takes place and memory of less urgent ones where that is enough for it: they are
-preempted, and recomputed to the same bits. Whoever is preempted so is less urgent than who takes its place, so no two
-take it from each other in turn. Among equals an owner of whom nothing runs takes them from one with several texts,
-whose newest gives way: that one keeps a text, so these take nothing back either.
+The most urgent request is admitted first. It takes the slot and memory of less urgent ones where that is enough for it:
+these are preempted, and recomputed to the same bits. A preempted request is less urgent than the one that took its
+slot, so no two preempt each other in turn. Among equals an owner with nothing running takes them from an owner with
+several texts, whose newest gives way: it keeps at least one text, so this is not undone either.
+
+Strict priorities alone could starve a request (aging): of those that got no token for too long, one at a time is
+promoted to the most urgent level until it ends, if its reader reads. One at a time, so that the urgent lose little.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
 from localinfer.arguments import check_number
-from localinfer.engine.owner import may_run
-from localinfer.engine.precedence import Precedence
 from localinfer.errors import OutOfMemoryError, OverloadedError
 
 if TYPE_CHECKING:
     from localinfer.engine.cache.prefix_cache import PrefixCache
     from localinfer.engine.request import Request
     from localinfer.engine.runner import ModelRunner
+
+
+@dataclass(frozen=True)
+class Owner:
+    """An owner with a limit; anything hashable is one without.
+
+    key: what owners differ by. max_running: how many of its texts may share steps at once, None for as many as may.
+    """
+
+    key: Hashable
+    max_running: int | None = field(default=None, compare=False)
+
+
+def may_run(owner: Hashable, num_running: int) -> bool:
+    """Whether one more text of an owner may run beside so many of its own."""
+    return not isinstance(owner, Owner) or owner.max_running is None or num_running < owner.max_running
+
+
+class PriorityOrder:
+    """The order of one engine's requests in a step; used under the step lock.
+
+    aging_seconds: how long a reader waits for a token before its request may become the elder; None for ever.
+    """
+
+    def __init__(self, aging_seconds: float | None) -> None:
+        self._aging_seconds = aging_seconds
+        self._elder: Request | None = None
+        self._elder_seconds = 0.0
+        self._most_urgent = 0
+
+    def begin_step(self, running: Iterable[Request], now: float) -> list[Request]:
+        """The requests that can proceed, in order of arrival. now: seconds on the clock of `Request.began`."""
+        ready = []
+        for request in running:
+            if request.can_proceed:
+                ready.append(request)
+            else:
+                # It waits for its reader, not for others.
+                request.token_seconds = now
+        self._most_urgent = min((request.priority for request in ready), default=0)
+        if self._aging_seconds is not None:
+            self._choose_elder(ready, now, now - self._aging_seconds)
+        return ready
+
+    def _choose_elder(self, ready: list[Request], now: float, latest: float) -> None:
+        """latest: when what has waited too long was given its last token."""
+        elder = self._elder
+        if elder in ready:
+            self._elder_seconds = now
+        elif elder is None or elder.is_over or self._elder_seconds <= latest:
+            aged = [request for request in ready if request.token_seconds <= latest]
+            self._elder = min(aged, key=lambda request: request.token_seconds, default=None)
+            self._elder_seconds = now
+
+    def urgency(self, request: Request) -> int:
+        """Its priority, or that of the most urgent for the elder; the least is the most urgent."""
+        return min(request.priority, self._most_urgent) if request is self._elder else request.priority
+
+    def rank(self, request: Request) -> tuple[int, bool]:
+        """What requests are sorted by: their urgency, and the elder first among equals."""
+        return self.urgency(request), request is not self._elder
+
+    def less_urgent(self, request: Request, others: Iterable[Request]) -> list[Request]:
+        """Those of the others that hold memory and are less urgent than a request, the least urgent first.
+
+        Of two that are as urgent as each other the later one comes first: it has less to lose.
+        """
+        urgency = self.urgency(request)
+        found = [
+            other
+            for other in others
+            if other.sequence is not None and not other.is_over and self.urgency(other) > urgency
+        ]
+        found.reverse()
+        return sorted(found, key=self.urgency, reverse=True)
+
+    def surplus(self, request: Request, others: Sequence[Request]) -> list[Request]:
+        """Those of the others that give way to the only text of an owner though they are as urgent: of owners with
+        several texts, who keep one, first the newest of the one that has most. None where its owner has others itself.
+
+        others: that hold memory, in order of arrival. The elder runs to its end.
+        """
+        texts = [other for other in others if other is not request and not other.is_over]
+        counts = Counter(other.owner for other in texts)
+        if request.owner in counts:
+            return []
+        urgency, found = self.urgency(request), []
+        may_give = [other for other in texts if other is not self._elder and self.urgency(other) >= urgency]
+        may_give.reverse()
+        while may_give:
+            newest = max(may_give, key=lambda other: counts[other.owner])
+            if counts[newest.owner] < 2:
+                break
+            counts[newest.owner] -= 1
+            may_give.remove(newest)
+            found.append(newest)
+        return found
+
 
 _LEAST_RETRY_SECONDS, _MOST_RETRY_SECONDS = 1.0, 60.0
 _DURATION_MEMORY = 0.8
@@ -52,12 +151,12 @@ class EngineLimits:
 class AdmissionControl:
     """Admits and preempts the requests of one engine; used under the step lock, but for `check`.
 
-    precedence: who goes before whom. preemptions: how often one lost its memory to others.
+    priority_order: who goes before whom. preemptions: how often one lost its memory to others.
     """
 
     def __init__(self, cache: PrefixCache, runner: ModelRunner, limits: EngineLimits) -> None:
         self.limits = limits
-        self.precedence = Precedence(limits.aging_seconds)
+        self.priority_order = PriorityOrder(limits.aging_seconds)
         self.preemptions = 0
         self._cache = cache
         self._runner = runner
@@ -90,7 +189,7 @@ class AdmissionControl:
         active = [request for request in ready if request.sequence is not None]
         while waiting:
             owners = Counter(request.owner for request in active)
-            rank = self.precedence.rank
+            rank = self.priority_order.rank
             allowed = [request for request in waiting if may_run(request.owner, owners[request.owner])]
             if not allowed:
                 return
@@ -124,7 +223,7 @@ class AdmissionControl:
         elif any(other.can_proceed or other.is_over or other.is_cancelled for other in others):
             self._preempt(request)
         elif others:
-            self._preempt(max(reversed(others), key=self.precedence.urgency))
+            self._preempt(max(reversed(others), key=self.priority_order.urgency))
         else:
             self._runner.fail(request, error)
 
@@ -155,9 +254,9 @@ class AdmissionControl:
 
     def _givers(self, request: Request, others: Sequence[Request]) -> list[Request]:
         """Who gives way to a request, one after the other: less urgent ones, then what others have too many of."""
-        less_urgent = self.precedence.less_urgent(request, others)
+        less_urgent = self.priority_order.less_urgent(request, others)
         held = [other for other in others if other.sequence is not None and other not in less_urgent]
-        return less_urgent + self.precedence.surplus(request, held)
+        return less_urgent + self.priority_order.surplus(request, held)
 
     def _preempt(self, request: Request) -> None:
         """Free the memory of a request, which is admitted again and recomputed when there is room.

@@ -22,9 +22,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.engine.cache.miss import CacheMiss
 from localinfer.engine.cache.prefix_cache import CacheHints
 from localinfer.engine.cache.sequence import SequenceCache
+from localinfer.engine.cache.stats import CacheMiss
 from localinfer.engine.sampling.mask import GuidingMask
 from localinfer.engine.sampling.sampler import SamplingPlan
 from localinfer.engine.speculation.verify import SpeculationRecord, SpeculativeText

@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 
 from localinfer.engine.cache.prefix_cache import CacheHints, PrefixCache
 from localinfer.engine.cache.sequence import forward
-from localinfer.engine.chunk_size import StepCosts
 from localinfer.engine.request import NO_TOKEN, Request, TokenEvent
 from localinfer.engine.sampling.mask import GuidingMask
 from localinfer.engine.sampling.sampler import OnDeviceSampling, OutputSpec, Results, Sampler
 from localinfer.engine.speculation.costs import MAX_DRAFT_TOKENS
 from localinfer.engine.speculation.floor import ALONE, Round, StepKind
 from localinfer.engine.speculation.verify import Others, Speculation, choose_verified
+from localinfer.engine.step_costs import StepCosts
 from localinfer.errors import OutOfMemoryError, SessionMismatchError, without_frames
 from localinfer.kernels.program import AbortableProgram, Batch, HiddenProgram, Program
 from localinfer.types import FinishReason

@@ -19,9 +19,9 @@ from functools import partial
 from localinfer.engine.admission import AdmissionControl, EngineLimits
 from localinfer.engine.cache.prefix_cache import PrefixCache
 from localinfer.engine.cache.prefix_node import common_length
-from localinfer.engine.chunk_size import StepCosts
 from localinfer.engine.request import NO_TOKEN, Request, StepLock, TokenEvent
 from localinfer.engine.runner import ModelRunner, ScheduledSequence, ShouldAbort
+from localinfer.engine.step_costs import StepCosts
 from localinfer.engine.ttft import TtftPredictor
 from localinfer.errors import ClosedError, OutOfMemoryError
 from localinfer.kernels.program import Program
@@ -235,7 +235,7 @@ class Scheduler:
         self._steps += 1
         num_known = len(running)
         now = time.monotonic()
-        ready = self.admission.precedence.begin_step(running, now)
+        ready = self.admission.priority_order.begin_step(running, now)
         self.admission.admit(ready, running)
         decoding = [request for request in ready if request.sequence is not None and request.position > request.base]
         prompts = [request for request in ready if request.sequence is not None and request.position == request.base]
@@ -279,7 +279,7 @@ class Scheduler:
         if not all(part.is_chunk for part in scheduled):
             return None
         yields_to_others = len(scheduled) == 1 and self.admission.limits.max_running > 1
-        urgency = max(self.admission.precedence.urgency(part.request) for part in scheduled)
+        urgency = max(self.admission.priority_order.urgency(part.request) for part in scheduled)
         began = time.perf_counter()
 
         def should_abort(done: float) -> bool:
@@ -314,7 +314,7 @@ class Scheduler:
     def _chunks(self, prompts: list[Request], num_decoding: int) -> list[ScheduledSequence]:
         """Share a step's rows among prompts: first the most urgent, of those first the owner's whose last chunk is
         longest ago."""
-        urgency, last_chunk = self.admission.precedence.urgency, self._chunk_of_owner
+        urgency, last_chunk = self.admission.priority_order.urgency, self._chunk_of_owner
         prompts = sorted(prompts, key=urgency)
         # What draft layers lack of a cached prefix takes a row more.
         repeated = sum(request.cache.lacks_carried for request in prompts)
@@ -348,7 +348,7 @@ class Scheduler:
         """
         is_before = True
         length = request.cache.length
-        urgency = self.admission.precedence.urgency
+        urgency = self.admission.priority_order.urgency
         for other in prompts:
             if other is request:
                 is_before = False

@@ -2,7 +2,7 @@
 
 What runs and waits is copied: rows of prompts that are neither computed nor cached, tokens that streams are likely to
 go on for, who goes before whom. Steps are then taken as the scheduler takes them, each of the length that recent steps
-had (`step_fit`), until the new request has its token. What comes later is not known, and neither is when streams end;
+had (`step_costs`), until the new request has its token. What comes later is not known, and neither is when streams end;
 so predictions are compared with what came, and what they are wrong by in the mean corrects the next.
 """
 
@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from localinfer.engine.admission import may_run
 from localinfer.engine.cache.prefix_cache import PrefixCache
 from localinfer.engine.cache.prefix_node import common_length
-from localinfer.engine.owner import may_run
 from localinfer.engine.request import Request
-from localinfer.engine.step_fit import StepFit
+from localinfer.engine.step_costs import StepFit
 from localinfer.errors import OverloadedError
 
 _MOST_STEPS, _MOST_SECONDS = 4000, 600.0

@@ -13,13 +13,12 @@ from localinfer.engine.cache.salt import NO_SALT, salt_of
 from localinfer.engine.engine import Engine
 from localinfer.engine.sampling.params import SamplingParams
 from localinfer.errors import RequestError
-from localinfer.generation.chat.begun_reply import BegunReply
 from localinfer.generation.chat.constraints import Constraint, ConstraintCompiler
 from localinfer.generation.chat.history import ChatHistory, SessionHistory
 from localinfer.generation.chat.messages import check_roles, read_messages
-from localinfer.generation.chat.reply import ChatRequest, TemplateFormats
+from localinfer.generation.chat.reply import AssistantPrefill, ReplyRequest, TemplateFormats
 from localinfer.generation.chat.reply_options import ReplyOptions
-from localinfer.generation.chat.volatile_head import VolatileHeads, varying_spans
+from localinfer.generation.chat.system_prompt_drift import SystemPromptDrift, varying_spans
 from localinfer.generation.completion import StreamEvent
 from localinfer.generation.options import check_options
 from localinfer.generation.stream import TextStream
@@ -48,7 +47,7 @@ class ChatModel:
         self.template = template
         self.history = ChatHistory(template, tokenizer, finds_branches=engine.pool.has_states)
         self.formats = TemplateFormats(template, tokenizer, constraints)
-        self.heads = VolatileHeads()
+        self.heads = SystemPromptDrift()
         self.disk: DiskCache | None = None
         self._engine = engine
         self._tokenizer = tokenizer
@@ -95,12 +94,12 @@ class ChatModel:
         read = self._read(messages)
         varying = self.heads.observe(read, salt=checked.salt)
         arranged = self.heads.arrange(read, varying, salt=checked.salt)
-        chat, begun = self._encode(request, arranged, max_tokens, history, checked.salt)
+        chat, prefill = self._encode(request, arranged, max_tokens, history, checked.salt)
         prompt = EncodedPrompt(
             chat.token_ids,
             chat.system_tokens,
             chat,
-            request.format_after(chat.text, begun),
+            request.format_after(chat.text, prefill),
             varying_spans(chat.text, read, varying),
         )
         generation = TextGeneration(
@@ -133,13 +132,13 @@ class ChatModel:
         """Return the prompt of a conversation as text. Raises: TemplateError, RequestError."""
         add_generation_prompt = check_flag("add_generation_prompt", add_generation_prompt)
         request = self.formats.request(options, salt)
-        asked, begun = request.split(self._arranged(messages, salt))
-        if begun is not None:
+        asked, prefill = request.split(self._arranged(messages, salt))
+        if prefill is not None:
             add_generation_prompt = True
         text = self.template.render(asked, add_generation_prompt, request.template_tools or None, **request.variables)
-        if begun is None:
+        if prefill is None:
             return text
-        segments = begun.segments(text, request.format.reasoning, self._tokenizer.special_spellings)
+        segments = prefill.segments(text, request.format.reasoning, self._tokenizer.special_spellings)
         return text + "".join(part for part, _ in segments)
 
     def compute(
@@ -175,18 +174,18 @@ class ChatModel:
 
     def _encode(
         self,
-        request: ChatRequest,
+        request: ReplyRequest,
         messages: Messages,
         max_tokens: int | None,
         history: SessionHistory | None,
         salt: bytes,
-    ) -> tuple[EncodedChat, BegunReply | None]:
+    ) -> tuple[EncodedChat, AssistantPrefill | None]:
         """The prompt of a chat, its messages as `read_messages` reads them, and the reply that it continues."""
-        asked, begun = request.split(messages)
+        asked, prefill = request.split(messages)
         begin = None
-        if begun is not None:
+        if prefill is not None:
             spellings = self._tokenizer.special_spellings
-            begin = partial(begun.segments, form=request.format.reasoning, spellings=spellings)
+            begin = partial(prefill.segments, form=request.format.reasoning, spellings=spellings)
         encode = self.history.encode if history is None else history.encode
         tools = request.template_tools or None
-        return encode(asked, tools, request.variables, begin=begin, max_tokens=max_tokens, salt=salt), begun
+        return encode(asked, tools, request.variables, begin=begin, max_tokens=max_tokens, salt=salt), prefill

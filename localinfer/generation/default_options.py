@@ -33,7 +33,7 @@ class DefaultOptions:
     @property
     def recommended_sampling(self) -> dict[str, float | int]:
         """The sampling options that the model's file recommends."""
-        from localinfer.engine.sampling.file_defaults import file_sampling
+        from localinfer.engine.sampling.params import file_sampling
 
         return file_sampling(self._model.file.metadata, name=self._model.file.path.name)
 

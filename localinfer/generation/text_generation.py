@@ -1,18 +1,24 @@
-"""From the ids that an engine generates to events of text. The engine below knows token ids only."""
+"""From the ids that an engine generates to events of text. The engine below knows token ids only.
+
+A generation may resume a text that another process began (`ResumedText`).
+"""
 
 import inspect
+import string
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from hashlib import blake2b
+from itertools import count
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.engine.cache.miss import CacheMiss
 from localinfer.engine.cache.prefix_cache import CacheHints
+from localinfer.engine.cache.stats import CacheMiss
 from localinfer.engine.engine import Engine
 from localinfer.engine.request import NO_TOKEN, Request
 from localinfer.engine.sampling.mask import GuidingMask
@@ -21,20 +27,56 @@ from localinfer.engine.sampling.token_rules import rules_mask
 from localinfer.engine.speculation.verify import SpeculationRecord
 from localinfer.errors import RequestError
 from localinfer.generation.chat.parser import ReplyDelta, ReplyParser, ToolCallDelta, joined_calls
-from localinfer.generation.chat.volatile_head import words_at
+from localinfer.generation.chat.system_prompt_drift import words_at
 from localinfer.generation.completion import Completion, CompletionEnd, Stats, StreamEvent
 from localinfer.generation.options import CheckedOptions
-from localinfer.generation.resumed_text import ResumedText, call_ids
 from localinfer.models.text.tokenizer import StopMatcher, StreamDecoder
-from localinfer.types import TokenLogprobs
+from localinfer.types import TokenIds, TokenLogprobs
 
 if TYPE_CHECKING:
     from localinfer.generation.chat.constraints import ConstraintCompiler
     from localinfer.generation.chat.history import ChatHistory, SessionHistory
     from localinfer.generation.chat.reply import ReplyFormat
-    from localinfer.generation.chat.volatile_head import VaryingSpan
+    from localinfer.generation.chat.system_prompt_drift import VaryingSpan
     from localinfer.models.text.tokenizer import Tokenizer
     from localinfer.storage.chats import EncodedChat
+
+
+_ID_LETTERS = string.ascii_letters + string.digits
+_ID_LENGTH = 9
+"""As Mistral's templates demand."""
+
+
+@dataclass(frozen=True)
+class ResumedText:
+    """How far another process, with the same model and options, came with a text.
+
+    prompt_ids: of its prompt there, int32; conversations may be cut into other ids here. seed: that was drawn there.
+    token_ids: what it generated. cached_tokens: of the prompt, as it told, None if it did not.
+    """
+
+    prompt_ids: TokenIds
+    seed: int
+    token_ids: Sequence[int] = ()
+    cached_tokens: int | None = None
+
+
+def call_ids(prompt_ids: TokenIds, seed: int) -> Callable[[], str]:
+    """Names for the tool calls of one reply: the same where the same reply is generated again, and else other ones."""
+    numbers = count()
+
+    def next_id() -> str:
+        text = blake2b(np.ascontiguousarray(prompt_ids, np.int32).tobytes(), digest_size=16)
+        text.update(seed.to_bytes(16, "little"))
+        text.update(next(numbers).to_bytes(8, "little"))
+        number = int.from_bytes(text.digest(), "little")
+        letters = []
+        for _ in range(_ID_LENGTH):
+            number, index = divmod(number, len(_ID_LETTERS))
+            letters.append(_ID_LETTERS[index])
+        return "".join(letters)
+
+    return next_id
 
 
 @dataclass(frozen=True)

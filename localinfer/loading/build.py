@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from localinfer.engine.cache.block_pool import default_kv_memory
 from localinfer.engine.cache.eviction import KVEviction, window_of
-from localinfer.engine.sampling.file_defaults import file_sampling
+from localinfer.engine.sampling.params import file_sampling
 from localinfer.kernels.kv_layout import DevicePages
 from localinfer.llm import LLM
 from localinfer.loading.drafters import load_drafter, make_speculation

@@ -10,10 +10,9 @@ import numpy as np
 
 from localinfer.engine.cache.block_pool import PagePool
 from localinfer.engine.cache.sequence import SequenceCache, forward
-from localinfer.engine.speculation.assistant import AssistantDrafter
 from localinfer.engine.speculation.costs import MAX_DRAFT_TOKENS, VerificationCosts, measure_costs
 from localinfer.engine.speculation.draft_model import DraftModel
-from localinfer.engine.speculation.mtp import MTPDrafter
+from localinfer.engine.speculation.mtp import AssistantDrafter, MTPDrafter
 from localinfer.engine.speculation.ngram import NgramDrafter
 from localinfer.engine.speculation.verify import Speculation
 from localinfer.errors import RequestError

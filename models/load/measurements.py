@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 
 from localinfer.kernels.jit.object_cache import cache_folder
 from localinfer.system.files import read_bounded, write_all, write_atomically
-from localinfer.types import Told
+from localinfer.types import UnitsCallback
 
 _REPETITIONS = 7
 _LEAST_REPETITIONS = 3
@@ -98,7 +98,7 @@ def _used_seconds() -> float | None:
 
 
 def time_in_turns(
-    runs: Mapping[Key, Callable[[], object]], *, repetitions: int = _REPETITIONS, told: Told | None = None
+    runs: Mapping[Key, Callable[[], object]], *, repetitions: int = _REPETITIONS, told: UnitsCallback | None = None
 ) -> Timings[Key]:
     """Time computations in a round robin, so that a busy moment affects all alike.
 

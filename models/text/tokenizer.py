@@ -29,7 +29,7 @@ from localinfer.models.text.unigram import UnigramEncoder
 from localinfer.models.text.vocabulary import TokenType, Vocabulary, read_vocabulary
 from localinfer.models.text.vocabulary_comparison import vocabulary_difference, vocabulary_fingerprint
 from localinfer.system.pieces import pieces
-from localinfer.types import Told
+from localinfer.types import UnitsCallback
 
 if TYPE_CHECKING:
     pass
@@ -123,7 +123,7 @@ class Tokenizer:
         return bool(self._before) and self.token_text(self._before[0]) == "<s>" if found is None else found
 
     @classmethod
-    def from_metadata(cls, metadata: Mapping[str, object], told: Told | None = None) -> Tokenizer:
+    def from_metadata(cls, metadata: Mapping[str, object], told: UnitsCallback | None = None) -> Tokenizer:
         """Build the tokenizer from GGUF metadata, the values decoded (arrays as NumPy arrays or lists).
 
         told: as in `read_vocabulary`.

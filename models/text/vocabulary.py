@@ -20,7 +20,7 @@ from localinfer.models.text.known_vocabularies import KnownVocabulary, known_voc
 from localinfer.models.text.normalizer_steps import is_step
 from localinfer.models.text.splitting import CONTROL_TEXTS, PRE_TOKENIZERS, find_end_of_generation
 from localinfer.system.pieces import last_places, pieces
-from localinfer.types import Told
+from localinfer.types import UnitsCallback
 
 if TYPE_CHECKING:
     import numpy as np
@@ -151,7 +151,7 @@ class Vocabulary:
         return known_vocabulary(self.merge_texts, len(self.tokens), ChainMap(self.special_ids, self.ids))
 
 
-def read_vocabulary(metadata: Mapping[str, object], told: Told | None = None) -> Vocabulary:
+def read_vocabulary(metadata: Mapping[str, object], told: UnitsCallback | None = None) -> Vocabulary:
     """Read and check every tokenizer key.
 
     told: called with the steps done and their number; what it raises ends the reading.
@@ -461,7 +461,7 @@ def _flags(metadata: Mapping[str, object]) -> dict[str, bool]:
 
 
 def _merge_texts(
-    metadata: Mapping[str, object], ids: Mapping[str, int], pre_tokenizer: str | None, tell: Told
+    metadata: Mapping[str, object], ids: Mapping[str, int], pre_tokenizer: str | None, tell: UnitsCallback
 ) -> list[str]:
     merges = _strings(metadata, "merges")
     if merges is None:

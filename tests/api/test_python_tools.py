@@ -9,8 +9,7 @@ import pydantic
 import pytest
 
 from localinfer.errors import RequestError
-from localinfer.generation.session.docstrings import read_docstring
-from localinfer.generation.session.python_tools import PythonTool, ToolBox, result_text
+from localinfer.generation.session.python_tools import PythonTool, ToolBox, read_docstring, result_text
 
 
 @dataclass

@@ -18,7 +18,7 @@ import numpy as np
 import zmq
 
 import localinfer
-from localinfer.engine.cache import prefix_tree, radix_tree
+from localinfer.engine.cache import prefix_tree
 from localinfer.llm import LLM
 
 
@@ -61,7 +61,7 @@ class Timed:
 
     def __init__(self) -> None:
         self.seconds, self.calls = 0.0, 0
-        radix_tree.tell_stored = self._timed(radix_tree.tell_stored)
+        prefix_tree.tell_stored = self._timed(prefix_tree.tell_stored)
         prefix_tree.tell_removed = self._timed(prefix_tree.tell_removed)
 
     def _timed(self, tell: Callable[..., None]) -> Callable[..., None]:

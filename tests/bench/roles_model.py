@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from localinfer.engine.chunk_size import StepCosts
+from localinfer.engine.step_costs import StepCosts
 
 _WARM_STEPS = 50
 

@@ -12,7 +12,7 @@ from localinfer.engine import admission, runner, scheduler
 from localinfer.engine.admission import EngineLimits
 from localinfer.engine.engine import Engine
 from localinfer.engine.scheduler import Generation
-from localinfer.engine.step_fit import StepFit
+from localinfer.engine.step_costs import StepFit
 from localinfer.errors import OverloadedError, RequestError
 from localinfer.kernels.program import Batch
 from tests.engine.fakes import FakeProgram

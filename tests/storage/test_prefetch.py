@@ -9,7 +9,7 @@ import pytest
 
 import localinfer
 from localinfer.errors import RequestError
-from localinfer.generation.prompt_handover import Prefilled
+from localinfer.generation.kv_transfer import Prefilled
 from localinfer.llm import LLM
 from localinfer.storage import restore as restoring
 from localinfer.storage.restore import stored_tokens

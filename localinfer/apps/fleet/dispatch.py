@@ -17,7 +17,7 @@ from localinfer.apps.server.operation.rate_limits import RateLimiter
 from localinfer.apps.server.replies.ownership import check_generations, check_queue
 from localinfer.apps.server.transport.settings import ServerSettings
 from localinfer.arguments import MAX_PRIORITY
-from localinfer.engine.owner import Owner, may_run
+from localinfer.engine.admission import Owner, may_run
 
 AGING_SECONDS = 30.0
 """As in the engine: after so long the longest waiting request goes first, whatever its priority."""

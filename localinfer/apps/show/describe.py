@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from localinfer.engine.sampling.file_defaults import file_sampling
+from localinfer.engine.sampling.params import file_sampling
 from localinfer.loading.memory.gpu_plan import describe_gpus, gpu_line
 from localinfer.loading.memory.report import describe_memory, memory_lines
 from localinfer.quant.formats.types import TensorRecord, bits_per_weight

@@ -1,20 +1,83 @@
-"""Who is told of the pages that enter and leave a prefix tree, and how the tree tells it.
+"""Notifications of whole pages that enter and leave the prefix tree, and the block hashes that name them.
+
+A block hash covers all ids up to the end of a page and the text's salt, so a router that knows a prompt's ids knows
+which blocks it wants. It is BLAKE2b of 8 bytes throughout: the digest of `localinfer block hash`, a zero byte and the
+salt comes before a text; each block is the digest of the 8 bytes before it and its ids as int32, little-endian. A hash
+is read big-endian.
 
 Only whole pages of the tree count: they are what another prompt can begin with. A page that moves within the tree, is
-shared, or is computed again with its sliding-window block is told of once. Nodes remember the hashes of pages that were
-told of. Ctrl-C may come between any two lines, so pages are told of before that is noted, and notes are dropped before
-pages are told of as removed, noted or not: an observer may be told of a page twice, or for a while not know of one, but
-never know of what is not there.
+shared, or is computed again with its sliding-window block is reported once. Nodes remember the hashes of reported
+pages. Ctrl-C may come between any two lines, so pages are reported before that is noted, and notes are dropped before
+pages are reported as removed: an observer may be told of a page twice, or for a while not know of one, but never know
+of a page that is not there.
 """
 
+from __future__ import annotations
+
+import hashlib
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from localinfer.engine.cache.block_hashes import chained_hashes
 from localinfer.engine.cache.prefix_node import PrefixNode, Roots
-from localinfer.types import TokenIds
+from localinfer.engine.cache.salt import NO_SALT, salt_of
+from localinfer.errors import RequestError
+from localinfer.types import PAGE_TOKENS, TokenIds
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from localinfer.types import TokenIds
+
+
+_DOMAIN = b"localinfer block hash\0"
+_DIGEST_BYTES = 8
+
+
+def block_hashes(
+    token_ids: Sequence[int] | NDArray[np.integer], *, cache_salt: str | None = None, block_size: int = PAGE_TOKENS
+) -> list[int]:
+    """The block hashes of a prompt, one for each whole block of it, as the KV cache events of a model name them.
+
+    token_ids: int[T], with the beginning-of-text token if the prompt has one. cache_salt: of the request, if it has
+    one: the same ids under another salt have other hashes, which nobody can tell without that salt. block_size: tokens
+    of a block, as events say it. Returns T // block_size numbers of 64 bits, unsigned.
+    Raises: RequestError.
+    """
+    from localinfer.kernels.address_space import require_libraries
+
+    require_libraries(with_llvm=False)
+    import numpy as np
+
+    if not isinstance(block_size, int) or block_size < 1:
+        raise RequestError(f"block_size is {block_size!r}; give the number of tokens in a block, such as {PAGE_TOKENS}")
+    given = np.asarray(token_ids)
+    if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
+        raise RequestError("token_ids is no list of token ids; give those of one prompt, as a tokenizer makes them")
+    limits = np.iinfo(np.int32)
+    if given.size and (int(given.min()) < 0 or int(given.max()) > limits.max):
+        raise RequestError(f"the token ids go from {given.min()} to {given.max()}; they must be from 0 to {limits.max}")
+    return chained_hashes(given.astype(np.int32), block_size, salt_of(cache_salt), None)
+
+
+def chained_hashes(token_ids: TokenIds, block_size: int, salt: bytes = NO_SALT, parent: int | None = None) -> list[int]:
+    """The hashes of whole blocks that follow the block `parent`, or begin a text: int32[T] -> T // block_size."""
+    import numpy as np
+
+    content = np.ascontiguousarray(token_ids, "<i4").tobytes()
+    size = 4 * block_size
+    before = _first(salt) if parent is None else parent.to_bytes(_DIGEST_BYTES, "big")
+    hashes = []
+    for start in range(0, len(content) - size + 1, size):
+        before = hashlib.blake2b(before + content[start : start + size], digest_size=_DIGEST_BYTES).digest()
+        hashes.append(int.from_bytes(before, "big"))
+    return hashes
+
+
+def _first(salt: bytes) -> bytes:
+    return hashlib.blake2b(_DOMAIN + salt, digest_size=_DIGEST_BYTES).digest()
 
 
 class CacheObserver(Protocol):

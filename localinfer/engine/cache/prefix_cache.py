@@ -12,14 +12,12 @@ import numpy as np
 from localinfer.engine.cache.block_pool import STATES_OF_SEQUENCE, PageNumbers, PagePool, default_kv_memory
 from localinfer.engine.cache.cache_observer import CacheObserver, tell_cleared
 from localinfer.engine.cache.eviction import KVEviction
-from localinfer.engine.cache.miss import CacheMiss
 from localinfer.engine.cache.prefix_node import CachedPath, Match, common_length
 from localinfer.engine.cache.prefix_tree import PrefixTree
 from localinfer.engine.cache.salt import NO_SALT
 from localinfer.engine.cache.sequence import SequenceCache
-from localinfer.engine.cache.sequence_state import Settle
-from localinfer.engine.cache.snapshots import DEFAULT_POLICY, SnapshotPolicy
-from localinfer.engine.cache.stats import CacheCounters, SnapshotStats
+from localinfer.engine.cache.sequence_state import DEFAULT_POLICY, Settle, SnapshotPolicy
+from localinfer.engine.cache.stats import CacheCounters, CacheMiss, SnapshotStats
 from localinfer.errors import OutOfMemoryError
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.program import StatefulProgram

@@ -11,9 +11,8 @@ import numpy as np
 
 from localinfer.engine.cache.block_pool import PageNumbers
 from localinfer.engine.cache.salt import NO_SALT
-from localinfer.engine.cache.sequence_state import NO_SLOT
+from localinfer.engine.cache.sequence_state import NO_SLOT, Snapshot, tokens_saved
 from localinfer.engine.cache.sliding_window import BoolArray
-from localinfer.engine.cache.snapshots import Snapshot, tokens_saved
 from localinfer.types import TokenIds
 
 _MOST_EVICTED_TEXTS = 256

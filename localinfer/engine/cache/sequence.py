@@ -9,9 +9,8 @@ from numpy.typing import NDArray
 
 from localinfer.engine.cache.block_pool import PageNumbers, PagePool
 from localinfer.engine.cache.eviction import KVEviction
-from localinfer.engine.cache.sequence_state import BEGINNING, NO_SLOT, SequenceState, Settle, StatePlace
+from localinfer.engine.cache.sequence_state import BEGINNING, NO_SLOT, SequenceState, Settle, SnapshotPolicy, StatePlace
 from localinfer.engine.cache.sliding_window import BoolArray
-from localinfer.engine.cache.snapshots import SnapshotPolicy
 from localinfer.errors import ClosedError, ContextLengthError, OutOfMemoryError
 from localinfer.kernels.program import Batch, Segment
 

@@ -1,9 +1,72 @@
-"""Figures of the prefix cache: what it has found, and what it holds of snapshots."""
+"""Figures of the prefix cache: hits, snapshots, and the causes of misses, for callers who ask where their time went."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
 
-from localinfer.engine.cache.miss import CacheMissCause
+if TYPE_CHECKING:
+    from localinfer.models.text.tokenizer import Tokenizer
+
+
+CacheMissCause = Literal["empty", "different", "template", "evicted", "windowed", "snapshot", "foreign"]
+"""empty: nothing is cached. different: the text parts from the cached one. template: the chat template wrote the
+messages of an earlier prompt in another way. evicted: it was cached, and memory ended. windowed: it is cached, but the
+model's sliding-window layers keep only what comes before the ends of texts and prompts. snapshot: it is cached, but
+there is no snapshot of the states of the model's recurrent layers. foreign: it is stored, but by another model, version
+or kv_type."""
+
+
+@dataclass(frozen=True)
+class CacheMiss:
+    """The first place where a prompt was not found, and why.
+
+    position: of the first token that had to be computed though something like it is, or was, cached. before, cached,
+    wanted: token ids around it: those both share, those cached next, those the prompt has instead. detail: more words,
+    may be empty. until: how many tokens are cached, if more than are used.
+    """
+
+    cause: CacheMissCause
+    position: int
+    before: tuple[int, ...] = ()
+    cached: tuple[int, ...] = ()
+    wanted: tuple[int, ...] = ()
+    detail: str = ""
+    until: int = 0
+
+    def describe(self, tokenizer: "Tokenizer | None") -> str:
+        """In one sentence, with texts if there is a tokenizer, or else token ids."""
+        summary = self.summary
+        if not self.cached:
+            return summary
+        after = f", after {_show(self.before, tokenizer)}" if self.before else ""
+        return f"{summary}{after}: cached {_show(self.cached, tokenizer)}, now {_show(self.wanted, tokenizer)}"
+
+    @property
+    def summary(self) -> str:
+        """The same without a word of any text, for those who may not read others'."""
+        if self.cause == "empty":
+            return "nothing was cached yet"
+        if self.cause == "evicted":
+            return f"from token {self.position} on it was cached once and was evicted for lack of memory"
+        if self.cause == "windowed":
+            return (
+                f"of tokens {self.position} to {self.until} the model's sliding-window layers keep nothing, so they "
+                "are computed again"
+            )
+        if self.cause == "snapshot":
+            start = f"are computed again from {self.position} on" if self.position else "are computed again"
+            return f"no snapshot before position {self.until} of the model's recurrent states, which {start}"
+        if self.cause == "foreign":
+            return f"what is stored cannot be used: {self.detail}"
+        what = "the chat template wrote an earlier message anew" if self.cause == "template" else "the text differs"
+        return f"{what} at token {self.position}" + (f", {self.detail}" if self.detail else "")
+
+
+def _show(token_ids: Sequence[int], tokenizer: "Tokenizer | None") -> str:
+    if tokenizer is None or any(token_id >= tokenizer.vocab_size for token_id in token_ids):
+        return str(list(token_ids))
+    return repr(tokenizer.decode(token_ids, skip_special=False))
 
 
 @dataclass

@@ -1,9 +1,11 @@
-"""What a caller may ask of the sampler: the one table of sampling options, and the record that is checked by it.
+"""Sampling options: the one table of them, the record that is checked by it, and the values that a model's file sets.
 
 A numeric option is one field of `SamplingParams`, made by `_number` or `_whole`: from it come its checks, its flag on
-the command line with help, and the server's field. `SamplingOptions` gives its type to callers.
+the command line with help, and the server's field. `SamplingOptions` gives its type to callers. Recommended values are
+`general.sampling.*` of GGUF (keys as llama.cpp's converter writes them), converted from generation_config.json.
 """
 
+import logging
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -11,6 +13,8 @@ from typing import Any, TypedDict
 
 from localinfer.arguments import check_number
 from localinfer.errors import RequestError
+from localinfer.models.decoder.metadata_keys import SAMPLING_PREFIX
+from localinfer.types import is_finite_number
 
 MAX_LOGPROBS = 100
 """Most alternatives per token."""
@@ -256,3 +260,50 @@ class TokenRules:
     def is_empty(self) -> bool:
         """Whether they forbid nothing."""
         return self.allowed_ids is None and not self.min_tokens and not self.bad_sequences
+
+
+logger = logging.getLogger(__name__)
+
+_OTHER_NAMES = {"temp": "temperature", "penalty_last_n": "repetition_last_n", "penalty_repeat": "repetition_penalty"}
+"""Name in a file -> ours, where they differ."""
+_NO_OPTIONS = ("sequence",)
+"""Keys that are no option here: the order of the steps is fixed."""
+
+
+def file_sampling(metadata: Mapping[str, object], *, name: str) -> dict[str, float | int]:
+    """The sampling options that a file recommends, by the names of SamplingParams, in their order.
+
+    A value that the option cannot have is left out, with a warning that names it. name: of the file, for warnings.
+    """
+    found: dict[str, float | int] = {}
+    for key in metadata:
+        if not key.startswith(SAMPLING_PREFIX):
+            continue
+        own = key.removeprefix(SAMPLING_PREFIX)
+        own = _OTHER_NAMES.get(own, own)
+        if own in _NO_OPTIONS:
+            continue
+        try:
+            found[own] = _checked(own, metadata[key])
+        except RequestError as error:
+            logger.warning("%s: the sampling it recommends is ignored in one point: %s", name, error)
+    return {option: found[option] for option in NUMBER_OPTIONS if option in found}
+
+
+def _checked(name: str, value: object) -> float | int:
+    option = NUMBER_OPTIONS.get(name)
+    if option is None:
+        raise RequestError(f"there is no option {name!r:.60}")
+    if not is_finite_number(value):
+        raise RequestError(f"{name} is {value!r:.60}; wanted a number")
+    if option.kind is int:
+        if value != int(value):
+            raise RequestError(f"{name} is {value!r:.60}; wanted a whole number")
+        # "All tokens" is -1 in some files.
+        number: float | int = max(0, int(value)) if name == "top_k" else int(value)
+    else:
+        # Single precision in the file: 0.6 is what was meant by 0.6000000238418579.
+        number = float(f"{value:.6g}")
+    checked: dict[str, Any] = {name: number}
+    SamplingParams(**checked)
+    return number

@@ -16,7 +16,7 @@ from localinfer.engine.cache.salt import NO_SALT
 from localinfer.engine.cache.sequence import SequenceCache, forward
 from localinfer.engine.sampling.sampler import OnDeviceSampling, OutputSpec, Results, Sampler, SamplingPlan
 from localinfer.errors import OutOfMemoryError
-from localinfer.types import Told
+from localinfer.types import UnitsCallback
 
 if TYPE_CHECKING:
     from localinfer.models.load.loader import Model
@@ -40,7 +40,7 @@ class DraftModel:
     name = "draft"
 
     def __init__(
-        self, model: "Model", *, target_vocab_size: int, kv_memory: int | None = None, told: Told | None = None
+        self, model: "Model", *, target_vocab_size: int, kv_memory: int | None = None, told: UnitsCallback | None = None
     ) -> None:
         """Take a loaded model; told: called before each pass that is measured."""
         self._model = model
@@ -86,7 +86,7 @@ class DraftModel:
         self.cache.close()
         self._model.close()
 
-    def _measure(self, told: Told | None) -> float:
+    def _measure(self, told: UnitsCallback | None) -> float:
         sequence = self.cache.open()
         seconds: list[float] = []
         num_passes = min(4, self.context_length)

@@ -1,11 +1,15 @@
-"""Drafts of the layers for next-token prediction (MTP) that a model brings along.
+"""Drafts from hidden states: by a model's own layers for next-token prediction (MTP), or by an assistant model.
 
 Each step of the model leaves the hidden states of its last position with the sequence; from those and the token sampled
 there the layers draft one token after another. A draft takes the whole output head, or its first rows only, which is
 faster and never drafts a token beyond them: whichever promises more, by how many of the text's last tokens are among
-them. What they cache lies in the sequence's own pages, where the model's
-passes write it too, so cached prefixes, edits and restarts need no prefill. It samples with the noise of the model, so
-where the two distributions are alike the tokens mostly are too. Source: DeepSeek-V3 (arXiv 2412.19437), section 2.2.
+them. The layers' keys and values lie in the sequence's own pages, where the model's passes write them too, so cached
+prefixes, edits and restarts need no prefill. Sampling takes the noise of the model, so where the two distributions are
+alike the tokens mostly are too. Source: DeepSeek-V3 (arXiv 2412.19437), section 2.2.
+
+An assistant (such as Gemma 4's, `models.load.assistant`) attends to its target's keys and values and keeps none: every
+token of a draft is asked for at the first position that the target has not computed, from the token before it and the
+state that came with that.
 """
 
 import time
@@ -25,6 +29,7 @@ from localinfer.kernels.program import Batch, HiddenProgram
 
 if TYPE_CHECKING:
     from localinfer.models.load.loader import Model
+
 
 _CLOCK_MEMORY = 0.9
 _MEASURED_TOKENS = 4
@@ -177,3 +182,15 @@ class MTPText:
         self._tokens[self._num_tokens : tokens.size] = tokens[self._num_tokens :]
         self._num_tokens = tokens.size
         return self._tokens
+
+
+class AssistantDrafter(MTPDrafter):
+    """A draft model over its target's cache; one thread at a time, between the target's own steps."""
+
+    name = "assistant"
+
+    def draft_token(
+        self, sequence: SequenceCache, index: int, token_id: int, hidden: NDArray[np.float32] | None, head: DraftHead
+    ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """As `MTPDrafter.draft_token`, at the first position that the target has not computed, which is never 0."""
+        return super().draft_token(sequence, 0 if sequence.length else 1, token_id, hidden, head)

@@ -3,8 +3,8 @@
 A pass over k + 1 rows costs little more than one over a single row while weights stream from memory (Leviathan, Kalman
 and Matias, arXiv 2211.17192), and rows are sampled one after the other exactly as without drafts, so drafts change
 speed and nothing else. N-gram drafts (`ngram`) and those of a small model (`draft_model`), of the model's own draft
-layers (`mtp`) or of a model that reads its cache (`assistant`) compete each round by the speed they promise, plain
-decoding among them, and only while they keep that promise (`acceptance`, `floor`). A drafter that fails is switched
+layers (`mtp`) or of a model that reads its cache (also `mtp`) compete each round by the speed they promise, plain
+decoding among them, and only while they keep that promise (`costs`, `floor`). A drafter that fails is switched
 off, and the text goes on without it.
 
 Acceptance is by coupled noise. The sampler takes the largest of logit / temperature + Gumbel noise, and the noise is a
@@ -28,8 +28,13 @@ from numpy.typing import NDArray
 from localinfer.engine.cache.salt import NO_SALT
 from localinfer.engine.cache.sequence import SequenceCache
 from localinfer.engine.sampling.sampler import Results, SamplingPlan
-from localinfer.engine.speculation.acceptance import Acceptance, best_draft_length
-from localinfer.engine.speculation.costs import MAX_DRAFT_TOKENS, RecentMedian, VerificationCosts
+from localinfer.engine.speculation.costs import (
+    MAX_DRAFT_TOKENS,
+    Acceptance,
+    RecentMedian,
+    VerificationCosts,
+    best_draft_length,
+)
 from localinfer.engine.speculation.draft_model import DraftModel, DraftModelText
 from localinfer.engine.speculation.floor import ALONE, DraftFloor
 from localinfer.engine.speculation.mtp import DraftHead, MTPDrafter, MTPText

@@ -16,16 +16,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from localinfer.arguments import owned
 from localinfer.engine.cache.salt import NO_SALT
 from localinfer.errors import ConstraintError, OverloadedError
-from localinfer.generation.chat.closed_objects import enforced_schema
-from localinfer.generation.chat.json_schema import MAX_CHARACTERS, keyword_in, printable
-from localinfer.generation.chat.relaxed_schema import relaxed_schema
+from localinfer.generation.chat.json_schema import (
+    MAX_CHARACTERS,
+    enforced_schema,
+    keyword_in,
+    printable,
+    relaxed_schema,
+)
 from localinfer.generation.chat.structural_tags import structural_tag_grammar
 from localinfer.system.extras import require
 from localinfer.system.free_memory import heap_bytes
 
 if TYPE_CHECKING:
-    from localinfer.engine.sampling.mask import GrammarMatcher, MatcherMask
-    from localinfer.engine.sampling.number_bound import NumberTokens
+    from localinfer.engine.sampling.mask import GrammarMatcher, MatcherMask, NumberTokens
     from localinfer.generation.chat.vocabulary_trie import VocabularyTrie
     from localinfer.models.text.tokenizer import Tokenizer
 
@@ -173,7 +176,7 @@ class ConstraintCompiler:
         self, grammar: str, *, start: int, what: str, salt: bytes = NO_SALT, bounds_numbers: bool = False
     ) -> "MatcherMask":
         """As `mask`, for a grammar in llguidance's own form; what: how errors call it. bounds_numbers: see
-        `number_bound`."""
+        `engine.sampling.mask`."""
         from localinfer.engine.sampling.mask import MatcherMask
 
         compiled = self._matcher(grammar, what, salt)
@@ -184,7 +187,7 @@ class ConstraintCompiler:
 
     def _number_tokens(self) -> "NumberTokens":
         if self._numbers is None:
-            from localinfer.engine.sampling.number_bound import NumberTokens
+            from localinfer.engine.sampling.mask import NumberTokens
 
             texts = self._tokenizer.vocabulary_bytes()
             for token_id in filter(self._tokenizer.is_special, range(len(texts))):

@@ -7,9 +7,15 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from localinfer.generation.chat.matching import Mark, id_in, marks_of, match_length, name_length
-from localinfer.generation.chat.notation_reader import NotationReader
-from localinfer.generation.chat.parameter_reader import ParameterReader
+from localinfer.generation.chat.argument_reader import (
+    Mark,
+    NotationReader,
+    ParameterReader,
+    id_in,
+    marks_of,
+    match_length,
+    name_length,
+)
 from localinfer.models.text.known_calls import HERMES
 from localinfer.models.text.reply_format import CALL_NAME, CallFormat, ReasoningFormat
 

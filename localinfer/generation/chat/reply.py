@@ -1,4 +1,4 @@
-"""What a chat's reply has to look like: tools, reasoning and a constraint, put together for one model's template."""
+"""The form of a chat's reply: tools, reasoning, a constraint and an assistant prefill, for one model's template."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -9,17 +9,14 @@ from typing import TYPE_CHECKING, Any
 from localinfer.arguments import check_flag, check_number
 from localinfer.engine.cache.salt import NO_SALT
 from localinfer.engine.sampling.mask import GuidingMask
-from localinfer.errors import ConstraintError, RequestError, TemplateError
-from localinfer.generation.chat.begun_reply import BegunReply
+from localinfer.errors import ConstraintError, MessageError, RequestError, TemplateError
 from localinfer.generation.chat.constraints import Constraint, ConstraintCompiler, grammar_of, is_json, json_grammar
 from localinfer.generation.chat.grammar import ReasoningState, reply_grammar
-from localinfer.generation.chat.messages import Tool, read_tools
+from localinfer.generation.chat.messages import SYSTEM_ROLES, Tool, has_late_system, placed_system, read_tools
 from localinfer.generation.chat.parser import ReplyParser
-from localinfer.generation.chat.reply_options import ReplyOptions
-from localinfer.generation.chat.system_messages import SYSTEM_ROLES, has_late_system, placed_system
+from localinfer.generation.chat.reply_options import ReplyOptions, choose_tools
 from localinfer.generation.chat.template_messages import template_messages, with_reasoning_as
 from localinfer.generation.chat.thinking import ThinkingBudget
-from localinfer.generation.chat.tool_choice import choose_tools
 from localinfer.generation.chat.value_types import parameter_types
 from localinfer.models.text.call_learning import learn_call_format
 from localinfer.models.text.probes import Trials
@@ -31,6 +28,78 @@ from localinfer.models.text.template_names import asked_day
 if TYPE_CHECKING:
     from localinfer.models.text.chat_template import ChatTemplate
     from localinfer.models.text.tokenizer import Tokenizer
+
+
+Segments = list[tuple[str, bool]]
+
+
+@dataclass(frozen=True)
+class AssistantPrefill:
+    """The last message of a chat, of the role "assistant", as far as it was written.
+
+    Without content, the reasoning goes on; without either, the reply is a new one.
+    """
+
+    content: str
+    reasoning: str
+
+    @classmethod
+    def split(cls, messages: Sequence[Mapping[str, Any]]) -> "tuple[Sequence[Mapping[str, Any]], AssistantPrefill]":
+        """Messages as `read_messages` gives them without the last, and the last. Raises: MessageError."""
+        last, path = messages[-1], f"messages[{len(messages) - 1}]"
+        if last["role"] != "assistant" or last.get("tool_calls") or len(messages) == 1:
+            found = "calls tools" if last.get("tool_calls") else f"is of the role {last['role']!r:.40}"
+            found = "is the only one" if len(messages) == 1 else found
+            raise MessageError(
+                f"{path} {found}, and a reply can only be continued where it is the last message, after others, of "
+                'the role "assistant", with text; leave continue_final_message out',
+                path,
+            )
+        return messages[:-1], cls(last["content"], last.get("reasoning_content", ""))
+
+    def segments(self, prompt: str, form: ReasoningFormat | None, spellings: SpellingFinder) -> Segments:
+        """What follows a rendered prompt, as segments (text, is_template_text).
+
+        form: how the model sets reasoning apart. spellings: of special tokens, which are text in what was written.
+        """
+        if form is None:
+            return _plain(self.content, spellings)
+        made: Segments = []
+        is_open = form.is_open(prompt)
+        if (self.reasoning or is_open) and not form.is_closed(prompt):
+            if not is_open:
+                made.append((form.begin + _gap(form), True))
+            made += _plain(self.reasoning, spellings)
+            if self.content:
+                made.append((form.closing, True))
+        if self.content and form.answer_begin and not form.closing.endswith(form.answer_begin):
+            made.append((form.answer_begin, True))
+        return made + _plain(self.content, spellings)
+
+    def rest_format(self, format: "ReplyFormat") -> "ReplyFormat":
+        """How the rest of the reply is read, where `format` is how a new one after the same text were."""
+        if self.content:
+            # Answers between marks were begun as such, and end so: the grammar of calls would begin anew.
+            calls = None if format.reasoning is not None and format.reasoning.answer_begin else format.calls
+            return replace(format, state="none", calls=calls, tools=format.tools if calls is not None else ())
+        return replace(format, state="open") if self.reasoning and format.state == "possible" else format
+
+
+def _gap(form: ReasoningFormat) -> str:
+    """What stands between the opening marker and the reasoning: templates write the same as before the closing one."""
+    return form.closing[: len(form.closing) - len(form.closing.lstrip())]
+
+
+def _plain(text: str, spellings: SpellingFinder) -> Segments:
+    """A text in which control tokens that it spells out are none."""
+    made: Segments = []
+    position = 0
+    for spelling in spellings.find(text):
+        if spelling.end > position:
+            start = max(spelling.start, position)
+            made += [(text[position:start], True), (text[start : spelling.end], False)]
+            position = spelling.end
+    return [(part, is_open) for part, is_open in (*made, (text[position:], True)) if part]
 
 
 def check_template_variables(variables: object) -> Mapping[str, Any]:
@@ -140,7 +209,7 @@ class ReplyFormat:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChatRequest:
+class ReplyRequest:
     """A chat's options, checked against a model: how its prompt is rendered, and how its reply is to be read.
 
     described: the tools that the prompt describes. template_tools, variables: what the template is given beside the
@@ -154,12 +223,14 @@ class ChatRequest:
     formats: "TemplateFormats"
     continues: bool
 
-    def split(self, messages: Sequence[Mapping[str, Any]]) -> tuple[Sequence[Mapping[str, Any]], BegunReply | None]:
+    def split(
+        self, messages: Sequence[Mapping[str, Any]]
+    ) -> tuple[Sequence[Mapping[str, Any]], AssistantPrefill | None]:
         """Messages as the template expects them, and the reply that is to be continued. Raises: MessageError."""
-        begun = None
+        prefill = None
         if self.continues:
-            messages, begun = BegunReply.split(messages)
-        return self._messages(messages), begun
+            messages, prefill = AssistantPrefill.split(messages)
+        return self._messages(messages), prefill
 
     def _messages(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
         """Messages as the template expects them."""
@@ -173,14 +244,14 @@ class ChatRequest:
         formats = self.formats
         return template_messages(messages, formats.calls, self.described, has_system=formats.has_system)
 
-    def format_after(self, prompt: str, begun: BegunReply | None = None) -> ReplyFormat:
+    def format_after(self, prompt: str, prefill: AssistantPrefill | None = None) -> ReplyFormat:
         """How the reply to a rendered prompt is read, or what is still to come of one that was begun."""
         reasoning = self.format.reasoning
         if reasoning is None or reasoning.is_closed(prompt):
             made = replace(self.format, state="none")
         else:
             made = replace(self.format, state="open" if reasoning.is_open(prompt) else "possible")
-        return made if begun is None else begun.rest_format(made)
+        return made if prefill is None else prefill.rest_format(made)
 
 
 class TemplateFormats:
@@ -238,7 +309,7 @@ class TemplateFormats:
         tokenizer = self._tokenizer
         return SpellingFinder({tokenizer.token_text(token_id): token_id for token_id in tokenizer.eog_token_ids})
 
-    def request(self, options: ReplyOptions, salt: bytes = NO_SALT) -> ChatRequest:
+    def request(self, options: ReplyOptions, salt: bytes = NO_SALT) -> ReplyRequest:
         """Check the options of one chat. salt: see `ConstraintCompiler.mask`.
 
         Raises: RequestError; ConstraintError naming a tool and a keyword.
@@ -259,7 +330,7 @@ class TemplateFormats:
             )
         variables = check_template_variables(options.get("template_variables"))
         calls = self.calls if described else None
-        return ChatRequest(
+        return ReplyRequest(
             format=ReplyFormat(
                 reasoning=self.reasoning,
                 state="none",

@@ -9,9 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from localinfer.errors import ConstraintError
-from localinfer.generation.chat.closed_objects import enforced_schema
 from localinfer.generation.chat.grammar_writer import ANY, quoted
-from localinfer.generation.chat.json_schema import MAX_CHARACTERS, check_depth
+from localinfer.generation.chat.json_schema import MAX_CHARACTERS, check_depth, enforced_schema
 
 _MOST_PARTS = 1_000
 _REPEATS = {"optional": "?", "star": "*", "plus": "+"}

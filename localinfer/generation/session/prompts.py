@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from localinfer.engine.cache.salt import salt_of
 from localinfer.errors import ContextLengthError, RequestError
-from localinfer.generation.chat.reply_options import ReplyOptions
-from localinfer.generation.chat.tool_choice import ToolChoice
+from localinfer.generation.chat.reply_options import ReplyOptions, ToolChoice
 from localinfer.generation.chat.turns import Turn
 from localinfer.generation.options import GenerationOptions
 

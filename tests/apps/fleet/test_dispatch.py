@@ -9,7 +9,7 @@ from localinfer.apps.fleet.dispatch import AGING_SECONDS, Asked, Dispatcher, Pla
 from localinfer.apps.fleet.placement import Placement
 from localinfer.apps.server.transport.http import ApiError
 from localinfer.apps.server.transport.settings import AccessToken, Quota, ServerSettings
-from localinfer.engine.owner import Owner
+from localinfer.engine.admission import Owner
 
 
 class Clock:

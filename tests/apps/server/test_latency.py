@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from local_servers import MODEL, ServedModel, serving
 
-from localinfer.apps.server.replies.reply import FirstByteBarrier, ReplyThreads
+from localinfer.apps.server.replies.reply import AdmissionBarrier, ReplyThreads
 from localinfer.apps.server.transport.settings import ServerSettings
 from localinfer.llm import LLM
 from tests.engine.fakes import FakeTemplate, fake_model
@@ -66,7 +66,7 @@ def test_first_bytes_and_health_wait_for_no_step() -> None:
 
 
 def test_prompts_wait_for_the_first_bytes_of_other_requests_but_not_for_ever() -> None:
-    barrier = FirstByteBarrier()
+    barrier = AdmissionBarrier()
     assert barrier.wait()
     barrier.begin()
     barrier.begin()
@@ -79,7 +79,7 @@ def test_prompts_wait_for_the_first_bytes_of_other_requests_but_not_for_ever() -
 
 def test_last_first_byte_wakes_the_prompts_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("localinfer.apps.server.replies.reply._BARRIER_SECONDS", seconds(30))
-    barrier = FirstByteBarrier()
+    barrier = AdmissionBarrier()
     barrier.begin()
     waited: list[bool] = []
     waiting = threading.Thread(target=lambda: waited.append(barrier.wait()))

@@ -8,7 +8,7 @@ import pytest
 from numpy.typing import NDArray
 
 import localinfer
-from localinfer.engine.cache.block_hashes import chained_hashes
+from localinfer.engine.cache.cache_observer import chained_hashes
 from localinfer.engine.cache.prefix_cache import CacheHints, PrefixCache
 from localinfer.engine.cache.salt import NO_SALT, salt_of
 from localinfer.errors import RequestError

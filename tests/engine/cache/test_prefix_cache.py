@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from localinfer.engine.cache.miss import CacheMiss
 from localinfer.engine.cache.prefix_cache import CacheHints, PrefixCache
 from localinfer.engine.cache.prefix_node import CachedPath
+from localinfer.engine.cache.stats import CacheMiss
 from localinfer.engine.engine import Engine
 from localinfer.engine.sampling.sampler import SamplingParams
 from localinfer.engine.scheduler import Generation

@@ -10,8 +10,7 @@ import pytest
 
 from localinfer.engine.cache.prefix_cache import PrefixCache
 from localinfer.engine.cache.sequence import SequenceCache, forward
-from localinfer.engine.cache.sequence_state import NO_SLOT, SequenceState
-from localinfer.engine.cache.snapshots import SnapshotPolicy
+from localinfer.engine.cache.sequence_state import NO_SLOT, SequenceState, SnapshotPolicy
 from localinfer.errors import OutOfMemoryError
 from localinfer.kernels.cpu import guard
 from localinfer.storage import prompt_cache as disk_cache

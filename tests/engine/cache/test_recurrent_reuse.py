@@ -12,7 +12,7 @@ from localinfer.engine.beam_search import search_beams
 from localinfer.engine.cache.prefix_cache import CacheHints, PrefixCache
 from localinfer.engine.cache.prefix_node import places_of_snapshots
 from localinfer.engine.cache.sequence import SequenceCache, forward
-from localinfer.engine.cache.snapshots import SnapshotPolicy
+from localinfer.engine.cache.sequence_state import SnapshotPolicy
 from localinfer.engine.engine import Engine
 from localinfer.engine.request import TokenEvent
 from localinfer.engine.speculation.draft_model import DraftModel

@@ -13,7 +13,7 @@ from localinfer.engine.sampling.sampler import SamplingParams
 from localinfer.engine.speculation.ngram import NgramDrafter
 from localinfer.errors import RequestError, SessionFileError
 from localinfer.generation.chat.history import ChatHistory
-from localinfer.generation.chat.volatile_head import VolatileHeads
+from localinfer.generation.chat.system_prompt_drift import SystemPromptDrift
 from localinfer.llm import LLM
 from localinfer.storage.chats import StoredChats
 from localinfer.storage.prompt_cache import DiskOptions
@@ -134,7 +134,7 @@ def test_replies_keep_their_ids_for_those_of_their_salt_also_after_a_restart(tmp
 
 
 def test_lines_that_vary_are_found_by_requests_of_the_same_salt():
-    heads = VolatileHeads(moves=True)
+    heads = SystemPromptDrift(moves=True)
     head = "You are a helpful assistant that writes code for people.\n" * 9
     first, second = (
         [{"role": "system", "content": f"Today is {day}.\n{head}"}, {"role": "user", "content": "Hi"}]

@@ -4,7 +4,7 @@ import pytest
 
 import localinfer
 from localinfer.apps.show.describe import describe_file, render_text
-from localinfer.engine.sampling.file_defaults import file_sampling
+from localinfer.engine.sampling.params import file_sampling
 from localinfer.errors import RequestError
 from tests.support.checkpoint_files import llama_weights, write_folder
 

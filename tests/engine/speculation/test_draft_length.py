@@ -2,8 +2,7 @@
 
 import pytest
 
-from localinfer.engine.speculation.acceptance import Acceptance, best_draft_length
-from localinfer.engine.speculation.costs import MAX_DRAFT_TOKENS, VerificationCosts
+from localinfer.engine.speculation.costs import MAX_DRAFT_TOKENS, Acceptance, VerificationCosts, best_draft_length
 
 ROWS = range(1, MAX_DRAFT_TOKENS + 2)
 FREE = [1.0] * (MAX_DRAFT_TOKENS + 1)

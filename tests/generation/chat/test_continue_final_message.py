@@ -7,7 +7,7 @@ import pytest
 
 import localinfer
 from localinfer.errors import MessageError, RequestError
-from localinfer.generation.chat.begun_reply import BegunReply
+from localinfer.generation.chat.reply import AssistantPrefill
 from localinfer.llm import LLM
 from localinfer.models.text.reply_format import ReasoningFormat
 from localinfer.models.text.splitting import SpellingFinder
@@ -100,7 +100,7 @@ def test_a_constraint_holds_for_whole_replies_only(llm):
     ],
 )
 def test_reasoning_stands_before_the_answer_as_the_template_writes_it(form, prompt, content, reasoning, expected):
-    segments = BegunReply(content, reasoning).segments(prompt, form, SPELLINGS)
+    segments = AssistantPrefill(content, reasoning).segments(prompt, form, SPELLINGS)
     assert "".join(part for part, _ in segments) == expected
 
 
@@ -129,6 +129,6 @@ def test_reasoning_that_was_cut_goes_on_as_reasoning_and_an_answer_behind_it_as_
 
 
 def test_special_tokens_are_text_in_what_was_written_and_tokens_in_what_the_template_writes():
-    segments = BegunReply("a<|end|>b", "x").segments("ask:", CHANNELS, SPELLINGS)
+    segments = AssistantPrefill("a<|end|>b", "x").segments("ask:", CHANNELS, SPELLINGS)
     assert [part for part, is_open in segments if not is_open] == ["<|end|>"]
     assert (CHANNELS.closing, True) in segments

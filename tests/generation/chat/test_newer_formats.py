@@ -13,9 +13,8 @@ from localinfer.generation.chat.constraints import ConstraintCompiler
 from localinfer.generation.chat.grammar import ReasoningState, reply_grammar
 from localinfer.generation.chat.messages import Tool, read_messages, read_tools
 from localinfer.generation.chat.parser import ReplyParser, joined_calls
-from localinfer.generation.chat.template_messages import template_messages, with_reasoning_as
+from localinfer.generation.chat.template_messages import template_messages, with_reasoning_as, written_calls
 from localinfer.generation.chat.value_types import parameter_types
-from localinfer.generation.chat.written_calls import written_calls
 from localinfer.models.text.call_learning import learn_call_format
 from localinfer.models.text.chat_template import ChatTemplate
 from localinfer.models.text.reasoning_learning import learn_reasoning_format

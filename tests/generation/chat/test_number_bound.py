@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from localinfer.engine.sampling.mask import MatcherMask
-from localinfer.engine.sampling.number_bound import NumberTokens
+from localinfer.engine.sampling.mask import MatcherMask, NumberTokens
 from localinfer.generation.chat.constraints import ConstraintCompiler, JsonObject, JsonSchema, Regex
 from tests.engine.fakes import ByteTokenizer
 

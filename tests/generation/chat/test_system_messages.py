@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from localinfer.generation.chat.system_messages import has_late_system, placed_system
+from localinfer.generation.chat.messages import has_late_system, placed_system
 
 Turns = list[tuple[str, str]]
 

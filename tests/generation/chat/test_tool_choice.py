@@ -9,7 +9,7 @@ import pytest
 
 from localinfer.errors import RequestError
 from localinfer.generation.chat.messages import read_tools
-from localinfer.generation.chat.tool_choice import choose_tools
+from localinfer.generation.chat.reply_options import choose_tools
 from localinfer.llm import LLM
 from tests.engine.fakes import FakeTemplate, text_model
 

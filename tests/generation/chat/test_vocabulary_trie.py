@@ -24,8 +24,14 @@ from localinfer.generation.chat.constraints import (
     Regex,
     grammar_of,
 )
-from localinfer.generation.chat.matcher_library import MatcherInit, MatcherLibrary, matcher_library
-from localinfer.generation.chat.vocabulary_trie import ClassTrie, ForeignTrie, build_trie
+from localinfer.generation.chat.vocabulary_trie import (
+    ClassTrie,
+    ForeignTrie,
+    MatcherInit,
+    MatcherLibrary,
+    build_trie,
+    matcher_library,
+)
 from localinfer.llm import LLM
 from tests.engine.fakes import ByteTokenizer, fake_model
 from tests.models.text.vocabularies import real_tokenizer
@@ -187,7 +193,7 @@ def test_an_unknown_interface_is_left_alone(monkeypatch: pytest.MonkeyPatch, cap
 
 
 def test_another_layout_is_recognized(library: MatcherLibrary) -> None:
-    from localinfer.generation.chat.matcher_library import has_known_layout
+    from localinfer.generation.chat.vocabulary_trie import has_known_layout
 
     def other_layout(init: Any, tokenizer: int) -> None:
         library.constraint_init_set_defaults(init, tokenizer)

@@ -18,7 +18,7 @@ SEVERAL_SECONDS, LEAST_ROWS_OF_SEVERAL = 0.15, 64
 ALONE_SECONDS, LEAST_ROWS_ALONE = 1.0, 256
 WAIT_SECONDS = 0.1
 TILE = 16
-"""As in `localinfer/engine/chunk_size.py` and `scheduler.py`, on a machine with nothing else to do."""
+"""As in `localinfer/engine/step_costs.py` and `scheduler.py`, on a machine with nothing else to do."""
 INTERVAL_BINS_PER_E = 40
 """Intervals are counted in bins of 2.5 percent."""
 

@@ -7,7 +7,7 @@ is left out. `python -m tests.proof.simulation.plant` measures how long each tak
 from tests.proof.simulation.planting import Planted
 
 _POOL = "localinfer.engine.cache.block_pool"
-_RADIX = "localinfer.engine.cache.radix_tree"
+_RADIX = "localinfer.engine.cache.prefix_tree"
 _TREE = "localinfer.engine.cache.prefix_tree"
 _NODE = "localinfer.engine.cache.prefix_node"
 _CACHE = "localinfer.engine.cache.prefix_cache"
@@ -16,7 +16,7 @@ _STATE = "localinfer.engine.cache.sequence_state"
 _WINDOW = "localinfer.engine.cache.sliding_window"
 _SCHEDULER = "localinfer.engine.scheduler"
 _ADMISSION = "localinfer.engine.admission"
-_PRECEDENCE = "localinfer.engine.precedence"
+_PRECEDENCE = "localinfer.engine.admission"
 _RUNNER = "localinfer.engine.runner"
 _STORE = "localinfer.storage.store"
 _SESSIONS = "localinfer.storage.sessions"

@@ -4,9 +4,9 @@ from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from localinfer.engine.admission import Owner
 from localinfer.engine.cache.prefix_node import PrefixNode, SnapshotPlace
 from localinfer.engine.cache.prefix_tree import PrefixTree
-from localinfer.engine.owner import Owner
 from localinfer.engine.request import Request
 from localinfer.engine.runner import ScheduledSequence
 from tests.proof.simulation.checks import require
@@ -73,7 +73,7 @@ def watch_priorities(world: "World") -> None:
     def priority(request: Request) -> int:
         # The one that has waited too long is as urgent as any.
         ready = [request, *(one for one in scheduler.running if one.can_proceed)]
-        is_elder = request is admission.precedence._elder
+        is_elder = request is admission.priority_order._elder
         return min(one.priority for one in ready) if is_elder else request.priority
 
     def watched_admit(ready: list[Request], running: list[Request]) -> None:
@@ -92,7 +92,7 @@ def watch_priorities(world: "World") -> None:
             is_for_equals = not admitted or priority(loser) <= min(map(priority, admitted))
             require(is_fair or not is_for_equals, "a request takes the place of another that is as urgent")
         _require_shares(left)
-        if left and admitted and admission.precedence._elder not in left:
+        if left and admitted and admission.priority_order._elder not in left:
             require(
                 max(map(priority, admitted)) <= min(map(priority, left)), "a request waits behind a less urgent one"
             )
@@ -105,7 +105,7 @@ def watch_priorities(world: "World") -> None:
         if len(holding) < admission.limits.max_running or any(one.gave_way_to for one in without):
             return
         for one in without:
-            elder = admission.precedence._elder
+            elder = admission.priority_order._elder
             rich = [
                 other
                 for other in holding
@@ -124,7 +124,7 @@ def watch_priorities(world: "World") -> None:
         chunks = chunks_of(prompts, num_decoding)
         urgency = min(one.priority for one in prompts)
         wanted = [one.head.size - one.cache.length for one in prompts if one.priority == urgency]
-        if chunks and max(wanted) > 1 and admission.precedence._elder not in prompts:
+        if chunks and max(wanted) > 1 and admission.priority_order._elder not in prompts:
             served = min(part.request.priority for part in chunks)
             require(served == urgency, "a prompt is computed and none of more urgent ones")
         return chunks

@@ -17,7 +17,7 @@ import numpy as np
 from localinfer.engine.admission import EngineLimits
 from localinfer.engine.beam_search import search_beams
 from localinfer.engine.cache.prefix_cache import PrefixCache
-from localinfer.engine.cache.snapshots import SnapshotPolicy
+from localinfer.engine.cache.sequence_state import SnapshotPolicy
 from localinfer.engine.engine import Engine
 from localinfer.engine.pooling import TextPooler
 from localinfer.engine.request import Waiter

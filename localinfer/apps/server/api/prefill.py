@@ -19,7 +19,7 @@ from localinfer.apps.server.transport.http import ApiError, EventStream, to_api_
 from localinfer.engine.cache.salt import SALT_BYTES
 
 if TYPE_CHECKING:
-    from localinfer.generation.prompt_handover import Prefilled
+    from localinfer.generation.kv_transfer import Prefilled
     from localinfer.generation.stream import TextStream
     from localinfer.llm import LLM
 

@@ -12,7 +12,7 @@ from localinfer.apps.server.operation.requests import record_of
 from localinfer.apps.server.transport.http import ApiError
 from localinfer.apps.server.transport.security import TOKEN_IDENTITY
 from localinfer.apps.server.transport.settings import Quota, ServerSettings
-from localinfer.engine.owner import Owner
+from localinfer.engine.admission import Owner
 
 if TYPE_CHECKING:
     from localinfer.apps.server.replies.reply import Reply

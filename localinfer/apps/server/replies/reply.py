@@ -19,7 +19,7 @@ import numpy as np
 
 from localinfer.apps.server.operation.metrics import LatencyTracker, Metrics
 from localinfer.apps.server.router.served_model import Lease
-from localinfer.generation.resumed_text import ResumedText
+from localinfer.generation.text_generation import ResumedText
 from localinfer.system.event_loop import LoopCalls
 
 if TYPE_CHECKING:
@@ -285,7 +285,7 @@ class ReplyThreads:
             job = jobs.get()
 
 
-class FirstByteBarrier:
+class AdmissionBarrier:
     """Requests without an answer yet: a thread about to compute a prompt lets their first bytes out before.
 
     A step takes every core. Requests that come at one time would be read, checked and answered between its threads,
@@ -322,7 +322,7 @@ class ServerState:
     metrics: Metrics
     calls: LoopCalls = field(default_factory=LoopCalls.of_running_loop)
     threads: ReplyThreads = field(default_factory=ReplyThreads)
-    barrier: FirstByteBarrier = field(default_factory=FirstByteBarrier)
+    barrier: AdmissionBarrier = field(default_factory=AdmissionBarrier)
 
 
 @dataclass(frozen=True)
@@ -422,7 +422,7 @@ class Reply:
             leader = None if plan.follows is None else self._texts[plan.follows]
             self._texts.append(_Text(index, plan, leader, self._queue, state, lease.model_id))
         self._threads = state.threads
-        self._barrier: FirstByteBarrier | None = state.barrier
+        self._barrier: AdmissionBarrier | None = state.barrier
         state.barrier.begin()
         self._early: deque[_Item] = deque()
         self._on_close = on_close

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from localinfer.generation.chat.volatile_head import BILLING_HEADER, NOTE, VolatileHeads
+from localinfer.generation.chat.system_prompt_drift import BILLING_HEADER, NOTE, SystemPromptDrift
 
 RULES = "\n".join(f"Rule {number}: keep to what rule {number} of the whole list says." for number in range(20))
 
@@ -18,13 +18,13 @@ def chat(system: str | None, *texts: str) -> list[dict[str, Any]]:
     return [*([] if system is None else [{"role": "system", "content": system}]), *messages]
 
 
-def arranged(heads: VolatileHeads, messages: list[dict[str, Any]]) -> list[tuple[str, str]]:
+def arranged(heads: SystemPromptDrift, messages: list[dict[str, Any]]) -> list[tuple[str, str]]:
     made = heads.arrange(messages, heads.observe(messages))
     return [(message["role"], message["content"]) for message in made]
 
 
 def test_lines_vary_where_earlier_requests_share_the_rest():
-    heads = VolatileHeads()
+    heads = SystemPromptDrift()
     assert heads.observe(chat(head(), "Hi")) == heads.observe(chat(head(), "Something else")) == ()
     (line,) = heads.observe(chat(head(date="Tuesday"), "Hi"))
     assert line == (0, 1, "Today is Tuesday.")
@@ -35,7 +35,7 @@ def test_lines_vary_where_earlier_requests_share_the_rest():
 
 
 def test_other_programs_and_chats_without_a_system_message_have_nothing_that_varies():
-    heads = VolatileHeads()
+    heads = SystemPromptDrift()
     heads.observe(chat(head(), "Hi"))
     assert heads.observe(chat("Today is Friday.\nYou write titles.", "Hi")) == ()
     assert heads.observe(chat(None, "Today is Friday.")) == ()
@@ -44,21 +44,21 @@ def test_other_programs_and_chats_without_a_system_message_have_nothing_that_var
 
 
 def test_nothing_is_remembered_of_what_is_only_counted():
-    heads = VolatileHeads()
+    heads = SystemPromptDrift()
     heads.observe(chat(head(), "Hi"))
     assert len(heads.observe(chat(head(date="Tuesday"), "Hi"), learns=False)) == 1
     assert heads.observe(chat(head(), "Hi")) == ()
 
 
 def test_messages_stay_as_they_are_unless_moving_was_asked_for():
-    heads = VolatileHeads()
+    heads = SystemPromptDrift()
     for date in ("Monday", "Tuesday"):
         messages = chat(head(date=date, billing=date), "Hi")
         assert heads.arrange(messages, heads.observe(messages)) is messages
 
 
 def test_known_lines_are_moved_from_the_first_request_on():
-    heads = VolatileHeads(moves=True)
+    heads = SystemPromptDrift(moves=True)
     messages = chat(head(billing="cch=1"), "Hi")
     assert arranged(heads, messages) == [
         ("system", head()),
@@ -68,7 +68,7 @@ def test_known_lines_are_moved_from_the_first_request_on():
 
 
 def test_a_conversation_goes_on_with_the_same_text_whatever_its_head_says_now():
-    heads = VolatileHeads(moves=True)
+    heads = SystemPromptDrift(moves=True)
     texts: list[str] = []
     prompts = []
     for turn in range(4):
@@ -83,7 +83,7 @@ def test_a_conversation_goes_on_with_the_same_text_whatever_its_head_says_now():
 
 
 def test_a_repeated_request_is_told_what_is_so_now():
-    heads = VolatileHeads(moves=True)
+    heads = SystemPromptDrift(moves=True)
     arranged(heads, chat(head(billing="one"), "Hi"))
     assert arranged(heads, chat(head(billing="two"), "Hi"))[-1] == ("user", f"Hi\n\n{NOTE}\n{BILLING_HEADER} two")
     texts = ("Hi", "Yes?", "Go on")
@@ -93,14 +93,14 @@ def test_a_repeated_request_is_told_what_is_so_now():
 
 
 def test_two_conversations_share_all_but_what_differs():
-    heads = VolatileHeads(moves=True)
+    heads = SystemPromptDrift(moves=True)
     first = arranged(heads, chat(head(billing="one"), "Hi"))
     other = arranged(heads, chat(head(billing="two"), "Bye"))
     assert first[0] == other[0]
 
 
 def test_lines_go_behind_results_of_tools_and_a_head_of_such_lines_alone_is_left_out():
-    heads = VolatileHeads(moves=True)
+    heads = SystemPromptDrift(moves=True)
     messages = [*chat(f"{BILLING_HEADER} x", "Hi", ""), {"role": "tool", "content": "42", "tool_call_id": "a"}]
     roles = [role for role, _ in arranged(heads, messages)]
     assert roles == ["user", "assistant", "tool"]

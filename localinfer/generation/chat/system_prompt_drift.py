@@ -14,7 +14,7 @@ from difflib import SequenceMatcher
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from localinfer.engine.cache.salt import NO_SALT
-from localinfer.generation.chat.system_messages import SYSTEM_ROLES
+from localinfer.generation.chat.messages import SYSTEM_ROLES
 from localinfer.types import TokenIds
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class _Family:
     salt: bytes
 
 
-class VolatileHeads:
+class SystemPromptDrift:
     """What the heads of a model's conversations have in common. Threads may share it.
 
     moves: whether `arrange` moves lines that vary behind the conversation they came with.

@@ -46,7 +46,7 @@ class Prefilled:
     has_failed: bool = False
 
 
-class PromptHandover:
+class KVTransfer:
     """The part of an `LLM` that computes prompts for other processes, and takes up what they have computed.
 
     Both processes have loaded the same model with the same settings, and `disk_cache_folder` is the same folder.

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from localinfer.errors import ConstraintError
-from localinfer.generation.chat.closed_objects import enforced_schema
 from localinfer.generation.chat.constraints import ConstraintCompiler, JsonSchema
+from localinfer.generation.chat.json_schema import enforced_schema
 from tests.engine.fakes import ByteTokenizer
 
 INTEGER = {"type": "integer"}
