@@ -16,7 +16,7 @@ from localinfer.loading.drafters import load_drafter, make_speculation
 from localinfer.loading.memory.gpu_plan import draft_on_host, host_budget
 from localinfer.loading.memory.limit import KVBudget
 from localinfer.loading.memory.plan import plan_memory
-from localinfer.loading.options import CheckedOptions, ModelOptions
+from localinfer.loading.options import CheckedLoad, ModelOptions
 from localinfer.models.load.loader import load_model
 from localinfer.storage.kv_events.publisher import observer_of
 from localinfer.system import machine_limits
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 _LAST_STAGE = "getting ready to answer"
 
 
-def build_llm(checked: CheckedOptions) -> LLM:
+def build_llm(checked: CheckedLoad) -> LLM:
     """Load a model with its options; what their `progress` raises ends the load, and leaves nothing.
 
     Raises: as `localinfer.load`.

@@ -144,7 +144,7 @@ class ModelOptions(HeaderOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckedOptions:
+class CheckedLoad:
     """Checked options of a load."""
 
     model: ModelOptions
@@ -157,14 +157,14 @@ class CheckedOptions:
     """The prompt cache on disk; None: there is none."""
 
 
-def check_options(options: LoadOptions) -> CheckedOptions:
+def check_options(options: LoadOptions) -> CheckedLoad:
     """Check options of `load`. Raises: as `check_model_options`."""
     model = check_model_options(options)
     check_limits(options.limits)
     priority = checked_priority(options.priority)
     given = replace(options, **checked_values(options))
     disk = disk_options(options.disk_cache, options.disk_cache_folder)
-    return CheckedOptions(model=model, given=given, priority=priority, disk=disk)
+    return CheckedLoad(model=model, given=given, priority=priority, disk=disk)
 
 
 def device_request(options: HeaderOptions) -> DeviceRequest:

@@ -22,16 +22,16 @@ STAGE = "reading the model"
 
 @dataclass(frozen=True)
 class WarmUp:
-    """What `warm_up` did.
-
-    num_kernels: how many kernels the models need on the CPU; num_compiled: how many of them were missing. seconds: how
-    long it took. is_kept: whether the next process finds them: false without a folder for caches.
-    """
+    """The result of `warm_up`."""
 
     num_kernels: int
+    """Kernels that the models need on the CPU."""
     num_compiled: int
+    """Number of them that were missing."""
     seconds: float
+    """Time that it took."""
     is_kept: bool
+    """Whether the next process finds them: false without a folder for caches."""
 
 
 def warm_up(

@@ -35,7 +35,7 @@ _FILE = re.compile(
 )
 
 
-class StoredFile(NamedTuple):
+class KeptFile(NamedTuple):
     """A file of the cache folder: its last use in nanoseconds, and its size."""
 
     used_ns: int
@@ -52,7 +52,7 @@ class DiskBudget:
     """
 
     def __init__(
-        self, folder: Path, max_bytes: int, list_files: "Callable[[Path], Iterable[StoredFile]] | None" = None
+        self, folder: Path, max_bytes: int, list_files: "Callable[[Path], Iterable[KeptFile]] | None" = None
     ) -> None:
         self._folder = folder
         self._list_files = stored_files if list_files is None else list_files
@@ -86,7 +86,7 @@ class DiskBudget:
         return deleted
 
 
-def stored_files(folder: str | os.PathLike[str]) -> Iterator[StoredFile]:
+def stored_files(folder: str | os.PathLike[str]) -> Iterator[KeptFile]:
     """Every localinfer file under a folder, recognised by its name; other files are ignored.
 
     Files that vanish or cannot be read meanwhile are left out.
@@ -109,7 +109,7 @@ def described_folders(folder: Path) -> list[Path]:
     )
 
 
-def newest_first(folder: Path) -> list[StoredFile]:
+def newest_first(folder: Path) -> list[KeptFile]:
     """The localinfer files directly in a folder, most recently used first."""
     return sorted(_files(str(folder)), reverse=True)
 
@@ -143,7 +143,7 @@ def _folders(folder: str | os.PathLike[str]) -> Iterator[disk.Entry]:
                 yield entry
 
 
-def _files(folder: str) -> Iterator[StoredFile]:
+def _files(folder: str) -> Iterator[KeptFile]:
     for entry in _entries(folder):
         if not _FILE.fullmatch(entry.name):
             continue
@@ -152,7 +152,7 @@ def _files(folder: str) -> Iterator[StoredFile]:
         except OSError:
             continue
         if stat.S_ISREG(status.st_mode):
-            yield StoredFile(status.st_mtime_ns, entry.path, status.st_size)
+            yield KeptFile(status.st_mtime_ns, entry.path, status.st_size)
 
 
 def _delete(path: str) -> bool:

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.engine.cache.salt import NO_SALT
-from localinfer.storage.budget import CHAT_SUFFIX, StoredFile, newest_first
+from localinfer.storage.budget import CHAT_SUFFIX, KeptFile, newest_first
 from localinfer.system import disk
 from localinfer.system.files import read_bounded, write_all, write_atomically
 
@@ -32,23 +32,26 @@ _MOST_BYTES_READ = 8 << 20
 
 @dataclass(frozen=True)
 class EncodedChat:
-    """A chat as a prompt.
-
-    system_tokens: how many ids at the start are the system message's, or come before the first message. history: the
-    ids of an earlier prompt of the same chat and its reply, int32, where the messages repeat them. branch_tokens: how
-    many ids at the start a later prompt of the chat is likely to share: those before the reply, where a template writes
-    the reply in another way than it was generated; before the last message, which may be edited; and all before the
-    first message, tools included, with which other chats may begin. salt: whose chats it may continue.
-    """
+    """A chat as a prompt."""
 
     text: str
+    """The rendered template."""
     closed: tuple[tuple[int, int], ...]
+    """Spans of the text that the template did not write, where names of control tokens are plain text."""
     token_ids: NDArray[np.int32]
+    """The prompt's ids."""
     system_tokens: int
+    """Number of ids at the start that are the system message's, or come before the first message."""
     history: NDArray[np.int32] | None
+    """The ids of an earlier prompt of the same chat and its reply, where the messages repeat them."""
     messages: tuple[str, ...]
+    """The messages, each as a key."""
     branch_tokens: tuple[int, ...] = ()
+    """Numbers of ids at the start that a later prompt of the chat is likely to share: those before the reply, where
+    a template writes the reply in another way than it was generated; before the last message, which may be edited;
+    and all before the first message, tools included, with which other chats may begin."""
     salt: bytes = NO_SALT
+    """Of the chats that it may continue."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +118,7 @@ class StoredChats:
                     disk.delete(file.path)
         return chats[::-1]
 
-    def _files(self) -> list[StoredFile]:
+    def _files(self) -> list[KeptFile]:
         """The last written first, without what other processes have not finished."""
         return [file for file in newest_first(self._folder) if file.path.endswith(CHAT_SUFFIX)]
 

@@ -126,23 +126,28 @@ _WAY_OUT = "correct it, or pass --no-config to do without the file"
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Defaults of the command line; None, or an absent name, where the file says nothing.
-
-    path: the file they were read from, None without one. model: a path or a name, as -m takes it.
-    sampling: values by the names of `localinfer.engine.sampling.params.SamplingParams`.
-    system: the system prompt of a chat. template_kwargs: variables of chat templates. serve: of a server.
-    """
+    """Defaults of the command line; None, or an absent name, where the file says nothing."""
 
     path: Path | None = None
+    """The file they were read from, None without one."""
     model: str | None = None
+    """A path or a name, as -m takes it."""
     threads: int | None = None
+    """Of --threads."""
     context_length: int | None = None
+    """Of --context-length."""
     kv_type: str | None = None
+    """Of --kv-type."""
     device: str | None = None
+    """Of --device."""
     sampling: Mapping[str, float | int] = field(default_factory=dict)
+    """Values by the names of `localinfer.engine.sampling.params.SamplingParams`."""
     system: str | None = None
+    """The system prompt of a chat."""
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Variables of chat templates."""
     serve: Mapping[str, tuple[str, ...] | float] = field(default_factory=dict)
+    """Settings of a server."""
 
     def defaults(self) -> dict[str, Any]:
         """The values that the file gives, by the names of the commands' parameters."""

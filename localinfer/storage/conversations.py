@@ -40,20 +40,22 @@ _ROLES = {"system": "System", "user": "User", "assistant": "Assistant", "tool": 
 
 @dataclass(frozen=True)
 class SavedConversation:
-    """One conversation as a file keeps it; times are in UTC.
-
-    name: unique in a store, without regard to case; empty until the store gives it one. model: what loads it again.
-    turns: messages with `role` and `content`, replies also with `reasoning` and `finish_reason` where there are any;
-    the system message is apart.
-    """
+    """One conversation as a file keeps it; times are in UTC."""
 
     id: str
+    """Name of its file."""
     name: str
+    """Unique in a store, without regard to case; empty until the store gives it one."""
     model: str
+    """Path or name that loads the model again."""
     system: str | None
+    """The system message, which is no turn."""
     turns: Sequence[Mapping[str, Any]]
+    """Messages with `role` and `content`, replies also with `reasoning` and `finish_reason` where there are any."""
     created: datetime
+    """Time of its beginning."""
     changed: datetime
+    """Time of its last turn."""
 
     @classmethod
     def begin(cls, model: str, *, name: str = "", system: str | None = None) -> Self:

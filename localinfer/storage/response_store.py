@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from localinfer.storage.budget import RESPONSE_FILE, DiskBudget, StoredFile, mark_used, newest_first
+from localinfer.storage.budget import RESPONSE_FILE, DiskBudget, KeptFile, mark_used, newest_first
 from localinfer.system import disk
 from localinfer.system.files import read_bounded, write_all, write_atomically
 from localinfer.system.folders import expand_home, make_private, user_folder
@@ -44,7 +44,7 @@ def responses_folder(parent: str | os.PathLike[str] | None) -> Path | None:
     return None if cache is None else cache / "responses"
 
 
-def stored_responses(folder: Path) -> list[StoredFile]:
+def stored_responses(folder: Path) -> list[KeptFile]:
     """The files of a folder of responses, those used last first."""
     return newest_first(folder)
 
@@ -61,15 +61,14 @@ def clear_responses(folder: Path) -> int:
 
 @dataclass(frozen=True)
 class ResponseStoreOptions:
-    """What is kept and where.
-
-    folder: None for the memory of this process. max_bytes: of all files together; 0 keeps nothing. expiry_seconds:
-    since the last use; 0 never expires.
-    """
+    """Folder and limits of stored responses."""
 
     folder: Path | None = None
+    """None for the memory of this process."""
     max_bytes: int = DEFAULT_MAX_BYTES
+    """Of all files together; 0 keeps nothing."""
     expiry_seconds: float = DEFAULT_EXPIRY_SECONDS
+    """Since the last use; 0 never expires."""
 
 
 class ResponseStore(Closing):

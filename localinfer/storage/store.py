@@ -39,7 +39,7 @@ from localinfer.storage.page_file import (
     write_page,
 )
 from localinfer.system import disk
-from localinfer.system.files import WorkerThreads, run_all
+from localinfer.system.files import IOThreads, run_all
 from localinfer.types import TokenIds
 
 logger = logging.getLogger(__name__)
@@ -306,7 +306,7 @@ class DiskTier:
         """Write pages, while the next are read; the result is the error of each, or None."""
         results: list[str | None] = []
         begun: list[Future[str | None]] = []
-        with WorkerThreads(threads) as workers:
+        with IOThreads(threads) as workers:
             for some in reads:
                 pages = read(some)
                 results += [future.result() for future in begun]

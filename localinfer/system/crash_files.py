@@ -20,8 +20,8 @@ _NEW, _TOLD = ".crash.txt", ".told.txt"
 
 
 @dataclass(frozen=True)
-class Asked:
-    """That reports are wanted, and where: a folder, or None for no files."""
+class ReportTarget:
+    """The folder of reports; None for no files."""
 
     folder: Path | None
 
@@ -51,7 +51,7 @@ class Report:
         return self.path.name.endswith(_TOLD)
 
 
-_asked: list[Asked] = []
+_asked: list[ReportTarget] = []
 when_asked: list[Callable[[], None]] = []
 """Called once reports are wanted."""
 
@@ -67,7 +67,7 @@ def report_crashes(folder: str | os.PathLike[str] | None = None) -> None:
     folder: for the files, created with mode 0700; None: a folder of this user's state, which `localinfer doctor` reads.
     Raises: RequestError.
     """
-    _asked[:] = [Asked(reports_folder() if folder is None else expand_home(folder).absolute())]
+    _asked[:] = [ReportTarget(reports_folder() if folder is None else expand_home(folder).absolute())]
     for tell in when_asked:
         tell()
 
@@ -77,9 +77,9 @@ def is_asked() -> bool:
     return bool(_asked)
 
 
-def asked() -> Asked:
+def asked() -> ReportTarget:
     """Where they are wanted."""
-    return _asked[0] if _asked else Asked(None)
+    return _asked[0] if _asked else ReportTarget(None)
 
 
 def reports_folder() -> Path | None:

@@ -380,7 +380,7 @@ def num_io_threads() -> int:
     return min(8, (os.cpu_count() or 1) + 1)
 
 
-class WorkerThreads(Closing):
+class IOThreads(Closing):
     """Up to `threads` threads for work that releases the GIL; one of them is the caller's."""
 
     def __init__(self, threads: int) -> None:
@@ -409,6 +409,6 @@ class WorkerThreads(Closing):
 
 def run_all(jobs: Sequence[Callable[[], T]], threads: int) -> list[T]:
     """Run jobs and return their results in order; raises the first exception."""
-    with WorkerThreads(min(threads, len(jobs))) as workers:
+    with IOThreads(min(threads, len(jobs))) as workers:
         futures = [workers.begin(job) for job in jobs]
     return [future.result() for future in futures]

@@ -160,7 +160,7 @@ def _variables_of(text: str) -> dict[str, Any]:
         return {name: value}
 
 
-def _gpu_layers(context: click.Context, parameter: click.Parameter, value: str) -> int | None:
+def _layer_count(context: click.Context, parameter: click.Parameter, value: str) -> int | None:
     if value == "auto":
         return None
     if not value.isascii() or not value.isdecimal():
@@ -241,7 +241,7 @@ _KINDS: dict[str, dict[str, Any]] = {
     "number": {"type": click.IntRange(min=0)},
     "size": {"callback": byte_size},
     "path": {"type": click.Path(path_type=Path)},
-    "layers": {"callback": _gpu_layers},
+    "layers": {"callback": _layer_count},
     "shares": {"callback": _tensor_split},
     "kv type": {"callback": _kv_type},
     "overrides": {"callback": _overrides, "multiple": True},

@@ -126,26 +126,29 @@ _FIXED_BYTES = 24 << 20
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes that a model takes on the CPU.
-
-    name: of the model, for errors. config: as it will be loaded, but for the context length; with draft layers if
-    those are loaded too. weight_bytes: matrices as packed for the kernels, vectors and tables. scratch_bytes: buffers
-    of a batch, the tokenizer, compiled kernels. bits_per_weight: of the file. beside: a draft model that is loaded with
-    it. use_bytes: what use may add besides keys and values: the buffers of a program that embeds texts, the vocabulary
-    as constraints search it; partial_bytes: and for attention to each chunk of positions. kv_tokens: the most positions
-    of a text that keys and values are held of, where it evicts some (`kv_window`); None for all of them.
-    """
+    """Bytes that a model takes on the CPU."""
 
     name: str
+    """Of the model, for errors."""
     config: ModelConfig
+    """As it will be loaded, but for the context length; with draft layers if those are loaded too."""
     kv_type: str
+    """KV cache element type."""
     weight_bytes: int
+    """Matrices as packed for the kernels, vectors and tables."""
     scratch_bytes: int
+    """Buffers of a batch, the tokenizer, compiled kernels."""
     bits_per_weight: float
+    """Of the file."""
     beside: "MemoryPlan | None" = field(default=None, repr=False)
+    """A draft model that is loaded with it."""
     use_bytes: int = 0
+    """Largest addition by use, besides keys and values: the buffers of a program that embeds texts, the vocabulary
+    as constraints search it."""
     partial_bytes: int = 0
+    """Addition by attention for each chunk of positions."""
     kv_tokens: int | None = None
+    """Most positions of a text whose keys and values are held, where it evicts some; None for all of them."""
 
     @property
     def fixed_bytes(self) -> int:

@@ -31,18 +31,20 @@ class ConnectionLost(Exception):
 
 @dataclass(frozen=True)
 class HubClient:
-    """The hub at `endpoint`.
-
-    token: None: the one that `hf auth login` or HF_TOKEN gave. timeout_seconds: without a byte. retries: in sequence
-    without a byte; retry_seconds: the wait before the first, doubled before each further one.
-    """
+    """The hub at an address."""
 
     endpoint: str = HUB
+    """The address."""
     token: str | None = None
+    """Token of requests; None: the one that `hf auth login` or HF_TOKEN gave."""
     is_offline: bool = False
+    """Whether to ask nothing."""
     timeout_seconds: float = 20.0
+    """Longest time without a byte."""
     retries: int = 5
+    """Most attempts in sequence without a byte."""
     retry_seconds: float = 1.0
+    """The wait before the first retry, doubled before each further one."""
 
     def repository(self, repo: str) -> Repository:
         """List a repository's files. Raises: DownloadError."""

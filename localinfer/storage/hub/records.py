@@ -40,22 +40,28 @@ class PulledFile:
 
 @dataclass(frozen=True)
 class PullRecord:
-    """A model that was pulled, or is being pulled.
-
-    name: `org/repo:quant`. cache: the hub's cache that holds it. pulled: when, in seconds since 1970. is_folder: a
-    Hugging Face folder. last_used: when it was last found by name.
-    """
+    """A model that was pulled, or is being pulled."""
 
     name: str
+    """`org/repo:quant`."""
     repo: str
+    """`org/repo`."""
     quant: str | None
+    """Its quantization."""
     commit: str
+    """Of the repository."""
     cache: Path
+    """The hub's cache that holds it."""
     files: tuple[PulledFile, ...]
+    """Its files."""
     pulled: float
+    """Time of the pull, in seconds since 1970."""
     is_folder: bool
+    """Whether it is a Hugging Face folder."""
     is_whole: bool = True
+    """Whether every file is there."""
     last_used: float | None = None
+    """Time when it was last found by name."""
 
     @property
     def repository(self) -> Repository:

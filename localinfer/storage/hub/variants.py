@@ -88,15 +88,16 @@ class StoredFile:
 
 @dataclass(frozen=True)
 class Variant:
-    """One model of a repository; name: its quantization, or its file's name where that is not enough.
-
-    files: the first is the one that is opened, but for a folder of safetensors. missing: what a split model lacks.
-    """
+    """One model of a repository."""
 
     name: str
+    """Its quantization, or its file's name where that is not enough."""
     quant: str | None
+    """Its quantization."""
     files: tuple[StoredFile, ...]
+    """Its files; the first is the one that is opened, but for a folder of safetensors."""
     missing: str = ""
+    """Parts that a split model lacks, in words."""
 
     @property
     def num_bytes(self) -> int:

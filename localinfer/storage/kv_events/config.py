@@ -16,28 +16,26 @@ _MOST_STEPS = 10_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class KVEventsConfig:
-    """Options of publishing KV cache events; checked when it is made.
-
-    endpoint: of the ZMQ PUB socket, tcp://HOST:PORT or ipc://PATH; port * lets the system choose. Events hold the token
-        ids of every prompt and reply, and who can connect reads them without a token.
-    replay_endpoint: of a ROUTER socket that sends past batches again; None: nothing is kept, and there is none.
-    topic: of every message, by which subscribers choose; llm-d wants kv@POD@MODEL.
-    buffer_steps: past batches that are kept for the replay endpoint.
-    hwm: ZMQ's high-water mark: batches that wait for a slow subscriber, before it misses some.
-    encoding: of an event: "map" is that of vLLM 0.24 and later, "array" that of vLLM up to 0.23. A batch is an array.
-    connects: connect `endpoint` to a subscriber that listens there, instead of listening; the replay endpoint listens.
-    allows_remote: listen also where other machines can connect.
-    Raises: RequestError.
-    """
+    """Options of publishing KV cache events; checked when it is made. Raises: RequestError."""
 
     endpoint: str = "tcp://127.0.0.1:5557"
+    """Address of the ZMQ PUB socket, tcp://HOST:PORT or ipc://PATH; port * lets the system choose. Events hold the
+    token ids of every prompt and reply, and a program that can connect reads them without a token."""
     replay_endpoint: str | None = None
+    """Address of a ROUTER socket that sends past batches again; None: nothing is kept, and there is none."""
     topic: str = ""
+    """Of every message, by which subscribers choose; llm-d wants kv@POD@MODEL."""
     buffer_steps: int = 10_000
+    """Past batches that are kept for the replay endpoint."""
     hwm: int = 100_000
+    """ZMQ's high-water mark: batches that wait for a slow subscriber, before it misses some."""
     encoding: Encoding = "map"
+    """Of an event: "map" is that of vLLM 0.24 and later, "array" that of vLLM up to 0.23. A batch is an array."""
     connects: bool = False
+    """Whether to connect `endpoint` to a subscriber that listens there, instead of listening; the replay endpoint
+    listens."""
     allows_remote: bool = False
+    """Whether to listen also where other machines can connect."""
 
     def __post_init__(self) -> None:
         self._check_endpoint("endpoint", self.endpoint, listens=not self.connects)
