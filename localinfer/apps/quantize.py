@@ -172,7 +172,7 @@ class _Work:
             )
 
     def _workers(self) -> Workers:
-        from localinfer.quant.methods.torch_workers import TorchWorkers
+        from localinfer.quant.methods.workers import TorchWorkers
 
         return Workers(self.num_threads) if self.gpu is None else TorchWorkers(self.num_threads, self.gpu)
 

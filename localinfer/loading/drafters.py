@@ -21,8 +21,15 @@ from localinfer.kernels.program import MeasurableProgram, Program
 from localinfer.loading.memory.gpu_plan import REFUSED_BY_GPUS, draft_request
 from localinfer.loading.options import ModelOptions
 from localinfer.models.load.loader import load_model
-from localinfer.models.load.measurements import get_measurement, is_postponed, postpone, put_measurement, settle
-from localinfer.models.load.stages import Stage, checked_run
+from localinfer.models.load.threads import (
+    Stage,
+    checked_run,
+    get_measurement,
+    is_postponed,
+    postpone,
+    put_measurement,
+    settle,
+)
 from localinfer.types import ProgressCallback
 
 if TYPE_CHECKING:

@@ -18,9 +18,9 @@ from localinfer.loading.memory.limit import KVBudget, keep_within
 from localinfer.loading.memory.plan import MemoryPlan, choose_context, plan_file, plan_memory
 from localinfer.models.decoder.decoder import kv_layer_shapes, state_shapes
 from localinfer.models.load.assistant import is_assistant
-from localinfer.models.load.device_request import DeviceRequest, named_gpus
 from localinfer.models.load.devices import GPU_BATCH_ROWS
-from localinfer.models.load.kv_window import reason_without_window
+from localinfer.models.load.loader import reason_without_window
+from localinfer.models.load.placement import DeviceRequest, named_gpus
 from localinfer.system.machine_limits import MemoryLimits
 
 if TYPE_CHECKING:

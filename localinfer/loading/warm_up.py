@@ -71,8 +71,8 @@ def warm_up(
     from localinfer.kernels.jit.compile_ahead import compile_ahead
     from localinfer.loading.options import model_path
     from localinfer.models.load.assistant import is_assistant
-    from localinfer.models.load.device_request import named_gpus
     from localinfer.models.load.needed_kernels import needed_kernels
+    from localinfer.models.load.placement import named_gpus
 
     try:
         named_gpus(device)

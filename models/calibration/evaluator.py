@@ -13,20 +13,23 @@ from numpy.typing import NDArray
 
 from localinfer.kernels import ops
 from localinfer.kernels.ops import Buffer, EmbeddingTable, LinearWeight, Op, Projection
-from localinfer.models.calibration.choices import chosen_blocks
 from localinfer.models.calibration.formulas import (
     activate,
     activate_gated,
     attended,
+    chosen_blocks,
+    convolved,
+    delta_rule,
     gaussian_top_k,
     magnitude,
     normed,
     rotated,
     routed,
+    scanned,
     sigmoid,
+    wkv,
     xielu,
 )
-from localinfer.models.calibration.recurrent_formulas import convolved, delta_rule, scanned, wkv
 from localinfer.models.calibration.weights import embedding_rows
 from localinfer.quant.methods.hooks import LinearProduct, MatrixPart, ProductVisitor
 from localinfer.quant.methods.workers import Workers

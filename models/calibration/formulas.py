@@ -1,6 +1,12 @@
 """Formulas of the op set over many rows at once, in float32: what a calibration pass computes with NumPy.
 
 Kernels compute the same one batch at a time (`kernels/ops/` says what); these are for texts of thousands of tokens.
+
+Formulas of recurrent ops over whole texts, in float32: what a calibration pass computes with NumPy.
+
+Kernels take one row after another. Here rows come in chunks, within which the delta rule is a triangular system of
+equations (DeltaNet in parallel, arXiv 2406.06484, and with decays Kimi Linear, arXiv 2510.26692), and Mamba 2 a product
+of matrices (arXiv 2405.21060): the same numbers but for rounding, many times faster in NumPy.
 """
 
 import math
@@ -8,9 +14,58 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.kernels.ops import Activation, AttentionShape, Gating, Pairing, RopeTable, Routing, SparseSelection
-from localinfer.models.calibration.choices import choice_mask
+from localinfer.kernels.ops import (
+    Activation,
+    AttentionShape,
+    ChooseBlocks,
+    GatedDeltaRule,
+    Gating,
+    Pairing,
+    RopeTable,
+    Routing,
+    SelectiveScan,
+    ShortConvolution,
+    SparseSelection,
+    Wkv,
+)
 from localinfer.types import FloatArray
+
+
+def chosen_blocks(op: ChooseBlocks, queries: FloatArray, keys: FloatArray, *weights: FloatArray) -> FloatArray:
+    """The lists of every row of a sequence from position 0, float32[positions, lists * count].
+
+    Shapes: queries float32[positions, heads * key_size], keys float32[positions, key_size], weights [positions, heads].
+    """
+    length = len(queries)
+    scores = np.float32(op.scale) * (queries.reshape(length, op.num_heads, -1) @ keys.T)
+    if weights:
+        np.maximum(scores, 0, out=scores)
+        scores = np.einsum("rh,rhk->rk", weights[0], scores)[:, None]
+    count, size = op.chosen.count, op.chosen.block_size
+    scores = np.where(np.arange(length) <= np.arange(length)[:, None, None], scores, np.float32(-np.inf))
+    padded = np.pad(scores, ((0, 0), (0, 0), (0, -length % size)), constant_values=-np.inf)
+    best: FloatArray = padded.reshape(length, scores.shape[1], -1, size).max(axis=-1)
+    own, blocks = np.arange(length)[:, None, None] // size, np.arange(best.shape[2])
+    is_local = (blocks <= own) & (blocks > own - min(op.num_local, count))
+    best = np.where(is_local, np.float32(np.inf), best)
+    order = np.argsort(-best, axis=-1, kind="stable")[:, :, :count]
+    is_there = order <= own
+    rising = np.sort(np.where(is_there, order, length), axis=-1)
+    lists = np.full((length, scores.shape[1], count), -1, np.float32)
+    lists[:, :, : rising.shape[2]] = np.where(rising < length, rising, -1)
+    return lists.reshape(length, -1)
+
+
+def choice_mask(lists: FloatArray, chosen: SparseSelection, num_positions: int) -> FloatArray:
+    """0 where a row's lists hold a position and minus infinity elsewhere, float32[lists, rows, positions]."""
+    rows = lists.reshape(len(lists), chosen.num_lists, -1).astype(np.int64)
+    num_blocks = -(-num_positions // chosen.block_size)
+    # One more for what is not there.
+    is_chosen: NDArray[np.bool_] = np.zeros((*rows.shape[:2], max(num_blocks, int(rows.max()) + 1) + 1), np.bool_)
+    np.put_along_axis(is_chosen, rows, True, axis=-1)
+    seen = np.repeat(is_chosen[:, :, :num_blocks], chosen.block_size, axis=-1)[:, :, :num_positions]
+    return np.where(seen, np.float32(0), np.float32(-np.inf)).transpose(1, 0, 2)
+
 
 _QUERIES_AT_ONCE = 128
 
@@ -240,3 +295,124 @@ def _erf(x: FloatArray) -> FloatArray:
         polynomial = (polynomial + np.float32(factor)) * t
     result: FloatArray = np.sign(x) * (np.float32(1) - polynomial * np.exp(-x * x))
     return result
+
+
+_CHUNK = 16
+"""Rows. With a decay per channel a chunk's products of two rows have as many terms as rows, rows and channels."""
+
+
+def convolved(x: FloatArray, op: ShortConvolution) -> FloatArray:
+    """A causal convolution over the rows of one sequence."""
+    taps = op.weight.shape[1]
+    padded = np.concatenate([np.zeros((taps - 1, x.shape[1]), np.float32), x])
+    out = np.zeros_like(x) if op.bias is None else np.broadcast_to(op.bias, x.shape).copy()
+    for tap in range(taps):
+        out += op.weight[:, tap] * padded[tap : tap + len(x)]
+    return activate(out, Activation.SILU) if op.has_silu else out
+
+
+def delta_rule(
+    queries: FloatArray, keys: FloatArray, values: FloatArray, decay: FloatArray, beta: FloatArray, op: GatedDeltaRule
+) -> FloatArray:
+    """The gated delta rule over the rows of one sequence, from a state of zeros."""
+    num_rows, heads = len(keys), np.arange(op.num_heads)
+    of_keys = heads % op.num_key_heads if op.is_tiled else heads // (op.num_heads // op.num_key_heads)
+
+    def by_head(rows: FloatArray, count: int) -> FloatArray:
+        return rows.reshape(num_rows, count, -1).transpose(1, 0, 2)
+
+    q, k = (by_head(rows, op.num_key_heads)[of_keys] for rows in (queries, keys))
+    q = q * np.float32(op.scale)
+    v, logarithms = by_head(values, op.num_heads), by_head(_log_decays(decay, op), op.num_heads)
+    b = by_head(sigmoid(beta), op.num_heads)
+    state = np.zeros((op.num_heads, op.key_size, op.value_size), np.float32)
+    out = np.empty_like(v)
+    for first in range(0, num_rows, _CHUNK):
+        rows = slice(first, first + _CHUNK)
+        out[:, rows], state = _chunk(q[:, rows], k[:, rows], v[:, rows], logarithms[:, rows], b[:, rows], state)
+    return np.ascontiguousarray(out.transpose(1, 0, 2)).reshape(num_rows, -1)
+
+
+def _log_decays(x: FloatArray, op: GatedDeltaRule) -> FloatArray:
+    gate = x if op.bias is None else x + op.bias
+    factor = np.repeat(op.factor, op.decay.width // op.factor.size)
+    if op.lower_bound:
+        return np.float32(op.lower_bound) * sigmoid(factor * gate)
+    return factor * activate(gate, Activation.SOFTPLUS)
+
+
+def _chunk(
+    q: FloatArray, k: FloatArray, v: FloatArray, logarithms: FloatArray, b: FloatArray, state: FloatArray
+) -> tuple[FloatArray, FloatArray]:
+    """Results and the next state of some rows: all float32[heads, rows, size], the state [heads, keys, values]."""
+    count = k.shape[1]
+    summed = np.cumsum(logarithms, axis=1)
+    # Differences, as e^-sum alone would overflow; those of later rows are not used.
+    between = np.exp(np.minimum(summed[:, :, None] - summed[:, None, :], np.float32(0)))
+    decayed_keys = between * k[:, None]
+    along_keys = np.tril((decayed_keys @ k[..., None])[..., 0], -1)
+    along_queries = np.tril((decayed_keys @ q[..., None])[..., 0])
+    since_start = np.exp(summed)
+    known = (k * since_start) @ state
+    updates = np.linalg.solve(np.eye(count, dtype=np.float32) + b * along_keys, b * (v - known))
+    out = (q * since_start) @ state + along_queries @ updates
+    until_end = np.exp(summed[:, -1:] - summed)
+    decayed = since_start[:, -1, :, None] * state
+    return out, decayed + (k * until_end).transpose(0, 2, 1) @ updates
+
+
+def scanned(x: FloatArray, dt: FloatArray, b: FloatArray, c: FloatArray, op: SelectiveScan) -> FloatArray:
+    """The selective scan over the rows of one sequence, from a state of zeros."""
+    num_rows, heads, groups, states = len(x), op.num_heads, op.num_groups, op.num_states
+    channels = x[:, op.x_offset :][:, : heads * op.head_size]
+    inputs, outputs = (
+        rows[:, offset:][:, : groups * states].reshape(num_rows, groups, states).transpose(1, 0, 2)
+        for rows, offset in ((b, op.b_offset), (c, op.c_offset))
+    )
+    if op.is_by_channel:
+        return _scanned_by_channel(channels, dt, inputs[0], outputs[0], op)
+    values = channels.reshape(num_rows, heads, -1).transpose(1, 0, 2)
+    steps, of_heads = dt.T[:, :, None], np.arange(heads) // (heads // groups)
+    state = np.zeros((heads, states, op.head_size), np.float32)
+    out = np.empty_like(values)
+    for first in range(0, num_rows, _CHUNK):
+        rows = slice(first, first + _CHUNK)
+        scaled, b_rows, c_rows = steps[:, rows] * values[:, rows], inputs[of_heads, rows], outputs[of_heads, rows]
+        summed = np.cumsum(steps[:, rows] * op.a[:, None, None], axis=1)
+        between = np.exp(np.minimum(summed - summed.transpose(0, 2, 1), np.float32(0)))
+        along = np.tril(between * (c_rows @ b_rows.transpose(0, 2, 1)))
+        out[:, rows] = along @ scaled + np.exp(summed) * (c_rows @ state)
+        until_end = np.exp(summed[:, -1:] - summed)
+        state = np.exp(summed[:, -1:]) * state + (b_rows * until_end).transpose(0, 2, 1) @ scaled
+    out += op.d[:, None, None] * values
+    return np.ascontiguousarray(out.transpose(1, 0, 2)).reshape(num_rows, -1)
+
+
+def _scanned_by_channel(x: FloatArray, dt: FloatArray, b: FloatArray, c: FloatArray, op: SelectiveScan) -> FloatArray:
+    """Mamba 1, whose decay differs for every channel and state: one row after another."""
+    state = np.zeros((op.head_size, op.num_states), np.float32)
+    out = np.empty_like(x)
+    for row, (values, steps) in enumerate(zip(x, dt, strict=True)):
+        state = np.exp(steps[:, None] * op.a) * state + (steps * values)[:, None] * b[row]
+        out[row] = state @ c[row] + op.d * values
+    return out
+
+
+def wkv(
+    receptance: FloatArray, decay: FloatArray, keys: FloatArray, values: FloatArray, rate: FloatArray, op: Wkv
+) -> FloatArray:
+    """RWKV-7's recurrence over the rows of one sequence, from a state of zeros: results, and beside them bonuses."""
+    shape = (len(keys), -1, op.head_size)
+    r, v, k, scaled = (rows.reshape(shape) for rows in (receptance, values, keys, keys * op.key_scale))
+    rates = sigmoid(rate).reshape(shape)
+    decays = np.exp(np.float32(-math.exp(-0.5)) * sigmoid(decay)).reshape(shape)
+    unit = scaled / np.maximum(np.linalg.norm(scaled, axis=2, keepdims=True), np.float32(1e-12))
+    k = k * (np.float32(1) + (rates - np.float32(1)) * op.rate_scale.reshape(shape[1:]))
+    replaced, results = unit * rates, np.empty_like(v)
+    state = np.zeros((v.shape[1], op.head_size, op.head_size), np.float32)
+    for row in range(len(keys)):
+        known = unit[row][:, None] @ state
+        state = decays[row][..., None] * state + k[row][..., None] * v[row][:, None] - replaced[row][..., None] * known
+        results[row] = (r[row][:, None] @ state)[:, 0]
+    bonus = (r * k * op.bonus_scale.reshape(shape[1:])).sum(axis=2, keepdims=True) * v
+    return np.concatenate([results.reshape(len(keys), -1), bonus.reshape(len(keys), -1)], axis=1)

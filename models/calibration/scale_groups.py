@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from localinfer.errors import ShapeError
 from localinfer.kernels import ops
 from localinfer.kernels.ops import Activation, Buffer, LinearWeight
+from localinfer.models.decoder.checked_weights import ShapeWeights
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.decoder.decoder import write_decoder
-from localinfer.models.decoder.shape_weights import ShapeWeights
 from localinfer.quant.methods.awq import TensorFactors
 from localinfer.types import FloatArray
 

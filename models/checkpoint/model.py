@@ -21,20 +21,46 @@ from numpy.typing import NDArray
 from localinfer.errors import CorruptFileError, TokenizerError, UnsupportedFormatError
 from localinfer.models.checkpoint.changes import Derived, ExpertRows, Rows
 from localinfer.models.checkpoint.hyperparameters import Hyperparameters, read_hyperparameters
-from localinfer.models.checkpoint.recommended_sampling import read_sampling
 from localinfer.models.checkpoint.tensor_plan import PlannedTensor, has_head, part_names, plan_tensors
 from localinfer.models.checkpoint.text_modules import read_text_modules
 from localinfer.models.checkpoint.tokenizer_json import read_tokenizer
+from localinfer.models.decoder.metadata_keys import SAMPLING_PREFIX
 from localinfer.quant.checkpoint.folder import CheckpointFolder, open_folder
 from localinfer.quant.checkpoint.groups import GroupedMatrix, stored_form
-from localinfer.quant.checkpoint.module_reader import left_aside
+from localinfer.quant.checkpoint.module_reader import StoredForm, StoredMatrix, common_type, left_aside
 from localinfer.quant.checkpoint.quantization import open_quantization, quantization_settings
-from localinfer.quant.checkpoint.stored_matrix import StoredForm, StoredMatrix, common_type
 from localinfer.quant.formats.reference import dequantize
 from localinfer.quant.formats.types import TensorRecord, TensorType
 from localinfer.quant.gguf.mapped_file import FileStretch
 from localinfer.quant.gguf.metadata import SingleValue
-from localinfer.types import Closing
+from localinfer.types import Closing, is_finite_number
+
+_KEYS = {
+    "temperature": "temp",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "typical_p": "typical_p",
+    "repetition_penalty": "penalty_repeat",
+}
+"""Setting of generation_config.json -> key."""
+_OF_ANY_CHOICE = "repetition_penalty"
+"""What holds without sampling too."""
+
+
+def read_sampling(folder: CheckpointFolder) -> dict[str, object]:
+    """The metadata of the numbers in generation_config.json, without those that its `do_sample` switches off.
+
+    Raises: CorruptFileError if the file is damaged.
+    """
+    settings = folder.json("generation_config.json") or {}
+    samples = settings.get("do_sample") is not False
+    return {
+        f"{SAMPLING_PREFIX}{key}": value
+        for name, key in _KEYS.items()
+        if (samples or name == _OF_ANY_CHOICE) and is_finite_number(value := settings.get(name))
+    }
+
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from localinfer.errors import TemplateError
 from localinfer.models.checks.finding import Finding
 from localinfer.models.text.chat_template import ChatTemplate
-from localinfer.models.text.probes import ANSWER, ASK
+from localinfer.models.text.reply_learning import ANSWER, ASK
 from localinfer.models.text.splitting import find_end_of_generation
 from localinfer.models.text.tokenizer import Tokenizer
 from localinfer.models.text.vocabulary import TokenType

@@ -1,7 +1,7 @@
 """Checks of weights by samples: values that are not finite, matrices of zeros, and scales unlike those of others.
 
 A few blocks of every tensor are read, all of a type decoded at once: some milliseconds for a few hundred tensors. Those
-of matrices are `block_grids`.
+of matrices are `damage`.
 """
 
 import re
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.models.checks.block_grids import MATRIX, TABLES, BlockGrid, check_grids, read_grids
+from localinfer.models.checks.damage import MATRIX, TABLES, BlockGrid, check_grids, read_grids
 from localinfer.models.checks.finding import Finding, shortened
 from localinfer.quant.checkpoint.model_file import ModelFile
 from localinfer.quant.formats.reference import dequantize

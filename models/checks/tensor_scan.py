@@ -14,10 +14,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.errors import LocalinferError
-from localinfer.models.checks.block_grids import MATRIX, hole, judge_copies, judge_halves, zero_experts
-from localinfer.models.checks.byte_runs import Reader, RunFinder, is_damage
+from localinfer.models.checks.damage import (
+    MATRIX,
+    Reader,
+    RunFinder,
+    hole,
+    is_damage,
+    judge_copies,
+    judge_halves,
+    judge_head_order,
+    zero_experts,
+)
 from localinfer.models.checks.finding import Finding, shortened
-from localinfer.models.checks.head_order import judge_head_order
 from localinfer.models.checks.tensor_samples import SAMPLED_TYPES, TensorFigures, judge
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.quant.checkpoint.model_file import ModelFile, read_stretch

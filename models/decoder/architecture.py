@@ -44,7 +44,7 @@ class Mixer(Enum):
 
 
 class RelativeBias(Enum):
-    """What attention adds to scores by the distance of two positions (`relative_attention.py`)."""
+    """What attention adds to scores by the distance of two positions (`attention.py`)."""
 
     TABLE = "table"
     """A learned number for each head and bucket of distances, the same in all layers (T5, MPNet)."""

@@ -11,6 +11,7 @@ from localinfer.models.decoder.attention import (
     write_attention,
     write_latent_attention,
     write_mixer_output,
+    write_unabsorbed_attention,
 )
 from localinfer.models.decoder.checked_weights import CheckedWeights
 from localinfer.models.decoder.config import ModelConfig
@@ -22,13 +23,16 @@ from localinfer.models.decoder.draft_layers import (
     write_previous_states,
 )
 from localinfer.models.decoder.feed_forward import has_feed_forward, write_feed_forward, write_router
-from localinfer.models.decoder.gemma3n_blocks import merge_streams, write_gemma3n_layer, write_streams
-from localinfer.models.decoder.gemma_blocks import write_gemma4_layer, write_layer_inputs
+from localinfer.models.decoder.gemma_blocks import (
+    merge_streams,
+    write_gemma3n_layer,
+    write_gemma4_layer,
+    write_layer_inputs,
+    write_streams,
+)
 from localinfer.models.decoder.graph import Graph, divided, refuse
-from localinfer.models.decoder.recurrent import RECURRENT_MIXERS
-from localinfer.models.decoder.rwkv import write_rwkv_layer
+from localinfer.models.decoder.recurrent import RECURRENT_MIXERS, write_rwkv_layer
 from localinfer.models.decoder.sparse_attention import index_cache_shapes
-from localinfer.models.decoder.unabsorbed_attention import write_unabsorbed_attention
 from localinfer.models.decoder.zamba_blocks import write_embedding_pair, write_zamba2_layer
 
 

@@ -13,8 +13,8 @@ from localinfer.kernels import ops
 from localinfer.kernels.layouts import TILE_ROWS
 from localinfer.kernels.ops import Buffer, Matmul, Op, OpGraph, StateShape, short_convolution_state
 from localinfer.models.decoder.config import ModelConfig
-from localinfer.models.decoder.dataflow import buffers_of, is_whole, read_by, written_by
 from localinfer.models.decoder.graph import Graph
+from localinfer.models.decoder.graph_parts import buffers_of, is_whole, read_by, written_by
 
 _SHORT_HEAD_SHARE = 8
 

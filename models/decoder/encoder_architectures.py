@@ -12,7 +12,7 @@ from localinfer.errors import UnsupportedFormatError
 from localinfer.kernels.ops import Activation, Pairing
 from localinfer.models.decoder.architecture import Architecture, Blocks, Norm, QueryKeyNorm, RelativeBias
 from localinfer.models.decoder.config import ModelConfig
-from localinfer.models.decoder.windowed_architectures import gemma_with_shared_keys
+from localinfer.models.decoder.dense_architectures import gemma_with_shared_keys
 
 # BERT (arXiv 1810.04805): each branch is normed after it was added.
 _BERT = Architecture(

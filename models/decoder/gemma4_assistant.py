@@ -12,12 +12,12 @@ from localinfer.kernels.graph_builder import GraphBuilder
 from localinfer.kernels.ops import Buffer, KVLayerShape, OpGraph, Projection, Rows, WeightSource
 from localinfer.models.decoder.architecture import Blocks
 from localinfer.models.decoder.attention import RopeTables
-from localinfer.models.decoder.block_sizes import OF_ANOTHER_CACHE
+from localinfer.models.decoder.block_config import OF_ANOTHER_CACHE
 from localinfer.models.decoder.checked_weights import CheckedWeights
 from localinfer.models.decoder.config import ModelConfig
+from localinfer.models.decoder.dense_architectures import gemma_with_shared_keys
 from localinfer.models.decoder.gemma_blocks import is_windowed, source_layer, write_gemma4_layer
 from localinfer.models.decoder.graph import Graph, refuse
-from localinfer.models.decoder.windowed_architectures import gemma_with_shared_keys
 
 
 def write_assistant(

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from localinfer.models.decoder.architectures import ARCHITECTURES
-from localinfer.models.decoder.block_sizes import OF_ANOTHER_CACHE
+from localinfer.models.decoder.block_config import OF_ANOTHER_CACHE
 from localinfer.models.decoder.config import BIDIRECTIONAL
 from localinfer.models.decoder.recurrent_config import (
     ALL_LAYERS,

@@ -10,11 +10,11 @@ from localinfer.errors import BackendUnavailableError, CorruptFileError, Request
 from localinfer.kernels.cpu.lower import lower_to_cpu
 from localinfer.kernels.cpu.program import CpuProgram
 from localinfer.kernels.kv_layout import KVLayout
-from localinfer.models.decoder.block_sizes import OF_ANOTHER_CACHE
+from localinfer.models.decoder.block_config import OF_ANOTHER_CACHE
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.decoder.gemma4_assistant import misfit, write_assistant
-from localinfer.models.load.device_request import DeviceRequest
 from localinfer.models.load.model_changes import ModelChanges, apply_changes, note_unknown_settings
+from localinfer.models.load.placement import DeviceRequest
 from localinfer.models.load.weights import CpuWeights
 from localinfer.quant.checkpoint.folder import open_folder
 from localinfer.quant.checkpoint.model_file import ModelFile

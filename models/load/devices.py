@@ -23,9 +23,7 @@ from localinfer.kernels.cuda.self_check import check_device
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.models.decoder.architectures import find_architecture
 from localinfer.models.decoder.config import ModelConfig
-from localinfer.models.load.device_request import DeviceRequest
-from localinfer.models.load.memory_needs import MemoryNeeds
-from localinfer.models.load.placement import Placement, choose_placement, refusal
+from localinfer.models.load.placement import DeviceRequest, MemoryNeeds, Placement, choose_placement, refusal
 from localinfer.types import ProgressCallback
 
 logger = logging.getLogger(__name__)

@@ -26,25 +26,31 @@ from localinfer.kernels.jit.object_cache import Kernel
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.ops import WeightSource
 from localinfer.kernels.program import HiddenProgram, Program
-from localinfer.models.checks.file_kind import check_kind
 from localinfer.models.checks.finding import Finding
-from localinfer.models.checks.quick import check_loaded
+from localinfer.models.checks.quick import check_kind, check_loaded
 from localinfer.models.decoder.architectures import check_architecture, find_architecture
 from localinfer.models.decoder.block_config import MAX_CONTEXT
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.decoder.decoder import kv_layer_shapes, state_shapes
 from localinfer.models.decoder.metadata_keys import DYNAMIC_ROPE_KEY
 from localinfer.models.decoder.pooling import Pooling, classified_rows, read_pooling
+from localinfer.models.decoder.sparse_attention import index_layers
 from localinfer.models.load.assistant import Target, check_device, open_assistant
-from localinfer.models.load.device_request import DeviceRequest
 from localinfer.models.load.devices import cached_tokens, close_all, cpu_only, open_devices, stay_on_cpu
-from localinfer.models.load.draft_programs import has_draft_layers, with_draft_layers, write_draft_programs
-from localinfer.models.load.kv_window import reason_without_window
-from localinfer.models.load.memory_needs import memory_needs
 from localinfer.models.load.model_changes import ModelChanges, apply_changes, note_unknown_settings
-from localinfer.models.load.placement import Placement
-from localinfer.models.load.programs import GpuModel, Parts, write_on_cpu, write_on_gpus
-from localinfer.models.load.text_kernels import compile_text_kernels, prepare_text_programs, text_writer
+from localinfer.models.load.placement import DeviceRequest, Placement, memory_needs
+from localinfer.models.load.programs import (
+    GpuModel,
+    Parts,
+    compile_text_kernels,
+    has_draft_layers,
+    prepare_text_programs,
+    text_writer,
+    with_draft_layers,
+    write_draft_programs,
+    write_on_cpu,
+    write_on_gpus,
+)
 from localinfer.models.load.threads import available_threads, checked_threads
 from localinfer.models.load.weights import CpuWeights
 from localinfer.models.text.chat_template import ChatTemplate
@@ -56,6 +62,29 @@ from localinfer.types import ProgressCallback
 
 if TYPE_CHECKING:
     from localinfer.models.checkpoint.model import CheckpointModel
+
+
+def reason_without_window(kv_window: int, name: str, config: ModelConfig, kv_layout: KVLayout) -> str | None:
+    """Why texts of a model are kept whole all the same, in words; None if they are not.
+
+    name: of the model. config: with the requested context length. Raises: RequestError for a model that has no window.
+    """
+    if kv_window >= config.context_length:
+        return (
+            f"kv_window is {kv_window} tokens, but the context ends after {config.context_length}: texts are kept "
+            "whole, without a window"
+        )
+    if not kv_layout.page_bytes + kv_layout.windowed_bytes and not config.is_encoder:
+        return f"kv_window has no effect: {name} keeps no keys and values"
+    if index_layers(config):
+        raise RequestError(
+            f"kv_window keeps the pages that get most attention, and a {config.architecture} model itself chooses "
+            "what it attends to; leave kv_window out"
+        )
+    if config.is_encoder:
+        raise RequestError("kv_window bounds what generations keep, and an encoder keeps nothing; leave it out")
+    return None
+
 
 logger = logging.getLogger(__name__)
 

@@ -11,11 +11,10 @@ from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.decoder.decoder import kv_layer_shapes, state_shapes, write_decoder, write_draft_layer
 from localinfer.models.decoder.gemma4_assistant import write_assistant
 from localinfer.models.load.assistant import Target, open_assistant
-from localinfer.models.load.draft_programs import with_draft_layers
 from localinfer.models.load.loader import SHARED_KERNELS, open_model_file, read_config
 from localinfer.models.load.model_changes import ModelChanges
-from localinfer.models.load.text_kernels import write_text_graphs
-from localinfer.models.load.unread_weights import NO_POOL, UnreadWeights
+from localinfer.models.load.programs import with_draft_layers, write_text_graphs
+from localinfer.models.load.weights import NO_POOL, UnreadWeights
 from localinfer.quant.checkpoint.model_file import ModelFile
 
 _SUMMED_TOKENS = 1024

@@ -18,14 +18,13 @@ from localinfer.kernels.cuda.pipeline import PipelineProgram
 from localinfer.kernels.cuda.sharded_pages import KVPart, ShardedKVLayout
 from localinfer.kernels.ops import OpGraph
 from localinfer.kernels.program import Program, StagedProgram
+from localinfer.models.decoder.checked_weights import ShapeWeights
 from localinfer.models.decoder.decoder import kv_layer_shapes
 from localinfer.models.decoder.graph_parts import CutGraph, cut_graph
-from localinfer.models.decoder.shape_weights import ShapeWeights
 from localinfer.models.load.devices import GPU_BATCH_ROWS
-from localinfer.models.load.placed_weights import PlacedWeights, parts_of_weights
 from localinfer.models.load.placement import Placement
 from localinfer.models.load.threads import choose_decode_threads
-from localinfer.models.load.weights import CpuWeights, CudaWeights
+from localinfer.models.load.weights import CpuWeights, CudaWeights, PlacedWeights, parts_of_weights
 
 if TYPE_CHECKING:
     from localinfer.models.load.programs import GpuModel, GraphWriter, Parts

@@ -2,18 +2,31 @@
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
+import numpy as np
+
 from localinfer.errors import BackendUnavailableError, OutOfMemoryError
-from localinfer.kernels.cpu.lower import lower_to_cpu
+from localinfer.kernels.cpu.lower import MAX_BATCH_ROWS, kernels_of_graph, lower_to_cpu
 from localinfer.kernels.cpu.program import CpuProgram, ThreadPool
 from localinfer.kernels.cuda.device import CudaDevice
+from localinfer.kernels.jit.compile_ahead import compile_ahead
+from localinfer.kernels.jit.object_cache import Kernel
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.ops import KVLayerShape, OpGraph, WeightSource
-from localinfer.kernels.program import Program
+from localinfer.kernels.program import HiddenProgram, Program
 from localinfer.models.decoder.config import ModelConfig
-from localinfer.models.decoder.decoder import crosses_layers, kv_layer_shapes, write_decoder
+from localinfer.models.decoder.decoder import (
+    crosses_layers,
+    kv_layer_shapes,
+    state_shapes,
+    write_decoder,
+    write_draft_layer,
+)
+from localinfer.models.decoder.draft_layers import short_head_tokens
+from localinfer.models.decoder.pooling import Pooling, classified_rows, read_pooling
+from localinfer.models.decoder.text_head import write_text_model
 from localinfer.models.load.devices import GPU_BATCH_ROWS, close_all, report_fallback
 from localinfer.models.load.placement import Placement
 from localinfer.models.load.threads import choose_decode_threads
@@ -168,3 +181,99 @@ def note(file: ModelFile, notes: Sequence[str]) -> None:
         logger.warning("%s", text)
     for text in getattr(file, "notices", ()):
         logger.warning("%s: %s", file.path.name, text)
+
+
+def has_draft_layers(file: ModelFile) -> bool:
+    """Whether a file says that it brings layers for next-token prediction."""
+    found = file.metadata.get(f"{file.metadata.get('general.architecture')}.nextn_predict_layers")
+    # What is no number of layers is refused where it is read.
+    return bool(found.any()) if isinstance(found, np.ndarray) else bool(found)
+
+
+def with_draft_layers(config: ModelConfig, kv_layout: KVLayout) -> KVLayout:
+    """The layout of a model's cache with its draft layers, which `config` counts, and what they carry."""
+    layers, states = kv_layer_shapes(config, parts_windows=True), state_shapes(config)
+    return replace(kv_layout, layers=layers, states=states, carried_size=config.hidden_size)
+
+
+def write_draft_programs(
+    config: ModelConfig,
+    weights: WeightSource,
+    main: CpuProgram,
+    pool: ThreadPool,
+    kv_layout: KVLayout,
+    progress: ProgressCallback | None = None,
+) -> tuple[tuple[HiddenProgram, ...], ...]:
+    """Programs of one row per sequence for each draft layer: all with the whole output head, then all with a short one.
+
+    main: the model's own, whose threads they take. Empty for a model without draft layers.
+    """
+    if not config.num_draft_layers:
+        return ()
+
+    def written(layer: int, num_tokens: int | None) -> CpuProgram:
+        graph = write_draft_layer(
+            config, weights, layer, config.context_length, kv_layers=kv_layout.layers, num_tokens=num_tokens
+        )
+        program = lower_to_cpu(graph, pool, kv_layout, max_batch_rows=1, max_output_rows=1, progress=progress)
+        program.decode_threads, program.is_measured = main.decode_threads, main.is_measured
+        return program
+
+    heads = (None, short_head_tokens(config.vocab_size) or None)
+    return tuple(
+        tuple(written(layer, num_tokens) for layer in range(config.num_main_layers, config.num_layers))
+        for num_tokens in dict.fromkeys(heads)
+    )
+
+
+def write_text_graphs(
+    config: ModelConfig, file: ModelFile, weights: WeightSource, kv_layers: Sequence[KVLayerShape] | None = None
+) -> list[OpGraph]:
+    """The graphs of `Model.text_program`, for every pooling, that need more than the model's own program.
+
+    None for a plain decoder: its vectors are pooled of hidden states, which its own kernels compute.
+    """
+    return [
+        text_writer(config, kind, classified_rows(file.metadata, is_encoder=config.is_encoder))(weights, kv_layers, [])
+        for kind in _further_kinds(config, file)
+    ]
+
+
+def text_writer(config: ModelConfig, pooling: Pooling, classified: Pooling) -> GraphWriter:
+    """A function that writes the graph of `Model.text_program`; see `write_text_model`."""
+    return lambda weights, kv_layers, marks: write_text_model(
+        config, weights, pooling, classified, config.context_length, kv_layers=kv_layers, marks=marks
+    )
+
+
+def _further_kinds(config: ModelConfig, file: ModelFile) -> list[Pooling]:
+    """Poolings whose programs have other kernels than the model's own."""
+    kinds = []
+    if config.is_encoder or "dense_2.weight" in file.tensors:
+        # Other poolings take single rows, as NONE does, or as LAST does go through matrices as well.
+        kinds = [Pooling.MEAN, Pooling.LAST, Pooling.NONE]
+    if read_pooling(file.metadata) is Pooling.RANK:
+        kinds.append(Pooling.RANK)
+    return kinds
+
+
+def compile_text_kernels(
+    config: ModelConfig,
+    file: ModelFile,
+    weights: WeightSource,
+    pool: ThreadPool,
+    kv_layout: KVLayout,
+    progress: ProgressCallback | None = None,
+) -> None:
+    """Compile what texts' programs need beside the model's own, so that no text waits for it."""
+    kernels: dict[Kernel, None] = {}
+    for graph in write_text_graphs(config, file, weights, kv_layout.layers):
+        kernels |= dict.fromkeys(kernels_of_graph(graph, pool, kv_layout))
+    compile_ahead(kernels, progress)
+
+
+def prepare_text_programs(config: ModelConfig, file: ModelFile, model: GpuModel) -> None:
+    """The same on GPUs, whose programs compile their kernels when they are written."""
+    for kind in _further_kinds(config, file):
+        classified = classified_rows(file.metadata, is_encoder=config.is_encoder)
+        model.further_program(text_writer(config, kind, classified), MAX_BATCH_ROWS)

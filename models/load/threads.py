@@ -4,8 +4,17 @@ It depends on hybrid cores, shared caches and memory channels, so it is measured
 a busy machine holds for the load that made it, and is not cached; a cached one is used once two loads agree.
 """
 
+import contextlib
+import hashlib
+import json
 import os
-from collections.abc import Callable
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
@@ -13,12 +22,240 @@ from localinfer.errors import RequestError
 from localinfer.kernels.cpu.kernel_abi import MAX_THREADS
 from localinfer.kernels.cpu.memory import address, aligned_zeros
 from localinfer.kernels.cpu.program import CpuProgram
+from localinfer.kernels.jit.object_cache import cache_folder
 from localinfer.kernels.kv_layout import KVLayout
-from localinfer.kernels.program import Batch, Segment, StateStep
-from localinfer.models.load.measurements import get_measurement, put_measurement, time_in_turns
-from localinfer.models.load.stages import Stage, checked_run
+from localinfer.kernels.program import Batch, Program, Segment, StateStep
+from localinfer.system.files import read_bounded, write_all, write_atomically
 from localinfer.system.machine_limits import processor_limits
-from localinfer.types import ProgressCallback
+from localinfer.types import ProgressCallback, UnitsCallback
+
+_OFTEN_SECONDS = 0.02
+_QUICK_PASS_SECONDS = 0.05
+"""A pass that takes no longer is run in one go, since looking up in between would be measured too."""
+
+
+class Stage:
+    """Reports one stage's progress, and what was reported last again. Does nothing without a callback."""
+
+    def __init__(self, progress: ProgressCallback | None, name: str) -> None:
+        self._progress = progress
+        self._name = name
+        self._last = (0, 1)
+        self._told_at = float("-inf")
+
+    def __call__(self, done: int, total: int) -> None:
+        """Report units done and their total."""
+        self._last, self._told_at = (done, total), time.monotonic()
+        if self._progress is not None:
+            self._progress(self._name, done, total)
+
+    def again(self) -> None:
+        """Report the same again, unless that was done a moment ago."""
+        if time.monotonic() - self._told_at >= _OFTEN_SECONDS:
+            self(*self._last)
+
+
+def checked_run(program: Program, stage: Stage) -> Callable[[Batch], Any]:
+    """What runs batches of a program, and lets `stage` report within those that take long; what it raises ends them."""
+    if not isinstance(program, CpuProgram):
+        return program.run
+    seconds: dict[int, float] = {}
+
+    def go_on(done: float) -> bool:
+        stage.again()
+        return False
+
+    def run(batch: Batch) -> Any:
+        rows = len(batch.token_ids)
+        if seconds.get(rows, 1.0) <= _QUICK_PASS_SECONDS:
+            return program.run(batch)
+        began = time.perf_counter()
+        result = program.run_abortable(batch, go_on, least_rows=1)
+        seconds[rows] = time.perf_counter() - began
+        return result
+
+    return run
+
+
+_REPETITIONS = 7
+_LEAST_REPETITIONS = 3
+_PATIENCE_SECONDS = 0.6
+"""Time limit after which slow computations are repeated fewer times."""
+_QUICK_SECONDS = 0.01
+_CALM_SPREAD = 1.15
+"""Largest ratio of the median to the least time on an idle machine."""
+_CALM_SHARE = 0.75
+"""Share of all times that lie less than twice as far above it there: medians miss work in a third of the time."""
+_CALM_LOAD = 0.1
+"""Largest load by other programs there, see `OtherLoad`: a program that is always busy slows all repetitions alike."""
+_LEAST_TICKS_SECONDS = 0.1
+"""Shorter intervals say little where the system counts in ticks."""
+_KEPT_SECONDS = 30 * 24 * 3600
+_MAX_BYTES = 1 << 16
+_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 600.0, 24 * 3600.0
+"""Until a measurement that found the machine busy is tried again: twice as long after each further time."""
+
+Key = TypeVar("Key")
+
+
+@dataclass(frozen=True)
+class Timings(Generic[Key]):
+    """seconds: the least time of each. is_calm: whether repetitions agree, and others do so little, that they may be
+    cached. load: by others, see `OtherLoad`; None if unknown."""
+
+    seconds: dict[Key, float]
+    is_calm: bool
+    load: float | None = None
+
+
+class OtherLoad:
+    """How busy other programs and threads keep the processors, from its making on.
+
+    On Linux the part of their time that this process's threads waited for a processor. Elsewhere the part of all
+    processors' time that others used, which is known of longer intervals only (untested).
+    """
+
+    def __init__(self) -> None:
+        self._began = time.perf_counter()
+        self._waits = _waiting_seconds()
+        self._used = _used_seconds() if self._waits is None else None
+
+    def measure(self) -> float | None:
+        """The load so far, from 0 to 1; None if unknown."""
+        if self._waits is not None:
+            run, waited = (after - before for after, before in zip(_waiting_seconds() or (), self._waits, strict=False))
+            return min(1.0, max(0.0, waited) / max(run + waited, 1e-9))
+        seconds = time.perf_counter() - self._began
+        if self._used is None or seconds < _LEAST_TICKS_SECONDS:
+            return None
+        used = (_used_seconds() or 0.0) - self._used
+        return min(1.0, max(0.0, used) / (seconds * (os.cpu_count() or 1)))
+
+
+def _waiting_seconds() -> tuple[float, float] | None:
+    """Seconds that this process's threads have run, and waited for a processor, by the Linux scheduler's statistics."""
+    if not sys.platform.startswith("linux"):
+        return None
+    run = waited = 0
+    try:
+        for thread in os.listdir("/proc/self/task"):
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                words = Path(f"/proc/self/task/{thread}/schedstat").read_bytes().split()
+                run, waited = run + int(words[0]), waited + int(words[1])
+    except (OSError, ValueError, IndexError):
+        return None
+    return (run / 1e9, waited / 1e9) if run else None
+
+
+def _used_seconds() -> float | None:
+    """Processor seconds of all other processes."""
+    import psutil
+
+    try:
+        times = psutil.cpu_times()
+    except (OSError, RuntimeError):
+        return None
+    return float(sum(times) - times.idle - getattr(times, "iowait", 0.0)) - time.process_time()
+
+
+def time_in_turns(
+    runs: Mapping[Key, Callable[[], object]], *, repetitions: int = _REPETITIONS, told: UnitsCallback | None = None
+) -> Timings[Key]:
+    """Time computations in a round robin, so that a busy moment affects all alike.
+
+    Other programs only add to a time, so the least counts; if the medians are well above it, or a quarter of all times
+    far above it, the machine was busy. A fast computation is run once more before it is timed, because sleeping threads
+    take a millisecond to wake up, and in use none sleeps between two runs.
+
+    told: called before every run that is timed, with the runs done and those planned.
+    """
+    now, others = time.perf_counter, OtherLoad()
+    samples: dict[Key, list[float]] = {key: [] for key in runs}
+    began = now()
+    for repetition in range(repetitions):
+        if repetition >= _LEAST_REPETITIONS and now() - began > _PATIENCE_SECONDS:
+            break
+        for key, run in runs.items():
+            if told is not None:
+                told(sum(map(len, samples.values())), repetitions * len(samples))
+            if samples[key] and samples[key][-1] < _QUICK_SECONDS:
+                run()
+            start = now()
+            run()
+            samples[key].append(now() - start)
+    least = {key: max(min(values), 1e-9) for key, values in samples.items()}
+    spreads = [statistics.median(values) / least[key] for key, values in samples.items()]
+    every = sorted(value / least[key] for key, values in samples.items() for value in values)
+    is_calm = (
+        statistics.median(spreads) <= _CALM_SPREAD
+        and max(spreads) <= 2 * _CALM_SPREAD
+        and every[int(_CALM_SHARE * len(every))] <= 2 * _CALM_SPREAD
+    )
+    load = others.measure()
+    return Timings(least, is_calm and (load is None or load <= _CALM_LOAD), load)
+
+
+def get_measurement(kind: str, key: str) -> dict[str, Any] | None:
+    """The values of `put_measurement` under this kind and key, for a month; None if missing or invalid.
+
+    So is one that does not say what load by others it was made under: it may be that of a busy machine.
+    """
+    path = _path(kind, key)
+    if path is None:
+        return None
+    try:
+        record = json.loads(read_bounded(path, _MAX_BYTES))
+        is_calm = record["load"] is None or 0 <= float(record["load"]) <= _CALM_LOAD
+        return record if is_calm and 0 <= time.time() - float(record["measured_at"]) < _KEPT_SECONDS else None
+    except (OSError, ValueError, KeyError, TypeError, ArithmeticError, RecursionError):
+        return None
+
+
+def put_measurement(kind: str, key: str, *, load: float | None, **values: Any) -> None:
+    """Cache JSON-serializable values beside the compiled kernels; errors of the disk are ignored.
+
+    load: by others while they were measured; what a busy machine measures is for the load that measured it only.
+    """
+    path = _path(kind, key)
+    if path is None:
+        return
+    record = json.dumps({**values, "load": load, "measured_at": time.time()}).encode()
+    with contextlib.suppress(OSError):
+        write_atomically(path, lambda file: write_all(file, record))
+
+
+def postpone(kind: str, key: str) -> None:
+    """Remember that the machine was too busy to measure, so that not every start beside a busy program tries again."""
+    put_measurement(f"busy-{kind}", key, load=None, times=min(_times_busy(kind, key)[0] + 1, 64))
+
+
+def is_postponed(kind: str, key: str) -> bool:
+    """Whether the machine was too busy for a measurement lately: ten minutes ago at first, a day at most."""
+    times, seconds = _times_busy(kind, key)
+    return times > 0 and seconds < min(_FIRST_PAUSE_SECONDS * 2.0 ** (times - 1), _LONGEST_PAUSE_SECONDS)
+
+
+def _times_busy(kind: str, key: str) -> tuple[int, float]:
+    """How often in a row it was too busy, and how many seconds ago the last time was."""
+    record = get_measurement(f"busy-{kind}", key) or {}
+    times = record.get("times")
+    if not isinstance(times, int) or not 1 <= times <= 64:
+        return 0, 0.0
+    return times, time.time() - float(record["measured_at"])
+
+
+def settle(kind: str, key: str) -> None:
+    """Forget that the machine was too busy: it was measured."""
+    path = _path(f"busy-{kind}", key)
+    if path is not None:
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+
+
+def _path(kind: str, key: str) -> Path | None:
+    folder = cache_folder()
+    return None if folder is None else folder / f"{kind}-{hashlib.sha256(key.encode()).hexdigest()[:12]}.json"
+
 
 STAGE = "measuring how many threads decode fastest"
 

@@ -1,34 +1,117 @@
-"""Weights of a model file on a device: each tensor is packed once, directly from the memory map.
+"""Sources of weights for programs: packed once, read on demand, sent to several devices, or only counted.
+
+A memory map would be simpler, but truncating the file while a kernel reads the map kills the process (SIGBUS), and
+writing to the file changes the model. Rows are copied, so neither can happen.
 
 `quant/pipeline/conversion.py` maps tensor types to layouts. After packing, the file's pages are released, so loading
 needs little more memory than the packed weights.
 """
 
+import contextlib
+import mmap
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.errors import CorruptFileError, UnsupportedFormatError
+from localinfer.kernels import ops
+from localinfer.kernels.cpu import guard
 from localinfer.kernels.cpu.memory import Arena
 from localinfer.kernels.cpu.program import ThreadPool
 from localinfer.kernels.cpu.weights import PackedWeight, RowTable, pack
 from localinfer.kernels.cuda.device import CudaDevice
-from localinfer.kernels.layouts import CUDA_LAYOUTS, GGUF_LAYOUTS, TILE_ROWS, Layout, num_tiles
-from localinfer.kernels.ops import EmbeddingTable, LinearWeight
+from localinfer.kernels.layouts import (
+    CUDA_LAYOUTS,
+    GGUF_LAYOUTS,
+    TILE_ROWS,
+    Layout,
+    num_tiles,
+    stored_row_bytes,
+    tile_bytes,
+)
+from localinfer.kernels.ops import EmbeddingTable, LinearWeight, OpGraph
 from localinfer.models.decoder.config import ModelConfig
-from localinfer.models.load.rows_on_demand import RowsOnDemand
 from localinfer.quant.checkpoint.groups import GroupedMatrix, kernel_layout, kernel_rows
 from localinfer.quant.checkpoint.model_file import ModelFile
 from localinfer.quant.formats.reference import dequantize
 from localinfer.quant.formats.types import TensorType, row_bytes
+from localinfer.quant.gguf.mapped_file import FileStretch
 from localinfer.quant.pipeline.conversion import conversion_note, convert, layout_of, runs_directly
 from localinfer.types import FloatArray, ProgressCallback
+
+_WHOLE_BYTES = 4 << 20
+"""Tables up to this size are read at once, in a millisecond or two."""
+_BLOCK_BYTES = 4 << 10
+"""About how many bytes are read at a time. Tokens that occur together are not adjacent."""
+
+
+class RowsOnDemand:
+    """`num_rows` rows of equal size in a file.
+
+    data: uint8[bytes of the table]; valid are the rows that `fill` was called with. fill: None if all are valid. One
+    thread at a time may fill. Raises: CorruptFileError if the file was changed since it was opened.
+    """
+
+    def __init__(
+        self, stretch: FileStretch, num_rows: int, *, whole_bytes: int = _WHOLE_BYTES, block_bytes: int = _BLOCK_BYTES
+    ) -> None:
+        assert num_rows > 0 and stretch.num_bytes % num_rows == 0, "rows are of one size"
+        self._stretch = stretch
+        self.data = _untouched(stretch.num_bytes)
+        self.fill: Callable[[NDArray[np.int32]], None] | None = None
+        if stretch.num_bytes <= whole_bytes:
+            stretch.read_into([(0, self.data.data)])
+            return
+        row_bytes = stretch.num_bytes // num_rows
+        self._block_rows = max(1, block_bytes // row_bytes)
+        self._block_bytes = self._block_rows * row_bytes
+        self._is_there = bytearray(-(-num_rows // self._block_rows))
+        self._there = np.frombuffer(self._is_there, np.bool_)
+        self.fill = self._fill
+
+    def _fill(self, row_ids: NDArray[np.int32]) -> None:
+        """Read these rows, which exist, into `data`. For a known token it takes a tenth of a microsecond.
+
+        Raises: CorruptFileError if the file was changed since it was opened; rows read before stay valid.
+        """
+        if row_ids.size == 1:
+            block = int(row_ids[0]) // self._block_rows
+            if not self._is_there[block]:
+                self._read([block])
+            return
+        blocks = row_ids // self._block_rows
+        missing = np.unique(blocks[~self._there[blocks]])
+        if missing.size:
+            self._read(missing.tolist())
+
+    def _read(self, blocks: list[int]) -> None:
+        size, memory = self._block_bytes, self.data.data
+        self._stretch.read_into([(block * size, memory[block * size : (block + 1) * size]) for block in blocks])
+        for block in blocks:
+            self._is_there[block] = True
+
+
+def _untouched(num_bytes: int) -> NDArray[np.uint8]:
+    """Memory that is allocated page by page when written: no huge pages, of which each row would allocate one."""
+    if guard.IS_ON:
+        return guard.guarded(num_bytes)
+    if sys.platform == "win32":
+        return np.frombuffer(mmap.mmap(-1, num_bytes), np.uint8)
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        # A system without huge pages.
+        with contextlib.suppress(OSError):
+            memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return np.frombuffer(memory, np.uint8)
+
 
 Found = TypeVar("Found")
 
@@ -276,3 +359,103 @@ def named_tensor(name: str) -> Iterator[None]:
         yield
     except (CorruptFileError, UnsupportedFormatError) as error:
         raise type(error)(f"{name}: {error}") from error
+
+
+WeightKey = tuple[bool, str]
+"""Whether a tensor is read as an embedding table, and its name: a tied one is read as a matrix as well."""
+
+
+class PlacedWeights:
+    """A `WeightSource` that asks the weights of the part that computes with a tensor.
+
+    sources: of each part. parts: the number of the part, by how a tensor is read.
+    """
+
+    def __init__(self, sources: Sequence[CpuWeights], parts: Mapping[WeightKey, int]) -> None:
+        self._sources = sources
+        self._parts = parts
+
+    def has(self, name: str) -> bool:
+        """Whether the file holds this tensor."""
+        return self._sources[0].has(name)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor, rows first."""
+        return self._sources[0].shape(name)
+
+    def linear(self, name: str, rows: slice | None = None) -> LinearWeight:
+        """Pack a matrix for its part; see `CpuWeights.linear`."""
+        return self._sources[self._parts.get((False, name), 0)].linear(name, rows)
+
+    def embedding(self, name: str) -> EmbeddingTable:
+        """A table for its part; see `CpuWeights.embedding`."""
+        return self._sources[self._parts.get((True, name), 0)].embedding(name)
+
+    def vector(self, name: str) -> FloatArray:
+        """A small tensor as float32, which every part may read."""
+        return self._sources[0].vector(name)
+
+    def check_asked(self, config: ModelConfig) -> None:
+        """See `CpuWeights.check_asked`."""
+        self._sources[0].check_asked(config)
+
+    @property
+    def notes(self) -> list[str]:
+        """What types were converted to, on any part."""
+        return list(dict.fromkeys(note for source in self._sources for note in source.notes.values()))
+
+
+def parts_of_weights(graph: OpGraph, parts: Sequence[int]) -> dict[WeightKey, int]:
+    """Which part reads each tensor; parts: which one computes each op of the graph."""
+    found: dict[WeightKey, int] = {}
+    for op, part in zip(graph.ops, parts, strict=True):
+        if isinstance(op, ops.Embed | ops.EmbedPositions | ops.EmbedTypes):
+            found[True, op.table.name] = part
+        elif isinstance(op, ops.Matmul):
+            found |= {(False, projection.weight.name): part for projection in op.projections}
+        elif isinstance(op, ops.HeadMatmul | ops.ExpertMatmul):
+            found[False, op.weight.name] = part
+    return found
+
+
+NO_POOL = cast(ThreadPool, SimpleNamespace(num_threads=1, max_threads=1, control_address=0))
+"""What lowering asks of a pool; no thread is started, which would take compiled kernels."""
+
+
+class UnreadWeights(CpuWeights):
+    """Weights with the sizes and layouts of a file's, in memory that nobody ever touches, so that it takes none."""
+
+    def __init__(self, file: ModelFile) -> None:
+        super().__init__(file, NO_POOL)
+        self._memory: NDArray[np.uint8] = np.empty(0, np.uint8)
+
+    def _load_linear(self, name: str, rows: slice | None) -> LinearWeight:
+        info = self._file.tensor(name)
+        experts, num_rows, num_columns = (1,) * (3 - len(info.shape)) + info.shape
+        columns = None
+        if rows is not None:
+            num_rows = len(range(*rows.indices(num_rows)))
+        grouped = self._file.grouped(name)
+        if grouped is None:
+            layout = layout_of(info.type)
+        elif len(grouped) == 1 and not grouped[0].is_in_order:
+            columns, ordered = grouped[0].in_group_order()
+            layout = kernel_layout([ordered])
+            columns = None if layout is Layout.F32 else columns
+        else:
+            layout = kernel_layout(grouped)
+        data = self._untouched(experts * num_tiles(num_rows) * tile_bytes(layout, num_columns))
+        packed = PackedWeight(layout, num_rows, num_columns, experts, data, columns)
+        return LinearWeight(name, num_rows, num_columns, packed, experts)
+
+    def _load_embedding(self, name: str) -> EmbeddingTable:
+        info = self._file.tensor(name)
+        num_rows, width = info.shape
+        layout = layout_of(info.type)
+        num_bytes = info.num_bytes if runs_directly(info.type) else num_rows * stored_row_bytes(layout, width)
+        return EmbeddingTable(name, num_rows, width, RowTable(layout, num_rows, width, self._untouched(num_bytes)))
+
+    def _untouched(self, num_bytes: int) -> NDArray[np.uint8]:
+        if num_bytes > self._memory.size:
+            self._memory = np.frombuffer(mmap.mmap(-1, num_bytes), np.uint8)
+        return self._memory[:num_bytes]

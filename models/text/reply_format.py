@@ -1,6 +1,6 @@
 """How a model writes tool calls and sets its reasoning apart: the text around what it says.
 
-`call_learning` and `reasoning_learning` learn these from a chat template; what no template writes is in `known_calls`.
+`reply_learning` learns these from a chat template, and has a table of those that no template writes.
 """
 
 import re

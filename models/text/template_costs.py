@@ -4,11 +4,25 @@ A template is a program, and much of what it does happens inside one call of C c
 cost is charged before such a call: the size of everything reachable from its operands, counted as often as a conversion
 or a comparison meets it. A list that holds one list twice holds it twice in its text too. Methods of plain values that
 have no rule here are refused: whatever Python adds later is closed until it has a rule.
+
+Texts of objects without the place in memory that Python writes into them.
+
+A template that prints a function, or what a filter gives bit by bit, prints `<list_iterator object at 0x7f96289e4460>`.
+The place is another one each time, so one conversation would have other tokens each time that it is asked for, none of
+them cached; and nobody outside of a process is to know where its memory lies.
+
+How long chat templates may take: one rendering alone, and all those that one request needs.
+
+A chat is rendered several times, to see what a longer one shares with it. A template that takes as long as it may would
+otherwise take that each time.
 """
 
 import re
 import time
 from collections.abc import ItemsView, Iterable, Iterator, KeysView, Mapping, ValuesView
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from itertools import chain
 from types import GeneratorType
 from typing import Any, TypeVar
@@ -17,8 +31,85 @@ from jinja2.exceptions import SecurityError
 from jinja2.sandbox import SandboxedFormatter
 from markupsafe import Markup
 
-from localinfer.models.text.render_time import MAX_RENDER_SECONDS, render_seconds, take_render_time
-from localinfer.models.text.template_addresses import without_addresses
+Text = TypeVar("Text", bound=str)
+
+# Windows writes capitals, and zeros before them.
+_ADDRESS = re.compile(r" at 0x([0-9A-Fa-f]+)")
+_CONTAINERS = (list, tuple, set, frozenset, KeysView, ValuesView, ItemsView)
+
+
+def without_addresses(text: Text, values: Iterable[object]) -> Text:
+    """A text made of values, without the addresses of the objects among and in them; like texts in them stay."""
+    if " at 0x" not in text:
+        return text
+    addresses = {id(found) for found in _objects(values)}
+    made = _ADDRESS.sub(lambda match: "" if int(match[1], 16) in addresses else match[0], text)
+    return text if made == text else type(text)(made)
+
+
+def _objects(values: Iterable[object]) -> Iterable[object]:
+    """All objects that values hold, and the owners of methods, which a method's text names."""
+    waiting = list(values)
+    seen: set[int] = set()
+    while waiting:
+        value = waiting.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        yield value
+        if isinstance(value, Mapping):
+            waiting += chain(value.keys(), value.values())
+        elif isinstance(value, _CONTAINERS):
+            waiting += value
+        elif (owner := getattr(value, "__self__", None)) is not None:
+            waiting.append(owner)
+
+
+MAX_RENDER_SECONDS = 3.0
+"""Of the processor."""
+
+
+@dataclass
+class _Allowance:
+    """What is left of the time that renderings share."""
+
+    seconds: float
+
+
+_shared: ContextVar[_Allowance | None] = ContextVar("shared render time", default=None)
+
+
+@contextmanager
+def sharing_render_time(seconds: float | None = None) -> Iterator[None]:
+    """Let all renderings within a block take so long together, by default as long as one alone may.
+
+    A block within another one has no more than what that one has left.
+    """
+    outer = _shared.get()
+    wanted = MAX_RENDER_SECONDS if seconds is None else seconds
+    given = wanted if outer is None else min(wanted, outer.seconds)
+    inner = _Allowance(given)
+    token = _shared.set(inner)
+    try:
+        yield
+    finally:
+        _shared.reset(token)
+        if outer is not None:
+            outer.seconds -= given - inner.seconds
+
+
+def render_seconds() -> float:
+    """How long the next rendering may take."""
+    shared = _shared.get()
+    return MAX_RENDER_SECONDS if shared is None else min(MAX_RENDER_SECONDS, shared.seconds)
+
+
+def take_render_time(seconds: float) -> None:
+    """Take what a rendering took from the time that it shares."""
+    shared = _shared.get()
+    if shared is not None:
+        shared.seconds -= seconds
+
 
 T = TypeVar("T")
 Size = tuple[int, int, int]

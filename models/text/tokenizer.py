@@ -23,11 +23,15 @@ from localinfer.models.text.encoders import (
     SubwordEncoder,
     WordPieceEncoder,
 )
-from localinfer.models.text.fill_in import FillInTokens, find_fill_in_tokens
-from localinfer.models.text.splitting import Spelling, SpellingFinder
+from localinfer.models.text.splitting import FillInTokens, Spelling, SpellingFinder, find_fill_in_tokens
 from localinfer.models.text.unigram import UnigramEncoder
-from localinfer.models.text.vocabulary import TokenType, Vocabulary, read_vocabulary
-from localinfer.models.text.vocabulary_comparison import vocabulary_difference, vocabulary_fingerprint
+from localinfer.models.text.vocabulary import (
+    TokenType,
+    Vocabulary,
+    read_vocabulary,
+    vocabulary_difference,
+    vocabulary_fingerprint,
+)
 from localinfer.system.pieces import pieces
 from localinfer.types import UnitsCallback
 

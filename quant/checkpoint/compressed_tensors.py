@@ -24,8 +24,9 @@ from numpy.typing import NDArray
 from localinfer.errors import CorruptFileError, UnsupportedFormatError
 from localinfer.quant.checkpoint import fp4
 from localinfer.quant.checkpoint.folder import CheckpointFolder
+from localinfer.quant.checkpoint.fp8 import EXPONENT_DTYPES, USUAL_BLOCK, block_of, is_scaled, scaled_matrix
 from localinfer.quant.checkpoint.groups import GroupedMatrix, grouped_matrix
-from localinfer.quant.checkpoint.module_reader import ModuleReader
+from localinfer.quant.checkpoint.module_reader import DecodedMatrix, ModuleReader, StoredMatrix
 from localinfer.quant.checkpoint.module_tensors import (
     AGAIN,
     bytes_of,
@@ -40,8 +41,6 @@ from localinfer.quant.checkpoint.module_tensors import (
     wrong_shape,
 )
 from localinfer.quant.checkpoint.rotations import Rotations
-from localinfer.quant.checkpoint.scaled import EXPONENT_DTYPES, USUAL_BLOCK, block_of, is_scaled, scaled_matrix
-from localinfer.quant.checkpoint.stored_matrix import DecodedMatrix, StoredMatrix
 
 _FORMATS = (
     *("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mxfp8-quantized"),

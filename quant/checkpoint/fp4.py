@@ -3,17 +3,33 @@
 A byte holds two neighbouring columns, the first in its lower half. MXFP4: a power of two (E8M0) per 32 columns.
 NVFP4: an E4M3 number per 16 columns, times one number of the whole tensor. MXFP6: E2M3 codes, four in three bytes.
 Sources: OCP Microscaling Formats 1.0, section 5; the model cards of NVIDIA's NVFP4 checkpoints.
+
+gpt-oss's own MXFP4: the matrices of all experts of a layer in two tensors.
+
+NAME_blocks uint8[experts, rows, columns / 32, 16], two neighbouring codes to a byte, the first in its lower half;
+NAME_scales uint8[experts, rows, columns / 32], powers of two (E8M0). Expert e of the module NAME is NAME#e here.
+Source: the model card of gpt-oss (arXiv 2508.10925, section 2.1).
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.errors import CorruptFileError
+from localinfer.quant.checkpoint.folder import CheckpointFolder
 from localinfer.quant.checkpoint.groups import GroupedMatrix, grouped_matrix
+from localinfer.quant.checkpoint.module_reader import (
+    ROUNDED,
+    TO_BFLOAT16,
+    ModuleReader,
+    StoredMatrix,
+    encode_rows,
+    finite_weights,
+)
 from localinfer.quant.checkpoint.module_tensors import (
     AGAIN,
     exponent_values,
@@ -21,8 +37,8 @@ from localinfer.quant.checkpoint.module_tensors import (
     span_of,
     unpack_words,
     wrong_shape,
+    wrong_type,
 )
-from localinfer.quant.checkpoint.stored_matrix import ROUNDED, TO_BFLOAT16, StoredMatrix, encode_rows, finite_weights
 from localinfer.quant.formats.packing import pack_codes
 from localinfer.quant.formats.types import TensorType, block_dtype, row_bytes
 from localinfer.types import FloatArray
@@ -253,3 +269,45 @@ def nvfp4_factor(divisor: float, name: str) -> float:
     if not divisor or not math.isfinite(1.0 / divisor):
         raise CorruptFileError(f"{name} is {divisor}; wanted a number other than zero. {AGAIN}")
     return 1.0 / divisor
+
+
+_BLOCK_BYTES = 16
+
+
+class Mxfp4Reader(ModuleReader):
+    """Reads stacks of experts, one matrix of them at a time."""
+
+    leaves = ("blocks", "scales")
+
+    def __init__(self, folder: CheckpointFolder, settings: Mapping[str, Any]) -> None:
+        super().__init__(folder)
+
+    def split_name(self, name: str) -> tuple[str, str]:
+        """Return a tensor's module, and what of it the tensor is."""
+        for leaf in self.leaves:
+            if name.endswith(f"_{leaf}"):
+                return name.removesuffix(f"_{leaf}"), leaf
+        return super().split_name(name)
+
+    def codes_leaf(self, module: str) -> str | None:
+        """Return `blocks` for a quantized stack, None for plain numbers."""
+        return "blocks" if f"{module.partition('#')[0]}_blocks" in self._folder.tensors else None
+
+    def shape(self, module: str) -> tuple[int, int]:
+        """Rows and columns of one expert's matrix."""
+        return self.matrix(module).shape
+
+    def matrix(self, module: str) -> StoredMatrix:
+        """Return one expert's matrix. Raises: CorruptFileError if the tensors do not fit each other."""
+        stack, _, expert = module.partition("#")
+        blocks, scales = self._folder.tensor(f"{stack}_blocks"), self._folder.tensor(f"{stack}_scales")
+        for tensor, dimensions in ((blocks, 4), (scales, 3)):
+            if tensor.dtype != "U8" or len(tensor.shape) != dimensions or 0 in tensor.shape:
+                raise wrong_type(self._folder, tensor.name, f"U8 of {dimensions} dimensions")
+        if blocks.shape != (*scales.shape, _BLOCK_BYTES):
+            raise wrong_shape(blocks.name, blocks.shape, (*scales.shape, _BLOCK_BYTES))
+        index = int(expert or 0)
+        if index >= len(self._folder.array(scales.name)):
+            raise wrong_shape(scales.name, scales.shape, (index + 1, *scales.shape[1:]), " for its experts")
+        data = self._folder.array(blocks.name)[index].reshape(scales.shape[1], -1)
+        return mx_matrix(module, data, self._folder.array(scales.name)[index])

@@ -15,16 +15,16 @@ from numpy.typing import NDArray
 from localinfer.errors import CorruptFileError, UnsupportedFormatError
 from localinfer.quant.checkpoint.folder import CheckpointFolder
 from localinfer.quant.checkpoint.groups import CodeReader, grouped_matrix
-from localinfer.quant.checkpoint.module_reader import ModuleReader
-from localinfer.quant.checkpoint.module_tensors import AGAIN, floats_of, wrong_shape, wrong_type
-from localinfer.quant.checkpoint.stored_matrix import (
+from localinfer.quant.checkpoint.module_reader import (
     ROUNDED,
     TO_BFLOAT16,
     DecodedMatrix,
+    ModuleReader,
     StoredMatrix,
     encode_rows,
     finite_weights,
 )
+from localinfer.quant.checkpoint.module_tensors import AGAIN, floats_of, wrong_shape, wrong_type
 from localinfer.quant.formats.packing import pack_codes
 from localinfer.quant.formats.types import TensorType, block_dtype, row_bytes
 from localinfer.types import FloatArray

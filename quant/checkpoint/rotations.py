@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 from localinfer.errors import CorruptFileError, UnsupportedFormatError
 from localinfer.quant.checkpoint.folder import CheckpointFolder
 from localinfer.quant.checkpoint.module_patterns import ModulePattern
+from localinfer.quant.checkpoint.module_reader import DecodedMatrix, StoredMatrix
 from localinfer.quant.checkpoint.module_tensors import AGAIN, scales_of
-from localinfer.quant.checkpoint.stored_matrix import DecodedMatrix, StoredMatrix
 from localinfer.types import FloatArray
 
 _OFFLINE = ("weight_input", "weight_output")

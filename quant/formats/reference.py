@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 from localinfer.errors import ShapeError, UnsupportedFormatError
 from localinfer.kernels.grid_tables import grid_vectors
 from localinfer.quant.formats.packing import Blocks, unpack_bits, unpack_codes, unpack_k_scales, unpack_signed_scales
-from localinfer.quant.formats.reference_encoders import quantize
-from localinfer.quant.formats.reference_fits import IQ4_VALUES
+from localinfer.quant.formats.reference_encoders import IQ4_VALUES, quantize
 from localinfer.quant.formats.types import TensorType, block_dtype, row_bytes
 from localinfer.types import FloatArray
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from localinfer.kernels.cpu.encoding import TABLE
 from localinfer.quant.formats.packing import pack_codes
 from localinfer.quant.formats.reference import LEVEL_OFFSETS, SUBTRACTS_MINIMUM, group_scales
-from localinfer.quant.formats.reference_fits import nearest_iq4
+from localinfer.quant.formats.reference_encoders import nearest_iq4
 from localinfer.quant.formats.types import TensorType, block_dtype, block_size
 from localinfer.types import FloatArray
 

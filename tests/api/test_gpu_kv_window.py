@@ -14,7 +14,7 @@ from localinfer.kernels.kv_layout import KVLayout
 from localinfer.models.decoder.decoder import kv_layer_shapes
 from localinfer.models.load.devices import GPU_BATCH_ROWS, USUAL_TOKENS, cached_tokens
 from localinfer.models.load.loader import open_model_file, read_config
-from localinfer.models.load.memory_needs import memory_needs
+from localinfer.models.load.placement import memory_needs
 from tests.engine.cache.test_eviction import NUM_WORDS, write_remembering_model
 from tests.models.small_models import write_small_llama
 from tests.support.inside import engine_of

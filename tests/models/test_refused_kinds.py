@@ -8,11 +8,16 @@ import pytest
 
 from localinfer.apps.cli import main
 from localinfer.errors import UnsupportedFormatError
-from localinfer.models.checkpoint.families import FAMILIES, find_family
-from localinfer.models.checkpoint.unsupported_types import NOT_RUN_TYPES
-from localinfer.models.decoder.architectures import ARCHITECTURES, check_architecture
-from localinfer.models.decoder.block_sizes import OF_ANOTHER_CACHE
-from localinfer.models.decoder.refusals import NOT_RUN, NUM_NEAREST, nearest_names, spelling
+from localinfer.models.checkpoint.families import FAMILIES, NOT_RUN_TYPES, find_family
+from localinfer.models.decoder.architectures import (
+    ARCHITECTURES,
+    NOT_RUN,
+    NUM_NEAREST,
+    check_architecture,
+    nearest_names,
+    spelling,
+)
+from localinfer.models.decoder.block_config import OF_ANOTHER_CACHE
 
 LONGEST = 300
 

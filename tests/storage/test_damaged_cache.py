@@ -14,8 +14,8 @@ from localinfer.apps.cli.cache import cache_command
 from localinfer.errors import SessionFileError
 from localinfer.kernels.jit.object_cache import store, stored
 from localinfer.llm import LLM
-from localinfer.models.load import measurements
-from localinfer.models.load.measurements import get_measurement, put_measurement
+from localinfer.models.load import threads
+from localinfer.models.load.threads import get_measurement, put_measurement
 from localinfer.storage.prompt_cache import DiskOptions
 from tests.engine.fakes import fake_model
 from tests.generation.chat.test_history import ask, chatting
@@ -153,7 +153,7 @@ def test_damaged_hash_of_a_model_is_computed_again(damage: str, tmp_path: Path) 
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged_measurement_is_measured_again(damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measurements, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(threads, "cache_folder", lambda: tmp_path)
     put_measurement("threads", "key", load=0.0, decode_threads=3, loads=1)
     (path,) = tmp_path.iterdir()
     DAMAGES[damage](path)
@@ -165,7 +165,7 @@ def test_damaged_measurement_is_measured_again(damage: str, tmp_path: Path, monk
 def test_measurement_of_any_other_shape_is_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from localinfer.models.load.threads import cached_count
 
-    monkeypatch.setattr(measurements, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(threads, "cache_folder", lambda: tmp_path)
     put_measurement("threads", "key", load=0.0, decode_threads=3, loads=1)
     (path,) = tmp_path.iterdir()
     for name, text in json_damages(path.read_bytes()).items():

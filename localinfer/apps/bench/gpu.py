@@ -26,7 +26,7 @@ from localinfer.kernels.cuda.memory import DeviceKVLayout
 from localinfer.kernels.cuda.sampling import Draw, DrawingProgram
 from localinfer.kernels.cuda.sharded_pages import ShardedKVLayout
 from localinfer.kernels.program import Batch
-from localinfer.models.load.memory_needs import bytes_per_token
+from localinfer.models.load.placement import bytes_per_token
 from localinfer.types import ProgressCallback
 
 

@@ -99,10 +99,8 @@ def rm_command(name: str) -> None:
 
 def _architectures(as_json: bool) -> str:
     """The kinds of models that run, and those that are known and do not, with the reason."""
-    from localinfer.models.checkpoint.families import FAMILIES
-    from localinfer.models.checkpoint.unsupported_types import NOT_RUN_TYPES
-    from localinfer.models.decoder.architectures import ARCHITECTURES
-    from localinfer.models.decoder.refusals import NOT_RUN
+    from localinfer.models.checkpoint.families import FAMILIES, NOT_RUN_TYPES
+    from localinfer.models.decoder.architectures import ARCHITECTURES, NOT_RUN
 
     found: dict[str, tuple[str, Collection[str], Mapping[str, str]]] = {
         "gguf": ("general.architecture of GGUF files", ARCHITECTURES, NOT_RUN),

@@ -170,7 +170,7 @@ def _layer_count(context: click.Context, parameter: click.Parameter, value: str)
 
 def _devices(context: click.Context, parameter: click.Parameter, value: str) -> str:
     from localinfer.errors import BackendUnavailableError
-    from localinfer.models.load.device_request import named_gpus
+    from localinfer.models.load.placement import named_gpus
 
     try:
         named_gpus(value)

@@ -102,7 +102,7 @@ def describe_file(path: str, *, ops: bool = False) -> FileDescription:
         metadata: Mapping[str, object] = file.metadata
         tensors: list[TensorRecord] = list(file.tensors.values())
         num_parameters = sum(math.prod(tensor.shape) for tensor in tensors)
-        from localinfer.models.decoder.block_sizes import OF_ANOTHER_CACHE
+        from localinfer.models.decoder.block_config import OF_ANOTHER_CACHE
         from localinfer.models.decoder.metadata_keys import unknown_settings
 
         version = file.version if isinstance(file, GGUFFile) else None

@@ -105,7 +105,7 @@ def _check_file(file: "ModelFile", result: Verification, progress: ProgressCallb
 
 def _lone_part(file: "ModelFile") -> str | None:
     """What is sound by itself and answers nothing by itself: vocabularies, and draft models of another's cache."""
-    from localinfer.models.decoder.block_sizes import OF_ANOTHER_CACHE
+    from localinfer.models.decoder.block_config import OF_ANOTHER_CACHE
 
     target = OF_ANOTHER_CACHE.get(str(file.metadata.get("general.architecture")))
     if target is not None:

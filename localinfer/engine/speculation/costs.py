@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from localinfer.models.load.measurements import time_in_turns
+from localinfer.models.load.threads import time_in_turns
 from localinfer.types import UnitsCallback
 
 MAX_DRAFT_TOKENS = 15

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from localinfer.engine.cache.salt import NO_SALT
 from localinfer.errors import TemplateError
 from localinfer.generation.chat.messages import SYSTEM_ROLES
-from localinfer.models.text.render_time import sharing_render_time
+from localinfer.models.text.template_costs import sharing_render_time
 from localinfer.models.text.tokenizer import StreamDecoder
 from localinfer.storage.chats import AnsweredChat, EncodedChat
 

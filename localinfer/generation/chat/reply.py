@@ -18,12 +18,10 @@ from localinfer.generation.chat.reply_options import ReplyOptions, choose_tools
 from localinfer.generation.chat.template_messages import template_messages, with_reasoning_as
 from localinfer.generation.chat.thinking import ThinkingBudget
 from localinfer.generation.chat.value_types import parameter_types
-from localinfer.models.text.call_learning import learn_call_format
-from localinfer.models.text.probes import Trials
-from localinfer.models.text.reasoning_learning import learn_reasoning_format
+from localinfer.models.text.chat_template import asked_day
 from localinfer.models.text.reply_format import THINKING_VARIABLES, CallFormat, ReasoningFormat
+from localinfer.models.text.reply_learning import Trials, learn_call_format, learn_reasoning_format
 from localinfer.models.text.splitting import SpellingFinder
-from localinfer.models.text.template_names import asked_day
 
 if TYPE_CHECKING:
     from localinfer.models.text.chat_template import ChatTemplate

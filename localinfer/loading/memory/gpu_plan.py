@@ -14,11 +14,9 @@ from localinfer.loading.memory.plan import plan_memory
 from localinfer.loading.options import ModelOptions
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.decoder.decoder import kv_layer_shapes, state_shapes
-from localinfer.models.load.device_request import DeviceRequest
 from localinfer.models.load.devices import USUAL_TOKENS, cached_tokens, cpu_only, looks_for_gpus, plan_placement
 from localinfer.models.load.loader import open_model_file, read_config
-from localinfer.models.load.memory_needs import memory_needs
-from localinfer.models.load.placement import Placement
+from localinfer.models.load.placement import DeviceRequest, Placement, memory_needs
 from localinfer.models.load.programs import check_runs_on_gpus
 from localinfer.quant.checkpoint.model_file import ModelFile
 from localinfer.system.machine_limits import MemoryLimits

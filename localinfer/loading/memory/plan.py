@@ -20,16 +20,15 @@ from localinfer.kernels.cpu.memory import padded
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.layouts import num_tiles, stored_row_bytes, tile_bytes
 from localinfer.kernels.ops import Attention, EmbeddingTable, LinearWeight, OpGraph, Rows
+from localinfer.models.decoder.checked_weights import ShapeWeights
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.decoder.decoder import kv_layer_shapes, state_shapes, write_decoder, write_draft_layer
 from localinfer.models.decoder.draft_layers import short_head_tokens
 from localinfer.models.decoder.gemma4_assistant import write_assistant
-from localinfer.models.decoder.shape_weights import ShapeWeights
 from localinfer.models.load.assistant import Target, open_assistant
-from localinfer.models.load.draft_programs import has_draft_layers, with_draft_layers
 from localinfer.models.load.loader import open_model_file, read_config
 from localinfer.models.load.model_changes import ModelChanges
-from localinfer.models.load.text_kernels import write_text_graphs
+from localinfer.models.load.programs import has_draft_layers, with_draft_layers, write_text_graphs
 from localinfer.models.load.weights import named_tensor
 from localinfer.quant.checkpoint.groups import kernel_layout
 from localinfer.quant.checkpoint.model_file import ModelFile

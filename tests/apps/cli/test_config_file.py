@@ -9,7 +9,7 @@ import pytest
 from localinfer.apps.cli import main
 from localinfer.errors import RequestError
 from localinfer.models import demo
-from localinfer.models.load import device_request
+from localinfer.models.load import placement
 from localinfer.storage.config import DEVICES, config_path, describe_config, read_config
 
 DEMO = str(Path(demo.__file__).parent / "demo-f16.gguf")
@@ -178,4 +178,4 @@ def test_the_file_is_described_with_what_it_sets_or_what_is_wrong(config, monkey
 
 
 def test_devices_are_those_of_the_library():
-    assert DEVICES == device_request.DEVICES
+    assert DEVICES == placement.DEVICES

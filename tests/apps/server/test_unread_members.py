@@ -19,7 +19,7 @@ from localinfer.apps.server.transport.http import ApiError, decode_json
 from localinfer.apps.server.transport.known_fields import HEADER, collecting, notice
 from localinfer.generation.chat.history import ChatHistory
 from localinfer.models.text.chat_template import ChatTemplate
-from localinfer.models.text.probes import Trials
+from localinfer.models.text.reply_learning import Trials
 
 CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
 UNKNOWN = "member_of_next_year"

@@ -12,7 +12,7 @@ from localinfer.engine.speculation import costs
 from localinfer.engine.speculation.costs import MAX_DRAFT_TOKENS, VerificationCosts, measure_costs
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.loading import drafters
-from localinfer.models.load import measurements
+from localinfer.models.load import threads
 
 ROWS = range(1, MAX_DRAFT_TOKENS + 2)
 LINEAR = [float(rows) for rows in ROWS]
@@ -90,8 +90,8 @@ class Clock:
 
 
 def measured(clock: Clock, most: int, monkeypatch: pytest.MonkeyPatch) -> tuple[list[float], bool]:
-    monkeypatch.setattr(measurements.time, "perf_counter", clock.read)
-    monkeypatch.setattr(measurements.OtherLoad, "measure", lambda _: 0.0)
+    monkeypatch.setattr(threads.time, "perf_counter", clock.read)
+    monkeypatch.setattr(threads.OtherLoad, "measure", lambda _: 0.0)
     seconds, is_calm, _ = costs.measure_costs(clock.run, most)
     return seconds, is_calm
 
@@ -143,8 +143,8 @@ def test_beside_busy_programs_not_every_start_measures(tmp_path: Path, monkeypat
         drafters._verification_seconds(program, layout, None, options.get("again", False), True)
         return tries[0] - before
 
-    monkeypatch.setattr(measurements, "cache_folder", lambda: tmp_path)
-    monkeypatch.setattr(measurements.time, "time", lambda: now[0])
+    monkeypatch.setattr(threads, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(threads.time, "time", lambda: now[0])
     monkeypatch.setattr(drafters, "measure_costs", measure)
     monkeypatch.setattr(drafters, "checked_run", lambda *_: None)
     monkeypatch.setattr(drafters, "_fingerprint", lambda *_: "key")
@@ -157,4 +157,4 @@ def test_beside_busy_programs_not_every_start_measures(tmp_path: Path, monkeypat
     is_calm[0] = True
     assert [start(seconds) for seconds in (24 * 3600, 1, 1)] == [1, 1, 0]
     is_calm[0] = False
-    assert measurements.is_postponed("verification", "key") is False
+    assert threads.is_postponed("verification", "key") is False

@@ -10,7 +10,7 @@ from localinfer.errors import TemplateError
 from localinfer.generation.chat.history import ChatHistory
 from localinfer.llm import LLM
 from localinfer.models.text.chat_template import ChatTemplate
-from localinfer.models.text.render_time import MAX_RENDER_SECONDS, sharing_render_time
+from localinfer.models.text.template_costs import MAX_RENDER_SECONDS, sharing_render_time
 from localinfer.models.text.tokenizer import Tokenizer
 from localinfer.storage.chats import EncodedChat
 from tests.engine.fakes import ByteTokenizer, FakeModel, FakeTemplate, fake_model

@@ -17,9 +17,9 @@ from localinfer.generation.chat.parser import ReplyParser, joined_calls
 from localinfer.llm import LLM
 from localinfer.loading.options import model_path
 from localinfer.models.load.loader import load_model
-from localinfer.models.text.call_learning import learn_call_format
 from localinfer.models.text.chat_template import ChatTemplate
 from localinfer.models.text.reply_format import CallFormat, ReasoningFormat
+from localinfer.models.text.reply_learning import learn_call_format
 from localinfer.models.text.splitting import SpellingFinder
 from tests.engine.fakes import ByteTokenizer
 from tests.generation.chat.conversations import ASK, called

@@ -7,9 +7,9 @@ import pytest
 
 from localinfer.generation.chat.parser import ReplyParser, joined_calls
 from localinfer.generation.chat.value_types import json_value
-from localinfer.models.text.call_learning import learn_call_format
 from localinfer.models.text.chat_template import ChatTemplate
 from localinfer.models.text.reply_format import CallFormat, ReasoningFormat
+from localinfer.models.text.reply_learning import learn_call_format
 from localinfer.models.text.splitting import SpellingFinder
 from tests.models.text.family_templates import ARGUMENTS, FAMILIES, PARAMETER_FAMILIES, Family
 

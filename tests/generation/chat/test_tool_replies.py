@@ -18,10 +18,9 @@ from localinfer.generation.chat.grammar import ReasoningState
 from localinfer.generation.chat.messages import read_tools
 from localinfer.generation.chat.parser import ReplyParser, joined_calls
 from localinfer.generation.chat.value_types import parameter_types
-from localinfer.models.text.call_learning import learn_call_format
 from localinfer.models.text.chat_template import ChatTemplate
-from localinfer.models.text.reasoning_learning import learn_reasoning_format
 from localinfer.models.text.reply_format import CallFormat, ReasoningFormat
+from localinfer.models.text.reply_learning import learn_call_format, learn_reasoning_format
 from localinfer.models.text.splitting import SpellingFinder
 from tests.conftest import SHARED
 from tests.engine.fakes import ByteTokenizer

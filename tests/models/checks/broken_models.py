@@ -8,7 +8,7 @@ import numpy as np
 
 from localinfer.loading.options import model_path
 from localinfer.models.checks.finding import Finding
-from localinfer.models.checks.known_models import KnownModel, known_models
+from localinfer.models.checks.hyperparameter_checks import KnownModel, known_models
 from localinfer.models.checks.quick import check_loaded
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.load.loader import open_model_file, read_config, read_tokenizer

@@ -8,10 +8,17 @@ import pytest
 from numpy.typing import NDArray
 
 from localinfer.kernels.ops import Pairing
-from localinfer.models.checks.block_grids import judge_copies, judge_halves
-from localinfer.models.checks.byte_runs import Run, RunFinder, is_damage, is_one_word, run_around
+from localinfer.models.checks.damage import (
+    ByteRun,
+    RunFinder,
+    _other_order,
+    is_damage,
+    is_one_word,
+    judge_copies,
+    judge_halves,
+    run_around,
+)
 from localinfer.models.checks.finding import Finding, shortened
-from localinfer.models.checks.head_order import _other_order
 from localinfer.models.checks.tensor_scan import check_tensors
 from localinfer.models.load.loader import open_model_file, read_config
 from localinfer.quant.formats.types import TensorRecord, TensorType
@@ -187,18 +194,18 @@ def test_stretches_that_lie_there_twice_are_found(distance: int) -> None:
 @pytest.mark.parametrize(
     ("run", "all_rows", "wanted"),
     [
-        (Run(1000, 5000), True, True),
-        (Run(1000, 5000), False, True),
-        (Run(1024, 5120), False, False),
-        (Run(1024, 5120), True, False),
-        (Run(1022, 5123), True, False),
-        (Run(512 * 100, 512 * 200), True, True),
-        (Run(512 * 100, 512 * 200), False, False),
-        (Run(512 * 100, 512 * 200, distance=512), True, False),
-        (Run(1100, 1400), True, False),
+        (ByteRun(1000, 5000), True, True),
+        (ByteRun(1000, 5000), False, True),
+        (ByteRun(1024, 5120), False, False),
+        (ByteRun(1024, 5120), True, False),
+        (ByteRun(1022, 5123), True, False),
+        (ByteRun(512 * 100, 512 * 200), True, True),
+        (ByteRun(512 * 100, 512 * 200), False, False),
+        (ByteRun(512 * 100, 512 * 200, distance=512), True, False),
+        (ByteRun(1100, 1400), True, False),
     ],
 )
-def test_a_run_that_ends_within_a_row_is_damage(run: Run, all_rows: bool, wanted: bool) -> None:
+def test_a_run_that_ends_within_a_row_is_damage(run: ByteRun, all_rows: bool, wanted: bool) -> None:
     info = TensorRecord("blk.0.ffn_up.weight", TensorType.F16, (768, 256))
     assert is_damage(run, info, all_rows=all_rows) == wanted
     for shape in ((768 * 256,), (768 * 16, 16)):

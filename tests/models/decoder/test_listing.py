@@ -8,9 +8,9 @@ import pytest
 
 from localinfer.errors import UnsupportedFormatError
 from localinfer.kernels.ops import Matmul, OpGraph
+from localinfer.models.decoder.checked_weights import ShapeWeights
 from localinfer.models.decoder.decoder import write_decoder
 from localinfer.models.decoder.listing import list_program, program_lines
-from localinfer.models.decoder.shape_weights import ShapeWeights
 from localinfer.models.decoder.sparse_attention import index_layers
 from localinfer.quant.gguf.reader import read_gguf
 from tests.models.arch_models import architectures, build_model, read_config

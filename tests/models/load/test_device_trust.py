@@ -8,8 +8,7 @@ import pytest
 from localinfer.errors import BackendUnavailableError
 from localinfer.kernels.cuda.device import FoundDevice
 from localinfer.models.load import devices
-from localinfer.models.load.device_request import DeviceRequest
-from localinfer.models.load.memory_needs import MemoryNeeds
+from localinfer.models.load.placement import DeviceRequest, MemoryNeeds
 
 pytest.importorskip("numba_cuda", reason="CUDA kernels are written with numba-cuda, which is not installed")
 

@@ -19,10 +19,8 @@ from localinfer.kernels.program import Batch, Segment
 from localinfer.loading import drafters
 from localinfer.models.decoder.decoder import kv_layer_shapes
 from localinfer.models.load import devices, loader
-from localinfer.models.load.device_request import DeviceRequest
 from localinfer.models.load.loader import load_model
-from localinfer.models.load.memory_needs import MemoryNeeds, memory_needs
-from localinfer.models.load.placement import choose_placement
+from localinfer.models.load.placement import DeviceRequest, MemoryNeeds, choose_placement, memory_needs
 from localinfer.quant.formats.types import TensorType
 from localinfer.quant.gguf.reader import read_gguf
 from tests.models.arch_models import read_config

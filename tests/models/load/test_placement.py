@@ -7,9 +7,7 @@ import pytest
 
 from localinfer.errors import BackendUnavailableError, RequestError
 from localinfer.kernels.cuda.device import FoundDevice
-from localinfer.models.load.device_request import DeviceRequest
-from localinfer.models.load.memory_needs import MemoryNeeds
-from localinfer.models.load.placement import MARGIN_BYTES, Placement, choose_placement
+from localinfer.models.load.placement import MARGIN_BYTES, DeviceRequest, MemoryNeeds, Placement, choose_placement
 
 GB = 1 << 30
 DENSE = MemoryNeeds(

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from localinfer.errors import ClosedError, CorruptFileError
-from localinfer.models.load.rows_on_demand import RowsOnDemand
+from localinfer.models.load.weights import RowsOnDemand
 from localinfer.quant.gguf.mapped_file import FileStretch, MappedFile
 
 NUM_ROWS, ROW_BYTES, START = 300, 100, 64

@@ -11,7 +11,7 @@ import pytest
 from localinfer.errors import RequestError
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.program import Batch
-from localinfer.models.load import measurements
+from localinfer.models.load import threads
 from localinfer.models.load.threads import checked_threads, choose_decode_threads
 from localinfer.types import FloatArray
 
@@ -33,7 +33,7 @@ class ScriptedProgram:
         self._seconds = seconds
         self._now = 0.0
         self._beside = beside
-        monkeypatch.setattr(measurements.time, "perf_counter", lambda: self._now)
+        monkeypatch.setattr(threads.time, "perf_counter", lambda: self._now)
 
     def run(self, batch: Batch) -> FloatArray:
         self.runs += 1
@@ -43,8 +43,8 @@ class ScriptedProgram:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(measurements, "cache_folder", lambda: tmp_path)
-    monkeypatch.setattr(measurements.OtherLoad, "measure", lambda _: 0.0)
+    monkeypatch.setattr(threads, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(threads.OtherLoad, "measure", lambda _: 0.0)
     return tmp_path
 
 
@@ -109,7 +109,7 @@ def test_what_a_busy_machine_measures_is_not_kept_and_does_not_change_what_is(
 
 def test_a_machine_that_is_always_busy_is_measured_by_every_load(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as busy:
-        busy.setattr(measurements.OtherLoad, "measure", lambda _: 0.4)
+        busy.setattr(threads.OtherLoad, "measure", lambda _: 0.4)
         for _ in range(3):
             found = choose({1: 1.0, 2: 1.5}, busy)
             assert (found.decode_threads, found.runs > 0) == (1, True)
@@ -117,7 +117,7 @@ def test_a_machine_that_is_always_busy_is_measured_by_every_load(folder: Path, m
     for _ in range(2):
         assert choose({1: 1.0, 2: 0.5}, monkeypatch).decode_threads == 2
     with monkeypatch.context() as busy:
-        busy.setattr(measurements.OtherLoad, "measure", lambda _: 0.4)
+        busy.setattr(threads.OtherLoad, "measure", lambda _: 0.4)
         again = choose({1: 1.0, 2: 1.5}, busy)
     assert (again.decode_threads, again.runs) == (2, 0)
     (path,) = folder.iterdir()
@@ -167,10 +167,10 @@ def test_nothing_is_measured_where_that_is_not_wanted(folder: Path, monkeypatch:
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="the scheduler's statistics are of Linux")
 def test_load_by_others_is_the_time_that_threads_wait_for_a_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [(1.0, 0.5), (1.6, 0.9)]
-    monkeypatch.setattr(measurements, "_waiting_seconds", lambda: now.pop(0))
-    assert measurements.OtherLoad().measure() == pytest.approx(0.4)
+    monkeypatch.setattr(threads, "_waiting_seconds", lambda: now.pop(0))
+    assert threads.OtherLoad().measure() == pytest.approx(0.4)
     monkeypatch.undo()
-    found = measurements._waiting_seconds()
+    found = threads._waiting_seconds()
     assert found is None or (found[0] > 0 and found[1] >= 0)
 
 

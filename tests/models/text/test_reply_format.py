@@ -3,12 +3,9 @@
 import pytest
 
 from localinfer.errors import TemplateError
-from localinfer.models.text.call_learning import learn_call_format
 from localinfer.models.text.chat_template import ChatTemplate
-from localinfer.models.text.known_calls import HERMES
-from localinfer.models.text.probes import Trials
-from localinfer.models.text.reasoning_learning import learn_reasoning_format
 from localinfer.models.text.reply_format import THINKING_VARIABLES, CallFormat, ReasoningFormat
+from localinfer.models.text.reply_learning import HERMES, Trials, learn_call_format, learn_reasoning_format
 from localinfer.models.text.splitting import SpellingFinder
 from tests.models.text.family_templates import DEEPSEEK, FAMILIES, HERMES_THINKING, PARAMETER_FAMILIES, PLAIN, Family
 from tests.models.text.newer_templates import CHANNELS, MESSAGES, NUMBERED, OWN_NOTATION
@@ -194,7 +191,7 @@ def test_trials_of_a_template_that_takes_long_come_to_an_end(monkeypatch: pytest
             return ""
 
     clock = iter(range(1000))
-    monkeypatch.setattr("localinfer.models.text.probes.time.thread_time", lambda: float(next(clock)))
+    monkeypatch.setattr("localinfer.models.text.reply_learning.time.thread_time", lambda: float(next(clock)))
     template = Slow()
     trials = Trials(template)  # type: ignore[arg-type]
     assert learn_reasoning_format(trials, "") is None

@@ -11,8 +11,8 @@ from tokenizers.normalizers import Precompiled, Replace, Sequence, Strip
 from tokenizers.pre_tokenizers import Metaspace
 
 from localinfer.errors import TokenizerError
-from localinfer.models.text.charsmap import CharacterMap
 from localinfer.models.text.encoders import LONG_TEXT
+from localinfer.models.text.normalizer import CharacterMap
 from localinfer.models.text.tokenizer import Tokenizer
 from localinfer.models.text.vocabulary import PREFIX
 from tests.models.text.unigram_vocabularies import REPLACED, compiled_map, random_texts, unigram_metadata

@@ -36,9 +36,9 @@ from localinfer.generation.chat.grammar import reply_grammar
 from localinfer.generation.chat.messages import Tool, read_tools
 from localinfer.generation.chat.parser import ReplyParser, joined_calls
 from localinfer.generation.chat.value_types import parameter_types
-from localinfer.models.text.call_learning import learn_call_format
 from localinfer.models.text.chat_template import ChatTemplate
 from localinfer.models.text.reply_format import CallFormat
+from localinfer.models.text.reply_learning import learn_call_format
 from localinfer.models.text.splitting import SpellingFinder
 from localinfer.models.text.tokenizer import Tokenizer
 from tests.proof.fuzz.json_mutation import VALUES, change, changed_text, read, simpler, written

@@ -23,11 +23,9 @@ import jinja2.constants  # noqa: F401
 
 from localinfer.errors import LocalinferError, RequestError, TemplateError
 from localinfer.generation.chat.history import ChatHistory
-from localinfer.models.text import render_time, template_costs
-from localinfer.models.text.call_learning import learn_call_format
+from localinfer.models.text import template_costs
 from localinfer.models.text.chat_template import ChatTemplate, ChatTemplateWarning
-from localinfer.models.text.probes import Trials
-from localinfer.models.text.reasoning_learning import learn_reasoning_format
+from localinfer.models.text.reply_learning import Trials, learn_call_format, learn_reasoning_format
 from localinfer.models.text.splitting import SpellingFinder
 from localinfer.models.text.template_costs import MAX_OUTPUT_CHARACTERS
 from localinfer.models.text.tokenizer import Tokenizer
@@ -290,7 +288,7 @@ def run(data: bytes, folder: Path) -> str:
     }
     variables = {name: value for name, value in variables.items() if name not in _OWN_NAMES}
     template = ChatTemplate(source, "<s>", "</s>", tool_source=tool_source if isinstance(tool_source, str) else None)
-    limit = patch.object(render_time, "MAX_RENDER_SECONDS", _MAX_RENDER_SECONDS)
+    limit = patch.object(template_costs, "MAX_RENDER_SECONDS", _MAX_RENDER_SECONDS)
     with warnings.catch_warnings(), limit:
         warnings.simplefilter("ignore", ChatTemplateWarning)
         began = time.thread_time()
@@ -427,7 +425,7 @@ def _encoded(history: ChatHistory, messages: Any, tools: Any, variables: dict[st
 
     def take(seconds: float) -> None:
         taken.append(seconds)
-        render_time.take_render_time(seconds)
+        template_costs.take_render_time(seconds)
 
     with patch.object(template_costs, "take_render_time", take):
         try:

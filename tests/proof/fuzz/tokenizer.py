@@ -17,8 +17,8 @@ import numpy as np
 
 from localinfer.errors import ContextLengthError, LocalinferError, RequestError, TokenizerError
 from localinfer.models.checkpoint.tokenizer_json import read_tokenizer
-from localinfer.models.text.charsmap import CharacterMap
 from localinfer.models.text.encoders import BYTE_CHARACTERS, SPACE_MARK
+from localinfer.models.text.normalizer import CharacterMap
 from localinfer.models.text.splitting import CONTROL_TEXTS, PRE_TOKENIZERS, TokenizerWarning
 from localinfer.models.text.tokenizer import StopMatcher, StreamDecoder, Tokenizer
 from localinfer.models.text.vocabulary import TokenType

@@ -9,8 +9,8 @@ import pytest
 from localinfer.errors import CorruptFileError, UnsupportedFormatError
 from localinfer.quant.checkpoint.folder import open_folder
 from localinfer.quant.checkpoint.groups import GroupedMatrix
+from localinfer.quant.checkpoint.module_reader import common_type
 from localinfer.quant.checkpoint.quantization import open_quantization
-from localinfer.quant.checkpoint.stored_matrix import common_type
 from localinfer.quant.formats.reference import dequantize
 from localinfer.quant.formats.types import TensorType
 from tests.support.checkpoint_files import Stored, write_folder

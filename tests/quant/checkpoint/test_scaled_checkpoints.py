@@ -10,8 +10,8 @@ import pytest
 
 from localinfer.errors import CorruptFileError, ModelFileError, UnsupportedFormatError
 from localinfer.quant.checkpoint.folder import open_folder
+from localinfer.quant.checkpoint.module_reader import StoredMatrix
 from localinfer.quant.checkpoint.quantization import open_quantization
-from localinfer.quant.checkpoint.stored_matrix import StoredMatrix
 from localinfer.quant.formats.reference import dequantize
 from localinfer.quant.formats.types import TensorType, row_bytes
 from tests.support import scaled_checkpoints as writers

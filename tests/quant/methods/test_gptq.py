@@ -5,9 +5,17 @@ import pytest
 
 from localinfer.quant.formats.reference import dequantize, quantize
 from localinfer.quant.formats.types import TensorType
-from localinfer.quant.methods.gptq import quantize_with_feedback, round_with_feedback
+from localinfer.quant.methods.gptq import (
+    DAMPING,
+    SHIFT,
+    Factor,
+    factor,
+    quantize_with_feedback,
+    round_with_feedback,
+    row_losses,
+    shifted,
+)
 from localinfer.quant.methods.grids import read_grid
-from localinfer.quant.methods.hessian import DAMPING, SHIFT, Factor, factor, row_losses, shifted
 from localinfer.quant.methods.workers import Workers
 from tests.quant.methods.grid_oracle import nearest
 

@@ -12,10 +12,8 @@ from localinfer.models import demo
 from localinfer.models.load import devices
 from localinfer.quant.formats.reference import quantize as encode
 from localinfer.quant.formats.types import TensorType
-from localinfer.quant.methods.gptq import quantize_with_feedback
-from localinfer.quant.methods.hessian import factor
-from localinfer.quant.methods.torch_workers import TorchWorkers
-from localinfer.quant.methods.workers import Workers
+from localinfer.quant.methods.gptq import factor, quantize_with_feedback
+from localinfer.quant.methods.workers import TorchWorkers, Workers
 
 torch = pytest.importorskip("torch")
 MODEL = Path(demo.__file__).parent / "demo-f16.gguf"
