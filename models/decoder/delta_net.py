@@ -1,10 +1,7 @@
-(
-    """Delta nets: the gated delta rule of Qwen3-Next, Qwen3.5 and OLMo Hybrid, and Kimi's with a decay per key channel.
+"""Delta nets: the gated delta rule of Qwen3-Next, Qwen3.5 and OLMo Hybrid, and Kimi's with a decay per key channel.
 
 Sources: Gated Delta Networks (arXiv 2412.06464), Kimi Linear (arXiv 2510.26692), and the published models' code.
 """
-    ""
-)
 
 import math
 

@@ -29,7 +29,7 @@ SETUP = """
 import logging, os, shutil, sys
 import localinfer
 from localinfer.errors import CorruptFileError, SessionFileError
-from localinfer.models.load import rows_on_demand
+from localinfer.models.load import weights
 model, other, place = {model!r}, {other!r}, {place!r}
 path, folder = place + "/model.gguf", place + "/cache"
 CHANGES = {changes!r}
@@ -52,7 +52,7 @@ def load(whole):
     os.utime(path, ns=(10**18, 10**18))
     # Not whole: as of a table too large to be read at once.
     sizes = dict(whole_bytes=4 << 20, block_bytes=1) if whole else dict(whole_bytes=0, block_bytes=1)
-    rows_on_demand.RowsOnDemand.__init__.__kwdefaults__.update(sizes)
+    weights.RowsOnDemand.__init__.__kwdefaults__.update(sizes)
     said.clear()
     return localinfer.load(path, threads=1, disk_cache=True, disk_cache_folder=folder)
 
