@@ -1,4 +1,4 @@
-"""The programs in `examples/`, each in a process of its own, and the README's code for apps."""
+"""The programs in `examples/`, each in a process of its own, and the code of `docs/apps.md`."""
 
 import importlib.util
 import json
@@ -17,6 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.support.documents import blocks
 from tests.support.limits import seconds, wait_until
 
 
@@ -346,13 +347,6 @@ def test_the_server_of_a_program_of_node_ends_with_it_however_it_ends(path_with_
             assert wait_until(lambda server=server: not server.is_running() or server.status() == psutil.STATUS_ZOMBIE)
 
 
-def in_an_app(language: str) -> str:
-    """The code of the README's part for developers of apps."""
-    text = (REPOSITORY / "README.md").read_text(encoding="utf-8").partition("\n## In an app\n")[2].partition("\n## ")[0]
-    (code,) = re.findall(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
-    return code
-
-
 @pytest.fixture
 def folder_with_model(tmp_path: Path) -> Path:
     """A folder whose model.gguf is the demo model."""
@@ -360,16 +354,18 @@ def folder_with_model(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_code_for_apps_in_the_readme_runs(folder_with_model: Path) -> None:
-    printed = run(sys.executable, "-c", in_an_app("python"), cwd=folder_with_model)
+def test_the_code_for_apps_in_the_guide_runs(folder_with_model: Path) -> None:
+    (code,) = (text for text in blocks("docs/apps.md", "python") if "asyncio.run(main())" in text)
+    printed = run(sys.executable, "-c", code, cwd=folder_with_model)
     assert "Availability(supported=True" in printed and "getting ready to answer 1 1" in printed
     assert re.search(r"Order\(fruit='(apple|pear)', is_gift=(True|False)\)\n", printed)
 
 
 @UNIX_ONLY
-def test_the_server_for_apps_in_the_readme_answers(folder_with_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_server_for_apps_in_the_guide_answers(folder_with_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("APP_TOKEN", "x" * 32)
-    program, *words = shlex.split(in_an_app("sh"))
+    (line,) = (line for text in blocks("docs/apps.md", "sh") for line in text.splitlines() if "--ready-json" in line)
+    program, *words = shlex.split(line)
     assert program == "localinfer"
     with started(sys.executable, "-m", "localinfer", *words, cwd=folder_with_model) as process:
         ready = json.loads(read_until(process, lambda printed: printed.endswith(b"\n")))

@@ -128,17 +128,6 @@ def test_every_folder_has_a_readme(folder):
     assert (REPOSITORY / folder / "README.md").is_file()
 
 
-def test_links_and_paths_in_documents_exist():
-    broken = []
-    for document in [*REPOSITORY.glob("*.md"), *(REPOSITORY / folder / "README.md" for folder in (*FOLDERS, "tests"))]:
-        if not document.is_file():
-            continue
-        for target in re.findall(r"\]\(([^)#]+)\)", document.read_text(encoding="utf-8")):
-            if "://" not in target and not (document.parent / target).exists():
-                broken.append(f"{relative(document)}: {target}")
-    assert broken == []
-
-
 def test_readme_commands_are_the_ones_ci_runs():
     readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
     commands = [line for line in readme.splitlines() if line.startswith("python3 -m venv")]

@@ -82,6 +82,7 @@ def test_extras_are_the_documented_ones(settings):
         "bench",
         "cuda",
         "dev",
+        "docs",
         "plot",
     }
 
