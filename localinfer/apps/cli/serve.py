@@ -70,16 +70,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelsOptions:
-    """Which models are served beside that of -m, and how they share the memory.
-
-    folder, config: paths. pulled: those of `localinfer pull` too. load_wait: how long a request for a model waits for
-    memory that running replies hold, in seconds.
-    """
+    """Models beside that of -m, and how they share the memory."""
 
     folder: str | None = None
+    """Path of a folder of models."""
     pulled: bool = False
+    """Whether the models of `localinfer pull` are served."""
     config: str | None = None
+    """Path of the file of --models-config."""
     load_wait: float = 300.0
+    """Seconds that a request waits for memory that running replies hold."""
 
     @property
     def names_some(self) -> bool:

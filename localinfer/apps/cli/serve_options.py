@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from localinfer.apps.server.operation.requests import Observer
     from localinfer.apps.server.replies.service import Observability
     from localinfer.apps.server.router.model_folder import ModelSource
-    from localinfer.apps.server.transport.settings import AccessToken, HandoverOptions, Role, ServerSettings
+    from localinfer.apps.server.transport.settings import AccessToken, KVTransferOptions, Role, ServerSettings
     from localinfer.llm import LLM
     from localinfer.storage.kv_events.publisher import KVEventPublisher
     from localinfer.storage.response_store import ResponseStoreOptions
@@ -331,9 +331,9 @@ class RoleOptions:
     prefill_deadline: float | None = None
     prefill_token_file: str | None = None
 
-    def handover(self, load: Mapping[str, Any]) -> "HandoverOptions":
+    def handover(self, load: Mapping[str, Any]) -> "KVTransferOptions":
         """The server's role. load: options with which its models are loaded. Raises: RequestError."""
-        from localinfer.apps.server.transport.settings import HandoverOptions, PrefillAddress
+        from localinfer.apps.server.transport.settings import KVTransferOptions, PrefillAddress
 
         if self.role != "both" and not load.get("disk_cache", True):
             raise RequestError(
@@ -353,7 +353,7 @@ class RoleOptions:
         given: dict[str, Any] = {"threshold": self.prefill_threshold, "deadline_seconds": self.prefill_deadline}
         if self.prefill_token_file is not None:
             given["token"] = read_tokens(expand_home(self.prefill_token_file))[0].value
-        return HandoverOptions(
+        return KVTransferOptions(
             role=self.role,
             servers=tuple(PrefillAddress(name) for name in self.prefill_server),
             **{name: value for name, value in given.items() if value is not None},
@@ -368,7 +368,7 @@ class RoleOptions:
             llm.handover_fingerprint()
         return llm
 
-    def described(self, handover: "HandoverOptions") -> str | None:
+    def described(self, handover: "KVTransferOptions") -> str | None:
         """What the user is told of the role, None where there is nothing to tell."""
         if self.role == "prefill":
             return "this server computes prompts for decode servers, and generates no text"
@@ -578,17 +578,18 @@ _REASONING = {"on": True, "off": False, "auto": None}
 
 @dataclass(frozen=True, kw_only=True)
 class ServerDefaults:
-    """Options of generations that requests do not name, and what the server is called by.
-
-    options: of generation, by name. thinking, thinking_budget: for models that reason. aliases: names of the model of
-    -m, the first of which is its id. api_key: the token that clients must show; None for none, or for another option's.
-    """
+    """Options of generations that requests do not name, and the names of the server's model."""
 
     options: Mapping[str, Any] = field(default_factory=dict)
+    """Options of generation, by name."""
     thinking: bool | None = None
+    """Whether models that can reason do so, None as their template says."""
     thinking_budget: int | None = None
+    """Most tokens of reasoning, None for no limit."""
     aliases: tuple[str, ...] = ()
+    """Names of the model of -m, the first of which is its id."""
     api_key: str | None = field(default=None, repr=False)
+    """Token that clients must show; None for none, or for another option's."""
 
     def apply(self, llm: "LLM", own: Mapping[str, Any]) -> None:
         """Let a model that was just loaded follow them, over what its file recommends and under what is its own.

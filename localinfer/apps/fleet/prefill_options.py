@@ -7,7 +7,7 @@ from localinfer.apps.fleet.replica_models import ReplicaOptions
 from localinfer.apps.server.transport.settings import (
     DEFAULT_DEADLINE_SECONDS,
     DEFAULT_THRESHOLD,
-    HandoverOptions,
+    KVTransferOptions,
     ServerSettings,
 )
 from localinfer.arguments import check_number
@@ -53,11 +53,11 @@ class PrefillOptions:
             raise RequestError(
                 "kv_window keeps no whole prompt, so none can be handed over; leave out prefill_replicas"
             )
-        if options.settings.handover != HandoverOptions():
+        if options.settings.handover != KVTransferOptions():
             raise RequestError(
                 "settings.handover and prefill_replicas both say who computes prompts; leave one of them out"
             )
-        handover = HandoverOptions(
+        handover = KVTransferOptions(
             threshold=DEFAULT_THRESHOLD if self.threshold is None else self.threshold,
             deadline_seconds=DEFAULT_DEADLINE_SECONDS if self.deadline is None else self.deadline,
         )
@@ -71,7 +71,7 @@ class PrefillOptions:
             max_body_bytes=max(asking.settings.max_body_bytes, ServerSettings.max_body_bytes),
             kept_responses=ResponseStoreOptions(max_bytes=0),
             serves_page=False,
-            handover=HandoverOptions(role="prefill"),
+            handover=KVTransferOptions(role="prefill"),
         )
         return replace(asking, settings=settings)
 

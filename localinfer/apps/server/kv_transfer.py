@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from localinfer.apps.server.operation.metrics import Metrics
-from localinfer.apps.server.transport.settings import HandoverOptions, PrefillAddress
+from localinfer.apps.server.transport.settings import KVTransferOptions, PrefillAddress
 from localinfer.errors import ClosedError, LocalinferError
 
 if TYPE_CHECKING:
@@ -39,13 +39,16 @@ class PrefillCancelled(Exception):
 
 @dataclass(frozen=True)
 class PrefillAnswer:
-    """What a prefill server has done. stored_tokens: leading ids that it wrote; cached_tokens: that it knew before;
-    problem: why not all are written; has_failed: because it cannot write, and not for this prompt only."""
+    """The outcome of a prompt on a prefill server."""
 
     stored_tokens: int
+    """Leading ids that it wrote."""
     cached_tokens: int
+    """Leading ids that it knew before."""
     problem: str | None = None
+    """Why not all are written."""
     has_failed: bool = False
+    """Whether it cannot write at all, and not only this prompt."""
 
 
 class PrefillServer(Protocol):
@@ -144,7 +147,7 @@ class HttpPrefillServer:
                 sock.close()
 
 
-def http_servers(options: HandoverOptions) -> tuple[HttpPrefillServer, ...]:
+def http_servers(options: KVTransferOptions) -> tuple[HttpPrefillServer, ...]:
     """Those that a decode server was told of."""
     return tuple(HttpPrefillServer(address, options.token) for address in options.servers)
 
@@ -231,24 +234,28 @@ _LEAST_PAUSE_SECONDS, _MOST_PAUSE_SECONDS = 2.0, 60.0
 
 @dataclass(eq=False)
 class _Server:
-    """What is known of a prefill server. num_asked: prompts that it computes for this process now. paused_until: on
-    the monotonic clock, after a failure. failure: the last one, None once it has answered."""
+    """State of a prefill server."""
 
     asked: PrefillServer
     num_asked: int = 0
+    """Prompts that it computes for this process now."""
     last_asked: int = 0
+    """Number of the last prompt that it was sent, of all servers' together."""
     paused_until: float = 0.0
+    """On the monotonic clock, after a failure."""
     pause_seconds: float = _LEAST_PAUSE_SECONDS
+    """Length of the next pause."""
     failure: str | None = None
+    """The last one, None once it has answered."""
 
 
-class PromptHandover:
+class KVTransfer:
     """Has prompts computed by prefill servers. Any thread may call; each call blocks its thread.
 
     options: which prompts, and how long one is waited for. servers: who is asked.
     """
 
-    def __init__(self, options: HandoverOptions, metrics: Metrics, servers: Sequence[PrefillServer]) -> None:
+    def __init__(self, options: KVTransferOptions, metrics: Metrics, servers: Sequence[PrefillServer]) -> None:
         self._options = options
         self._metrics = metrics
         self._lock = threading.Lock()

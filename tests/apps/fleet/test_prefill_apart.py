@@ -15,7 +15,7 @@ from localinfer.apps.fleet.prefill_deployment import HEADERS, PrefillDeployment
 from localinfer.apps.fleet.prefill_options import PrefillOptions, with_threads
 from localinfer.apps.fleet.replica_models import ReplicaOptions
 from localinfer.apps.server.kv_transfer import PrefillCancelled
-from localinfer.apps.server.transport.settings import HandoverOptions, PrefillAddress, ServerSettings
+from localinfer.apps.server.transport.settings import KVTransferOptions, PrefillAddress, ServerSettings
 from localinfer.errors import RequestError
 
 STORY = "Once upon a time a small dog found a red ball in the garden, and the cat saw it too. "
@@ -252,7 +252,7 @@ def test_models_that_keep_no_prompts_hand_none_over(load: dict[str, Any], words:
 
 
 def test_who_computes_prompts_is_said_once(tmp_path: Path) -> None:
-    served = HandoverOptions(role="decode", servers=(PrefillAddress("http://127.0.0.1:1"),))
+    served = KVTransferOptions(role="decode", servers=(PrefillAddress("http://127.0.0.1:1"),))
     both = ReplicaOptions(None, None, ServerSettings(handover=served), {})
     with pytest.raises(RequestError, match="leave one of them out"):
         APART.asking(both)

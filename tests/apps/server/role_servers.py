@@ -10,7 +10,7 @@ from local_servers import ServedModel, serving
 
 import localinfer
 from localinfer.apps.server.router.model_folder import ModelSource
-from localinfer.apps.server.transport.settings import HandoverOptions, PrefillAddress, ServerSettings
+from localinfer.apps.server.transport.settings import KVTransferOptions, PrefillAddress, ServerSettings
 from localinfer.llm import LLM
 
 THRESHOLD = 32
@@ -37,14 +37,14 @@ def loaded(running: ServedModel) -> LLM:
     return llm
 
 
-def decode_options(*names: str, **more: Any) -> HandoverOptions:
+def decode_options(*names: str, **more: Any) -> KVTransferOptions:
     addresses = tuple(PrefillAddress(name) for name in names)
-    return HandoverOptions(role="decode", servers=addresses, **{"threshold": THRESHOLD, **more})
+    return KVTransferOptions(role="decode", servers=addresses, **{"threshold": THRESHOLD, **more})
 
 
 @contextmanager
 def prefilling(folder: Path, **settings: Any) -> Iterator[ServedModel]:
-    wanted = ServerSettings(port=0, handover=HandoverOptions(role="prefill"), **settings)
+    wanted = ServerSettings(port=0, handover=KVTransferOptions(role="prefill"), **settings)
     with serving(wanted, load=loader(folder)) as running:
         yield running
 

@@ -15,13 +15,13 @@ import pytest
 
 from localinfer.apps.server.kv_transfer import (
     HttpPrefillServer,
+    KVTransfer,
     PrefillAnswer,
     PrefillCancelled,
     PrefillFailed,
-    PromptHandover,
 )
 from localinfer.apps.server.operation.metrics import Metrics
-from localinfer.apps.server.transport.settings import HandoverOptions, PrefillAddress
+from localinfer.apps.server.transport.settings import KVTransferOptions, PrefillAddress
 from tests.support.limits import seconds
 
 LINES = b'{}\n{"computed_tokens": 4}\n{"stored_tokens": 7, "cached_tokens": 3, "problem": null, "has_failed": false}\n'
@@ -208,10 +208,8 @@ class Model:
         return SimpleNamespace(parts={})
 
 
-def prepared(
-    servers: Servers, model: Model, handover: PromptHandover | None = None
-) -> tuple[PromptHandover, list[int]]:
-    made = handover or PromptHandover(HandoverOptions(threshold=10), Metrics(), servers.all)  # type: ignore[arg-type]
+def prepared(servers: Servers, model: Model, handover: KVTransfer | None = None) -> tuple[KVTransfer, list[int]]:
+    made = handover or KVTransfer(KVTransferOptions(threshold=10), Metrics(), servers.all)  # type: ignore[arg-type]
     noted: list[int] = []
     hints = SimpleNamespace(salt=b"", system_tokens=0, branch_tokens=())
     request = SimpleNamespace(head=np.arange(100, dtype=np.int32), hints=hints, is_over=False, owner="x")

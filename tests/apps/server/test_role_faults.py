@@ -18,7 +18,7 @@ from role_servers import COMPLETION, STORY, decoding, handovers, loaded, loader,
 from server_process import serve
 
 from localinfer.apps.server import kv_transfer
-from localinfer.apps.server.transport.settings import HandoverOptions, ServerSettings
+from localinfer.apps.server.transport.settings import KVTransferOptions, ServerSettings
 from localinfer.storage import page_file
 from tests.support.inside import engine_of
 from tests.support.limits import seconds, wait_until
@@ -68,7 +68,7 @@ def test_a_server_of_another_model_is_named_as_such(
     tmp_path: Path, alone: ServedModel, warned: Callable[[], list[str]]
 ) -> None:
     wanted = sent(alone, "/v1/completions", {**BODY, "cache_salt": "second"})
-    other = ServerSettings(port=0, handover=HandoverOptions(role="prefill"))
+    other = ServerSettings(port=0, handover=KVTransferOptions(role="prefill"))
     with (
         serving(other, load=loader(tmp_path, kv_type="q8_0")) as running,
         decoding(tmp_path, running.url) as decode,

@@ -64,17 +64,18 @@ class KeptConversation(msgspec.Struct):
 
 @dataclass(frozen=True)
 class Turn:
-    """What a request continues, and what it adds.
-
-    before: items of former turns, kept as they are; new: those of this one. parent: the response that `before` ends
-    with, if one does. is_kept: whether the response will be kept.
-    """
+    """A turn of a conversation: the items that it continues, and those that it adds."""
 
     before: Sequence[Item]
+    """Items of former turns, as they are kept."""
     new: Sequence[InputItem]
+    """Items of this one."""
     is_kept: bool
+    """Whether the response will be kept."""
     parent: str | None = None
+    """The response that `before` ends with, if one does."""
     conversation: str | None = None
+    """The conversation that both belong to, if any."""
 
     def items(self) -> list[InputItem]:
         """All items, in order."""

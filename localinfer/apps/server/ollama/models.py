@@ -60,12 +60,10 @@ _ARRAY = re.compile(r"array of \d+ ")
 
 @dataclass(frozen=True)
 class OllamaModelFacts:
-    """A model's file. digest: 64 hexadecimal digits that change with the file. template: "" without one.
-
-    model_info: its metadata under GGUF's keys, None for long arrays. tensors: name, type and shape of each.
-    """
+    """Properties of a model's file under Ollama's names."""
 
     digest: str
+    """64 hexadecimal digits that change with the file."""
     num_bytes: int
     format: str
     family: str
@@ -74,10 +72,14 @@ class OllamaModelFacts:
     context_length: int | None
     embedding_length: int | None
     template: str
+    """The chat template, "" without one."""
     license: str
     model_info: Mapping[str, Any]
+    """Metadata under GGUF's keys, None for long arrays."""
     tensors: tuple[Mapping[str, Any], ...]
+    """Name, type and shape of each."""
     problem: str = ""
+    """Why the file could not be read, "" if it could."""
 
     def details(self) -> dict[str, Any]:
         """What Ollama lists of a model."""

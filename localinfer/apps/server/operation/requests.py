@@ -54,34 +54,40 @@ class ReplyFigures(Protocol):
 
 @dataclass
 class RequestRecord:
-    """One request.
-
-    id: the one that its client was told. route: the one that answered, without `/v1`; None where none did. token: the
-    name of the token that was shown, "" for none. began: in seconds since 1970; seconds: to the last byte. model,
-    numbers: what it asked for. reply: what was generated for it, or input_tokens: what was read by a request without
-    one. tenant: whom it belongs to, where clients are kept apart; cache_salt: the option of that name. priority: what
-    it asked for, None if it did not say. error: the code
-    or the class of what failed. headers: of the request, of which only the parent of a trace is read. notices: what its
-    answer says of members that were not read.
-    """
+    """A request: its route, its end and its cost, and none of its text."""
 
     id: str = ""
+    """The id that its client was told."""
     method: str = ""
     route: str | None = None
+    """The route that answered, without `/v1`; None where none did."""
     status: int = 0
     token: str = ""
+    """Name of the token that was shown, "" for none."""
     began: float = field(default_factory=time.time)
+    """Seconds since 1970."""
     seconds: float = 0.0
+    """Time to the last byte."""
     model: str | None = None
+    """The model that was asked for."""
     numbers: Mapping[str, float] = field(default_factory=dict)
+    """Numeric options that were asked for."""
     reply: ReplyFigures | None = None
+    """Figures of the texts that were generated."""
     input_tokens: int = 0
+    """Tokens read by a request that generates none."""
     tenant: str = field(default="", repr=False)
+    """The owner, where clients are kept apart."""
     cache_salt: str | None = field(default=None, repr=False)
+    """The option of that name."""
     priority: int | None = None
+    """The priority that was asked for, None for none."""
     error: str | None = None
+    """Code or class of the failure."""
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """Headers of the request; only the parent of a trace is read."""
     notices: list[str] = field(default_factory=list, repr=False)
+    """Notices of its answer about members that were not read."""
 
     @property
     def uses_model(self) -> bool:

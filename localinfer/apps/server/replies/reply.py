@@ -327,17 +327,16 @@ class ServerState:
 
 @dataclass(frozen=True)
 class TextPlan:
-    """A text to be generated: `open` checks the request and returns the stream, and may raise.
-
-    follows: the index of a text with the same prompt, whose first token this one awaits, to take its prompt from the
-    cache. reserve: called with the stream when the request was checked, before anything is computed; may raise.
-    prepare: called before the first event, with the stream and whether it was cancelled; must not raise.
-    """
+    """A text to be generated."""
 
     open: Callable[[], "TextStream"]
+    """Checks the request and returns the stream; may raise."""
     follows: int | None = None
+    """Index of a text with the same prompt, whose first token this one awaits, to take its prompt from the cache."""
     reserve: "Callable[[TextStream], None] | None" = None
+    """Called with the stream when the request was checked, before anything is computed; may raise."""
     prepare: "Callable[[TextStream, Callable[[], bool]], None] | None" = None
+    """Called before the first event, with the stream and whether it was cancelled; must not raise."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from localinfer.apps.server.kv_transfer import PrefillServer, PromptHandover, http_servers
+from localinfer.apps.server.kv_transfer import KVTransfer, PrefillServer, http_servers
 from localinfer.apps.server.operation.metrics import Metrics
 from localinfer.apps.server.operation.rate_limits import RateLimiter, Reservation
 from localinfer.apps.server.operation.requests import Observer, RequestLog, RequestRecord, error_name, record_of
@@ -65,15 +65,14 @@ class Configuration:
 
 @dataclass(frozen=True)
 class Observability:
-    """How a server is watched, and how its configuration is read again.
-
-    observers: told of every request at its end. request_log: gets all of them whole. read_configuration: is given the
-    present settings, in a thread, and may raise; None: nothing can be read again.
-    """
+    """Observers of a server, and the reader of its configuration."""
 
     observers: tuple[Observer, ...] = ()
+    """Told of every request at its end."""
     request_log: RequestLog | None = None
+    """Gets all requests whole."""
     read_configuration: Callable[[ServerSettings], Configuration] | None = None
+    """Given the present settings, in a thread, and may raise; None: nothing can be read again."""
 
 
 NO_OBSERVABILITY = Observability()
@@ -112,7 +111,7 @@ class Service:
         self.metrics = Metrics()
         self.registry = make_registry(self.metrics)
         asked = (*http_servers(settings.handover), *prefill_servers)
-        self.handover = PromptHandover(settings.handover, self.metrics, asked) if asked else None
+        self.kv_transfer = KVTransfer(settings.handover, self.metrics, asked) if asked else None
         self.limiter = RateLimiter(lambda: self.settings)
         self.metrics.engines = lambda: {
             model.source.id: model.llm.engine_stats for model in self.registry.models() if model.llm is not None
@@ -290,8 +289,8 @@ class Service:
             self.slots.take(lease.model_id, reply_id, None if index else id_slot, record.tenant, record.cache_salt)
             for index in range(len(plans))
         ]
-        handover = self.handover
-        prepare = None if handover is None else partial(handover.prepare, lease.llm, lease.model_id)
+        transfer = self.kv_transfer
+        prepare = None if transfer is None else partial(transfer.prepare, lease.llm, lease.model_id)
         # Who relays a reply holds its client's limits.
         reservation = Reservation(self.limiter, record.token) if relay is None else relay
         copies, room = Counter(plan.follows for plan in plans), lease.llm.context_length

@@ -33,24 +33,26 @@ class ComputedWork:
 
 @dataclass
 class ReplyTotals:
-    """Sums over the texts that have ended; used on the event loop.
-
-    num_passes: of the model, as if each text had run alone. num_running: texts that ran when one ended, summed up.
-    num_drafts: with at least one token. accepted_by_position: by place in the draft. recent: work since `take_recent`.
-    """
+    """Sums over the texts that have ended; used on the event loop."""
 
     work: ComputedWork = field(default_factory=ComputedWork)
+    """All work since the start."""
     recent: ComputedWork = field(default_factory=ComputedWork)
+    """Work since `take_recent`."""
     cached_tokens: int = 0
     completion_tokens: int = 0
     num_texts: int = 0
     num_running: int = 0
+    """Texts that ran when one ended, summed up."""
     num_passes: int = 0
+    """Passes of the model, as if each text had run alone."""
     longest_tokens: int = 0
     num_drafts: int = 0
+    """Drafts with at least one token."""
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     accepted_by_position: list[int] = field(default_factory=list)
+    """Accepted tokens by their position in the draft."""
 
     def count_text(self, stats: "Stats", num_running: int) -> None:
         """Count a text that was generated. num_running: texts that ran just before it ended."""
@@ -96,19 +98,19 @@ NO_SLOT = -1
 
 @dataclass(eq=False)
 class SlotText:
-    """A text in a slot, or the last one that was there. reply_id: None for one that was restored from a file.
-
-    token_ids: known once it has ended. tenant: whose it is, where clients are kept apart. cache_salt: the option with
-    which it was generated.
-    """
+    """A text in a slot, or the last one that was there."""
 
     slot_id: int
     model_id: str
     reply_id: str | None = None
+    """None for a text that was restored from a file."""
     token_ids: "Sequence[int] | TokenIds" = ()
+    """Known once it has ended."""
     has_ended: bool = False
     tenant: str = ""
+    """The owner, where clients are kept apart."""
     cache_salt: str | None = None
+    """The option with which it was generated."""
     _stream: "TextStream | None" = field(default=None, repr=False)
 
     def opening(self, open_stream: "Callable[[], TextStream]") -> "Callable[[], TextStream]":

@@ -19,17 +19,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """Settings of one model.
-
-    load: arguments of `localinfer.load` in place of the server's. sampling: values by the names of SamplingParams,
-    where a request says nothing. is_pinned: loaded when the server starts, and never unloaded. keep_alive_seconds: how
-    long it stays loaded without requests, math.inf for ever; None as the server's others.
-    """
+    """Per-model overrides of server defaults."""
 
     load: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """Arguments of `localinfer.load`."""
     sampling: Mapping[str, float | int] = field(default_factory=dict, hash=False)
+    """Values by the names of SamplingParams, for requests that name none."""
     is_pinned: bool = False
+    """Loaded when the server starts, and never unloaded."""
     keep_alive_seconds: float | None = None
+    """Time that it stays loaded without requests, math.inf for ever; None: the server's."""
 
 
 _LEAST_CONTEXT = 512
@@ -38,18 +37,20 @@ _LEAST_CONTEXT = 512
 
 @dataclass(frozen=True)
 class MemoryNeed:
-    """Bytes that a model takes: its weights with all that comes with them, and its cache per token of context.
-
-    context_length: tokens that it will have room for. capabilities: what it can be asked for. file_bytes: on disk.
-    trained_context_length: as its file says.
-    """
+    """Bytes that a model takes."""
 
     fixed_bytes: int
+    """Weights, with all that comes with them."""
     bytes_per_token: int
+    """Cache per token of context."""
     context_length: int
+    """Tokens that it will have room for."""
     capabilities: tuple[str, ...] = ("completion", "chat", "embeddings")
+    """Kinds of requests that it answers."""
     file_bytes: int = 0
+    """Bytes on disk."""
     trained_context_length: int | None = None
+    """The context length that its file names."""
 
     def largest_context(self, available_bytes: int) -> int:
         """How many tokens of context fit beside the weights, 0 if not even the weights do."""
@@ -135,17 +136,18 @@ _PART = re.compile(r"(?P<name>.*)-(?P<number>\d+)-of-\d+")
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model that can be loaded: its name to clients, which does not show where the folder lies, and its file.
-
-    created: when the file was last changed, in seconds since 1970. aliases: further names that clients may use.
-    settings: what holds for this model alone.
-    """
+    """A model that can be loaded."""
 
     id: str
+    """Its name to clients, which does not show its folder."""
     path: Path
+    """Its file or folder."""
     created: int
+    """When the file was last changed, in seconds since 1970."""
     aliases: tuple[str, ...] = ()
+    """Further names that clients may use."""
     settings: ModelSettings = ModelSettings()
+    """Its overrides of the server's defaults."""
 
     @cached_property
     def fingerprint(self) -> str:

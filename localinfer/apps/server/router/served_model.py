@@ -20,31 +20,31 @@ ModelState = Literal["unloaded", "loading", "loaded", "failed"]
 
 @dataclass(eq=False)
 class ServedModel:
-    """A model of the server.
-
-    llm: None while it is not loaded. num_leases: replies that use it now; num_waiting: requests that wait for it.
-    keep_alive_seconds: how long it stays loaded without requests, None for ever; own_keep_alive_seconds once it was
-    unloaded.
-    drained_by: what waits for its replies to end, to unload it; new requests wait meanwhile, and load it again.
-    is_served: whether it can still be asked for; one that cannot is unloaded after its replies, pinned or not.
-    waiting_for: the models whose memory it needs and whose replies have to end before it can be loaded.
-    failure: why it could not be loaded, or its file not be read, when that was last tried.
-    """
+    """A model of the server."""
 
     source: ModelSource
     own_keep_alive_seconds: float | None = None
+    """Its `keep_alive_seconds` once it was unloaded."""
     keep_alive_seconds: float | None = field(init=False)
+    """Time that it stays loaded without requests, None for ever."""
     llm: "LLM | None" = None
+    """None while it is not loaded."""
     need: MemoryNeed | None = None
     num_leases: int = 0
+    """Replies that use it now."""
     num_waiting: int = 0
+    """Requests that wait for it."""
     last_used_seconds: float = 0.0
     loading: "asyncio.Task[LLM] | None" = field(default=None, repr=False)
     measuring: "asyncio.Task[MemoryNeed] | None" = field(default=None, repr=False)
     is_served: bool = True
+    """Whether it can be asked for; if not, it is unloaded after its replies, pinned or not."""
     drained_by: set[object] = field(default_factory=set, repr=False)
+    """Waiters for the end of its replies, to unload it; new requests wait meanwhile, and load it again."""
     waiting_for: tuple[str, ...] = ()
+    """Models whose memory it needs and whose replies have to end before it can be loaded."""
     failure: BaseException | None = field(default=None, repr=False)
+    """Why loading it, or reading its file, failed the last time."""
 
     def __post_init__(self) -> None:
         self.keep_alive_seconds = self.own_keep_alive_seconds

@@ -53,16 +53,16 @@ _IS_SIGN[_COMMA] = True
 
 
 class JsonShape(NamedTuple):
-    """Of a text, or of what of it was read before a limit was passed.
-
-    depth: of the deepest bracket. values: at most so many, by commas and brackets that open. containers: objects and
-    arrays. entries: of the outermost object or array.
-    """
+    """The size of a JSON text, or of as much of it as was read before a limit was passed."""
 
     depth: int = 0
+    """Depth of the deepest bracket."""
     values: int = 0
+    """An upper bound, by commas and opening brackets."""
     containers: int = 0
+    """Objects and arrays."""
     entries: int = 0
+    """Entries of the outermost object or array."""
 
 
 def json_shape(text: bytes | bytearray | memoryview, most_depth: int, most_values: int) -> JsonShape:

@@ -28,19 +28,21 @@ _HOW = "write NAME: TOKEN LIMIT=NUMBER LIMIT=NUMBER"
 
 @dataclass(frozen=True, kw_only=True)
 class Quota:
-    """Limits of one token, or of each that has none of its own; None where there is none.
+    """Limits of one token, or of each that has none of its own; None for no limit.
 
-    requests_per_minute, tokens_per_minute: that it asks for; tokens are those read and generated. max_running: texts
-    that are generated at one time, by each model. max_queued: texts that may wait for that. min_priority: the most
-    urgent that it may ask for, and what it gets where it asks for none and the number is above 0.
     Raises: RequestError naming the limit.
     """
 
     requests_per_minute: int | None = None
+    """Requests in any minute."""
     tokens_per_minute: int | None = None
+    """Tokens read and generated in any minute."""
     max_running: int | None = None
+    """Texts that are generated at one time, by each model."""
     max_queued: int | None = None
+    """Texts that wait for that."""
     min_priority: int | None = None
+    """The most urgent priority; also the default priority where it is above 0."""
 
     def __post_init__(self) -> None:
         for limit in fields(self):
@@ -218,20 +220,20 @@ class PrefillAddress:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HandoverOptions:
-    """The role of a server; checked when it is made.
-
-    role: prefill: computes prompts for others, and generates no text; decode: generates texts, whose long prompts the
-    `servers` compute; both: does all itself. threshold: tokens of a prompt that are not cached anywhere from which on
-    it is handed over. deadline_seconds: after which a prompt is computed here instead. token: shown to the servers.
-    Raises: RequestError.
-    """
+class KVTransferOptions:
+    """The role of a server in KV transfer; checked when it is made. Raises: RequestError."""
 
     role: Role = "both"
+    """prefill: computes prompts for others, and generates no text; decode: has long prompts computed by `servers`;
+    both: does all itself."""
     servers: tuple[PrefillAddress, ...] = ()
+    """Prefill servers."""
     threshold: int = DEFAULT_THRESHOLD
+    """Tokens of a prompt, cached nowhere, from which on a prefill server computes it."""
     deadline_seconds: float = DEFAULT_DEADLINE_SECONDS
+    """Time after which a prompt is computed here instead."""
     token: str | None = field(default=None, repr=False)
+    """Shown to the servers."""
 
     def __post_init__(self) -> None:
         if self.role not in ROLES:
@@ -313,7 +315,7 @@ class ServerSettings:
     shows_metrics: bool = True
     pooling: str | None = None
     isolates_cache: bool = False
-    handover: HandoverOptions = HandoverOptions()
+    handover: KVTransferOptions = KVTransferOptions()
     tokens: tuple[AccessToken, ...] = ()
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
