@@ -37,7 +37,9 @@ if TYPE_CHECKING:
 
 _FOLDER = os.path.dirname(os.path.abspath(__file__))
 _CHECKOUT = os.path.dirname(_FOLDER)
-if not os.path.isdir(os.path.join(_FOLDER, "kernels")) and os.path.isfile(os.path.join(_CHECKOUT, "kernels", "ops.py")):
+if not os.path.isdir(os.path.join(_FOLDER, "kernels")) and os.path.isfile(
+    os.path.join(_CHECKOUT, "kernels", "program.py")
+):
     # Python run in a checkout finds this folder before any installed copy; the floors below lie beside it there.
     __path__.append(_CHECKOUT)
 

@@ -39,21 +39,6 @@ from localinfer.kernels.ops.attention import (
 from localinfer.kernels.ops.attention import (
     StoreKV as StoreKV,
 )
-from localinfer.kernels.ops.base import (
-    Buffer as Buffer,
-)
-from localinfer.kernels.ops.base import (
-    EmbeddingTable as EmbeddingTable,
-)
-from localinfer.kernels.ops.base import (
-    LinearWeight as LinearWeight,
-)
-from localinfer.kernels.ops.base import (
-    Record as Record,
-)
-from localinfer.kernels.ops.base import (
-    Rows as Rows,
-)
 from localinfer.kernels.ops.elementwise import (
     Activate as Activate,
 )
@@ -167,6 +152,21 @@ from localinfer.kernels.ops.matmul import (
 )
 from localinfer.kernels.ops.matmul import (
     Routing as Routing,
+)
+from localinfer.kernels.ops.records import (
+    Buffer as Buffer,
+)
+from localinfer.kernels.ops.records import (
+    EmbeddingTable as EmbeddingTable,
+)
+from localinfer.kernels.ops.records import (
+    LinearWeight as LinearWeight,
+)
+from localinfer.kernels.ops.records import (
+    Record as Record,
+)
+from localinfer.kernels.ops.records import (
+    Rows as Rows,
 )
 from localinfer.kernels.ops.recurrent import (
     GatedDeltaRule as GatedDeltaRule,

@@ -6,7 +6,7 @@ from enum import Enum
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.kernels.ops.base import Buffer, Record
+from localinfer.kernels.ops.records import Buffer, Record
 from localinfer.types import FloatArray
 
 

@@ -2,7 +2,7 @@
 
 from enum import Enum
 
-from localinfer.kernels.ops.base import Buffer, EmbeddingTable, Record
+from localinfer.kernels.ops.records import Buffer, EmbeddingTable, Record
 from localinfer.types import FloatArray
 
 

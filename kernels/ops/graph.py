@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from localinfer.kernels.ops.attention import Attention, ChooseBlocks, KVLayerShape, Rope, StoreKV
-from localinfer.kernels.ops.base import Buffer, EmbeddingTable, LinearWeight, Record
 from localinfer.kernels.ops.elementwise import (
     Activate,
     Add,
@@ -31,6 +30,7 @@ from localinfer.kernels.ops.elementwise import (
     Xielu,
 )
 from localinfer.kernels.ops.matmul import ExpertFactors, ExpertMatmul, ExpertScale, ExpertSum, HeadMatmul, Matmul, Route
+from localinfer.kernels.ops.records import Buffer, EmbeddingTable, LinearWeight, Record
 from localinfer.kernels.ops.recurrent import PreviousRow, RecurrentOp, StateShape
 from localinfer.types import FloatArray
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from enum import Enum
 
-from localinfer.kernels.ops.base import Buffer, LinearWeight, Record
+from localinfer.kernels.ops.records import Buffer, LinearWeight, Record
 from localinfer.types import FloatArray
 
 MAX_EXPERTS = 4096

@@ -7,7 +7,7 @@ of them can be repeated after a rejected draft, with the same bits and without t
 
 from dataclasses import dataclass
 
-from localinfer.kernels.ops.base import Buffer, Record
+from localinfer.kernels.ops.records import Buffer, Record
 from localinfer.types import FloatArray
 
 

@@ -45,8 +45,10 @@ def imported_names(module: Any) -> dict[str, Any]:
 
 
 def hints(value: Any) -> dict[str, Any]:
-    module = sys.modules[value.__module__]
-    return typing.get_type_hints(value, {**vars(module), **imported_names(module)})
+    # What takes options of a record has their annotations.
+    modules = import_module("localinfer.loading.load_options"), sys.modules[value.__module__]
+    names = {name: one for module in modules for name, one in {**vars(module), **imported_names(module)}.items()}
+    return typing.get_type_hints(value, names)
 
 
 def classes_in(annotation: Any) -> Iterator[type]:
