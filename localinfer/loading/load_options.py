@@ -134,7 +134,7 @@ class HeaderOptions:
         Flag(
             "--cpu-moe",
             None,
-            "Keep the experts of a mixture on the CPU, the rest on GPUs. Default: where that fits more.",
+            "Keep the experts of MoE layers on the CPU. Default: if a token then reads less main memory.",
             "switch",
         ),
         Flag("--n-cpu-moe", "N", "Keep the experts of the first N layers on the CPU.", "number"),
@@ -145,7 +145,7 @@ class HeaderOptions:
         Flag(
             "--threads",
             "N",
-            "CPU threads, fewer while other programs are busy. Default: one per physical core.",
+            "Maximum CPU threads; fewer compute while other programs are busy. Default: one per physical core.",
             "count",
             in_config=True,
         ),
@@ -159,7 +159,7 @@ class HeaderOptions:
         Flag(
             "-c --context-length",
             "N",
-            "Tokens of prompt and reply. Default: as trained; more may need --rope-scaling.",
+            "Maximum tokens of prompt and reply together. Default: as trained; more may need --rope-scaling.",
             "count",
             in_config=True,
         ),
@@ -185,8 +185,8 @@ class HeaderOptions:
         Flag(
             "--kv-memory",
             "SIZE",
-            "Most memory for cached prompts and texts, such as 2GB; those not used for longest go first. "
-            "Default: half of what is free when the model is loaded.",
+            "Maximum memory of the KV cache, such as 2GB; the least recently used prompts are evicted. "
+            "Default: half of the free memory, at most 8 GiB, or one full context if that is more.",
             "size",
         ),
         none="for the default",
@@ -215,7 +215,7 @@ class HeaderOptions:
         Flag(
             "--speculation",
             None,
-            "Speculative decoding: faster, same text. mtp: by the model's own draft layers.",
+            "Speculative decoding: faster, same text. mtp: by the model's own draft layers (MTP).",
             SPECULATION,
             default="auto",
         ),
@@ -246,7 +246,7 @@ class HeaderOptions:
         ),
         Flag("--rope-scale", "X", "Scale to X times the context the model was trained for.", float),
         Flag("--rope-base", "X", "Base of the rotary frequencies (theta).", float),
-        Flag("--rope-frequency-scale", "X", "The same as --rope-scale 1/X.", float),
+        Flag("--rope-frequency-scale", "X", "Same as --rope-scale 1/X.", float),
         Flag("--yarn-original-context", "N", "Context length of the original training.", int),
         Flag("--yarn-extrapolation-factor", "X", "Share of the unscaled frequency of fast dimensions.", float),
         Flag("--yarn-attention-factor", "X", "Multiplies YaRN's attention temperature.", float),
@@ -291,7 +291,7 @@ class LoadOptions(HeaderOptions):
     disk_cache_folder: str | os.PathLike[str] | None = _option(
         None,
         "Its location, of which a private subfolder is used; None: this user's cache folder.",
-        Flag("--disk-cache-folder", "FOLDER", "Its location. Default: your cache folder."),
+        Flag("--disk-cache-folder", "FOLDER", "Location of the prompt cache on disk. Default: your cache folder."),
         after="disk_cache",
     )
     limits: EngineLimits | None = _option(
@@ -311,7 +311,7 @@ class LoadOptions(HeaderOptions):
         Flag(
             "--measure-again",
             None,
-            "Measure anew how many threads decode fastest, which is done once a month.",
+            "Measure the fastest number of threads again, which is done once a month.",
             "switch",
             after="threads",
         ),
@@ -329,7 +329,7 @@ class LoadOptions(HeaderOptions):
         Flag(
             "--no-verify",
             None,
-            "Load a file without checking it: one whose weights are not finite, too.",
+            "Load the file without checking it, even if its weights are not finite.",
             "off",
         ),
     )

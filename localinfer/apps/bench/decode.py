@@ -31,20 +31,24 @@ _SETTLING_SECONDS = 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class BenchSettings:
-    """What to measure. context: tokens before decoding. peer: engine to compare with, or None.
-
-    threads: None for the library's choice, also used for the peer. device: of localinfer.
-    """
+    """The settings of a measurement. Raises: RequestError naming the value."""
 
     model: str
     prompt: int = 512
+    """Tokens of a prefill."""
     decode: int = 128
+    """Tokens decoded in each repetition."""
     context: int = 32
+    """Tokens before the first decoded one."""
     repetitions: int = 5
     threads: int | None = None
+    """Of both engines; None: the library's choice."""
     peer: str | None = None
+    """The engine to compare with."""
     peer_python: str | None = None
+    """The interpreter that has the peer; None: this one."""
     device: str = "cpu"
+    """Of localinfer; a peer uses its own default."""
 
     def __post_init__(self) -> None:
         for name in ("prompt", "decode", "context", "repetitions"):

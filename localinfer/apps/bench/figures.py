@@ -50,7 +50,7 @@ def timing_figures(
 
 
 def compare(ours: Record, peer: Record) -> Record:
-    """How many times better `ours` is: of the medians, and the lowest and highest of any pair of repetitions."""
+    """Ratios, above 1 where `ours` is better: of the medians, and the lowest and highest of pairs of repetitions."""
     ratios: Record = {}
     for name, value in ours.items():
         other = peer.get(name)
@@ -68,17 +68,16 @@ def compare(ours: Record, peer: Record) -> Record:
 
 @dataclass(frozen=True, slots=True)
 class RequestTimes:
-    """Client-side times of one streamed reply, in seconds on one clock.
-
-    first_byte: of the event stream. tokens: of every event with text. num_tokens: generated, as counted by the server;
-    a token that ends inside a character has no text.
-    """
+    """Client-side times of one streamed reply, in seconds on one clock."""
 
     sent: float
     first_byte: float
+    """Of the event stream."""
     tokens: tuple[float, ...]
+    """Times of the events with text; a token that ends inside a character has none."""
     ended: float
     num_tokens: int
+    """Generated tokens, as counted by the server."""
     prompt_tokens: int
     text: str
 
@@ -104,7 +103,7 @@ class RequestTimes:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A request that was refused, or whose reply was lost or incomplete; why."""
+    """A request that was refused, or whose reply was lost or incomplete."""
 
     reason: str
 
@@ -117,7 +116,7 @@ class Objective:
     interval_seconds: float
 
     def is_met(self, request: RequestTimes) -> bool:
-        """Whether a reply is within both limits."""
+        """True if a reply is within both limits."""
         mean = (request.tokens[-1] - request.tokens[0]) / max(1, request.num_tokens - 1)
         return request.time_to_first_token_seconds <= self.first_token_seconds and mean <= self.interval_seconds
 
@@ -126,7 +125,7 @@ Outcome = RequestTimes | Failure
 
 
 def compare_texts(outcomes: Sequence[Outcome], again: Sequence[Outcome]) -> Record:
-    """How many texts were received both times, the indices of those that differ, and why others failed."""
+    """Count texts that were received both times; list the indices of those that differ, and the reasons of failures."""
     pairs = list(zip(outcomes, again, strict=True))
     failures = [outcome.reason for pair in pairs for outcome in pair if isinstance(outcome, Failure)]
     texts = [

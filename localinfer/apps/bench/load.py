@@ -30,13 +30,15 @@ NETWORK_ERRORS = (OSError, TimeoutError, h11.ProtocolError)
 
 @dataclass
 class HttpAnswer:
-    """The response to one request. chunks: of the body, each with the time at which it was received."""
+    """The response to one request; times in seconds on one clock."""
 
     sent: float
     status: int = 0
     is_stream: bool = False
     chunks: list[tuple[float, bytes]] = field(default_factory=list)
+    """Parts of the body, each with the time at which it was received."""
     ended: float = 0.0
+    """0 until the response is complete."""
 
     @property
     def body(self) -> bytes:
@@ -196,13 +198,15 @@ _GOLDEN_RATIO = (1 + math.sqrt(5)) / 2
 
 @dataclass
 class Load:
-    """The results of a load: outcomes in the order of the requests, the period in which every stream was busy, and
-    latencies of `/health` meanwhile, in seconds."""
+    """The results of a load."""
 
     outcomes: list[Outcome]
+    """In the order of the requests."""
     began: float
     busy_until: float = 0.0
+    """End of the period in which every stream had a request."""
     health_seconds: list[float] = field(default_factory=list)
+    """Latencies of `/health` meanwhile."""
     health_failures: int = 0
 
 

@@ -21,15 +21,15 @@ _LEAST_SECONDS = 1e-7
 
 
 class LeastWork(NamedTuple):
-    """The least work of a computation: bytes read from memory, and multiplications, of weights and of the KV cache.
-
-    The bytes of recurrent states, read and written, count as the cache's.
-    """
+    """The least work of a computation: bytes read from memory, and multiplications."""
 
     weight_bytes: int
     kv_bytes: int
+    """Of the KV cache, and of recurrent states, read and written."""
     multiply_adds: int
+    """With weights."""
     kv_multiply_adds: int
+    """With the KV cache."""
 
 
 class OperationTime(NamedTuple):

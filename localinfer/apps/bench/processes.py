@@ -81,18 +81,19 @@ class ChildProcess:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """How to start an engine. python: its interpreter, None for this one. streams: use its text API.
-
-    device: of localinfer, as for `localinfer.load`; a peer uses its own default.
-    """
+    """Options of an engine's process."""
 
     engine: str
+    """Name of its distribution, as in `worker.ENGINES`."""
     model: str
     threads: int | None
     context_length: int | None
     streams: bool = False
+    """Use the engine's text API, in place of token ids."""
     python: str | None = None
+    """Its interpreter; None: this one."""
     device: str = "cpu"
+    """As for `localinfer.load`; a peer uses its own default."""
 
 
 class EngineProcess(ChildProcess):

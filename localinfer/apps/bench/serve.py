@@ -138,20 +138,23 @@ _CHECKED_TOKENS = 32
 
 @dataclass(frozen=True, kw_only=True)
 class ServeSettings:
-    """The load. concurrency: numbers of concurrent streams. requests: per stream, one after another.
-
-    prompt, decode: mean tokens of a message and of a reply. objective: for goodput.
-    threads, device: as for `localinfer serve`. Raises: RequestError naming the value.
-    """
+    """The server and its load. Raises: RequestError naming the value."""
 
     model: str
     concurrency: tuple[int, ...] = (1, 2, 4, 8)
+    """Numbers of concurrent streams."""
     requests: int = 4
+    """Per stream, one after another."""
     prompt: int = 512
+    """Mean tokens of a message."""
     decode: int = 128
+    """Mean tokens of a reply."""
     objective: Objective
+    """Limits that goodput counts by."""
     threads: int | None = None
+    """Of the server, as `--threads`."""
     device: str = "cpu"
+    """Of the server, as `--device`."""
 
     def __post_init__(self) -> None:
         for name in ("requests", "prompt", "decode"):

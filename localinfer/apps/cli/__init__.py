@@ -112,7 +112,7 @@ def localinfer_command(context: click.Context) -> None:
 
 @localinfer_command.command("run", cls=GroupedCommand)
 @option("-p --prompt", "TEXT", "Text to continue; '-' or a pipe reads standard input.")
-@option("-n --max-tokens", "N", "Tokens to add.", type=COUNT, default=256)
+@option("-n --max-tokens", "N", "Maximum tokens to add.", type=COUNT, default=256)
 @load_options
 @takes_config()
 @sampling_options
@@ -122,7 +122,7 @@ def localinfer_command(context: click.Context) -> None:
 @flag("--ignore-eos", "Continue past the model's end-of-text token.")
 @flag("--context-shift", "At the end of the context, continue with its recent half.")
 @flag("--stats", "Report token counts, cache use and speed on stderr.")
-@flag("--raw", "Do not mention on a terminal that the model would rather be asked with `chat -p`.")
+@flag("--raw", "Leave out the note on a terminal that an instruct model answers with `chat -p`.")
 def run_command(
     options: LoadOptions,
     prompt: str | None,
@@ -185,14 +185,12 @@ def run_command(
 @takes_config()
 @sampling_options
 @constraint_options
-@option("-n --max-tokens", "N", "Maximum length of a reply. Default: what fits.", type=COUNT)
+@option("-n --max-tokens", "N", "Maximum tokens of a reply. Default: up to the end of the context.", type=COUNT)
 @option("--system", "TEXT", "System prompt.")
 @flag("--context-shift", "At the end of the context, continue with its recent half.")
 @flag("--stats", "Report token counts, cache use and speed on stderr after every reply.")
-@flag("--continue continues", "Go on with the saved conversation that was changed last.")
-@option(
-    "--session", "NAME", "Go on with the saved conversation of this name, or begin it.", shell_complete=complete_name
-)
+@flag("--continue continues", "Continue the saved conversation that was changed last.")
+@option("--session", "NAME", "Continue the saved conversation of this name, or begin it.", shell_complete=complete_name)
 @flag("--no-history", "Keep nothing on disk: no conversation, no typed lines, no prompt cache.")
 def chat_command(
     options: LoadOptions,

@@ -99,7 +99,9 @@ _COMPARE = click.Option(
     type=click.Choice(["llama-cpp-python"]),
     help="Compare with this engine, alternating with localinfer, on the same file and threads.",
 )
-_PEER_PYTHON = click.Option(["--peer-python"], metavar="PATH", help="Python with the other engine. Default: this one.")
+_PEER_PYTHON = click.Option(
+    ["--peer-python"], metavar="PATH", help="Python interpreter that has the other engine. Default: this one."
+)
 _DRAFT = click.Option(
     ["--draft"],
     metavar="MODEL",

@@ -12,7 +12,7 @@ from localinfer.errors import RequestError
 
 
 @click.command("cache")
-@option("--disk-cache-folder", "FOLDER", "Location. Default: your cache folder.")
+@option("--disk-cache-folder", "FOLDER", "Location of the prompt cache. Default: your cache folder.")
 @flag("--clear", "Delete everything in it, and say what else is kept.")
 @flag("--typed-lines", "With --clear: also delete the lines typed in chats, which the arrow keys recall.")
 @flag("--responses", "With --clear: also delete the responses and conversations kept by servers.")
@@ -105,7 +105,7 @@ def _responses(parent: str | None, *, clear: bool) -> str | None:
 
 
 def _models(folder: Path) -> Iterator[tuple[float, str]]:
-    """When the entries of each model, settings and version were last used, and a line that describes them."""
+    """Yield the last use of the entries of each model, settings and version, and a line that describes them."""
     from localinfer.storage.budget import DESCRIPTION, stored_files
     from localinfer.storage.fingerprint import read_description
     from localinfer.terminal import neutralise_controls

@@ -30,9 +30,9 @@ TEXTS_AT_ONCE = 64
 
 _input_options = options_group(
     option("-f --file files", "FILE", "Read a text from each line of FILE; may be repeated.", multiple=True),
-    flag("--truncate", "Cut what is longer than the context, which is refused otherwise."),
-    flag("--no-normalize", "Give values as the model computes them."),
-    option("-c --context-length", "N", "Tokens of a text at most. Default: as trained.", type=COUNT),
+    flag("--truncate", "Cut texts that are longer than the context, which are refused otherwise."),
+    flag("--no-normalize", "Print values as the model computes them."),
+    option("-c --context-length", "N", "Maximum tokens of a text. Default: as trained.", type=COUNT),
     devices_option,
     threads_option,
 )
@@ -44,7 +44,7 @@ _input_options = options_group(
 @option(
     "--pooling",
     None,
-    "Which hidden states make a vector; none: a vector of every token. Default: the model's own, or the mean.",
+    "Hidden states that a vector is made of; none: a vector of every token. Default: the model's own, or the mean.",
     type=click.Choice(["mean", "first", "cls", "last", "none"]),
 )
 @option("--dimensions", "N", "Keep the first N numbers, of models trained to be cut (Matryoshka).", type=COUNT)
@@ -200,7 +200,7 @@ def _loaded(
 
 @contextmanager
 def _written(output: str | None, *, is_array: bool) -> Iterator[Callable[[int, int, Any], None]]:
-    """What takes the index, the number of tokens and the vector of each text; files appear once they are whole."""
+    """A function of each text's index, number of tokens and vector; files appear once they are whole."""
     import numpy as np
 
     from localinfer.system.files import OutputFile

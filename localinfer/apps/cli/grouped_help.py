@@ -20,7 +20,7 @@ class GroupedOption(click.Option):
     title = ""
     """Of its group; empty for the command's own options, which come first."""
     is_common = True
-    """Whether the short help lists it."""
+    """True if the short help lists it."""
 
 
 def titled(title: str, decorator: Decorator, common: str = "") -> Decorator:
@@ -92,6 +92,6 @@ def _summary(parameters: Sequence[click.Parameter]) -> str:
 
 
 def first_sentence(text: str) -> str:
-    """What a list of commands says of one: the first sentence of its help, whole."""
+    """The first sentence of a command's help, for lists of commands."""
     paragraph = " ".join(text.strip().partition("\n\n")[0].split())
     return paragraph.partition(". ")[0].removesuffix(".") + "."

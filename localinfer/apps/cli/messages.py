@@ -67,7 +67,7 @@ def wrapped_for(stream: TextIO | None, message: str) -> str:
 
 
 def _columns(stream: TextIO | None) -> int:
-    """How wide the terminal is that a stream writes to; 0 where it is none, or does not tell."""
+    """Columns of the terminal that a stream writes to; 0 if it is none, or does not tell."""
     try:
         if stream is None or not stream.isatty():
             return 0

@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 @click.command("pull")
 @click.argument("model", metavar="ORG/REPO[:QUANT]")
 def pull_command(model: str) -> None:
-    """Bring a model from the Hugging Face hub.
+    """Download a model from the Hugging Face hub.
 
     QUANT is a quantization of its GGUF files, such as Q4_K_M, which is preferred if none is given; a repository without
-    GGUF files is pulled as a folder of safetensors. A pull that was stopped goes on where it was. Models of which the
-    hub wants an account need `hf auth login` once.
+    GGUF files is pulled as a folder of safetensors. A pull that was stopped resumes. Gated models need `hf auth login`
+    once.
     """
     from localinfer.storage.hub.places import Places
     from localinfer.storage.hub.pull import pull_model, read_reference
@@ -50,8 +50,8 @@ def pull_command(model: str) -> None:
 
 
 @click.command("list")
-@flag("-a --all show_all", "Also what Ollama, LM Studio and other programs with the hub's cache hold; with paths.")
-@flag("--architectures", "Instead the kinds of models that run, of GGUF files and of folders, and which do not.")
+@flag("-a --all show_all", "Also models of Ollama, LM Studio and the Hugging Face cache, with paths.")
+@flag("--architectures", "List the architectures that run, and those that do not, in place of models.")
 @flag("--json as_json", "Print one JSON array; with --architectures one object.")
 def list_command(show_all: bool, architectures: bool, as_json: bool) -> None:
     """List the models on this machine by the names that -m takes.
@@ -87,7 +87,7 @@ def list_command(show_all: bool, architectures: bool, as_json: bool) -> None:
 @click.command("rm")
 @click.argument("name", metavar="NAME")
 def rm_command(name: str) -> None:
-    """Delete a model that was pulled, or what is here of an unfinished pull.
+    """Delete a model that was pulled, or the files of an unfinished pull.
 
     Models of other programs are never touched.
     """
@@ -137,7 +137,7 @@ def _table(models: "Sequence[InstalledModel]", *, with_paths: bool) -> list[str]
 
 
 def known_models() -> list[str]:
-    """What -m takes besides paths: names of models that were pulled, or that other programs keep here."""
+    """Names that -m takes: models that were pulled, or that other programs keep here; none if they cannot be read."""
     from localinfer.storage.hub.installed import find_installed
     from localinfer.storage.hub.places import Places
 
@@ -162,7 +162,7 @@ EXIT_FINDINGS = 1
 def show_command(context: click.Context, model: str, tensors: bool, ops: bool, verify: bool, as_json: bool) -> None:
     """Show the contents of a GGUF file or a Hugging Face folder.
 
-    Of a quantized folder also how its matrices are stored and what they run as.
+    For a quantized folder, also how its matrices are stored, and the types that they run as.
     """
     from localinfer.apps.show.describe import describe_file, render_json, render_text
     from localinfer.terminal import Progress
@@ -184,9 +184,9 @@ def show_command(context: click.Context, model: str, tensors: bool, ops: bool, v
 @model_option
 @takes_config()
 @device_option("Where the model will be computed; auto: the GPU, if there is one.")
-@option("--kv-type", "TYPE", "KV cache element type that it will be loaded with, as for chat.", default="f16")
-@option("--kv-window", "N", "Also what --kv-window of chat needs.", type=COUNT)
-@option("--draft", "MODEL", "Also what a draft model needs.")
+@option("--kv-type", "TYPE", "KV cache element type of later loads, as for chat.", default="f16")
+@option("--kv-window", "N", "Also for this --kv-window of later loads.", type=COUNT)
+@option("--draft", "MODEL", "Also for this draft model.")
 def warmup_command(model: str | None, device: str, kv_type: str, kv_window: int | None, draft: str | None) -> None:
     """Compile what a model needs, so that its first start is as fast as any other.
 

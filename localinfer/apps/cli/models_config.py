@@ -25,22 +25,21 @@ _PATHS = ("model", "draft", "chat_template", "disk_cache_folder")
 
 @dataclass(frozen=True)
 class ModelEntry:
-    """What a file says of one model.
-
-    model: what -m takes, of one that is not found otherwise.
-    """
+    """One model of the file."""
 
     name: str
     settings: "ModelSettings"
     aliases: tuple[str, ...] = ()
     model: str | None = None
+    """As -m takes it, of a model that no folder of models has."""
 
 
 @dataclass(frozen=True)
 class ModelsConfig:
-    """The file as a whole. defaults: of models without an entry."""
+    """The file as a whole."""
 
     defaults: "ModelSettings"
+    """Of models without an entry."""
     entries: dict[str, ModelEntry] = field(default_factory=dict)
     file: TomlFile | None = None
 
@@ -85,7 +84,7 @@ class _EntryReader:
         self._parameters = _load_parameters()
 
     def read(self, keys: tuple[str, ...], table: Mapping[str, Any], defaults: ModelEntry) -> ModelEntry:
-        """What a table says. keys: lead to it. Raises: RequestError."""
+        """The entry of a table. keys: lead to it. Raises: RequestError."""
         file = self._file
         values = {key.replace("-", "_"): value for key, value in table.items() if key != _SAMPLING}
         known: dict[str, Check] = {"pinned": _flag, "keep_alive": _seconds}
@@ -169,7 +168,7 @@ def _take_load_options(options: LoadOptions) -> LoadOptions:
 
 
 def read_load_options(words: Sequence[str]) -> LoadOptions:
-    """What the options of a command line say about loading; defaults for the others. Raises: click.UsageError."""
+    """Options of a command line about loading; defaults for the others. Raises: click.UsageError."""
     options: LoadOptions = _take_load_options.invoke(_take_load_options.make_context("serve", list(words)))
     return options
 

@@ -1,4 +1,4 @@
-"""What to type next: the end of the error for a command line that cannot be read."""
+"""Suggest the command to type next, at the end of errors about command lines."""
 
 import difflib
 import os
@@ -127,6 +127,6 @@ def _with_option(words: str, command: click.Command, group: click.Group) -> str 
 
 
 def _is_model(word: str) -> bool:
-    """Whether a word looks like the path or the name of a model."""
+    """True if a word looks like the path or the name of a model."""
     is_folder = os.path.isfile(os.path.join(word, "config.json"))
     return word.lower().endswith(".gguf") or is_folder or _REPOSITORY.fullmatch(word) is not None

@@ -1,4 +1,4 @@
-"""One message, one answer: `localinfer chat -p`, and text that is piped into `localinfer chat`."""
+"""Answer one message: `localinfer chat -p`, and text that is piped into `localinfer chat`."""
 
 import sys
 import threading
@@ -34,8 +34,8 @@ _GIVE_ONE = "pass -p TEXT, or pipe it into standard input"
 one_shot_options = options_group(
     option("-p --prompt", "TEXT", "Send one message, print only the answer and exit; '-' reads standard input."),
     option("--file files", "FILE", "Add a text file to that message; may be repeated.", multiple=True),
-    flag("--show-reasoning", "Show on stderr how the model reasons before that answer."),
-    flag("--lines", "From a pipe: a conversation, of which each line is a message."),
+    flag("--show-reasoning", "Print the model's reasoning before that answer to stderr."),
+    flag("--lines", "Read a conversation from a pipe, one message per line."),
 )
 
 
@@ -52,7 +52,7 @@ class OneMessage:
 
 
 def is_one_shot(prompt: str | None, files: tuple[str, ...], *, show_reasoning: bool, lines: bool) -> bool:
-    """Whether to answer one message, instead of chatting. Raises: RequestError for options that exclude each other."""
+    """True for one message, False for a chat. Raises: RequestError for options that exclude each other."""
     is_asked = prompt is not None or bool(files)
     if lines and is_asked:
         raise RequestError("--lines reads a conversation from a pipe, -p and --file make one message; leave one out")
@@ -217,7 +217,7 @@ def _too_long(conversation: "Conversation", message: OneMessage) -> ContextLengt
 
 
 def _is_terminal_input() -> bool:
-    """Whether standard input is a terminal, or closed: nothing is piped."""
+    """True if standard input is a terminal, or closed."""
     return sys.stdin is None or sys.stdin.closed or sys.stdin.isatty()
 
 

@@ -269,7 +269,7 @@ _TEMPLATE_VARIABLES = option(
     "--chat-template-kwargs template_variables",
     "NAME=VALUE",
     "A variable of the chat template, or several as JSON; may be repeated. template_date=today, or a day such as "
-    "2026-10-01, is the date that it writes. Default: its own.",
+    "2026-10-01, sets the date that the template writes.",
     multiple=True,
     callback=_template_variables,
 )
@@ -281,7 +281,7 @@ load_options = options_group(
         for name, made in _LOAD_FLAGS.items()
         for decorator in ([made, _TEMPLATE_VARIABLES] if name == "chat_template" else [made])
     ),
-    flag("--ignore-model-sampling", "Use none of the sampling options that the model's file recommends."),
+    flag("--ignore-model-sampling", "Ignore the sampling options that the model's file recommends."),
     _gather_load_options,
     title="Model, machine and memory",
     common="model device threads context_length draft no_disk_cache",
@@ -376,14 +376,14 @@ _OTHER_FLAGS = {"temperature": "temp"}
 """Further names of options, beside those that requests may use too."""
 _IN_HELP = sorted(NUMBER_OPTIONS.items(), key=lambda named: not named[1].is_common)
 SAMPLING_NAMES = (*NUMBER_OPTIONS, "dry_sequence_breakers", "logit_bias", "seed")
-"""What `sampling_options` pass on, where they are given."""
+"""Options that `sampling_options` pass on, where they are given."""
 
 sampling_options = options_group(
     *(_number_flag(name, number) for name, number in _IN_HELP),
     option(
         "--dry-sequence-breaker dry_sequence_breakers",
         "TEXT",
-        'DRY stops here; may be repeated. Default: : * " and newline.',
+        'A repetition ends at TEXT for DRY; may be repeated. Default: : * " and newline.',
         multiple=True,
     ),
     option("--logit-bias", "ID=B", "Add B to a token's logit; may be repeated.", multiple=True, callback=_token_biases),
@@ -428,9 +428,11 @@ def _make_constraint(command: Command) -> Command:
 _FILE = click.Path(dir_okay=False, path_type=Path)
 constraint_options = options_group(
     flag("--json json_object", "Constrain the text to one JSON object."),
-    option("--json-schema", "FILE", "Constrain it to JSON of this schema.", type=_FILE, callback=_text_of),
-    option("--grammar", "FILE", "Constrain it to this Lark or GBNF grammar.", type=_FILE, callback=_text_of),
-    option("--regex", "PATTERN", "Constrain it to a full match of this regular expression."),
+    option(
+        "--json-schema", "FILE", "Constrain the text to JSON that matches this schema.", type=_FILE, callback=_text_of
+    ),
+    option("--grammar", "FILE", "Constrain the text to this Lark or GBNF grammar.", type=_FILE, callback=_text_of),
+    option("--regex", "PATTERN", "Constrain the text to a full match of this regular expression."),
     _make_constraint,
     title="Constraints of the output",
     common="json_schema",
@@ -465,7 +467,7 @@ def takes_config(*names: str) -> Decorator:
 
 
 def is_from_config(name: str) -> bool:
-    """Whether the running command has a parameter's value from the configuration file."""
+    """True if the running command has a parameter's value from the configuration file."""
     return click.get_current_context().get_parameter_source(name) is click.core.ParameterSource.DEFAULT_MAP
 
 

@@ -36,7 +36,7 @@ _LEAST_HELD_BACK = 8000
     default="auto",
 )
 @option("--calibration", "PATH", "Text file, or folder of text files, to calibrate on. Default: bundled.")
-@option("--calibration-tokens", "N", "Tokens of it to use.", type=COUNT, default=16384)
+@option("--calibration-tokens", "N", "Tokens of the calibration text to use.", type=COUNT, default=16384)
 @option("--imatrix", "FILE", "Importance matrix, as written by llama-imatrix.")
 @option("--save-imatrix", "FILE", "Write the importance matrix of the calibration text.")
 @threads_option

@@ -152,7 +152,7 @@ def _print_table(summaries: "list[ConversationSummary]") -> None:
 
 
 def ago(time: datetime, now: datetime) -> str:
-    """How long ago a time was, in words; from a week on the local date."""
+    """A time relative to now, in words; from a week on the local date."""
     seconds = (now - time).total_seconds()
     if seconds < 60:
         return "just now"

@@ -20,7 +20,7 @@ from localinfer.types import Closing
 _LOADING_SECONDS = 1.2
 """From being asked to the end while no request is answered yet: only a load has to be given up."""
 _GUARD_SECONDS = 0.4
-"""What the guard waits longer than this process itself."""
+"""Time that the guard waits longer than this process itself."""
 
 
 class ShutdownController(Closing):

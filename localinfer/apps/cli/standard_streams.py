@@ -1,4 +1,4 @@
-"""Standard streams of commands: missing ones, pipes that nobody reads, and the line of --ready-json."""
+"""Standard streams of commands: missing ones, full pipes, and the line of --ready-json."""
 
 import io
 import json
@@ -40,7 +40,7 @@ _MOST_BYTES = 1 << 20
 """Of lines that wait to be written; more are dropped, and counted."""
 _DRAIN_SECONDS = 0.2
 _PIECE_BYTES = 4096
-"""What a pipe takes in one piece."""
+"""A pipe takes so much in one piece."""
 
 
 class NonBlockingWriter(io.TextIOBase):
@@ -131,7 +131,7 @@ class NonBlockingWriter(io.TextIOBase):
 READY_JSON = "--ready-json"
 
 _WAY_OUT = (re.compile("; "), re.compile(" (?=(?:See|Type) `)"), re.compile(r"(?<=\.) (?=The )"))
-"""What stands between what is wrong and what to do: the first that is found."""
+"""Separators of a fault and its way out; the first that is found counts."""
 
 
 class ReadyLine(Closing):

@@ -1,4 +1,4 @@
-"""What `localinfer` alone says: what it can do here and now, and what to type next."""
+"""The text of `localinfer` alone: models, settings and memory here, and commands to type next."""
 
 import os
 import shlex
@@ -50,7 +50,7 @@ def welcome(version: str, *, can_pull: bool) -> str:
 
 
 def _configured() -> tuple[str | None, str]:
-    """The default model of the configuration file, and what is to be said of that file."""
+    """The default model of the configuration file, and a description of that file."""
     from localinfer.storage.config import config_path, read_config
 
     path = config_path()

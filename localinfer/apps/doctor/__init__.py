@@ -1,1 +1,1 @@
-"""What this machine has, how fast it is, and what would make it faster."""
+"""Facts and speed of this machine, and advice to make it faster."""

@@ -1,4 +1,4 @@
-"""What would make this machine faster: only what its facts support, most effective first."""
+"""Advice to make this machine faster: only what its facts support, most effective first."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,10 +17,11 @@ _LOW_DISK_BYTES = 2 * 10**9
 
 @dataclass(frozen=True)
 class Advice:
-    """One thing to do, and by what factor it may be faster at most; 0 where that was not measured."""
+    """One thing to do."""
 
     text: str
     factor: float = 0.0
+    """Largest speedup that it may bring; 0: not measured."""
 
 
 def advise(facts: Facts) -> list[Advice]:
@@ -64,9 +65,8 @@ def _load(load: Facts, facts: Facts) -> Iterator[Advice]:
         named = ", ".join(f"{one['name']} (process {one['pid']}) {one['cores']:.1f}" for one in load["processes"])
         which = f" ({named})" if named else ""
         yield Advice(
-            f"Other programs keep {load['cores']:.1f} cores busy{which}, and every step waits for the slowest of "
-            f"{used} threads: end them, or give localinfer fewer --threads. The speed of memory above was measured "
-            "beside them",
+            f"Other programs keep {load['cores']:.1f} cores busy{which}, and localinfer computes with fewer than its "
+            f"{used} threads beside them: end them. The speed of memory above was measured beside them",
             (used + contended) / used,
         )
     if load["stolen_share"] >= _STOLEN_SHARE:

@@ -209,7 +209,7 @@ def _model_facts(model: Any) -> Facts:
 
 
 def _writes_date(path: Path) -> bool | None:
-    """Whether a model's chat template writes the date by itself; None for a model that has none, or cannot be read."""
+    """True if a model's chat template writes the date by itself; None if there is no template, or none can be read."""
     from localinfer.errors import LocalinferError
     from localinfer.models.checkpoint.tokenizer_json import read_templates
     from localinfer.models.text.chat_template import ChatTemplate
@@ -234,7 +234,7 @@ def _writes_date(path: Path) -> bool | None:
 
 
 def _gpu_plan(model: Any) -> Facts:
-    """What GPUs would hold of a model, where there is a driver."""
+    """The parts of a model that GPUs would hold, where there is a driver."""
     from localinfer.kernels.cuda.device import has_driver
 
     if model.problem or not has_driver():

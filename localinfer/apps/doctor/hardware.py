@@ -34,7 +34,7 @@ def power_facts(root: Path = _ROOT) -> dict[str, Any]:
 
 
 def huge_pages(root: Path = _ROOT) -> str | None:
-    """When the system gives huge pages: "always", "madvise" or "never"; None if it does not say."""
+    """The system's setting of huge pages: "always", "madvise" or "never"; None if it has none."""
     text = _text(root / "sys/kernel/mm/transparent_hugepage/enabled")
     _, opened, rest = text.partition("[")
     return rest.partition("]")[0] if opened else None

@@ -51,7 +51,7 @@ def _read_speed(memory: NDArray[np.int64], num_threads: int) -> float:
 
 
 def other_load(sleep: Callable[[float], object] = time.sleep) -> dict[str, Any]:
-    """How many cores other programs keep busy, which ones, and the share of time that a hypervisor takes away."""
+    """Count cores that other programs keep busy, name these, and give the share of time that a hypervisor takes."""
     import psutil
 
     watched = {}

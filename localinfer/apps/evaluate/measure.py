@@ -30,15 +30,14 @@ class Perplexity:
 
 @dataclass(frozen=True)
 class Comparison:
-    """How a candidate's predictions differ from a base's at the scored positions of one text.
-
-    divergences: KL(base || candidate) in nats, float64[positions]. same_top: share of positions whose likeliest token
-    is the same. probability_change: root mean square change of the true token's probability.
-    """
+    """Differences of a candidate's predictions from a base's, at the scored positions of one text."""
 
     divergences: NDArray[np.float64]
+    """KL(base || candidate) in nats, [positions]."""
     same_top: float
+    """Share of positions whose likeliest token is the same."""
     probability_change: float
+    """Root mean square change of the true token's probability."""
     base: Perplexity
     candidate: Perplexity
 

@@ -13,11 +13,12 @@ _SUFFIXES = (".txt", ".md")
 
 @dataclass(frozen=True)
 class CalibrationText:
-    """`held_back`: the part of the files that is not in `text`, for evaluation; "" for the bundled text."""
+    """A text for calibration."""
 
     name: str
     text: str
     held_back: str
+    """The rest of the files, for evaluation; "" for the bundled text."""
 
 
 def evaluation_text(path: str | os.PathLike[str] | None = None) -> str:
@@ -50,7 +51,7 @@ def read_calibration(path: str | os.PathLike[str] | None = None) -> CalibrationT
 
 
 def _cut(text: str) -> int:
-    """Where the held-back part begins: after a line, near nine tenths."""
+    """The start of the held-back part: after a line, near nine tenths."""
     wanted = len(text) - len(text) // _HELD_BACK
     return text.rfind("\n", 0, wanted) + 1 or wanted
 

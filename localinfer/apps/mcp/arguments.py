@@ -1,4 +1,4 @@
-"""What the tools take and give, as records: the schemas that clients are shown are made of them."""
+"""Arguments and results of the tools, as records: the schemas that clients see are made of them."""
 
 from typing import Annotated, Any, Literal
 
@@ -58,17 +58,15 @@ class EmbedArguments(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Generated(msgspec.Struct):
-    """A text that was generated.
-
-    finish_reason: length where it was cut at max_tokens or the end of the context. cached_tokens: of the prompt, those
-    that needed not be computed.
-    """
+    """A text that was generated."""
 
     text: str
     finish_reason: str
+    """Why it ended: "length" where it was cut at max_tokens or the end of the context."""
     reasoning: str
     prompt_tokens: int
     cached_tokens: int
+    """Tokens of the prompt that needed not be computed."""
     completion_tokens: int
 
 

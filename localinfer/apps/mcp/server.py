@@ -91,7 +91,7 @@ class InputLines:
 
 
 def _piece(descriptor: int) -> bytes:
-    """What comes next; nothing at the end, and where nothing can be read."""
+    """Read the next bytes; nothing at the end, and where nothing can be read."""
     try:
         return os.read(descriptor, _BYTES_AT_ONCE)
     except OSError:
@@ -107,12 +107,13 @@ _INSTRUCTIONS = "A language model that runs on this machine: nothing that it is 
 
 @dataclass(frozen=True)
 class _Tool:
-    """A tool: what it takes and gives, and what it does. say: what people and models read of the result."""
+    """A tool of the server."""
 
     arguments: type[msgspec.Struct]
     result: type[msgspec.Struct]
     call: Callable[[Context, Any], Awaitable[msgspec.Struct]]
     say: Callable[[Any], str]
+    """The text of a result, for people and models."""
 
 
 class ModelServer:

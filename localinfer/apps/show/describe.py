@@ -57,39 +57,39 @@ class TypeShare:
 
 @dataclass(frozen=True, kw_only=True)
 class FileDescription:
-    """Everything that `localinfer show` prints of a model; sizes that the file lacks are absent from `sizes`.
-
-    unknown_settings: metadata keys that this version ignores and that may change results.
-    stored_as: how a folder stores its quantized matrices, what they run as, and what is not used; empty for a file.
-    sampling: options of sampling that the file recommends.
-    drafts_for: of a draft model that runs beside its target only, the target's architecture; else None.
-    memory: what it needs of memory by context length, see `memory.report.describe_memory`. gpus: what GPUs would hold
-    of it, see `memory.gpu_plan.describe_gpus`; None without an NVIDIA driver.
-    program: the model's ops (`models.decoder.listing`), if requested.
-    gguf_version: None for a Hugging Face folder, whose tensors are described as in GGUF.
-    """
+    """Everything that `localinfer show` prints of a model."""
 
     path: str
     num_parts: int
+    """Files of a model that is split into several."""
     num_bytes: int
     gguf_version: int | None
+    """None for a Hugging Face folder, whose tensors are described as in GGUF."""
     architecture: str
     name: str | None
     sizes: dict[str, Any]
+    """Context length, layers, heads and the like; those that the file lacks are absent."""
     num_parameters: int
     bits_per_weight: float
     types: list[TypeShare]
     tokenizer: dict[str, Any]
     chat_template: dict[str, Any] | None
     unknown_settings: list[str]
+    """Metadata keys that this version ignores and that may change results."""
     metadata: dict[str, Any]
     tensors: list[dict[str, Any]]
     stored_as: list[str] = field(default_factory=list)
+    """Storage of a folder's quantized matrices, the types they run as, and unused parts; empty for a file."""
     drafts_for: str | None = None
+    """Architecture of the target, for a draft model that runs beside its target only."""
     memory: dict[str, Any] = field(default_factory=dict)
+    """Memory needed by context length, see `memory.report.describe_memory`."""
     gpus: dict[str, Any] | None = None
+    """Parts that GPUs would hold, see `memory.gpu_plan.describe_gpus`; None without an NVIDIA driver."""
     program: dict[str, Any] | None = None
+    """The model's ops (`models.decoder.listing`), if requested."""
     sampling: dict[str, float | int] = field(default_factory=dict)
+    """Sampling options that the file recommends."""
 
 
 def describe_file(path: str, *, ops: bool = False) -> FileDescription:

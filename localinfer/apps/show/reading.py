@@ -1,8 +1,8 @@
-"""Whether a model speaks: it reads a text that ships inside, and finds it about as easy as models of its size do.
+"""Check that a model speaks: it must find a bundled text about as easy as models of its size do.
 
-A conversion that goes wrong leaves weights that look sound one by one, and a model that guesses. What it is judged by
-needs no reference: bits per byte of the easiest of some passages, of which any trained model knows the language of one,
-and how much easier a passage is when it stands in the context already.
+A conversion that goes wrong leaves weights that look sound one by one, and a model that guesses. The criteria
+need no reference: bits per byte of the easiest of some passages, one of which is in a language of any trained model,
+and the loss that is left when a passage stands in the context already.
 """
 
 import math
@@ -34,8 +34,8 @@ billion weights and more 0.6 to 0.9, of a hundred million 0.8 to 1.2, those of s
 language they hardly know takes them 2 and more, and letters by their frequency alone 4."""
 _COPYING_WEIGHTS = 30_000_000
 _MOST_LEFT, _MOST_LEFT_RECURRENT = 0.4, 0.8
-"""What a passage takes at most, as a share of its loss, when models of that size read it a second time: 0.05 to 0.2 of
-it in those that attend to it and were trained, and all of it where positions or heads are wrong."""
+"""Largest share of a passage's loss that is left when models of that size read it again: 0.05 to 0.2 in those that
+attend to it and were trained, and all of it where positions or heads are wrong."""
 _RECURRENT = re.compile(r"blk\.\d+\.(?:ssm_|shortconv|time_mix)")
 _SKIPPED = 8
 """Tokens of the second reading until it is clear that it is one."""
@@ -56,13 +56,15 @@ class Passage:
 
 @dataclass(frozen=True)
 class Reading:
-    """How a model has read a passage. bits: per byte. loss: nats per token. again: the same when it is repeated, NaN
-    without room for it."""
+    """Losses of a model on a passage."""
 
     language: str
     bits: float
+    """Per byte."""
     loss: float
+    """In nats per token."""
     again: float
+    """Loss when the passage is repeated; NaN if the context has no room for it."""
 
 
 @cache

@@ -25,10 +25,11 @@ _LEAST_SPREAD = 1e-6
 
 @dataclass(frozen=True)
 class Verification:
-    """What every check of a model has found. unchecked: what could not be checked, and why, a line each."""
+    """Results of all checks of a model."""
 
     findings: list[Finding] = field(default_factory=list)
     unchecked: list[str] = field(default_factory=list)
+    """Checks that could not be made, each a line with the reason."""
 
     def as_json(self) -> dict[str, Any]:
         """For `show --json`."""
@@ -70,7 +71,7 @@ def verify_model(path: str, progress: ProgressCallback | None = None) -> Verific
 
 
 def _check_digests(file: "ModelFile", result: Verification, progress: ProgressCallback | None) -> list[Finding]:
-    """Whether the files are still those that were pulled, where their checksums were recorded."""
+    """Compare the files with the checksums that were recorded when they were pulled."""
     from localinfer.storage.hub.download import differing_files, recorded_files
     from localinfer.storage.hub.places import Places
 
@@ -104,7 +105,7 @@ def _check_file(file: "ModelFile", result: Verification, progress: ProgressCallb
 
 
 def _lone_part(file: "ModelFile") -> str | None:
-    """What is sound by itself and answers nothing by itself: vocabularies, and draft models of another's cache."""
+    """Kinds of files that are sound and answer nothing by themselves: vocabularies, draft models of another's cache."""
     from localinfer.models.decoder.block_config import OF_ANOTHER_CACHE
 
     target = OF_ANOTHER_CACHE.get(str(file.metadata.get("general.architecture")))
@@ -116,7 +117,7 @@ def _lone_part(file: "ModelFile") -> str | None:
 
 
 def _check_settings(file: "ModelFile", config: "ModelConfig | None", result: Verification) -> list[Finding]:
-    """What the metadata tells, and what is warned of when vocabulary and template are built of it.
+    """Check the metadata, and collect warnings of the vocabulary and template that are built of it.
 
     config: None for a file that is not run by itself.
     """
@@ -238,6 +239,6 @@ def _output_findings(llm: "LLM") -> Iterator[Finding]:
 
 
 def _spread(rows: "np.ndarray[Any, Any]") -> float:
-    """How far the values of the most varied row lie apart, as a share of the largest value of all."""
+    """Range of the values of the most varied row, as a share of the largest value of all."""
     largest = float(np.abs(rows).max())
     return float(np.ptp(rows, axis=1).max()) / largest if largest else 0.0

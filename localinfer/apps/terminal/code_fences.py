@@ -38,7 +38,7 @@ class CodeColours:
         self._before = ""
         """Lines that the state of the next one is read from."""
         self._places: list[int] = []
-        """Where in them a line begins that starts something new, outside strings and comments."""
+        """Positions in them of lines that start something new, outside strings and comments."""
 
     def line(self, code: str) -> str:
         """The line, which has no line end, with colours; as it is where the language is unknown."""
@@ -136,7 +136,7 @@ class Fence:
         return line[min(spaces, self._indent) :]
 
     def is_closed_by(self, code: str) -> bool:
-        """Whether the code of a line is the closing fence."""
+        """True if the code of a line is the closing fence."""
         mark = code.strip()
         return (
             len(mark) >= len(self._run)

@@ -16,17 +16,17 @@ def _complete_nothing(_: str) -> Iterable[str]:
 
 @dataclass(frozen=True)
 class Command:
-    """A command that starts with '/': its name, its help, and a function of the rest of the line.
-
-    arguments: how help writes what may follow the name. complete: gives what the rest of the line may become, from what
-    is typed of it.
-    """
+    """A command of the chat."""
 
     name: str
+    """With its slash."""
     help: str
     run: Callable[[str], None]
+    """Is called with the rest of the line."""
     arguments: str = ""
+    """The form of the rest of the line, for help."""
     complete: Callable[[str], Iterable[str]] = _complete_nothing
+    """Completes the rest of the line from its beginning."""
 
 
 def beginning_with(typed: str, candidates: Iterable[str]) -> list[str]:
@@ -42,7 +42,7 @@ _MOST_CANDIDATES = 200
 
 
 def complete_path(typed: str) -> Iterator[str]:
-    """What a path may become: folders end with the separator; names that cannot be printed are left out."""
+    """Complete a path: folders end with the separator; names that cannot be printed are left out."""
     folder, name = os.path.split(typed)
     try:
         place = expand_home(folder) if folder else Path()

@@ -1,4 +1,4 @@
-"""Which saved conversation a chat begins with, how it is saved, and what is shown of it."""
+"""Begin a chat with a saved conversation: find it, show its end, and save what follows."""
 
 import logging
 import os
@@ -26,10 +26,12 @@ _NO_FOLDER = "this user has no home folder to save it in; set HOME, or chat with
 
 @dataclass(frozen=True)
 class SavedChat:
-    """What is kept of a chat: the conversation as it begins, and where it is saved; None for a user without a home."""
+    """A chat that is saved."""
 
     saved: SavedConversation
+    """The conversation as it begins."""
     store: ConversationStore | None
+    """None for a user without a home folder."""
 
     def save(self, conversation: SavedConversation) -> None:
         """Save the conversation as it is now. Raises: SessionFileError."""
@@ -88,14 +90,14 @@ def begin_saving(
 
 
 def _reference(model: str | None) -> str:
-    """What loads a model again, from whichever folder: the absolute path of a file, or its name as it is."""
+    """A reference that loads the model from any folder: the absolute path of a file, or its name as it is."""
     if model is None:
         return _DEMO
     return os.path.abspath(model) if os.path.exists(model) else model
 
 
 def _is_model_given() -> bool:
-    """Whether the command line names a model, and no default of a user's does."""
+    """True if the command line names a model, rather than the configuration file."""
     context = click.get_current_context(silent=True)
     return context is not None and context.get_parameter_source("model") is ParameterSource.COMMANDLINE
 

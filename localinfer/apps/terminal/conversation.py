@@ -19,7 +19,7 @@ SUMMARY_REQUEST = (
     "Summarise our conversation so far, so that it can go on from your summary alone: what was asked, found and "
     "decided, with all names and numbers, and what is still open. Answer with the summary only."
 )
-"""What the model is asked for a summary."""
+"""The request for a summary."""
 
 SUMMARY_TURN: Turn = {"role": "user", "content": "Summarise our conversation so far.", "is_summary": True}
 """Stands before a summary, in place of the request, marked by `is_summary`; what the model reads begins with the last
@@ -45,19 +45,18 @@ _REPLY_TOKENS = 1024
 
 @dataclass(frozen=True)
 class ContextWindow:
-    """Counts tokens of turns, and finds from which of them on they fit.
-
-    max_tokens: of a reply. options: of the chat that change its prompt, such as tools.
-    """
+    """Counts tokens of turns, and finds the first turn from which on they fit."""
 
     llm: "LLM"
     system: str | None
     max_tokens: int | None
+    """Of a reply."""
     options: dict[str, Any]
+    """Options of the chat that change its prompt, such as tools."""
 
     @property
     def reply_tokens(self) -> int:
-        """How many tokens are kept free for a reply."""
+        """Tokens that are kept free for a reply."""
         return min(self.max_tokens or _REPLY_TOKENS, self.llm.context_length // 4)
 
     def messages(self, turns: Sequence[Turn]) -> list[dict[str, Any]]:
@@ -169,7 +168,7 @@ class Conversation:
 
     @property
     def context_is_full(self) -> bool:
-        """Whether the last reply was cut by the end of the context."""
+        """True if the last reply was cut by the end of the context."""
         stats = self.last_stats
         if self.finish_reason != "length" or stats is None:
             return False
@@ -177,12 +176,12 @@ class Conversation:
 
     @property
     def context_length(self) -> int:
-        """How many tokens the model can read and write together."""
+        """Tokens that the model can read and write together."""
         return self._llm.context_length
 
     @property
     def context_used(self) -> int:
-        """How many tokens of the context the messages take, and what begins the next reply."""
+        """Tokens of the context that the messages and the beginning of the next reply take."""
         made_with = (self._first, self.system, id(self.tools), self.thinking, self.thinking_budget)
         if self._used is None or self._used[0] != made_with:
             self._used = made_with, self._count_used() if self._turns else 0
@@ -190,12 +189,12 @@ class Conversation:
 
     @property
     def reply_tokens(self) -> int:
-        """How many tokens are kept free for the next reply."""
+        """Tokens that are kept free for the next reply."""
         return self._window.reply_tokens
 
     @property
     def messages(self) -> list[dict[str, Any]]:
-        """What the model reads: the system message, if any, then user messages and replies in turn."""
+        """The messages that the model reads: the system message, if any, then user messages and replies in turn."""
         return self._window.messages(self._turns[self._first :])
 
     @property
@@ -208,12 +207,12 @@ class Conversation:
 
     @property
     def can_regenerate(self) -> bool:
-        """Whether there is a reply that is no summary."""
+        """True if there is a reply that is no summary."""
         return bool(self._turns) and not self._ends_with_summary
 
     @property
     def can_resume(self) -> bool:
-        """Whether the last reply was cut or stopped, or the last message has none yet."""
+        """True if the last reply was cut or stopped, or the last message has none yet."""
         if not self._turns or self._ends_with_summary:
             return False
         last = self._turns[-1]
@@ -432,7 +431,7 @@ class Conversation:
             self.on_messages_dropped(dropped)
 
     def _sent(self, begun: Turn | None) -> list[dict[str, Any]]:
-        """What the model is sent; of a reply that is continued, its reasoning too."""
+        """The messages to send; of a reply that is continued, its reasoning too."""
         messages = self.messages
         if begun is not None and begun.get("reasoning"):
             messages[-1] = {**messages[-1], "reasoning": begun["reasoning"]}

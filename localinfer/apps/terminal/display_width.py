@@ -37,12 +37,12 @@ def _is_wide(character: str) -> bool:
 
 
 def is_wide(character: str) -> bool:
-    """Whether a line may be broken beside the character: an ideograph, kana or an emoji."""
+    """True if a line may be broken beside the character: an ideograph, kana or an emoji."""
     return character >= "\u1100" and _is_wide(character)
 
 
 def joins(before: str, character: str) -> bool:
-    """Whether the character is drawn in the cells of the text before it, and is never parted from it."""
+    """True if the character is drawn in the cells of the text before it, and must stay with it."""
     if not before:
         return False
     cluster = before[-_LONGEST_CLUSTER:]
@@ -50,7 +50,7 @@ def joins(before: str, character: str) -> bool:
 
 
 def may_break(before: str, character: str) -> bool:
-    """Whether a line may end after the text `before`, which is not empty, though no space follows it."""
+    """True if a line may end after the text `before`, which is not empty, though no space follows it."""
     last = before[-1]
     if last.isascii() and character.isascii():
         return False
@@ -75,7 +75,7 @@ def most_columns(text: str) -> int:
 
 
 def is_combining(character: str) -> bool:
-    """Whether a character is drawn in the columns of the one before it, which some may widen."""
+    """True if a character is drawn in the columns of the one before it, which some may widen."""
     return not get_cwidth(character)
 
 

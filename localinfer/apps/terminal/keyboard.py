@@ -53,7 +53,7 @@ class Keystrokes(Closing):
 
     @property
     def is_held(self) -> bool:
-        """Whether the keyboard is a terminal whose modes can be set."""
+        """True if the keyboard is a terminal whose modes can be set."""
         return self._former is not None
 
     def hold(self) -> None:
@@ -71,7 +71,7 @@ class Keystrokes(Closing):
         self.mark_pastes()
 
     def typed_before(self) -> str:
-        """What was typed so far; Enter is a line feed in it before the chat's modes were set, and a return later.
+        """Read the text typed so far; Enter is a line feed in it before the chat's modes were set, and a return later.
 
         A marked paste that has begun is waited for.
         """
@@ -143,7 +143,7 @@ class Interrupts:
 
     @property
     def was_just_pressed(self) -> bool:
-        """Whether a Ctrl-C now would be the second within a moment."""
+        """True if a Ctrl-C now would be the second within a moment."""
         return time.monotonic() - self._pressed_at <= MOMENT_SECONDS
 
     @contextmanager

@@ -69,12 +69,12 @@ class WrappedWriter:
         self._is_breaking = False
         self._is_address = False
         self._cluster: Piece = "", PLAIN
-        """What is drawn in the cells of one character, while a word is broken."""
+        """Characters drawn in the cells of one, while a word is broken."""
         self.widest = 0
         """Columns of the longest line since `begin`, without the indent."""
 
     def take(self) -> str:
-        """What was written since the last call."""
+        """Take the output since the last call."""
         text = "".join(self._output)
         self._output.clear()
         return text

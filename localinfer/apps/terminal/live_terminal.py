@@ -32,7 +32,7 @@ _PASTE_SECONDS = 1.0
 _ROOMY_LINES = 12
 """A terminal of so many lines has one to spare between the text and the rows."""
 _UNKNOWN_SIZE = 80, 24
-"""Where a terminal says 0, as some over serial lines do."""
+"""Used if a terminal reports 0, as some over serial lines do."""
 _READ_BYTES = 1 << 16
 
 
@@ -89,7 +89,7 @@ class LiveTerminal:
 
     @property
     def columns(self) -> int:
-        """How wide the terminal is now."""
+        """Columns of the terminal now."""
         return self._screen.size[0]
 
     @contextmanager

@@ -243,7 +243,7 @@ class TerminalChat:
         )
 
     def _toolbar(self) -> str:
-        """What the bottom of the terminal shows while a prompt waits."""
+        """The bottom line of the terminal while a prompt waits."""
         if self._interrupts.was_just_pressed:
             return LEAVING_HINT
         return self._status.text(get_app().output.get_size().columns)

@@ -67,7 +67,7 @@ class MarkdownStream:
         self._inline = InlineStream(self._writer.write)
         self._around = Around()
         self._line = ""
-        """What was held of a line that is undecided, or is read as a whole."""
+        """The held part of a line that is undecided, or is read as a whole."""
         self._is_in_text = False
         self._reads_whole = False
         self._title_level = 0
@@ -75,18 +75,18 @@ class MarkdownStream:
         self._indented: list[str] = []
         """Lines of a block of code without a fence."""
         self._closer = ""
-        """What ends the displayed mathematics that the line is in."""
+        """The end mark of the displayed mathematics that the line is in."""
         self._table: list[str] = []
         """Lines of a table, or one that may be its heads."""
         self._first: Sequence[Piece] = ()
         self._hanging: Sequence[Piece] = ()
-        """What the block begins with, and the other lines of it."""
+        """The beginning of the block's first line, and of its other lines."""
         self._blanks = 0
         self._blank_start: Sequence[Piece] = ()
         self._is_at_top = True
         self._follows_blank = True
         self._wants_blank = False
-        """Whether a blank line comes before the next block though the text has none."""
+        """True if a blank line comes before the next block though the text has none."""
 
     def feed(self, text: str) -> str:
         """Read a delta; returns what to print for it."""
@@ -321,7 +321,7 @@ def _bars(containers: Sequence[Container]) -> list[Piece]:
 
 
 def _line_starts(containers: Sequence[Container], opened: int) -> tuple[list[Piece], list[Piece]]:
-    """What a line begins with, `opened` of whose containers begin on it, and the lines that it is wrapped to."""
+    """The beginning of a line, `opened` of whose containers begin on it, and of the lines that it is wrapped to."""
     first: list[Piece] = []
     hanging: list[Piece] = []
     depth = 0

@@ -1,4 +1,4 @@
-"""What a line of Markdown is, decided from as few characters of its start as possible."""
+"""Classify lines of Markdown, from as few characters of their start as possible."""
 
 import re
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ _CLOSERS = {"$$": "$$", "\\[": "\\]"}
 
 
 class Kind(Enum):
-    """What the part of a line is that follows its quote and list markers."""
+    """Kinds of lines, by the part that follows quote and list markers."""
 
     BLANK = auto()
     TEXT = auto()
@@ -37,16 +37,12 @@ class Quote:
 
 @dataclass(frozen=True)
 class Item:
-    """A list item that a line is in; columns count from the start of what it is inside.
-
-    marker_column: where its marker is.
-    text_column: where its text begins.
-    marker: `-`, `*` or `+`, or a number with its delimiter.
-    """
+    """A list item that a line is in; columns count from the start of its container."""
 
     marker_column: int
     text_column: int
     marker: str
+    """`-`, `*` or `+`, or a number with its delimiter."""
 
     @property
     def least_indent(self) -> int:
@@ -59,35 +55,31 @@ Container = Quote | Item
 
 @dataclass(frozen=True)
 class LineStart:
-    """The decision about a line.
-
-    kept: how many of the open quotes and items it is in.
-    opened: the quotes and items that it begins, inside those.
-    text: what was read of the line after its markers; of a heading or fence the marker is left out.
-    level: of a heading.
-    fence: the run of backticks or tildes.
-    strip: columns of indent that the fence has after the last quote marker, which its lines of code have too.
-    """
+    """The decision about a line."""
 
     kept: int
+    """Number of the open quotes and items that the line is in."""
     opened: tuple[Container, ...]
+    """Quotes and items that begin on it, inside those."""
     kind: Kind
     text: str = ""
+    """The beginning of the line after its markers, and after that of a heading or fence."""
     level: int = 0
+    """Of a heading."""
     fence: str = ""
+    """The run of backticks or tildes."""
     strip: int = 0
+    """Columns of indent of the fence after the last quote marker, which its lines of code have too."""
 
 
 @dataclass(frozen=True)
 class Around:
-    """What stands before a line.
-
-    containers: the open quotes and items, outermost first.
-    in_paragraph: whether the line before is text that this one may continue.
-    """
+    """The context of a line."""
 
     containers: Sequence[Container] = ()
+    """Open quotes and items, outermost first."""
     in_paragraph: bool = False
+    """The line before is text that this one may continue."""
 
 
 def read_start(line: str, around: Around, *, is_whole: bool) -> LineStart | None:
@@ -151,7 +143,7 @@ def read_start(line: str, around: Around, *, is_whole: bool) -> LineStart | None
 
 
 def mathematics_closer(text: str) -> str:
-    """What ends displayed mathematics that the text opens; empty if it is closed in the text already."""
+    """The end mark of displayed mathematics that the text opens; empty if the text closes it."""
     closer = _CLOSERS[text[:2]]
     return "" if closer in text[2:] else closer
 

@@ -339,7 +339,7 @@ class InlineStream:
 
 
 def _is_name(tokens: list[_Token]) -> bool:
-    """Whether two underscores on both sides of the tokens make a name of Python."""
+    """True if two underscores on both sides of the tokens make a name of Python."""
     text = "".join(token.text for token in tokens)
     return text.isidentifier() and text == text.lower()
 

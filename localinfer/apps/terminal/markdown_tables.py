@@ -19,7 +19,7 @@ _ENDLESS = 1_000_000
 
 
 def is_delimiter_row(line: str) -> bool:
-    """Whether the line is the one of dashes under the heads of a table."""
+    """True for the line of dashes under the heads of a table."""
     return "-" in line and _DELIMITERS.fullmatch(line.strip()) is not None
 
 

@@ -44,7 +44,7 @@ class AttachmentCommands:
 
     @property
     def is_pasting(self) -> bool:
-        """Whether lines are taken as they are, up to an end mark."""
+        """True while lines are taken as they are, up to an end mark."""
         return self._pasted is not None
 
     @property

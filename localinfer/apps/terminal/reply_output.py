@@ -18,10 +18,10 @@ class TextRenderer(Protocol):
     """Turns streamed model text into what to print of it, only ever appended."""
 
     def feed(self, text: str) -> str:
-        """What to print now that `text` has come."""
+        """Take more text; return the text to print now."""
 
     def end(self) -> str:
-        """What to print at the end of the reply."""
+        """Return the text to print at the end of the reply."""
 
 
 class _PlainText:
@@ -38,7 +38,7 @@ class _PlainText:
 
 
 def terminal_columns() -> int:
-    """How wide the terminal is now."""
+    """Columns of the terminal now."""
     return shutil.get_terminal_size().columns
 
 
@@ -168,11 +168,11 @@ class ReplyOutput:
         return f"{num_tokens:,} tokens, {describe_duration(time.monotonic() - self._reasoning_began)}"
 
     def _live_line(self) -> str:
-        """What changes in the line under the text, while there is no text."""
+        """The line under the text, while there is no text."""
         return self._line or ("" if self._status is None else self._status.waiting())
 
     def columns(self) -> int:
-        """How wide the terminal is now."""
+        """Columns of the terminal now."""
         return terminal_columns() if self._live is None else self._live.columns
 
 

@@ -85,7 +85,7 @@ class Screen:
         self._rows, self._live_line, self._is_drawn = [], "", False
 
     def _update(self, text: str, live_line: str, rows: list[str], lines: int, *, redraws: bool) -> str:
-        """What brings the terminal to its next state, "" if it is there."""
+        """The sequence that brings the terminal to its next state, "" if it is there."""
         redraws = (
             redraws
             or len(rows) != len(self._rows)

@@ -29,19 +29,20 @@ _QUOTED = 'a text with spaces in quotes, a new line as "\\n"'
 
 @dataclass(frozen=True)
 class Setting:
-    """One option.
-
-    form: the range or form of its values. help: what it does. default: how its default is written. words: values that
-    completion offers. change: sets it from what was typed; raises RequestError. shown: its value, as it is written.
-    """
+    """One option."""
 
     name: str
     form: str
+    """The range or form of its values."""
     help: str
     default: str
+    """As it is written."""
     words: tuple[str, ...]
+    """Values that completion offers."""
     change: "Callable[[Conversation, str], None]"
+    """Sets it from typed text. Raises: RequestError."""
     shown: "Callable[[Conversation], str]"
+    """Its value, as it is written."""
 
 
 def _number_setting(name: str, option: NumberOption) -> Setting:

@@ -61,7 +61,7 @@ class StatusLine:
         self._context_used, self._context_length = context_used, context_length
 
     def waiting(self) -> str:
-        """How much of a prompt is computed, once that takes long; "" otherwise."""
+        """The computed part of a prompt, once that takes long; "" otherwise."""
         stream, stats = self._stream, self._stats
         now = time.monotonic()
         if stream is None or stats is None or stats.completion_tokens or now - self._began < SILENT_SECONDS:

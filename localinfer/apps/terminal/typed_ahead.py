@@ -1,4 +1,4 @@
-"""What is typed while a reply is printed: messages that wait for its end, and one that is not finished."""
+"""Text typed while a reply is printed: messages that wait for its end, and one that is not finished."""
 
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -42,7 +42,7 @@ class TypedAhead:
 
     @property
     def is_within_paste(self) -> bool:
-        """Whether a paste has begun whose end has not come yet."""
+        """True while the end of a paste has not come yet."""
         return bool(self._parser._in_bracketed_paste)
 
     def begin(self, text: str) -> None:
@@ -107,7 +107,7 @@ class TypedAhead:
         return text
 
     def rows(self, width: int, *, has_styles: bool) -> list[str]:
-        """How it is shown, in rows of less than `width` columns: finished messages, then the unfinished one."""
+        """Rows of less than `width` columns that show it: finished messages, then the unfinished one."""
         columns = width - 1
         if columns < _LEAST_COLUMNS:
             return []
@@ -171,7 +171,7 @@ def _on_one_line(message: str) -> str:
 
 
 def _before(text: str, cursor: int) -> int:
-    """Where the character before the cursor begins, with its combining ones."""
+    """The start of the character before the cursor, with its combining ones."""
     place = cursor - 1
     while place > 0 and is_combining(text[place]) and text[place] != "\n":
         place -= 1
@@ -179,7 +179,7 @@ def _before(text: str, cursor: int) -> int:
 
 
 def _after(text: str, cursor: int) -> int:
-    """Where the character at the cursor ends, with its combining ones."""
+    """The end of the character at the cursor, with its combining ones."""
     place = cursor + 1
     while place < len(text) and is_combining(text[place]) and text[place] != "\n":
         place += 1

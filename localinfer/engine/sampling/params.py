@@ -106,20 +106,20 @@ class SamplingParams:
     top_n_sigma: float = _number(
         0.0, 0, 100, "N", "Drop logits N standard deviations below the best; 0: off.", "0 keeps every token")
     xtc_probability: float = _number(
-        0.0, 0, 1, "P", "How often XTC drops the likeliest choices; 0: off.", "0 switches it off")
+        0.0, 0, 1, "P", "Probability that XTC drops the likeliest choices; 0: off.", "0 switches it off")
     xtc_threshold: float = _number(
-        0.1, 0, 1, "P", "From which probability a token is a choice for XTC. Default: {default}.", "0.1 is usual")
+        0.1, 0, 1, "P", "Least probability of a choice for XTC. Default: {default}.", "0.1 is usual")
     dynatemp_range: float = _number(
-        0.0, 0, 10, "R", "Let entropy move the temperature by up to R; 0: off.", "0 switches it off")
+        0.0, 0, 10, "R", "Vary the temperature by up to R with the entropy; 0: off.", "0 switches it off")
     dynatemp_exponent: float = _number(
-        1.0, 0, 100, "E", "How entropy moves it. Default: {default}.", "1 is usual")
+        1.0, 0, 100, "E", "Exponent of the entropy for it. Default: {default}.", "1 is usual")
     mirostat: int = _whole(
-        0, 0, 2, "2", "Hold the surprise of the text, in place of the filters; 0: off.",
+        0, 0, 2, "2", "Mirostat 2.0, in place of the other filters; 0: off.",
         "2 switches its second version on, 0 off")
     mirostat_tau: float = _number(
-        5.0, 0, 100, "BITS", "The surprise per token to hold. Default: {default}.", "bits per token; 5 is usual")
+        5.0, 0, 100, "BITS", "Target surprise of mirostat. Default: {default}.", "bits per token; 5 is usual")
     mirostat_eta: float = _number(
-        0.1, 0, 1, "ETA", "How fast it is corrected. Default: {default}.", "0.1 is usual")
+        0.1, 0, 1, "ETA", "Learning rate of mirostat. Default: {default}.", "0.1 is usual")
     repetition_penalty: float = _number(
         1.0, 0.01, 100, "R", "Above 1 discourages tokens already present; 1: off.", "1 switches it off",
         is_common=True, alias="repeat_penalty")
@@ -127,15 +127,15 @@ class SamplingParams:
         64, -1, math.inf, "N", "Tokens the penalties look at; -1: all. Default: {default}.", "-1 is the whole text",
         alias="repeat_last_n")
     frequency_penalty: float = _number(
-        0.0, -100, 100, "F", "Taken from a logit per occurrence; 0: off.", "0 switches it off")
+        0.0, -100, 100, "F", "Subtracted from a logit per occurrence; 0: off.", "0 switches it off")
     presence_penalty: float = _number(
-        0.0, -100, 100, "F", "Taken from a logit that occurred; 0: off.", "0 switches it off")
+        0.0, -100, 100, "F", "Subtracted from a logit that occurred; 0: off.", "0 switches it off")
     dry_multiplier: float = _number(
-        0.0, 0, 1000, "M", "Weight of DRY, which ends repetitions; 0: off.", "0 switches it off")
+        0.0, 0, 1000, "M", "Weight of DRY, a penalty on repetitions; 0: off.", "0 switches it off")
     dry_base: float = _number(
-        1.75, 1, 1000, "B", "How it grows with their length. Default: {default}.", "1.75 is usual")
+        1.75, 1, 1000, "B", "Base of DRY's growth with their length. Default: {default}.", "1.75 is usual")
     dry_allowed_length: int = _whole(
-        2, 1, math.inf, "N", "Shorter repetitions are free. Default: {default}.", "2 is usual")
+        2, 1, math.inf, "N", "Shorter repetitions get no DRY penalty. Default: {default}.", "2 is usual")
     dry_last_n: int = _whole(
         -1, -1, math.inf, "N", "Tokens DRY looks at; -1: all, the default.", "-1 is the whole text")
     # fmt: on

@@ -71,6 +71,7 @@ def test_programs_on_cores_that_are_left_free_are_no_trouble() -> None:
     busy = {"cores": 1.2, "processes": [{"pid": 12, "name": "ffmpeg", "cores": 1.2}]}
     (text,) = texts(load=busy)
     assert "Other programs keep 1.2 cores busy (ffmpeg (process 12) 1.2)" in text
+    assert "--threads" not in text, "steps choose fewer threads by themselves"
     assert texts(load=busy, threads={"used": 6}) == []
 
 
