@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from localinfer.arguments import MAX_PRIORITY, check_number, shown
+from localinfer.arguments import check_number, shown
 from localinfer.engine.sampling.params import MAX_SEED, NUMBER_OPTIONS, SamplingParams
 from localinfer.errors import RequestError
+from localinfer.storage.server_options import server_options
 from localinfer.system.folders import expand_home, user_folder
 
 Check = Callable[[str, Any], Any]
@@ -109,18 +110,6 @@ def _known_names(line: str) -> tuple[str, ...]:
 
 FILE_NAME = "config.toml"
 DEVICES = ("auto", "cpu", "cuda")
-SERVE_SETTINGS: dict[str, tuple[str, Any]] = {
-    "allow_host": ("allowed_hosts", ()),
-    "allow_origin": ("allowed_origins", ()),
-    "requests_per_minute": ("requests_per_minute", None),
-    "tokens_per_minute": ("tokens_per_minute", None),
-    "running_per_token": ("running_per_token", None),
-    "queued_per_token": ("queued_per_token", None),
-    "min_priority": ("min_priority", None),
-    "ttft_objective": ("ttft_objective", None),
-}
-"""Keys of the table `[serve]`, which are options of `localinfer serve` -> the member of the server's settings, and its
-value without the key."""
 _WAY_OUT = "correct it, or pass --no-config to do without the file"
 
 
@@ -223,10 +212,7 @@ def _read(file: TomlFile) -> Config:
         {"model": _model, "threads": _count, "context_length": _count, "kv_type": _kv_type, "device": _device},
         also=("[sampling]", "[chat]", "[serve]"),
     )
-    kinds: dict[str, Callable[[str, Any], Any]] = {
-        name: _count if default is None else _names for name, (_, default) in SERVE_SETTINGS.items()
-    }
-    kinds |= {"queued_per_token": _least_zero, "min_priority": _any_priority, "ttft_objective": _seconds}
+    kinds = {option.key: option.read for option in server_options() if option.in_config}
     serve = file.checked(["serve"], file.table(file.content, "serve"), kinds)
     return Config(path=file.path, sampling=sampling, serve=serve, **chat, **loading)
 
@@ -257,24 +243,6 @@ def _model(key: str, value: Any) -> str:
 def _count(key: str, value: Any) -> int:
     check_number(key, value, 1)
     return int(value)
-
-
-def _least_zero(key: str, value: Any) -> int:
-    return int(check_number(key, value, 0))
-
-
-def _any_priority(key: str, value: Any) -> int:
-    return int(check_number(key, value, -MAX_PRIORITY, MAX_PRIORITY))
-
-
-def _seconds(key: str, value: Any) -> float:
-    return float(check_number(key, value, 0, kind=float))
-
-
-def _names(key: str, value: Any) -> tuple[str, ...]:
-    if not isinstance(value, list) or not all(isinstance(one, str) and one.isprintable() for one in value):
-        raise RequestError(f'{key} is {shown(value)}; wanted a list of names, such as {key} = ["example.org"]')
-    return tuple(value)
 
 
 def _kv_type(key: str, value: Any) -> str:

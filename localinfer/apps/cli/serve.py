@@ -393,7 +393,7 @@ def _serve(
     if models.names_some and is_from_config("model"):
         # Models that are named say what to serve; a default does not add to them.
         options["model"] = None
-    settings = listening.settings(place, defaults.api_key, operation, **settings_of_server)
+    settings = listening.settings(place, defaults.api_key, **settings_of_server)
     sources, preload = defaults.named(*find_sources(options["model"], models, options))
     events.check_sources(sources)
     threads = LoadThreads()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from localinfer.apps.cli.grouped_help import Command
+from localinfer.apps.cli.grouped_help import Command, Decorator
 from localinfer.apps.cli.options import (
     COUNT,
     SAMPLING_NAMES,
@@ -24,9 +24,9 @@ from localinfer.apps.cli.options import (
     options_group_of,
     sampling_options,
 )
-from localinfer.arguments import MAX_PRIORITY
 from localinfer.errors import RequestError
-from localinfer.storage.config import SERVE_SETTINGS, read_config
+from localinfer.storage.config import read_config
+from localinfer.storage.server_options import Group, ServerOption, server_options
 from localinfer.system.folders import expand_home
 from localinfer.terminal import check_text
 
@@ -51,21 +51,11 @@ class OperationOptions:
     log_requests: str | None = None
     log_requests_size: int | None = None
     otlp_endpoint: str | None = None
-    requests_per_minute: int | None = None
-    tokens_per_minute: int | None = None
-    running_per_token: int | None = None
-    queued_per_token: int | None = None
-    min_priority: int | None = None
-    ttft_objective: float | None = None
 
     @property
     def as_json(self) -> bool:
         """Whether the log is lines of JSON."""
         return self.log_format == "json"
-
-    def limits(self) -> dict[str, Any]:
-        """Members of the server's settings: what clients may ask for."""
-        return {name: getattr(self, name) for name in _LIMITS}
 
     def say(self, line: str) -> None:
         """Tell the user something on standard error, in the form of the log."""
@@ -75,39 +65,39 @@ class OperationOptions:
             click.echo(line, err=True)
 
 
-_LIMITS = (
-    "requests_per_minute",
-    "tokens_per_minute",
-    "running_per_token",
-    "queued_per_token",
-    "min_priority",
-    "ttft_objective",
-)
+_MEMBERS = {option.key: option.member for option in server_options()}
+_FLAG_KINDS: dict[type, Callable[[ServerOption], dict[str, Any]]] = {
+    bool: lambda option: {"is_flag": True},
+    tuple: lambda option: {"multiple": True},
+    int: lambda option: {"type": click.IntRange(option.least, option.most)},
+    float: lambda option: {"type": click.FloatRange(option.least, option.most)},
+}
+
+
+def _shared_options(group: Group) -> list[Decorator]:
+    """Flags of the options that settings of a server and config.toml have too, and what gives them their members."""
+
+    def gather(command: Command) -> Command:
+        @functools.wraps(command)
+        def call(**values: Any) -> Any:
+            return command(**{_MEMBERS.get(name, name): value for name, value in values.items()})
+
+        return call
+
+    return [
+        *(
+            option(one.flag, one.metavar, one.help, **_FLAG_KINDS[one.kind](one))
+            for one in server_options()
+            if one.group == group
+        ),
+        gather,
+    ]
+
 
 operation_options = options_group_of(
     OperationOptions,
     "operation",
-    option("--requests-per-minute", "N", "Most requests of each token per minute.", type=COUNT),
-    option("--tokens-per-minute", "N", "Most tokens read and generated for each token per minute.", type=COUNT),
-    option("--running-per-token", "N", "Most texts of each token that share a step; more wait.", type=COUNT),
-    option(
-        "--queued-per-token",
-        "N",
-        "Most texts of each token that wait; more are refused.",
-        type=click.IntRange(min=0),
-    ),
-    option(
-        "--min-priority",
-        "N",
-        "Most urgent priority that requests may ask for; lower is more urgent. Default with --token-file: 0.",
-        type=click.IntRange(-MAX_PRIORITY, MAX_PRIORITY),
-    ),
-    option(
-        "--ttft-objective",
-        "SECONDS",
-        "Refuse requests whose first token is predicted for later than this.",
-        type=click.FloatRange(min=0),
-    ),
+    *_shared_options("limits"),
     option(
         "--log-format",
         "FORMAT",
@@ -175,21 +165,19 @@ class SettingsReader:
     def __init__(self, token_file: "Path | None") -> None:
         self._token_file = token_file
         context = click.get_current_context()
-        sources = {name: context.get_parameter_source(name) for name in SERVE_SETTINGS}
+        sources = {one: context.get_parameter_source(one.key) for one in server_options() if one.in_config}
         reads_config = context.default_map is not None
         given = (click.core.ParameterSource.DEFAULT, click.core.ParameterSource.DEFAULT_MAP)
-        self._names = [name for name, source in sources.items() if reads_config and source in given]
+        self._options = [one for one, source in sources.items() if reads_config and source in given]
 
     def read(self, settings: "ServerSettings") -> "ServerSettings":
         """The settings as the files have them now. Raises: RequestError; then nothing is to change."""
         changed: dict[str, Any] = {}
         if self._token_file is not None:
             changed["tokens"] = read_tokens(self._token_file)
-        if self._names:
+        if self._options:
             found = read_config().serve
-            for name in self._names:
-                member, default = SERVE_SETTINGS[name]
-                changed[member] = found.get(name, default)
+            changed |= {one.member: found.get(one.key, one.default) for one in self._options}
         return replace(settings, **changed)
 
 
@@ -213,10 +201,6 @@ class ListeningOptions:
     no_socket: bool
     token_file: str | None
     token_env: str | None
-    isolate_cache: bool
-    allow_host: tuple[str, ...]
-    allow_origin: tuple[str, ...]
-    allow_private_network: bool
     no_page: bool
 
     def socket_place(self, *, needs_own: bool) -> SocketPlace:
@@ -234,15 +218,13 @@ class ListeningOptions:
         path = _own_socket()
         return SocketPlace(path, own_files=() if path is None else (path, path.with_name(f"{path.name}.lock")))
 
-    def settings(
-        self, place: SocketPlace, api_key: str | None, operation: OperationOptions, **more: Any
-    ) -> "ServerSettings":
+    def settings(self, place: SocketPlace, api_key: str | None, **more: Any) -> "ServerSettings":
         """The server's settings. more: further members of them. Raises: RequestError."""
         from localinfer.apps.server.transport.settings import ServerSettings
 
         if api_key is not None and (self.token_file is not None or self.token_env is not None):
             raise RequestError("--api-key is the token, and another option says where it is; leave one of them out")
-        for name, values in (("--allow-host", self.allow_host), ("--allow-origin", self.allow_origin)):
+        for name, values in (("--allow-host", more["allowed_hosts"]), ("--allow-origin", more["allowed_origins"])):
             for value in values:
                 check_text(value, name)
         token = _token(self.token_env, is_in_file=self.token_file is not None) if api_key is None else api_key
@@ -252,13 +234,8 @@ class ListeningOptions:
             socket_path=place.path,
             needs_socket=place.is_named,
             token=token,
-            isolates_cache=self.isolate_cache,
             tokens=() if self.token_file is None else read_tokens(expand_home(self.token_file)),
-            allowed_hosts=self.allow_host,
-            allowed_origins=self.allow_origin,
-            allows_private_network=self.allow_private_network,
             serves_page=not self.no_page,
-            **operation.limits(),
             **more,
         )
 
@@ -311,12 +288,7 @@ listening_options = options_group_of(
         "File with the bearer tokens accepted over TCP, one per line: TOKEN, or NAME: TOKEN LIMIT=NUMBER ...",
     ),
     option("--token-env", "NAME", "Environment variable with that token."),
-    flag("--isolate-cache", "Share nothing between tokens: cached prompts, slots, sessions, kept responses."),
-    option("--allow-host", "NAME", "Accept this Host header too; may be repeated.", multiple=True),
-    option(
-        "--allow-origin", "ORIGIN", "Accept requests from pages of this origin (CORS); may be repeated.", multiple=True
-    ),
-    flag("--allow-private-network", "Accept them from pages on the public internet too."),
+    *_shared_options("clients"),
     flag("--no-page", "Serve no chat page at /."),
 )
 

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 from localinfer.arguments import MAX_PRIORITY, check_number
 from localinfer.errors import RequestError
 from localinfer.storage.response_store import ResponseStoreOptions
+from localinfer.storage.server_options import ServerOptions
 
 _NAMED = re.compile(r"(?P<name>[A-Za-z0-9_.@-]{1,64}):(?P<rest>.*)")
 _BOM = "\ufeff"
@@ -260,69 +261,59 @@ _ORIGIN = re.compile(r"file://|[a-z][a-z0-9+.-]*://(?:[A-Za-z0-9._~-]+|\[[0-9a-f
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerSettings:
-    """Where and how to serve; checked when it is made.
-
-    socket_path: the Unix socket, None for none. host, port: where to listen by TCP, host None for nowhere; port 0 lets
-    the system choose.
-    token: what a client on TCP must show; anything but loopback needs one. The Unix socket is guarded by its folder.
-    allowed_hosts: names beside the loopback's that a `Host` header may hold. allowed_origins: web pages that may ask.
-    allows_private_network: let browsers send pages of the internet here, those of `allowed_origins`.
-    strict_model: refuse a model name that is not ours even where only one model is served.
-    max_generations: texts generated and waiting at one time; one more is refused with 429.
-    body_seconds: for the whole request. slow_reader_seconds: how long a client may read nothing of a reply.
-    body_memory: bytes for all bodies together, what they become and the work on their texts, see `bodies`.
-    shutdown_seconds: what running replies get to finish after SIGTERM. ping_seconds: between signs of life in a stream.
-    progress_seconds: between reports of how far a prompt was read, where a request asks for them.
-    needs_socket: whether a Unix socket that another server listens on is an error; else TCP alone is served.
-    serves_page: whether there is a chat page at `/`, which everybody may read; without, a token is asked for there too.
-    kept_responses: what is kept of responses and conversations, and where.
-    num_slots: as many texts are generated at one time. slot_folder: where clients may save what is in a slot, None for
-    nowhere. shows_slots, shows_metrics: whether /slots and /metrics are there. pooling: of vectors, None as models say.
-    isolates_cache: what one token's texts left behind is of use to that token alone, and shown to no other.
-    handover: the server's role, and who computes prompts for it.
-    tokens: those that have names, beside `token`. requests_per_minute, tokens_per_minute, running_per_token,
-    queued_per_token, min_priority: what one token may ask for that has no limits of its own, see `Quota`; with
-    `tokens` and without a min_priority they may ask for priorities from 0 on.
-    ttft_objective: seconds in which a first token is wanted; requests for which a later one is predicted are refused.
-    Raises: RequestError.
-    """
+class ServerSettings(ServerOptions):
+    """Where and how to serve; checked when it is made. Raises: RequestError."""
 
     socket_path: Path | None = None
+    """The Unix socket, guarded by its folder; None for none."""
     host: str | None = "127.0.0.1"
+    """Where to listen by TCP, None for nowhere; anything but loopback needs a token."""
     port: int = 8080
+    """0: one that the system chooses."""
     token: str | None = None
-    allowed_hosts: tuple[str, ...] = ()
-    allowed_origins: tuple[str, ...] = ()
-    allows_private_network: bool = False
+    """What a client on TCP must show."""
     strict_model: bool = False
+    """Refuse a model name that is not ours even where only one model is served."""
     max_generations: int = 64
+    """Texts generated and waiting at one time; one more is refused with 429."""
     max_connections: int = 256
+    """Connections that are open at one time."""
     max_body_bytes: int = 32 << 20
+    """Size of one body."""
     body_memory: int = 128 << 20
+    """Bytes for all bodies together, what they become and the work on their texts, see `bodies`."""
     header_seconds: float = 10.0
+    """Time for the head of a request."""
     body_seconds: float = 30.0
+    """Time for the whole request."""
     slow_reader_seconds: float = 60.0
+    """Time that a client may read nothing of a reply."""
     shutdown_seconds: float = 5.0
+    """Time for running replies to finish after SIGTERM."""
     ping_seconds: float = 15.0
+    """Time between signs of life in a stream."""
     progress_seconds: float = 0.25
+    """Time between reports of how far a prompt was read, where a request asks for them."""
     needs_socket: bool = True
+    """Whether a Unix socket that another server listens on is an error; else TCP alone is served."""
     serves_page: bool = True
+    """Whether there is a chat page at `/`, which everybody may read; without, a token is asked for there too."""
     kept_responses: ResponseStoreOptions = ResponseStoreOptions()
+    """How much of responses and conversations is kept, and where."""
     num_slots: int = 16
+    """Texts that are generated at one time."""
     slot_folder: Path | None = None
+    """Where clients may save what is in a slot, None for nowhere."""
     shows_slots: bool = True
+    """Whether /slots is there."""
     shows_metrics: bool = True
+    """Whether /metrics is there."""
     pooling: str | None = None
-    isolates_cache: bool = False
+    """How vectors of tokens become one, None as models say."""
     handover: KVTransferOptions = KVTransferOptions()
+    """The server's role in KV transfer, and the servers that compute prompts for it."""
     tokens: tuple[AccessToken, ...] = ()
-    requests_per_minute: int | None = None
-    tokens_per_minute: int | None = None
-    running_per_token: int | None = None
-    queued_per_token: int | None = None
-    min_priority: int | None = None
-    ttft_objective: float | None = None
+    """Tokens that have names, beside `token`."""
 
     def __post_init__(self) -> None:
         if self.host is None and self.socket_path is None:
@@ -334,12 +325,9 @@ class ServerSettings:
                 f"{self.host} can be reached from other machines; give a file with a token that clients must show "
                 "(--token-file), or listen on 127.0.0.1"
             )
-        for name in ("requests_per_minute", "tokens_per_minute"):
-            if (limit := getattr(self, name)) is not None and limit < 1:
-                raise RequestError(f"{name} is {limit}; give at least 1, or leave it out for no limit", field=name)
-        # Limits that make no sense are refused by it.
+        self.check_options()
+        # It refuses limits beyond what is counted.
         self.quota_of("")
-        check_number("ttft_objective", self.ttft_objective, 0, kind=float, none="for none")
         if self.isolates_cache and not self.access_tokens:
             raise RequestError(
                 "clients can only be kept apart by their tokens, and there are none; give a file with a token for each "
