@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, Union, Unpack, cast
 
-from localinfer.arguments import check_flag, owned
+from localinfer.arguments import check_flag, check_number, check_path, owned
 from localinfer.engine.admission import EngineLimits
 from localinfer.engine.cache.salt import salt_of
-from localinfer.engine.thread_control import ThreadControl
-from localinfer.errors import RequestError
+from localinfer.errors import RequestError, SessionFileError
 from localinfer.generation.default_options import DefaultOptions
 from localinfer.generation.kv_transfer import KVTransfer
 from localinfer.generation.stream import TextStream, complete_in_thread
-from localinfer.storage.session_files import SessionFiles
 from localinfer.types import Beam, Closing
 
 if TYPE_CHECKING:
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
     from localinfer.generation.session.python_tools import CallOutcome, RequestedCall, Tool
     from localinfer.generation.session.session import Session
     from localinfer.generation.text_generation import EncodedPrompt
+    from localinfer.kernels.cpu.worker_threads import Priority
     from localinfer.models.load.loader import Model
     from localinfer.models.text.tokenizer import Tokenizer
     from localinfer.storage.fingerprint import ModelIdentity
@@ -56,7 +56,7 @@ class BeamCompletion(NamedTuple):
     beam: Beam
 
 
-class LLM(ThreadControl, DefaultOptions, SessionFiles, KVTransfer, Closing):
+class LLM(DefaultOptions, KVTransfer, Closing):
     """A loaded model, ready to answer; made by `localinfer.load`. A context manager: leaving it closes the model.
 
     May be used from several threads: generations that run at the same time share their steps. After `close`, and in a
@@ -450,6 +450,71 @@ class LLM(ThreadControl, DefaultOptions, SessionFiles, KVTransfer, Closing):
         """Figures of the prefix cache's snapshots, None without recurrent layers; any thread may ask in a step."""
         return self._engine.snapshot_stats
 
+    def set_threads(self, threads: int | None) -> None:
+        """Compute with so many CPU threads from the next step on, also of texts that are being generated.
+
+        No text changes by it, not by a bit. threads: 1 to the hardware threads, for prompts and decoding alike; None:
+        as loaded. Any thread may call it, and waits for nothing. Without effect on what a GPU computes.
+        Raises: RequestError, ClosedError.
+        """
+        from localinfer.models.load.threads import checked_threads
+
+        self._engine.check_usable()
+        wanted = check_number("threads", threads, 1, none="for as many as loaded")
+        self._model.pool.ask_threads(None if wanted is None else checked_threads(wanted))
+
+    def set_priority(self, priority: Priority) -> None:
+        """Compute with threads of this priority from the next step on: "normal", or "background" beside other work.
+
+        In the background the model's own threads ask the system for little (on Linux a nice value of 10, on macOS the
+        quality of service "utility", on Windows the lowest priority; these two are untested) and sleep at once when
+        there is nothing to do. The threads of the program itself keep their priority: the one that reads a stream,
+        which otherwise takes part in the computing, only waits then. Any thread may call it, and waits for nothing.
+        Raises: RequestError, ClosedError.
+        """
+        from localinfer.models.load.threads import checked_priority
+
+        self._engine.check_usable()
+        self._model.pool.ask_priority(checked_priority(priority))
+
+    def save_session(
+        self,
+        path: str | os.PathLike[str],
+        token_ids: Sequence[int] | NDArray[np.integer] | None = None,
+        *,
+        cache_salt: str | None = None,
+    ) -> int:
+        """Write the keys and values of one conversation to a file, to go on with later; return its tokens.
+
+        token_ids: the conversation; None takes the one that was answered last. What is not in memory of it is left
+        out. cache_salt: with which the given conversation was generated. The file holds the text, as token ids: only
+        its owner can read a new one; an old one keeps its mode.
+        Raises: SessionFileError if nothing of it is in memory, the file cannot be written, or the model's has changed.
+        """
+        from localinfer.storage.sessions import save_session
+
+        file = check_path("path", path)
+        wanted, salt = None if token_ids is None else self._engine.check_prompt(token_ids), salt_of(cache_salt)
+        identity = self._require_identity()
+        with self._session_lock:
+            return save_session(self._engine, identity, file, wanted, salt)
+
+    def load_session(self, path: str | os.PathLike[str], *, cache_salt: str | None = None) -> list[int]:
+        """Read a file that `save_session` wrote, so that a prompt that begins like it computes only what is new.
+
+        Returns the token ids it holds. Nothing of the file is used before all of it is proven.
+        cache_salt: of those prompts; a file says nothing of one.
+        Raises: SessionFileError if it is missing or damaged; SessionMismatchError, naming what differs, if it was saved
+            with another model, setting or version; OutOfMemoryError.
+        """
+        from localinfer.storage.sessions import load_session
+
+        file, salt = check_path("path", path), salt_of(cache_salt)
+        identity = self._require_identity()
+        with self._session_lock:
+            token_ids = load_session(self._engine, identity, file, salt)
+        return [int(token_id) for token_id in token_ids]
+
     def clear_cache(self) -> None:
         """Forget the keys and values of every former text in memory; running generations and the disk keep theirs."""
         with self._engine.exclusive_cache() as cache:
@@ -491,6 +556,14 @@ class LLM(ThreadControl, DefaultOptions, SessionFiles, KVTransfer, Closing):
             (token_id for token_id in token_ids if token_id < tokenizer.vocab_size),
             previous_token_id=previous if previous < tokenizer.vocab_size else None,
         )
+
+    def _require_identity(self) -> ModelIdentity:
+        self._engine.check_usable()
+        if self._identity is None:
+            raise SessionFileError(
+                "this model's files cannot be told apart from others'; load it with localinfer.load from where it lies"
+            )
+        return self._identity
 
     def _checked(self, options: Mapping[str, Any]) -> CheckedOptions:
         from localinfer.generation.options import check_options

@@ -18,7 +18,6 @@ from localinfer.loading.memory.limit import KVBudget
 from localinfer.loading.memory.plan import plan_memory
 from localinfer.loading.options import CheckedLoad, ModelOptions
 from localinfer.models.load.loader import load_model
-from localinfer.storage.kv_events.publisher import observer_of
 from localinfer.system import machine_limits
 from localinfer.types import ModelInfo
 
@@ -57,7 +56,12 @@ def build_llm(checked: CheckedLoad) -> LLM:
         budget = host_budget(options, file, config, placement, draft, machine_limits.memory_limits())
 
     with ExitStack() as loads:
-        observer = observer_of(given.kv_events)
+        observer = None
+        if given.kv_events is not None:
+            # An optional part.
+            from localinfer.storage.kv_events.publisher import observer_of
+
+            observer = observer_of(given.kv_events)
         if observer is not None:
             loads.callback(observer.close)
         loaded = load_model(

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from localinfer.arguments import check_path, shown
 from localinfer.engine.admission import EngineLimits
 from localinfer.engine.cache.eviction import planned_window
-from localinfer.engine.thread_control import checked_priority
 from localinfer.errors import ModelFileError, RequestError
 from localinfer.kernels.cpu.lower import MAX_BATCH_ROWS
 from localinfer.kernels.kv_layout import PAGE_TOKENS, KVLayout
@@ -21,6 +20,7 @@ from localinfer.models.load.assistant import is_assistant
 from localinfer.models.load.devices import GPU_BATCH_ROWS
 from localinfer.models.load.loader import reason_without_window
 from localinfer.models.load.placement import DeviceRequest, named_gpus
+from localinfer.models.load.threads import checked_priority
 from localinfer.system.machine_limits import MemoryLimits
 
 if TYPE_CHECKING:

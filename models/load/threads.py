@@ -22,6 +22,7 @@ from localinfer.errors import RequestError
 from localinfer.kernels.cpu.kernel_abi import MAX_THREADS
 from localinfer.kernels.cpu.memory import address, aligned_zeros
 from localinfer.kernels.cpu.program import CpuProgram
+from localinfer.kernels.cpu.worker_threads import PRIORITIES, Priority
 from localinfer.kernels.jit.object_cache import cache_folder
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.program import Batch, Program, Segment, StateStep
@@ -276,6 +277,14 @@ def checked_threads(threads: int) -> int:
     if not 1 <= threads <= limit:
         raise RequestError(f"threads is {threads}; this machine runs 1 to {limit}, and None chooses")
     return threads
+
+
+def checked_priority(priority: object) -> Priority:
+    """Check a priority of threads. Raises: RequestError."""
+    for known in PRIORITIES:
+        if isinstance(priority, str) and priority == known:
+            return known
+    raise RequestError(f"priority is {priority!a:.60}; give {' or '.join(map(repr, PRIORITIES))}")
 
 
 def choose_decode_threads(
