@@ -13,7 +13,6 @@ from typing import Any, TypedDict
 
 from localinfer.arguments import check_number
 from localinfer.errors import RequestError
-from localinfer.models.decoder.metadata_keys import SAMPLING_PREFIX
 from localinfer.types import is_finite_number
 
 MAX_LOGPROBS = 100
@@ -275,6 +274,9 @@ def file_sampling(metadata: Mapping[str, object], *, name: str) -> dict[str, flo
 
     A value that the option cannot have is left out, with a warning that names it. name: of the file, for warnings.
     """
+    # Commands read the table of options at their start, and need no table of architectures for that.
+    from localinfer.models.decoder.metadata_keys import SAMPLING_PREFIX
+
     found: dict[str, float | int] = {}
     for key in metadata:
         if not key.startswith(SAMPLING_PREFIX):

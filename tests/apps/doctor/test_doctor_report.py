@@ -170,7 +170,7 @@ def test_templates_of_files_and_folders_are_rendered_on_two_days(
 
 def test_a_broken_part_is_a_failure_of_its_check(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "localinfer.storage.hub.installed", None)
-    with pytest.raises(ModuleNotFoundError, match=r"localinfer\.hub\.installed"):
+    with pytest.raises(ModuleNotFoundError, match=r"localinfer\.storage\.hub\.installed"):
         CHECKS["models"]()
 
 
