@@ -55,10 +55,11 @@ def test_links_lead_to_files_and_headings_that_exist(document: Path) -> None:
     assert broken == []
 
 
-@pytest.mark.parametrize("name", [*guides(), "CONTRIBUTING.md"])
+@pytest.mark.parametrize("name", [*guides(), "CONTRIBUTING.md", "localinfer/README.md"])
 def test_paths_that_sentences_name_exist(name: str) -> None:
-    named = {code for code in inline_code(read(name)) if PATH.fullmatch(code)}
-    assert {code for code in named if not (REPOSITORY / code).exists()} == set()
+    below = (REPOSITORY / name).parent
+    named = {code for code in inline_code(read(name)) if PATH.fullmatch(code) or re.fullmatch(r"[\w/-]+/\w+\.py", code)}
+    assert {code for code in named if not ((REPOSITORY / code).exists() or (below / code).exists())} == set()
 
 
 def test_the_readme_is_one_page_and_its_spine_short() -> None:
