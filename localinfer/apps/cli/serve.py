@@ -75,7 +75,7 @@ class ModelsOptions:
     folder: str | None = None
     """Path of a folder of models."""
     pulled: bool = False
-    """Whether the models of `localinfer pull` are served."""
+    """True if the models of `localinfer pull` are served."""
     config: str | None = None
     """Path of the file of --models-config."""
     load_wait: float = 300.0
@@ -83,7 +83,7 @@ class ModelsOptions:
 
     @property
     def names_some(self) -> bool:
-        """Whether it says itself where models are, and not only how they are loaded."""
+        """Check whether it says itself where models are, and not only how they are loaded."""
         return self.folder is not None or self.pulled
 
 
@@ -143,7 +143,7 @@ def find_sources(model: str | None, options: ModelsOptions, load: LoadOptions) -
 
 
 def measure(source: "ModelSource", options: LoadOptions) -> "MemoryNeed":
-    """What a model takes, loaded with these options. Raises: ModelFileError and below, RequestError."""
+    """Memory that a model takes, loaded with these options. Raises: ModelFileError and below, RequestError."""
     from localinfer.apps.server.router.model_folder import measure_need
 
     chosen = load_options_of(source, options)
@@ -210,7 +210,7 @@ def _named_source(model: str, name: str, found: "Sequence[ModelSource]", config:
 
 
 def _pulled_sources() -> "list[ModelSource]":
-    """What was pulled and is whole, as `localinfer list` names it, and without quantization where that is clear."""
+    """Models that were pulled and are whole, as `localinfer list` names them, without quantization where that is clear."""
     from localinfer.apps.server.router.model_folder import ModelSource
     from localinfer.storage.hub.installed import find_pulled
     from localinfer.storage.hub.places import Places
@@ -267,12 +267,12 @@ _SIDECAR_SHUTDOWN_SECONDS = 0.4
 _SIDECAR_CLOSING_SECONDS = 0.8
 """Both together, and what the guard waits more, are less than the two seconds in which a sidecar is gone."""
 _CLOSING_SECONDS = 8.0
-"""What streams get to send their last event, and the prompt cache to be written, after the replies' own time."""
+"""Time of streams to send their last event, and of the prompt cache to be written, after the replies' own time."""
 
 
 @dataclass(frozen=True)
 class ServeProcess:
-    """What `serve` may do with its process: end it, and write its line to standard output, if that is wanted.
+    """Rights of `serve` over its process: to end it, and to write its line to standard output, if that is wanted.
 
     watch: what has watched the parent from the beginning.
     """

@@ -45,7 +45,7 @@ _LEAST_LOG_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class OperationOptions:
-    """What the options below were given."""
+    """Values of the options below."""
 
     log_format: str = "text"
     log_requests: str | None = None
@@ -54,7 +54,7 @@ class OperationOptions:
 
     @property
     def as_json(self) -> bool:
-        """Whether the log is lines of JSON."""
+        """Check whether the log is lines of JSON."""
         return self.log_format == "json"
 
     def say(self, line: str) -> None:
@@ -119,7 +119,7 @@ operation_options = options_group_of(
 def operating(
     options: OperationOptions, read_again: "Callable[[ServerSettings], tuple[ServerSettings, list[ModelSource]]]"
 ) -> "Iterator[Observability]":
-    """What watches a server, until the context is left. read_again: reads the configuration for SIGHUP.
+    """Open the observers of a server, until the context is left. read_again: reads the configuration for SIGHUP.
 
     Raises: RequestError, MissingPackageError.
     """
@@ -183,7 +183,7 @@ class SettingsReader:
 
 @dataclass(frozen=True)
 class SocketPlace:
-    """Where the Unix socket is to be, None for none. is_named: by the user. own_files: to be removed in the end."""
+    """Path of the Unix socket, None for none. is_named: by the user. own_files: to be removed in the end."""
 
     path: Path | None
     is_named: bool = False
@@ -192,7 +192,7 @@ class SocketPlace:
 
 @dataclass(frozen=True)
 class ListeningOptions:
-    """What the options below were given."""
+    """Values of the options below."""
 
     host: str
     port: int
@@ -295,7 +295,7 @@ listening_options = options_group_of(
 
 @dataclass(frozen=True)
 class RoleOptions:
-    """What the options below were given."""
+    """Values of the options below."""
 
     role: "Role" = "both"
     prefill_server: tuple[str, ...] = ()
@@ -341,7 +341,7 @@ class RoleOptions:
         return llm
 
     def described(self, handover: "KVTransferOptions") -> str | None:
-        """What the user is told of the role, None where there is nothing to tell."""
+        """Line about the role for the user, None where there is nothing to tell."""
         if self.role == "prefill":
             return "this server computes prompts for decode servers, and generates no text"
         if self.role == "decode":
@@ -388,7 +388,7 @@ _DAY_SECONDS = 86400.0
 
 @dataclass(frozen=True)
 class KeptResponses:
-    """What the server keeps. max_bytes: 0 for nothing, None for the default. days: None for the default."""
+    """Responses that the server keeps. max_bytes: 0 for nothing, None for the default. days: None for the default."""
 
     max_bytes: int | None
     days: float | None
@@ -441,7 +441,7 @@ responses_options = options_group(
 
 @dataclass(frozen=True)
 class KVEventsOptions:
-    """What the options below were given."""
+    """Values of the options below."""
 
     kv_events: str | None = None
     replay_endpoint: str | None = None
@@ -453,7 +453,7 @@ class KVEventsOptions:
 
     @contextmanager
     def publishing(self) -> "Iterator[KVEventPublisher | None]":
-        """What publishes the events of a server's model while the context lasts, None where none are asked for.
+        """Open the publisher of a model's events while the context lasts, None where none are asked for.
 
         Raises: RequestError, MissingPackageError.
         """
@@ -523,7 +523,7 @@ kv_events_options = options_group_of(
 
 @dataclass(frozen=True)
 class AgentOptions:
-    """What the options below were given."""
+    """Values of the options below."""
 
     move_volatile_head: bool = False
 
@@ -555,7 +555,7 @@ class ServerDefaults:
     options: Mapping[str, Any] = field(default_factory=dict)
     """Options of generation, by name."""
     thinking: bool | None = None
-    """Whether models that can reason do so, None as their template says."""
+    """True if models that can reason do so, None as their template says."""
     thinking_budget: int | None = None
     """Most tokens of reasoning, None for no limit."""
     aliases: tuple[str, ...] = ()

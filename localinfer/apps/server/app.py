@@ -56,7 +56,7 @@ from localinfer.types import Closing
 logger = logging.getLogger("localinfer.server")
 
 _GRACE_SECONDS = 2
-"""What streams get, after their time is over, to send the error that says so."""
+"""Time of streams, after theirs is over, to send the error that says so."""
 _CUT_SECONDS = 0.5
 """The same after a second signal, by which somebody says not to wait."""
 _CUT_STEP_SECONDS = 0.02
@@ -65,7 +65,7 @@ _KEEP_ALIVE_SECONDS = 75
 _ACCEPTED_AT_ONCE = 16
 """Connections of one listener in a round of the event loop: the limit is looked after only between rounds."""
 _LOAD_END_SECONDS = 0.8
-"""What a load that was given up gets to end in good order."""
+"""Time of a load that was given up to end in good order."""
 _NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
@@ -279,7 +279,7 @@ class LocalServer(Closing):
                 self.addresses.append(f"unix:{place}")
 
     def has_ended(self) -> bool:
-        """Whether no thread is left that still loads a model, which was given up; waits for it a little."""
+        """Check whether no thread is left that still loads a model, which was given up; waits for it a little."""
         return self.service.registry.join_loads(_LOAD_END_SECONDS)
 
     def stop(self) -> None:

@@ -46,9 +46,9 @@ class PrefillAnswer:
     cached_tokens: int
     """Leading ids that it knew before."""
     problem: str | None = None
-    """Why not all are written."""
+    """Reason why not all are written, None if they are."""
     has_failed: bool = False
-    """Whether it cannot write at all, and not only this prompt."""
+    """True if it cannot write at all, and not only this prompt."""
 
 
 class PrefillServer(Protocol):
@@ -67,7 +67,7 @@ class PrefillServer(Protocol):
 
 
 def read_line(line: bytes) -> PrefillAnswer | None:
-    """What a line of the route's answer says: what was done, or None for how far it is. Raises: PrefillFailed."""
+    """Parse a line of the route's answer: the outcome, or None for a report of progress. Raises: PrefillFailed."""
     try:
         found = json.loads(line)
         if not isinstance(found, dict):
@@ -85,7 +85,7 @@ def read_line(line: bytes) -> PrefillAnswer | None:
 
 
 def refusal(status: int, content: bytes) -> PrefillFailed:
-    """Why a server refused, in its own words."""
+    """Reason of a server's refusal, in its own words."""
     try:
         return PrefillFailed(_message(json.loads(content)))
     except (ValueError, TypeError, KeyError):
@@ -93,7 +93,7 @@ def refusal(status: int, content: bytes) -> PrefillFailed:
 
 
 def silence(deadline: float, now: float) -> PrefillFailed:
-    """Why nothing more is waited for, at a time."""
+    """Reason to wait no longer, at a time."""
     return PrefillFailed("it is slower than the deadline" if now >= deadline else "it does not answer")
 
 
@@ -184,7 +184,7 @@ class _BoundedSocket(io.RawIOBase):
         self._is_cancelled = is_cancelled
 
     def makefile(self, *_args: Any, **_options: Any) -> io.BufferedReader:
-        """What the answer is read from."""
+        """Stream that the answer is read from."""
         return io.BufferedReader(self)
 
     def close(self) -> None:
@@ -381,7 +381,7 @@ class KVTransfer:
 
 
 def _answer_of(server: PrefillServer, body: bytes, deadline: float, is_cancelled: Callable[[], bool]) -> PrefillAnswer:
-    """What a server answers. Raises: PrefillFailed for whatever goes wrong, PrefillCancelled."""
+    """Ask a server. Raises: PrefillFailed for whatever goes wrong, PrefillCancelled."""
     try:
         return server.ask(body, deadline=deadline, is_cancelled=is_cancelled)
     except (PrefillFailed, PrefillCancelled):

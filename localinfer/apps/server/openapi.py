@@ -39,7 +39,7 @@ BODIES: dict[str, type[msgspec.Struct]] = {
     "/embedding": LlamaEmbeddingRequest,
     **POSTED,
 }
-"""What is posted, by route."""
+"""Records that are posted, by route."""
 
 _READ = ("/health", "/version", "/v1/models", "/tokenizer_info", "/metrics", "/slots", "/props", "/openapi.json")
 _ERROR = {

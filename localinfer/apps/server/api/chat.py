@@ -135,7 +135,7 @@ class ChatRequest(ChatFields, kw_only=True):
 
     @property
     def streamed_usage(self) -> StreamOptions | None:
-        """What a stream carries beside text."""
+        """Parts of a stream beside text."""
         if self.usage is None or not self.usage.include:
             return self.stream_options
         return msgspec.structs.replace(self.stream_options or StreamOptions(), include_usage=True)

@@ -85,7 +85,7 @@ class CompletionRequest(GenerationFields, kw_only=True):
 
     @property
     def parses_special(self) -> bool:
-        """Whether names of special tokens in a text are those tokens."""
+        """Check whether names of special tokens in a text are those tokens."""
         return self.suffix is None if self.parse_special is None else self.parse_special
 
     @property
@@ -293,7 +293,7 @@ class _Choice:
                 self.logprobs.add(event.token_id, event.logprobs)
 
     def part(self, index: int) -> dict[str, Any]:
-        """What came since the last call, as a choice of a chunk."""
+        """A choice of a chunk with the text since the last call."""
         text = "".join(self.texts)
         self.texts.clear()
         logprobs = self.logprobs.take() if self._shows_logprobs else None

@@ -72,7 +72,7 @@ async def embeddings(request: Request) -> Response:
 async def in_batches(
     request: Request, texts: Sequence[Text], work: Callable[[Sequence[Text]], Result]
 ) -> AsyncIterator[Result]:
-    """What some work makes of texts, done in a thread for some at a time: a client that leaves ends it.
+    """Run work on texts in a thread, some at a time: a client that leaves ends it.
 
     Raises: ClientGone, and what the work raises.
     """

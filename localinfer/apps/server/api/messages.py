@@ -46,7 +46,7 @@ _DELTAS = {"text": ("text", "text"), "reasoning": ("thinking", "thinking"), "cal
 
 
 class ToolChoice(msgspec.Struct, forbid_unknown_fields=True):
-    """Whether the model has to call a tool, and which."""
+    """Check whether the model has to call a tool, and which."""
 
     type: Literal["auto", "any", "tool", "none"] = "auto"
     name: str | None = None
@@ -150,7 +150,7 @@ async def messages(request: Request) -> Response:
 
 
 async def count_tokens(request: Request) -> Response:
-    """How many tokens the prompt of a conversation has."""
+    """Count the tokens of a conversation's prompt."""
     body = await read_body(request, CountRequest)
     count = partial(_count, salted=salt_options(request))
     return json_response({"input_tokens": await on_model(request, body.model, count, body)})

@@ -347,7 +347,7 @@ async def cancel_response(request: Request) -> Response:
 
 
 async def input_items(request: Request) -> Response:
-    """What the model was given for a response."""
+    """Input of the model for a response."""
     response_id = request.path_params["response"]
     running = _running(request, response_id)
     if running is not None:
@@ -357,7 +357,7 @@ async def input_items(request: Request) -> Response:
 
 
 async def input_tokens(request: Request) -> Response:
-    """How many tokens the prompt of a response has, to be known before it is asked for."""
+    """Count the tokens of a response's prompt, before it is asked for."""
     body = await read_body(request, ResponsesRequest)
     await prepared(request, body.check)
     turn = await _turn(request, memory_of(request), body)
@@ -374,7 +374,7 @@ def _count(llm: "LLM", prompt: tuple[list[dict[str, Any]], dict[str, Any]], *, s
 
 
 async def _turn(request: Request, memory: ResponseMemory, body: ResponsesRequest) -> Turn:
-    """What a request continues and adds; looked up in a thread where the disk may be needed."""
+    """Find the turn that a request continues and adds to; looked up in a thread where the disk may be needed."""
     if body.previous_response_id or body.conversation_id or any(item.kind == "item_reference" for item in body.items):
         return await asyncio.to_thread(memory.turn, body)
     return await prepared(request, memory.turn, body)

@@ -159,7 +159,7 @@ def encrypted_reasoning(text: str) -> str:
 
 
 def _reasoning_text(item: InputItem, path: str) -> str:
-    """What the model thought; nothing where only another server can read it. Raises: ApiError."""
+    """Reasoning of the model; nothing where only another server can read it. Raises: ApiError."""
     if item.content:
         return joined_text(item.content, f"{path}.content", "assistant")
     encoded = item.encrypted_content
@@ -275,14 +275,14 @@ class ResponsesRequest(ChatFields, kw_only=True):
 
     @property
     def items(self) -> list[InputItem]:
-        """What is new."""
+        """Items of this turn."""
         if isinstance(self.input, str):
             return [InputItem(role="user", content=self.input)]
         return self.input or []
 
     @property
     def wants_encrypted_reasoning(self) -> bool:
-        """Whether reasoning comes in the form that clients send back who do not have it kept here."""
+        """Check whether reasoning comes in the form that clients send back who do not have it kept here."""
         return _ENCRYPTED in (self.include or ())
 
     def check(self) -> None:

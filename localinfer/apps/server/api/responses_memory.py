@@ -1,4 +1,4 @@
-"""What the API of responses remembers: responses by their ids, what went before them, and conversations."""
+"""Memory of the API of responses: responses by their ids, with former turns, and conversations."""
 
 import threading
 import time
@@ -49,7 +49,7 @@ class KeptConversation(msgspec.Struct):
     last: str | None = None
 
     def shown(self) -> dict[str, Any]:
-        """What clients see of it."""
+        """The conversation as clients see it."""
         return {
             "id": self.id,
             "object": "conversation",
@@ -71,7 +71,7 @@ class Turn:
     new: Sequence[InputItem]
     """Items of this one."""
     is_kept: bool
-    """Whether the response will be kept."""
+    """True if the response will be kept."""
     parent: str | None = None
     """The response that `before` ends with, if one does."""
     conversation: str | None = None
@@ -82,7 +82,7 @@ class Turn:
         return [*msgspec.convert(list(self.before), list[InputItem]), *self.new]
 
     def place(self, index: int) -> str:
-        """How errors call an item of `items`."""
+        """Name of an item of `items` in errors."""
         at = index - len(self.before)
         return f"input[{at}]" if at >= 0 else f"item {index} of what went before"
 
@@ -96,7 +96,7 @@ class ResponseMemory:
         self._changing = threading.Lock()
 
     def of(self, tenant: str) -> "ResponseMemory":
-        """What is kept of one client, where clients are kept apart: no other finds it by its name."""
+        """Records of one client, where clients are kept apart: no other finds it by its name."""
         if not tenant:
             return self
         memory = ResponseMemory(self.store, tenant)
@@ -105,7 +105,7 @@ class ResponseMemory:
 
     @property
     def keeps(self) -> bool:
-        """Whether anything is kept."""
+        """Check whether anything is kept."""
         return self.store.keeps
 
     def lastingly(self, change: Callable[..., Made], *arguments: Any) -> Made:
@@ -115,7 +115,7 @@ class ResponseMemory:
         return made
 
     def turn(self, body: ResponsesRequest) -> Turn:
-        """What a request continues. Raises: ApiError if that is not kept."""
+        """The turn that a request continues. Raises: ApiError if it is not kept."""
         before: list[Item] = []
         parent = None
         if body.previous_response_id:
@@ -180,7 +180,7 @@ class ResponseMemory:
         return [item for turn in reversed(turns) for item in turn]
 
     def input_of(self, response_id: str) -> list[Item]:
-        """What the model was given for a response. Raises: ApiError."""
+        """Input of the model for a response. Raises: ApiError."""
         kept = self.response(response_id)
         return [*([] if kept.parent is None else self.history(kept.parent, "id")), *kept.input]
 
@@ -298,6 +298,6 @@ def _new_token() -> str:
 
 
 def memory_of(request: Request) -> ResponseMemory:
-    """What the server remembers that a request was sent to, of the client if clients are kept apart."""
+    """Memory of the server, of the request's client if clients are kept apart."""
     memory = cast(ResponseMemory, request.app.state.responses)
     return memory.of(record_of(request.scope).tenant)

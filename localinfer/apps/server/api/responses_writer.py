@@ -123,7 +123,7 @@ class ResponseWriter(BlockWriter):
         }
 
     def given_items(self) -> list[Item]:
-        """What the model was given."""
+        """Input of the model."""
         return [*self._turn.before, *kept_items(self._turn.new, self._token)]
 
     def block_opened(self, delta: Delta) -> Iterator[Event]:
@@ -188,7 +188,7 @@ class ResponseWriter(BlockWriter):
         yield self._event("response.output_item.done", output_index=at["output_index"], item=dict(item))
 
     def _progress_events(self, *, is_read: bool) -> Iterator[Event]:
-        """What is new about the reading of the prompt, as llama-server tells it. is_read: the first token is there."""
+        """Progress in reading the prompt, as llama-server tells it. is_read: the first token is there."""
         if self._progress is not None:
             for report in self._progress.reports(is_read=is_read):
                 yield self._event("response.in_progress", response=self.response(), prompt_progress=report)
@@ -198,7 +198,7 @@ class ResponseWriter(BlockWriter):
         return {} if stats is None else {"timings": timings(stats)}
 
     def _tool(self, delta: Delta) -> ToolName:
-        """What the client calls the tool that a delta calls; nothing of the kind for text."""
+        """Names, to the client, of the tool that a delta calls; nothing for text."""
         name = delta.name or ""
         return self._tools.get(name) or ToolName(name)
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 _LEAST = -9999.0
-"""What OpenAI's formats write as the log probability of a token that is ruled out: JSON has no infinity."""
+"""Log probability of a token that is ruled out in OpenAI's formats: JSON has no infinity."""
 
 
 def chat_logprobs(tokenizer: "Tokenizer", token_id: int, found: "TokenLogprobs") -> dict[str, Any]:
@@ -57,7 +57,7 @@ class LegacyLogprobs:
         self._offset += len(text)
 
     def take(self) -> dict[str, Any]:
-        """What was added since the last call, in the wire's shape."""
+        """Entries since the last call, in the wire's shape."""
         taken = self._members
         self._members = {name: [] for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")}
         return taken
@@ -103,7 +103,7 @@ def running_usage(reply: Reply) -> dict[str, Any]:
 
 
 def timings(stats: "Stats") -> dict[str, Any]:
-    """What one text took: llama.cpp's names, times in milliseconds."""
+    """Timings of one text: llama.cpp's names, times in milliseconds."""
     computed = stats.prompt_tokens - stats.cached_tokens
     first, rate = stats.time_to_first_token_seconds, stats.decode_tokens_per_second
     decoded = max(0, stats.completion_tokens - 1)
@@ -137,7 +137,7 @@ class PromptProgress:
         self._is_done = False
 
     def reports(self, *, is_read: bool) -> Iterator[dict[str, Any]]:
-        """What there is to report now, nothing if that was said. is_read: the first token is there."""
+        """Report of progress, nothing if that was said. is_read: the first token is there."""
         if self._is_done:
             return
         found = self._reply.progress()
@@ -174,7 +174,7 @@ Event = dict[str, Any]
 
 
 class Delta(NamedTuple):
-    """What an event adds to the reply's text, to its reasoning, or to a tool call's arguments.
+    """Text that an event adds to the reply, to its reasoning, or to a tool call's arguments.
 
     call: which call of the reply, from 0. call_id, name: with the first delta of a call only, whose text is empty.
     """
@@ -212,7 +212,7 @@ class ReplyWriter:
         self.reply = reply
 
     def begin(self) -> Iterable[Event]:
-        """What a stream begins with, before any text is there."""
+        """Events that a stream begins with, before any text is there."""
         return ()
 
     def add(self, index: int, token: "StreamEvent") -> Iterable[Event]:
@@ -224,18 +224,18 @@ class ReplyWriter:
         raise NotImplementedError
 
     def silence(self) -> "Iterable[Event | None]":
-        """What a stream says when nothing came for a while; None for a ping, which is no event."""
+        """Event of a stream when nothing came for a while; None for a ping, which is no event."""
         return (None,)
 
     def finish(self) -> Iterable[Event]:
-        """What a stream ends with, if nothing failed."""
+        """Events that a stream ends with, if nothing failed."""
         return ()
 
     async def settle(self) -> None:
         """Awaited before the last events, or the whole answer, are sent: until what they report is so."""
 
     def failure(self, error: ApiError) -> Event:
-        """What a stream ends with if something failed."""
+        """Events that a stream ends with if something failed."""
         return error.body()
 
     def failures(self, error: ApiError) -> Iterable[Event]:
@@ -248,7 +248,7 @@ class ReplyWriter:
 
 
 class ChoicesWriter(ReplyWriter):
-    """What OpenAI's completions and chat completions share: chunks of choices, usage, and `[DONE]`.
+    """Common parts of OpenAI's completions and chat completions: chunks of choices, usage, and `[DONE]`.
 
     tells_timings: in each chunk. progress: what is told of the reading of the prompt, None for nothing.
     """
@@ -342,7 +342,7 @@ class BlockWriter(ReplyWriter):
 
     @property
     def is_open(self) -> bool:
-        """Whether the last block may still grow."""
+        """Check whether the last block may still grow."""
         return self._open is not None
 
     def close_block(self) -> Iterator[Event]:
@@ -458,7 +458,7 @@ def _frames(writer: ReplyWriter, item: Token | End | Silence) -> Iterator[bytes]
 
 
 def _relayed(reply: Reply, relay: ReplyRelay, item: Token | End | Silence, frames: list[bytes] | None) -> bytes:
-    """What is to be sent of the frames of an event; frames: None for an answer that is sent as a whole."""
+    """Bytes to be sent of the frames of an event; frames: None for an answer that is sent as a whole."""
     if isinstance(item, Token) and item.event.token_id >= 0:
         stats = reply.stats_so_far(item.index)
         return relay.token(item.index, item.event.token_id, None if stats is None else stats.cached_tokens, frames)

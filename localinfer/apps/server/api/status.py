@@ -14,7 +14,7 @@ from localinfer.apps.server.transport.http import ApiError, json_response, not_s
 from localinfer.kernels.versions import installed_version
 
 _READ_SECONDS = 5.0
-"""What a list waits for files of which nothing was read yet; of a slow disk it tells the rest the next time."""
+"""Time that a list waits for files of which nothing was read yet; it has the rest of a slow disk the next time."""
 
 
 async def models(request: Request) -> Response:

@@ -178,7 +178,7 @@ def _piece(spelled: bytes) -> str | list[int]:
 
 
 async def tokenizer_info(request: Request) -> Response:
-    """How the model's tokenizer begins and ends texts, and its chat template: lm-eval writes prompts by it."""
+    """Special tokens and chat template of the model's tokenizer, by which lm-eval writes prompts."""
     return json_response(await on_model(request, request.query_params.get("model"), _tokenizer_info, None))
 
 
@@ -224,7 +224,7 @@ def _prompt(llm: "LLM", body: TemplateRequest, *, salted: Mapping[str, Any]) -> 
 
 
 async def count_chat_tokens(request: Request) -> Response:
-    """How many tokens the prompt of a chat has, to be known before it is sent."""
+    """Count the tokens of a chat's prompt, before it is sent."""
     body = await read_body(request, TemplateRequest)
     count = await on_model(request, body.model, partial(_count, salted=salt_options(request)), body)
     return json_response({"object": "input_tokens", "input_tokens": count})

@@ -47,11 +47,11 @@ if TYPE_CHECKING:
 
 
 _LEAST = -3.4028234663852886e38
-"""What stands for minus infinity, which JSON has not: the least float32."""
+"""Stand-in for minus infinity, which JSON has not: the least float32."""
 
 
 class ShownProbabilities:
-    """What is told of each token of a text.
+    """Probabilities of each token of a text.
 
     count: so many of the likeliest. after_sampling: as they were drawn from, after all filters, instead of as the model
     gave them.
@@ -79,7 +79,7 @@ class ShownProbabilities:
 
 
 def needed_logprobs(count: int, params: SamplingParams, *, after_sampling: bool, is_constrained: bool) -> int:
-    """How many log probabilities the engine has to report.
+    """Number of log probabilities that the engine has to report.
 
     Raises: ApiError where the probabilities after sampling cannot be told from those.
     """
@@ -266,7 +266,7 @@ class _Writer(ReplyWriter):
         }
 
     def _part(self, index: int, text: _Text) -> Event:
-        """What came since the last object."""
+        """Text since the last object."""
         part = self._head(index, "".join(text.pieces), text.token_ids[text.num_told :])
         text.num_told = len(text.token_ids)
         text.pieces.clear()
@@ -315,7 +315,7 @@ class _Writer(ReplyWriter):
         )
 
     def _is_truncated(self, text: _Text, reason: str, stats: "Stats | None") -> bool:
-        """Whether the text would have gone on in a longer context."""
+        """Check whether the text would have gone on in a longer context."""
         if stats is not None and stats.dropped_tokens:
             return True
         most = text.settings.get("max_tokens")
@@ -328,7 +328,7 @@ def figures(stats: "Stats") -> dict[str, Any]:
 
 
 def words(stats: "Stats") -> dict[str, Any]:
-    """What `timings` say in words."""
+    """Members of `timings` that are words."""
     return {name: value for name, value in timings(stats).items() if name in _NOT_TIMINGS}
 
 

@@ -213,7 +213,7 @@ def sampling_params(options: Mapping[str, Any]) -> SamplingParams:
 def generation_settings(
     options: Mapping[str, Any], tokenizer: "Tokenizer | None", *, seed: int | None, **more: Any
 ) -> dict[str, Any]:
-    """What llama-server calls `generation_settings`.
+    """`generation_settings` of llama-server.
 
     options: the engine's. tokenizer: whose end tokens `ignore_eos` forbids. seed: the one that was drawn or given, None
     for one that will be drawn. more: of the request, under its own names.

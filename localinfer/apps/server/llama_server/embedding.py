@@ -68,7 +68,7 @@ def _embed(
     pooling: str | None,
     reserve: Callable[[int], None],
 ) -> tuple[int, list[msgspec.Raw]]:
-    """How many tokens the prompts have, and their vectors. reserve: called with that number before."""
+    """Count the prompts' tokens, and compute their vectors. reserve: called with that number before."""
     ids = llm.embedding_ids([embedding_prompt(llm.tokenizer, pieces) for pieces in prompts], truncate=body.truncate)
     reserve(sum(map(len, ids)))
     made = llm.embed_many(ids, pooling=pooling, normalize=False, dimensions=body.dimensions)

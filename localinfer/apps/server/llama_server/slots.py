@@ -27,7 +27,7 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._ -]*")
 """Names of files that mean the same on every system and lead nowhere else."""
 _MOST_NAME_BYTES = 120
 _RESERVED = re.compile(r"(?i:con|prn|aux|nul|com\d|lpt\d)(\..*)?")
-"""What is no file on Windows."""
+"""Names that are no files on Windows."""
 
 
 class SlotFileRequest(msgspec.Struct):

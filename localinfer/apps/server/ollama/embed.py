@@ -126,7 +126,7 @@ def _embed_one(
 
 
 def _found(ids: Sequence[NDArray[np.int32]], vectors: Sequence[NDArray[np.float32]], context_length: int) -> _Found:
-    """What was found for texts of these ids. Raises: ApiError for a model with a vector per token."""
+    """Vectors of texts of these ids. Raises: ApiError for a model with a vector per token."""
     if any(vector.ndim > 1 for vector in vectors):
         raise unsupported("this model gives a vector per token, which has no place in this answer; ask /embedding")
     # A text that fills the context to the last token was cut, or is taken for it.

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 _NEVER = datetime(2300, 1, 1, tzinfo=UTC)
-"""When a model is unloaded that stays for ever."""
+"""Time of unloading of a model that stays for ever."""
 
 
 class LineStream(EventStream):
@@ -230,7 +230,7 @@ class Options(GenerationFields, forbid_unknown_fields=True, kw_only=True):
         return {**self.sampling_options(), "max_tokens": None if self.num_predict < 0 else self.num_predict}
 
     def context_warning(self, context_length: int) -> str | None:
-        """What an answer says of a context that is shorter than was asked for; None if it is not."""
+        """Warning about a context that is shorter than was asked for; None if it is not."""
         if not self.num_ctx or self.num_ctx <= context_length:
             return None
         return (
@@ -430,7 +430,7 @@ class BegunRequest(NamedTuple):
 
     @property
     def head(self) -> dict[str, Any]:
-        """What every line of its answer begins with."""
+        """Members that every line of its answer begins with."""
         return {"model": self.named.shown, "created_at": timestamp(time.time())}
 
 

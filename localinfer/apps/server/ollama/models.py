@@ -53,9 +53,9 @@ _FILL_IN_KEYS = tuple(f"tokenizer.ggml.{role}_token_id" for role in FILL_IN_ROLE
 _TEMPLATE = "tokenizer.chat_template"
 _LEFT_OUT = ("general.name", _TEMPLATE)
 _THINKING = re.compile(r"enable_thinking|<think>|reasoning_content|<\|channel\|>|\bthinking\b")
-"""What templates hold whose models reason."""
+"""Parts of templates whose models reason."""
 _ARRAY = re.compile(r"array of \d+ ")
-"""How `describe_file` writes an array that is long."""
+"""The form in which `describe_file` writes a long array."""
 
 
 @dataclass(frozen=True)
@@ -79,10 +79,10 @@ class OllamaModelFacts:
     tensors: tuple[Mapping[str, Any], ...]
     """Name, type and shape of each."""
     problem: str = ""
-    """Why the file could not be read, "" if it could."""
+    """Reason why the file could not be read, "" if it could."""
 
     def details(self) -> dict[str, Any]:
-        """What Ollama lists of a model."""
+        """Details of a model as Ollama lists them."""
         lengths = {"context_length": self.context_length, "embedding_length": self.embedding_length}
         return {
             "parent_model": "",
@@ -108,7 +108,7 @@ def facts_of(source: ModelSource) -> OllamaModelFacts:
 
 
 def capabilities_of(model: ServedModel, facts: OllamaModelFacts) -> list[str]:
-    """What a model can be asked for, in Ollama's words; of one that is not loaded, as its file lets expect.
+    """Capabilities of a model, in Ollama's words; of one that is not loaded, as its file lets expect.
 
     Not on the event loop: the template of one that was just loaded is looked at first.
     """
@@ -214,7 +214,7 @@ async def root(request: Request) -> Response:
 
 
 async def version(request: Request) -> Response:
-    """Which version of Ollama's API answers, and of what."""
+    """Versions of Ollama's API and of this program."""
     return json_response({"version": API_VERSION, "localinfer": installed_version("localinfer")})
 
 
@@ -277,7 +277,7 @@ def _card(model: ServedModel, facts: OllamaModelFacts) -> dict[str, Any]:
 
 
 def _running_card(model: ServedModel) -> dict[str, Any] | None:
-    """What is told of a loaded model; None if it is unloaded while it is looked at."""
+    """State of a loaded model; None if it is unloaded while it is looked at."""
     facts, info, llm = facts_of(model.source), model.info(), model.llm
     if llm is None:
         return None
@@ -455,7 +455,7 @@ class _Pull:
         self._is_stopped.set()
 
     def in_words(self, error: Exception, request_id: str) -> ApiError:
-        """What a client reads of an error: one of the hub is not the server's, and names no folder."""
+        """Text of an error for clients: one of the hub is not the server's, and names no folder."""
         if not isinstance(error, DownloadError | RequestError):
             return to_api_error(error, request_id)
         text = str(error)
@@ -479,7 +479,7 @@ class _Pull:
             yield line(self.in_words(error, request_id).body(OLLAMA))
 
     async def lines(self) -> AsyncIterator[dict[str, Any]]:
-        """What happens, up to the success. Raises: what the pull raises."""
+        """Lines about the pull, up to the success. Raises: as the pull."""
         yield {"status": "pulling manifest"}
         pulling = asyncio.create_task(LoadThreads().run(self._work, lambda record: None))
         pulling.add_done_callback(lambda task: self._told.put_nowait(None))

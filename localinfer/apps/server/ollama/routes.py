@@ -1,4 +1,4 @@
-"""Where Ollama's clients ask, and what is posted there."""
+"""Routes of Ollama's API, and the records that are posted there."""
 
 import msgspec
 from starlette.routing import Route
@@ -37,7 +37,7 @@ POSTED: dict[str, type[msgspec.Struct]] = {
     "/api/create": RefusedRequest,
     "/api/push": RefusedRequest,
 }
-"""What is posted, by route."""
+"""Records that are posted, by route."""
 DELETED: dict[str, type[msgspec.Struct]] = {"/api/delete": DeleteRequest}
 
 

@@ -1,1 +1,1 @@
-"""What the person who runs a server sees of it and sets: metrics, logs, traces, limits."""
+"""Observability of a server, and its limits: metrics, logs, traces, service managers."""

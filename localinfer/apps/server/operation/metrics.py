@@ -174,7 +174,7 @@ _ENGINE = "0"
 """vLLM numbers the engines of a server; here every model has one."""
 _LABELS = ["model_name", "engine"]
 _FINISHED = {"tool_calls": "stop", "cancelled": "abort", "failed": "error"}
-"""How a text ended here -> vLLM's word for it, where that is another."""
+"""Finish reasons -> vLLM's words for them, where those are others."""
 _SECONDS = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 _INTERVALS = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
 _COUNTS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
@@ -265,7 +265,7 @@ class VllmMetrics(Collector):
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """What engines do now, and the server's own meters under vLLM's names."""
+        """Activity of engines, and the server's own meters under vLLM's names."""
         yield from self._engine_figures()
         metrics = self._metrics
         prompt, cached = _by_model(metrics.prompt_tokens), _by_model(metrics.cached_tokens)
@@ -348,7 +348,7 @@ class TtftMetrics(Collector):
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """What engines tell now."""
+        """Figures of the engines' predictions."""
         predicted = CounterMetricFamily(
             "localinfer_ttft_predictions", "First tokens that were predicted, for an objective", labels=["model"]
         )

@@ -1,4 +1,4 @@
-"""How much each token may ask for in a minute: buckets that refill all the time, as OpenAI's limits do.
+"""Limits of each token by the minute: buckets that refill all the time, as OpenAI's limits do.
 
 A request takes its place at once, and its tokens before anything of it is computed: those of its prompt, and as many as
 may be generated. What it did not use comes back at its end. So requests that come at one time never take more than is
@@ -21,7 +21,7 @@ _MINUTE = 60.0
 
 @dataclass
 class _Bucket:
-    """What is left of a limit per minute, which is also the most that it holds."""
+    """A bucket of a limit per minute, which is also the most that it holds."""
 
     limit: int
     left: float
@@ -36,7 +36,7 @@ class _Bucket:
         self.updated = now
 
     def seconds_until(self, amount: float) -> float:
-        """How long it takes until so much is there."""
+        """Seconds until so much is there."""
         return max(0.0, amount - self.left) * _MINUTE / self.limit
 
 
@@ -65,12 +65,12 @@ class RateLimiter:
             return _headers(buckets)
 
     def headers(self, token: str) -> dict[str, str]:
-        """What tells a client what is left now."""
+        """Headers that tell a client what is left."""
         with self._lock:
             return _headers(self._present(token))
 
     def limits_tokens(self, token: str) -> bool:
-        """Whether a token has a limit of tokens."""
+        """Check whether a token has a limit of tokens."""
         return self._settings().quota_of(token).tokens_per_minute is not None
 
     def reserve(self, token: str, least: int, most: int) -> float:

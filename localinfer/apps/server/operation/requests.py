@@ -91,7 +91,7 @@ class RequestRecord:
 
     @property
     def uses_model(self) -> bool:
-        """Whether a model worked for it."""
+        """Check whether a model worked for it."""
         return self.reply is not None or self.input_tokens > 0
 
     @property
@@ -136,7 +136,7 @@ class RequestRecord:
 
 
 def reply_facts(reply: ReplyFigures) -> dict[str, Any]:
-    """How the texts of a reply ended, and what the first one waited for."""
+    """Endings of the texts of a reply, and times of the first one."""
     without = "abort" if reply.is_cancelled else "running"
     facts: dict[str, Any] = {"finish_reasons": [reason or without for reason in reply.finish_reasons]}
     if (first := reply.stats[0]) is not None:
@@ -147,7 +147,7 @@ def reply_facts(reply: ReplyFigures) -> dict[str, Any]:
 
 
 def error_name(error: BaseException) -> str:
-    """What an error is, without its message: the code that a client reads, or the class."""
+    """Kind of an error, without its message: the code that a client reads, or the class."""
     return (error.code if isinstance(error, ApiError) else None) or type(error).__name__
 
 

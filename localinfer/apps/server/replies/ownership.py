@@ -39,17 +39,17 @@ def salt_options(request: Request) -> dict[str, Any]:
 
 
 def digest_of(tenant: str, name: str = "") -> str:
-    """What stands for a client, and a name that it gave, where others could read it: 32 hexadecimal digits."""
+    """Identifier of a client and of a name that it gave, where others could read it: 32 hexadecimal digits."""
     return hashlib.sha256(json.dumps(["localinfer tenant", tenant, name]).encode()).hexdigest()[:32]
 
 
 def may_see(tenant: str, other: str) -> bool:
-    """Whether a client may see what runs for another, and stop it."""
+    """Check whether a client may see what runs for another, and stop it."""
     return tenant in ("", other)
 
 
 def may_see_reply(tenant: str, reply: "Reply | None") -> bool:
-    """Whether there is a reply that a client may see."""
+    """Check whether there is a reply that a client may see."""
     return reply is not None and may_see(tenant, reply.tenant)
 
 

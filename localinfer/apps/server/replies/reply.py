@@ -83,7 +83,7 @@ Note = ReplyNote | PromptNote | TokenNote | SentNote | UsedNote | ReserveNote
 
 @dataclass(frozen=True)
 class Resumption:
-    """How far a reply came. texts: by index, None for one that had not begun. sent: beside tokens."""
+    """Progress of a reply. texts: by index, None for one that had not begun. sent: beside tokens."""
 
     reply_id: str
     created: int
@@ -94,7 +94,7 @@ class Resumption:
 
 
 class ReplyProgress:
-    """How far a reply came, as its notes tell; kept by who relays it."""
+    """Progress of a reply, as its notes tell; kept by the process that relays it."""
 
     def __init__(self) -> None:
         self._reply: ReplyNote | None = None
@@ -106,7 +106,7 @@ class ReplyProgress:
 
     @property
     def num_texts(self) -> int | None:
-        """How many texts the reply has; None before it was begun."""
+        """Number of texts of the reply; None before it was begun."""
         return None if self._reply is None else len(self._reply.slot_ids)
 
     @property
@@ -124,7 +124,7 @@ class ReplyProgress:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the last bytes were sent."""
+        """Check whether the last bytes were sent."""
         return SentNote("tail") in self._sent
 
     def take(self, note: Note) -> None:
@@ -177,7 +177,7 @@ class ReplyRelay:
         self._num_had = [0 if text is None else len(text.token_ids) for text in texts]
 
     def text(self, index: int) -> ResumedText | None:
-        """How far another process came with a text."""
+        """Progress of another process with a text."""
         return None if self.resumption is None else self.resumption.texts[index]
 
     def reserve(self, least: int, most: int) -> None:
@@ -219,7 +219,7 @@ class ReplyRelay:
             self._note(PromptNote(index, np.ascontiguousarray(prompt_ids, np.int32).tobytes(), seed), False)
 
     def token(self, index: int, token_id: int, cached_tokens: int | None, frames: Sequence[bytes] | None) -> bytes:
-        """What is to be sent of all that a token adds to the answer, which may be nothing.
+        """Bytes to be sent of all that a token adds to the answer, which may be none.
 
         cached_tokens: of the text's prompt. frames: None for an answer that is sent as a whole, at its end.
         """
@@ -230,7 +230,7 @@ class ReplyRelay:
         return b"".join(frames or ())
 
     def sent(self, part: Literal["begin", "end", "tail"], index: int, frames: Sequence[bytes]) -> bytes:
-        """What is to be sent of a part of the answer that is no token."""
+        """Bytes to be sent of a part of the answer that is no token."""
         note = SentNote(part, index)
         if note in self._sent:
             return b""
@@ -242,7 +242,7 @@ logger = logging.getLogger("localinfer.server")
 
 _Job = Callable[[], None]
 _BARRIER_SECONDS = 0.015
-"""How long a prompt waits for other requests at most, such as one that takes long to be checked."""
+"""Time that a prompt waits for other requests at most, such as one that takes long to be checked."""
 
 
 class ReplyThreads:
@@ -257,7 +257,7 @@ class ReplyThreads:
 
     @property
     def num_idle(self) -> int:
-        """How many threads wait for a job."""
+        """Number of threads that wait for a job."""
         return len(self._idle)
 
     def run(self, job: _Job) -> None:
@@ -317,7 +317,7 @@ class AdmissionBarrier:
 
 @dataclass(frozen=True)
 class ServerState:
-    """What the replies of a server share. Made on its event loop."""
+    """State that the replies of a server share. Made on its event loop."""
 
     metrics: Metrics
     calls: LoopCalls = field(default_factory=LoopCalls.of_running_loop)
@@ -432,11 +432,11 @@ class Reply:
 
     @property
     def num_texts(self) -> int:
-        """How many texts are generated."""
+        """Number of texts that are generated."""
         return len(self._texts)
 
     def shares_prompt(self, index: int) -> bool:
-        """Whether an earlier text has the same prompt, which was computed and is counted there."""
+        """Check whether an earlier text has the same prompt, which was computed and is counted there."""
         return self._texts[index].leader is not None
 
     def num_used(self) -> tuple[int, int]:
@@ -445,14 +445,14 @@ class Reply:
         return prompt, self.num_tokens
 
     def progress(self) -> dict[str, Any]:
-        """How much of the first prompt was read, under llama.cpp's names, the time in milliseconds."""
+        """Progress of reading the first prompt, under llama.cpp's names, the time in milliseconds."""
         total = self.prompt_tokens[0]
         cached, computed = self._texts[0].progress()
         milliseconds = round(1e3 * (time.monotonic() - self.opened_seconds), 3)
         return {"total": total, "cache": cached, "processed": min(computed, total), "time_ms": milliseconds}
 
     def stats_so_far(self, index: int) -> "Stats | None":
-        """What a text has cost up to now; None before it was begun."""
+        """Figures of a text up to now; None before it was begun."""
         return self.stats[index] or self._texts[index].stats_so_far()
 
     def prompt_ids(self, index: int) -> "TokenIds | None":
@@ -617,7 +617,7 @@ class _Text:
         threads.run(self._run)
 
     def progress(self) -> tuple[int, int]:
-        """How many tokens of the prompt were cached, and how many have been read."""
+        """Numbers of tokens of the prompt that were cached, and that have been read."""
         with self._lock:
             stream = self._stream
         return (0, 0) if stream is None else (stream.stats.cached_tokens, stream.computed_tokens)

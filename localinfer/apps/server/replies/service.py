@@ -1,4 +1,4 @@
-"""What all routes share: the models, the replies that are running, admission, an orderly end, and one shape of errors.
+"""State of all routes: models, running replies, admission, an orderly end, and one shape of errors.
 
 Paths are served with and without `/v1`."""
 
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Configuration:
-    """What may change while a server runs. sources: the models, None to leave them as they are."""
+    """Settings and models that may change while a server runs. sources: the models, None to leave them as they are."""
 
     settings: ServerSettings
     sources: Sequence[ModelSource] | None = None
@@ -84,7 +84,7 @@ Plan = Callable[["LLM"], Sequence[TextPlan]]
 """Lists the texts of a request."""
 Endpoint = Callable[[Request], Awaitable[Response]]
 PREFILL = "prefill"
-"""How the ids of prompts begin that are computed for other servers."""
+"""Prefix of the ids of prompts that are computed for other servers."""
 _JOIN_SECONDS = 5.0
 _LLAMA_PATHS = {"/completions": "/completion", "/embeddings": "/embedding"}
 _MOST_NAME = 1024
@@ -185,7 +185,7 @@ class Service:
             reply.fail(shutting_down())
 
     def replies(self) -> list[Reply]:
-        """What is being generated now."""
+        """Replies that are being generated."""
         return list(self._replies.values())
 
     def keep(self, work: Coroutine[Any, Any, object]) -> None:
@@ -205,7 +205,7 @@ class Service:
         return self._replies.get(reply_id)
 
     def num_ahead(self, reply: Reply) -> int:
-        """How many replies came before this one and have no token either."""
+        """Number of earlier replies without a token."""
         replies = self.replies()
         return sum(not other.num_tokens for other in replies[: replies.index(reply)]) if reply in replies else 0
 
@@ -379,12 +379,12 @@ async def read_body(request: Request, record: type[Record]) -> Record:
 
 
 async def prepared(request: Request, work: Callable[..., Result], *arguments: Any) -> Result:
-    """What some work on a request's body returns, done in a thread if the body is large. Raises: what it raises."""
+    """Run work on a request's body, in a thread if the body is large. Raises: as the work."""
     return await service_of(request).bodies.prepare(request, work, *arguments)
 
 
 async def on_model(request: Request, name: str | None, work: "Callable[[LLM, Body], Result]", body: Body) -> Result:
-    """What some work on a model returns, done in a thread. Raises: as `Service.lease`, and what the work raises."""
+    """Run work on a model in a thread. Raises: as `Service.lease`, and as the work."""
     service = service_of(request)
     with await service.lease(request, name) as lease:
         return await service.bodies.run(request, work, lease.llm, body)

@@ -136,11 +136,11 @@ class SlotTable:
         self._texts: dict[int, SlotText | None] = dict.fromkeys(range(count))
 
     def texts(self) -> list[SlotText | None]:
-        """What each slot holds, by their numbers."""
+        """Texts of all slots, by their numbers."""
         return [self._texts[slot_id] for slot_id in range(len(self._texts))]
 
     def text(self, slot_id: int) -> SlotText | None:
-        """What a slot holds. Raises: ApiError if there is no such slot."""
+        """The text of a slot. Raises: ApiError if there is no such slot."""
         if slot_id not in self._texts:
             last = len(self._texts) - 1
             reason = f"there is no slot {slot_id}; give one from 0 to {last}, or start the server with --parallel"

@@ -53,7 +53,7 @@ class MemoryNeed:
     """The context length that its file names."""
 
     def largest_context(self, available_bytes: int) -> int:
-        """How many tokens of context fit beside the weights, 0 if not even the weights do."""
+        """Tokens of context that fit beside the weights, 0 if not even the weights do."""
         return min(self.context_length, max(0, available_bytes - self.fixed_bytes) // max(1, self.bytes_per_token))
 
     def bytes_for(self, wanted_context: int | None) -> int:
@@ -143,7 +143,7 @@ class ModelSource:
     path: Path
     """Its file or folder."""
     created: int
-    """When the file was last changed, in seconds since 1970."""
+    """Time of the file's last change, in seconds since 1970."""
     aliases: tuple[str, ...] = ()
     """Further names that clients may use."""
     settings: ModelSettings = ModelSettings()
@@ -252,7 +252,7 @@ def _entries(folder: Path) -> list[Path]:
 
 
 def _is_checkpoint(folder: Path) -> bool:
-    """Whether a folder holds a model as Hugging Face keeps them, and not a file of that name beside other models."""
+    """Check whether a folder is a model as Hugging Face keeps them, and not one with such a file beside other models."""
     try:
         if not (folder / "config.json").is_file():
             return False

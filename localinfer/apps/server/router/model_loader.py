@@ -83,7 +83,7 @@ class Changes:
 
     @property
     def next(self) -> asyncio.Event:
-        """What is set at the next change."""
+        """Event of the next change."""
         return self._next
 
     def notify(self) -> None:
@@ -127,7 +127,7 @@ class ModelLoader:
 
     @property
     def is_stopping(self) -> bool:
-        """Whether nothing is loaded any more."""
+        """Check whether nothing is loaded any more."""
         return self._threads.stopping.is_set()
 
     def check_stopping(self) -> None:
@@ -309,7 +309,7 @@ class ModelLoader:
         return []
 
     def _holders(self) -> str:
-        """Which models hold memory, how much, and why they are not unloaded."""
+        """Models that hold memory, how much, and the reasons why they are not unloaded."""
         loaded = [other for other in self._models() if other.llm is not None]
         if not loaded:
             return "no other model is loaded"

@@ -68,7 +68,7 @@ class ModelRegistry:
 
     @property
     def sources(self) -> list[ModelSource]:
-        """What can be asked for, the default first."""
+        """Models that can be asked for, the default first."""
         return [model.source for model in self._models.values()]
 
     def replace_sources(self, sources: Sequence[ModelSource]) -> None:
@@ -131,11 +131,11 @@ class ModelRegistry:
         )
 
     def state_of(self, name: str | None) -> ModelState:
-        """Whether a model is loaded. Raises: ApiError 404."""
+        """Check whether a model is loaded. Raises: ApiError 404."""
         return self.find(name).state
 
     def set_keep_alive(self, name: str | None, seconds: float | None) -> None:
-        """How long a model stays loaded without requests: 0 until nobody uses it, None for ever.
+        """Time that a model stays loaded without requests: 0 until nobody uses it, None for ever.
 
         It counts until the model is unloaded. Raises: ApiError 404.
         """

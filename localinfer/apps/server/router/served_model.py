@@ -38,27 +38,27 @@ class ServedModel:
     loading: "asyncio.Task[LLM] | None" = field(default=None, repr=False)
     measuring: "asyncio.Task[MemoryNeed] | None" = field(default=None, repr=False)
     is_served: bool = True
-    """Whether it can be asked for; if not, it is unloaded after its replies, pinned or not."""
+    """True if it can be asked for; if not, it is unloaded after its replies, pinned or not."""
     drained_by: set[object] = field(default_factory=set, repr=False)
     """Waiters for the end of its replies, to unload it; new requests wait meanwhile, and load it again."""
     waiting_for: tuple[str, ...] = ()
     """Models whose memory it needs and whose replies have to end before it can be loaded."""
     failure: BaseException | None = field(default=None, repr=False)
-    """Why loading it, or reading its file, failed the last time."""
+    """The failure of loading it, or of reading its file, the last time."""
 
     def __post_init__(self) -> None:
         self.keep_alive_seconds = self.own_keep_alive_seconds
 
     @property
     def capabilities(self) -> tuple[str, ...]:
-        """What it can be asked for; of a model that nothing was read of yet, what most can."""
+        """Kinds of requests that it answers; of a model that nothing was read of yet, those that most answer."""
         with suppress(LocalinferError):
             if self.llm is not None:
                 return self.llm.capabilities
         return MemoryNeed(0, 0, 0).capabilities if self.need is None else self.need.capabilities
 
     def info(self) -> "ModelInfo | None":
-        """What it is while it is loaded; None if it is unloaded meanwhile, or its file cannot be read any more."""
+        """Properties while it is loaded; None if it is unloaded meanwhile, or its file cannot be read any more."""
         llm = self.llm
         with suppress(LocalinferError):
             return None if llm is None else llm.info
@@ -66,7 +66,7 @@ class ServedModel:
 
     @property
     def problem(self) -> str | None:
-        """What is wrong with it, in words for clients: a file that changed under a loaded model, or why none is."""
+        """Its problem, in words for clients: a file that changed under a loaded model, or why none is."""
         if self.llm is None:
             return None if self.failure is None else "it could not be loaded when that was last tried"
         try:
@@ -87,7 +87,7 @@ class ServedModel:
 
     @property
     def state(self) -> ModelState:
-        """Whether it can answer at once, soon, when it is asked for, or could not when it was last tried."""
+        """Check whether it can answer at once, soon, when it is asked for, or could not when it was last tried."""
         if self.llm is not None:
             return "loaded"
         if self.loading is not None:
@@ -96,17 +96,17 @@ class ServedModel:
 
     @property
     def is_pinned(self) -> bool:
-        """Whether it stays loaded whatever happens."""
+        """Check whether it stays loaded whatever happens."""
         return self.is_served and self.source.settings.is_pinned
 
     @property
     def is_idle(self) -> bool:
-        """Whether it is loaded and may be unloaded: requests that wait for a drained model came later."""
+        """Check whether it is loaded and may be unloaded: requests that wait for a drained model came later."""
         return self.llm is not None and not self.num_leases and (bool(self.drained_by) or not self.num_waiting)
 
     @property
     def idle_until_seconds(self) -> float | None:
-        """When it is to be unloaded by the monotonic clock, if no request comes; None if it is used, or never."""
+        """Time of unloading by the monotonic clock, if no request comes; None if it is used, or never."""
         if self.keep_alive_seconds is None or self.is_pinned or not self.is_idle:
             return None
         return self.last_used_seconds + self.keep_alive_seconds
@@ -120,7 +120,7 @@ class ServedModel:
 
     @property
     def use(self) -> str:
-        """Why it is not unloaded, in words."""
+        """Reason why it is not unloaded, in words."""
         if self.is_pinned:
             return "pinned"
         return f"{self.num_leases} running" if self.num_leases else "idle"

@@ -161,7 +161,7 @@ _TRIM_BYTES, _TRIM_SECONDS = 16 << 20, 0.5
 """After so many bytes were given back, and so much later, the C library returns free memory to the system."""
 _BYTES_PER_VALUE = 64
 _WORK_PER_BYTE = 5
-"""What the longest text may take beside itself: a copy, code points and their kinds; see `models/text/long_text`."""
+"""Memory of the longest text beside itself: a copy, code points and their kinds; see `models/text/long_text`."""
 CONNECTION = "connection"
 """Set in the state of a request to its `Peer`, where there is one."""
 _SHARES, _BODY_BYTES = "body_shares", "body_bytes"
@@ -190,7 +190,7 @@ class Peer(Protocol):
 
 
 class Bodies:
-    """What the requests of one server share to receive bodies. settings: with `body_memory`, bytes."""
+    """State that the requests of one server share to receive bodies. settings: with `body_memory`, bytes."""
 
     def __init__(self, settings: ServerSettings) -> None:
         receiving = max(settings.body_memory // _RECEIVING_PART, 1)
@@ -341,7 +341,7 @@ def keep_share(scope: Scope, share: Share) -> None:
 
 
 def is_large(request: Request) -> bool:
-    """Whether the request's body was large, so that work on it is not done on the event loop."""
+    """Check whether the request's body was large, so that work on it is not done on the event loop."""
     return _BODY_BYTES in request.scope["state"]
 
 

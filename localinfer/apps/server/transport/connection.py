@@ -54,7 +54,7 @@ class Occupant(Protocol):
     def since(self) -> float: ...
 
     def seconds_behind(self) -> float:
-        """How late its request is, or the body of it."""
+        """Delay of its request, or of the body of it."""
         ...
 
     def drop(self) -> None:
@@ -67,12 +67,12 @@ class Occupant(Protocol):
 
 
 def seconds_behind(waited: float, num_bytes: int) -> float:
-    """How much longer than a client of a fair pace one takes that sent so many bytes in so many seconds."""
+    """Delay, against a fair pace, of a client that sent so many bytes in so many seconds."""
     return waited - num_bytes / _FAIR_BYTES_PER_SECOND
 
 
 def make_room(newcomer: Occupant, occupants: Collection[Occupant], limit: int) -> bool:
-    """Whether a newcomer, one of the occupants, may stay as more than a guest; closes another one for it if it must.
+    """Check whether a newcomer, one of the occupants, may stay as more than a guest; closes another one if it must.
 
     limit: places, beside those of the owner. Each call closes one connection at most, of which a newcomer adds one.
     """
@@ -122,11 +122,11 @@ _LATE_SECONDS, _UNREAD_SECONDS = 1.0, 5.0
 """Behind a fair pace with a body, and not reading an answer: from when on a client must not hold what others need."""
 _DRAIN_SECONDS = 5.0
 _DRAIN_BYTES = 1 << 30
-"""How long, and how much, is still read of a body that was refused."""
+"""Time and bytes in which a body that was refused is still read."""
 
 
 class _Part(Enum):
-    """What the next byte belongs to."""
+    """Part of a request that the next byte belongs to."""
 
     HEAD = auto()
     CONTENT = auto()
@@ -174,7 +174,7 @@ class FramingCheck:
         return position
 
     def _is_faulty(self, part: bytes) -> bool:
-        """Whether a line may not go on like this."""
+        """Check whether a line may not go on like this."""
         if self._line[-1:] == b"\r":
             return part != b"\n"
         if not self._line and part[:1] in (b" ", b"\t") and self._part in (_Part.HEAD, _Part.TRAILER):
@@ -272,26 +272,26 @@ class Connection(H11Protocol):
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request is being answered."""
+        """Check whether no request is being answered."""
         return self.cycle is None or self.cycle.response_complete
 
     @property
     def is_draining(self) -> bool:
-        """Whether all was said, and the rest of a request is read only to be thrown away."""
+        """Check whether all was said, and the rest of a request is read only to be thrown away."""
         return self._num_drained is not None
 
     @property
     def is_receiving(self) -> bool:
-        """Whether a request is being answered whose body is not whole."""
+        """Check whether a request is being answered whose body is not whole."""
         return not self.is_idle and self.cycle.more_body
 
     @property
     def since(self) -> float:
-        """When it was made, its last answer was out, or the body began that is being read; seconds of the loop."""
+        """Time at which it was made, its last answer was out, or the present body began; seconds of the loop."""
         return self._since
 
     def seconds_behind(self) -> float:
-        """How late the body is that is being read, or how long no request came."""
+        """Delay of the body that is being read, or time without a request."""
         waited = 0.0 if self._is_held else self.loop.time() - self._since
         return seconds_behind(waited, 0 if self.is_idle else self._body_bytes)
 

@@ -45,7 +45,7 @@ from localinfer.errors import (
 _PIECE_BYTES = 1 << 18
 _QUOTE, _BACKSLASH, _COMMA = b'"'[0], b"\\"[0], b","[0]
 _STEPS = np.zeros(256, np.int8)
-"""What a byte does to the depth."""
+"""Change of the depth by a byte."""
 _STEPS[list(b"[{")] = 1
 _STEPS[list(b"]}")] = -1
 _IS_SIGN = _STEPS != 0
@@ -146,7 +146,7 @@ _TYPES = {
 """Status of an error -> its type; "server_error" for any other."""
 
 ANTHROPIC = "/messages"
-"""How the paths of Anthropic's API begin, which has another shape of errors."""
+"""Prefix of the paths of Anthropic's API, which has another shape of errors."""
 _ANTHROPIC_TYPES = {
     408: "timeout_error",
     409: "invalid_request_error",
@@ -158,7 +158,7 @@ _ANTHROPIC_TYPES = {
 """Status of an error -> its type there, where that is another."""
 
 OLLAMA = "/api/"
-"""How the paths of Ollama's API begin, whose errors are one text."""
+"""Prefix of the paths of Ollama's API, whose errors are one text."""
 _OLLAMA_STATUSES = {"queue_full": 503, "ttft_objective": 503}
 """Code of an error -> its status there, where that is another: its clients know a full queue by 503."""
 
@@ -288,7 +288,7 @@ def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | No
 
 
 def to_api_error(error: BaseException, request_id: str = "", *, prompt_field: str = "messages") -> ApiError:
-    """What a client reads of an error.
+    """Body of an error.
 
     Of what is the server's own fault, the log has the text, and the client only the id to find it by: such texts hold
     paths. prompt_field: the member of the request that holds its prompt.

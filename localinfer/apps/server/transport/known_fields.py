@@ -49,7 +49,7 @@ def notice(text: str) -> None:
 
 
 def is_full() -> bool:
-    """Whether no further notice is taken, so that none needs to be made."""
+    """Check whether no further notice is taken, so that none needs to be made."""
     found = _notices.get()
     return found is not None and len(found) >= _MOST
 
@@ -209,7 +209,7 @@ OFF: tuple[Any, ...] = (None, False, "", [], {})
 
 
 class Refusal(NamedTuple):
-    """Why a member is refused and what to do instead; values that ask for nothing pass.
+    """Reason of a member's refusal with the way out; values that ask for nothing pass.
 
     error_code: by which clients know the error, as `error.details.error_code`.
     """

@@ -1,4 +1,4 @@
-"""Which requests are answered: the checks before every route, and before any body is read.
+"""Authentication and origin checks, before every route and before any body is read.
 
 A page that a browser shows can send requests to this machine. It cannot choose the `Host` header of a name that it
 rebinds to a loopback address, nor leave out `Origin`, nor send JSON without asking first. So a foreign host or origin
@@ -151,7 +151,7 @@ class SecurityMiddleware:
         return self._settings.listens_everywhere and ip_address(name) is not None
 
     def _granted_headers(self, headers: Headers) -> Mapping[str, str]:
-        """What a browser needs to let an allowed page send its request and read the reply."""
+        """Headers by which a browser lets an allowed page send its request and read the reply."""
         origin = headers.get("origin")
         if origin is None or origin not in self._settings.allowed_origins:
             return {"vary": "Origin"} if self._settings.allowed_origins else {}
@@ -171,12 +171,12 @@ class SecurityMiddleware:
 
 
 def _has_body(headers: Headers) -> bool:
-    """Whether bytes follow a head, as it says itself."""
+    """Check whether bytes follow a head, as it says itself."""
     return headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
 
 
 def _is_own(origin: str, scope: Scope, headers: Headers) -> bool:
-    """Whether the server's own page asks. No browser reaches a Unix socket, so there only a proxy could say so."""
+    """Check whether the server's own page asks. No browser reaches a Unix socket: only a proxy could say so there."""
     is_from_elsewhere = headers.get("sec-fetch-site", "same-origin") != "same-origin"
     if is_from_elsewhere or scope["state"].get(IS_UNIX_SOCKET):
         return False
@@ -184,15 +184,16 @@ def _is_own(origin: str, scope: Scope, headers: Headers) -> bool:
 
 
 def _opens_the_page(scope: Scope, headers: Headers) -> bool:
-    """Whether a link of another page is followed to the chat page, in a window that this page cannot look into."""
+    """Check whether a link of another page is followed to the chat page, in a window that this page cannot read."""
     is_visit = headers.get("sec-fetch-mode") == "navigate" and headers.get("sec-fetch-dest") == "document"
     return is_visit and scope["method"] == "GET" and scope["path"] == "/"
 
 
 def _is_json_all_the_same(kind: str, scope: Scope, headers: Headers) -> bool:
-    """Whether a body counts as JSON though it is not said to be: Ollama's API is asked without a type by LiteLLM, and
-    with that of forms by curl. Browsers say from where they send a body, and write no JSON into such a form. What is no
-    body needs no type."""
+    """Check whether a body counts as JSON without that type: LiteLLM asks Ollama's API without a type, and curl with that
+    of forms. Browsers say from where they send a body, and write no JSON into such a form. A request without a body
+    needs no type.
+    """
     if not kind and not _has_body(headers):
         return True
     is_from_a_program = "origin" not in headers and "sec-fetch-site" not in headers

@@ -18,7 +18,7 @@ from localinfer.storage.server_options import ServerOptions
 
 _NAMED = re.compile(r"(?P<name>[A-Za-z0-9_.@-]{1,64}):(?P<rest>.*)")
 _BOM = "\ufeff"
-"""What some editors write before the first line."""
+"""Mark that some editors write before the first line."""
 
 
 _MOST = 10**12
@@ -92,7 +92,7 @@ def read_quota(words: Sequence[str]) -> Quota:
 
 
 def looks_like_a_limit(word: str) -> bool:
-    """Whether a word where the token should stand holds a limit, or the brackets of one."""
+    """Check whether a word where the token should stand holds a limit, or the brackets of one."""
     names = "|".join(limit.name for limit in fields(Quota))
     return re.search(rf"^\[|\[[A-Za-z_]*=|(?:^|[,;(])(?:{names})=", word.replace("-", "_")) is not None
 
@@ -187,7 +187,7 @@ _HTTP = re.compile(r"http://[^/?#@]+/?")
 
 @dataclass(frozen=True)
 class PrefillAddress:
-    """Where a prefill server listens: host and port by TCP, or the path of a Unix socket.
+    """Address of a prefill server: host and port by TCP, or the path of a Unix socket.
 
     name: as it was given. Raises: RequestError.
     """
@@ -262,16 +262,16 @@ _ORIGIN = re.compile(r"file://|[a-z][a-z0-9+.-]*://(?:[A-Za-z0-9._~-]+|\[[0-9a-f
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings(ServerOptions):
-    """Where and how to serve; checked when it is made. Raises: RequestError."""
+    """Settings of a server; checked when they are made. Raises: RequestError."""
 
     socket_path: Path | None = None
     """The Unix socket, guarded by its folder; None for none."""
     host: str | None = "127.0.0.1"
-    """Where to listen by TCP, None for nowhere; anything but loopback needs a token."""
+    """TCP address to listen on, None for none; anything but loopback needs a token."""
     port: int = 8080
     """0: one that the system chooses."""
     token: str | None = None
-    """What a client on TCP must show."""
+    """Token that a client on TCP must show."""
     strict_model: bool = False
     """Refuse a model name that is not ours even where only one model is served."""
     max_generations: int = 64
@@ -295,21 +295,21 @@ class ServerSettings(ServerOptions):
     progress_seconds: float = 0.25
     """Time between reports of how far a prompt was read, where a request asks for them."""
     needs_socket: bool = True
-    """Whether a Unix socket that another server listens on is an error; else TCP alone is served."""
+    """True if a Unix socket that another server listens on is an error; else TCP alone is served."""
     serves_page: bool = True
-    """Whether there is a chat page at `/`, which everybody may read; without, a token is asked for there too."""
+    """True if there is a chat page at `/`, which everybody may read; without, a token is asked for there too."""
     kept_responses: ResponseStoreOptions = ResponseStoreOptions()
-    """How much of responses and conversations is kept, and where."""
+    """Limits and folder of responses and conversations that are kept."""
     num_slots: int = 16
     """Texts that are generated at one time."""
     slot_folder: Path | None = None
-    """Where clients may save what is in a slot, None for nowhere."""
+    """Folder in which clients may save what is in a slot, None for none."""
     shows_slots: bool = True
-    """Whether /slots is there."""
+    """True if /slots is there."""
     shows_metrics: bool = True
-    """Whether /metrics is there."""
+    """True if /metrics is there."""
     pooling: str | None = None
-    """How vectors of tokens become one, None as models say."""
+    """Pooling of the vectors of tokens, None as models say."""
     handover: KVTransferOptions = KVTransferOptions()
     """The server's role in KV transfer, and the servers that compute prompts for it."""
     tokens: tuple[AccessToken, ...] = ()
@@ -368,12 +368,12 @@ class ServerSettings(ServerOptions):
 
     @property
     def listens_everywhere(self) -> bool:
-        """Whether TCP listens on every address of the machine."""
+        """Check whether TCP listens on every address of the machine."""
         return self.host in ("0.0.0.0", "::")
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach a host."""
+    """Check whether only this machine can reach a host."""
     if host == "localhost":
         return True
     address = ip_address(host)

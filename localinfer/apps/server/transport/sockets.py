@@ -23,18 +23,18 @@ _LEAST_CONNECTIONS = 8
 
 
 def has_unix_sockets() -> bool:
-    """Whether Python can serve Unix sockets on this system."""
+    """Check whether Python can serve Unix sockets on this system."""
     return hasattr(socket, "AF_UNIX") and sys.platform != "win32"
 
 
 def default_socket_path() -> Path | None:
-    """Where a server listens by default: in this user's runtime folder; None where there are no Unix sockets."""
+    """Default path of the Unix socket: in this user's runtime folder; None where there are no Unix sockets."""
     folder = runtime_folder() if has_unix_sockets() else None
     return None if folder is None else folder / "server.sock"
 
 
 def affordable_connections(wanted: int) -> int:
-    """How many connections the system's limit of open files leaves room for, at most `wanted`."""
+    """Number of connections that the system's limit of open files leaves room for, at most `wanted`."""
     if sys.platform == "win32":
         return wanted
     import resource
@@ -207,7 +207,7 @@ def _listen(path: Path) -> socket.socket:
 
 
 def _is_at(path: Path, descriptor: int) -> bool:
-    """Whether an open file is the one at a path."""
+    """Check whether an open file is the one at a path."""
     status = os.fstat(descriptor)
     return _identity(path) == (status.st_dev, status.st_ino)
 
