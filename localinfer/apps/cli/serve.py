@@ -210,7 +210,7 @@ def _named_source(model: str, name: str, found: "Sequence[ModelSource]", config:
 
 
 def _pulled_sources() -> "list[ModelSource]":
-    """Models that were pulled and are whole, as `localinfer list` names them, without quantization where that is clear."""
+    """Whole models that were pulled, as `localinfer list` names them, without quantization where that is clear."""
     from localinfer.apps.server.router.model_folder import ModelSource
     from localinfer.storage.hub.installed import find_pulled
     from localinfer.storage.hub.places import Places

@@ -26,7 +26,7 @@ HEADERS = ((b"host", b"localhost"), (b"content-type", b"application/json"))
 
 
 class PrefillDeployment:
-    """Somebody who computes prompts, as `KVTransfer` asks: whichever replica Serve chooses.
+    """Somebody who computes prompts, as `KVTransferClient` asks: whichever replica Serve chooses.
 
     handle: of the deployment, a `DeploymentHandle`. loop: on which its answers are waited for; it runs in another
     thread than the one that asks.

@@ -249,7 +249,7 @@ class _Server:
     """The last one, None once it has answered."""
 
 
-class KVTransfer:
+class KVTransferClient:
     """Has prompts computed by prefill servers. Any thread may call; each call blocks its thread.
 
     options: which prompts, and how long one is waited for. servers: who is asked.

@@ -15,7 +15,7 @@ import pytest
 
 from localinfer.apps.server.kv_transfer import (
     HttpPrefillServer,
-    KVTransfer,
+    KVTransferClient,
     PrefillAnswer,
     PrefillCancelled,
     PrefillFailed,
@@ -208,8 +208,10 @@ class Model:
         return SimpleNamespace(parts={})
 
 
-def prepared(servers: Servers, model: Model, handover: KVTransfer | None = None) -> tuple[KVTransfer, list[int]]:
-    made = handover or KVTransfer(KVTransferOptions(threshold=10), Metrics(), servers.all)  # type: ignore[arg-type]
+def prepared(
+    servers: Servers, model: Model, handover: KVTransferClient | None = None
+) -> tuple[KVTransferClient, list[int]]:
+    made = handover or KVTransferClient(KVTransferOptions(threshold=10), Metrics(), servers.all)  # type: ignore[arg-type]
     noted: list[int] = []
     hints = SimpleNamespace(salt=b"", system_tokens=0, branch_tokens=())
     request = SimpleNamespace(head=np.arange(100, dtype=np.int32), hints=hints, is_over=False, owner="x")

@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from localinfer.apps.server.kv_transfer import KVTransfer, PrefillServer, http_servers
+from localinfer.apps.server.kv_transfer import KVTransferClient, PrefillServer, http_servers
 from localinfer.apps.server.operation.metrics import Metrics
 from localinfer.apps.server.operation.rate_limits import RateLimiter, Reservation
 from localinfer.apps.server.operation.requests import Observer, RequestLog, RequestRecord, error_name, record_of
@@ -111,7 +111,7 @@ class Service:
         self.metrics = Metrics()
         self.registry = make_registry(self.metrics)
         asked = (*http_servers(settings.handover), *prefill_servers)
-        self.kv_transfer = KVTransfer(settings.handover, self.metrics, asked) if asked else None
+        self.kv_transfer = KVTransferClient(settings.handover, self.metrics, asked) if asked else None
         self.limiter = RateLimiter(lambda: self.settings)
         self.metrics.engines = lambda: {
             model.source.id: model.llm.engine_stats for model in self.registry.models() if model.llm is not None

@@ -252,7 +252,7 @@ def _entries(folder: Path) -> list[Path]:
 
 
 def _is_checkpoint(folder: Path) -> bool:
-    """Check whether a folder is a model as Hugging Face keeps them, and not one with such a file beside other models."""
+    """Check if a folder is a model as Hugging Face keeps them, and not one with such a file beside other models."""
     try:
         if not (folder / "config.json").is_file():
             return False

@@ -190,9 +190,9 @@ def _opens_the_page(scope: Scope, headers: Headers) -> bool:
 
 
 def _is_json_all_the_same(kind: str, scope: Scope, headers: Headers) -> bool:
-    """Check whether a body counts as JSON without that type: LiteLLM asks Ollama's API without a type, and curl with that
-    of forms. Browsers say from where they send a body, and write no JSON into such a form. A request without a body
-    needs no type.
+    """Check whether a body counts as JSON without that type: LiteLLM asks Ollama's API without a type, and curl with
+    that of forms. Browsers say from where they send a body, and write no JSON into such a form. Without a body
+    no type is needed.
     """
     if not kind and not _has_body(headers):
         return True

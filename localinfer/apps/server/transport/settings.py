@@ -117,7 +117,7 @@ class AccessToken:
     def identity(self) -> str:
         """Whose texts are those of this token: a name's, whatever its token is now; without a name the token's own.
 
-        A line of the file is nobody: other tokens may move there.
+        Unnamed tokens have no identity: other tokens may move to their lines.
         """
         return f"name {self.name}" if self.is_named else f"token {hashlib.sha256(self.value.encode()).hexdigest()}"
 
