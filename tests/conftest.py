@@ -1,8 +1,10 @@
 """Fixtures that the tests of all packages share."""
 
 import os
+import re
 import signal
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import numpy  # noqa: F401 - loads the BLAS that is limited below
@@ -14,6 +16,37 @@ SHARED = REPOSITORY.parent / "shared"
 
 threadpool_limits(1, user_api="blas")
 """The matrices of the oracles are small: a second thread would only spin, beside the other processes of a run."""
+
+_STARTS = re.compile(
+    r"^\s*(?:import|from) (?:subprocess|multiprocessing|socket|http\.server|httpx|openai|anthropic|ollama|zmq)\b"
+    r"|\bLocalServer\b|\basyncio\.start_server\b|\bcreate_subprocess_",
+    re.MULTILINE,
+)
+_IMPORT = re.compile(r"^(?:from|import) ([\w.]+)", re.MULTILINE)
+_SERVERS = {"served", "scripted"}
+"""Fixtures of `apps/server` that are servers."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark tests of processes and sockets: `-m "not system"` is the ring without."""
+    for item in items:
+        if starts_others(item.path) or _SERVERS & set(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.system)
+
+
+@cache
+def starts_others(path: Path) -> bool:
+    """Whether a file of the tests, or what it imports of them, starts processes or opens sockets."""
+    text = path.read_text(encoding="utf-8")
+    return bool(_STARTS.search(text)) or any(starts_others(other) for other in _imported(path, text))
+
+
+def _imported(path: Path, text: str) -> list[Path]:
+    names = [name.replace(".", "/") for name in _IMPORT.findall(text)]
+    places = [folder / f"{name}.py" for name in names for folder in (REPOSITORY, path.parent)]
+    own = [place for place in places if place.is_relative_to(REPOSITORY / "tests") and place.is_file()]
+    return [place for place in own if place not in (path, Path(__file__))]
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -72,7 +72,8 @@ def compile_ahead(kernels: Iterable[Kernel], progress: ProgressCallback | None =
     missing = [kernel for kernel in dict.fromkeys(kernels) if not kernel.is_cached]
     if missing and object_cache.cache_folder() is not None and can_start_children():
         _compile_in_children(missing, progress)
-    for kernel in missing:
+    # Not in their order: programs that start together would compile the same ones at the same time.
+    for kernel in map(Kernel, shares_of([kernel.name for kernel in missing], 1)[0]):
         if not kernel.is_cached:
             _report(missing, progress)
             assert kernel.address
