@@ -1,7 +1,7 @@
 """The op set: what a model may ask of a device, as plain records.
 
 A decoder (package `models`) writes these ops once, in order, on a `GraphBuilder` (`graph_builder.py`), which checks the
-shapes of each; a device turns the finished `OpGraph` into a `Program` that runs any batch (`cpu/lower.py`,
+shapes of each; a device turns the finished `OpGraph` into a `Program` that runs any batch (`cpu/lower/`,
 `cuda/lower.py`). The NumPy oracle in `tests/support/oracle.py` runs the same records.
 
 Shapes: a buffer holds `rows x width` float32, one row per token of the batch (`Rows.BATCH`) or per row whose logits

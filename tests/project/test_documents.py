@@ -17,9 +17,15 @@ from tests.support.documents import REPOSITORY, anchors, blocks, documents, guid
 LONGEST_README = 9_000
 MOST_FILES_OF_THE_SPINE = 25
 ROOTS = ("localinfer", "kernels", "models", "quant", "tests", "examples", "docs", ".ci")
-PATH = re.compile(rf"(?:{'|'.join(map(re.escape, ROOTS))})/[\w./-]*")
+PATH = re.compile(rf"(?:{'|'.join(map(re.escape, ROOTS))})/[\w./-]*|[a-z][\w/-]*/[a-z]\w*\.py")
+RECORDS = ("CHANGELOG.md", "tests/bench/RESULTS.md")
+"""They name files as they were called at their time."""
 CHECKED_BY_SIGHT = {"git", "curl", "claude", "hf"}
 """Programs of others, without arguments that this repository could check; `test_snippets.py` sends what curl does."""
+
+
+def relative(path: Path) -> str:
+    return path.relative_to(REPOSITORY).as_posix()
 
 
 def option_strings(command: click.Command) -> Iterator[str]:
@@ -40,7 +46,7 @@ def commands(name: str) -> list[str]:
     return [line for line in lines if line.strip()] + named
 
 
-@pytest.mark.parametrize("document", documents(), ids=lambda path: path.relative_to(REPOSITORY).as_posix())
+@pytest.mark.parametrize("document", documents(), ids=relative)
 def test_links_lead_to_files_and_headings_that_exist(document: Path) -> None:
     broken = []
     for target in links(document.read_text(encoding="utf-8")):
@@ -55,11 +61,11 @@ def test_links_lead_to_files_and_headings_that_exist(document: Path) -> None:
     assert broken == []
 
 
-@pytest.mark.parametrize("name", [*guides(), "CONTRIBUTING.md", "localinfer/README.md"])
-def test_paths_that_sentences_name_exist(name: str) -> None:
-    below = (REPOSITORY / name).parent
-    named = {code for code in inline_code(read(name)) if PATH.fullmatch(code) or re.fullmatch(r"[\w/-]+/\w+\.py", code)}
-    assert {code for code in named if not ((REPOSITORY / code).exists() or (below / code).exists())} == set()
+@pytest.mark.parametrize("document", [path for path in documents() if relative(path) not in RECORDS], ids=relative)
+def test_paths_that_sentences_name_exist(document: Path) -> None:
+    named = {code for code in inline_code(document.read_text(encoding="utf-8")) if PATH.fullmatch(code)}
+    folders = (REPOSITORY, document.parent, REPOSITORY / "tests")
+    assert {code for code in named if not any((folder / code).exists() for folder in folders)} == set()
 
 
 def test_the_readme_is_one_page_and_its_spine_short() -> None:
