@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, Union, Unpack, cast
 
 from localinfer.arguments import check_flag, check_number, check_path, owned
 from localinfer.engine.admission import EngineLimits
-from localinfer.engine.cache.salt import salt_of
+from localinfer.engine.cache.salt import NO_SALT, salt_of
 from localinfer.errors import RequestError, SessionFileError
 from localinfer.generation.default_options import DefaultOptions
 from localinfer.generation.kv_transfer import KVTransfer
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from localinfer.generation.chat.reply_options import ReplyOptions
     from localinfer.generation.chat_model import ChatModel
     from localinfer.generation.completion import Completion
+    from localinfer.generation.kv_transfer import Prefilled
     from localinfer.generation.options import ChatOptions, CheckedOptions, GenerationOptions
     from localinfer.generation.session.prompts import SessionOptions
     from localinfer.generation.session.python_tools import CallOutcome, RequestedCall, Tool
@@ -40,9 +41,11 @@ if TYPE_CHECKING:
     from localinfer.kernels.cpu.worker_threads import Priority
     from localinfer.models.load.loader import Model
     from localinfer.models.text.tokenizer import Tokenizer
-    from localinfer.storage.fingerprint import ModelIdentity
+    from localinfer.storage.fingerprint import Fingerprint, ModelIdentity
     from localinfer.storage.prompt_cache import DiskCache, DiskOptions
     from localinfer.types import ModelInfo, RankedDocument, TokenLogprobs
+
+    _Ids = Sequence[int] | NDArray[np.integer]
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +59,7 @@ class BeamCompletion(NamedTuple):
     beam: Beam
 
 
-class LLM(DefaultOptions, KVTransfer, Closing):
+class LLM(Closing):
     """A loaded model, ready to answer; made by `localinfer.load`. A context manager: leaving it closes the model.
 
     May be used from several threads: generations that run at the same time share their steps. After `close`, and in a
@@ -93,6 +96,7 @@ class LLM(DefaultOptions, KVTransfer, Closing):
         self._model = model
         self._describe = describe
         self._kv_window = kv_window
+        self._defaults = DefaultOptions()
         self._engine = Engine(
             model,
             kv_memory=kv_memory,
@@ -197,7 +201,7 @@ class LLM(DefaultOptions, KVTransfer, Closing):
         """Continue a prompt like `complete`, and yield an event per token as it comes; closing the stream cancels."""
         from localinfer.generation.text_generation import TextGeneration
 
-        given = self._with_defaults(options)
+        given = self._defaults.of_generation(options)
         checked, encoded = self._checked(given), self._encode(prompt, parse_special, self._most_tokens(given))
         return TextStream(
             TextGeneration(self._engine, self._model.tokenizer, encoded, checked, constraints=self._constraints)
@@ -223,7 +227,7 @@ class LLM(DefaultOptions, KVTransfer, Closing):
 
     def stream_chat(self, messages: Sequence[Mapping[str, Any]], **options: Unpack[ChatOptions]) -> TextStream:
         """Answer a conversation like `chat`, and yield an event per token as it comes; closing the stream cancels."""
-        return self._chats().stream(messages, self._with_defaults(options, in_chat=True))
+        return self._chats().stream(messages, self._defaults.of_generation(options, in_chat=True))
 
     def complete_many(
         self,
@@ -322,7 +326,9 @@ class LLM(DefaultOptions, KVTransfer, Closing):
 
         box = ToolBox(tools, on_call=on_tool_call, on_result=on_tool_result)
         name = "" if self._identity is None else self._model.file.path.name
-        prompts = SessionPrompts(self._chats(), box, cast("SessionOptions", self._with_defaults(options, in_chat=True)))
+        prompts = SessionPrompts(
+            self._chats(), box, cast("SessionOptions", self._defaults.of_generation(options, in_chat=True))
+        )
         return Session(prompts, first_turns(system, messages), max_tool_rounds=max_tool_rounds, name=name)
 
     def render_chat(
@@ -334,14 +340,14 @@ class LLM(DefaultOptions, KVTransfer, Closing):
         **options: Unpack[ReplyOptions],
     ) -> str:
         """Return the prompt that `chat` would make of a conversation, as text. Raises: TemplateError, RequestError."""
-        given, salt = self._with_reply_defaults(options), salt_of(cache_salt)
+        given, salt = self._defaults.of_reply(options), salt_of(cache_salt)
         return self._chats().render(messages, given, add_generation_prompt=add_generation_prompt, salt=salt)
 
     def count_chat_tokens(
         self, messages: Sequence[Mapping[str, Any]], *, cache_salt: str | None = None, **options: Unpack[ReplyOptions]
     ) -> int:
         """Return how many tokens `chat` would make of a conversation. Raises: TemplateError, RequestError."""
-        given, salt = self._with_reply_defaults(options), salt_of(cache_salt)
+        given, salt = self._defaults.of_reply(options), salt_of(cache_salt)
         return int(self._chats().encode(messages, given, salt=salt).token_ids.size)
 
     def move_volatile_heads(self) -> None:
@@ -450,6 +456,33 @@ class LLM(DefaultOptions, KVTransfer, Closing):
         """Figures of the prefix cache's snapshots, None without recurrent layers; any thread may ask in a step."""
         return self._engine.snapshot_stats
 
+    @property
+    def defaults(self) -> Mapping[str, Any]:
+        """Options by name that hold where a generation does not name them; none until they are set."""
+        return self._defaults.values
+
+    @property
+    def recommended_sampling(self) -> dict[str, float | int]:
+        """The sampling options that the model's file recommends."""
+        from localinfer.engine.sampling.params import file_sampling
+
+        return file_sampling(self._model.file.metadata, name=self._model.file.path.name)
+
+    @property
+    def can_think(self) -> bool:
+        """Whether a chat may be asked to reason first: the model's template has reasoning, which is learned of it."""
+        return self._chat_model is not None and self._chat_model.formats.reasoning is not None
+
+    def set_defaults(self, **options: Any) -> None:
+        """Let options hold for every generation from now on that does not name them, in place of those set before.
+
+        options: of GenerationOptions, such as `llm.recommended_sampling`, which is what the file recommends; and
+        `thinking`, `thinking_budget` and `template_variables`, which hold for chats: a chat's own variables are added
+        to them, name by name. A generation that gives None for one has the library's own default.
+        Raises: RequestError for what is no such option, and for a value that it cannot have.
+        """
+        self._defaults.set(options, self._model.tokenizer)
+
     def set_threads(self, threads: int | None) -> None:
         """Compute with so many CPU threads from the next step on, also of texts that are being generated.
 
@@ -515,6 +548,76 @@ class LLM(DefaultOptions, KVTransfer, Closing):
             token_ids = load_session(self._engine, identity, file, salt)
         return [int(token_id) for token_id in token_ids]
 
+    def prefill(
+        self,
+        prompt: str | Sequence[int] | NDArray[np.integer],
+        *,
+        parse_special: bool = False,
+        cache_salt: str | None = None,
+    ) -> Prefilled:
+        """Compute a prompt and write it to the disk cache at once, for another process that shares the folder.
+
+        What that generates then is, bit for bit, what it would have computed alone. prompt, parse_special, cache_salt:
+        as of `complete`. Raises: RequestError without a disk cache; else as `complete`.
+        """
+        encoded = self._encode(prompt, parse_special, self._engine.context_length)
+        return self._kv_transfer.prefill(encoded.token_ids, salt_of(cache_salt))
+
+    def stream_prefill(
+        self,
+        token_ids: _Ids,
+        *,
+        system_tokens: int = 0,
+        branch_tokens: Sequence[int] = (),
+        salt: bytes = NO_SALT,
+        owner: Hashable = None,
+    ) -> TextStream:
+        """A stream of one token, after which a prompt is in the cache; to be closed before that to stop.
+
+        system_tokens, branch_tokens: where other texts are likely to continue from, as of `CacheHints`.
+        Raises: RequestError, ContextLengthError, ClosedError.
+        """
+        return self._kv_transfer.stream_prefill(
+            token_ids, system_tokens=system_tokens, branch_tokens=branch_tokens, salt=salt, owner=owner
+        )
+
+    def store_prompt(self, token_ids: _Ids, cached_tokens: int = 0, salt: bytes = NO_SALT) -> Prefilled:
+        """Write what is cached of a prompt at once, in steps between those of the engine; return at its end.
+
+        cached_tokens: of it, known before, for the result. Raises: RequestError, ClosedError.
+        """
+        return self._kv_transfer.store_prompt(token_ids, cached_tokens, salt)
+
+    def cached_tokens(self, token_ids: _Ids, salt: bytes = NO_SALT) -> int:
+        """How many leading ids of a prompt are cached in memory, of all but the last, whose logits are computed anyway.
+
+        Waits for the step in progress. Raises: RequestError, ClosedError.
+        """
+        return self._kv_transfer.cached_tokens(token_ids, salt)
+
+    def stored_tokens(self, token_ids: _Ids, salt: bytes = NO_SALT) -> int:
+        """The same on disk, by the names of files. Raises: RequestError if nothing is kept there, ClosedError."""
+        return self._kv_transfer.stored_tokens(token_ids, salt)
+
+    def fetch_prompt(self, token_ids: _Ids, salt: bytes = NO_SALT) -> int:
+        """Read what is on disk of a prompt into memory, while others generate; return how many leading ids it then has.
+
+        Raises: RequestError, ClosedError.
+        """
+        return self._kv_transfer.fetch_prompt(token_ids, salt)
+
+    def handover_fingerprint(self) -> Fingerprint:
+        """What both processes must have alike. The first call may have to read the weights, to hash them.
+
+        Raises: RequestError if nothing is kept on disk, or the model's file has changed.
+        """
+        return self._kv_transfer.fingerprint()
+
+    @property
+    def handover_folder(self) -> str:
+        """The folder of the prompt cache, which both processes share. Raises: RequestError without one."""
+        return self._kv_transfer.folder
+
     def clear_cache(self) -> None:
         """Forget the keys and values of every former text in memory; running generations and the disk keep theirs."""
         with self._engine.exclusive_cache() as cache:
@@ -544,6 +647,11 @@ class LLM(DefaultOptions, KVTransfer, Closing):
             self._engine.close()
             self._embedder.close()
         return_free_memory()
+
+    @property
+    def _kv_transfer(self) -> KVTransfer:
+        # Made anew, so that the two do not hold each other in memory.
+        return KVTransfer(self._engine, self._model, self._identity, self._disk, self._checked)
 
     def _text_after(self, prompt_ids: Sequence[int] | NDArray[np.integer], beam: Beam) -> str:
         """The text of a beam, without an end token."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from localinfer.arguments import check_number, shown
-from localinfer.engine.cache.salt import NO_SALT, check_salt, salt_of
+from localinfer.engine.cache.salt import NO_SALT, check_salt
 from localinfer.errors import RequestError
 from localinfer.generation.stream import TextStream
 
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
     from localinfer.engine.engine import Engine
     from localinfer.generation.options import CheckedOptions
-    from localinfer.generation.text_generation import EncodedPrompt
     from localinfer.models.load.loader import Model
     from localinfer.storage.fingerprint import Fingerprint, ModelIdentity
     from localinfer.storage.prompt_cache import DiskCache
@@ -34,51 +33,43 @@ _NO_CACHE = (
 
 @dataclass(frozen=True)
 class Prefilled:
-    """A prompt that was computed and written. cached_tokens: of it, that were known before. stored_tokens: leading
-    ids that another process can continue from; all but the last, whose logits it computes, or `problem` says why not.
-    has_failed: the disk refused the rest, which it will do with other prompts too.
-    """
+    """A prompt that was computed and written."""
 
     prompt_tokens: int
+    """Its length."""
     cached_tokens: int
+    """Ids of it that were known before."""
     stored_tokens: int
+    """Leading ids that another process can continue from: all but the last, whose logits it computes."""
     problem: str | None = None
+    """Why they are fewer."""
     has_failed: bool = False
+    """Whether the disk refused the rest, which it will do with other prompts too."""
 
 
 class KVTransfer:
-    """The part of an `LLM` that computes prompts for other processes, and takes up what they have computed.
+    """Computes prompts of an `LLM` for other processes, and resumes those that they have computed.
 
     Both processes have loaded the same model with the same settings, and `disk_cache_folder` is the same folder.
-    Programs need `prefill` only: what it has written is found by any call for text. The other methods are the parts of
-    it, and of the other side, for the server, which reports progress, and asks before it waits; they take token ids
+    Programs need `LLM.prefill` only: what it has written is found by any call for text. The other methods are the parts
+    of it, and of the other side, for the server, which reports progress, and asks before it waits; they take token ids
     and salts (`localinfer.engine.cache.salt`) in place of texts and names.
     """
 
-    if TYPE_CHECKING:
-        _engine: Engine
-        _model: Model
-        _identity: ModelIdentity | None
-        _disk: DiskCache | None
-
-        def _checked(self, options: dict[str, Any]) -> CheckedOptions: ...
-        def _encode(self, prompt: Any, parse_special: bool, max_tokens: int | None) -> EncodedPrompt: ...
-
-    def prefill(
+    def __init__(
         self,
-        prompt: str | Sequence[int] | NDArray[np.integer],
-        *,
-        parse_special: bool = False,
-        cache_salt: str | None = None,
-    ) -> Prefilled:
-        """Compute a prompt and write it to the disk cache at once, for another process that shares the folder.
+        engine: Engine,
+        model: Model,
+        identity: ModelIdentity | None,
+        disk: DiskCache | None,
+        check: Callable[[Mapping[str, Any]], CheckedOptions],
+    ) -> None:
+        self._engine, self._model, self._identity, self._disk = engine, model, identity, disk
+        self._check = check
 
-        What that generates then is, bit for bit, what it would have computed alone. prompt, parse_special, cache_salt:
-        as of `complete`. Raises: RequestError without a disk cache; else as `complete`.
-        """
-        salt = salt_of(cache_salt)
-        encoded = self._encode(prompt, parse_special, self._engine.context_length)
-        with self.stream_prefill(encoded.token_ids, salt=salt) as stream:
+    def prefill(self, token_ids: _Ids, salt: bytes) -> Prefilled:
+        """Compute a prompt and write it at once."""
+        with self.stream_prefill(token_ids, salt=salt) as stream:
             cached_tokens = stream.result().stats.cached_tokens
             return self.store_prompt(stream.request.head, cached_tokens, salt)
 
@@ -91,11 +82,7 @@ class KVTransfer:
         salt: bytes = NO_SALT,
         owner: Hashable = None,
     ) -> TextStream:
-        """A stream of one token, after which a prompt is in the cache; to be closed before that to stop.
-
-        system_tokens, branch_tokens: where other texts are likely to continue from, as of `CacheHints`.
-        Raises: RequestError, ContextLengthError, ClosedError.
-        """
+        """A stream of one token, after which a prompt is in the cache; to be closed before that to stop."""
         from localinfer.generation.text_generation import EncodedPrompt, TextGeneration
 
         system_tokens = check_number("system_tokens", system_tokens, 0)
@@ -104,16 +91,13 @@ class KVTransfer:
                 f"branch_tokens is {shown(branch_tokens)}; give a list of lengths", field="branch_tokens"
             )
         branches = tuple(check_number("one of branch_tokens", one, 0, field="branch_tokens") for one in branch_tokens)
-        options = self._checked({"temperature": 0.0, "max_tokens": 1, "owner": owner})
+        options = self._check({"temperature": 0.0, "max_tokens": 1, "owner": owner})
         checked = replace(options, salt=check_salt(salt))
         prompt = EncodedPrompt(token_ids, system_tokens, branch_tokens=branches, is_handed_over=True)
         return TextStream(TextGeneration(self._engine, self._model.tokenizer, prompt, checked))
 
     def store_prompt(self, token_ids: _Ids, cached_tokens: int = 0, salt: bytes = NO_SALT) -> Prefilled:
-        """Write what is cached of a prompt at once, in steps between those of the engine; return at its end.
-
-        cached_tokens: of it, known before, for the result. Raises: RequestError, ClosedError.
-        """
+        """Write what is cached of a prompt at once, in steps between those of the engine; return at its end."""
         token_ids, salt = self._checked_text(token_ids, salt)
         cached_tokens = check_number("cached_tokens", cached_tokens, 0)
         disk = self._shared_disk()
@@ -126,10 +110,7 @@ class KVTransfer:
         return Prefilled(wanted + 1, cached_tokens, stored, problem, failure is not None)
 
     def cached_tokens(self, token_ids: _Ids, salt: bytes = NO_SALT) -> int:
-        """How many leading ids of a prompt are cached in memory, of all but the last, whose logits are computed anyway.
-
-        Waits for the step in progress. Raises: RequestError, ClosedError.
-        """
+        """Number of leading ids of a prompt that are cached in memory, of all but the last, whose logits it needs."""
         token_ids, salt = self._checked_text(token_ids, salt)
         with self._engine.exclusive_cache() as cache:
             return cache.tree.match(token_ids[:-1], salt).usable
@@ -142,20 +123,14 @@ class KVTransfer:
         return stored_tokens(self._engine.pool, self._tiers(salt), token_ids[:-1])
 
     def fetch_prompt(self, token_ids: _Ids, salt: bytes = NO_SALT) -> int:
-        """Read what is on disk of a prompt into memory, while others generate; return how many leading ids it then has.
-
-        Raises: RequestError, ClosedError.
-        """
+        """Read a prompt from disk into memory, while others generate; return how many leading ids it then has."""
         from localinfer.storage.restore import prefetch
 
         token_ids, salt = self._checked_text(token_ids, salt)
         return prefetch(self._engine, self._tiers(salt), token_ids[:-1])
 
-    def handover_fingerprint(self) -> Fingerprint:
-        """What both processes must have alike. The first call may have to read the weights, to hash them.
-
-        Raises: RequestError if nothing is kept on disk, or the model's file has changed.
-        """
+    def fingerprint(self) -> Fingerprint:
+        """The fingerprint that both processes must share. The first call may have to read the weights, to hash them."""
         self._tiers(NO_SALT)
         found = None if self._identity is None else self._identity.known()
         if found is None:
@@ -163,7 +138,7 @@ class KVTransfer:
         return found
 
     @property
-    def handover_folder(self) -> str:
+    def folder(self) -> str:
         """The folder of the prompt cache, which both processes share. Raises: RequestError without one."""
         return str(self._shared_disk().folder)
 

@@ -149,7 +149,7 @@ def test_a_damaged_file_ends_what_is_read(which: int, tmp_path: Path) -> None:
         prefill.prefill(ids)
         wanted = prefill.complete(ids, **OPTIONS)
     with load(None, tmp_path) as llm:
-        tiers = llm._tiers(b"")
+        tiers = llm._kv_transfer._tiers(b"")
         path = tiers.pages.find(ids[:-1]).pages[which].path
         content = bytearray(path.read_bytes())
         content[-1] ^= 1
