@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from localinfer.generation.chat.reply import TemplateFormats
     from localinfer.models.decoder.config import ModelConfig
     from localinfer.models.load.loader import Model
-    from localinfer.models.load.placement import Placement
+    from localinfer.models.load.placement import DevicePlacement
     from localinfer.quant.checkpoint.model_file import ModelFile
     from localinfer.storage.fingerprint import ModelIdentity
     from localinfer.storage.prompt_cache import DiskOptions
@@ -50,7 +50,7 @@ def build_llm(checked: CheckedLoad) -> LLM:
         budget = options.share(options.plan(file, config), machine_limits.memory_limits())
         return budget.context_length
 
-    def check_host(file: "ModelFile", config: "ModelConfig", placement: "Placement") -> None:
+    def check_host(file: "ModelFile", config: "ModelConfig", placement: "DevicePlacement") -> None:
         nonlocal budget
         draft = draft_on_host(options, config, placement)
         budget = host_budget(options, file, config, placement, draft, machine_limits.memory_limits())

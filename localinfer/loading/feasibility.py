@@ -26,7 +26,7 @@ from localinfer.system import machine_limits
 
 if TYPE_CHECKING:
     from localinfer.models.decoder.config import ModelConfig
-    from localinfer.models.load.placement import Placement
+    from localinfer.models.load.placement import DevicePlacement
     from localinfer.quant.checkpoint.model_file import ModelFile
 
 _KERNEL_SECONDS = 0.4
@@ -92,7 +92,7 @@ def check_feasible(given: HeaderOptions) -> Availability:
     )
 
 
-def _placement(options: ModelOptions, file: "ModelFile", config: "ModelConfig") -> "Placement | None":
+def _placement(options: ModelOptions, file: "ModelFile", config: "ModelConfig") -> "DevicePlacement | None":
     """What a load puts on GPUs; None if the CPU computes all of it. Raises: as it, if that is not to be."""
     return gpu_placement(
         options.request,

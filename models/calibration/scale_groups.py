@@ -36,17 +36,16 @@ class ScaledPart:
 
 @dataclass(frozen=True)
 class ScaleGroup:
-    """Channels that some tensors write and some matrices read, and nothing else.
-
-    readers: matrices, or stacks of them, whose columns are multiplied by the scales. num_channels: how many scales
-        there are to choose. columns: int64[columns of a reader], the channel of each column, where heads share one;
-        None where column i, counted over all experts of a stack that has its own channels each, is channel i.
-    """
+    """Channels that some tensors write and some matrices read, and nothing else."""
 
     writers: tuple[ScaledPart, ...]
     readers: tuple[str, ...]
+    """Matrices, or stacks of them, whose columns are multiplied by the scales."""
     num_channels: int
+    """Number of scales to choose."""
     columns: NDArray[np.int64] | None = None
+    """int64[columns of a reader], the channel of each column, where heads share one; None where column i, counted
+    over all experts of a stack that has its own channels each, is channel i."""
 
     @property
     def name(self) -> str:

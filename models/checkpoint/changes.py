@@ -32,7 +32,7 @@ class Change(ABC):
 
 
 @dataclass(frozen=True)
-class Rows(Change):
+class RowOrder(Change):
     """Some rows, or all in another order: what can be done to quantized matrices too."""
 
     order: Order
@@ -95,14 +95,14 @@ class Computed(Change):
 
 @dataclass(frozen=True)
 class Derived:
-    """A tensor that is computed of several.
-
-    shape: of its float32 values. sources: GGUF's names of those. function: of their values in float32, in that order.
-    """
+    """A tensor that is computed of several."""
 
     shape: tuple[int, ...]
+    """Of its float32 values."""
     sources: tuple[str, ...]
+    """GGUF's names of the tensors that it is made of."""
     function: Callable[..., NDArray[np.float32]]
+    """Of their values in float32, in that order."""
 
 
 def adjacent_pairs(num_rows: int, num_heads: int, fraction: float = 1.0) -> NDArray[np.intp]:
@@ -119,14 +119,14 @@ def adjacent_pairs(num_rows: int, num_heads: int, fraction: float = 1.0) -> NDAr
     return np.concatenate([rotated, rows[:, rotary_size:]], axis=1).reshape(-1)
 
 
-def pairs_adjacent(num_heads: int, fraction: float = 1.0) -> Rows:
+def pairs_adjacent(num_heads: int, fraction: float = 1.0) -> RowOrder:
     """Rows of heads, from halves that rotate together to adjacent pairs."""
-    return Rows(lambda num_rows: adjacent_pairs(num_rows, num_heads, fraction))
+    return RowOrder(lambda num_rows: adjacent_pairs(num_rows, num_heads, fraction))
 
 
-def rows_between(first: float, end: float) -> Rows:
+def rows_between(first: float, end: float) -> RowOrder:
     """The rows between two fractions of all."""
-    return Rows(lambda num_rows: np.arange(_whole(num_rows, first), _whole(num_rows, end)))
+    return RowOrder(lambda num_rows: np.arange(_whole(num_rows, first), _whole(num_rows, end)))
 
 
 def _whole(num_rows: int, fraction: float) -> int:
@@ -161,7 +161,7 @@ def per_group(num_groups: int) -> Moved:
     return Moved(lambda values: values.reshape(num_groups, -1))
 
 
-def parts_of_groups(num_groups: int, sizes: tuple[int, ...], wanted: tuple[int, ...]) -> Rows:
+def parts_of_groups(num_groups: int, sizes: tuple[int, ...], wanted: tuple[int, ...]) -> RowOrder:
     """Rows of the wanted parts, where each group has its parts of these sizes together: part by part, all groups."""
 
     def order(num_rows: int) -> NDArray[np.intp]:
@@ -171,10 +171,10 @@ def parts_of_groups(num_groups: int, sizes: tuple[int, ...], wanted: tuple[int, 
         rows = np.arange(num_rows).reshape(num_groups, -1)
         return np.concatenate([rows[:, starts[part] : starts[part + 1]].reshape(-1) for part in wanted])
 
-    return Rows(order)
+    return RowOrder(order)
 
 
-def tiled_heads(num_groups: int, num_heads: int, head_dim: int, offset: int = 0) -> Rows:
+def tiled_heads(num_groups: int, num_heads: int, head_dim: int, offset: int = 0) -> RowOrder:
     """Rows of heads, from the heads of one group side by side to one head of every group side by side.
 
     offset: rows before those of the heads, which stay.
@@ -187,7 +187,7 @@ def tiled_heads(num_groups: int, num_heads: int, head_dim: int, offset: int = 0)
             raise ValueError(f"{num_rows} rows; wanted {offset + len(tiled)}")
         return np.concatenate([np.arange(offset), offset + tiled])
 
-    return Rows(order)
+    return RowOrder(order)
 
 
 def tiled_columns(num_groups: int, num_heads: int, head_dim: int) -> Moved:

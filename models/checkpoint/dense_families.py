@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.models.checkpoint.changes import Change, Rows, adjacent_pairs, parts_of_groups
+from localinfer.models.checkpoint.changes import Change, RowOrder, adjacent_pairs, parts_of_groups
 from localinfer.models.checkpoint.family import (
     ATTENTION,
     EXPERTS,
@@ -196,13 +196,13 @@ def _turned_back(settings: Settings) -> dict[str, Change]:
     return {name: _halves_exchanged(count) for name, count in counts.items()}
 
 
-def _halves_exchanged(num_heads: int) -> Rows:
+def _halves_exchanged(num_heads: int) -> RowOrder:
     def order(num_rows: int) -> NDArray[np.intp]:
         if num_rows % (2 * num_heads):
             raise ValueError(f"{num_rows} rows; wanted an even number for each of {num_heads} heads")
         return np.arange(num_rows).reshape(num_heads, 2, -1)[:, ::-1].reshape(-1)
 
-    return Rows(order)
+    return RowOrder(order)
 
 
 def _minicpm(settings: Settings) -> Metadata:
@@ -248,14 +248,14 @@ def _internlm2_changes(settings: Settings) -> dict[str, Change]:
     return changes
 
 
-def _with_pairs(part: Rows, num_heads: int) -> Rows:
+def _with_pairs(part: RowOrder, num_heads: int) -> RowOrder:
     """Some rows, with those that rotate together side by side."""
 
     def order(num_rows: int) -> NDArray[np.intp]:
         rows = part.order(num_rows)
         return rows[adjacent_pairs(len(rows), num_heads)]
 
-    return Rows(order)
+    return RowOrder(order)
 
 
 _GLM4 = Family(

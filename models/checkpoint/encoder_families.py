@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 
 from localinfer.errors import UnsupportedFormatError
-from localinfer.models.checkpoint.changes import FIRST_HALF, SECOND_HALF, Change, Derived, Rows, parts_of_groups
+from localinfer.models.checkpoint.changes import FIRST_HALF, SECOND_HALF, Change, Derived, RowOrder, parts_of_groups
 from localinfer.models.checkpoint.family import GELU_TANH, LLAMA, Family, Metadata, Part, Source
 from localinfer.models.checkpoint.settings import Settings
 from localinfer.models.decoder.block_config import MAX_CONTEXT, MAX_LAYERS
@@ -148,7 +148,7 @@ def _roberta(settings: Settings) -> Metadata:
 
 def _roberta_changes(settings: Settings) -> dict[str, Change]:
     offset = _first_position(settings)
-    return {"position_embd.weight": Rows(lambda num_rows: np.arange(offset, num_rows))}
+    return {"position_embd.weight": RowOrder(lambda num_rows: np.arange(offset, num_rows))}
 
 
 def _nomic(settings: Settings) -> Metadata:
@@ -397,7 +397,7 @@ def _mpnet(settings: Settings) -> Metadata:
 
 
 def _mpnet_changes(settings: Settings) -> dict[str, Change]:
-    return {"position_embd.weight": Rows(lambda num_rows: np.arange(_MPNET_OFFSET, num_rows))}
+    return {"position_embd.weight": RowOrder(lambda num_rows: np.arange(_MPNET_OFFSET, num_rows))}
 
 
 def _distilbert(settings: Settings) -> Metadata:

@@ -66,51 +66,61 @@ FUSED_EXPERTS: dict[str, Source] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """One model type.
-
-    architecture: GGUF's name. blocks: modules of a layer. parameters: tensors of a layer that are not a module's weight
-    or bias, by whole names. Several of GGUF's may be made of one. outside: modules beyond the layers. heads: modules
-    beside the model, without its prefix. unused: names of tensors that nothing here goes through. layers: what stands
-    before the number of a layer. left_out: tensors of a layer that nothing needs, because they hold settings.
-    activations: names of the only activation it runs with. rows_permuted: GGUF stores the rows of queries and keys so
-    that the two elements that rotate together lie side by side. norms_plus_one: GGUF stores 1 + w, but for plain_norms.
-    changes: what else GGUF stores otherwise, by its names, with or without `.weight`, where it depends on settings.
-    derived: tensors that GGUF has in place of several, by its names; inner: names of those that only these are made of.
-    has_windows: whether layers may have a sliding window. layer_kinds: what `layer_types` may name beside attention.
-    has_attention: whether any layer has it; has_latent_attention: whether it is DeepSeek's. has_layer_norms: whether
-    its norms subtract the mean. epsilon: the key of theirs. aliases: the names of settings in its files, by the usual
-    ones. defaults: what the model's class takes for absent keys; with a `partial_rotary_factor` among them it reads
-    that, where other classes rotate whole heads whatever a file says. metadata: keys only this family has, after the
-    architecture's prefix, None for one that it lacks. variant: the family of one model, if its settings decide.
-    per_layer: metadata that checkpoints hold as a tensor in every layer, by key, and what it is where they do not.
-    """
+    """One model type."""
 
     architecture: str
+    """GGUF's name."""
     blocks: Mapping[str, Source]
+    """Modules of a layer."""
     parameters: Mapping[str, Source] = field(default_factory=dict)
+    """Tensors of a layer that are not a module's weight or bias, by whole names; several of GGUF's may be made of
+    one."""
     outside: Mapping[str, Source] = field(default_factory=lambda: {"token_embd": "embed_tokens", "output_norm": "norm"})
+    """Modules beyond the layers."""
     heads: Mapping[str, Source] = field(default_factory=dict)
+    """Modules beside the model, without its prefix."""
     unused: str = ""
+    """Pattern of the names of tensors that nothing here goes through."""
     layers: str = "layers"
+    """Text before the number of a layer."""
     left_out: tuple[str, ...] = ()
+    """Tensors of a layer that nothing needs, because they hold settings."""
     activations: tuple[str, ...] = SILU
+    """Names of the only activation it runs with."""
     rows_permuted: bool = False
+    """GGUF stores the rows of queries and keys so that the two elements that rotate together lie side by side."""
     norms_plus_one: bool = False
+    """GGUF stores 1 + w, but for `plain_norms`."""
     plain_norms: tuple[str, ...] = ()
     changes: Callable[[Settings], Mapping[str, Change]] = lambda settings: {}
+    """Further differences of GGUF's tensors, by their names, with or without `.weight`, where settings decide."""
     derived: Callable[[Settings], Mapping[str, Derived]] = lambda settings: {}
+    """Tensors that GGUF has in place of several, by its names."""
     inner: tuple[str, ...] = ()
+    """Names of tensors that only `derived` ones are made of."""
     has_windows: bool = False
+    """Layers may have a sliding window."""
     layer_kinds: tuple[str, ...] = ()
+    """Names that `layer_types` may have beside attention."""
     has_attention: bool = True
+    """Some layer has attention."""
     has_latent_attention: bool = False
+    """Attention is DeepSeek's."""
     has_layer_norms: bool = False
+    """Norms subtract the mean."""
     epsilon: str = "rms_norm_eps"
+    """The key of the norms' epsilon."""
     aliases: Mapping[str, str] = field(default_factory=dict)
+    """Names of settings in its files, by the usual ones."""
     defaults: Mapping[str, object] = field(default_factory=dict)
+    """Values of the model's class for absent keys. With a `partial_rotary_factor` among them it reads that, where
+    other classes rotate whole heads whatever a file says."""
     metadata: Callable[[Settings], Metadata] = lambda settings: {}
+    """Keys only this family has, after the architecture's prefix; None for one that it lacks."""
     per_layer: Mapping[str, tuple[str, float]] = field(default_factory=dict)
+    """Metadata that checkpoints hold as a tensor in every layer, by key, and its value where they do not."""
     variant: "Callable[[Settings, Family], Family] | None" = None
+    """The family of one model, if its settings decide."""
 
 
 def experts(settings: Settings) -> Metadata:

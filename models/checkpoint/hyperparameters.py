@@ -34,13 +34,7 @@ _NO_TURN = 1e30
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """A family, its sizes as GGUF metadata, and the small tensors that GGUF keeps where config.json has lists.
-
-    changes: what GGUF stores otherwise. derived: tensors made of several. num_drafters: layers behind the last that
-    predict further tokens. unknown_settings: names of settings that may change results and that nothing here obeys.
-    has_other_parts: whether the model also sees, hears or speaks. misnamed_layers: what else stands before the number
-    of a layer.
-    """
+    """A family, its sizes as GGUF metadata, and the small tensors that GGUF keeps where config.json has lists."""
 
     family: Family
     metadata: dict[str, object]
@@ -50,11 +44,17 @@ class Hyperparameters:
     num_kv_heads: int
     ties_embeddings: bool | None
     changes: Mapping[str, Change]
+    """Tensors that GGUF stores otherwise."""
     derived: Mapping[str, Derived]
+    """Tensors made of several."""
     num_drafters: int
+    """Layers behind the last that predict further tokens."""
     unknown_settings: tuple[str, ...]
+    """Names of settings that may change results and that nothing here obeys."""
     has_other_parts: bool = False
+    """The model also sees, hears or speaks."""
     misnamed_layers: tuple[str, ...] = ()
+    """Further texts before the number of a layer."""
 
 
 def read_hyperparameters(config: dict[str, Any], name: str) -> Hyperparameters:

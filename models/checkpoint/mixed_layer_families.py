@@ -6,7 +6,7 @@ from statistics import NormalDist
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.models.checkpoint.changes import Change, Rows, adjacent_pairs
+from localinfer.models.checkpoint.changes import Change, RowOrder, adjacent_pairs
 from localinfer.models.checkpoint.family import (
     ATTENTION,
     EXPERTS,
@@ -62,7 +62,7 @@ def _pairs_by_size(settings: Settings) -> dict[str, Change]:
     def order(num_rows: int) -> NDArray[np.intp]:
         return adjacent_pairs(num_rows, max(num_rows // head_dim, 1))
 
-    return {"attn_q": Rows(order), "attn_k": Rows(order)}
+    return {"attn_q": RowOrder(order), "attn_k": RowOrder(order)}
 
 
 def _heads_by_kind(settings: Settings, is_windowed: list[bool], other: Settings, names: tuple[str, str]) -> Metadata:
@@ -464,7 +464,7 @@ def _gemma3n_changes(settings: Settings) -> dict[str, Change]:
     def order(num_rows: int) -> NDArray[np.intp]:
         return np.concatenate([np.arange(num_rows), np.zeros(max(num_tokens - num_rows, 0), np.intp)])
 
-    return {"per_layer_token_embd": Rows(order)}
+    return {"per_layer_token_embd": RowOrder(order)}
 
 
 _GEMMA3N = Family(

@@ -18,7 +18,7 @@ from localinfer.models.checkpoint.changes import (
     Change,
     ExpertRows,
     Moved,
-    Rows,
+    RowOrder,
     adjacent_pairs,
 )
 from localinfer.models.checkpoint.dense_families import HUNYUAN_NORMS, granite_scales, hunyuan_scaling
@@ -152,14 +152,14 @@ def _bailing_changes(settings: Settings) -> dict[str, Change]:
     head_dim = settings.integer("head_dim", settings.integer("hidden_size") // num_heads, low=1)
     ends = np.cumsum((0, num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim))
 
-    def rows(part: int, heads: int) -> Rows:
+    def rows(part: int, heads: int) -> RowOrder:
         def order(num_rows: int) -> NDArray[np.intp]:
             if num_rows != ends[-1]:
                 raise ValueError(f"{num_rows} rows; wanted {ends[-1]}")
             found = np.arange(ends[part], ends[part + 1])
             return found[adjacent_pairs(len(found), heads)] if heads else found
 
-        return Rows(order)
+        return RowOrder(order)
 
     changes: dict[str, Change] = {"attn_q": rows(0, num_heads), "attn_k": rows(1, num_kv_heads), "attn_v": rows(2, 0)}
     if settings.boolean("norm_head", False):

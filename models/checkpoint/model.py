@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.errors import CorruptFileError, TokenizerError, UnsupportedFormatError
-from localinfer.models.checkpoint.changes import Derived, ExpertRows, Rows
+from localinfer.models.checkpoint.changes import Derived, ExpertRows
 from localinfer.models.checkpoint.hyperparameters import Hyperparameters, read_hyperparameters
 from localinfer.models.checkpoint.tensor_plan import PlannedTensor, has_head, part_names, plan_tensors
 from localinfer.models.checkpoint.text_modules import read_text_modules
@@ -286,7 +286,7 @@ class CheckpointModel(Closing):
         matrices = [self._reader.matrix(source) for source in self._expert_sources(planned)]
         if planned.change is None:
             return matrices
-        if not isinstance(planned.change, Rows | ExpertRows):
+        if not isinstance(planned.change, RowOrder | ExpertRows):
             raise UnsupportedFormatError(
                 f"{planned.sources[0]} is quantized, and {planned.name} is not made of whole rows of it; this version "
                 f"needs it as plain numbers. Use a GGUF file of the model. {_WAY_OUT}"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
 from localinfer.errors import CorruptFileError, UnsupportedFormatError
-from localinfer.models.checkpoint.changes import PLUS_ONE, Change, Rows, pairs_adjacent
+from localinfer.models.checkpoint.changes import PLUS_ONE, Change, RowOrder, pairs_adjacent
 from localinfer.models.checkpoint.family import Family, Part, Source
 from localinfer.models.checkpoint.hyperparameters import Hyperparameters
 
@@ -64,16 +64,15 @@ class PlannedTensor:
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """Every tensor by its GGUF name, and the names of those that do not run.
-
-    other_parts: of parts that see, hear or speak. drafters: of layers that predict further tokens. is_head_untied:
-    whether the output matrix runs as it is although config.json says that it is the embedding.
-    """
+    """Every tensor by its GGUF name, and the names of those that do not run."""
 
     tensors: dict[str, PlannedTensor]
     other_parts: list[str]
+    """Tensors of parts that see, hear or speak."""
     drafters: list[str]
+    """Tensors of layers that predict further tokens."""
     is_head_untied: bool = False
+    """The output matrix runs as it is although config.json says that it is the embedding."""
 
 
 def plan_tensors(
@@ -278,7 +277,7 @@ def _change(name: str, parameters: Hyperparameters) -> Change | None:
     is_weight = name.endswith(".weight")
     for key in (whole_name, stem):
         change = parameters.changes.get(key)
-        if change is not None and (key == whole_name or is_weight or isinstance(change, Rows)):
+        if change is not None and (key == whole_name or is_weight or isinstance(change, RowOrder)):
             return change
     heads = {"attn_q": parameters.num_heads, "attn_k": parameters.num_kv_heads}
     if family.rows_permuted and stem in heads:

@@ -32,15 +32,14 @@ _WAY_OUT = "Download the folder again or choose another model."
 
 @dataclass(frozen=True)
 class TextModules:
-    """The steps behind a model.
-
-    pooling_type: GGUF's number, None where the folder does not say. tensors: float32 of the matrices after pooling, by
-    GGUF's names. paths: the files that they come from.
-    """
+    """The steps behind a model."""
 
     pooling_type: int | None = None
+    """GGUF's number; None where the folder does not say."""
     tensors: dict[str, NDArray[np.float32]] = field(default_factory=dict)
+    """float32 of the matrices after pooling, by GGUF's names."""
     paths: tuple[Path, ...] = ()
+    """The files that they come from."""
 
 
 def read_text_modules(folder: CheckpointFolder) -> TextModules:

@@ -228,17 +228,17 @@ _LEAST_SHARE = 8
 
 @dataclass(frozen=True)
 class BlockGrid:
-    """Blocks of matrices of one type, as many of each.
-
-    starts: int64[matrices, spots], where they lie in their tensor, in bytes. data: uint8[matrices, spots, bytes].
-    rms: float64[matrices, spots], of the finite values. bad: int64[matrices], values that are not finite.
-    """
+    """Blocks of matrices of one type, as many of each."""
 
     tensors: list[TensorRecord]
     starts: NDArray[np.int64]
+    """int64[matrices, spots], positions in their tensor, in bytes."""
     data: NDArray[np.uint8]
+    """uint8[matrices, spots, bytes]."""
     rms: NDArray[np.float64]
+    """float64[matrices, spots], of the finite values."""
     bad: NDArray[np.int64]
+    """int64[matrices], number of values that are not finite."""
     weights: int
 
     def spread(self, index: int) -> float:

@@ -8,15 +8,14 @@ _SHOWN = 3
 
 @dataclass(frozen=True)
 class Finding:
-    """Something about a model that is likely wrong.
-
-    check: the name of the check, for programs. message: one line without a full stop: what was found, what was wanted,
-    and the way out. is_error: the model cannot work so, and is refused unless its caller wants it all the same.
-    """
+    """Something about a model that is likely wrong."""
 
     check: str
+    """Name of the check, for programs."""
     message: str
+    """One line without a full stop: what was found, what was wanted, and the way out."""
     is_error: bool = False
+    """The model cannot work so, and is refused unless its caller wants it all the same."""
 
 
 def shortened(findings: Iterable[Finding]) -> list[Finding]:

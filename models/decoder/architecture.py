@@ -68,12 +68,14 @@ OUTPUT_NAMES = {
 
 @dataclass(frozen=True, kw_only=True)
 class DraftLayers:
-    """Layers for next-token prediction. from_normed: they read hidden states after a norm, else before. has_layer_norm:
-    before the output head, in place of the model's norm. feed_forward_norm: in place of the model's."""
+    """Layers for next-token prediction."""
 
     from_normed: bool = True
+    """They read hidden states after a norm, else before."""
     has_layer_norm: bool = False
+    """A layer norm before the output head, in place of the model's norm."""
     feed_forward_norm: str | None = None
+    """In place of the model's."""
 
 
 class Blocks(Enum):
@@ -90,129 +92,138 @@ class Blocks(Enum):
 class Architecture:
     """One model family, given the sizes of one model, without what follows from the tensors in a file.
 
-    Fields with one entry per layer may be empty for the default in all layers.
-
-    Norms: names of tensors within a block, None for no norm. If both branches name the same norm, it is computed once.
-    weighted_norms: whether norms have weights. normalises_embedding: a norm without weights follows the embedding.
-    post_norm_epsilon: of norms after a branch, if not the file's. expert_norm: over the layer's input, for experts that
-    run beside a dense block instead of in its place.
-    attention_sum_norm, feed_forward_sum_norm: norms of the residual stream after a branch was added to it;
-    second_sum_norm: one more after attention's, of its result and the layer's input. first_attention_norm: whether the
-    first layer has the attention's norm. output_norm: after the last. causal: positions see no later
-    ones. has_token_types: a vector of its token type is added to every embedding; encoders may do without one.
-    projects_embedding: a matrix follows the embedding's norm, where the embedding is narrower. classifier_activation:
-    of a reranker's first matrix, None for tanh. has_prediction_head: a matrix, that activation and a norm stand before
-    the output matrix. has_output_projection: a matrix follows the output norm. mixers: of each layer; empty for
-    attention in all. mixer_beside: a recurrent block that reads what attention reads, in every layer.
-    norms_behind_attention: layers with attention have norms behind their branches (OLMo 2's), the others those that are
-    named here. mixer_norm_epsilon: of the norm of a recurrent block's result, if not the file's. has_feed_forward:
-    whether any layer has that block.
-    tiles_value_heads: whether delta nets have their value heads in the order of grouped keys repeated as a whole.
-    gates_attention: `attn_q` also has a gate for every element of attention's result. has_softplus_gates: gates in a
-    matrix of their own weigh it by their softplus, not by their sigmoid.
-    parallel: both branches read the layer's input (GPT-J's form) instead of one after the other.
-
-    Attention: windows, chunks: positions a layer attends to, 0 for all. attention_scale: replaces the file's and
-    1 / sqrt(head_dim). relative_bias: what is added to scores by distance. attention_softcap: replaces the file's.
-    attention_output_scale: factor on attention's result. projection_clamp: limit of queries, keys and values, 0 for
-    none. max_alibi_bias: 0 without ALiBi.
-    temperature_length > 0 sharpens queries by the logarithm of their position, counted in temperature_length positions,
-    in layers without RoPE or in all of them.
-
-    RoPE: has_rope: which layers have it. rope_base: replaces the file's, 0 to keep it. windowed_rope_base: base of
-    sliding-window layers if the file has none, 0 for the others' base. full_rotary_size: elements of a head that rotate
-    in layers without a window, if not as many as in the others. scales_windowed_rope, divides_windowed_rope: whether
-    the file's scaling, and its divisors of frequencies, are for sliding-window layers too. rope_magnitude: replaces the
-    one of the file's scaling.
-
-    Feed-forward: xielu: per layer, in place of the activation. expert_clamps, dense_clamps: limits of the gated
-    activation per layer, of routed experts and of other blocks; 0 for none. clamps_gate_input: the limit is of what the
-    activation reads, not of its result. weigh_expert_inputs: expert weights scale
-    the experts' inputs, not their outputs. routes_layer_input: experts are chosen by what the layer reads, before its
-    attention. dense_share: factor on the sum of experts and of a dense block that reads the same, 0 where experts take
-    its place. shared_expert_share: factor on the sum of the chosen experts and the shared one.
-
-    stream_weight: where it is not 0, a branch's norm is of the residual stream itself, which has this factor where the
-    branch is added (DeepNorm, arXiv 2203.00555).
-
-    has_output_bias: whether a bias beside the output matrix is added. logit_softcap: where the file has none, 0
-    without. blocks: which functions write a layer.
+    Fields with one entry per layer may be empty for the default in all layers. Norms are names of tensors in a block,
+    None for no norm; if both branches name the same norm, it is computed once.
     """
 
     blocks: Blocks = Blocks.PLAIN
+    """Functions that write a layer."""
     pairing: Pairing = Pairing.HALVES
     norm: Norm = Norm.RMS
     weighted_norms: bool = True
+    """Norms have weights."""
     attention_norm: str | None = "attn_norm"
     attention_post_norm: str | None = None
     feed_forward_norm: str | None = "ffn_norm"
     feed_forward_post_norm: str | None = None
     attention_sum_norm: str | None = None
+    """Norm of the residual stream after attention was added to it."""
     second_sum_norm: str | None = None
+    """One more norm after that, of its result and the layer's input."""
     feed_forward_sum_norm: str | None = None
+    """Norm of the residual stream after the feed-forward block was added to it."""
     first_attention_norm: bool = True
+    """The first layer has the attention's norm."""
     expert_norm: str | None = None
+    """Over the layer's input, for experts that run beside a dense block instead of in its place."""
     post_norm_epsilon: float | None = None
+    """Of norms after a branch, if not the file's."""
     embedding_norm: str | None = None
     normalises_embedding: bool = False
+    """A norm without weights follows the embedding."""
     output_norm: str | None = "output_norm"
+    """After the last layer."""
     causal: bool = True
+    """Positions see no later ones."""
     has_token_types: bool = False
+    """A vector of its token type is added to every embedding; encoders may do without one."""
     projects_embedding: bool = False
+    """A matrix follows the embedding's norm, where the embedding is narrower."""
     has_prediction_head: bool = False
+    """A matrix, the classifier's activation and a norm stand before the output matrix."""
     has_output_projection: bool = False
+    """A matrix follows the output norm."""
     classifier_activation: Activation | None = None
+    """Of a reranker's first matrix, None for tanh."""
     draft_layers: DraftLayers = DraftLayers()
     mixers: tuple[Mixer, ...] = ()
+    """Of each layer; empty for attention in all."""
     mixer_beside: Mixer | None = None
+    """A recurrent block that reads what attention reads, in every layer."""
     norms_behind_attention: bool = False
+    """Layers with attention have norms behind their branches (OLMo 2's), the others those named here."""
     mixer_norm_epsilon: float | None = None
+    """Of the norm of a recurrent block's result, if not the file's."""
     has_feed_forward: bool = True
+    """Some layer has a feed-forward block."""
     tiles_value_heads: bool = False
+    """Delta nets have their value heads in the order of grouped keys repeated as a whole."""
     gates_attention: bool = False
+    """`attn_q` also has a gate for every element of attention's result."""
     has_softplus_gates: bool = False
+    """Gates in a matrix of their own weigh attention's result by their softplus, not by their sigmoid."""
     parallel: bool = False
+    """Both branches read the layer's input (GPT-J's form) instead of one after the other."""
     query_key_norm: QueryKeyNorm = QueryKeyNorm.NONE
     unweighted_query_key_norm: bool = False
     activation: Activation = Activation.SILU
     xielu: tuple[XieluConfig, ...] = ()
+    """Per layer, in place of the activation."""
     gated: bool = True
     learned_positions: bool = False
     relative_bias: RelativeBias | None = None
+    """Added to scores by distance."""
     max_alibi_bias: float = 0.0
+    """0 without ALiBi."""
     latent_attention: bool = False
     attention_scale: float | None = None
+    """Replaces the file's and 1 / sqrt(head_dim)."""
     attention_softcap: float | None = None
+    """Replaces the file's."""
     attention_output_scale: float = 1.0
+    """Factor on attention's result."""
     projection_clamp: float = 0.0
+    """Limit of queries, keys and values, 0 for none."""
     windows: tuple[int, ...] = ()
+    """Positions of a sliding window, 0 for all."""
     chunks: tuple[int, ...] = ()
+    """Positions of a chunk, 0 for all."""
     has_rope: tuple[bool, ...] = ()
+    """Layers that have RoPE."""
     rope_base: float = 0.0
+    """Replaces the file's, 0 to keep it."""
     windowed_rope_base: float = 0.0
+    """Base of sliding-window layers if the file has none, 0 for the others' base."""
     full_rotary_size: int | None = None
+    """Elements of a head that rotate in layers without a window, if not as many as in the others."""
     scales_windowed_rope: bool = True
+    """The file's scaling is for sliding-window layers too."""
     divides_windowed_rope: bool = True
+    """The file's divisors of frequencies are for sliding-window layers too."""
     rope_magnitude: float | None = None
+    """Replaces the one of the file's scaling."""
     has_output_bias: bool = True
+    """A bias beside the output matrix is added."""
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     stream_weight: float = 0.0
+    """Where it is not 0, a branch's norm is of the residual stream itself, which has this factor where the branch
+    is added (DeepNorm, arXiv 2203.00555)."""
     logit_scale: float = 1.0
     logit_softcap: float = 0.0
+    """Where the file has none, 0 without."""
     gating: Gating = Gating.SOFTMAX
     normalise_experts: bool = True
     weigh_expert_inputs: bool = False
+    """Expert weights scale the experts' inputs, not their outputs."""
     dense_share: float = 0.0
+    """Factor on the sum of experts and of a dense block that reads the same, 0 where experts take its place."""
     shared_expert_share: float = 1.0
+    """Factor on the sum of the chosen experts and the shared one."""
     routes_layer_input: bool = False
+    """Experts are chosen by what the layer reads, before its attention."""
     expert_clamps: tuple[float, ...] = ()
+    """Limits of the gated activation of routed experts per layer; 0 for none."""
     dense_clamps: tuple[float, ...] = ()
+    """Limits of the gated activation of other blocks per layer; 0 for none."""
     clamps_gate_input: bool = False
+    """The limit is of the activation's input, not of its result."""
     temperature_scale: float = 0.0
     temperature_length: int = 0
+    """Above 0, queries are sharpened by the logarithm of their position, counted in so many positions."""
     temperature_offset: int = 0
     temperature_without_rope_only: bool = False
+    """In layers without RoPE alone, else in all of them."""
 
     def mixer(self, layer: int) -> Mixer:
         """What mixes rows in a layer."""

@@ -27,42 +27,38 @@ MIN_BASE, MAX_BASE = 1.0 + 1e-6, 1e18
 
 @dataclass(frozen=True, kw_only=True)
 class RopeConfig:
-    """Rotary position embedding of a file.
-
-    rotary_size: elements of each head that rotate; rotary_size_windowed: in sliding-window layers, 0 for as many.
-    base_windowed: base of sliding-window layers, 0 if the file has none. has_plain_windows: they rotate
-    without the scaling of the others (a key that is not GGUF's).
-    scaling: none, linear, yarn or longrope. sections: sizes of multimodal sections (equal positions for text).
-    alpha: NTK-aware scaling of the base, in Hunyuan's models; 0 if the file has none.
-    is_used: false in a few Granite models without positions.
-    attention_factor, extrapolation_factor, beta_fast, beta_slow, log_multiplier: of YaRN (arXiv 2309.00071).
-    """
+    """Rotary position embedding of a file; YaRN is that of arXiv 2309.00071."""
 
     rotary_size: int
+    """Elements of each head that rotate."""
     rotary_size_windowed: int = 0
+    """The same in sliding-window layers, 0 for as many."""
     has_plain_windows: bool = False
+    """Sliding-window layers rotate without the scaling of the others (a key that is not GGUF's)."""
     base: float = 10000.0
     base_windowed: float = 0.0
+    """Base of sliding-window layers, 0 if the file has none."""
     scaling: str = "none"
+    """none, linear, yarn or longrope."""
     factor: float = 1.0
     original_context_length: int = 0
     attention_factor: float = 1.0
+    """Of YaRN, as are the next four."""
     extrapolation_factor: float = 1.0
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     log_multiplier: float = 0.0
     sections: tuple[int, ...] = ()
+    """Sizes of multimodal sections (equal positions for text)."""
     alpha: float = 0.0
+    """NTK-aware scaling of the base, in Hunyuan's models; 0 if the file has none."""
     is_used: bool = True
+    """False in a few Granite models without positions."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertConfig:
-    """Mixture-of-experts sizes; None if the file leaves the choice to the architecture.
-
-    gating: 1 softmax, 2 sigmoid, 3 softmax over the selected experts. num_group_values: see `ops.Routing`. margin:
-    of SparseMixer, None for the other ways.
-    """
+    """Mixture-of-experts sizes; None if the file leaves the choice to the architecture."""
 
     num_experts: int
     num_selected: int
@@ -70,10 +66,13 @@ class ExpertConfig:
     scale: float = 1.0
     normalise: bool | None = None
     gating: int | None = None
+    """1 softmax, 2 sigmoid, 3 softmax over the selected experts."""
     num_groups: int = 1
     num_selected_groups: int = 1
     num_group_values: int = 2
+    """See `ops.Routing`."""
     margin: float | None = None
+    """Of SparseMixer, None for the other ways."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,19 +258,18 @@ _INDEXED = ("deepseek32", "glm-dsa", "minimax-m3")
 
 @dataclass(frozen=True, kw_only=True)
 class IndexerConfig:
-    """Sparse attention: what chooses the positions, or blocks of them, that a layer attends to.
-
-    layers: which layers choose by keys of their own. num_selected: how many positions or blocks are chosen.
-    block_size: positions of a block, 1 where single positions are chosen. num_local: blocks up to a row's own that are
-    always chosen. (DeepSeek-V3.2, arXiv 2512.02556, section 2.)
-    """
+    """Sparse attention: an indexer chooses positions or blocks of them (DeepSeek-V3.2, arXiv 2512.02556, section 2)."""
 
     layers: tuple[bool, ...]
+    """Layers that choose by keys of their own."""
     num_heads: int
     key_size: int
     num_selected: int
+    """Number of positions or blocks that are chosen."""
     block_size: int = 1
+    """Positions of a block, 1 where single positions are chosen."""
     num_local: int = 0
+    """Blocks up to a row's own that are always chosen."""
 
 
 def windowed_sizes(

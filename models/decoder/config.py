@@ -51,49 +51,35 @@ _MAX_VOCABULARY = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The hyperparameters of a model.
-
-    Tuples have one entry per layer. num_draft_layers: how many of the last layers are for next-token prediction. A
-    layer with no heads has no attention, one with heads of queries alone only the output projection (its keys and
-    values, where it caches some, are another kind's).
-    head_dim: size of a query or key head; value_head_dim: of a value head. layer_norm_epsilon: of layer norms, 0
-    where the file has norm_epsilon alone.
-    intermediate_size: from the metadata; the decoder uses the tensors' shapes. windowed_layers: empty if the file
-    leaves the pattern to the architecture. A scale of None is not in the file. block_tensors: names of the tensors of
-    the first block, without `blk.0.`, which distinguish variants of some architectures.
-    num_dense_layers: the first layers, which have no experts. rope_pattern: which layers have RoPE, empty if the file
-    leaves it to the architecture. attention_output_scale: Grok's factor on scores. num_loops: how often all layers run.
-    has_exact_gelu: GELU is of the error function, where encoders' files else mean its tanh form. classifier_activation:
-    empty for the architecture's. num_relative_buckets, max_relative_distance: of attention's biases by distance.
-    is_layer_norm: whether the file has the epsilon of layer norms alone.
-    projection_clamp: limit of queries, keys and values, 0 for none. value_scale: factor on attention's results.
-    expert_clamps, dense_clamps: limits of the gated activation in routed experts, and in shared experts and dense
-    blocks; 0 for none, empty if the file has none. xielu: empty if the file has none.
-    windowed_head_dim, windowed_value_head_dim: of sliding-window layers, 0 for those of the others. num_shared_layers:
-    how many of the last layers attend to the keys and values of earlier ones. per_layer_size: width of the input that
-    each layer has for itself (Gemma 3n), 0 without. target_hidden_size: of the states that a draft model reads of its
-    target, 0 for other models. activation_sparsity: see `block_sizes.activation_sparsity`.
-    """
+    """The hyperparameters of a model. Tuples have one entry per layer; a scale of None is not in the file."""
 
     architecture: str
     hidden_size: int
     num_layers: int
     num_draft_layers: int = 0
+    """Number of the last layers that are for next-token prediction."""
     vocab_size: int
     context_length: int
     num_heads: tuple[int, ...]
+    """Zero for a layer without attention."""
     num_kv_heads: tuple[int, ...]
+    """Zero for a layer with only the output projection; keys and values that it caches are another kind's."""
     intermediate_size: tuple[int, ...]
+    """From the metadata; the decoder uses the tensors' shapes."""
     head_dim: int
+    """Size of a query or key head."""
     value_head_dim: int
+    """Size of a value head."""
     norm_epsilon: float
     layer_norm_epsilon: float = 0.0
+    """Of layer norms, 0 where the file has norm_epsilon alone."""
     rope: RopeConfig
     experts: ExpertConfig | None = None
     latent: LatentConfig | None = None
     recurrent: RecurrentConfig | None = None
     sliding_window: int = 0
     windowed_layers: tuple[bool, ...] = ()
+    """Empty if the file leaves the pattern to the architecture."""
     attention_scale: float | None = None
     attention_softcap: float = 0.0
     logit_softcap: float = 0.0
@@ -105,28 +91,50 @@ class ModelConfig:
     temperature_scale: float = 0.0
     temperature_length: int = 0
     projection_clamp: float = 0.0
+    """Limit of queries, keys and values, 0 for none."""
     value_scale: float = 0.0
+    """Factor on attention's results."""
     expert_clamps: tuple[float, ...] = ()
+    """Limits of the gated activation in routed experts; 0 for none, empty if the file has none."""
     dense_clamps: tuple[float, ...] = ()
+    """The same in shared experts and dense blocks."""
     xielu: tuple[XieluConfig, ...] = ()
+    """Empty if the file has none."""
     has_learned_positions: bool = False
     num_dense_layers: int = 0
+    """The first layers, which have no experts."""
     rope_pattern: tuple[bool, ...] = ()
+    """Layers that have RoPE, empty if the file leaves it to the architecture."""
     attention_output_scale: float | None = None
+    """Grok's factor on scores."""
     num_loops: int = 1
+    """Number of times that all layers run."""
     is_layer_norm: bool = False
+    """The file has the epsilon of layer norms alone."""
     hidden_activation: str = ""
     has_exact_gelu: bool = False
+    """GELU is of the error function, where encoders' files else mean its tanh form."""
     classifier_activation: str = ""
+    """Empty for the architecture's."""
     num_relative_buckets: int = 0
+    """Of attention's biases by distance."""
     max_relative_distance: int = 0
+    """Of attention's biases by distance."""
     block_tensors: frozenset[str] = frozenset()
+    """Names of the tensors of the first block, without `blk.0.`, which distinguish variants of some
+    architectures."""
     windowed_head_dim: int = 0
+    """Of sliding-window layers, 0 for that of the others."""
     windowed_value_head_dim: int = 0
+    """Of sliding-window layers, 0 for that of the others."""
     num_shared_layers: int = 0
+    """Number of the last layers that attend to the keys and values of earlier ones."""
     per_layer_size: int = 0
+    """Width of the input that each layer has for itself (Gemma 3n), 0 without."""
     target_hidden_size: int = 0
+    """Of the states that a draft model reads of its target, 0 for other models."""
     activation_sparsity: tuple[float, ...] = ()
+    """See `block_config.activation_sparsity`."""
     indexer: IndexerConfig | None = None
 
     def head_sizes(self, layer: int) -> tuple[int, int]:

@@ -51,38 +51,43 @@ KIMI_DELTA = ("bailingmoe3", "kimi-linear")
 
 @dataclass(frozen=True, kw_only=True)
 class RecurrentConfig:
-    """Sizes of recurrent layers; 0 for what a model's kind of layer does not have.
-
-    layers: which layers are recurrent. kernel_size: rows of the short convolution. num_heads, num_key_heads: of values,
-    and of keys and queries. head_dim: of one head's keys, and of its values where no value_size is named. beta_scale:
-    factor on what a delta rule adds. inner_size: of all heads' values. gate_lower_bound: of the logarithm of a decay,
-    where a sigmoid bounds it. num_states, num_groups: of Mamba, states per channel, and groups of heads that read and
-    write them alike. time_step_rank, norms_inputs: of Mamba 1, the width that step sizes are made of, and whether they
-    and what goes in and out of states are normed. inputs_epsilon: of those norms, None for the model's.
-    norms_before_gate: whether the norm of Mamba 2's result, if there is one, is before its gate. length_epsilon: of the
-    lengths that delta nets divide keys and queries by, None for the norms'. least_step: of
-    Mamba 2, what steps are raised to. num_shared_blocks: blocks of attention that the layers with attention use in turn
-    (Zamba 2).
-    """
+    """Sizes of recurrent layers; 0 for what a model's kind of layer does not have."""
 
     layers: tuple[bool, ...]
+    """Layers that are recurrent."""
     kernel_size: int = 0
+    """Rows of the short convolution."""
     num_heads: int = 0
+    """Heads of values."""
     num_key_heads: int = 0
+    """Heads of keys and queries."""
     head_dim: int = 0
+    """Of one head's keys, and of its values where no value_size is named."""
     value_size: int = 0
     beta_scale: float = 1.0
+    """Factor on what a delta rule adds."""
     inner_size: int = 0
+    """Of all heads' values."""
     gate_lower_bound: float = 0.0
+    """Of the logarithm of a decay, where a sigmoid bounds it."""
     num_states: int = 0
+    """Of Mamba, states per channel."""
     num_groups: int = 0
+    """Of Mamba, groups of heads that read and write states alike."""
     time_step_rank: int = 0
+    """Of Mamba 1, the width that step sizes are made of."""
     norms_inputs: bool = False
+    """Of Mamba 1: step sizes and the inputs and outputs of states are normed."""
     inputs_epsilon: float | None = None
+    """Of those norms, None for the model's."""
     norms_before_gate: bool = False
+    """The norm of Mamba 2's result, if there is one, is before its gate."""
     length_epsilon: float | None = None
+    """Of the lengths that delta nets divide keys and queries by, None for the norms'."""
     least_step: float = 0.0
+    """Of Mamba 2, the least size of a step."""
     num_shared_blocks: int = 0
+    """Blocks of attention that the layers with attention use in turn (Zamba 2)."""
 
 
 def has_recurrent_layers(architecture: str) -> bool:

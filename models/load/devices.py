@@ -23,7 +23,7 @@ from localinfer.kernels.cuda.self_check import check_device
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.models.decoder.architectures import find_architecture
 from localinfer.models.decoder.config import ModelConfig
-from localinfer.models.load.placement import DeviceRequest, MemoryNeeds, Placement, choose_placement, refusal
+from localinfer.models.load.placement import DevicePlacement, DeviceRequest, MemoryNeeds, choose_placement, refusal
 from localinfer.types import ProgressCallback
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ def open_devices(
     progress: ProgressCallback | None = None,
     *,
     reserved: Mapping[int, int] | None = None,
-) -> tuple[list[CudaDevice], Placement] | None:
+) -> tuple[list[CudaDevice], DevicePlacement] | None:
     """The GPUs of a model and its placement on them, or None for the CPU.
 
     A GPU that fails the self-check is not used. needs: called only if there is a GPU. reserved: by a GPU's number bytes
@@ -74,7 +74,7 @@ def looks_for_gpus(request: DeviceRequest) -> bool:
 
 def plan_placement(
     request: DeviceRequest, needs: Callable[[], MemoryNeeds], reserved: Mapping[int, int] | None = None
-) -> Placement:
+) -> DevicePlacement:
     """The placement of a model on the GPUs of this machine: see `open_devices`.
 
     Where any may be taken, the first is if it holds the whole model, and the others are not asked for their memory.
@@ -103,7 +103,7 @@ def _without(found: FoundDevice, num_bytes: int) -> FoundDevice:
     return replace(found, free_bytes=max(0, found.free_bytes - num_bytes))
 
 
-def _open_all(placement: Placement, progress: ProgressCallback | None) -> list[CudaDevice]:
+def _open_all(placement: DevicePlacement, progress: ProgressCallback | None) -> list[CudaDevice]:
     """The GPUs of a placement, each after its self-check."""
     opened: list[CudaDevice] = []
     try:

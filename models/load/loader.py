@@ -38,7 +38,7 @@ from localinfer.models.decoder.sparse_attention import index_layers
 from localinfer.models.load.assistant import Target, check_device, open_assistant
 from localinfer.models.load.devices import cached_tokens, close_all, cpu_only, open_devices, stay_on_cpu
 from localinfer.models.load.model_changes import ModelChanges, apply_changes, note_unknown_settings
-from localinfer.models.load.placement import DeviceRequest, Placement, memory_needs
+from localinfer.models.load.placement import DevicePlacement, DeviceRequest, memory_needs
 from localinfer.models.load.programs import (
     GpuModel,
     Parts,
@@ -97,16 +97,12 @@ SHARED_KERNELS: Sequence[Kernel] = (
 
 @dataclass(frozen=True)
 class Model:
-    """A loaded model.
-
-    `config.context_length` is the context it was loaded with; `tokenizer` is None if the file has none. draft_programs:
-    its layers for next-token prediction, if they were asked for (see `write_draft_programs`), or the draft model of the
-    file `assistant`; they run over its cache. findings: what is likely wrong with its file. placement: which GPUs have
-    what of it; None on the CPU alone. on_gpus: of a model on GPUs, from which further programs are written.
-    """
+    """A loaded model."""
 
     config: ModelConfig
+    """Its `context_length` is the context that the model was loaded with."""
     tokenizer: Tokenizer | None
+    """None if the file has none."""
     chat_template: ChatTemplate | None
     program: Program
     kv_layout: KVLayout
@@ -115,10 +111,15 @@ class Model:
     device: str = "cpu"
     weights: WeightSource | None = None
     draft_programs: tuple[tuple[HiddenProgram, ...], ...] = ()
+    """Programs over the model's cache: of its layers for next-token prediction, if they were asked for (see
+    `write_draft_programs`), or of the draft model of the file `assistant`."""
     assistant: ModelFile | None = None
     findings: tuple[Finding, ...] = ()
-    placement: Placement | None = None
+    """Likely faults of its file."""
+    placement: DevicePlacement | None = None
+    """Parts of it that GPUs have; None on the CPU alone."""
     on_gpus: GpuModel | None = None
+    """Of a model on GPUs, from which further programs are written."""
 
     def text_program(self, pooling: Pooling, max_rows: int = MAX_BATCH_ROWS) -> Program:
         """Write a second program over the same weights, on the same devices and threads; only one may run at a time.
@@ -198,7 +199,7 @@ def load_model(
     assistant: str | os.PathLike[str] | None = None,
     changes: ModelChanges | None = None,
     choose_context: Callable[[ModelFile, ModelConfig], int] | None = None,
-    check_placement: Callable[[ModelFile, ModelConfig, Placement], None] | None = None,
+    check_placement: Callable[[ModelFile, ModelConfig, DevicePlacement], None] | None = None,
     priority: Priority = "normal",
     measure_again: bool = False,
     may_measure: bool = True,
@@ -259,7 +260,7 @@ def load_model(
             kv_tokens = cached_tokens(config, context_length, kv_window)
             needs = partial(memory_needs, file, config, kv_layout, kv_tokens)
             placed = open_devices(request, needs, progress, reserved=None if beside is None else beside.reserved_bytes)
-        placement: Placement | None = None
+        placement: DevicePlacement | None = None
         if placed is not None:
             gpus, placement = placed
             if check_placement is not None:

@@ -30,13 +30,12 @@ _WHOLE_NUMBER = re.compile(r"[+-]?\d{1,40}")
 
 @dataclass(frozen=True, kw_only=True)
 class ModelChanges:
-    """Settings in place of those of a model's file.
-
-    overrides: metadata by whole GGUF key. chat_template: Jinja source. rope: rotary position embedding.
-    """
+    """Settings in place of those of a model's file."""
 
     overrides: Mapping[str, SingleValue] = field(default_factory=lambda: MappingProxyType({}))
+    """Metadata by whole GGUF key."""
     chat_template: str | None = None
+    """Jinja source."""
     rope: RopeOptions = field(default_factory=RopeOptions)
 
     def __post_init__(self) -> None:

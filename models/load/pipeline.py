@@ -22,7 +22,7 @@ from localinfer.models.decoder.checked_weights import ShapeWeights
 from localinfer.models.decoder.decoder import kv_layer_shapes
 from localinfer.models.decoder.graph_parts import CutGraph, cut_graph
 from localinfer.models.load.devices import GPU_BATCH_ROWS
-from localinfer.models.load.placement import Placement
+from localinfer.models.load.placement import DevicePlacement
 from localinfer.models.load.threads import choose_decode_threads
 from localinfer.models.load.weights import CpuWeights, CudaWeights, PlacedWeights, parts_of_weights
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from localinfer.models.load.programs import GpuModel, GraphWriter, Parts
 
 
-def write_pipeline(parts: "Parts", gpus: Sequence[CudaDevice], placement: Placement) -> "GpuModel":
+def write_pipeline(parts: "Parts", gpus: Sequence[CudaDevice], placement: DevicePlacement) -> "GpuModel":
     """The program of a placement, the layout of its cache, and further programs over the same parts.
 
     The GPUs' parts are made first, as they may run out of memory. Raises: as `lower_to_cpu` and `lower_to_cuda`.
@@ -61,7 +61,7 @@ class _Pipeline:
     """Where the programs of one placement are made: weights, memory and the cache's layers of each of its devices."""
 
     def __init__(
-        self, parts: "Parts", placement: Placement, gpus: Sequence[CudaDevice], layout: ShardedKVLayout
+        self, parts: "Parts", placement: DevicePlacement, gpus: Sequence[CudaDevice], layout: ShardedKVLayout
     ) -> None:
         self._parts, self._placement, self._gpus = parts, placement, gpus
         self.layout = layout
@@ -120,7 +120,7 @@ class _Pipeline:
         return self.lower(cut, max_rows, output_rows=max_rows, samples=False)[0]
 
 
-def assign_ops(graph: OpGraph, marks: Sequence[int], placement: Placement) -> list[int]:
+def assign_ops(graph: OpGraph, marks: Sequence[int], placement: DevicePlacement) -> list[int]:
     """The part that computes each op. marks: the number of ops before each layer, and before what follows the last.
 
     Experts that stay on the CPU are chosen, multiplied and summed there.
@@ -143,7 +143,7 @@ def assign_ops(graph: OpGraph, marks: Sequence[int], placement: Placement) -> li
     return found
 
 
-def _layout(parts: "Parts", gpus: Sequence[CudaDevice], placement: Placement) -> ShardedKVLayout:
+def _layout(parts: "Parts", gpus: Sequence[CudaDevice], placement: DevicePlacement) -> ShardedKVLayout:
     """Pages with the layers of each device on it; those of an encoder, which share one, have it on every device."""
     computed: list[tuple[CudaDevice | None, range]] = []
     if placement.uses_cpu:

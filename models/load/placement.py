@@ -138,22 +138,24 @@ _LIBRARY_BYTES = 128 << 20
 
 @dataclass(frozen=True)
 class MemoryNeeds:
-    """Bytes that devices need for the parts of a model.
-
-    layers: weights, keys and values of each. output: the norm and the matrix after the last layer. embedding: the
-    table, 0 if it is tied to that matrix. working: buffers, for any number of layers, on each GPU. experts: of `layers`
-    what the routed experts take, and cache: the keys and values; empty for none. active_share: of an expert's bytes,
-    what decoding one token reads. tied: of `output`, what an embedding on another GPU takes once more.
-    """
+    """Bytes that devices need for the parts of a model."""
 
     layers: Sequence[int]
+    """Weights, keys and values of each."""
     output: int
+    """The norm and the matrix after the last layer."""
     embedding: int
+    """The table, 0 if it is tied to that matrix."""
     working: int
+    """Buffers, for any number of layers, on each GPU."""
     experts: Sequence[int] = ()
+    """Share of the routed experts in `layers`; empty for none."""
     cache: Sequence[int] = ()
+    """Share of the keys and values in `layers`; empty for none."""
     active_share: float = 1.0
+    """Share of an expert's bytes that decoding one token reads."""
     tied: int = 0
+    """Share of `output` that an embedding on another GPU takes once more."""
 
     @property
     def has_experts(self) -> bool:
@@ -280,20 +282,20 @@ class GpuShare:
 
 
 @dataclass(frozen=True)
-class Placement:
-    """The parts of a model on devices: its last layers on GPUs, and the embeddings or not.
-
-    cpu_experts: of how many of the first layers the experts are on the CPU. host_bytes: weights in main memory;
-    host_cache_bytes: keys and values there. reason: why experts stay on the CPU, where that was not asked for.
-    """
+class DevicePlacement:
+    """The parts of a model on devices: its last layers on GPUs, and the embeddings or not."""
 
     num_layers: int
     gpus: tuple[GpuShare, ...]
     has_embedding: bool
     cpu_experts: int = 0
+    """Number of the first layers whose experts are on the CPU."""
     host_bytes: int = 0
+    """Weights in main memory."""
     host_cache_bytes: int = 0
+    """Keys and values in main memory."""
     reason: str = ""
+    """Why experts stay on the CPU, where that was not asked for."""
 
     @property
     def num_gpu_layers(self) -> int:
@@ -360,7 +362,9 @@ def _memory(share: GpuShare) -> str:
     return f"{share.num_bytes / 1e9:.1f} GB of the {share.device.free_bytes / 1e9:.1f} GB free on {share.device.name}"
 
 
-def choose_placement(needs: MemoryNeeds, found: Sequence[FoundDevice], request: DeviceRequest) -> Placement | None:
+def choose_placement(
+    needs: MemoryNeeds, found: Sequence[FoundDevice], request: DeviceRequest
+) -> DevicePlacement | None:
     """As many layers on GPUs as fit, or as many as are wanted (at most all); None if not one fits.
 
     found: GPUs that can be used. If the number of layers is not given, MARGIN_BYTES of each are kept free, and of GPUs
@@ -416,7 +420,7 @@ def _groups(found: Sequence[FoundDevice], request: DeviceRequest) -> list[list[F
 
 def _most(
     needs: MemoryNeeds, groups: Sequence[Sequence[FoundDevice]], request: DeviceRequest, cpu_experts: int
-) -> Placement | None:
+) -> DevicePlacement | None:
     """The whole model on the first GPUs that hold it, or else as many layers as fit on all of them."""
     num_layers = len(needs.layers)
     for gpus in groups:
@@ -432,7 +436,7 @@ def _most(
 
 def _fewest_cpu_experts(
     needs: MemoryNeeds, groups: Sequence[Sequence[FoundDevice]], request: DeviceRequest
-) -> Placement | None:
+) -> DevicePlacement | None:
     """All layers on GPUs with the experts of as few as possible on the CPU; else those of all, and what fits."""
     num_layers = len(needs.layers)
     for cpu_experts in range(1, num_layers + 1):
@@ -442,7 +446,7 @@ def _fewest_cpu_experts(
     return _most(needs, groups[-1:], request, num_layers)
 
 
-def _wanted(needs: MemoryNeeds, groups: Sequence[Sequence[FoundDevice]], request: DeviceRequest) -> Placement:
+def _wanted(needs: MemoryNeeds, groups: Sequence[Sequence[FoundDevice]], request: DeviceRequest) -> DevicePlacement:
     """The requested number of layers on the first GPUs that hold them, without a margin.
 
     Raises: RequestError if they do not fit.
@@ -475,7 +479,7 @@ def _place(
     count: int,
     cpu_experts: int,
     margin: int,
-) -> Placement | None:
+) -> DevicePlacement | None:
     """The last `count` layers on these GPUs, with the embedding where it fits; None if they do not fit."""
     num_layers = len(needs.layers)
     layers = [needs.on_gpu(layer, cpu_experts) for layer in range(num_layers - count, num_layers)]
@@ -562,7 +566,7 @@ def _placement(
     fixed: Sequence[int],
     has_embedding: bool,
     cpu_experts: int,
-) -> Placement:
+) -> DevicePlacement:
     num_layers = len(needs.layers)
     shares: list[GpuShare] = []
     first = on_gpus = num_layers - sum(counts)
@@ -577,16 +581,16 @@ def _placement(
     on_host = sum(needs.layers[:on_gpus]) - host_cache
     on_host += sum(needs.expert_bytes(layer) for layer in range(on_gpus, cpu_experts))
     on_host += 0 if has_embedding else needs.embedding or needs.tied
-    return Placement(num_layers, tuple(shares), has_embedding, cpu_experts, on_host, host_cache)
+    return DevicePlacement(num_layers, tuple(shares), has_embedding, cpu_experts, on_host, host_cache)
 
 
-def _cpu_reads(needs: MemoryNeeds, placement: Placement) -> int:
+def _cpu_reads(needs: MemoryNeeds, placement: DevicePlacement) -> int:
     """Bytes that the CPU could read per token in the time that it takes, about."""
     read = needs.read_by_cpu(placement.num_gpu_layers, placement.cpu_experts)
     return read + HOP_BYTES * placement.num_split_layers
 
 
-def _with_reason(needs: MemoryNeeds, split: Placement, whole: Placement | None) -> Placement:
+def _with_reason(needs: MemoryNeeds, split: DevicePlacement, whole: DevicePlacement | None) -> DevicePlacement:
     """A placement whose experts were put on the CPU, with the reason for the log."""
     reads = needs.read_by_cpu(split.num_gpu_layers, split.cpu_experts) / 1e9
     if whole is None:

@@ -28,7 +28,7 @@ from localinfer.models.decoder.draft_layers import short_head_tokens
 from localinfer.models.decoder.pooling import Pooling, classified_rows, read_pooling
 from localinfer.models.decoder.text_head import write_text_model
 from localinfer.models.load.devices import GPU_BATCH_ROWS, close_all, report_fallback
-from localinfer.models.load.placement import Placement
+from localinfer.models.load.placement import DevicePlacement
 from localinfer.models.load.threads import choose_decode_threads
 from localinfer.models.load.weights import CpuWeights, CudaWeights
 from localinfer.quant.checkpoint.model_file import ModelFile
@@ -105,7 +105,7 @@ def write_on_cpu(
 
 
 def write_on_gpus(
-    parts: Parts, gpus: Sequence[CudaDevice], placement: Placement, *, is_required: bool
+    parts: Parts, gpus: Sequence[CudaDevice], placement: DevicePlacement, *, is_required: bool
 ) -> GpuModel | None:
     """The program with the chosen layers on GPUs; None, after logging the reason, if it cannot run there.
 
@@ -126,7 +126,7 @@ def write_on_gpus(
         return None
 
 
-def check_runs_on_gpus(config: ModelConfig, placement: Placement, *, has_window: bool = False) -> None:
+def check_runs_on_gpus(config: ModelConfig, placement: DevicePlacement, *, has_window: bool = False) -> None:
     """Raise BackendUnavailableError for a model that does not run so on GPUs.
 
     has_window: texts evict keys and values.

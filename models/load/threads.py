@@ -101,12 +101,14 @@ Key = TypeVar("Key")
 
 @dataclass(frozen=True)
 class Timings(Generic[Key]):
-    """seconds: the least time of each. is_calm: whether repetitions agree, and others do so little, that they may be
-    cached. load: by others, see `OtherLoad`; None if unknown."""
+    """Times of several computations."""
 
     seconds: dict[Key, float]
+    """The least time of each."""
     is_calm: bool
+    """Repetitions agree, and other programs do so little, that they may be cached."""
     load: float | None = None
+    """By other programs, see `OtherLoad`; None if unknown."""
 
 
 class OtherLoad:

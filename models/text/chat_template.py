@@ -48,16 +48,14 @@ def asked_day(variables: Mapping[str, Any], today: datetime) -> datetime | None:
 
 @dataclass(frozen=True)
 class TemplateNames:
-    """What one template reads that it has to be given.
-
-    reads: of the names known here those that the template does not set before it reads them. undated: names of dates
-    that it reads without asking whether they are given, having none of its own. reasons_by: names of switches for
-    reasoning that it takes for off where they are not given, without asking whether they are.
-    """
+    """Names that one template reads and has to be given."""
 
     reads: frozenset[str]
+    """Known names that the template does not set before it reads them."""
     undated: frozenset[str]
+    """Names of dates that it reads without asking whether they are given, having none of its own."""
     reasons_by: tuple[str, ...]
+    """Switches for reasoning that it takes for off where they are not given, without asking whether they are."""
 
     @classmethod
     def of(cls, parsed: "nodes.Template") -> "TemplateNames":

@@ -18,7 +18,7 @@ THINKING_VARIABLES = ("enable_thinking", "thinking")
 """Names under which templates take whether the model is to reason."""
 
 
-class Template(Protocol):
+class RenderableTemplate(Protocol):
     """What renders chats; `chat_template.ChatTemplate` does."""
 
     def render(
@@ -33,16 +33,16 @@ class Template(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class ValueNotation:
-    """How values are written that are neither plain text nor JSON.
-
-    quotes: what strings stand between; the model writes the first, and may write any. has_bare_keys: names in objects
-    stand without quotes. item, key: what stands between items, and between a name and its value.
-    """
+    """Notation of values that are neither plain text nor JSON."""
 
     quotes: tuple[str, ...]
+    """Texts around strings; the model writes the first, and may write any."""
     has_bare_keys: bool
+    """Names in objects stand without quotes."""
     item: str = ", "
+    """Text between items."""
     key: str = ": "
+    """Text between a name and its value."""
 
     @property
     def is_json(self) -> bool:
@@ -78,36 +78,36 @@ class ParameterFormat:
 
 @dataclass(frozen=True, kw_only=True)
 class CallFormat:
-    """The text around calls: `begin name middle arguments end`, joined by `separator`, in `opening` and `closing`.
-
-    separator: None where a reply can have but one call. arguments_as_text: the template expects the arguments of former
-    calls as JSON text, not as an object. is_native: the template writes calls itself. describes_tools: it describes
-    tools itself. parameters: how arguments are written that stand one by one; None where they are one JSON object.
-    allows_content: whether the template writes calls in messages with content too, not only where it is None.
-    id_form: what a template that writes only ids expects as the id of a call, of {name} and {number}.
-    holds_results: whether the template reads results of calls in the message that made them, as `tool_responses`, and
-    knows no messages of their own.
-    reads_tools: the template describes the tools that a system message holds as `tools`, in JSON text.
-    other_begins: what may also stand for `opening begin`. name_end: what the text between name and arguments ends with,
-    where the model may write more than `middle`.
-    """
+    """The text around calls: `begin name middle arguments end`, joined by `separator`, in `opening` and `closing`."""
 
     opening: str
     begin: str
     middle: str
     end: str
     separator: str | None
+    """None where a reply can have but one call."""
     closing: str
     arguments_as_text: bool = False
+    """The template expects the arguments of former calls as JSON text, not as an object."""
     is_native: bool = True
+    """The template writes calls itself."""
     describes_tools: bool = True
+    """The template describes tools itself."""
     parameters: ParameterFormat | None = None
+    """Format of arguments that stand one by one; None where they are one JSON object."""
     allows_content: bool = True
+    """The template writes calls in messages with content too, not only where it is None."""
     id_form: str | None = None
+    """Form of {name} and {number} that a template which writes only ids expects of a call's id."""
     holds_results: bool = False
+    """The template reads results of calls in the message that made them, as `tool_responses`, and knows no messages
+    of their own."""
     reads_tools: bool = False
+    """The template describes the tools that a system message holds as `tools`, in JSON text."""
     other_begins: tuple[str, ...] = ()
+    """Texts that may also stand for `opening begin`."""
     name_end: str = ""
+    """End of the text between name and arguments, where the model may write more than `middle`."""
 
     @property
     def texts(self) -> list[str]:

@@ -28,7 +28,7 @@ from localinfer.models.text.reply_format import (
     CallFormat,
     ParameterFormat,
     ReasoningFormat,
-    Template,
+    RenderableTemplate,
     ValueNotation,
     first_marker,
 )
@@ -130,7 +130,7 @@ class Trials:
     Each alone is bounded, but a template that makes use of that would be rendered dozens of times.
     """
 
-    def __init__(self, template: Template) -> None:
+    def __init__(self, template: RenderableTemplate) -> None:
         self._template = template
         self._seconds = 0.0
 
@@ -292,7 +292,7 @@ class _Probe:
     """Renders calls in one of the ways that templates expect. id_form: of ids, None for nine letters. content: beside
     the calls."""
 
-    template: Template
+    template: RenderableTemplate
     id_form: str | None
     content: str | None
     as_text: bool
@@ -313,7 +313,11 @@ class _Probe:
 
 
 def learn_call_format(
-    template: Template, ends: SpellingFinder, *, reasoning: ReasoningFormat | None = None, source: str | None = None
+    template: RenderableTemplate,
+    ends: SpellingFinder,
+    *,
+    reasoning: ReasoningFormat | None = None,
+    source: str | None = None,
 ) -> CallFormat:
     """Learn the format of a template, whose Jinja text is `source`.
 
@@ -345,7 +349,7 @@ def learn_call_format(
     return HERMES
 
 
-def _reads_tools(template: Template) -> bool:
+def _reads_tools(template: RenderableTemplate) -> bool:
     """Whether a template describes the tools that a system message holds."""
     system = {"role": "system", "content": "", "tools": NAMES[0]}
     try:
@@ -354,7 +358,7 @@ def _reads_tools(template: Template) -> bool:
         return False
 
 
-def _holds_results(template: Template) -> bool:
+def _holds_results(template: RenderableTemplate) -> bool:
     """Whether a template writes results that a calling message holds, and messages of results in another way."""
     calling = {"role": "assistant", "content": "", "tool_calls": [PROBE_CALL]}
     holding = {**calling, "tool_responses": [{"name": NAMES[0], "response": ANSWER}]}
@@ -530,7 +534,7 @@ _OTHER_ANSWERS = {"<|channel|>final<|message|>": ("<|channel|>commentary<|messag
 
 
 def learn_reasoning_format(
-    template: Template, source: str | None, ends: SpellingFinder | None = None
+    template: RenderableTemplate, source: str | None, ends: SpellingFinder | None = None
 ) -> ReasoningFormat | None:
     """Learn the markers of a template, whose Jinja text is `source`; None where it has no reasoning.
 
@@ -560,7 +564,7 @@ def learn_reasoning_format(
     return None
 
 
-def _member(template: Template, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
+def _member(template: RenderableTemplate, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
     """The member of a message in which a template looks for reasoning; the usual one where it looks in several."""
     for member in _MEMBERS:
         for message in messages:
@@ -596,7 +600,7 @@ def _around(text: str, prompt: str, answer: str) -> ReasoningFormat | None:
 
 
 def _framed(
-    template: Template, found: ReasoningFormat, ends: SpellingFinder, variables: Mapping[str, Any]
+    template: RenderableTemplate, found: ReasoningFormat, ends: SpellingFinder, variables: Mapping[str, Any]
 ) -> ReasoningFormat:
     """The format with what stands around answers, where these are messages of their own."""
     known = (end for begin, end in _KNOWN_MARKERS if found.begin == begin and found.end.startswith(end))

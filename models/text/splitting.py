@@ -360,16 +360,18 @@ _SEPARATOR = "<|file_sep|> <|file_separator|> <file_sep>".split()
 
 
 class FillInTokens(NamedTuple):
-    """prefix, suffix: stand before the text there; middle: before what is to be filled in.
-
-    repository: stands before a project's name, separator: before each file's; None where the vocabulary has none.
-    """
+    """Tokens by which a model for code fills in the text between two others."""
 
     prefix: int
+    """Stands before the first text."""
     suffix: int
+    """Stands before the second text."""
     middle: int
+    """Stands before the text that is filled in."""
     repository: int | None = None
+    """Stands before a project's name; None where the vocabulary has none."""
     separator: int | None = None
+    """Stands before each file's name; None where the vocabulary has none."""
 
     def around(self, before: Sequence[int], after: Sequence[int]) -> list[int]:
         """The ids of a prompt for what stands between two texts of these. Source: arXiv 2207.14255 (PSM)."""

@@ -81,16 +81,19 @@ class StoredMatrix(ABC):
 class DecodedMatrix(StoredMatrix):
     """A matrix whose weights are computed as numbers, because no block type has its codes.
 
-    stored_as: the description. dimensions: the shape. read_rows: float32[n, columns] of n row numbers. reach: no weight
-    is much larger. Q8_0 holds such weights within a normalized squared error of 1e-4; where its float16 scales could
-    not, or 32 does not divide the columns, bfloat16 does.
+    Q8_0 holds such weights within a normalized squared error of 1e-4; where its float16 scales cannot, or 32 does not
+    divide the columns, bfloat16 does.
     """
 
     name: str
     stored_as: str
+    """The description."""
     dimensions: tuple[int, int]
+    """The shape."""
     read_rows: RowReader
+    """float32[n, columns] of n row numbers."""
     reach: float
+    """No weight is much larger."""
 
     @property
     def description(self) -> str:

@@ -37,7 +37,7 @@ _SMALLEST_SCALE = 1e-4
 _INT8_BLOCK = 32
 
 
-class Family(Enum):
+class ScaleFamily(Enum):
     """What scales are made of, a power of each; `alpha` is that of the inputs."""
 
     INPUTS = "input_rms ** alpha"
@@ -46,14 +46,14 @@ class Family(Enum):
 
 
 _ALL = (
-    *((Family.INPUTS, alpha / 20) for alpha in range(1, 20)),
-    *((Family.INPUTS_AND_WEIGHTS, alpha / 10) for alpha in range(1, 10)),
-    *((Family.LARGEST, alpha / 10) for alpha in range(1, 10)),
+    *((ScaleFamily.INPUTS, alpha / 20) for alpha in range(1, 20)),
+    *((ScaleFamily.INPUTS_AND_WEIGHTS, alpha / 10) for alpha in range(1, 10)),
+    *((ScaleFamily.LARGEST, alpha / 10) for alpha in range(1, 10)),
 )
 _COARSE = (
-    *((Family.INPUTS, alpha) for alpha in (0.1, 0.25, 0.45, 0.75)),
-    *((Family.INPUTS_AND_WEIGHTS, alpha) for alpha in (0.15, 0.5)),
-    *((Family.LARGEST, alpha) for alpha in (0.25, 0.6)),
+    *((ScaleFamily.INPUTS, alpha) for alpha in (0.1, 0.25, 0.45, 0.75)),
+    *((ScaleFamily.INPUTS_AND_WEIGHTS, alpha) for alpha in (0.15, 0.5)),
+    *((ScaleFamily.LARGEST, alpha) for alpha in (0.25, 0.6)),
 )
 _FINE_STEP = 0.08
 
@@ -109,11 +109,11 @@ def channel_sizes(
     return ChannelSizes(np.sqrt(mean_square), input_max, weight_mean, weight_max)
 
 
-def scales_of(sizes: ChannelSizes, family: Family, alpha: float) -> FloatArray:
+def scales_of(sizes: ChannelSizes, family: ScaleFamily, alpha: float) -> FloatArray:
     """Scales of a family, float32[channels], the smallest as far below 1 as the largest is above it."""
-    if family is Family.INPUTS:
+    if family is ScaleFamily.INPUTS:
         return _centred(sizes.input_rms**alpha)
-    is_largest = family is Family.LARGEST
+    is_largest = family is ScaleFamily.LARGEST
     inputs, weights = (sizes.input_max, sizes.weight_max) if is_largest else (sizes.input_rms, sizes.weight_mean)
     largest = weights.max()
     if largest == 0:

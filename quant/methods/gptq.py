@@ -47,14 +47,14 @@ _HESSIAN_BLOCK = 128
 
 @dataclass(frozen=True)
 class Factor:
-    """H + lambda I = R R^T with columns in the order they will be rounded in: falling diagonal of H.
-
-    order: int64[columns]. upper: R, float32[columns, columns]. diagonal: H's own, float32[columns], in file order.
-    """
+    """H + lambda I = R R^T with columns in the order they will be rounded in: falling diagonal of H."""
 
     order: NDArray[np.int64]
+    """int64[columns]."""
     upper: FloatArray
+    """R, float32[columns, columns]."""
     diagonal: FloatArray
+    """H's own, float32[columns], in file order."""
 
 
 def factor(gram: FloatArray, num_tokens: int, workers: Workers) -> Factor | None:

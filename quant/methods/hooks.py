@@ -9,34 +9,31 @@ from localinfer.types import FloatArray
 
 @dataclass(frozen=True)
 class MatrixPart:
-    """Rows of a tensor's matrix, as the model uses them: all of them, but in fused tensors.
-
-    expert: which matrix of a stack; 0 for an ordinary tensor. values: float32[rows, columns].
-    wanted: float32[tokens, rows], where the product is added to something that differs between the models: what it
-    must be for both sums to be the same. None elsewhere.
-    """
+    """Rows of a tensor's matrix, as the model uses them: all of them, but in fused tensors."""
 
     tensor: str
     expert: int
+    """Number of the matrix in a stack; 0 for an ordinary tensor."""
     rows: slice
     values: FloatArray
+    """float32[rows, columns]."""
     wanted: FloatArray | None = None
+    """float32[tokens, rows], where the product is added to something that differs between the models: its value for
+    which both sums are the same. None elsewhere."""
 
 
 @dataclass(frozen=True)
 class LinearProduct:
-    """Matrices that multiply one input, over all tokens of a calibration text.
-
-    original: float32[tokens, columns], what the matrices read in the original model.
-    current: what they read in the model whose earlier matrices are quantized; the same array where nothing is yet, or
-    where the pass follows the original model alone.
-    is_aligned: whether rows of both are of the same tokens; experts read the tokens routed to them in either model.
-    """
+    """Matrices that multiply one input, over all tokens of a calibration text."""
 
     matrices: tuple[MatrixPart, ...]
     original: FloatArray
+    """float32[tokens, columns], the matrices' input in the original model."""
     current: FloatArray
+    """Their input in the model whose earlier matrices are quantized; the same array where nothing is yet, or where
+    the pass follows the original model alone."""
     is_aligned: bool = True
+    """Rows of both are of the same tokens; experts read the tokens routed to them in either model."""
 
 
 class ProductVisitor(Protocol):

@@ -19,7 +19,7 @@ from localinfer.loading.memory import gpu_plan
 from localinfer.loading.memory.limit import check_host_part
 from localinfer.loading.memory.plan import plan_file
 from localinfer.models.load import devices
-from localinfer.models.load.placement import GpuShare, Placement
+from localinfer.models.load.placement import DevicePlacement, GpuShare
 from localinfer.system import machine_limits
 from localinfer.system.machine_limits import MemoryLimits
 from tests.models.arch_models import build_model, build_text_model
@@ -122,7 +122,7 @@ def test_main_memory_beside_the_gpus_is_checked_before_weights_are_read(
 def test_keys_and_values_in_main_memory_stay_within_the_limit(small: Path) -> None:
     plan = plan_file(small)
     share = GpuShare(FoundDevice("GPU", 1 << 30), 1, 2, 1 << 20, 1 << 10)
-    placement = Placement(2, (share,), False, host_bytes=1 << 20, host_cache_bytes=1 << 10)
+    placement = DevicePlacement(2, (share,), False, host_bytes=1 << 20, host_cache_bytes=1 << 10)
     memory = MemoryLimits(1 << 34, 1 << 33)
     assert check_host_part(plan, placement, memory, None) is None
     limit = plan.scratch_bytes + (2 << 20)

@@ -16,7 +16,7 @@ from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.decoder.decoder import kv_layer_shapes, state_shapes
 from localinfer.models.load.devices import USUAL_TOKENS, cached_tokens, cpu_only, looks_for_gpus, plan_placement
 from localinfer.models.load.loader import open_model_file, read_config
-from localinfer.models.load.placement import DeviceRequest, Placement, memory_needs
+from localinfer.models.load.placement import DevicePlacement, DeviceRequest, memory_needs
 from localinfer.models.load.programs import check_runs_on_gpus
 from localinfer.quant.checkpoint.model_file import ModelFile
 from localinfer.system.machine_limits import MemoryLimits
@@ -45,7 +45,7 @@ def gpu_placement(
     context_length: int | None = None,
     kv_window: int | None = None,
     reserved: Mapping[int, int] | None = None,
-) -> Placement | None:
+) -> DevicePlacement | None:
     """What a load would put on GPUs, by the header of an open file; None if the CPU computes all of it.
 
     kv_window: texts keep so many keys and values, None for all. reserved: see `plan_placement`.
@@ -76,7 +76,7 @@ def _placed(
     context_length: int | None = None,
     kv_window: int | None = None,
     reserved: Mapping[int, int] | None = None,
-) -> Placement:
+) -> DevicePlacement:
     if config.experts is None:
         request = replace(request, cpu_moe=None)
     tokens = cached_tokens(config, context_length, kv_window)
@@ -109,7 +109,7 @@ def _described(path: str | os.PathLike[str], kv_type: str) -> dict[str, Any]:
     }
 
 
-def _share(placement: Placement, number: int) -> dict[str, Any]:
+def _share(placement: DevicePlacement, number: int) -> dict[str, Any]:
     share = placement.gpus[number]
     return {
         "index": share.device.index,
@@ -145,7 +145,7 @@ def draft_request(options: ModelOptions) -> DeviceRequest:
     return DeviceRequest(device="auto" if options.gpus is None else options.device)
 
 
-def draft_on_host(options: ModelOptions, target: ModelConfig, placement: Placement) -> HostPart:
+def draft_on_host(options: ModelOptions, target: ModelConfig, placement: DevicePlacement) -> HostPart:
     """What a draft model takes of main memory beside a target on GPUs. Raises: ModelFileError and below."""
     if options.separate_draft is None:
         return HostPart()
@@ -169,7 +169,7 @@ def host_budget(
     options: ModelOptions,
     file: ModelFile,
     config: ModelConfig,
-    placement: Placement,
+    placement: DevicePlacement,
     draft: HostPart,
     memory: MemoryLimits,
 ) -> KVBudget:

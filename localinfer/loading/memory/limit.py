@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from localinfer.errors import OutOfMemoryError
 from localinfer.loading.memory.plan import LEAST_CONTEXT, MemoryPlan
-from localinfer.models.load.placement import Placement
+from localinfer.models.load.placement import DevicePlacement
 from localinfer.system.machine_limits import MemoryLimits, byte_text
 
 
@@ -56,7 +56,7 @@ def keep_within(
 
 
 def check_host_part(
-    plan: MemoryPlan, placement: Placement, memory: MemoryLimits, limit: int | None, draft_bytes: int = 0
+    plan: MemoryPlan, placement: DevicePlacement, memory: MemoryLimits, limit: int | None, draft_bytes: int = 0
 ) -> int | None:
     """The most bytes of keys and values that main memory may hold of a model on GPUs; None for no limit but its own.
 

@@ -7,7 +7,7 @@ import pytest
 
 from localinfer.errors import BackendUnavailableError, RequestError
 from localinfer.kernels.cuda.device import FoundDevice
-from localinfer.models.load.placement import MARGIN_BYTES, DeviceRequest, MemoryNeeds, Placement, choose_placement
+from localinfer.models.load.placement import MARGIN_BYTES, DevicePlacement, DeviceRequest, MemoryNeeds, choose_placement
 
 GB = 1 << 30
 DENSE = MemoryNeeds(
@@ -24,14 +24,14 @@ MIXTURE = MemoryNeeds(
 )
 
 
-def place(needs: MemoryNeeds, *free: float, **options: Any) -> Placement:
+def place(needs: MemoryNeeds, *free: float, **options: Any) -> DevicePlacement:
     gpus = [FoundDevice(f"GPU {index}", int(size * GB) + MARGIN_BYTES, index) for index, size in enumerate(free)]
     found = choose_placement(needs, gpus, DeviceRequest(**{"device": "auto", **options}))
     assert found is not None
     return found
 
 
-def held(placement: Placement) -> list[tuple[int, int, int]]:
+def held(placement: DevicePlacement) -> list[tuple[int, int, int]]:
     """By GPU the first layer and the one after the last."""
     return [(share.device.index, share.first, share.end) for share in placement.gpus]
 

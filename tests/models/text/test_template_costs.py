@@ -18,7 +18,7 @@ from tests.support.limits import seconds
 # One that is not stopped ends its process, not the tests: by its memory, its time, or the clock outside.
 _CHILD = """\
 import json, sys, warnings
-from localinfer.models.text import render_time
+from localinfer.models.text import template_costs
 from localinfer.models.text.chat_template import ChatTemplate
 from localinfer.errors import TemplateError
 from tests.models.text import hostile_templates
@@ -31,7 +31,7 @@ else:
         resource.setrlimit(resource.RLIMIT_AS, (3 << 30, 3 << 30))
     resource.setrlimit(resource.RLIMIT_CPU, (100, 100))
 warnings.simplefilter("ignore")
-render_time.MAX_RENDER_SECONDS = 0.05
+template_costs.MAX_RENDER_SECONDS = 0.05
 for name, source in getattr(hostile_templates, sys.argv[1]).items():
     print(json.dumps([name, "began"]), flush=True)
     template = ChatTemplate(source)
