@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.errors import CorruptFileError, TokenizerError, UnsupportedFormatError
-from localinfer.models.checkpoint.changes import Derived, ExpertRows
+from localinfer.models.checkpoint.changes import Derived, ExpertRows, RowOrder
 from localinfer.models.checkpoint.hyperparameters import Hyperparameters, read_hyperparameters
 from localinfer.models.checkpoint.tensor_plan import PlannedTensor, has_head, part_names, plan_tensors
 from localinfer.models.checkpoint.text_modules import read_text_modules
