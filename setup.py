@@ -6,7 +6,7 @@ from pathlib import Path
 from setuptools import setup
 from setuptools.command.build_py import build_py
 
-SOURCE_DIGESTS = runpy.run_path(str(Path(__file__).resolve().parent / "kernels" / "source_digests.py"))
+SOURCE_DIGESTS = runpy.run_path(str(Path(__file__).resolve().parent / "kernels" / "versions.py"))
 
 
 class BuildWithDigests(build_py):

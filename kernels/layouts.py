@@ -46,11 +46,13 @@ the four bits of the block's scale, of IQ2_XS bit 8 of the four indices.
 import math
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.errors import ShapeError
+from localinfer.system.extras import require
 
 TILE_ROWS = 16
 
@@ -179,3 +181,16 @@ def check_bytes(layout: Layout, data: NDArray[np.uint8], *shape: int) -> int:
             "pass the tensor's own bytes and shape"
         )
     return size
+
+
+@cache
+def grid_vectors(name: str) -> NDArray[np.int8]:
+    """Return int8[entries, 4 or 8], the vectors that codes of a type select, by the type's name in the format."""
+    require("gguf", f"the table of {name}")
+    import gguf.quants  # imports for a quarter of a second, and few models need it
+
+    table = getattr(gguf.quants, name)
+    table.init_grid()
+    vectors: NDArray[np.int8] = table.grid[0, 0].astype(np.int8)
+    vectors.flags.writeable = False
+    return vectors

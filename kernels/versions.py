@@ -1,7 +1,15 @@
-"""Versions of installed packages, also in frozen applications without their metadata."""
+"""Versions of what runs: digests of the sources, in the keys of compiled kernels and of cached values, and of packages.
 
+Digests are computed from the files if these exist: in a checkout, an editable install, an installed wheel. In a frozen
+application or a zip they come from `built_sources`. A build runs this file without the package installed.
+"""
+
+import hashlib
 import importlib
+import importlib.util
+import sys
 from importlib import metadata
+from pathlib import Path
 
 
 def installed_version(package: str) -> str:
@@ -21,3 +29,54 @@ def installed_version(package: str) -> str:
     if package == "localinfer":
         return "unknown"
     return str(getattr(importlib.import_module(package.replace("-", "_")), "__version__", "unknown"))
+
+
+BUILT = "built_sources.py"
+"""The one module without a digest, because a build replaces it."""
+
+PACKAGES = ("kernels", "models")
+"""The packages whose code affects results."""
+
+UNKNOWN_SOURCES = "the version of localinfer's code is unknown: there are no source files, and the build has no digests"
+UNKNOWN_SOURCES_WAY_OUT = "bundle what `pip wheel .` builds, with its module localinfer.kernels.built_sources"
+
+
+def digests_of(package: str, folder: Path) -> dict[str, str]:
+    """SHA-256 of every module in a package's folder, by package and path.
+
+    For a module without source it is that of its bytecode. Scripts in folders that are not packages are left out.
+    """
+    if not folder.is_dir():
+        return {}
+    bytecode = [path for path in folder.rglob("*.pyc") if path.parent.name != "__pycache__"]
+    modules = {path.with_suffix(".py"): path for path in bytecode} | {path: path for path in folder.rglob("*.py")}
+    return {
+        f"{package}/{module.relative_to(folder).as_posix()}": hashlib.sha256(modules[module].read_bytes()).hexdigest()
+        for module in sorted(modules)
+        if module.with_name("__init__.py") in modules and module.relative_to(folder).as_posix() != BUILT
+    }
+
+
+def source_digests(package: str) -> dict[str, str] | None:
+    """SHA-256 of every module of one of `PACKAGES`, by package and path.
+
+    None if unknown: then nothing may be shared with another process, which could run another version.
+    """
+    # Imported here, because a build runs this file without the package installed.
+    from localinfer.kernels.built_sources import DIGESTS
+
+    spec = importlib.util.find_spec(f"localinfer.{package}")
+    found: dict[str, str] = {}
+    for folder in [] if spec is None else spec.submodule_search_locations or ():
+        found |= digests_of(package, Path(folder))
+    written = {name: digest for name, digest in DIGESTS.items() if name.startswith(f"{package}/")}
+    if not written and getattr(sys, "frozen", False):
+        # Sources beside a frozen application are not what it runs.
+        return None
+    # Existing files may have been edited since the build.
+    return written | found or None
+
+
+def combined(digests: dict[str, str]) -> str:
+    """One hash of several digests and their names, 16 hexadecimal digits."""
+    return hashlib.sha256("".join(f"{name}\0{digests[name]}\n" for name in sorted(digests)).encode()).hexdigest()[:16]

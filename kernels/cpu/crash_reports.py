@@ -12,6 +12,7 @@ import ctypes
 import os
 import platform
 import signal
+import struct
 import sys
 import threading
 from collections.abc import Sequence
@@ -21,24 +22,59 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.kernels.cpu import guard
-from localinfer.kernels.cpu.crash_abi import (
-    CRASH_AREA,
-    INSTALL,
-    KERNEL,
-    LINE_END,
-    PHRASES,
-    PIECE,
-    POOL,
-    SIGNAL,
-    SYSTEM,
-    TAPE,
-)
 from localinfer.kernels.cpu.memory import address
+from localinfer.kernels.cpu.parameters import Block
 from localinfer.kernels.jit import isa, object_cache
 from localinfer.kernels.jit.object_cache import Function
-from localinfer.kernels.jit.object_files import code_around
 from localinfer.kernels.versions import installed_version
 from localinfer.system import crash_files
+
+INSTALL = -1
+"""Instead of a signal: remember the address of the CRASH_AREA that comes as the second argument."""
+
+CRASH_AREA = Block(
+    "is_busy put create close restore raise_signal thread_id phrases text room path fault_offset "
+    "instruction_offset signals num_signals pools num_pools tapes num_tapes kernels num_kernels"
+)
+"""put to thread_id: addresses of functions of the C library. phrases: address of a PIECE for each of PHRASES. text:
+where a report is written, room bytes. path: of the file it is kept in, ending with a zero byte; 0 for none.
+fault_offset, instruction_offset: where the two addresses lie in what comes with a signal, -1 if unknown. The others are
+tables of the blocks below."""
+
+PIECE = Block("address size")
+"""A piece of text."""
+SIGNAL = Block("number name size former")
+"""former: address of what the system did about it before, as `sigaction` takes it."""
+POOL = Block("control lines")
+"""A thread pool: its control block, and for how many threads that has lines."""
+TAPE = Block("first end pieces")
+"""Entries of ops and where they end; pieces: address of a PIECE for each op, what it is."""
+KERNEL = Block("first end name size")
+"""The machine code of a kernel, and its name."""
+
+PIECE_BYTES, SIGNAL_BYTES, POOL_BYTES, TAPE_BYTES, KERNEL_BYTES = (
+    block.num_bytes for block in (PIECE, SIGNAL, POOL, TAPE, KERNEL)
+)
+
+CODE_OFFSET = 8
+"""In the system's description of a signal: why it was sent, int32, positive for a fault."""
+SENT_BY_PROGRAM = 0x80000000
+"""From here on these codes are negative; 0 is one of a program, too."""
+WITHOUT_ADDRESS = 0x7F
+"""Codes above this one come from the system itself, which does not know the address."""
+FILE_MODE = 0o600
+ERROR_DESCRIPTOR = 2
+
+PHRASES = (
+    *("localinfer crashed: ", " at address 0x", "\n  in op ", " of ", ": ", "\n  thread ", ", rows: "),
+    *(", with output: ", ", sequences: ", "\n  the instruction is in kernel ", "\n  last runs, the newest first:"),
+    *("\n    ops: ", ", threads: ", "\n  not inside a kernel of localinfer", "", "\n  in kernel ", "\n"),
+)
+CRASHED, AT_ADDRESS, IN_OP, OF, COLON, THREAD, ROWS = range(7)
+OUTPUT_ROWS, SEQUENCES, INSTRUCTION_IN, LAST_RUNS_ARE = range(7, 11)
+OPS_ARE, THREADS_ARE, OUTSIDE, SYSTEM, IN_KERNEL, LINE_END = range(11, 17)
+"""Places in PHRASES; SYSTEM stands for versions, instruction set and system, LINE_END for what became of a report."""
+
 
 HANDLER = Function("crash.handle", "q", "qqq")
 
@@ -248,3 +284,32 @@ def _versions() -> str:
 
 
 crash_files.when_asked.append(install_if_asked)
+
+
+_ELF = b"\x7fELF\x02\x01"
+"""The beginning of a file of 64 bits, little-endian."""
+_SYMBOL_TABLE = 2
+_SECTIONS_OFFSET, _SECTIONS_COUNT = 0x28, 0x3A
+_SECTION = struct.Struct("<IIQQQQIIQQ")
+_SYMBOL = struct.Struct("<IBBHQQ")
+
+
+def code_around(code: bytes, symbol: str) -> tuple[int, int]:
+    """How many bytes of its section precede a function, and how many there are from its beginning to the section's end.
+
+    Of other formats than ELF, 0 and the size of the file, which is more.
+    """
+    if not code.startswith(_ELF):
+        return 0, len(code)
+    wanted = symbol.encode() + b"\0"
+    (start,) = struct.unpack_from("<Q", code, _SECTIONS_OFFSET)
+    size, count = struct.unpack_from("<HH", code, _SECTIONS_COUNT)
+    sections = [_SECTION.unpack_from(code, start + size * index) for index in range(count)]
+    for _, kind, _, _, offset, num_bytes, link, _, _, _ in sections:
+        if kind != _SYMBOL_TABLE:
+            continue
+        names = sections[link][4]
+        for name, _, _, section, value, _ in _SYMBOL.iter_unpack(code[offset : offset + num_bytes]):
+            if code.startswith(wanted, names + name):
+                return value, sections[section][5] - value
+    return 0, len(code)

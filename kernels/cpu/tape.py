@@ -153,6 +153,6 @@ class CpuTape:
             self.memory.keep(offsets)
             places = self.addresses_of(out=out, x=x)
             words = GATHER.pack(**places, offsets=address(offsets), columns=x.width, is_output=x.is_output)
-            self.add("gather.gather_columns", words, writes=out, about=x.name)
+            self.add("elementwise.gather_columns", words, writes=out, about=x.name)
             self._ordered_source = source
         return out

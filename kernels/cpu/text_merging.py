@@ -19,20 +19,20 @@ KERNELS = (_FILL_PAIRS, _FILL_WHOLE, _MERGE, _SPLIT)
 
 
 class WordShape(NamedTuple):
-    """The rules of splitting words.
-
-    leads_with_symbols: a word may begin with any one symbol or white space, else only with a space. digits: maximum
-    digits of a group, 0 for a whole run with a space before it. digits_first: digits are split off one by one first.
-    symbol_lines: newlines belong to the symbols before them. lines: white space ends at its last newline. any_case:
-    contractions may be in capitals.
-    """
+    """The rules of splitting words."""
 
     leads_with_symbols: bool = False
+    """A word may begin with any one symbol or white space, else only with a space."""
     digits: int = 0
+    """Maximum digits of a group; 0 for a whole run with a space before it."""
     digits_first: bool = False
+    """Digits are split off one by one first."""
     symbol_lines: bool = False
+    """Newlines belong to the symbols before them."""
     lines: bool = False
+    """White space ends at its last newline."""
     any_case: bool = False
+    """Contractions may be in capitals."""
 
 
 def split_words(

@@ -184,7 +184,7 @@ def pack(
     return PackedWeight(layout, num_rows, num_columns, num_experts, packed)
 
 
-_FOLD = Function("checksum.fold", "q", "qqq")
+_FOLD = Function("packing.fold", "q", "qqq")
 KERNELS = (_PACK, _FOLD)
 """Kernels of packing and checksums, to be compiled when a model is loaded."""
 

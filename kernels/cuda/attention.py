@@ -28,7 +28,7 @@ _TILE_COLUMNS, _MAX_SHARED_BYTES = 128, 48 << 10
 
 
 @dataclass(frozen=True)
-class Rope:
+class HeadRotation:
     """A rotation of every head: where the cosines and sines of a batch are, pairs, and where in a head they begin."""
 
     angles: int
@@ -45,10 +45,10 @@ class FreshRows:
     layer: int
     keys: Place
     values: Place
-    rope: Rope
+    rope: HeadRotation
 
 
-def store_steps(layout: KVLayout, layer: int, keys: Place, values: Place, rope: Rope) -> Builder:
+def store_steps(layout: KVLayout, layer: int, keys: Place, values: Place, rope: HeadRotation) -> Builder:
     """Write keys, rotated, and values into the cache."""
     kept, head = layout.layers[layer], layout.head(layer)
     heads, sizes = kept.num_kv_heads, (kept.key_size, kept.value_size)
@@ -71,7 +71,7 @@ def store_steps(layout: KVLayout, layer: int, keys: Place, values: Place, rope: 
 
 
 @dataclass(frozen=True)
-class Attention:
+class AttentionLaunches:
     """An attention op over the cache: places of queries, rotated here, and of what is written; ALiBi slopes and sinks
     are addresses, or 0. fresh: of one row, what its attention stores before it reads the cache, if anything."""
 
@@ -83,7 +83,7 @@ class Attention:
     out: Place
     slopes: int
     sinks: int
-    rope: Rope
+    rope: HeadRotation
     fresh: FreshRows | None = None
 
     def steps(self, run: Shape, codes: Quantized | None) -> Iterator[Step]:

@@ -40,26 +40,27 @@ Place = tuple[int, int]
 
 @dataclass(frozen=True)
 class Shape:
-    """The shape of a batch: rows, context length, and addresses.
-
-    Addresses are of int64[rows]: token ids, positions, the page table of each row (0 for padding), and the output rows.
-    cache_positions: where rows lie among the positions that were kept; 0 where all were. sum_targets: where the
-    attention of rows is summed (`page_sums.py`). last_positions: of each row's segment in the batch, in the cache.
-    token_types: of rows, for models that have some.
-    """
+    """The shape of a batch: rows, context length, and addresses of int64[rows]."""
 
     batch_rows: int
     output_rows: int
     num_chunks: int
+    """Chunks of positions up to the last one of the batch."""
     token_ids: int
     positions: int
     page_tables: int
+    """Address of each row's page table; 0 for padding."""
     output_row_numbers: int
     segment_rows: tuple[int, ...] = ()
+    """Rows of each segment."""
     cache_positions: int = 0
+    """Positions of rows among those that were kept in the cache; 0 where all were."""
     sum_targets: int = 0
+    """Addresses to which the attention of rows is added (`page_sums.py`)."""
     last_positions: int = 0
+    """The last position in the cache of each row's segment in the batch."""
     token_types: int = 0
+    """For models that have some."""
 
     @property
     def kept(self) -> int:

@@ -5,9 +5,10 @@ to PTX: the code is the same on every machine, and compiling needs neither a GPU
 """
 
 import importlib
+import inspect
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from llvmlite import binding as llvm
@@ -36,30 +37,46 @@ _NEW_TARGETS = {(10, 0): "+ptx86", (12, 0): "+ptx87"}
 """Architectures that need a later PTX version, in order."""
 
 
-@dataclass(frozen=True)
-class Template:
-    """A function of integer constants that returns a kernel, and the kinds of that kernel's parameters.
+Members = dict[str, str]
+"""Names of the members of each parameter that is a tuple, separated by spaces."""
 
-    Kinds: q is int64 or an address, f float32; those in parentheses are one parameter, a tuple.
-    bounds: from the constants, threads of a block at most, and blocks that a multiprocessor should hold, which limits
-    registers; None leaves both to the assembler.
-    """
+
+@dataclass(frozen=True)
+class KernelTemplate:
+    """A function of integer constants that returns a kernel, and the types of that kernel's parameters."""
 
     make: Callable[..., Callable[..., None]]
-    parameters: str
+    floats: frozenset[str] = frozenset()
+    """Parameters, or members of tuples, that are float32; the others are int64 or addresses."""
+    tuples: Members = field(default_factory=dict)
+    """Parameters that are tuples."""
     bounds: Callable[..., tuple[int, int] | None] | None = None
+    """From the constants, threads of a block at most, and blocks that a multiprocessor should hold, which limits
+    registers; None leaves both to the assembler."""
+
+    def parameters_of(self, kernel: Callable[..., None]) -> list[str]:
+        """The kinds of a kernel's parameters in order, q for int64 and f for float32; a tuple has several."""
+        names = list(inspect.signature(kernel).parameters)
+        members = [self.tuples.get(name, name).split() for name in names]
+        unknown = {*self.floats, *self.tuples} - {*names, *(one for several in members for one in several)}
+        assert not unknown, f"no parameter is called {', '.join(sorted(unknown))}"
+        return ["".join("f" if one in self.floats else "q" for one in several) for several in members]
+
+    def is_tuple(self, kernel: Callable[..., None]) -> list[bool]:
+        """Which of a kernel's parameters are tuples."""
+        return [name in self.tuples for name in inspect.signature(kernel).parameters]
 
 
 def template(
-    parameters: str, bounds: Callable[..., tuple[int, int] | None] | None = None
-) -> Callable[[Callable[..., Callable[..., None]]], Template]:
-    """Decorate a function that returns kernels; see `Template`."""
-    return lambda make: Template(make, parameters, bounds)
+    *, floats: str = "", tuples: Members | None = None, bounds: Callable[..., tuple[int, int] | None] | None = None
+) -> Callable[[Callable[..., Callable[..., None]]], KernelTemplate]:
+    """Decorate a function that returns kernels; see `KernelTemplate`."""
+    return lambda make: KernelTemplate(make, frozenset(floats.split()), tuples or {}, bounds)
 
 
-def kernel(parameters: str) -> Callable[[Callable[..., None]], Template]:
-    """Decorate a kernel without constants; see `Template`."""
-    return lambda function: Template(lambda: function, parameters)
+def kernel(*, floats: str = "") -> Callable[[Callable[..., None]], KernelTemplate]:
+    """Decorate a kernel without constants; see `KernelTemplate`."""
+    return lambda function: KernelTemplate(lambda: function, frozenset(floats.split()))
 
 
 class DeviceFunction(CUDADispatcher):  # type: ignore[misc]
@@ -94,9 +111,10 @@ def compile_ptx(name: str, constants: tuple[int, ...], capability: tuple[int, in
 def kernel_ir(name: str, constants: tuple[int, ...]) -> str:
     """Optimised LLVM IR of a kernel, the same for every GPU."""
     source = find_template(name)
-    signature = types.void(*map(_type_of, re.findall(r"\(\w+\)|\w", source.parameters)))
+    made = source.make(*constants)
+    signature = types.void(*map(_type_of, source.parameters_of(made), source.is_tuple(made)))
     library, _ = compiler._compile_pyfunc_with_fixup(
-        source.make(*constants), signature, device=False, cc=_IR_TARGET, abi="numba", abi_info=None
+        made, signature, device=False, cc=_IR_TARGET, abi="numba", abi_info=None
     )
     texts = library.llvm_strs
     entries = re.findall(r'@"([^"]+)", !"kernel"', "\n".join(texts))
@@ -106,15 +124,15 @@ def kernel_ir(name: str, constants: tuple[int, ...]) -> str:
     return _optimised([text.replace(f'@"{entries[0]}"', f"@{entry}") for text in prepared], entry)
 
 
-def _type_of(kind: str) -> Any:
-    return types.Tuple([_KINDS[member] for member in kind[1:-1]]) if kind.startswith("(") else _KINDS[kind]
+def _type_of(kinds: str, is_tuple: bool) -> Any:
+    return types.Tuple([_KINDS[kind] for kind in kinds]) if is_tuple else _KINDS[kinds]
 
 
-def find_template(name: str) -> Template:
+def find_template(name: str) -> KernelTemplate:
     """The template "module.function" of `kernels.cuda.compiled`."""
     module_name, function_name = name.split(".")
     source = getattr(importlib.import_module(f"localinfer.kernels.cuda.compiled.{module_name}"), function_name)
-    assert isinstance(source, Template), f"{name} is decorated with template"
+    assert isinstance(source, KernelTemplate), f"{name} is decorated with template"
     return source
 
 

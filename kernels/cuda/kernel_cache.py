@@ -16,9 +16,8 @@ from pathlib import Path
 from localinfer.errors import BackendUnavailableError
 from localinfer.kernels.jit import object_cache
 from localinfer.kernels.jit.compile_ahead import can_start_children, run_children
-from localinfer.kernels.jit.unused_keys import note_use
-from localinfer.kernels.source_digests import combined, source_digests
-from localinfer.kernels.versions import installed_version
+from localinfer.kernels.jit.object_cache import note_use
+from localinfer.kernels.versions import combined, installed_version, source_digests
 from localinfer.types import ProgressCallback
 
 SHARED_SOURCES = (

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from localinfer.errors import ShapeError, UnsupportedFormatError
 from localinfer.kernels import ops
 from localinfer.kernels.cuda import experts, gemm
-from localinfer.kernels.cuda.attention import Attention, FreshRows, Rope, store_steps
+from localinfer.kernels.cuda.attention import AttentionLaunches, FreshRows, HeadRotation, store_steps
 from localinfer.kernels.cuda.device import CudaDevice, Launch, Step
 from localinfer.kernels.cuda.gemm import Quantized, Shape, Slot
 from localinfer.kernels.cuda.memory import SMALL_ROWS, SharedMemory
@@ -228,7 +228,7 @@ def _rope(tape: CudaTape, op: ops.Rope) -> None:
     tape.read(op.x)
     halves = int(op.table.pairing is Pairing.HALVES)
     pairs = op.table.inverse_frequencies.size
-    tape.put_off(op.x, Rope(_rope_angles(tape, op.table), pairs, halves, op.head_size, op.offset))
+    tape.put_off(op.x, HeadRotation(_rope_angles(tape, op.table), pairs, halves, op.head_size, op.offset))
 
 
 def _rope_angles(tape: CudaTape, table: RopeTable) -> int:
@@ -265,7 +265,7 @@ def _attention(tape: CudaTape, attention: ops.Attention) -> None:
     rope = tape.take_rope(attention.queries, shape.key_size)
     places = (memory.address_of(attention.queries), memory.address_of(out))
     constants = (memory.constant(shape.alibi_slopes), memory.constant(shape.sinks))
-    launches = Attention(memory, tape.kv_layout, attention.layer, shape, *places, *constants, rope)
+    launches = AttentionLaunches(memory, tape.kv_layout, attention.layer, shape, *places, *constants, rope)
     sums = tape.page_sums
     last = tape.last
     if sums is not None:

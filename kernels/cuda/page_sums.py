@@ -6,7 +6,7 @@ import numpy as np
 
 from localinfer.errors import RequestError
 from localinfer.kernels.cpu.kernel_abi import SUMMED_ROWS
-from localinfer.kernels.cuda.attention import Attention
+from localinfer.kernels.cuda.attention import AttentionLaunches
 from localinfer.kernels.cuda.device import Launch, Step
 from localinfer.kernels.cuda.gemm import THREADS, Shape, column_launch
 from localinfer.kernels.cuda.memory import SMALL_ROWS, DeviceMemory
@@ -49,7 +49,7 @@ class PageSums:
             if segment.attention_sums is not None:
                 segment.attention_sums[:] += sums[: segment.attention_sums.size]
 
-    def steps(self, run: Shape, attention: Attention) -> Iterator[Step]:
+    def steps(self, run: Shape, attention: AttentionLaunches) -> Iterator[Step]:
         """The launches of one attention op, whose keys are in the cache already."""
         if run.batch_rows <= SMALL_ROWS:
             yield from self._rows(run, attention, 0, run.batch_rows)
@@ -59,7 +59,7 @@ class PageSums:
             end += rows
             yield from self._rows(run, attention, end - min(rows, SUMMED_ROWS), end)
 
-    def _rows(self, run: Shape, attention: Attention, first: int, end: int) -> Iterator[Step]:
+    def _rows(self, run: Shape, attention: AttentionLaunches, first: int, end: int) -> Iterator[Step]:
         shape, layout, rope, rows = attention.shape, attention.layout, attention.rope, end - first
         head = layout.head(attention.layer)
         scratch = self._memory.shared("shares of pages", 8 * SMALL_ROWS * shape.num_heads * self._num_pages)

@@ -20,9 +20,17 @@ from localinfer.types import FloatArray, ProgressCallback
 _CHUNK = 128
 _FEWEST_CHUNKS = 4
 _FEWEST_PAGES = 64
-_FIELDS = 8
-"""Of a row: token id, position, page table, output row, position in the cache, where its attention is summed, and the
-last position in the cache of its segment."""
+_HEADER = (
+    "token_ids",
+    "positions",
+    "page_tables",
+    "output_row_numbers",
+    "cache_positions",
+    "sum_targets",
+    "last_positions",
+    "token_types",
+)
+"""Arrays int64[capacity] of a batch on the device, in order, by the fields of `Shape` that have their addresses."""
 
 
 class CudaProgram:
@@ -57,7 +65,7 @@ class CudaProgram:
         self.max_output_rows = limits.max_output_rows
         rows = max(limits.max_rows, SMALL_ROWS)
         self._headers = {
-            capacity: (np.zeros(_FIELDS * capacity, np.int64), self._device.allocate(8 * _FIELDS * capacity))
+            capacity: (np.zeros(len(_HEADER) * capacity, np.int64), self._device.allocate(8 * len(_HEADER) * capacity))
             for capacity in {SMALL_ROWS, rows}
         }
         self._capacities = sorted(self._headers)
@@ -196,23 +204,24 @@ class CudaProgram:
         rows, outputs = len(batch.token_ids), len(batch.output_rows)
         capacity = next(capacity for capacity in self._capacities if capacity >= max(rows, outputs))
         numbers, address = self._headers[capacity]
-        parts = numbers.reshape(_FIELDS, capacity)
-        parts[:] = 0
-        parts[0, :rows] = batch.token_ids
-        parts[3, :outputs] = batch.output_rows
+        numbers[:] = 0
+        words = dict(zip(_HEADER, numbers.reshape(len(_HEADER), capacity), strict=True))
+        words["token_ids"][:rows] = batch.token_ids
+        words["output_row_numbers"][:outputs] = batch.output_rows
+        positions, kept = words["positions"], words["cache_positions"]
         row = longest = 0
         for index, segment in enumerate(batch.segments):
             end = row + segment.num_rows
             table = self._page_table(index, segment.page_addresses)
-            parts[1, row:end] = np.arange(segment.start_position, segment.start_position + segment.num_rows)
-            parts[2, row:end] = table
-            parts[4, row:end] = parts[1, row:end] - segment.dropped_tokens
-            parts[6, row:end] = parts[4, end - 1]
-            parts[5, max(row, end - SUMMED_ROWS) : end] = targets[index]
-            longest = max(longest, int(parts[4, end - 1]) + 1)
+            positions[row:end] = np.arange(segment.start_position, segment.start_position + segment.num_rows)
+            words["page_tables"][row:end] = table
+            kept[row:end] = positions[row:end] - segment.dropped_tokens
+            words["last_positions"][row:end] = kept[end - 1]
+            words["sum_targets"][max(row, end - SUMMED_ROWS) : end] = targets[index]
+            longest = max(longest, int(kept[end - 1]) + 1)
             row = end
         if batch.token_types is not None:
-            parts[7, :rows] = batch.token_types
+            words["token_types"][:rows] = batch.token_types
         self._device.write(address, numbers)
         chunks = _FEWEST_CHUNKS
         while chunks * _CHUNK < longest:
@@ -245,13 +254,5 @@ def _padded(rows: int) -> int:
 
 
 def _shape(rows: int, outputs: int, chunks: int, capacity: int, header: int) -> Shape:
-    token_ids, positions, tables, selected, kept, targets, last, types = (
-        header + 8 * capacity * part for part in range(_FIELDS)
-    )
-    return Shape(
-        *(rows, outputs, chunks, token_ids, positions, tables, selected),
-        cache_positions=kept,
-        sum_targets=targets,
-        last_positions=last,
-        token_types=types,
-    )
+    addresses = {name: header + 8 * capacity * index for index, name in enumerate(_HEADER)}
+    return Shape(rows, outputs, chunks, **addresses)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from localinfer.kernels.cuda.attention import FreshRows, Rope
+from localinfer.kernels.cuda.attention import FreshRows, HeadRotation
 from localinfer.kernels.cuda.device import CudaDevice, Step
 from localinfer.kernels.cuda.gemm import Builder, Quantized, Shape, Slot, column_launch
 from localinfer.kernels.cuda.memory import DeviceMemory, SharedMemory
@@ -14,20 +14,20 @@ from localinfer.kernels.ops import Buffer, OpGraph, Projection, Rows
 
 @dataclass
 class RecordedOp:
-    """An op that may still be joined with the next one.
-
-    source: the buffer whose rows it leaves quantized if `quantized` is set. slots and projections: of a product.
-    fresh: what a store writes, which the attention of one row does in its place if `is_left` is set.
-    """
+    """An op that may still be joined with the next one."""
 
     build: Builder
     source: Buffer | None = None
+    """The buffer whose rows it leaves quantized if `quantized` is set."""
     can_quantize: bool = False
     quantized: Quantized | None = None
     projections: Sequence[Projection] = ()
+    """Of a product."""
     slots: Sequence[Slot] = ()
+    """Of a product."""
     activation: int | None = None
     fresh: FreshRows | None = None
+    """Rows that a store writes, which the attention of one row does in its place if `is_left` is set."""
     is_left: bool = False
 
 
@@ -56,7 +56,7 @@ class CudaTape:
         self.quantized: dict[int, Quantized] = {}
         self.angles: dict[tuple[bytes, float], int] = {}
         self.stage_starts = [0]
-        self._ropes: dict[int, Rope] = {}
+        self._ropes: dict[int, HeadRotation] = {}
         self._unwritten: dict[int, int] = {}
 
     @property
@@ -117,17 +117,17 @@ class CudaTape:
         """Note that a buffer, which was joined with another, is not written: nothing may read it."""
         self._unwritten[buffer.index] = buffer.width
 
-    def put_off(self, buffer: Buffer, rope: Rope) -> None:
+    def put_off(self, buffer: Buffer, rope: HeadRotation) -> None:
         """Leave a rotation to the op that reads the buffer next."""
         self.written(buffer)
         self._ropes[buffer.index] = rope
 
-    def take_rope(self, x: Buffer, head_size: int) -> Rope:
+    def take_rope(self, x: Buffer, head_size: int) -> HeadRotation:
         """The rotation that was put off for x, to be done by its reader, which leaves x without it."""
         rope = self._ropes.get(x.index)
         if rope is None or rope.head_size != head_size:
             self.read(x)
-            return Rope(0, 0, 0, head_size, 0)
+            return HeadRotation(0, 0, 0, head_size, 0)
         del self._ropes[x.index]
         self.leave_unwritten(x)
         return rope

@@ -11,9 +11,11 @@ import ctypes
 import functools
 import hashlib
 import os
+import shutil
 import sys
 import tempfile
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,9 +25,13 @@ from llvmlite import binding as llvm
 
 from localinfer.kernels import address_space
 from localinfer.kernels.jit import isa
-from localinfer.kernels.jit.unused_keys import note_use
-from localinfer.kernels.source_digests import UNKNOWN_SOURCES, UNKNOWN_SOURCES_WAY_OUT, combined, source_digests
-from localinfer.kernels.versions import installed_version
+from localinfer.kernels.versions import (
+    UNKNOWN_SOURCES,
+    UNKNOWN_SOURCES_WAY_OUT,
+    combined,
+    installed_version,
+    source_digests,
+)
 from localinfer.system.files import read_bounded, write_all, write_atomically
 from localinfer.system.folders import chosen_cache_folder, make_private, temporary_folder, user_folder
 
@@ -257,3 +263,37 @@ def store(path: Path, code: bytes) -> None:
     content = hashlib.sha256(code).digest() + code
     with contextlib.suppress(OSError):
         write_atomically(path, lambda file: write_all(file, content))
+
+
+KEPT_SECONDS = 90 * 24 * 3600
+NOTED_SECONDS = 24 * 3600
+"""How often the use of a folder is noted, and others are looked at."""
+
+_STAMP = "last-used"
+"""A file in each folder, whose time is that of its last use."""
+
+
+def note_use(folder: Path) -> None:
+    """Note that a folder is in use, and remove those beside it that were last used KEPT_SECONDS ago.
+
+    folder: private, in a private folder that holds nothing else. Errors of the disk are ignored.
+    """
+    now = time.time()
+    stamp = folder / _STAMP
+    with contextlib.suppress(OSError):
+        if stamp.exists() and abs(now - stamp.stat().st_mtime) < NOTED_SECONDS:
+            return
+        stamp.touch()
+        # A clock that was set forward for a moment must not leave a time that is never reached.
+        os.utime(stamp, (now, now))
+        for other in folder.parent.iterdir():
+            if other != folder and other.is_dir() and not other.is_symlink() and _last_use(other) < now - KEPT_SECONDS:
+                shutil.rmtree(other, ignore_errors=True)
+
+
+def _last_use(folder: Path) -> float:
+    """When a kernel was last stored in a folder, or its use was noted."""
+    times = [folder.stat().st_mtime]
+    with contextlib.suppress(FileNotFoundError):
+        times.append((folder / _STAMP).stat().st_mtime)
+    return max(times)

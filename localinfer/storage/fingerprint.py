@@ -244,7 +244,7 @@ def _program() -> str:
 @cache
 def _code() -> str:
     """Hash of the sources that compute; a text unique to this process if they are unknown."""
-    from localinfer.kernels.source_digests import PACKAGES, UNKNOWN_SOURCES, combined, source_digests
+    from localinfer.kernels.versions import PACKAGES, UNKNOWN_SOURCES, combined, source_digests
 
     digests: dict[str, str] = {}
     for package in PACKAGES:

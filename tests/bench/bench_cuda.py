@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from localinfer.kernels.cuda.attention import Attention, Rope
+from localinfer.kernels.cuda.attention import AttentionLaunches, HeadRotation
 from localinfer.kernels.cuda.device import CudaDevice, Launch
 from localinfer.kernels.cuda.gemm import (
     TENSOR_CORES,
@@ -162,7 +162,7 @@ def attention_record(device: CudaDevice, kv_type: str, num_rows: int, context: i
     queries, out = (memory.shared(name, num_rows * 4 * hidden) for name in ("queries", "out"))
     shape = AttentionShape(heads, kv_heads, head, head, scale=head**-0.5)
     places = ((queries, 4 * hidden), (out, 4 * hidden))
-    attention = Attention(memory, layout, 0, shape, *places, 0, 0, Rope(0, 0, 0, head, 0))
+    attention = AttentionLaunches(memory, layout, 0, shape, *places, 0, 0, HeadRotation(0, 0, 0, head, 0))
     record: dict[str, Any] = {"kv_type": kv_type, "rows": num_rows, "context": context, "layers_of_8B": layers}
     chunks = 1 << (-(-context // 128) - 1).bit_length()
     ways: dict[str, tuple[int, ...]] = {"chunks": ()}

@@ -30,7 +30,7 @@ SPINE = (
     "models/decoder/{decoder,attention,feed_forward,graph,config,architecture}.py",
 )
 """The engine core: from token ids to token ids, with the programs of kernels."""
-_BESIDE = ("kernels/built_sources.py", "kernels/source_digests.py", "kernels/versions.py", "kernels/address_space.py")
+_BESIDE = ("kernels/built_sources.py", "kernels/versions.py", "kernels/address_space.py")
 """Beside the ops, and no part of the spine."""
 _SHORT = 80
 _IMPORT = re.compile(r"^[ \t]*(?:import ([^\n(]+)|from ([\w.]+) import (\([^)]*\)|[^\n(]*))", re.MULTILINE)

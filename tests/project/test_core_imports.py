@@ -59,7 +59,7 @@ assert Kernel("embedding.embed_f16").address
         ("server", "import localinfer.apps.server.app"),
         ("chat", "import localinfer.apps.terminal.loop"),
         ("hub", "from localinfer.storage.hub import pull, places; pull.pull_model(None, places.Places.of_user())"),
-        ("gguf", "from localinfer.kernels.grid_tables import grid_vectors; grid_vectors('IQ2_XXS')"),
+        ("gguf", "from localinfer.kernels.layouts import grid_vectors; grid_vectors('IQ2_XXS')"),
         ("convert", "from localinfer.quant.methods.workers import Workers; Workers(1)"),
     ],
 )

@@ -132,12 +132,12 @@ def _choose_blocks(tape: CpuTape, op: ops.ChooseBlocks) -> None:
     words |= {"num_cells": num_cells, "scores": scores, "sinks": 0, "slopes": 0} | relative_parameters()
     calls = {parameters.CHOOSE_BLOCKS.fields.index(word): kernel for word, kernel in called_kernels(layout).items()}
     cost = OpCost(
-        "choosing.score_blocks", kv_bytes=layout.head(op.layer).num_bytes // layout.page_tokens,
+        "block_topk.score_blocks", kv_bytes=layout.head(op.layer).num_bytes // layout.page_tokens,
         kv_multiply_adds=op.num_heads * op.key_size,
     )  # fmt: skip
     about, block = _about_attention(tape, op.layer, shape), parameters.CHOOSE_BLOCKS.pack(**words)
-    tape.add("choosing.score_blocks", block, calls=calls, cost=cost, about=about)
-    tape.add("choosing.choose_blocks", block.copy(), writes=chosen.blocks, calls=calls, about=about)
+    tape.add("block_topk.score_blocks", block, calls=calls, cost=cost, about=about)
+    tape.add("block_topk.choose_blocks", block.copy(), writes=chosen.blocks, calls=calls, about=about)
 
 
 def _queries(tape: CpuTape, queries: Buffer, layer: int, shape: AttentionShape) -> dict[str, int]:

@@ -117,7 +117,7 @@ def _selective_scan(tape: CpuTape, op: ops.SelectiveScan) -> None:
 def _previous_row(tape: CpuTape, op: ops.PreviousRow) -> None:
     x, x_stride = (0, 0) if op.x is None else tape.address_of(op.x)
     words = parameters.PREVIOUS_ROW.pack(**tape.addresses_of(out=op.out), x=x, x_stride=x_stride, columns=op.out.width)
-    tape.add("previous_row.previous_row", words, writes=op.out)
+    tape.add("segments.previous_row", words, writes=op.out)
 
 
 LOWER: dict[type, Callable[[CpuTape, Any], None]] = {

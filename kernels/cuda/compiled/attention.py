@@ -96,7 +96,17 @@ def _bounds(key_kind, value_kind, heads, key_size, value_size, stores=0, quantiz
     return THREADS, 4
 
 
-@template("qqqqqqqqqqqqqqqqq" + ROPE + "ff(qq)" + ROPE + "(qqqqqqqq)(qq)", _bounds)
+@template(
+    floats="scale softcap",
+    tuples={
+        **ROPE,
+        "fresh": "fresh_keys fresh_values",
+        "fresh_rope": ROPE["rope"],
+        "into": "out out_stride sinks counters codes codes_stride records records_stride",
+        "reach": "num_later last_positions",
+    },
+    bounds=_bounds,
+)
 def attend_chunks(key_kind, value_kind, heads, key_size, value_size, stores=0, quantizes=0, later=0):
     """Attention of `heads` query heads of one KV head to one chunk, of [rows, KV heads * parts, chunks].
 

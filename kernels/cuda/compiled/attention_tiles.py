@@ -127,7 +127,7 @@ def add_product(sums, first, left, upper, lower):
         sums[first + i] = product[i]
 
 
-@template("qqqqqqqqqqqqqqqqqq" + ROPE + "qff(qq)")
+@template(floats="scale softcap", tuples={**ROPE, "reach": "num_later last_positions"})
 def attend_tiles(key_kind, value_kind, key_size, value_size, warps, later=0):
     """Attention of rows of one sequence, of [tiles, KV heads, parts of columns]; a warp to 16 of rows x query heads.
 

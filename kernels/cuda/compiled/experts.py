@@ -45,7 +45,7 @@ def exclude(values, index):
     ptx.syncthreads()
 
 
-@template("qqqqqqqqqqqqqqqff")
+@template(floats="scale margin")
 def route(gating):
     """Choose experts of every row, a warp each, of [1, rows]; scratch: float32[rows][2 * count + groups]."""
     is_sigmoid = gating == SIGMOID
@@ -172,7 +172,7 @@ def route(gating):
     return kernel
 
 
-@kernel("qqqqqqqqqq")
+@kernel()
 def expert_sum(
     out, out_stride, x, x_stride, weights, weights_stride, residual, residual_stride, num_selected, num_columns
 ):
@@ -191,7 +191,7 @@ def expert_sum(
         ptx.store_f32(out + row * out_stride + 4 * column, total)
 
 
-@kernel("qqqqqq")
+@kernel()
 def expert_scale(x, x_stride, weights, weights_stride, num_selected, num_columns):
     """x of every slot times its weight, of [slots * columns / 128, rows]."""
     index = ptx.block_x() * THREADS + ptx.thread()
@@ -203,7 +203,7 @@ def expert_scale(x, x_stride, weights, weights_stride, num_selected, num_columns
         )
 
 
-@kernel("qqqqqqq")
+@kernel()
 def expert_factors(x, x_stride, ids, ids_stride, factors, num_selected, num_columns):
     """x of every slot times its expert's number, of [slots * columns / 128, rows]."""
     index = ptx.block_x() * THREADS + ptx.thread()

@@ -18,7 +18,7 @@ HALF_BYTES, CODES, HALVES, FLOATS = 0, 1, 2, 4
 """Kinds of keys and values, by the whole bytes of an element: q4_0, q8_0, f16 and f32."""
 
 
-@template("qqqqqqqqqqqqq" + ROPE)
+@template(tuples=ROPE)
 def store_rows(key_kind, value_kind):
     """Write keys, after RoPE if it has pairs, and values, neither of them as codes.
 
@@ -176,7 +176,7 @@ def value_store_of(kind, size, pads):
     return store_value
 
 
-@template("qqqqqqqqqqqq" + ROPE)
+@template(tuples=ROPE)
 def store_codes(key_kind, value_kind, key_size, value_size):
     """Write keys, after RoPE if it has pairs, and values, at least one of them as codes.
 

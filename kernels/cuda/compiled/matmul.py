@@ -19,8 +19,10 @@ PLAIN, GATED, EXPERTS, GATED_CODES = range(4)
 """Kinds of products: up to three weights of one input; gate and up joined by an activation; one expert per slot; gate
 and up whose result is quantized too, where the third slot has codes and records with their strides, 0 and counters."""
 
-SLOTS = 3 * "(qqqqqqqqqqf)"
-"""Parameters of three weights: four arrays, rows, out and stride, bias, residual and stride, scale."""
+_SLOT = "codes scales high extra num_rows out out_stride bias residual residual_stride scale"
+ROW_BYTES = {"row_bytes": "codes_row scales_row high_row extra_row"}
+SLOTS = {"slot_0": _SLOT, "slot_1": _SLOT, "slot_2": _SLOT}
+"""Parameters of three weights."""
 
 
 @inline
@@ -60,7 +62,7 @@ def _bounds(layout, batch_rows, weight_rows, split, kind, prefetches=0):
     return (128, 5 - batch_rows) if batch_rows <= 2 else None
 
 
-@template("qqqqqq" + SLOTS + "(qqqq)qqqq", _bounds)
+@template(floats="scale", tuples={**SLOTS, **ROW_BYTES}, bounds=_bounds)
 def matmul(layout, batch_rows, weight_rows, split, kind, prefetches=0):
     """Multiply: a block of four warps, `split` of them to a row, a grid of [groups of rows * split / 4, slots].
 

@@ -10,7 +10,7 @@ No measurement on a GPU has justified this file yet: what the first run shows to
 from numba import cuda, float32, int64
 
 from localinfer.kernels.cuda.compiled import ptx
-from localinfer.kernels.cuda.compiled.matmul import GATED, GATED_CODES, PLAIN, SLOTS, finished, pick_slot
+from localinfer.kernels.cuda.compiled.matmul import GATED, GATED_CODES, PLAIN, ROW_BYTES, SLOTS, finished, pick_slot
 from localinfer.kernels.cuda.compiled.quantize import quantize_written
 from localinfer.kernels.cuda.compiled.weights import (
     BYTES,
@@ -56,7 +56,7 @@ def _bounds(layout, batch_rows, tiles, split, kind):
     return (THREADS, 2) if batch_rows <= 8 and tiles == 1 else None
 
 
-@template("qqqqqq" + SLOTS + "(qqqq)", _bounds)
+@template(floats="scale", tuples={**SLOTS, **ROW_BYTES}, bounds=_bounds)
 def matmul_tiles(layout, batch_rows, tiles, split, kind):
     """Multiply as `matmul.matmul` does, of quantized weights: a grid of [16 * tiles rows of weights, or 8 of both].
 

@@ -20,7 +20,7 @@ THREADS = 128
 _WARPS = THREADS // 32
 
 
-@template("qqqqqqqqqqqqqqq" + ROPE + "ff")
+@template(floats="scale softcap", tuples=ROPE)
 def page_shares(key_kind, key_size):
     """The share of every page in the softmax of a row's query head, of [heads, rows].
 
@@ -148,7 +148,7 @@ def page_shares(key_kind, key_size):
     return kernel
 
 
-@kernel("qqqqqqqq")
+@kernel()
 def add_shares(positions, targets, shares, num_pages, num_heads, window, span, num_rows):
     """Add to the target of every row the shares of its heads, in order, of [pages / 128, rows].
 

@@ -8,7 +8,7 @@ from localinfer.kernels.cuda.jit import kernel
 THREADS = 128
 
 
-@kernel("qqqqqqqq")
+@kernel()
 def mean_rows(out, out_stride, x, x_stride, width, output_rows, page_tables, num_rows):
     """The mean of the rows of the segment that an output row lies in, summed from its first row, of [columns, rows].
 

@@ -52,7 +52,7 @@ def quantize_written(x, x_stride, into, block_columns, batch_rows, warps):
             row = row + warps
 
 
-@kernel("qqqqqqq")
+@kernel()
 def quantize_rows(x, x_stride, codes, codes_stride, records, records_stride, num_columns):
     """Quantize rows: a warp per block of 32 columns, a grid of [blocks / 4, rows]."""
     lane = ptx.thread() % 32

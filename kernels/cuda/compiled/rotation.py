@@ -72,7 +72,7 @@ def code_of(number, scale):
     return ptx.to_int(ptx.maximum(ptx.minimum(number * inverse, float32(127.0)), float32(-127.0)))
 
 
-@template("qqqq" + ROPE)
+@template(tuples=ROPE)
 def rotate_heads(size):
     """out = every head of x after RoPE, rotated, of [heads, rows]; out may be x."""
     stages = rotation_stages(size)

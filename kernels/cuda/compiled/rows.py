@@ -22,11 +22,11 @@ RMS, LAYER = 0, 1
 ACTIVATION, GATE, LIMITED_GATE, ADD, TIMES, TIMES_ROW, TIMES_SIGMOID, SCALE, CLAMP, CLAMP_ABOVE, SOFTCAP = range(11)
 TO_F32, TO_F16, TO_BF16 = range(3)
 
-WEIGHTS = "(qqqq)(qqqq)"
+WEIGHTS = {"arrays": "codes scales high extra", "row_bytes": "codes_row scales_row high_row extra_row"}
 """Addresses of the four arrays of weights, and the bytes of a row in each."""
 
 
-@template(WEIGHTS + "qqqqqqf")
+@template(floats="scale", tuples=WEIGHTS)
 def embed(layout):
     """out[r] = scale * table[indices[r]], or that added to it; a grid of [columns / 128, rows]."""
     weight_at = weight_of(layout)
@@ -45,7 +45,7 @@ def embed(layout):
     return kernel
 
 
-@template(WEIGHTS + "qqq")
+@template(tuples=WEIGHTS)
 def convert(layout, kind):
     """Rows of weights (or of float32 activations, as F32) as plain numbers of a kind, for a library's product.
 
@@ -71,7 +71,7 @@ def convert(layout, kind):
     return kernel
 
 
-@kernel("qqqqqqqqf")
+@kernel(floats="scale")
 def finish_gemm(out, out_stride, product, product_stride, num_columns, bias, residual, residual_stride, scale):
     """out = residual + scale * (product + bias), of [columns / 128, rows]."""
     column = ptx.block_x() * THREADS + ptx.thread()
@@ -89,7 +89,7 @@ def _norm_bounds(kind, warps, quantizes, rounds, is_shared):
     return 32 * warps, 1
 
 
-@template("qqqqqqqqqqqqqf", _norm_bounds)
+@template(floats="epsilon", bounds=_norm_bounds)
 def norm(kind, warps, quantizes, rounds, is_shared):
     """Norm of every group of a row, and its int8 codes if asked for; `warps` warps to a grid of [groups, rows].
 
@@ -176,7 +176,7 @@ def norm(kind, warps, quantizes, rounds, is_shared):
     return kernel
 
 
-@template("qqqqqqqqf")
+@template(floats="scalar")
 def elementwise(operation):
     """out = operation(a, b), of [columns / 128, rows]; activation is a number of `activations`."""
     is_activation = operation == ACTIVATION
@@ -223,7 +223,7 @@ def elementwise(operation):
     return kernel
 
 
-@template("qqqqqqqq")
+@template()
 def gate_parts(has_sigmoid):
     """out = x * gate, or x * sigmoid(gate), one for every part_size columns, of [columns / 128, rows]."""
 
@@ -240,7 +240,7 @@ def gate_parts(has_sigmoid):
     return kernel
 
 
-@kernel("qqqqqffff")
+@kernel(floats="positive negative beta epsilon")
 def xielu(out, out_stride, x, x_stride, num_columns, positive, negative, beta, epsilon):
     """out = xIELU(x), of [columns / 128, rows]."""
     column = ptx.block_x() * THREADS + ptx.thread()
@@ -250,7 +250,7 @@ def xielu(out, out_stride, x, x_stride, num_columns, positive, negative, beta, e
         ptx.store_f32(out + ptx.block_y() * out_stride + 4 * column, value)
 
 
-@kernel("qqqqqqqqqqqq")
+@kernel()
 def mix_slots(
     out, out_stride, x, x_stride, weights, weights_stride, residual, residual_stride, num_slots, size, num_columns,
     first_slot,
@@ -274,7 +274,7 @@ def mix_slots(
         ptx.store_f32(out + row * out_stride + 4 * column, total)
 
 
-@template("qqqqqf")
+@template(floats="deviations")
 def row_statistic(is_top_k):
     """The magnitude of every row, or what exceeds its mean by so many deviations; a warp each, of [1, rows]."""
 
@@ -311,7 +311,7 @@ def row_statistic(is_top_k):
     return kernel
 
 
-@kernel("qqqqqf")
+@kernel(floats="slope")
 def scale_by_position(x, x_stride, num_columns, positions, period_and_offset, slope):
     """x *= 1 + slope * ln(1 + floor((position + offset) / period)), of [columns / 128, rows]."""
     column = ptx.block_x() * THREADS + ptx.thread()
@@ -339,7 +339,7 @@ def cosine_and_sine(angle):
     return cosine, sine * rest
 
 
-@kernel("qqqqf")
+@kernel(floats="magnitude")
 def rope_angles(positions, frequencies, num_pairs, angles, magnitude):
     """The cosine and sine of every pair, float32[rows][pairs][2], of [pairs / 128, rows]."""
     pair = ptx.block_x() * THREADS + ptx.thread()
@@ -351,7 +351,7 @@ def rope_angles(positions, frequencies, num_pairs, angles, magnitude):
         ptx.store_f32(place + 4, magnitude * ptx.narrow(sine))
 
 
-ROPE = "(qqqq)"
+ROPE = {"rope": "angles num_pairs halves offset"}
 """RoPE: address of the cosines and sines, pairs, whether pairs are halves apart, and where in a head they begin."""
 
 
@@ -378,7 +378,7 @@ def rotated(x, column, rope, row):
     return value
 
 
-@kernel("qqqqqqqq")
+@kernel()
 def rope(x, x_stride, angles, num_heads, head_size, num_pairs, halves, offset):
     """Rotate pairs in place, a thread to a pair, of [heads * pairs / 128, rows]."""
     index = ptx.block_x() * THREADS + ptx.thread()
@@ -396,7 +396,7 @@ def rope(x, x_stride, angles, num_heads, head_size, num_pairs, halves, offset):
         ptx.store_f32(head + 4 * second, right)
 
 
-@kernel("qqqqqq")
+@kernel()
 def select_rows(out, out_stride, x, x_stride, num_columns, rows):
     """out[r] = x[rows[r]], of [columns / 128, rows]."""
     column = ptx.block_x() * THREADS + ptx.thread()
@@ -405,7 +405,7 @@ def select_rows(out, out_stride, x, x_stride, num_columns, rows):
         ptx.store_f32(out + ptx.block_y() * out_stride + 4 * column, ptx.load_f32(x + row * x_stride + 4 * column))
 
 
-@kernel("qqqqqq")
+@kernel()
 def gather_columns(out, out_stride, x, x_stride, num_columns, order):
     """out[c] = x[order[c]], int64 order, of [columns / 128, rows]."""
     column = ptx.block_x() * THREADS + ptx.thread()
@@ -414,7 +414,7 @@ def gather_columns(out, out_stride, x, x_stride, num_columns, order):
         ptx.store_f32(out + ptx.block_y() * out_stride + 4 * column, value)
 
 
-@kernel("qqqqqqqq")
+@kernel()
 def copy_heads(out, out_stride, x, x_stride, num_heads, width, out_head_size, x_head_size):
     """Copy `width` columns of every head, of [heads * width / 128, rows]; places are of the first column copied."""
     index = ptx.block_x() * THREADS + ptx.thread()

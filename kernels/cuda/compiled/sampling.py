@@ -70,7 +70,7 @@ def token_or_code(key, token):
     return token
 
 
-@template("qqqq")
+@template()
 def best_of_warps(slices):
     """The best key and token of every warp's share of a row, int64[rows][4 * slices][2], of [slices, rows].
 
@@ -98,7 +98,7 @@ def best_of_warps(slices):
     return kernel
 
 
-@template("qq")
+@template()
 def best_of_row(slices):
     """The best token of every row, int32[rows], or NOT_FINITE or NOTHING_LEFT, of [1, rows]; 32 threads."""
     warps = 4 * slices
@@ -137,7 +137,7 @@ def scaled(row, token, best, inverse_temperature):
     return ptx.multiply_f64(ptx.widen(ptx.load_f32(row + 4 * token)) - best, inverse_temperature)
 
 
-@template("qqqqq")
+@template()
 def find_heads(slices):
     """How each row is drawn, and the key that its list begins at, of [1, rows]; a thread to each warp's maximum.
 
@@ -190,7 +190,7 @@ def find_heads(slices):
     return kernel
 
 
-@template("qqqqqqq")
+@template()
 def gather(slices):
     """List what reaches a row's bound, and sum or race the rest of the row, of [slices, rows].
 
@@ -245,7 +245,7 @@ def gather(slices):
     return kernel
 
 
-@template("qqqqqqq")
+@template()
 def choose(slices):
     """Choose the token of every row, int32[rows], or UNDECIDED, NOT_FINITE or NOTHING_LEFT, of [1, rows]."""
 

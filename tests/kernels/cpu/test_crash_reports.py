@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from llvmlite import binding as llvm
 
+from localinfer.kernels.cpu.crash_reports import code_around
 from localinfer.kernels.cpu.weights import _FOLD
 from localinfer.kernels.jit import isa, object_cache
-from localinfer.kernels.jit.object_files import code_around
 from localinfer.kernels.versions import installed_version
 from localinfer.system.crash_files import stored_reports, take_untold
 from tests.kernels.subprocesses import environment, run, start
@@ -92,7 +92,7 @@ def test_a_kernel_that_is_in_no_tape_is_named_by_its_code(tmp_path: Path) -> Non
     then = "weights.fold(bytes(64)); weights._FOLD(0, 0, 8)"
     code = "from localinfer.kernels.cpu import weights\n" + _LOADED.format(folder=str(tmp_path), then=then)
     errors = _crash(code)
-    assert "SIGSEGV at address 0x0\n  the instruction is in kernel checksum.fold\n  localinfer " in errors
+    assert "SIGSEGV at address 0x0\n  the instruction is in kernel packing.fold\n  localinfer " in errors
 
 
 def test_a_crash_outside_kernels_and_one_that_was_asked_for_are_told_as_such(tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ def test_weights_that_agree_share_one_gather_until_their_input_changes(pool: Thr
         assert_same_bits(run_rows(pool, [x], write(chosen)), alone(chosen % 4, 1.0 if chosen < 4 else 0.5))
     program = RowProgram(pool, [x], write(0), len(x)).program
     kernels = [operation.kernel for operation in program.operations()]
-    assert kernels.count("gather.gather_columns") == 4
+    assert kernels.count("elementwise.gather_columns") == 4
 
 
 def test_order_that_leaves_the_columns_is_refused(pool: ThreadPool) -> None:

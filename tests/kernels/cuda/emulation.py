@@ -8,7 +8,6 @@ misaligned access or an address of the host fails at once.
 import ast
 import bisect
 import inspect
-import re
 import struct
 import textwrap
 from collections.abc import Callable, Generator, Sequence
@@ -77,7 +76,7 @@ class Emulator:
     def __init__(self, memory: EmulatedMemory) -> None:
         self.memory = memory
         self.num_launches = 0
-        self._kernels: dict[tuple[str, tuple[int, ...]], tuple[Callable[..., _Lane], str]] = {}
+        self._kernels: dict[tuple[str, tuple[int, ...]], tuple[Callable[..., _Lane], list[tuple[str, bool]]]] = {}
         # With the piece itself, whose number another would get after it.
         self._pieces: dict[int, tuple[Any, Callable[..., Any]]] = {}
         self._lane = 0
@@ -94,15 +93,12 @@ class Emulator:
     ) -> None:
         """Run every lane of every block of a kernel."""
         kernel, groups = self._kernel(name, tuple(constants))
-        parameters = re.sub(r"[()]", "", groups)
+        parameters = "".join(kinds for kinds, _ in groups)
         assert len(parameters) == len(values), f"{name} takes {len(parameters)} values, found {len(values)}"
         for kind, value in zip(parameters, values, strict=True):
             assert kind == "f" or isinstance(value, int), f"{name} takes whole numbers, found {value!r}"
         flat = iter([int(v) if kind == "q" else np.float32(v) for kind, v in zip(parameters, values, strict=True)])
-        arguments = [
-            tuple(next(flat) for _ in kind[1:-1]) if kind.startswith("(") else next(flat)
-            for kind in re.findall(r"\(\w+\)|\w", groups)
-        ]
+        arguments = [tuple(next(flat) for _ in kinds) if is_tuple else next(flat) for kinds, is_tuple in groups]
         self.num_launches += 1
         with np.errstate(all="ignore"):
             for z in range(grid[2]):
@@ -140,12 +136,13 @@ class Emulator:
             answers = TOGETHER[names.pop()]([operands for _, *operands in requests])
             warp = alive
 
-    def _kernel(self, name: str, constants: tuple[int, ...]) -> tuple[Callable[..., _Lane], str]:
+    def _kernel(self, name: str, constants: tuple[int, ...]) -> tuple[Callable[..., _Lane], list[tuple[str, bool]]]:
         key = (name, constants)
         if key not in self._kernels:
             template = jit.find_template(name)
             made = template.make(*constants)
-            self._kernels[key] = (self._emulated(made), template.parameters)
+            parameters = zip(template.parameters_of(made), template.is_tuple(made), strict=True)
+            self._kernels[key] = (self._emulated(made), list(parameters))
         return self._kernels[key]
 
     def _emulated(self, function: Any) -> Callable[..., Any]:

@@ -53,7 +53,8 @@ def ptx_launch(order: int, capability: tuple[int, int] = (9, 0)) -> Any:
         values: Sequence[float],
     ) -> None:
         key = (name, tuple(int(constant) for constant in constants))
-        kinds = jit.find_template(name).parameters.replace("(", "").replace(")", "")
+        template = jit.find_template(name)
+        kinds = "".join(template.parameters_of(template.make(*constants)))
         assert len(kinds) == len(values), f"{name} takes {len(kinds)} values, found {len(values)}"
         # The executor knows every entry as `kernel`.
         entry = kernel_cache.entry_name(key)

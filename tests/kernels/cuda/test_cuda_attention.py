@@ -18,12 +18,12 @@ from tests.kernels.cpu.tape_runs import RowProgram, assert_same_bits, relative_e
 
 pytest.importorskip("numba_cuda", reason="CUDA kernels are written with numba-cuda, which is not installed")
 
-from localinfer.kernels.cuda.attention import Attention, FreshRows, Rope, store_steps
+from localinfer.kernels.cuda.attention import AttentionLaunches, FreshRows, HeadRotation, store_steps
 from localinfer.kernels.cuda.gemm import Shape
 from localinfer.kernels.cuda.memory import DeviceMemory
 from tests.kernels.cuda.device import EmulatedDevice
 
-NO_ROPE = Rope(0, 0, 0, 0, 0)
+NO_ROPE = HeadRotation(0, 0, 0, 0, 0)
 
 
 def write_cache(tape: GraphBuilder, inputs: list[Buffer]) -> Buffer:
@@ -64,7 +64,7 @@ class Cache:
         sizes = tuple(len(run) for run in runs)
         ends = put(device, np.repeat([run[-1] for run in runs], sizes).astype(np.int64))
         batch = Shape(rows, rows, chunks, 0, put(device, positions), tables, 0, sizes, last_positions=ends)
-        attention = Attention(memory, self.layout, 1, shape, queries, out, slopes, sinks, NO_ROPE)
+        attention = AttentionLaunches(memory, self.layout, 1, shape, queries, out, slopes, sinks, NO_ROPE)
         device.run(list(attention.steps(batch, None)))
         found = np.empty((rows, width // 4), np.float32)
         device.read(out[0], found)
@@ -225,11 +225,13 @@ def test_a_row_stored_by_its_attention_has_the_bits_of_one_stored_before(
         table = put(device, pages + np.arange(count, dtype=np.int64) * cache.layout.page_bytes)
         places = [(put(device, values), 4 * values.shape[1]) for values in rows]
         angles = put(device, rotation)
-        rope = Rope(angles, shape.key_size // 4, int(name == "f16"), shape.key_size, 2)
+        rope = HeadRotation(angles, shape.key_size // 4, int(name == "f16"), shape.key_size, 2)
         fresh = FreshRows(1, *places[1:], rope)
         out = (device.allocate(4 * shape.num_heads * shape.value_size), 4 * shape.num_heads * shape.value_size)
         batch = Shape(1, 1, 2, 0, put(device, np.array([position])), put(device, np.array([table])), 0)
-        attention = Attention(memory, cache.layout, 1, shape, places[0], out, 0, 0, NO_ROPE, fresh if stores else None)
+        attention = AttentionLaunches(
+            memory, cache.layout, 1, shape, places[0], out, 0, 0, NO_ROPE, fresh if stores else None
+        )
         assert attention.can_store
         if not stores:
             device.run(list(store_steps(cache.layout, 1, *places[1:], rope)(batch)))
@@ -247,7 +249,7 @@ def test_a_row_that_many_query_heads_share_is_stored_before(pool: ThreadPool) ->
     shape = replace(PLAIN, num_heads=9, num_kv_heads=1, key_size=8, value_size=8)
     layout = cache_of(shape, "f16")
     memory = DeviceMemory(EmulatedDevice(), {Rows.BATCH: 1, Rows.OUTPUT: 1}, ())
-    assert not Attention(memory, layout, 1, shape, (0, 0), (0, 0), 0, 0, NO_ROPE).can_store
+    assert not AttentionLaunches(memory, layout, 1, shape, (0, 0), (0, 0), 0, 0, NO_ROPE).can_store
 
 
 def assert_same_cache(layout: KVLayout, found: NDArray[np.uint8], wanted: NDArray[np.uint8]) -> None:

@@ -16,7 +16,7 @@ from tests.kernels.random_weights import random_weights
 
 pytest.importorskip("numba_cuda", reason="CUDA kernels are compiled by numba-cuda, which is not installed")
 
-from localinfer.kernels.cuda.attention import Attention, FreshRows, Rope
+from localinfer.kernels.cuda.attention import AttentionLaunches, FreshRows, HeadRotation
 from localinfer.kernels.cuda.gemm import Shape, Slot, quantize_launch, quantized_place, scalar_gemm
 from localinfer.kernels.cuda.memory import DeviceMemory
 from localinfer.kernels.cuda.self_check import check_device
@@ -63,10 +63,10 @@ def test_what_the_last_block_makes_is_the_sources(order: int, monkeypatch: pytes
         pages = [put(page) for _ in range(9)]
         table = put(np.array(pages, np.int64))
         run = Shape(1, 1, 4, 0, put(np.array([270])), put(np.array([table], np.int64)), 0)
-        rope = Rope(0, 0, 0, 32, 0)
+        rope = HeadRotation(0, 0, 0, 32, 0)
         fresh = FreshRows(0, (put(keys), 128), (put(values), 256), rope)
         out, into = (device.allocate(768), 768), quantized_place(memory, "out", 192, 1)
-        attention = Attention(memory, layout, 0, shape, (put(queries), 384), out, 0, 0, rope, fresh)
+        attention = AttentionLaunches(memory, layout, 0, shape, (put(queries), 384), out, 0, 0, rope, fresh)
         device.run(list(attention.steps(run, into)))
         given, joined = quantized_place(memory, "inputs", 64, 1), quantized_place(memory, "gated", 64, 1)
         joined = replace(joined, counters=memory.counters(2))

@@ -13,7 +13,7 @@ from tests.kernels.subprocesses import environment, run, start
 from tests.support.limits import seconds, wait_until
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the cache folder cannot be moved by a variable")
-NAMES = ["checksum.fold", "elementwise.scale", "elementwise.add"]
+NAMES = ["packing.fold", "elementwise.scale", "elementwise.add"]
 
 COMPILE = """
 import json, sys

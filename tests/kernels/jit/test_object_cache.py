@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from localinfer.errors import RequestError
-from localinfer.kernels.jit import isa, object_cache, unused_keys
+from localinfer.kernels.jit import isa, object_cache
 from localinfer.kernels.jit.isa import ISA
-from localinfer.kernels.jit.unused_keys import note_use
-from localinfer.kernels.source_digests import digests_of
+from localinfer.kernels.jit.object_cache import note_use
+from localinfer.kernels.versions import digests_of
 from localinfer.system.folders import set_cache_folder, user_folder
 from tests.kernels.subprocesses import REPOSITORY, finish, run, start
 
@@ -71,7 +71,7 @@ def test_the_folder_may_be_chosen_again_and_given_back(tmp_path: Path) -> None:
 
 
 def test_keys_that_nobody_used_for_long_are_removed_and_no_others(tmp_path: Path) -> None:
-    long_ago = time.time() - unused_keys.KEPT_SECONDS - 60
+    long_ago = time.time() - object_cache.KEPT_SECONDS - 60
     for name in ("unused", "used", "young", "mine"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "kernel.o").touch()
@@ -80,7 +80,7 @@ def test_keys_that_nobody_used_for_long_are_removed_and_no_others(tmp_path: Path
         os.utime(tmp_path / name, (long_ago, long_ago))
     note_use(tmp_path / "mine")
     assert {path.name for path in tmp_path.iterdir()} == {"used", "young", "mine"}
-    assert time.time() - (tmp_path / "mine" / "last-used").stat().st_mtime < unused_keys.NOTED_SECONDS
+    assert time.time() - (tmp_path / "mine" / "last-used").stat().st_mtime < object_cache.NOTED_SECONDS
     # Others are looked at once a day.
     os.utime(tmp_path / "used" / "last-used", (long_ago, long_ago))
     note_use(tmp_path / "mine")

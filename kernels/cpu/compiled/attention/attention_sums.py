@@ -11,8 +11,8 @@ from localinfer.kernels.cpu.compiled.attention.attention import lowest_position,
 from localinfer.kernels.cpu.compiled.attention.attention_scratch import SCORE_STRIDE
 from localinfer.kernels.cpu.compiled.attention.attention_tiles import softmax_chunk
 from localinfer.kernels.cpu.compiled.matmul.rows import exp_of
-from localinfer.kernels.cpu.compiled.simd.batch import scratch as scratch_of
 from localinfer.kernels.cpu.compiled.simd.memory import call_op, load_f32, load_i64, store_f32
+from localinfer.kernels.cpu.compiled.simd.pool import scratch as scratch_of
 from localinfer.kernels.cpu.compiled.simd.pool import take_units
 from localinfer.kernels.cpu.kernel_abi import CHUNK, SUMMED_ROWS
 from localinfer.kernels.cpu.parameters import ATTENTION, ATTENTION_SUMS, BATCH, SEGMENT

@@ -17,7 +17,6 @@ from localinfer.kernels.cpu.compiled.attention.rotation import (
     quantize_values,
     rotate,
 )
-from localinfer.kernels.cpu.compiled.simd.batch import row_op, scratch
 from localinfer.kernels.cpu.compiled.simd.memory import (
     load_f32,
     load_i64,
@@ -31,6 +30,7 @@ from localinfer.kernels.cpu.compiled.simd.memory import (
     store_u16,
     store_u32,
 )
+from localinfer.kernels.cpu.compiled.simd.pool import row_op, scratch
 from localinfer.kernels.cpu.kernel_abi import KIND_F16, KIND_Q8_0
 from localinfer.kernels.cpu.parameters import BATCH, QUANTIZE_QUERIES, STORE_KV
 from localinfer.kernels.jit.numba import Source, compose, inline

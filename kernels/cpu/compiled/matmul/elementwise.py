@@ -21,13 +21,14 @@ from localinfer.kernels.cpu.compiled.matmul.rows import (
     sigmoid_of,
     xielu_row,
 )
-from localinfer.kernels.cpu.compiled.simd.batch import row_op
 from localinfer.kernels.cpu.compiled.simd.memory import load_f32, load_f64, load_i64, store_f32
+from localinfer.kernels.cpu.compiled.simd.pool import row_op
 from localinfer.kernels.cpu.parameters import (
     BATCH,
     COPY_HEADS,
     ELEMENTWISE,
     GATE_PARTS,
+    GATHER,
     MAGNITUDE,
     MIX_SLOTS,
     NORM,
@@ -211,3 +212,14 @@ def copy_heads(p: Any, batch: int, thread: int, row: int, part: int) -> None:
         source = p.x + row * p.x_stride + head * p.x_head_bytes
         for column in range(p.width):
             store_f32(target + 4 * column, load_f32(source + 4 * column))
+
+
+_GATHERED_COLUMNS = 1024
+
+
+@row_op(GATHER, lambda p: (p.columns + _GATHERED_COLUMNS - 1) // _GATHERED_COLUMNS)
+def gather_columns(p: Any, batch: int, thread: int, row: int, part: int) -> None:
+    """out[r, j] = x[r, offsets[j] / 4]: the order of weights whose columns were sorted by group."""
+    target, source = p.out + row * p.out_stride, p.x + row * p.x_stride
+    for column in range(part * _GATHERED_COLUMNS, min(part * _GATHERED_COLUMNS + _GATHERED_COLUMNS, p.columns)):
+        store_f32(target + 4 * column, load_f32(source + load_i64(p.offsets + 8 * column)))

@@ -8,10 +8,8 @@ from typing import Any
 import numpy as np
 from numba import types
 
-from localinfer.kernels.cpu.compiled.matmul.codebooks import E2M1_CODES, IQ4_LEVELS
-from localinfer.kernels.cpu.compiled.matmul.grids import BIAS, grid_address
+from localinfer.kernels.cpu.compiled.matmul.codebooks import BIAS, E2M1_CODES, IQ4_LEVELS, grid_address
 from localinfer.kernels.cpu.compiled.matmul.packing import scale_code
-from localinfer.kernels.cpu.compiled.simd.batch import row_op
 from localinfer.kernels.cpu.compiled.simd.emit import I8, I64, Emitter, Value
 from localinfer.kernels.cpu.compiled.simd.intrinsics import ADDRESS, LITERAL, emitted
 from localinfer.kernels.cpu.compiled.simd.memory import (
@@ -24,6 +22,7 @@ from localinfer.kernels.cpu.compiled.simd.memory import (
     load_u32_anywhere,
     store_f32,
 )
+from localinfer.kernels.cpu.compiled.simd.pool import row_op
 from localinfer.kernels.cpu.parameters import EMBED
 from localinfer.kernels.jit.numba import Source, inline
 from localinfer.kernels.layouts import SIZES, Layout

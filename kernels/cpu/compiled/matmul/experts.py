@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 
 from localinfer.kernels.cpu.compiled.matmul.rows import add_scaled_row, exp_of, scale_row, sigmoid_of
-from localinfer.kernels.cpu.compiled.simd.batch import num_rows, row_op, scratch
 from localinfer.kernels.cpu.compiled.simd.memory import load_f32, load_i64, store_f32, store_i64
-from localinfer.kernels.cpu.compiled.simd.pool import take_units
+from localinfer.kernels.cpu.compiled.simd.pool import num_rows, row_op, scratch, take_units
 from localinfer.kernels.cpu.parameters import BATCH, EXPERT_FACTORS, EXPERT_SCALE, EXPERT_SUM, GROUP_BY_EXPERT, ROUTE
 from localinfer.kernels.jit.numba import inline, op
 from localinfer.kernels.ops import MAX_EXPERTS

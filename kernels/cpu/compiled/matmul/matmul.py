@@ -7,9 +7,16 @@ read from memory once per block and from the first-level cache after that.
 import numpy as np
 
 from localinfer.kernels.cpu.compiled.matmul.tiles import tile_product
-from localinfer.kernels.cpu.compiled.simd.batch import num_rows, rows_at_once, scratch
 from localinfer.kernels.cpu.compiled.simd.memory import load_i64, store_i64
-from localinfer.kernels.cpu.compiled.simd.pool import stretch, take_absent, take_first, take_units
+from localinfer.kernels.cpu.compiled.simd.pool import (
+    num_rows,
+    rows_at_once,
+    scratch,
+    stretch,
+    take_absent,
+    take_first,
+    take_units,
+)
 from localinfer.kernels.cpu.parameters import BATCH, EXPERT_MATMUL, MATMUL, PROJECTION
 from localinfer.kernels.jit.numba import compose, inline, stamp
 from localinfer.kernels.layouts import Layout

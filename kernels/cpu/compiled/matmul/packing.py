@@ -4,11 +4,12 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import types
+from numba import carray, types
 
 from localinfer.kernels.cpu.compiled.simd.emit import I16, I32, Emitter, Value, vector
 from localinfer.kernels.cpu.compiled.simd.intrinsics import LITERAL, VOID, emitted
 from localinfer.kernels.cpu.compiled.simd.memory import (
+    int64_pointer,
     load_i64,
     load_u8,
     load_u16_anywhere,
@@ -19,8 +20,9 @@ from localinfer.kernels.cpu.compiled.simd.memory import (
     store_u32,
 )
 from localinfer.kernels.cpu.compiled.simd.pool import take_units
+from localinfer.kernels.cpu.kernel_abi import CHECKSUM_LANES, CHECKSUM_MULTIPLIER
 from localinfer.kernels.cpu.parameters import PACK_TILES, TILE_FIELD
-from localinfer.kernels.jit.numba import inline, op, outline
+from localinfer.kernels.jit.numba import entry, inline, op, outline
 
 _BYTES_AT_ONCE = 4096
 _FIELD_BYTES = TILE_FIELD.num_bytes
@@ -252,3 +254,29 @@ def pack_tiles(parameters: int, batch: int, thread: int, num_threads: int) -> No
                             _pack_field(lane_source, lane_target, width, items, kind, field.file_step, field.tile_step)
                         else:
                             _clear_row(lane_target, width, items, kind, field.tile_step)
+
+
+_MULTIPLIER = np.uint64(CHECKSUM_MULTIPLIER)
+_HALF = np.uint64(32)
+
+
+@entry("q", "qqq")
+def fold(lanes_address: int, data_address: int, num_words: int) -> int:
+    """Fold num_words words into the CHECKSUM_LANES lanes of a checksum, at memory bandwidth; return 0.
+
+    Word i of the data goes into lane i modulo CHECKSUM_LANES: the lane is xored with it and multiplied by an odd
+    number, and its upper half is xored into its lower one. Each of these is a bijection of the lane, so a change of
+    one word is always detected, and changes of several cancel with probability 2^-64. It is no protection against intent.
+    """
+    lanes = carray(int64_pointer(lanes_address), (CHECKSUM_LANES,))
+    num_rows = num_words // CHECKSUM_LANES
+    data = carray(int64_pointer(data_address), (num_words,))
+    for row in range(num_rows):
+        for lane in range(CHECKSUM_LANES):
+            mixed = (np.uint64(lanes[lane]) ^ np.uint64(data[row * CHECKSUM_LANES + lane])) * _MULTIPLIER
+            lanes[lane] = np.int64(mixed ^ (mixed >> _HALF))
+    for word in range(num_rows * CHECKSUM_LANES, num_words):
+        lane = word - num_rows * CHECKSUM_LANES
+        mixed = (np.uint64(lanes[lane]) ^ np.uint64(data[word])) * _MULTIPLIER
+        lanes[lane] = np.int64(mixed ^ (mixed >> _HALF))
+    return 0

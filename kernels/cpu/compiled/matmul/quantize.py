@@ -9,9 +9,9 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 
-from localinfer.kernels.cpu.compiled.simd.batch import row_op
 from localinfer.kernels.cpu.compiled.simd.emit import F32, I8, I32, Emitter, Value, vector
 from localinfer.kernels.cpu.compiled.simd.intrinsics import VOID, emitted
+from localinfer.kernels.cpu.compiled.simd.pool import row_op
 from localinfer.kernels.cpu.kernel_abi import RECORD_BYTES
 from localinfer.kernels.cpu.parameters import QUANTIZE
 

@@ -11,10 +11,15 @@ from collections.abc import Callable, Sequence
 
 from numba import types
 
-from localinfer.kernels.cpu.compiled.matmul.blocks import block_body, few_bits_body, group_body
-from localinfer.kernels.cpu.compiled.matmul.codebooks import iq4_body, mxfp4_body, nvfp4_body
-from localinfer.kernels.cpu.compiled.matmul.grids import grid_body
-from localinfer.kernels.cpu.compiled.matmul.super_blocks import bit_pair_body, q4_k_body, q6_k_body
+from localinfer.kernels.cpu.compiled.matmul.blocks import (
+    bit_pair_body,
+    block_body,
+    few_bits_body,
+    group_body,
+    q4_k_body,
+    q6_k_body,
+)
+from localinfer.kernels.cpu.compiled.matmul.codebooks import grid_body, iq4_body, mxfp4_body, nvfp4_body
 from localinfer.kernels.cpu.compiled.matmul.tile import Tile
 from localinfer.kernels.cpu.compiled.simd.emit import F16, F32, I16, I64, Emitter, Value
 from localinfer.kernels.cpu.compiled.simd.intrinsics import FLOAT, LITERAL, VOID, emitted

@@ -14,9 +14,9 @@ from localinfer.kernels.cpu.compiled.recurrent.segments import (
     target_place,
     target_rows,
 )
-from localinfer.kernels.cpu.compiled.simd.batch import scratch
 from localinfer.kernels.cpu.compiled.simd.emit import LANES, Emitter, Value
 from localinfer.kernels.cpu.compiled.simd.intrinsics import ADDRESS, LITERAL, VOID, emitted
+from localinfer.kernels.cpu.compiled.simd.pool import scratch
 from localinfer.kernels.cpu.kernel_abi import CONVOLUTION_CHANNELS
 from localinfer.kernels.cpu.parameters import SEGMENT, SHORT_CONVOLUTION
 from localinfer.kernels.jit.numba import Source, inline

@@ -12,20 +12,20 @@ from typing import Any
 from numba import types
 
 from localinfer.kernels.cpu.compiled.matmul.rows import FORMULAS
-from localinfer.kernels.cpu.compiled.recurrent.panels import pass_panel
 from localinfer.kernels.cpu.compiled.recurrent.segments import (
     copy_vectors,
     logged_row,
     new_log_row,
+    pass_panel,
     segment_op,
     source_of,
     target_place,
     target_rows,
 )
-from localinfer.kernels.cpu.compiled.simd.batch import row_op, scratch
 from localinfer.kernels.cpu.compiled.simd.emit import F32, LANES, Emitter, Value
 from localinfer.kernels.cpu.compiled.simd.intrinsics import ADDRESS, FLOAT, LITERAL, VOID, emitted
 from localinfer.kernels.cpu.compiled.simd.memory import load_f32, store_f32
+from localinfer.kernels.cpu.compiled.simd.pool import row_op, scratch
 from localinfer.kernels.cpu.kernel_abi import MAX_KEY_SIZE, PANEL_COLUMNS
 from localinfer.kernels.cpu.parameters import DELTA_RULE, DELTA_RULE_GATES, SEGMENT
 from localinfer.kernels.jit.numba import Source, compose, inline

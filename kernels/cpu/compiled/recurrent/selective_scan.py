@@ -22,11 +22,11 @@ from localinfer.kernels.cpu.compiled.recurrent.segments import (
     target_rows,
 )
 from localinfer.kernels.cpu.compiled.simd import lanes
-from localinfer.kernels.cpu.compiled.simd.batch import scratch
 from localinfer.kernels.cpu.compiled.simd.emit import F32, Emitter, Value
 from localinfer.kernels.cpu.compiled.simd.intrinsics import ADDRESS, LITERAL, emitted
 from localinfer.kernels.cpu.compiled.simd.lanes import FLOATS, LANE_BYTES
 from localinfer.kernels.cpu.compiled.simd.memory import load_f32, store_f32
+from localinfer.kernels.cpu.compiled.simd.pool import scratch
 from localinfer.kernels.cpu.parameters import SEGMENT, SELECTIVE_SCAN
 from localinfer.kernels.jit.numba import Source, compose, inline
 

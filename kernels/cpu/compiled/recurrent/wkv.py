@@ -6,19 +6,19 @@ from llvmlite import ir
 from numba import types
 
 from localinfer.kernels.cpu.compiled.matmul.rows import FORMULAS
-from localinfer.kernels.cpu.compiled.recurrent.panels import pass_panel
 from localinfer.kernels.cpu.compiled.recurrent.segments import (
     copy_vectors,
     logged_row,
     new_log_row,
+    pass_panel,
     segment_op,
     source_of,
     target_place,
     target_rows,
 )
-from localinfer.kernels.cpu.compiled.simd.batch import scratch
 from localinfer.kernels.cpu.compiled.simd.emit import F32, LANES, Emitter, Value
 from localinfer.kernels.cpu.compiled.simd.intrinsics import ADDRESS, LITERAL, VOID, emitted
+from localinfer.kernels.cpu.compiled.simd.pool import scratch
 from localinfer.kernels.cpu.kernel_abi import MAX_KEY_SIZE, PANEL_COLUMNS
 from localinfer.kernels.cpu.parameters import SEGMENT, WKV
 from localinfer.kernels.jit.numba import compose

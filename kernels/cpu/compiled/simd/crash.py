@@ -8,7 +8,7 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 
-from localinfer.kernels.cpu import crash_abi
+from localinfer.kernels.cpu import crash_reports
 from localinfer.kernels.cpu.compiled.simd.emit import I64, Emitter, Value
 from localinfer.kernels.cpu.compiled.simd.intrinsics import ADDRESS, emitted
 from localinfer.kernels.cpu.compiled.simd.memory import (
@@ -20,7 +20,7 @@ from localinfer.kernels.cpu.compiled.simd.memory import (
     store_i64,
     store_u8,
 )
-from localinfer.kernels.cpu.crash_abi import (
+from localinfer.kernels.cpu.crash_reports import (
     CRASH_AREA,
     KERNEL,
     KERNEL_BYTES,
@@ -136,42 +136,42 @@ def _append_op(area: int, at: int, op: int) -> int:
         first, end = TAPE.first(tape), TAPE.end(tape)
         if first <= op < end:
             number = (op - first) // 16
-            at = _count(area, at, crash_abi.IN_OP, number + 1)
-            at = _count(area, at, crash_abi.OF, (end - first) // 16)
+            at = _count(area, at, crash_reports.IN_OP, number + 1)
+            at = _count(area, at, crash_reports.OF, (end - first) // 16)
             piece = TAPE.pieces(tape) + PIECE_BYTES * number
-            return _append(area, _say(area, at, crash_abi.COLON), PIECE.address(piece), PIECE.size(piece))
-    return _append_kernel(area, at, crash_abi.IN_KERNEL, load_i64(op))
+            return _append(area, _say(area, at, crash_reports.COLON), PIECE.address(piece), PIECE.size(piece))
+    return _append_kernel(area, at, crash_reports.IN_KERNEL, load_i64(op))
 
 
 @inline
 def _append_runs(area: int, at: int, control: int) -> int:
     count = load_i64(control + NUM_RUNS)
-    at = _say(area, at, crash_abi.LAST_RUNS_ARE)
+    at = _say(area, at, crash_reports.LAST_RUNS_ARE)
     for back in range(min(count, LAST_RUNS)):
         run = control + RUNS + 64 * ((count - 1 - back) % LAST_RUNS)
-        at = _count(area, at, crash_abi.OPS_ARE, RUN.num_ops(run))
-        at = _count(area, at, crash_abi.ROWS, RUN.num_rows(run))
-        at = _count(area, at, crash_abi.OUTPUT_ROWS, RUN.num_output_rows(run))
-        at = _count(area, at, crash_abi.SEQUENCES, RUN.num_segments(run))
-        at = _count(area, at, crash_abi.THREADS_ARE, RUN.num_threads(run))
+        at = _count(area, at, crash_reports.OPS_ARE, RUN.num_ops(run))
+        at = _count(area, at, crash_reports.ROWS, RUN.num_rows(run))
+        at = _count(area, at, crash_reports.OUTPUT_ROWS, RUN.num_output_rows(run))
+        at = _count(area, at, crash_reports.SEQUENCES, RUN.num_segments(run))
+        at = _count(area, at, crash_reports.THREADS_ARE, RUN.num_threads(run))
     return at
 
 
 @inline
 def _is_fault(info: int) -> bool:
     """Whether an instruction caused the signal, not a program that sent it."""
-    code = load_u32_anywhere(info + crash_abi.CODE_OFFSET)
-    return code != 0 and code < crash_abi.SENT_BY_PROGRAM
+    code = load_u32_anywhere(info + crash_reports.CODE_OFFSET)
+    return code != 0 and code < crash_reports.SENT_BY_PROGRAM
 
 
 @inline
 def _compose(area: int, entry_of_signal: int, info: int, context: int) -> int:
     """Write the report; returns its size."""
-    at = _say(area, 0, crash_abi.CRASHED)
+    at = _say(area, 0, crash_reports.CRASHED)
     at = _append(area, at, SIGNAL.name(entry_of_signal), SIGNAL.size(entry_of_signal))
-    has_address = load_u32_anywhere(info + crash_abi.CODE_OFFSET) - 1 < crash_abi.WITHOUT_ADDRESS
+    has_address = load_u32_anywhere(info + crash_reports.CODE_OFFSET) - 1 < crash_reports.WITHOUT_ADDRESS
     if has_address and _is_fault(info) and CRASH_AREA.fault_offset(area) >= 0:
-        at = _say(area, at, crash_abi.AT_ADDRESS)
+        at = _say(area, at, crash_reports.AT_ADDRESS)
         at = _append_digits(area, at, load_i64(info + CRASH_AREA.fault_offset(area)) & 0x7FFFFFFFFFFFFFFF, 16)
     place = 0
     if CRASH_AREA.instruction_offset(area) >= 0:
@@ -180,20 +180,20 @@ def _compose(area: int, entry_of_signal: int, info: int, context: int) -> int:
     before = at
     if control != 0:
         at = _append_op(area, at, load_i64(control + SLEEPING + 64 * thread + CURRENT_OP))
-        at = _count(area, at, crash_abi.THREAD, thread + 1)
-        at = _count(area, at, crash_abi.OF, load_i64(control + NUM_THREADS))
+        at = _count(area, at, crash_reports.THREAD, thread + 1)
+        at = _count(area, at, crash_reports.OF, load_i64(control + NUM_THREADS))
         header = load_i64(control + BATCH)
         if header != 0:
-            at = _count(area, at, crash_abi.ROWS, HEADER.num_rows(header))
-            at = _count(area, at, crash_abi.OUTPUT_ROWS, HEADER.num_output_rows(header))
-            at = _count(area, at, crash_abi.SEQUENCES, HEADER.num_segments(header))
-    at = _append_kernel(area, at, crash_abi.INSTRUCTION_IN, place)
+            at = _count(area, at, crash_reports.ROWS, HEADER.num_rows(header))
+            at = _count(area, at, crash_reports.OUTPUT_ROWS, HEADER.num_output_rows(header))
+            at = _count(area, at, crash_reports.SEQUENCES, HEADER.num_segments(header))
+    at = _append_kernel(area, at, crash_reports.INSTRUCTION_IN, place)
     if at == before:
-        at = _say(area, at, crash_abi.OUTSIDE)
-    at = _say(area, at, crash_abi.SYSTEM)
+        at = _say(area, at, crash_reports.OUTSIDE)
+    at = _say(area, at, crash_reports.SYSTEM)
     if control != 0:
         at = _append_runs(area, at, control)
-    return _say(area, at, crash_abi.LINE_END)
+    return _say(area, at, crash_reports.LINE_END)
 
 
 @inline
@@ -210,7 +210,7 @@ def _write_all(area: int, descriptor: int, size: int) -> None:
 def handle(signal: int, info: int, context: int) -> int:
     """Handle a signal: report, and put back what was done about it before, which answers when the fault recurs."""
     cell = _area_cell()
-    if signal == crash_abi.INSTALL:
+    if signal == crash_reports.INSTALL:
         store_i64(cell, info)
         return 0
     area = load_i64(cell)
@@ -221,9 +221,9 @@ def handle(signal: int, info: int, context: int) -> int:
             continue
         if atomic_exchange(area, 1) == 0:
             size = _compose(area, found, info, context)
-            _write_all(area, crash_abi.ERROR_DESCRIPTOR, size)
+            _write_all(area, crash_reports.ERROR_DESCRIPTOR, size)
             if CRASH_AREA.path(area) != 0:
-                file = _call(CRASH_AREA.create(area), CRASH_AREA.path(area), crash_abi.FILE_MODE, 0) & 0xFFFFFFFF
+                file = _call(CRASH_AREA.create(area), CRASH_AREA.path(area), crash_reports.FILE_MODE, 0) & 0xFFFFFFFF
                 if file < 0x80000000:
                     _write_all(area, file, size)
                     _call(CRASH_AREA.close(area), file, 0, 0)

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from localinfer.kernels import source_digests
+from localinfer.kernels import versions
 from localinfer.kernels.cuda.kernel_cache import SHARED_SOURCES
-from localinfer.kernels.source_digests import combined, digests_of
+from localinfer.kernels.versions import combined, digests_of
 from localinfer.storage.fingerprint import NOT_COMPUTING
 from tests.kernels.subprocesses import REPOSITORY, finish, start
 
@@ -141,9 +141,9 @@ def test_without_files_and_without_what_a_build_writes_nothing_is_shared(builds,
 
 
 def test_sources_beside_a_frozen_application_are_not_taken_for_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert source_digests.source_digests("kernels")
+    assert versions.source_digests("kernels")
     monkeypatch.setattr(sys, "frozen", True, raising=False)
-    assert source_digests.source_digests("kernels") is None
+    assert versions.source_digests("kernels") is None
 
 
 def test_a_checkout_says_nothing_of_a_build() -> None:

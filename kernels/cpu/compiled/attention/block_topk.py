@@ -11,8 +11,6 @@ from localinfer.kernels.cpu.compiled.attention import attention_scratch as scrat
 from localinfer.kernels.cpu.compiled.attention.attention import set_pages, set_queries
 from localinfer.kernels.cpu.compiled.attention.attention_scratch import SCORE_STRIDE
 from localinfer.kernels.cpu.compiled.matmul.rows import FORMULAS, add_scaled_row, elementwise_row
-from localinfer.kernels.cpu.compiled.simd.batch import num_rows
-from localinfer.kernels.cpu.compiled.simd.batch import scratch as scratch_of
 from localinfer.kernels.cpu.compiled.simd.memory import (
     call_op,
     load_f32,
@@ -21,7 +19,8 @@ from localinfer.kernels.cpu.compiled.simd.memory import (
     store_f32,
     store_i64,
 )
-from localinfer.kernels.cpu.compiled.simd.pool import take_units
+from localinfer.kernels.cpu.compiled.simd.pool import num_rows, take_units
+from localinfer.kernels.cpu.compiled.simd.pool import scratch as scratch_of
 from localinfer.kernels.cpu.kernel_abi import CHUNK, SPLIT_ROWS
 from localinfer.kernels.cpu.parameters import ATTENTION, BATCH, CHOOSE_BLOCKS
 from localinfer.kernels.jit.numba import inline, op
