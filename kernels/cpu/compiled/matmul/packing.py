@@ -266,7 +266,7 @@ def fold(lanes_address: int, data_address: int, num_words: int) -> int:
 
     Word i of the data goes into lane i modulo CHECKSUM_LANES: the lane is xored with it and multiplied by an odd
     number, and its upper half is xored into its lower one. Each of these is a bijection of the lane, so a change of
-    one word is always detected, and changes of several cancel with probability 2^-64. It is no protection against intent.
+    one word is always detected, and changes of several cancel with probability 2^-64. Intent is not detected.
     """
     lanes = carray(int64_pointer(lanes_address), (CHECKSUM_LANES,))
     num_rows = num_words // CHECKSUM_LANES
