@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -254,5 +255,5 @@ def _padded(rows: int) -> int:
 
 
 def _shape(rows: int, outputs: int, chunks: int, capacity: int, header: int) -> Shape:
-    addresses = {name: header + 8 * capacity * index for index, name in enumerate(_HEADER)}
+    addresses: dict[str, Any] = {name: header + 8 * capacity * index for index, name in enumerate(_HEADER)}
     return Shape(rows, outputs, chunks, **addresses)
