@@ -132,15 +132,16 @@ _DURATION_MEMORY = 0.8
 class EngineLimits:
     """How many requests are taken on at once.
 
-    max_running: most that share a step. max_queued: most that may wait for that, beyond which `generate` raises
-    OverloadedError; None sets no limit. aging_seconds: how long a reader waits for a token while more urgent requests
-    are served; of those that have waited so long one at a time is then as urgent as any, until it ends; None for ever.
     Raises: RequestError naming the value.
     """
 
     max_running: int = 16
+    """Most that share a step."""
     max_queued: int | None = None
+    """Most that may wait for that, beyond which `generate` raises OverloadedError; None sets no limit."""
     aging_seconds: float | None = 30.0
+    """How long a reader waits for a token while more urgent requests are served; of those that have waited so long one
+    at a time is then as urgent as any, until it ends; None for ever."""
 
     def __post_init__(self) -> None:
         check_number("max_running", self.max_running, 1)

@@ -42,19 +42,19 @@ _DEFAULT_LIMITS = EngineLimits()
 
 @dataclass(frozen=True)
 class EngineStats:
-    """What an engine does at one moment.
-
-    running: requests that take part in steps. waiting: those without a place or memory, preempted ones among them.
-    cache_fraction: of the memory for keys and values, what running requests hold, from 0 to 1; what is only cached
-    counts as free, and without a limit all does. preemptions: since loading. ttft: what predictions of first tokens
-    were worth.
-    """
+    """What an engine does at one moment."""
 
     running: int
+    """Requests that take part in steps."""
     waiting: int
+    """Requests without a slot or memory, preempted ones among them."""
     cache_fraction: float
+    """Share of the memory for keys and values that running requests hold, from 0 to 1; pages that are only cached count
+    as free, and without a limit all memory does."""
     preemptions: int
+    """Number of preemptions since loading."""
     ttft: TtftStats
+    """Accuracy of predicted times to the first token."""
 
 
 class Engine:

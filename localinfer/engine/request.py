@@ -162,70 +162,76 @@ class TokenEvent(NamedTuple):
 
 @dataclass
 class GenerationRecord:
-    """What a generation has cost so far, updated while it runs.
-
-    cached_tokens: of the prompt, not computed again. miss: why not more of them, None if nothing stood in the way.
-    prefilled_tokens: of those, what another process has computed for this very generation.
-    dropped_tokens: left out of the context, by `context_shift`. speculation: what drafts did, None where it is off.
-    waited_seconds: from the request to its admission. state_snapshots: of recurrent states, that the cache held at the
-    end. notices: deviations from the options, in words.
-    """
+    """What a generation has cost so far, updated while it runs."""
 
     cached_tokens: int = 0
+    """Tokens of the prompt that were not computed again."""
     prefilled_tokens: int = 0
+    """Cached tokens that another process has computed for this very generation."""
     miss: CacheMiss | None = None
+    """The reason why no more were cached; None if nothing stood in the way."""
     dropped_tokens: int = 0
+    """Tokens left out of the context, by `context_shift`."""
     speculation: SpeculationRecord | None = None
+    """Results of drafting; None where it is off."""
     waited_seconds: float = 0.0
+    """Time from the request to its admission."""
     state_snapshots: int = 0
+    """Snapshots of recurrent states that the cache held at the end."""
     notices: list[str] = field(default_factory=list)
+    """Deviations from the options, in words."""
 
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """One generation inside the engine; changed only under the step lock, except where said otherwise.
-
-    head: int32, the ids its sequence began with; history: int32, prompt and completion, with room for more; base: where
-    in the history the head ends. position: of the next token, in the history; last: of the last one that is wanted.
-    sequence: None before it is admitted, and while it is preempted. events: sampled, not read yet; any thread may
-    take them. matcher: its mask, if a grammar matcher. served: the last step that did. gave_way_to: the sequences that
-    were open when it was preempted, which hold what it lacked. final_length: of its sequence, once it is over.
-    expected: int32, what another process generated of it, where that is drafted here, and must be chosen again.
-    priority: the lower, the earlier. token_seconds: when it was given its last token, or added.
-    expected_rows: of its prompt, that were neither computed nor cached when it came. predicted_seconds: until its first
-    token, counted from `began`; None where nobody asked.
-    """
+    """One generation inside the engine; changed only under the step lock, except where said otherwise."""
 
     plan: SamplingPlan
     hints: CacheHints
     head: NDArray[np.int32]
+    """int32, the ids that its sequence began with."""
     history: NDArray[np.int32]
+    """int32, prompt and completion, with room for more."""
     base: int
+    """Position in the history where the head ends."""
     last: int
+    """Position of the last wanted token, in the history."""
     stops: frozenset[int]
     record: GenerationRecord
     owner: Hashable
     priority: int = 0
+    """Lower numbers come earlier."""
     speculative: SpeculativeText | None = None
     is_prompt: bool = True
     sequence: SequenceCache | None = None
+    """None before it is admitted, and while it is preempted."""
     prompt_length: int = field(init=False)
     position: int = field(init=False)
+    """Position of the next token, in the history."""
     matcher: GuidingMask | None = field(init=False)
+    """The mask of the plan, if it is a grammar matcher."""
     events: deque[TokenEvent] = field(default_factory=deque)
+    """Sampled tokens that were not read yet; any thread may take them."""
     waiter: Waiter | None = None
     error: Exception | None = None
     is_started: bool = False
     is_over: bool = False
     is_cancelled: bool = False
     served: int = 0
+    """Number of the last step that computed rows of it."""
     gave_way_to: frozenset[SequenceCache] = frozenset()
+    """Sequences that were open when it was preempted; they hold the memory that it lacked."""
     began: float = 0.0
     token_seconds: float = 0.0
+    """Time of its last token, or of its arrival."""
     expected_rows: int | None = None
+    """Rows of its prompt that were neither computed nor cached at its arrival."""
     predicted_seconds: float | None = None
+    """Predicted time to its first token, counted from `began`; None without an objective."""
     final_length: int = 0
+    """Length of its sequence, once it is over."""
     expected: NDArray[np.int32] = field(default_factory=lambda: _NO_IDS)
+    """int32, tokens that another process generated of it and that are drafted here, to be chosen again."""
 
     def __post_init__(self) -> None:
         self.prompt_length = self.position = self.base

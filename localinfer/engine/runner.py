@@ -38,21 +38,21 @@ ShouldAbort = Callable[[float], bool]
 
 @dataclass(eq=False, slots=True)
 class ScheduledSequence:
-    """What a step computes of one request: so many ids that wait, and drafts after them.
-
-    is_chunk: of a prompt, or of what is computed like one. samples: the last of those ids is the last of the text, so
-    that its logits are wanted. may_draft: it decodes, and its drafters may draft; what a grammar forces is drafted
-    in any case. is_forced: it was. num_chosen: tokens that the step sampled for it.
-    """
+    """What a step computes of one request: so many ids that wait, and drafts after them."""
 
     request: Request
     num_rows: int = 1
     is_chunk: bool = False
+    """The rows are of a prompt, or of a text that is computed like one."""
     samples: bool = True
+    """The last of the rows is the last of the text, so that its logits are wanted."""
     may_draft: bool = False
+    """It decodes, and its drafters may draft; what a grammar forces is drafted in any case."""
     num_drafted: int = 0
     is_forced: bool = False
+    """A grammar forced the drafted tokens."""
     num_chosen: int = 0
+    """Tokens that the step sampled for it."""
 
 
 class ModelRunner:

@@ -1,7 +1,7 @@
-"""When a new request would get its first token: predicted by taking the steps in thought that the engine will take.
+"""Prediction of the time to the first token of a new request: simulates the scheduler.
 
 What runs and waits is copied: rows of prompts that are neither computed nor cached, tokens that streams are likely to
-go on for, who goes before whom. Steps are then taken as the scheduler takes them, each of the length that recent steps
+go on for, priorities. Steps are then taken as the scheduler takes them, each of the length that recent steps
 had (`step_costs`), until the new request has its token. What comes later is not known, and neither is when streams end;
 so predictions are compared with what came, and what they are wrong by in the mean corrects the next.
 """
@@ -34,21 +34,20 @@ QUANTILES = (0.5, 0.9, 0.99)
 
 @dataclass(frozen=True)
 class TtftStats:
-    """What predictions of the first token were worth since loading.
-
-    num_predicted: those that were made; num_refused: requests refused for one. ratio_quantiles: of the real time to
-    the first token over the predicted one, by quantile, of the latest 512; error_quantiles: of how many seconds they
-    were apart. Empty before any was there.
-    """
+    """Accuracy of predicted times to the first token since loading."""
 
     num_predicted: int
+    """Number of predictions."""
     num_refused: int
+    """Number of requests that were refused for a prediction."""
     ratio_quantiles: Mapping[float, float]
+    """Ratios of the real time to the first token over the predicted one, by quantile, of the latest 512."""
     error_quantiles: Mapping[float, float]
+    """Differences of the two in seconds, by quantile; both are empty before the first."""
 
 
 @dataclass(frozen=True)
-class Prediction:
+class TtftPrediction:
     """seconds: until the first token. alone_seconds: what they would be if nothing else ran or waited."""
 
     seconds: float
@@ -61,15 +60,18 @@ class Prediction:
 
 @dataclass(eq=False, slots=True)
 class _Work:
-    """One request in thought. rows: of its prompt that are left. tokens: that it goes on for. held: positions that it
-    takes in memory, at its end of the prompt. order: of its admission."""
+    """A simulated request."""
 
     priority: int
     owner: Hashable
     rows: float
+    """Rows of its prompt that are left."""
     tokens: float
+    """Tokens that it is likely to go on for."""
     held: int
+    """Positions in memory at the end of its prompt."""
     order: int
+    """Position in the order of arrival."""
     last_chunk: int = 0
 
 
@@ -94,7 +96,7 @@ class TtftPredictor:
 
     @property
     def stats(self) -> TtftStats:
-        """See there."""
+        """Accuracy of the predictions so far."""
         ratios, errors = list(self._ratios), list(self._errors)
         return TtftStats(self.num_predicted, self.num_refused, _quantiles(ratios), _quantiles(errors))
 
@@ -136,7 +138,7 @@ class TtftPredictor:
 
     def predict(
         self, new: Request, present: Sequence[Request], last_chunks: Mapping[Hashable, int]
-    ) -> Prediction | None:
+    ) -> TtftPrediction | None:
         """When a request would get its first token; None while nothing is known of what steps cost.
 
         present: the others that have not ended. last_chunks: the step of each owner's last chunk.
@@ -152,7 +154,7 @@ class TtftPredictor:
         found = self._until_first_token(mine, streams, prompts, waiting)
         correction = self._correction
         self.num_predicted += 1
-        return Prediction(correction * found, correction * alone)
+        return TtftPrediction(correction * found, correction * alone)
 
     @property
     def _correction(self) -> float:

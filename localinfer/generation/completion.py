@@ -13,44 +13,49 @@ CompletionEnd = FinishReason | Literal["tool_calls"]
 
 @dataclass(frozen=True, kw_only=True)
 class Stats:
-    """What a generation was and cost.
-
-    prompt_tokens: tokens of the prompt; cached_tokens: those whose keys and values were cached. cache_miss: why not
-    more of them were, in words, which may quote cached texts; None if nothing stood in the way. cache_miss_summary: the
-    same without quotes. dropped_tokens: left out by `context_shift`.
-    completion_tokens: tokens sampled, an end token included. time_to_first_token_seconds: from the call, tokenizing
-    included, 0 if there is none. decode_tokens_per_second: of the tokens after the first, without the time the caller
-    took between them; 0 if there are none. drafted_tokens, accepted_tokens: of speculation.
-    drafted_by_position, accepted_by_position: the same by place in the draft. tokens_per_pass: decoded per pass of the
-    model, 1 without speculation. drafted_by: tokens drafted and accepted, by the drafter's name: "ngram", "draft" (a
-    draft model), "mtp" or "assistant" (a draft model over this model's cache). speculation_speedup: over plain steps,
-    as measured.
-    seed: the one given, or drawn; with it the same options give the same text. stop_text: the one of the option `stop`
-    that ended it, if one did. waited_seconds: before it was admitted. state_snapshots: of recurrent states, that the
-    prefix cache held at the end, of any text; 0 for a model without recurrent layers. notices: deviations from the
-    options, in words: a drafter that failed and was switched off, memory that ended before the text did.
-    """
+    """Figures of a generation."""
 
     prompt_tokens: int
+    """Tokens of the prompt."""
     cached_tokens: int
+    """Tokens of the prompt whose keys and values were cached."""
     cache_miss: str | None
+    """The reason why no more were cached, in words, which may quote cached texts; None if nothing stood in the way."""
     dropped_tokens: int
+    """Tokens left out by `context_shift`."""
     completion_tokens: int
+    """Tokens sampled, an end token included."""
     time_to_first_token_seconds: float
+    """Time from the call to the first token, tokenizing included; 0 if there is none."""
     decode_tokens_per_second: float
+    """Rate of the tokens after the first, without the time that the caller took between them; 0 if there are none."""
     drafted_tokens: int
+    """Tokens that speculation drafted; `accepted_tokens` of them were accepted."""
     accepted_tokens: int
     seed: int
+    """The seed that was given, or drawn; with it the same options give the same text."""
     drafted_by_position: tuple[int, ...] = ()
+    """Drafted tokens by position in the draft; `accepted_by_position` likewise."""
     accepted_by_position: tuple[int, ...] = ()
     drafted_by: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """Tokens drafted and accepted, by the drafter's name: "ngram", "draft" (a draft model), "mtp" or "assistant" (a
+    draft model over this model's cache)."""
     tokens_per_pass: float = 1.0
+    """Tokens decoded per pass of the model, 1 without speculation."""
     speculation_speedup: float = 1.0
+    """Measured speed over that of plain steps."""
     cache_miss_summary: str | None = None
+    """`cache_miss` without quotes of cached texts."""
     stop_text: str | None = None
+    """The text of the option `stop` that ended it, if one did."""
     waited_seconds: float = 0.0
+    """Time before it was admitted."""
     state_snapshots: int = 0
+    """Snapshots of recurrent states that the prefix cache held at the end, of any text; 0 for a model without recurrent
+    layers."""
     notices: tuple[str, ...] = ()
+    """Deviations from the options, in words: a drafter that failed and was switched off, memory that ended before the
+    text did."""
 
 
 class StreamEvent(NamedTuple):
@@ -71,21 +76,20 @@ class StreamEvent(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class Completion:
-    """A finished generation.
-
-    text: without end token and stop text. token_ids: every token sampled, those included. finish_reason: "stop" for an
-    end token or stop text, "length" for max_tokens or the end of the context, or of `kv_memory` (`stats.notices` then
-    says so), "tool_calls" for an end after calls, "cancelled" if it was.
-    reasoning, tool_calls: of a chat; a call that was cut short is the last one, its arguments no whole JSON.
-    logprobs: one for each of token_ids, where the option asks for them.
-    """
+    """A finished generation."""
 
     text: str
+    """The text without end token and stop text."""
     token_ids: list[int]
+    """Every sampled token, end tokens and those of stop texts included."""
     finish_reason: CompletionEnd
+    """Why it ended: "stop" for an end token or stop text, "length" for max_tokens or the end of the context, or of
+    `kv_memory` (`stats.notices` then says so), "tool_calls" for an end after calls, or "cancelled"."""
     stats: Stats
     logprobs: list[TokenLogprobs] | None = None
+    """An entry for each of token_ids, where the option asks for them."""
     reasoning: str = ""
+    """Reasoning of a chat. Of `tool_calls`, a call that was cut short is the last one, its arguments no whole JSON."""
     tool_calls: tuple[ToolCall, ...] = ()
 
     def __repr__(self) -> str:

@@ -80,18 +80,16 @@ class ChatOptions(GenerationOptions, ReplyOptions, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckedOptions:
-    """Options of a generation, each of the kind it must have; texts that the engine wants as token ids are those.
-
-    stop_ids: of `stop_token_ids`. rules: of min_tokens, allowed_token_ids and bad_words. salt: of `cache_salt`. began:
-    when they were given, on the clock of `time.perf_counter`.
-    """
+    """Options of a generation, each of the kind it must have; texts that the engine wants as token ids are those."""
 
     max_tokens: int | None
     stops: list[str]
     ignore_eos: bool
     stop_ids: frozenset[int]
+    """Ids of `stop_token_ids`."""
     include_stop: bool
     rules: TokenRules
+    """Rules of min_tokens, allowed_token_ids and bad_words."""
     context_shift: bool
     pin_cache: bool
     prediction_ids: "Sequence[int] | NDArray[np.integer]"
@@ -100,8 +98,10 @@ class CheckedOptions:
     priority: int
     ttft_objective: float | None
     salt: bytes
+    """Salt of `cache_salt`."""
     sampling: SamplingParams
     began: float
+    """Time of the call, on the clock of `time.perf_counter`."""
 
 
 def check_options(options: Mapping[str, Any], tokenizer: "Tokenizer | None") -> CheckedOptions:

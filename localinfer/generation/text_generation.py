@@ -49,16 +49,16 @@ _ID_LENGTH = 9
 
 @dataclass(frozen=True)
 class ResumedText:
-    """How far another process, with the same model and options, came with a text.
-
-    prompt_ids: of its prompt there, int32; conversations may be cut into other ids here. seed: that was drawn there.
-    token_ids: what it generated. cached_tokens: of the prompt, as it told, None if it did not.
-    """
+    """Progress of another process, with the same model and options, with a text."""
 
     prompt_ids: TokenIds
+    """int32, ids of its prompt there; conversations may be cut into other ids here."""
     seed: int
+    """The seed that was drawn there."""
     token_ids: Sequence[int] = ()
+    """Ids that were generated there."""
     cached_tokens: int | None = None
+    """Cached tokens of the prompt there; None if unknown."""
 
 
 def call_ids(prompt_ids: TokenIds, seed: int) -> Callable[[], str]:
@@ -81,21 +81,21 @@ def call_ids(prompt_ids: TokenIds, seed: int) -> Callable[[], str]:
 
 @dataclass(frozen=True)
 class EncodedPrompt:
-    """A prompt as token ids.
-
-    system_tokens: ids at the start that other prompts share. branch_tokens: lengths that others are likely to continue
-    from, where there is no chat. chat: of a conversation, what the prompt was made of.
-    reply: how the reply to a chat is constrained and parsed. varying: lines of the system message that vary.
-    is_handed_over: another process goes on at its end.
-    """
+    """A prompt as token ids."""
 
     token_ids: Sequence[int] | NDArray[np.integer]
     system_tokens: int = 0
+    """Ids at the start that other prompts share."""
     chat: "EncodedChat | None" = None
+    """The conversation that the prompt was made of."""
     reply: "ReplyFormat | None" = None
+    """Constraint and format of the reply to a chat."""
     varying: Sequence["VaryingSpan"] = ()
+    """Lines of the system message that vary."""
     branch_tokens: tuple[int, ...] = ()
+    """Lengths that others are likely to continue from, where there is no chat."""
     is_handed_over: bool = False
+    """Whether another process continues at its end."""
 
 
 class TextGeneration(Iterator[StreamEvent]):

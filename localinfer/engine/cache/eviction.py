@@ -26,17 +26,16 @@ LEAST_TOKENS = 128
 
 @dataclass(frozen=True)
 class KVEviction:
-    """How many positions a sequence holds between two batches: at most `tokens`, in whole pages.
-
-    batch_tokens: the most that one batch adds, so that `max_tokens` is what a sequence ever holds. sink_pages: kept at
-    the beginning. recent_share: of all pages, those kept at the end; the others are for heavy hitters.
-    """
+    """How many positions a sequence holds between two batches: at most `tokens`, in whole pages."""
 
     tokens: int
     page_tokens: int
     batch_tokens: int
+    """The most that one batch adds, so that `max_tokens` is what a sequence ever holds."""
     sink_pages: int = 1
+    """Pages kept at the beginning."""
     recent_share: float = 0.5
+    """Share of all pages that are kept at the end; the others are for heavy hitters."""
 
     def __post_init__(self) -> None:
         if self.tokens < LEAST_TOKENS:

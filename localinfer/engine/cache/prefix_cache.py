@@ -32,22 +32,21 @@ _SHOWN_TOKENS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class CacheHints:
-    """How a generation's ids are to be cached.
-
-    system_tokens: how many at the start of the prompt other prompts share; once another has, they are evicted after
-    ordinary ones.
-    branch_tokens: how many at the start a later prompt is likely to share, such as all before the reply begins.
-    is_pinned: all of them are evicted last. history: int32, ids of the chat so far; where the prompt parts from them,
-    its chat template is the cause. salt: only texts of the same salt share anything. is_handed_over: another process
-    goes on at the end of the prompt.
-    """
+    """How a generation's ids are to be cached."""
 
     system_tokens: int = 0
+    """Number of ids at the start of the prompt that other prompts share; once another has, they are evicted after
+    ordinary ones."""
     branch_tokens: tuple[int, ...] = ()
+    """Lengths of beginnings that a later prompt is likely to share, such as all before the reply."""
     is_pinned: bool = False
+    """Evict all of them last."""
     history: TokenIds | None = None
+    """int32, ids of the chat so far; where the prompt parts from them, its chat template is the cause."""
     salt: bytes = NO_SALT
+    """Only texts of the same salt share anything."""
     is_handed_over: bool = False
+    """Another process goes on at the end of the prompt."""
 
 
 class Admission(NamedTuple):

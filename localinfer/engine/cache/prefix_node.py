@@ -32,29 +32,30 @@ class Priority(IntEnum):
 
 @dataclass(eq=False, slots=True)
 class PrefixNode:
-    """A run of token ids after the parent's, and its pages; windowed: bool[pages], which have a sliding-window block.
-
-    heads: int32[children, page_tokens], the first page of ids of each child, -1 where it is shorter. by_first_page: the
-    children that have a whole page of ids, by its bytes. Both are made when needed, until the children change.
-    snapshots: of recurrent states, by how many of this node's ids they come after, at least one. num_turns: how often
-    the text that ends here was continued. worth: what it is worth to keep, by that and by when it was used; see `use`.
-    salt: of all texts that it is part of. block_hashes: of its first pages, those that an observer was told of.
-    """
+    """A run of token ids after the parent's, and its pages."""
 
     token_ids: TokenIds
     pages: PageNumbers
     windowed: BoolArray
+    """bool[pages], the pages that have a sliding-window block."""
     parent: "PrefixNode | None"
     priority: Priority
     last_used: int
     children: list["PrefixNode"] = field(default_factory=list)
     heads: TokenIds | None = None
+    """int32[children, page_tokens], the first page of ids of each child, -1 where it is shorter."""
     by_first_page: dict[bytes, "PrefixNode"] | None = None
+    """Children that have a whole page of ids, by its bytes; like `heads` made on demand, until the children change."""
     snapshots: dict[int, Snapshot] = field(default_factory=dict)
+    """Snapshots of recurrent states, by the number of this node's ids before them, at least one."""
     num_turns: int = 0
+    """Number of times that the text which ends here was continued."""
     worth: int = 0
+    """Eviction score, by `num_turns` and the last use; see `use`."""
     salt: bytes = NO_SALT
+    """Salt of all texts that it is part of."""
     block_hashes: tuple[int, ...] = ()
+    """Hashes of its first pages, as far as they were reported to an observer."""
 
     @classmethod
     def root(cls, salt: bytes) -> "PrefixNode":
@@ -191,21 +192,21 @@ def places_of_snapshots(roots: Iterable[PrefixNode]) -> Iterator[SnapshotPlace]:
 
 
 class Match(NamedTuple):
-    """The longest cached prefix of some token ids.
-
-    pages: one per started page of `length`; the last may be valid for more than `length` demands. node: where it ends,
-    after `offset` of its ids. windowed: bool[pages], which have their sliding-window block. usable: the longest prefix
-    that a sequence can continue from; `length`, for a model with neither sliding windows nor recurrent layers.
-    snapshots: slots of recurrent states by position.
-    """
+    """The longest cached prefix of some token ids."""
 
     length: int
     pages: PageNumbers
+    """One per started page of `length`; the last may be valid for more than `length` demands."""
     node: PrefixNode
+    """Node where the match ends, after `offset` of its ids."""
     offset: int
     windowed: BoolArray
+    """bool[pages], the pages that have their sliding-window block."""
     usable: int
+    """The longest prefix that a sequence can continue from; `length`, for a model with neither sliding windows nor
+    recurrent layers."""
     snapshots: Mapping[int, int]
+    """Slots of recurrent states by position."""
 
     @property
     def num_turns(self) -> int:

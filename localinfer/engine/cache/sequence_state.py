@@ -22,16 +22,15 @@ from localinfer.kernels.program import StateStep
 
 @dataclass(frozen=True)
 class SnapshotPolicy:
-    """How many states are kept.
-
-    grid_tokens: distance of places on the grid. grid_share: of all bytes that the cache holds, the most for snapshots
-    of the grid; of those that it may hold, for a model whose texts take nothing else. near_tokens: so close after
-    another one a snapshot is not worth its memory: what it saves costs less than a step.
-    """
+    """How many states are kept."""
 
     grid_tokens: int = 512
+    """Distance of positions on the grid."""
     grid_share: float = 0.15
+    """Largest share of all bytes that the cache holds for snapshots of the grid; of those that it may hold, for a model
+    whose texts take nothing else."""
     near_tokens: int = 16
+    """So close after another one a snapshot is not worth its memory: what it saves costs less than a step."""
 
     def before_end(self, length: int, page_tokens: int) -> int:
         """The first end of a page that is no further before the end of a prompt than a step of the grid; 0 for none.

@@ -19,20 +19,21 @@ or kv_type."""
 
 @dataclass(frozen=True)
 class CacheMiss:
-    """The first place where a prompt was not found, and why.
-
-    position: of the first token that had to be computed though something like it is, or was, cached. before, cached,
-    wanted: token ids around it: those both share, those cached next, those the prompt has instead. detail: more words,
-    may be empty. until: how many tokens are cached, if more than are used.
-    """
+    """The first position where a prompt was not found, and the cause."""
 
     cause: CacheMissCause
     position: int
+    """Position of the first token that had to be computed though something like it is, or was, cached."""
     before: tuple[int, ...] = ()
+    """Token ids before it that both share."""
     cached: tuple[int, ...] = ()
+    """Token ids that are cached next."""
     wanted: tuple[int, ...] = ()
+    """Token ids that the prompt has instead."""
     detail: str = ""
+    """More words, may be empty."""
     until: int = 0
+    """Number of cached tokens, if more than are used."""
 
     def describe(self, tokenizer: "Tokenizer | None") -> str:
         """In one sentence, with texts if there is a tokenizer, or else token ids."""
@@ -71,19 +72,20 @@ def _show(token_ids: Sequence[int], tokenizer: "Tokenizer | None") -> str:
 
 @dataclass
 class CacheCounters:
-    """What the cache has done since the model was loaded.
-
-    prompts: that were looked up; hits: those of which at least one token was found. prompt_tokens, cached_tokens:
-    their tokens, and those found. misses: prompts that were not found as far as they might have been, by cause.
-    snapshot_hits: sequences that went on from a snapshot of recurrent states.
-    """
+    """What the cache has done since the model was loaded."""
 
     prompts: int = 0
+    """Prompts that were looked up."""
     hits: int = 0
+    """Prompts of which at least one token was found."""
     prompt_tokens: int = 0
+    """Tokens of the prompts."""
     cached_tokens: int = 0
+    """Tokens that were found."""
     misses: Counter[CacheMissCause] = field(default_factory=Counter)
+    """Prompts that were not found as far as they might have been, by cause."""
     snapshot_hits: int = 0
+    """Sequences that went on from a snapshot of recurrent states."""
 
 
 @dataclass(frozen=True)

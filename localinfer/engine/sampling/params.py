@@ -24,22 +24,25 @@ _MAX_BIAS = 1000.0
 
 @dataclass(frozen=True)
 class NumberOption:
-    """A numeric sampling option.
-
-    kind: float, which takes whole numbers too, or int. least, most: both allowed; math.inf: any whole number. metavar,
-    help: of its flag on the command line; `{default}` in help stands for the default. hint: ends the error for a value
-    out of range. is_common: help lists it first. alias: another name of it that the server takes.
-    """
+    """A numeric sampling option."""
 
     kind: type[float] | type[int]
+    """float, which takes whole numbers too, or int."""
     default: float
     least: float
+    """Smallest allowed value."""
     most: float
+    """Largest allowed value; math.inf allows any whole number."""
     metavar: str
+    """Name of the value in the help of its flag."""
     help: str
+    """Help of its flag; `{default}` stands for the default."""
     hint: str
+    """Last words of the error for a value out of range."""
     is_common: bool = False
+    """Help lists it first."""
     alias: str | None = None
+    """Another name of it that the server takes."""
 
 
 def _number(default: float, least: float, most: float, metavar: str, help: str, hint: str, **more: Any) -> Any:

@@ -37,20 +37,21 @@ ALONE = StepKind(1)
 
 
 class Round(NamedTuple):
-    """One step for which drafters were called.
-
-    rows: computed, drafts included; tokens: of all streams. seconds: of the whole step; drafting_seconds: of its
-    drafting, expected_drafting_seconds: what that usually takes. reading_seconds: of that, a draft model's prefill,
-    which is an investment.
-    """
+    """One step for which drafters were called."""
 
     kind: StepKind
     rows: int
+    """Computed rows, drafts included."""
     tokens: int
+    """Sampled tokens of all streams."""
     seconds: float
+    """Time of the whole step."""
     drafting_seconds: float = 0.0
+    """Time of its drafting."""
     expected_drafting_seconds: float = 0.0
+    """Usual time of its drafting."""
     reading_seconds: float = 0.0
+    """Time of a draft model's prefill within the drafting, which is an investment."""
 
 
 class DraftFloor:

@@ -60,24 +60,24 @@ _KEPT_TIMES = 9
 
 @dataclass
 class SpeculationRecord:
-    """What drafts did in one generation.
-
-    plain_steps: taken without a drafter. observed_passes: the others that decoded, and observed_tokens what they
-    yielded. drafted, accepted: tokens by their place in the draft. by_drafter: by the name of what drafted them, both
-    sums. seconds: of observed passes with their drafting;
-    plain_seconds: what as many plain steps would have taken. notices: why a drafter no longer drafts for this text,
-    engine_notices: for any, in words.
-    """
+    """Results of drafting in one generation."""
 
     plain_steps: int = 0
+    """Steps without a drafter."""
     observed_passes: int = 0
+    """Other passes that decoded."""
     observed_tokens: int = 0
     drafted: list[int] = field(default_factory=lambda: [0] * MAX_DRAFT_TOKENS)
+    """Tokens by their position in the draft; `accepted` likewise."""
     accepted: list[int] = field(default_factory=lambda: [0] * MAX_DRAFT_TOKENS)
     by_drafter: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Both sums by the name of the drafter."""
     seconds: float = 0.0
+    """Time of observed passes with their drafting."""
     plain_seconds: float = 0.0
+    """Time that as many plain steps would have taken."""
     notices: list[str] = field(default_factory=list)
+    """Why a drafter no longer drafts for this text; `engine_notices`: for any text."""
     engine_notices: list[str] = field(default_factory=list)
 
     def count_draft(self, drafter: str, num_drafted: int, num_accepted: int) -> None:

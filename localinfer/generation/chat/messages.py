@@ -151,17 +151,16 @@ _MOST_TOOLS = 512
 
 @dataclass(frozen=True, kw_only=True)
 class Tool:
-    """A function that the model may call.
-
-    description: as the caller gave it, for the template. parameters: the JSON Schema of its arguments, checked; None
-    where it cannot be enforced and need not be (`"strict": true` was not asked for), so that any object goes.
-    left_out: what is not enforced of it, in words.
-    """
+    """A function that the model may call."""
 
     name: str
     description: Mapping[str, Any]
+    """Description in the form that the caller gave, for the template."""
     parameters: Mapping[str, Any] | None
+    """The JSON Schema of its arguments, checked; None where it cannot be enforced and need not be (`"strict": true`
+    was not asked for), so that any object goes."""
     left_out: tuple[str, ...] = ()
+    """Parts of the schema that are not enforced, in words."""
 
 
 def read_tools(tools: object) -> tuple[Tool, ...]:

@@ -208,18 +208,17 @@ class ReplyFormat:
 
 @dataclass(frozen=True, kw_only=True)
 class ReplyRequest:
-    """A chat's options, checked against a model: how its prompt is rendered, and how its reply is to be read.
-
-    described: the tools that the prompt describes. template_tools, variables: what the template is given beside the
-    messages. continues: whether the last message is a reply to be continued.
-    """
+    """A chat's options, checked against a model: how its prompt is rendered, and how its reply is to be read."""
 
     format: ReplyFormat
     described: tuple[Tool, ...]
+    """Tools that the prompt describes."""
     template_tools: tuple[Mapping[str, Any], ...]
+    """Tools for the template; `variables` are its other variables."""
     variables: Mapping[str, Any]
     formats: "TemplateFormats"
     continues: bool
+    """Whether the last message is a reply to be continued."""
 
     def split(
         self, messages: Sequence[Mapping[str, Any]]

@@ -52,12 +52,14 @@ class VaryingSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class _Family:
-    """Heads of one origin. stable: the lines, in order, that all of them have. last: those of the latest one. salt: of
-    all of them."""
+    """Heads of one origin."""
 
     stable: tuple[str, ...]
+    """Lines that all of them have, in order."""
     last: tuple[str, ...]
+    """Lines of the latest one."""
     salt: bytes
+    """Salt of all of them."""
 
 
 class SystemPromptDrift:

@@ -12,7 +12,7 @@ from localinfer.apps.server.operation.rate_limits import RateLimiter
 from localinfer.apps.server.transport.http import ApiError
 from localinfer.apps.server.transport.settings import Quota, ServerSettings, parse_tokens
 from localinfer.engine.engine import Engine
-from localinfer.engine.ttft import Prediction, TtftPredictor
+from localinfer.engine.ttft import TtftPrediction, TtftPredictor
 from localinfer.errors import RequestError
 from tests.support.limits import wait_until
 
@@ -195,7 +195,7 @@ def test_an_objective_for_the_first_token_refuses_what_would_come_later(served, 
 
     def predict(predictor, *args):
         predictor.num_predicted += 1
-        return Prediction(predicted, 0.1)
+        return TtftPrediction(predicted, 0.1)
 
     monkeypatch.setattr(TtftPredictor, "predict", predict)
     body = {"messages": STORY, "max_tokens": 200, "temperature": 0, "ignore_eos": True}
