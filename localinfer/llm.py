@@ -45,11 +45,10 @@ if TYPE_CHECKING:
     from localinfer.storage.prompt_cache import DiskCache, DiskOptions
     from localinfer.types import ModelInfo, RankedDocument, TokenLogprobs
 
-    _Ids = Sequence[int] | NDArray[np.integer]
-
 logger = logging.getLogger(__name__)
 
 Prompt = Union[str, Sequence[int], "NDArray[np.integer]"]
+_Ids = Union[Sequence[int], "NDArray[np.integer]"]
 
 
 class BeamCompletion(NamedTuple):
