@@ -109,7 +109,7 @@ def slivers() -> list[str]:
     return [
         name
         for name, path in sources().items()
-        if path.name != "__init__.py"
+        if path.name not in ("__init__.py", "built_sources.py")  # which a build replaces
         and num_lines([path]) < _SHORT
         and len(importers[name]) == 1
         and next(iter(importers[name])).rpartition(".")[0] == name.rpartition(".")[0]
