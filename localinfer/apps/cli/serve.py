@@ -83,7 +83,7 @@ class ModelsOptions:
 
     @property
     def names_some(self) -> bool:
-        """Check whether it says itself where models are, and not only how they are loaded."""
+        """True if it says itself where models are, and not only how they are loaded."""
         return self.folder is not None or self.pulled
 
 

@@ -54,7 +54,7 @@ class OperationOptions:
 
     @property
     def as_json(self) -> bool:
-        """Check whether the log is lines of JSON."""
+        """True if the log is lines of JSON."""
         return self.log_format == "json"
 
     def say(self, line: str) -> None:

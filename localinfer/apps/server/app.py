@@ -279,7 +279,7 @@ class LocalServer(Closing):
                 self.addresses.append(f"unix:{place}")
 
     def has_ended(self) -> bool:
-        """Check whether no thread is left that still loads a model, which was given up; waits for it a little."""
+        """Return whether no thread is left that still loads a model, which was given up; waits for it a little."""
         return self.service.registry.join_loads(_LOAD_END_SECONDS)
 
     def stop(self) -> None:

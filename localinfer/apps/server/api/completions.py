@@ -85,7 +85,7 @@ class CompletionRequest(GenerationFields, kw_only=True):
 
     @property
     def parses_special(self) -> bool:
-        """Check whether names of special tokens in a text are those tokens."""
+        """True if names of special tokens in a text are those tokens."""
         return self.suffix is None if self.parse_special is None else self.parse_special
 
     @property

@@ -46,7 +46,7 @@ _DELTAS = {"text": ("text", "text"), "reasoning": ("thinking", "thinking"), "cal
 
 
 class ToolChoice(msgspec.Struct, forbid_unknown_fields=True):
-    """Check whether the model has to call a tool, and which."""
+    """The choice of tools: whether the model has to call one, and which."""
 
     type: Literal["auto", "any", "tool", "none"] = "auto"
     name: str | None = None

@@ -282,7 +282,7 @@ class ResponsesRequest(ChatFields, kw_only=True):
 
     @property
     def wants_encrypted_reasoning(self) -> bool:
-        """Check whether reasoning comes in the form that clients send back who do not have it kept here."""
+        """True if reasoning comes in the form that clients send back who do not have it kept here."""
         return _ENCRYPTED in (self.include or ())
 
     def check(self) -> None:

@@ -105,7 +105,7 @@ class ResponseMemory:
 
     @property
     def keeps(self) -> bool:
-        """Check whether anything is kept."""
+        """True if anything is kept."""
         return self.store.keeps
 
     def lastingly(self, change: Callable[..., Made], *arguments: Any) -> Made:

@@ -342,7 +342,7 @@ class BlockWriter(ReplyWriter):
 
     @property
     def is_open(self) -> bool:
-        """Check whether the last block may still grow."""
+        """True if the last block may still grow."""
         return self._open is not None
 
     def close_block(self) -> Iterator[Event]:

@@ -315,7 +315,7 @@ class _Writer(ReplyWriter):
         )
 
     def _is_truncated(self, text: _Text, reason: str, stats: "Stats | None") -> bool:
-        """Check whether the text would have gone on in a longer context."""
+        """Return whether the text would have gone on in a longer context."""
         if stats is not None and stats.dropped_tokens:
             return True
         most = text.settings.get("max_tokens")

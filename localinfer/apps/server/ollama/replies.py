@@ -226,7 +226,7 @@ class OllamaGenerateRequest(ReplyFields, kw_only=True):
 
     @property
     def is_raw(self) -> bool:
-        """Check whether the prompt is taken as it is."""
+        """True if the prompt is taken as it is."""
         return bool(self.raw) or "".join((self.template or "").split()) in _PLAIN_TEMPLATES
 
     def check(self) -> None:

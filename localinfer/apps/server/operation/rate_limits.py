@@ -70,7 +70,7 @@ class RateLimiter:
             return _headers(self._present(token))
 
     def limits_tokens(self, token: str) -> bool:
-        """Check whether a token has a limit of tokens."""
+        """Return whether a token has a limit of tokens."""
         return self._settings().quota_of(token).tokens_per_minute is not None
 
     def reserve(self, token: str, least: int, most: int) -> float:

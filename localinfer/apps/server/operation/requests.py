@@ -91,7 +91,7 @@ class RequestRecord:
 
     @property
     def uses_model(self) -> bool:
-        """Check whether a model worked for it."""
+        """True if a model worked for it."""
         return self.reply is not None or self.input_tokens > 0
 
     @property

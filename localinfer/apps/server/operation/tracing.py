@@ -112,7 +112,7 @@ class RequestTracer(Closing):
 
 
 def wants_traces(endpoint: str | None) -> bool:
-    """Check whether traces are to be exported, by an option or the environment."""
+    """Return whether traces are to be exported, by an option or the environment."""
     return endpoint is not None or any(os.environ.get(name) for name in ENDPOINT_VARIABLES)
 
 

@@ -361,13 +361,13 @@ class OpenRouterReasoning(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class OpenRouterUsage(msgspec.Struct, forbid_unknown_fields=True):
-    """Check whether a stream tells what it has cost, as OpenRouter has it; whole replies always do."""
+    """Usage in streams, as OpenRouter has it; whole replies always tell it."""
 
     include: bool | None = None
 
 
 class Thinking(msgspec.Struct, forbid_unknown_fields=True):
-    """Check whether a model reasons first, and for how many tokens at most.
+    """Reasoning before the reply: on or off, and its most tokens.
 
     display: reasoning is shown as it is, never summarized; "omitted" leaves its text out of Anthropic's replies.
     """

@@ -66,7 +66,7 @@ def embedding_prompt(tokenizer: "Tokenizer", pieces: Pieces) -> str | list[int]:
 
 
 def _is_mixed(items: Sequence[Any]) -> bool:
-    """Check whether a list is one prompt: it has ids, and nothing but ids and texts."""
+    """Return whether a list is one prompt: it has ids, and nothing but ids and texts."""
     kinds = set(map(type, items))
     return int in kinds and kinds <= {int, str}
 

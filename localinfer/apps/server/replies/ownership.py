@@ -44,12 +44,12 @@ def digest_of(tenant: str, name: str = "") -> str:
 
 
 def may_see(tenant: str, other: str) -> bool:
-    """Check whether a client may see what runs for another, and stop it."""
+    """Return whether a client may see what runs for another, and stop it."""
     return tenant in ("", other)
 
 
 def may_see_reply(tenant: str, reply: "Reply | None") -> bool:
-    """Check whether there is a reply that a client may see."""
+    """Return whether there is a reply that a client may see."""
     return reply is not None and may_see(tenant, reply.tenant)
 
 

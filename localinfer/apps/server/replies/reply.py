@@ -124,7 +124,7 @@ class ReplyProgress:
 
     @property
     def is_whole(self) -> bool:
-        """Check whether the last bytes were sent."""
+        """True if the last bytes were sent."""
         return SentNote("tail") in self._sent
 
     def take(self, note: Note) -> None:
@@ -436,7 +436,7 @@ class Reply:
         return len(self._texts)
 
     def shares_prompt(self, index: int) -> bool:
-        """Check whether an earlier text has the same prompt, which was computed and is counted there."""
+        """Return whether an earlier text has the same prompt, which was computed and is counted there."""
         return self._texts[index].leader is not None
 
     def num_used(self) -> tuple[int, int]:

@@ -127,7 +127,7 @@ class ModelLoader:
 
     @property
     def is_stopping(self) -> bool:
-        """Check whether nothing is loaded any more."""
+        """True if nothing is loaded any more."""
         return self._threads.stopping.is_set()
 
     def check_stopping(self) -> None:

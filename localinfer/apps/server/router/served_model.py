@@ -87,7 +87,7 @@ class ServedModel:
 
     @property
     def state(self) -> ModelState:
-        """Check whether it can answer at once, soon, when it is asked for, or could not when it was last tried."""
+        """State of loading: it can answer at once, soon, when it is asked for, or could not when it was last tried."""
         if self.llm is not None:
             return "loaded"
         if self.loading is not None:
@@ -96,12 +96,12 @@ class ServedModel:
 
     @property
     def is_pinned(self) -> bool:
-        """Check whether it stays loaded whatever happens."""
+        """True if it stays loaded whatever happens."""
         return self.is_served and self.source.settings.is_pinned
 
     @property
     def is_idle(self) -> bool:
-        """Check whether it is loaded and may be unloaded: requests that wait for a drained model came later."""
+        """True if it is loaded and may be unloaded: requests that wait for a drained model came later."""
         return self.llm is not None and not self.num_leases and (bool(self.drained_by) or not self.num_waiting)
 
     @property

@@ -341,7 +341,7 @@ def keep_share(scope: Scope, share: Share) -> None:
 
 
 def is_large(request: Request) -> bool:
-    """Check whether the request's body was large, so that work on it is not done on the event loop."""
+    """Return whether the request's body was large, so that work on it is not done on the event loop."""
     return _BODY_BYTES in request.scope["state"]
 
 

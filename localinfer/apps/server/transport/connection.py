@@ -72,7 +72,7 @@ def seconds_behind(waited: float, num_bytes: int) -> float:
 
 
 def make_room(newcomer: Occupant, occupants: Collection[Occupant], limit: int) -> bool:
-    """Check whether a newcomer, one of the occupants, may stay as more than a guest; closes another one if it must.
+    """Return whether a newcomer, one of the occupants, may stay as more than a guest; closes another one if it must.
 
     limit: places, beside those of the owner. Each call closes one connection at most, of which a newcomer adds one.
     """
@@ -174,7 +174,7 @@ class FramingCheck:
         return position
 
     def _is_faulty(self, part: bytes) -> bool:
-        """Check whether a line may not go on like this."""
+        """Return whether a line may not go on like this."""
         if self._line[-1:] == b"\r":
             return part != b"\n"
         if not self._line and part[:1] in (b" ", b"\t") and self._part in (_Part.HEAD, _Part.TRAILER):
@@ -272,17 +272,17 @@ class Connection(H11Protocol):
 
     @property
     def is_idle(self) -> bool:
-        """Check whether no request is being answered."""
+        """True if no request is being answered."""
         return self.cycle is None or self.cycle.response_complete
 
     @property
     def is_draining(self) -> bool:
-        """Check whether all was said, and the rest of a request is read only to be thrown away."""
+        """True if all was said, and the rest of a request is read only to be thrown away."""
         return self._num_drained is not None
 
     @property
     def is_receiving(self) -> bool:
-        """Check whether a request is being answered whose body is not whole."""
+        """True if a request is being answered whose body is not whole."""
         return not self.is_idle and self.cycle.more_body
 
     @property

@@ -49,7 +49,7 @@ def notice(text: str) -> None:
 
 
 def is_full() -> bool:
-    """Check whether no further notice is taken, so that none needs to be made."""
+    """Return whether no further notice is taken, so that none needs to be made."""
     found = _notices.get()
     return found is not None and len(found) >= _MOST
 

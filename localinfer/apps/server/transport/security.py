@@ -171,12 +171,12 @@ class SecurityMiddleware:
 
 
 def _has_body(headers: Headers) -> bool:
-    """Check whether bytes follow a head, as it says itself."""
+    """Return whether bytes follow a head, as it says itself."""
     return headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
 
 
 def _is_own(origin: str, scope: Scope, headers: Headers) -> bool:
-    """Check whether the server's own page asks. No browser reaches a Unix socket: only a proxy could say so there."""
+    """Return whether the server's own page asks. No browser reaches a Unix socket: only a proxy could say so there."""
     is_from_elsewhere = headers.get("sec-fetch-site", "same-origin") != "same-origin"
     if is_from_elsewhere or scope["state"].get(IS_UNIX_SOCKET):
         return False
@@ -184,13 +184,13 @@ def _is_own(origin: str, scope: Scope, headers: Headers) -> bool:
 
 
 def _opens_the_page(scope: Scope, headers: Headers) -> bool:
-    """Check whether a link of another page is followed to the chat page, in a window that this page cannot read."""
+    """Return whether a link of another page is followed to the chat page, in a window that this page cannot read."""
     is_visit = headers.get("sec-fetch-mode") == "navigate" and headers.get("sec-fetch-dest") == "document"
     return is_visit and scope["method"] == "GET" and scope["path"] == "/"
 
 
 def _is_json_all_the_same(kind: str, scope: Scope, headers: Headers) -> bool:
-    """Check whether a body counts as JSON without that type: LiteLLM asks Ollama's API without a type, and curl with
+    """Return whether a body counts as JSON without that type: LiteLLM asks Ollama's API without a type, and curl with
     that of forms. Browsers say from where they send a body, and write no JSON into such a form. Without a body
     no type is needed.
     """

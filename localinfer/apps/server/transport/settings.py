@@ -92,7 +92,7 @@ def read_quota(words: Sequence[str]) -> Quota:
 
 
 def looks_like_a_limit(word: str) -> bool:
-    """Check whether a word where the token should stand holds a limit, or the brackets of one."""
+    """Return whether a word where the token should stand holds a limit, or the brackets of one."""
     names = "|".join(limit.name for limit in fields(Quota))
     return re.search(rf"^\[|\[[A-Za-z_]*=|(?:^|[,;(])(?:{names})=", word.replace("-", "_")) is not None
 
@@ -368,12 +368,12 @@ class ServerSettings(ServerOptions):
 
     @property
     def listens_everywhere(self) -> bool:
-        """Check whether TCP listens on every address of the machine."""
+        """True if TCP listens on every address of the machine."""
         return self.host in ("0.0.0.0", "::")
 
 
 def is_loopback(host: str) -> bool:
-    """Check whether only this machine can reach a host."""
+    """Return whether only this machine can reach a host."""
     if host == "localhost":
         return True
     address = ip_address(host)

@@ -23,7 +23,7 @@ _LEAST_CONNECTIONS = 8
 
 
 def has_unix_sockets() -> bool:
-    """Check whether Python can serve Unix sockets on this system."""
+    """Return whether Python can serve Unix sockets on this system."""
     return hasattr(socket, "AF_UNIX") and sys.platform != "win32"
 
 
@@ -207,7 +207,7 @@ def _listen(path: Path) -> socket.socket:
 
 
 def _is_at(path: Path, descriptor: int) -> bool:
-    """Check whether an open file is the one at a path."""
+    """Return whether an open file is the one at a path."""
     status = os.fstat(descriptor)
     return _identity(path) == (status.st_dev, status.st_ino)
 
