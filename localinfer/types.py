@@ -42,17 +42,16 @@ class TokenLogprobs(NamedTuple):
 
 @dataclass(frozen=True)
 class Beam:
-    """A finished text.
-
-    token_ids: what follows the prompt, a stop token included. logprob: the sum of their log probabilities. score:
-    logprob / length ^ length_penalty, by which beams are compared. finish_reason: "stop" after a stop token, else
-    "length".
-    """
+    """A finished text of a beam search."""
 
     token_ids: tuple[int, ...]
+    """Tokens after the prompt, a stop token included."""
     logprob: float
+    """The sum of their log probabilities."""
     score: float
+    """`logprob` / length ^ length_penalty, by which beams are compared."""
     finish_reason: FinishReason
+    """"stop" after a stop token, else "length"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,48 +65,54 @@ class RankedDocument:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelInfo:
-    """What a loaded model is.
-
-    name: as the file says it, or else the file's. path: of the file or folder. architecture: GGUF's name of it.
-    capabilities: what it can be asked for: "completion", "chat", "embeddings", "rerank".
-    parameters: number of weights. quantization: the type of most of them, as GGUF names it, or how a folder stores
-        them. bits_per_weight: on disk. file_bytes: on disk, all parts.
-    num_layers, num_experts: blocks, and experts in each; 0 for a model without.
-    vocab_size: token ids. context_length: tokens of prompt and completion together, as loaded; trained_context_length:
-        as the file says.
-    device: "cpu" or "cuda". threads: the most that compute on the CPU. kv_type: of keys and values.
-    memory_bytes: of weights, buffers, and keys and values of a text as long as the context; of a draft model none. On a
-        GPU about as much of its memory.
-    chat_template: Jinja source, None without one, where `chat` takes a general form.
-    supports_tools: the template describes tools to the model, or writes its calls; with others `chat` does, for a
-        model that may never have seen any. supports_thinking: the template has reasoning, so that
-        `thinking` may be given.
-    warnings: what the checks of a load found likely wrong with the file, a line each; see `verify` of `load`.
-    sampling: options that the file recommends, by name; empty without. `llm.set_defaults(**llm.info.sampling)` obeys.
-    """
+    """Facts of a loaded model."""
 
     name: str
+    """Name that the file says, or else the file's own."""
     path: Path
+    """Path of the file or folder."""
     architecture: str
+    """GGUF's name of the architecture."""
     capabilities: tuple[str, ...]
+    """Kinds of requests: "completion", "chat", "embeddings", "rerank"."""
     parameters: int
+    """Number of weights."""
     quantization: str
+    """Type of most weights, as GGUF names it, or how a folder stores them."""
     bits_per_weight: float
+    """Bits per weight on disk."""
     file_bytes: int
+    """Bytes on disk, all parts."""
     num_layers: int
+    """Blocks of the decoder."""
     num_experts: int
+    """Experts in each block; 0 for a model without."""
     vocab_size: int
+    """Number of token ids."""
     context_length: int
+    """Tokens of prompt and completion together, as loaded."""
     trained_context_length: int
+    """Tokens that the model was trained for, as the file says."""
     device: str
+    """"cpu" or "cuda"."""
     threads: int
+    """Maximum threads that compute on the CPU."""
     kv_type: str
+    """Type of keys and values."""
     memory_bytes: int
+    """Memory of weights, buffers, and keys and values of a text as long as the context; of a draft model none. On a GPU
+    about as much of its memory."""
     chat_template: str | None
+    """Jinja source, None without one, where `chat` takes a general form."""
     supports_tools: bool
+    """The template describes tools to the model, or writes its calls; with others `chat` does, for a model that
+    may never have seen any."""
     supports_thinking: bool
+    """The template has reasoning, so that `thinking` may be given."""
     sampling: Mapping[str, float | int]
+    """Options that the file recommends, by name; empty without. `llm.set_defaults(**llm.info.sampling)` obeys."""
     warnings: tuple[str, ...] = ()
+    """What the checks of a load found likely wrong with the file, a line each; see `verify` of `load`."""
 
 
 class Closing:

@@ -20,8 +20,7 @@ from localinfer.engine.cache.eviction import KVEviction
 from localinfer.engine.cache.prefix_cache import CacheHints, PrefixCache
 from localinfer.engine.cache.sequence import forward
 from localinfer.engine.cache.stats import SnapshotStats
-from localinfer.engine.request import HISTORY_ROOM, GenerationRecord, Request
-from localinfer.engine.resumed import take_up
+from localinfer.engine.request import HISTORY_ROOM, GenerationRecord, Request, TokenEvent
 from localinfer.engine.runner import ModelRunner, shortened
 from localinfer.engine.sampling.params import SamplingParams
 from localinfer.engine.sampling.sampler import SamplingPlan, TokenMask, not_finite_error
@@ -30,7 +29,7 @@ from localinfer.engine.speculation.verify import Speculation
 from localinfer.engine.ttft import TtftStats
 from localinfer.errors import ContextLengthError, OutOfMemoryError, RequestError, TokenIdError
 from localinfer.kernels.program import Program
-from localinfer.types import FloatArray
+from localinfer.types import FinishReason, FloatArray
 
 if TYPE_CHECKING:
     from localinfer.models.load.loader import Model
@@ -221,7 +220,7 @@ class Engine:
             is_over=limit == 0,
         )
         if limit and (begun := self._check_ids(resumed, "resumed")).size:
-            take_up(request, begun, self.context_length)
+            _take_up(request, begun, self.context_length)
             if not request.is_over:
                 self._cache.check_fits(request.head.size)
         if self._speculation is not None:
@@ -323,3 +322,39 @@ def check_max_tokens(max_tokens: object) -> int:
     """Return the limit of a completion; None sets none. Raises: RequestError."""
     limit = check_number("max_tokens", max_tokens, 0, none="for no limit")
     return sys.maxsize if limit is None else int(limit)
+
+
+def _take_up(request: Request, token_ids: NDArray[np.int32], context_length: int) -> None:
+    """Let a request, which has not begun, have generated these ids; its reader gets them as events first.
+
+    The bits of a position depend on the ids before it only, so those tokens are what this engine would choose too.
+    Where nothing else is wanted of their positions, they are read with the prompt, as the text of a preempted request
+    is. Log probabilities, and the state of mirostat, are made of the logits of each position: there the tokens are
+    drafted, and the verification chooses them again. token_ids: int32[T], of its vocabulary; what follows a token that
+    ends the text is dropped.
+    """
+    if request.plan.params.logprobs is not None or request.plan.mirostat is not None:
+        request.expected = token_ids
+        return
+    request.grow_history(request.position + token_ids.size)
+    request.history[request.position : request.position + token_ids.size] = token_ids
+    head, base = request.head, request.base
+    for token_id in token_ids.tolist():
+        position = request.position
+        ending: FinishReason | None = None
+        if token_id in request.stops:
+            ending = "stop"
+        elif position == request.last:
+            ending = "length"
+        request.events.append(TokenEvent(token_id, position, ending))
+        request.position += 1
+        if ending is not None:
+            request.is_over = True
+            return
+        if head.size + request.position - base > context_length:
+            # The context was shifted here.
+            context = np.concatenate((head, request.history[base : request.position]))
+            head, base = shortened(context, request.hints, context_length), request.position
+            request.record.dropped_tokens += context.size - head.size
+    request.restart(np.concatenate((head, request.history[base : request.position])))
+    request.is_prompt = True

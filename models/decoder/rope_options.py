@@ -18,26 +18,25 @@ _YARN_KEYS = {
 
 @dataclass(frozen=True, kw_only=True)
 class RopeOptions:
-    """Rotary position embedding in place of the file's; None keeps the file's setting.
-
-    scaling: "none", "linear" (arXiv 2306.15595) or "yarn" (arXiv 2309.00071).
-    scale: factor by which the context is extended. None: the file's factor for the same scaling, else context_length
-        over the trained context. Given alone for a file without scaling: linear.
-    base: of the frequencies (theta). frequency_scale: 1 / scale, in place of scale.
-    yarn_original_context: context length of the original training. yarn_extrapolation_factor: share of the unscaled
-    frequency of fast pairs, from 0 (plain interpolation) to 1. yarn_attention_factor: multiplies YaRN's temperature, in
-    place of the file's factor. yarn_beta_fast, yarn_beta_slow: rotations within the original context from which a pair
-    counts as fast, and below which as slow.
-    """
+    """Rotary position embedding in place of the file's; None keeps the file's setting."""
 
     scaling: str | None = None
+    """The method: "none", "linear" (arXiv 2306.15595) or "yarn" (arXiv 2309.00071)."""
     scale: float | None = None
+    """Factor by which the context is extended. None: the file's factor for the same scaling, else context_length
+    over the trained context. Given alone for a file without scaling: linear."""
     base: float | None = None
+    """Base of the frequencies (theta)."""
     frequency_scale: float | None = None
+    """1 / scale, in place of scale."""
     yarn_original_context: int | None = None
+    """Context length of the original training."""
     yarn_extrapolation_factor: float | None = None
+    """Share of the unscaled frequency of fast pairs, from 0 (plain interpolation) to 1."""
     yarn_attention_factor: float | None = None
+    """Multiplies YaRN's temperature, in place of the file's factor."""
     yarn_beta_fast: float | None = None
+    """Rotations within the original context from which a pair counts as fast, and below which as slow."""
     yarn_beta_slow: float | None = None
 
     def __post_init__(self) -> None:

@@ -20,15 +20,15 @@ _LOST_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class Opened:
-    """A request that may go on. replica: which answers it, "" where Serve chooses. headers: of its answer.
-
-    refusal: the arguments of an `ApiError`, None for a request that was taken on: errors of another process come as
-    values, since Ray wraps what is raised.
-    """
+    """A request that may go on."""
 
     replica: str = ""
+    """Replica that answers it, "" where Serve chooses."""
     headers: Mapping[str, str] = field(default_factory=dict)
+    """Headers of its answer."""
     refusal: Mapping[str, Any] | None = None
+    """The arguments of an `ApiError`, None for a request that was taken on: errors of another process come as
+    values, since Ray wraps what is raised."""
 
     @classmethod
     def refused(cls, error: ApiError, headers: Mapping[str, str] = MappingProxyType({})) -> "Opened":

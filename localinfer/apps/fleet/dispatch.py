@@ -25,33 +25,36 @@ AGING_SECONDS = 30.0
 
 @dataclass(frozen=True)
 class Asked:
-    """What a request wants.
-
-    token: the name of who asks, "" for nobody. owner: among whom turns are taken. num_texts: that it generates.
-    priority: the least number is the most urgent. prefixes: of its prompt.
-    """
+    """A request, as its turn depends on it."""
 
     token: str
+    """Name of its token, "" for none."""
     owner: Hashable
+    """Identity among which turns are taken."""
     num_texts: int = 1
+    """Texts that it generates."""
     priority: int = 0
+    """Priority; the least number is the most urgent."""
     prefixes: tuple[int, ...] = ()
+    """Prefixes of its prompt, see `PromptFacts`."""
 
 
 @dataclass(eq=False)
 class Place:
-    """A request that waits, or is with a replica. Its fields are `check_queue`'s of a reply, where those are asked for.
+    """A request that waits, or is with a replica.
 
-    replica: its name, "" while it waits, or where Serve chooses. began: when it came, on the dispatcher's clock.
-    urgency: its priority, or that of the most urgent once it has waited too long.
+    Its fields are those of a reply that `check_queue` reads.
     """
 
     asked: Asked
     give: Callable[["Place"], None] = field(repr=False)
     began: float = 0.0
+    """Time of arrival, on the dispatcher's clock."""
     num_texts: int = 1
     urgency: int = 0
+    """Its priority, or that of the most urgent once it has waited too long."""
     replica: str = ""
+    """Name of its replica, "" while it waits, or where Serve chooses."""
     is_running: bool = False
     is_cancelled: bool = False
 

@@ -25,16 +25,16 @@ _CALL_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class IngressOptions:
-    """What an ingress is told of the application.
-
-    settings: of the server. places: texts that each replica computes at a time. replicas: how many there are to be.
-    chooses: whether the ingress chooses replicas, and not Serve.
-    """
+    """Options of an ingress."""
 
     settings: ServerSettings
+    """Settings of the server."""
     places: int
+    """Texts that each replica computes at a time."""
     replicas: int = 1
+    """Number of replicas to be."""
     chooses: bool = True
+    """True if the ingress chooses replicas, and not Serve."""
 
     def accounts(self) -> Accounts:
         """Accounts of nothing yet."""

@@ -5,7 +5,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
-from localinfer.apps.fleet.prefix_table import PrefixTable
+from localinfer.apps.fleet.prompt_prefixes import PrefixTable
 
 _LEAST_SHARE = 0.1
 """Of a prompt, what has to be found somewhere for the place to matter."""

@@ -59,92 +59,91 @@ def _whole(default: int, least: int, most: float, metavar: str, help: str, hint:
 class SamplingParams:
     """What a caller may ask of the sampler; checked when it is made. The order of the steps is in `sampling`.
 
-    temperature: 0 always takes the largest logit, the lowest id on ties, and no filter below matters.
-    top_k: keep this many of the likeliest tokens; 0 keeps all.
-    top_p: then keep the fewest likeliest whose probabilities reach this sum (Holtzman et al., arXiv 1904.09751); 1
-        keeps all; at least one stays.
-    min_p: then keep tokens of at least this share of the likeliest one's probability (arXiv 2407.01082); 0 keeps all.
-    typical_p: keep the tokens whose surprise is nearest to the entropy until their probabilities reach this sum
-        (Meister et al., arXiv 2202.00666); 1 keeps all.
-    top_n_sigma: keep logits at most this many standard deviations of all logits below the largest (Tang et al., arXiv
-        2411.07641); 0 keeps all.
-    xtc_probability: how often "exclude top choices" drops the tokens of at least xtc_threshold but the least likely of
-        them (P. E. Weidmann, text-generation-webui, 2024); 0 is off.
-    xtc_threshold: above one half it can never find two, and does nothing.
-    dynatemp_range: the draw's temperature lies this much around `temperature`, never below 0: low where the model is
-        certain, by the entropy of the kept tokens (Kalomaze, KoboldCpp, 2024); 0 is off.
-    dynatemp_exponent: of the entropy over the largest possible one; below 1 turns towards the high temperature.
-    mirostat: 2 lets only tokens of less than a surprise that is adapted after every token, so that the mean surprise
-        is mirostat_tau bits (Basu et al., arXiv 2007.14966), in place of every filter above but top_n_sigma; 0 is off.
-    mirostat_eta: how fast it adapts.
-    repetition_penalty: divides positive and multiplies other logits of tokens in the window (arXiv 1909.05858); 1 is
-        off.
-    frequency_penalty, presence_penalty: subtracted per occurrence in the window, and once if there is any; 0 is off.
-    repetition_last_n: the window of these three penalties, in tokens of prompt and completion; -1 is all of them.
-    dry_multiplier: subtract dry_multiplier * dry_base ^ (n - dry_allowed_length) from a token that would make a
-        repetition of n tokens longer, if n is at least dry_allowed_length ("don't repeat yourself", P. E. Weidmann,
-        text-generation-webui, 2024); 0 is off.
-    dry_last_n: where repetitions are looked for, in tokens; -1 is the whole text.
-    dry_breaker_ids: tokens that no repetition goes across.
-    logit_bias: token id -> number added to its logit; -inf forbids the token.
-    logprobs: report each token's log probability and those of so many likeliest ones, as the model gave them, before
-        anything above; None reports none, and costs nothing.
-    seed: 0 to 2^64 - 1; None draws one, which `Stats.seed` reports.
     Raises: RequestError naming the value and its range.
     """
 
     # fmt: off
     temperature: float = _number(
         0.8, 0, 10, "T", "0 always takes the likeliest token.", "0 takes the likeliest token", is_common=True)
+    """0 always takes the largest logit, the lowest id on ties, and no filter below matters."""
     top_k: int = _whole(
         40, 0, math.inf, "K", "Sample among the K likeliest; 0: off.", "0 keeps every token", is_common=True)
+    """Keep this many of the likeliest tokens; 0 keeps all."""
     top_p: float = _number(
         0.95, 0, 1, "P", "Sample among the likeliest that sum to P; 1: off.", "1 keeps every token", is_common=True)
+    """Then keep the fewest likeliest whose probabilities reach this sum (Holtzman et al., arXiv 1904.09751); 1
+    keeps all; at least one stays."""
     min_p: float = _number(
         0.05, 0, 1, "P", "Drop tokens below this share of the likeliest one; 0: off.", "0 keeps every token",
         is_common=True)
+    """Then keep tokens of at least this share of the likeliest one's probability (arXiv 2407.01082); 0 keeps all."""
     typical_p: float = _number(
         1.0, 0, 1, "P", "Sample among the most typical that sum to P; 1: off.", "1 keeps every token")
+    """Keep the tokens whose surprise is nearest to the entropy until their probabilities reach this sum (Meister
+    et al., arXiv 2202.00666); 1 keeps all."""
     top_n_sigma: float = _number(
         0.0, 0, 100, "N", "Drop logits N standard deviations below the best; 0: off.", "0 keeps every token")
+    """Keep logits at most this many standard deviations of all logits below the largest (Tang et al., arXiv
+    2411.07641); 0 keeps all."""
     xtc_probability: float = _number(
         0.0, 0, 1, "P", "Probability that XTC drops the likeliest choices; 0: off.", "0 switches it off")
+    """Probability that "exclude top choices" drops the tokens of at least xtc_threshold but the least likely of them
+    (P. E. Weidmann, text-generation-webui, 2024); 0 is off."""
     xtc_threshold: float = _number(
         0.1, 0, 1, "P", "Least probability of a choice for XTC. Default: {default}.", "0.1 is usual")
+    """Above one half it can never find two, and does nothing."""
     dynatemp_range: float = _number(
         0.0, 0, 10, "R", "Vary the temperature by up to R with the entropy; 0: off.", "0 switches it off")
+    """The draw's temperature lies this much around `temperature`, never below 0: low where the model is certain,
+    by the entropy of the kept tokens (Kalomaze, KoboldCpp, 2024); 0 is off."""
     dynatemp_exponent: float = _number(
         1.0, 0, 100, "E", "Exponent of the entropy for it. Default: {default}.", "1 is usual")
+    """Exponent of the entropy over the largest possible one; below 1 turns towards the high temperature."""
     mirostat: int = _whole(
         0, 0, 2, "2", "Mirostat 2.0, in place of the other filters; 0: off.",
         "2 switches its second version on, 0 off")
+    """2 lets only tokens of less than a surprise that is adapted after every token, so that the mean surprise is
+    mirostat_tau bits (Basu et al., arXiv 2007.14966), in place of every filter above but top_n_sigma; 0 is off."""
     mirostat_tau: float = _number(
         5.0, 0, 100, "BITS", "Target surprise of mirostat. Default: {default}.", "bits per token; 5 is usual")
     mirostat_eta: float = _number(
         0.1, 0, 1, "ETA", "Learning rate of mirostat. Default: {default}.", "0.1 is usual")
+    """Learning rate of that threshold."""
     repetition_penalty: float = _number(
         1.0, 0.01, 100, "R", "Above 1 discourages tokens already present; 1: off.", "1 switches it off",
         is_common=True, alias="repeat_penalty")
+    """Divides positive and multiplies other logits of tokens in the window (arXiv 1909.05858); 1 is off."""
     repetition_last_n: int = _whole(
         64, -1, math.inf, "N", "Tokens the penalties look at; -1: all. Default: {default}.", "-1 is the whole text",
         alias="repeat_last_n")
+    """The window of these three penalties, in tokens of prompt and completion; -1 is all of them."""
     frequency_penalty: float = _number(
         0.0, -100, 100, "F", "Subtracted from a logit per occurrence; 0: off.", "0 switches it off")
+    """Subtracted per occurrence in the window, and once if there is any; 0 is off."""
     presence_penalty: float = _number(
         0.0, -100, 100, "F", "Subtracted from a logit that occurred; 0: off.", "0 switches it off")
     dry_multiplier: float = _number(
         0.0, 0, 1000, "M", "Weight of DRY, a penalty on repetitions; 0: off.", "0 switches it off")
+    """Subtract dry_multiplier * dry_base ^ (n - dry_allowed_length) from a token that would make a repetition of
+    n tokens longer, if n is at least dry_allowed_length ("don't repeat yourself", P. E. Weidmann,
+    text-generation-webui, 2024); 0 is off."""
     dry_base: float = _number(
         1.75, 1, 1000, "B", "Base of DRY's growth with their length. Default: {default}.", "1.75 is usual")
     dry_allowed_length: int = _whole(
         2, 1, math.inf, "N", "Shorter repetitions get no DRY penalty. Default: {default}.", "2 is usual")
     dry_last_n: int = _whole(
         -1, -1, math.inf, "N", "Tokens DRY looks at; -1: all, the default.", "-1 is the whole text")
+    """Window of repetitions, in tokens; -1 is the whole text."""
     # fmt: on
     dry_breaker_ids: Collection[int] = ()
+    """Tokens that no repetition goes across."""
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    """Token id -> number added to its logit; -inf forbids the token."""
     logprobs: int | None = None
+    """Report each token's log probability and those of so many likeliest ones, as the model gave them, before
+    anything above; None reports none, and costs nothing."""
     seed: int | None = None
+    """Seed of the draws, 0 to 2^64 - 1; None draws one, which `Stats.seed` reports."""
 
     def __post_init__(self) -> None:
         for name, option in NUMBER_OPTIONS.items():

@@ -13,7 +13,7 @@ from localinfer.apps.fleet import relay, silence
 from localinfer.apps.fleet.answer_parts import AnswerPart, RelayedRequest
 from localinfer.apps.fleet.ingress import Ingress
 from localinfer.apps.fleet.ingress_accounts import IngressAccounts, IngressOptions, PresentReplicas
-from localinfer.apps.fleet.prompt_prefix import prompt_facts
+from localinfer.apps.fleet.prompt_prefixes import prompt_facts
 from localinfer.apps.fleet.relay import ReplicaLostError
 from localinfer.apps.fleet.replica_answers import Answers
 from localinfer.apps.fleet.replica_models import ReplicaOptions, without_limits

@@ -5,8 +5,7 @@ import json
 import pytest
 
 from localinfer.apps.fleet.placement import Placement
-from localinfer.apps.fleet.prefix_table import PrefixTable
-from localinfer.apps.fleet.prompt_prefix import PromptFacts, prompt_facts
+from localinfer.apps.fleet.prompt_prefixes import PrefixTable, PromptFacts, prompt_facts
 
 SYSTEM = "You are kind, and you say so in many words. " * 8
 

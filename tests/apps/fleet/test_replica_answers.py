@@ -7,8 +7,13 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from localinfer.apps.fleet.answer_parts import BATCH_SECONDS, HEARTBEAT_SECONDS
-from localinfer.apps.fleet.replica_answers import AnsweredReplicas, Answers, answers_within
-from localinfer.apps.fleet.replica_metrics import merged_metrics, summed_metrics
+from localinfer.apps.fleet.replica_answers import (
+    AnsweredReplicas,
+    Answers,
+    answers_within,
+    merged_metrics,
+    summed_metrics,
+)
 from localinfer.apps.fleet.silence import SILENT_SECONDS
 
 

@@ -81,7 +81,7 @@ def _prefix(router: Router, request: Request) -> int:
 
 
 def prefixes_of(request: Request) -> tuple[int, ...]:
-    """The beginnings of a prompt, as `prompt_prefix` makes them of its text: whole blocks, each after all before it."""
+    """Prefixes of a prompt, as `prompt_prefixes` makes them of its text: whole blocks, each after all before it."""
     shared, count = request.system_tokens // BLOCK_TOKENS, request.prompt // BLOCK_TOKENS
     system, own = -1 - request.system, request.conversation
     return tuple((system if block < shared else own) << 20 | block for block in range(count))
