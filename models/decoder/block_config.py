@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from localinfer.errors import UnsupportedFormatError
-from localinfer.models.decoder.metadata import MetadataReader
 
 if TYPE_CHECKING:
     from localinfer.models.decoder.metadata import MetadataReader

@@ -29,7 +29,7 @@ from localinfer.generation.chat.constraints import (
 )
 from localinfer.generation.chat.grammar import reply_grammar
 from localinfer.generation.chat.messages import read_tools
-from localinfer.models.text.reply_learning import HERMES
+from localinfer.models.text.reply_format import HERMES
 
 SHARED = Path(__file__).resolve().parents[3] / "shared"
 PERSON = {

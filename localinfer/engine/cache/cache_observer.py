@@ -18,17 +18,15 @@ import hashlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
-import numpy as np
-
-from localinfer.engine.cache.prefix_node import PrefixNode, Roots
 from localinfer.engine.cache.salt import NO_SALT, salt_of
 from localinfer.errors import RequestError
-from localinfer.types import PAGE_TOKENS, TokenIds
+from localinfer.types import PAGE_TOKENS
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from localinfer.engine.cache.prefix_node import PrefixNode, Roots
     from localinfer.types import TokenIds
 
 
@@ -138,5 +136,7 @@ def _hashes_of(node: PrefixNode, page_tokens: int) -> tuple[int, ...]:
     known, whole = node.block_hashes, node.token_ids.size // page_tokens
     if len(known) == whole:
         return known
+    import numpy as np
+
     before = np.concatenate([step.token_ids for step, _ in node.path()])
     return tuple(chained_hashes(before, page_tokens, node.salt)[-whole:])

@@ -16,8 +16,7 @@ from localinfer.generation.chat.argument_reader import (
     match_length,
     name_length,
 )
-from localinfer.models.text.reply_format import CALL_NAME, CallFormat, ReasoningFormat
-from localinfer.models.text.reply_learning import HERMES
+from localinfer.models.text.reply_format import CALL_NAME, HERMES, CallFormat, ReasoningFormat
 
 _NOT_NAME = re.compile(r"[^A-Za-z0-9_.:-]")
 _MEMBER = re.compile(r',\s*"\w{1,32}"\s*:\s*("[^"\\]{0,64}"|\d{1,9}(?=\D))\s*')

@@ -51,9 +51,10 @@ class Said:
         )
 
 
-def said(path: Path, ids: NDArray[np.int32] = IDS, num_rows: int = 3, **options: Any) -> Said:
+def said(path: Path, ids: NDArray[np.int32] = IDS, num_rows: int = 3, kv_type: str = "f16", **options: Any) -> Said:
     """Run a model on a GPU, its prompt in batches of so many rows, over pages that lie in another order."""
-    model = load_model(path, threads=1, context_length=64, verify=False, device=DeviceRequest(**options))
+    device = DeviceRequest(**options)
+    model = load_model(path, threads=1, context_length=64, verify=False, kv_type=kv_type, device=device)
     try:
         assert model.device == "cuda"
         pool, run = PagePool(model.kv_layout), model.program.run

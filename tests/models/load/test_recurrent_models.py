@@ -15,6 +15,7 @@ from localinfer.kernels.program import Batch, Segment, StatefulProgram, StateSte
 from localinfer.models.decoder.decoder import state_shapes, write_decoder
 from localinfer.models.decoder.recurrent_config import has_recurrent_layers
 from localinfer.models.load.loader import load_model
+from localinfer.models.load.placement import DeviceRequest
 from localinfer.types import FloatArray
 from tests.kernels.cpu.device import CpuWeights
 from tests.models.arch_models import build_further, build_model, further_skeletons, read_config
@@ -81,10 +82,10 @@ def test_a_model_with_recurrent_layers_is_loaded_on_the_cpu(
     model = build_model(folder, "qwen35-hybrid")
     for arguments in ({"device": "cuda"}, {"device": "auto", "gpu_layers": 2}):
         with pytest.raises(UnsupportedFormatError, match=r"recurrent layers.*--device cpu"):
-            load_model(model.path, threads=1, **arguments)  # type: ignore[arg-type]
+            load_model(model.path, threads=1, device=DeviceRequest(**arguments))  # type: ignore[arg-type]
     monkeypatch.setattr("localinfer.models.load.devices.has_driver", lambda: True)
     with caplog.at_level(logging.WARNING):
-        loaded = load_model(model.path, threads=2, device="auto")
+        loaded = load_model(model.path, threads=2, device=DeviceRequest(device="auto"))
     assert loaded.device == "cpu" and "running on the CPU: this model has recurrent layers" in caplog.text
     layout = loaded.kv_layout
     assert tuple(layout.states) == tuple(state_shapes(loaded.config)) and layout.state_bytes > 0

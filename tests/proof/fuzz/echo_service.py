@@ -45,7 +45,7 @@ class EchoService:
         logging.getLogger().addHandler(self.faults)
         self._stack = ExitStack()
         # Elsewhere the tests' server is imported by the name that pytest gives it.
-        sys.path.append(str(FOLDER.parent / "server"))
+        sys.path.append(str(FOLDER.parents[1] / "apps" / "server"))
         home = mkdtemp(prefix="localinfer-fuzz-home-")
         os.environ.update(HF_HOME=home, XDG_DATA_HOME=home, OLLAMA_MODELS=home, HF_HUB_OFFLINE="1")
         from tests.apps.server.local_servers import serving

@@ -86,7 +86,7 @@ class WorkerProcess:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
-                cwd=FOLDER.parent.parent,
+                cwd=FOLDER.parents[2],
                 env=self._environment(),
             )
         assert self._process.stdout is not None

@@ -25,7 +25,7 @@ from tests.proof.simulation.disk_files import File, Folder, Node, lose_power, wa
 
 _RESOLUTION_NS = 4_000_000
 """Times of files are those of the last tick of the kernel."""
-_PACKAGES = ("system", "persistence", "engine", "cache", "generation", "speculation", "session", "chat")
+_PACKAGES = ("system", "storage", "engine", "generation")
 
 
 class Killed(BaseException):
