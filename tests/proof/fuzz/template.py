@@ -422,10 +422,11 @@ def _check_history(template: ChatTemplate, messages: Any, tools: Any, variables:
 def _encoded(history: ChatHistory, messages: Any, tools: Any, variables: dict[str, Any]) -> EncodedChat:
     """A chat as a prompt; all of its renderings together take no longer than one may."""
     taken: list[float] = []
+    take_render_time = template_costs.take_render_time
 
     def take(seconds: float) -> None:
         taken.append(seconds)
-        template_costs.take_render_time(seconds)
+        take_render_time(seconds)
 
     with patch.object(template_costs, "take_render_time", take):
         try:
