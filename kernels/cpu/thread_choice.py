@@ -182,10 +182,8 @@ class ThreadChoice:
             self._calm_seconds = 0.0
             return
         if not self._calm_seconds and not self.is_sure:
-            # What was found beside other programs says nothing any more.
-            self._rejected.clear()
-            self._interval = _TRIAL_SECONDS[0]
-            self._until_trial = min(self._until_trial, self._interval)
+            # The other programs have gone.
+            self._try_again_soon()
         self._calm_seconds += seconds
         if self._calm_seconds >= self._calm_needed and self.is_sure:
             self._begin_calm()
@@ -199,10 +197,14 @@ class ThreadChoice:
         if self._since_choice < 2 * _LOAD_SECONDS:
             self._load_at_choice = self._load
         elif abs(self._load - self._load_at_choice) > _OTHER_LOAD:
-            self._rejected.clear()
-            self._interval = _TRIAL_SECONDS[0]
-            self._until_trial = min(self._until_trial, self._interval)
+            self._try_again_soon()
             self._load_at_choice = self._load
+
+    def _try_again_soon(self) -> None:
+        """Forget which numbers were rejected: what was found says nothing any more."""
+        self._rejected.clear()
+        self._interval = _TRIAL_SECONDS[0]
+        self._until_trial = min(self._until_trial, self._interval)
 
     def _begin_busy(self) -> None:
         is_soon = self._since_calm < _SOON_SECONDS

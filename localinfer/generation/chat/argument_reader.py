@@ -115,28 +115,19 @@ class ReadParameters(NamedTuple):
     is_whole: bool
 
 
-class ParameterReader:
-    """Reads the parameters of one call, from the name of the first on; there is at least one.
+class _Reader:
+    """Base class of readers of arguments: a machine of states over the text that is held.
 
-    end: what ends the call. types: of each parameter that is known. Text becomes certain letter by letter, other values
-    when they have ended.
+    state: consumes held text, and returns whether to go on with what is left.
     """
 
-    def __init__(self, form: ParameterFormat, end: str, types: Mapping[str, frozenset[str]]) -> None:
-        self._form = form
-        self._end = end
+    def __init__(self, types: Mapping[str, frozenset[str]], state: Callable[[], bool]) -> None:
         self._types = types
-        self._lead = form.assign[len(form.assign.rstrip()) :]
-        self._trail = ""
-        self._value_end = form.value_end
-        self._marker = form.value_marker
-        self._behind = ""
-        self._value_types = ANY_TYPE
+        self._state = state
         self._held = ""
         self._made: list[str] = []
         self._is_whole = False
         self._is_first = True
-        self._state: Callable[[], bool] = self._name
 
     def read(self, text: str) -> ReadParameters:
         """Take what is left of the last call with what came since."""
@@ -146,6 +137,25 @@ class ParameterReader:
         made = "".join(self._made)
         self._made.clear()
         return ReadParameters(made, self._held, self._is_whole)
+
+
+class ParameterReader(_Reader):
+    """Reads the parameters of one call, from the name of the first on; there is at least one.
+
+    end: what ends the call. types: of each parameter that is known. Text becomes certain letter by letter, other values
+    when they have ended.
+    """
+
+    def __init__(self, form: ParameterFormat, end: str, types: Mapping[str, frozenset[str]]) -> None:
+        super().__init__(types, self._name)
+        self._form = form
+        self._end = end
+        self._lead = form.assign[len(form.assign.rstrip()) :]
+        self._trail = ""
+        self._value_end = form.value_end
+        self._marker = form.value_marker
+        self._behind = ""
+        self._value_types = ANY_TYPE
 
     def flush(self, text: str) -> str:
         """What the arguments' text still gets where the reply ends too early: the value that is held back."""
@@ -277,7 +287,7 @@ _END_OF_WORD = re.compile(r"[,\]})]")
 _CLOSING = {"{": "}", "[": "]", "(": "]"}
 
 
-class NotationReader:
+class NotationReader(_Reader):
     """Reads the arguments of one call, from the name of the first to what ends the call, as `ParameterReader` does.
 
     types: of each parameter that is known: where only text fits, a word without quotation marks is text. Strings become
@@ -285,31 +295,17 @@ class NotationReader:
     """
 
     def __init__(self, form: ParameterFormat, types: Mapping[str, frozenset[str]]) -> None:
+        super().__init__(types, self._item)
         notation = form.notation
         assert notation is not None, "the format has a notation"
         self._quotes = notation.quotes
         self._has_escapes = any(len(quote) == 1 for quote in notation.quotes)
         self._assign = form.assign.strip()
-        self._types = types
-        self._held = ""
-        self._made: list[str] = []
         self._closing: list[str] = []
         self._quote = ""
         self._is_key = False
         self._needs_comma = False
-        self._is_first = True
         self._name = ""
-        self._is_whole = False
-        self._state: Callable[[], bool] = self._item
-
-    def read(self, text: str) -> ReadParameters:
-        """Take what is left of the last call with what came since."""
-        self._held = text
-        while not self._is_whole and self._state():
-            pass
-        made = "".join(self._made)
-        self._made.clear()
-        return ReadParameters(made, self._held, self._is_whole)
 
     def flush(self, text: str) -> str:
         """What the arguments' text still gets where the reply ends too early: the value that is held back."""
