@@ -17,8 +17,8 @@ from localinfer.apps.evaluate.texts import CalibrationText, read_calibration
 from localinfer.errors import ModelFileError, RequestError
 from localinfer.kernels.cpu.encoding import ENCODERS, prepare_encoders
 from localinfer.kernels.cpu.program import ThreadPool
-from localinfer.models.calibration.rounding import round_by_calibration, scale_for_rounding
 from localinfer.models.calibration.run import calibrate, calibration_sequences
+from localinfer.models.calibration.scales import round_by_calibration, scale_for_rounding
 from localinfer.models.checkpoint.model import CheckpointModel
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.load.devices import calibration_device

@@ -12,7 +12,7 @@ from localinfer.engine.engine import Engine
 from localinfer.engine.sampling.sampler import not_finite_error
 from localinfer.kernels.cpu.lower import MAX_BATCH_ROWS
 from localinfer.kernels.program import Program
-from localinfer.models.decoder.pooling import Pooling
+from localinfer.models.decoder.block_config import Pooling
 from localinfer.types import FloatArray
 
 if TYPE_CHECKING:

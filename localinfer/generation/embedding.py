@@ -12,7 +12,7 @@ from localinfer.arguments import check_flag, check_number, shown
 from localinfer.engine.engine import Engine
 from localinfer.engine.pooling import TextPooler
 from localinfer.errors import ContextLengthError, RequestError
-from localinfer.models.decoder.pooling import Pooling
+from localinfer.models.decoder.block_config import Pooling
 from localinfer.types import FloatArray, RankedDocument
 
 if TYPE_CHECKING:

@@ -15,7 +15,6 @@ from localinfer.kernels.ops import Buffer, Rows, WeightSource
 from localinfer.models.calibration.evaluator import Evaluator, Streams
 from localinfer.models.calibration.weights import StreamedWeights
 from localinfer.models.decoder.architectures import find_architecture
-from localinfer.models.decoder.attention import RopeTables
 from localinfer.models.decoder.checked_weights import CheckedWeights
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.decoder.decoder import (
@@ -26,6 +25,7 @@ from localinfer.models.decoder.decoder import (
     write_output_norm,
 )
 from localinfer.models.decoder.graph import Graph
+from localinfer.models.decoder.positions import RopeTables
 from localinfer.models.text.tokenizer import Tokenizer
 from localinfer.quant.checkpoint.model_file import ModelFile
 from localinfer.quant.methods.hooks import ProductVisitor

@@ -1,9 +1,14 @@
-"""The model types of config.json that run here, and which of them a file is.
+"""The model types of config.json that run here, the reason why others do not, and the text model's part of a file.
 
-A family is a table; the tables are in files by kin.
+A family is a table; the tables are in files by kin. A model that sees or hears is a wrapper: it nests the text model's
+settings in a record of their own, and leaves out of it whatever is as in that model's class. Its own level has the
+parts that see, hear and speak; of the text it has one setting, whether the output matrix is the embedding.
 """
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from localinfer.errors import UnsupportedFormatError
 from localinfer.models.checkpoint.dense_families import DENSE
@@ -14,8 +19,8 @@ from localinfer.models.checkpoint.latent_families import LATENT
 from localinfer.models.checkpoint.linear_attention_families import DELTA, MINIMAX
 from localinfer.models.checkpoint.mixed_layer_families import GEMMA4, UNEVEN
 from localinfer.models.checkpoint.mixture_families import MIXTURES
+from localinfer.models.checkpoint.settings import Settings
 from localinfer.models.checkpoint.state_space_families import STATE_SPACE
-from localinfer.models.checkpoint.wrappers import read_text_config
 from localinfer.models.decoder.architectures import (
     ARCHITECTURES,
     BLOCK_RESIDUALS,
@@ -238,3 +243,202 @@ def _refusal(kinds: Sequence[tuple[str, object]]) -> Exception:
             )
     way_out = "Use a GGUF file of the model, update localinfer, or choose another model."
     return refuse_kind(*kinds[0], FAMILIES, None, way_out)
+
+
+_NESTED = ("thinker_config", "text_config", "llm_config")
+"""Records that have a text model, one inside the other."""
+_OF_OTHER_PARTS = re.compile(
+    r".*(vision|visual|vit|image|video|audio|speech|sound|acoustic|encoder|projector|connector|adapt[eo]r|former"
+    r"|perceiver|resampler|vq|codec|talker|token2wav|code2wav).*_config"
+)
+"""Records of parts that see, hear or speak."""
+
+
+@dataclass(frozen=True)
+class Wrapper:
+    """What the class of one wrapper takes for what its file leaves out."""
+
+    text_type: str
+    """`model_type` of the text model."""
+    ties_embeddings: bool | None
+    """Whether the output matrix is the embedding; None where the text model's own settings say so."""
+
+
+def _wrappers(kinds: Mapping[tuple[str, bool | None], str]) -> dict[str, Wrapper]:
+    return {name: Wrapper(*key) for key, names in kinds.items() for name in names.split()}
+
+
+WRAPPERS: dict[str, Wrapper] = _wrappers(
+    {
+        ("cohere2", True): "aya_vision cohere2_vision",
+        ("deepseek_v3", True): "kimi_k25",
+        ("exaone4", False): "exaone4_5",
+        ("gemma", True): "paligemma",
+        ("gemma3_text", True): "gemma3 shieldgemma2",
+        ("gemma3n_text", True): "gemma3n",
+        ("gemma4_text", True): "gemma4",
+        ("gemma4_unified_text", True): "gemma4_unified",
+        ("glm4v_moe_text", False): "glm4v_moe",
+        ("glm4v_text", False): "glm4v glm46v glmga",
+        ("glm_ocr_text", False): "glm_ocr",
+        ("granite", True): "granite_speech granite_speech_plus",
+        ("granite_docling_text", True): "granite_docling",
+        ("hunyuan_vl_text", True): "hunyuan_vl",
+        ("hyperclovax", True): "hyperclovax_vision_v2",
+        ("lfm2", True): "lfm2_vl",
+        ("lfm3", True): "lfm3_vl",
+        ("llama", False): "idefics3 llava llava_next llava_next_video perception_lm smolvlm video_llava vipllava",
+        ("llama", None): "omniasr voxtral",
+        ("llama", True): "deepseek_vl deepseek_vl_hybrid glmasr janus",
+        ("llama4_text", False): "llama4",
+        ("minimax_m3_vl_text", False): "minimax_m3_vl",
+        ("mistral", False): "idefics2",
+        ("mistral", True): "mistral3",
+        ("nemotron_h", None): "nemo_speechlm nemotron_h_omni",
+        ("paddleocr_vl_text", True): "paddleocr_vl",
+        ("qwen2", False): "fast_vlm llava_onevision vibevoice video_llama_3",
+        ("qwen2", None): "audioflamingo3 internvl_chat musicflamingo qwen2_audio vibevoice_asr",
+        ("qwen2", True): "got_ocr2 internvl ovis2 pp_chart2table",
+        ("qwen2_5_omni_text", False): "qwen2_5_omni qwen2_5_omni_thinker",
+        ("qwen2_5_vl_text", False): "qwen2_5_vl",
+        ("qwen2_vl_text", False): "qwen2_vl",
+        ("qwen3", False): "qianfan_ocr",
+        ("qwen3", True): "fun_asr_nano lighton_ocr moss_transcribe_diarize qwen3_asr",
+        ("qwen3_5_moe_text", False): "qwen3_5_moe",
+        ("qwen3_5_text", False): "minicpmv4_6 minicpmv4_7 qwen3_5",
+        ("qwen3_5_text", True): "minicpm_ocr",
+        ("qwen3_omni_moe_text", False): "qwen3_omni_moe qwen3_omni_moe_thinker",
+        ("qwen3_vl_moe_text", False): "qwen3_vl_moe",
+        ("qwen3_vl_text", False): "cosmos3_omni qwen3_vl",
+        ("step3p5", None): "step3p7",
+    }
+)
+"""By `model_type`. Source: the classes of transformers 5.24."""
+
+_MISNAMED_LAYERS = {"kimi_k25": ("blocks",), "qianfan_ocr": ("encoder.layers",)}
+"""What transformers 5.24 writes before the numbers of the text model's layers, in place of `layers`."""
+
+_LLAMA: dict[str, object] = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+}
+_QWEN: dict[str, object] = {
+    **_LLAMA,
+    "vocab_size": 151936,
+    "intermediate_size": 22016,
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32768,
+}
+_GEMMA: dict[str, object] = {
+    "vocab_size": 256000,
+    "max_position_embeddings": 8192,
+    "head_dim": 256,
+    "rms_norm_eps": 1e-6,
+}
+TEXT_DEFAULTS: dict[str, dict[str, object]] = {
+    "llama": _LLAMA,
+    "granite": _LLAMA,
+    "mistral": {
+        **_LLAMA,
+        "intermediate_size": 14336,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "sliding_window": 4096,
+    },
+    "qwen2": _QWEN,
+    "qwen3": {**_QWEN, "head_dim": 128},
+    "gemma": {
+        **_GEMMA,
+        "hidden_size": 3072,
+        "intermediate_size": 24576,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+    },
+    "gemma2": {
+        **_GEMMA,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+    },
+}
+"""Sizes that the classes of text models take for absent ones, by `model_type`: published wrappers leave them out."""
+
+
+@dataclass(frozen=True)
+class TextConfig:
+    """The text model's part of a config.json."""
+
+    model_type: object
+    """Of the whole if that is in the table of families, else of the text model."""
+    types: Mapping[str, object]
+    """Of all levels, by the setting's path, the outermost first."""
+    settings: Mapping[str, Any]
+    defaults: Mapping[str, object]
+    """What the text model's class takes for absent settings."""
+    ties_embeddings: bool | None
+    """What the wrapper says; None where the text model's own settings do."""
+    has_other_parts: bool
+    """Whether some part sees, hears or speaks."""
+    misnamed_layers: tuple[str, ...]
+    """What may stand before the number of a layer beside the family's name."""
+
+
+def config_levels(config: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """config.json, and the records inside it that have the text model, by their paths, the outermost first."""
+    levels = {"": config}
+    while True:
+        path, level = list(levels.items())[-1]
+        key = next((key for key in _NESTED if isinstance(level.get(key), dict)), None)
+        if key is None:
+            return levels
+        levels[f"{path}{key}."] = level[key]
+
+
+def read_text_config(config: Mapping[str, Any], known: Collection[str]) -> TextConfig:
+    """Find the text model's settings.
+
+    known: model types that are families themselves; around a text model they have settings of it beside its own.
+    Raises: CorruptFileError if `tie_word_embeddings` is neither true nor false.
+    """
+    named = config_levels(config)
+    levels = list(named.values())
+    types = [level.get("model_type") for level in levels]
+    wrapper = next((WRAPPERS[name] for name in types if isinstance(name, str) and name in WRAPPERS), None)
+    if len(levels) > 1 and wrapper is not None and types[-1] is None:
+        types[-1] = wrapper.text_type
+    found = next((name for name in types if isinstance(name, str) and name in known), types[0])
+    settings: dict[str, Any] = {}
+    for level in levels if found in types[:-1] else levels[-1:]:
+        settings |= level
+    return TextConfig(
+        found,
+        {f"{path}model_type": kind for path, kind in zip(named, types, strict=True)},
+        settings,
+        TEXT_DEFAULTS.get(str(found), {}) if len(levels) > 1 else {},
+        _tied(levels, wrapper),
+        any(
+            isinstance(value, dict) and _OF_OTHER_PARTS.fullmatch(key)
+            for level in levels
+            for key, value in level.items()
+        ),
+        _MISNAMED_LAYERS.get(str(types[0]), ()),
+    )
+
+
+def _tied(levels: list[Mapping[str, Any]], wrapper: Wrapper | None) -> bool | None:
+    """The outermost flag. The classes of older writers had none, and tied as the text model says."""
+    *outer, text = [Settings(level, {}) for level in levels]
+    for level in outer:
+        if "tie_word_embeddings" in level:
+            return level.boolean("tie_word_embeddings", True)
+    if not outer or wrapper is None or wrapper.ties_embeddings is None:
+        return None
+    return wrapper.ties_embeddings or text.boolean("tie_word_embeddings", False)

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.errors import TokenizerError
-from localinfer.models.checkpoint.wrappers import config_levels
+from localinfer.models.checkpoint.families import config_levels
 from localinfer.models.text.encoders import LONGEST_WORD
 from localinfer.models.text.normalizer import STEPS, keeps_spaces, replacement
 from localinfer.models.text.splitting import GPT2_PATTERN, PRE_TOKENIZERS, TokenizerWarning

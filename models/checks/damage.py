@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.kernels.ops import Pairing
-from localinfer.models.checks.finding import Finding
+from localinfer.models.checks import Finding
 from localinfer.models.decoder.architecture import QueryKeyNorm
 from localinfer.models.decoder.architectures import find_architecture
 from localinfer.models.decoder.config import ModelConfig

@@ -4,12 +4,10 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 
 from localinfer.errors import UnsupportedFormatError
-from localinfer.models.checks.conversion_checks import check_conversion
-from localinfer.models.checks.finding import Finding
+from localinfer.models.checks import Finding
 from localinfer.models.checks.hyperparameter_checks import check_hyperparameters
-from localinfer.models.checks.template_checks import check_template_source
-from localinfer.models.checks.tensor_samples import check_samples
-from localinfer.models.checks.vocabulary_checks import check_beginning, check_vocabulary
+from localinfer.models.checks.tensor_samples import check_conversion, check_samples
+from localinfer.models.checks.text_checks import check_beginning, check_template_source, check_vocabulary
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.text.chat_template import ChatTemplate
 from localinfer.models.text.tokenizer import Tokenizer

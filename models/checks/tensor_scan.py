@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.errors import LocalinferError
+from localinfer.models.checks import Finding, shortened
 from localinfer.models.checks.damage import (
     MATRIX,
     Reader,
@@ -25,7 +26,6 @@ from localinfer.models.checks.damage import (
     judge_head_order,
     zero_experts,
 )
-from localinfer.models.checks.finding import Finding, shortened
 from localinfer.models.checks.tensor_samples import SAMPLED_TYPES, TensorFigures, judge
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.quant.checkpoint.model_file import ModelFile, read_stretch

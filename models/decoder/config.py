@@ -17,16 +17,19 @@ from localinfer.models.decoder.block_config import (
     ExpertConfig,
     IndexerConfig,
     LatentConfig,
+    RecurrentConfig,
     RopeConfig,
     Shape,
     XieluConfig,
     activation_sparsity,
+    has_recurrent_layers,
     num_shared_layers,
     per_layer_size,
     read_clamps,
     read_experts,
     read_indexer,
     read_latent,
+    read_recurrent,
     read_rope,
     read_scale,
     read_xielu,
@@ -34,7 +37,6 @@ from localinfer.models.decoder.block_config import (
     windowed_sizes,
 )
 from localinfer.models.decoder.metadata import MetadataReader, shown
-from localinfer.models.decoder.recurrent_config import RecurrentConfig, has_recurrent_layers, read_recurrent
 
 BIDIRECTIONAL = frozenset(
     "bert deberta-v2 eurobert gemma-embedding gemma-embedding2 gte jina-bert-v2 jina-bert-v3 modern-bert mpnet neo-bert"

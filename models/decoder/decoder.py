@@ -7,7 +7,6 @@ from localinfer.kernels.ops import Buffer, KVLayerShape, OpGraph, Projection, Ro
 from localinfer.models.decoder.architecture import Blocks, Mixer
 from localinfer.models.decoder.architectures import find_architecture
 from localinfer.models.decoder.attention import (
-    RopeTables,
     write_attention,
     write_latent_attention,
     write_mixer_output,
@@ -31,9 +30,14 @@ from localinfer.models.decoder.gemma_blocks import (
     write_streams,
 )
 from localinfer.models.decoder.graph import Graph, divided, refuse
-from localinfer.models.decoder.recurrent import RECURRENT_MIXERS, write_rwkv_layer
+from localinfer.models.decoder.positions import RopeTables
+from localinfer.models.decoder.recurrent import (
+    RECURRENT_MIXERS,
+    write_embedding_pair,
+    write_rwkv_layer,
+    write_zamba2_layer,
+)
 from localinfer.models.decoder.sparse_attention import index_cache_shapes
-from localinfer.models.decoder.zamba_blocks import write_embedding_pair, write_zamba2_layer
 
 
 def write_decoder(

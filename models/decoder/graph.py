@@ -1,6 +1,7 @@
 """The arguments of every block function: sizes, weights, graph builder, and buffers shared by layers."""
 
 import math
+from itertools import accumulate
 
 import numpy as np
 
@@ -14,19 +15,14 @@ from localinfer.types import FloatArray
 
 
 class Graph:
-    """The model being written. Buffers are reused by name, so each layer overwrites those of the one before.
-
-    carried: buffers that later layers read, beside the hidden states.
-    """
+    """The model being written. Buffers are reused by name, so each layer overwrites those of the one before."""
 
     def __init__(
         self, config: ModelConfig, architecture: Architecture, weights: CheckedWeights, tape: GraphBuilder
     ) -> None:
-        self.config = config
-        self.architecture = architecture
-        self.weights = weights
-        self.tape = tape
+        self.config, self.architecture, self.weights, self.tape = config, architecture, weights, tape
         self.carried: list[Buffer] = []
+        """Buffers that later layers read, beside the hidden states."""
         self._buffers: dict[tuple[str, int, Rows], Buffer] = {}
 
     def buffer(self, name: str, width: int, rows: Rows) -> Buffer:
@@ -120,6 +116,27 @@ class Graph:
         bias = bias if bias is None or rows is None else bias[part]
         bias = divided(bias, factor)
         return Projection(weight, out, bias, residual, scale * factor)
+
+    def product(self, name: str, x: Buffer, out_name: str, width: int, scale: float = 1.0) -> Buffer:
+        """Write the product of x with a named matrix, and return its buffer."""
+        out = self.buffer(out_name, width, x.rows)
+        self.tape.matmul(x, [self.projection(name, out, x.width, scale=scale)])
+        return out
+
+    def row_parts(self, name: str, x: Buffer, *outs: Buffer) -> list[Projection]:
+        """Products of x with the rows of one matrix: those of the first result, then those of the next."""
+        ends = list(accumulate((out.width for out in outs), initial=0))
+        return [
+            self.projection(name, out, x.width, rows=(first, ends[-1])) for out, first in zip(outs, ends, strict=False)
+        ]
+
+    def cut_heads(self, together: Buffer, num_heads: int, *outs: Buffer) -> None:
+        """Copy the parts that lie side by side in every head of a buffer."""
+        offset = 0
+        for out in outs:
+            size = out.width // num_heads
+            self.tape.copy_heads(out, together, num_heads, size, size, together.width // num_heads, x_offset=offset)
+            offset += size
 
     def factor(self, name: str) -> float:
         """The factor beside the weight of this name (`.scale`: BitNet's, or the second scale of NVFP4); 1 without.

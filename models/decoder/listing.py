@@ -10,10 +10,10 @@ import numpy as np
 
 from localinfer.kernels.ops import Buffer, EmbeddingTable, LinearWeight, RopeTable
 from localinfer.models.decoder.architectures import check_architecture
+from localinfer.models.decoder.block_config import classified_rows, read_pooling
 from localinfer.models.decoder.checked_weights import ShapeWeights
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.decoder.decoder import write_decoder
-from localinfer.models.decoder.pooling import classified_rows, read_pooling
 from localinfer.models.decoder.text_head import write_text_model
 from localinfer.quant.checkpoint.model_file import ModelFile
 

@@ -9,16 +9,16 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from localinfer.models.decoder.architectures import ARCHITECTURES
-from localinfer.models.decoder.block_config import OF_ANOTHER_CACHE
-from localinfer.models.decoder.config import BIDIRECTIONAL
-from localinfer.models.decoder.recurrent_config import (
+from localinfer.models.decoder.block_config import (
     ALL_LAYERS,
     BY_INTERVAL,
     BY_KV_HEADS,
     KIMI_DELTA,
+    OF_ANOTHER_CACHE,
     SHORT_CONVOLUTION,
     STATE_SPACE,
 )
+from localinfer.models.decoder.config import BIDIRECTIONAL
 from localinfer.models.text.vocabulary import TOKENIZER_KEYS
 from localinfer.quant.checkpoint.model_file import ModelFile
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from localinfer.errors import CorruptFileError
 from localinfer.kernels.ops import Buffer, KVLayerShape, OpGraph, Projection, Rows, WeightSource
+from localinfer.models.decoder.block_config import Pooling
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.decoder.decoder import (
     begin_graph,
@@ -14,7 +15,6 @@ from localinfer.models.decoder.decoder import (
 )
 from localinfer.models.decoder.draft_layers import write_previous_states
 from localinfer.models.decoder.graph import Graph
-from localinfer.models.decoder.pooling import Pooling
 
 
 def write_text_model(

@@ -12,7 +12,7 @@ from localinfer.kernels.cpu.program import CpuProgram
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.models.decoder.block_config import OF_ANOTHER_CACHE
 from localinfer.models.decoder.config import ModelConfig
-from localinfer.models.decoder.gemma4_assistant import misfit, write_assistant
+from localinfer.models.decoder.gemma_blocks import misfit, write_assistant
 from localinfer.models.load.model_changes import ModelChanges, apply_changes, note_unknown_settings
 from localinfer.models.load.placement import DeviceRequest
 from localinfer.models.load.weights import CpuWeights

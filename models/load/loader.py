@@ -26,14 +26,13 @@ from localinfer.kernels.jit.object_cache import Kernel
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.ops import WeightSource
 from localinfer.kernels.program import HiddenProgram, Program
-from localinfer.models.checks.finding import Finding
+from localinfer.models.checks import Finding
 from localinfer.models.checks.quick import check_kind, check_loaded
 from localinfer.models.decoder.architectures import check_architecture, find_architecture
-from localinfer.models.decoder.block_config import MAX_CONTEXT
+from localinfer.models.decoder.block_config import MAX_CONTEXT, Pooling, classified_rows, read_pooling
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.decoder.decoder import kv_layer_shapes, state_shapes
 from localinfer.models.decoder.metadata_keys import DYNAMIC_ROPE_KEY
-from localinfer.models.decoder.pooling import Pooling, classified_rows, read_pooling
 from localinfer.models.decoder.sparse_attention import index_layers
 from localinfer.models.load.assistant import Target, check_device, open_assistant
 from localinfer.models.load.devices import cached_tokens, close_all, cpu_only, open_devices, stay_on_cpu

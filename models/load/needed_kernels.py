@@ -9,7 +9,7 @@ from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.ops import OpGraph
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.decoder.decoder import kv_layer_shapes, state_shapes, write_decoder, write_draft_layer
-from localinfer.models.decoder.gemma4_assistant import write_assistant
+from localinfer.models.decoder.gemma_blocks import write_assistant
 from localinfer.models.load.assistant import Target, open_assistant
 from localinfer.models.load.loader import SHARED_KERNELS, open_model_file, read_config
 from localinfer.models.load.model_changes import ModelChanges

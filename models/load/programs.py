@@ -16,6 +16,7 @@ from localinfer.kernels.jit.object_cache import Kernel
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.ops import KVLayerShape, OpGraph, WeightSource
 from localinfer.kernels.program import HiddenProgram, Program
+from localinfer.models.decoder.block_config import Pooling, classified_rows, read_pooling
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.decoder.decoder import (
     crosses_layers,
@@ -25,7 +26,6 @@ from localinfer.models.decoder.decoder import (
     write_draft_layer,
 )
 from localinfer.models.decoder.draft_layers import short_head_tokens
-from localinfer.models.decoder.pooling import Pooling, classified_rows, read_pooling
 from localinfer.models.decoder.text_head import write_text_model
 from localinfer.models.load.devices import GPU_BATCH_ROWS, close_all, report_fallback
 from localinfer.models.load.placement import DevicePlacement

@@ -16,7 +16,7 @@ from localinfer.engine.speculation.ngram import NgramDrafter
 from localinfer.engine.speculation.verify import Speculation
 from localinfer.generation.chat.constraints import JsonSchema
 from localinfer.llm import LLM
-from localinfer.models.decoder.pooling import Pooling
+from localinfer.models.decoder.block_config import Pooling
 from tests.engine.fakes import FakeModel, FakeProgram, FakeTemplate, fake_model, hashed_logits
 
 IDS = list(range(40, 64))

@@ -13,7 +13,7 @@ from localinfer.apps.quantize import quantize
 from localinfer.engine.pooling import TextPooler
 from localinfer.errors import ContextLengthError, LocalinferError, RequestError
 from localinfer.llm import LLM
-from localinfer.models.decoder.pooling import Pooling
+from localinfer.models.decoder.block_config import Pooling
 from tests.api.encoder_models import CONTEXT, vocabulary_entries, write_encoder
 from tests.api.test_wrong_kinds import WRONG, check
 from tests.models.arch_models import build_text_model, skeletons, write_skeleton

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 import localinfer
 from localinfer.engine.pooling import TextPooler
 from localinfer.engine.sampling.params import SamplingParams
-from localinfer.models.decoder.pooling import Pooling
+from localinfer.models.decoder.block_config import Pooling
 from localinfer.types import ProgressCallback
 from tests.api.encoder_models import write_encoder
 from tests.models.arch_models import build_text_model

@@ -111,7 +111,7 @@ for path in {paths!r}:
         if pooling or "rerank" not in llm.capabilities:
             llm.embed_many(texts, pooling=pooling, truncate=True)
     if "rerank" in llm.capabilities:
-        from localinfer.models.decoder.pooling import Pooling
+        from localinfer.models.decoder.block_config import Pooling
         llm._embedder._pool([np.array(text, np.int32) for text in texts], Pooling.RANK)
     llm.close()
 """)

@@ -17,8 +17,8 @@ from localinfer.apps.evaluate.report import render_summary
 from localinfer.apps.evaluate.texts import evaluation_text
 from localinfer.kernels.cpu.encoding import ENCODERS, prepare_encoders
 from localinfer.kernels.cpu.program import ThreadPool
-from localinfer.models.calibration.rounding import round_by_calibration, scale_for_rounding
 from localinfer.models.calibration.run import calibrate, calibration_sequences
+from localinfer.models.calibration.scales import round_by_calibration, scale_for_rounding
 from localinfer.models.load.loader import load_tokenizer, open_model_file
 from localinfer.quant.checkpoint.model_file import ModelFile
 from localinfer.quant.methods.imatrix import ImportanceVisitor

@@ -27,7 +27,7 @@ kernel_cache.installed_version = lambda name: "1"
 folder = str(kernel_cache.cache_folder())
 print(json.dumps([object_cache.source_hash(), folder, fingerprint._code(), object_cache.__file__]))
 """
-CHANGED = {"cpu": "kernels/layouts.py", "cuda": "kernels/cuda/gemm.py", "models": "models/decoder/rope.py"}
+CHANGED = {"cpu": "kernels/layouts.py", "cuda": "kernels/cuda/gemm.py", "models": "models/decoder/positions.py"}
 
 
 @pytest.fixture(scope="module")

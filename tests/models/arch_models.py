@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 
 from localinfer.kernels.ops import KVLayerShape, OpGraph, StateShape, WeightSource
 from localinfer.kernels.program import Batch, Program, Segment, StateStep
+from localinfer.models.decoder.block_config import Pooling, classified_rows
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.decoder.decoder import kv_layer_shapes, state_shapes, write_decoder
-from localinfer.models.decoder.pooling import Pooling, classified_rows
 from localinfer.models.decoder.text_head import write_text_model
 from localinfer.models.load.loader import open_model_file
 from localinfer.quant.gguf.reader import read_gguf

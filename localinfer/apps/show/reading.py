@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.errors import RequestError
-from localinfer.models.checks.finding import Finding
+from localinfer.models.checks import Finding
 from localinfer.quant.formats.types import TensorRecord
 
 if TYPE_CHECKING:

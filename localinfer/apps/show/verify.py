@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from localinfer.errors import LocalinferError, ModelFileError, OutOfMemoryError
-from localinfer.models.checks.finding import Finding
+from localinfer.models.checks import Finding
 from localinfer.types import ProgressCallback
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def _check_digests(file: "ModelFile", result: Verification, progress: ProgressCa
 
 
 def _check_file(file: "ModelFile", result: Verification, progress: ProgressCallback | None) -> Iterator[Finding]:
-    from localinfer.models.checks.conversion_checks import check_conversion
+    from localinfer.models.checks.tensor_samples import check_conversion
     from localinfer.models.checks.tensor_scan import check_tensors
     from localinfer.models.load.loader import read_config
 
@@ -122,7 +122,7 @@ def _check_settings(file: "ModelFile", config: "ModelConfig | None", result: Ver
     config: None for a file that is not run by itself.
     """
     from localinfer.models.checks.quick import check_settings, check_text_settings
-    from localinfer.models.checks.template_checks import check_template
+    from localinfer.models.checks.text_checks import check_template
     from localinfer.models.text.splitting import TokenizerWarning
 
     found: list[Finding] = []

@@ -24,7 +24,7 @@ from localinfer.models.decoder.checked_weights import ShapeWeights
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.decoder.decoder import kv_layer_shapes, state_shapes, write_decoder, write_draft_layer
 from localinfer.models.decoder.draft_layers import short_head_tokens
-from localinfer.models.decoder.gemma4_assistant import write_assistant
+from localinfer.models.decoder.gemma_blocks import write_assistant
 from localinfer.models.load.assistant import Target, open_assistant
 from localinfer.models.load.loader import open_model_file, read_config
 from localinfer.models.load.model_changes import ModelChanges

@@ -8,7 +8,7 @@ from local_servers import serving
 
 from localinfer.apps.server.transport.settings import ServerSettings
 from localinfer.errors import UnsupportedFormatError
-from localinfer.models.decoder.pooling import Pooling, read_pooling
+from localinfer.models.decoder.block_config import Pooling, read_pooling
 from tests.support.inside import engine_of, model_of
 
 PATH = "/v1/embeddings"

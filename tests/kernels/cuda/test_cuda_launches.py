@@ -13,8 +13,8 @@ from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.layouts import Layout
 from localinfer.kernels.ops import OpGraph
 from localinfer.kernels.program import Batch, Segment
+from localinfer.models.decoder.block_config import Pooling
 from localinfer.models.decoder.decoder import write_decoder
-from localinfer.models.decoder.pooling import Pooling
 from localinfer.models.decoder.text_head import write_text_model
 from tests.kernels.cpu.device import DecodedWeights
 from tests.models.arch_models import architectures, build_model, build_text_model, read_config, text_models

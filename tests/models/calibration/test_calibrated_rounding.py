@@ -9,8 +9,8 @@ import pytest
 from localinfer.errors import RequestError
 from localinfer.kernels.cpu.program import ThreadPool
 from localinfer.models import demo
-from localinfer.models.calibration.rounding import round_by_calibration
 from localinfer.models.calibration.run import calibration_sequences
+from localinfer.models.calibration.scales import round_by_calibration
 from localinfer.models.load.loader import load_tokenizer
 from localinfer.quant.formats.types import TensorType
 from localinfer.quant.gguf.reader import read_gguf

@@ -8,8 +8,8 @@ import pytest
 import localinfer
 from localinfer.kernels.program import Batch, Segment, StateStep
 from localinfer.models.checkpoint.model import open_checkpoint
+from localinfer.models.decoder.block_config import Pooling, classified_rows, read_pooling
 from localinfer.models.decoder.config import ModelConfig
-from localinfer.models.decoder.pooling import Pooling, classified_rows, read_pooling
 from localinfer.models.decoder.text_head import write_text_model
 from localinfer.types import FloatArray
 from tests.models.checkpoint.checkpoint_oracle import OracleWeights

@@ -11,8 +11,8 @@ from localinfer.engine.pooling import TextPooler
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.models.checkpoint.model import open_checkpoint
 from localinfer.models.checks.quick import check_loaded
+from localinfer.models.decoder.block_config import Pooling
 from localinfer.models.decoder.decoder import kv_layer_shapes
-from localinfer.models.decoder.pooling import Pooling
 from localinfer.models.load.devices import cpu_only
 from localinfer.models.load.loader import Model, read_config
 from localinfer.quant.gguf.writer import GGUFWriter, copy_values

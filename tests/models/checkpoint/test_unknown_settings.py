@@ -15,10 +15,9 @@ from localinfer.loading.options import model_path
 from localinfer.models import demo
 from localinfer.models.checkpoint.model import open_checkpoint
 from localinfer.models.decoder.architectures import ARCHITECTURES, find_architecture
-from localinfer.models.decoder.block_config import OF_ANOTHER_CACHE
+from localinfer.models.decoder.block_config import OF_ANOTHER_CACHE, classified_rows, read_pooling
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.decoder.metadata_keys import ARCHITECTURE_KEYS, READ_KEYS, unknown_keys, unknown_settings
-from localinfer.models.decoder.pooling import classified_rows, read_pooling
 from localinfer.models.load.loader import load_model
 from localinfer.models.load.model_changes import ModelChanges
 from localinfer.quant.gguf.reader import read_gguf

@@ -14,9 +14,8 @@ import pytest
 from numpy.typing import NDArray
 
 from localinfer.errors import CorruptFileError, UnsupportedFormatError
-from localinfer.models.checkpoint.families import FAMILIES
+from localinfer.models.checkpoint.families import FAMILIES, TEXT_DEFAULTS, WRAPPERS, read_text_config
 from localinfer.models.checkpoint.model import open_checkpoint
-from localinfer.models.checkpoint.wrappers import TEXT_DEFAULTS, WRAPPERS, read_text_config
 from tests.models.checkpoint.checkpoint_oracle import oracle_logits
 from tests.models.checkpoint.published_models import TOKEN_IDS, normalized_error, weights
 from tests.models.checkpoint.wrapper_cases import ROWS, read_wrapper_logits, read_wrappers

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from localinfer.loading.options import model_path
-from localinfer.models.checks.finding import Finding
+from localinfer.models.checks import Finding
 from localinfer.models.checks.hyperparameter_checks import KnownModel, known_models
 from localinfer.models.checks.quick import check_loaded
 from localinfer.models.decoder.config import ModelConfig

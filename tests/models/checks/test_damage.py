@@ -8,6 +8,7 @@ import pytest
 from numpy.typing import NDArray
 
 from localinfer.kernels.ops import Pairing
+from localinfer.models.checks import Finding, shortened
 from localinfer.models.checks.damage import (
     ByteRun,
     RunFinder,
@@ -18,7 +19,6 @@ from localinfer.models.checks.damage import (
     judge_halves,
     run_around,
 )
-from localinfer.models.checks.finding import Finding, shortened
 from localinfer.models.checks.tensor_scan import check_tensors
 from localinfer.models.load.loader import open_model_file, read_config
 from localinfer.quant.formats.types import TensorRecord, TensorType

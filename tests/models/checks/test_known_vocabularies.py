@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from localinfer.models.checks.finding import Finding
+from localinfer.models.checks import Finding
 from localinfer.models.checks.quick import check_text_settings
-from localinfer.models.checks.vocabulary_checks import check_vocabulary
+from localinfer.models.checks.text_checks import check_vocabulary
 from localinfer.models.text.encoders import BYTE_CHARACTERS
 from localinfer.models.text.known_vocabularies import KNOWN_VOCABULARIES, KnownVocabulary
 from localinfer.models.text.splitting import PRE_TOKENIZERS

@@ -5,9 +5,9 @@ import pytest
 
 from localinfer.errors import UnsupportedFormatError
 from localinfer.models.decoder.architectures import ARCHITECTURES
+from localinfer.models.decoder.block_config import Pooling, classified_rows, read_pooling
 from localinfer.models.decoder.config import BIDIRECTIONAL
 from localinfer.models.decoder.encoder_architectures import ENCODERS
-from localinfer.models.decoder.pooling import Pooling, classified_rows, read_pooling
 
 
 @pytest.mark.parametrize(

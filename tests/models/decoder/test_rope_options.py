@@ -16,7 +16,7 @@ from localinfer.kernels.ops import Pairing
 from localinfer.loading.options import model_changes, model_path
 from localinfer.models.decoder.architectures import find_architecture
 from localinfer.models.decoder.config import ModelConfig
-from localinfer.models.decoder.rope import rope_table
+from localinfer.models.decoder.positions import rope_table
 from localinfer.models.decoder.rope_options import RopeOptions, rope_metadata
 from localinfer.models.load.loader import load_model
 from localinfer.quant.gguf.reader import read_gguf

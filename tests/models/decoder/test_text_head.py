@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from localinfer.models.decoder.pooling import Pooling
+from localinfer.models.decoder.block_config import Pooling
 from localinfer.types import FloatArray
 from tests.kernels.cpu.device import CpuDevice
 from tests.models.arch_models import (

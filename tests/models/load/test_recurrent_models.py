@@ -12,8 +12,8 @@ from localinfer.kernels.cpu.memory import address, aligned_zeros
 from localinfer.kernels.cpu.program import ThreadPool
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.program import Batch, Segment, StatefulProgram, StateStep
+from localinfer.models.decoder.block_config import has_recurrent_layers
 from localinfer.models.decoder.decoder import state_shapes, write_decoder
-from localinfer.models.decoder.recurrent_config import has_recurrent_layers
 from localinfer.models.load.loader import load_model
 from localinfer.models.load.placement import DeviceRequest
 from localinfer.types import FloatArray

@@ -16,9 +16,9 @@ from localinfer.kernels.cpu.lower import lower_to_cpu
 from localinfer.kernels.cpu.program import CpuProgram
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.program import Batch, Program, StateStep
+from localinfer.models.decoder.block_config import Pooling
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.decoder.decoder import write_decoder
-from localinfer.models.decoder.pooling import Pooling
 from localinfer.models.load.loader import Model, load_model
 from localinfer.quant.checkpoint.model_file import ModelFile
 from localinfer.types import FloatArray

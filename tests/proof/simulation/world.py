@@ -25,7 +25,7 @@ from localinfer.engine.speculation.costs import VerificationCosts
 from localinfer.engine.speculation.ngram import NgramDrafter
 from localinfer.engine.speculation.verify import Speculation
 from localinfer.errors import OutOfMemoryError
-from localinfer.models.decoder.pooling import Pooling
+from localinfer.models.decoder.block_config import Pooling
 from tests.proof.simulation.callers import Caller, Scores, draw_wish
 from tests.proof.simulation.checks import Accounts, check_contents, check_salts, poison, require
 from tests.proof.simulation.clock import Clock

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from localinfer.errors import CorruptFileError
 from localinfer.kernels.ops import Pairing
 from localinfer.models.decoder.block_config import RopeConfig
-from localinfer.models.decoder.rope import own_magnitude, rope_table
+from localinfer.models.decoder.positions import own_magnitude, rope_table
 
 PLAIN = RopeConfig(rotary_size=10, base=10000.0, original_context_length=2048)
 

@@ -14,7 +14,7 @@ from localinfer.kernels.cpu.program import CpuProgram, ThreadPool
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.program import Batch, Segment
 from localinfer.models.decoder.decoder import kv_layer_shapes, write_decoder
-from localinfer.models.decoder.gemma4_assistant import write_assistant
+from localinfer.models.decoder.gemma_blocks import write_assistant
 from localinfer.models.load.loader import load_model
 from localinfer.quant.formats.types import TensorType
 from localinfer.quant.gguf.writer import encode_value
