@@ -1,6 +1,6 @@
 """What a native crash was in: tables of thread pools, tapes and kernels, for a compiled handler of signals to read.
 
-Pools and tapes are always listed, which costs a dictionary entry. The tables and the handler (`compiled/simd/crash.py`)
+Pools and tapes are always listed, which costs a dictionary entry. The tables and the handler (`compiled/crash.py`)
 exist once a program asked for reports with `system.crash_files`: `localinfer`'s commands do, a host program that does
 not keeps its own handlers. It handles SIGSEGV, SIGBUS, SIGILL, SIGFPE and SIGABRT on Linux and macOS (untested on the
 latter): it writes what is known to stderr and to a private file, puts back what was done about the signal before, which

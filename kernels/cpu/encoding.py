@@ -82,7 +82,7 @@ def encode_rows(
 
 
 _LANES = 16
-_ROUND_BLOCK = Function("encode.round_block", "q", "q")
+_ROUND_BLOCK = Function("encoders.round_block", "q", "q")
 
 TABLE = (1, 0)
 """Instead of the lowest and highest level: those of IQ4's table."""

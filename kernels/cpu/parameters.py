@@ -1,7 +1,7 @@
 """Parameter blocks: the int64 words at one address that a kernel reads, with one declaration for both sides.
 
 Python packs a block by its names. A kernel loads all of it with `p = BLOCK.load(address)`, whose words are `p.name`, or
-one word with `BLOCK.name(address)`; both are compiled by `compiled/simd/memory.py`.
+one word with `BLOCK.name(address)`; both are compiled by `compiled/memory.py`.
 """
 
 from collections.abc import Callable

@@ -1,6 +1,6 @@
 """Sampling of a token from one row of logits: the order of the filters, and their memory.
 
-The compiled steps are in `compiled/sampling/sampling.py`.
+The compiled steps are in `compiled/sampling.py`.
 """
 
 import math
@@ -26,7 +26,7 @@ vocabulary of 150,000, more for a smaller one. It affects speed, not the result.
 _ROUGH_ERROR = 1e-5
 _ROUGH_TEMPERATURES = (1e-30, 1e30)
 """Relative error of a rough sum, besides half a unit per token, and where it holds: float32 can hold 1 / temperature.
-See `sampling_weights.rough_masses`."""
+See `rough_masses`."""
 
 _LOWEST_KEY = -(2**31)
 _LARGEST_LOGIT = float(np.finfo(np.float32).max)
@@ -37,9 +37,9 @@ _GATHER = Function("sampling.gather", "q", "qqqqqqq")
 _CUT = Function("sampling.cut", "q", "qqqqqqq")
 _KEEP = Function("sampling.keep", "q", "qqqqq")
 _ADJUST = Function("sampling.adjust", "q", "qqqqqqqqqdddq")
-_WEIGH = Function("sampling_weights.weigh", "q", "qqqdd")
-_MASS_AHEAD = Function("sampling_weights.mass_ahead", "q", "qqqqqqdd")
-_ROUGH_MASSES = Function("sampling_weights.rough_masses", "q", "qqqqqqqqdd")
+_WEIGH = Function("sampling.weigh", "q", "qqqdd")
+_MASS_AHEAD = Function("sampling.mass_ahead", "q", "qqqqqqdd")
+_ROUGH_MASSES = Function("sampling.rough_masses", "q", "qqqqqqqqdd")
 _UNIFORMS = Function("sampling.uniforms", "q", "qqqqq")
 _RACE = Function("sampling.race", "q", "qqqqqqqddq")
 _RACE_ROW = Function("sampling.race_row", "q", "qqqqqqqqqdqq")

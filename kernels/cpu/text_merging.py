@@ -1,4 +1,4 @@
-"""Tokenization of long texts without the GIL: arguments and memory of `compiled/tokens/text_merging.py`."""
+"""Tokenization of long texts without the GIL: arguments and memory of `compiled/text_merging.py`."""
 
 from typing import NamedTuple
 

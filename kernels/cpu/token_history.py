@@ -1,6 +1,6 @@
 """Token ids read so far, ready to say what followed the longest match: memory and growth around the compiled steps.
 
-How it works is in `compiled/tokens/token_history.py`.
+How it works is in `compiled/token_history.py`.
 """
 
 import numpy as np

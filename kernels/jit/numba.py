@@ -5,7 +5,6 @@ Only this module imports Numba for kernels; `object_cache` calls it for kernels 
 
 import importlib.util
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,34 +63,25 @@ def entry(result: str, arguments: str) -> Callable[[Callable[..., Any]], Source]
 
 
 _KERNELS = "localinfer.kernels.cpu.compiled"
-_PACKAGES = ("simd", "matmul", "attention", "recurrent", "encode", "sampling", "tokens")
 
 
 def source_of(name: str) -> Source:
-    """The source of kernel "module.function", which is in the module or in its table KERNELS.
+    """Return the source of kernel "module.function", which is in the module or in its table KERNELS.
 
-    Module names under `kernels.cpu.compiled` are unique.
+    Raises: MissingPackageError if an application was frozen without the module.
     """
     module_name, function_name = name.split(".")
-    module = importlib.import_module(_path_of(module_name))
+    if importlib.util.find_spec(f"{_KERNELS}.{module_name}") is None:
+        raise MissingPackageError(
+            f"the kernels of {module_name} are not in this application; have what froze it include localinfer.kernels "
+            "and localinfer.models (PyInstaller does by localinfer's hooks; cx_Freeze and py2app: packages = "
+            "['localinfer', 'numba', 'llvmlite'])",
+            extra="",
+        )
+    module = importlib.import_module(f"{_KERNELS}.{module_name}")
     source = getattr(module, "KERNELS", {}).get(function_name) or getattr(module, function_name)
     assert isinstance(source, Source), f"{name} is decorated with op or entry"
     return source
-
-
-def _path_of(module_name: str) -> str:
-    """The whole name of a module with kernels. Raises: MissingPackageError if it was frozen without."""
-    for package in _PACKAGES:
-        path = f"{_KERNELS}.{package}.{module_name}"
-        with suppress(ModuleNotFoundError):
-            if importlib.util.find_spec(path) is not None:
-                return path
-    raise MissingPackageError(
-        f"the kernels of {module_name} are not in this application; have what froze it include localinfer.kernels and "
-        "localinfer.models (PyInstaller does by localinfer's hooks; cx_Freeze and py2app: packages = ['localinfer', "
-        "'numba', 'llvmlite'])",
-        extra="",
-    )
 
 
 def compile_kernel(name: str) -> bytes:

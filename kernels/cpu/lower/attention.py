@@ -89,7 +89,7 @@ def _attention(tape: CpuTape, op: ops.Attention) -> None:
         _, heads, pages = tape.attention_sums.shape
         work = tape.memory.shared("attention sums", tape.pool.max_threads * 64 * pages)
         words |= {"sums": address(tape.attention_sums), "sums_heads": heads, "sums_pages": pages, "work": work}
-        tape.add("attention_sums.attention_sums", parameters.ATTENTION_SUMS.pack(**words), calls=calls, about=about)
+        tape.add("attention.attention_sums", parameters.ATTENTION_SUMS.pack(**words), calls=calls, about=about)
 
 
 def _relative(tape: CpuTape, relative: Relative) -> dict[str, int]:
@@ -234,7 +234,7 @@ def relative_parameters() -> dict[str, int]:
 def called_kernels(layout: KVLayout) -> dict[str, Kernel]:
     """What an `attention` op calls, by the word of ATTENTION that holds its address."""
     return {
-        step: Kernel(f"{'attention_codes' if is_quantized(kind) else 'attention_tiles'}.{step}_{kind}")
+        step: Kernel(f"attention_tiles.{step}_{kind}")
         for step, kind in (("score_keys", layout.key_type), ("weigh_values", layout.value_type))
     }
 

@@ -101,7 +101,7 @@ def _activations(tape: CpuTape, x: Buffer, packed: PackedWeight, slots: int) -> 
             **tape.addresses_of(source=x), target=tape.quantized_place, target_stride=stride, columns=columns,
             is_output=x.is_output, slots=slots, slot_stride=4 * columns,
         )  # fmt: skip
-        tape.add("quantize.quantize_rows", words, about=f"{x.name}, {columns} columns")
+        tape.add("matmul.quantize_rows", words, about=f"{x.name}, {columns} columns")
         tape.quantized_source = (x.rows, x.index, columns)
     return tape.quantized_place, stride * slots, stride if slots > 1 else 0
 
@@ -119,7 +119,7 @@ def _head_matmul(tape: CpuTape, op: ops.HeadMatmul) -> None:
             source=source, source_stride=stride, target=address(memory), target_stride=row, columns=columns,
             is_output=x.is_output, slots=heads, slot_stride=slot_stride,
         )  # fmt: skip
-        tape.add("quantize.quantize_rows", words, about=f"{x.name}, {columns} columns")
+        tape.add("matmul.quantize_rows", words, about=f"{x.name}, {columns} columns")
         source, stride, slot_stride = address(memory), heads * row, row
     target, out_stride = tape.address_of(out)
     zeros = tape.memory.zeros(rows)

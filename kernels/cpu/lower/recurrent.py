@@ -39,7 +39,7 @@ def _short_convolution(tape: CpuTape, op: ops.ShortConvolution) -> None:
         bias=tape.memory.constant(op.bias) or tape.memory.zeros(channels), channels=channels, taps=taps,
         row_bytes=4 * width, **state_places(tape, op),
     )  # fmt: skip
-    add_recurrent(tape, f"convolution.short_convolution{'_silu' if op.has_silu else ''}", op, words, op.out)
+    add_recurrent(tape, f"recurrent.short_convolution{'_silu' if op.has_silu else ''}", op, words, op.out)
 
 
 def _delta_rule(tape: CpuTape, op: ops.GatedDeltaRule) -> None:
@@ -79,7 +79,7 @@ def _wkv(tape: CpuTape, op: ops.Wkv) -> None:
         heads=op.out.width // size, head_size=size, width_bytes=4 * whole_vectors(op.out.width),
         **state_places(tape, op),
     )  # fmt: skip
-    add_recurrent(tape, "wkv.wkv", op, words, op.out)
+    add_recurrent(tape, "delta_rule.wkv", op, words, op.out)
     tape.forget_copies(op.bonus)
 
 
@@ -117,7 +117,7 @@ def _selective_scan(tape: CpuTape, op: ops.SelectiveScan) -> None:
 def _previous_row(tape: CpuTape, op: ops.PreviousRow) -> None:
     x, x_stride = (0, 0) if op.x is None else tape.address_of(op.x)
     words = parameters.PREVIOUS_ROW.pack(**tape.addresses_of(out=op.out), x=x, x_stride=x_stride, columns=op.out.width)
-    tape.add("segments.previous_row", words, writes=op.out)
+    tape.add("recurrent.previous_row", words, writes=op.out)
 
 
 LOWER: dict[type, Callable[[CpuTape, Any], None]] = {

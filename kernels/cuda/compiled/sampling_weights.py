@@ -66,7 +66,7 @@ def natural_log(value):
 
 @inline
 def uniform_of(token, seed, position):
-    """The u in (0, 1) of a token at a position: Philox4x32-10, see `cpu/compiled/sampling/philox.py`."""
+    """The u in (0, 1) of a token at a position: Philox4x32-10, see `cpu/compiled/sampling.py`."""
     c0 = (token >> 6) * 32 + (token & 31)
     c1 = position & int64(_LOW_WORD)
     c2 = (position >> 32) & int64(_LOW_WORD)

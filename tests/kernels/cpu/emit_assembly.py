@@ -11,8 +11,7 @@ from llvmlite import binding as llvm
 from llvmlite import ir
 from numba import types
 
-from localinfer.kernels.cpu.compiled.attention import attention_codes, attention_tiles, rotation
-from localinfer.kernels.cpu.compiled.matmul import quantize, rows, tiles
+from localinfer.kernels.cpu.compiled import attention_tiles, elementwise, kv_store, matmul
 from localinfer.kernels.jit import isa
 from localinfer.kernels.jit.isa import ISA
 from localinfer.kernels.layouts import CUDA_LAYOUTS, Layout
@@ -42,7 +41,7 @@ _ADDRESS, _FLOAT = types.int64, types.float32
 
 
 def _tile(layout: Layout, num_rows: int) -> tuple[Any, list[Any]]:
-    return tiles.tile_product, [_literal(int(layout)), _literal(num_rows), *[_ADDRESS] * 4, _FLOAT, _ADDRESS, _ADDRESS]
+    return matmul.tile_product, [_literal(int(layout)), _literal(num_rows), *[_ADDRESS] * 4, _FLOAT, _ADDRESS, _ADDRESS]
 
 
 SHORT_TILES = ("generic", "windows on arm", "apple")
@@ -53,18 +52,18 @@ So are those of layouts that only the CPU has: one row has all their instruction
 
 PIECES: dict[str, tuple[Any, list[Any]]] = {
     **{layout.name: _tile(layout, 4) for layout in Layout},
-    "quantize": (quantize.quantize_block, [_ADDRESS] * 3),
+    "quantize": (matmul.quantize_block, [_ADDRESS] * 3),
     "key scores": (attention_tiles.score_keys, [_literal(1), *[_ADDRESS] * 4]),
     "softmax": (attention_tiles.softmax_chunk, [*[_ADDRESS] * 5, _FLOAT, _FLOAT, *[_ADDRESS] * 3]),
     "values": (attention_tiles.weigh_values, [_literal(1), *[_ADDRESS] * 4]),
     "merge": (attention_tiles.merge_chunk, [_ADDRESS] * 10),
-    **{f"key codes {kind}": (attention_codes.score_codes, [_literal(kind), *[_ADDRESS] * 4]) for kind in (0, 1)},
-    **{f"value codes {kind}": (attention_codes.weigh_codes, [_literal(kind), *[_ADDRESS] * 4]) for kind in (0, 1)},
-    **{f"head codes {kind}": (rotation.quantize_values, [_literal(kind), *[_ADDRESS] * 3]) for kind in (0, 1, 2)},
-    "norm": (rows.layer_norm_row, [*[_ADDRESS] * 5, _FLOAT]),
+    **{f"key codes {kind}": (attention_tiles.score_codes, [_literal(kind), *[_ADDRESS] * 4]) for kind in (0, 1)},
+    **{f"value codes {kind}": (attention_tiles.weigh_codes, [_literal(kind), *[_ADDRESS] * 4]) for kind in (0, 1)},
+    **{f"head codes {kind}": (kv_store.quantize_values, [_literal(kind), *[_ADDRESS] * 3]) for kind in (0, 1, 2)},
+    "norm": (elementwise.layer_norm_row, [*[_ADDRESS] * 5, _FLOAT]),
     "gelu": (
-        rows.elementwise_row,
-        [_literal(list(rows.FORMULAS).index("gelu_erf")), *[_ADDRESS] * 3, _FLOAT, _ADDRESS],
+        elementwise.elementwise_row,
+        [_literal(list(elementwise.FORMULAS).index("gelu_erf")), *[_ADDRESS] * 3, _FLOAT, _ADDRESS],
     ),
 }
 

@@ -7,7 +7,7 @@ import pytest
 from numpy.typing import NDArray
 
 from localinfer.kernels.cpu import guard
-from localinfer.kernels.cpu.compiled.simd.emit import LANES
+from localinfer.kernels.cpu.compiled.emit import LANES
 from localinfer.kernels.cpu.memory import ALIGNMENT, READABLE_BYTES, Arena, address, aligned, aligned_zeros
 
 pytestmark = pytest.mark.skipif(guard.IS_ON, reason="in guard mode every array lies alone")

@@ -7,7 +7,7 @@ import numba
 import numpy as np
 import pytest
 
-from localinfer.kernels.cpu.compiled.matmul.rows import exp_of, sigmoid_of
+from localinfer.kernels.cpu.compiled.elementwise import exp_of, sigmoid_of
 from localinfer.kernels.cpu.lower import lower_to_cpu
 from localinfer.kernels.cpu.program import ThreadPool
 from localinfer.kernels.cpu.weights import RowTable

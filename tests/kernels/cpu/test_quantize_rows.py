@@ -27,7 +27,7 @@ def quantized(pool: ThreadPool, x: NDArray[np.float32]) -> tuple[NDArray[np.int8
         source=address(x), source_stride=4 * columns, target=address(memory), target_stride=stride, columns=columns,
         is_output=0, slots=1, slot_stride=0,
     )  # fmt: skip
-    ops = np.array([[Kernel("quantize.quantize_rows").address, address(words)]], np.int64)
+    ops = np.array([[Kernel("matmul.quantize_rows").address, address(words)]], np.int64)
     pool.run(address(ops), 1, address(header))
     found = memory.reshape(rows, stride)
     records = np.ascontiguousarray(found[:, columns : columns + columns // 32 * RECORD_BYTES]).view(RECORD)

@@ -9,7 +9,7 @@ import pytest
 from llvmlite import binding as llvm
 
 from localinfer.errors import BackendUnavailableError
-from localinfer.kernels.cpu.compiled.simd.emit import target_isa
+from localinfer.kernels.cpu.compiled.emit import target_isa
 from localinfer.kernels.jit import isa
 from localinfer.kernels.jit.isa import ISA, available, runs_on, select
 from tests.kernels.cpu.digest import DOT_PRODUCTS, cached, chosen, encoded, products, recurrent

@@ -24,7 +24,7 @@ LINUX = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the cache 
 COMPILE = """
 import sys
 from localinfer.kernels.jit import object_cache
-assert object_cache.Kernel("quantize.quantize_rows").address
+assert object_cache.Kernel("matmul.quantize_rows").address
 print(object_cache.cache_folder())
 """
 
@@ -40,7 +40,7 @@ def test_the_next_process_hits_the_cache_in_a_private_folder(tmp_path: Path) -> 
     first = cached_files(folder)
     assert folder.parent == tmp_path / "localinfer" / "kernels"
     assert stat.S_IMODE(folder.stat().st_mode) == stat.S_IMODE(folder.parent.stat().st_mode) == 0o700
-    assert set(first) == {"quantize.quantize_rows.o"}
+    assert set(first) == {"matmul.quantize_rows.o"}
     assert run(COMPILE, XDG_CACHE_HOME=str(tmp_path)) == (str(folder), "")
     assert cached_files(folder) == first
 
@@ -173,7 +173,7 @@ def test_the_key_changes_with_any_source_even_one_that_only_others_call(
     shutil.copytree(REPOSITORY / "kernels", tmp_path / "kernels", ignore=shutil.ignore_patterns("__pycache__"))
     monkeypatch.setattr(object_cache, "source_digests", lambda package: digests_of(package, tmp_path / package))
     keys = {object_cache.cache_key()}
-    for name in ("cpu/compiled/simd/emit.py", "cpu/layouts.py", "ops.py"):
+    for name in ("cpu/compiled/emit.py", "cpu/layouts.py", "ops.py"):
         with (tmp_path / "kernels" / name).open("a") as file:
             file.write("# changed\n")
         keys.add(object_cache.cache_key())
@@ -267,7 +267,7 @@ def test_a_warm_start_links_objects_and_never_imports_numba(tmp_path: Path) -> N
 @pytest.mark.parametrize("damage", ["torn", "edited", "empty", "foreign"])
 def test_a_damaged_object_is_compiled_anew(tmp_path: Path, damage: str) -> None:
     folder = Path(run(COMPILE, XDG_CACHE_HOME=str(tmp_path))[0])
-    path = folder / "quantize.quantize_rows.o"
+    path = folder / "matmul.quantize_rows.o"
     whole = path.read_bytes()
     damaged = {
         "torn": whole[: len(whole) // 2],

@@ -1,1 +1,0 @@
-"""Attention over the paged cache, and what is written into its pages."""

@@ -1,0 +1,414 @@
+"""Products of layouts whose codes are looked up, in tables of sixteen levels or in grids of vectors of four or eight.
+
+Tables (MXFP4, NVFP4, IQ4_NL, IQ4_XS): a byte shuffle looks up 64 codes at once. MXFP4 and NVFP4: Open Compute Project
+Microscaling Formats 1.0, section 5.3.
+
+Grids (IQ2, IQ3): levels are looked up for sixteen rows at once: with AVX-512 VBMI by byte shuffles over the whole grid,
+packed as two bytes per vector, and elsewhere by one load per vector from memory. Signs, and bits of indices above the
+eighth, lie in a tile as masks: bit 4 * r + c of 64 is that of row r and column (or index) c of four.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numpy.typing import NDArray
+
+from localinfer.kernels.cpu.compiled.blocks import MINUS_8_HALF, MINUS_8_SUM, Tile
+from localinfer.kernels.cpu.compiled.emit import F16, F32, I1, I8, I16, I32, I64, Emitter, Value, vector
+from localinfer.kernels.layouts import Layout, grid_vectors
+
+IQ4_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+E2M1_CODES = tuple(12 + level for level in (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12))
+"""Twice what the codes of E2M1 stand for, plus 12."""
+
+
+def iq4_body(tile: Tile, unit: Value, totals: list[Value]) -> list[Value]:
+    """One block of IQ4_NL or one super-block of IQ4_XS."""
+    emit, b = tile.emit, tile.emit.builder
+    header, body = tile.parts(unit)
+    d = emit.load_floats(header, 0, F16)
+    if tile.layout is Layout.IQ4_NL:
+        return _iq4_block(tile, unit, body, d, tile.sizes.unit_bytes, totals)
+    high = b.zext(emit.load(header, vector(I16), 32, align=32), vector(I32))
+    low = emit.load(header, vector(I32), 64, align=32)
+    first = b.mul(unit, emit.i64(8))
+
+    def block_body(index: Value, totals: list[Value]) -> Sequence[Value]:
+        twice = b.trunc(b.mul(index, emit.i64(2)), I32)
+        upper = b.and_(b.lshr(high, emit.splat(twice)), emit.splat_constant(I32, 3))
+        lower = b.and_(b.lshr(low, emit.splat(b.add(twice, twice))), emit.splat_constant(I32, 15))
+        code = b.or_(lower, b.shl(upper, emit.splat_constant(I32, 4)))
+        scale = emit.mul(d, emit.to_float(b.sub(code, emit.splat_constant(I32, 32))))
+        codes = tile.at(body, index, 256)
+        return _iq4_block(tile, b.add(first, index), codes, scale, tile.sizes.unit_bytes // 8, totals)
+
+    return emit.loop(emit.i64(0), emit.i64(8), 1, totals, block_body)
+
+
+def _iq4_block(
+    tile: Tile, block: Value, codes: Value, scale: Value, num_bytes: int, totals: list[Value]
+) -> list[Value]:
+    emit = tile.emit
+    column = emit.builder.mul(block, emit.i64(32))
+    records = [tile.record(row, block) for row in tile.rows]
+    dots = [emit.biased_start(tile.record_int(record, MINUS_8_SUM, shift=4)) for record in records]
+    for j in range(4):
+        tile.prefetch(block, num_bytes, j, 4)
+        loaded = tile.load_codes(codes, 64 * j)
+        for half, nibbles in enumerate((tile.low(loaded), tile.high(loaded))):
+            levels = emit.lookup_levels(IQ4_LEVELS, nibbles)
+            dots = [
+                emit.dot_levels(dot, levels, tile.bytes4(row, column, 16 * half + 4 * j))
+                for dot, row in zip(dots, tile.rows, strict=True)
+            ]
+    return [
+        tile.accumulate(total, dot, scale, record) for total, dot, record in zip(totals, dots, records, strict=True)
+    ]
+
+
+def mxfp4_body(tile: Tile, block: Value, totals: list[Value]) -> list[Value]:
+    """One block of MXFP4, whose scale byte e stands for 2 ** (e - 128) of doubled E2M1."""
+    emit, b = tile.emit, tile.emit.builder
+    header, codes = tile.parts(block)
+    exponent = b.zext(emit.load(header, vector(I8), align=16), vector(I32))
+    normal = b.shl(b.sub(exponent, emit.splat_constant(I32, 1)), emit.splat_constant(I32, 23))
+    # Float32 has 2 ** -128 and 2 ** -127 as subnormal numbers only.
+    subnormal = b.shl(emit.splat_constant(I32, 1 << 21), exponent)
+    is_subnormal = b.icmp_unsigned("<", exponent, emit.splat_constant(I32, 2))
+    scale = emit.bitcast(b.select(is_subnormal, subnormal, normal), vector(F32))
+    column = b.mul(block, emit.i64(32))
+    records = [tile.record(row, block) for row in tile.rows]
+    dots = [tile.minus_12_sum(record, MINUS_8_SUM) for record in records]
+    for j in range(4):
+        tile.prefetch(block, tile.sizes.unit_bytes, j, 4)
+        loaded = tile.load_codes(codes, 64 * j)
+        for half, nibbles in enumerate((tile.low(loaded), tile.high(loaded))):
+            doubled = emit.lookup(E2M1_CODES, nibbles)
+            dots = [
+                emit.dot_codes(dot, doubled, tile.bytes4(row, column, 16 * half + 4 * j))
+                for dot, row in zip(dots, tile.rows, strict=True)
+            ]
+    return [
+        tile.accumulate(total, dot, scale, record) for total, dot, record in zip(totals, dots, records, strict=True)
+    ]
+
+
+def nvfp4_body(tile: Tile, unit: Value, totals: list[Value]) -> list[Value]:
+    """64 columns of NVFP4: two blocks, each of whose halves has a scale of its own."""
+    emit, b = tile.emit, tile.emit.builder
+    header, body = tile.parts(unit)
+    scales = emit.load(header, vector(I32), align=64)
+    first = b.mul(unit, emit.i64(2))
+    for index in range(2):
+        block = b.add(first, emit.i64(index))
+        column = b.mul(block, emit.i64(32))
+        records = [tile.record(row, block) for row in tile.rows]
+        for half in range(2):
+            group = 2 * index + half
+            dots = [tile.minus_12_sum(record, MINUS_8_HALF + 4 * half) for record in records]
+            for j in range(2):
+                tile.prefetch(unit, tile.sizes.unit_bytes, 2 * group + j, 8)
+                loaded = tile.load_codes(body, 64 * (2 * group + j))
+                for part, nibbles in enumerate((tile.low(loaded), tile.high(loaded))):
+                    doubled = emit.lookup(E2M1_CODES, nibbles)
+                    dots = [
+                        emit.dot_codes(dot, doubled, tile.bytes4(row, column, 16 * half + 8 * part + 4 * j))
+                        for dot, row in zip(dots, tile.rows, strict=True)
+                    ]
+            scale = _half_of_e4m3(tile, b.lshr(scales, emit.splat_constant(I32, 8 * group)))
+            totals = [
+                tile.accumulate(total, dot, scale, record)
+                for total, dot, record in zip(totals, dots, records, strict=True)
+            ]
+    return totals
+
+
+def _half_of_e4m3(tile: Tile, words: Value) -> Value:
+    """Half of the unsigned E4M3 numbers (bias 7) in the low bytes of words; 0x7F is read as zero, bit 7 ignored."""
+    emit, b = tile.emit, tile.emit.builder
+    code = b.and_(words, emit.splat_constant(I32, 255))
+    # In float32's place the exponent is 119 short (120, and 1 for the half); the product is right for subnormals too.
+    bits = b.shl(b.and_(code, emit.splat_constant(I32, 127)), emit.splat_constant(I32, 20))
+    value = emit.mul(emit.bitcast(bits, vector(F32)), emit.splat_constant(F32, 2.0**119))
+    is_nan = b.icmp_unsigned("==", code, emit.splat_constant(I32, 127))
+    return b.select(is_nan, emit.zeros(F32), value)
+
+
+BIAS = 64
+"""Levels with their signs, plus this, are the codes that are multiplied: 2 to 126."""
+
+
+@dataclass(frozen=True)
+class _Block:
+    """32 columns of sixteen rows."""
+
+    indices: Sequence[Value]
+    """Addresses of vectors of low bytes of places in the grid, four to a lane."""
+    high: Sequence[Sequence[Value]]
+    """For each such vector, masks of the bits above."""
+    signs: Sequence[Value]
+    """Eight masks, of four columns each."""
+    codes: Sequence[Value]
+    """One or two odd whole numbers that scale the columns."""
+
+
+_UNIT_OF_SCALES = {
+    Layout.IQ2_XXS: 0.125,
+    Layout.IQ2_XS: 0.125,
+    Layout.IQ2_S: 0.125,
+    Layout.IQ3_XXS: 0.25,
+    Layout.IQ3_S: 1.0,
+}
+
+
+def grid_body(tile: Tile, super_block: Value, totals: list[Value]) -> list[Value]:
+    """One super-block, block by block."""
+    emit, b = tile.emit, tile.emit.builder
+    header, body = tile.parts(super_block)
+    d = emit.mul(emit.load_floats(header, 0, F16), emit.splat_constant(F32, _UNIT_OF_SCALES[tile.layout]))
+    first = b.mul(super_block, emit.i64(8))
+
+    def block_body(index: Value, totals: list[Value]) -> Sequence[Value]:
+        block = b.add(first, index)
+        column = b.mul(block, emit.i64(32))
+        records = [tile.record(row, block) for row in tile.rows]
+        found = _READERS[tile.layout](tile, header, body, index)
+        levels = _levels(tile, found)
+        groups = len(found.codes)
+        field = MINUS_8_SUM if groups == 1 else MINUS_8_HALF
+        vectors = 8 // groups
+        for group, code in enumerate(found.codes):
+            dots = [tile.record_int(record, field + 4 * group, shift=3) for record in records]
+            for j in range(vectors * group, vectors * (group + 1)):
+                tile.prefetch(block, tile.sizes.unit_bytes // 8, j, 8)
+                dots = [
+                    emit.dot_codes(dot, levels[j], tile.bytes4(row, column, 4 * j))
+                    for dot, row in zip(dots, tile.rows, strict=True)
+                ]
+            scale = emit.mul(d, emit.to_float(code))
+            totals = [
+                tile.accumulate(total, dot, scale, record)
+                for total, dot, record in zip(totals, dots, records, strict=True)
+            ]
+        return totals
+
+    return emit.loop(emit.i64(0), emit.i64(8), 1, totals, block_body)
+
+
+def _levels(tile: Tile, block: _Block) -> list[Value]:
+    """Eight vectors of four columns: levels with signs, plus the bias."""
+    emit, b = tile.emit, tile.emit.builder
+    magnitudes = _by_shuffles(tile, block) if emit.has_byte_permutes else _by_loads(tile, block)
+    results = []
+    for mask, magnitude in zip(block.signs, magnitudes, strict=True):
+        opposite = b.sub(emit.splat_constant(I8, 2 * BIAS, 64), magnitude)
+        results.append(b.select(_lanes_of(emit, mask), opposite, magnitude))
+    return results
+
+
+def _lanes_of(emit: Emitter, mask: Value) -> Value:
+    return emit.bitcast(mask, vector(I1, 64))
+
+
+def _by_shuffles(tile: Tile, block: _Block) -> list[Value]:
+    """Vectors of biased magnitudes: two lookups give what a whole grid vector is, as small codes."""
+    emit = tile.emit
+    levels, tables = _small_codes(tile.layout)
+    found = []
+    for word, address in enumerate(block.indices):
+        indices = tile.load_codes(address, 0)
+        halves = [_look_up(emit, table, indices, block.high[word]) for table in tables]
+        if len(levels) == 3:
+            # A byte has the codes of four columns, two bits each.
+            for j in range(8):
+                found.append(_codes_at(emit, halves[j % 2], 8 * (j // 2), levels, 2))
+            continue
+        # A byte has the codes of two columns, four bits each.
+        for pair in range(2):
+            lanes = [
+                4 * lane + 2 * pair + byte + 64 * half for lane in range(16) for byte in range(2) for half in range(2)
+            ]
+            both = emit.builder.shuffle_vector(halves[0], halves[1], ir.Constant(vector(I32, 64), lanes))
+            for index in range(2):
+                found.append(_codes_at(emit, both, 16 * index, levels, 4))
+    return found
+
+
+def _codes_at(emit: Emitter, packed: Value, place: int, levels: Sequence[int], bits: int) -> Value:
+    """Biased levels of four codes, the first at a place (in bits) of every lane."""
+    codes = emit.bits_to_bytes(packed, [place + bits * column for column in range(4)])
+    # The bits above a code belong to others: every place that they can lead to holds the same.
+    table = [BIAS + level for level in levels] + [0] * ((1 << bits) - len(levels))
+    operands = [ir.Constant(vector(I8, 64), table * (64 >> bits)), codes]
+    return emit.call("llvm.x86.avx512.permvar.qi.512", vector(I8, 64), operands)
+
+
+def _look_up(emit: Emitter, table: NDArray[np.uint8], indices: Value, high: Sequence[Value]) -> Value:
+    """Bytes of a table of 256, 512 or 1,024."""
+    b = emit.builder
+    pieces = [ir.Constant(vector(I8, 64), part.tolist()) for part in table.reshape(-1, 64)]
+    found = [
+        emit.call("llvm.x86.avx512.vpermi2var.qi.512", vector(I8, 64), [left, indices, right])
+        for left, right in zip(pieces[::2], pieces[1::2], strict=True)
+    ]
+    is_upper = b.icmp_signed("<", indices, emit.zeros(I8, 64))
+    found = [b.select(is_upper, two, one) for one, two in zip(found[::2], found[1::2], strict=True)]
+    for mask in high:
+        is_set = _lanes_of(emit, mask)
+        found = [b.select(is_set, two, one) for one, two in zip(found[::2], found[1::2], strict=True)]
+    return found[0]
+
+
+def _small_codes(layout: Layout) -> tuple[list[int], tuple[NDArray[np.uint8], NDArray[np.uint8]]]:
+    """The levels of a grid, and its vectors as two bytes of places in them."""
+    grid = grid_vectors(layout.name)
+    levels = np.unique(grid)
+    codes = np.searchsorted(levels, grid).astype(np.uint8).reshape(len(grid), 2, -1)
+    bits = 8 // codes.shape[2]
+    packed = np.bitwise_or.reduce(codes << (np.arange(codes.shape[2], dtype=np.uint8) * np.uint8(bits)), axis=2)
+    return levels.tolist(), (packed[:, 0], packed[:, 1])
+
+
+def _by_loads(tile: Tile, block: _Block) -> list[Value]:
+    """The same by one load for every vector of the grid and row."""
+    emit, b = tile.emit, tile.emit.builder
+    grid = grid_vectors(tile.layout.name)
+    start, element = grid_address(emit, tile.layout), {4: I32, 8: I64}[grid.shape[1]]
+    found = []
+    for word, address in enumerate(block.indices):
+        for number in range(4):
+            levels: Any = ir.Constant(vector(element), ir.Undefined)
+            for lane in range(16):
+                place = b.zext(emit.load(address, I8, 4 * lane + number), I64)
+                for bit, mask in enumerate(block.high[word]):
+                    upper = b.and_(b.lshr(mask, emit.i64(4 * lane + number)), emit.i64(1))
+                    place = b.or_(place, b.shl(upper, emit.i64(8 + bit)))
+                one = emit.load(b.add(start, b.mul(place, emit.i64(grid.shape[1]))), element, align=1)
+                levels = b.insert_element(levels, one, emit.i32(lane))
+            if element is I32:
+                found.append(emit.bitcast(levels, vector(I8, 64)))
+                continue
+            words = emit.bitcast(levels, vector(I32, 32))
+            found += [emit.bitcast(emit.shuffle(words, list(range(half, 32, 2))), vector(I8, 64)) for half in range(2)]
+    return found
+
+
+def grid_address(emit: Emitter, layout: Layout) -> Value:
+    """Address of a layout's grid in memory: biased levels, a byte each, vector after vector."""
+    name = f"grid_{layout.name.lower()}"
+    module = emit.builder.module
+    found = module.globals.get(name)
+    if found is None:
+        values = (grid_vectors(layout.name).astype(np.int64).reshape(-1) + BIAS).tolist()
+        kind = ir.ArrayType(I8, len(values))
+        found = ir.GlobalVariable(module, kind, name)
+        found.global_constant, found.linkage, found.align = True, "internal", 64
+        found.initializer = ir.Constant(kind, bytearray(values))
+    return emit.builder.ptrtoint(found, I64)
+
+
+# Where each layout has its indices, signs and scales.
+
+
+def _word(tile: Tile, place: Value, offset: int) -> Value:
+    return tile.emit.load(place, vector(I32), offset, align=32)
+
+
+def _masks(tile: Tile, place: Value, offset: int, count: int) -> list[Value]:
+    return [tile.emit.load(place, I64, offset + 8 * j, align=8) for j in range(count)]
+
+
+def _odd_codes(tile: Tile, header: Value, offset: int, index: Value) -> list[Value]:
+    """2 * s + 1 of both nibbles of byte `index` of every row, of the two vectors at an offset of the header."""
+    emit, b = tile.emit, tile.emit.builder
+    words = _word(tile, tile.at(header, b.lshr(index, emit.i64(2)), 64), offset)
+    shift = b.mul(b.and_(index, emit.i64(3)), emit.i64(8))
+    return [_odd(tile, words, b.add(shift, emit.i64(place))) for place in (0, 4)]
+
+
+def _odd(tile: Tile, words: Value, start: Value) -> Value:
+    """2 * s + 1 of the four bits at a place of every word."""
+    b, emit = tile.emit.builder, tile.emit
+    code = b.and_(b.lshr(words, emit.splat(b.trunc(start, I32))), emit.splat_constant(I32, 15))
+    return b.add(b.add(code, code), emit.splat_constant(I32, 1))
+
+
+_EIGHTHS = 0x8888888888888888
+"""Where masks of columns 4 to 7 of eight have the eighth."""
+
+
+def _even_signs(tile: Tile, place: Value, offset: int) -> tuple[list[Value], Value]:
+    """Signs of which every eighth makes the number of minus signs even, and a mask of the bits stored in its place."""
+    b, emit = tile.emit.builder, tile.emit
+    masks = _masks(tile, place, offset, 8)
+    others = emit.i64(0)
+    for index in range(4):
+        odd = masks[2 * index + 1]
+        stored = b.and_(odd, emit.i64(_EIGHTHS))
+        others = b.or_(others, b.lshr(stored, emit.i64(3 - index)))
+        seven = b.xor(masks[2 * index], b.and_(odd, emit.i64(_EIGHTHS ^ (1 << 64) - 1)))
+        pairs = b.xor(seven, b.lshr(seven, emit.i64(2)))
+        parity = b.shl(b.xor(pairs, b.lshr(pairs, emit.i64(1))), emit.i64(3))
+        masks[2 * index + 1] = b.or_(
+            b.and_(odd, emit.i64(_EIGHTHS ^ (1 << 64) - 1)), b.and_(parity, emit.i64(_EIGHTHS))
+        )
+    return masks, others
+
+
+def _odd_of_mask(tile: Tile, mask: Value) -> Value:
+    """2 * s + 1 of the four bits that a mask has for every row."""
+    emit = tile.emit
+    bits = ir.Constant(vector(I8, 64), [2 << byte % 4 for byte in range(64)])
+    chosen = emit.builder.select(_lanes_of(emit, mask), bits, emit.zeros(I8, 64))
+    return emit.dot_codes(emit.splat_constant(I32, 1), chosen, emit.splat_constant(I8, 1, 64))
+
+
+def _iq2_xxs(tile: Tile, header: Value, body: Value, index: Value) -> _Block:
+    place = tile.at(body, index, 128)
+    signs, scale = _even_signs(tile, place, 64)
+    return _Block([place], [[]], signs, [_odd_of_mask(tile, scale)])
+
+
+def _iq2_xs(tile: Tile, header: Value, body: Value, index: Value) -> _Block:
+    place = tile.at(body, index, 128)
+    signs, ninth = _even_signs(tile, place, 64)
+    codes = _odd_codes(tile, header, 32, index)
+    return _Block([place], [[ninth]], signs, codes)
+
+
+def _iq2_s(tile: Tile, header: Value, body: Value, index: Value) -> _Block:
+    place = tile.at(body, index, 128)
+    high = _masks(tile, tile.at(header, index, 16), 160, 2)
+    codes = _odd_codes(tile, header, 32, index)
+    return _Block([place], [high], _masks(tile, place, 64, 8), codes)
+
+
+def _four_levels(tile: Tile, body: Value, index: Value) -> list[Value]:
+    """Where two vectors of indices of vectors of four are."""
+    place = tile.at(body, index, 128)
+    return [place, tile.emit.builder.add(place, tile.emit.i64(64))]
+
+
+def _iq3_xxs(tile: Tile, header: Value, body: Value, index: Value) -> _Block:
+    signs, scale = _even_signs(tile, tile.at(body, index, 64), 1024)
+    return _Block(_four_levels(tile, body, index), [[], []], signs, [_odd_of_mask(tile, scale)])
+
+
+def _iq3_s(tile: Tile, header: Value, body: Value, index: Value) -> _Block:
+    emit, b = tile.emit, tile.emit.builder
+    high = [[mask] for mask in _masks(tile, tile.at(header, index, 16), 96, 2)]
+    signs = _masks(tile, tile.at(body, index, 64), 1024, 8)
+    code = _odd(tile, _word(tile, header, 32), b.mul(index, emit.i64(4)))
+    return _Block(_four_levels(tile, body, index), high, signs, [code])
+
+
+_READERS = {
+    Layout.IQ2_XXS: _iq2_xxs,
+    Layout.IQ2_XS: _iq2_xs,
+    Layout.IQ2_S: _iq2_s,
+    Layout.IQ3_XXS: _iq3_xxs,
+    Layout.IQ3_S: _iq3_s,
+}

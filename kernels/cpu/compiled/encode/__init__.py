@@ -1,1 +1,0 @@
-"""Weights to quantized blocks, sixteen rows at a time."""

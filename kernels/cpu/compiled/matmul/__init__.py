@@ -1,1 +1,0 @@
-"""GEMM, and ops that work on each row separately."""

@@ -1,0 +1,281 @@
+"""Packing the rows of a file into tiles, as described by the fields in `localinfer.kernels.cpu.weights`."""
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import carray, types
+
+from localinfer.kernels.cpu.compiled.emit import I16, I32, LITERAL, VOID, Emitter, Value, emitted, vector
+from localinfer.kernels.cpu.compiled.memory import (
+    int64_pointer,
+    load_i64,
+    load_u8,
+    load_u16_anywhere,
+    load_u32_anywhere,
+    store_i64,
+    store_u8,
+    store_u16,
+    store_u32,
+)
+from localinfer.kernels.cpu.compiled.pool import take_units
+from localinfer.kernels.cpu.kernel_abi import CHECKSUM_LANES, CHECKSUM_MULTIPLIER
+from localinfer.kernels.cpu.parameters import PACK_TILES, TILE_FIELD
+from localinfer.kernels.jit.numba import entry, inline, op, outline
+
+_BYTES_AT_ONCE = 4096
+_FIELD_BYTES = TILE_FIELD.num_bytes
+
+
+@emitted(VOID, LITERAL, *[types.int64] * 3)
+def _transpose(emit: Emitter, width: int, start: Value, stride: Value, out: Value) -> None:
+    """Sixteen columns of sixteen rows, `width` (literal 2 or 4) bytes each, to sixteen vectors of one column."""
+    element = {2: I16, 4: I32}[width]
+    vector_bytes = 16 * width
+    b = emit.builder
+    rows = [emit.load(b.add(start, b.mul(stride, emit.i64(row))), vector(element), align=width) for row in range(16)]
+    for column, value in enumerate(emit.transpose(rows)):
+        emit.store(value, out, vector_bytes * column, align=32)
+
+
+@emitted(VOID, *[types.int64] * 5)
+def _transpose_words(
+    emit: Emitter, start: Value, stride: Value, out: Value, distance: Value, changed_bits: Value
+) -> None:
+    """Four words of sixteen rows to four vectors of one word each, `step` bytes apart; `flip` is xored to each word."""
+    b = emit.builder
+    rows = [emit.load(b.add(start, b.mul(stride, emit.i64(row))), vector(I32, 4), align=1) for row in range(16)]
+
+    def joined(left: Any, right: Any, lanes: list[int]) -> Any:
+        return b.shuffle_vector(left, right, ir.Constant(vector(I32, len(lanes)), lanes))
+
+    pairs = [joined(rows[i], rows[i + 1], list(range(8))) for i in range(0, 16, 2)]
+    fours = [joined(pairs[i], pairs[i + 1], list(range(16))) for i in range(0, 8, 2)]
+    mask = emit.splat(b.trunc(changed_bits, I32))
+    # Words 2i and 2i + 1 of eight rows side by side, then one word of all sixteen.
+    for i in range(2):
+        lanes = [4 * row + word for word in (2 * i, 2 * i + 1) for row in range(8)]
+        upper, lower = joined(fours[0], fours[1], lanes), joined(fours[2], fours[3], lanes)
+        for word in range(2):
+            lanes_of_word = [16 * half + 8 * word + lane for half in range(2) for lane in range(8)]
+            value = b.xor(joined(upper, lower, lanes_of_word), mask)
+            # A field may follow sixteen bytes of scales.
+            emit.store(value, b.add(out, b.mul(distance, emit.i64(2 * i + word))), align=16)
+
+
+@inline
+def _transpose_tile(source: int, row_bytes: int, columns: int, width: int, target: int) -> int:
+    """Transpose whole blocks of sixteen columns of a full tile of plain numbers; returns how many columns that was."""
+    done = columns // 16 * 16
+    for column in range(0, done, 16):
+        if width == 2:
+            _transpose(2, source + 2 * column, row_bytes, target + 32 * column)
+        else:
+            _transpose(4, source + 4 * column, row_bytes, target + 64 * column)
+    return done
+
+
+@inline
+def _spread_bits(word: int) -> np.uint32:
+    """Bit 4v + c of a row's 32 fifth bits becomes bit v of byte c."""
+    result = np.uint32(0)
+    for v in range(8):
+        for c in range(4):
+            result |= ((np.uint32(word) >> np.uint32(4 * v + c)) & np.uint32(1)) << np.uint32(8 * c + v)
+    return result
+
+
+@inline
+def _spread_pairs(word: int) -> np.uint32:
+    """Pair 4v + c of a row's sixteen pairs of bits becomes pair v of byte c."""
+    result = np.uint32(0)
+    for v in range(4):
+        for c in range(4):
+            result |= ((np.uint32(word) >> np.uint32(8 * v + 2 * c)) & np.uint32(3)) << np.uint32(8 * c + 2 * v)
+    return result
+
+
+@inline
+def scale_code(source: int, index: int) -> np.int64:
+    """Six-bit code `index` of the twelve bytes of a K-quant super-block: scales 0..7, minimums 8..15."""
+    shift = np.int64(index // 8)
+    j = index % 8
+    if j < 4:
+        return np.int64(load_u8(source + j + 4 * shift)) & 63
+    low = (np.int64(load_u8(source + j + 4)) >> (4 * shift)) & 15
+    return low | (np.int64(load_u8(source + j - 4 + 4 * shift)) >> 6) << 4
+
+
+@inline
+def _pack_scales(source: int, target: int) -> None:
+    for pair in range(4):
+        minimum = scale_code(source, 8 + 2 * pair)
+        codes = (
+            scale_code(source, 2 * pair),
+            scale_code(source, 2 * pair + 1),
+            scale_code(source, 9 + 2 * pair),
+        )
+        for i in range(3):
+            store_u8(target + 48 * pair + 16 * i, np.uint8(codes[i] | ((minimum >> (2 * i)) & 3) << 6))
+
+
+@inline
+def _low_bytes(source: int) -> np.uint32:
+    """The low bytes of four numbers of 16 bits."""
+    result = np.uint32(0)
+    for i in range(4):
+        result |= np.uint32(load_u8(source + 2 * i)) << np.uint32(8 * i)
+    return result
+
+
+@inline
+def _mask_bits(source: int, kind: int) -> np.uint32:
+    """What a row puts into the masks of one block, four bits to each; see `weights.py` for the kinds."""
+    if kind == 7:
+        return load_u32_anywhere(source)
+    if kind == 11:
+        return np.uint32(load_u8(source))
+    result = np.uint32(0)
+    if kind == 8:
+        # Four codes of seven signs, and the four bits of the scale.
+        word = load_u32_anywhere(source)
+        for i in range(4):
+            signs = (word >> np.uint32(7 * i)) & np.uint32(127)
+            result |= (signs | ((word >> np.uint32(28 + i)) & np.uint32(1)) << np.uint32(7)) << np.uint32(8 * i)
+    elif kind == 9:
+        # Four numbers of a low byte, a ninth bit and seven signs.
+        for i in range(4):
+            upper = np.uint32(load_u8(source + 2 * i + 1))
+            result |= (upper >> np.uint32(1) | (upper & np.uint32(1)) << np.uint32(7)) << np.uint32(8 * i)
+    else:
+        pairs = np.uint32(load_u8(source))
+        for i in range(4):
+            result |= ((pairs >> np.uint32(2 * i)) & np.uint32(1)) << np.uint32(i)
+            result |= ((pairs >> np.uint32(2 * i + 1)) & np.uint32(1)) << np.uint32(4 + i)
+    return result
+
+
+@outline
+def _pack_masks(source: int, row_bytes: int, rows: int, target: int, num_masks: int, kind: int) -> None:
+    """Masks of one block of sixteen rows, of which `rows` exist."""
+    for mask in range(num_masks):
+        store_i64(target + 8 * mask, 0)
+    for row in range(min(16, rows)):
+        bits = np.int64(_mask_bits(source + row * row_bytes, kind))
+        for mask in range(num_masks):
+            place = target + 8 * mask
+            store_i64(place, load_i64(place) | ((bits >> (4 * mask)) & 15) << (4 * row))
+
+
+@outline
+def _pack_field(source: int, target: int, width: int, items: int, kind: int, file_step: int, tile_step: int) -> None:
+    """One field of one unit of one row; target is lane r of the field's first item."""
+    if kind == 5:
+        for item in range(items):
+            store_u32(target + tile_step * item, load_u32_anywhere(source + file_step * item))
+    elif kind == 12:
+        for item in range(items):
+            store_u32(target + 64 * item, _spread_pairs(load_u32_anywhere(source + 4 * item)))
+    elif kind == 6:
+        for item in range(items):
+            store_u32(target + tile_step * item, _low_bytes(source + file_step * item))
+    elif kind == 3:
+        _pack_scales(source, target)
+    elif kind == 2:
+        store_u32(target, _spread_bits(load_u32_anywhere(source)))
+    elif kind == 1:
+        for item in range(items):
+            store_u32(target + 64 * item, load_u32_anywhere(source + 4 * item) ^ np.uint32(0x80808080))
+    elif width == 4:
+        for item in range(items):
+            store_u32(target + tile_step * item, load_u32_anywhere(source + 4 * item))
+    elif width == 2:
+        for item in range(items):
+            store_u16(target + 32 * item, load_u16_anywhere(source + 2 * item))
+    else:
+        for item in range(items):
+            store_u8(target + 16 * item, load_u8(source + item))
+
+
+@inline
+def _clear_row(target: int, width: int, items: int, kind: int, step: int) -> None:
+    count = 12 if kind == 3 else items
+    for item in range(count):
+        for byte in range(width):
+            store_u8(target + step * item + byte, np.uint8(0))
+
+
+@op
+def pack_tiles(parameters: int, batch: int, thread: int, num_threads: int) -> None:
+    """Fill tiles; parameters: control, target, source, tiles, rows, units, file bytes, unit bytes, fields, count."""
+    # A few units of all sixteen rows at a time, so that written lines stay in the first-level cache.
+    p = PACK_TILES.load(parameters)
+    step = max(1, _BYTES_AT_ONCE // p.unit_bytes)
+    while True:
+        tile = take_units(p.control, 1)
+        if tile >= p.tiles:
+            return
+        start = p.target + tile * p.units * p.unit_bytes
+        for index in range(p.num_fields):
+            field = TILE_FIELD.load(p.fields + _FIELD_BYTES * index)
+            width, items, kind = field.width, field.items, field.kind
+            base = start + field.tile_offset
+            done = 0
+            if 7 <= kind <= 11:
+                row_bytes = p.units * p.file_bytes
+                first_source = p.source + 16 * tile * row_bytes + field.file_offset
+                for unit in range(p.units):
+                    for item in range(items):
+                        item_source = first_source + unit * p.file_bytes + item * field.file_step
+                        item_target = base + unit * p.unit_bytes + item * field.tile_step
+                        _pack_masks(item_source, row_bytes, p.rows - 16 * tile, item_target, 2 * width, kind)
+                continue
+            if p.file_bytes == width and 16 * tile + 16 <= p.rows:
+                done = _transpose_tile(p.source + 16 * tile * p.units * width, p.units * width, p.units, width, base)
+            if width == 4 and items % 4 == 0 and (kind <= 1 or kind == 4) and 16 * tile + 16 <= p.rows:
+                row_bytes = p.units * p.file_bytes
+                first_source = p.source + 16 * tile * row_bytes + field.file_offset
+                distance, flip = field.tile_step, 0x80808080 if kind == 1 else 0
+                for unit in range(p.units):
+                    unit_source, unit_target = first_source + unit * p.file_bytes, base + unit * p.unit_bytes
+                    for item in range(0, items, 4):
+                        _transpose_words(
+                            unit_source + 4 * item, row_bytes, unit_target + distance * item, distance, flip
+                        )
+                done = p.units
+            for first in range(done, p.units, step):
+                for lane in range(16):
+                    row = 16 * tile + lane
+                    for unit in range(first, min(first + step, p.units)):
+                        lane_target = base + unit * p.unit_bytes + width * lane
+                        if row < p.rows:
+                            lane_source = p.source + (row * p.units + unit) * p.file_bytes + field.file_offset
+                            _pack_field(lane_source, lane_target, width, items, kind, field.file_step, field.tile_step)
+                        else:
+                            _clear_row(lane_target, width, items, kind, field.tile_step)
+
+
+_MULTIPLIER = np.uint64(CHECKSUM_MULTIPLIER)
+_HALF = np.uint64(32)
+
+
+@entry("q", "qqq")
+def fold(lanes_address: int, data_address: int, num_words: int) -> int:
+    """Fold num_words words into the CHECKSUM_LANES lanes of a checksum, at memory bandwidth; return 0.
+
+    Word i of the data goes into lane i modulo CHECKSUM_LANES: the lane is xored with it and multiplied by an odd
+    number, and its upper half is xored into its lower one. Each of these is a bijection of the lane, so a change of
+    one word is always detected, and changes of several cancel with probability 2^-64. Intent is not detected.
+    """
+    lanes = carray(int64_pointer(lanes_address), (CHECKSUM_LANES,))
+    num_rows = num_words // CHECKSUM_LANES
+    data = carray(int64_pointer(data_address), (num_words,))
+    for row in range(num_rows):
+        for lane in range(CHECKSUM_LANES):
+            mixed = (np.uint64(lanes[lane]) ^ np.uint64(data[row * CHECKSUM_LANES + lane])) * _MULTIPLIER
+            lanes[lane] = np.int64(mixed ^ (mixed >> _HALF))
+    for word in range(num_rows * CHECKSUM_LANES, num_words):
+        lane = word - num_rows * CHECKSUM_LANES
+        mixed = (np.uint64(lanes[lane]) ^ np.uint64(data[word])) * _MULTIPLIER
+        lanes[lane] = np.int64(mixed ^ (mixed >> _HALF))
+    return 0

@@ -1,1 +1,0 @@
-"""From a row of logits to a token."""

@@ -1,1 +1,0 @@
-"""The basis of all kernels: vector code, memory access, and the loops of the thread pool."""

@@ -1,1 +1,0 @@
-"""Tokenization of long texts, and n-gram drafts."""
