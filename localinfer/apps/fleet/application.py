@@ -9,13 +9,10 @@ from ray import serve
 from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 from ray.serve.request_router import RequestRouter
 
-from localinfer.apps.fleet.engine_replica import EngineReplica
-from localinfer.apps.fleet.ingress_accounts import IngressOptions, SharedAccounts
-from localinfer.apps.fleet.prefill_deployment import PREFILL
-from localinfer.apps.fleet.prefill_options import PrefillOptions, with_threads
-from localinfer.apps.fleet.prefix_router import PrefixRouter
-from localinfer.apps.fleet.replica_models import ReplicaOptions, checked_load, without_limits
-from localinfer.apps.fleet.serve_ingress import ENGINE, ServeIngress
+from localinfer.apps.fleet.accounts import IngressOptions, SharedAccounts
+from localinfer.apps.fleet.options import PrefillOptions, ReplicaOptions, checked_load, with_threads, without_limits
+from localinfer.apps.fleet.replica import PREFILL, EngineReplica
+from localinfer.apps.fleet.serve_ingress import ENGINE, PrefixRouter, ServeIngress
 from localinfer.apps.server.transport.settings import ServerSettings
 from localinfer.arguments import check_number, check_path, shown
 from localinfer.engine.admission import EngineLimits

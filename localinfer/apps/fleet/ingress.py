@@ -11,14 +11,12 @@ from typing import Any, NamedTuple, Protocol
 
 from starlette.types import Message, Receive, Scope, Send
 
-from localinfer.apps.fleet.answer_parts import AnswerPart, RelayedRequest
+from localinfer.apps.fleet.accounts import IngressAccounts
 from localinfer.apps.fleet.dispatch import Asked, owner_of
-from localinfer.apps.fleet.ingress_accounts import IngressAccounts
-from localinfer.apps.fleet.prefill_deployment import HEADERS
-from localinfer.apps.fleet.prompt_prefixes import PromptFacts, prompt_facts
-from localinfer.apps.fleet.relay import ReplicaLostError, relay_answer
+from localinfer.apps.fleet.placement import PromptFacts, prompt_facts
+from localinfer.apps.fleet.relay import ReplicaLostError, ReplicaWatch, relay_answer, unless_silent
+from localinfer.apps.fleet.replica import HEADERS, AnswerPart, RelayedRequest
 from localinfer.apps.fleet.replica_answers import AnsweredReplicas, Answers, merged_metrics, summed_metrics
-from localinfer.apps.fleet.silence import ReplicaWatch, unless_silent
 from localinfer.apps.server.replies.ownership import tenant_of
 from localinfer.apps.server.replies.reply import ReplyProgress, Resumption
 from localinfer.apps.server.transport.bodies import unless_gone

@@ -1,4 +1,4 @@
-"""The ingress as Ray Serve runs it: replicas behind handles, and the errors of Ray that mean that one is gone."""
+"""The ingress as Ray Serve runs it: replicas behind handles, Ray's errors that mean one is gone, and the router."""
 
 import asyncio
 import time
@@ -9,13 +9,13 @@ import ray
 from ray.exceptions import RayActorError, WorkerCrashedError
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from localinfer.apps.fleet.answer_parts import AnswerPart, RelayedRequest
-from localinfer.apps.fleet.handle_calls import call_apart
+from localinfer.apps.fleet.accounts import IngressAccounts, IngressOptions, call_apart, present_replicas
 from localinfer.apps.fleet.ingress import Ingress
-from localinfer.apps.fleet.ingress_accounts import IngressAccounts, IngressOptions, present_replicas
 from localinfer.apps.fleet.relay import ReplicaLostError
+from localinfer.apps.fleet.replica import AnswerPart, RelayedRequest
 from localinfer.apps.fleet.replica_answers import Answers, answers_within
 from localinfer.apps.server.replies.reply import Resumption
 
@@ -113,3 +113,48 @@ async def _of_all(
         return Answers()
     left = max(0.0, began + seconds - time.monotonic())
     return await answers_within((result.get_async() for result in results), left, is_enough)
+
+
+REPLICA = "replica"
+"""The argument of a request that names its replica."""
+
+
+class PrefixRouter(RequestRouter):  # type: ignore[misc]
+    """Sends a request to the replica that it names, and one that names none where the fewest requests are.
+
+    The ingress chooses by what replicas have computed (`placement`); this knows who is there.
+    """
+
+    def initialize_state(self, **options: Any) -> None:
+        """Called by Serve once."""
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """The one that is named, if it is there, or else all, one by one."""
+        named = "" if pending_request is None else pending_request.kwargs.get(REPLICA, "")
+        found = [replica for replica in candidate_replicas if named and replica.replica_id.unique_id == named]
+        if found:
+            return [found]
+        lengths = self.replica_queue_len_cache
+        return [
+            [replica]
+            for replica in sorted(candidate_replicas, key=lambda replica: lengths.get(replica.replica_id) or 0)
+        ]
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        """Note who is there."""
+        super().update_replicas(replicas)
+        self._tell()
+
+    def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
+        """Note who is gone, before Serve has seen it."""
+        super().on_replica_actor_died(replica_id)
+        self._tell()
+
+    def _tell(self) -> None:
+        # Serve copies this class by value, with its module's globals: the import finds the process's own.
+        from localinfer.apps.fleet.accounts import present_replicas
+
+        names = {one.unique_id: one.to_full_id_str() for one in self.curr_replicas}
+        present_replicas.note(self._deployment_id.name, names)

@@ -7,11 +7,9 @@ from typing import Any
 
 import pytest
 
-from localinfer.apps.fleet.accounts import Opened
-from localinfer.apps.fleet.answer_parts import RelayedRequest
+from localinfer.apps.fleet.accounts import IngressAccounts, IngressOptions, Opened, PresentReplicas
 from localinfer.apps.fleet.dispatch import Asked
-from localinfer.apps.fleet.ingress_accounts import IngressAccounts, IngressOptions, PresentReplicas
-from localinfer.apps.fleet.prefill_deployment import PrefillDeployment
+from localinfer.apps.fleet.replica import PrefillDeployment, RelayedRequest
 from localinfer.apps.server.transport.settings import ServerSettings
 from tests.apps.fleet.serve_process import has_ray
 
@@ -79,7 +77,7 @@ async def hand_over(handle: Handle) -> None:
 
 
 async def answer_and_watch(handle: Handle) -> None:
-    from localinfer.apps.fleet.ingress_accounts import present_replicas
+    from localinfer.apps.fleet.accounts import present_replicas
     from localinfer.apps.fleet.serve_ingress import ENGINE, ServeReplicas
 
     replicas = ServeReplicas(handle, None)  # type: ignore[arg-type]

@@ -9,15 +9,14 @@ from typing import Any
 import httpx
 import pytest
 
-from localinfer.apps.fleet import relay, silence
-from localinfer.apps.fleet.answer_parts import AnswerPart, RelayedRequest
+from localinfer.apps.fleet import relay
+from localinfer.apps.fleet.accounts import IngressAccounts, IngressOptions, PresentReplicas
 from localinfer.apps.fleet.ingress import Ingress
-from localinfer.apps.fleet.ingress_accounts import IngressAccounts, IngressOptions, PresentReplicas
-from localinfer.apps.fleet.prompt_prefixes import prompt_facts
-from localinfer.apps.fleet.relay import ReplicaLostError
+from localinfer.apps.fleet.options import ReplicaOptions, without_limits
+from localinfer.apps.fleet.placement import prompt_facts
+from localinfer.apps.fleet.relay import ReplicaLostError, ReplicaWatch
+from localinfer.apps.fleet.replica import AnswerPart, RelayedRequest
 from localinfer.apps.fleet.replica_answers import Answers
-from localinfer.apps.fleet.replica_models import ReplicaOptions, without_limits
-from localinfer.apps.fleet.silence import ReplicaWatch
 from localinfer.apps.server.replies.reply import (
     PromptNote,
     ReplyNote,
@@ -149,7 +148,7 @@ async def says_nothing(request: RelayedRequest, resumption: Resumption | None) -
 
 @pytest.mark.parametrize("lost", [is_silent, dies, says_nothing])
 def test_a_stream_whose_replica_is_silent_or_gone_goes_on_elsewhere_with_the_same_bytes(lost, monkeypatch):
-    monkeypatch.setattr(silence, "SILENT_SECONDS", 0.02)
+    monkeypatch.setattr(relay, "SILENT_SECONDS", 0.02)
 
     async def run() -> None:
         replicas = FakeReplicas(a=lost, b=well)
@@ -162,7 +161,7 @@ def test_a_stream_whose_replica_is_silent_or_gone_goes_on_elsewhere_with_the_sam
 
 
 def test_what_any_replica_may_answer_is_not_asked_of_a_silent_one(monkeypatch):
-    monkeypatch.setattr(silence, "SILENT_SECONDS", 0.02)
+    monkeypatch.setattr(relay, "SILENT_SECONDS", 0.02)
 
     async def run() -> None:
         replicas = FakeReplicas(a=says_nothing, b=well)
@@ -176,8 +175,8 @@ def test_what_any_replica_may_answer_is_not_asked_of_a_silent_one(monkeypatch):
 
 
 def test_where_all_replicas_are_slow_none_is_left_for_another(monkeypatch):
-    monkeypatch.setattr(silence, "SILENT_SECONDS", 0.02)
-    monkeypatch.setattr(silence, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(relay, "SILENT_SECONDS", 0.02)
+    monkeypatch.setattr(relay, "_LOOK_SECONDS", 0.01)
 
     async def slow(request: RelayedRequest, resumption: Resumption | None) -> Answer:
         async for batch in words(resumption):
@@ -215,8 +214,8 @@ def test_replicas_that_are_gone_are_waited_for(monkeypatch):
 @pytest.mark.parametrize("has_other", [True, False])
 @pytest.mark.parametrize("is_stream", [True, False])
 def test_a_stream_of_events_is_told_that_it_goes_on_whatever_is_waited_for(has_other, is_stream, monkeypatch):
-    monkeypatch.setattr(silence, "SILENT_SECONDS", 0.05)
-    monkeypatch.setattr(silence, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(relay, "SILENT_SECONDS", 0.05)
+    monkeypatch.setattr(relay, "_LOOK_SECONDS", 0.01)
     monkeypatch.setattr(relay, "_PING_SECONDS", 0.01)
 
     def made(resumption: Resumption | None, most: int = len(WORDS)) -> Answer:
@@ -284,7 +283,7 @@ async def events(batches: Answer) -> Answer:
 
 
 def test_a_replica_that_says_nothing_while_it_computes_sends_signs_of_life(monkeypatch):
-    monkeypatch.setattr(silence, "SILENT_SECONDS", 0.2)
+    monkeypatch.setattr(relay, "SILENT_SECONDS", 0.2)
 
     async def slow(request: RelayedRequest, resumption: Resumption | None) -> Answer:
         assert resumption is None
@@ -324,7 +323,7 @@ def test_what_comes_together_is_sent_together_and_the_bytes_are_the_same():
 
 
 def test_a_silent_replica_is_given_nothing_until_it_answers_and_is_ended_if_it_does_not(monkeypatch):
-    monkeypatch.setattr(silence, "_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(relay, "_ASK_PAUSE_SECONDS", 0.01)
     said: list[tuple[str, bool]] = []
 
     async def suspect(name: str, is_suspect: bool) -> None:

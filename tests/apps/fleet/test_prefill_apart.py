@@ -9,11 +9,8 @@ from typing import Any
 
 import pytest
 
-from localinfer.apps.fleet.answer_parts import AnswerPart, RelayedRequest
-from localinfer.apps.fleet.engine_replica import EngineReplica
-from localinfer.apps.fleet.prefill_deployment import HEADERS, PrefillDeployment
-from localinfer.apps.fleet.prefill_options import PrefillOptions, with_threads
-from localinfer.apps.fleet.replica_models import ReplicaOptions
+from localinfer.apps.fleet.options import PrefillOptions, ReplicaOptions, with_threads
+from localinfer.apps.fleet.replica import HEADERS, AnswerPart, EngineReplica, PrefillDeployment, RelayedRequest
 from localinfer.apps.server.kv_transfer import PrefillCancelled
 from localinfer.apps.server.transport.settings import KVTransferOptions, PrefillAddress, ServerSettings
 from localinfer.errors import RequestError
@@ -191,7 +188,7 @@ def cannot_be_called(request: RelayedRequest) -> Answer:
     ],
 )
 def test_whatever_fails_there_the_prompt_is_computed_here(answer, reason, tmp_path, wanted, monkeypatch, caplog):
-    monkeypatch.setattr("localinfer.apps.fleet.prefill_deployment.CONNECT_SECONDS", 0.3)
+    monkeypatch.setattr("localinfer.apps.fleet.replica.CONNECT_SECONDS", 0.3)
     caplog.set_level("WARNING")
 
     async def run() -> None:

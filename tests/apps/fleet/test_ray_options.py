@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 import localinfer.ray
-from localinfer.apps.fleet.replica_models import checked_load, without_limits
+from localinfer.apps.fleet.options import checked_load, without_limits
 from localinfer.apps.server.transport.settings import AccessToken, Quota, ServerSettings
 from localinfer.engine.admission import EngineLimits
 from localinfer.errors import RequestError

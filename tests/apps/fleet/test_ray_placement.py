@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from localinfer.apps.fleet.placement import Placement
-from localinfer.apps.fleet.prompt_prefixes import PrefixTable, PromptFacts, prompt_facts
+from localinfer.apps.fleet.placement import Placement, PrefixTable, PromptFacts, prompt_facts
 
 SYSTEM = "You are kind, and you say so in many words. " * 8
 

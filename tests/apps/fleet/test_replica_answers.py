@@ -6,7 +6,8 @@ from collections.abc import Awaitable
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from localinfer.apps.fleet.answer_parts import BATCH_SECONDS, HEARTBEAT_SECONDS
+from localinfer.apps.fleet.relay import SILENT_SECONDS
+from localinfer.apps.fleet.replica import BATCH_SECONDS, HEARTBEAT_SECONDS
 from localinfer.apps.fleet.replica_answers import (
     AnsweredReplicas,
     Answers,
@@ -14,7 +15,6 @@ from localinfer.apps.fleet.replica_answers import (
     merged_metrics,
     summed_metrics,
 )
-from localinfer.apps.fleet.silence import SILENT_SECONDS
 
 
 async def after(turns: int, answer: str) -> str:

@@ -16,8 +16,8 @@ from test_tools_wire import BODY as CALLING
 
 import localinfer
 from localinfer.apps.fleet import relay
-from localinfer.apps.fleet.answer_parts import AnswerPart, RelayedRequest, answer_parts
 from localinfer.apps.fleet.relay import BrokenAnswerError, ReplicaLostError, relay_answer
+from localinfer.apps.fleet.replica import AnswerPart, RelayedRequest, answer_parts
 from localinfer.apps.server.app import make_app
 from localinfer.apps.server.operation.metrics import Metrics
 from localinfer.apps.server.replies.reply import PromptNote, ReplyProgress, Resumption, TokenNote
