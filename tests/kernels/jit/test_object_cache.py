@@ -177,8 +177,8 @@ def test_the_key_changes_with_any_source_even_one_that_only_others_call(
         with (tmp_path / "kernels" / name).open("a") as file:
             file.write("# changed\n")
         keys.add(object_cache.cache_key())
-    sources = tmp_path / "kernels" / "cpu" / "compiled" / "matmul"
-    (sources / "rows.py").rename(sources / "lines.py")
+    sources = tmp_path / "kernels" / "cpu" / "compiled"
+    (sources / "emit.py").rename(sources / "lines.py")
     keys.add(object_cache.cache_key())
     assert len(keys) == 5
 
