@@ -29,8 +29,7 @@ from localinfer.quant.formats.types import bits_per_weight
 from localinfer.quant.methods.imatrix import Importance, ImportanceVisitor, read_imatrix, write_imatrix
 from localinfer.quant.methods.presets import ModelFacts, Preset, TypeChoice, choose_types, find_preset
 from localinfer.quant.methods.workers import Workers
-from localinfer.quant.pipeline.partial_results import PartialResults
-from localinfer.quant.pipeline.quantize import QuantizedModel, check_target, quantize_model
+from localinfer.quant.pipeline.quantize import PartialResults, QuantizedModel, check_target, quantize_model
 from localinfer.system.files import check_output, is_written_in_place
 from localinfer.types import ProgressCallback
 

@@ -32,7 +32,7 @@ MODULES = (
     "llvmlite.binding",
     "localinfer.kernels.jit.object_cache",
     "localinfer.kernels.cpu.lower",
-    "localinfer.quant.gguf.metadata",
+    "localinfer.quant.gguf.reader",
     "localinfer.models.decoder.config",
     "localinfer.quant.checkpoint.groups",
     "localinfer.models.decoder.architectures",

@@ -31,7 +31,7 @@ from localinfer.models.calibration.formulas import (
     xielu,
 )
 from localinfer.models.calibration.weights import embedding_rows
-from localinfer.quant.methods.hooks import LinearProduct, MatrixPart, ProductVisitor
+from localinfer.quant.methods.imatrix import LinearProduct, MatrixPart, ProductVisitor
 from localinfer.quant.methods.workers import Workers
 from localinfer.types import FloatArray
 

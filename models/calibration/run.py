@@ -28,7 +28,7 @@ from localinfer.models.decoder.graph import Graph
 from localinfer.models.decoder.positions import RopeTables
 from localinfer.models.text.tokenizer import Tokenizer
 from localinfer.quant.checkpoint.model_file import ModelFile
-from localinfer.quant.methods.hooks import ProductVisitor
+from localinfer.quant.methods.imatrix import ProductVisitor
 from localinfer.quant.methods.workers import Workers
 from localinfer.types import FloatArray, ProgressCallback
 

@@ -20,7 +20,7 @@ from localinfer.models.calibration.scale_groups import ScaleGroup, find_scale_gr
 from localinfer.models.calibration.weights import RoundedWeights, RoundingOf, StreamedWeights, embedding_rows
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.quant.checkpoint.model_file import ModelFile
-from localinfer.quant.formats.encoding import encode
+from localinfer.quant.formats.encoding import LEVEL_RANGES, encode
 from localinfer.quant.formats.reference import dequantize
 from localinfer.quant.formats.types import TensorRecord, TensorType
 from localinfer.quant.methods.awq import (
@@ -35,11 +35,10 @@ from localinfer.quant.methods.awq import (
     search_scales,
 )
 from localinfer.quant.methods.gptq import PreparedTensor, RoundingVisitor
-from localinfer.quant.methods.grids import LEVEL_RANGES
-from localinfer.quant.methods.hooks import LinearProduct, ProductVisitor
+from localinfer.quant.methods.imatrix import LinearProduct, ProductVisitor
 from localinfer.quant.methods.presets import TypeChoice, is_quantized
 from localinfer.quant.methods.workers import Workers
-from localinfer.quant.pipeline.partial_results import PartialResults
+from localinfer.quant.pipeline.quantize import PartialResults
 from localinfer.types import FloatArray, ProgressCallback
 
 JUDGING_TOKENS, THOROUGH_JUDGING_TOKENS = 1024, 4096

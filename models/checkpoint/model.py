@@ -32,7 +32,7 @@ from localinfer.quant.checkpoint.quantization import open_quantization, quantiza
 from localinfer.quant.formats.reference import dequantize
 from localinfer.quant.formats.types import TensorRecord, TensorType
 from localinfer.quant.gguf.mapped_file import FileStretch
-from localinfer.quant.gguf.metadata import SingleValue
+from localinfer.quant.gguf.reader import SingleValue
 from localinfer.types import Closing, is_finite_number
 
 _KEYS = {

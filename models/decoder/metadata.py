@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from localinfer.errors import CorruptFileError, LocalinferError, RequestError
-from localinfer.quant.gguf.metadata import Metadata
+from localinfer.quant.gguf.reader import Metadata
 
 _MAX_ENTRIES = 1 << 16
 _MAX_NUMBER = 1e30

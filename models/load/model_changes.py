@@ -13,7 +13,7 @@ from localinfer.models.decoder.metadata import shown
 from localinfer.models.decoder.metadata_keys import is_understood, listed, unknown_settings
 from localinfer.models.decoder.rope_options import RopeOptions, rope_metadata
 from localinfer.quant.checkpoint.model_file import ModelFile
-from localinfer.quant.gguf.metadata import SingleValue
+from localinfer.quant.gguf.reader import SingleValue
 from localinfer.system.folders import expand_home
 
 if TYPE_CHECKING:

@@ -252,7 +252,7 @@ def _strings(metadata: Mapping[str, object], key: str) -> list[str] | None:
     if PREFIX + key not in metadata:
         return None
     # The reader refuses an entry that is not UTF-8, which a token may be.
-    from localinfer.quant.gguf.metadata import Metadata
+    from localinfer.quant.gguf.reader import Metadata
 
     if isinstance(metadata, Metadata) and metadata.stored(PREFIX + key).count is not None:
         return metadata.texts(PREFIX + key)

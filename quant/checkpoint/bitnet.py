@@ -15,8 +15,15 @@ from numpy.typing import NDArray
 from localinfer.errors import UnsupportedFormatError
 from localinfer.quant.checkpoint.folder import CheckpointFolder
 from localinfer.quant.checkpoint.groups import grouped_matrix
-from localinfer.quant.checkpoint.module_reader import ModuleReader, StoredMatrix
-from localinfer.quant.checkpoint.module_tensors import AGAIN, floats_of, scalar_of, wrong_shape, wrong_type
+from localinfer.quant.checkpoint.module_reader import (
+    AGAIN,
+    ModuleReader,
+    StoredMatrix,
+    floats_of,
+    scalar_of,
+    wrong_shape,
+    wrong_type,
+)
 
 _ROWS_PER_BYTE = 4
 _LEAST_MAGNITUDE = 1e-5

@@ -18,8 +18,17 @@ from numpy.typing import NDArray
 from localinfer.errors import CorruptFileError, UnsupportedFormatError
 from localinfer.quant.checkpoint.folder import CheckpointFolder
 from localinfer.quant.checkpoint.groups import grouped_matrix
-from localinfer.quant.checkpoint.module_reader import DecodedMatrix, ModuleReader, StoredMatrix
-from localinfer.quant.checkpoint.module_tensors import AGAIN, bytes_of, floats_of, span_of, wrong_shape, wrong_type
+from localinfer.quant.checkpoint.module_reader import (
+    AGAIN,
+    DecodedMatrix,
+    ModuleReader,
+    StoredMatrix,
+    bytes_of,
+    floats_of,
+    span_of,
+    wrong_shape,
+    wrong_type,
+)
 from localinfer.types import FloatArray
 
 _STATE = "quant_state.bitsandbytes__"

@@ -26,9 +26,9 @@ from localinfer.errors import CorruptFileError, UnsupportedFormatError
 from localinfer.quant.checkpoint.folder import CheckpointFolder
 from localinfer.quant.checkpoint.groups import GroupedMatrix, grouped_matrix
 from localinfer.quant.checkpoint.module_patterns import ModulePattern
-from localinfer.quant.checkpoint.module_reader import ModuleReader
-from localinfer.quant.checkpoint.module_tensors import (
+from localinfer.quant.checkpoint.module_reader import (
     AGAIN,
+    ModuleReader,
     even_groups,
     group_numbers,
     scales_of,

@@ -38,11 +38,24 @@ from numpy.typing import NDArray
 
 from localinfer.errors import CorruptFileError
 from localinfer.kernels.layouts import SIZES, Layout
-from localinfer.quant.checkpoint.module_reader import StoredForm, StoredMatrix, common_type, encode_rows, finite_weights
-from localinfer.quant.checkpoint.module_tensors import AGAIN
-from localinfer.quant.formats.packing import pack_bits, pack_codes
+from localinfer.quant.checkpoint.module_reader import (
+    AGAIN,
+    StoredForm,
+    StoredMatrix,
+    common_type,
+    encode_rows,
+    finite_weights,
+)
 from localinfer.quant.formats.reference import LEVEL_OFFSETS
-from localinfer.quant.formats.types import TensorType, bits_per_weight, block_dtype, block_size, row_bytes
+from localinfer.quant.formats.types import (
+    TensorType,
+    bits_per_weight,
+    block_dtype,
+    block_size,
+    pack_bits,
+    pack_codes,
+    row_bytes,
+)
 
 CodeReader = Callable[[NDArray[np.intp]], NDArray[np.uint8]]
 

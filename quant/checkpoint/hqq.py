@@ -16,6 +16,7 @@ from localinfer.errors import CorruptFileError, UnsupportedFormatError
 from localinfer.quant.checkpoint.folder import CheckpointFolder
 from localinfer.quant.checkpoint.groups import CodeReader, grouped_matrix
 from localinfer.quant.checkpoint.module_reader import (
+    AGAIN,
     ROUNDED,
     TO_BFLOAT16,
     DecodedMatrix,
@@ -23,10 +24,11 @@ from localinfer.quant.checkpoint.module_reader import (
     StoredMatrix,
     encode_rows,
     finite_weights,
+    floats_of,
+    wrong_shape,
+    wrong_type,
 )
-from localinfer.quant.checkpoint.module_tensors import AGAIN, floats_of, wrong_shape, wrong_type
-from localinfer.quant.formats.packing import pack_codes
-from localinfer.quant.formats.types import TensorType, block_dtype, row_bytes
+from localinfer.quant.formats.types import TensorType, block_dtype, pack_codes, row_bytes
 from localinfer.types import FloatArray
 
 _CODES_PER_ELEMENT = {8: 1, 4: 2, 3: 10, 2: 4, 1: 8}

@@ -15,9 +15,8 @@ from localinfer.errors import CorruptFileError, UnsupportedFormatError
 from localinfer.quant.checkpoint.bitnet import BitNetReader
 from localinfer.quant.checkpoint.bitsandbytes import BitsAndBytesReader
 from localinfer.quant.checkpoint.compressed_tensors import CompressedTensorsReader
+from localinfer.quant.checkpoint.float_formats import Fp8Reader, Mxfp4Reader
 from localinfer.quant.checkpoint.folder import CheckpointFolder
-from localinfer.quant.checkpoint.fp4 import Mxfp4Reader
-from localinfer.quant.checkpoint.fp8 import Fp8Reader
 from localinfer.quant.checkpoint.gptq_awq import AwqReader, GptqReader
 from localinfer.quant.checkpoint.hqq import HqqReader
 from localinfer.quant.checkpoint.module_reader import ModuleReader

@@ -17,9 +17,17 @@ from numpy.typing import NDArray
 
 from localinfer.errors import ShapeError, UnsupportedFormatError
 from localinfer.kernels.layouts import grid_vectors
-from localinfer.quant.formats.packing import Blocks, unpack_bits, unpack_codes, unpack_k_scales, unpack_signed_scales
 from localinfer.quant.formats.reference_encoders import IQ4_VALUES, quantize
-from localinfer.quant.formats.types import TensorType, block_dtype, row_bytes
+from localinfer.quant.formats.types import (
+    Blocks,
+    TensorType,
+    block_dtype,
+    row_bytes,
+    unpack_bits,
+    unpack_codes,
+    unpack_k_scales,
+    unpack_signed_scales,
+)
 from localinfer.types import FloatArray
 
 __all__ = ["dequantize", "group_scales", "levels_of", "quantize"]

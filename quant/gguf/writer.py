@@ -25,7 +25,7 @@ from localinfer.quant.gguf.header import (
     SCALAR_DTYPES,
     ValueType,
 )
-from localinfer.quant.gguf.metadata import Metadata
+from localinfer.quant.gguf.reader import Metadata
 from localinfer.system.files import OutputFile
 
 _ARRAY_TYPES = {np.dtype(dtype): type for type, dtype in SCALAR_DTYPES.items() if type is not ValueType.BOOL}

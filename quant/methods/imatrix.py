@@ -1,7 +1,8 @@
-"""Importance of input channels, as llama.cpp's tools record it while a model reads a text.
+"""Products as a calibration pass presents them, and the importance of input channels that is collected from them.
 
-Two formats hold the same: GGUF files, and the older `.dat`. For every matrix and input column it is the mean square of
-what the column was multiplied with; a matrix per expert has its own.
+Importance is kept as llama.cpp's tools record it while a model reads a text. Two formats hold the same: GGUF files, and
+the older `.dat`. For every matrix and input column it is the mean square of the column's inputs; a matrix per expert
+has its own.
 """
 
 import os
@@ -9,7 +10,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,8 +19,48 @@ from localinfer.errors import CorruptFileError, ModelFileError
 from localinfer.quant.formats.types import TensorRecord, TensorType
 from localinfer.quant.gguf.reader import GGUFFile, read_gguf
 from localinfer.quant.gguf.writer import GGUFWriter, encode_value
-from localinfer.quant.methods.hooks import LinearProduct
 from localinfer.types import FloatArray
+
+
+@dataclass(frozen=True)
+class MatrixPart:
+    """Rows of a tensor's matrix, as the model uses them: all of them, but in fused tensors."""
+
+    tensor: str
+    expert: int
+    """Number of the matrix in a stack; 0 for an ordinary tensor."""
+    rows: slice
+    values: FloatArray
+    """float32[rows, columns]."""
+    wanted: FloatArray | None = None
+    """float32[tokens, rows], where the product is added to something that differs between the models: its value for
+    which both sums are the same. None elsewhere."""
+
+
+@dataclass(frozen=True)
+class LinearProduct:
+    """Matrices that multiply one input, over all tokens of a calibration text."""
+
+    matrices: tuple[MatrixPart, ...]
+    original: FloatArray
+    """float32[tokens, columns], the matrices' input in the original model."""
+    current: FloatArray
+    """Their input in the model whose earlier matrices are quantized; the same array where nothing is yet, or where
+    the pass follows the original model alone."""
+    is_aligned: bool = True
+    """Rows of both are of the same tokens; experts read the tokens routed to them in either model."""
+
+
+class ProductVisitor(Protocol):
+    """Called with every product of a model, in the order in which they are computed."""
+
+    def visit(self, product: LinearProduct) -> Sequence[FloatArray | None]:
+        """Look at a product; return per matrix what the quantized model has in its place, None for the same.
+
+        Shapes: as `MatrixPart.values`. Arrays of the product are valid during the call only.
+        """
+        ...
+
 
 _AGAIN = "make it again with llama-imatrix"
 _SUMS, _COUNTS = ".in_sum2", ".counts"

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from localinfer.errors import CorruptFileError, RequestError
 from localinfer.kernels.layouts import GGUF_LAYOUTS, Layout
-from localinfer.quant.formats.packing import Blocks, pack_codes, unpack_codes, unpack_signed_scales
 from localinfer.quant.formats.reference import (
     activation_type,
     dequantize,
@@ -23,7 +22,16 @@ from localinfer.quant.formats.reference import (
     quantize,
     tensor_blocks,
 )
-from localinfer.quant.formats.types import TensorType, bits_per_weight, block_dtype, block_size
+from localinfer.quant.formats.types import (
+    Blocks,
+    TensorType,
+    bits_per_weight,
+    block_dtype,
+    block_size,
+    pack_codes,
+    unpack_codes,
+    unpack_signed_scales,
+)
 
 Fields = dict[str, NDArray[Any]]
 

@@ -24,8 +24,7 @@ from localinfer.quant.checkpoint.model_file import ModelFile
 from localinfer.quant.methods.imatrix import ImportanceVisitor
 from localinfer.quant.methods.presets import ModelFacts, choose_types, find_preset
 from localinfer.quant.methods.workers import Workers
-from localinfer.quant.pipeline.partial_results import PartialResults
-from localinfer.quant.pipeline.quantize import quantize_model
+from localinfer.quant.pipeline.quantize import PartialResults, quantize_model
 
 SEQUENCE_LENGTH, NUM_CHUNKS = 256, 60
 

@@ -16,7 +16,7 @@ from localinfer.apps.doctor.advice import Advice
 from localinfer.apps.doctor.checks import CHECKS, run_checks
 from localinfer.apps.doctor.hardware import huge_pages, memory_modules, power_facts
 from localinfer.apps.doctor.report import report_lines
-from localinfer.quant.gguf.metadata import ValueType
+from localinfer.quant.gguf.reader import ValueType
 from localinfer.quant.gguf.writer import GGUFWriter, encode_value
 from tests.apps.doctor.machines import CALM_MACHINE
 from tests.support.checkpoint_files import safetensors_bytes

@@ -17,7 +17,7 @@ from localinfer.quant.gguf.reader import read_gguf
 from localinfer.quant.methods.gptq import PreparedTensor
 from localinfer.quant.methods.presets import ModelFacts, choose_types, find_preset
 from localinfer.quant.methods.workers import Workers
-from localinfer.quant.pipeline.partial_results import PartialResults
+from localinfer.quant.pipeline.quantize import PartialResults
 
 MODEL = Path(demo.__file__).parent / "demo-f16.gguf"
 TEXT = "Once upon a time there was a fox. He asked the bear for a lamp, and they went to the lake at night. " * 30

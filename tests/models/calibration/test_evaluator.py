@@ -12,7 +12,7 @@ from localinfer.models.calibration.run import calibrate
 from localinfer.models.calibration.weights import StreamedWeights, embedding_rows
 from localinfer.models.decoder.decoder import write_decoder
 from localinfer.quant.gguf.reader import read_gguf
-from localinfer.quant.methods.hooks import LinearProduct
+from localinfer.quant.methods.imatrix import LinearProduct
 from localinfer.quant.methods.workers import Workers
 from localinfer.types import FloatArray
 from tests.models.arch_models import architectures, build_model, normalized_error, read_config

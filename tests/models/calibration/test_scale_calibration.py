@@ -15,7 +15,7 @@ from localinfer.quant.formats.reference import dequantize, quantize
 from localinfer.quant.formats.types import TensorType
 from localinfer.quant.gguf.reader import read_gguf
 from localinfer.quant.methods.awq import Rounding, TensorFactors
-from localinfer.quant.methods.hooks import LinearProduct
+from localinfer.quant.methods.imatrix import LinearProduct
 from localinfer.quant.methods.workers import Workers
 from tests.models.arch_models import build_model
 

@@ -15,8 +15,7 @@ from localinfer.quant.formats.encoding import encode
 from localinfer.quant.formats.reference import dequantize
 from localinfer.quant.formats.types import TensorRecord, TensorType, block_dtype
 from localinfer.quant.gguf.header import ValueType
-from localinfer.quant.gguf.metadata import Metadata
-from localinfer.quant.gguf.reader import read_gguf
+from localinfer.quant.gguf.reader import Metadata, read_gguf
 from localinfer.quant.gguf.writer import EncodedValue, GGUFWriter, copy_values, encode_value
 from localinfer.quant.methods.presets import find_preset
 from localinfer.quant.pipeline.quantize import quantize_model

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from localinfer.quant.checkpoint.safetensors import DTYPE_BYTES
+from localinfer.quant.checkpoint.folder import DTYPE_BYTES
 from tests.models.checkpoint.published_models import read_cases, weights
 from tests.models.checkpoint.test_quantized_folders import VARIANTS as PACKED_VARIANTS
 from tests.models.checkpoint.test_scaled_folders import VARIANTS as SCALED_VARIANTS

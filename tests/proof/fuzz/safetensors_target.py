@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from localinfer.quant.checkpoint.safetensors import DTYPE_BYTES
+from localinfer.quant.checkpoint.folder import DTYPE_BYTES
 from tests.proof.fuzz.file_set import Files, NoFileSetError, Stretch, cut, pack, total_bytes, unpack, whole, write_files
 from tests.proof.fuzz.model_use import use_model
 from tests.proof.fuzz.mutation import INTEGERS, mutate_bytes, mutate_text, mutate_value, near, number_bytes, to_json

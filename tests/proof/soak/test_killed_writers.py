@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from localinfer.errors import RequestError
-from localinfer.quant.pipeline.partial_results import PartialResults
+from localinfer.quant.pipeline.quantize import PartialResults
 from localinfer.storage.conversations import ConversationStore, SavedConversation
 from localinfer.storage.hub.client import Repository
 from localinfer.storage.hub.places import set_main

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from localinfer.errors import CorruptFileError, ModelFileError, UnsupportedFormatError
-from localinfer.quant.checkpoint.safetensors import MAX_HEADER_BYTES, MAX_VALUES, read_header
+from localinfer.quant.checkpoint.folder import MAX_HEADER_BYTES, MAX_HEADER_VALUES, read_header
 from localinfer.quant.gguf.mapped_file import MappedFile
 from tests.support.checkpoint_files import bfloat16, safetensors_bytes, with_header
 
@@ -59,7 +59,7 @@ def test_sound_header_gives_every_tensor_with_its_place(tmp_path: Path) -> None:
         (with_header("{" + '"a":{' * 5000 + "}" * 5001), "not sound JSON"),
         (with_header('{"a": 1, "a": 2}'), "'a' stands there twice"),
         (with_header(json.dumps(entry())), "that of one tensor"),
-        (with_header('{"a": [' + "[]," * (MAX_VALUES // 2) + "[]]}"), f"at most {MAX_VALUES}"),
+        (with_header('{"a": [' + "[]," * (MAX_HEADER_VALUES // 2) + "[]]}"), f"at most {MAX_HEADER_VALUES}"),
         (with_header(json.dumps({"a\u202eb": entry()}), bytes(8)), "cannot be printed"),
         (with_header(json.dumps({"a": 7})), "wanted an object of dtype, shape and data_offsets"),
         (with_header(json.dumps({"a": {**entry(), "extra": 1}}), bytes(8)), "wanted an object of dtype"),

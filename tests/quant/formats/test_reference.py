@@ -7,9 +7,18 @@ from gguf import quants
 from numpy.typing import NDArray
 
 from localinfer.errors import RequestError, ShapeError, UnsupportedFormatError
-from localinfer.quant.formats.packing import pack_bits, pack_k_scales, unpack_bits, unpack_k_scales
 from localinfer.quant.formats.reference import dequantize, quantize
-from localinfer.quant.formats.types import TensorType, block_bytes, block_dtype, block_size, row_bytes
+from localinfer.quant.formats.types import (
+    TensorType,
+    block_bytes,
+    block_dtype,
+    block_size,
+    pack_bits,
+    pack_k_scales,
+    row_bytes,
+    unpack_bits,
+    unpack_k_scales,
+)
 from tests.quant.random_blocks import random_blocks
 
 NOT_IN_THE_PACKAGE = {"Q1_0", "Q2_0"}

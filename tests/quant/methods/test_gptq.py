@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from localinfer.quant.formats.encoding import read_grid
 from localinfer.quant.formats.reference import dequantize, quantize
 from localinfer.quant.formats.types import TensorType
 from localinfer.quant.methods.gptq import (
@@ -15,7 +16,6 @@ from localinfer.quant.methods.gptq import (
     row_losses,
     shifted,
 )
-from localinfer.quant.methods.grids import read_grid
 from localinfer.quant.methods.workers import Workers
 from tests.quant.methods.grid_oracle import nearest
 
