@@ -10,7 +10,7 @@ import time
 
 import numpy as np
 
-from localinfer.apps.bench.machine import cpu_name, instruction_set, measure_read_bandwidth
+from localinfer.apps.bench.roofline import cpu_name, instruction_set, measure_read_bandwidth
 from localinfer.kernels.cpu.lower import lower_to_cpu
 from localinfer.kernels.cpu.memory import Arena, address
 from localinfer.kernels.cpu.program import CpuProgram, ThreadPool

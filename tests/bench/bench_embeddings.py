@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 import localinfer
-from localinfer.apps.bench.machine import measure_multiply_peak
+from localinfer.apps.bench.roofline import measure_multiply_peak
 from localinfer.apps.quantize import quantize
 from tests.api.encoder_models import vocabulary_entries
 from tests.models.arch_models import skeletons, write_skeleton

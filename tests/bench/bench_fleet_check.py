@@ -16,8 +16,8 @@ from contextlib import ExitStack, closing
 import psutil
 
 from localinfer.apps.bench.figures import Failure, RequestTimes, percentile
-from localinfer.apps.bench.load import CHAT_PATH, LoadClient, chat, chat_body, read_reply
 from localinfer.apps.bench.processes import ServerProcess
+from localinfer.apps.bench.serve import CHAT_PATH, LoadClient, chat, chat_body, read_reply
 from localinfer.loading.options import model_path
 from tests.proof.simulation.fleet import FleetOptions
 from tests.proof.simulation.fleet_comparison import compare, comparison_parser

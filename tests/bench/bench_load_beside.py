@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from localinfer.apps.bench.figures import Failure, RequestTimes, percentile
-from localinfer.apps.bench.load import LoadClient, ask, chat, chat_body
 from localinfer.apps.bench.processes import ServerProcess
+from localinfer.apps.bench.serve import LoadClient, ask, chat, chat_body
 
 STORY = "Tell me a long story about a dog, a cat and the sea, number {}."
 _HEALTH_SECONDS = 0.02

@@ -19,7 +19,7 @@ from contextlib import closing
 from typing import Any
 
 from localinfer.apps.bench.figures import Failure, percentile
-from localinfer.apps.bench.load import CHAT_PATH, LoadClient, read_reply
+from localinfer.apps.bench.serve import CHAT_PATH, LoadClient, read_reply
 from localinfer.apps.fleet.placement import Placement
 from tests.apps.fleet.serve_process import ServeProcess, serving_replicas
 from tests.apps.fleet.streams import STORY, streamed

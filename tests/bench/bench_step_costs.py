@@ -26,9 +26,9 @@ from typing import Any
 import numpy as np
 
 from localinfer.apps.bench.figures import RequestTimes
-from localinfer.apps.bench.load import LoadClient, Prompts, chat, chat_body
-from localinfer.apps.bench.machine import cpu_name
 from localinfer.apps.bench.processes import ServerProcess
+from localinfer.apps.bench.roofline import cpu_name
+from localinfer.apps.bench.serve import LoadClient, Prompts, chat, chat_body
 from localinfer.engine.cache.block_pool import PagePool
 from localinfer.engine.cache.sequence import SequenceCache, forward
 from localinfer.engine.engine import Engine

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 import localinfer
-from localinfer.apps.bench.machine import cpu_name
+from localinfer.apps.bench.roofline import cpu_name
 from localinfer.generation.completion import Completion
 from localinfer.llm import LLM
 from localinfer.models.load.threads import available_threads

@@ -25,9 +25,9 @@ from localinfer.apps.bench.figures import (
     percentile,
     spread,
 )
-from localinfer.apps.bench.load import HttpAnswer, Prompts, chat_body, read_reply, reply_lengths
 from localinfer.apps.bench.processes import ServerProcess
 from localinfer.apps.bench.report import render_serve
+from localinfer.apps.bench.serve import HttpAnswer, Prompts, chat_body, read_reply, reply_lengths
 from localinfer.apps.cli import main
 from localinfer.apps.server.operation.metrics import GOOD_FIRST_TOKEN_SECONDS, GOOD_INTERVAL_SECONDS
 from localinfer.errors import BackendUnavailableError

@@ -12,10 +12,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from localinfer.apps.bench.figures import Record, compare, summarize, timing_figures
-from localinfer.apps.bench.machine import measure_machine, measure_read_bandwidth, num_compiled_kernels
+from localinfer.apps.bench.figures import Record, check_context, compare, model_record, summarize, timing_figures
 from localinfer.apps.bench.processes import OURS, EngineOptions, EngineProcess
-from localinfer.apps.show.describe import FileDescription, describe_file
+from localinfer.apps.bench.roofline import measure_machine, measure_read_bandwidth, num_compiled_kernels
+from localinfer.apps.show.describe import describe_file
 from localinfer.errors import RequestError
 from localinfer.types import ProgressCallback
 
@@ -148,29 +148,10 @@ def run_stream_bench(settings: BenchSettings, progress: ProgressCallback) -> Rec
     return record
 
 
-def check_context(description: FileDescription, needed: int) -> None:
-    """Raise RequestError if the model was trained for fewer than `needed` tokens."""
-    trained = description.sizes.get("context_length")
-    if isinstance(trained, int) and needed > trained:
-        raise RequestError(
-            f"the measurement takes {needed} tokens, but the model was trained for {trained}; reduce --prompt, "
-            "--context and --decode"
-        )
-
-
 def random_token_ids(vocab_size: int, count: int) -> list[int]:
     """Random token ids from the middle of the vocabulary: special tokens are at its ends."""
     choose = random.Random(1)
     return [choose.randrange(vocab_size // 4, vocab_size - vocab_size // 8) for _ in range(count)]
-
-
-def model_record(description: FileDescription) -> Record:
-    """The model's part of a record."""
-    names = ("path", "architecture", "num_bytes", "num_parameters", "bits_per_weight")
-    return {
-        **{name: getattr(description, name) for name in names},
-        "types": [share.type for share in description.types],
-    }
 
 
 def _start_warm(options: EngineOptions) -> tuple[EngineProcess, float | None]:

@@ -1,10 +1,15 @@
-"""Statistics of samples: medians, percentiles and ratios; goodput and knee of a load."""
+"""Figures of samples: medians, percentiles and ratios; goodput and knee of a load; the model's part of a record."""
 
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from localinfer.errors import RequestError
+
+if TYPE_CHECKING:
+    from localinfer.apps.show.describe import FileDescription
 
 Record = dict[str, Any]
 
@@ -64,6 +69,25 @@ def compare(ours: Record, peer: Record) -> Record:
         else:
             ratios[name] = {"ratio": (value / other) ** power}
     return ratios
+
+
+def check_context(description: "FileDescription", needed: int) -> None:
+    """Raise RequestError if the model was trained for fewer than `needed` tokens."""
+    trained = description.sizes.get("context_length")
+    if isinstance(trained, int) and needed > trained:
+        raise RequestError(
+            f"the measurement takes {needed} tokens, but the model was trained for {trained}; reduce --prompt, "
+            "--context and --decode"
+        )
+
+
+def model_record(description: "FileDescription") -> Record:
+    """The model's part of a record."""
+    names = ("path", "architecture", "num_bytes", "num_parameters", "bits_per_weight")
+    return {
+        **{name: getattr(description, name) for name in names},
+        "types": [share.type for share in description.types],
+    }
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,14 +10,8 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from localinfer.apps.bench.decode import (
-    VERIFIED_ROWS,
-    BenchSettings,
-    check_context,
-    model_record,
-    random_token_ids,
-)
-from localinfer.apps.bench.figures import Record, summarize, timing_figures
+from localinfer.apps.bench.decode import VERIFIED_ROWS, BenchSettings, random_token_ids
+from localinfer.apps.bench.figures import Record, check_context, model_record, summarize, timing_figures
 from localinfer.apps.bench.measured_model import MeasuredModel
 from localinfer.apps.show.describe import describe_file
 from localinfer.engine.sampling.params import SamplingParams

@@ -4,8 +4,8 @@ import time
 from collections.abc import Sequence
 from typing import cast
 
-from localinfer.apps.bench.decode import STREAM_PROMPT, BenchSettings, check_context, model_record
-from localinfer.apps.bench.figures import Record, summarize
+from localinfer.apps.bench.decode import STREAM_PROMPT, BenchSettings
+from localinfer.apps.bench.figures import Record, check_context, model_record, summarize
 from localinfer.apps.show.describe import describe_file
 from localinfer.engine.engine import Engine
 from localinfer.engine.sampling.params import SamplingParams

@@ -10,16 +10,24 @@ import click
 
 from localinfer.apps.cli.bench import bench_command
 from localinfer.apps.cli.cache import cache_command
+from localinfer.apps.cli.chat import chat_command
 from localinfer.apps.cli.completion import VARIABLE, complete, completion_command
 from localinfer.apps.cli.doctor import doctor_command
 from localinfer.apps.cli.embed import embed_command, rerank_command
-from localinfer.apps.cli.evaluate import compare_command, perplexity_command
-from localinfer.apps.cli.grouped_help import ALL_HELP, GroupedCommand, first_sentence
+from localinfer.apps.cli.help import ALL_HELP, GroupedCommand, first_sentence
 from localinfer.apps.cli.mcp import mcp_command
-from localinfer.apps.cli.messages import begin_crash_reports, in_options, one_line, send_messages_to_stderr, wrapped_for
+from localinfer.apps.cli.messages import (
+    begin_crash_reports,
+    in_options,
+    library_error,
+    one_line,
+    send_messages_to_stderr,
+    unknown_command,
+    usage_error,
+    with_notes,
+    wrapped_for,
+)
 from localinfer.apps.cli.models import list_command, pull_command, rm_command, show_command, warmup_command
-from localinfer.apps.cli.next_command import library_error, unknown_command, usage_error, with_notes
-from localinfer.apps.cli.one_shot import answer_once, is_one_shot, one_shot_options, read_message
 from localinfer.apps.cli.options import (
     COUNT,
     LoadOptions,
@@ -33,9 +41,9 @@ from localinfer.apps.cli.options import (
     sampling_options,
     takes_config,
 )
-from localinfer.apps.cli.quantize import quantize_command
+from localinfer.apps.cli.quantize import compare_command, perplexity_command, quantize_command
 from localinfer.apps.cli.serve import ServeProcess, serve_command
-from localinfer.apps.cli.sessions import complete_name, sessions_command
+from localinfer.apps.cli.sessions import sessions_command
 from localinfer.apps.cli.standard_streams import ReadyLine, open_missing_streams, sidecar_streams
 from localinfer.errors import LocalinferError, RequestError
 from localinfer.generation.chat.constraints import Constraint
@@ -104,7 +112,7 @@ def localinfer_command(context: click.Context) -> None:
     shows that everything works. `localinfer` alone says where that file is, and what to type first.
     """
     if context.invoked_subcommand is None:
-        from localinfer.apps.cli.welcome import welcome
+        from localinfer.apps.cli.help import welcome
         from localinfer.kernels.versions import installed_version
 
         click.echo(welcome(installed_version("localinfer"), can_pull="pull" in localinfer_command.commands))
@@ -179,93 +187,6 @@ def run_command(
             click.echo(describe_stats(stream.stats), err=True)
 
 
-@localinfer_command.command("chat", cls=GroupedCommand)
-@one_shot_options
-@load_options
-@takes_config()
-@sampling_options
-@constraint_options
-@option("-n --max-tokens", "N", "Maximum tokens of a reply. Default: up to the end of the context.", type=COUNT)
-@option("--system", "TEXT", "System prompt.")
-@flag("--context-shift", "At the end of the context, continue with its recent half.")
-@flag("--stats", "Report token counts, cache use and speed on stderr after every reply.")
-@flag("--continue continues", "Continue the saved conversation that was changed last.")
-@option("--session", "NAME", "Continue the saved conversation of this name, or begin it.", shell_complete=complete_name)
-@flag("--no-history", "Keep nothing on disk: no conversation, no typed lines, no prompt cache.")
-def chat_command(
-    options: LoadOptions,
-    prompt: str | None,
-    files: tuple[str, ...],
-    show_reasoning: bool,
-    lines: bool,
-    max_tokens: int | None,
-    system: str | None,
-    context_shift: bool,
-    stats: bool,
-    constraint: Constraint | None,
-    continues: bool,
-    session: str | None,
-    no_history: bool,
-    **sampling: Any,
-) -> None:
-    """Chat with a model.
-
-    On a terminal: Enter sends, Alt-Enter starts a new line, Ctrl-C stops a reply, Ctrl-D exits, /help lists commands.
-
-    With -p TEXT, or text in a pipe: all of it is one message, and only the answer is printed, as in `git diff |
-    localinfer chat -p "Review this"`. Exit code 3: the answer was cut, as stderr says. With --lines each line of a pipe
-    is a message of one conversation instead. With --continue or --session NAME, that message goes on with a saved
-    conversation, and is saved in it with its answer.
-
-    Conversations on a terminal are saved after every reply; 'localinfer sessions' lists, exports and deletes them.
-    """
-    if system is not None:
-        check_text(system, "--system")
-    if constraint is not None:
-        sampling["constraint"] = constraint
-    if is_one_shot(prompt, files, show_reasoning=show_reasoning, lines=lines):
-        saving = None
-        if continues or session is not None:
-            from localinfer.apps.terminal.continuing import begin_saving
-
-            saving = begin_saving(options, continues=continues, session=session, system=system, no_history=no_history)
-        elif no_history:
-            options["disk_cache"] = False
-        message = read_message(prompt, files)
-        with load_with(options) as llm:
-            answer_once(
-                llm,
-                message,
-                system=system,
-                max_tokens=max_tokens,
-                show_reasoning=show_reasoning,
-                stats=stats,
-                saved=None if saving is None else saving.saved,
-                save=None if saving is None else saving.save,
-                context_shift=context_shift,
-                **sampling,
-            )
-        return
-    from localinfer.apps.terminal.continuing import begin_saving
-    from localinfer.apps.terminal.loop import run_chat
-
-    saving = begin_saving(options, continues=continues, session=session, system=system, no_history=no_history)
-    with load_with(options) as llm:
-        run_chat(
-            llm,
-            system=system,
-            max_tokens=max_tokens,
-            stats=stats,
-            model_name=options["model"],
-            load_model=lambda name: load_with({**options, "model": name}),
-            describe_error=lambda error: in_options(str(error), chat_command),
-            saving=saving,
-            context_shift=context_shift,
-            pin_cache=True,
-            **sampling,
-        )
-
-
 @localinfer_command.command("tokenize")
 @model_option
 @takes_config()
@@ -291,6 +212,7 @@ def tokenize_command(model: str | None, text: str | None, ids: bool, no_special:
         click.echo(f"{token_id}\t{tokenizer.decode([token_id])!r}")
 
 
+localinfer_command.add_command(chat_command)
 localinfer_command.add_command(show_command)
 localinfer_command.add_command(bench_command)
 localinfer_command.add_command(cache_command)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from localinfer.apps.cli.grouped_help import GroupedCommand
+from localinfer.apps.cli.help import GroupedCommand
 from localinfer.apps.cli.options import LoadOptions, load_options, load_with, takes_config
 
 if TYPE_CHECKING:

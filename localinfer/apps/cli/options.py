@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from localinfer.apps.cli.grouped_help import Command, Decorator, GroupedOption, titled
+from localinfer.apps.cli.help import Command, Decorator, GroupedOption, titled
 from localinfer.engine.sampling.params import NUMBER_OPTIONS, NumberOption
 from localinfer.errors import LocalinferError, RequestError
 from localinfer.generation.chat.constraints import Constraint, Grammar, JsonObject, JsonSchema, Regex

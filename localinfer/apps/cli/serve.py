@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from localinfer.apps.cli.grouped_help import Command, GroupedCommand, titled
+from localinfer.apps.cli.help import Command, GroupedCommand, titled
 from localinfer.apps.cli.options import (
     COUNT,
     LoadOptions,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from localinfer.apps.cli.grouped_help import Command, Decorator
+from localinfer.apps.cli.help import Command, Decorator
 from localinfer.apps.cli.options import (
     COUNT,
     SAMPLING_NAMES,

@@ -1,20 +1,187 @@
 """The checks by name: each returns facts for JSON, and one that fails says so beside the others.
 
-Heavy modules are imported in the check that needs them, so that one that cannot be imported is a finding as well.
+Heavy modules are imported in the check that needs them, so that one that cannot be imported is a finding as well; the
+bandwidth of memory is measured by NumPy, without compiled kernels. Clock, power, huge pages and memory modules are as
+Linux reports them; other systems report little of it.
 """
 
 import os
 import platform
 import shutil
 import sys
+import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from localinfer.apps.doctor.hardware import huge_pages, memory_modules, power_facts
+import numpy as np
+from numpy.typing import NDArray
+
+from localinfer.kernels.cpu.memory import Arena
 from localinfer.system.folders import user_folder
 from localinfer.system.machine_limits import memory_limits, processor_limits
+
+_ROOT = Path("/")
+_CPU = "sys/devices/system/cpu"
+_MODULES = "sys/firmware/dmi/entries"
+_SCALING_DRIVERS = ("intel_pstate", "amd-pstate-epp", "amd_pstate_epp")
+"""Drivers whose governor `powersave` is the usual one: the clock follows the load."""
+
+
+def power_facts(root: Path = _ROOT) -> dict[str, Any]:
+    """The governor of the clock, its limits in MHz, the platform's power profile, and whether a battery feeds it.
+
+    is_saving: the clock is held low by the governor or the profile.
+    """
+    clock = root / _CPU / "cpu0/cpufreq"
+    governor, driver = _text(clock / "scaling_governor"), _text(clock / "scaling_driver")
+    preference = _text(clock / "energy_performance_preference")
+    profile = _text(root / "sys/firmware/acpi/platform_profile")
+    most, limit = _number(clock / "cpuinfo_max_freq"), _number(clock / "scaling_max_freq")
+    is_slow_governor = governor == "powersave" and driver not in _SCALING_DRIVERS
+    return {
+        "governor": governor or None,
+        "driver": driver or None,
+        "preference": preference or None,
+        "profile": profile or None,
+        "max_mhz": None if most is None else most // 1000,
+        "limit_mhz": None if limit is None else limit // 1000,
+        "on_battery": _on_battery(),
+        "is_saving": is_slow_governor or preference == "power" or profile == "low-power",
+    }
+
+
+def huge_pages(root: Path = _ROOT) -> str | None:
+    """The system's setting of huge pages: "always", "madvise" or "never"; None if it has none."""
+    text = _text(root / "sys/kernel/mm/transparent_hugepage/enabled")
+    _, opened, rest = text.partition("[")
+    return rest.partition("]")[0] if opened else None
+
+
+def memory_modules(root: Path = _ROOT) -> list[dict[str, int]] | None:
+    """Each fitted module: its bytes, and transfers per second in millions (0 if unknown); None if not readable.
+
+    From the SMBIOS table's records of type 17 (DSP0134, section 7.18), which usually only the administrator may read.
+    """
+    found = []
+    for path in sorted((root / _MODULES).glob("17-*/raw")):
+        try:
+            record = path.read_bytes()
+        except OSError:
+            return None
+        if len(record) < 0x17:
+            continue
+        size = int.from_bytes(record[0x0C:0x0E], "little")
+        if size in (0, 0xFFFF):
+            continue
+        num_bytes = (size & 0x7FFF) << (10 if size & 0x8000 else 20)
+        if size == 0x7FFF and len(record) >= 0x20:
+            num_bytes = int.from_bytes(record[0x1C:0x20], "little") << 20
+        speed = record[0x20:0x22] if len(record) >= 0x22 else record[0x15:0x17]
+        found.append({"num_bytes": num_bytes, "mega_transfers": int.from_bytes(speed, "little")})
+    return found or None
+
+
+def _on_battery() -> bool | None:
+    import psutil
+
+    try:
+        battery = psutil.sensors_battery() if hasattr(psutil, "sensors_battery") else None
+    except (OSError, RuntimeError, ValueError):
+        return None
+    return None if battery is None or battery.power_plugged is None else not battery.power_plugged
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def _number(path: Path) -> int | None:
+    text = _text(path)
+    return int(text) if text.isdecimal() else None
+
+
+BUFFER_BYTES = 256 << 20
+"""Far more than any cache, on the same kind of pages as weights."""
+_ATTEMPTS = 6
+_BUSY_SECONDS = 0.4
+_LEAST_SHARE = 0.15
+"""Of a core; processes that take less are not named."""
+
+
+def measure_bandwidth(num_threads: int, available_bytes: int) -> dict[str, Any]:
+    """Bytes per second that one thread and `num_threads` threads read from memory: the best of several attempts."""
+    num_bytes = min(BUFFER_BYTES, available_bytes // 4) // (8 * num_threads) * 8 * num_threads
+    memory = Arena(0).take(num_bytes).view(np.int64)
+    # Pages that were never written are all mapped to one page of zeros.
+    memory[:] = 1
+    alone = max(_read_speed(memory, 1) for _ in range(_ATTEMPTS))
+    together = max(_read_speed(memory, num_threads) for _ in range(_ATTEMPTS))
+    # Where one thread takes all that there is, the other figure is the same but for noise.
+    together = max(alone, together)
+    return {
+        "num_threads": num_threads,
+        "bytes_per_second": together,
+        "bytes_per_second_of_one_thread": alone,
+        "tokens_per_second_per_gb": together / 1e9,
+    }
+
+
+def _read_speed(memory: NDArray[np.int64], num_threads: int) -> float:
+    parts = np.split(memory, num_threads)
+    # A bitwise reduction leaves the interpreter free and is as fast as memory.
+    threads = [threading.Thread(target=np.bitwise_or.reduce, args=(part,)) for part in parts[1:]]
+    began = time.perf_counter()
+    for thread in threads:
+        thread.start()
+    np.bitwise_or.reduce(parts[0])
+    for thread in threads:
+        thread.join()
+    return memory.nbytes / (time.perf_counter() - began)
+
+
+def other_load(sleep: Callable[[float], object] = time.sleep) -> dict[str, Any]:
+    """Count cores that other programs keep busy, name these, and give the share of time that a hypervisor takes."""
+    import psutil
+
+    watched = {}
+    for process in psutil.process_iter(["name"]):
+        if process.pid not in (0, os.getpid()):
+            seconds = _cpu_seconds(process)
+            if seconds is not None:
+                watched[process] = seconds
+    before, began, own = psutil.cpu_times(), time.monotonic(), time.process_time()
+    sleep(_BUSY_SECONDS)
+    after, elapsed, own = psutil.cpu_times(), time.monotonic() - began, time.process_time() - own
+    found = []
+    for process, seconds in watched.items():
+        now = _cpu_seconds(process)
+        if now is not None and (cores := (now - seconds) / elapsed) >= _LEAST_SHARE:
+            found.append({"pid": process.pid, "name": process.info["name"] or "", "cores": round(cores, 2)})
+    idle = ("idle", "iowait", "steal", "guest", "guest_nice")
+    busy = sum(getattr(after, name) - getattr(before, name) for name in after._fields if name not in idle)
+    stolen = getattr(after, "steal", 0.0) - getattr(before, "steal", 0.0)
+    return {
+        "cores": round(max(0.0, (busy - own) / elapsed), 2),
+        "stolen_share": round(max(0.0, stolen / elapsed / (os.cpu_count() or 1)), 3),
+        "processes": sorted(found, key=lambda process: -float(process["cores"]))[:3],
+    }
+
+
+def _cpu_seconds(process: Any) -> float | None:
+    import psutil
+
+    try:
+        times = process.cpu_times()
+    except (psutil.Error, OSError):
+        return None
+    return float(times.user + times.system)
+
 
 Facts = dict[str, Any]
 
@@ -39,13 +206,13 @@ def run_checks(checks: Mapping[str, Callable[[], Facts]], progress: Callable[[st
 
 
 def _load() -> Facts:
-    from localinfer.apps.doctor.load import other_load
+    from localinfer.apps.doctor.checks import other_load
 
     return other_load()
 
 
 def _cpu() -> Facts:
-    from localinfer.apps.bench.machine import cpu_name
+    from localinfer.apps.bench.roofline import cpu_name
     from localinfer.kernels.jit import isa
 
     available = isa.available()
@@ -94,7 +261,7 @@ def _memory() -> Facts:
 
 
 def _bandwidth() -> Facts:
-    from localinfer.apps.doctor.load import measure_bandwidth
+    from localinfer.apps.doctor.checks import measure_bandwidth
 
     return measure_bandwidth(processor_limits().usable_threads, memory_limits().available_bytes)
 

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from localinfer.apps.cli import localinfer_command, main
-from localinfer.apps.cli.grouped_help import GroupedCommand, first_sentence
+from localinfer.apps.cli.help import GroupedCommand, first_sentence
 
 GROUPED = sorted(name for name, one in localinfer_command.commands.items() if isinstance(one, GroupedCommand))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from localinfer.apps.cli import main, welcome
+from localinfer.apps.cli import main, models
 from localinfer.errors import ModelFileError, RequestError
 from tests.support.limits import seconds
 
@@ -127,7 +127,7 @@ def test_run_says_on_a_terminal_how_to_ask_an_instruct_model(fake_llm, capsys, m
 
 @pytest.mark.parametrize("names", [[], ["org/repo:Q4_K_M", "x\x1b[2J"]])
 def test_localinfer_alone_says_ten_lines_that_fit(names, capsys, monkeypatch):
-    monkeypatch.setattr(welcome, "known_models", lambda: names)
+    monkeypatch.setattr(models, "known_models", lambda: names)
     monkeypatch.setenv("COLUMNS", "72")
     assert main([]) == 0
     text = capsys.readouterr().out

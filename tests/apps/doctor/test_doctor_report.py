@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 
 from localinfer.apps.cli import main
-from localinfer.apps.doctor import load
+from localinfer.apps.doctor import checks
 from localinfer.apps.doctor.advice import Advice
-from localinfer.apps.doctor.checks import CHECKS, run_checks
-from localinfer.apps.doctor.hardware import huge_pages, memory_modules, power_facts
+from localinfer.apps.doctor.checks import CHECKS, huge_pages, memory_modules, power_facts, run_checks
 from localinfer.apps.doctor.report import report_lines
 from localinfer.quant.gguf.reader import ValueType
 from localinfer.quant.gguf.writer import GGUFWriter, encode_value
@@ -97,8 +96,8 @@ def test_a_check_that_fails_says_so_and_the_others_run() -> None:
 
 
 def test_every_check_is_shown(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    monkeypatch.setattr(load, "BUFFER_BYTES", 1 << 20)
-    monkeypatch.setattr(load, "_BUSY_SECONDS", 0.01)
+    monkeypatch.setattr(checks, "BUFFER_BYTES", 1 << 20)
+    monkeypatch.setattr(checks, "_BUSY_SECONDS", 0.01)
     assert main(["doctor", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert set(facts) == {*CHECKS, "advice"} == {*CALM_MACHINE, "advice"}
@@ -236,15 +235,15 @@ def test_busy_processes_are_named_and_this_one_is_not(monkeypatch: pytest.Monkey
             self._asked += 1
             return SimpleNamespace(user=self._cores * self._asked, system=0.0)
 
-    processes = [Process(1, "idle", 0.0), Process(2, "encoder", 1.5), Process(load.os.getpid(), "self", 2.0)]
+    processes = [Process(1, "idle", 0.0), Process(2, "encoder", 1.5), Process(checks.os.getpid(), "self", 2.0)]
     clock = iter((10.0, 11.0))
     Times = type("Times", (SimpleNamespace,), {"_fields": ("user", "idle", "steal")})
     times = iter((Times(user=5.0, idle=5.0, steal=0.0), Times(user=6.5, idle=5.3, steal=0.2)))
     monkeypatch.setattr(psutil, "process_iter", lambda names: processes)
     monkeypatch.setattr(psutil, "cpu_times", lambda: next(times))
-    monkeypatch.setattr(load.time, "monotonic", lambda: next(clock))
-    monkeypatch.setattr(load.time, "process_time", lambda: 0.0)
-    monkeypatch.setattr(load.os, "cpu_count", lambda: 2)
-    found = load.other_load(sleep=lambda _: None)
+    monkeypatch.setattr(checks.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(checks.time, "process_time", lambda: 0.0)
+    monkeypatch.setattr(checks.os, "cpu_count", lambda: 2)
+    found = checks.other_load(sleep=lambda _: None)
     assert found["processes"] == [{"pid": 2, "name": "encoder", "cores": 1.5}]
     assert found["cores"] == 1.5 and found["stolen_share"] == 0.1

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 import localinfer
-from localinfer.apps.show.reading import Reading, _judge, check_reading, passages
-from localinfer.apps.show.verify import verify_model
+from localinfer.apps.show.verify import Reading, _judge, check_reading, passages, verify_model
 from localinfer.models.load.loader import open_model_file
 from tests.models.checks.broken_models import edited
 from tests.models.checks.editable_model import base_model

@@ -1,4 +1,4 @@
-"""Answer one message: `localinfer chat -p`, and text that is piped into `localinfer chat`."""
+"""The `localinfer chat` command; `chat -p`, and text that is piped into it, are one message and one answer."""
 
 import sys
 import threading
@@ -10,8 +10,22 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from localinfer.apps.cli.options import flag, option, options_group
+from localinfer.apps.cli.help import GroupedCommand
+from localinfer.apps.cli.messages import in_options
+from localinfer.apps.cli.options import (
+    COUNT,
+    LoadOptions,
+    constraint_options,
+    flag,
+    load_options,
+    load_with,
+    option,
+    sampling_options,
+    takes_config,
+)
+from localinfer.apps.cli.sessions import complete_name
 from localinfer.errors import ContextLengthError, RequestError
+from localinfer.generation.chat.constraints import Constraint
 from localinfer.terminal import ModelOutput, Progress, check_text, describe_stats, neutralise_controls
 
 if TYPE_CHECKING:
@@ -20,6 +34,7 @@ if TYPE_CHECKING:
     from localinfer.generation.stream import TextStream
     from localinfer.llm import LLM
     from localinfer.storage.conversations import SavedConversation
+
 
 EXIT_CUT = 3
 """Exit code where the reply was cut: it was printed, and is not whole."""
@@ -31,12 +46,95 @@ _THOUGHTS_AT_ONCE = 16
 """Tokens of reasoning between two looks at the progress line."""
 _GIVE_ONE = "pass -p TEXT, or pipe it into standard input"
 
-one_shot_options = options_group(
-    option("-p --prompt", "TEXT", "Send one message, print only the answer and exit; '-' reads standard input."),
-    option("--file files", "FILE", "Add a text file to that message; may be repeated.", multiple=True),
-    flag("--show-reasoning", "Print the model's reasoning before that answer to stderr."),
-    flag("--lines", "Read a conversation from a pipe, one message per line."),
-)
+
+@click.command("chat", cls=GroupedCommand)
+@option("-p --prompt", "TEXT", "Send one message, print only the answer and exit; '-' reads standard input.")
+@option("--file files", "FILE", "Add a text file to that message; may be repeated.", multiple=True)
+@flag("--show-reasoning", "Print the model's reasoning before that answer to stderr.")
+@flag("--lines", "Read a conversation from a pipe, one message per line.")
+@load_options
+@takes_config()
+@sampling_options
+@constraint_options
+@option("-n --max-tokens", "N", "Maximum tokens of a reply. Default: up to the end of the context.", type=COUNT)
+@option("--system", "TEXT", "System prompt.")
+@flag("--context-shift", "At the end of the context, continue with its recent half.")
+@flag("--stats", "Report token counts, cache use and speed on stderr after every reply.")
+@flag("--continue continues", "Continue the saved conversation that was changed last.")
+@option("--session", "NAME", "Continue the saved conversation of this name, or begin it.", shell_complete=complete_name)
+@flag("--no-history", "Keep nothing on disk: no conversation, no typed lines, no prompt cache.")
+def chat_command(
+    options: LoadOptions,
+    prompt: str | None,
+    files: tuple[str, ...],
+    show_reasoning: bool,
+    lines: bool,
+    max_tokens: int | None,
+    system: str | None,
+    context_shift: bool,
+    stats: bool,
+    constraint: Constraint | None,
+    continues: bool,
+    session: str | None,
+    no_history: bool,
+    **sampling: Any,
+) -> None:
+    """Chat with a model.
+
+    On a terminal: Enter sends, Alt-Enter starts a new line, Ctrl-C stops a reply, Ctrl-D exits, /help lists commands.
+
+    With -p TEXT, or text in a pipe: all of it is one message, and only the answer is printed, as in `git diff |
+    localinfer chat -p "Review this"`. Exit code 3: the answer was cut, as stderr says. With --lines each line of a pipe
+    is a message of one conversation instead. With --continue or --session NAME, that message goes on with a saved
+    conversation, and is saved in it with its answer.
+
+    Conversations on a terminal are saved after every reply; 'localinfer sessions' lists, exports and deletes them.
+    """
+    if system is not None:
+        check_text(system, "--system")
+    if constraint is not None:
+        sampling["constraint"] = constraint
+    if is_one_shot(prompt, files, show_reasoning=show_reasoning, lines=lines):
+        saving = None
+        if continues or session is not None:
+            from localinfer.apps.terminal.continuing import begin_saving
+
+            saving = begin_saving(options, continues=continues, session=session, system=system, no_history=no_history)
+        elif no_history:
+            options["disk_cache"] = False
+        message = read_message(prompt, files)
+        with load_with(options) as llm:
+            answer_once(
+                llm,
+                message,
+                system=system,
+                max_tokens=max_tokens,
+                show_reasoning=show_reasoning,
+                stats=stats,
+                saved=None if saving is None else saving.saved,
+                save=None if saving is None else saving.save,
+                context_shift=context_shift,
+                **sampling,
+            )
+        return
+    from localinfer.apps.terminal.continuing import begin_saving
+    from localinfer.apps.terminal.loop import run_chat
+
+    saving = begin_saving(options, continues=continues, session=session, system=system, no_history=no_history)
+    with load_with(options) as llm:
+        run_chat(
+            llm,
+            system=system,
+            max_tokens=max_tokens,
+            stats=stats,
+            model_name=options["model"],
+            load_model=lambda name: load_with({**options, "model": name}),
+            describe_error=lambda error: in_options(str(error), chat_command),
+            saving=saving,
+            context_shift=context_shift,
+            pin_cache=True,
+            **sampling,
+        )
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from localinfer.apps.cli import main
-from localinfer.apps.cli.one_shot import EXIT_CUT
+from localinfer.apps.cli.chat import EXIT_CUT
 from localinfer.errors import ContextLengthError
 from localinfer.generation.chat.constraints import JsonSchema
 from localinfer.generation.completion import StreamEvent
@@ -122,7 +122,7 @@ def test_what_is_no_message_is_refused_before_a_model_is_loaded(fake_llm, stdin,
 
 
 def test_input_beyond_what_any_context_holds_is_refused(fake_llm, stdin, capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr("localinfer.apps.cli.one_shot._MOST_BYTES", 10)
+    monkeypatch.setattr("localinfer.apps.cli.chat._MOST_BYTES", 10)
     stdin("eleven char")
     assert main(["chat"]) == 2
     assert "longer than 10 bytes" in capsys.readouterr().err
@@ -160,7 +160,7 @@ def test_reasoning_is_left_out_unless_it_is_asked_for(fake_llm, stdin, capsys):
 
 def test_long_prompts_and_reasoning_show_progress_that_is_gone_before_the_answer(fake_llm, stdin, monkeypatch, capsys):
     monkeypatch.setattr("localinfer.terminal.SILENT_SECONDS", -1.0)
-    monkeypatch.setattr("localinfer.apps.cli.one_shot._LOOK_SECONDS", 0.001)
+    monkeypatch.setattr("localinfer.apps.cli.chat._LOOK_SECONDS", 0.001)
     screen = Terminal()
     monkeypatch.setattr(sys, "stderr", screen)
 
