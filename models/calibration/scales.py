@@ -20,8 +20,8 @@ from localinfer.models.calibration.scale_groups import ScaleGroup, find_scale_gr
 from localinfer.models.calibration.weights import RoundedWeights, RoundingOf, StreamedWeights, embedding_rows
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.quant.checkpoint.model_file import ModelFile
+from localinfer.quant.formats.dequantize import dequantize
 from localinfer.quant.formats.encoding import LEVEL_RANGES, encode
-from localinfer.quant.formats.reference import dequantize
 from localinfer.quant.formats.types import TensorRecord, TensorType
 from localinfer.quant.methods.awq import (
     LEAST_GAIN,

@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 
 from localinfer.kernels.ops import EmbeddingTable, LinearWeight
 from localinfer.quant.checkpoint.model_file import ModelFile, read_stretch
+from localinfer.quant.formats.dequantize import dequantize
 from localinfer.quant.formats.encoding import as_float32, source_rows
-from localinfer.quant.formats.reference import dequantize
 from localinfer.quant.formats.types import row_bytes
 from localinfer.quant.methods.awq import Rounding, TensorFactors
 from localinfer.types import FloatArray

@@ -29,7 +29,7 @@ from localinfer.quant.checkpoint.folder import CheckpointFolder, open_folder
 from localinfer.quant.checkpoint.groups import GroupedMatrix, stored_form
 from localinfer.quant.checkpoint.module_reader import StoredForm, StoredMatrix, common_type, left_aside
 from localinfer.quant.checkpoint.quantization import open_quantization, quantization_settings
-from localinfer.quant.formats.reference import dequantize
+from localinfer.quant.formats.dequantize import dequantize
 from localinfer.quant.formats.types import TensorRecord, TensorType
 from localinfer.quant.gguf.mapped_file import FileStretch
 from localinfer.quant.gguf.reader import SingleValue

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from localinfer.errors import CorruptFileError, UnsupportedFormatError
 from localinfer.quant.checkpoint.folder import CheckpointFolder, check_num_values, read_header
-from localinfer.quant.formats.reference import dequantize
+from localinfer.quant.formats.dequantize import dequantize
 from localinfer.quant.formats.types import TensorType
 from localinfer.quant.gguf.mapped_file import MappedFile
 

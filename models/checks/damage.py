@@ -26,7 +26,7 @@ from localinfer.models.decoder.architecture import QueryKeyNorm
 from localinfer.models.decoder.architectures import find_architecture
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.quant.checkpoint.model_file import ModelFile
-from localinfer.quant.formats.reference import dequantize
+from localinfer.quant.formats.dequantize import dequantize
 from localinfer.quant.formats.types import TensorRecord, TensorType, block_bytes, block_size, row_bytes
 from localinfer.quant.gguf.mapped_file import FileStretch, MappedFile
 

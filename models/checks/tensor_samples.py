@@ -17,7 +17,7 @@ from localinfer.models.checks import Finding, shortened
 from localinfer.models.checks.damage import MATRIX, TABLES, BlockGrid, check_grids, read_grids
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.quant.checkpoint.model_file import ModelFile
-from localinfer.quant.formats.reference import dequantize
+from localinfer.quant.formats.dequantize import dequantize
 from localinfer.quant.formats.types import TensorType, block_bytes, block_size
 from localinfer.quant.gguf.mapped_file import MappedFile
 from localinfer.types import FloatArray

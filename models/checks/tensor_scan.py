@@ -29,7 +29,7 @@ from localinfer.models.checks.damage import (
 from localinfer.models.checks.tensor_samples import SAMPLED_TYPES, TensorFigures, judge
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.quant.checkpoint.model_file import ModelFile, read_stretch
-from localinfer.quant.formats.reference import dequantize
+from localinfer.quant.formats.dequantize import dequantize
 from localinfer.quant.formats.types import TensorRecord, row_bytes
 from localinfer.types import FloatArray, ProgressCallback
 

@@ -41,7 +41,7 @@ from localinfer.kernels.ops import EmbeddingTable, LinearWeight, OpGraph
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.quant.checkpoint.groups import GroupedMatrix, kernel_layout, kernel_rows
 from localinfer.quant.checkpoint.model_file import ModelFile
-from localinfer.quant.formats.reference import dequantize
+from localinfer.quant.formats.dequantize import dequantize
 from localinfer.quant.formats.types import TensorType, row_bytes
 from localinfer.quant.gguf.mapped_file import FileStretch
 from localinfer.quant.pipeline.conversion import conversion_note, convert, layout_of, runs_directly

@@ -46,7 +46,7 @@ from localinfer.quant.checkpoint.module_reader import (
     encode_rows,
     finite_weights,
 )
-from localinfer.quant.formats.reference import LEVEL_OFFSETS
+from localinfer.quant.formats.dequantize import LEVEL_OFFSETS
 from localinfer.quant.formats.types import (
     TensorType,
     bits_per_weight,

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from localinfer.errors import ShapeError, TokenizerError
 from localinfer.quant.checkpoint.groups import GroupedMatrix
 from localinfer.quant.checkpoint.model_file import ModelFile, read_stretch
-from localinfer.quant.formats.reference import dequantize
+from localinfer.quant.formats.dequantize import dequantize
 from localinfer.quant.formats.types import TensorRecord, TensorType
 from localinfer.quant.gguf.mapped_file import FileStretch
 from localinfer.types import FloatArray

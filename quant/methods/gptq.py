@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 from localinfer.errors import RequestError
 from localinfer.kernels.cpu.encoding import FeedbackColumns
 from localinfer.kernels.cpu.program import ThreadPool
+from localinfer.quant.formats.dequantize import dequantize
 from localinfer.quant.formats.encoding import LEVEL_RANGES, Grid, encode, read_grid, with_levels
-from localinfer.quant.formats.reference import dequantize
 from localinfer.quant.formats.types import TensorRecord, TensorType, row_bytes
 from localinfer.quant.methods.imatrix import LinearProduct, MatrixPart
 from localinfer.quant.methods.presets import TypeChoice

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from localinfer.errors import CorruptFileError, RequestError
 from localinfer.kernels.layouts import GGUF_LAYOUTS, Layout
-from localinfer.quant.formats.reference import (
+from localinfer.quant.formats.dequantize import (
     activation_type,
     dequantize,
     group_scales,

@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 from localinfer.errors import RequestError
 from localinfer.kernels.cpu.program import ThreadPool
 from localinfer.quant.checkpoint.model_file import ModelFile, read_stretch
+from localinfer.quant.formats.dequantize import dequantize
 from localinfer.quant.formats.encoding import as_float32, encode, source_rows
-from localinfer.quant.formats.reference import dequantize
 from localinfer.quant.formats.types import TensorRecord, TensorType, row_bytes
 from localinfer.quant.gguf.header import ValueType
 from localinfer.quant.gguf.writer import EncodedValue, GGUFWriter, copy_values, encode_value

@@ -4,7 +4,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.kernels.layouts import GGUF_LAYOUTS, SIZES, Layout
-from localinfer.quant.formats.reference import dequantize
+from localinfer.quant.formats.dequantize import dequantize
 from localinfer.quant.formats.types import TensorType, block_dtype, block_size
 
 

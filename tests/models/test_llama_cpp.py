@@ -12,7 +12,7 @@ import pytest
 import localinfer
 from localinfer.apps.quantize import quantize
 from localinfer.models import demo
-from localinfer.quant.formats.reference import dequantize
+from localinfer.quant.formats.dequantize import dequantize
 from localinfer.quant.formats.types import TensorType
 from localinfer.quant.gguf.reader import read_gguf
 from localinfer.quant.gguf.writer import encode_value

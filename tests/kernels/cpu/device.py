@@ -16,7 +16,7 @@ from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.layouts import Layout
 from localinfer.kernels.ops import EmbeddingTable, KVLayerShape, LinearWeight, OpGraph, StateShape
 from localinfer.models.load.loader import open_model_file
-from localinfer.quant.formats.reference import dequantize
+from localinfer.quant.formats.dequantize import dequantize
 from localinfer.types import FloatArray
 
 

@@ -15,7 +15,7 @@ from localinfer.kernels.graph_builder import GraphBuilder
 from localinfer.kernels.layouts import GGUF_LAYOUTS, SIZES, Layout
 from localinfer.kernels.ops import Activation, Buffer, EmbeddingTable, Pairing, RopeTable, Rows
 from localinfer.kernels.program import Batch, Segment
-from localinfer.quant.formats.reference import dequantize
+from localinfer.quant.formats.dequantize import dequantize
 from localinfer.quant.formats.types import TensorType
 from localinfer.types import FloatArray
 from tests.kernels.cpu.tape_runs import NO_CACHE, assert_same_bits, random_rows, relative_error, run_rows, table

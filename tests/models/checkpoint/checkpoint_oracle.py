@@ -11,7 +11,7 @@ from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.decoder.decoder import write_decoder
 from localinfer.models.load.loader import open_model_file
 from localinfer.quant.checkpoint.model_file import ModelFile
-from localinfer.quant.formats.reference import dequantize
+from localinfer.quant.formats.dequantize import dequantize
 from localinfer.types import FloatArray
 from tests.support.oracle import NumpyProgram, NumpyWeights
 

@@ -12,7 +12,7 @@ import localinfer
 from localinfer.apps.quantize import quantize
 from localinfer.errors import CorruptFileError, UnsupportedFormatError
 from localinfer.models.checkpoint.model import open_checkpoint
-from localinfer.quant.formats.reference import dequantize
+from localinfer.quant.formats.dequantize import dequantize
 from localinfer.quant.formats.types import TensorType
 from localinfer.quant.gguf.reader import read_gguf
 from tests.models.checkpoint.checkpoint_oracle import oracle_logits

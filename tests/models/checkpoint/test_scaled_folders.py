@@ -17,7 +17,7 @@ from localinfer.errors import CorruptFileError, ModelFileError, UnsupportedForma
 from localinfer.models.checkpoint.model import open_checkpoint
 from localinfer.models.load.loader import open_model_file
 from localinfer.quant.checkpoint.folder import open_folder
-from localinfer.quant.formats.reference import dequantize
+from localinfer.quant.formats.dequantize import dequantize
 from localinfer.quant.formats.types import TensorType
 from localinfer.quant.gguf.reader import read_gguf
 from tests.models.checkpoint.checkpoint_oracle import oracle_logits

@@ -11,8 +11,8 @@ import numpy as np
 
 from localinfer.kernels.cpu.program import ThreadPool
 from localinfer.loading.options import model_path
+from localinfer.quant.formats.dequantize import dequantize
 from localinfer.quant.formats.encoding import encode
-from localinfer.quant.formats.reference import dequantize
 from localinfer.quant.formats.types import TensorRecord, TensorType, block_dtype
 from localinfer.quant.gguf.header import ValueType
 from localinfer.quant.gguf.reader import Metadata, read_gguf

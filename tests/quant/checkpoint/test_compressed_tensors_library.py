@@ -7,7 +7,7 @@ import pytest
 
 from localinfer.quant.checkpoint.folder import open_folder
 from localinfer.quant.checkpoint.quantization import open_quantization
-from localinfer.quant.formats.reference import dequantize
+from localinfer.quant.formats.dequantize import dequantize
 from tests.support.checkpoint_files import Stored, write_folder
 from tests.support.quantized_checkpoints import in_module
 

@@ -11,7 +11,7 @@ from localinfer.quant.checkpoint.folder import open_folder
 from localinfer.quant.checkpoint.groups import GroupedMatrix
 from localinfer.quant.checkpoint.module_reader import common_type
 from localinfer.quant.checkpoint.quantization import open_quantization
-from localinfer.quant.formats.reference import dequantize
+from localinfer.quant.formats.dequantize import dequantize
 from localinfer.quant.formats.types import TensorType
 from tests.support.checkpoint_files import Stored, write_folder
 from tests.support.quantized_checkpoints import (

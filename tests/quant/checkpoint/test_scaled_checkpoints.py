@@ -12,7 +12,7 @@ from localinfer.errors import CorruptFileError, ModelFileError, UnsupportedForma
 from localinfer.quant.checkpoint.folder import open_folder
 from localinfer.quant.checkpoint.module_reader import StoredMatrix
 from localinfer.quant.checkpoint.quantization import open_quantization
-from localinfer.quant.formats.reference import dequantize
+from localinfer.quant.formats.dequantize import dequantize
 from localinfer.quant.formats.types import TensorType, row_bytes
 from tests.support import scaled_checkpoints as writers
 from tests.support.checkpoint_files import Array, Stored, bfloat16, write_folder

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from localinfer.quant.formats.reference import dequantize, quantize
+from localinfer.quant.formats.dequantize import dequantize, quantize
 from localinfer.quant.formats.types import TensorType
 from localinfer.quant.methods.awq import (
     ReadingMatrix,

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from localinfer.quant.formats.dequantize import dequantize, quantize
 from localinfer.quant.formats.encoding import LEVEL_RANGES, read_grid, with_levels
-from localinfer.quant.formats.reference import dequantize, quantize
 from localinfer.quant.formats.types import TensorType
 from tests.quant.methods.grid_oracle import levels_of, nearest
 

@@ -6,7 +6,7 @@ from numpy.typing import NDArray
 
 from localinfer.errors import CorruptFileError, ShapeError, UnsupportedFormatError
 from localinfer.kernels.layouts import CUDA_LAYOUTS, GGUF_LAYOUTS, Layout
-from localinfer.quant.formats.reference import dequantize
+from localinfer.quant.formats.dequantize import dequantize
 from localinfer.quant.formats.types import TensorType, block_bytes, block_dtype, block_size
 from localinfer.quant.pipeline import conversion
 from localinfer.quant.pipeline.conversion import conversion_note, convert, layout_of, runs_directly

@@ -1,7 +1,7 @@
-"""The NumPy oracle: what the bytes of a quantized tensor mean.
+"""Blocks of GGUF tensors to float32, in NumPy: the meaning of a quantized tensor's bytes.
 
 Slow and obvious on purpose. Kernels are tested against `dequantize`, and `dequantize` is tested bit
-for bit against the `gguf` package (tests/quant/formats/test_reference.py), so every expression keeps that
+for bit against the `gguf` package (tests/quant/formats/test_dequantize.py), so every expression keeps that
 package's order of float32 operations. Most types are `scale * level + minimum` by group of columns (`group_scales`,
 `levels_of`); codes of IQ1, IQ2 and IQ3 are indices into a grid of vectors. The grids are constants of the format,
 taken from the `gguf` package when first needed.
