@@ -74,7 +74,7 @@ class Evaluator:
             EVALUATE[type(op)](self, op)
 
     def streams(self, buffer: Buffer) -> Streams:
-        """What a buffer holds now."""
+        """The arrays in a buffer."""
         return self.values[buffer.index]
 
     def set_streams(self, buffer: Buffer, streams: Streams) -> None:
@@ -181,7 +181,7 @@ def _matmul(run: Evaluator, op: ops.Matmul) -> None:
 
 
 def _differs(run: Evaluator, projection: Projection) -> bool:
-    """Whether a product is added to something that is not the same in both models."""
+    """Return whether a product is added to something that is not the same in both models."""
     if projection.residual is None:
         return False
     residuals = run.streams(projection.residual)

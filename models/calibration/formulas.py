@@ -225,7 +225,7 @@ def magnitude(x: FloatArray) -> FloatArray:
 
 
 def gaussian_top_k(x: FloatArray, num_deviations: float) -> FloatArray:
-    """What exceeds a row's mean by so many standard deviations of a sample, and 0 elsewhere."""
+    """Keep what exceeds a row's mean by so many standard deviations of a sample, and 0 elsewhere."""
     least = x.mean(axis=1, keepdims=True) + np.float32(num_deviations) * x.std(axis=1, ddof=1, keepdims=True)
     result: FloatArray = np.maximum(x - least, np.float32(0))
     return result

@@ -37,10 +37,11 @@ SEQUENCE_LENGTH = 512
 
 @dataclass(frozen=True)
 class CalibrationState:
-    """Where a pass stands: layers done, and what the next layer reads, one float32[tokens, hidden_size] per model."""
+    """State between two layers of a pass."""
 
     num_layers_done: int
     hidden: Streams
+    """Input of the next layer, one float32[tokens, hidden_size] per model."""
 
 
 def calibration_sequences(tokenizer: Tokenizer, text: str, max_tokens: int, context_length: int) -> NDArray[np.int32]:
@@ -142,11 +143,11 @@ class LayerRun:
         self._hidden = self._graph.buffer("hidden", config.hidden_size, Rows.BATCH)
 
     def embed(self) -> Streams:
-        """What the first layer reads."""
-        return self._evaluated(write_embedding(self._graph, self._graph.config.context_length))
+        """Compute the first layer's input."""
+        return self._evaluated(write_embedding(self._graph))
 
     def layer(self, layer: int, hidden: Streams) -> Streams:
-        """What the next layer reads, from what this one reads."""
+        """Compute the next layer's input from this one's."""
         self._evaluator.set_streams(self._hidden, hidden)
         return self._evaluated(write_layer(self._graph, layer, self._hidden, self._tables))
 

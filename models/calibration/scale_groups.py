@@ -25,7 +25,7 @@ from localinfer.types import FloatArray
 
 @dataclass(frozen=True)
 class ScaledPart:
-    """What is divided: rows of a matrix, or elements of a vector, `count` of them from `start`, by scale ** power."""
+    """Rows of a matrix or elements of a vector, `count` from `start`, that are divided by scale ** power."""
 
     tensor: str
     start: int
@@ -129,13 +129,13 @@ class _Follower:
         self.of(buffer).forbid(reason)
 
     def end(self, buffer: Buffer, reason: str = "the input is the residual stream, which every layer shares") -> None:
-        """What the buffer held is used up, and what it holds now cannot be scaled."""
+        """End the channels that a buffer held, and put others into it that cannot be scaled."""
         if buffer.index in self.held:
             self.forbid(buffer, reason)
         self.held[buffer.index] = _Channels(buffer.width, reason=reason)
 
     def vector(self, values: FloatArray) -> ScaledPart:
-        """Which elements of which tensor these are."""
+        """Find the elements of a tensor that these are."""
         part = self.weights.part_of(values)
         assert part is not None, "every vector of the graph comes from these weights"
         return ScaledPart(*part, is_vector=True)

@@ -175,7 +175,7 @@ class _SeenGroups:
         return [None] * len(product.matrices)
 
     def by_products(self, group: ScaleGroup) -> GroupScales | None:
-        """What helps the products that read a group, 1 for experts that few tokens reached; None if nothing does."""
+        """Scales that help the products that read a group, 1 for experts that few tokens reached; None if none do."""
         choices = {expert: search.best() for expert, search in self._searches.get(group.name, {}).items()}
         if not any(choice.loss_ratio < 1 for choice in choices.values()):
             return None

@@ -15,7 +15,7 @@ from localinfer.quant.methods.awq import Rounding, TensorFactors
 from localinfer.types import FloatArray
 
 RoundingOf = Callable[[str], Rounding | None]
-"""How the type that a tensor gets rounds it; None for tensors that are not rounded."""
+"""Rounding by the type that a tensor gets; None for tensors that are not rounded."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class StreamedWeights:
         self._file = file
 
     def has(self, name: str) -> bool:
-        """Whether the file holds this tensor."""
+        """Return whether the file holds this tensor."""
         return name in self._file.tensors
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -139,7 +139,7 @@ class RoundedWeights(StreamedWeights):
 
 @dataclass(frozen=True)
 class _RoundedMatrices:
-    """What an evaluator reads of a weight."""
+    """Matrices of a weight for an evaluator."""
 
     source: RoundedWeights
     stored: StoredMatrices

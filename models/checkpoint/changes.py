@@ -1,4 +1,4 @@
-"""What GGUF stores otherwise than a checkpoint does: rows in another order, parts of a tensor, values computed from it.
+"""Changes from a checkpoint's tensor to GGUF's: rows in another order, parts of a tensor, values computed from it.
 
 Sources: the published model code says what a checkpoint's tensor means, the GGUF specification and llama.cpp's graphs
 what is read of a file.

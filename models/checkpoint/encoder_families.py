@@ -58,7 +58,7 @@ _NORMS_BEHIND: dict[str, Source] = {"attn_output_norm": "norm1", "layer_output_n
 
 
 def is_ranker(settings: Settings) -> bool:
-    """Whether a folder holds a classifier of whole texts."""
+    """Return whether a folder holds a classifier of whole texts."""
     return any(isinstance(name, str) and name.endswith(_CLASSIFIER) for name in settings.entries("architectures"))
 
 
@@ -454,7 +454,7 @@ def _distances(settings: Settings) -> tuple[int, int]:
 
 
 def _products(settings: Settings) -> tuple[str, ...]:
-    """What is multiplied by vectors of distances: queries (c2p), keys (p2c)."""
+    """Products with vectors of distances: of queries (c2p), of keys (p2c)."""
     value = settings.get("pos_att_type") or []
     names = [name.strip() for name in value.lower().split("|")] if isinstance(value, str) else value
     known = ("c2p", "p2c")

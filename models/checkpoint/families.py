@@ -256,12 +256,12 @@ _OF_OTHER_PARTS = re.compile(
 
 @dataclass(frozen=True)
 class Wrapper:
-    """What the class of one wrapper takes for what its file leaves out."""
+    """Values that the class of one wrapper has for settings that its file leaves out."""
 
     text_type: str
     """`model_type` of the text model."""
     ties_embeddings: bool | None
-    """Whether the output matrix is the embedding; None where the text model's own settings say so."""
+    """The output matrix is the embedding; None where the text model's own settings say so."""
 
 
 def _wrappers(kinds: Mapping[tuple[str, bool | None], str]) -> dict[str, Wrapper]:
@@ -316,7 +316,7 @@ WRAPPERS: dict[str, Wrapper] = _wrappers(
 """By `model_type`. Source: the classes of transformers 5.24."""
 
 _MISNAMED_LAYERS = {"kimi_k25": ("blocks",), "qianfan_ocr": ("encoder.layers",)}
-"""What transformers 5.24 writes before the numbers of the text model's layers, in place of `layers`."""
+"""Words that transformers 5.24 writes before the numbers of the text model's layers, in place of `layers`."""
 
 _LLAMA: dict[str, object] = {
     "vocab_size": 32000,
@@ -382,13 +382,13 @@ class TextConfig:
     """Of all levels, by the setting's path, the outermost first."""
     settings: Mapping[str, Any]
     defaults: Mapping[str, object]
-    """What the text model's class takes for absent settings."""
+    """Values of the text model's class for absent settings."""
     ties_embeddings: bool | None
-    """What the wrapper says; None where the text model's own settings do."""
+    """The wrapper's flag; None where the text model's own settings decide."""
     has_other_parts: bool
-    """Whether some part sees, hears or speaks."""
+    """Some part sees, hears or speaks."""
     misnamed_layers: tuple[str, ...]
-    """What may stand before the number of a layer beside the family's name."""
+    """Words that may stand before the number of a layer beside the family's."""
 
 
 def config_levels(config: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:

@@ -47,14 +47,14 @@ ROUTER_BIAS = {"exp_probs_b.bias": "mlp.gate.e_score_correction_bias"}
 
 @dataclass(frozen=True)
 class Part:
-    """What is made of a module or tensor of this name, and how."""
+    """Tensor that is made of a module or tensor of this name, by a change."""
 
     source: str
     change: Change
 
 
 Source = str | Part | tuple[str | Part, ...]
-"""Where something comes from: one name, or those that different writers have for it."""
+"""Source of a tensor: one name, or those that different writers have for it."""
 
 FUSED_EXPERTS: dict[str, Source] = {
     "ffn_gate_exps.weight": Part("mlp.experts.gate_up_proj", FIRST_HALVES),
@@ -124,7 +124,7 @@ class Family:
 
 
 def experts(settings: Settings) -> Metadata:
-    """How many experts there are and run, and their size; none where the model has none."""
+    """The numbers of experts and of those that run, and their size."""
     key = "num_local_experts" if settings.get("num_local_experts") else "num_experts"
     return {
         "expert_count": settings.integer(key, low=1),

@@ -183,7 +183,7 @@ def _windows(settings: Settings, num_layers: int, family: Family) -> dict[str, o
 
 
 def _layer_types(settings: Settings, num_layers: int, family: Family) -> list[str]:
-    """What each layer attends to, empty where the file does not say."""
+    """The kind of attention of each layer, empty where the file does not say."""
     kinds = settings.entries("layer_types")
     known = ("sliding_attention", "full_attention", *family.layer_kinds)
     if kinds and (len(kinds) != num_layers or any(kind not in known for kind in kinds)):
@@ -295,7 +295,7 @@ def _temperature(factor: float, multiplier: float = 1.0) -> float:
 
 
 def _yarn_magnitude(scaling: Settings, factor: float) -> float | None:
-    """What the rotation is multiplied by, if that is not YaRN's own temperature."""
+    """Factor on the rotation, if it is not YaRN's own temperature."""
     if "attention_factor" in scaling:
         return scaling.number("attention_factor", low=0.0)
     mscale, whole = scaling.number("mscale", 0.0, low=0.0), scaling.number("mscale_all_dim", 0.0, low=0.0)

@@ -52,7 +52,7 @@ def latent_sizes(settings: Settings) -> Metadata:
 
 
 def split_keys_and_values(settings: Settings) -> dict[str, Change]:
-    """How the matrix of keys and values is stored: apart."""
+    """Take the matrix of keys and values apart."""
     sizes = (
         settings.integer("num_attention_heads", low=1),
         settings.integer("qk_nope_head_dim", low=1),

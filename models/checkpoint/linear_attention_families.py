@@ -54,7 +54,7 @@ _QWEN_PARAMETERS: dict[str, Source] = {
 
 
 def recurrent_layers(settings: Settings, kinds: tuple[str, ...] = _LINEAR) -> list[bool]:
-    """Which layers of `layer_types` are of a recurrent kind, by default all but every fourth."""
+    """Layers of `layer_types` that are of a recurrent kind, by default all but every fourth."""
     num_layers = settings.integer("num_hidden_layers", low=1)
     interval = settings.integer("full_attention_interval", 4, low=1)
     found = settings.entries("layer_types") or [

@@ -66,7 +66,7 @@ def _pairs_by_size(settings: Settings) -> dict[str, Change]:
 
 
 def _heads_by_kind(settings: Settings, is_windowed: list[bool], other: Settings, names: tuple[str, str]) -> Metadata:
-    """How many heads layers have, where those with a window have numbers of their own, under these names."""
+    """Numbers of heads by layer, where those with a window have numbers of their own, under these names."""
     keys: Metadata = {}
     usual = ("num_attention_heads", "num_key_value_heads")
     for key, name, suffix in zip(usual, names, ("", "_kv"), strict=True):
@@ -317,7 +317,7 @@ _INPUT_GATE = {
     "proj": "per_layer_projection",
     "post_norm": "post_per_layer_input_norm",
 }
-"""How a layer takes the input of its own."""
+"""Modules by which a layer takes the input of its own."""
 _GEMMA4 = Family(
     architecture="gemma4",
     blocks={
@@ -440,7 +440,7 @@ def _gemma3n(settings: Settings) -> Metadata:
 
 
 def _deviations(settings: Settings, sizes: list[int]) -> list[float]:
-    """How many deviations above the mean the gates of a layer are kept from, -inf where all are.
+    """Deviations above the mean from which the gates of a layer are kept, -inf where all are.
 
     The published code's deviation is that of a population, GGUF's that of a sample.
     """

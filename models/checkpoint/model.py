@@ -45,7 +45,7 @@ _KEYS = {
 }
 """Setting of generation_config.json -> key."""
 _OF_ANY_CHOICE = "repetition_penalty"
-"""What holds without sampling too."""
+"""Setting that holds without sampling too."""
 
 
 def read_sampling(folder: CheckpointFolder) -> dict[str, object]:
@@ -93,9 +93,9 @@ class CheckpointModel(Closing):
     unknown_settings: tuple[str, ...]
     """Settings of config.json that may change results and that nothing here obeys."""
     quantization: tuple[StoredForm, ...]
-    """How the folder stores its quantized matrices, and what they run as."""
+    """Forms in which the folder stores its quantized matrices, and the types they run as."""
     notices: tuple[str, ...]
-    """What becomes of the weights, where they do not stay as they are, and which tensors are not used."""
+    """Changes of weights that do not stay as they are, and tensors that are not used."""
 
     def __init__(self, folder: CheckpointFolder) -> None:
         parameters = read_hyperparameters(folder.config, folder.path.resolve().name)
@@ -212,7 +212,7 @@ class CheckpointModel(Closing):
 
     @property
     def has_changed(self) -> bool:
-        """Whether a file of tensors was written since it was opened, or another one has its name."""
+        """Return whether a file of tensors was written since it was opened, or another one has its name."""
         return self._folder.has_changed
 
     def forget(self, name: str, first: int, end: int) -> None:
@@ -240,7 +240,7 @@ class CheckpointModel(Closing):
         return module, "weight" if leaf in self._reader.leaves else leaf
 
     def _are_equal(self, first: str, second: str) -> bool:
-        """Whether two modules have the same tensors, byte for byte."""
+        """Return whether two modules have the same tensors, byte for byte."""
         found = [
             {
                 name.removeprefix(f"{module}."): info
@@ -281,7 +281,7 @@ class CheckpointModel(Closing):
         return found
 
     def _matrices(self, planned: PlannedTensor) -> list[StoredMatrix]:
-        """What a quantized weight is made of, one matrix per expert."""
+        """The matrices of a quantized weight, one per expert."""
         assert self._reader is not None, "nothing is quantized without a reader"
         matrices = [self._reader.matrix(source) for source in self._expert_sources(planned)]
         if planned.change is None:
@@ -411,7 +411,7 @@ class CheckpointModel(Closing):
 
 
 def _is_inner(name: str, parameters: Hyperparameters) -> bool:
-    """Whether a tensor is only there for others to be made of."""
+    """Return whether a tensor is only there for others to be made of."""
     return re.sub(r"^blk\.\d+\.", "", name) in parameters.family.inner
 
 

@@ -90,7 +90,7 @@ class Settings:
         return {key: value for key, value in self._values.items() if key not in self._read}
 
     def was_read(self, key: str) -> bool:
-        """Whether this was read, or noted as such."""
+        """Return whether this was read, or noted as such."""
         return key in self._read
 
     def mark_read(self, keys: Iterable[str]) -> None:
@@ -196,5 +196,5 @@ def _unknown_rope_keys(record: Mapping[str, Any]) -> list[str]:
 
 
 def _is_neutral(key: str, value: object) -> bool:
-    """Whether a value says 'nothing of the kind': nothing, false, 0, and 1 where something is multiplied by it."""
+    """Return whether a value switches off: nothing, false, 0, and 1 where something is multiplied by it."""
     return not value or (type(value) in (int, float) and value == 1 and _NEUTRAL_AT_ONE.fullmatch(key) is not None)

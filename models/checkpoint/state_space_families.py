@@ -27,7 +27,7 @@ from localinfer.models.checkpoint.family import ATTENTION, RELU_SQUARED, Family,
 from localinfer.models.checkpoint.settings import Settings
 
 _MANY_TOKENS = 1 << 20
-"""Where nothing depends on positions, as converters write it."""
+"""Context length where nothing depends on positions, as converters write it."""
 
 
 def _mixer_1(module: str) -> tuple[dict[str, Source], dict[str, Source]]:
@@ -160,7 +160,7 @@ def _zamba2_groups(settings: Settings) -> dict[str, Change]:
 
 
 def _attention_layers(settings: Settings) -> list[bool]:
-    """Which layers have attention, by their list, their indices, or a period."""
+    """Layers that have attention, by their list, their indices, or a period."""
     layers = range(settings.integer("num_hidden_layers", low=1))
     settings.mark_read(("attn_layer_indices", "attn_layer_period", "attn_layer_offset", "layers_block_type"))
     named = settings.entries("attn_layer_indices")
@@ -251,7 +251,7 @@ def _nemotron_variant(settings: Settings, family: Family) -> Family:
 
 
 def _nemotron_kinds(settings: Settings) -> list[str]:
-    """What every layer is: a list, or in published files a text of one letter each."""
+    """The kind of every layer: a list, or in published files a text of one letter each."""
     settings.mark_read(("hybrid_override_pattern", "layers_block_type", "mtp_layers_block_type"))
     names = {"linear_attention": "mamba", "full_attention": "attention"}
     found = settings.entries("layers_block_type")
@@ -439,7 +439,7 @@ def _zamba2_variant(settings: Settings, family: Family) -> Family:
 
 
 def _either(ones: Mapping[str, Source], others: Mapping[str, Source]) -> dict[str, Source]:
-    """What is found at one of two places."""
+    """Modules that have one of two names."""
 
     def places(source: Source) -> tuple[str | Part, ...]:
         return source if isinstance(source, tuple) else (source,)

@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint become which of GGUF's, and what happens to them on the way."""
+"""The plan from tensors of a checkpoint to GGUF's, with their changes."""
 
 import re
 from collections import Counter
@@ -37,7 +37,7 @@ _OTHER_HEADS = re.compile(r"(model\.)?(score|classifier|v_head|value_head|custom
 """Results of a model that are no logits of tokens."""
 _DRAFTER = re.compile(r"(model\.)?mtp\.")
 _OLD_LEAVES = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
-"""What norms of the first BERT models call their tensors."""
+"""Names of the norms' tensors in the first BERT models."""
 _NUMBER = r"(0|[1-9]\d{0,4})"
 _NUMBERED = re.compile(rf"(.*(?:\b(?:experts|norms)|_projections)\.){_NUMBER}(\..*)")
 
@@ -133,7 +133,7 @@ def plan_tensors(
 
 
 def has_head(names: Collection[str]) -> bool:
-    """Whether some tensor of a checkpoint is of its output matrix."""
+    """Return whether some tensor of a checkpoint is of its output matrix."""
     return any(name.startswith(tuple(f"{head}." for head in _HEADS)) for name in names)
 
 
@@ -159,7 +159,7 @@ class _Places:
         self._inside = _by_source(family.blocks, family.parameters)
 
     def _text_roots(self, family: Family) -> tuple[str, ...]:
-        """What the names of the text model and of its output matrix begin with."""
+        """Beginnings of the names of the text model's tensors and of its output matrix."""
         heads = tuple(f"{head}." for head in _HEADS)
         if self._prefix:
             # A model of its own inside the wrapper has its head beside its layers.
@@ -182,11 +182,11 @@ class _Places:
         return [(f"blk.{layer[1]}.{place}", change) for place, change in self._inside.get(path, [])], index
 
     def is_unused(self, name: str) -> bool:
-        """Whether nothing goes through a tensor."""
+        """Return whether nothing goes through a tensor."""
         return self._unused.fullmatch(name) is not None
 
     def is_of_another_part(self, name: str) -> bool:
-        """Whether a tensor is of a part that sees, hears or speaks.
+        """Return whether a tensor is of a part that sees, hears or speaks.
 
         In a model with such parts that is all that is neither the text model's, which its prefix tells, nor one of the
         heads behind it.
@@ -198,7 +198,7 @@ class _Places:
         return not name.startswith(self._roots)
 
     def is_of_a_drafter(self, name: str) -> bool:
-        """Whether a tensor is of the layers behind the last that config.json says predict further tokens."""
+        """Return whether a tensor is of the layers behind the last that config.json says predict further tokens."""
         layer = self._layer.fullmatch(name)
         return layer is not None and 0 <= int(layer[1]) - self._num_layers < self._num_drafters
 
@@ -244,7 +244,7 @@ def _names(sources: Source) -> list[tuple[str, Change | None]]:
 
 
 def _prefix(modules: Collection[str], embedding: str) -> str:
-    """What stands before the embedding and the layers: models that also see nest the text model."""
+    """The text before the names of the embedding and the layers: models that also see nest the text model."""
     for prefix in _PREFIXES:
         if f"{prefix}{embedding}" in modules:
             return prefix
@@ -270,7 +270,7 @@ def _planned(
 
 
 def _change(name: str, parameters: Hyperparameters) -> Change | None:
-    """What the settings of the family say of one of GGUF's tensors."""
+    """The change of one of GGUF's tensors by the settings of the family."""
     family = parameters.family
     whole_name = re.sub(r"^blk\.\d+\.", "", name)
     stem = whole_name.removesuffix(".weight").removesuffix(".bias")

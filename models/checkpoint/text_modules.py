@@ -1,4 +1,4 @@
-"""What a folder of Sentence Transformers has behind its model: how a text's vector is pooled, and matrices after that.
+"""Steps behind the model in a folder of Sentence Transformers: pooling of a text's vector, and matrices after that.
 
 `modules.json` lists the steps, each in a folder of its own. Source: the library's own files (sentence-transformers,
 `models/Pooling.py` and `models/Dense.py`).

@@ -59,7 +59,7 @@ def flag_in(record: Mapping[str, Any], key: str, default: bool = False) -> bool:
 
 
 def metaspace_scheme(step: Mapping[str, Any], built: Sequence[str]) -> str:
-    """Where a Metaspace puts a space before a text: always, never or first; older files say it in a flag.
+    """Scheme by which a Metaspace puts a space before a text: always, never or first; older files have a flag.
 
     built: the ones that the caller can do. Raises: TokenizerError.
     """
@@ -142,7 +142,7 @@ _SPACE_MARK = "▁"
 _CONTINUES = "##"
 _MANY_SPACES = {"Regex": " {2,}"}
 _SQUEEZED = {"Regex": r"\s{2,}|[\n\r\t]"}
-"""What DeBERTa's tokenizer makes one space, as transformers 5 writes it."""
+"""White space that DeBERTa's tokenizer makes one space, as transformers 5 writes it."""
 
 Steps = Sequence[Mapping[str, Any]]
 
@@ -335,7 +335,7 @@ class TokenizerJson:
         return found[0] if found else None
 
     def pair_flags(self, settings: Mapping[str, Any]) -> dict[str, object]:
-        """How the post-processor joins a pair of texts, where it says so in a way that rerankers have.
+        """Flags of a pair of texts as the post-processor joins it, if in a way that rerankers have.
 
         settings: tokenizer_config.json, whose model_input_names may leave token types out.
         """
@@ -356,12 +356,12 @@ class TokenizerJson:
 
     @property
     def is_word_piece(self) -> bool:
-        """Whether it is BERT's, which has both ends of a text in `metadata`."""
+        """Return whether it is BERT's, which has both ends of a text in `metadata`."""
         return self._kind == "WordPiece"
 
     @property
     def strips_after_special(self) -> bool:
-        """Whether the white space behind special tokens goes with them."""
+        """Return whether the white space behind special tokens goes with them."""
         return any(token["special"] and token["rstrip"] for token in self._added)
 
     def _separator(self) -> dict[str, object]:
@@ -570,7 +570,7 @@ def _ids_in(value: object) -> Iterator[int]:
 
 
 def _added_tokens(tokenizer: TokenizerJson, settings: dict[str, Any], metadata: dict[str, object]) -> dict[str, object]:
-    """What a text gets before and after it: as the post-processor says, else as tokenizer_config.json does."""
+    """Tokens that are added around a text, by the post-processor, else by tokenizer_config.json."""
     around = tokenizer.added_around()
     added: dict[str, object] = {}
     for index, role in enumerate(("bos", "eos")):

@@ -59,12 +59,12 @@ class ByteRun:
 
 
 def is_one_word(data: NDArray[np.uint8]) -> bool:
-    """Whether bytes, 16 or more, repeat their first two."""
+    """Return whether bytes, 16 or more, repeat their first two."""
     return bool((data[2:] == data[:-2]).all())
 
 
 def run_around(read: Reader, size: int, first: int) -> ByteRun:
-    """How far the word at a place reaches, in both directions; size: of the tensor in bytes."""
+    """Extend the word at a position in both directions; size: of the tensor in bytes."""
     word = read(first, first + _WORD)
     start, end = first, first + _WORD
     while start > 0:
@@ -87,7 +87,7 @@ def run_around(read: Reader, size: int, first: int) -> ByteRun:
 
 
 def is_damage(run: ByteRun, info: TensorRecord, *, all_rows: bool) -> bool:
-    """Whether a run is none that a model has on purpose: it ends within a row, or is a large share of a matrix.
+    """Return whether a run is none that a model has on purpose: it ends within a row, or is a large share of a matrix.
 
     all_rows: the model needs all rows of this tensor, as it does not those of tables and of types.
     """
@@ -191,7 +191,7 @@ class RunFinder:
 
 
 def _equal_around(read: Reader, size: int, place: int, distance: int) -> ByteRun:
-    """How far the bytes around a place are those of a distance before."""
+    """Extend a stretch of bytes that equal those a distance before, in both directions."""
     start = end = place
     while start > distance:
         low = max(distance, start - _LOOK)
@@ -221,7 +221,7 @@ _STRIDE = 0.6180339887
 _MOST_TIMES = 1000.0
 """A block's size over that of most blocks of its matrix; trained ones reach some ten."""
 _MOST_HALVES = 4.0
-"""How the halves of a matrix differ in size, over how they do in the other layers."""
+"""Ratio of a matrix's halves in size, over that in the other layers."""
 _LEAST_LAYERS = 4
 _LEAST_SHARE = 8
 
@@ -361,7 +361,7 @@ def _is_zero_expert(read: Reader, info: TensorRecord, expert: int) -> bool:
 
 
 def zero_experts(info: TensorRecord, experts: Sequence[int]) -> Finding:
-    """What is said of experts without weights."""
+    """The finding of experts without weights."""
     named = ", ".join(map(str, experts[:4])) + (f" and {len(experts) - 4} more" if experts[4:] else "")
     return Finding(
         "weights zero",
@@ -371,7 +371,7 @@ def zero_experts(info: TensorRecord, experts: Sequence[int]) -> Finding:
 
 
 def hole(info: TensorRecord, run: ByteRun) -> Finding:
-    """What is said of a stretch of one word, or of one that lies there twice."""
+    """The finding of a stretch of one word, or of one that lies there twice."""
     length, row = run.end - run.start, _row(info, run.start)
     if run.distance:
         what = f"holds the same {_bytes(length)} twice, {_bytes(run.distance)} apart, the second time from row {row} on"
@@ -388,7 +388,7 @@ def _bytes(size: int) -> str:
 
 
 def halves_differ(name: str, ratio: float) -> Finding:
-    """What is said of a matrix of which one half has another scale."""
+    """The finding of a matrix of which one half has another scale."""
     larger = "second" if ratio > 1 else "first"
     return Finding(
         "weights halves",

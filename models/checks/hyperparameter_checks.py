@@ -47,9 +47,9 @@ class KnownModel:
     epsilon: float
     """Of the norms."""
     has_output: bool | None = None
-    """Whether it has an output matrix of its own; None where some have and some have not."""
+    """It has an output matrix of its own; None where some have and some have not."""
     has_factors: bool = False
-    """Whether longer contexts come with a divisor for each frequency (`rope_freqs.weight`)."""
+    """Longer contexts come with a divisor for each frequency (`rope_freqs.weight`)."""
     source: str
 
 

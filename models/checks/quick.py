@@ -26,7 +26,7 @@ def check_kind(file: ModelFile) -> None:
 
 
 def other_kind(metadata: Mapping[str, object], tensors: Collection[str], name: str) -> str | None:
-    """What a file is in place of a model, and what to get; None for one that may be a model.
+    """Say what a file is in place of a model, and what to get; None for one that may be a model.
 
     metadata, tensors: of a GGUF file, tensors by name. name: the file's own.
     """

@@ -35,7 +35,7 @@ _NEEDED = re.compile(
 )
 """Further matrices without which a part of the model does nothing."""
 _MOST_TIMES = 12.0
-"""How matrices of a kind differ in size from layer to layer: up to 4 times in trained models, 14 times where blocks
+"""Ratio in size of a kind's matrices from layer to layer: up to 4 times in trained models, 14 times where blocks
 were read as those of another type."""
 _LEAST_LAYERS = 4
 _LEAST_SCALE, _MOST_SCALE = 0.02, 60.0
@@ -45,13 +45,16 @@ to 5."""
 
 @dataclass(frozen=True)
 class TensorFigures:
-    """What is known of a tensor's values. bad_values: how many are not finite. rms: of the finite ones."""
+    """Figures of a tensor's values."""
 
     name: str
     shape: tuple[int, ...]
     bad_values: int
+    """Number of those that are not finite."""
     rms: float
+    """Root mean square of the finite ones."""
     is_whole: bool
+    """They are of all values, not of samples."""
 
 
 def check_samples(file: ModelFile) -> Iterator[Finding]:

@@ -49,7 +49,7 @@ _AGAIN = "download the model again"
 
 @dataclass(frozen=True)
 class TensorScan:
-    """What every value and byte of a tensor tells.
+    """Result of reading every value and byte of a tensor.
 
     row_rms: float64[rows], of the finite values, the rows of all experts one after the other. findings: about the
     tensor alone.
@@ -105,7 +105,7 @@ def check_tensors(
 
 
 def _compare(scans: Sequence[TensorScan]) -> Iterator[Finding]:
-    """What tensors tell beside each other."""
+    """Compare tensors with each other."""
     yield from judge([one.figures for one in scans])
     yield from judge_copies((one.figures.name, one.row_rms.tobytes()) for one in scans if one.figures.rms > 0)
     halves: dict[str, list[tuple[str, float]]] = {}
@@ -191,14 +191,14 @@ class _Scan:
         return found
 
     def figures(self) -> TensorFigures:
-        """What was found of all values."""
+        """Figures of all values."""
         count = max(1, prod(self._info.shape) - self._bad)
         rms = float(np.sqrt(sum(float(one.sum()) for one in self._squares) / count))
         return TensorFigures(self._info.name, self._info.shape, self._bad, rms, is_whole=True)
 
     @property
     def has_values(self) -> bool:
-        """Whether there is any weight but zeros."""
+        """Return whether there is any weight but zeros."""
         return any(one.any() for one in self._squares)
 
     def experts(self) -> Iterator[Finding]:

@@ -8,14 +8,14 @@ from localinfer.models.decoder.block_config import XieluConfig
 
 
 class Norm(Enum):
-    """Which norm every block of the model uses."""
+    """Norm of every block of the model."""
 
     RMS = "rms"
     LAYER = "layer"
 
 
 class QueryKeyNorm(Enum):
-    """Whether queries and keys are normed, before or after RoPE.
+    """Norms of queries and keys, before or after RoPE.
 
     The shape of `attn_q_norm.weight` decides over what: one head, the whole projection, or each head with own weights.
     """
@@ -28,7 +28,7 @@ class QueryKeyNorm(Enum):
 
 
 class Mixer(Enum):
-    """What mixes the rows of a sequence in a layer: attention, or a recurrent block (`recurrent.py`)."""
+    """Block that mixes the rows of a sequence in a layer: attention, or a recurrent one (`recurrent.py`)."""
 
     ATTENTION = "attention"
     SHORT_CONVOLUTION = "short_convolution"
@@ -44,7 +44,7 @@ class Mixer(Enum):
 
 
 class RelativeBias(Enum):
-    """What attention adds to scores by the distance of two positions (`attention.py`)."""
+    """Bias of attention's scores by the distance of two positions (`positions.py`)."""
 
     TABLE = "table"
     """A learned number for each head and bucket of distances, the same in all layers (T5, MPNet)."""
@@ -79,7 +79,7 @@ class DraftLayers:
 
 
 class Blocks(Enum):
-    """Which functions write a layer."""
+    """Functions that write a layer."""
 
     PLAIN = "plain"
     """`decoder.write_layer`: attention, then a feed-forward block."""
@@ -197,11 +197,11 @@ class Architecture:
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     stream_weight: float = 0.0
-    """Where it is not 0, a branch's norm is of the residual stream itself, which has this factor where the branch
+    """If not 0, a branch's norm is of the residual stream itself, which has this factor where the branch
     is added (DeepNorm, arXiv 2203.00555)."""
     logit_scale: float = 1.0
     logit_softcap: float = 0.0
-    """Where the file has none, 0 without."""
+    """Replaces a missing one of the file, 0 without."""
     gating: Gating = Gating.SOFTMAX
     normalise_experts: bool = True
     weigh_expert_inputs: bool = False
@@ -226,7 +226,7 @@ class Architecture:
     """In layers without RoPE alone, else in all of them."""
 
     def mixer(self, layer: int) -> Mixer:
-        """What mixes rows in a layer."""
+        """The block that mixes rows in a layer."""
         return self.mixers[layer] if self.mixers else Mixer.ATTENTION
 
     def of_layer(self, layer: int) -> "Architecture":

@@ -246,14 +246,14 @@ Shape = tuple[int, ...]
 OF_ANOTHER_CACHE = {"gemma4-assistant": "gemma4"}
 """Draft models whose layers have no keys and values, and the architecture of the target whose they attend to."""
 _SPARSE_LAYERS, _SPARSE_DEVIATIONS = 10, 1.6448533535
-"""Where a file does not say: of a normal distribution, one value in twenty exceeds so many deviations."""
+"""Defaults: of a normal distribution, one value in twenty exceeds so many deviations."""
 _MOST_DEVIATIONS = 100.0
 _MOST_SELECTED = 1 << 16
 TWO_HEAD_SIZES = ("gemma4", "gemma-embedding2", *OF_ANOTHER_CACHE)
 _TWO_ROTARY_SIZES = ("laguna", "mimo2")
 _SHARED_KEYS = ("gemma3n", *TWO_HEAD_SIZES)
 _WITHOUT_LOOKUP = ("gemma-embedding2",)
-"""Whose layers' own inputs follow from the embedding alone."""
+"""Architectures whose layers' own inputs follow from the embedding alone."""
 _INDEXED = ("deepseek32", "glm-dsa", "minimax-m3")
 
 
@@ -301,7 +301,7 @@ def windowed_sizes(
 
 
 def num_shared_layers(reader: MetadataReader, num_layers: int) -> int:
-    """How many of the last layers attend to the keys and values of earlier ones."""
+    """Number of the last layers that attend to the keys and values of earlier ones."""
     if reader.prefix not in _SHARED_KEYS:
         return 0
     # A draft model has no keys and values at all.
@@ -348,7 +348,7 @@ def activation_sparsity(reader: MetadataReader, num_layers: int) -> tuple[float,
 
 
 def read_indexer(reader: MetadataReader, tensor_shapes: Mapping[str, Shape], num_layers: int) -> IndexerConfig | None:
-    """What chooses the positions of sparse attention; None without."""
+    """The indexer that chooses positions for sparse attention; None without."""
     if reader.prefix not in _INDEXED:
         return None
     names = ("attn_k", "k_proj")
@@ -380,12 +380,12 @@ def read_indexer(reader: MetadataReader, tensor_shapes: Mapping[str, Shape], num
 
 
 def _default_types(reader: MetadataReader, present: tuple[int, ...]) -> tuple[int, ...]:
-    """Which layers have an indexer where a file does not say: all, or in GLM's models those with tensors."""
+    """Layers with an indexer where a file does not say: all, or in GLM's models those with tensors."""
     return present if reader.prefix == "glm-dsa" else (1,) * len(present)
 
 
 class Pooling(Enum):
-    """Which hidden states of a text make its embedding."""
+    """Hidden states of a text that make its embedding."""
 
     NONE = "none"
     """All of them: one vector per token."""
@@ -415,7 +415,7 @@ def read_pooling(metadata: Mapping[str, object]) -> Pooling:
 
 
 def classified_rows(metadata: Mapping[str, object], *, is_encoder: bool) -> Pooling:
-    """What a reranker's classifier reads: the mean, the first row, or of a decoder the last.
+    """Rows that a reranker's classifier reads: the mean, the first, or of a decoder the last.
 
     Raises: UnsupportedFormatError for another kind.
     """
@@ -517,7 +517,7 @@ class RecurrentConfig:
 
 
 def has_recurrent_layers(architecture: str) -> bool:
-    """Whether models of this architecture may have recurrent layers."""
+    """Return whether models of this architecture may have recurrent layers."""
     return architecture in (*ALL_LAYERS, *BY_INTERVAL, *BY_KV_HEADS, *BESIDE_ATTENTION)
 
 

@@ -21,7 +21,7 @@ class CheckedWeights:
         self._architecture = architecture
 
     def has(self, name: str) -> bool:
-        """Whether the file has this tensor."""
+        """Return whether the file has this tensor."""
         return self._source.has(name)
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -99,7 +99,7 @@ class ShapeWeights:
         self.uses: dict[str, int] = {}
 
     def has(self, name: str) -> bool:
-        """Whether there is such a tensor."""
+        """Return whether there is such a tensor."""
         return name in self._shapes
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -127,7 +127,7 @@ class ShapeWeights:
         return values
 
     def part_of(self, values: FloatArray) -> VectorPart | None:
-        """Which elements of which tensor these are, or None."""
+        """Find the tensor and the elements of it that these are; None if they are of none."""
         address = values.ctypes.data
         for first, name, whole in self._vectors:
             if first <= address < first + whole.nbytes:

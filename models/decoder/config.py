@@ -163,7 +163,7 @@ class ModelConfig:
 
     @property
     def is_encoder(self) -> bool:
-        """Whether positions see later ones, so that a text is computed in one batch and continues nothing."""
+        """Return whether positions see later ones, so that a text is computed in one batch and continues nothing."""
         return self.architecture in BIDIRECTIONAL
 
     @classmethod
@@ -366,7 +366,7 @@ def _norm_epsilon(reader: MetadataReader) -> float:
 
 
 def _windowed_layers(reader: MetadataReader, num_layers: int) -> tuple[bool, ...]:
-    """Which layers have a sliding window: a list, or a period n, of which one layer has full attention."""
+    """Layers with a sliding window: a list, or a period n, of which one layer has full attention."""
     key = "attention.sliding_window_pattern"
     if key not in reader:
         return ()

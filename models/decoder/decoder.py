@@ -61,21 +61,13 @@ def write_decoder(
     contradicts the metadata.
     """
     graph, tables = begin_graph(config, weights, kv_layers, context_length)
-    hidden = write_embedding(graph, max(context_length or 0, config.context_length))
     has_drafts = has_output_head and config.num_draft_layers > 0
-    for layer in range(config.num_main_layers):
-        if marks is not None:
-            marks.append(len(graph.tape.ops))
-        is_last = layer == config.num_main_layers - 1
-        hidden = write_layer(graph, layer, hidden, tables, selects_output=is_last and not has_drafts)
-    if marks is not None:
-        marks.append(len(graph.tape.ops))
-    if not has_output_head or config.is_encoder:
-        return graph.tape.finish(write_output_norm(graph, hidden))
-    if not has_drafts:
-        normed = write_output_norm(graph, hidden)
-        return graph.tape.finish(_write_logits(graph, normed), normed if shows_states else None)
+    hidden = write_layers(graph, tables, context_length, selects_output=not has_drafts, marks=marks)
     normed = write_output_norm(graph, hidden)
+    if not has_output_head or config.is_encoder:
+        return graph.tape.finish(normed)
+    if not has_drafts:
+        return graph.tape.finish(_write_logits(graph, normed), normed if shows_states else None)
     states = normed if graph.architecture.draft_layers.from_normed else hidden
     previous = write_previous_states(graph, states)
     for layer in range(config.num_main_layers, config.num_layers):
@@ -86,6 +78,19 @@ def write_decoder(
     shown = selected if states is normed else graph.select_output(hidden)
     # Of those layers only what they cache is needed.
     return without_unused(graph.tape.finish(_write_logits(graph, selected), shown))
+
+
+def write_layers(
+    graph: Graph, tables: RopeTables, context_length: int | None, *, selects_output: bool, marks: list[int] | None
+) -> Buffer:
+    """Write the embedding and all layers but draft layers; selects_output: the result has the output rows only."""
+    marks, last = [] if marks is None else marks, graph.config.num_main_layers - 1
+    hidden = write_embedding(graph, context_length)
+    for layer in range(last + 1):
+        marks.append(len(graph.tape.ops))
+        hidden = write_layer(graph, layer, hidden, tables, selects_output=selects_output and layer == last)
+    marks.append(len(graph.tape.ops))
+    return hidden
 
 
 def write_draft_layer(
@@ -151,7 +156,7 @@ def kv_layer_shapes(config: ModelConfig, *, parts_windows: bool = False) -> list
 
 
 def crosses_layers(config: ModelConfig) -> bool:
-    """Whether layers read more than the layer before wrote: keys and values, choices or inputs from further back."""
+    """Return whether layers read keys and values, choices or inputs from further back than the layer before."""
     indexer = config.indexer
     takes_choices = indexer is not None and indexer.block_size == 1 and not all(indexer.layers)
     is_streamed = find_architecture(config).blocks is Blocks.GEMMA3N
@@ -165,11 +170,11 @@ def state_shapes(config: ModelConfig) -> list[StateShape]:
     mixers = architecture.mixers if beside is None else (beside,) * config.num_layers
     found = [RECURRENT_MIXERS[mixer].states(config) for mixer in mixers if mixer in RECURRENT_MIXERS]
     shapes = [shape for states in found for shape in states]
-    return shapes + carried_states(config) if shapes else shapes
+    return shapes + carried_states(config) if shapes else []
 
 
-def write_embedding(graph: Graph, context_length: int) -> Buffer:
-    """Write the embedding and return its result. context_length: the longest sequence."""
+def write_embedding(graph: Graph, context_length: int | None = None) -> Buffer:
+    """Write the embedding and return its result. context_length: the longest sequence, if longer than the model's."""
     config, architecture, tape = graph.config, graph.architecture, graph.tape
     is_projected = architecture.projects_embedding and graph.weights.has("token_embd_proj.weight")
     width = graph.weights.shape("token_embd_proj.weight")[-1] if is_projected else config.hidden_size
@@ -177,7 +182,8 @@ def write_embedding(graph: Graph, context_length: int) -> Buffer:
     table = graph.weights.embedding("token_embd.weight", config.vocab_size, width)
     tape.embed(hidden, table, architecture.embedding_scale)
     if architecture.learned_positions:
-        num_positions = max(context_length, graph.weights.shape("position_embd.weight")[0])
+        longest = max(context_length or 0, config.context_length)
+        num_positions = max(longest, graph.weights.shape("position_embd.weight")[0])
         tape.embed_positions(hidden, graph.weights.embedding("position_embd.weight", num_positions, hidden.width))
     if architecture.normalises_embedding:
         tape.rms_norm(hidden, hidden, None, config.norm_epsilon)
@@ -186,8 +192,7 @@ def write_embedding(graph: Graph, context_length: int) -> Buffer:
     if architecture.embedding_norm is not None:
         graph.norm(hidden, hidden, architecture.embedding_norm)
     if is_projected:
-        narrow, hidden = hidden, graph.buffer("hidden", config.hidden_size, Rows.BATCH)
-        tape.matmul(narrow, [graph.projection("token_embd_proj", hidden, width)])
+        hidden = graph.product("token_embd_proj", hidden, "hidden", config.hidden_size)
     if config.per_layer_size:
         write_layer_inputs(graph, hidden)
     if architecture.blocks is Blocks.ZAMBA2:
@@ -236,11 +241,10 @@ def write_layer(
         parallel_x = x if is_written else graph.block_norm(layer, architecture.feed_forward_norm, hidden, "ffn_input")
     if selects_output:
         # After the last cache write only output rows are needed, so prompts skip the rest of this layer.
-        hidden, attended = graph.select_output(hidden), attended and graph.select_output(attended)
-        beside = beside and graph.select_output(beside)
-        parallel_x = parallel_x and graph.select_output(parallel_x)
-        router_logits = router_logits and graph.select_output(router_logits)
-        expert_x = expert_x and graph.select_output(expert_x)
+        hidden = graph.select_output(hidden)
+        attended, beside, parallel_x, router_logits, expert_x = (
+            one and graph.select_output(one) for one in (attended, beside, parallel_x, router_logits, expert_x)
+        )
     entered = None
     if architecture.second_sum_norm is not None:
         entered = graph.buffer("layer_input", hidden.width, hidden.rows)
@@ -292,10 +296,7 @@ def write_output_norm(graph: Graph, hidden: Buffer) -> Buffer:
     normed = graph.buffer("output_norm", hidden.width, hidden.rows)
     graph.norm(normed, hidden, name)
     if graph.architecture.has_output_projection:
-        width = graph.weights.shape("output_proj.weight")[0]
-        projected = graph.buffer("output_proj", width, normed.rows)
-        graph.tape.matmul(normed, [graph.projection("output_proj", projected, normed.width)])
-        return projected
+        return graph.product("output_proj", normed, "output_proj", graph.weights.shape("output_proj.weight")[0])
     return normed
 
 
@@ -304,8 +305,7 @@ def _write_prediction_head(graph: Graph, normed: Buffer) -> Buffer:
     activation = graph.architecture.classifier_activation
     if not graph.architecture.has_prediction_head or activation is None:
         return normed
-    found = graph.buffer("prediction_head", normed.width, normed.rows)
-    graph.tape.matmul(normed, [graph.projection("output_proj", found, normed.width)])
+    found = graph.product("output_proj", normed, "prediction_head", normed.width)
     graph.tape.activation(found, found, activation)
     graph.norm(found, found, "output_proj_norm")
     return found

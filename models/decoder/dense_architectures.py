@@ -24,7 +24,7 @@ NORMS_BEHIND = replace(
 
 
 def windowed_layers(config: ModelConfig, period: int) -> tuple[bool, ...]:
-    """Which layers have a sliding window: the file's pattern, or all but every period-th layer."""
+    """Layers with a sliding window: the file's pattern, or all but every period-th layer."""
     if not config.sliding_window:
         return (False,) * config.num_layers
     return config.windowed_layers or tuple(layer % period < period - 1 for layer in range(config.num_layers))
@@ -47,12 +47,12 @@ def same_windows(config: ModelConfig) -> tuple[int, ...]:
 
 
 def rope_except_every_fourth(config: ModelConfig) -> tuple[bool, ...]:
-    """Which layers have RoPE: all but every fourth (NoPE, arXiv 2501.18795)."""
+    """Layers with RoPE: all but every fourth (NoPE, arXiv 2501.18795)."""
     return tuple(layer % 4 < 3 for layer in range(config.num_layers))
 
 
 def normalises_experts(config: ModelConfig, default: bool = False) -> bool:
-    """Whether expert weights sum to 1: what the file asks for. default: where it does not say."""
+    """Return whether expert weights sum to 1, as the file says, or else `default`."""
     found = None if config.experts is None else config.experts.normalise
     return default if found is None else found
 

@@ -20,7 +20,7 @@ _SHORT_HEAD_SHARE = 8
 
 
 def short_head_tokens(vocab_size: int) -> int:
-    """How many tokens, the first of the vocabulary, the short output head of a draft layer has; 0 for no such head.
+    """Number of tokens, the first of the vocabulary, of a draft layer's short output head; 0 for no such head.
 
     A draft computes a whole output head per token, which of a small model is most of its work, and what it leaves out
     is only not drafted. Vocabularies of byte pairs are in the order of merges, so their first eighth is 85 to 91 % of

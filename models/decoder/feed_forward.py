@@ -13,7 +13,7 @@ _GATING_CODES = {1: Gating.SOFTMAX, 2: Gating.SIGMOID, 3: Gating.SOFTMAX_SELECTE
 
 
 def has_feed_forward(graph: Graph, layer: int) -> bool:
-    """Whether a layer has such a block; in some models whose layers differ (DeciLM) single ones have none."""
+    """Return whether a layer has such a block; in some models whose layers differ (DeciLM) single ones have none."""
     architecture = graph.architecture.of_layer(layer)
     if not architecture.has_feed_forward:
         return False
@@ -30,9 +30,7 @@ def write_router(graph: Graph, layer: int, x: Buffer) -> Buffer | None:
         return None
     if graph.config.experts is None:
         raise refuse(graph.config, "has a router (ffn_gate_inp) but no expert_count")
-    logits = graph.buffer("router_logits", graph.config.experts.num_experts, x.rows)
-    graph.tape.matmul(x, [graph.projection(name, logits, x.width)])
-    return logits
+    return graph.product(name, x, "router_logits", graph.config.experts.num_experts)
 
 
 def write_feed_forward(
@@ -67,20 +65,17 @@ def _inner(graph: Graph, layer: int, gate_name: str, up_name: str, down_name: st
     """The input of the down projection: activation(up x), or activation(gate x) * (up x)."""
     tape, architecture = graph.tape, graph.architecture
     size = graph.weights.shape(f"{down_name}.weight")[-1]
-    up = graph.buffer("up", size, x.rows)
     if not architecture.gated:
-        tape.matmul(x, [graph.projection(up_name, up, x.width)])
+        up = graph.product(up_name, x, "up", size)
         _activate(graph, layer, up)
         return up
+    up = graph.buffer("up", size, x.rows)
     gate = graph.buffer("gate", size, x.rows)
     is_fused = not graph.weights.has(f"{gate_name}.weight") and graph.weights.shape(f"{up_name}.weight")[0] == 2 * size
     if is_fused:
-        parts = [
-            graph.projection(up_name, out, x.width, rows=(first, 2 * size)) for out, first in ((gate, 0), (up, size))
-        ]
+        tape.matmul(x, graph.row_parts(up_name, x, gate, up))
     else:
-        parts = [graph.projection(name, out, x.width) for name, out in ((gate_name, gate), (up_name, up))]
-    tape.matmul(x, parts)
+        tape.matmul(x, [graph.projection(name, out, x.width) for name, out in ((gate_name, gate), (up_name, up))])
     _gate(graph, gate, up, architecture.dense_clamps[layer] if architecture.dense_clamps else 0.0)
     return up
 
@@ -132,13 +127,13 @@ def _write_experts(graph: Graph, layer: int, hidden: Buffer, x: Buffer, logits: 
     up = graph.buffer("expert_up", num_selected * size, x.rows)
     if architecture.gated:
         gate = graph.buffer("expert_gate", num_selected * size, x.rows)
-        _multiply_experts(graph, block, [("gate", gate), ("up", up)], size, x, expert_ids)
+        multiply_experts(graph, block, [("gate", gate), ("up", up)], size, x, expert_ids)
         if architecture.weigh_expert_inputs:
             # Weighting x weights gate and up; the sum over experts then needs no weights.
             tape.expert_scale(gate, expert_weights)
         _gate(graph, gate, up, architecture.expert_clamps[layer] if architecture.expert_clamps else 0.0)
     else:
-        _multiply_experts(graph, block, [("up", up)], size, x, expert_ids)
+        multiply_experts(graph, block, [("up", up)], size, x, expert_ids)
         tape.activation(up, up, architecture.activation)
     width = hidden.width if latent is None else latent.width
     down = graph.buffer("expert_down", num_selected * width, x.rows)
@@ -161,13 +156,11 @@ def _write_experts(graph: Graph, layer: int, hidden: Buffer, x: Buffer, logits: 
 
 
 def _latent_input(graph: Graph, block: str, x: Buffer) -> Buffer | None:
-    """What routed experts read in models whose experts are narrower than the residual stream (Nemotron 3)."""
+    """The input of routed experts in models whose experts are narrower than the residual stream (Nemotron 3)."""
     name = f"{block}.ffn_latent_down"
     if not graph.weights.has(f"{name}.weight"):
         return None
-    latent = graph.buffer("expert_latent", graph.weights.shape(f"{name}.weight")[0], x.rows)
-    graph.tape.matmul(x, [graph.projection(name, latent, x.width)])
-    return latent
+    return graph.product(name, x, "expert_latent", graph.weights.shape(f"{name}.weight")[0])
 
 
 def _routing(graph: Graph, layer: int, residual_scale: float) -> Routing:
@@ -189,13 +182,13 @@ def _routing(graph: Graph, layer: int, residual_scale: float) -> Routing:
 
 
 def _selection_bias(graph: Graph, layer: int, num_experts: int) -> FloatArray | None:
-    """What is added to routing values for the choice alone; some files name it without the usual ending."""
+    """The bias of routing values for the choice alone; some files name it without the usual ending."""
     name = f"blk.{layer}.exp_probs_b"
     found = graph.weights.optional_vector(f"{name}.bias", (num_experts,))
     return graph.weights.optional_vector(name, (num_experts,)) if found is None else found
 
 
-def _multiply_experts(
+def multiply_experts(
     graph: Graph, block: str, outs: Sequence[tuple[str, Buffer]], size: int, x: Buffer, ids: Buffer
 ) -> None:
     """Gate and up of the selected experts: two stacks, or the rows of one; up alone in models without a gate."""

@@ -31,7 +31,7 @@ from localinfer.models.decoder.block_config import OF_ANOTHER_CACHE
 from localinfer.models.decoder.checked_weights import CheckedWeights
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.decoder.dense_architectures import gemma_with_shared_keys
-from localinfer.models.decoder.feed_forward import write_feed_forward
+from localinfer.models.decoder.feed_forward import multiply_experts, write_feed_forward
 from localinfer.models.decoder.graph import Graph, refuse
 from localinfer.models.decoder.positions import RopeTables
 
@@ -83,7 +83,7 @@ def source_layer(config: ModelConfig, layer: int | None, windowed: bool) -> int:
 
 
 def is_windowed(config: ModelConfig, layer: int) -> bool:
-    """Whether a layer has a sliding window."""
+    """Return whether a layer has a sliding window."""
     return bool(config.windowed_layers) and config.windowed_layers[layer]
 
 
@@ -141,19 +141,17 @@ def write_layer_inputs(graph: Graph, hidden: Buffer) -> None:
     config, tape = graph.config, graph.tape
     size, width = config.per_layer_size, config.num_layers * config.per_layer_size
     inputs = graph.buffer("layer_inputs", width, hidden.rows)
-    scale = 1.0 / math.sqrt(hidden.width)
-    if not graph.weights.has("per_layer_token_embd.weight"):
-        # EmbeddingGemma 2's follow from the embedding alone.
-        tape.matmul(hidden, [graph.projection("per_layer_model_proj", inputs, hidden.width, scale=scale)])
-        graph.norm(inputs, inputs, "per_layer_proj_norm", size)
-        return
-    looked_up = graph.buffer("layer_embeddings", width, hidden.rows)
-    table = graph.weights.embedding("per_layer_token_embd.weight", config.vocab_size, width)
-    tape.embed(looked_up, table, math.sqrt(size))
+    scale, looked_up = 1.0 / math.sqrt(hidden.width), None
+    # EmbeddingGemma 2's follow from the embedding alone.
+    if graph.weights.has("per_layer_token_embd.weight"):
+        looked_up = graph.buffer("layer_embeddings", width, hidden.rows)
+        table = graph.weights.embedding("per_layer_token_embd.weight", config.vocab_size, width)
+        tape.embed(looked_up, table, math.sqrt(size))
     tape.matmul(hidden, [graph.projection("per_layer_model_proj", inputs, hidden.width, scale=scale)])
     graph.norm(inputs, inputs, "per_layer_proj_norm", size)
-    tape.add(inputs, inputs, looked_up)
-    tape.scale(inputs, 1.0 / math.sqrt(2.0))
+    if looked_up is not None:
+        tape.add(inputs, inputs, looked_up)
+        tape.scale(inputs, 1.0 / math.sqrt(2.0))
 
 
 def layer_input(graph: Graph, layer: int) -> Buffer | None:
@@ -189,8 +187,7 @@ def _write_dense_and_experts(graph: Graph, layer: int, hidden: Buffer) -> None:
     parts = [graph.projection(f"{block}.ffn_{name}", out, x.width) for name, out in (("gate", gate), ("up", up))]
     tape.matmul(x, parts)
     tape.gated_activation(up, gate, up, graph.architecture.activation)
-    dense = graph.buffer("branch", hidden.width, hidden.rows)
-    tape.matmul(up, [graph.projection(f"{block}.ffn_down", dense, up.width)])
+    dense = graph.product(f"{block}.ffn_down", up, "branch", hidden.width)
     graph.norm(dense, dense, f"{block}.post_ffw_norm_1")
     routed = _experts(graph, layer, hidden)
     graph.norm(routed, routed, f"{block}.post_ffw_norm_2")
@@ -225,12 +222,7 @@ def _experts(graph: Graph, layer: int, hidden: Buffer) -> Buffer:
     size = weights.shape(f"{block}.ffn_down_exps.weight")[-1]
     gate = graph.buffer("expert_gate", num_selected * size, x.rows)
     up = graph.buffer("expert_up", num_selected * size, x.rows)
-    fused = f"{block}.ffn_gate_up_exps"
-    for part, (name, out) in enumerate((("gate", gate), ("up", up))):
-        if weights.has(f"{fused}.weight"):
-            graph.expert_product(fused, out, x, expert_ids, width, rows=(part * size, 2 * size))
-        else:
-            graph.expert_product(f"{block}.ffn_{name}_exps", out, x, expert_ids, width)
+    multiply_experts(graph, block, [("gate", gate), ("up", up)], size, x, expert_ids)
     tape.gated_activation(up, gate, up, graph.architecture.activation)
     down = graph.buffer("expert_down", num_selected * width, x.rows)
     weight = weights.experts(f"{block}.ffn_down_exps.weight", num_experts, width, size)
@@ -303,7 +295,7 @@ def write_gemma3n_layer(graph: Graph, layer: int, streams: Buffer, tables: RopeT
     hidden = graph.buffer("hidden", width, streams.rows)
     tape.copy_heads(hidden, streams, 1, width, width, streams.width)
     modalities = _modalities(graph, layer, hidden)
-    coefficients = _coefficients(graph, f"{block}.altup_predict_coef", num_streams**2, modalities)
+    coefficients = graph.product(f"{block}.altup_predict_coef", modalities, "coefficients", num_streams**2)
     tape.mix_slots(predicted, streams, num_streams, coefficients, streams)
     tape.copy_heads(hidden, predicted, 1, width, width, streams.width)
 
@@ -322,7 +314,7 @@ def write_gemma3n_layer(graph: Graph, layer: int, streams: Buffer, tables: RopeT
     tape.copy_heads(first, predicted, 1, width, width, predicted.width)
     tape.add(first, active, first, -1.0)
     modalities = _modalities(graph, layer, active)
-    coefficients = _coefficients(graph, f"{block}.altup_correct_coef", num_streams, modalities)
+    coefficients = graph.product(f"{block}.altup_correct_coef", modalities, "coefficients", num_streams)
     corrected = graph.buffer("streams", predicted.width, predicted.rows)
     tape.mix_slots(corrected, first, 1, coefficients, predicted)
     tape.mix_slots(corrected, first, 1, None, corrected)
@@ -335,19 +327,15 @@ def write_gemma3n_layer(graph: Graph, layer: int, streams: Buffer, tables: RopeT
 
 
 def _active_result(graph: Graph, layer: int, hidden: Buffer, x: Buffer, attended: Buffer) -> Buffer:
-    """What the layer makes of the active stream, `hidden`: attention beside a low-rank branch, then feed-forward."""
+    """The layer's result of the active stream, `hidden`: attention beside a low-rank branch, then feed-forward."""
     tape, block = graph.tape, f"blk.{layer}"
     # The low-rank branch and its input.
-    rank = graph.weights.shape(f"{block}.laurel_l.weight")[0]
-    low = graph.buffer("low_rank", rank, x.rows)
-    tape.matmul(x, [graph.projection(f"{block}.laurel_l", low, x.width)])
-    laurel = graph.buffer("laurel", x.width, x.rows)
-    tape.matmul(low, [graph.projection(f"{block}.laurel_r", laurel, rank)])
+    low = graph.product(f"{block}.laurel_l", x, "low_rank", graph.weights.shape(f"{block}.laurel_l.weight")[0])
+    laurel = graph.product(f"{block}.laurel_r", low, "laurel", x.width)
     graph.norm(laurel, laurel, f"{block}.laurel_post_norm")
     tape.add(laurel, laurel, x)
 
-    branch = graph.buffer("branch", hidden.width, hidden.rows)
-    tape.matmul(attended, [graph.projection(f"{block}.attn_output", branch, attended.width)])
+    branch = graph.product(f"{block}.attn_output", attended, "branch", hidden.width)
     graph.norm(branch, branch, f"{block}.post_attention_norm")
     tape.add(hidden, hidden, branch)
     tape.add(hidden, hidden, laurel)
@@ -373,16 +361,8 @@ def _modalities(graph: Graph, layer: int, x: Buffer) -> Buffer:
     tape, name = graph.tape, f"blk.{layer}.altup_router"
     normed = graph.buffer("router_input", x.width, x.rows)
     graph.norm(normed, x, f"{name}_norm")
-    count = graph.weights.shape(f"{name}.weight")[0]
-    out = graph.buffer("modalities", count, x.rows)
-    tape.matmul(normed, [graph.projection(name, out, x.width, scale=1.0 / x.width)])
+    out = graph.product(name, normed, "modalities", graph.weights.shape(f"{name}.weight")[0], 1.0 / x.width)
     tape.activation(out, out, Activation.TANH)
-    return out
-
-
-def _coefficients(graph: Graph, name: str, count: int, modalities: Buffer) -> Buffer:
-    out = graph.buffer("coefficients", count, modalities.rows)
-    graph.tape.matmul(modalities, [graph.projection(name, out, modalities.width)])
     return out
 
 
@@ -422,7 +402,7 @@ def write_assistant(
 
 
 def misfit(config: ModelConfig, target: ModelConfig, kv_layers: Sequence[KVLayerShape]) -> str | None:
-    """What keeps a draft model from drafting for a target with such a cache, in words; None if it does."""
+    """Say why a draft model cannot draft for a target with such a cache; None if it can."""
     drafts_for = OF_ANOTHER_CACHE[config.architecture]
     if target.architecture != drafts_for:
         return f"drafts for {drafts_for!r} models, and its target is of the architecture {target.architecture!r}"

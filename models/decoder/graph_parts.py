@@ -61,7 +61,7 @@ def read_by(op: Op) -> set[int]:
 
 
 def is_whole(op: Op) -> bool:
-    """Whether an op writes all of its output, so that what was there before is not needed for it."""
+    """Return whether an op writes all of its output, so that what was there before is not needed for it."""
     return not isinstance(op, ops.CopyHeads | ops.HeadMatmul | ops.EmbedPositions | ops.EmbedTypes)
 
 

@@ -38,7 +38,7 @@ class MetadataReader:
         return CorruptFileError(f"{whole_key} is {found}; wanted {wanted}. {_WAY_OUT}")
 
     def is_sequence(self, key: str) -> bool:
-        """Whether the value is an array."""
+        """Return whether the value is an array."""
         return _is_sequence(self._metadata.get(self.full_key(key)))
 
     def length_of(self, whole_key: str) -> int | None:

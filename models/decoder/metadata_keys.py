@@ -170,7 +170,7 @@ def unknown_keys(metadata: Mapping[str, object], architecture: str) -> list[str]
 
 
 def is_understood(whole_key: str, architecture: str) -> bool:
-    """Whether this key is read for a model of this architecture."""
+    """Return whether this key is read for a model of this architecture."""
     if whole_key in GENERAL_KEYS or whole_key in TOKENIZER_KEYS or whole_key.startswith(SAMPLING_PREFIX):
         return True
     key = whole_key.removeprefix(f"{architecture}.")

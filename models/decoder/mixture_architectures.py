@@ -54,7 +54,7 @@ def _cohere2moe(config: ModelConfig) -> Architecture:
 
 
 def _windowed_after_first(config: ModelConfig, period: int) -> tuple[bool, ...]:
-    """Which layers have a sliding window: the file's pattern, or all but the first of every `period` layers."""
+    """Layers with a sliding window: the file's pattern, or all but the first of every `period` layers."""
     return config.windowed_layers or tuple(layer % period > 0 for layer in range(config.num_layers))
 
 

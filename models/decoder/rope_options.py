@@ -69,7 +69,7 @@ class RopeOptions:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no option is set."""
+        """Return whether no option is set."""
         return all(getattr(self, field.name) is None for field in fields(self))
 
 

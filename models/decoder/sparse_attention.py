@@ -25,7 +25,7 @@ def index_layers(config: ModelConfig) -> list[int]:
 
 
 def index_cache_shapes(config: ModelConfig) -> list[KVLayerShape]:
-    """What the cache keeps of the indexers, after the model's layers."""
+    """The indexers' layers of the cache, after the model's."""
     return [KVLayerShape(1, config.indexer.key_size, 0) for _ in index_layers(config) if config.indexer]
 
 

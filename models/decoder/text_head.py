@@ -3,14 +3,13 @@
 from collections.abc import Sequence
 
 from localinfer.errors import CorruptFileError
-from localinfer.kernels.ops import Buffer, KVLayerShape, OpGraph, Projection, Rows, WeightSource
+from localinfer.kernels.ops import Buffer, KVLayerShape, OpGraph, Rows, WeightSource
 from localinfer.models.decoder.block_config import Pooling
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.decoder.decoder import (
     begin_graph,
     state_shapes,
-    write_embedding,
-    write_layer,
+    write_layers,
     write_output_norm,
 )
 from localinfer.models.decoder.draft_layers import write_previous_states
@@ -37,15 +36,9 @@ def write_text_model(
     """
     graph, tables = begin_graph(config, weights, kv_layers, context_length)
     is_mean = Pooling.MEAN in (pooling, classified if pooling is Pooling.RANK else pooling)
-    hidden = write_embedding(graph, max(context_length or 0, config.context_length))
     # The states of every row are among those of the sequence, which a graph writes all of or none.
     carries = bool(config.num_draft_layers and state_shapes(config))
-    marks = [] if marks is None else marks
-    for layer in range(config.num_main_layers):
-        marks.append(len(graph.tape.ops))
-        is_last = layer == config.num_main_layers - 1
-        hidden = write_layer(graph, layer, hidden, tables, selects_output=is_last and not is_mean and not carries)
-    marks.append(len(graph.tape.ops))
+    hidden = write_layers(graph, tables, context_length, selects_output=not is_mean and not carries, marks=marks)
     states, hidden = hidden, write_output_norm(graph, hidden)
     if carries:
         write_previous_states(graph, hidden if graph.architecture.draft_layers.from_normed else states)
@@ -65,14 +58,14 @@ def _write_dense(graph: Graph, x: Buffer) -> Buffer:
     """The matrices after pooling, which Sentence Transformers calls Dense."""
     for name in ("dense_2", "dense_3"):
         if graph.weights.has(f"{name}.weight"):
-            x = _product(graph, name, x, graph.weights.shape(f"{name}.weight")[0])
+            x = graph.product(name, x, name, graph.weights.shape(f"{name}.weight")[0])
     return x
 
 
 def _write_classifier(graph: Graph, x: Buffer) -> Buffer:
     weights, tape = graph.weights, graph.tape
     if weights.has("cls.weight"):
-        x = _product(graph, "cls", x, x.width)
+        x = graph.product("cls", x, "cls", x.width)
         activation = graph.architecture.classifier_activation
         if activation is None:
             tape.softcap(x, 1.0)  # tanh
@@ -87,13 +80,5 @@ def _write_classifier(graph: Graph, x: Buffer) -> Buffer:
         )
     if weights.has("cls.output.weight"):
         shape = weights.shape("cls.output.weight")
-        x = _product(graph, "cls.output", x, shape[0] if len(shape) == 2 else 1)
+        x = graph.product("cls.output", x, "cls.output", shape[0] if len(shape) == 2 else 1)
     return x
-
-
-def _product(graph: Graph, name: str, x: Buffer, num_rows: int) -> Buffer:
-    """The named matrix times x, plus its bias if there is one."""
-    out = graph.buffer(name, num_rows, x.rows)
-    weight = graph.weights.linear(f"{name}.weight", num_rows, x.width)
-    graph.tape.matmul(x, [Projection(weight, out, graph.bias(name, num_rows))])
-    return out

@@ -88,7 +88,7 @@ class TemplateNames:
 
 
 def _has_own(parsed: "nodes.Template", name: str) -> bool:
-    """Whether a template has something in place of a name that is not given: it sets it, or asks for it."""
+    """Return whether a template has something in place of a name that is not given: it sets it, or asks for it."""
     from jinja2 import nodes
 
     def names(node: nodes.Node | None) -> bool:
@@ -107,7 +107,7 @@ def _has_own(parsed: "nodes.Template", name: str) -> bool:
 
 
 def _is_off_unless_given(parsed: "nodes.Template", name: str) -> bool:
-    """Whether a template tests `not NAME`, and nowhere gives the name a default or asks whether it has a value."""
+    """Return whether a template tests `not NAME`, and nowhere gives a default or asks for a value."""
     from jinja2 import nodes
 
     def reads(node: nodes.Node) -> bool:
@@ -180,7 +180,7 @@ class ChatTemplate:
 
     @property
     def is_fallback(self) -> bool:
-        """Whether ChatML stands in for the file's template."""
+        """Return whether ChatML stands in for the file's template."""
         with self._lock:
             return self._template(None)[1]
 
@@ -240,9 +240,9 @@ class ChatTemplate:
         return marker.unmark(self._render(marked, marker.character))
 
     def writes_date(self) -> bool:
-        """Whether prompts differ from day to day as nobody asks for a date: rendered on two days, they are compared.
+        """Return whether prompts of two days differ if no date is asked for.
 
-        Of a template that does not compile it says what it says of ChatML, with the warning.
+        The answer for a template that does not compile is ChatML's, with the warning.
         """
         ask = {"role": "user", "content": "?"}
         chats = ([ask], [{"role": "system", "content": "!"}, ask])
@@ -321,7 +321,7 @@ class ChatTemplate:
                 sandbox.budget.end()
 
     def _other_names(self, values: Mapping[str, Any], today: datetime, asked: datetime | None) -> dict[str, Any]:
-        """What a template reads beside what every one is given."""
+        """Values of the names that only some templates read."""
         source = self.tool_source if values["tools"] and self.tool_source is not None else self.source
         names = self._names.get(source)
         return {} if names is None else names.values(values["tools"], today, asked)

@@ -134,7 +134,7 @@ def _weakly(method: Callable[[str], list[int]]) -> Callable[[str], list[int]]:
 
 
 class SubwordEncoder:
-    """How one kind of vocabulary encodes plain text.
+    """Encoder of plain text for one kind of vocabulary.
 
     `adds_space`: a space is put before text that starts a run of plain text. `adds_bos`, `adds_eos`: a
     sequence starts with the BOS token, or ends with the EOS token, where the file does not say.
@@ -365,7 +365,7 @@ class BytePairEncoder(SubwordEncoder):
         return table, LongTextSplitter(self._rule)
 
     def _is_whole(self, word: str) -> bool:
-        """Whether a word that is a token needs no merging."""
+        """Return whether a word that is a token needs no merging."""
         return self._rule.ignores_merges or (self._rule.is_raw and word.strip("\n") == "")
 
     def token_bytes(self, token: str) -> bytes:

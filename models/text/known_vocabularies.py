@@ -16,7 +16,7 @@ class KnownVocabulary:
     """The tokenizer settings that models with one published vocabulary were trained with."""
 
     owner: str
-    """Whose it is, in the genitive."""
+    """Name of its models' family, in the genitive."""
     pre_tokenizer: str
     """The word splitting, by its name in `tokenizer.ggml.pre`."""
     digest: str = ""
@@ -24,7 +24,7 @@ class KnownVocabulary:
     special_tokens: tuple[str, ...] = ()
     """Tokens that it has all of, and no other vocabulary of `sizes` has."""
     sizes: range = range(0)
-    """How many tokens vocabularies with these special tokens have."""
+    """Numbers of tokens of vocabularies with these special tokens."""
     bos: str = ""
     """The token that texts begin with, empty where nothing is added or models differ."""
     ends: tuple[str, ...] = ()

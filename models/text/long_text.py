@@ -397,7 +397,7 @@ def _is_long_word(part: str, ends: NDArray[np.int64]) -> bool:
 
 
 def _byte_ends(part: str, ends: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Where words end in the UTF-8 of a text."""
+    """Ends of words in the UTF-8 of a text."""
     codes = code_points(part)
     sizes = 1 + (codes >= 0x80).astype(np.int64) + (codes >= 0x800) + (codes >= 0x10000)
     return np.cumsum(sizes)[ends - 1]
@@ -412,5 +412,5 @@ def marked_symbols(table: SymbolTable, codes: NDArray[np.int32]) -> NDArray[np.i
 
 
 def _spaces(merge: str) -> list[int]:
-    """Where a pair may be parted: at any of its spaces, where tokens hold spaces."""
+    """Positions at which a pair may be parted: any of its spaces, as tokens may hold spaces."""
     return [found.start() for found in re.finditer(" ", merge) if 0 < found.start() < len(merge) - 1]

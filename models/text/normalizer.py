@@ -144,14 +144,14 @@ def replacement(old: str, new: str) -> str | None:
 
 
 def is_step(step: str) -> bool:
-    """Whether a step is one of those that are known."""
+    """Return whether a step is one of those that are known."""
     return step in STEPS or (
         step.startswith(f"{_REPLACE}\t") and len(step.split("\t")) == 3 and step.split("\t")[1] != ""
     )
 
 
 def keeps_spaces(step: str) -> bool:
-    """Whether a step leaves white space where it is."""
+    """Return whether a step leaves white space where it is."""
     return step.split("\t")[0] in KEEPING_SPACES
 
 

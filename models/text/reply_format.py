@@ -1,4 +1,4 @@
-"""How a model writes tool calls and sets its reasoning apart: the text around what it says.
+"""Formats of tool calls and reasoning: the text that a model writes around them.
 
 `reply_learning` learns these from a chat template, and has a table of those that no template writes.
 """
@@ -19,7 +19,7 @@ THINKING_VARIABLES = ("enable_thinking", "thinking")
 
 
 class RenderableTemplate(Protocol):
-    """What renders chats; `chat_template.ChatTemplate` does."""
+    """Renderer of chats, such as `chat_template.ChatTemplate`."""
 
     def render(
         self,
@@ -46,7 +46,7 @@ class ValueNotation:
 
     @property
     def is_json(self) -> bool:
-        """Whether values may be written as JSON: single quotes are all that differs."""
+        """Return whether values may be written as JSON: single quotes are all that differs."""
         return '"' in self.quotes and not self.has_bare_keys
 
 
@@ -68,7 +68,7 @@ class ParameterFormat:
 
     @property
     def value_marker(self) -> str:
-        """What ends a value, and is in none: `value_end` without the white space before it."""
+        """Text that ends a value, and is in none: `value_end` without the white space before it."""
         return self.value_end.lstrip()
 
     def named(self, text: str, name: str) -> str:
@@ -130,14 +130,14 @@ class CallFormat:
 
     @property
     def late_begins(self) -> tuple[str, ...]:
-        """What begins a call where a model leaves out the first markers of `opening begin`, as some models do."""
+        """Texts that begin a call of models which leave out the first markers of `opening begin`."""
         whole = self.opening + self.begin
         places = [found.start() for found in _LATE_MARKER.finditer(whole) if found.start() > 0]
         return tuple(whole[place:] for place in places if first_marker(whole[place:])) if self.trigger else ()
 
     @property
     def trigger(self) -> str:
-        """What no other text of a reply has, so that a call begins wherever it stands; "" where only the beginning
+        """Marker that no other text of a reply has, so that it always begins a call; "" where only the beginning
         of the reply tells calls from text."""
         return first_marker(self.opening + self.begin)
 
@@ -173,16 +173,16 @@ class ReasoningFormat:
 
     @property
     def frame(self) -> list[str]:
-        """What stands around answers, and is no part of them."""
+        """Texts around answers, which are no part of them."""
         texts = (self.following, self.answer_begin, self.answer_end, *self.other_answers)
         return [self.end + self.following] * bool(self.following) + [text for text in texts if text]
 
     def is_open(self, prompt: str) -> bool:
-        """Whether a prompt ends inside the reasoning, so that the reply begins with it."""
+        """Return whether a prompt ends inside the reasoning, so that the reply begins with it."""
         return prompt.rstrip().endswith(self.begin.rstrip())
 
     def is_closed(self, prompt: str) -> bool:
-        """Whether a prompt ends behind the reasoning, so that the reply has none."""
+        """Return whether a prompt ends behind the reasoning, so that the reply has none."""
         return prompt.rstrip().endswith(self.end)
 
 
@@ -196,7 +196,7 @@ HERMES = CallFormat(
     is_native=False,
     describes_tools=False,
 )
-"""What most models have at least seen, for templates without tools."""
+"""Format that most models have at least seen, for templates without tools."""
 
 _LFM2 = CallFormat(
     opening="<|tool_call_start|>[",

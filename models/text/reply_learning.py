@@ -95,7 +95,7 @@ class Trials:
 
 
 def reply_start(text: str, prompt: str) -> int:
-    """Where the reply begins in a rendered chat, given the rendered prompt for it."""
+    """Start of the reply in a rendered chat, given the rendered prompt for it."""
     start = len(commonprefix((text, prompt)))
     if ASK["content"] in text[start:]:
         start = text.index(ASK["content"]) + len(ASK["content"])
@@ -105,7 +105,7 @@ def reply_start(text: str, prompt: str) -> int:
 
 
 def until_reply_end(text: str, ends: SpellingFinder, asked: str) -> str:
-    """What is the reply's of a text that goes on to the end of a chat.
+    """Cut a text that reaches to the end of a chat at the end of the reply.
 
     A token that ends replies is not, nor what a chat without a reply, `asked`, ends with too.
     """
@@ -116,7 +116,7 @@ def until_reply_end(text: str, ends: SpellingFinder, asked: str) -> str:
 
 
 def marker_around(text: str, place: int) -> tuple[int, int]:
-    """Where the marker begins and ends that a place is inside of; the place itself where it is in none."""
+    """Start and end of the marker around a position; the position itself where it is in none."""
     for found in WHOLE_MARKER.finditer(text):
         if found.start() < place < found.end():
             return found.span()
@@ -128,7 +128,7 @@ Render = Callable[[Mapping[str, Any]], str | None]
 
 
 class _Written(NamedTuple):
-    """What stands between a parameter's name and its value, and behind that."""
+    """Texts between a parameter's name and its value, and behind that."""
 
     assign: str
     after: str
@@ -194,7 +194,7 @@ def _written(text: str | None, name: str, value: str) -> _Written | None:
 
 
 def _typed(render: Render, name: str, assign: str) -> str:
-    """What stands before values that are no strings, where it names their type."""
+    """Text before values that are no strings, with a sign where it names their type."""
     other = _written(render({KEY: {}}), name, "{}")
     if other is None or other.assign == assign:
         return assign
@@ -286,7 +286,7 @@ def learn_call_format(
 
 
 def _reads_tools(template: RenderableTemplate) -> bool:
-    """Whether a template describes the tools that a system message holds."""
+    """Return whether a template describes the tools that a system message holds."""
     system = {"role": "system", "content": "", "tools": NAMES[0]}
     try:
         return NAMES[0] in template.render([system, ASK])
@@ -295,7 +295,7 @@ def _reads_tools(template: RenderableTemplate) -> bool:
 
 
 def _holds_results(template: RenderableTemplate) -> bool:
-    """Whether a template writes results that a calling message holds, and messages of results in another way."""
+    """Return whether a template writes results that a calling message holds, and messages of results in another way."""
     calling = {"role": "assistant", "content": "", "tool_calls": [PROBE_CALL]}
     holding = {**calling, "tool_responses": [{"name": NAMES[0], "response": ANSWER}]}
     result = {"role": "tool", "content": ANSWER, "name": NAMES[0], "tool_call_id": IDS[0]}
@@ -388,7 +388,7 @@ def _without_ids(text: str) -> str:
 
 
 def _without_frame(text: str, prompt: str, reasoning: ReasoningFormat | None) -> str:
-    """What stands before a call, without what the prompt has already and without the frame of an empty answer."""
+    """Text before a call, without what the prompt has already and without the frame of an empty answer."""
     marker = first_marker(text)
     if marker and prompt.rstrip().endswith(marker):
         text = text[len(marker) :]
@@ -415,7 +415,7 @@ def _counted(first: str, second: str | None) -> tuple[str, str | None, int | Non
 def _between(
     two: str, after: str, until_end: Callable[[str], str], parameters: ParameterFormat | None
 ) -> tuple[str | None, str | None, str]:
-    """What stands between the arguments of one call and the name of the next, between that and its arguments, and
+    """Texts between the arguments of one call and the name of the next, between that and its arguments, and
     after these."""
     first = _find_arguments(two, two.index(NAMES[0]) + len(NAMES[0]), 0, parameters)
     place = two.index(NAMES[1])
@@ -430,7 +430,7 @@ def _between(
 
 
 def _find_arguments(text: str, start: int, index: int, parameters: ParameterFormat | None) -> tuple[int, int] | None:
-    """Where the arguments of a call stand, from `start` on: a JSON object, or its only parameter."""
+    """Start and end of a call's arguments, from `start` on: a JSON object, or its only parameter."""
     if parameters is not None:
         place = text.find(KEY, start)
         quote = "" if parameters.notation is None else parameters.notation.quotes[0]

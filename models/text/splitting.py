@@ -1,4 +1,4 @@
-"""How a text is cut before it is encoded: at the spellings of special tokens, then into words.
+"""Cuts of a text before it is encoded: at the spellings of special tokens, then into words.
 
 Merges never cross a word's edge, so a wrong rule changes the ids without any visible error. The patterns of byte-level
 BPE, by the name in `tokenizer.ggml.pre`, are those of the models' own tokenizers, in Oniguruma syntax; the names are
@@ -143,7 +143,7 @@ class DigitGroups:
 
 @dataclass(frozen=True)
 class PreTokenizerRule:
-    """How one family of vocabularies treats text.
+    """Word splitting of one family of vocabularies.
 
     A word that is a token as a whole skips the merges where `ignores_merges` holds. Where `is_raw`
     holds, tokens are plain UTF-8 instead of the byte-level alphabet, and where `escapes_spaces` does,
@@ -166,7 +166,7 @@ _CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _SPACES = r"\s+(?!\S)|\s+"
 _LINES = r"\s*[\r\n]+|" + _SPACES
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|" + _SPACES
-"""How GPT-2 splits words, and every byte-level step that names no other pattern."""
+"""Pattern of words in GPT-2, and in every byte-level step that names no other."""
 _WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _SYMBOLS = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
 

@@ -1,4 +1,4 @@
-"""What one rendering of a chat template may cost: every operation is charged before it happens.
+"""Budget of a chat template's rendering: every operation is charged before it happens.
 
 A template is a program, and much of what it does happens inside one call of C code, which no clock interrupts. So the
 cost is charged before such a call: the size of everything reachable from its operands, counted as often as a conversion
@@ -71,7 +71,7 @@ MAX_RENDER_SECONDS = 3.0
 
 @dataclass
 class _Allowance:
-    """What is left of the time that renderings share."""
+    """Rest of the time that renderings share."""
 
     seconds: float
 
@@ -99,7 +99,7 @@ def sharing_render_time(seconds: float | None = None) -> Iterator[None]:
 
 
 def render_seconds() -> float:
-    """How long the next rendering may take."""
+    """Time that the next rendering may take."""
     shared = _shared.get()
     return MAX_RENDER_SECONDS if shared is None else min(MAX_RENDER_SECONDS, shared.seconds)
 
@@ -171,7 +171,7 @@ class TemplateBudget:
 
     @property
     def work(self) -> int:
-        """How many units of MAX_WORK were charged since the start."""
+        """Units of MAX_WORK that were charged since the start."""
         return self._work
 
     def start(self) -> None:

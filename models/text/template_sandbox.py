@@ -377,7 +377,7 @@ def _environment_call(name: str, argument: nodes.Node) -> nodes.Call:
 
 
 def _is_queue_call(node: nodes.Call) -> bool:
-    """Whether a call is `name.attribute.append(value)`, or with `pop`."""
+    """Return whether a call is `name.attribute.append(value)`, or with `pop`."""
     called = node.node
     return (
         isinstance(called, nodes.Getattr)

@@ -98,17 +98,17 @@ class Tokenizer:
 
     @property
     def vocabulary(self) -> Vocabulary:
-        """What it was built from."""
+        """Vocabulary that it was built from."""
         return self._vocabulary
 
     @property
     def ids_after(self) -> list[int]:
-        """What `add_special` puts after a text."""
+        """Ids that `add_special` puts after a text."""
         return list(self._after)
 
     @property
     def ids_between(self) -> list[int]:
-        """What stands between the end of the first text of a pair and the second, as rerankers read pairs.
+        """Ids between the end of the first text of a pair and the second, as rerankers read pairs.
 
         [CLS] query [SEP] document [SEP] has none; <s> query </s></s> document </s> one more end (RoBERTa).
         """
@@ -122,7 +122,7 @@ class Tokenizer:
 
     @property
     def _doubles_ends(self) -> bool:
-        """Whether two ends stand between the texts of a pair."""
+        """Return whether two ends stand between the texts of a pair."""
         found = self._vocabulary.flags.get("add_sep_token")
         return bool(self._before) and self.token_text(self._before[0]) == "<s>" if found is None else found
 
@@ -281,11 +281,11 @@ class Tokenizer:
         return self._vocabulary.special_ids.get(text) if found is None else found
 
     def is_special(self, token_id: int) -> bool:
-        """Whether a token is a control or unknown token: no text of its own."""
+        """Return whether a token is a control or unknown token: no text of its own."""
         return self._types[token_id] in (TokenType.CONTROL, TokenType.UNKNOWN)
 
     def starts_text_after(self, token_id: int) -> bool:
-        """Whether plain text after this token starts a new run: it is cut out before words are."""
+        """Return whether plain text after this token starts a new run: it is cut out before words are."""
         return self._types[token_id] in (TokenType.CONTROL, TokenType.UNKNOWN, TokenType.USER_DEFINED)
 
     def ids_containing(self, text: str) -> frozenset[int]:
@@ -484,7 +484,7 @@ class StreamDecoder:
 
 
 class _Progress:
-    """How much of one stop string the text's end matches (Knuth, Morris, Pratt 1977)."""
+    """Part of one stop string that the text's end matches (Knuth, Morris, Pratt 1977)."""
 
     def __init__(self, stop: str) -> None:
         self.stop = stop

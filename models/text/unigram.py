@@ -89,7 +89,7 @@ def _marked_spaces(pieces: Iterable[str], *, adds: bool) -> Iterator[str]:
 
 
 _UNKNOWN_PENALTY = 10.0
-"""How much less likely than every token an unknown character is, as a logarithm: SentencePiece's."""
+"""Logarithm by which an unknown character is less likely than every token: SentencePiece's."""
 _STRETCH = 1 << 14
 """Characters of a long text that are normalized at once."""
 _SPACE = re.compile(r" (?=\S)")
@@ -171,7 +171,7 @@ class UnigramEncoder(SubwordEncoder):
 
     @cached_property
     def lengths(self) -> dict[str, tuple[int, ...]]:
-        """How long the tokens of three and more characters are, by their first three."""
+        """Lengths of the tokens of three and more characters, by their first three."""
         found: dict[str, set[int]] = {}
         for token in self._ids:
             if len(token) > 2:

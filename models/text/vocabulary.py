@@ -86,14 +86,14 @@ TOKENIZER_KEYS = frozenset(
 """Every key that is read here."""
 
 TOKEN_TYPES_KEY = f"{PREFIX}token_type_count"
-"""How many types of tokens a model tells apart."""
+"""Number of types of tokens that a model tells apart."""
 
 
 _STEPS = 4
 
 
 class TokenType(IntEnum):
-    """What kind of token an entry of `tokenizer.ggml.token_type` declares."""
+    """Kind of token that an entry of `tokenizer.ggml.token_type` declares."""
 
     UNDEFINED = 0
     NORMAL = 1
@@ -486,7 +486,7 @@ def _refuse_other(merges: list[str], ids: Mapping[str, int]) -> None:
 
 
 def _are_merges(texts: list[str], ids: Mapping[str, int]) -> bool:
-    """Whether each text is two parts whose join is a token."""
+    """Return whether each text is two parts whose join is a token."""
     joined = "\0".join(texts)
     results = joined.replace(" ", "").split("\0")
     is_cut = joined.count(" ") == len(texts) == len(results)
@@ -585,5 +585,5 @@ def _place(token_id: int | None) -> str:
 
 
 def _splitting_flags(vocabulary: Vocabulary) -> dict[str, bool]:
-    """What is done to a text before it is split; what is put around it, the draft model gets from its target."""
+    """Flags of changes before a text is split; those around a text reach a draft model from its target."""
     return {name: value for name, value in vocabulary.flags.items() if name.startswith("normalizer.")}
