@@ -128,7 +128,7 @@ class _Follower:
         """Rule out scales for what a buffer holds."""
         self.of(buffer).forbid(reason)
 
-    def end(self, buffer: Buffer, reason: str = "the input is the residual stream, which every layer shares") -> None:
+    def end(self, buffer: Buffer, reason: str) -> None:
         """End the channels that a buffer held, and put others into it that cannot be scaled."""
         if buffer.index in self.held:
             self.forbid(buffer, reason)
@@ -173,7 +173,7 @@ def _matmul(follower: _Follower, op: ops.Matmul) -> None:
     for projection in op.projections:
         if projection.residual is not None:
             follower.end(projection.residual, _SUM)
-            follower.end(projection.out)
+            follower.end(projection.out, _STREAM)
         else:
             follower.write(projection.out, projection.weight, projection.bias)
 
@@ -224,12 +224,6 @@ def _xielu(follower: _Follower, op: ops.Xielu) -> None:
     follower.held[op.out.index] = channels
 
 
-def _add(follower: _Follower, op: ops.Add) -> None:
-    follower.forbid(op.a, _SUM)
-    follower.forbid(op.b, _SUM)
-    follower.end(op.out)
-
-
 def _multiply(follower: _Follower, op: ops.Multiply) -> None:
     if op.out == op.x and not isinstance(op.factor, Buffer):
         # A factor per column commutes with scales per column.
@@ -238,54 +232,6 @@ def _multiply(follower: _Follower, op: ops.Multiply) -> None:
     if isinstance(op.factor, Buffer):
         follower.forbid(op.factor, "it weighs another value")
     follower.end(op.out, "a factor weighs it")
-
-
-def _magnitude(follower: _Follower, op: ops.Magnitude) -> None:
-    follower.forbid(op.x, "its magnitude is taken")
-    follower.end(op.out, "it is a magnitude")
-
-
-def _mix_slots(follower: _Follower, op: ops.MixSlots) -> None:
-    for buffer in (op.x, op.weights, op.residual):
-        if buffer is not None:
-            follower.forbid(buffer, _SUM)
-    follower.end(op.out, _SUM)
-
-
-def _gaussian_top_k(follower: _Follower, op: ops.GaussianTopK) -> None:
-    follower.forbid(op.x, "its mean and its deviation are taken")
-    follower.end(op.out, "it is what exceeds a row's own threshold")
-
-
-def _multiply_sigmoid(follower: _Follower, op: ops.MultiplySigmoid) -> None:
-    follower.forbid(op.gate, "a sigmoid follows, and is not linear")
-    follower.forbid(op.x, "a gate weighs it")
-    follower.end(op.out, "a gate weighs it")
-
-
-def _short_convolution(follower: _Follower, op: ops.ShortConvolution) -> None:
-    follower.forbid(op.x, "a convolution follows")
-    follower.end(op.out, "a convolution writes it")
-
-
-def _delta_rule(follower: _Follower, op: ops.GatedDeltaRule) -> None:
-    for buffer in (op.queries, op.keys, op.values, op.decay, op.beta):
-        follower.forbid(buffer, "the delta rule follows")
-    follower.end(op.out, "the delta rule writes it")
-
-
-def _selective_scan(follower: _Follower, op: ops.SelectiveScan) -> None:
-    for buffer in (op.x, op.dt, op.b, op.c):
-        if buffer is not None:
-            follower.forbid(buffer, "a scan follows")
-    follower.end(op.out, "a scan writes it")
-
-
-def _wkv(follower: _Follower, op: ops.Wkv) -> None:
-    for buffer in (op.receptance, op.decay, op.keys, op.values, op.rate):
-        follower.forbid(buffer, "a recurrence follows")
-    for buffer in (op.out, op.bonus):
-        follower.end(buffer, "a recurrence writes it")
 
 
 def _copy_heads(follower: _Follower, op: ops.CopyHeads) -> None:
@@ -310,17 +256,33 @@ def _expert_matmul(follower: _Follower, op: ops.ExpertMatmul) -> None:
     follower.write(op.out, op.weight, op.bias)
 
 
-def _expert_sum(follower: _Follower, op: ops.ExpertSum) -> None:
-    follower.forbid(op.x, _SUM)
-    follower.end(op.out)
-
-
+_STREAM = "the input is the residual stream, which every layer shares"
 _SUM = "a sum is no single matrix's result"
 _PUT_TOGETHER = "it is put together from several values"
+_SIGMOID = "a sigmoid follows, and is not linear"
+
+
+def _ending(out: str, written: str, read: Mapping[str, str]) -> Callable[[_Follower, Any], None]:
+    """The rule of an op that ends channels: for the fields that it reads, and the one that it writes, why."""
+
+    def follow(follower: _Follower, op: Any) -> None:
+        for name, reason in read.items():
+            buffer = getattr(op, name)
+            if buffer is not None:
+                follower.forbid(buffer, reason)
+        for name in out.split():
+            follower.end(getattr(op, name), written)
+
+    return follow
+
+
+def _all(names: str, reason: str) -> dict[str, str]:
+    return dict.fromkeys(names.split(), reason)
+
 
 FOLLOW: dict[type, Callable[[_Follower, Any], None]] = {
-    ops.Embed: lambda follower, op: follower.end(op.out),
-    ops.EmbedPositions: lambda follower, op: follower.end(op.out),
+    ops.Embed: lambda follower, op: follower.end(op.out, _STREAM),
+    ops.EmbedPositions: lambda follower, op: follower.end(op.out, _STREAM),
     ops.RmsNorm: _norm,
     ops.LayerNorm: _norm,
     ops.Matmul: _matmul,
@@ -331,12 +293,14 @@ FOLLOW: dict[type, Callable[[_Follower, Any], None]] = {
     ops.Activate: _activate,
     ops.GatedActivate: _gated_activate,
     ops.Xielu: _xielu,
-    ops.Add: _add,
+    ops.Add: _ending("out", _STREAM, _all("a b", _SUM)),
     ops.Multiply: _multiply,
-    ops.Magnitude: _magnitude,
-    ops.MixSlots: _mix_slots,
-    ops.GaussianTopK: _gaussian_top_k,
-    ops.MultiplySigmoid: _multiply_sigmoid,
+    ops.Magnitude: _ending("out", "it is a magnitude", {"x": "its magnitude is taken"}),
+    ops.MixSlots: _ending("out", _SUM, _all("x weights residual", _SUM)),
+    ops.GaussianTopK: _ending(
+        "out", "it is what exceeds a row's own threshold", {"x": "its mean and its deviation are taken"}
+    ),
+    ops.MultiplySigmoid: _ending("out", "a gate weighs it", {"gate": _SIGMOID, "x": "a gate weighs it"}),
     ops.Scale: lambda follower, op: None,
     ops.Clamp: lambda follower, op: follower.forbid(op.x, "a clamp follows, and is not linear"),
     ops.ScaleByPosition: lambda follower, op: None,
@@ -346,13 +310,17 @@ FOLLOW: dict[type, Callable[[_Follower, Any], None]] = {
     ops.SelectOutput: _select_output,
     ops.Route: lambda follower, op: follower.forbid(op.logits, "routing is not linear"),
     ops.ExpertMatmul: _expert_matmul,
-    ops.ExpertSum: _expert_sum,
+    ops.ExpertSum: _ending("out", _STREAM, {"x": _SUM}),
     ops.ExpertScale: lambda follower, op: None,
     ops.ExpertFactors: lambda follower, op: None,
-    ops.ShortConvolution: _short_convolution,
-    ops.GatedDeltaRule: _delta_rule,
-    ops.SelectiveScan: _selective_scan,
-    ops.Wkv: _wkv,
+    ops.ShortConvolution: _ending("out", "a convolution writes it", {"x": "a convolution follows"}),
+    ops.GatedDeltaRule: _ending(
+        "out", "the delta rule writes it", _all("queries keys values decay beta", "the delta rule follows")
+    ),
+    ops.SelectiveScan: _ending("out", "a scan writes it", _all("x dt b c", "a scan follows")),
+    ops.Wkv: _ending(
+        "out bonus", "a recurrence writes it", _all("receptance decay keys values rate", "a recurrence follows")
+    ),
 }
 
 

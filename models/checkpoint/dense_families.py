@@ -40,14 +40,13 @@ _MIXTRAL_EXPERTS = {
 }
 
 
-def granite_scales(settings: Settings) -> Metadata:
-    """Granite's factors, from muP training."""
-    return {
-        "attention.scale": settings.number("attention_multiplier", 1.0),
-        "embedding_scale": settings.number("embedding_multiplier", 1.0),
-        "residual_scale": settings.number("residual_multiplier", 1.0),
-        "logit_scale": settings.number("logits_scaling", 1.0),
-    }
+GRANITE_SCALES = {
+    "attention.scale": ("attention_multiplier", 1.0),
+    "embedding_scale": ("embedding_multiplier", 1.0),
+    "residual_scale": ("residual_multiplier", 1.0),
+    "logit_scale": ("logits_scaling", 1.0),
+}
+"""Granite's factors, from muP training."""
 
 
 def _gemma(settings: Settings) -> Metadata:
@@ -103,11 +102,6 @@ def _qwen2_moe(settings: Settings) -> Metadata:
 def _qwen3_moe(settings: Settings) -> Metadata:
     one_window(settings)
     switch_windows(settings, lambda layer: True)
-    return normed_experts(settings)
-
-
-def _olmoe(settings: Settings) -> Metadata:
-    settings.must_be("clip_qkv", None, None)
     return normed_experts(settings)
 
 
@@ -168,11 +162,9 @@ def _mistral3(settings: Settings) -> Metadata:
     return {"attention.temperature_scale": scaling.number("llama_4_scaling_beta", 0.0)}
 
 
-def _hyperclovax(settings: Settings) -> Metadata:
-    """muP's factors; unlike Granite's, that of the logits multiplies them."""
-    settings.mark_read(("use_post_norm",))  # the tensors show it
-    scales = granite_scales(settings)
-    return scales if "attention_multiplier" in settings else scales | {"attention.scale": None}
+def _attention_scale(settings: Settings) -> Metadata:
+    is_given = "attention_multiplier" in settings
+    return {"attention.scale": settings.number("attention_multiplier")} if is_given else {}
 
 
 def _cwm(settings: Settings) -> Metadata:
@@ -180,12 +172,6 @@ def _cwm(settings: Settings) -> Metadata:
     if not settings.entries("layer_types"):
         kinds = ("full_attention", *("sliding_attention",) * 3)
         settings.put("layer_types", [kinds[layer % 4] for layer in range(settings.integer("num_hidden_layers"))])
-    return {}
-
-
-def _iquestcoder(settings: Settings) -> Metadata:
-    settings.must_be("clip_qkv", None, None)
-    settings.must_be("use_sliding_window", False, False)
     return {}
 
 
@@ -214,10 +200,6 @@ def _minicpm(settings: Settings) -> Metadata:
     }
 
 
-def _bitnet(settings: Settings) -> Metadata:
-    return {"hidden_activation": settings.text("hidden_act", "relu2")}
-
-
 def llama3_rope(base: float, factor: float) -> dict[str, object]:
     """Llama 3.1's scaling of a model trained on 8192 positions, as some classes have it by default."""
     return {
@@ -228,12 +210,6 @@ def llama3_rope(base: float, factor: float) -> dict[str, object]:
         "low_freq_factor": 1.0,
         "high_freq_factor": 4.0,
     }
-
-
-def _apertus(settings: Settings) -> Metadata:
-    settings.must_be("post_norm", False, False)
-    settings.must_be("qk_norm", True, True)
-    return {}
 
 
 def _internlm2_changes(settings: Settings) -> dict[str, Change]:
@@ -328,7 +304,7 @@ DENSE: dict[str, Family] = {
         defaults={"partial_rotary_factor": 1.0},
         metadata=one_window,
     ),
-    "granite": Family(architecture="granite", blocks=LLAMA, rows_permuted=True, metadata=granite_scales),
+    "granite": Family(architecture="granite", blocks=LLAMA, rows_permuted=True, keys=GRANITE_SCALES),
     "granite_docling_text": Family(
         architecture="granite",
         blocks=LLAMA,
@@ -340,10 +316,15 @@ DENSE: dict[str, Family] = {
             "residual_multiplier": 0.263,
             "attention_multiplier": 0.015625,
         },
-        metadata=granite_scales,
+        keys=GRANITE_SCALES,
     ),
     "olmo2": Family(architecture="olmo2", blocks={**NORMS_BEHIND, **ATTENTION, **HEAD_NORMS, **GATED}),
-    "olmoe": Family(architecture="olmoe", blocks={**NORMS, **ATTENTION, **HEAD_NORMS, **EXPERTS}, metadata=_olmoe),
+    "olmoe": Family(
+        architecture="olmoe",
+        blocks={**NORMS, **ATTENTION, **HEAD_NORMS, **EXPERTS},
+        metadata=normed_experts,
+        fixed={"clip_qkv": None},
+    ),
     "olmo3": Family(
         architecture="olmo2", blocks={**NORMS_BEHIND, **ATTENTION, **HEAD_NORMS, **GATED}, has_windows=True
     ),
@@ -390,7 +371,7 @@ DENSE: dict[str, Family] = {
             "hidden_act": "xielu",
             "rope_parameters": llama3_rope(12e6, 8.0),
         },
-        metadata=_apertus,
+        fixed={"post_norm": False, "qk_norm": True},
         per_layer={
             "xielu.alpha_p": ("mlp.act_fn.alpha_p", 0.0),
             "xielu.alpha_n": ("mlp.act_fn.alpha_n", 0.0),
@@ -433,7 +414,7 @@ DENSE: dict[str, Family] = {
         },
         activations=("relu2", *SILU),
         defaults={"rms_norm_eps": 1e-5, "rope_theta": 5e5},
-        metadata=_bitnet,
+        keys={"hidden_activation": ("hidden_act", "relu2")},
     ),
     "internlm3": Family(architecture="llama", blocks=LLAMA, rows_permuted=True),
     # Meta's Code World Model (arXiv 2510.02387).
@@ -466,10 +447,16 @@ DENSE: dict[str, Family] = {
     "hyperclovax": Family(
         architecture="hyperclovax",
         blocks={**LLAMA, "post_attention_norm": "post_norm1", "post_ffw_norm": "post_norm2"},
-        metadata=_hyperclovax,
+        seen="use_post_norm",  # the tensors show it
+        keys={key: one for key, one in GRANITE_SCALES.items() if key != "attention.scale"},
+        metadata=_attention_scale,
     ),
     "iquestcoder": Family(
-        architecture="llama", blocks=LLAMA, rows_permuted=True, defaults={"rms_norm_eps": 1e-5}, metadata=_iquestcoder
+        architecture="llama",
+        blocks=LLAMA,
+        rows_permuted=True,
+        defaults={"rms_norm_eps": 1e-5},
+        fixed={"clip_qkv": None, "use_sliding_window": False},
     ),
     "ministral": Family(architecture="llama", blocks=LLAMA, rows_permuted=True, has_windows=True),
     "nanochat": Family(
@@ -478,7 +465,7 @@ DENSE: dict[str, Family] = {
         outside={"token_embd": "embed_tokens"},
         activations=RELU_SQUARED,
         defaults={"final_logit_softcapping": 15.0},
-        metadata=lambda settings: {"final_logit_softcapping": settings.number("final_logit_softcapping", 0.0)},
+        keys={"final_logit_softcapping": ("final_logit_softcapping", 0.0)},
         changes=_turned_back,
     ),
     "vaultgemma": Family(

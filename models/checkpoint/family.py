@@ -43,6 +43,12 @@ EXPERTS = {"ffn_gate_inp": "mlp.gate", **gated("mlp.experts.{expert}", "_exps")}
 SHARED_EXPERTS = gated("mlp.shared_experts", "_shexp")
 LLAMA = {**NORMS, **ATTENTION, **GATED}
 ROUTER_BIAS = {"exp_probs_b.bias": "mlp.gate.e_score_correction_bias"}
+NO_ROPE: Mapping[str, object] = {"rope.dimension_count": None, "rope.freq_base": None}
+GROUPS: Mapping[str, object] = {"expert_group_count": ("n_group", 1), "expert_group_used_count": ("topk_group", 1)}
+"""Groups of experts, of which some are chosen from."""
+SCALED_WEIGHTS: Mapping[str, object] = {"expert_weights_scale": ("routed_scaling_factor", 1.0)}
+SIGMOID: Mapping[str, object] = {"expert_gating_func": 2, **SCALED_WEIGHTS}
+"""Routing by sigmoids, and the factor on the weights of experts."""
 
 
 @dataclass(frozen=True)
@@ -115,8 +121,15 @@ class Family:
     defaults: Mapping[str, object] = field(default_factory=dict)
     """Values of the model's class for absent keys. With a `partial_rotary_factor` among them it reads that, where
     other classes rotate whole heads whatever a file says."""
+    fixed: Mapping[str, object] = field(default_factory=dict)
+    """Settings that run with one value only, which is the default too."""
+    seen: str = ""
+    """Settings that are read elsewhere or change nothing, in one text."""
+    keys: Mapping[str, object] = field(default_factory=dict)
+    """Keys only this family has, after the architecture's prefix: a value, None for a key that it lacks, or a setting
+    and its default (see `Settings.typed`)."""
     metadata: Callable[[Settings], Metadata] = lambda settings: {}
-    """Keys only this family has, after the architecture's prefix; None for one that it lacks."""
+    """Further such keys, where one setting does not give them; `keys` go before them."""
     per_layer: Mapping[str, tuple[str, float]] = field(default_factory=dict)
     """Metadata that checkpoints hold as a tensor in every layer, by key, and its value where they do not."""
     variant: "Callable[[Settings, Family], Family] | None" = None

@@ -9,6 +9,7 @@ from localinfer.models.checkpoint.family import (
     GELU_TANH,
     HEAD_NORMS,
     LLAMA,
+    NO_ROPE,
     NORMS,
     RELU_SQUARED,
     Family,
@@ -23,41 +24,13 @@ _STACKED_HEAD_NORMS = {f"attn_{letter}_norm": f"self_attn.{letter}_layernorm.nor
 _GPT_ENDS: dict[str, Source] = {"token_embd": "wte", "output_norm": "norm_f"}
 
 
-def _cohere(settings: Settings) -> Metadata:
-    settings.mark_read(("use_qk_norm",))  # the tensors show it
-    return {"logit_scale": settings.number("logit_scale", 0.0625)}
-
-
-def _cohere2(settings: Settings) -> Metadata:
-    settings.mark_read(("order_of_interleaved_layers", "rotary_pct", "position_embedding_type"))
-    settings.must_be("use_gated_activation", True, True)
-    settings.must_be("use_parallel_block", True, True)
-    settings.must_be("use_parallel_embedding", False, False)
-    return _cohere(settings)
-
-
 def _olmo(settings: Settings) -> Metadata:
     limit = settings.number("clip_qkv", 0.0, low=0.0)
     return {"attention.clamp_kqv": limit or None}
 
 
-def _phi(settings: Settings) -> Metadata:
-    settings.must_be("qk_layernorm", False, False)
-    return {}
-
-
-def _stablelm(settings: Settings) -> Metadata:
-    # The tensors show both.
-    settings.mark_read(("use_parallel_residual", "qk_layernorm"))
-    return {}
-
-
 def _mpt(settings: Settings) -> Metadata:
     attention = Settings(settings.record("attn_config"), {})
-    settings.must_be("no_bias", True, True)
-    settings.must_be("norm_type", "low_precision_layernorm", "low_precision_layernorm")
-    settings.must_be("learned_pos_emb", True, True)  # of models without ALiBi, which are refused
-    settings.mark_read(("embedding_fraction", "attn_config", "logit_scale"))
     if not attention.boolean("alibi", True) or attention.get("softmax_scale") is not None or attention.get("qk_ln"):
         raise settings.unsupported("attn_config", "ALiBi, without softmax_scale and qk_ln")
     if attention.text("attn_type", "multihead_attention") != "multihead_attention":
@@ -67,43 +40,15 @@ def _mpt(settings: Settings) -> Metadata:
         "feed_forward_length": settings.integer("expansion_ratio", 4, low=1) * settings.integer("hidden_size"),
         "attention.max_alibi_bias": attention.number("alibi_bias_max", 8.0, low=0.0),
         "attention.clamp_kqv": clip or None,
-        "rope.dimension_count": None,
-        "rope.freq_base": None,
     }
 
 
-def _gpt_sizes(settings: Settings) -> Metadata:
+def _wide(settings: Settings) -> Metadata:
     """GPT-2's kin have feed-forward blocks four times as wide as the model, unless they say otherwise."""
-    size = settings.integer("n_inner", 4 * settings.integer("hidden_size"), low=1)
-    settings.must_be("scale_attn_weights", True, True)
-    settings.must_be("scale_attn_by_inverse_layer_idx", False, False)
-    settings.mark_read(("reorder_and_upcast_attn", "attention_softmax_in_fp32", "scale_attention_softmax_in_fp32"))
-    settings.mark_read(("n_ctx", "activation_function"))
-    return {"feed_forward_length": size, "rope.dimension_count": None, "rope.freq_base": None}
-
-
-def _gpt_bigcode(settings: Settings) -> Metadata:
-    settings.must_be("multi_query", True, True)
-    return {**_gpt_sizes(settings), "attention.head_count_kv": 1}
-
-
-def _gpt_neox(settings: Settings) -> Metadata:
-    return {"use_parallel_residual": settings.boolean("use_parallel_residual", True)}
-
-
-def _bloom(settings: Settings) -> Metadata:
-    settings.must_be("apply_residual_connection_post_layernorm", False, False)
-    settings.mark_read(
-        ("offset_alibi", "slow_but_exact", "masked_softmax_fusion", "skip_bias_add", "skip_bias_add_qkv")
-    )
-    size = 4 * settings.integer("hidden_size")
-    return {"feed_forward_length": size, "rope.dimension_count": None, "rope.freq_base": None}
+    return {"feed_forward_length": settings.integer("n_inner", 4 * settings.integer("hidden_size"), low=1)}
 
 
 def _falcon(settings: Settings) -> Metadata:
-    settings.must_be("alibi", False, False)
-    settings.must_be("parallel_attn", True, True)
-    settings.mark_read(("multi_query", "new_decoder_architecture", "num_ln_in_parallel_attn"))
     size = settings.integer("ffn_hidden_size", 4 * settings.integer("hidden_size"), low=1)
     return {"feed_forward_length": size, "attention.head_count_kv": _falcon_groups(settings)}
 
@@ -131,6 +76,10 @@ def _qkv_of_groups(settings: Settings, num_groups: int) -> Change:
     return parts_of_groups(num_groups, (num_heads // num_groups * head_dim, head_dim, head_dim), (0, 1, 2))
 
 
+_GPT2_FIXED = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False}
+_GPT2_SEEN = (
+    "reorder_and_upcast_attn attention_softmax_in_fp32 scale_attention_softmax_in_fp32 n_ctx activation_function"
+)
 _GPT_BLOCKS: dict[str, Source] = {
     "attn_norm": "ln_1",
     "attn_qkv": "attn.c_attn",
@@ -156,7 +105,10 @@ _GPT_BIGCODE = Family(
         "hidden_act": "activation_function",
     },
     defaults={"layer_norm_epsilon": 1e-5, "tie_word_embeddings": True},
-    metadata=_gpt_bigcode,
+    fixed={**_GPT2_FIXED, "multi_query": True},
+    seen=_GPT2_SEEN,
+    keys={**NO_ROPE, "attention.head_count_kv": 1},
+    metadata=_wide,
 )
 _BLOOM_BLOCKS: dict[str, Source] = {
     **NORMS,
@@ -166,6 +118,7 @@ _BLOOM_BLOCKS: dict[str, Source] = {
     "ffn_down": "mlp.dense_4h_to_h",
 }
 _COHERE_BLOCKS: dict[str, Source] = {"attn_norm": "input_layernorm", **ATTENTION, **HEAD_NORMS, **GATED}
+_COHERE_SCALE = {"logit_scale": ("logit_scale", 0.0625)}
 _COHERE_DEFAULTS = {"layer_norm_eps": 1e-5, "tie_word_embeddings": True, "rope_theta": 10000.0}
 
 GPT: dict[str, Family] = {
@@ -188,7 +141,10 @@ GPT: dict[str, Family] = {
             "hidden_act": "gelu",
             "max_position_embeddings": 2048,
         },
-        metadata=_bloom,
+        fixed={"apply_residual_connection_post_layernorm": False},
+        seen="offset_alibi slow_but_exact masked_softmax_fusion skip_bias_add skip_bias_add_qkv",
+        keys=NO_ROPE,
+        metadata=lambda settings: {"feed_forward_length": 4 * settings.integer("hidden_size")},
         changes=_qkv_by_head,
     ),
     "cohere": Family(
@@ -197,7 +153,8 @@ GPT: dict[str, Family] = {
         has_layer_norms=True,
         epsilon="layer_norm_eps",
         defaults={**_COHERE_DEFAULTS, "logit_scale": 0.0625},
-        metadata=_cohere,
+        seen="use_qk_norm",  # the tensors show it
+        keys=_COHERE_SCALE,
     ),
     "cohere2": Family(
         architecture="cohere2",
@@ -206,7 +163,9 @@ GPT: dict[str, Family] = {
         has_windows=True,
         epsilon="layer_norm_eps",
         defaults=_COHERE_DEFAULTS,
-        metadata=_cohere2,
+        fixed={"use_gated_activation": True, "use_parallel_block": True, "use_parallel_embedding": False},
+        seen="use_qk_norm order_of_interleaved_layers rotary_pct position_embedding_type",
+        keys=_COHERE_SCALE,
     ),
     "falcon": Family(
         architecture="falcon",
@@ -222,13 +181,16 @@ GPT: dict[str, Family] = {
         epsilon="layer_norm_epsilon",
         aliases={"num_hidden_layers": "n_layer", "num_attention_heads": "n_head", "hidden_act": "activation"},
         defaults={"layer_norm_epsilon": 1e-5, "tie_word_embeddings": True, "max_position_embeddings": 2048},
+        fixed={"alibi": False, "parallel_attn": True},
+        seen="multi_query new_decoder_architecture num_ln_in_parallel_attn",
         metadata=_falcon,
         changes=_falcon_changes,
     ),
     "gpt2": replace(
         _GPT_BIGCODE,
         architecture="gpt2",
-        metadata=_gpt_sizes,
+        fixed=_GPT2_FIXED,
+        keys=NO_ROPE,
         # Its layers multiply inputs by matrices, where others multiply matrices by inputs.
         changes=lambda settings: {f"{stem}.weight": TRANSPOSED for stem in _MATRICES},
     ),
@@ -248,7 +210,7 @@ GPT: dict[str, Family] = {
         epsilon="layer_norm_eps",
         aliases={"partial_rotary_factor": "rotary_pct", "rope_theta": "rotary_emb_base"},
         defaults={"partial_rotary_factor": 0.25, "layer_norm_eps": 1e-5},
-        metadata=_gpt_neox,
+        keys={"use_parallel_residual": ("use_parallel_residual", True)},
         changes=_qkv_by_head,
     ),
     "mpt": Family(
@@ -273,6 +235,10 @@ GPT: dict[str, Family] = {
             "max_position_embeddings": "max_seq_len",
         },
         defaults={"layer_norm_epsilon": 1e-5, "tie_word_embeddings": True},
+        # Learned positions are of models without ALiBi, which are refused.
+        fixed={"no_bias": True, "norm_type": "low_precision_layernorm", "learned_pos_emb": True},
+        seen="embedding_fraction attn_config logit_scale",
+        keys=NO_ROPE,
         metadata=_mpt,
     ),
     "jais2": Family(
@@ -324,7 +290,7 @@ GPT: dict[str, Family] = {
         has_layer_norms=True,
         epsilon="layer_norm_eps",
         defaults={"partial_rotary_factor": 0.5, "layer_norm_eps": 1e-5, "hidden_act": "gelu_new"},
-        metadata=_phi,
+        fixed={"qk_layernorm": False},
     ),
     "stablelm": Family(
         architecture="stablelm",
@@ -333,7 +299,7 @@ GPT: dict[str, Family] = {
         epsilon="layer_norm_eps",
         aliases={"partial_rotary_factor": "rope_pct"},
         defaults={"partial_rotary_factor": 0.25, "layer_norm_eps": 1e-5},
-        metadata=_stablelm,
+        seen="use_parallel_residual qk_layernorm",  # the tensors show both
     ),
     "starcoder2": Family(
         architecture="starcoder2",

@@ -88,7 +88,11 @@ def read_hyperparameters(config: dict[str, Any], name: str) -> Hyperparameters:
         keys |= found
     else:
         keys["attention.head_count"] = 0
+    for key, value in family.fixed.items():
+        settings.must_be(key, value, value)
+    settings.mark_read(family.seen.split())
     keys |= family.metadata(settings)
+    keys |= {key: settings.typed(*one) if isinstance(one, tuple) else one for key, one in family.keys.items()}
     is_causal = keys.get("attention.causal") is not False
     ranks = is_causal and is_ranker(settings)
     if ranks:

@@ -17,7 +17,7 @@ from localinfer.models.checkpoint.family import (
     experts,
     usual_epsilon,
 )
-from localinfer.models.checkpoint.mixture_families import routed
+from localinfer.models.checkpoint.mixture_families import ROUTED_FIXED, ROUTED_KEYS, ROUTED_SEEN
 from localinfer.models.checkpoint.settings import Settings
 
 LATENT_ATTENTION: dict[str, Source] = {
@@ -74,16 +74,8 @@ def _scaling(settings: Settings) -> Metadata:
     return {"rope.scaling.yarn_log_multiplier": 0.1 * whole, "rope.scaling.attn_factor": None}
 
 
-def _deepseek_v3(settings: Settings) -> Metadata:
-    return {**routed(settings), **_scaling(settings)}
-
-
-def _indexed(settings: Settings) -> Metadata:
-    """DeepSeek-V3.2's and GLM-5's, in some of whose layers the choice of an earlier one is taken."""
-    keys = _deepseek_v3(settings)
-    for name, key in (("index_n_heads", "head_count"), ("index_head_dim", "key_length"), ("index_topk", "top_k")):
-        keys[f"attention.indexer.{key}"] = settings.integer(name, low=1)
-    return keys
+def _scaled_experts(settings: Settings) -> Metadata:
+    return {**experts(settings), **_scaling(settings)}
 
 
 def _glm_dsa(settings: Settings) -> Metadata:
@@ -95,7 +87,7 @@ def _glm_dsa(settings: Settings) -> Metadata:
     if len(kinds) < num_layers or any(kind not in ("full", "shared", "F", "S") for kind in kinds):
         raise settings.wrong("indexer_types", f"{num_layers} times full or shared")
     types = [int(kind in ("full", "F")) for kind in kinds[:num_layers]]
-    return {**_indexed(settings), "attention.indexer.types": types}
+    return {**_scaled_experts(settings), "attention.indexer.types": types}
 
 
 def _softmax_routed(settings: Settings, normalises: bool) -> Metadata:
@@ -176,7 +168,10 @@ _DEEPSEEK3 = Family(
     parameters={**ROUTER_BIAS, **FUSED_EXPERTS},
     has_latent_attention=True,
     aliases={"num_experts": "n_routed_experts"},
-    metadata=_deepseek_v3,
+    fixed=ROUTED_FIXED,
+    seen=ROUTED_SEEN,
+    keys=ROUTED_KEYS,
+    metadata=_scaled_experts,
     changes=split_keys_and_values,
 )
 
@@ -191,13 +186,18 @@ _DEEPSEEK32 = replace(
     architecture="deepseek32",
     blocks={**_DEEPSEEK3.blocks, **_INDEXER},
     layer_kinds=("indexed_attention", "deepseek_sparse_attention"),
-    metadata=_indexed,
+    keys={
+        **ROUTED_KEYS,
+        "attention.indexer.head_count": ("index_n_heads", int),
+        "attention.indexer.key_length": ("index_head_dim", int),
+        "attention.indexer.top_k": ("index_topk", int),
+    },
 )
 
 LATENT: dict[str, Family] = {
     "deepseek_v32": _DEEPSEEK32,
     "glm_moe_dsa": replace(_DEEPSEEK32, architecture="glm-dsa", defaults={"rms_norm_eps": 1e-5}, metadata=_glm_dsa),
-    "deepseek_v2": replace(_DEEPSEEK3, metadata=_deepseek_v2),
+    "deepseek_v2": replace(_DEEPSEEK3, fixed={}, seen="", keys={}, metadata=_deepseek_v2),
     **dict.fromkeys(("deepseek_v3", "kimi_k2", "glm4_moe_lite"), _DEEPSEEK3),
     "sarvam_mla": replace(
         _DEEPSEEK3, defaults={"first_k_dense_replace": 1, "q_lora_rank": None}, variant=_sarvam_mla_variant
@@ -209,9 +209,12 @@ LATENT: dict[str, Family] = {
         parameters={},
         aliases={},
         defaults={"tie_word_embeddings": True},
+        fixed={},
+        seen="",
+        keys={},
         metadata=_scaling,
     ),
-    "mistral4": replace(_DEEPSEEK3, architecture="mistral4", metadata=_mistral4),
+    "mistral4": replace(_DEEPSEEK3, architecture="mistral4", fixed={}, seen="", keys={}, metadata=_mistral4),
     "minicpm3": Family(
         architecture="minicpm3",
         blocks={

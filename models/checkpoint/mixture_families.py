@@ -1,5 +1,6 @@
 """Model types with experts and ordinary attention."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,18 +22,20 @@ from localinfer.models.checkpoint.changes import (
     RowOrder,
     adjacent_pairs,
 )
-from localinfer.models.checkpoint.dense_families import HUNYUAN_NORMS, granite_scales, hunyuan_scaling
+from localinfer.models.checkpoint.dense_families import GRANITE_SCALES, HUNYUAN_NORMS, hunyuan_scaling
 from localinfer.models.checkpoint.family import (
     ATTENTION,
     EXPERTS,
     FUSED_EXPERTS,
     GATED,
+    GROUPS,
     HEAD_NORMS,
     LLAMA,
     NORMS,
     NORMS_BEHIND,
     ROUTER_BIAS,
     SHARED_EXPERTS,
+    SIGMOID,
     W_NAMES,
     Family,
     Metadata,
@@ -53,58 +56,32 @@ SPARSE_NAMES = {
 """Of a router and experts under the name that Mixtral's module has."""
 
 
-def routed(settings: Settings) -> Metadata:
-    """Sigmoid routing with a bias on the choice, in groups, its weights normalised and scaled; dense layers first."""
-    settings.must_be("scoring_func", "sigmoid", "sigmoid")
-    settings.must_be("topk_method", "noaux_tc", "noaux_tc")
-    settings.must_be("moe_layer_freq", 1, 1)
-    # Shared experts are as many as their one matrix holds.
-    settings.mark_read(("mlp_layer_types", "is_moe_layer", "use_qk_norm"))
-    return {
-        **experts(settings),
-        "expert_gating_func": 2,
-        "expert_weights_norm": settings.boolean("norm_topk_prob", True),
-        "expert_weights_scale": settings.number("routed_scaling_factor", 1.0),
-        "expert_group_count": settings.integer("n_group", 1),
-        "expert_group_used_count": settings.integer("topk_group", 1),
-        "leading_dense_block_count": settings.integer("first_k_dense_replace", 0),
-    }
-
-
-def _afmoe(settings: Settings) -> Metadata:
-    settings.must_be("mup_enabled", True, False)
-    settings.must_be("score_func", "sigmoid", "sigmoid")
-    settings.mark_read(("global_attn_every_n_layers", "load_balance_coeff", "num_expert_groups", "num_limited_groups"))
-    return {
-        **experts(settings),
-        "expert_gating_func": 2,
-        "expert_weights_norm": settings.boolean("route_norm", True),
-        "expert_weights_scale": settings.number("route_scale", 1.0),
-        "expert_group_count": settings.integer("n_group", 1),
-        "expert_group_used_count": settings.integer("topk_group", 1),
-        "leading_dense_block_count": settings.integer("num_dense_layers", 0),
-    }
+ROUTED_FIXED: Mapping[str, object] = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
+ROUTED_SEEN = "mlp_layer_types is_moe_layer use_qk_norm"
+ROUTED_KEYS: Mapping[str, object] = {
+    **SIGMOID,
+    **GROUPS,
+    "expert_weights_norm": ("norm_topk_prob", True),
+    "leading_dense_block_count": ("first_k_dense_replace", 0),
+}
+"""Sigmoid routing with a bias on the choice, in groups, its weights normalised and scaled; dense layers first. Shared
+experts are as many as their one matrix holds."""
 
 
 def _ernie(settings: Settings) -> Metadata:
-    settings.must_be("moe_layer_interval", 1, 1)
-    settings.must_be("moe_use_aux_free", True, True)
     first, last = settings.integer("moe_layer_start_index", 1), settings.get("moe_layer_end_index", -1)
     if last not in (-1, settings.integer("num_hidden_layers") - 1):
         raise settings.unsupported("moe_layer_end_index", "experts up to the last layer")
-    settings.mark_read(("moe_norm_min", "moe_num_shared_experts", "moe_capacity", "moe_gate", "moe_multimodal_paired"))
     return {**experts(settings), "leading_dense_block_count": first}
-
-
-def _gpt_oss(settings: Settings) -> Metadata:
-    settings.must_be("swiglu_limit", 7.0, 7.0)
-    settings.must_be("swiglu_alpha", 1.702, 1.702)
-    settings.mark_read(("experts_per_token", "initial_context_length"))
-    return {**experts(settings), "expert_feed_forward_length": settings.integer("intermediate_size", low=1)}
 
 
 def _either(name: str, change: Change) -> Source:
     return Part(name, change), Part(f"{name}.weight", change)
+
+
+def _afmoe(settings: Settings) -> Metadata:
+    settings.must_be("mup_enabled", True, False)
+    return experts(settings)
 
 
 def _hunyuan_moe(settings: Settings) -> Metadata:
@@ -120,29 +97,6 @@ def _hunyuan_moe(settings: Settings) -> Metadata:
     )
     settings.mark_read(("moe_layer_num_skipped", "routed_scaling_factor", "norm_topk_prob"))
     return {**experts(settings), **hunyuan_scaling(settings)}
-
-
-def _bailing(settings: Settings) -> Metadata:
-    settings.mark_read(("num_shared_experts", "moe_shared_expert_intermediate_size", "norm_head", "norm_softmax"))
-    settings.mark_read(("use_qk_norm", "multi_gate", "embedding_dropout", "moe_router_enable_expert_bias"))
-    settings.must_be("norm_softmax", False, False)
-    return {
-        **experts(settings),
-        "expert_weights_norm": settings.boolean("norm_topk_prob", True),
-        "leading_dense_block_count": settings.integer("first_k_dense_replace", 0),
-    }
-
-
-def _bailing2(settings: Settings) -> Metadata:
-    settings.must_be("score_function", "sigmoid", "sigmoid")
-    settings.must_be("use_qk_norm", True, True)
-    keys = _bailing(settings)
-    return keys | {
-        "expert_gating_func": 2,
-        "expert_weights_scale": settings.number("routed_scaling_factor", 1.0),
-        "expert_group_count": settings.integer("n_group", 1),
-        "expert_group_used_count": settings.integer("topk_group", 1),
-    }
 
 
 def _bailing_changes(settings: Settings) -> dict[str, Change]:
@@ -204,11 +158,6 @@ def _llama4_variant(settings: Settings, family: Family) -> Family:
     return family
 
 
-def _mellum(settings: Settings) -> Metadata:
-    settings.mark_read(("mlp_layer_types", "mtp_layer_types", "mtp_mlp_layer_types", "use_sliding_window"))
-    return normed_experts(settings, default=True)
-
-
 def _oriented(settings: Settings) -> dict[str, Change]:
     """Stacks whose matrices lie one way or the other, as the writer has them."""
     hidden_size, inner = settings.integer("hidden_size", low=1), settings.integer("moe_intermediate_size", low=1)
@@ -226,11 +175,6 @@ def _oriented(settings: Settings) -> dict[str, Change]:
         "ffn_up_exps": Moved(lambda values: upright(values, 2 * inner, hidden_size)[:, inner:]),
         "ffn_down_exps": Moved(lambda values: upright(values, hidden_size, inner)),
     }
-
-
-def _solar_open(settings: Settings) -> Metadata:
-    """All layers have experts, whatever `first_k_dense_replace` is."""
-    return routed(settings) | {"leading_dense_block_count": 0}
 
 
 def _cohere2_moe(settings: Settings) -> Metadata:
@@ -274,17 +218,9 @@ def _cohere2_moe_variant(settings: Settings, family: Family) -> Family:
     return replace(family, has_layer_norms=False, epsilon="rms_norm_eps")
 
 
-def _granite_swa(settings: Settings) -> Metadata:
-    keys = granite_scales(settings)
+def _rope_pattern(settings: Settings) -> Metadata:
     bases = settings.entries("layer_rope_theta")
-    if bases:
-        keys["attention.rope_pattern"] = [int(base != 0) for base in bases]
-    return keys
-
-
-def _granitemoe_swa(settings: Settings) -> Metadata:
-    shared = settings.integer("shared_intermediate_size", 0)
-    return {**_granite_swa(settings), **experts(settings), "expert_shared_feed_forward_length": shared}
+    return {"attention.rope_pattern": [int(base != 0) for base in bases] or None}
 
 
 def _granite_swa_variant(settings: Settings, family: Family) -> Family:
@@ -313,11 +249,6 @@ def _granite_swa_variant(settings: Settings, family: Family) -> Family:
     return family
 
 
-def _qwen3_vl_moe(settings: Settings) -> Metadata:
-    settings.mark_read(("norm_topk_prob",))  # the published class normalises whatever it says
-    return experts(settings)
-
-
 def _phimoe(settings: Settings) -> Metadata:
     """Routing by SparseMixer, and LongRoPE with one magnitude for all lengths."""
     scaling = Settings(settings.rotation(), {})
@@ -335,9 +266,6 @@ def _phimoe(settings: Settings) -> Metadata:
 
 
 def _smallthinker(settings: Settings) -> Metadata:
-    settings.must_be("moe_enable_secondary_experts", False, False)
-    settings.must_be("norm_topk_prob", True, True)
-    settings.must_be("moe_enable_early_router", True, True)
     num_layers = settings.integer("num_hidden_layers", low=1)
     windows = settings.entries("sliding_window_layout")
     wanted = [int(layer % 4 != 0) for layer in range(num_layers)]
@@ -346,7 +274,6 @@ def _smallthinker(settings: Settings) -> Metadata:
         raise settings.unsupported("sliding_window_layout", "windows and positions in all but every fourth layer")
     if any(windows):
         settings.must_be("sliding_window_size", 4096, 4096)
-    settings.mark_read(("moe_layer_layout", "moe_num_secondary_experts", "moe_secondary_expert_size"))
     has_softmax = settings.boolean("moe_primary_router_apply_softmax", False)
     size = settings.integer("moe_intermediate_size", low=1)
     return {
@@ -385,11 +312,17 @@ _GRANITE_SWA = Family(
     rows_permuted=True,
     has_windows=True,
     defaults={"rms_norm_eps": 1e-5, "sliding_window": 128, "tie_word_embeddings": True},
-    metadata=_granite_swa,
+    keys=GRANITE_SCALES,
+    metadata=_rope_pattern,
     variant=_granite_swa_variant,
 )
 
 
+_BAILING_FIXED = {"norm_softmax": False}
+_BAILING_SEEN = (
+    "num_shared_experts moe_shared_expert_intermediate_size norm_head norm_softmax use_qk_norm multi_gate"
+    " embedding_dropout moe_router_enable_expert_bias"
+)
 _BAILING_ENDS: dict[str, Source] = {"token_embd": "word_embeddings", "output_norm": "norm"}
 _BAILING_BLOCKS: dict[str, Source] = {
     **NORMS,
@@ -409,14 +342,20 @@ _BAILING2 = Family(
     parameters={"exp_probs_b.bias": "mlp.gate.expert_bias"},
     outside=_BAILING_ENDS,
     defaults={"partial_rotary_factor": 0.5},
-    metadata=_bailing2,
+    fixed={"score_function": "sigmoid", "use_qk_norm": True, **_BAILING_FIXED},
+    seen=_BAILING_SEEN,
+    keys=ROUTED_KEYS,
+    metadata=experts,
 )
 _SIGMOID_ROUTED = Family(
     architecture="dots1",
     blocks={**LLAMA, **HEAD_NORMS, **EXPERTS, **SHARED_EXPERTS},
     parameters={**ROUTER_BIAS, **FUSED_EXPERTS},
     aliases=_ROUTED,
-    metadata=routed,
+    fixed=ROUTED_FIXED,
+    seen=ROUTED_SEEN,
+    keys=ROUTED_KEYS,
+    metadata=experts,
 )
 
 _GLM4_MOE = replace(
@@ -449,13 +388,25 @@ MIXTURES: dict[str, Family] = {
         parameters={"exp_probs_b.bias": "mlp.expert_bias"},
         has_windows=True,
         defaults={"rms_norm_eps": 1e-5},
+        fixed={"score_func": "sigmoid"},
+        seen="global_attn_every_n_layers load_balance_coeff num_expert_groups num_limited_groups",
+        keys={
+            **GROUPS,
+            "expert_gating_func": 2,
+            "expert_weights_norm": ("route_norm", True),
+            "expert_weights_scale": ("route_scale", 1.0),
+            "leading_dense_block_count": ("num_dense_layers", 0),
+        },
         metadata=_afmoe,
     ),
     "bailing_moe": Family(
         architecture="bailingmoe",
         blocks={**_BAILING_BLOCKS, **{f"attn_{letter}": "attention.query_key_value" for letter in "qkv"}},
         outside=_BAILING_ENDS,
-        metadata=_bailing,
+        fixed=_BAILING_FIXED,
+        seen=_BAILING_SEEN,
+        keys={key: ROUTED_KEYS[key] for key in ("expert_weights_norm", "leading_dense_block_count")},
+        metadata=experts,
         changes=_bailing_changes,
         variant=_bailing_variant,
     ),
@@ -467,6 +418,8 @@ MIXTURES: dict[str, Family] = {
         parameters={"exp_probs_b.bias": Part("mlp.moe_statics.e_score_correction_bias", FLAT)},
         aliases={"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k"},
         defaults={"rms_norm_eps": 1e-5, "rope_theta": 5e5},
+        fixed={"moe_layer_interval": 1, "moe_use_aux_free": True},
+        seen="moe_norm_min moe_num_shared_experts moe_capacity moe_gate moe_multimodal_paired",
         metadata=_ernie,
     ),
     "exaone_moe": replace(
@@ -500,7 +453,9 @@ MIXTURES: dict[str, Family] = {
     "solar_open": replace(
         _GLM4_MOE,
         defaults={"rms_norm_eps": 1e-5, "rope_theta": 1e6, "intermediate_size": 0, "partial_rotary_factor": 1.0},
-        metadata=_solar_open,
+        # All layers have experts, whatever `first_k_dense_replace` is.
+        seen=f"{ROUTED_SEEN} first_k_dense_replace",
+        keys={**ROUTED_KEYS, "leading_dense_block_count": 0},
     ),
     "granite_swa": _GRANITE_SWA,
     "granitemoe_swa": replace(
@@ -530,7 +485,8 @@ MIXTURES: dict[str, Family] = {
             ),
         },
         defaults={"sliding_window": 128},
-        metadata=_granitemoe_swa,
+        keys={**GRANITE_SCALES, "expert_shared_feed_forward_length": ("shared_intermediate_size", 0)},
+        metadata=lambda settings: {**experts(settings), **_rope_pattern(settings)},
     ),
     "gpt_oss": Family(
         architecture="gpt-oss",
@@ -552,7 +508,10 @@ MIXTURES: dict[str, Family] = {
         },
         has_windows=True,
         defaults={"rms_norm_eps": 1e-5, "rope_theta": 150000.0, "rope_parameters": _GPT_OSS_ROPE},
-        metadata=_gpt_oss,
+        fixed={"swiglu_limit": 7.0, "swiglu_alpha": 1.702},
+        seen="experts_per_token initial_context_length",
+        keys={"expert_feed_forward_length": ("intermediate_size", int)},
+        metadata=experts,
     ),
     "hunyuan_v1_moe": Family(
         architecture="hunyuan-moe",
@@ -596,7 +555,8 @@ MIXTURES: dict[str, Family] = {
         parameters=FUSED_EXPERTS,
         has_windows=True,
         defaults={"rope_parameters": _MELLUM_ROPE, "partial_rotary_factor": 1.0},
-        metadata=_mellum,
+        seen="mlp_layer_types mtp_layer_types mtp_mlp_layer_types use_sliding_window",
+        metadata=partial(normed_experts, default=True),
     ),
     "phimoe": Family(
         architecture="phimoe",
@@ -616,7 +576,8 @@ MIXTURES: dict[str, Family] = {
                 "ffn_up_exps.weight": "mlp.experts.gate_up_proj",
                 "ffn_down_exps.weight": "mlp.experts.down_proj",
             },
-            metadata=_qwen3_vl_moe,
+            seen="norm_topk_prob",  # the published class normalises whatever it says
+            metadata=experts,
             changes=_oriented,
         ),
     ),
@@ -639,6 +600,8 @@ MIXTURES: dict[str, Family] = {
             "num_experts_per_tok": "moe_num_active_primary_experts",
             "moe_intermediate_size": "moe_ffn_hidden_size",
         },
+        fixed={"moe_enable_secondary_experts": False, "norm_topk_prob": True, "moe_enable_early_router": True},
+        seen="moe_layer_layout moe_num_secondary_experts moe_secondary_expert_size",
         metadata=_smallthinker,
     ),
 }

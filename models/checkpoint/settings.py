@@ -134,6 +134,13 @@ class Settings:
         """A string."""
         return str(self._typed(key, default, str, "a string"))
 
+    def typed(self, key: str, default: object) -> Any:
+        """A value of the default's type; with None a whole number that has to be there, with `int` one from 1."""
+        if default is None or default is int:
+            return self.integer(key, low=0 if default is None else 1)
+        readers: dict[type, Any] = {bool: self.boolean, int: self.integer, float: self.number, str: self.text}
+        return readers[type(default)](key, default)
+
     def record(self, key: str) -> dict[str, Any]:
         """An object; empty where there is none."""
         found: dict[str, Any] = self._typed(key, {}, dict, "an object")

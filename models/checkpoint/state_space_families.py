@@ -22,7 +22,7 @@ from localinfer.models.checkpoint.changes import (
     scaled,
     scaled_rows,
 )
-from localinfer.models.checkpoint.dense_families import granite_scales
+from localinfer.models.checkpoint.dense_families import GRANITE_SCALES
 from localinfer.models.checkpoint.family import ATTENTION, RELU_SQUARED, Family, Metadata, Part, Source, experts, gated
 from localinfer.models.checkpoint.settings import Settings
 
@@ -176,7 +176,7 @@ def _attention_layers(settings: Settings) -> list[bool]:
 def _granite_hybrid(settings: Settings) -> Metadata:
     num_kv_heads = settings.integer("num_key_value_heads", settings.integer("num_attention_heads"), low=1)
     layers = _attention_layers(settings)
-    keys = granite_scales(settings)
+    keys: Metadata = {}
     if settings.get("num_local_experts"):
         keys |= experts(settings)
         keys["expert_shared_feed_forward_length"] = settings.integer("shared_intermediate_size")
@@ -188,7 +188,7 @@ def _granite_hybrid(settings: Settings) -> Metadata:
     if not all(layers):
         sizes = _mamba2_sizes(settings)
         keys |= {**sizes, "attention.head_count_kv": [num_kv_heads if has_one else 0 for has_one in layers]}
-    settings.mark_read(("mamba_expand", "normalization_function", "init_method"))
+    settings.mark_read(("mamba_expand",))
     return keys
 
 
@@ -216,10 +216,6 @@ _GRANITE: dict[str, Source] = {
     "ffn_up_exps": Part("block_sparse_moe.input_linear", SECOND_HALVES),
     "ffn_down_exps": "block_sparse_moe.output_linear",
 }
-
-
-def _granite_moe(settings: Settings) -> Metadata:
-    return {**granite_scales(settings), **experts(settings)}
 
 
 def _bamba(settings: Settings) -> Metadata:
@@ -379,12 +375,19 @@ _GRANITE_HYBRID = Family(
     parameters=_HYBRID_PARAMETERS,
     rows_permuted=True,
     layer_kinds=("linear_attention", "mamba", "attention"),
+    seen="normalization_function init_method",
+    keys=GRANITE_SCALES,
     metadata=_granite_hybrid,
     changes=_groups,
     variant=_granite_variant,
 )
 _GRANITE_MOE = Family(
-    architecture="granitemoe", blocks=_GRANITE, rows_permuted=True, metadata=_granite_moe, variant=_granite_variant
+    architecture="granitemoe",
+    blocks=_GRANITE,
+    rows_permuted=True,
+    keys=GRANITE_SCALES,
+    metadata=experts,
+    variant=_granite_variant,
 )
 
 

@@ -65,25 +65,8 @@ def is_one_word(data: NDArray[np.uint8]) -> bool:
 
 def run_around(read: Reader, size: int, first: int) -> ByteRun:
     """Extend the word at a position in both directions; size: of the tensor in bytes."""
-    word = read(first, first + _WORD)
-    start, end = first, first + _WORD
-    while start > 0:
-        data = read(max(0, start - _LOOK), start)
-        wanted = np.resize(np.roll(word, len(data) % _WORD), len(data))
-        differs = np.flatnonzero(data != wanted)
-        start = start - len(data) + (int(differs[-1]) + 1 if differs.size else 0)
-        if differs.size:
-            break
-        word = np.roll(word, len(data) % _WORD)
-    word = np.roll(read(first, first + _WORD), -((end - first) % _WORD))
-    while end < size:
-        data = read(end, min(size, end + _LOOK))
-        differs = np.flatnonzero(data != np.resize(word, len(data)))
-        end += int(differs[0]) if differs.size else len(data)
-        if differs.size:
-            break
-        word = np.roll(word, -(len(data) % _WORD))
-    return ByteRun(start, end, read(first, first + _WORD).tobytes())
+    found = _equal_around(read, size, first + _WORD, _WORD)
+    return ByteRun(found.start - _WORD, found.end, read(first, first + _WORD).tobytes())
 
 
 def is_damage(run: ByteRun, info: TensorRecord, *, all_rows: bool) -> bool:

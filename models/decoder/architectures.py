@@ -45,26 +45,26 @@ EARLIER_RWKV = "with recurrent layers of an earlier kind (RWKV 6)"
 SPARSE_DELTA = "with n-gram embeddings, and an indexer beside its delta nets"
 
 
-def named(reasons: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
-    """Reasons by name, of names by reason."""
-    return {name: reason for reason, names in reasons.items() for name in names}
+def named(reasons: Mapping[str, str]) -> dict[str, str]:
+    """Reasons by name, of the names that each reason has, in one text."""
+    return {name: reason for reason, names in reasons.items() for name in names.split()}
 
 
 NOT_RUN = named(
     {
-        DIFFUSION: ("diffusion-gemma", "dream", "llada", "llada-moe", "rnd1"),
-        DRAFTS: ("dflash", "eagle3"),
-        SPEAKS: ("pockettts", "qwen3tts", "wavtokenizer-dec"),
-        SEES: ("clip",),
-        ENCODER_DECODER: ("t5", "t5encoder"),
-        REPEATED: ("hrm_text",),
-        HYPER_CONNECTIONS: ("glm5-next", "hy_v4"),
-        COMPRESSED: ("deepseek4", "deepseek4v"),
-        BLOCK_RESIDUALS: ("kimi-k3",),
-        SPARSE_DELTA: ("qwen4exp",),
-        "with recurrent layers in the place of another model's attention": ("arwkv7", "rwkv6qwen2"),
-        EARLIER_RWKV: ("rwkv6",),
-        GROUPED_EXPERTS: ("grovemoe",),
+        DIFFUSION: "diffusion-gemma dream llada llada-moe rnd1",
+        DRAFTS: "dflash eagle3",
+        SPEAKS: "pockettts qwen3tts wavtokenizer-dec",
+        SEES: "clip",
+        ENCODER_DECODER: "t5 t5encoder",
+        REPEATED: "hrm_text",
+        HYPER_CONNECTIONS: "glm5-next hy_v4",
+        COMPRESSED: "deepseek4 deepseek4v",
+        BLOCK_RESIDUALS: "kimi-k3",
+        SPARSE_DELTA: "qwen4exp",
+        "with recurrent layers in the place of another model's attention": "arwkv7 rwkv6qwen2",
+        EARLIER_RWKV: "rwkv6",
+        GROUPED_EXPERTS: "grovemoe",
     }
 )
 """Architectures of GGUF files that do not run, and why: what follows their names in a sentence."""
