@@ -27,6 +27,7 @@ from localinfer.models.checkpoint.family import (
     normed_experts,
     one_window,
     qwen_windows,
+    repeat_layer_types,
     switch_windows,
 )
 from localinfer.models.checkpoint.settings import Settings
@@ -169,9 +170,7 @@ def _attention_scale(settings: Settings) -> Metadata:
 
 def _cwm(settings: Settings) -> Metadata:
     """Every fourth layer sees everything, from the first on, unless the file says otherwise."""
-    if not settings.entries("layer_types"):
-        kinds = ("full_attention", *("sliding_attention",) * 3)
-        settings.put("layer_types", [kinds[layer % 4] for layer in range(settings.integer("num_hidden_layers"))])
+    repeat_layer_types(settings, "full_attention", *("sliding_attention",) * 3)
     return {}
 
 

@@ -163,6 +163,13 @@ def qwen_windows(settings: Settings) -> Metadata:
     return {}
 
 
+def repeat_layer_types(settings: Settings, *kinds: str) -> None:
+    """Give layers these kinds in turn, unless the file says otherwise."""
+    if not settings.entries("layer_types"):
+        num_layers = settings.integer("num_hidden_layers", low=1)
+        settings.put("layer_types", [kinds[layer % len(kinds)] for layer in range(num_layers)])
+
+
 def one_window(settings: Settings) -> Metadata:
     """The window of a class that has it in every layer, whatever `layer_types` says."""
     settings.put("layer_types", [])

@@ -188,9 +188,9 @@ _DEEPSEEK32 = replace(
     layer_kinds=("indexed_attention", "deepseek_sparse_attention"),
     keys={
         **ROUTED_KEYS,
-        "attention.indexer.head_count": ("index_n_heads", int),
-        "attention.indexer.key_length": ("index_head_dim", int),
-        "attention.indexer.top_k": ("index_topk", int),
+        "attention.indexer.head_count": ("index_n_heads", int, 1),
+        "attention.indexer.key_length": ("index_head_dim", int, 1),
+        "attention.indexer.top_k": ("index_topk", int, 1),
     },
 )
 

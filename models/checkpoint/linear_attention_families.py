@@ -22,6 +22,7 @@ from localinfer.models.checkpoint.family import (
     GATED,
     HEAD_NORMS,
     NORMS,
+    SIGMOID,
     W_NAMES,
     Family,
     Metadata,
@@ -76,7 +77,6 @@ def _qwen(settings: Settings) -> Metadata:
     if num_heads % num_key_heads:
         raise settings.wrong("linear_num_value_heads", f"a multiple of linear_num_key_heads {num_key_heads}")
     keys: Metadata = {
-        "ssm.conv_kernel": settings.integer("linear_conv_kernel_dim", 4, low=1),
         "ssm.state_size": head_dim,
         "ssm.group_count": num_key_heads,
         "ssm.time_step_rank": num_heads,
@@ -84,8 +84,6 @@ def _qwen(settings: Settings) -> Metadata:
         "ssm.length_epsilon": usual_epsilon(settings),
         "attention.recurrent_layers": [int(is_recurrent) for is_recurrent in recurrent_layers(settings)],
     }
-    settings.must_be("attn_output_gate", True, True)
-    settings.mark_read(("mamba_ssm_dtype", "mlp_only_layers", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"))
     if "num_experts" in settings and settings.integer("num_experts"):
         settings.must_be("norm_topk_prob", True, True)
         keys |= experts(settings)
@@ -137,6 +135,9 @@ _QWEN3_NEXT = Family(
     plain_norms=("ssm_norm",),
     layer_kinds=_LINEAR,
     defaults={"partial_rotary_factor": 0.25, "head_dim": 256},
+    fixed={"attn_output_gate": True},
+    seen="mamba_ssm_dtype mlp_only_layers mtp_num_hidden_layers mtp_use_dedicated_embeddings",
+    keys={"ssm.conv_kernel": ("linear_conv_kernel_dim", 4, 1)},
     metadata=_qwen,
     changes=_qwen3_next_changes,
 )
@@ -164,18 +165,13 @@ _QWEN35_MOE = replace(
 
 
 def _lfm2(settings: Settings) -> Metadata:
-    settings.must_be("conv_bias", False, False)
     num_kv_heads = settings.integer("num_key_value_heads", settings.integer("num_attention_heads"), low=1)
     size = settings.integer("intermediate_size", settings.integer("block_ff_dim", 0))
     if settings.boolean("block_auto_adjust_ff_dim", False):
         multiple = settings.integer("block_multiple_of", 256, low=1)
         size = int(settings.number("block_ffn_dim_multiplier", 1.0) * int(2 * size / 3))
         size = -(-size // multiple) * multiple
-    settings.mark_read(("block_ff_dim", "block_ffn_dim_multiplier", "block_multiple_of", "block_use_swiglu"))
-    settings.mark_read(("block_norm_eps", "block_out_dim", "block_dim", "block_mlp_init_scale", "conv_dim"))
-    settings.mark_read(("block_use_xavier_init", "conv_dim_out", "conv_use_xavier_init", "full_attn_idxs"))
     return {
-        "shortconv.l_cache": settings.integer("conv_L_cache", 3, low=2),
         "attention.head_count_kv": [0 if is_conv else num_kv_heads for is_conv in _convolutions(settings)],
         "feed_forward_length": size,
     }
@@ -188,33 +184,14 @@ def _convolutions(settings: Settings) -> list[bool]:
     return recurrent_layers(settings, ("conv",))
 
 
-def _lfm2_moe(settings: Settings) -> Metadata:
-    settings.must_be("norm_topk_prob", True, True)
-    settings.mark_read(("use_expert_bias",))
-    return {
-        **_lfm2(settings),
-        **experts(settings),
-        "feed_forward_length": settings.integer("intermediate_size"),
-        "leading_dense_block_count": settings.integer("num_dense_layers", 0),
-        "expert_gating_func": 2,
-        "expert_weights_scale": settings.number("routed_scaling_factor", 1.0),
-    }
-
-
 def _lfm3(settings: Settings) -> Metadata:
-    settings.must_be("conv_bias", False, False)
-    settings.mark_read(("use_sandwich_norm", "use_attention_gate"))  # the tensors show both
     if not settings.entries("layer_types"):
         kinds = ("sliding_attention", "conv", "full_attention", "conv")
         num_layers = settings.integer("num_hidden_layers", low=1)
         settings.put("layer_types", ["conv", *(kinds[layer % 4] for layer in range(1, num_layers))])
     num_kv_heads = settings.integer("num_key_value_heads", low=1)
-    return {
-        "shortconv.l_cache": settings.integer("conv_L_cache", 7, low=2),
-        "attention.head_count_kv": [
-            0 if is_conv else num_kv_heads for is_conv in recurrent_layers(settings, ("conv",))
-        ],
-    }
+    convolutions = recurrent_layers(settings, ("conv",))
+    return {"attention.head_count_kv": [0 if is_conv else num_kv_heads for is_conv in convolutions]}
 
 
 def _olmo_hybrid(settings: Settings) -> Metadata:
@@ -227,11 +204,9 @@ def _olmo_hybrid(settings: Settings) -> Metadata:
     key_size = settings.integer(
         "linear_key_head_dim", 3 * settings.integer("hidden_size") // (4 * num_key_heads), low=1
     )
-    settings.mark_read(f"linear_{name}" for name in ("a_log_max", "a_log_min", "dt_init_floor", "dt_max", "dt_min"))
     rope = settings.record("rope_parameters")
     has_base = rope.get("rope_theta", settings.get("rope_theta")) is not None
     return {
-        "ssm.conv_kernel": settings.integer("linear_conv_kernel_dim", 4, low=2),
         "ssm.state_size": key_size,
         "ssm.group_count": num_key_heads,
         "ssm.time_step_rank": num_value_heads,
@@ -264,6 +239,8 @@ _OLMO_HYBRID = Family(
     },
     parameters=_QWEN_PARAMETERS,
     layer_kinds=_LINEAR,
+    seen="linear_a_log_max linear_a_log_min linear_dt_init_floor linear_dt_max linear_dt_min",
+    keys={"ssm.conv_kernel": ("linear_conv_kernel_dim", 4, 2)},
     metadata=_olmo_hybrid,
 )
 
@@ -287,20 +264,19 @@ _LFM2 = Family(
     layer_kinds=("conv",),
     epsilon="norm_eps",
     defaults={"rope_theta": 1e6, "norm_eps": 1e-5, "block_auto_adjust_ff_dim": False},
+    fixed={"conv_bias": False},
+    seen=(
+        "block_ff_dim block_ffn_dim_multiplier block_multiple_of block_use_swiglu block_norm_eps block_out_dim"
+        " block_dim block_mlp_init_scale conv_dim block_use_xavier_init conv_dim_out conv_use_xavier_init"
+        " full_attn_idxs"
+    ),
+    keys={"shortconv.l_cache": ("conv_L_cache", 3, 2)},
     metadata=_lfm2,
 )
 
 
 def _kimi_linear(settings: Settings) -> Metadata:
     linear = Settings(settings.record("linear_attn_config"), {})
-    settings.mark_read(
-        (
-            "linear_head_dim",
-            "linear_num_heads",
-            "linear_conv_kernel_dim",
-            "qk_head_dim",
-        )
-    )
     num_layers = settings.integer("num_hidden_layers", low=1)
     if "full_attn_layers" in linear:
         has_attention = [layer + 1 in linear.entries("full_attn_layers") for layer in range(num_layers)]
@@ -311,12 +287,6 @@ def _kimi_linear(settings: Settings) -> Metadata:
     num_heads = linear.integer("num_heads", settings.integer("linear_num_heads", 32, low=1), low=1)
     if num_heads != settings.integer("num_attention_heads"):
         raise settings.unsupported("num_attention_heads", f"as many heads in all layers, {num_heads}")
-    settings.must_be("moe_renormalize", True, True)
-    settings.must_be("mla_use_nope", True, True)
-    settings.must_be("num_expert_group", 1, 1)
-    settings.mark_read(
-        ("moe_router_activation_func", "moe_layer_freq", "mlp_layer_types", "topk_group", "use_grouped_topk")
-    )
     kernel = linear.integer("short_conv_kernel_size", settings.integer("linear_conv_kernel_dim", 4, low=2), low=2)
     return {
         **experts(settings),
@@ -324,9 +294,6 @@ def _kimi_linear(settings: Settings) -> Metadata:
         "ssm.conv_kernel": kernel,
         "ssm.length_epsilon": usual_epsilon(settings),
         "kda.head_dim": linear.integer("head_dim", settings.integer("linear_head_dim", 128, low=1), low=1),
-        "expert_gating_func": 2,
-        "expert_weights_scale": settings.number("routed_scaling_factor", 1.0),
-        "leading_dense_block_count": settings.integer("first_k_dense_replace", 1),
     }
 
 
@@ -362,6 +329,12 @@ _KIMI_LINEAR = Family(
     aliases={"max_position_embeddings": "model_max_length", "num_experts_per_tok": "num_experts_per_token"},
     defaults={"rms_norm_eps": 1e-5},
     has_latent_attention=True,
+    fixed={"moe_renormalize": True, "mla_use_nope": True, "num_expert_group": 1},
+    seen=(
+        "linear_head_dim linear_num_heads linear_conv_kernel_dim qk_head_dim moe_router_activation_func moe_layer_freq"
+        " mlp_layer_types topk_group use_grouped_topk"
+    ),
+    keys={**SIGMOID, "leading_dense_block_count": ("first_k_dense_replace", 1)},
     metadata=_kimi_linear,
     changes=split_keys_and_values,
 )
@@ -380,7 +353,15 @@ DELTA: dict[str, Family] = {
             **gated("feed_forward.experts.{expert}", "_exps", W_NAMES),
         },
         parameters={"exp_probs_b.bias": "feed_forward.expert_bias"},
-        metadata=_lfm2_moe,
+        fixed={**_LFM2.fixed, "norm_topk_prob": True},
+        seen=f"{_LFM2.seen} use_expert_bias",
+        keys={
+            **_LFM2.keys,
+            **SIGMOID,
+            "feed_forward_length": ("intermediate_size", int),
+            "leading_dense_block_count": ("num_dense_layers", 0),
+        },
+        metadata=lambda settings: {**_lfm2(settings), **experts(settings)},
     ),
     "lfm3": replace(
         _LFM2,
@@ -395,6 +376,8 @@ DELTA: dict[str, Family] = {
         },
         has_windows=True,
         defaults={"norm_eps": 1e-5, "head_dim": 128, "num_key_value_heads": 4, "sliding_window": 256},
+        seen="use_sandwich_norm use_attention_gate",  # the tensors show both
+        keys={"shortconv.l_cache": ("conv_L_cache", 7, 2)},
         metadata=_lfm3,
     ),
     "kimi_linear": _KIMI_LINEAR,
@@ -404,12 +387,7 @@ DELTA: dict[str, Family] = {
 
 
 def _minimax_m2(settings: Settings) -> Metadata:
-    settings.must_be("scoring_func", "sigmoid", "sigmoid")
-    settings.must_be("shared_intermediate_size", 0, 0)
-    settings.must_be("qk_norm_type", "per_layer", "per_layer")
-    settings.mark_read(("attn_type_list", "mtp_transformer_layers", "num_mtp_modules", "use_mtp", "use_qk_norm"))
-    settings.mark_read(("use_routing_bias", "rotary_dim"))
-    keys = {**experts(settings), "expert_gating_func": 2}
+    keys = experts(settings)
     if "rotary_dim" in settings and "partial_rotary_factor" not in settings.rotation():
         keys["rope.dimension_count"] = settings.integer("rotary_dim", low=2)
     return keys
@@ -418,17 +396,11 @@ def _minimax_m2(settings: Settings) -> Metadata:
 def _minimax(settings: Settings) -> Metadata:
     """MiniMax-01; GGUF has one weight of the residual stream, and none of the branches."""
     num_layers = settings.integer("num_hidden_layers", low=1)
-    names = ("full_attn", "linear_attn", "mlp")
-    weights = {settings.number(f"{name}_alpha_factor", 1.0) for name in names}
+    weights = {settings.number(f"{name}_alpha_factor", 1.0) for name in ("full_attn", "linear_attn", "mlp")}
     if len(weights) > 1:
         raise settings.unsupported("mlp_alpha_factor", "one weight of the residual stream in all layers")
-    for name in names:
-        settings.must_be(f"{name}_beta_factor", 1.0, 1.0)
-    settings.must_be("postnorm", True, True)
-    settings.must_be("shared_intermediate_size", 0, 0)
     if settings.get("sliding_window"):
         raise settings.unsupported("sliding_window", "minimax-01 models without windows")
-    settings.mark_read(("block_size", "layernorm_attention_alpha", "layernorm_attention_beta", "shared_moe_mode"))
     kinds = settings.entries("layer_types")
     is_recurrent = [kind == "linear_attention" for kind in kinds] or [layer % 2 == 1 for layer in range(num_layers)]
     if settings.entries("attn_type_list"):
@@ -442,13 +414,8 @@ def _minimax(settings: Settings) -> Metadata:
 
 
 def _minimax_m3(settings: Settings) -> Metadata:
-    """Experts' size is `intermediate_size`; layers without experts have another. Older files nest the indexer's."""
-    settings.must_be("swiglu_alpha", 1.702, 1.702)
-    settings.must_be("swiglu_limit", 7.0, 7.0)
-    settings.must_be("scoring_func", "sigmoid", "sigmoid")
+    """Sizes of the indexer, which older files nest."""
     old = Settings(settings.record("sparse_attention_config"), {})
-    settings.mark_read(("mlp_layer_types", "moe_layer_freq", "shared_intermediate_size", "rotary_dim", "layer_types"))
-    settings.mark_read(("use_qk_norm", "qk_norm_type", "use_gemma_norm", "use_routing_bias", "num_mtp_modules"))
     sizes = {
         "head_count": ("index_n_heads", "sparse_num_index_heads", 4),
         "key_length": ("index_head_dim", "sparse_index_dim", 128),
@@ -462,11 +429,6 @@ def _minimax_m3(settings: Settings) -> Metadata:
             f"attention.indexer.{key}": old.integer(nested, settings.integer(name, default))
             for key, (name, nested, default) in sizes.items()
         },
-        "expert_feed_forward_length": settings.integer("intermediate_size", low=1),
-        "feed_forward_length": settings.integer("dense_intermediate_size", 12288, low=1),
-        "expert_gating_func": 2,
-        "expert_weights_norm": True,
-        "expert_weights_scale": settings.number("routed_scaling_factor", 2.0),
     }
 
 
@@ -505,6 +467,12 @@ _MINIMAX = Family(
     left_out=("slope_rate", "query_decay", "key_decay", "diagonal_decay"),
     layer_kinds=("linear_attention",),
     defaults={"rms_norm_eps": 1e-5, "rope_theta": 1e6},
+    fixed={
+        **{f"{name}_beta_factor": 1.0 for name in ("full_attn", "linear_attn", "mlp")},
+        "postnorm": True,
+        "shared_intermediate_size": 0,
+    },
+    seen="block_size layernorm_attention_alpha layernorm_attention_beta shared_moe_mode",
     metadata=_minimax,
 )
 
@@ -530,6 +498,9 @@ MINIMAX: dict[str, Family] = {
         blocks={**NORMS, **ATTENTION, **HEAD_NORMS, **SPARSE_NAMES},
         parameters={"exp_probs_b.bias": "block_sparse_moe.e_score_correction_bias"},
         defaults={"partial_rotary_factor": 1.0},
+        fixed={"scoring_func": "sigmoid", "shared_intermediate_size": 0, "qk_norm_type": "per_layer"},
+        seen="attn_type_list mtp_transformer_layers num_mtp_modules use_mtp use_qk_norm use_routing_bias rotary_dim",
+        keys={"expert_gating_func": 2},
         metadata=_minimax_m2,
     ),
     **dict.fromkeys(
@@ -561,6 +532,19 @@ MINIMAX: dict[str, Family] = {
                 "num_key_value_heads": 4,
                 "head_dim": 128,
                 "partial_rotary_factor": 1.0,
+            },
+            fixed={"swiglu_alpha": 1.702, "swiglu_limit": 7.0, "scoring_func": "sigmoid"},
+            seen=(
+                "mlp_layer_types moe_layer_freq shared_intermediate_size rotary_dim layer_types use_qk_norm"
+                " qk_norm_type use_gemma_norm use_routing_bias num_mtp_modules"
+            ),
+            keys={
+                # Experts' size is `intermediate_size`; layers without experts have another.
+                "expert_feed_forward_length": ("intermediate_size", int, 1),
+                "feed_forward_length": ("dense_intermediate_size", 12288, 1),
+                "expert_gating_func": 2,
+                "expert_weights_norm": True,
+                "expert_weights_scale": ("routed_scaling_factor", 2.0),
             },
             metadata=_minimax_m3,
         ),

@@ -14,11 +14,13 @@ from localinfer.models.checkpoint.family import (
     FUSED_EXPERTS,
     GATED,
     GELU_TANH,
+    GROUPS,
     HEAD_NORMS,
     LLAMA,
     NORMS,
     ROUTER_BIAS,
     SHARED_EXPERTS,
+    SIGMOID,
     Family,
     Metadata,
     Source,
@@ -91,16 +93,7 @@ def _step3p5(settings: Settings) -> Metadata:
         if limits:
             keys[name] = Settings({key: limits}, {}).numbers(key, num_layers)
     layers = [int(entry) for entry in settings.text("moe_layers_enum", "").split(",") if entry.strip().isdigit()]
-    settings.mark_read(("share_expert_dim", "moe_every_n_layer", "use_head_wise_attn_gate", "use_qk_norm", "use_moe"))
-    settings.mark_read(("use_moe_router_bias", "need_fp32_gate", "yarn_only_types", "sink", "moe_layer_offset"))
-    settings.must_be("moe_router_activation", "sigmoid", "sigmoid")
-    return keys | {
-        **experts(settings),
-        "expert_gating_func": 2,
-        "expert_weights_norm": settings.boolean("norm_expert_weight", True),
-        "expert_weights_scale": settings.number("moe_router_scaling_factor", 1.0),
-        "leading_dense_block_count": min(layers, default=0),
-    }
+    return {**keys, **experts(settings), "leading_dense_block_count": min(layers, default=0)}
 
 
 def _step3p5_variant(settings: Settings, family: Family) -> Family:
@@ -128,21 +121,10 @@ def _mimo_v2(settings: Settings) -> Metadata:
     value_size = settings.integer("v_head_dim", head_dim, low=1)
     for key, wanted in (("swa_head_dim", head_dim), ("swa_v_head_dim", value_size)):
         settings.must_be(key, wanted, wanted)
-    settings.must_be("topk_method", "noaux_tc", "noaux_tc")
-    settings.must_be("scoring_func", "sigmoid", "sigmoid")
-    settings.must_be("norm_topk_prob", True, True)
-    settings.must_be("add_full_attention_sink_bias", False, False)
-    settings.mark_read(("moe_layer_freq", "add_swa_attention_sink_bias", "sliding_window_size", "attention_chunk_size"))
-    settings.mark_read(("mlp_layer_types", "n_shared_experts", "attention_projection_layout"))
     return {
         **_heads_by_kind(settings, is_windowed, settings, ("swa_num_attention_heads", "swa_num_key_value_heads")),
         **experts(settings),
         "attention.value_length": value_size,
-        "attention.value_scale": settings.number("attention_value_scale", 1.0),
-        "expert_gating_func": 2,
-        "expert_weights_scale": settings.number("routed_scaling_factor", 1.0),
-        "expert_group_count": settings.integer("n_group", 1),
-        "expert_group_used_count": settings.integer("topk_group", 1),
     }
 
 
@@ -155,18 +137,11 @@ def _laguna(settings: Settings) -> Metadata:
     windowed = Settings(Settings(settings.record("rope_parameters"), {}).record("sliding_attention"), {})
     if windowed.get("rope_type", "default") != "default":
         raise settings.unsupported("rope_parameters", "sliding_attention layers without scaling")
-    settings.must_be("moe_apply_router_weight_on_input", False, False)
-    settings.must_be("moe_router_logit_softcapping", 0.0, 0.0)
-    settings.mark_read(("mlp_layer_types", "shared_expert_intermediate_size", "gating", "gating_types"))
-    settings.mark_read(("norm_topk_prob", "swa_attention_sink_enabled", "use_bidirectional_attention"))
     head_dim = settings.integer("head_dim", low=1)
     partial = windowed.number("partial_rotary_factor", 1.0, low=0.0, high=1.0)
     return {
         **experts(settings),
         "attention.head_count": heads or settings.integer("num_attention_heads", low=1),
-        "expert_gating_func": 2,
-        "expert_weights_norm": True,
-        "expert_weights_scale": settings.number("moe_routed_scaling_factor", 1.0),
         "rope.dimension_count_swa": int(head_dim * partial) if windowed.get("rope_theta") is not None else None,
     }
 
@@ -186,6 +161,17 @@ _MIMO = Family(
         "rms_norm_eps": "layernorm_epsilon",
     },
     defaults={"rms_norm_eps": 1e-5, "partial_rotary_factor": 0.334},
+    fixed={
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "norm_topk_prob": True,
+        "add_full_attention_sink_bias": False,
+    },
+    seen=(
+        "moe_layer_freq add_swa_attention_sink_bias sliding_window_size attention_chunk_size mlp_layer_types"
+        " n_shared_experts attention_projection_layout"
+    ),
+    keys={**SIGMOID, **GROUPS, "attention.value_scale": ("attention_value_scale", 1.0)},
     metadata=_mimo_v2,
 )
 _STEP: dict[str, Source] = {
@@ -221,6 +207,16 @@ UNEVEN: dict[str, Family] = {
             "sliding_window": 512,
             "rope_parameters": _LAGUNA_ROPE,
         },
+        fixed={"moe_apply_router_weight_on_input": False, "moe_router_logit_softcapping": 0.0},
+        seen=(
+            "mlp_layer_types shared_expert_intermediate_size gating gating_types norm_topk_prob"
+            " swa_attention_sink_enabled use_bidirectional_attention"
+        ),
+        keys={
+            "expert_gating_func": 2,
+            "expert_weights_norm": True,
+            "expert_weights_scale": ("moe_routed_scaling_factor", 1.0),
+        },
         metadata=_laguna,
     ),
     "nemotron-nas": Family(
@@ -242,6 +238,16 @@ UNEVEN: dict[str, Family] = {
             "num_experts_per_tok": "moe_top_k",
         },
         defaults={"rms_norm_eps": 1e-5},
+        fixed={"moe_router_activation": "sigmoid"},
+        seen=(
+            "share_expert_dim moe_every_n_layer use_head_wise_attn_gate use_qk_norm use_moe use_moe_router_bias"
+            " need_fp32_gate yarn_only_types sink moe_layer_offset"
+        ),
+        keys={
+            "expert_gating_func": 2,
+            "expert_weights_norm": ("norm_expert_weight", True),
+            "expert_weights_scale": ("moe_router_scaling_factor", 1.0),
+        },
         metadata=_step3p5,
         variant=_step3p5_variant,
     ),
@@ -279,7 +285,6 @@ def _gemma4(settings: Settings) -> Metadata:
     full_heads = _of_full_layers(settings, "num_key_value_heads", "num_global_key_value_heads") or num_kv_heads
     inner = settings.integer("intermediate_size", low=1)
     is_wide = settings.boolean("use_double_wide_mlp", False)
-    settings.mark_read(("attention_k_eq_v", "vocab_size_per_layer_input", "per_layer_config", "enable_moe_block"))
     keys: Metadata = {
         "attention.key_length_swa": size,
         "attention.value_length_swa": size,
@@ -300,7 +305,6 @@ def _gemma4(settings: Settings) -> Metadata:
             "expert_used_count": settings.integer("top_k_experts", low=1),
             "expert_feed_forward_length": settings.integer("moe_intermediate_size", low=1),
         }
-    settings.mark_read(("num_experts", "top_k_experts", "moe_intermediate_size", "expert_intermediate_size"))
     return keys
 
 
@@ -347,6 +351,10 @@ _GEMMA4 = Family(
         "tie_word_embeddings": True,
         "partial_rotary_factor": 1.0,
     },
+    seen=(
+        "attention_k_eq_v vocab_size_per_layer_input per_layer_config enable_moe_block num_experts top_k_experts"
+        " moe_intermediate_size expert_intermediate_size"
+    ),
     metadata=_gemma4,
     variant=_gemma4_variant,
 )
@@ -354,25 +362,11 @@ _GEMMA4 = Family(
 
 def _assistant(settings: Settings) -> Metadata:
     num_layers = settings.integer("num_hidden_layers", low=1)
-    settings.must_be("hidden_size_per_layer_input", 0, 0)
-    settings.must_be("enable_moe_block", False, False)
-    # Of the head that scores some tokens only, which is noted with its tensor.
-    settings.mark_read(("use_ordered_embeddings", "num_centroids", "centroid_intermediate_top_k"))
-    return {
-        **_gemma4(settings),
-        "attention.shared_kv_layers": num_layers,
-        "nextn_predict_layers": num_layers,
-        "embedding_length_out": settings.integer("backbone_hidden_size", low=1),
-    }
-
-
-def _embedding2(settings: Settings) -> Metadata:
-    """EmbeddingGemma 2, whose window is counted to one side, and stored as both."""
-    settings.mark_read(("embedding_dim",))  # the rows of a tensor
-    return {**_gemma4(settings), "attention.causal": False}
+    return {**_gemma4(settings), "attention.shared_kv_layers": num_layers, "nextn_predict_layers": num_layers}
 
 
 def _embedding2_variant(settings: Settings, family: Family) -> Family:
+    """EmbeddingGemma 2's window is counted to one side, and stored as both."""
     settings.put("sliding_window", 2 * settings.integer("sliding_window", 512, high=MAX_CONTEXT // 2))
     return _gemma4_variant(settings, family)
 
@@ -393,7 +387,8 @@ _EMBEDDING2 = replace(
         "proj": "ple_block.per_layer_projection",
         "post_norm": "ple_block.post_per_layer_input_norm",
     },
-    metadata=_embedding2,
+    seen=f"{_GEMMA4.seen} embedding_dim",
+    keys={"attention.causal": False},
     variant=_embedding2_variant,
 )
 _ASSISTANT = replace(
@@ -406,6 +401,10 @@ _ASSISTANT = replace(
         "masked_embd_centroids": "masked_embedding.centroids",
     },
     unused=r"masked_embedding\.token_ordering",
+    fixed={"hidden_size_per_layer_input": 0, "enable_moe_block": False},
+    # Of the head that scores some tokens only, which is noted with its tensor.
+    seen=f"{_GEMMA4.seen} use_ordered_embeddings num_centroids centroid_intermediate_top_k",
+    keys={"embedding_length_out": ("backbone_hidden_size", int, 1)},
     metadata=_assistant,
 )
 
@@ -427,14 +426,8 @@ def _gemma3n(settings: Settings) -> Metadata:
     if "layer_types" not in settings:
         kinds = [*("sliding_attention",) * 4, "full_attention"]
         settings.put("layer_types", [kinds[layer % 5] for layer in range(num_layers)])
-    settings.must_be("altup_active_idx", 0, 0)
-    settings.must_be("altup_correct_scale", True, True)
-    settings.mark_read(("altup_coef_clip", "laurel_rank", "altup_num_inputs", "vocab_size_per_layer_input"))
     return {
         "feed_forward_length": sizes[:num_layers],
-        "attention.shared_kv_layers": settings.integer("num_kv_shared_layers", 15),
-        "embedding_length_per_layer_input": settings.integer("hidden_size_per_layer_input", 256, low=1),
-        "final_logit_softcapping": settings.number("final_logit_softcapping", 30.0),
         "activation_sparsity_scale": _deviations(settings, sizes),
     }
 
@@ -502,6 +495,13 @@ _GEMMA3N = Family(
         "vocab_size": 262400,
         "vocab_size_per_layer_input": 262144,
         "max_position_embeddings": 32768,
+    },
+    fixed={"altup_active_idx": 0, "altup_correct_scale": True},
+    seen="altup_coef_clip laurel_rank altup_num_inputs vocab_size_per_layer_input",
+    keys={
+        "attention.shared_kv_layers": ("num_kv_shared_layers", 15),
+        "embedding_length_per_layer_input": ("hidden_size_per_layer_input", 256, 1),
+        "final_logit_softcapping": ("final_logit_softcapping", 30.0),
     },
     metadata=_gemma3n,
     changes=_gemma3n_changes,

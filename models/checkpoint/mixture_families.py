@@ -45,6 +45,7 @@ from localinfer.models.checkpoint.family import (
     gated,
     normed_experts,
     one_window,
+    repeat_layer_types,
 )
 from localinfer.models.checkpoint.settings import Settings
 
@@ -226,9 +227,7 @@ def _rope_pattern(settings: Settings) -> Metadata:
 def _granite_swa_variant(settings: Settings, family: Family) -> Family:
     """Each layer has a base of its rotation, 0 for none; GGUF has one for each kind of layer."""
     num_layers = settings.integer("num_hidden_layers", low=1)
-    if not settings.entries("layer_types"):
-        kinds = ("full_attention", *("sliding_attention",) * 3)
-        settings.put("layer_types", [kinds[layer % 4] for layer in range(num_layers)])
+    repeat_layer_types(settings, "full_attention", *("sliding_attention",) * 3)
     if not settings.entries("layer_rope_theta"):
         return family
     by_kind: dict[str, set[float]] = {"full_attention": set(), "sliding_attention": set()}
@@ -510,7 +509,7 @@ MIXTURES: dict[str, Family] = {
         defaults={"rms_norm_eps": 1e-5, "rope_theta": 150000.0, "rope_parameters": _GPT_OSS_ROPE},
         fixed={"swiglu_limit": 7.0, "swiglu_alpha": 1.702},
         seen="experts_per_token initial_context_length",
-        keys={"expert_feed_forward_length": ("intermediate_size", int)},
+        keys={"expert_feed_forward_length": ("intermediate_size", int, 1)},
         metadata=experts,
     ),
     "hunyuan_v1_moe": Family(

@@ -134,11 +134,13 @@ class Settings:
         """A string."""
         return str(self._typed(key, default, str, "a string"))
 
-    def typed(self, key: str, default: object) -> Any:
-        """A value of the default's type; with None a whole number that has to be there, with `int` one from 1."""
-        if default is None or default is int:
-            return self.integer(key, low=0 if default is None else 1)
-        readers: dict[type, Any] = {bool: self.boolean, int: self.integer, float: self.number, str: self.text}
+    def typed(self, key: str, default: object, low: int = 0) -> Any:
+        """A value of the default's type; with `int` a whole number that has to be there. low: of whole numbers."""
+        if default is int:
+            return self.integer(key, low=low)
+        if type(default) is int:
+            return self.integer(key, default, low=low)
+        readers: dict[type, Any] = {bool: self.boolean, float: self.number, str: self.text}
         return readers[type(default)](key, default)
 
     def record(self, key: str) -> dict[str, Any]:

@@ -78,14 +78,7 @@ def _mamba(settings: Settings) -> Metadata:
     _check_steps(settings)
     hidden_size = settings.integer("hidden_size", low=1)
     inner_size = settings.integer("inner_size", settings.integer("expand", 2, low=1) * hidden_size, low=1)
-    settings.must_be("use_bcdt_rms", None, None)
-    return {
-        "ssm.conv_kernel": settings.integer("conv_kernel", 4, low=2),
-        "ssm.inner_size": inner_size,
-        "ssm.state_size": settings.integer("state_size", 16, low=1),
-        "ssm.time_step_rank": _rank(settings, "time_step_rank", hidden_size),
-        "feed_forward_length": 0,
-    }
+    return {"ssm.inner_size": inner_size, "ssm.time_step_rank": _rank(settings, "time_step_rank", hidden_size)}
 
 
 def _rank(settings: Settings, key: str, hidden_size: int) -> int:
@@ -107,15 +100,7 @@ def _mamba2(settings: Settings) -> Metadata:
     num_heads, head_dim = settings.integer("num_heads", 128, low=1), settings.integer("head_dim", 64, low=1)
     if num_heads * head_dim != settings.integer("expand", 2, low=1) * hidden_size:
         raise settings.wrong("num_heads", f"expand x hidden_size over head_dim {head_dim}")
-    settings.mark_read(("norm_before_gate",))  # the published class does not read it
-    return {
-        "ssm.conv_kernel": settings.integer("conv_kernel", 4, low=2),
-        "ssm.inner_size": num_heads * head_dim,
-        "ssm.state_size": settings.integer("state_size", 128, low=1),
-        "ssm.time_step_rank": num_heads,
-        "ssm.group_count": settings.integer("n_groups", 8, low=1),
-        "feed_forward_length": 0,
-    }
+    return {"ssm.inner_size": num_heads * head_dim, "ssm.time_step_rank": num_heads}
 
 
 def _jamba(settings: Settings) -> Metadata:
@@ -123,15 +108,12 @@ def _jamba(settings: Settings) -> Metadata:
     period, offset = settings.integer("attn_layer_period", 8, low=1), settings.integer("attn_layer_offset", 4)
     num_kv_heads = settings.integer("num_key_value_heads", 8, low=1)
     layers = range(settings.integer("num_hidden_layers", low=1))
-    settings.mark_read(("expert_layer_period", "expert_layer_offset", "layers_block_type", "mamba_inner_layernorms"))
-    keys: Metadata = {
+    return {
+        **experts(settings),
         "attention.head_count_kv": [num_kv_heads if layer % period == offset else 0 for layer in layers],
-        "ssm.conv_kernel": settings.integer("mamba_d_conv", 4, low=2),
         "ssm.inner_size": settings.integer("mamba_expand", 2, low=1) * hidden_size,
-        "ssm.state_size": settings.integer("mamba_d_state", 16, low=1),
         "ssm.time_step_rank": _rank(settings, "mamba_dt_rank", hidden_size),
     }
-    return keys | experts(settings)
 
 
 def _mamba2_sizes(settings: Settings) -> Metadata:
@@ -222,8 +204,7 @@ def _bamba(settings: Settings) -> Metadata:
     num_kv_heads = settings.integer("num_key_value_heads", low=1)
     keys = _mamba2_sizes(settings)
     keys["attention.head_count_kv"] = [num_kv_heads if has_one else 0 for has_one in _attention_layers(settings)]
-    settings.mark_read(("attn_rotary_emb", "num_logits_to_keep", "z_loss_coefficient"))
-    return {**keys, "rope.scaling.finetuned": True}
+    return keys
 
 
 def _bamba_changes(settings: Settings) -> dict[str, Change]:
@@ -271,15 +252,9 @@ def _nemotron_h(settings: Settings) -> Metadata:
     num_heads = settings.integer("mamba_num_heads", low=1)
     keys: Metadata = {
         "attention.head_count_kv": [num_kv_heads if kind == "attention" else 0 for kind in kinds],
-        "ssm.conv_kernel": settings.integer("conv_kernel", 4, low=2),
         "ssm.inner_size": num_heads * settings.integer("mamba_head_dim", low=1),
-        "ssm.state_size": settings.integer("ssm_state_size", 128, low=1),
         "ssm.time_step_rank": num_heads,
-        "ssm.group_count": settings.integer("n_groups", 8, low=1),
     }
-    settings.mark_read(("num_experts_per_tok", "n_group", "topk_group", "routed_scaling_factor", "norm_topk_prob"))
-    settings.mark_read(("moe_shared_expert_overlap", "attention_head_dim", "moe_shared_expert_intermediate_size"))
-    settings.must_be("mamba_hidden_act", "silu", "silu")
     size = settings.integer("intermediate_size", 0)
     if "moe" in kinds:
         size = settings.integer("moe_intermediate_size", low=1)
@@ -356,6 +331,12 @@ _MAMBA = Family(
     epsilon="layer_norm_epsilon",
     aliases={"inner_size": "intermediate_size"},
     defaults={"max_position_embeddings": _MANY_TOKENS, "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True},
+    fixed={"use_bcdt_rms": None},
+    keys={
+        "ssm.conv_kernel": ("conv_kernel", 4, 2),
+        "ssm.state_size": ("state_size", 16, 1),
+        "feed_forward_length": 0,
+    },
     metadata=_mamba,
 )
 _MAMBA2_BLOCKS, _MAMBA2_PARAMETERS = _mixer_2("mixer")
@@ -397,12 +378,6 @@ def _zamba2(settings: Settings) -> Metadata:
     num_kv_heads = settings.integer("num_key_value_heads", num_heads, low=1)
     if 2 * hidden_size % num_heads:
         raise settings.wrong("num_attention_heads", f"a divisor of {2 * hidden_size}")
-    settings.must_be("use_long_context", False, False)
-    settings.must_be("rms_norm_eps", 1e-5, 1e-5)
-    settings.mark_read(("attention_head_dim", "attention_hidden_size", "kv_channels", "num_query_groups"))
-    settings.mark_read(("hybrid_layer_ids", "layers_block_type", "layer_types", "use_shared_mlp_adapter", "ft_lora"))
-    settings.mark_read(("time_step_max", "time_step_floor", "use_mem_eff_path", "adapter_rank", "mamba_headdim"))
-    settings.mark_read(("use_shared_attention_adapter", "use_shared_block", "add_bias_linear", "shared_qk"))
     has_block = [int(layer in _zamba2_layers(settings)) for layer in range(settings.integer("num_hidden_layers"))]
     return {
         "attention.head_count": [num_heads * one for one in has_block],
@@ -410,14 +385,8 @@ def _zamba2(settings: Settings) -> Metadata:
         "attention.key_length": 2 * hidden_size // num_heads,
         "attention.value_length": 2 * hidden_size // num_heads,
         "rope.dimension_count": 2 * hidden_size // num_heads,
-        "rope.scaling.finetuned": settings.boolean("use_mem_rope", False),
-        "ssm.conv_kernel": settings.integer("mamba_d_conv", 4, low=2),
         "ssm.inner_size": inner_size,
-        "ssm.state_size": settings.integer("mamba_d_state", 64, low=1),
-        "ssm.time_step_rank": settings.integer("n_mamba_heads", 8, low=1),
-        "ssm.group_count": settings.integer("mamba_ngroups", 1, low=1),
         "ssm.least_time_step": settings.number("time_step_min", 0.001, low=0.0, high=1.0),
-        "shared_block_count": settings.integer("num_mem_blocks", 1, low=1),
     }
 
 
@@ -479,6 +448,20 @@ STATE_SPACE: dict[str, Family] = {
         activations=("gelu",),
         layer_kinds=("hybrid", "mamba", "linear_attention"),
         defaults={"rms_norm_eps": 1e-5, "num_mem_blocks": 1},
+        fixed={"use_long_context": False, "rms_norm_eps": 1e-5},
+        seen=(
+            "attention_head_dim attention_hidden_size kv_channels num_query_groups hybrid_layer_ids layers_block_type"
+            " layer_types use_shared_mlp_adapter ft_lora time_step_max time_step_floor use_mem_eff_path adapter_rank"
+            " mamba_headdim use_shared_attention_adapter use_shared_block add_bias_linear shared_qk"
+        ),
+        keys={
+            "rope.scaling.finetuned": ("use_mem_rope", False),
+            "ssm.conv_kernel": ("mamba_d_conv", 4, 2),
+            "ssm.state_size": ("mamba_d_state", 64, 1),
+            "ssm.time_step_rank": ("n_mamba_heads", 8, 1),
+            "ssm.group_count": ("mamba_ngroups", 1, 1),
+            "shared_block_count": ("num_mem_blocks", 1, 1),
+        },
         metadata=_zamba2,
         changes=_zamba2_groups,
         variant=_zamba2_variant,
@@ -493,6 +476,13 @@ STATE_SPACE: dict[str, Family] = {
         has_attention=False,
         epsilon="layer_norm_epsilon",
         defaults={"max_position_embeddings": _MANY_TOKENS, "layer_norm_epsilon": 1e-5},
+        seen="norm_before_gate",  # the published class does not read it
+        keys={
+            "ssm.conv_kernel": ("conv_kernel", 4, 2),
+            "ssm.state_size": ("state_size", 128, 1),
+            "ssm.group_count": ("n_groups", 8, 1),
+            "feed_forward_length": 0,
+        },
         metadata=_mamba2,
         changes=lambda settings: {"ssm_norm": per_group(settings.integer("n_groups", 8, low=1))},
     ),
@@ -508,6 +498,8 @@ STATE_SPACE: dict[str, Family] = {
         parameters=_JAMBA_PARAMETERS,
         outside=_FINAL,
         layer_kinds=("linear_attention", "mamba", "attention"),
+        seen="expert_layer_period expert_layer_offset layers_block_type mamba_inner_layernorms",
+        keys={"ssm.conv_kernel": ("mamba_d_conv", 4, 2), "ssm.state_size": ("mamba_d_state", 16, 1)},
         metadata=_jamba,
     ),
     "granitemoehybrid": _GRANITE_HYBRID,
@@ -520,6 +512,8 @@ STATE_SPACE: dict[str, Family] = {
         outside=_FINAL,
         layer_kinds=("linear_attention", "mamba", "attention"),
         defaults={"partial_rotary_factor": 0.5},
+        seen="attn_rotary_emb num_logits_to_keep z_loss_coefficient",
+        keys={"rope.scaling.finetuned": True},
         metadata=_bamba,
         changes=_bamba_changes,
     ),
@@ -546,6 +540,16 @@ STATE_SPACE: dict[str, Family] = {
         epsilon="layer_norm_epsilon",
         aliases={"hidden_act": "mlp_hidden_act"},
         defaults={"layer_norm_epsilon": 1e-5},
+        fixed={"mamba_hidden_act": "silu"},
+        seen=(
+            "num_experts_per_tok n_group topk_group routed_scaling_factor norm_topk_prob moe_shared_expert_overlap"
+            " attention_head_dim moe_shared_expert_intermediate_size"
+        ),
+        keys={
+            "ssm.conv_kernel": ("conv_kernel", 4, 2),
+            "ssm.state_size": ("ssm_state_size", 128, 1),
+            "ssm.group_count": ("n_groups", 8, 1),
+        },
         metadata=_nemotron_h,
         changes=lambda settings: {"ssm_norm": per_group(settings.integer("n_groups", 8, low=1))},
         variant=_nemotron_variant,
