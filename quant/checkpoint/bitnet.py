@@ -24,6 +24,7 @@ from localinfer.quant.checkpoint.module_reader import (
     wrong_shape,
     wrong_type,
 )
+from localinfer.quant.formats.types import bfloat16_values
 
 _ROWS_PER_BYTE = 4
 _LEAST_MAGNITUDE = 1e-5
@@ -38,7 +39,7 @@ class BitNetReader(ModuleReader):
 
     def __init__(self, folder: CheckpointFolder, settings: Mapping[str, Any]) -> None:
         """Raises: UnsupportedFormatError for models that norm what every linear layer reads."""
-        super().__init__(folder)
+        super().__init__(folder, settings)
         if settings.get("use_rms_norm"):
             raise UnsupportedFormatError(
                 "config.json: quantization_config.use_rms_norm is true; this version runs BitNet models without a norm "
@@ -63,7 +64,6 @@ class BitNetReader(ModuleReader):
         return "weight" if self._is_online and not is_left else None
 
     def shape(self, module: str) -> tuple[int, int]:
-        """Rows and columns of a module's weight."""
         tensor = self._folder.tensor(f"{module}.weight")
         if len(tensor.shape) != 2:
             raise wrong_shape(tensor.name, tensor.shape, (0, 0), " of two dimensions")
@@ -71,7 +71,6 @@ class BitNetReader(ModuleReader):
         return (rows * _ROWS_PER_BYTE if tensor.dtype == "U8" else rows), columns
 
     def matrix(self, module: str) -> StoredMatrix:
-        """Return a module's weight. Raises: CorruptFileError if its tensors do not fit each other."""
         num_rows, num_columns = self.shape(module)
         name = f"{module}.weight"
         is_packed = self._folder.tensor(name).dtype == "U8"
@@ -85,8 +84,7 @@ class BitNetReader(ModuleReader):
             return np.asarray(values[rows % step] >> shifts & 3, np.uint8)
 
         def rounded(rows: NDArray[np.intp]) -> NDArray[np.uint8]:
-            taken = values[rows]
-            found = (taken.astype(np.uint32) << np.uint32(16)).view(np.float32) if is_bfloat16 else taken
+            found = bfloat16_values(values[rows]) if is_bfloat16 else values[rows]
             codes = np.clip(np.rint(found / np.float32(factor) if self._is_online else found), -1, 1)
             if not self._is_online and (codes != found).any():
                 raise wrong_type(self._folder, name, "weights of -1, 0 and 1, with a weight_scale beside them")

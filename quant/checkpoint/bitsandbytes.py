@@ -16,7 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.errors import CorruptFileError, UnsupportedFormatError
-from localinfer.quant.checkpoint.folder import CheckpointFolder
 from localinfer.quant.checkpoint.groups import grouped_matrix
 from localinfer.quant.checkpoint.module_reader import (
     AGAIN,
@@ -42,9 +41,6 @@ class BitsAndBytesReader(ModuleReader):
 
     leaves = ("weight", "SCB", "weight_format")
 
-    def __init__(self, folder: CheckpointFolder, settings: Mapping[str, Any]) -> None:
-        super().__init__(folder)
-
     def split_name(self, name: str) -> tuple[str, str]:
         """Return a tensor's module, and what of it the tensor is: `weight` for all that describes its codes."""
         module, separator, part = name.partition(".weight.")
@@ -55,12 +51,7 @@ class BitsAndBytesReader(ModuleReader):
         found = [f"{module}.SCB", *(f"{module}.weight.{_STATE}{kind}" for kind in _KINDS)]
         return "weight" if any(name in self._folder.tensors for name in found) else None
 
-    def shape(self, module: str) -> tuple[int, int]:
-        """Rows and columns of a module's weight."""
-        return self.matrix(module).shape
-
     def matrix(self, module: str) -> StoredMatrix:
-        """Return a module's weight. Raises: CorruptFileError if its tensors do not fit each other."""
         if f"{module}.SCB" in self._folder.tensors:
             return self._int8(module)
         kind = next(kind for kind in _KINDS if f"{module}.weight.{_STATE}{kind}" in self._folder.tensors)

@@ -58,6 +58,7 @@ from localinfer.quant.checkpoint.module_reader import (
     group_numbers,
     scalar_of,
     scales_of,
+    sizes_of,
     span_of,
     unpack_padded_words,
     unpack_words,
@@ -303,7 +304,7 @@ class CompressedTensorsReader(ModuleReader):
     )
 
     def __init__(self, folder: CheckpointFolder, settings: Mapping[str, Any]) -> None:
-        super().__init__(folder)
+        super().__init__(folder, settings)
         schemes = settings.get("config_groups")
         if not isinstance(schemes, dict) or not (schemes or settings.get("kv_cache_scheme")):
             raise CorruptFileError(f"quantization_config: config_groups is {schemes!r:.60}; wanted schemes. {AGAIN}")
@@ -337,18 +338,12 @@ class CompressedTensorsReader(ModuleReader):
         return self._rotations is not None and self._rotations.is_of_the_cache(name)
 
     def shape(self, module: str) -> tuple[int, int]:
-        """Rows and columns of a module's weight."""
         packed = self._folder.tensors.get(f"{module}.weight_packed")
         if packed is None or packed.dtype == "U8":
             return self._stored_matrix(module).shape
-        shape = self._folder.array(f"{module}.weight_shape")
-        if shape.dtype.kind not in "iu" or shape.size != 2 or not (shape > 0).all() or (shape >= 1 << 31).any():
-            raise CorruptFileError(f"{module}.weight_shape is {shape.tolist()!r:.60}; wanted rows and columns. {AGAIN}")
-        rows, columns = shape.reshape(-1).tolist()
-        return rows, columns
+        return sizes_of(self._folder, f"{module}.weight_shape")
 
     def matrix(self, module: str) -> StoredMatrix:
-        """Return a module's weight. Raises: CorruptFileError if its tensors do not fit each other or the settings."""
         matrix = self._stored_matrix(module)
         if self._rotations is None:
             return matrix

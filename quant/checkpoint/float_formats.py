@@ -21,8 +21,8 @@ AutoRound's `auto_round:fp8_static` and `auto_round:llm_compressor` are among th
 """
 
 import math
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -34,15 +34,12 @@ from localinfer.quant.checkpoint.groups import GroupedMatrix, grouped_matrix
 from localinfer.quant.checkpoint.module_reader import (
     AGAIN,
     FP8_DTYPES,
-    ROUNDED,
-    TO_BFLOAT16,
+    CodeReader,
     DecodedMatrix,
     ModuleReader,
     StoredMatrix,
     bytes_of,
-    encode_rows,
     exponent_values,
-    finite_weights,
     floats_of,
     fp8_values,
     scalar_of,
@@ -51,12 +48,11 @@ from localinfer.quant.checkpoint.module_reader import (
     wrong_shape,
     wrong_type,
 )
-from localinfer.quant.formats.types import TensorType, block_dtype, pack_codes, row_bytes
+from localinfer.quant.formats.dequantize import E2M1_VALUES
+from localinfer.quant.formats.types import TensorType, pack_codes
 from localinfer.types import FloatArray
 
-CodeReader = Callable[[NDArray[np.intp]], NDArray[np.uint8]]
-
-DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
+DOUBLED = E2M1_VALUES.astype(np.int8)
 """Twice the number of each E2M1 code."""
 
 _SUPER_BLOCK, _SUB_BLOCK, _MX_BLOCK = 256, 16, 32
@@ -66,69 +62,35 @@ _SMALLEST_REACH, _LARGEST_REACH = 2.0**-9, 2.0**15
 
 def nibbles_of(data: NDArray[np.uint8]) -> CodeReader:
     """Return the reader of codes uint8[n, columns] of bytes [rows, columns / 2]."""
-
-    def read(rows: NDArray[np.intp]) -> NDArray[np.uint8]:
-        chosen = data[span_of(rows)]
-        codes = np.empty((*chosen.shape, 2), np.uint8)
-        np.bitwise_and(chosen, 15, out=codes[..., 0])
-        np.right_shift(chosen, 4, out=codes[..., 1])
-        return codes.reshape(len(chosen), -1)
-
-    return read
+    return lambda rows: unpack_words(data[span_of(rows)], 4)
 
 
 @dataclass(frozen=True)
 class MxMatrix(StoredMatrix):
     """MXFP4, which GGUF has too. exponents: uint8[rows, columns / 32], of E8M0."""
 
-    name: str
     exponents: NDArray[np.uint8]
-    read_codes: CodeReader
-
-    @property
-    def description(self) -> str:
-        """How the checkpoint stores it."""
-        return "MXFP4, groups of 32"
-
-    @property
-    def change(self) -> str:
-        """Weights stay as they are."""
-        return ""
+    read: CodeReader
+    by_row = ("exponents",)
+    description = "MXFP4, groups of 32"
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows and columns."""
         return len(self.exponents), self.exponents.shape[1] * _MX_BLOCK
 
-    def rows(self, order: NDArray[np.intp]) -> "MxMatrix":
-        """Return the matrix of these rows, in this order."""
-        read = self.read_codes
-        return replace(self, exponents=self.exponents[order], read_codes=lambda rows: read(order[rows]))
-
-    def dequantize_rows(self, rows: NDArray[np.intp]) -> FloatArray:
-        """Return float32[n, columns], exactly. Raises: CorruptFileError if float32 does not hold one."""
+    def decode(self, rows: NDArray[np.intp]) -> FloatArray:
         scales = exponent_values(self.exponents[rows], self.name) * np.float32(0.5)
-        levels: FloatArray = DOUBLED[self.read_codes(rows)].astype(np.float32)
-        return finite_weights(self.name, lambda: levels * np.repeat(scales, _MX_BLOCK, axis=1))
+        return DOUBLED[self.read(rows)].astype(np.float32) * np.repeat(scales, _MX_BLOCK, axis=1)
 
     def gguf_type(self) -> TensorType:
-        """Return MXFP4."""
         return TensorType.MXFP4
 
-    def gguf_bytes(self, type: TensorType) -> NDArray[np.uint8]:
-        """Return the matrix in blocks, MXFP4's with its codes unchanged."""
+    def fields(self, rows: NDArray[np.intp], type: TensorType) -> Mapping[str, NDArray[Any]]:
+        """Return the fields of blocks of some rows, MXFP4's with the codes unchanged."""
         if type is not TensorType.MXFP4:
-            return encode_rows(self, type)
-        if (self.exponents == 255).any():
-            raise CorruptFileError(f"{self.name}: a scale is NaN (the byte 255). {AGAIN}")
-        result = np.empty((self.shape[0], row_bytes(type, self.shape[1])), np.uint8)
-        blocks = result.view(block_dtype(type))
-        for rows in self.chunks():
-            part = blocks[rows]
-            part["e"] = self.exponents[rows]
-            part["qs"] = pack_codes(self.read_codes(rows).reshape(-1, _MX_BLOCK), type)["qs"].reshape(part["qs"].shape)
-            blocks[rows] = part
-        return result.reshape(-1)
+            return super().fields(rows, type)
+        exponent_values(self.exponents[rows], self.name)
+        return {"e": self.exponents[rows], **pack_codes(self.read(rows).reshape(-1, _MX_BLOCK), type)}
 
 
 @dataclass(frozen=True)
@@ -139,44 +101,20 @@ class NvMatrix(StoredMatrix):
     up to 240, odd ones up to 127 (larger ones double the group's codes instead), and the factor goes into its float16.
     """
 
-    name: str
     factor: float
     scales: NDArray[np.uint8]
-    read_codes: CodeReader
-
-    @property
-    def description(self) -> str:
-        """How the checkpoint stores it."""
-        return "NVFP4, groups of 16"
-
-    @property
-    def change(self) -> str:
-        """What becomes of the weights."""
-        return {
-            TensorType.Q6_K: "scales are rounded to float16 times 8 bits",
-            TensorType.Q8_0: ROUNDED,
-        }.get(self.gguf_type(), TO_BFLOAT16)
+    read: CodeReader
+    by_row = ("scales",)
+    description = "NVFP4, groups of 16"
+    own_change = "scales are rounded to float16 times 8 bits"
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows and columns."""
         return len(self.scales), self.scales.shape[1] * _SUB_BLOCK
 
-    def rows(self, order: NDArray[np.intp]) -> "NvMatrix":
-        """Return the matrix of these rows, in this order."""
-        read = self.read_codes
-        return replace(self, scales=self.scales[order], read_codes=lambda rows: read(order[rows]))
-
-    def dequantize_rows(self, rows: NDArray[np.intp]) -> FloatArray:
-        """Return float32[n, columns]. Raises: CorruptFileError if a scale is NaN, or a weight infinite."""
-        scales = self._checked(rows)
-        levels: FloatArray = DOUBLED[self.read_codes(rows)].astype(np.float32)
-
-        def compute() -> FloatArray:
-            factors = fp8_values("F8_E4M3")[scales] * np.float32(self.factor * 0.5)
-            return levels * np.repeat(factors, _SUB_BLOCK, axis=1)
-
-        return finite_weights(self.name, compute)
+    def decode(self, rows: NDArray[np.intp]) -> FloatArray:
+        factors = fp8_values("F8_E4M3")[self._checked(rows)] * np.float32(self.factor * 0.5)
+        return DOUBLED[self.read(rows)].astype(np.float32) * np.repeat(factors, _SUB_BLOCK, axis=1)
 
     def gguf_type(self) -> TensorType:
         """Return Q6_K, or Q8_0 where 256 does not divide the columns, or BF16 where float16 scales are too coarse."""
@@ -185,23 +123,13 @@ class NvMatrix(StoredMatrix):
             return TensorType.BF16
         return TensorType.Q8_0 if self.shape[1] % _SUPER_BLOCK else TensorType.Q6_K
 
-    def gguf_bytes(self, type: TensorType) -> NDArray[np.uint8]:
-        """Return the matrix in blocks."""
+    def fields(self, rows: NDArray[np.intp], type: TensorType) -> Mapping[str, NDArray[Any]]:
         if type is not TensorType.Q6_K:
-            return encode_rows(self, type)
-        num_rows, num_columns = self.shape
-        result = np.empty((num_rows, row_bytes(type, num_columns)), np.uint8)
-        blocks = result.view(block_dtype(type))
-        for rows in self.chunks():
-            unit, scales, is_doubled = _whole_scales(self._checked(rows).reshape(-1, _SUPER_BLOCK // _SUB_BLOCK))
-            levels = DOUBLED[self.read_codes(rows)].reshape(*scales.shape, _SUB_BLOCK) << is_doubled[:, :, None]
-            part = blocks[rows]
-            part["d"] = (unit * (self.factor * 2.0**-10)).reshape(part["d"].shape)
-            part["scales"] = scales.reshape(part["scales"].shape)
-            for field, values in pack_codes(levels.reshape(-1, _SUPER_BLOCK) + 32, type).items():
-                part[field] = values.reshape(part[field].shape)
-            blocks[rows] = part
-        return result.reshape(-1)
+            return super().fields(rows, type)
+        unit, scales, is_doubled = _whole_scales(self._checked(rows).reshape(-1, _SUPER_BLOCK // _SUB_BLOCK))
+        levels = DOUBLED[self.read(rows)].reshape(*scales.shape, _SUB_BLOCK) << is_doubled[:, :, None]
+        codes = pack_codes(levels.reshape(-1, _SUPER_BLOCK) + 32, type)
+        return {"d": unit * (self.factor * 2.0**-10), "scales": scales, **codes}
 
     def _checked(self, rows: NDArray[np.intp]) -> NDArray[np.uint8]:
         scales = self.scales[rows]
@@ -265,11 +193,8 @@ def _mxfp6_matrix(name: str, data: NDArray[np.uint8], exponents: NDArray[np.uint
     scales = exponent_values(exponents, name) * np.float32(0.125)
     groups = (np.arange(exponents.shape[1] * _MX_BLOCK) // _MX_BLOCK).astype(np.int32)
 
-    def read(rows: NDArray[np.intp]) -> NDArray[np.uint8]:
-        chosen = np.ascontiguousarray(data[span_of(rows)])
-        return table[unpack_words(chosen, 6)]
-
-    return grouped_matrix(name, 7, scales, np.full(scales.shape, 64, np.int16), groups, read)
+    zeros = np.full(scales.shape, 64, np.int16)
+    return grouped_matrix(name, 7, scales, zeros, groups, lambda rows: table[unpack_words(data[span_of(rows)], 6)])
 
 
 def nvfp4_factor(divisor: float, name: str) -> float:
@@ -290,9 +215,6 @@ class Mxfp4Reader(ModuleReader):
 
     leaves = ("blocks", "scales")
 
-    def __init__(self, folder: CheckpointFolder, settings: Mapping[str, Any]) -> None:
-        super().__init__(folder)
-
     def split_name(self, name: str) -> tuple[str, str]:
         """Return a tensor's module, and what of it the tensor is."""
         for leaf in self.leaves:
@@ -303,10 +225,6 @@ class Mxfp4Reader(ModuleReader):
     def codes_leaf(self, module: str) -> str | None:
         """Return `blocks` for a quantized stack, None for plain numbers."""
         return "blocks" if f"{module.partition('#')[0]}_blocks" in self._folder.tensors else None
-
-    def shape(self, module: str) -> tuple[int, int]:
-        """Rows and columns of one expert's matrix."""
-        return self.matrix(module).shape
 
     def matrix(self, module: str) -> StoredMatrix:
         """Return one expert's matrix. Raises: CorruptFileError if the tensors do not fit each other."""
@@ -488,7 +406,7 @@ class Fp8Reader(ModuleReader):
     leaves = ("weight", "weight_scale_inv", "weight_scale", "weight_scale_2", "pre_quant_scale")
 
     def __init__(self, folder: CheckpointFolder, settings: Mapping[str, Any]) -> None:
-        super().__init__(folder)
+        super().__init__(folder, settings)
         algorithm = settings.get("quant_algo")
         if algorithm is not None and str(algorithm).upper() not in _ALGORITHMS:
             raise UnsupportedFormatError(
@@ -505,11 +423,9 @@ class Fp8Reader(ModuleReader):
         return "weight" if is_quantized else None
 
     def shape(self, module: str) -> tuple[int, int]:
-        """Rows and columns of a module's weight."""
         return self._stored_matrix(module).shape
 
     def matrix(self, module: str) -> StoredMatrix:
-        """Return a module's weight. Raises: CorruptFileError if its tensors do not fit each other."""
         matrix, name = self._stored_matrix(module), f"{module}.pre_quant_scale"
         if name not in self._folder.tensors:
             return matrix

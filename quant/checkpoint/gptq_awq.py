@@ -56,7 +56,7 @@ class GptqReader(ModuleReader):
     leaves = GPTQ_LEAVES
 
     def __init__(self, folder: CheckpointFolder, settings: Mapping[str, Any]) -> None:
-        super().__init__(folder)
+        super().__init__(folder, settings)
         self._settings = settings
         label = settings.get("checkpoint_format") or "gptq"
         if settings.get("is_marlin_format") or not isinstance(label, str) or label not in _FORMATS:
@@ -69,13 +69,11 @@ class GptqReader(ModuleReader):
         self._overrides = _overrides(settings.get("dynamic"))
 
     def shape(self, module: str) -> tuple[int, int]:
-        """Rows and columns of a module's weight."""
         words, zeros = self._words(module)
         bits = self._bits(module, words, zeros)
         return words.shape[1], words.shape[0] * 32 // bits
 
     def matrix(self, module: str) -> GroupedMatrix:
-        """Return a module's weight. Raises: CorruptFileError if its tensors do not fit each other or the settings."""
         words, packed_zeros = self._words(module)
         bits = self._bits(module, words, packed_zeros)
         num_rows, num_columns = words.shape[1], words.shape[0] * 32 // bits
@@ -167,7 +165,7 @@ class AwqReader(ModuleReader):
     leaves = AWQ_LEAVES
 
     def __init__(self, folder: CheckpointFolder, settings: Mapping[str, Any]) -> None:
-        super().__init__(folder)
+        super().__init__(folder, settings)
         self._version = str(settings.get("version") or "gemm").lower()
         if self._version not in ("gemm", "gemv"):
             raise UnsupportedFormatError(
@@ -180,22 +178,17 @@ class AwqReader(ModuleReader):
         self._group_size = settings.get("group_size", settings.get("q_group_size", 128))
 
     def shape(self, module: str) -> tuple[int, int]:
-        """Rows and columns of a module's weight."""
         rows, columns = words_of(self._folder, f"{module}.qweight", 2).shape
         return (columns * _PER_WORD, rows) if self._version == "gemm" else (rows, columns * _PER_WORD)
 
     def matrix(self, module: str) -> GroupedMatrix:
-        """Return a module's weight. Raises: CorruptFileError if its tensors do not fit each other or the settings."""
         words = words_of(self._folder, f"{module}.qweight", 2)
         packed_zeros = words_of(self._folder, f"{module}.qzeros", 2)
         scales = scales_of(self._folder, f"{module}.scales")
         num_rows, num_columns = self.shape(module)
         size = num_columns if self._group_size == -1 else self._group_size
         if type(size) is not int or size < 1 or not num_columns or num_columns % size:
-            raise CorruptFileError(
-                f"{module}: {num_columns} columns do not split into groups of {size!r:.20}. Download the checkpoint "
-                "again, or another one"
-            )
+            raise CorruptFileError(f"{module}: {num_columns} columns do not split into groups of {size!r:.20}. {AGAIN}")
         num_groups = num_columns // size
         if self._version == "gemm":
             wanted = ((num_groups, num_rows), (num_groups, num_rows // _PER_WORD))

@@ -29,9 +29,10 @@ checkpoints scatter the columns of a group; sorted by group (`in_group_order`), 
 are as good as any other.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,30 +41,23 @@ from localinfer.errors import CorruptFileError
 from localinfer.kernels.layouts import SIZES, Layout
 from localinfer.quant.checkpoint.module_reader import (
     AGAIN,
+    CodeReader,
     StoredForm,
     StoredMatrix,
     common_type,
-    encode_rows,
-    finite_weights,
 )
 from localinfer.quant.formats.dequantize import LEVEL_OFFSETS
 from localinfer.quant.formats.types import (
     TensorType,
     bits_per_weight,
-    block_dtype,
     block_size,
     pack_bits,
     pack_codes,
-    row_bytes,
 )
-
-CodeReader = Callable[[NDArray[np.intp]], NDArray[np.uint8]]
 
 _BLOCK = 32
 _SUPER_BLOCK = 256
 _LAYOUTS_BY_RUN = {128: Layout.INT4_128, 64: Layout.INT4_64, 32: Layout.INT4_32}
-
-
 _MAX_SCALE_CHANGE = 2.0**-10
 """Relative change of a scale by rounding to float16: of one in float32, within its normal range, at most half of it."""
 
@@ -72,20 +66,18 @@ _MAX_SCALE_CHANGE = 2.0**-10
 class GroupedMatrix(StoredMatrix):
     """w[r, k] = scales[r, groups[k]] * (code[r, k] - zeros[r, groups[k]]).
 
-    Shapes: scales float32[rows, G]; zeros int16[rows, G]; groups int32[columns]. read_codes gives uint8[n, columns],
-    below 2^bits, for n row numbers.
+    Shapes: scales float32[rows, G]; zeros int16[rows, G]; groups int32[columns]. Codes are below 2^bits.
     """
 
-    name: str
     bits: int
     scales: NDArray[np.float32]
     zeros: NDArray[np.int16]
     groups: NDArray[np.int32]
-    read_codes: CodeReader
+    read: CodeReader
+    by_row = ("scales", "zeros")
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows and columns."""
         return len(self.scales), len(self.groups)
 
     @cached_property
@@ -93,18 +85,11 @@ class GroupedMatrix(StoredMatrix):
         """Whether the columns of every group are neighbours."""
         return bool((np.diff(self.groups) >= 0).all())
 
-    def rows(self, order: NDArray[np.intp]) -> "GroupedMatrix":
-        """Return the matrix of these rows, in this order."""
-        read = self.read_codes
-        return replace(
-            self, scales=self.scales[order], zeros=self.zeros[order], read_codes=lambda rows: read(order[rows])
-        )
-
     def in_group_order(self) -> tuple[NDArray[np.int32], "GroupedMatrix"]:
         """Return int32[columns], which column comes where, and the matrix of the columns so sorted by group."""
         order = np.argsort(self.groups, kind="stable").astype(np.int32)
-        read = self.read_codes
-        return order, replace(self, groups=self.groups[order], read_codes=lambda rows: read(rows)[:, order])
+        read = self.read
+        return order, replace(self, groups=self.groups[order], read=lambda rows: read(rows)[:, order])
 
     @property
     def description(self) -> str:
@@ -122,9 +107,8 @@ class GroupedMatrix(StoredMatrix):
         is_rounded = self.scales_fit and self._scale_change > 0
         return "scales are rounded to float16, within 0.05 %" if is_rounded else ""
 
-    def dequantize_rows(self, rows: NDArray[np.intp]) -> NDArray[np.float32]:
-        """Return float32[n, columns], each weight rounded once. Raises: CorruptFileError if one is infinite."""
-        return finite_weights(self.name, lambda: self.scales[rows][:, self.groups] * self._differences(rows))
+    def decode(self, rows: NDArray[np.intp]) -> NDArray[np.float32]:
+        return self.scales[rows][:, self.groups] * self._differences(rows)
 
     def gguf_type(self) -> TensorType:
         """Return the smallest GGUF type that holds exactly these weights, float32 scales aside."""
@@ -142,30 +126,20 @@ class GroupedMatrix(StoredMatrix):
         lowest, highest = (-127, 127) if self.bits < 8 else self._reach
         return TensorType.Q8_0 if lowest >= -128 and highest <= 127 else TensorType.F32
 
-    def gguf_bytes(self, type: TensorType) -> NDArray[np.uint8]:
-        """Return the matrix in blocks of what `gguf_type` gave, or of the larger type that `common_type` did."""
-        if type is TensorType.F32:
-            return self.dequantize().reshape(-1).view(np.uint8)
-        if type is TensorType.BF16:
-            return encode_rows(self, type)
-        num_rows, num_columns = self.shape
+    def fields(self, rows: NDArray[np.intp], type: TensorType) -> Mapping[str, NDArray[Any]]:
+        """Return the fields of blocks of some rows, with the codes' own steps but in types of plain numbers."""
         length = block_size(type)
+        if length == 1:
+            return super().fields(rows, type)
         groups = self.run_groups(length)
         assert groups is not None, "only such a matrix has a block type"
-        result = np.empty((num_rows, row_bytes(type, num_columns)), np.uint8)
-        blocks = result.view(block_dtype(type))
         # What decides between Q4_0 and Q5_0 also says whether codes are already those of Q4_0.
         is_plain = type is TensorType.Q4_0 and self.bits == 4
-        for rows in self.chunks():
-            part = blocks[rows]
-            part["d"] = self.scales[rows][:, groups]
-            codes = self.read_codes(rows) if is_plain else self._differences(rows) + LEVEL_OFFSETS.get(type, 0)
-            if type is TensorType.Q6_K:
-                part["scales"] = 1
-            for name, values in pack_codes(codes.reshape(-1, length), type).items():
-                part[name] = values.reshape(part[name].shape)
-            blocks[rows] = part
-        return result.reshape(-1)
+        codes = self.read(rows) if is_plain else self._differences(rows) + LEVEL_OFFSETS.get(type, 0)
+        found = {"d": self.scales[rows][:, groups], **pack_codes(codes.reshape(-1, length), type)}
+        if type is TensorType.Q6_K:
+            found["scales"] = np.ones((len(rows), len(groups), length // 16), np.int8)
+        return found
 
     def run_groups(self, length: int) -> NDArray[np.int32] | None:
         """int32[columns / length]: the group of each run of columns, None where one has several or columns are left."""
@@ -193,7 +167,7 @@ class GroupedMatrix(StoredMatrix):
         return min(low for low, _ in ends), max(high for _, high in ends)
 
     def _differences(self, rows: NDArray[np.intp]) -> NDArray[np.int16]:
-        return self.read_codes(rows).astype(np.int16) - self.zeros[rows][:, self.groups]
+        return self.read(rows).astype(np.int16) - self.zeros[rows][:, self.groups]
 
 
 def grouped_matrix(
@@ -254,7 +228,7 @@ def kernel_rows(matrix: GroupedMatrix, layout: Layout) -> NDArray[np.uint8]:
     units["d"] = matrix.scales[:, groups]
     units["zero"] = matrix.zeros[:, groups]
     for rows in matrix.chunks():
-        codes = matrix.read_codes(rows)
+        codes = matrix.read(rows)
         packed = codes if layout is Layout.INT8_32 else pack_bits(codes.reshape(-1, _BLOCK), 4, _BLOCK // 2)
         units["codes"][rows] = packed.reshape(len(rows), *units["codes"].shape[1:])
     return units.reshape(-1).view(np.uint8)

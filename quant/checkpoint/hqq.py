@@ -6,29 +6,26 @@ first row in the upper bits, and of three bits int32 with ten. nbits, group_size
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.errors import CorruptFileError, UnsupportedFormatError
-from localinfer.quant.checkpoint.folder import CheckpointFolder
-from localinfer.quant.checkpoint.groups import CodeReader, grouped_matrix
+from localinfer.quant.checkpoint.groups import grouped_matrix
 from localinfer.quant.checkpoint.module_reader import (
     AGAIN,
-    ROUNDED,
-    TO_BFLOAT16,
+    CodeReader,
     DecodedMatrix,
     ModuleReader,
     StoredMatrix,
-    encode_rows,
-    finite_weights,
     floats_of,
+    sizes_of,
     wrong_shape,
     wrong_type,
 )
-from localinfer.quant.formats.types import TensorType, block_dtype, pack_codes, row_bytes
+from localinfer.quant.formats.types import TensorType, pack_codes
 from localinfer.types import FloatArray
 
 _CODES_PER_ELEMENT = {8: 1, 4: 2, 3: 10, 2: 4, 1: 8}
@@ -51,18 +48,10 @@ class HqqReader(ModuleReader):
         *("stores_quant_config", "channel_wise", "round_zero"),
     )
 
-    def __init__(self, folder: CheckpointFolder, settings: Mapping[str, Any]) -> None:
-        super().__init__(folder)
-
     def shape(self, module: str) -> tuple[int, int]:
-        """Rows and columns of a module's weight."""
-        shape = self._folder.array(f"{module}.shape").reshape(-1)
-        if shape.dtype.kind not in "iu" or shape.size != 2 or not (shape > 0).all() or (shape >= 1 << 31).any():
-            raise CorruptFileError(f"{module}.shape is {shape.tolist()!r:.60}; wanted rows and columns. {AGAIN}")
-        return int(shape[0]), int(shape[1])
+        return sizes_of(self._folder, f"{module}.shape")
 
     def matrix(self, module: str) -> StoredMatrix:
-        """Return a module's weight. Raises: CorruptFileError if its tensors do not fit each other."""
         for flag in ("view_as_float", "quant_scale", "quant_zero"):
             if self._integer(module, flag, 0):
                 raise UnsupportedFormatError(
@@ -179,46 +168,25 @@ class AffineMatrix(StoredMatrix):
     Shapes: scales, minimums float32[rows, G]; groups int32[columns], each a run of columns.
     """
 
-    name: str
     bits: int
     scales: FloatArray
     minimums: FloatArray
     groups: NDArray[np.int32]
-    read_codes: CodeReader
+    read: CodeReader
+    by_row = ("scales", "minimums")
+    own_change = "scales and minimums are rounded to float16, within 0.05 %"
 
     @property
     def description(self) -> str:
-        """How the checkpoint stores it."""
         size = len(self.groups) // self.scales.shape[1]
         return f"{self.bits}-bit integers, groups of {size}, fractional zero points"
 
     @property
-    def change(self) -> str:
-        """What becomes of the weights."""
-        return {
-            TensorType.Q4_1: "scales and minimums are rounded to float16, within 0.05 %",
-            TensorType.Q8_0: ROUNDED,
-        }.get(self.gguf_type(), TO_BFLOAT16)
-
-    @property
     def shape(self) -> tuple[int, int]:
-        """Rows and columns."""
         return len(self.scales), len(self.groups)
 
-    def rows(self, order: NDArray[np.intp]) -> "AffineMatrix":
-        """Return the matrix of these rows, in this order."""
-        read = self.read_codes
-        return replace(
-            self, scales=self.scales[order], minimums=self.minimums[order], read_codes=lambda rows: read(order[rows])
-        )
-
-    def dequantize_rows(self, rows: NDArray[np.intp]) -> FloatArray:
-        """Return float32[n, columns]. Raises: CorruptFileError if a weight is infinite."""
-
-        def compute() -> FloatArray:
-            return self.scales[rows][:, self.groups] * self.read_codes(rows) + self.minimums[rows][:, self.groups]
-
-        return finite_weights(self.name, compute)
+    def decode(self, rows: NDArray[np.intp]) -> FloatArray:
+        return self.scales[rows][:, self.groups] * self.read(rows) + self.minimums[rows][:, self.groups]
 
     def gguf_type(self) -> TensorType:
         """Return Q4_1, Q8_0 where groups end inside its blocks, BF16 where float16 does not reach."""
@@ -228,15 +196,9 @@ class AffineMatrix(StoredMatrix):
             return TensorType.BF16
         return TensorType.Q8_0 if size % _BLOCK else TensorType.Q4_1
 
-    def gguf_bytes(self, type: TensorType) -> NDArray[np.uint8]:
-        """Return the matrix in blocks."""
+    def fields(self, rows: NDArray[np.intp], type: TensorType) -> Mapping[str, NDArray[Any]]:
         if type is not TensorType.Q4_1:
-            return encode_rows(self, type)
-        result = np.empty((self.shape[0], row_bytes(type, self.shape[1])), np.uint8)
-        blocks, groups = result.view(block_dtype(type)), self.groups[::_BLOCK]
-        for rows in self.chunks():
-            part = blocks[rows]
-            part["d"], part["m"] = self.scales[rows][:, groups], self.minimums[rows][:, groups]
-            part["qs"] = pack_codes(self.read_codes(rows).reshape(-1, _BLOCK), type)["qs"].reshape(part["qs"].shape)
-            blocks[rows] = part
-        return result.reshape(-1)
+            return super().fields(rows, type)
+        groups = self.groups[::_BLOCK]
+        codes = pack_codes(self.read(rows).reshape(-1, _BLOCK), type)
+        return {"d": self.scales[rows][:, groups], "m": self.minimums[rows][:, groups], **codes}

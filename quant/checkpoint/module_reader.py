@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +12,14 @@ from numpy.typing import NDArray
 from localinfer.errors import CorruptFileError
 from localinfer.quant.checkpoint.folder import CheckpointFolder
 from localinfer.quant.formats.dequantize import quantize
-from localinfer.quant.formats.types import TensorType, block_dtype, block_size, row_bytes
+from localinfer.quant.formats.types import (
+    TensorType,
+    bfloat16_values,
+    block_dtype,
+    block_size,
+    row_bytes,
+    unpack_bits,
+)
 from localinfer.types import FloatArray
 
 AGAIN = "Download the checkpoint again, or another one"
@@ -41,9 +48,7 @@ def unpack_words(words: NDArray[np.int32] | NDArray[np.uint8], bits: int) -> NDA
         np.right_shift(data, 4, out=halves[..., 1])
         return halves.reshape(len(words), -1)
     if 8 % bits == 0:
-        shifts = np.arange(0, 8, bits, dtype=np.uint8)
-        codes: NDArray[np.uint8] = data[..., None] >> shifts & np.uint8((1 << bits) - 1)
-        return codes.reshape(len(words), -1)
+        return unpack_bits(data, bits, 1)
     # A code may lie in two bytes. One more byte stands behind the last, for codes that end with it.
     count = data.shape[1] * 8 // bits
     starts = np.arange(count) * bits
@@ -97,9 +102,7 @@ def floats_of(folder: CheckpointFolder, name: str) -> NDArray[np.float32]:
     if tensor.dtype not in _FLOAT_DTYPES or 0 in tensor.shape:
         raise wrong_type(folder, name, ", ".join(_FLOAT_DTYPES))
     array: NDArray[Any] = folder.array(name)
-    if tensor.dtype == "BF16":
-        return (array.astype(np.uint32) << np.uint32(16)).view(np.float32)
-    return array.astype(np.float32)
+    return bfloat16_values(array) if tensor.dtype == "BF16" else array.astype(np.float32)
 
 
 def scalar_of(folder: CheckpointFolder, name: str) -> float:
@@ -108,6 +111,14 @@ def scalar_of(folder: CheckpointFolder, name: str) -> float:
     if values.size != 1 or not np.isfinite(values).all():
         raise CorruptFileError(f"{name} is {values[:4].tolist()}; wanted one finite number. {AGAIN}")
     return float(values[0])
+
+
+def sizes_of(folder: CheckpointFolder, name: str) -> tuple[int, int]:
+    """Return the rows and columns that a tensor holds. Raises: CorruptFileError if it is missing or holds others."""
+    shape = folder.array(name).reshape(-1)
+    if shape.dtype.kind not in "iu" or shape.size != 2 or not (shape > 0).all() or (shape >= 1 << 31).any():
+        raise CorruptFileError(f"{name} is {shape.tolist()!r:.60}; wanted rows and columns. {AGAIN}")
+    return int(shape[0]), int(shape[1])
 
 
 def group_numbers(folder: CheckpointFolder, name: str, regular: NDArray[np.int32]) -> NDArray[np.int32]:
@@ -169,25 +180,35 @@ def wrong_shape(name: str, found: tuple[int, ...], wanted: tuple[int, ...], why:
 
 
 RowReader = Callable[[NDArray[np.intp]], FloatArray]
+CodeReader = Callable[[NDArray[np.intp]], NDArray[np.uint8]]
+"""uint8[n, columns], a code for each weight of n row numbers."""
 
 WEIGHTS_PER_CHUNK = 1 << 20
 """Weights unpacked at a time, so that what is in flight takes a few MiB however large the matrix."""
 
 _SMALLEST_REACH, _LARGEST_REACH = 2.0**-9, 2.0**21
 _LARGEST_FLOAT16, _TINY = 65504.0, 1e-36
-ROUNDED = "weights are rounded, by 0.4 % of the largest of 32 neighbours at most"
-TO_BFLOAT16 = "weights are rounded to bfloat16, within 0.4 % of each"
+_ROUNDINGS = {
+    TensorType.Q8_0: "weights are rounded, by 0.4 % of the largest of 32 neighbours at most",
+    TensorType.BF16: "weights are rounded to bfloat16, within 0.4 % of each",
+}
 
 
+@dataclass(frozen=True)
 class StoredMatrix(ABC):
-    """A matrix [rows, columns] of a checkpoint, read row by row; `name` is the module's."""
+    """A matrix [rows, columns] of a checkpoint, read row by row by the last field of its class, `read`."""
 
     name: str
+    """The module's."""
+    by_row: ClassVar[tuple[str, ...]] = ()
+    """Fields of arrays with an entry for each row."""
+    own_change: ClassVar[str] = ""
+    """As `change`, in the type that the method's codes have in GGUF."""
 
     @property
     @abstractmethod
     def description(self) -> str:
-        """How the checkpoint stores it, in a few words."""
+        """The checkpoint's way of storing it, in a few words."""
 
     @property
     @abstractmethod
@@ -195,25 +216,59 @@ class StoredMatrix(ABC):
         """Rows and columns."""
 
     @property
-    @abstractmethod
     def change(self) -> str:
-        """What becomes of the weights in `gguf_type`, empty where they stay exactly as they are."""
+        """The rounding of weights in `gguf_type`, empty where they stay exactly as they are."""
+        return _ROUNDINGS.get(self.gguf_type(), self.own_change)
 
-    @abstractmethod
     def rows(self, order: NDArray[np.intp]) -> Self:
         """Return the matrix of these rows, in this order."""
+        read = self._read
+        changes: dict[str, Any] = {field: getattr(self, field)[order] for field in self.by_row}
+        return replace(self, **changes, read=lambda rows: read(order[rows]))  # type: ignore[call-arg]
+
+    @property
+    def _read(self) -> Callable[[NDArray[np.intp]], NDArray[Any]]:
+        read: Callable[[NDArray[np.intp]], NDArray[Any]] = vars(self)["read"]
+        return read
 
     @abstractmethod
-    def dequantize_rows(self, rows: NDArray[np.intp]) -> FloatArray:
-        """Return float32[n, columns]: the weights of n rows, each rounded once."""
+    def decode(self, rows: NDArray[np.intp]) -> FloatArray:
+        """Return what `dequantize_rows` does, unchecked."""
 
     @abstractmethod
     def gguf_type(self) -> TensorType:
         """Return the smallest GGUF type that holds these weights, exactly if there is one."""
 
-    @abstractmethod
+    def fields(self, rows: NDArray[np.intp], type: TensorType) -> Mapping[str, NDArray[Any]]:
+        """Return the fields of blocks of some rows in a type; here weights are rounded to plain numbers or Q8_0."""
+        values = self.dequantize_rows(rows)
+        if type is TensorType.Q8_0:
+            return _q8_0(values, self.name)
+        return {"value": quantize(values, type).view(block_dtype(type)["value"])}
+
     def gguf_bytes(self, type: TensorType) -> NDArray[np.uint8]:
-        """Return the matrix in blocks of what `gguf_type` gave, or of what `common_type` did."""
+        """Return the matrix in blocks of what `gguf_type` gave, or of what `common_type` did.
+
+        Raises: CorruptFileError if a weight is infinite, NaN or beyond what the type holds.
+        """
+        result = np.empty((self.shape[0], row_bytes(type, self.shape[1])), np.uint8)
+        blocks = result.view(block_dtype(type))
+        for rows in self.chunks():
+            part = blocks[span_of(rows)]
+            for field, values in self.fields(rows, type).items():
+                part[field] = values.reshape(part[field].shape)
+        return result.reshape(-1)
+
+    def dequantize_rows(self, rows: NDArray[np.intp]) -> FloatArray:
+        """Return float32[n, columns]: the weights of n rows, each rounded once.
+
+        Raises: CorruptFileError if a weight is infinite or NaN.
+        """
+        with np.errstate(over="ignore", invalid="ignore"):
+            values = self.decode(rows)
+        if not np.isfinite(values).all():
+            raise CorruptFileError(f"{self.name}: a weight is infinite or NaN. {AGAIN}")
+        return values
 
     def dequantize(self) -> FloatArray:
         """Return float32[rows, columns]."""
@@ -237,84 +292,43 @@ class DecodedMatrix(StoredMatrix):
     divide the columns, bfloat16 does.
     """
 
-    name: str
     stored_as: str
     """The description."""
     dimensions: tuple[int, int]
     """The shape."""
-    read_rows: RowReader
+    read: RowReader
     """float32[n, columns] of n row numbers."""
     reach: float
     """No weight is much larger."""
 
     @property
     def description(self) -> str:
-        """How the checkpoint stores it."""
         return self.stored_as
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows and columns."""
         return self.dimensions
 
-    @property
-    def change(self) -> str:
-        """What becomes of the weights."""
-        return ROUNDED if self.gguf_type() is TensorType.Q8_0 else TO_BFLOAT16
+    def rows(self, order: NDArray[np.intp]) -> Self:
+        return replace(super().rows(order), dimensions=(len(order), self.dimensions[1]))
 
-    def rows(self, order: NDArray[np.intp]) -> "DecodedMatrix":
-        """Return the matrix of these rows, in this order."""
-        read = self.read_rows
-        dimensions = len(order), self.dimensions[1]
-        return replace(self, dimensions=dimensions, read_rows=lambda rows: read(order[rows]))
-
-    def dequantize_rows(self, rows: NDArray[np.intp]) -> FloatArray:
-        """Return float32[n, columns]. Raises: CorruptFileError if a weight is infinite or NaN."""
-        return finite_weights(self.name, lambda: self.read_rows(rows))
+    def decode(self, rows: NDArray[np.intp]) -> FloatArray:
+        return self.read(rows)
 
     def gguf_type(self) -> TensorType:
         """Return Q8_0, or BF16 for what Q8_0 does not hold well."""
         fits = self.dimensions[1] % 32 == 0 and _SMALLEST_REACH <= self.reach <= _LARGEST_REACH
         return TensorType.Q8_0 if fits else TensorType.BF16
 
-    def gguf_bytes(self, type: TensorType) -> NDArray[np.uint8]:
-        """Return the matrix in blocks, each weight rounded once more than `dequantize` does."""
-        return encode_rows(self, type)
 
-
-def finite_weights(name: str, compute: Callable[[], FloatArray]) -> FloatArray:
-    """Return what `compute` gives, without NumPy's warnings. Raises: CorruptFileError if it is infinite or NaN."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        values = compute()
-    if not np.isfinite(values).all():
-        raise CorruptFileError(f"{name}: a weight is infinite or NaN. {AGAIN}")
-    return values
-
-
-def encode_rows(matrix: StoredMatrix, type: TensorType) -> NDArray[np.uint8]:
-    """Round a matrix to Q8_0 or BF16.
-
-    Raises: CorruptFileError if a weight is infinite, NaN or beyond what the type holds.
-    """
-    result = np.empty((matrix.shape[0], row_bytes(type, matrix.shape[1])), np.uint8)
-    for rows in matrix.chunks():
-        values = matrix.dequantize_rows(rows)
-        blocks = _q8_0(values, matrix.name) if type is TensorType.Q8_0 else quantize(values, type)
-        result[rows] = blocks.reshape(len(rows), -1)
-    return result.reshape(-1)
-
-
-def _q8_0(values: FloatArray, name: str) -> NDArray[np.uint8]:
-    """Blocks of Q8_0, within rounding of what the encoder writes, in half of its time."""
+def _q8_0(values: FloatArray, name: str) -> dict[str, NDArray[Any]]:
+    """Fields of Q8_0, within rounding of what the encoder writes, in half of its time."""
     rows = values.reshape(-1, block_size(TensorType.Q8_0))
     scale = np.maximum(rows.max(axis=1), -rows.min(axis=1)) / np.float32(127)
     if scale.max(initial=0.0) > _LARGEST_FLOAT16:
         raise CorruptFileError(f"{name}: weights reach {127 * scale.max():.4g}; wanted what Q8_0 can hold. {AGAIN}")
     inverse = np.divide(np.float32(1), scale, out=np.zeros_like(scale), where=scale > _TINY)
-    blocks = np.empty(len(rows), block_dtype(TensorType.Q8_0))
-    blocks["d"] = scale
-    blocks["qs"] = np.rint(rows * inverse[:, None])
-    return blocks.view(np.uint8)
+    return {"d": scale, "qs": np.rint(rows * inverse[:, None])}
 
 
 def common_type(matrices: Sequence[StoredMatrix]) -> TensorType:
@@ -374,7 +388,8 @@ class ModuleReader(ABC):
     leaves: tuple[str, ...]
     notices: Sequence[str] = ()
 
-    def __init__(self, folder: CheckpointFolder) -> None:
+    def __init__(self, folder: CheckpointFolder, settings: Mapping[str, Any]) -> None:
+        """settings: of the method, as the checkpoint states them."""
         self._folder = folder
 
     def split_name(self, name: str) -> tuple[str, str]:
@@ -390,9 +405,9 @@ class ModuleReader(ABC):
         """Whether a tensor changes nothing here; `notices` say so."""
         return False
 
-    @abstractmethod
     def shape(self, module: str) -> tuple[int, int]:
-        """Rows and columns of a module's weight."""
+        """Return the rows and columns of a module's weight."""
+        return self.matrix(module).shape
 
     @abstractmethod
     def matrix(self, module: str) -> StoredMatrix:

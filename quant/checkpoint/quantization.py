@@ -19,7 +19,7 @@ from localinfer.quant.checkpoint.float_formats import Fp8Reader, Mxfp4Reader
 from localinfer.quant.checkpoint.folder import CheckpointFolder
 from localinfer.quant.checkpoint.gptq_awq import AwqReader, GptqReader
 from localinfer.quant.checkpoint.hqq import HqqReader
-from localinfer.quant.checkpoint.module_reader import ModuleReader
+from localinfer.quant.checkpoint.module_reader import AGAIN, ModuleReader
 
 _GPTQ_FORMATS = {"auto_round:auto_gptq": "gptq", "auto_round:gptqmodel": "gptq_v2", "auto_round": "gptq_v2"}
 _GPTQ_FORMATS |= {"auto_round:gptq": "gptq", "auto_round:exllamav2": "gptq", "auto_gptq": "gptq"}
@@ -60,8 +60,7 @@ def _as_patterns(extra: object) -> dict[str, Any]:
         return {}
     if not isinstance(extra, dict):
         raise CorruptFileError(
-            f"quantization_config: extra_config is {extra!r:.60}; wanted settings by module. Download the checkpoint "
-            "again, or another one"
+            f"quantization_config: extra_config is {extra!r:.60}; wanted settings by module. {AGAIN}"
         )
     names = {name: changes for name, changes in extra.items() if not _IN_EXPRESSIONS_ONLY & set(name)}
     patterns = {name.replace(".", r"\.") + "$": changes for name, changes in names.items()}

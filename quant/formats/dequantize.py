@@ -21,6 +21,7 @@ from localinfer.quant.formats.reference_encoders import IQ4_VALUES, quantize
 from localinfer.quant.formats.types import (
     Blocks,
     TensorType,
+    bfloat16_values,
     block_dtype,
     row_bytes,
     unpack_bits,
@@ -32,12 +33,12 @@ from localinfer.types import FloatArray
 
 __all__ = ["dequantize", "group_scales", "levels_of", "quantize"]
 
-_E2M1_VALUES = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=np.float32)
+E2M1_VALUES = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=np.float32)
 """Twice what the 16 codes of MXFP4 and NVFP4 stand for; their scales are halved to match."""
 
 _LEVELS: dict[TensorType, FloatArray] = {
     **dict.fromkeys((TensorType.IQ4_NL, TensorType.IQ4_XS), IQ4_VALUES),
-    **dict.fromkeys((TensorType.MXFP4, TensorType.NVFP4), _E2M1_VALUES),
+    **dict.fromkeys((TensorType.MXFP4, TensorType.NVFP4), E2M1_VALUES),
     TensorType.Q1_0: np.array([-1, 1], np.float32),
 }
 """What codes stand for, where they are not numbers themselves."""
@@ -91,8 +92,7 @@ def activation_type(type: TensorType) -> UnsupportedFormatError:
 
 def _decode(blocks: Blocks, type: TensorType) -> FloatArray:
     if type is TensorType.BF16:
-        bits: NDArray[np.uint32] = blocks["value"].astype(np.uint32) << np.uint32(16)
-        return bits.view(np.float32)
+        return bfloat16_values(blocks["value"])
     if blocks.dtype.names == ("value",):
         return _float(blocks["value"])
     if type in _GRID_DECODERS:

@@ -18,7 +18,7 @@ from localinfer.kernels.cpu.encoding import ENCODERS, TABLE, NotFiniteError, Too
 from localinfer.kernels.cpu.program import ThreadPool
 from localinfer.quant.formats.dequantize import LEVEL_OFFSETS, SUBTRACTS_MINIMUM, dequantize, group_scales, quantize
 from localinfer.quant.formats.reference_encoders import check_mean_squares, nearest_iq4
-from localinfer.quant.formats.types import TensorType, block_dtype, block_size, pack_codes, row_bytes
+from localinfer.quant.formats.types import TensorType, bfloat16_values, block_dtype, block_size, pack_codes, row_bytes
 from localinfer.types import FloatArray
 
 Source = NDArray[np.float32] | NDArray[np.float16] | NDArray[np.uint16]
@@ -43,10 +43,7 @@ def source_rows(data: NDArray[np.uint8], type: TensorType, columns: int) -> Sour
 
 def as_float32(source: Source) -> NDArray[np.float32]:
     """The numbers of a source."""
-    if source.dtype == np.uint16:
-        bits: NDArray[np.uint32] = source.astype(np.uint32) << np.uint32(16)
-        return bits.view(np.float32)
-    return source.astype(np.float32, copy=False)
+    return bfloat16_values(source) if source.dtype == np.uint16 else source.astype(np.float32, copy=False)
 
 
 def encode(

@@ -254,6 +254,12 @@ def pack_codes(codes: NDArray[Any], type: TensorType) -> dict[str, NDArray[Any]]
     return fields
 
 
+def bfloat16_values(bits: NDArray[Any]) -> NDArray[np.float32]:
+    """Return the float32 numbers whose upper halves are these bits."""
+    wide: NDArray[np.uint32] = bits.astype(np.uint32) << np.uint32(16)
+    return wide.view(np.float32)
+
+
 def unpack_bits(packed: NDArray[np.uint8], bits: int, stride: int) -> NDArray[np.uint8]:
     """Split each byte into 8 / bits codes, lowest bits first.
 
