@@ -20,8 +20,8 @@ from localinfer.engine.cache.eviction import KVEviction
 from localinfer.engine.cache.prefix_cache import CacheHints, PrefixCache
 from localinfer.engine.cache.sequence import forward
 from localinfer.engine.cache.stats import SnapshotStats
-from localinfer.engine.request import HISTORY_ROOM, GenerationRecord, Request, TokenEvent
-from localinfer.engine.runner import ModelRunner, shortened
+from localinfer.engine.request import HISTORY_ROOM, GenerationRecord, Request
+from localinfer.engine.runner import ModelRunner, shifted
 from localinfer.engine.sampling.params import SamplingParams
 from localinfer.engine.sampling.sampler import SamplingPlan, TokenMask, not_finite_error
 from localinfer.engine.scheduler import Generation, Scheduler
@@ -29,7 +29,7 @@ from localinfer.engine.speculation.verify import Speculation
 from localinfer.engine.ttft import TtftStats
 from localinfer.errors import ContextLengthError, OutOfMemoryError, RequestError, TokenIdError
 from localinfer.kernels.program import Program
-from localinfer.types import FinishReason, FloatArray
+from localinfer.types import FloatArray
 
 if TYPE_CHECKING:
     from localinfer.models.load.loader import Model
@@ -163,7 +163,7 @@ class Engine:
         cache_hints: CacheHints = _NO_HINTS,
         prediction: Sequence[int] | NDArray[np.integer] = (),
         owner: Hashable = None,
-        resumed: Sequence[int] | NDArray[np.integer] = (),
+        completion_tokens: int = 0,
         priority: int = 0,
         ttft_objective: float | None = None,
     ) -> Generation:
@@ -181,8 +181,8 @@ class Engine:
         prediction: ids that the completion is likely to have; right or wrong, they change its speed only.
         owner: such as a connection: prompts of several owners are computed in fair round-robin, chunk by chunk; None
             is an owner of its own. An `Owner` may have a limit of what runs at once.
-        resumed: ids that another process has generated of this text, with the same model, prompt, seed and options:
-            they are yielded first, and the generation goes on with what would follow there.
+        completion_tokens: number of ids at the prompt's end that are the completion's first, so that the context is
+            shifted where it would have been; max_tokens does not count them.
         priority: the lower, the earlier it is admitted and its prompt computed, and the later it loses its memory
             where that ends. It changes when tokens come, and none of them.
         ttft_objective: seconds in which the first token is wanted: where it is predicted for later, because of what
@@ -200,8 +200,8 @@ class Engine:
         plan = self.plan(sampling) if isinstance(sampling, SamplingParams) else sampling
         stops = frozenset() if ignore_eos else frozenset(stop_token_ids)
         limit = min(limit, (sys.maxsize if context_shift else self.context_length) - token_ids.size)
-        is_whole = token_ids.size <= self.context_length
-        head = token_ids if is_whole else shortened(token_ids, cache_hints, self.context_length)
+        prompt_length = token_ids.size - completion_tokens
+        head = shifted(token_ids, prompt_length, cache_hints, self.context_length)
         self._cache.check_fits(head.size)
         history = np.empty(token_ids.size + min(limit, HISTORY_ROOM), np.int32)
         history[: token_ids.size] = token_ids
@@ -212,6 +212,7 @@ class Engine:
             head=head,
             history=history,
             base=token_ids.size,
+            prompt_length=prompt_length,
             last=token_ids.size + limit - 1,
             stops=stops,
             record=GenerationRecord(dropped_tokens=token_ids.size - head.size),
@@ -219,10 +220,6 @@ class Engine:
             priority=check_priority(priority),
             is_over=limit == 0,
         )
-        if limit and (begun := self._check_ids(resumed, "resumed")).size:
-            _take_up(request, begun, self.context_length)
-            if not request.is_over:
-                self._cache.check_fits(request.head.size)
         if self._speculation is not None:
             request.speculative = self._speculation.begin(plan, expected, cache_hints.salt)
             request.record.speculation = request.speculative.record
@@ -322,39 +319,3 @@ def check_max_tokens(max_tokens: object) -> int:
     """Return the limit of a completion; None sets none. Raises: RequestError."""
     limit = check_number("max_tokens", max_tokens, 0, none="for no limit")
     return sys.maxsize if limit is None else int(limit)
-
-
-def _take_up(request: Request, token_ids: NDArray[np.int32], context_length: int) -> None:
-    """Let a request, which has not begun, have generated these ids; its reader gets them as events first.
-
-    The bits of a position depend on the ids before it only, so those tokens are what this engine would choose too.
-    Where nothing else is wanted of their positions, they are read with the prompt, as the text of a preempted request
-    is. Log probabilities, and the state of mirostat, are made of the logits of each position: there the tokens are
-    drafted, and the verification chooses them again. token_ids: int32[T], of its vocabulary; what follows a token that
-    ends the text is dropped.
-    """
-    if request.plan.params.logprobs is not None or request.plan.mirostat is not None:
-        request.expected = token_ids
-        return
-    request.grow_history(request.position + token_ids.size)
-    request.history[request.position : request.position + token_ids.size] = token_ids
-    head, base = request.head, request.base
-    for token_id in token_ids.tolist():
-        position = request.position
-        ending: FinishReason | None = None
-        if token_id in request.stops:
-            ending = "stop"
-        elif position == request.last:
-            ending = "length"
-        request.events.append(TokenEvent(token_id, position, ending))
-        request.position += 1
-        if ending is not None:
-            request.is_over = True
-            return
-        if head.size + request.position - base > context_length:
-            # The context was shifted here.
-            context = np.concatenate((head, request.history[base : request.position]))
-            head, base = shortened(context, request.hints, context_length), request.position
-            request.record.dropped_tokens += context.size - head.size
-    request.restart(np.concatenate((head, request.history[base : request.position])))
-    request.is_prompt = True

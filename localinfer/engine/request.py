@@ -141,7 +141,6 @@ class StepLock:
 NO_TOKEN = -1
 """`token_id` of the event that ends a generation between two tokens, and stands for none."""
 
-_NO_IDS = np.empty(0, np.int32)
 _READ_AHEAD = 4
 """Tokens a request may be ahead of its reader; with more, it waits until they are read."""
 
@@ -194,6 +193,7 @@ class Request:
     """int32, prompt and completion, with room for more."""
     base: int
     """Position in the history where the head ends."""
+    prompt_length: int
     last: int
     """Position of the last wanted token, in the history."""
     stops: frozenset[int]
@@ -205,7 +205,6 @@ class Request:
     is_prompt: bool = True
     sequence: SequenceCache | None = None
     """None before it is admitted, and while it is preempted."""
-    prompt_length: int = field(init=False)
     position: int = field(init=False)
     """Position of the next token, in the history."""
     matcher: GuidingMask | None = field(init=False)
@@ -230,21 +229,15 @@ class Request:
     """Predicted time to its first token, counted from `began`; None without an objective."""
     final_length: int = 0
     """Length of its sequence, once it is over."""
-    expected: NDArray[np.int32] = field(default_factory=lambda: _NO_IDS)
-    """int32, tokens that another process generated of it and that are drafted here, to be chosen again."""
 
     def __post_init__(self) -> None:
-        self.prompt_length = self.position = self.base
+        self.position = self.base
         self.matcher = self.plan.mask if isinstance(self.plan.mask, GuidingMask) else None
 
     @property
     def is_guided(self) -> bool:
-        """Whether something else than a drafter knows what may follow."""
-        return self.matcher is not None or self.position - self.prompt_length < self.expected.size
-
-    def expected_ids(self) -> NDArray[np.int32]:
-        """What another process chose from here on."""
-        return self.expected[self.position - self.prompt_length :]
+        """Whether a grammar knows what may follow."""
+        return self.matcher is not None
 
     @property
     def can_proceed(self) -> bool:

@@ -24,7 +24,7 @@ from localinfer.engine.speculation.costs import MAX_DRAFT_TOKENS
 from localinfer.engine.speculation.floor import ALONE, Round, StepKind
 from localinfer.engine.speculation.verify import Others, Speculation, choose_verified
 from localinfer.engine.step_costs import StepCosts
-from localinfer.errors import OutOfMemoryError, SessionMismatchError, without_frames
+from localinfer.errors import OutOfMemoryError, without_frames
 from localinfer.kernels.program import AbortableProgram, Batch, HiddenProgram, Program
 from localinfer.types import FinishReason
 
@@ -233,10 +233,8 @@ class ModelRunner:
         request = part.request
         history, matcher = request.history[: request.position], request.matcher
         speculative = request.speculative if part.may_draft else None
-        forced: Sequence[int] | NDArray[np.int32] = request.expected_ids()[: max(0, most)]
-        if not len(forced) and matcher is not None and most > 0:
-            forced = matcher.forced(history, most)
-        if len(forced):
+        forced = matcher.forced(history, most) if matcher is not None and most > 0 else []
+        if forced:
             part.is_forced = True
             if speculative is not None:
                 speculative.expect_forced(others)
@@ -352,12 +350,6 @@ class ModelRunner:
         chosen = choose_verified(
             self.sampler.choose, results, request.plan, position, request.history, guesses, request.stops
         )
-        expected = request.expected_ids()[: len(chosen)].tolist()
-        if chosen[: len(expected)] != expected:
-            raise SessionMismatchError(
-                f"the text that another process began goes on otherwise here, from position {position} on: its model, "
-                "version or settings are other ones; serve the same file with the same options everywhere"
-            )
         if len(chosen) <= part.num_drafted:
             sequence.truncate(sequence.length - (part.num_drafted + 1 - len(chosen)))
         if hidden is not None:
@@ -393,6 +385,19 @@ def shortened(token_ids: NDArray[np.int32], hints: CacheHints, context_length: i
     system = min(hints.system_tokens, context_length // 2)
     recent = max(1, (context_length - system) // 2)
     return np.concatenate((token_ids[:system], token_ids[token_ids.size - recent :]))
+
+
+def shifted(
+    token_ids: NDArray[np.int32], prompt_length: int, hints: CacheHints, context_length: int
+) -> NDArray[np.int32]:
+    """The ids that a context holds after a prompt and the start of its completion, shifted wherever it was full."""
+    head, base = token_ids[:prompt_length], prompt_length
+    if prompt_length > context_length:
+        head = shortened(head, hints, context_length)
+    while head.size + token_ids.size - base > context_length:
+        end = base + context_length - head.size + 1
+        head, base = shortened(np.concatenate((head, token_ids[base:end])), hints, context_length), end
+    return np.concatenate((head, token_ids[base:]))
 
 
 def _kind(scheduled: Sequence[ScheduledSequence]) -> StepKind:

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
     from localinfer.engine.request import Request
     from localinfer.generation.async_reader import AsyncReader
-    from localinfer.generation.text_generation import ResumedText, TextGeneration
+    from localinfer.generation.resumption import ResumedText
+    from localinfer.generation.text_generation import TextGeneration
 
 
 class TextStream(Closing, Iterator[StreamEvent], AsyncIterator[StreamEvent]):
@@ -80,12 +81,13 @@ class TextStream(Closing, Iterator[StreamEvent], AsyncIterator[StreamEvent]):
         """
         self._generation.note_prefilled(num_tokens, seconds)
 
-    def take_up(self, begun: ResumedText) -> None:
-        """Go on with what another process generated of this text, which comes first; before any event is asked for.
+    def resume(self, text: ResumedText) -> None:
+        """Resume this text from the progress of another process, whose tokens come first; before any event is asked
+        for.
 
         Raises: as the generation itself.
         """
-        self._generation.take_up(begun)
+        self._generation.resume(text)
 
     def __next__(self) -> StreamEvent:
         if self._reader is not None:

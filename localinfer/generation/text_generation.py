@@ -1,7 +1,4 @@
-"""From the ids that an engine generates to events of text. The engine below knows token ids only.
-
-A generation may resume a text that another process began (`ResumedText`).
-"""
+"""From the ids that an engine generates to events of text. The engine below knows token ids only."""
 
 import inspect
 import string
@@ -12,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from itertools import count
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +17,7 @@ from numpy.typing import NDArray
 from localinfer.engine.cache.prefix_cache import CacheHints
 from localinfer.engine.cache.stats import CacheMiss
 from localinfer.engine.engine import Engine
-from localinfer.engine.request import NO_TOKEN, Request
+from localinfer.engine.request import NO_TOKEN, Request, TokenEvent
 from localinfer.engine.sampling.mask import GuidingMask
 from localinfer.engine.sampling.sampler import TokenMask
 from localinfer.engine.sampling.token_rules import rules_mask
@@ -30,6 +27,7 @@ from localinfer.generation.chat.parser import ReplyDelta, ReplyParser, ToolCallD
 from localinfer.generation.chat.system_prompt_drift import words_at
 from localinfer.generation.completion import Completion, CompletionEnd, Stats, StreamEvent
 from localinfer.generation.options import CheckedOptions
+from localinfer.generation.resumption import ResumedText, resume
 from localinfer.models.text.tokenizer import StopMatcher, StreamDecoder
 from localinfer.types import TokenIds, TokenLogprobs
 
@@ -45,20 +43,6 @@ if TYPE_CHECKING:
 _ID_LETTERS = string.ascii_letters + string.digits
 _ID_LENGTH = 9
 """As Mistral's templates demand."""
-
-
-@dataclass(frozen=True)
-class ResumedText:
-    """Progress of another process, with the same model and options, with a text."""
-
-    prompt_ids: TokenIds
-    """int32, ids of its prompt there; conversations may be cut into other ids here."""
-    seed: int
-    """The seed that was drawn there."""
-    token_ids: Sequence[int] = ()
-    """Ids that were generated there."""
-    cached_tokens: int | None = None
-    """Cached tokens of the prompt there; None if unknown."""
 
 
 def call_ids(prompt_ids: TokenIds, seed: int) -> Callable[[], str]:
@@ -161,21 +145,21 @@ class TextGeneration(Iterator[StreamEvent]):
         self._preparation_seconds = time.perf_counter() - options.began
         self._events = self._run() if through is None else through(self._run())
 
-    def take_up(self, begun: ResumedText) -> None:
-        """Go on with what another process generated of this text, before anything is generated here.
+    def resume(self, text: ResumedText) -> None:
+        """Resume this text from the progress of another process, before anything is generated here.
 
         Its tokens come as events first. Raises: as the generation itself.
         """
         self._tokens.close()
-        self._resumed = begun
+        self._resumed = text
         hints = self._tokens.request.hints
-        if not np.array_equal(begun.prompt_ids, self.prompt_ids):
+        if not np.array_equal(text.prompt_ids, self.prompt_ids):
             # Hints count the ids of the prompt that was made here.
             shared = slice(hints.system_tokens)
-            is_same = np.array_equal(begun.prompt_ids[shared], self.prompt_ids[shared])
+            is_same = np.array_equal(text.prompt_ids[shared], self.prompt_ids[shared])
             hints = replace(hints, system_tokens=is_same * hints.system_tokens, branch_tokens=(), history=None)
             self._chat = None
-        self._begin(self._engine.check_prompt(begun.prompt_ids, shifts_context=self._options.context_shift), hints)
+        self._begin(self._engine.check_prompt(text.prompt_ids, shifts_context=self._options.context_shift), hints)
 
     def _begin(self, prompt_ids: NDArray[np.int32], hints: CacheHints) -> None:
         """Check the request, and give it to the engine. hints: how the cache is to keep the prompt."""
@@ -205,20 +189,21 @@ class TextGeneration(Iterator[StreamEvent]):
             guide = mask if isinstance(mask, GuidingMask) else None
             ruled = rules_mask(options.rules, guide, start=prompt_ids.size, vocab_size=engine.vocab_size, end_ids=ends)
             plan = engine.plan(replace(plan.params, seed=plan.seed), ruled)
-        self._tokens = engine.generate(
-            prompt_ids,
-            plan,
-            max_tokens=options.max_tokens,
-            stop_token_ids=ends,
-            context_shift=options.context_shift,
-            cache_hints=hints,
-            prediction=options.prediction_ids,
-            owner=options.owner,
-            priority=options.priority,
-            # What has begun is not refused any more.
-            ttft_objective=options.ttft_objective if resumed is None else None,
-            resumed=() if resumed is None else resumed.token_ids,
-        )
+        wanted: dict[str, Any] = {
+            "max_tokens": options.max_tokens,
+            "stop_token_ids": ends,
+            "context_shift": options.context_shift,
+            "cache_hints": hints,
+            "prediction": options.prediction_ids,
+            "owner": options.owner,
+            "priority": options.priority,
+        }
+        if resumed is None:
+            self._tokens = engine.generate(prompt_ids, plan, ttft_objective=options.ttft_objective, **wanted)
+            self._token_events: Iterator[TokenEvent] = self._tokens
+        else:
+            # What has begun is not refused any more, so there is no objective.
+            self._tokens, self._token_events = resume(engine, prompt_ids, plan, resumed.token_ids, **wanted)
         if tokenizer is not None:
             previous = int(prompt_ids[-1])
             self._decoder = StreamDecoder(
@@ -345,7 +330,7 @@ class TextGeneration(Iterator[StreamEvent]):
         tokens, clock, token_ids, decoder = self._tokens, time.perf_counter, self._token_ids, self._decoder
         asked = clock()
         try:
-            for token_id, position, reason in tokens:
+            for token_id, position, reason in self._token_events:
                 if token_id != NO_TOKEN:
                     seconds = clock() - asked
                     if token_ids:

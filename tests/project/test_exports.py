@@ -24,7 +24,7 @@ INTERNAL = {
     ("LLM", "handover_fingerprint(return)"),
     ("Session", "from_json(llm)"),
     ("TextStream", "request(return)"),
-    ("TextStream", "take_up(begun)"),
+    ("TextStream", "resume(text)"),
     ("KVEventPublisher", "attach(return)"),
 }
 """What is public for other packages of localinfer, not for programs, and what an LLM is to a session."""

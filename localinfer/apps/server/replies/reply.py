@@ -19,7 +19,7 @@ import numpy as np
 
 from localinfer.apps.server.operation.metrics import LatencyTracker, Metrics
 from localinfer.apps.server.router.served_model import Lease
-from localinfer.generation.text_generation import ResumedText
+from localinfer.generation.resumption import ResumedText
 from localinfer.system.event_loop import LoopCalls
 
 if TYPE_CHECKING:
@@ -199,7 +199,7 @@ class ReplyRelay:
 
         def opened() -> "TextStream":
             stream = open_stream()
-            stream.take_up(begun)
+            stream.resume(begun)
             return stream
 
         return opened
