@@ -1,6 +1,6 @@
 """Encode weights for a file, by compiled kernels, and plain numbers and MXFP4 by NumPy; read and refill encoded grids.
 
-The bytes are those of `reference.quantize`, on every machine and with any number of threads.
+The bytes are those of `dequantize.quantize`, on every machine and with any number of threads.
 
 The grid of encoded blocks is the set of values that each weight may take once scales are fixed: scale * level +
 minimum, in float32 and in this order, with one scale (and minimum) per group of 16 or 32 columns. Levels are the whole
@@ -55,7 +55,7 @@ def encode(
     with), finite and not negative. Plain numbers, Q8_0 and MXFP4 do not use it.
 
     Shapes: source [rows, columns]; importance float32[columns]; result uint8[rows, row bytes].
-    Raises: as `reference.quantize`.
+    Raises: as `dequantize.quantize`.
     """
     if source.ndim != 2 or source.dtype not in (np.float32, np.float16, np.uint16):
         raise ShapeError(

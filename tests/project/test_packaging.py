@@ -75,6 +75,19 @@ def test_import_contracts_place_every_module_and_package(settings, container):
     assert placed == found - {"__init__"}
 
 
+def test_the_order_within_a_row_of_the_contract_is_said_by_another(settings):
+    whole, *others = settings["tool"]["importlinter"]["contracts"]
+    assert whole["containers"] == ["localinfer"]
+    ordered = [
+        {name.strip() for layer in one["layers"] for name in layer.split("|")}
+        for one in others
+        if one["type"] == "layers" and "containers" not in one
+    ]
+    for row in whole["layers"]:
+        members = {f"localinfer.{name.strip()}" for name in row.split(":")}
+        assert len(members) == 1 or members in ordered, row
+
+
 def test_extras_are_the_documented_ones(settings):
     assert set(settings["project"]["optional-dependencies"]) == {
         *EXTRAS,
