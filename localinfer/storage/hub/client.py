@@ -6,23 +6,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from types import ModuleType
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 from urllib.parse import urlsplit
 
 from localinfer.errors import DownloadError, HubUnreachableError
 from localinfer.storage.hub.places import HUB
-from localinfer.storage.hub.variants import StoredFile, is_safe_path, parse_reference
+from localinfer.storage.hub.variants import Repository, StoredFile, is_safe_path, parse_reference
 
 _PIECE_BYTES = 32 * 10**9
 """Asked for at once: networks that deliver the hub's files refuse answers beyond 50 GB."""
-
-
-class Repository(NamedTuple):
-    """A repository at one commit. id: `org/repo`, in the hub's own spelling."""
-
-    id: str
-    commit: str
-    files: tuple[StoredFile, ...]
 
 
 class ConnectionLost(Exception):

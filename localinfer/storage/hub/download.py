@@ -14,7 +14,8 @@ from io import FileIO
 from pathlib import Path
 
 from localinfer.errors import DownloadError
-from localinfer.storage.hub.client import ConnectionLost, HubClient, Repository
+from localinfer.storage.hub.client import ConnectionLost, HubClient
+from localinfer.storage.hub.variants import Repository
 from localinfer.storage.hub.places import Places, blob_path, pointer_path
 from localinfer.storage.hub.records import PullRecord, PullRecords
 from localinfer.storage.hub.variants import StoredFile, describe_size

@@ -8,14 +8,11 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
-from localinfer.storage.hub.variants import StoredFile
+from localinfer.storage.hub.variants import Repository, StoredFile
 from localinfer.system.files import delete_abandoned, write_atomically
 from localinfer.system.folders import user_folder
-
-if TYPE_CHECKING:
-    from localinfer.storage.hub.client import Repository
 
 HUB = "https://huggingface.co"
 
@@ -86,17 +83,17 @@ def repository_folder(cache: Path, repo: str) -> Path:
     return cache / f"{_PREFIX}{repo.replace('/', '--')}"
 
 
-def blob_path(cache: Path, repository: "Repository", file: StoredFile) -> Path:
+def blob_path(cache: Path, repository: Repository, file: StoredFile) -> Path:
     """Where the bytes of a file are, under their checksum."""
     return repository_folder(cache, repository.id) / "blobs" / (file.sha256 or file.git_id or "").lower()
 
 
-def pointer_path(cache: Path, repository: "Repository", file: StoredFile) -> Path:
+def pointer_path(cache: Path, repository: Repository, file: StoredFile) -> Path:
     """Where a file is under its name, at a commit."""
     return repository_folder(cache, repository.id) / "snapshots" / repository.commit / file.path
 
 
-def set_main(cache: Path, repository: "Repository") -> None:
+def set_main(cache: Path, repository: Repository) -> None:
     """Record which commit is the newest, so that other programs find it without a network. Raises: OSError."""
     folder = repository_folder(cache, repository.id) / "refs"
     folder.mkdir(parents=True, exist_ok=True)

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from localinfer.errors import DownloadError, HubUnreachableError, RequestError
-from localinfer.storage.hub.client import HubClient, Repository
+from localinfer.storage.hub.client import HubClient
+from localinfer.storage.hub.variants import Repository
 from localinfer.storage.hub.download import fetch_file, held_bytes
 from localinfer.storage.hub.installed import find_installed
 from localinfer.storage.hub.places import Places, blob_path, pointer_path, set_main

@@ -4,6 +4,7 @@ import posixpath
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from localinfer.errors import RequestError
 
@@ -84,6 +85,15 @@ class StoredFile:
     """Checksum of a large file, as the hub says."""
     git_id: str | None = None
     """Id of another file as a git blob."""
+
+
+class Repository(NamedTuple):
+    """A repository at one commit."""
+
+    id: str
+    """`org/repo`, in the hub's own spelling."""
+    commit: str
+    files: tuple[StoredFile, ...]
 
 
 @dataclass(frozen=True)
