@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from localinfer.loading.warm_up import WarmUp, warm_up
     from localinfer.models.decoder.rope_options import RopeOptions
     from localinfer.models.text.tokenizer import Tokenizer
-    from localinfer.storage.kv_events.config import KVEventsConfig
-    from localinfer.storage.kv_events.publisher import KVEventPublisher
+    from localinfer.storage.kv_events import KVEventPublisher, KVEventsConfig
     from localinfer.system.crash_files import report_crashes
     from localinfer.system.folders import set_cache_folder
     from localinfer.system.freezing import freeze_support
@@ -106,8 +105,8 @@ _MODULE_OF = {
     "Grammar": "localinfer.generation.chat.constraints",
     "JsonObject": "localinfer.generation.chat.constraints",
     "JsonSchema": "localinfer.generation.chat.constraints",
-    "KVEventPublisher": "localinfer.storage.kv_events.publisher",
-    "KVEventsConfig": "localinfer.storage.kv_events.config",
+    "KVEventPublisher": "localinfer.storage.kv_events",
+    "KVEventsConfig": "localinfer.storage.kv_events",
     "LLM": "localinfer.llm",
     "ModelInfo": "localinfer.types",
     "ProgressCallback": "localinfer.types",

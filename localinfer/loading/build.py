@@ -59,7 +59,7 @@ def build_llm(checked: CheckedLoad) -> LLM:
         observer = None
         if given.kv_events is not None:
             # An optional part.
-            from localinfer.storage.kv_events.publisher import observer_of
+            from localinfer.storage.kv_events import observer_of
 
             observer = observer_of(given.kv_events)
         if observer is not None:

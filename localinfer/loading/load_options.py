@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 
     from localinfer.engine.admission import EngineLimits
     from localinfer.models.decoder.rope_options import RopeOptions
-    from localinfer.storage.kv_events.config import KVEventsConfig
-    from localinfer.storage.kv_events.publisher import KVEventPublisher
+    from localinfer.storage.kv_events import KVEventPublisher, KVEventsConfig
     from localinfer.types import ProgressCallback
 
 P = ParamSpec("P")

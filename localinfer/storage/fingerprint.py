@@ -22,7 +22,7 @@ from typing import TypedDict
 import numpy as np
 
 from localinfer.quant.checkpoint.model_file import ModelFile
-from localinfer.storage.page_file import PageFormat
+from localinfer.storage.page_store import PageFormat
 from localinfer.system import disk
 from localinfer.system.files import read_bounded, run_all, write_all, write_atomically
 

@@ -18,7 +18,7 @@ from localinfer.engine.cache.sequence_state import NO_SLOT
 from localinfer.engine.cache.sliding_window import BoolArray
 from localinfer.engine.engine import Engine
 from localinfer.errors import OutOfMemoryError
-from localinfer.storage.store import DiskTier, Found, FoundPage, FoundSnapshot, SnapshotTier
+from localinfer.storage.page_store import DiskTier, Found, FoundPage, FoundSnapshot, SnapshotTier
 from localinfer.types import TokenIds
 
 

@@ -29,8 +29,7 @@ from localinfer.engine.cache.salt import NO_SALT
 from localinfer.engine.engine import Engine
 from localinfer.errors import SessionFileError, SessionMismatchError
 from localinfer.storage.fingerprint import Fingerprint, ModelIdentity, differing_parts
-from localinfer.storage.page_file import CHECKSUM_BYTES, PageFormat, checksum, read_all
-from localinfer.storage.store import chosen_positions
+from localinfer.storage.page_store import CHECKSUM_BYTES, PageFormat, checksum, chosen_positions, read_all
 from localinfer.system import disk
 from localinfer.system.files import OutputFile, check_output, num_io_threads
 from localinfer.system.folders import expand_home

@@ -15,8 +15,8 @@ import numpy as np
 
 import localinfer
 from localinfer.llm import LLM
+from localinfer.storage.page_store import DiskTier
 from localinfer.storage.prompt_cache import DiskCache
-from localinfer.storage.store import DiskTier
 from localinfer.system.files import num_io_threads
 from tests.bench.conversation_options import conversation_parser
 

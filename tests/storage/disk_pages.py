@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from localinfer.storage.store import DiskTier, PageSource
+from localinfer.storage.page_store import DiskTier, PageSource
 from localinfer.types import TokenIds
 
 PAGE_TOKENS = 4

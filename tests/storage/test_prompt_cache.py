@@ -15,9 +15,9 @@ from localinfer.errors import ClosedError, RequestError, SessionFileError, Sessi
 from localinfer.generation.completion import Completion
 from localinfer.llm import LLM
 from localinfer.loading.load import load
-from localinfer.storage import page_file
+from localinfer.storage import page_store
 from localinfer.storage.fingerprint import Fingerprint
-from localinfer.storage.page_file import Rejection
+from localinfer.storage.page_store import Rejection
 from localinfer.storage.prompt_cache import DiskCache, DiskOptions, describe_differences
 from tests.engine.fakes import PAGE_BYTES, FakeModel, fake_model
 from tests.kernels.subprocesses import finish, start
@@ -213,7 +213,7 @@ def test_disk_that_fails_is_told_and_costs_nothing_else(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(page_file, "write_all", full)
+    monkeypatch.setattr(page_store, "write_all", full)
     with open_llm(tmp_path) as llm, caplog.at_level(logging.WARNING):
         assert answer(llm, PROMPT).token_ids == cold(PROMPT).token_ids
     assert "No space left on device" in caplog.text

@@ -8,8 +8,8 @@ import pytest
 from localinfer.engine.cache.prefix_cache import PrefixCache
 from localinfer.engine.cache.salt import NO_SALT
 from localinfer.errors import OutOfMemoryError
+from localinfer.storage.page_store import Found
 from localinfer.storage.restore import restore_prompt
-from localinfer.storage.store import Found
 from tests.engine.fake_recurrent import STATE_BYTES, recurrent_layout
 from tests.engine.fakes import PAGE_BYTES, PAGE_TOKENS
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from localinfer.errors import SessionFileError, SessionMismatchError
-from localinfer.storage.page_file import PageFormat, checksum
+from localinfer.storage.page_store import PageFormat, checksum
 from localinfer.storage.sessions import FORMAT_VERSION, SessionContent, SessionReader, write_session
 from localinfer.system import disk
 from tests.storage.damage import full_disk_after

@@ -11,11 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from localinfer.storage import page_file
-from localinfer.storage import store as disk_tier_module
+from localinfer.storage import page_store
 from localinfer.storage.budget import clear
-from localinfer.storage.page_file import PageFormat, PageRecord, Rejection, read_page, write_page
-from localinfer.storage.store import Restored
+from localinfer.storage.page_store import PageFormat, PageRecord, Rejection, Restored, read_page, write_page
 from localinfer.system import disk as disk_module
 from tests.storage.damage import full_disk_after
 from tests.storage.disk_pages import (
@@ -220,7 +218,7 @@ def test_failure_of_any_read_is_a_miss(
             raise failing
         return True
 
-    monkeypatch.setattr(page_file, "read_all", read_all)
+    monkeypatch.setattr(page_store, "read_all", read_all)
     assert restored(disk, numbered(4))[0] == 0
     assert disk.counters.rejected == {Rejection.UNREADABLE: 1}
 
@@ -234,7 +232,7 @@ def test_short_reads_and_writes_are_continued(tmp_path: Path, monkeypatch: pytes
             return super().readinto(data[:11])
 
     monkeypatch.setattr(disk_module, "FileIO", Slow)
-    monkeypatch.setattr(page_file, "open_regular", Slow)
+    monkeypatch.setattr(page_store, "open_regular", Slow)
     tier(tmp_path).save(numbered(7), source(numbered(7)))
     num_tokens, pages = restored(tier(tmp_path), numbered(7))
     assert num_tokens == 7 and pages == computed(numbered(7))
@@ -249,13 +247,13 @@ def test_file_that_ends_while_it_is_read_is_torn(tmp_path: Path):
             return 0 if self.tell() else super().readinto(data[:9])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(page_file, "open_regular", Ending)
+        patch.setattr(page_store, "open_regular", Ending)
         assert read_page(tmp_path / "page", FORM, record, fresh(1)[0]) is Rejection.TORN
 
 
 WRITE_FAILURES = {
     "temporary file": (disk_module.os, "open"),
-    "write": (page_file, "write_all"),
+    "write": (page_store, "write_all"),
     "rename": (disk_module.os, "replace"),
 }
 
@@ -359,6 +357,6 @@ def test_many_siblings_are_looked_into_up_to_a_bound(tmp_path: Path, monkeypatch
     disk = tier(tmp_path)
     for start in range(6):
         disk.save(ids(start, 50, 51), source(ids(start, 50, 51)))
-    monkeypatch.setattr(disk_tier_module, "_MAX_SIBLINGS", 3)
+    monkeypatch.setattr(page_store, "_MAX_SIBLINGS", 3)
     hits = [disk.find(ids(start, 50, 99)).num_tokens for start in range(6)]
     assert sorted(hits) == [0, 0, 0, 2, 2, 2]

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from localinfer.engine.cache.salt import NO_SALT
-from localinfer.storage import write_behind
-from localinfer.storage.write_behind import IdleSequence, Steps, WriteBehind
+from localinfer.storage import prompt_cache
+from localinfer.storage.prompt_cache import IdleSequence, Steps, WriteBehind
 from tests.proof.simulation.clock import Clock
 from tests.support.limits import seconds
 
@@ -39,7 +39,7 @@ def ids(*tokens: int, salt: bytes = NO_SALT) -> IdleSequence:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(write_behind, "time", clock)
+    monkeypatch.setattr(prompt_cache, "time", clock)
     return clock
 
 

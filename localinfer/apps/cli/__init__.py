@@ -200,7 +200,7 @@ def tokenize_command(model: str | None, text: str | None, ids: bool, no_special:
     '-' or a pipe reads standard input; one newline at its end is dropped.
     """
     import localinfer
-    from localinfer.storage.hub.find import find_model
+    from localinfer.storage.hub.installed import find_model
 
     source = _input_text(text, "TEXT", missing="no text: pass TEXT, or pipe it into standard input")
     tokenizer = localinfer.load_tokenizer(None if model is None else find_model(model))

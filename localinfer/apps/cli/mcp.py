@@ -24,7 +24,7 @@ def mcp_command(options: LoadOptions) -> None:
 
     {"mcpServers": {"localinfer": {"command": "localinfer", "args": ["mcp", "-m", "MODEL"]}}}
     """
-    from localinfer.storage.hub.find import find_model
+    from localinfer.storage.hub.installed import find_model
     from localinfer.system.extras import require
 
     require("mcp", "`localinfer mcp`")

@@ -92,7 +92,7 @@ def rm_command(name: str) -> None:
     Models of other programs are never touched.
     """
     from localinfer.storage.hub.places import Places
-    from localinfer.storage.hub.remove import remove_model
+    from localinfer.storage.hub.pull import remove_model
 
     click.echo(neutralise_controls(remove_model(name, Places.of_user())))
 
@@ -194,7 +194,7 @@ def warmup_command(model: str | None, device: str, kv_type: str, kv_window: int 
     and version.
     """
     import localinfer
-    from localinfer.storage.hub.find import find_model
+    from localinfer.storage.hub.installed import find_model
 
     path, drafting = (None if name is None else find_model(name) for name in (model, draft))
     with Progress() as progress:

@@ -11,7 +11,7 @@ from localinfer.apps.cli.options import LOAD_ARGUMENTS, LoadOptions, changes_of,
 from localinfer.arguments import check_number, shown
 from localinfer.errors import LocalinferError, RequestError
 from localinfer.storage.config import SAMPLING_KEYS, Check, TomlFile
-from localinfer.storage.hub.find import find_model
+from localinfer.storage.hub.installed import find_model
 from localinfer.system.folders import expand_home
 
 if TYPE_CHECKING:

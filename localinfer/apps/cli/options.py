@@ -215,7 +215,7 @@ _DEVICES = click.Choice(["auto", "cpu", "cuda"])
 
 def found_model(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
     """A click callback: the path of the model that a user names."""
-    from localinfer.storage.hub.find import find_model
+    from localinfer.storage.hub.installed import find_model
 
     return None if value is None else str(find_model(value))
 
@@ -304,7 +304,7 @@ def load_with(
     Raises: LocalinferError; LoadCancelledError if it was ended.
     """
     import localinfer
-    from localinfer.storage.hub.find import find_model
+    from localinfer.storage.hub.installed import find_model
 
     options = dict(options)
     ignores_sampling = options.pop("ignore_model_sampling", False)

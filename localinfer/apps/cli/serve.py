@@ -184,7 +184,7 @@ def _source_of(path: str | None, name: str | None = None) -> "ModelSource":
     """The model that -m names, or the demo model. name: what clients call it, None for its own."""
     from localinfer.apps.server.router.model_folder import ModelSource, model_source
     from localinfer.loading.options import model_path
-    from localinfer.storage.hub.find import find_model
+    from localinfer.storage.hub.installed import find_model
 
     file = model_path(None) if path is None else find_model(path)
     found = model_source(file)

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from localinfer.apps.server.router.model_folder import ModelSource
     from localinfer.apps.server.transport.settings import AccessToken, KVTransferOptions, Role, ServerSettings
     from localinfer.llm import LLM
-    from localinfer.storage.kv_events.publisher import KVEventPublisher
+    from localinfer.storage.kv_events import KVEventPublisher
     from localinfer.storage.response_store import ResponseStoreOptions
 
 
@@ -464,8 +464,7 @@ class KVEventsOptions:
                 raise RequestError(f"{name} needs an address for the events; add --kv-events, or leave it out")
             yield None
             return
-        from localinfer.storage.kv_events.config import config_of
-        from localinfer.storage.kv_events.publisher import KVEventPublisher
+        from localinfer.storage.kv_events import KVEventPublisher, config_of
 
         with KVEventPublisher(config_of(self.kv_events, **further)) as publisher:
             yield publisher

@@ -85,7 +85,7 @@ def model_registry(options: ReplicaOptions, metrics: "Metrics") -> "ModelRegistr
     from localinfer.apps.server.router.model_folder import measure_need, model_source
     from localinfer.apps.server.router.models import ModelRegistry
     from localinfer.loading.options import model_path
-    from localinfer.storage.hub.find import find_model
+    from localinfer.storage.hub.installed import find_model
 
     path = model_path(None) if options.model is None else Path(find_model(options.model))
     source = model_source(path)

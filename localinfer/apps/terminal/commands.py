@@ -8,20 +8,20 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from localinfer.apps.terminal.command import Command, Exit, beginning_with
 from localinfer.apps.terminal.conversation import Conversation
-from localinfer.apps.terminal.conversation_commands import ContextCommands, SessionCommands
-from localinfer.apps.terminal.display_width import wrap_words
-from localinfer.apps.terminal.message_commands import (
+from localinfer.apps.terminal.conversation_commands import (
     AttachmentCommands,
+    ContextCommands,
     CopyCommand,
     CopyText,
     EditingCommands,
     EditText,
+    SessionCommands,
     copy_to_clipboard,
     edit_in_editor,
 )
-from localinfer.apps.terminal.model_commands import LoadModel, OptionCommands, ShowCommand
+from localinfer.apps.terminal.display_width import wrap_words
+from localinfer.apps.terminal.model_commands import LoadModel, OptionCommands, SetCommand, ShowCommand
 from localinfer.apps.terminal.reply_output import ReplyOutput, show_last_exchange
-from localinfer.apps.terminal.settings import SetCommand
 from localinfer.system import interruption
 from localinfer.terminal import check_text, dim, neutralise_controls
 

@@ -1,17 +1,29 @@
-"""Commands for the conversation: its context, and saved conversations."""
+"""Commands for the conversation: context, saved conversations, files, pastes, editing of messages, copying."""
 
-from collections.abc import Iterable
+import base64
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING
 
-from localinfer.apps.terminal.command import Command, beginning_with
+import click
+
+from localinfer.apps.terminal.command import Command, beginning_with, complete_path, read_text
+from localinfer.apps.terminal.markdown import code_blocks
 from localinfer.errors import LocalinferError, RequestError, SessionFileError
-from localinfer.terminal import describe_stats, stats_parts
+from localinfer.terminal import check_text, describe_stats, stats_parts
 
 if TYPE_CHECKING:
     from localinfer.apps.terminal.commands import Chat
     from localinfer.storage.conversations import ConversationStore, ConversationSummary
+
 
 _WARNING_SHARE = 0.8
 """Of what the messages may take, from which on the end is announced."""
@@ -261,3 +273,334 @@ class SessionCommands:
         except LocalinferError as error:
             self._chat.notice(str(error))
             return []
+
+
+END_MARK, CANCEL_MARK = "/end", "/cancel"
+_MOST_BYTES_PER_TOKEN = 256
+"""No text takes fewer tokens than its bytes over this, so longer files need not be read."""
+
+
+class AttachmentCommands:
+    """/file and /paste."""
+
+    def __init__(self, chat: "Chat") -> None:
+        self._chat = chat
+        self._files: list[str] = []
+        self._pasted: list[str] | None = None
+
+    def commands(self) -> tuple[Command, ...]:
+        """The commands, in the order of help."""
+        return (
+            Command("/file", "add a text file to your next message, if it fits", self._file, "PATH", complete_path),
+            Command("/paste", f"read lines up to one with {END_MARK} only, and send them as one message", self._paste),
+        )
+
+    @property
+    def is_pasting(self) -> bool:
+        """True while lines are taken as they are, up to an end mark."""
+        return self._pasted is not None
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The files that go with the next message, as text."""
+        return tuple(self._files)
+
+    def take(self, text: str) -> str | None:
+        """Take lines of a paste; return the whole message at its end mark."""
+        assert self._pasted is not None, "asked for while pasting only"
+        for line in text.split("\n"):
+            if line.strip() == CANCEL_MARK:
+                self._pasted = None
+                self._chat.notice("nothing was sent")
+                return None
+            if line.strip() == END_MARK:
+                return self.end_paste()
+            self._pasted.append(line)
+        return None
+
+    def end_paste(self) -> str | None:
+        """End the paste; return its message, if it has any text."""
+        lines, self._pasted = self._pasted or [], None
+        message = "\n".join(lines)
+        return message if message.strip() else None
+
+    def message(self, text: str) -> str:
+        """A message with the files that wait for it."""
+        return "\n\n".join([*self._files, text])
+
+    def drop(self) -> None:
+        """Forget the files that wait for a message."""
+        self._files.clear()
+
+    def _paste(self, first: str) -> None:
+        self._pasted = []
+        self._chat.notice(f"paste or type; a line with {END_MARK} sends it all, one with {CANCEL_MARK} sends nothing")
+        if first and (message := self.take(first)) is not None:
+            self._chat.send(message)
+
+    def _file(self, path: str) -> None:
+        if not path:
+            self._chat.notice("give the path of a text file: /file PATH")
+            return
+        try:
+            text = read_text(path, most_bytes=_MOST_BYTES_PER_TOKEN * self._chat.conversation.context_length)
+        except RequestError as error:
+            self._chat.notice(str(error))
+            return
+        conversation, name = self._chat.conversation, Path(path).name
+        part = _as_part(name, text)
+        room = conversation.context_length - conversation.reply_tokens
+        alone = _count(self._chat, [part])
+        together = _count(self._chat, [*self._files, part])
+        if together > room:
+            with_others = "" if not self._files else f", {together:,} with the files that already wait"
+            self._chat.notice(
+                f"{name} takes {alone:,} tokens{with_others}, and the context has room for {room:,} beside a reply: it "
+                "was not added; give a part of it, or start with a larger --context-length"
+            )
+            return
+        self._files.append(part)
+        left = room - conversation.context_used
+        self._chat.notice(f"{name} takes {alone:,} tokens and goes with your next message; /clear drops it")
+        if together > left:
+            self._chat.notice(
+                f"only {max(0, left):,} tokens are free, so the oldest messages will be left out for it; /context "
+                "summarise keeps what they say"
+            )
+
+
+def _count(chat: "Chat", parts: list[str]) -> int:
+    """Tokens of a message of these parts alone."""
+    return chat.conversation.llm.count_chat_tokens([{"role": "user", "content": "\n\n".join(parts)}])
+
+
+def _as_part(name: str, text: str) -> str:
+    """A file as a part of a message: its name, and its text in a fence that it does not hold itself."""
+    longest = max((len(run) for run in re.findall("`+", text)), default=0)
+    fence = "`" * max(3, longest + 1)
+    body = text if text.endswith("\n") else f"{text}\n"
+    return f"File {name}:\n{fence}\n{body}{fence}"
+
+
+EditText = Callable[[str], str | None]
+"""Lets the user edit a text; None where it was left as it is."""
+_MOST_SHOWN = 60
+
+
+def edit_in_editor(text: str) -> str | None:
+    """Open the editor that VISUAL or EDITOR names, or the system's; None if nothing was saved. Raises: RequestError."""
+    try:
+        edited = click.edit(text, extension=".md")
+    except click.ClickException as error:
+        raise RequestError(f"{error.format_message()}; set EDITOR to the command of an editor") from None
+    return None if edited is None or edited.rstrip("\n") == text.rstrip("\n") else edited.rstrip("\n")
+
+
+class EditingCommands:
+    """/regen, /edit, /undo, /fork and /continue. All of them compute from the change on only."""
+
+    def __init__(self, chat: "Chat", edit_text: EditText) -> None:
+        self._chat = chat
+        self._edit_text = edit_text
+
+    def commands(self) -> tuple[Command, ...]:
+        """The commands, in the order of help."""
+        return (
+            Command("/regen", "regenerate the last reply", self._regenerate),
+            Command("/edit", "edit your last message, or the N-th, and answer from there", self._edit, "[N]"),
+            Command("/undo", "remove your last message and its reply", self._undo),
+            Command("/fork", "go on in a copy of the conversation, under a name", self._fork, "NAME"),
+            Command("/continue", "go on with a reply that was cut or stopped", self._continue),
+        )
+
+    def _regenerate(self, _: str) -> None:
+        if self._chat.conversation.can_regenerate:
+            self._chat.print_reply(self._chat.conversation.regenerate())
+        else:
+            self._chat.notice("there is no reply to make again")
+
+    def _edit(self, argument: str) -> None:
+        number, _, text = argument.partition(" ")
+        if argument and (not number.isdecimal() or not int(number)):
+            self._chat.notice(f"{number} is no number of a message; /edit 1 edits your first, /edit the last")
+            return
+        index = int(number) - 1 if number else -1
+        try:
+            former = self._chat.conversation.user_message(index)
+            edited = text.strip() or self._edit_text(former)
+        except RequestError as error:
+            self._chat.notice(str(error))
+            return
+        if edited is None or not edited.strip():
+            self._chat.notice("the message was left as it is")
+            return
+        if not text.strip():
+            self._chat.notice(f"> {_shortened(edited)}")
+        self._chat.print_reply(self._chat.conversation.edit(index, check_text(edited, "the message")))
+
+    def _undo(self, _: str) -> None:
+        removed = self._chat.conversation.undo()
+        if not removed:
+            self._chat.notice("there is nothing to undo")
+            return
+        self._chat.notice(
+            f'removed "{_shortened(removed[0]["content"])}" and what followed it ({len(removed)} messages)'
+        )
+
+    def _fork(self, name: str) -> None:
+        conversation, store = self._chat.conversation, self._chat.store
+        former = conversation.saved
+        if store is None or former is None:
+            self._chat.notice("conversations are not kept here, so there is no place for a copy; see --no-history")
+        elif not name:
+            self._chat.notice("give the copy a name: /fork NAME")
+        elif not conversation.turns:
+            self._chat.notice("there is nothing to copy yet")
+        else:
+            try:
+                conversation.keep()
+                conversation.fork()
+            except SessionFileError as error:
+                self._chat.notice(str(error))
+                return
+            copy = conversation.saved
+            assert copy is not None, "there was a saved one"
+            try:
+                store.rename(copy.id, name)
+            except (RequestError, SessionFileError) as error:
+                conversation.saved = former
+                self._chat.notice(str(error))
+                with suppress(SessionFileError):
+                    store.delete(copy.id)
+                return
+            conversation.saved = replace(copy, name=name)
+            self._chat.notice(f"this is {name} from here on; the former conversation stays as it is")
+
+    def _continue(self, _: str) -> None:
+        conversation = self._chat.conversation
+        if not conversation.turns:
+            self._chat.notice("there is no reply to go on with yet")
+        elif conversation.open_calls:
+            self._chat.notice(f"the model waits for the result of {conversation.open_calls[0].name}; type it")
+        elif not conversation.can_resume:
+            self._chat.notice("the last reply is whole; /regen makes it again")
+        elif conversation.sampling.get("constraint") is not None and conversation.turns[-1]["role"] == "assistant":
+            self._chat.notice(
+                "the format holds for whole replies; /regen makes this one again (/set max_tokens N allows more), and "
+                "after /set format off it can be gone on with"
+            )
+        else:
+            self._chat.print_reply(conversation.resume())
+            if not conversation.is_reply_kept and conversation.context_used >= conversation.context_length:
+                self._chat.notice(
+                    "there is no room for more: your message and its reply fill the context by themselves"
+                )
+
+
+def _shortened(text: str) -> str:
+    """The beginning of a text, on one line."""
+    words = " ".join(text.split())
+    return words if len(words) <= _MOST_SHOWN else f"{words[: _MOST_SHOWN - 3]}..."
+
+
+CopyText = Callable[[str, Callable[[str], bool]], str]
+"""The signature of `copy_to_clipboard`."""
+
+_PARTS = ("code", "reply")
+
+
+class CopyCommand:
+    """/copy."""
+
+    def __init__(self, chat: "Chat", copy_text: CopyText) -> None:
+        self._chat = chat
+        self._copy_text = copy_text
+
+    def commands(self) -> tuple[Command, ...]:
+        """The command."""
+        return (
+            Command(
+                "/copy",
+                "copy the last code block of the last reply; without one, all of it",
+                self._copy,
+                "[code|reply]",
+                lambda typed: beginning_with(typed, _PARTS),
+            ),
+        )
+
+    def _copy(self, part: str) -> None:
+        if part not in ("", *_PARTS):
+            self._chat.notice(
+                f"/copy is given {part}; it takes nothing, code for the last code block, or reply for all"
+            )
+            return
+        replies = [turn["content"] for turn in self._chat.conversation.turns if turn["role"] == "assistant"]
+        if not replies:
+            self._chat.notice("there is no reply yet")
+            return
+        blocks = [] if part == "reply" else code_blocks(replies[-1])
+        if part == "code" and not blocks:
+            self._chat.notice("the last reply has no code block; /copy reply copies all of it")
+            return
+        what, text = ("the last code block", blocks[-1]) if blocks else ("the whole last reply", replies[-1])
+        try:
+            by = self._copy_text(text, self._chat.send_to_terminal)
+        except RequestError as error:
+            self._chat.notice(str(error))
+            return
+        self._chat.notice(f"copied {what}, {_length(text)}, by {by}")
+
+
+def _length(text: str) -> str:
+    num_lines = len(text.splitlines())
+    lines = f"{num_lines:,} lines of " if num_lines > 1 else ""
+    return f"{lines}{len(text):,} character{'' if len(text) == 1 else 's'}"
+
+
+_PROGRAM_SECONDS = 5
+_MOST_SEQUENCE_BYTES = 74_994
+"""Many terminals ignore longer ones."""
+
+
+def copy_to_clipboard(text: str, send_to_terminal: Callable[[str], bool]) -> str:
+    """Copy text by a program of the system or, over a network or without one, by the terminal; say by which.
+
+    send_to_terminal: writes a control sequence; False where there is no terminal. Whether a terminal takes it, it does
+    not tell. Source: xterm's "Control Sequences", OSC 52. Raises: RequestError where neither can be had.
+    """
+    program = _clipboard_program()
+    is_remote = "SSH_CONNECTION" in os.environ
+    if program is not None and not is_remote:
+        encoding = "utf-16-le" if program[0] == "clip" else "utf-8"
+        try:
+            subprocess.run(
+                program,
+                input=text.encode(encoding, "replace"),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                timeout=_PROGRAM_SECONDS,
+                check=True,
+            )
+            return program[0]
+        except (OSError, subprocess.SubprocessError):
+            pass
+    sequence = f"\x1b]52;c;{base64.b64encode(text.encode('utf-8', 'replace')).decode()}\x07"
+    if len(sequence) > _MOST_SEQUENCE_BYTES:
+        raise RequestError(
+            f"the text has {len(text)} characters, more than a terminal takes into its clipboard, and no clipboard "
+            "program works here (wl-copy, xclip, xsel); /copy code takes less"
+        )
+    if not send_to_terminal(sequence):
+        raise RequestError("there is no terminal, and no clipboard program works here (wl-copy, xclip, xsel)")
+    return "the terminal"
+
+
+def _clipboard_program() -> list[str] | None:
+    if sys.platform == "darwin":
+        found = [["pbcopy"]]
+    elif sys.platform == "win32":
+        found = [["clip"]]
+    else:
+        found = [["wl-copy"]] if os.environ.get("WAYLAND_DISPLAY") else []
+        found += [["xclip", "-selection", "clipboard"], ["xsel", "-b", "-i"]] if os.environ.get("DISPLAY") else []
+    return next((program for program in found if shutil.which(program[0]) is not None), None)

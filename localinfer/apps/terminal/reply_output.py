@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol, TextIO
 
+from localinfer.apps.terminal.keyboard import sent
 from localinfer.apps.terminal.live_terminal import LiveTerminal
 from localinfer.apps.terminal.status_line import StatusLine
-from localinfer.apps.terminal.typed_ahead import sent
 from localinfer.terminal import describe_duration, dim, has_colour, neutralise_controls
 
 

@@ -13,8 +13,7 @@ from typing import Any
 from urllib.parse import quote
 
 from localinfer.errors import DownloadError
-from localinfer.storage.hub.variants import Repository
-from localinfer.storage.hub.variants import StoredFile, is_safe_path, parse_reference
+from localinfer.storage.hub.variants import Repository, StoredFile, is_safe_path, parse_reference
 from localinfer.system.files import delete_abandoned, read_bounded, write_atomically
 from localinfer.system.folders import make_private
 

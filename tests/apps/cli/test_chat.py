@@ -17,8 +17,7 @@ from prompt_toolkit.output import DummyOutput
 from localinfer.apps.terminal import loop as chat_module
 from localinfer.apps.terminal.commands import Chat, Exit
 from localinfer.apps.terminal.conversation import Conversation
-from localinfer.apps.terminal.loop import run_chat
-from localinfer.apps.terminal.prompt import CommandCompleter, open_history
+from localinfer.apps.terminal.loop import CommandCompleter, open_history, run_chat
 from localinfer.errors import ContextLengthError, RequestError
 from localinfer.generation.completion import StreamEvent
 
@@ -274,7 +273,7 @@ def test_completion_offers_commands_only(chat, typed, expected):
 
 
 def test_history_file_is_private(tmp_path, monkeypatch):
-    monkeypatch.setattr("localinfer.apps.terminal.prompt.user_folder", lambda _: tmp_path / "state")
+    monkeypatch.setattr("localinfer.apps.terminal.loop.user_folder", lambda _: tmp_path / "state")
     history = open_history()
     history.append_string("secret \udcff")
     path = tmp_path / "state" / "chat-history"
@@ -287,7 +286,7 @@ def test_history_file_is_private(tmp_path, monkeypatch):
 def test_history_stays_in_memory_where_no_file_can_be_made(tmp_path, monkeypatch):
     blocker = tmp_path / "file"
     blocker.write_text("")
-    monkeypatch.setattr("localinfer.apps.terminal.prompt.user_folder", lambda _: blocker / "state")
+    monkeypatch.setattr("localinfer.apps.terminal.loop.user_folder", lambda _: blocker / "state")
     assert isinstance(open_history(), InMemoryHistory)
 
 

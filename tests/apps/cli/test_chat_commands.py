@@ -15,10 +15,10 @@ import localinfer
 from localinfer.apps.cli import main
 from localinfer.apps.terminal.commands import Chat
 from localinfer.apps.terminal.conversation import Conversation
+from localinfer.apps.terminal.conversation_commands import copy_to_clipboard
+from localinfer.apps.terminal.loop import CommandCompleter
 from localinfer.apps.terminal.markdown import code_blocks
-from localinfer.apps.terminal.message_commands import copy_to_clipboard
-from localinfer.apps.terminal.prompt import CommandCompleter
-from localinfer.apps.terminal.settings import SETTINGS
+from localinfer.apps.terminal.model_commands import SETTINGS
 from localinfer.engine.sampling.params import NUMBER_OPTIONS
 from localinfer.errors import ContextLengthError, OutOfMemoryError, RequestError
 from localinfer.generation.chat.parser import ToolCallDelta

@@ -9,8 +9,8 @@ from prompt_toolkit.completion import CompleteEvent
 from prompt_toolkit.document import Document
 
 import localinfer
-from localinfer.apps.terminal.prompt import CommandCompleter
-from localinfer.apps.terminal.settings import SETTINGS
+from localinfer.apps.terminal.loop import CommandCompleter
+from localinfer.apps.terminal.model_commands import SETTINGS
 from localinfer.engine.sampling.params import NUMBER_OPTIONS
 from localinfer.generation.completion import StreamEvent
 from tests.apps.cli.chat_session import Session

@@ -86,7 +86,7 @@ def test_served_models_keep_the_name_they_were_asked_for(hub, tmp_path, monkeypa
 
     blob = tmp_path / "sha256-abc"
     blob.write_bytes(DEMO.read_bytes())
-    monkeypatch.setattr("localinfer.storage.hub.find.find_model", lambda name: blob)
+    monkeypatch.setattr("localinfer.storage.hub.installed.find_model", lambda name: blob)
     [source], _ = find_sources("tiny:1b", ModelsOptions(), {})
     assert source.id == "tiny:1b" and source.path == blob
 

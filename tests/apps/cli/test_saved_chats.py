@@ -33,7 +33,7 @@ class Terminal(io.StringIO):
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ConversationStore:
     """The store of this user, whose folders are the test's."""
-    for module in ("localinfer.storage.conversations", "localinfer.apps.terminal.prompt"):
+    for module in ("localinfer.storage.conversations", "localinfer.apps.terminal.loop"):
         monkeypatch.setattr(f"{module}.user_folder", lambda _: tmp_path / "state")
     return ConversationStore(tmp_path / "state" / "conversations")
 

@@ -14,9 +14,9 @@ from localinfer.apps.terminal.display_width import (
     text_width,
     wrap_words,
 )
-from localinfer.apps.terminal.screen import Screen
+from localinfer.apps.terminal.keyboard import TypedAhead
+from localinfer.apps.terminal.live_terminal import Screen
 from localinfer.apps.terminal.status_line import StatusLine
-from localinfer.apps.terminal.typed_ahead import TypedAhead
 from localinfer.terminal import neutralise_controls
 from tests.apps.cli.conftest import FakeStream
 from tests.apps.cli.terminal_screen import TerminalScreen

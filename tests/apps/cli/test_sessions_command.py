@@ -11,7 +11,7 @@ import pytest
 
 from localinfer.apps.cli import main
 from localinfer.apps.cli.sessions import ago, sessions_command
-from localinfer.apps.terminal.prompt import open_history
+from localinfer.apps.terminal.loop import open_history
 from localinfer.storage.conversations import ConversationStore, SavedConversation
 from tests.kernels.subprocesses import run as run_python
 
@@ -24,7 +24,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ConversationStore:
     for module in (
         "localinfer.system.folders",
         "localinfer.storage.conversations",
-        "localinfer.apps.terminal.prompt",
+        "localinfer.apps.terminal.loop",
     ):
         monkeypatch.setattr(f"{module}.user_folder", lambda _: tmp_path / "state")
     found = ConversationStore(tmp_path / "state" / "conversations")

@@ -19,7 +19,7 @@ from server_process import serve
 
 from localinfer.apps.server import kv_transfer
 from localinfer.apps.server.transport.settings import KVTransferOptions, ServerSettings
-from localinfer.storage import page_file
+from localinfer.storage import page_store
 from tests.support.inside import engine_of
 from tests.support.limits import seconds, wait_until
 
@@ -99,9 +99,9 @@ def test_a_full_disk_leaves_the_rest_to_the_decode_server(
         if len(written) == 2:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         written.append(path)
-        page_file.write_page(path, *arguments)
+        page_store.write_page(path, *arguments)
 
-    monkeypatch.setattr("localinfer.storage.store.write_page", write_page)
+    monkeypatch.setattr("localinfer.storage.page_store.write_page", write_page)
     with prefilling(tmp_path) as running, decoding(tmp_path, running.url) as decode:
         assert sent(decode, "/v1/completions", BODY) == wanted
     assert len(written) == 2
@@ -190,7 +190,7 @@ sys.exit(main())
 
 @pytest.mark.parametrize(
     ("module", "name", "count", "num_pages"),
-    [("localinfer.engine.runner", "forward", 1, 0), ("localinfer.storage.store", "write_page", 2, 2)],
+    [("localinfer.engine.runner", "forward", 1, 0), ("localinfer.storage.page_store", "write_page", 2, 2)],
     ids=["computing", "writing"],
 )
 def test_a_prefill_server_killed_midway_costs_nothing_but_time(

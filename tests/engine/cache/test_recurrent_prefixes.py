@@ -16,7 +16,7 @@ from localinfer.engine.speculation.ngram import NgramDrafter
 from localinfer.generation.completion import Completion
 from localinfer.llm import LLM
 from localinfer.models.load.loader import load_model
-from localinfer.storage.page_file import Rejection
+from localinfer.storage.page_store import Rejection
 from tests.engine.generations import PARAMS
 from tests.engine.speculation.test_speculation import speculation
 from tests.kernels.subprocesses import start

@@ -10,8 +10,7 @@ import numpy as np
 from localinfer.storage import budget, chats
 from localinfer.storage.chats import AnsweredChat, EncodedChat, StoredChats
 from localinfer.storage.fingerprint import Fingerprint, describe_folder, read_description
-from localinfer.storage.page_file import PageFormat
-from localinfer.storage.store import DiskTier, FileKind, SnapshotTier
+from localinfer.storage.page_store import DiskTier, FileKind, PageFormat, SnapshotTier
 from localinfer.system.folders import make_private
 from localinfer.types import TokenIds
 from tests.proof.simulation.disk import Disk, Faults

@@ -6,7 +6,7 @@ from random import Random
 import numpy as np
 
 from localinfer.errors import SessionFileError
-from localinfer.storage.page_file import PageFormat
+from localinfer.storage.page_store import PageFormat
 from localinfer.storage.sessions import SessionContent, SessionReader, write_session
 from localinfer.system import disk as calls
 from tests.proof.simulation.disk import Disk, Faults

@@ -18,7 +18,7 @@ _SCHEDULER = "localinfer.engine.scheduler"
 _ADMISSION = "localinfer.engine.admission"
 _PRECEDENCE = "localinfer.engine.admission"
 _RUNNER = "localinfer.engine.runner"
-_STORE = "localinfer.storage.store"
+_STORE = "localinfer.storage.page_store"
 _SESSIONS = "localinfer.storage.sessions"
 _CONVERSATIONS = "localinfer.storage.conversations"
 _FILES = "localinfer.system.files"
@@ -247,7 +247,7 @@ PLANTED = (
     ),
     Planted(
         "checksum-not-checked",
-        "localinfer.storage.page_file",
+        "localinfer.storage.page_store",
         "    if checksum(header[:-CHECKSUM_BYTES], page) != header[-CHECKSUM_BYTES:]:\n",
         "    if len(checksum(header[:-CHECKSUM_BYTES], page)) != len(header[-CHECKSUM_BYTES:]):\n",
         "a file that was damaged is believed",

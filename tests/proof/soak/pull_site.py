@@ -6,8 +6,7 @@ import sys
 from random import Random
 from typing import Any
 
-from localinfer.storage.hub.find import find_model
-from localinfer.storage.hub.installed import find_installed
+from localinfer.storage.hub.installed import find_installed, find_model
 from localinfer.storage.hub.pull import pull_model, read_reference
 from tests.kernels.subprocesses import environment
 from tests.proof.soak.site import Site, check_ended_well, require

@@ -11,8 +11,8 @@ import pytest
 from localinfer.errors import RequestError
 from localinfer.quant.pipeline.quantize import PartialResults
 from localinfer.storage.conversations import ConversationStore, SavedConversation
-from localinfer.storage.hub.variants import Repository
 from localinfer.storage.hub.places import set_main
+from localinfer.storage.hub.variants import Repository
 from localinfer.system.files import OutputFile, delete_abandoned, write_atomically
 from tests.kernels.subprocesses import start
 

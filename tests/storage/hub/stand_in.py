@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Self
 from urllib.parse import unquote, urlsplit
 
-from localinfer.storage.hub.client import HubClient
+from localinfer.storage.hub.download import HubClient
 from localinfer.storage.hub.places import Places
 
 LARGE = 200

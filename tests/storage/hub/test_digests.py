@@ -10,7 +10,7 @@ import pytest
 from localinfer.apps.show.verify import verify_model
 from localinfer.loading.options import model_path
 from localinfer.storage.hub.download import differing_files, recorded_files
-from localinfer.storage.hub.find import find_model
+from localinfer.storage.hub.installed import find_model
 from localinfer.storage.hub.places import Places
 from localinfer.storage.hub.pull import pull_model, read_reference
 from tests.storage.hub.conftest import NAME, REPO

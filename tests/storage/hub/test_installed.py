@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from localinfer.errors import RequestError
-from localinfer.storage.hub.find import find_model
-from localinfer.storage.hub.installed import find_installed
+from localinfer.storage.hub.installed import find_installed, find_model
 from localinfer.storage.hub.places import Places
-from localinfer.storage.hub.remove import remove_model
+from localinfer.storage.hub.pull import remove_model
 from tests.storage.hub.stand_in import places_in
 
 GGUF = b"GGUF" + bytes(100)

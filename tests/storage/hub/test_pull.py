@@ -10,13 +10,10 @@ import pytest
 
 from localinfer.errors import DownloadError, LocalinferError, RequestError
 from localinfer.storage.hub import download
-from localinfer.storage.hub.client import HubClient
-from localinfer.storage.hub.download import partial_path
-from localinfer.storage.hub.find import find_model
-from localinfer.storage.hub.installed import find_installed, find_pulled
+from localinfer.storage.hub.download import HubClient, partial_path
+from localinfer.storage.hub.installed import find_installed, find_model, find_pulled
 from localinfer.storage.hub.places import Places
-from localinfer.storage.hub.pull import pull_model, read_reference
-from localinfer.storage.hub.remove import remove_model
+from localinfer.storage.hub.pull import pull_model, read_reference, remove_model
 from tests.storage.hub.conftest import CONTENT, NAME, REPO
 from tests.storage.hub.stand_in import StandInHub
 

@@ -15,8 +15,8 @@ from huggingface_hub import get_session
 from huggingface_hub.errors import HfHubHTTPError
 
 from localinfer.errors import DownloadError, HubUnreachableError
-from localinfer.storage.hub import client as hub_client
-from localinfer.storage.hub.client import ConnectionLost
+from localinfer.storage.hub import download as hub_client
+from localinfer.storage.hub.download import ConnectionLost
 from tests.storage.hub.conftest import CONTENT, REPO
 from tests.support.limits import seconds
 

@@ -6,8 +6,7 @@ import sys
 import threading
 from pathlib import Path
 
-from localinfer.storage.hub.find import find_model
-from localinfer.storage.hub.installed import find_installed
+from localinfer.storage.hub.installed import find_installed, find_model
 from localinfer.storage.hub.pull import pull_model, read_reference
 from tests.kernels.subprocesses import environment
 from tests.storage.hub.conftest import CONTENT, NAME, REPO

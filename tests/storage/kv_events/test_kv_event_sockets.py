@@ -12,8 +12,7 @@ import pytest
 import localinfer
 from localinfer.errors import ClosedError, MissingPackageError, RequestError
 from localinfer.llm import LLM
-from localinfer.storage.kv_events.config import KVEventsConfig
-from localinfer.storage.kv_events.publisher import CacheEvents, KVEventPublisher
+from localinfer.storage.kv_events import CacheEvents, KVEventPublisher, KVEventsConfig
 from localinfer.system import extras
 from tests.storage.kv_events.known_blocks import blocks_of
 from tests.support.inside import engine_of

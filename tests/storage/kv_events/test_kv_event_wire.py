@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from localinfer.engine.cache.salt import salt_of
-from localinfer.storage.kv_events.config import Encoding
-from localinfer.storage.kv_events.publisher import AllBlocksCleared, BlockRemoved, BlockStored, encode_batch
+from localinfer.storage.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, Encoding, encode_batch
 
 pytest.importorskip("zmq", reason="subscribers need pyzmq")
 

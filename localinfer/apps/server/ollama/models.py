@@ -36,8 +36,7 @@ from localinfer.apps.server.transport.known_fields import KnownFields
 from localinfer.errors import DownloadError, LocalinferError, RequestError
 from localinfer.kernels.versions import installed_version
 from localinfer.models.text.splitting import FILL_IN_ROLES
-from localinfer.storage.hub.find import find_model
-from localinfer.storage.hub.installed import find_pulled
+from localinfer.storage.hub.installed import find_model, find_pulled
 from localinfer.storage.hub.places import Places
 from localinfer.storage.hub.variants import Reference, parse_reference, quant_of
 from localinfer.system.event_loop import LoopCalls
@@ -375,7 +374,7 @@ async def pull(request: Request) -> Response:
 
 async def delete(request: Request) -> Response:
     """Stop serving a model that was pulled, and remove its files once its replies have ended."""
-    from localinfer.storage.hub.remove import remove_model
+    from localinfer.storage.hub.pull import remove_model
 
     body = await read_body(request, DeleteRequest)
     name = body.model or body.name
