@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from localinfer.engine.admission import AdmissionPolicy
     from localinfer.engine.cache.cache_observer import CacheObserver
     from localinfer.engine.cache.eviction import KVEviction
     from localinfer.engine.cache.stats import SnapshotStats
@@ -56,6 +57,13 @@ class BeamCompletion(NamedTuple):
 
     text: str
     beam: Beam
+
+
+def _ttft_policy(*parts: Any) -> AdmissionPolicy:
+    """Make the policy of `ttft_objective`, which few programs use."""
+    from localinfer.generation.ttft import TtftPredictor
+
+    return TtftPredictor(*parts)
 
 
 class LLM(Closing):
@@ -103,6 +111,7 @@ class LLM(Closing):
             speculation=speculation,
             limits=EngineLimits() if limits is None else limits,
             observer=observer,
+            make_policy=_ttft_policy,
         )
         self._constraints: ConstraintCompiler | None = None
         if model.tokenizer is not None:

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from localinfer.arguments import check_number
 from localinfer.errors import OutOfMemoryError, OverloadedError
@@ -125,7 +125,7 @@ class PriorityOrder:
 
 
 _LEAST_RETRY_SECONDS, _MOST_RETRY_SECONDS = 1.0, 60.0
-_DURATION_MEMORY = 0.8
+_DURATION_MEMORY, _LENGTH_MEMORY = 0.8, 0.9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,16 +149,55 @@ class EngineLimits:
         check_number("aging_seconds", self.aging_seconds, 0, kind=float, none="for ever")
 
 
+@dataclass(frozen=True)
+class TtftStats:
+    """Accuracy of predicted times to the first token since loading."""
+
+    num_predicted: int = 0
+    """Number of predictions."""
+    num_refused: int = 0
+    """Number of requests that were refused for a prediction."""
+    ratio_quantiles: Mapping[float, float] = field(default_factory=dict)
+    """Ratios of the real time to the first token over the predicted one, by quantile, of the latest 512."""
+    error_quantiles: Mapping[float, float] = field(default_factory=dict)
+    """Differences of the two in seconds, by quantile; both are empty before the first."""
+
+
+class AdmissionPolicy(Protocol):
+    """Refuses requests whose first token would come later than is wanted."""
+
+    @property
+    def stats(self) -> TtftStats:
+        """Accuracy of the predictions so far."""
+        ...
+
+    def check(
+        self, new: Request, objective: float, present: Sequence[Request], last_chunks: Mapping[Hashable, int]
+    ) -> float | None:
+        """Return the predicted seconds to a request's first token, None if unknown, where it is taken on.
+
+        objective: seconds that are wanted. present: the others that have not ended. last_chunks: the step of each
+        owner's last chunk. Raises: OverloadedError.
+        """
+        ...
+
+    def observe(self, predicted: float, seconds: float) -> None:
+        """Compare a prediction with the time that the first token took."""
+        ...
+
+
 class AdmissionControl:
     """Admits and preempts the requests of one engine; used under the step lock, but for `check`.
 
-    priority_order: who goes before whom. preemptions: how often one lost its memory to others.
+    mean_tokens: mean length of texts that ended, recent ones above all; None before the first. preemptions: number of
+    times that one lost its memory to others.
     """
 
     def __init__(self, cache: PrefixCache, runner: ModelRunner, limits: EngineLimits) -> None:
         self.limits = limits
         self.priority_order = PriorityOrder(limits.aging_seconds)
         self.preemptions = 0
+        self.mean_tokens: float | None = None
         self._cache = cache
         self._runner = runner
         self._mean_duration = _LEAST_RETRY_SECONDS
@@ -176,9 +215,12 @@ class AdmissionControl:
             )
 
     def note_end(self, request: Request) -> None:
-        """Remember how long a request took that has ended."""
+        """Remember the duration and length of a request that has ended."""
         seconds = time.monotonic() - request.began
         self._mean_duration += (1.0 - _DURATION_MEMORY) * (seconds - self._mean_duration)
+        if num_tokens := request.position - request.prompt_length:
+            known = float(num_tokens) if self.mean_tokens is None else self.mean_tokens
+            self.mean_tokens = _LENGTH_MEMORY * known + (1.0 - _LENGTH_MEMORY) * num_tokens
 
     def admit(self, ready: list[Request], running: list[Request]) -> None:
         """Admit requests that wait, as long as there are places and memory; of equally urgent ones first those whose

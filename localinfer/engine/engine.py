@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.arguments import check_number, check_priority, shown
-from localinfer.engine.admission import EngineLimits
+from localinfer.engine.admission import EngineLimits, TtftStats
 from localinfer.engine.cache.cache_observer import CacheObserver
 from localinfer.engine.cache.eviction import KVEviction
 from localinfer.engine.cache.prefix_cache import CacheHints, PrefixCache
@@ -24,9 +24,8 @@ from localinfer.engine.request import HISTORY_ROOM, GenerationRecord, Request
 from localinfer.engine.runner import ModelRunner, shifted
 from localinfer.engine.sampling.params import SamplingParams
 from localinfer.engine.sampling.sampler import SamplingPlan, TokenMask, not_finite_error
-from localinfer.engine.scheduler import Generation, Scheduler
+from localinfer.engine.scheduler import Generation, PolicyFactory, Scheduler
 from localinfer.engine.speculation.verify import Speculation
-from localinfer.engine.ttft import TtftStats
 from localinfer.errors import ContextLengthError, OutOfMemoryError, RequestError, TokenIdError
 from localinfer.kernels.program import Program
 from localinfer.types import FloatArray
@@ -61,7 +60,8 @@ class Engine:
 
     model: `config.context_length` is the context it was loaded with; `program` returns float32[rows, vocab_size].
     program: the model's, to be run under `exclusive_cache`. pool: the pages of every sequence and of the cache.
-    observer: told of pages that enter and leave the cache.
+    observer: notified of pages that enter and leave the cache. make_policy: makes the policy that `ttft_objective` of
+    requests is given to; without one, none is refused for it.
     """
 
     def __init__(
@@ -73,6 +73,7 @@ class Engine:
         speculation: Speculation | None = None,
         limits: EngineLimits = _DEFAULT_LIMITS,
         observer: CacheObserver | None = None,
+        make_policy: PolicyFactory | None = None,
     ) -> None:
         self._model = model
         self._speculation = speculation
@@ -86,7 +87,7 @@ class Engine:
         self._runner = ModelRunner(
             model.program, self._cache, speculation, vocab_size=self.vocab_size, context_length=self.context_length
         )
-        self.scheduler = Scheduler(model.program, self._cache, self._runner, limits)
+        self.scheduler = Scheduler(model.program, self._cache, self._runner, limits, make_policy)
         self.check_usable = self.scheduler.check_usable
 
     @contextmanager
@@ -108,7 +109,7 @@ class Engine:
             waiting=len(requests) - len(held),
             cache_fraction=fraction,
             preemptions=scheduler.admission.preemptions,
-            ttft=scheduler.predictor.stats,
+            ttft=TtftStats() if scheduler.policy is None else scheduler.policy.stats,
         )
 
     @property

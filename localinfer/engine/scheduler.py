@@ -12,17 +12,16 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Generator, Hashable, Iterator, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
-from localinfer.engine.admission import AdmissionControl, EngineLimits
+from localinfer.engine.admission import AdmissionControl, AdmissionPolicy, EngineLimits
 from localinfer.engine.cache.prefix_cache import PrefixCache
 from localinfer.engine.cache.prefix_node import common_length
 from localinfer.engine.request import NO_TOKEN, Request, StepLock, TokenEvent
 from localinfer.engine.runner import ModelRunner, ScheduledSequence, ShouldAbort
-from localinfer.engine.step_costs import StepCosts
-from localinfer.engine.ttft import TtftPredictor
+from localinfer.engine.step_costs import StepCosts, StepFit
 from localinfer.errors import ClosedError, OutOfMemoryError
 from localinfer.kernels.program import Program
 
@@ -30,10 +29,22 @@ _WAIT_SECONDS = 0.1
 """What a new request waits for the end of a prompt's chunk, rather than have it aborted and computed again."""
 
 
+PolicyFactory = Callable[[PrefixCache, StepFit, Callable[[int, int], int], AdmissionControl], AdmissionPolicy]
+"""Makes an engine's policy of its cache, the costs of its steps, the rows of prompts that a step has beside streams,
+and its admission."""
+
+
 class Scheduler:
     """The requests of one engine; not usable in a forked child, whose threads did not survive the fork."""
 
-    def __init__(self, program: Program, cache: PrefixCache, runner: ModelRunner, limits: EngineLimits) -> None:
+    def __init__(
+        self,
+        program: Program,
+        cache: PrefixCache,
+        runner: ModelRunner,
+        limits: EngineLimits,
+        make_policy: PolicyFactory | None = None,
+    ) -> None:
         self.step_lock = StepLock()
         self.is_closed = False
         self._process = os.getpid()
@@ -53,7 +64,9 @@ class Scheduler:
         self._adding = threading.Lock()
         # It keeps no scheduler: a cycle would hold all memory of a model until the next full garbage collection.
         self._chunk_rows = partial(_chunk_rows, runner.costs, program.max_batch_rows)
-        self.predictor = TtftPredictor(cache, runner.costs.fit, self._chunk_rows, limits.max_running)
+        self.policy: AdmissionPolicy | None = None
+        """Made for the first request with an objective."""
+        self._make_policy = make_policy
 
     @property
     def is_usable(self) -> bool:
@@ -84,15 +97,19 @@ class Scheduler:
         return list(self._unfinished)
 
     def add(self, request: Request, ttft_objective: float | None = None) -> None:
-        """Take on a request, unless its first token is predicted for later than it is wanted, in seconds.
+        """Take on a request, unless the policy refuses it. ttft_objective: seconds in which its first token is wanted.
 
         Raises: OverloadedError.
         """
         with self._adding:
             self.admission.check(len(self._unfinished))
             request.began = request.token_seconds = time.monotonic()
-            if ttft_objective is not None:
-                request.predicted_seconds = self.predictor.check(
+            if ttft_objective is not None and self._make_policy is not None:
+                if self.policy is None:
+                    self.policy = self._make_policy(
+                        self._cache, self._runner.costs.fit, self._chunk_rows, self.admission
+                    )
+                request.predicted_seconds = self.policy.check(
                     request, ttft_objective, self.requests(), self._chunk_of_owner.copy()
                 )
             self._unfinished.add(request)
@@ -197,8 +214,6 @@ class Scheduler:
         if request in self._unfinished:
             self._unfinished.discard(request)
             self.admission.note_end(request)
-            if request.position > request.prompt_length:
-                self.predictor.note_length(request.position - request.prompt_length)
 
     def _step(self) -> None:
         """Take one step of every request that can proceed, under the step lock."""
@@ -246,8 +261,9 @@ class Scheduler:
                 part.request.token_seconds = now
         self._compute(scheduled, self._abort_condition(scheduled, num_known))
         for request in ready:
-            if request.predicted_seconds is not None and request.position > request.prompt_length:
-                self.predictor.observe(request.predicted_seconds, time.monotonic() - request.began)
+            predicted = request.predicted_seconds
+            if self.policy is not None and predicted is not None and request.position > request.prompt_length:
+                self.policy.observe(predicted, time.monotonic() - request.began)
                 request.predicted_seconds = None
             if request.is_over:
                 self._remove(request)

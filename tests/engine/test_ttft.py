@@ -14,6 +14,7 @@ from localinfer.engine.engine import Engine
 from localinfer.engine.scheduler import Generation
 from localinfer.engine.step_costs import StepFit
 from localinfer.errors import OverloadedError, RequestError
+from localinfer.generation.ttft import TtftPredictor
 from localinfer.kernels.program import Batch
 from tests.engine.fakes import FakeProgram
 from tests.engine.generations import GREEDY, numbers, wide_model
@@ -41,7 +42,7 @@ class Machine(Readers):
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **limits: Any) -> None:
         model = wide_model(context_length=400, max_batch_rows=48, max_output_rows=20)
         self.program = model.program = TimedProgram(260, max_batch_rows=48, max_output_rows=20)
-        super().__init__(Engine(model, limits=EngineLimits(**limits)))
+        super().__init__(Engine(model, limits=EngineLimits(**limits), make_policy=TtftPredictor))
         stand_in = SimpleNamespace(monotonic=self.clock, perf_counter=self.clock, time=time.time)
         for module in (scheduler, admission, runner):
             monkeypatch.setattr(module, "time", stand_in)
@@ -95,7 +96,6 @@ def test_predictions_are_near_what_comes_under_load(monkeypatch: pytest.MonkeyPa
     machine = Machine(monkeypatch, max_running=4)
     machine.learn()
     random = np.random.default_rng(3)
-    predictor = machine.engine.scheduler.predictor
     for seed in range(60):
         prompt = numbers(int(random.integers(5, 200)), 200 + seed)
         machine.begin(prompt, max_tokens=20, ttft_objective=1e9, priority=int(random.integers(0, 2)))
@@ -103,7 +103,7 @@ def test_predictions_are_near_what_comes_under_load(monkeypatch: pytest.MonkeyPa
             machine.step()
     machine.finish(5000)
     stats = machine.engine.stats.ttft
-    assert stats.num_predicted == 60 and stats.num_refused == 0 and len(predictor._ratios) == 60
+    assert stats.num_predicted == 60 and stats.num_refused == 0
     assert 0.7 < stats.ratio_quantiles[0.5] < 1.4
     assert max(machine.waited.values()) > 10 * stats.error_quantiles[0.5], "some waited for long"
 
@@ -152,7 +152,7 @@ def test_who_is_alone_is_never_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_nothing_is_refused_before_anything_is_known() -> None:
-    engine = Engine(wide_model())
+    engine = Engine(wide_model(), make_policy=TtftPredictor)
     first = engine.generate(numbers(9), GREEDY, ttft_objective=0.0)
     second = engine.generate(numbers(9, 1), GREEDY, max_tokens=3, ttft_objective=0.0)
     assert len(list(second)) == 3

@@ -12,8 +12,8 @@ from localinfer.apps.server.operation.rate_limits import RateLimiter
 from localinfer.apps.server.transport.http import ApiError
 from localinfer.apps.server.transport.settings import Quota, ServerSettings, parse_tokens
 from localinfer.engine.engine import Engine
-from localinfer.engine.ttft import TtftPrediction, TtftPredictor
 from localinfer.errors import RequestError
+from localinfer.generation.ttft import TtftPrediction, TtftPredictor
 from tests.support.limits import wait_until
 
 CHAT = "/v1/chat/completions"

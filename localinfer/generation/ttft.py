@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from localinfer.engine.admission import may_run
+from localinfer.engine.admission import AdmissionControl, TtftStats, may_run
 from localinfer.engine.cache.prefix_cache import PrefixCache
 from localinfer.engine.cache.prefix_node import common_length
 from localinfer.engine.request import Request
@@ -30,20 +30,6 @@ _OWN_SHARE = 1.5
 _LEAST_RETRY_SECONDS, _MOST_RETRY_SECONDS = 1.0, 60.0
 
 QUANTILES = (0.5, 0.9, 0.99)
-
-
-@dataclass(frozen=True)
-class TtftStats:
-    """Accuracy of predicted times to the first token since loading."""
-
-    num_predicted: int
-    """Number of predictions."""
-    num_refused: int
-    """Number of requests that were refused for a prediction."""
-    ratio_quantiles: Mapping[float, float]
-    """Ratios of the real time to the first token over the predicted one, by quantile, of the latest 512."""
-    error_quantiles: Mapping[float, float]
-    """Differences of the two in seconds, by quantile; both are empty before the first."""
 
 
 @dataclass(frozen=True)
@@ -76,20 +62,22 @@ class _Work:
 
 
 class TtftPredictor:
-    """Predicts for one engine, and is told what came. Any thread may predict, during a step too.
+    """The `AdmissionPolicy` of objectives: predicts for one engine, and observes the real times.
 
-    fit: what steps cost. chunk_rows: how many rows of prompts a step has beside so many streams, for so many prompts.
+    Any thread may predict, during a step too.
+
+    fit: costs of steps. chunk_rows: rows of prompts that a step has beside so many streams, for so many prompts.
     """
 
     def __init__(
-        self, cache: PrefixCache, fit: StepFit, chunk_rows: Callable[[int, int], int], max_running: int
+        self, cache: PrefixCache, fit: StepFit, chunk_rows: Callable[[int, int], int], admission: AdmissionControl
     ) -> None:
         self.num_predicted = self.num_refused = 0
         self._cache = cache
         self._fit = fit
         self._chunk_rows = chunk_rows
-        self._max_running = max_running
-        self._mean_tokens: float | None = None
+        self._admission = admission
+        self._max_running = admission.limits.max_running
         self._predicted_mean = self._real_mean = 0.0
         self._ratios: deque[float] = deque(maxlen=_NUM_KEPT)
         self._errors: deque[float] = deque(maxlen=_NUM_KEPT)
@@ -99,11 +87,6 @@ class TtftPredictor:
         """Accuracy of the predictions so far."""
         ratios, errors = list(self._ratios), list(self._errors)
         return TtftStats(self.num_predicted, self.num_refused, _quantiles(ratios), _quantiles(errors))
-
-    def note_length(self, num_tokens: int) -> None:
-        """A text has ended after so many tokens."""
-        known = self._mean_tokens
-        self._mean_tokens = float(num_tokens) if known is None else _MEMORY * known + (1 - _MEMORY) * num_tokens
 
     def observe(self, predicted: float, seconds: float) -> None:
         """A request got its first token after so many seconds."""
@@ -217,7 +200,7 @@ class TtftPredictor:
 
     def _tokens_left(self, made: int, most: int) -> float:
         """How long a text is likely to go on: to the mean length, or for as long again as half of that."""
-        mean = self._mean_tokens
+        mean = self._admission.mean_tokens
         return float(most) if mean is None else max(1.0, min(float(most), max(mean - made, mean / 2)))
 
     def _until_first_token(
