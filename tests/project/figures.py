@@ -1,13 +1,17 @@
 """Figures of the code's structure: `python -m tests.project.figures`; `test_figures.py` holds the bounds.
 
---request also traces a streamed chat request, and --token a decoded token, which takes a model's load each.
+--request also traces a streamed chat request, and --token a decoded token, which takes a model's load each; --suite
+times the tests from an empty cache of kernels, all of them and those without processes and sockets.
 """
 
 import argparse
 import ast
+import os
 import re
 import subprocess
 import sys
+import tempfile
+import time
 import tokenize
 from collections import Counter, defaultdict
 from functools import cache
@@ -156,18 +160,32 @@ def option_files(option: str) -> list[Path]:
     return [path for path in sources().values() if option in text_of(path)]
 
 
-def contract_rows() -> int:
-    """Rows of the import contract of the whole."""
+def contract_rows() -> tuple[int, int]:
+    """Rows of the import contract of the whole, and contracts beside it."""
     import tomllib
 
     settings = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))
-    contracts = settings["tool"]["importlinter"]["contracts"]
-    return next(len(one["layers"]) for one in contracts if one.get("containers") == ["localinfer"])
+    whole, *inner = settings["tool"]["importlinter"]["contracts"]
+    assert whole["containers"] == ["localinfer"], "the contract of the whole is the first one"
+    return len(whole["layers"]), len(inner)
 
 
 def _traced(module: str) -> str:
     done = subprocess.run([sys.executable, "-m", module], cwd=REPOSITORY, capture_output=True, text=True, check=False)
-    return done.stdout.strip().splitlines()[-1] if done.returncode == 0 else done.stderr.strip()[-200:]
+    if done.returncode:
+        return done.stderr.strip()[-200:]
+    return "; ".join(line for line in done.stdout.splitlines() if " files, " in line)
+
+
+def _suite(*options: str) -> str:
+    """The minutes that tests take on two cores, and pytest's last line."""
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", *options]
+    with tempfile.TemporaryDirectory() as cache:
+        began = time.monotonic()
+        environment = {**os.environ, "XDG_CACHE_HOME": cache}
+        done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False)
+        minutes = (time.monotonic() - began) / 60
+    return f"{minutes:.1f} minutes, {done.stdout.strip().splitlines()[-1]}"
 
 
 def main() -> None:
@@ -175,6 +193,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--request", action="store_true")
     parser.add_argument("--token", action="store_true")
+    parser.add_argument("--suite", action="store_true")
     parser.add_argument("--names", action="store_true", help="also what is counted")
     options = parser.parse_args()
     core, run, files = spine(), loaded(), list(sources().values())
@@ -183,7 +202,7 @@ def main() -> None:
     print(f"load and complete: {len(run)} modules, {num_lines(run):,} lines")
     print(f"source: {len(files)} files, {num_lines(files):,} lines; longest {max(num_lines([one]) for one in files)}")
     print(f"modules under {_SHORT} lines that one module of their package imports: {len(short)}")
-    print(f"rows of the import contract: {contract_rows()}")
+    print("rows of the import contract: {}, contracts beside it: {}".format(*contract_rows()))
     print(f"records explained above their fields: {len(above)}")
     print(f"class names that stand for two things: {len(doubled)}")
     for option in _OPTIONS:
@@ -199,6 +218,9 @@ def main() -> None:
         print("a decoded token:", _traced("tests.bench.trace_token"))
     if options.request:
         print("a chat request:", _traced("tests.bench.trace_request"))
+    if options.suite:
+        print("tests without processes and sockets:", _suite("-m", "not system"))
+        print("all tests:", _suite())
 
 
 if __name__ == "__main__":

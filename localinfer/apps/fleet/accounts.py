@@ -28,31 +28,31 @@ _LOST_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class Opened:
-    """A request that may go on."""
+    """The answer to a request that was opened: admitted, or refused."""
 
     replica: str = ""
     """Replica that answers it, "" where Serve chooses."""
     headers: Mapping[str, str] = field(default_factory=dict)
     """Headers of its answer."""
     refusal: Mapping[str, Any] | None = None
-    """The arguments of an `ApiError`, None for a request that was taken on: errors of another process come as
+    """The arguments of an `ApiError`, None for an admitted request: errors of another process come as
     values, since Ray wraps what is raised."""
 
     @classmethod
     def refused(cls, error: ApiError, headers: Mapping[str, str] = MappingProxyType({})) -> "Opened":
-        """A request that may not."""
+        """A request that is refused."""
         named = {name: getattr(error, name) for name in ("status", "message", "code", "param", "headers", "facts")}
         return cls(headers=dict(headers), refusal=named)
 
     def error(self) -> ApiError:
-        """What the client is to be told."""
+        """The error for the client."""
         assert self.refusal is not None, "asked for where there is one"
         return ApiError(**self.refusal)
 
 
 @dataclass
 class _Open:
-    """A request that was taken on. given: is set when it has a place, or has ended without one."""
+    """An admitted request. given: set when it has a place, or has ended without one."""
 
     token: str
     place: Place | None
@@ -72,9 +72,9 @@ class Accounts:
         self._replicas: dict[str, tuple[str, ...]] = {}
 
     async def open(self, ingress: str, number: int, token: str, asked: Asked | None) -> Opened:
-        """Take a request on, and return when it has a place. asked: None for one that generates no text.
+        """Admit a request, and return when it has a place. asked: None for one that generates no text.
 
-        `close` must follow, whatever comes of this.
+        `close` must follow, however this ends.
         """
         given = asyncio.get_running_loop().create_future()
         headers: Mapping[str, str] = {}
@@ -104,13 +104,13 @@ class Accounts:
         return Opened(headers=self._dispatcher.limiter.headers(found.token))
 
     def resize(self, ingress: str, number: int, num_texts: int) -> None:
-        """A request has so many texts."""
+        """Set the number of texts of a request."""
         place = self._place(ingress, number)
         if place is not None:
             self._dispatcher.resize(place, num_texts)
 
     def move(self, ingress: str, number: int) -> str:
-        """The replica with which a request goes on, as the one that it had is gone or silent."""
+        """The replica that resumes a request whose own is gone or silent."""
         place = self._place(ingress, number)
         if place is None:
             return ""
@@ -118,7 +118,7 @@ class Accounts:
         return place.replica
 
     def close(self, ingress: str, number: int, used: int) -> None:
-        """A request has ended, of which so many tokens were read and generated."""
+        """End a request. used: tokens that it read and generated."""
         found = self._open.get(ingress, {}).pop(number, None)
         if found is not None:
             _set(found.given)
@@ -127,11 +127,11 @@ class Accounts:
                 self._dispatcher.leave(found.place)
 
     def suspect(self, replica: str, is_suspect: bool) -> None:
-        """A replica is silent, or has answered again."""
+        """Mark a replica as silent, or as answering again."""
         self._dispatcher.suspect(replica, is_suspect)
 
     def report(self, ingress: str, replicas: tuple[str, ...], numbers: frozenset[int]) -> None:
-        """An ingress lives, knows these replicas, and has these requests; others of it have ended."""
+        """Note that an ingress is alive, with these replicas and running requests; its others have ended."""
         now = self._heard[ingress] = self._clock()
         for name in [name for name, heard in self._heard.items() if now - heard > _LOST_SECONDS]:
             del self._heard[name]
@@ -144,7 +144,7 @@ class Accounts:
         for number in [one for one, open in mine.items() if one not in numbers and now - open.began > _LOST_SECONDS]:
             self.close(ingress, number, 0)
         if self._replicas.get(ingress) != replicas:
-            # All that any of them knows: one that is gone fails its requests, and is left out then.
+            # The union over ingresses: a replica that is gone fails its requests, and is left out then.
             self._replicas[ingress] = replicas
             self._dispatcher.set_replicas({name for names in self._replicas.values() for name in names})
 
@@ -162,7 +162,7 @@ logger = logging.getLogger(__name__)
 
 _REPORT_SECONDS = 1.0
 _CALL_SECONDS = 5.0
-"""What shared accounts get to answer what needs no place, before a request goes on without."""
+"""Time for shared accounts to answer a call that needs no place, before a request continues without."""
 
 
 @dataclass(frozen=True)
@@ -218,12 +218,12 @@ class PresentReplicas:
             return self._names.get(deployment, {})
 
     def listen(self, listener: Callable[[], object]) -> None:
-        """Have something called when replicas come or go; must not wait."""
+        """Call a listener, which must not block, when replicas come or go."""
         with self._lock:
             self._listeners.append(listener)
 
     def note(self, deployment: str, names: dict[str, str]) -> None:
-        """These are there now."""
+        """Set the replicas of a deployment."""
         with self._lock:
             self._names[deployment] = names
             listeners = list(self._listeners)
@@ -232,11 +232,11 @@ class PresentReplicas:
 
 
 present_replicas = PresentReplicas()
-"""What Serve's routers of this process have told."""
+"""As reported by Serve's routers in this process."""
 
 
 class IngressAccounts:
-    """What one ingress asks of its accounts, from its event loop.
+    """The calls of one ingress to its accounts, from its event loop.
 
     handle: of `SharedAccounts`, None where there is one ingress. present: the replicas that Serve names, of which
     those of a deployment count.
@@ -253,7 +253,7 @@ class IngressAccounts:
         self._tasks: set[asyncio.Future[Any]] = set()
 
     def start(self) -> None:
-        """Tell from now on who is there and what runs; may be called again."""
+        """Report replicas and running requests from now on; may be called again."""
         if self._reporting is None:
             loop, changed = asyncio.get_running_loop(), asyncio.Event()
             self._present.listen(lambda: loop.call_soon_threadsafe(changed.set))
@@ -264,7 +264,7 @@ class IngressAccounts:
         return tuple(self._present.of(self._deployment))
 
     def next_number(self) -> int:
-        """Names a request."""
+        """A new number for a request."""
         return next(self._numbers)
 
     async def open(self, number: int, token: str, asked: Asked | None) -> Opened:
@@ -285,11 +285,11 @@ class IngressAccounts:
             opened: Opened = await call_apart(getattr(self._handle, name).remote, self._name, *values)
         except Exception as error:
             _tell(name, error)
-            return Opened.refused(ApiError(503, "who counts requests is gone now; try again", code="no_accounts"))
+            return Opened.refused(ApiError(503, "the accounts of requests are gone; try again", code="no_accounts"))
         return opened
 
     async def move(self, number: int) -> str:
-        """The replica with which a request goes on; "" for one that Serve chooses."""
+        """The replica that resumes a request; "" for one that Serve chooses."""
         if self._own is not None:
             return self._own.move(self._name, number)
         try:
@@ -301,25 +301,25 @@ class IngressAccounts:
         return name
 
     def resize(self, number: int, num_texts: int | None) -> None:
-        """A request has so many texts; None where that is not known yet. Costs nothing where that was known."""
+        """Set the number of texts of a request, None where it is not known yet; costs nothing if it is unchanged."""
         if num_texts is not None and self._texts[number] not in (0, num_texts):
             self._texts[number] = num_texts
             self._call("resize", number, num_texts)
 
     def close(self, number: int, used: int) -> None:
-        """A request has ended, of which so many tokens were read and generated."""
+        """End a request. used: tokens that it read and generated."""
         del self._texts[number]
         self._call("close", number, used)
 
     async def suspect(self, replica: str, is_suspect: bool) -> None:
-        """A replica is silent, or has answered again."""
+        """Mark a replica as silent, or as answering again."""
         if self._own is not None:
             self._own.suspect(replica, is_suspect)
         else:
             await call_apart(self._handle.suspect.remote, replica, is_suspect)
 
     def _call(self, name: str, *values: Any) -> None:
-        """Have something done, and do not wait."""
+        """Call the accounts without waiting for the answer."""
         if self._own is not None:
             getattr(self._own, name)(self._name, *values)
             return

@@ -21,7 +21,7 @@ from localinfer.storage.response_store import ResponseStoreOptions
 
 _NO_RESPONSES = ResponseStoreOptions(max_bytes=0)
 _MANY_REQUESTS = 10_000
-"""What waits does so in the ingress, in turns, and not in Serve's queue, which has none."""
+"""Requests wait in the ingress, in turns, and not in Serve's queue, which has none."""
 _HEALTH_PERIOD, _HEALTH_TIMEOUT = 5.0, 10.0
 _MOST_REPLICAS = 100_000
 
@@ -166,7 +166,7 @@ def _check_routing(routing: object) -> None:
 
 
 def _checked_autoscaling(autoscaling: object, routing: str) -> int:
-    """How many replicas to count on before Serve has named some. Raises: RequestError."""
+    """The number of replicas to expect before Serve has named some. Raises: RequestError."""
     wanted = 'give a dict of Serve\'s AutoscalingConfig, such as {"min_replicas": 1, "max_replicas": 4}'
     if not isinstance(autoscaling, Mapping):
         raise RequestError(f"autoscaling is {shown(autoscaling)}; {wanted}")

@@ -1,6 +1,6 @@
-"""Who is answered when, over all replicas: limits of tokens, a queue in turns, and the replica that each request gets.
+"""The order of requests over all replicas: limits of tokens, a queue in turns, and the replica of each request.
 
-What `localinfer serve` promises for one process holds here for the whole application, by the same classes: limits per
+The promises of `localinfer serve` for one process hold here for the whole application, by the same classes: limits per
 minute (`RateLimiter`), texts at one time (`check_generations`, `check_queue`), owners and how many texts each may run
 (`Owner`). Nothing of Ray is known here: it is as many method calls on one thread, and one object of it is all that
 several ingresses share.
@@ -25,7 +25,7 @@ AGING_SECONDS = 30.0
 
 @dataclass(frozen=True)
 class Asked:
-    """A request, as its turn depends on it."""
+    """The facts of a request that decide its turn."""
 
     token: str
     """Name of its token, "" for none."""
@@ -60,7 +60,7 @@ class Place:
 
     @property
     def token(self) -> str:
-        """The name of who asks."""
+        """Name of the client's token."""
         return self.asked.token
 
 
@@ -99,20 +99,20 @@ class Dispatcher:
         return sum(map(len, self._waiting.values()))
 
     def set_replicas(self, names: Iterable[str]) -> None:
-        """These replicas are there now; while there are none, places stay as many as they were."""
+        """Set the replicas; while there are none, the number of places stays."""
         self.placement.set_replicas(names)
         if self.placement.num_replicas:
             self._set_count(self.placement.num_replicas)
         self._give_places()
 
     def suspect(self, name: str, is_suspect: bool) -> None:
-        """As of `Placement`."""
+        """See `Placement`."""
         self.placement.suspect(name, is_suspect)
         if not is_suspect:
             self._give_places()
 
     def ask(self, asked: Asked, give: Callable[[Place], None]) -> Place:
-        """Have a request wait for its place. give: called when it has one, perhaps before this returns.
+        """Queue a request. give: called when it has its place, perhaps before this returns.
 
         Raises: ApiError, where it would be one too many.
         """
@@ -132,7 +132,7 @@ class Dispatcher:
         return place
 
     def resize(self, place: Place, num_texts: int) -> None:
-        """A request has other than so many texts as was thought."""
+        """Correct the number of texts of a request."""
         more = num_texts - place.num_texts
         if more and not place.is_cancelled:
             place.num_texts = num_texts
@@ -142,9 +142,9 @@ class Dispatcher:
                 self._change(place, more)
 
     def move(self, place: Place) -> None:
-        """A request goes on at another replica than the one that it had, which is gone or silent.
+        """Move a request from its replica, which is gone or silent, to another one.
 
-        It needs no place: what was taken on once is not given up, and not put behind others.
+        It needs no place: an admitted request is not given up, and not put behind others.
         """
         if place.is_cancelled or not place.is_running:
             return
@@ -153,7 +153,7 @@ class Dispatcher:
         self._send(place, self._choose(place.asked, without=former, waits=False) or "")
 
     def leave(self, place: Place) -> None:
-        """A request has ended, or its client has left; may be called again."""
+        """Remove a request that has ended, or whose client has left; may be called again."""
         if place.is_cancelled:
             return
         place.is_cancelled = True
@@ -180,7 +180,7 @@ class Dispatcher:
         )
 
     def _give_places(self) -> None:
-        """Give places as long as there are some: the most urgent first, of equals who has the fewest, then in order."""
+        """Assign free places by urgency, then to the owner with the fewest running texts, then by arrival."""
         while self._waiting:
             heads = [queue[0] for queue in self._waiting.values()]
             first = min(heads, key=self._rank)
@@ -195,7 +195,7 @@ class Dispatcher:
         return self._clock() - place.began >= AGING_SECONDS
 
     def _gives_any(self, heads: list[Place]) -> bool:
-        """Whether one was given a place: where an owner has as many as it may, others go on."""
+        """Assign a place to one request, past owners at their limit; return True if one was assigned."""
         full_for = math.inf
         for place in sorted(heads, key=self._rank):
             if place.asked.priority >= full_for or not self._may_run(place):
@@ -206,7 +206,7 @@ class Dispatcher:
         return False
 
     def _gives(self, place: Place) -> bool:
-        """Whether a request that waits was given its place."""
+        """Assign a place to this request; return True if there was one."""
         asked = place.asked
         if not self._may_run(place):
             return False
@@ -234,7 +234,7 @@ class Dispatcher:
         return may_run(place.asked.owner, running)
 
     def _has_surplus(self, name: str) -> bool:
-        """Whether an owner has several texts at a replica."""
+        """True if an owner has several texts at a replica."""
         owners = self._owners.get(name, ())
         return self.placement.running(name) > len(owners) > 0
 
@@ -251,7 +251,7 @@ class Dispatcher:
             self._owners.setdefault(name, Counter())[place.asked.owner] += place.num_texts
 
     def _change(self, place: Place, more: int) -> None:
-        """A replica has so many texts of a request more."""
+        """Count more texts of a request at its replica."""
         name, owner = place.replica, place.asked.owner
         if not name:
             return
@@ -272,5 +272,5 @@ class Dispatcher:
 
 
 def owner_of(identity: str | None, max_running: int | None, other: str) -> Hashable:
-    """Among whom turns are taken: tokens by identity, with their limit, and without any the connection."""
+    """The owner among which turns are taken: a token's identity with its limit, or the connection without a token."""
     return other if identity is None else Owner(identity, max_running)

@@ -1,4 +1,4 @@
-"""The ingress: checks who asks, has requests wait for their turn, relays them to replicas, and stays when one goes.
+"""The ingress: authenticates clients, queues requests for their turn, relays them to replicas, and survives their loss.
 
 Nothing here knows Ray; `serve_ingress` has the replicas that Serve runs.
 """
@@ -25,7 +25,7 @@ from localinfer.apps.server.transport.security import TOKEN_IDENTITY, SecurityMi
 from localinfer.apps.server.transport.settings import AccessToken, ServerSettings
 
 _OF_ONE_REPLICA = re.compile(r"/(?:requests|responses|conversations)/[^/]+(?:/.*)?")
-"""Paths with the name of something that one replica has."""
+"""Paths of records that one replica holds."""
 _GENERATING = frozenset(
     ("/chat/completions", "/completions", "/responses", "/messages", "/completion", "/infill")
     + ("/api/chat", "/api/generate")
@@ -33,13 +33,13 @@ _GENERATING = frozenset(
 """Paths, without `/v1`, of requests for texts, which wait for their turn."""
 _SECONDS = 30.0
 _METRICS_SECONDS = 2.0
-"""Who reads metrics waits for ten seconds mostly, and a replica that is well answers in some milliseconds."""
+"""Scrapers of metrics mostly wait for ten seconds, and a healthy replica answers in some milliseconds."""
 _BIG_BODY_BYTES = 1 << 16
-"""A larger one is looked through in a thread."""
+"""Larger bodies are parsed in a thread."""
 
 
 class _Asking(NamedTuple):
-    """A request and who asks."""
+    """A request and its client."""
 
     request: RelayedRequest
     path: str
@@ -54,30 +54,30 @@ class Replicas(Protocol):
     def answer(
         self, request: RelayedRequest, resumption: Resumption | None, replica: str
     ) -> AsyncGenerator[list[AnswerPart]]:
-        """What one of them answers, "" for any. Closing the iterator ends it there. Raises: ReplicaLostError."""
+        """The answer of a replica, "" for any. Closing the iterator ends it there. Raises: ReplicaLostError."""
         ...
 
     async def of_all(
         self, method: str, request: RelayedRequest, seconds: float, is_enough: Callable[[Any], bool]
     ) -> Answers[Any]:
-        """What all return in time from a method of `EngineReplica`; see `answers_within`."""
+        """The results of a method of `EngineReplica` that all replicas return in time; see `answers_within`."""
         ...
 
     async def prefill_metrics(self, request: RelayedRequest, seconds: float) -> Answers[Any]:
-        """The metrics of those that compute prompts, if there are any."""
+        """The metrics of replicas that compute prompts, if there are any."""
         ...
 
     async def ask(self, replica: str) -> None:
-        """Return when a replica has said that it lives."""
+        """Return when a replica has answered that it is alive."""
         ...
 
     async def end(self, replica: str) -> None:
-        """End the process of a replica, which need not answer."""
+        """Kill the process of a replica, which need not answer."""
         ...
 
 
 class Ingress:
-    """An ASGI app in front of replicas. accounts: who may ask what, and when. Lives on one event loop."""
+    """An ASGI app in front of replicas. accounts: limits and turns of clients. Lives on one event loop."""
 
     def __init__(self, replicas: Replicas, settings: ServerSettings, accounts: IngressAccounts) -> None:
         self._replicas = replicas
@@ -169,7 +169,7 @@ class Ingress:
             self._accounts.close(number, progress.num_used)
 
     async def _asked(self, asking: _Asking) -> Asked:
-        """What a request for texts wants."""
+        """The facts of a request for texts that decide its turn."""
         body, tenant = asking.request.body, asking.tenant
         if len(body) > _BIG_BODY_BYTES:
             facts: PromptFacts = await asyncio.to_thread(prompt_facts, body, tenant)
@@ -178,7 +178,7 @@ class Ingress:
         quota = self._settings.quota_of(asking.token)
         least = quota.min_priority
         priority = max(0, least or 0) if facts.priority is None else facts.priority
-        # One that may not be had is refused by the replica.
+        # The replica refuses one that is not allowed.
         priority = priority if least is None else max(priority, least)
         owner = owner_of(asking.identity, quota.max_running, str(asking.request.client))
         return Asked(asking.token, owner, facts.num_texts, priority, facts.prefixes)
@@ -186,7 +186,7 @@ class Ingress:
     async def _parts(
         self, request: RelayedRequest, resumption: Resumption | None, replica: str
     ) -> AsyncGenerator[list[AnswerPart]]:
-        """What a replica answers, until it ends, is silent or gone. Raises: ReplicaLostError."""
+        """The answer of a replica, up to its end. Raises: ReplicaLostError for one that is silent or gone."""
         if not replica and self._watch.watched:
             # Serve would choose a silent one, which has the shortest queue.
             replica = next(iter(sorted(set(self._accounts.replicas()) - self._watch.watched)), "")
@@ -202,7 +202,7 @@ class Ingress:
             raise
 
     def _has_other(self, replica: str) -> bool:
-        """Whether a replica is there beside one that is silent, and is not silent itself."""
+        """True if a replica that is not silent exists beside this one."""
         return not replica or bool(set(self._accounts.replicas()) - self._watch.watched - {replica})
 
     async def _answer_by_any(self, request: RelayedRequest, send: Send) -> None:
@@ -230,7 +230,7 @@ class Ingress:
             if refused is None:
                 await _send_error(send, _no_replica(), asking.path)
             return
-        # Whether the client may see them, the engines have said.
+        # The engines have checked the client's permission.
         asked = RelayedRequest("GET", "/metrics", b"", HEADERS, b"")
         more = await self._replicas.prefill_metrics(asked, _METRICS_SECONDS)
         texts |= {name: _body(parts).decode() for name, parts in sorted(more.found) if _status(parts) == 200}
@@ -238,7 +238,7 @@ class Ingress:
         if asking.identity is None or asking.identity in self._operators:
             body = self._answered.exposition(texts, num_missing, _METRICS_SECONDS) + merged_metrics(texts)
         else:
-            # Where a text went says what is cached there: that is for who runs the application.
+            # The replica of a text tells what is cached there: only operators may see it.
             body = summed_metrics(texts.values())
         kind = (b"content-type", b"text/plain; version=0.0.4; charset=utf-8")
         await send({"type": "http.response.start", "status": 200, "headers": [kind]})
@@ -246,21 +246,21 @@ class Ingress:
 
 
 class _Caller:
-    """A client, who leaves while it is answered or not at all: Serve says so of each whose answer has ended."""
+    """A client, which can leave only while it is answered: Serve reports each as gone whose answer has ended."""
 
     def __init__(self, receive: Receive, send: Send) -> None:
         self._receive, self._send = receive, send
         self._has_answer = False
 
     async def receive(self) -> Message:
-        """As of the app. Never returns once the answer is whole: its replica has still to say what it took."""
+        """ASGI's receive, which never returns once the answer is whole: its replica still reports the tokens used."""
         message = await self._receive()
         if self._has_answer:
             await asyncio.Future()
         return message
 
     async def send(self, message: Message) -> None:
-        """As of the app."""
+        """ASGI's send."""
         self._has_answer = message["type"] == "http.response.body" and not message.get("more_body")
         await self._send(message)
 

@@ -33,15 +33,15 @@ class ReplicaOptions:
     """Model and settings of a replica."""
 
     model: str | None
-    """As of `app`."""
+    """See `app`."""
     name: str | None
-    """As of `app`."""
+    """See `app`."""
     settings: ServerSettings
     """Settings of the server."""
     load: Mapping[str, Any] = field(default_factory=dict)
     """Options of `localinfer.load`."""
     hands_over: bool = False
-    """Whether prompts go from one replica to another, so that the model has to keep them on disk."""
+    """True if prompts are transferred between replicas, so that the model has to keep them on disk."""
 
 
 def without_limits(settings: ServerSettings) -> ServerSettings:
@@ -80,7 +80,7 @@ def checked_load(options: Mapping[str, Any]) -> None:
 
 
 def model_registry(options: ReplicaOptions, metrics: "Metrics") -> "ModelRegistry":
-    """The registry of a replica, whose model is loaded at once. Raises: RequestError for what is no model."""
+    """The registry of a replica, whose model is loaded at once. Raises: RequestError for a path that is no model."""
     import localinfer
     from localinfer.apps.server.router.model_folder import measure_need, model_source
     from localinfer.apps.server.router.models import ModelRegistry
@@ -137,7 +137,7 @@ class PrefillOptions:
             check_number(name, value, least, kind=kind, none="for the default")
 
     def asking(self, options: ReplicaOptions) -> ReplicaOptions:
-        """What the replicas serve that generate text. Raises: RequestError for a model that hands no prompts over."""
+        """Options of the replicas that generate text. Raises: RequestError for a model that cannot transfer prompts."""
         if not self.replicas:
             return options
         load = {"disk_cache": True, **options.load}
@@ -151,7 +151,7 @@ class PrefillOptions:
             )
         if options.settings.handover != KVTransferOptions():
             raise RequestError(
-                "settings.handover and prefill_replicas both say who computes prompts; leave one of them out"
+                "settings.handover and prefill_replicas both name what computes prompts; leave one of them out"
             )
         handover = KVTransferOptions(
             threshold=DEFAULT_THRESHOLD if self.threshold is None else self.threshold,
@@ -161,7 +161,7 @@ class PrefillOptions:
         return replace(options, settings=settings, load=load, hands_over=True)
 
     def asked(self, asking: ReplicaOptions) -> ReplicaOptions:
-        """What the replicas serve that compute prompts. asking: those who ask; they check clients and limits."""
+        """Options of the replicas that compute prompts. asking: of those that generate, which check limits."""
         settings = ServerSettings(
             max_generations=asking.settings.max_generations,
             max_body_bytes=max(asking.settings.max_body_bytes, ServerSettings.max_body_bytes),
@@ -173,6 +173,6 @@ class PrefillOptions:
 
 
 def with_threads(options: ReplicaOptions, cpus: float) -> ReplicaOptions:
-    """The model computes with so many threads, one at least, unless `threads` was given."""
+    """The options with as many threads as processors, one at least, unless `threads` was given."""
     load: dict[str, Any] = {"threads": max(1, int(cpus)), **options.load}
     return replace(options, load=load)

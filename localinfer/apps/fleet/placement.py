@@ -36,10 +36,10 @@ class PromptFacts(NamedTuple):
 
 
 def prompt_facts(body: bytes, salt: str = "") -> PromptFacts:
-    """What a router is to know of a request.
+    """The facts of a request that a router needs.
 
-    body: as it came; of what is no JSON object, or has no prompt, there are no prefixes. salt: whose it is, where
-    clients are kept apart: then beginnings of one are those of no other.
+    body: unparsed; there are no prefixes if it is no JSON object or has no prompt. salt: of the client, where clients
+    are isolated: then no two share a prefix.
     """
     try:
         members = msgspec.json.decode(body)
@@ -103,7 +103,7 @@ class PrefixTable:
         return len(self._holders)
 
     def note(self, replica: str, prefixes: Sequence[int]) -> None:
-        """A prompt was sent to a replica."""
+        """Note a prompt that was sent to a replica."""
         holders = self._holders
         known: tuple[str, ...] | None = None
         now: tuple[str, ...] = ()
@@ -128,11 +128,11 @@ class PrefixTable:
             self._dropped(holders.popitem(last=False)[1])
 
     def forget(self, replica: str) -> None:
-        """A replica is gone. Its name is of no other; what is known of it is passed over, and dropped in time."""
+        """Forget a replica. Names are not reused: its entries are passed over, and dropped in time."""
         self._sizes.pop(replica, None)
 
     def size(self, replica: str) -> int:
-        """How many prefixes a replica is known to have."""
+        """The number of prefixes that a replica is known to have."""
         return self._sizes[replica]
 
     def matches(self, prefixes: Sequence[int]) -> dict[str, int]:
@@ -210,11 +210,11 @@ class Placement:
 
     @property
     def num_replicas(self) -> int:
-        """How many are there, suspects too."""
+        """Replicas, with suspects."""
         return len(self._names)
 
     def set_replicas(self, names: Iterable[str]) -> None:
-        """These are there now, and no others."""
+        """Set the replicas."""
         present = set(names)
         for gone in [one for one in self._names if one not in present]:
             self.table.forget(gone)
@@ -225,7 +225,7 @@ class Placement:
             del self._texts[name]
 
     def suspect(self, name: str, is_suspect: bool) -> None:
-        """A replica says nothing, and is given nothing while another can be; or it has answered again."""
+        """Pass over a silent replica while there is another one, or take it back when it has answered."""
         if is_suspect and name in self._names:
             self._suspects.add(name)
         else:
@@ -236,7 +236,7 @@ class Placement:
         return self._texts[name].total() if name in self._texts else 0
 
     def has_place(self, name: str, priority: int, count: int = 1) -> bool:
-        """Whether a text would be computed at once, as those as urgent as it leave a place."""
+        """True if a text would be computed at once, as texts of its urgency leave a place."""
         texts = self._texts.get(name)
         if not texts:
             return True
@@ -280,12 +280,12 @@ class Placement:
         return min(filter(is_crowded, allowed), key=self.running, default=None)
 
     def begin(self, name: str, prefixes: Sequence[int], count: int, priority: int) -> None:
-        """A replica is sent a prompt with so many texts."""
+        """Count a prompt with its texts at a replica."""
         self._texts.setdefault(name, Counter())[priority] += count
         self.table.note(name, prefixes)
 
     def change(self, name: str, count: int, priority: int) -> None:
-        """A replica has so many texts more, or fewer."""
+        """Change the number of texts at a replica."""
         texts = self._texts.get(name)
         if texts is not None:
             texts[priority] += count
@@ -299,7 +299,7 @@ class Placement:
             names = list({**matches, **dict.fromkeys(self._numbers.sample(self._names, _RANDOM))})
         well = [name for name in names if self._is_well(name, without)]
         self.num_compared += len(names)
-        # Rather one of which nothing was heard than none.
+        # A silent one is better than none.
         return well or [name for name in names if name != without]
 
     def _drawn_free(self, priority: int, count: int, without: str) -> list[str]:

@@ -28,7 +28,7 @@ _END: Message = {"type": "http.response.body", "body": b"", "more_body": False}
 _PING: Message = {"type": "http.response.body", "body": PING, "more_body": True}
 
 Open = Callable[[Resumption | None], AsyncGenerator[list[AnswerPart]]]
-"""Has a replica answer a request, or go on with the answer."""
+"""Starts or resumes the answer of a replica."""
 
 
 class ReplicaLostError(Exception):
@@ -36,7 +36,7 @@ class ReplicaLostError(Exception):
 
 
 class BrokenAnswerError(Exception):
-    """A part of an answer was sent, and nobody can go on with it; the connection has to end without its end."""
+    """A part of an answer was sent that no replica can resume; the connection has to break."""
 
 
 async def relay_answer(
@@ -46,7 +46,7 @@ async def relay_answer(
     progress: ReplyProgress | None = None,
     reserve: Callable[[int, int], Awaitable[object]] | None = None,
 ) -> int:
-    """Pass an answer on; where its replica goes, another one goes on. Returns how many replicas were lost.
+    """Relay an answer; where its replica is lost, another one resumes it. Returns the number of replicas lost.
 
     open_parts: called again for each that is lost. path: of the request, without `/v1`. progress: told how far it came.
     reserve: takes the tokens of a `ReserveNote`, before anything is sent, or raises what the client is told in place
@@ -119,9 +119,9 @@ async def _relay(
 
 
 class _Client:
-    """Who gets an answer: messages in their order, and in a stream of events a comment where nothing comes for long.
+    """The receiver of an answer: messages in order, and in a stream of events a comment after a long silence.
 
-    A context, after which no comment is sent. has_begun: whether the first message was sent; has_ended: the last one.
+    A context, after which no comment is sent. has_begun: the first message was sent; has_ended: the last one was.
     """
 
     def __init__(self, send: Send) -> None:
@@ -173,7 +173,7 @@ class _Client:
 
 
 def _takes_pings(start: Message) -> bool:
-    """Whether comments may stand between two writes of an answer."""
+    """True if comments may stand between two writes of an answer."""
     return any(name.lower() == b"content-type" and b"text/event-stream" in value for name, value in start["headers"])
 
 
@@ -236,7 +236,7 @@ async def unless_silent(
 
 
 class ReplicaWatch:
-    """The replicas of which an ingress has heard nothing.
+    """The replicas that are silent, as an ingress sees them.
 
     ask: asks a replica whether it lives. suspect: told whether a replica is to be left out.
     end: ends a replica's process. seconds: that it gets to answer.
@@ -259,7 +259,7 @@ class ReplicaWatch:
         return frozenset(self._watched)
 
     def notice(self, replica: str) -> None:
-        """A replica was silent, or is gone; it is watched until it answers or has ended."""
+        """Watch a replica that was silent or is gone, until it answers or has ended."""
         if replica and replica not in self._watched:
             task = self._watched[replica] = asyncio.ensure_future(self._watch(replica))
             task.add_done_callback(lambda done: self._forget(replica, done))

@@ -27,16 +27,16 @@ from localinfer.apps.server.operation.requests import record_of
 from localinfer.apps.server.replies.reply import RELAY, Note, ReplyRelay, Resumption, UsedNote
 
 _END_SECONDS = 5.0
-"""What an app gets to end when its client has left."""
+"""Time for the app to end when its client has left."""
 BATCH_SECONDS = 0.08
-"""Between two batches of one answer: what comes meanwhile goes together, as each costs whoever relays it the same."""
+"""Between two batches of one answer: parts are sent together, as each batch costs the ingress the same."""
 HEARTBEAT_SECONDS = 1.0
-"""After so long without anything an empty batch says that the process lives."""
+"""After this long without parts an empty batch shows that the process is alive."""
 
 
 @dataclass(frozen=True)
 class RelayedRequest:
-    """A request as it came, with its whole body; client: address and port of who asks."""
+    """A request with its whole body. client: address and port."""
 
     method: str
     path: str
@@ -144,7 +144,7 @@ async def _is_set_within(event: asyncio.Event, seconds: float) -> bool:
 PREFILL = "prefill"
 """The name of the deployment."""
 HEADERS = ((b"host", b"localhost"), (b"content-type", b"application/json"))
-"""Of requests that this application makes itself; only who holds a handle can make them."""
+"""Of requests that the application makes itself, which takes a handle."""
 
 
 class PrefillDeployment:
@@ -161,10 +161,10 @@ class PrefillDeployment:
         self._loop = loop
 
     def ask(self, body: bytes, *, deadline: float, is_cancelled: Callable[[], bool]) -> PrefillAnswer:
-        """As of `PrefillServer`."""
+        """See `PrefillServer`."""
         asking = asyncio.run_coroutine_threadsafe(self._ask(body, deadline, is_cancelled), self._loop)
         try:
-            # The loop may have ended, which tells nobody.
+            # The loop may have ended without a notice.
             return asking.result(max(0.0, deadline - time.monotonic()) + SILENT_SECONDS)
         except TimeoutError:
             asking.cancel()
@@ -208,7 +208,7 @@ async def _answer(
 
 
 class _Answer:
-    """The lines of an answer, out of its parts. found: what was done, None until that is said."""
+    """The lines of an answer, from its parts. found: the result, None until it is reported."""
 
     def __init__(self) -> None:
         self.found: PrefillAnswer | None = None
@@ -216,7 +216,7 @@ class _Answer:
         self._content = b""
 
     def take(self, parts: Sequence[AnswerPart]) -> None:
-        """Read on. Raises: PrefillFailed."""
+        """Read further parts. Raises: PrefillFailed."""
         for message in (part.message for part in parts if part.message is not None):
             if message["type"] == "http.response.start":
                 self._status = int(message["status"])
@@ -264,20 +264,20 @@ class EngineReplica:
     async def answer(
         self, request: RelayedRequest, resumption: Resumption | None = None, replica: str = ""
     ) -> AsyncGenerator[list[AnswerPart]]:
-        """Answer a request, or go on with a reply to it. replica: the name of this one, for the router."""
+        """Answer a request, or resume a reply to it. replica: the name of this one, for the router."""
         async with aclosing(answer_parts(self._app, request, resumption)) as answering:
             async for parts in answering:
                 yield parts
 
     async def prefill(self, request: RelayedRequest) -> AsyncGenerator[list[AnswerPart]]:
-        """Compute a prompt for another replica. That it was taken on is said at once, by no parts."""
+        """Compute a prompt for another replica; yields an empty batch at once."""
         yield []
         async with aclosing(answer_parts(self._app, request, None)) as answering:
             async for parts in answering:
                 yield parts
 
     async def whole_answer(self, request: RelayedRequest) -> list[AnswerPart]:
-        """The same at once, for what all replicas are asked."""
+        """The answer as one list, for requests to all replicas."""
         return [part async for parts in answer_parts(self._app, request, None) for part in parts]
 
     async def metrics(self, request: RelayedRequest) -> tuple[str, list[AnswerPart]]:
@@ -287,10 +287,10 @@ class EngineReplica:
         return serve.get_replica_context().replica_tag, await self.whole_answer(request)
 
     async def check_health(self) -> None:
-        """Serve's question whether this replica can answer: it can, as it does."""
+        """Answer Serve's health check."""
 
     async def is_alive(self, replica: str = "") -> bool:
-        """The ingress's question. replica: as of `answer`."""
+        """Answer the ingress's health check. replica: see `answer`."""
         return True
 
     async def running(self) -> tuple[int, list[str]]:

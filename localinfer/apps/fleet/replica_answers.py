@@ -1,4 +1,4 @@
-"""Answers of several replicas, some of which may say nothing, and their metrics as one text of Prometheus."""
+"""Answers of several replicas, of which some may be missing, and their metrics as one text of Prometheus."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping
@@ -11,7 +11,7 @@ Answer = TypeVar("Answer")
 
 @dataclass(frozen=True)
 class Answers(Generic[Answer]):
-    """What replicas returned, as they came; num_missing: how many failed, or said nothing in time."""
+    """Results of replicas in their order of arrival. num_missing: replicas that failed, or were late."""
 
     found: list[Answer] = field(default_factory=list)
     num_missing: int = 0
@@ -38,21 +38,21 @@ async def answers_within(
 
 
 class AnsweredReplicas:
-    """Which replicas answered, for their metrics; remembers the names of those that did before."""
+    """Metrics of the replicas that answered; remembers the names of those that did before."""
 
     def __init__(self) -> None:
         self._known: set[str] = set()
 
     def exposition(self, names: Iterable[str], num_missing: int, seconds: float) -> str:
-        """Gauges of who has answered, as Prometheus reads them.
+        """Gauges of the replicas that answered, as Prometheus reads them.
 
-        names: of those that have. num_missing: how many others were asked. seconds: that they were given.
+        names: of replicas that answered. num_missing: others that were asked. seconds: their time limit.
         Others are named where no more replicas are known than are missing: a known one may have been removed.
         """
         answered = set(names)
         absent = self._known - answered
         silent = absent if len(absent) <= num_missing else set()
-        # One that is not asked any more is forgotten once nobody is missing.
+        # One that is not asked any more is forgotten once none is missing.
         self._known = answered | (absent if num_missing else set())
         within = f"within {seconds:g} s, when these metrics were read"
         values = {name: int(name in answered) for name in sorted(answered | silent)}
@@ -119,13 +119,13 @@ def summed_metrics(texts: Iterable[str]) -> str:
             name, _, value = sample.rpartition(" ")
             if "quantile=" not in name:
                 values.setdefault(name, []).append(float(value))
-        joined = _way_of(family, families.described.get(family, ()))
+        joined = _combination(family, families.described.get(family, ()))
         families.samples[family] = [f"{name} {joined(found)!r}" for name, found in values.items()]
     return families.text()
 
 
-def _way_of(family: str, described: Iterable[str]) -> Callable[[list[float]], float]:
-    """How the values of several replicas become one."""
+def _combination(family: str, described: Iterable[str]) -> Callable[[list[float]], float]:
+    """The function that combines values of several replicas."""
     if family.endswith("_created"):
         return min
     if family.endswith("_max"):

@@ -25,7 +25,7 @@ _GONE = (RayActorError, WorkerCrashedError)
 
 
 class ServeIngress:
-    """What Serve calls with each request. engine: a handle of the replicas.
+    """The deployment that Serve calls with each request. engine: a handle of the replicas.
 
     prefill: a handle of those that compute prompts for them, None for none. accounts: a handle of what several
     ingresses share, None for the only one, which has them itself.
@@ -58,7 +58,7 @@ class ServeReplicas:
     async def answer(
         self, request: RelayedRequest, resumption: Resumption | None, replica: str
     ) -> AsyncGenerator[list[AnswerPart]]:
-        """As of `Replicas`."""
+        """See `Replicas`."""
         answer = self._engine.options(stream=True).answer
         response: Any = call_apart(answer.remote, request, resumption, replica=replica)
         has_ended = False
@@ -76,21 +76,21 @@ class ServeReplicas:
     async def of_all(
         self, method: str, request: RelayedRequest, seconds: float, is_enough: Callable[[Any], bool]
     ) -> Answers[Any]:
-        """As of `Replicas`."""
+        """See `Replicas`."""
         return await _of_all(self._engine, method, request, seconds, is_enough)
 
     async def prefill_metrics(self, request: RelayedRequest, seconds: float) -> Answers[Any]:
-        """As of `Replicas`."""
+        """See `Replicas`."""
         return Answers() if self._prefill is None else await _of_all(self._prefill, "metrics", request, seconds)
 
     async def ask(self, replica: str) -> None:
-        """As of `Replicas`."""
+        """See `Replicas`."""
         if replica not in present_replicas.of(ENGINE):
             raise ReplicaLostError("Serve names it no longer")
         await call_apart(self._engine.is_alive.remote, replica=replica)
 
     async def end(self, replica: str) -> None:
-        """As of `Replicas`."""
+        """See `Replicas`."""
         actor = present_replicas.of(ENGINE).get(replica)
         if actor is not None:
             await asyncio.to_thread(lambda: ray.kill(ray.get_actor(actor, namespace="serve")))
@@ -103,7 +103,7 @@ async def _of_all(
     seconds: float,
     is_enough: Callable[[Any], bool] = lambda answer: False,
 ) -> Answers[Any]:
-    """What the replicas that are there return in time; see `answers_within`."""
+    """The results that present replicas return in time; see `answers_within`."""
     called = replicas.broadcast(method, request)
     began = time.monotonic()
     try:
@@ -122,7 +122,7 @@ REPLICA = "replica"
 class PrefixRouter(RequestRouter):  # type: ignore[misc]
     """Sends a request to the replica that it names, and one that names none where the fewest requests are.
 
-    The ingress chooses by what replicas have computed (`placement`); this knows who is there.
+    The ingress chooses by the prompts that replicas computed (`placement`); this reports which replicas exist.
     """
 
     def initialize_state(self, **options: Any) -> None:
@@ -131,7 +131,7 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """The one that is named, if it is there, or else all, one by one."""
+        """The named replica, if it exists, or else all in order of load."""
         named = "" if pending_request is None else pending_request.kwargs.get(REPLICA, "")
         found = [replica for replica in candidate_replicas if named and replica.replica_id.unique_id == named]
         if found:
@@ -143,12 +143,12 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
         ]
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Note who is there."""
+        """Note the replicas that exist."""
         super().update_replicas(replicas)
         self._tell()
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
-        """Note who is gone, before Serve has seen it."""
+        """Note a replica that is gone, before Serve has seen it."""
         super().on_replica_actor_died(replica_id)
         self._tell()
 
