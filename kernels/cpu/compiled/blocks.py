@@ -3,7 +3,7 @@
 `Tile` is shared by the products of all layouts: addresses in a tile, activations and their records, codes, prefetching.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from localinfer.kernels.cpu.compiled.emit import F16, F32, I8, I16, I32, Emitter, Value, vector
 from localinfer.kernels.cpu.kernel_abi import RECORD_BYTES
@@ -97,6 +97,34 @@ class Tile:
         scale = emit.mul(weight_scale, self.record_float(record, SCALE))
         return emit.fma(emit.to_float(dot), scale, total)
 
+    def add_dots(self, totals: list[Value], dots: list[Value], weight_scale: Value, block: list[Value]) -> list[Value]:
+        """`accumulate` for every activation row; block: the rows' records of it."""
+        return [
+            self.accumulate(total, dot, weight_scale, record)
+            for total, dot, record in zip(totals, dots, block, strict=True)
+        ]
+
+    def add_minimums(self, totals: list[Value], minimum: Value, block: list[Value]) -> list[Value]:
+        """totals + minimum * the scaled sums of the activations, for every row."""
+        return [
+            self.emit.fma(minimum, self.record_float(record, SCALED_SUM), total)
+            for total, record in zip(totals, block, strict=True)
+        ]
+
+    def records(self, block: Value) -> list[Value]:
+        """Addresses of the records of a block, of every activation row."""
+        return [self.record(row, block) for row in self.rows]
+
+    def dot(
+        self, dots: list[Value], codes: Value, column: Value, offset: int, product: Callable[..., Value] | None = None
+    ) -> list[Value]:
+        """dots + codes * the four activations from column + offset on, of every row.
+
+        product: `Emitter.dot_codes`, or another of its dot products.
+        """
+        product = product or self.emit.dot_codes
+        return [product(dot, codes, self.bytes4(row, column, offset)) for dot, row in zip(dots, self.rows, strict=True)]
+
     def low(self, codes: Value) -> Value:
         return self.emit.builder.and_(codes, self.emit.splat_constant(I8, 15, 64))
 
@@ -127,7 +155,7 @@ def block_body(tile: Tile, block: Value, totals: list[Value]) -> list[Value]:
     header, codes = tile.parts(block)
     scale = emit.load_floats(header, 0, F16)
     column = emit.builder.mul(block, emit.i64(32))
-    records = [tile.record(row, block) for row in tile.rows]
+    records = tile.records(block)
     fifth = tile.load_codes(codes, 256) if layout in (Layout.Q5_0, Layout.Q5_1) else None
 
     if layout is Layout.Q8_0:
@@ -135,10 +163,7 @@ def block_body(tile: Tile, block: Value, totals: list[Value]) -> list[Value]:
         for j in range(8):
             tile.prefetch(block, sizes.unit_bytes, j, 8)
             loaded = tile.load_codes(codes, 64 * j)
-            dots = [
-                emit.dot_biased(dot, loaded, tile.bytes4(row, column, 4 * j))
-                for dot, row in zip(dots, tile.rows, strict=True)
-            ]
+            dots = tile.dot(dots, loaded, column, 4 * j, emit.dot_biased)
     else:
         if layout in (Layout.Q4_0, Layout.Q5_0):
             shift = 0 if layout is Layout.Q4_0 else 1
@@ -151,19 +176,10 @@ def block_body(tile: Tile, block: Value, totals: list[Value]) -> list[Value]:
             for half, nibbles in enumerate((tile.low(loaded), tile.high(loaded))):
                 if fifth is not None:
                     nibbles = emit.builder.or_(nibbles, tile.moved_bits(fifth, 4 * half + j, 1, 4))
-                dots = [
-                    emit.dot_codes(dot, nibbles, tile.bytes4(row, column, 16 * half + 4 * j))
-                    for dot, row in zip(dots, tile.rows, strict=True)
-                ]
-    totals = [
-        tile.accumulate(total, dot, scale, record) for total, dot, record in zip(totals, dots, records, strict=True)
-    ]
+                dots = tile.dot(dots, nibbles, column, 16 * half + 4 * j)
+    totals = tile.add_dots(totals, dots, scale, records)
     if layout in (Layout.Q4_1, Layout.Q5_1):
-        minimum = emit.load_floats(header, 32, F16)
-        totals = [
-            emit.fma(minimum, tile.record_float(record, SCALED_SUM), total)
-            for total, record in zip(totals, records, strict=True)
-        ]
+        totals = tile.add_minimums(totals, emit.load_floats(header, 32, F16), records)
     return totals
 
 
@@ -184,7 +200,7 @@ def group_body(tile: Tile, group: Value, totals: list[Value]) -> list[Value]:
         block = b.add(first, index)
         codes = tile.at(body, index, block_bytes)
         column = b.mul(block, emit.i64(32))
-        records = [tile.record(row, block) for row in tile.rows]
+        records = tile.records(block)
         if is_byte:
             offset = b.sub(zero, emit.splat_constant(I32, 128))
             biases = [emit.biased_start(tile.record_int(record, MINUS_8_SUM, shift=4)) for record in records]
@@ -198,19 +214,11 @@ def group_body(tile: Tile, group: Value, totals: list[Value]) -> list[Value]:
             tile.prefetch(block, sizes.unit_bytes // blocks, j, vectors)
             loaded = tile.load_codes(codes, 64 * j)
             if is_byte:
-                dots = [
-                    emit.dot_biased(dot, loaded, tile.bytes4(row, column, 4 * j))
-                    for dot, row in zip(dots, tile.rows, strict=True)
-                ]
+                dots = tile.dot(dots, loaded, column, 4 * j, emit.dot_biased)
                 continue
             for half, nibbles in enumerate((tile.low(loaded), tile.high(loaded))):
-                dots = [
-                    emit.dot_codes(dot, nibbles, tile.bytes4(row, column, 16 * half + 4 * j))
-                    for dot, row in zip(dots, tile.rows, strict=True)
-                ]
-        return [
-            tile.accumulate(total, dot, scale, record) for total, dot, record in zip(totals, dots, records, strict=True)
-        ]
+                dots = tile.dot(dots, nibbles, column, 16 * half + 4 * j)
+        return tile.add_dots(totals, dots, scale, records)
 
     if blocks == 1:
         return list(block_body(emit.i64(0), totals))
@@ -227,19 +235,14 @@ def few_bits_body(tile: Tile, unit: Value, totals: list[Value]) -> list[Value]:
     for index in range(blocks):
         block = b.add(b.mul(unit, emit.i64(blocks)), emit.i64(index))
         column = b.mul(block, emit.i64(32))
-        records = [tile.record(row, block) for row in tile.rows]
+        records = tile.records(block)
         dots = [tile.minus_sum(record) for record in records]
         for j in range(8):
             tile.prefetch(unit, tile.sizes.unit_bytes, 8 * index + j, 8 * blocks)
             loaded = tile.load_codes(body, 64 * ((8 * index + j) * bits // 8))
             codes = tile.moved_bits(loaded, j * bits % 8, (1 << bits) - 1, 2 - bits)
-            dots = [
-                emit.dot_codes(dot, codes, tile.bytes4(row, column, 4 * j))
-                for dot, row in zip(dots, tile.rows, strict=True)
-            ]
-        totals = [
-            tile.accumulate(total, dot, scale, record) for total, dot, record in zip(totals, dots, records, strict=True)
-        ]
+            dots = tile.dot(dots, codes, column, 4 * j)
+        totals = tile.add_dots(totals, dots, scale, records)
     return totals
 
 
@@ -287,20 +290,11 @@ def q4_k_body(tile: Tile, super_block: Value, totals: list[Value]) -> list[Value
             for half, nibbles in enumerate((tile.low(loaded), tile.high(loaded))):
                 if bits is not None:
                     nibbles = b.or_(nibbles, tile.moved_bits(bits, half, 1, 4))
-                dots[half] = [
-                    emit.dot_codes(dot, nibbles, tile.bytes4(row, column, 32 * half + 4 * j))
-                    for dot, row in zip(dots[half], tile.rows, strict=True)
-                ]
+                dots[half] = tile.dot(dots[half], nibbles, column, 32 * half + 4 * j)
         for half in range(2):
-            records = [tile.record(row, blocks[half]) for row in tile.rows]
-            totals = [
-                tile.accumulate(total, dot, scales[half], record)
-                for total, dot, record in zip(totals, dots[half], records, strict=True)
-            ]
-            totals = [
-                emit.fma(minimums[half], tile.record_float(record, SCALED_SUM), total)
-                for total, record in zip(totals, records, strict=True)
-            ]
+            records = tile.records(blocks[half])
+            totals = tile.add_dots(totals, dots[half], scales[half], records)
+            totals = tile.add_minimums(totals, minimums[half], records)
         return totals
 
     return emit.loop(emit.i64(0), emit.i64(4), 1, totals, pair_body)
@@ -339,17 +333,11 @@ def q6_k_body(tile: Tile, super_block: Value, totals: list[Value]) -> list[Value
                         zip(blocks, (tile.low(loaded), tile.high(loaded)), strict=True)
                     ):
                         nibbles = b.or_(nibbles, tile.moved_bits(upper, 2 * k, 3, 4))
-                        dots[index] = [
-                            emit.dot_codes(dot, nibbles, tile.bytes4(row, column, 32 * k + 4 * j))
-                            for dot, row in zip(dots[index], tile.rows, strict=True)
-                        ]
+                        dots[index] = tile.dot(dots[index], nibbles, column, 32 * k + 4 * j)
                 for k, of_block, dots_of_block in zip(blocks, records, dots, strict=True):
                     code = b.sext(emit.load(scales, vector(I8), 32 + 16 * (2 * k + part), align=16), vector(I32))
                     scale = emit.mul(d, emit.to_float(code))
-                    totals = [
-                        tile.accumulate(total, dot, scale, record)
-                        for total, dot, record in zip(totals, dots_of_block, of_block, strict=True)
-                    ]
+                    totals = tile.add_dots(totals, dots_of_block, scale, of_block)
         return totals
 
     return emit.loop(emit.i64(0), emit.i64(2), 1, totals, half_body)
@@ -399,10 +387,7 @@ def bit_pair_body(tile: Tile, super_block: Value, totals: list[Value]) -> list[V
                         bits = tile.moved_bits(loaded, 2 * k, 3, place)
                         if upper is not None:
                             bits = b.or_(bits, tile.moved_bits(upper, k, 1, place + 2))
-                        dots[part][index] = [
-                            emit.dot_codes(dot, bits, tile.bytes4(row, column, 32 * k + 4 * j))
-                            for dot, row in zip(dots[part][index], tile.rows, strict=True)
-                        ]
+                        dots[part][index] = tile.dot(dots[part][index], bits, column, 32 * k + 4 * j)
             for index, k in enumerate(blocks):
                 for t, record in enumerate(records[index]):
                     parts = [_moved_back(tile, dots[part][index][t], k) for part in range(2)]

@@ -53,20 +53,15 @@ def _iq4_block(
 ) -> list[Value]:
     emit = tile.emit
     column = emit.builder.mul(block, emit.i64(32))
-    records = [tile.record(row, block) for row in tile.rows]
+    records = tile.records(block)
     dots = [emit.biased_start(tile.record_int(record, MINUS_8_SUM, shift=4)) for record in records]
     for j in range(4):
         tile.prefetch(block, num_bytes, j, 4)
         loaded = tile.load_codes(codes, 64 * j)
         for half, nibbles in enumerate((tile.low(loaded), tile.high(loaded))):
             levels = emit.lookup_levels(IQ4_LEVELS, nibbles)
-            dots = [
-                emit.dot_levels(dot, levels, tile.bytes4(row, column, 16 * half + 4 * j))
-                for dot, row in zip(dots, tile.rows, strict=True)
-            ]
-    return [
-        tile.accumulate(total, dot, scale, record) for total, dot, record in zip(totals, dots, records, strict=True)
-    ]
+            dots = tile.dot(dots, levels, column, 16 * half + 4 * j, emit.dot_levels)
+    return tile.add_dots(totals, dots, scale, records)
 
 
 def mxfp4_body(tile: Tile, block: Value, totals: list[Value]) -> list[Value]:
@@ -80,20 +75,15 @@ def mxfp4_body(tile: Tile, block: Value, totals: list[Value]) -> list[Value]:
     is_subnormal = b.icmp_unsigned("<", exponent, emit.splat_constant(I32, 2))
     scale = emit.bitcast(b.select(is_subnormal, subnormal, normal), vector(F32))
     column = b.mul(block, emit.i64(32))
-    records = [tile.record(row, block) for row in tile.rows]
+    records = tile.records(block)
     dots = [tile.minus_12_sum(record, MINUS_8_SUM) for record in records]
     for j in range(4):
         tile.prefetch(block, tile.sizes.unit_bytes, j, 4)
         loaded = tile.load_codes(codes, 64 * j)
         for half, nibbles in enumerate((tile.low(loaded), tile.high(loaded))):
             doubled = emit.lookup(E2M1_CODES, nibbles)
-            dots = [
-                emit.dot_codes(dot, doubled, tile.bytes4(row, column, 16 * half + 4 * j))
-                for dot, row in zip(dots, tile.rows, strict=True)
-            ]
-    return [
-        tile.accumulate(total, dot, scale, record) for total, dot, record in zip(totals, dots, records, strict=True)
-    ]
+            dots = tile.dot(dots, doubled, column, 16 * half + 4 * j)
+    return tile.add_dots(totals, dots, scale, records)
 
 
 def nvfp4_body(tile: Tile, unit: Value, totals: list[Value]) -> list[Value]:
@@ -105,7 +95,7 @@ def nvfp4_body(tile: Tile, unit: Value, totals: list[Value]) -> list[Value]:
     for index in range(2):
         block = b.add(first, emit.i64(index))
         column = b.mul(block, emit.i64(32))
-        records = [tile.record(row, block) for row in tile.rows]
+        records = tile.records(block)
         for half in range(2):
             group = 2 * index + half
             dots = [tile.minus_12_sum(record, MINUS_8_HALF + 4 * half) for record in records]
@@ -114,15 +104,9 @@ def nvfp4_body(tile: Tile, unit: Value, totals: list[Value]) -> list[Value]:
                 loaded = tile.load_codes(body, 64 * (2 * group + j))
                 for part, nibbles in enumerate((tile.low(loaded), tile.high(loaded))):
                     doubled = emit.lookup(E2M1_CODES, nibbles)
-                    dots = [
-                        emit.dot_codes(dot, doubled, tile.bytes4(row, column, 16 * half + 8 * part + 4 * j))
-                        for dot, row in zip(dots, tile.rows, strict=True)
-                    ]
+                    dots = tile.dot(dots, doubled, column, 16 * half + 8 * part + 4 * j)
             scale = _half_of_e4m3(tile, b.lshr(scales, emit.splat_constant(I32, 8 * group)))
-            totals = [
-                tile.accumulate(total, dot, scale, record)
-                for total, dot, record in zip(totals, dots, records, strict=True)
-            ]
+            totals = tile.add_dots(totals, dots, scale, records)
     return totals
 
 
@@ -174,7 +158,7 @@ def grid_body(tile: Tile, super_block: Value, totals: list[Value]) -> list[Value
     def block_body(index: Value, totals: list[Value]) -> Sequence[Value]:
         block = b.add(first, index)
         column = b.mul(block, emit.i64(32))
-        records = [tile.record(row, block) for row in tile.rows]
+        records = tile.records(block)
         found = _READERS[tile.layout](tile, header, body, index)
         levels = _levels(tile, found)
         groups = len(found.codes)
@@ -184,15 +168,9 @@ def grid_body(tile: Tile, super_block: Value, totals: list[Value]) -> list[Value
             dots = [tile.record_int(record, field + 4 * group, shift=3) for record in records]
             for j in range(vectors * group, vectors * (group + 1)):
                 tile.prefetch(block, tile.sizes.unit_bytes // 8, j, 8)
-                dots = [
-                    emit.dot_codes(dot, levels[j], tile.bytes4(row, column, 4 * j))
-                    for dot, row in zip(dots, tile.rows, strict=True)
-                ]
+                dots = tile.dot(dots, levels[j], column, 4 * j)
             scale = emit.mul(d, emit.to_float(code))
-            totals = [
-                tile.accumulate(total, dot, scale, record)
-                for total, dot, record in zip(totals, dots, records, strict=True)
-            ]
+            totals = tile.add_dots(totals, dots, scale, records)
         return totals
 
     return emit.loop(emit.i64(0), emit.i64(8), 1, totals, block_body)

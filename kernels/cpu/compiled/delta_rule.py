@@ -12,7 +12,7 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 
-from localinfer.kernels.cpu.compiled.elementwise import FORMULAS
+from localinfer.kernels.cpu.compiled.elementwise import FORMULAS, each_vector
 from localinfer.kernels.cpu.compiled.emit import ADDRESS, F32, FLOAT, LANES, LITERAL, VOID, Emitter, Value, emitted
 from localinfer.kernels.cpu.compiled.memory import load_f32, store_f32
 from localinfer.kernels.cpu.compiled.pool import row_op, scratch
@@ -48,8 +48,7 @@ def _gates(
     """out = e^g, where g = factor * softplus(x + bias), or lower_bound * sigmoid(factor * (x + bias))."""
     b, bound = emit.builder, emit.splat(lower_bound)
 
-    def columns(column: Value, carried: list[Value]) -> list[Value]:
-        offset = b.mul(column, emit.i64(4))
+    def columns(offset: Value) -> None:
         value, factors, biases = (emit.load_floats(b.add(place, offset)) for place in (x, factor, bias))
         value = emit.add(value, biases)
         if is_bounded:
@@ -58,9 +57,8 @@ def _gates(
         else:
             logarithm = emit.mul(factors, FORMULAS["softplus"](emit, value, value, value))
         emit.store(emit.exp(logarithm), b.add(out, offset), align=4)
-        return carried
 
-    emit.loop(emit.i64(0), count, LANES, [], columns)
+    each_vector(emit, count, columns)
 
 
 @emitted(VOID, *[ADDRESS] * 2, types.int64)
@@ -68,13 +66,11 @@ def _sigmoids(emit: Emitter, out: Value, x: Value, count: Value) -> None:
     """out = sigmoid(x)."""
     b = emit.builder
 
-    def columns(column: Value, carried: list[Value]) -> list[Value]:
-        offset = b.mul(column, emit.i64(4))
+    def columns(offset: Value) -> None:
         value = emit.load_floats(b.add(x, offset))
         emit.store(FORMULAS["sigmoid"](emit, value, value, value), b.add(out, offset), align=4)
-        return carried
 
-    emit.loop(emit.i64(0), count, LANES, [], columns)
+    each_vector(emit, count, columns)
 
 
 def _row_gates(is_bounded: int) -> Source:
@@ -113,13 +109,8 @@ def _prepare(
 @emitted(VOID, ADDRESS, FLOAT, types.int64)
 def _fill(emit: Emitter, out: Value, value: Value, count: Value) -> None:
     """out = value in every column."""
-    b, lanes = emit.builder, emit.splat(value)
-
-    def columns(column: Value, carried: list[Value]) -> list[Value]:
-        emit.store(lanes, b.add(out, b.mul(column, emit.i64(4))), align=4)
-        return carried
-
-    emit.loop(emit.i64(0), count, LANES, [], columns)
+    lanes = emit.splat(value)
+    each_vector(emit, count, lambda offset: emit.store(lanes, emit.builder.add(out, offset), align=4))
 
 
 @emitted(VOID, LITERAL, *[ADDRESS] * 5, FLOAT, FLOAT)
@@ -135,6 +126,18 @@ def _finish(
         added = emit.mul(betas, emit.sub(values, known))
         emit.store(added, update, offset, align=4)
         emit.store(emit.fma(products, added, emit.load_floats(by_query, offset)), out, offset, align=4)
+
+
+@compose
+def _pass(
+    vectors: int, updates: int, multiplies: int, is_final: int, source: int, target: int, memory: int, size: int,
+    decays: int, key: int, added: int,
+) -> None:  # fmt: skip
+    """`pass_panel` with at most one update, and with the vectors of a thread's memory."""
+    pass_panel(
+        vectors, updates, multiplies, is_final, source, target, size, decays, key, added, key, added, memory + _KEYS,
+        memory + _QUERIES, memory + _BY_KEY, memory + _BY_QUERY,
+    )  # fmt: skip
 
 
 @inline
@@ -168,10 +171,7 @@ def _delta_rule(by_channel: int) -> Source:
         key, decays, added, turn = keys, memory + _DECAYS, update, 0
         for index in range(SEGMENT.num_logged(segment)):
             if pending:
-                pass_panel(
-                    vectors, 1, 0, 0, current, memory, size, decays, key, added, key, added, keys, queries, by_key,
-                    by_query,
-                )  # fmt: skip
+                _pass(vectors, 1, 0, 0, current, memory, memory, size, decays, key, added)
                 current = memory
             entry = logged_row(segment, p.log, row_bytes, index)
             key, added = entry + key_column, entry + p.log_values + column
@@ -183,14 +183,11 @@ def _delta_rule(by_channel: int) -> Source:
         target, num_rows, first_row = 0, SEGMENT.num_rows(segment), SEGMENT.first_row(segment)
         for row in range(num_rows + 1):
             while target_rows(segment, target) == row:
+                goal = target_place(segment, target, place)
                 if pending:
-                    goal = target_place(segment, target, place)
-                    pass_panel(
-                        vectors, 1, 0, 1, current, goal, size, decays, key, added, key, added, keys, queries, by_key,
-                        by_query,
-                    )  # fmt: skip
+                    _pass(vectors, 1, 0, 1, current, goal, memory, size, decays, key, added)
                 else:
-                    copy_vectors(target_place(segment, target, place), current, size * LANES * vectors)
+                    copy_vectors(goal, current, size * LANES * vectors)
                 target += 1
             if row == num_rows:
                 break
@@ -203,16 +200,10 @@ def _delta_rule(by_channel: int) -> Source:
             decay = p.decays + index * p.decays_stride + decay_column
             product = _prepare(by_channel, this_key, query, decay, p.scale, keys, queries, now, size)
             if pending:
-                pass_panel(
-                    vectors, 1, 1, 0, current, memory, size, decays, key, added, key, added, keys, queries, by_key,
-                    by_query,
-                )  # fmt: skip
+                _pass(vectors, 1, 1, 0, current, memory, memory, size, decays, key, added)
                 current = memory
             else:
-                pass_panel(
-                    vectors, 0, 1, 0, current, memory, size, decays, key, added, key, added, keys, queries, by_key,
-                    by_query,
-                )  # fmt: skip
+                _pass(vectors, 0, 1, 0, current, memory, memory, size, decays, key, added)
             beta = load_f32(p.betas + index * p.betas_stride + 4 * head)
             out, value = p.out + index * p.out_stride + column, p.values + index * p.values_stride + column
             _finish(vectors, out, update, value, by_key, by_query, beta, product)
@@ -327,6 +318,18 @@ def _finish_wkv(
 
 
 @compose
+def _pass_wkv(
+    vectors: int, updates: int, multiplies: int, is_final: int, source: int, target: int, memory: int, size: int,
+    row: int, stride: int, value: int, known: int,
+) -> None:  # fmt: skip
+    """`pass_panel` with the vectors of a thread's memory. row: decays, keys and replaced keys, `stride` bytes apart."""
+    pass_panel(
+        vectors, updates, multiplies, is_final, source, target, size, row, row + stride, value, row + 2 * stride, known,
+        memory + _WKV_REMOVED, memory + _WKV_QUERIES, memory + _WKV_BY_REMOVED, memory + _WKV_BY_QUERY,
+    )  # fmt: skip
+
+
+@compose
 def _advance_wkv(vectors: int, p: Any, batch: int, thread: int, segment: int, head: int, first: int) -> None:
     """Take a panel through a segment: `vectors` vectors of columns from `first` of a head."""
     memory, size, width = scratch(batch, thread), p.head_size, p.width_bytes
@@ -342,10 +345,7 @@ def _advance_wkv(vectors: int, p: Any, batch: int, thread: int, segment: int, he
     row, stride, value, known, turn = memory + _WKV_ROWS, _WKV_BYTES, update, update, 0
     for index in range(SEGMENT.num_logged(segment)):
         if pending:
-            pass_panel(
-                vectors, 2, 0, 0, current, memory, size, row, row + stride, value, row + 2 * stride, known, removed,
-                queries, by_removed, by_query,
-            )  # fmt: skip
+            _pass_wkv(vectors, 2, 0, 0, current, memory, memory, size, row, stride, value, known)
             current = memory
         entry = logged_row(segment, p.log, 5 * width, index)
         row, stride, pending = entry + key_column, width, True
@@ -355,10 +355,7 @@ def _advance_wkv(vectors: int, p: Any, batch: int, thread: int, segment: int, he
         while target_rows(segment, target) == number:
             goal = target_place(segment, target, place)
             if pending:
-                pass_panel(
-                    vectors, 2, 0, 1, current, goal, size, row, row + stride, value, row + 2 * stride, known, removed,
-                    queries, by_removed, by_query,
-                )  # fmt: skip
+                _pass_wkv(vectors, 2, 0, 1, current, goal, memory, size, row, stride, value, known)
             else:
                 copy_vectors(goal, current, size * LANES * vectors)
             target += 1
@@ -374,16 +371,10 @@ def _advance_wkv(vectors: int, p: Any, batch: int, thread: int, segment: int, he
             products, _WKV_BYTES, size,
         )  # fmt: skip
         if pending:
-            pass_panel(
-                vectors, 2, 1, 0, current, memory, size, row, row + stride, value, row + 2 * stride, known, removed,
-                queries, by_removed, by_query,
-            )  # fmt: skip
+            _pass_wkv(vectors, 2, 1, 0, current, memory, memory, size, row, stride, value, known)
             current = memory
         else:
-            pass_panel(
-                vectors, 0, 1, 0, current, memory, size, row, row + stride, value, row + 2 * stride, known, removed,
-                queries, by_removed, by_query,
-            )  # fmt: skip
+            _pass_wkv(vectors, 0, 1, 0, current, memory, memory, size, row, stride, value, known)
         row, stride, pending = now, _WKV_BYTES, True
         value, known = p.values + index * p.values_stride + column, update
         out, bonus = p.out + index * p.out_stride + column, p.bonus + index * p.bonus_stride + column

@@ -51,7 +51,7 @@ Formula = Callable[[Emitter, Value, Value, Value], Value]
 """From lanes of two inputs and a scalar in every lane to lanes of the result."""
 
 
-def _each_vector(emit: Emitter, count: Value, body: Callable[[Value], None]) -> None:
+def each_vector(emit: Emitter, count: Value, body: Callable[[Value], None]) -> None:
     """Run body(byte offset) for every vector that covers `count` columns."""
 
     def step(column: Value, carried: list[Value]) -> list[Value]:
@@ -131,7 +131,7 @@ def _normalised(
             with part:
                 emit.store_first(value, b.add(out, offset), left)
 
-    _each_vector(emit, count, body)
+    each_vector(emit, count, body)
 
 
 def _tanh(emit: Emitter, x: Value) -> Value:
@@ -278,7 +278,7 @@ def _write_row(emit: Emitter, formula: Formula, out: Value, a: Value, b: Value, 
         left, right = emit.load_floats(builder.add(a, offset)), emit.load_floats(builder.add(b, offset))
         emit.store(formula(emit, left, right, lanes), builder.add(out, offset), align=4)
 
-    _each_vector(emit, count, body)
+    each_vector(emit, count, body)
 
 
 @emitted(VOID, LITERAL, *[ADDRESS] * 3, FLOAT, types.int64)
@@ -341,7 +341,7 @@ def xielu_row(
         )
         emit.store(emit.add(branch, emit.mul(linear, value)), b.add(out, offset), align=4)
 
-    _each_vector(emit, count, body)
+    each_vector(emit, count, body)
 
 
 @emitted(FLOAT, ADDRESS, types.int64)
@@ -369,7 +369,7 @@ def gaussian_top_k_row(emit: Emitter, out: Value, x: Value, deviations: Value, c
     def body(offset: Value) -> None:
         emit.store(_relu(emit, emit.sub(emit.load_floats(b.add(x, offset)), least)), b.add(out, offset), align=4)
 
-    _each_vector(emit, count, body)
+    each_vector(emit, count, body)
 
 
 @emitted(FLOAT, FLOAT)

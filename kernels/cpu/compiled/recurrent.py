@@ -9,7 +9,7 @@ from typing import Any
 
 from numba import types
 
-from localinfer.kernels.cpu.compiled.elementwise import FORMULAS
+from localinfer.kernels.cpu.compiled.elementwise import FORMULAS, each_vector
 from localinfer.kernels.cpu.compiled.emit import ADDRESS, F32, LANES, LITERAL, VOID, Emitter, Value, emitted
 from localinfer.kernels.cpu.compiled.memory import load_i64
 from localinfer.kernels.cpu.compiled.pool import scratch, take_units
@@ -87,20 +87,17 @@ def copy_vectors(emit: Emitter, target: Value, source: Value, count: Value) -> N
     """Copy `count` float32, rounded up to whole vectors; from address 0 zeros."""
     b = emit.builder
 
-    def copy(column: Value, carried: list[Value]) -> list[Value]:
-        offset = b.mul(column, emit.i64(4))
+    def copy(offset: Value) -> None:
         emit.store(emit.load_floats(b.add(source, offset)), b.add(target, offset), align=4)
-        return carried
 
-    def clear(column: Value, carried: list[Value]) -> list[Value]:
-        emit.store(emit.zeros(F32), b.add(target, b.mul(column, emit.i64(4))), align=4)
-        return carried
+    def clear(offset: Value) -> None:
+        emit.store(emit.zeros(F32), b.add(target, offset), align=4)
 
     with b.if_else(b.icmp_signed("!=", source, emit.i64(0))) as (is_there, is_zero):
         with is_there:
-            emit.loop(emit.i64(0), count, LANES, [], copy)
+            each_vector(emit, count, copy)
         with is_zero:
-            emit.loop(emit.i64(0), count, LANES, [], clear)
+            each_vector(emit, count, clear)
 
 
 _SUMS = 2
@@ -194,9 +191,7 @@ def _convolve(
     """out = bias + sum over taps of weight * x, oldest row first, which is at x."""
     b = emit.builder
 
-    def channels(column: Value, carried: list[Value]) -> list[Value]:
-        offset = b.mul(column, emit.i64(4))
-
+    def channels(offset: Value) -> None:
         def tap(index: Value, total: list[Value]) -> list[Value]:
             row = emit.load_floats(b.add(b.add(x, offset), b.mul(index, x_stride)))
             factor = emit.load_floats(b.add(b.add(weight, offset), b.mul(index, weight_stride)))
@@ -206,9 +201,8 @@ def _convolve(
         if has_silu:
             total = FORMULAS["silu"](emit, total, total, total)
         emit.store(total, b.add(out, offset), align=4)
-        return carried
 
-    emit.loop(emit.i64(0), count, LANES, [], channels)
+    each_vector(emit, count, channels)
 
 
 @inline
