@@ -1,4 +1,4 @@
-"""What a native crash was in: tables of thread pools, tapes and kernels, for a compiled handler of signals to read.
+"""Reports of native crashes: tables of thread pools, tapes and kernels, for a compiled handler of signals to read.
 
 Pools and tapes are always listed, which costs a dictionary entry. The tables and the handler (`compiled/crash.py`)
 exist once a program asked for reports with `system.crash_files`: `localinfer`'s commands do, a host program that does
@@ -73,7 +73,7 @@ PHRASES = (
 CRASHED, AT_ADDRESS, IN_OP, OF, COLON, THREAD, ROWS = range(7)
 OUTPUT_ROWS, SEQUENCES, INSTRUCTION_IN, LAST_RUNS_ARE = range(7, 11)
 OPS_ARE, THREADS_ARE, OUTSIDE, SYSTEM, IN_KERNEL, LINE_END = range(11, 17)
-"""Places in PHRASES; SYSTEM stands for versions, instruction set and system, LINE_END for what became of a report."""
+"""Indices into PHRASES; SYSTEM stands for versions, instruction set and system, LINE_END for the end of a report."""
 
 
 HANDLER = Function("crash.handle", "q", "qqq")
@@ -90,7 +90,7 @@ _FUNCTIONS = {
 
 
 class _System:
-    """Where a system's structures have what a handler needs, from its headers.
+    """Offsets in a system's structures that a handler needs, from its headers.
 
     flags: of `struct sigaction`, their offset, and SA_SIGINFO with SA_ONSTACK. fault, instruction: offsets of the
     address in `siginfo_t` and `ucontext_t`, -1 if unknown.
@@ -132,7 +132,7 @@ class CrashReports:
 
     @property
     def is_installed(self) -> bool:
-        """Whether signals are handled."""
+        """Signals are handled."""
         return self._area is not None
 
     def add_pool(self, control: NDArray[np.int64], num_lines: int) -> None:
@@ -295,7 +295,7 @@ _SYMBOL = struct.Struct("<IBBHQQ")
 
 
 def code_around(code: bytes, symbol: str) -> tuple[int, int]:
-    """How many bytes of its section precede a function, and how many there are from its beginning to the section's end.
+    """Bytes of its section before a function, and from its beginning to the section's end.
 
     Of other formats than ELF, 0 and the size of the file, which is more.
     """

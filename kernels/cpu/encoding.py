@@ -89,11 +89,11 @@ TABLE = (1, 0)
 
 
 class FeedbackColumns:
-    """Columns of a matrix in the order they are rounded in, and what has become of them.
+    """Columns of a matrix in the order of rounding, and their results.
 
-    wanted: what each column should become, to which the caller adds what the errors of earlier blocks weigh in it; once
-    rounded, what rounding took. errors: the columns less what they decode to, as far as rounded. levels and decoded: in
-    the columns' places.
+    wanted: the target of each column, to which the caller adds the weighed errors of earlier blocks; once rounded, the
+    amount that rounding took. errors: the columns less their decoded values, as far as rounded. levels and decoded: at
+    the columns' positions.
 
     Shapes: all four float32[columns, rows], with as many rows as whole vectors hold, the last of which mean nothing.
     """
@@ -110,8 +110,8 @@ class FeedbackColumns:
         weights: FloatArray,
     ) -> None:
         """scales and minimums: of each group of columns; None where minimums are 0. level_range: the lowest and highest
-        level, or TABLE. groups: whose scale a column has. places: where its results go. weights: row i says what the
-        errors of earlier columns weigh in column i.
+        level, or TABLE. groups: the group of each column. places: the positions of its results. weights: row i has
+        the weights of the errors of earlier columns in column i.
 
         Shapes: columns float32[columns, rows]; scales and minimums float32[groups, rows]; groups and places
             int64[columns]; weights float32[columns, columns] in C order.
@@ -144,7 +144,7 @@ class FeedbackColumns:
 
 
 def _aligned_like(array: FloatArray) -> FloatArray:
-    """An array of the same shape, where kernels can load vectors of them."""
+    """An array of the same shape, aligned for vectors."""
     return aligned(array.nbytes).view(np.float32).reshape(array.shape)
 
 

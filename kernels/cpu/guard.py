@@ -42,14 +42,14 @@ _MAPS_FOR_OTHERS = 8_000
 _SLOTS_SHARE = 0.75
 """Of all maps, those that may be taken when a slot of a cache asks for some."""
 _LINUX_MAPS = 65_530
-"""What Linux allows a process by default."""
+"""Maps that Linux allows a process by default."""
 
 _PROT_NONE, _PROT_READ_WRITE = 0, 3
 _PAGE_NOACCESS, _PAGE_READWRITE = 0x01, 0x04
 
 
 class Guard(Enum):
-    """Which end of an array is exact: none without guard mode."""
+    """The end of an array that is exact: none without guard mode."""
 
     OFF = ""
     AFTER = "1"
@@ -106,7 +106,7 @@ def guarded(num_bytes: int, readable_bytes: int = 0, *, alignment: int = _LEAST_
 
 
 class GuardedSlot:
-    """A slot of the cache alone between protected pages; protected itself while nobody holds it."""
+    """A slot of the cache alone between protected pages; protected itself while it is not in use."""
 
     def __init__(self, num_bytes: int) -> None:
         self._mapped = _mapped(num_bytes, 0, _LEAST_ALIGNMENT)
@@ -144,7 +144,7 @@ def _mapped(num_bytes: int, readable_bytes: int, alignment: int) -> _GuardedMap:
 
 
 def has_room_for_slots(count: int) -> bool:
-    """Whether so many more arrays may be slots of a cache; logged where not.
+    """True if so many more arrays may be slots of a cache; logged where not.
 
     A cache fills whatever it may have, and other arrays need maps after it.
     """
@@ -203,7 +203,7 @@ def _flags() -> dict[str, int]:
 
 
 def _end_process(num_bytes: int) -> None:
-    """Abort: memory around an array was written, nobody knows when."""
+    """Abort: memory around an array was written at an unknown time."""
     message = f"localinfer: guard mode: bytes around an array of {num_bytes:,} bytes were written\n"
     with contextlib.suppress(OSError):
         os.write(2, message.encode())

@@ -192,7 +192,7 @@ class RowSampler:
         return min(head, key) - 1
 
     def _is_in_nucleus(self, row: "_Row", total: float, ahead: float, threshold: int, limit: int) -> bool:
-        """Whether the weights ahead of a place are below top-p; by exact sums if rough ones do not decide."""
+        """True if the weights ahead of a position are below top-p; by exact sums if rough ones do not decide."""
         shortfall = row.top_p * total - ahead
         is_sure = abs(shortfall) > 3.0 * (_ROUGH_ERROR * total + row.logits.size / _ONE)
         if is_sure and _ROUGH_TEMPERATURES[0] <= row.temperature <= _ROUGH_TEMPERATURES[1]:
@@ -228,7 +228,7 @@ class RowSampler:
 
 
 def _room(count: int, kind: type[np.generic]) -> tuple[NDArray[Any], int]:
-    """An array, and where it is, for kernels take addresses."""
+    """An array, and its address for kernels."""
     array = empty(count, kind)
     return array, address(array)
 

@@ -1,9 +1,10 @@
-"""How many threads take part in the next step, on a machine whose processors other programs may take.
+"""The number of threads of the next step, on a machine whose processors other programs may take.
 
 A thread that computes is given a processor's whole time. If it gets less, because it was put off its processor or slept
-until another that was came back, then processors are scarce, and fewer threads may do more: an op waits for whoever has
-begun a part of it. How many are best depends on the load, so it is tried: steps with another number in turns with steps
-as before, rarely where that changes nothing. Once the processors are free, the usual number holds again.
+until another that was came back, then processors are scarce, and fewer threads may do more: an op waits for every
+thread that has begun a part of it. How many are best depends on the load, so it is tried: steps with another number in
+turns with steps as before, rarely where that changes nothing. Once the processors are free, the usual number holds
+again.
 """
 
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ _BUSY_SHARE = 0.08
 _CALM_SHARE = 0.03
 """Lost shares above which processors are scarce, and below which they are free."""
 _CALM_SECONDS = 0.3, 8.0
-"""How long the share must be that low: at first, and at most, if scarcity keeps coming back."""
+"""Time that the share must be that low: at first, and at most, if scarcity keeps coming back."""
 _CALM_GROWTH = 4
 """So many times longer each time that it came back soon."""
 _SOON_SECONDS = 1.0
@@ -34,12 +35,12 @@ gives back what they did not use, after tens of milliseconds. In turns of 50 ms 
 prompt a second, and did 700 when it was left alone."""
 _PAIRS = 3
 _GAIN = 0.9, 0.95
-"""Fewer threads must take at most this share of the time, and more threads that. More are given more time beside other
-programs, so that fewer are seldom much better, and may be much worse."""
+"""Largest ratio of times with fewer threads, and with more, to the time before. More are given more time beside
+other programs, so that fewer are seldom much better, and may be much worse."""
 _CLEAR = ((1, 0.6, 1.4), (2, 0.8, 1.15))
 """After so many pairs of turns a trial is over already if the ratio is outside of these."""
 _HOPELESS = 2.0
-"""So is one whose first turn takes so many times what is usual."""
+"""So is one whose first turn takes so many times the usual time."""
 _LONGEST_RATIO = 4.0
 """A number that took several times as long is tried again that many times later, at most."""
 
@@ -132,11 +133,11 @@ class ThreadChoice:
 
     @property
     def is_busy(self) -> bool:
-        """Whether processors are taken to be scarce."""
+        """Processors are taken to be scarce."""
         return self._is_busy
 
     def next_count(self) -> int:
-        """How many threads are to take part in the next step."""
+        """Number of threads of the next step."""
         if not self._is_busy:
             return self.usual
         if self._trial is not None and self._trial.is_candidates_turn:

@@ -1,4 +1,4 @@
-"""Token ids read so far, ready to say what followed the longest match: memory and growth around the compiled steps.
+"""Token ids read so far, and the continuation of the longest match: memory and growth around the compiled steps.
 
 How it works is in `compiled/token_history.py`.
 """
@@ -16,7 +16,7 @@ _DRAFT = Function("token_history.draft", "q", "qqqq")
 _REHASH = Function("token_history.rehash", "q", "q")
 _TRACE = Function("token_history.trace", "q", "qqqq")
 KERNELS = (_EXTEND, _DRAFT, _REHASH, _TRACE)
-"""What drafting from history may call, so that a loader can compile it before the first token."""
+"""Kernels of drafting from history, so that a loader can compile them before the first token."""
 
 _NODE, _MATCH_LENGTH = map(CURSOR.fields.index, ("node", "match_length"))
 _NUM_NODES = HISTORY.fields.index("num_nodes")
@@ -72,7 +72,7 @@ class TokenHistory:
             self._grow(2 * len(self._nodes))
 
     def draft(self, cursor: Cursor, out: NDArray[np.int32]) -> int:
-        """Write what followed the longest match into contiguous int32[K]; return how many tokens are known."""
+        """Write the continuation of the longest match into contiguous int32[K]; return how many tokens are known."""
         assert out.dtype == np.int32 and out.flags.c_contiguous, "ids are written in place"
         target = placed(out)
         count = int(_DRAFT.call(self._address, cursor.address, target.ctypes.data, target.size))

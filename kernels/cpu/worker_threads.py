@@ -3,8 +3,8 @@
 Of priority "background" they ask the system for little: a nice value of their own on Linux, a quality-of-service class
 on macOS and a thread priority on Windows (these two are untested). A thread sets its own, and only that: the threads of
 the host program stay as they are. Unprivileged threads cannot take it back, so a change of priority is a change of
-threads. In the background the caller's thread computes nothing either: a leader, one more thread of the pool, takes its
-place, and the caller sleeps until the run is over.
+threads. In the background the caller's thread computes nothing either: a leader, one more thread of the pool, stands in
+for it, and the caller sleeps until the run is over.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ _BARRIER_SPINS = {"normal": 1500, "background": 20}
 
 
 class Run:
-    """A run that a leader is to make; whoever claims it first decides whether it is made.
+    """A run that a leader is to make; the first thread to claim it decides whether it is made.
 
     computing_seconds: processor time that the leader had for it.
     """
@@ -56,14 +56,14 @@ class Run:
         self._claim = threading.Lock()
 
     def claim(self) -> bool:
-        """Whether the caller may decide; True for the first only."""
+        """Return True for the first caller, which decides."""
         return self._claim.acquire(blocking=False)
 
 
 class WorkerThreads:
     """Threads 1, 2, ... of a pool, and in the background its thread 0. One call at a time.
 
-    No thread refers to it, so that a pool that nobody holds can end them.
+    No thread refers to it, so that an unused pool can end them.
     """
 
     def __init__(self, control: NDArray[Any], priority: Priority) -> None:
@@ -86,7 +86,7 @@ class WorkerThreads:
         return 1 + len(self._threads)
 
     def start(self, num_threads: int) -> bool:
-        """Start what is missing of so many threads; return whether the system starts them."""
+        """Start the missing ones of so many threads; return False where the system does not start them."""
         is_background = self.priority == "background"
         self._control[kernel_abi.STOPPING // 8] = 0
         self._control[kernel_abi.IDLE_SPINS // 8] = _IDLE_SPINS[self.priority]
@@ -117,13 +117,13 @@ class WorkerThreads:
         _wake(self._wake, sleeping)
 
     def wake_all(self, num_threads: int) -> None:
-        """Wake every thread of a run, asleep or not; one too often does no harm."""
+        """Wake every thread of a run, asleep or not; an extra wake does no harm."""
         for semaphore in self._wake[: num_threads - 1]:
             semaphore.release()
 
     @property
     def has_leader(self) -> bool:
-        """Whether a leader is to make runs, in place of the caller."""
+        """True if a leader is to make runs, instead of the caller."""
         return self._leader is not None
 
     def run(self, num_threads: int) -> float:

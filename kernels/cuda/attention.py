@@ -72,7 +72,7 @@ def store_steps(layout: KVLayout, layer: int, keys: Place, values: Place, rope: 
 
 @dataclass(frozen=True)
 class AttentionLaunches:
-    """An attention op over the cache: places of queries, rotated here, and of what is written; ALiBi slopes and sinks
+    """An attention op over the cache: addresses of queries, rotated here, and of results; ALiBi slopes and sinks
     are addresses, or 0. fresh: of one row, what its attention stores before it reads the cache, if anything."""
 
     memory: DeviceMemory
@@ -111,7 +111,7 @@ class AttentionLaunches:
 
     @property
     def can_store(self) -> bool:
-        """Whether the attention of one row can store that row: one block reads what a head of it has."""
+        """True if the attention of one row can store that row: one block reads all of a head of it."""
         return self.group <= _HEADS
 
     @property
@@ -124,7 +124,7 @@ class AttentionLaunches:
 
     @property
     def has_tiles(self) -> bool:
-        """Whether long runs of rows are computed by tiles."""
+        """True if long runs of rows are computed by tiles."""
         is_rounded = _FLOATS not in self.kinds
         return is_rounded and self.memory.device.capability >= TENSOR_CORES and self.group <= 16 * self.tile_warps
 
@@ -134,7 +134,7 @@ class AttentionLaunches:
         return (self.shape.reach[0], self.shape.chunk)
 
     def _reach(self, run: Shape, row: int) -> tuple[int, int]:
-        """How many later positions rows from `row` on attend to, and where the last ones of their segments are."""
+        """Later positions that rows from `row` on attend to, and the last ones of their segments."""
         return (self.shape.reach[1], run.last_positions + 8 * row)
 
     @property
@@ -198,5 +198,5 @@ class AttentionLaunches:
 
 
 def _after(place: Place, rows: int) -> Place:
-    """A place without its first rows."""
+    """An address without its first rows."""
     return place[0] + rows * place[1], place[1]

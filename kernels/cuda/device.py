@@ -73,7 +73,7 @@ class FoundDevice:
 
 
 def has_driver() -> bool:
-    """Whether NVIDIA's driver is installed, without importing large libraries."""
+    """True if NVIDIA's driver is installed, without importing large libraries."""
     try:
         ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
     except OSError:

@@ -147,7 +147,7 @@ def weight_rows(batch_rows: int, is_gated: bool) -> int:
 
 
 def warps_to_a_row(num_rows: int, num_columns: int) -> int:
-    """How many warps share a row.
+    """Number of warps that share a row.
 
     It depends only on the weights, because it determines the order of summation.
     """

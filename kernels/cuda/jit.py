@@ -63,7 +63,7 @@ class KernelTemplate:
         return ["".join("f" if one in self.floats else "q" for one in several) for several in members]
 
     def is_tuple(self, kernel: Callable[..., None]) -> list[bool]:
-        """Which of a kernel's parameters are tuples."""
+        """Parameters of a kernel that are tuples."""
         return [name in self.tuples for name in inspect.signature(kernel).parameters]
 
 

@@ -26,7 +26,7 @@ SHARED_SOURCES = (
     "kernels/layouts.py",
     "kernels/cpu/kernel_abi.py",
 )
-"""What CUDA kernels read of the rest of this package."""
+"""Other modules of this package that CUDA kernels read."""
 
 STAGE = "compiling CUDA kernels (once per machine)"
 _MAX_CHILDREN = 8
@@ -64,7 +64,7 @@ def require_numba_cuda() -> None:
 
 @functools.cache
 def cache_folder() -> Path | None:
-    """Where kernels are kept, or None where the sources are unknown or no folder is private."""
+    """Folder of kernels, or None where the sources are unknown or no folder is private."""
     beside = object_cache.cache_folder()
     if beside is None:
         return None

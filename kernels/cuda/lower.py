@@ -141,7 +141,7 @@ def _norm(tape: CudaTape, norm: ops.RmsNorm | ops.LayerNorm) -> None:
 
 
 def _quantize(tape: CudaTape, x: Buffer) -> Quantized:
-    """Where the codes of x are; the op that wrote x makes them if it can, else one of their own does."""
+    """Address of the codes of x; the op that wrote x makes them if it can, else one of their own does."""
     if x.index in tape.quantized:
         return tape.quantized[x.index]
     check(x.width % 32 == 0, f"{x.name} is {x.width} wide; quantized weights need a multiple of 32")

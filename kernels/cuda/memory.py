@@ -22,7 +22,7 @@ SMALL_ROWS = 16
 
 
 class SharedMemory:
-    """What the programs of one device share, of which one runs at a time: blocks of buffers, scratch and constants.
+    """Memory shared by the programs of one device, of which one runs at a time: buffers, scratch and constants.
 
     scratch: address and bytes, by name. constants: addresses, by type and bytes.
     """

@@ -36,7 +36,7 @@ class PipelineProgram:
         self._layout = layout
         self.max_batch_rows = min(part.max_batch_rows for part in parts)
         self.max_output_rows = min(part.max_output_rows for part in parts)
-        # The last pages of each segment and their places: programs compare arrays by identity.
+        # The last pages of each segment and their addresses: programs compare arrays by identity.
         self._places: list[tuple[Addresses, list[Addresses]]] = []
 
     def run(self, batch: Batch) -> FloatArray:

@@ -17,7 +17,7 @@ from localinfer.kernels.program import Batch, GreedyProgram
 from localinfer.types import FloatArray
 
 UNDECIDED = -3
-"""In place of a token id: the host must sample this row."""
+"""Instead of a token id: the host must sample this row."""
 
 CAPACITY = 512
 """Maximum candidates of a row if tokens are filtered."""
@@ -40,7 +40,7 @@ _MAX_SLICES = 64
 
 @dataclass(frozen=True)
 class Draw:
-    """How one row's token is sampled: see `kernels.cpu.sampling.RowSampler.choose`, which samples the same token.
+    """Sampling parameters of one row's token: that which `kernels.cpu.sampling.RowSampler.choose` samples.
 
     seed: its 64 bits, as an int of any sign.
     """

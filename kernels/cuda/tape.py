@@ -27,7 +27,7 @@ class RecordedOp:
     """Of a product."""
     activation: int | None = None
     fresh: FreshRows | None = None
-    """Rows that a store writes, which the attention of one row does in its place if `is_left` is set."""
+    """Rows that a store writes, which the attention of one row does instead if `is_left` is set."""
     is_left: bool = False
 
 

@@ -56,7 +56,7 @@ class DeviceWeight:
 
     @property
     def arrays(self) -> tuple[int, ...]:
-        """Where each array begins."""
+        """Start of each array."""
         offsets = array_offsets(self.layout, self.num_experts * self.num_rows, self.num_columns)
         return tuple(self.address + offset for offset in offsets[:4])
 
@@ -113,7 +113,7 @@ def array_row_bytes(layout: Layout, num_columns: int) -> tuple[int, ...]:
 
 
 def array_offsets(layout: Layout, num_rows: int, num_columns: int) -> list[int]:
-    """Where each array of a stack of `num_rows` rows begins, and where the last ends; multiples of 16."""
+    """Start of each array of a stack of `num_rows` rows, and the end of the last; multiples of 16."""
     offsets = [0]
     for row_bytes in array_row_bytes(layout, num_columns):
         offsets.append(offsets[-1] + -(-num_rows * row_bytes // 16) * 16)

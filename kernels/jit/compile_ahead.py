@@ -136,7 +136,7 @@ def _report(missing: Sequence[Kernel], progress: ProgressCallback | None) -> Non
 
 
 def can_start_children() -> bool:
-    """Whether sys.executable is a Python interpreter, or an application that lets its children compile."""
+    """True if sys.executable is a Python interpreter, or an application that lets its children compile."""
     return _is_python() or (bool(sys.executable) and freezing.is_supported())
 
 

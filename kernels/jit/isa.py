@@ -36,7 +36,7 @@ _NEEDED_FEATURES: dict[ISA, list[frozenset[str]]] = {
 
 
 def runs_on(path: ISA, features: Collection[str]) -> bool:
-    """Whether a target with these features can run a path."""
+    """True if a target with these features can run a path."""
     return any(needed <= set(features) for needed in _NEEDED_FEATURES[path])
 
 

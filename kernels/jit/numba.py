@@ -33,7 +33,7 @@ def inline(function: Callable[..., Any]) -> Any:
 
 
 def outline(function: Callable[..., Any]) -> Any:
-    """A function for other kernels that they call: LLVM compiles it once, however many places call it."""
+    """A function for other kernels that they call: LLVM compiles it once, however often it is called."""
     return numba_target.function(function, is_outlined=True)
 
 

@@ -186,7 +186,7 @@ class _Context(cpu.CPUContext):  # type: ignore[misc]
         library.add_ir_module(module)
 
     def get_executable(self, library: Library, function: Any, environment: Any) -> str:
-        """What a function is known by; Python never calls it."""
+        """Return the name of a function; Python never calls it."""
         return str(function.unique_name)
 
 

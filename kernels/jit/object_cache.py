@@ -3,7 +3,7 @@
 A warm start does not import Numba, which would take more time and memory than the rest of it. The folder's name is a
 key of everything that compiled kernels depend on: versions of localinfer, Python and Numba, CPU and features,
 instruction set, Numba's settings, and a hash of every kernel source. A file with a wrong checksum is compiled again.
-The files are code, so the folder must be private. Folders of keys that nobody uses any more are removed.
+The files are code, so the folder must be private. Folders of keys that are unused for long are removed.
 """
 
 import contextlib
@@ -86,7 +86,7 @@ def private_folder(folder: Path) -> Path | None:
 
 
 def cache_folder() -> Path | None:
-    """Where compiled kernels are kept, or None, after one warning, if they cannot be; found once, when first asked."""
+    """Folder of compiled kernels, or None, after one warning, if there can be none; found once, when first asked."""
     with _lock:
         return _cache_folder(chosen_cache_folder())
 
@@ -114,7 +114,7 @@ def _cache_folder(chosen: Path | None) -> Path | None:
     if temporary is not None and private_folder(temporary) is not None:
         instead = _inside(temporary / "kernels", key)
     result = "kernels are compiled at every start" if instead is None else f"compiled kernels are kept in {temporary}"
-    # One notice for all: what else is kept for a user has no place either.
+    # One notice for all: other files of a user have no folder either.
     others = " and nothing else is cached" if wanted is None else ""
     _warn(f"{problem}, so {result}{others}; {way_out}")
     return instead
@@ -151,7 +151,7 @@ class Kernel:
 
     @property
     def is_cached(self) -> bool:
-        """Whether it is compiled."""
+        """True once it is compiled."""
         return self.name in _addresses or ((path := _path(self.name)) is not None and path.exists())
 
 
@@ -267,7 +267,7 @@ def store(path: Path, code: bytes) -> None:
 
 KEPT_SECONDS = 90 * 24 * 3600
 NOTED_SECONDS = 24 * 3600
-"""How often the use of a folder is noted, and others are looked at."""
+"""Seconds between two notes of a folder's use, and looks at others."""
 
 _STAMP = "last-used"
 """A file in each folder, whose time is that of its last use."""
@@ -292,7 +292,7 @@ def note_use(folder: Path) -> None:
 
 
 def _last_use(folder: Path) -> float:
-    """When a kernel was last stored in a folder, or its use was noted."""
+    """Time of the last store in a folder, or note of its use."""
     times = [folder.stat().st_mtime]
     with contextlib.suppress(FileNotFoundError):
         times.append((folder / _STAMP).stat().st_mtime)

@@ -98,7 +98,7 @@ class BitNetReader(ModuleReader):
         return grouped_matrix(module, 2, scales, zeros, groups, unpacked if is_packed else rounded)
 
     def _factor(self, module: str) -> float:
-        """What the ternary numbers of a module are multiplied by."""
+        """Factor of the ternary numbers of a module."""
         if module not in self._factors:
             name = f"{module}.weight_scale"
             if name in self._folder.tensors:

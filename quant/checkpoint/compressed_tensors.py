@@ -92,7 +92,7 @@ class _Rotation:
 class Rotations:
     """The rotations of a checkpoint, from its `transform_config`.
 
-    Raises: UnsupportedFormatError for a type or place of rotation that is not known, CorruptFileError for settings
+    Raises: UnsupportedFormatError for a type or location of rotation that is not known, CorruptFileError for settings
         without meaning.
     """
 
@@ -119,11 +119,11 @@ class Rotations:
         return None if found is None else found[1]
 
     def is_of_the_cache(self, tensor: str) -> bool:
-        """Whether a tensor is a rotation of queries or keys."""
+        """True if a tensor is a rotation of queries or keys."""
         return self._parts_of_the_cache.fullmatch(tensor) is not None
 
     def notices(self) -> list[str]:
-        """Say what is done about rotations."""
+        """Describe the treatment of rotations."""
         places = sorted({f"{one.name} ({one.location})" for one in self._online})
         notes = [f"the rotations {', '.join(places)} are folded into the weights they belong to"] if places else []
         if self._serves_the_cache:
@@ -134,7 +134,7 @@ class Rotations:
         return notes
 
     def apply_to(self, module: str) -> bool:
-        """Whether a module has rotations that are not in the stored numbers."""
+        """True if a module has rotations that are not in the stored numbers."""
         return any(one.applies_to(module) for one in self._online)
 
     def folded(self, module: str, matrix: StoredMatrix, has_bias: bool) -> StoredMatrix:
@@ -275,7 +275,7 @@ def _names(use: Mapping[str, Any], key: str) -> tuple[str, ...]:
 
 
 def _is_any(module: str, targets: tuple[str, ...]) -> bool:
-    """Whether a module is one of those named: by `re:` and a pattern, by its name, or by its class."""
+    """True if a module is one of those named: by `re:` and a pattern, by its name, or by its class."""
     return any(
         ModulePattern(target.removeprefix("re:")).matches(module)
         if target.startswith("re:")
@@ -334,7 +334,7 @@ class CompressedTensorsReader(ModuleReader):
         return super().split_name(name) if module is None else (module, "weight")
 
     def is_unused(self, name: str) -> bool:
-        """Whether a tensor is a rotation of a quantized KV cache."""
+        """True if a tensor is a rotation of a quantized KV cache."""
         return self._rotations is not None and self._rotations.is_of_the_cache(name)
 
     def shape(self, module: str) -> tuple[int, int]:
@@ -441,7 +441,7 @@ class CompressedTensorsReader(ModuleReader):
 
 @dataclass(frozen=True)
 class _Packing:
-    """How codes lie in words. num_words: of so many codes of so many bits; unpack: words [n, m] to codes [n, k]."""
+    """Packing of codes in words. num_words: of so many codes of so many bits; unpack: words [n, m] to codes [n, k]."""
 
     num_words: Callable[[int, int], int]
     unpack: Callable[[NDArray[np.int32], int], NDArray[np.uint8]]

@@ -252,8 +252,8 @@ _NAMES = {"F8_E4M3": "FP8 (E4M3)", "F8_E5M2": "FP8 (E5M2)"}
 class ScaleGrid:
     """Scales of a matrix: that of [r, k] is values[row_of[r], column_of[k]].
 
-    Shapes: values float32[a, b]; row_of int32[rows] below a; column_of int32[columns] below b. description: what shares
-    a scale.
+    Shapes: values float32[a, b]; row_of int32[rows] below a; column_of int32[columns] below b. description: the
+    elements that share a scale.
     """
 
     values: FloatArray
@@ -277,7 +277,7 @@ def block_of(sides: object) -> tuple[int, int]:
 
 
 def is_scaled(folder: CheckpointFolder, module: str) -> bool:
-    """Whether a module's weight is stored in one byte per element."""
+    """True if a module's weight is stored in one byte per element."""
     tensor = folder.tensors.get(f"{module}.weight")
     return tensor is not None and tensor.dtype in (*FP8_DTYPES, "I8")
 
@@ -293,8 +293,8 @@ def scaled_matrix(
 ) -> StoredMatrix:
     """Return a module's weight from `weight`, its scales and perhaps `weight_zero_point`.
 
-    integer_bits: what the settings say of integers. group_sizes: of the settings; any where there are none. block: rows
-    and columns that share a scale, if the scales' shape is that of blocks.
+    integer_bits: the width of integers by the settings. group_sizes: of the settings; any where there are none. block:
+    rows and columns that share a scale, if the scales' shape is that of blocks.
     Raises: CorruptFileError if a tensor is missing, of another type, or does not fit the others.
     """
     dtype = folder.tensor(f"{module}.weight").dtype

@@ -123,7 +123,7 @@ def num_values(text: str) -> int:
 
 
 class _Entry(NamedTuple):
-    """What a header says of a tensor: a tuple takes a third of the memory of an object with these names."""
+    """The entry of a tensor in a header: a tuple takes a third of the memory of an object with these names."""
 
     data_offsets: object
     dtype: object

@@ -23,7 +23,7 @@ of a step). So the zero point stays an integer:
 | scales beyond float16, other groups | | F32 | 32 |
 
 All of these give the same float32 weights, bit for bit, unless scales are stored as float32: they are rounded to
-float16, by 0.05 % at most, because 32 bits per weight would serve nobody. (A checkpoint with groups of 128 takes 4.16
+float16, by 0.05 % at most, because 32 bits per weight would be of no use. (A checkpoint with groups of 128 takes 4.16
 bits in its file; the rest here is that zero points take 16 bits, not 4, so that a tile's codes stay aligned.) Act-order
 checkpoints scatter the columns of a group; sorted by group (`in_group_order`), with activations in the same order, they
 are as good as any other.
@@ -82,7 +82,7 @@ class GroupedMatrix(StoredMatrix):
 
     @cached_property
     def is_in_order(self) -> bool:
-        """Whether the columns of every group are neighbours."""
+        """True if the columns of every group are neighbours."""
         return bool((np.diff(self.groups) >= 0).all())
 
     def in_group_order(self) -> tuple[NDArray[np.int32], "GroupedMatrix"]:
@@ -150,7 +150,7 @@ class GroupedMatrix(StoredMatrix):
 
     @property
     def scales_fit(self) -> bool:
-        """Whether float16 holds every scale, exactly but for float32's last bits."""
+        """True if float16 holds every scale, exactly but for float32's last bits."""
         return self._scale_change <= _MAX_SCALE_CHANGE
 
     @cached_property
@@ -204,7 +204,7 @@ def kernel_layout(matrices: Sequence[GroupedMatrix]) -> Layout:
 
 
 def stored_form(matrices: Sequence[StoredMatrix]) -> StoredForm:
-    """Say how a weight (a matrix, or a stack of experts) is stored and what it runs as."""
+    """Describe how a weight (a matrix, or a stack of experts) is stored and the layout it runs in."""
     type, first = common_type(matrices), matrices[0]
     name, bits = type.name, bits_per_weight(type)
     grouped = [matrix for matrix in matrices if isinstance(matrix, GroupedMatrix)]

@@ -110,7 +110,7 @@ class HqqReader(ModuleReader):
         scales: FloatArray,
         zeros: FloatArray,
     ) -> DecodedMatrix:
-        """Groups that no run of columns is: every weight is found by its place in the flattened matrix."""
+        """Groups that are not runs of columns: every weight is found by its index in the flattened matrix."""
 
         def read(rows: NDArray[np.intp]) -> FloatArray:
             flat = rows[:, None] * shape[1] + np.arange(shape[1])

@@ -1,4 +1,4 @@
-"""What a loader needs of a model on disk, whatever it is stored as."""
+"""The interface of a model on disk to a loader, of either kind of storage."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,8 +17,8 @@ class ModelFile(Protocol):
     """A model on disk, under GGUF's names: a GGUF file (`quant.gguf`), or a Hugging Face folder (`models.checkpoint`).
 
     `paths` are the files that make it up: equal bytes in them are an equal model. `num_bytes` is its size on disk.
-    `metadata` has GGUF's keys, values decoded. `tokenizer_error` says why its vocabulary is not among them, if one was
-    there that could not be read.
+    `metadata` has GGUF's keys, values decoded. `tokenizer_error` is the reason that its vocabulary is not among them,
+    if one was there that could not be read.
     """
 
     @property
@@ -58,7 +58,7 @@ class ModelFile(Protocol):
 
     @property
     def has_changed(self) -> bool:
-        """Whether a file of the model was written since it was opened, or another one has its name."""
+        """True if a file of the model was written since it was opened, or another one has its name."""
         ...
 
     def forget(self, name: str, first: int, end: int) -> None:

@@ -38,7 +38,7 @@ class ModulePattern:
         self._node = _Parser(text).whole()
 
     def matches(self, name: str) -> bool:
-        """Whether the beginning of a name matches, as `re.match` has it."""
+        """True if the beginning of a name matches, as by `re.match`."""
         return bool(self._node(name, frozenset((0,))))
 
 
@@ -130,7 +130,7 @@ class _Parser:
         else:
             return item
         if self._text[self._at : self._at + 1] == "?":
-            self._at += 1  # how many are tried first does not change whether there is a match
+            self._at += 1  # the order of trials does not change the result
         elif self._text[self._at : self._at + 1] in ("+", "*"):
             raise _unsupported(self._text, "possessive repetition is not known here")
         return lambda name, at: _repeat(item, name, at, low, high)

@@ -75,7 +75,7 @@ def words_of(folder: CheckpointFolder, name: str, dimensions: int) -> NDArray[np
 
 
 def bytes_of(folder: CheckpointFolder, name: str, dtypes: tuple[str, ...]) -> NDArray[np.uint8]:
-    """Return a matrix of one byte per element as uint8[rows, columns], whatever a byte stands for.
+    """Return a matrix of one byte per element as uint8[rows, columns], of any meaning of a byte.
 
     Raises: CorruptFileError if it is missing or of none of these types.
     """
@@ -141,7 +141,7 @@ def even_groups(num_columns: int, num_groups: int, group_size: int) -> NDArray[n
 
 
 def fp8_values(dtype: str) -> FloatArray:
-    """Return float32[256]: what each byte of F8_E4M3 (finite numbers and two NaN) or F8_E5M2 stands for.
+    """Return float32[256]: the numbers of the bytes of F8_E4M3 (finite numbers and two NaN) or F8_E5M2.
 
     Source: FP8 Formats for Deep Learning (arXiv 2209.05433), table 1.
     """
@@ -347,7 +347,7 @@ def common_type(matrices: Sequence[StoredMatrix]) -> TensorType:
 class StoredForm:
     """Matrices that a checkpoint stores alike and that run alike.
 
-    runs_as: the layout's or type's name; change: what becomes of the weights, empty where they stay as they are.
+    runs_as: the layout's or type's name; change: the rounding of weights, empty where they stay as they are.
     """
 
     description: str
@@ -381,8 +381,8 @@ _PROJECTIONS_OF_THE_CACHE = ("k_proj", "v_proj", "qkv_proj")
 class ModuleReader(ABC):
     """Reads the quantized modules of a checkpoint.
 
-    leaves: names of the tensors that together are a module's weight; usually the first holds its codes. notices: what
-    is to be said about the whole checkpoint.
+    leaves: names of the tensors that together are a module's weight; usually the first holds its codes. notices:
+    remarks about the whole checkpoint.
     """
 
     leaves: tuple[str, ...]
@@ -393,16 +393,16 @@ class ModuleReader(ABC):
         self._folder = folder
 
     def split_name(self, name: str) -> tuple[str, str]:
-        """Return a tensor's module, and what of it the tensor is."""
+        """Return a tensor's module, and the tensor's name in it."""
         module, _, leaf = name.rpartition(".")
         return module, leaf
 
     def codes_leaf(self, module: str) -> str | None:
-        """Return which of a module's tensors holds its codes, None for a module of plain numbers."""
+        """Return the name of the tensor of a module with its codes, None for a module of plain numbers."""
         return self.leaves[0] if f"{module}.{self.leaves[0]}" in self._folder.tensors else None
 
     def is_unused(self, name: str) -> bool:
-        """Whether a tensor changes nothing here; `notices` say so."""
+        """True if a tensor changes nothing here; `notices` say so."""
         return False
 
     def shape(self, module: str) -> tuple[int, int]:
@@ -415,9 +415,9 @@ class ModuleReader(ABC):
 
 
 def left_aside(names: Iterable[str], settings: Mapping[str, Any] | None) -> tuple[set[str], list[str]]:
-    """Return the tensors of a checkpoint that describe activations and a KV cache, and what is to be said about them.
+    """Return the tensors of a checkpoint that describe activations and a KV cache, and remarks about them.
 
-    settings: how the checkpoint says it is quantized; without them it has no such tensors.
+    settings: of the checkpoint's quantization; without them it has no such tensors.
 
     Activations are rounded in blocks of 32 by scales of their own here, or not at all, and the KV cache has types of
     its own, so that none of these scales applies.

@@ -1,4 +1,4 @@
-"""Whether and how a checkpoint's matrices are quantized.
+"""The reader of a checkpoint's quantization method.
 
 AutoRound's own format (arXiv 2309.05516): the packing of another tool, named by `packing_format`.
 
@@ -91,9 +91,9 @@ _FILES = ("quantize_config.json", "quant_config.json")
 
 
 def quantization_settings(folder: CheckpointFolder) -> dict[str, Any] | None:
-    """Return how a checkpoint says it is quantized, None where it says nothing.
+    """Return the settings of a checkpoint's quantization, None where it states none.
 
-    Raises: CorruptFileError if what it says is no object.
+    Raises: CorruptFileError if they are no object.
     """
     nested = folder.config.get("text_config")
     places = (
@@ -106,7 +106,7 @@ def quantization_settings(folder: CheckpointFolder) -> dict[str, Any] | None:
     if settings is None:
         settings = next((found for name in _FILES if (found := folder.json(name)) is not None), None)
         if settings is not None:
-            # Before config.json had a place for them, AutoGPTQ and AutoAWQ each wrote their settings into a file.
+            # Before config.json had a key for them, AutoGPTQ and AutoAWQ each wrote their settings into a file.
             is_awq = "w_bit" in settings or "zero_point" in settings
             settings = {"quant_method": "awq" if is_awq else "gptq", **settings}
     if settings is None:

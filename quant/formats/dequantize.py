@@ -34,14 +34,14 @@ from localinfer.types import FloatArray
 __all__ = ["dequantize", "group_scales", "levels_of", "quantize"]
 
 E2M1_VALUES = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=np.float32)
-"""Twice what the 16 codes of MXFP4 and NVFP4 stand for; their scales are halved to match."""
+"""Twice the values of the 16 codes of MXFP4 and NVFP4; their scales are halved to match."""
 
 _LEVELS: dict[TensorType, FloatArray] = {
     **dict.fromkeys((TensorType.IQ4_NL, TensorType.IQ4_XS), IQ4_VALUES),
     **dict.fromkeys((TensorType.MXFP4, TensorType.NVFP4), E2M1_VALUES),
     TensorType.Q1_0: np.array([-1, 1], np.float32),
 }
-"""What codes stand for, where they are not numbers themselves."""
+"""Values of codes, where they are not numbers themselves."""
 
 LEVEL_OFFSETS = {
     TensorType.Q4_0: 8,
@@ -50,7 +50,7 @@ LEVEL_OFFSETS = {
     TensorType.Q6_K: 32,
     **dict.fromkeys((TensorType.Q2_0, TensorType.TQ1_0, TensorType.TQ2_0), 1),
 }
-"""What is subtracted from codes that are numbers, 0 elsewhere."""
+"""Offsets that are subtracted from codes that are numbers, 0 elsewhere."""
 
 SUBTRACTS_MINIMUM = (TensorType.Q2_K, TensorType.Q4_K, TensorType.Q5_K)
 """Types that decode to scale * level - minimum, not + minimum."""
@@ -105,7 +105,7 @@ def _decode(blocks: Blocks, type: TensorType) -> FloatArray:
 
 
 def levels_of(blocks: Blocks, type: TensorType) -> FloatArray:
-    """What codes stand for before they are scaled, float32[blocks, columns of a block]."""
+    """Values of codes before they are scaled, float32[blocks, columns of a block]."""
     codes = unpack_codes(blocks, type)
     if type in _LEVELS:
         return _LEVELS[type][codes]

@@ -51,8 +51,8 @@ def encode(
 ) -> NDArray[np.uint8]:
     """Encode a matrix, using every thread of the pool.
 
-    importance: how much the square of an error in each column weighs (the mean square of what the column is multiplied
-    with), finite and not negative. Plain numbers, Q8_0 and MXFP4 do not use it.
+    importance: the weight of the square of an error in each column (the mean square of the column's inputs), finite and
+    not negative. Plain numbers, Q8_0 and MXFP4 do not use it.
 
     Shapes: source [rows, columns]; importance float32[columns]; result uint8[rows, row bytes].
     Raises: as `dequantize.quantize`.
@@ -88,7 +88,7 @@ def encode(
 
 
 def can_hold(type: TensorType, columns: int) -> bool:
-    """Whether rows of this many columns fill whole blocks of a type."""
+    """True if rows of this many columns fill whole blocks of a type."""
     return columns > 0 and columns % block_size(type) == 0
 
 

@@ -32,7 +32,7 @@ SMALLEST = np.float32(1e-15)
 """A group whose largest magnitude lies below this is encoded as zeros."""
 
 IQ4_VALUES = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=np.float32)
-"""What the 16 codes of IQ4_NL and IQ4_XS stand for."""
+"""Values of the 16 codes of IQ4_NL and IQ4_XS."""
 
 _IQ4_MIDDLES = (IQ4_VALUES[1:] + IQ4_VALUES[:-1]) / 2
 _TENTH = np.float32(0.1)
@@ -148,7 +148,7 @@ def fit_minimum(
 
     Tries num_steps + 1 scales: the inverse is (first + step * i + levels) / (maximum - minimum), with the best minimum
     found so far.
-    absolute: compare sums of weight * |error| in place of squares.
+    absolute: compare sums of weight * |error| instead of squares.
     """
     minimum, maximum = extremes(values)
     minimum = np.where(minimum > 0, np.float32(0), minimum)
@@ -264,8 +264,8 @@ _SEARCH_BY_IMPORTANCE = (-0.9, 0.05, 36)
 def quantize(values: Values, type: T, importance: Values | None = None) -> NDArray[np.uint8]:
     """Encode rows as blocks of a type.
 
-    importance: how much the square of an error in each column weighs (the mean square of what the column is multiplied
-    with), finite and not negative. Plain numbers, Q8_0 and MXFP4 do not use it.
+    importance: the weight of the square of an error in each column (the mean square of the column's inputs), finite and
+    not negative. Plain numbers, Q8_0 and MXFP4 do not use it.
 
     Shapes: values float32[..., columns]; importance float32[columns], or any shape that broadcasts to that of values;
         result uint8[..., row bytes].
@@ -391,7 +391,7 @@ def _iq4_nl(values: Values, importance: Values | None) -> Fields:
 
 
 _E2M1_MIDDLES = np.array([0.5, 1.5, 2.5, 3.5, 5, 7, 10], np.float32)
-"""Between two neighbours of what doubled E2M1 numbers stand for: the smaller one is taken there."""
+"""Between two neighbours of doubled E2M1 numbers: the smaller one is taken there."""
 
 
 def _mxfp4(values: Values) -> Fields:
@@ -517,7 +517,7 @@ _PLAIN: dict[T, Callable[[Values], Fields]] = {
     T.Q8_0: _q8_0,
     T.MXFP4: _mxfp4,
 }
-"""What importance does not change."""
+"""Encoders that importance does not change."""
 
 _SEARCHING: dict[T, Callable[[Values, Values | None], Fields]] = {
     T.IQ4_NL: _iq4_nl,

@@ -78,11 +78,11 @@ _ARRAY_TYPES: dict[str, tuple[ValueType, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class StoredValue:
-    """Where one metadata value lies in its file: bytes `start` up to `end`.
+    """Position of one metadata value in its file: bytes `start` up to `end`.
 
     `type` is the type of the value, or of the elements of an array; `count` is None unless the
-    value is an array. A string's bytes include its 8-byte length. `entries` is where each string of
-    an array of strings begins in the file, uint32[count], found by the one walk over them.
+    value is an array. A string's bytes include its 8-byte length. `entries` are the positions of the strings of
+    an array in the file, uint32[count], found by the one walk over them.
     """
 
     type: ValueType
@@ -93,7 +93,7 @@ class StoredValue:
 
     @property
     def description(self) -> str:
-        """What the value is, for messages: `uint32` or `array of 5 string`."""
+        """Description of the value, for messages: `uint32` or `array of 5 string`."""
         name = self.type.name.lower()
         return name if self.count is None else f"array of {self.count} {name}"
 
@@ -119,7 +119,7 @@ class GGUFHeader:
 def read_header(file: MappedFile, check: Callable[[], None] | None = None) -> GGUFHeader:
     """Walk the header of one GGUF file and check it against the specification and the file's size.
 
-    check: called every few milliseconds; what it raises ends the walk.
+    check: called every few milliseconds; an error that it raises ends the walk.
     Raises: CorruptFileError or UnsupportedFormatError, naming the key or tensor at fault.
     """
     return _Walk(file, check).header()
@@ -324,7 +324,7 @@ class _Walk:
         return TensorInfo(name, type, shape, offset)
 
     def place(self, tensors: dict[str, TensorInfo], alignment: int) -> dict[str, TensorInfo]:
-        """Turn offsets into places in the file, and prove that each extent lies inside, alone."""
+        """Turn offsets into positions in the file, and prove that each extent lies inside, alone."""
         data_start = -(-self.position // alignment) * alignment
         placed: dict[str, TensorInfo] = {}
         for name, info in tensors.items():

@@ -72,7 +72,7 @@ class MappedFile(Closing):
 
     @property
     def has_changed(self) -> bool:
-        """Whether the file was written since it was opened, or another one has its name; False once it is closed."""
+        """True if the file was written since it was opened, or another one has its name; False once it is closed."""
         with self._reading:
             if self._map is None:
                 return False
@@ -176,7 +176,7 @@ class FileStretch:
 
     @property
     def num_bytes(self) -> int:
-        """How many there are."""
+        """Length in bytes."""
         return self.end - self.start
 
     def read_into(self, parts: Sequence[tuple[int, memoryview]]) -> None:
@@ -195,7 +195,7 @@ class MappedFiles(Closing):
 
     @property
     def has_changed(self) -> bool:
-        """Whether one of the files was written since it was opened, or another one has its name."""
+        """True if one of the files was written since it was opened, or another one has its name."""
         return any(file.has_changed for file in self.files)
 
     def close(self) -> None:

@@ -79,7 +79,7 @@ class Metadata(Mapping[str, MetadataValue]):
         return key in self._values
 
     def stored(self, key: str) -> StoredValue:
-        """Return the type, length and place of a value without decoding it."""
+        """Return the type, length and position of a value without decoding it."""
         return self._values[key]
 
     def value_bytes(self, key: str) -> bytes:
@@ -199,7 +199,7 @@ class Metadata(Mapping[str, MetadataValue]):
         return found
 
     def _entries(self, key: str) -> tuple[StoredValue, NDArray[np.uint32]]:
-        """Where an array of strings lies, and each of them."""
+        """Positions of an array of strings, and of each of them."""
         stored = self._values.get(key)
         if stored is None or stored.entries is None:
             self._refuse(key, "an array of strings")
@@ -269,7 +269,7 @@ class GGUFFile(MappedFiles):
         }
 
     def replace_metadata(self, values: Mapping[str, SingleValue]) -> None:
-        """Go on as if the file held these values; it is left as it is."""
+        """Use these values instead of the file's, which is left as it is."""
         self.metadata = self.metadata.with_values(values)
 
     def tensor(self, name: str) -> TensorInfo:
@@ -308,7 +308,7 @@ class GGUFFile(MappedFiles):
 def read_gguf(path: str | os.PathLike[str], check: Callable[[], None] | None = None) -> GGUFFile:
     """Open the GGUF model at `path`; any part of a split model opens all of them.
 
-    check: called every few milliseconds; what it raises ends the reading.
+    check: called every few milliseconds; an error that it raises ends the reading.
     Raises: ModelFileError if a file cannot be opened, CorruptFileError or UnsupportedFormatError
         if a file is not sound GGUF, naming the key, tensor or part at fault.
     """

@@ -77,7 +77,7 @@ def copy_values(metadata: Mapping[str, object]) -> dict[str, EncodedValue]:
 class GGUFWriter:
     """A GGUF file being written; use it as a context manager, and give it every tensor's bytes in order.
 
-    Leaving the block without an error proves that all bytes were written, and puts the file in its place.
+    Leaving the block without an error proves that all bytes were written, and gives the file its name.
 
     Raises: RequestError for names, shapes or amounts that make no file, and where the system refuses.
     """

@@ -25,7 +25,7 @@ from localinfer.quant.gguf.mapped_file import FileStretch
 from localinfer.types import FloatArray
 
 Rounding = Callable[[FloatArray, FloatArray], FloatArray]
-"""Weights float32[rows, columns] and importance float32[columns] to what the target type makes of the weights."""
+"""Weights float32[rows, columns] and importance float32[columns] to the weights as the target type rounds them."""
 
 TOKENS_SAMPLED = 512
 ROWS_SAMPLED = 256
@@ -38,7 +38,7 @@ _INT8_BLOCK = 32
 
 
 class ScaleFamily(Enum):
-    """What scales are made of, a power of each; `alpha` is that of the inputs."""
+    """Sizes that scales are made of, a power of each; `alpha` is that of the inputs."""
 
     INPUTS = "input_rms ** alpha"
     INPUTS_AND_WEIGHTS = "input_rms ** alpha / weight_mean ** (1 - alpha)"
@@ -68,7 +68,7 @@ class ReadingMatrix:
 
 @dataclass(frozen=True)
 class ScaleChoice:
-    """Scales float32[channels] and what they are worth: the loss with them over the loss without. Both are 1 where
+    """Scales float32[channels] and their effect: the loss with them over the loss without. Both are 1 where
     scaling does not help."""
 
     scales: FloatArray
@@ -188,7 +188,7 @@ class ScaleSearch:
 
 
 def round_activations(x: FloatArray) -> FloatArray:
-    """What int8 kernels make of activations: per row and 32 columns a scale of largest / 127, to the nearest even.
+    """Activations as int8 kernels round them: per row and 32 columns a scale of largest / 127, to the nearest even.
 
     Columns that do not fill blocks stay as they are: such matrices have no int8 kernel.
     Shapes: float32[tokens, columns].
@@ -219,7 +219,7 @@ Factors = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class TensorFactors:
-    """What a tensor is multiplied by; None is 1.
+    """Factors of a tensor; None is 1.
 
     Shapes: rows float64[rows], or float64[matrices, rows] where every matrix of a stack has its own; columns alike. A
     vector has columns only, and float64[experts, columns] fit one vector per expert.
@@ -288,7 +288,7 @@ class ScaledModel:
 
     @property
     def has_changed(self) -> bool:
-        """Whether a file of the model was written since it was opened, or another one has its name."""
+        """True if a file of the model was written since it was opened, or another one has its name."""
         return self._model.has_changed
 
     def forget(self, name: str, first: int, end: int) -> None:

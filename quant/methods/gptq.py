@@ -39,7 +39,7 @@ FEW_TOKENS_DAMPING = 0.05
 """The same where tokens are fewer than twice the columns, or where H cannot be factored with less."""
 
 SHIFT = 0.5
-"""How much of the error of earlier layers a matrix compensates for; all of it fits the calibration text too closely."""
+"""Share of the error of earlier layers that a matrix compensates for; all of it fits the text too closely."""
 
 _HESSIAN_BLOCK = 128
 

@@ -55,7 +55,7 @@ class ProductVisitor(Protocol):
     """Called with every product of a model, in the order in which they are computed."""
 
     def visit(self, product: LinearProduct) -> Sequence[FloatArray | None]:
-        """Look at a product; return per matrix what the quantized model has in its place, None for the same.
+        """Look at a product; return per matrix its values in the quantized model, None for the same.
 
         Shapes: as `MatrixPart.values`. Arrays of the product are valid during the call only.
         """
@@ -68,7 +68,7 @@ _SUMS, _COUNTS = ".in_sum2", ".counts"
 
 @dataclass(frozen=True)
 class Importance:
-    """What an imatrix file says. `mean_squares`: by tensor name, float32[experts, columns]; one expert where dense."""
+    """An imatrix file. `mean_squares`: by tensor name, float32[experts, columns]; one expert where dense."""
 
     name: str
     mean_squares: Mapping[str, NDArray[np.float32]]
@@ -107,7 +107,7 @@ class ImportanceVisitor:
         return [None] * len(product.matrices)
 
     def importance(self, dataset: str, num_chunks: int) -> Importance:
-        """What was found, tensors in the order in which they were visited."""
+        """The result, tensors in the order in which they were visited."""
         found: dict[str, FloatArray] = {}
         for name, means in self._means.items():
             assert sorted(means) == list(range(len(means))), f"{name}: every expert of a stack is visited"

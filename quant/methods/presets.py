@@ -1,4 +1,4 @@
-"""Which type each tensor gets when a model is quantized: the presets of llama.cpp, rule by rule.
+"""Choice of a type for each tensor of a model to be quantized: the presets of llama.cpp, rule by rule.
 
 A preset names one type for most matrices and spends more bits where they buy most: on the output, on values and on
 what leaves the feed-forward, more so in the first and last layers. A row that does not fill whole blocks falls back to
@@ -28,7 +28,7 @@ class Preset:
 
     @property
     def is_plain(self) -> bool:
-        """Whether all matrices become plain numbers, so that nothing is to be fitted."""
+        """True if all matrices become plain numbers, so that nothing is to be fitted."""
         return self.default in (TensorType.F16, TensorType.BF16)
 
 
@@ -54,7 +54,7 @@ _FILE_TYPES = {
     "MXFP4_MOE": 38,
 }
 _DEFAULTS = {"MXFP4_MOE": _T.Q8_0}
-"""Where a preset is not named after the type of most of its matrices."""
+"""Types of most matrices of presets that are not named after them."""
 PRESETS = {
     name: Preset(name, file_type, _DEFAULTS.get(name) or TensorType[re.sub("_[SML]$", "", name)])
     for name, file_type in _FILE_TYPES.items()
@@ -68,7 +68,7 @@ _SMALLER_BLOCKS = {
     _T.Q6_K: _T.Q8_0,
     _T.IQ4_XS: _T.IQ4_NL,
 }
-"""Where a row is not a multiple of 256. What 32 does not divide either becomes F16."""
+"""Types of rows that are not a multiple of 256. Rows that 32 does not divide either become F16."""
 
 _LAYER = re.compile(r"blk\.(\d+)\.(.+)\.weight")
 
@@ -125,7 +125,7 @@ class ModelFacts:
 
     @property
     def shares_values(self) -> bool:
-        """Whether four or more query heads share one value head: each bit of it then counts more."""
+        """True if four or more query heads share one value head: each bit of it then counts more."""
         return self.num_kv_heads > 0 and self.num_heads // self.num_kv_heads >= 4
 
     @property
@@ -135,7 +135,7 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class TypeChoice:
-    """What a tensor becomes. `wanted` is the preset's type, whose blocks a row of this length may not fill."""
+    """The type that a tensor gets. `wanted` is the preset's type, whose blocks a row of this length may not fill."""
 
     type: TensorType
     wanted: TensorType
@@ -154,7 +154,7 @@ def find_preset(name: str) -> Preset:
 
 
 def is_quantized(record: TensorRecord) -> bool:
-    """Whether presets touch this tensor at all: matrices of weights, but for the small ones that decide much."""
+    """True if presets touch this tensor at all: matrices of weights, but for the small ones that decide much."""
     is_matrix = len(record.shape) >= 2 and record.shape[-2] * record.shape[-1] > record.shape[-1]
     return is_matrix and record.name.endswith("weight") and _NEVER.search(record.name) is None
 

@@ -34,7 +34,7 @@ _FACTORED_AT_ONCE = 256
 _LEAST_BYTES = 4 << 20
 """Smaller arrays are left to the allocator."""
 _FREE_BYTES = 256 << 20
-"""How much unused memory is kept."""
+"""Unused memory that is kept."""
 _WASTE = 2
 """An array may lie in memory of so many times its size."""
 
@@ -84,7 +84,7 @@ class BufferPool:
 class Workers(Closing):
     """A number of threads; a context manager, inside of which BLAS computes with one thread per call everywhere.
 
-    memory: where large results lie. device: that of torch's which computes in place of NumPy, None for none
+    memory: where large results lie. device: that of torch's which computes instead of NumPy, None for none
     (`TorchWorkers`).
     """
 

@@ -1,4 +1,4 @@
-"""Which layout a tensor runs in, and how the types that a device's kernels do not read become one that they do.
+"""Choice of the layout that a tensor runs in, and conversion of the types that a device's kernels do not read.
 
 Most types run as they lie in the file. Every other goes to the smallest layout that holds its weights exactly; where
 none does, to Q8_0, whose rounding lies far below what the type itself lost. CUDA kernels read fewer types than those of
@@ -43,7 +43,7 @@ _OWN_LAYOUTS = {TensorType[layout.name]: layout for layout in GGUF_LAYOUTS}
 
 @dataclass(frozen=True)
 class _Conversion:
-    """How a type changes: its layout, the writer of that layout's blocks, and what happens to the weights."""
+    """Change of a type: its layout, the writer of that layout's blocks, and the rounding of weights."""
 
     layout: Layout
     fields: Callable[[Blocks, TensorType], Fields]
@@ -51,7 +51,7 @@ class _Conversion:
 
 
 def runs_directly(type: TensorType, layouts: Collection[Layout] = GGUF_LAYOUTS) -> bool:
-    """Whether kernels of these layouts read this type at the density of the file."""
+    """True if kernels of these layouts read this type at the density of the file."""
     return type in _OWN_LAYOUTS and _OWN_LAYOUTS[type] in layouts
 
 
@@ -64,7 +64,7 @@ def layout_of(type: TensorType, layouts: Collection[Layout] = GGUF_LAYOUTS) -> L
 
 
 def conversion_note(type: TensorType, layouts: Collection[Layout] = GGUF_LAYOUTS) -> str:
-    """Say in one line what a type runs as, the bits per weight before and after, and whether weights change."""
+    """Describe in one line the layout of a type, the bits per weight before and after, and the change of weights."""
     before = bits_per_weight(type)
     if runs_directly(type, layouts):
         return f"{type.name} runs as it is in the file, {before:g} bits per weight"
@@ -131,7 +131,7 @@ def _mxfp4(blocks: Blocks, type: TensorType) -> Fields:
 
 
 def _scales_fit(blocks: Blocks) -> bool:
-    """Whether float16 holds every MXFP4 scale that multiplies a weight: exponents -24 to 15."""
+    """True if float16 holds every MXFP4 scale that multiplies a weight: exponents -24 to 15."""
     step = max(1, WEIGHTS_PER_CHUNK // block_size(TensorType.MXFP4))
     for first in range(0, len(blocks), step):
         chunk = blocks[first : first + step]

@@ -54,7 +54,7 @@ class PartialResults:
             )
 
     def load(self) -> tuple[int, list[FloatArray]] | None:
-        """Layers done and what the next one reads; None if there is nothing, or nothing whole, of this identity."""
+        """Layers done and the input of the next one; None if there is nothing, or nothing whole, of this identity."""
         try:
             about = json.loads((self.folder / _ABOUT).read_text(encoding="utf-8"))
             if about != {"identity": self._identity}:
@@ -70,7 +70,7 @@ class PartialResults:
         return num_layers, hidden
 
     def save(self, num_layers: int, tensors: Mapping[str, PreparedTensor], hidden: Sequence[FloatArray]) -> None:
-        """Keep the tensors of layer num_layers - 1, and what the next layer reads.
+        """Keep the tensors of layer num_layers - 1, and the input of the next layer.
 
         Raises: RequestError where the system refuses.
         """
@@ -106,7 +106,7 @@ class PartialResults:
 
 
 def _is_ours(folder: Path) -> bool:
-    """Whether a folder has partial results, or nothing yet: a run that was killed may have begun its first file."""
+    """True if a folder has partial results, or nothing yet: a run that was killed may have begun its first file."""
     return folder.is_dir() and ((folder / _ABOUT).exists() or all(is_temporary(path.name) for path in folder.iterdir()))
 
 
@@ -159,7 +159,7 @@ _NOT_COPIED = ("split.", "quantize.imatrix.", "GGUF.")
 
 @dataclass(frozen=True)
 class TensorReport:
-    """What became of a tensor.
+    """Result for one tensor.
 
     relative_error: root of sum(weight * error^2) / sum(weight * value^2), weighted by importance where there is some,
         on sampled rows; of a tensor quantized by calibration, the same of its answers (`PreparedTensor`); None for a
@@ -178,13 +178,13 @@ class TensorReport:
 
     @property
     def was_quantized_before(self) -> bool:
-        """Whether it was rounded a second time: its source held blocks already."""
+        """True if it was rounded a second time: its source held blocks already."""
         return self.relative_error is not None and self.source_type not in _PLAIN
 
 
 @dataclass(frozen=True)
 class QuantizedModel:
-    """What was written: `num_bytes` is the file's size."""
+    """The written file: `num_bytes` is its size."""
 
     path: Path
     num_bytes: int
@@ -287,7 +287,7 @@ class _TensorWriting:
         return self._report(error, is_calibrated=False)
 
     def run_prepared(self, prepared: PreparedTensor, advance: Callable[[int], None]) -> TensorReport:
-        """Write what a calibration pass made of the tensor."""
+        """Write the tensor as a calibration pass has quantized it."""
         assert prepared.type is self.choice.type, f"{self.record.name} was prepared for another preset"
         self.writer.write(prepared.blocks)
         advance(math.prod(self.record.shape))

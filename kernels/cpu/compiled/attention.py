@@ -46,13 +46,13 @@ from localinfer.kernels.kv_layout import PAGE_TOKENS
 
 @inline
 def most_chosen(p: int, position: int) -> int:
-    """How many positions a row at `position` attends to at most."""
+    """Maximum positions that a row at `position` attends to."""
     return min(ATTENTION.chosen_count(p) * ATTENTION.chosen_block(p), position + 1)
 
 
 @inline
 def num_chosen(p: int, entries: int, position: int) -> int:
-    """How many positions the list of a row holds; only its last block may end behind the row's own."""
+    """Number of positions in the list of a row; only its last block may end behind the row's own."""
     size = ATTENTION.chosen_block(p)
     blocks = min(ATTENTION.chosen_count(p), position // size + 1)
     last = np.int64(load_f32(entries + 4 * (blocks - 1)))
@@ -132,7 +132,7 @@ def _copy_values(p: int, source: int, from_slot: int, target: int, to_slot: int)
 
 @inline
 def _value_byte(values: int, slot: int, share: int, columns: int) -> int:
-    """Where the first byte of a position's codes is, of pairs of positions or of fours in the order 0, 2, 1, 3."""
+    """Address of the first byte of a position's codes, of pairs of positions or of fours in the order 0, 2, 1, 3."""
     if share == 2:
         return values + slot // 2 * 2 * columns + slot % 2
     return values + slot // 4 * 2 * columns + slot % 2 * 2 + slot % 4 // 2

@@ -10,7 +10,7 @@ SCORE_STRIDE = 4 * CHUNK_TOKENS
 CODE_STRIDE = 2 * CHUNK_TOKENS
 """Bytes from one query's int16 weights of a chunk to the next one's."""
 WEIGH_BYTES = SCORE_STRIDE + 8 * CODE_STRIDE + 64
-"""What `weigh_codes` works in: scaled weights, int16 weights, then per query a scale and a start."""
+"""Memory that `weigh_codes` works in: scaled weights, int16 weights, then per query a scale and a start."""
 
 QUERY_TABLE = 0
 """Addresses of up to eight queries."""

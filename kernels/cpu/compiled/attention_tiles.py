@@ -96,7 +96,7 @@ def fetch(emit: Emitter, *addresses: Value) -> None:
 
 
 def operands(emit: Emitter, p: Value, memory: Value, names: str) -> tuple[Value, list[Value]]:
-    """How many queries are computed at once, and words of the op's parameters."""
+    """Number of queries that are computed at once, and words of the op's parameters."""
     return emit.load(memory, I64, scratch.COUNT, align=8), words_of(emit, ATTENTION, p, names)
 
 

@@ -25,7 +25,7 @@ _BITS = 11
 
 @inline
 def _is_split(batch: int, num_threads: int) -> bool:
-    """Whether the scores of a batch are computed before, by all threads."""
+    """True if the scores of a batch are computed before, by all threads."""
     return num_threads > 1 and num_rows(batch, 0) <= SPLIT_ROWS
 
 

@@ -92,7 +92,7 @@ class Tile:
         return emit.splat(b.add(word, b.ashr(word, I32(1))))
 
     def accumulate(self, total: Value, dot: Value, weight_scale: Value, record: Value) -> Value:
-        """total + dot * (weight scale * activation scale): the one place where an integer dot becomes a float."""
+        """total + dot * (weight scale * activation scale): only here does an integer dot become a float."""
         emit = self.emit
         scale = emit.mul(weight_scale, self.record_float(record, SCALE))
         return emit.fma(emit.to_float(dot), scale, total)
@@ -403,7 +403,7 @@ def bit_pair_body(tile: Tile, super_block: Value, totals: list[Value]) -> list[V
 
 
 def _place(tile: Tile, k: int) -> int:
-    """Where the bits of codes of block k are multiplied.
+    """Bit at which codes of block k are multiplied.
 
     For few rows, where they are, and the sum is shifted instead: one shift for four vectors. The highest are moved by
     one pair, because products take codes up to 127.
@@ -417,7 +417,7 @@ def _moved_back(tile: Tile, dot: Value, k: int) -> Value:
 
 
 def _start(tile: Tile, record: Value, k: int, part: int) -> Value:
-    """What the sum of a group of 16 columns starts from: their offset times the sum of activations."""
+    """Start of the sum of a group of 16 columns: their offset times the sum of activations."""
     if tile.layout is Layout.Q2_K:
         return tile.emit.zeros(I32)
     b, emit = tile.emit.builder, tile.emit

@@ -22,7 +22,7 @@ from localinfer.kernels.layouts import Layout, grid_vectors
 
 IQ4_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 E2M1_CODES = tuple(12 + level for level in (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12))
-"""Twice what the codes of E2M1 stand for, plus 12."""
+"""Twice the values of the codes of E2M1, plus 12."""
 
 
 def iq4_body(tile: Tile, unit: Value, totals: list[Value]) -> list[Value]:
@@ -114,7 +114,7 @@ def _half_of_e4m3(tile: Tile, words: Value) -> Value:
     """Half of the unsigned E4M3 numbers (bias 7) in the low bytes of words; 0x7F is read as zero, bit 7 ignored."""
     emit, b = tile.emit, tile.emit.builder
     code = b.and_(words, emit.splat_constant(I32, 255))
-    # In float32's place the exponent is 119 short (120, and 1 for the half); the product is right for subnormals too.
+    # As a float32 its exponent is 119 short (120, and 1 for the half); the product is right for subnormals too.
     bits = b.shl(b.and_(code, emit.splat_constant(I32, 127)), emit.splat_constant(I32, 20))
     value = emit.mul(emit.bitcast(bits, vector(F32)), emit.splat_constant(F32, 2.0**119))
     is_nan = b.icmp_unsigned("==", code, emit.splat_constant(I32, 127))
@@ -130,7 +130,7 @@ class _Block:
     """32 columns of sixteen rows."""
 
     indices: Sequence[Value]
-    """Addresses of vectors of low bytes of places in the grid, four to a lane."""
+    """Addresses of vectors of low bytes of grid indices, four to a lane."""
     high: Sequence[Sequence[Value]]
     """For each such vector, masks of the bits above."""
     signs: Sequence[Value]
@@ -216,9 +216,9 @@ def _by_shuffles(tile: Tile, block: _Block) -> list[Value]:
 
 
 def _codes_at(emit: Emitter, packed: Value, place: int, levels: Sequence[int], bits: int) -> Value:
-    """Biased levels of four codes, the first at a place (in bits) of every lane."""
+    """Biased levels of four codes, the first at a bit of every lane."""
     codes = emit.bits_to_bytes(packed, [place + bits * column for column in range(4)])
-    # The bits above a code belong to others: every place that they can lead to holds the same.
+    # The bits above a code belong to others: every entry that they can lead to holds the same.
     table = [BIAS + level for level in levels] + [0] * ((1 << bits) - len(levels))
     operands = [ir.Constant(vector(I8, 64), table * (64 >> bits)), codes]
     return emit.call("llvm.x86.avx512.permvar.qi.512", vector(I8, 64), operands)
@@ -241,7 +241,7 @@ def _look_up(emit: Emitter, table: NDArray[np.uint8], indices: Value, high: Sequ
 
 
 def _small_codes(layout: Layout) -> tuple[list[int], tuple[NDArray[np.uint8], NDArray[np.uint8]]]:
-    """The levels of a grid, and its vectors as two bytes of places in them."""
+    """The levels of a grid, and its vectors as two bytes of indices into them."""
     grid = grid_vectors(layout.name)
     levels = np.unique(grid)
     codes = np.searchsorted(levels, grid).astype(np.uint8).reshape(len(grid), 2, -1)
@@ -308,18 +308,18 @@ def _odd_codes(tile: Tile, header: Value, offset: int, index: Value) -> list[Val
 
 
 def _odd(tile: Tile, words: Value, start: Value) -> Value:
-    """2 * s + 1 of the four bits at a place of every word."""
+    """2 * s + 1 of four bits of every word, from `start` on."""
     b, emit = tile.emit.builder, tile.emit
     code = b.and_(b.lshr(words, emit.splat(b.trunc(start, I32))), emit.splat_constant(I32, 15))
     return b.add(b.add(code, code), emit.splat_constant(I32, 1))
 
 
 _EIGHTHS = 0x8888888888888888
-"""Where masks of columns 4 to 7 of eight have the eighth."""
+"""Bits of the eighth column in masks of columns 4 to 7 of eight."""
 
 
 def _even_signs(tile: Tile, place: Value, offset: int) -> tuple[list[Value], Value]:
-    """Signs of which every eighth makes the number of minus signs even, and a mask of the bits stored in its place."""
+    """Signs of which every eighth makes the number of minus signs even, and a mask of the bits stored instead of it."""
     b, emit = tile.emit.builder, tile.emit
     masks = _masks(tile, place, offset, 8)
     others = emit.i64(0)
@@ -365,7 +365,7 @@ def _iq2_s(tile: Tile, header: Value, body: Value, index: Value) -> _Block:
 
 
 def _four_levels(tile: Tile, body: Value, index: Value) -> list[Value]:
-    """Where two vectors of indices of vectors of four are."""
+    """Addresses of two vectors of indices of vectors of four."""
     place = tile.at(body, index, 128)
     return [place, tile.emit.builder.add(place, tile.emit.i64(64))]
 

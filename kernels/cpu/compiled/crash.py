@@ -1,7 +1,7 @@
-"""The handler of signals that end a process: it writes where every thread's op was recorded to have been.
+"""The handler of signals that end a process: it writes the op that every thread was recorded to be in.
 
 It calls nothing but system calls and takes no lock, as a handler must: it copies text that was prepared, and digits,
-and leaves the rest to whoever handled the signal before.
+and leaves the rest to the handler that was there before.
 """
 
 import numpy as np
@@ -47,7 +47,7 @@ from localinfer.kernels.cpu.parameters import RUN
 from localinfer.kernels.jit.numba import entry, inline
 
 _SPINS = 100_000_000
-"""How long a second thread that crashes waits for the first one's report."""
+"""Wait of a second thread that crashes for the first one's report."""
 
 
 @emitted(types.int64)
@@ -119,7 +119,7 @@ def _find_thread(area: int) -> tuple[int, int]:
 
 @inline
 def _append_kernel(area: int, at: int, phrase: int, place: int) -> int:
-    """The phrase and the kernel whose code is at a place; nothing if it is none's."""
+    """The phrase and the kernel whose code is at an address; nothing if it is none's."""
     for index in range(CRASH_AREA.num_kernels(area)):
         kernel = CRASH_AREA.kernels(area) + KERNEL_BYTES * index
         if KERNEL.first(kernel) <= place < KERNEL.end(kernel):
@@ -129,7 +129,7 @@ def _append_kernel(area: int, at: int, phrase: int, place: int) -> int:
 
 @inline
 def _append_op(area: int, at: int, op: int) -> int:
-    """What is known of an entry of a tape, or else of the kernel it calls."""
+    """Description of an entry of a tape, or else of the kernel it calls."""
     for index in range(CRASH_AREA.num_tapes(area)):
         tape = CRASH_AREA.tapes(area) + TAPE_BYTES * index
         first, end = TAPE.first(tape), TAPE.end(tape)
@@ -158,7 +158,7 @@ def _append_runs(area: int, at: int, control: int) -> int:
 
 @inline
 def _is_fault(info: int) -> bool:
-    """Whether an instruction caused the signal, not a program that sent it."""
+    """True if an instruction caused the signal, not a program that sent it."""
     code = load_u32_anywhere(info + crash_reports.CODE_OFFSET)
     return code != 0 and code < crash_reports.SENT_BY_PROGRAM
 

@@ -142,13 +142,13 @@ def _pass(
 
 @inline
 def _key_head(p: Any, head: int) -> int:
-    """Whose keys and queries a head of values uses."""
+    """The head whose keys and queries a head of values uses."""
     return head % p.key_heads if p.is_tiled != 0 else head // (p.heads // p.key_heads)
 
 
 @inline
 def _is_first_of(p: Any, head: int) -> bool:
-    """Whether this is the first head with its keys."""
+    """True for the first head with its keys."""
     return head < p.key_heads if p.is_tiled != 0 else head % (p.heads // p.key_heads) == 0
 
 
@@ -259,7 +259,7 @@ def _prepare_wkv(
     emit: Emitter, receptance: Value, decay: Value, key: Value, rate: Value, key_scale: Value, rate_scale: Value,
     bonus_scale: Value, removed: Value, queries: Value, row: Value, products: Value, stride: Value, count: Value,
 ) -> None:  # fmt: skip
-    """What a head's row does to its state.
+    """Vectors with which a head's row changes its state.
 
     removed: the scaled key at unit length. queries: decay * receptance. row: decays, keys, and minus rate * removed,
     `stride` bytes apart. products: of receptance with keys, with the last, and with bonus_scale * keys.

@@ -283,7 +283,7 @@ def _write_row(emit: Emitter, formula: Formula, out: Value, a: Value, b: Value, 
 
 @emitted(VOID, LITERAL, *[ADDRESS] * 3, FLOAT, types.int64)
 def elementwise_row(emit: Emitter, code: int, out: Value, a: Value, b: Value, scalar: Value, count: Value) -> None:
-    """out = formula(a, b, scalar) over a stretch of columns; code: the formula's place in FORMULAS."""
+    """out = formula(a, b, scalar) over a stretch of columns; code: the formula's index in FORMULAS."""
     _write_row(emit, list(FORMULAS.values())[code], out, a, b, scalar, count)
 
 
@@ -459,7 +459,7 @@ def multiply_by_row(p: Any, batch: int, thread: int, row: int, part: int) -> Non
 
 @row_op(ELEMENTWISE)
 def gaussian_top_k(p: Any, batch: int, thread: int, row: int, part: int) -> None:
-    """What exceeds the mean by so many standard deviations, and 0 elsewhere."""
+    """The excess over the mean and so many standard deviations, and 0 elsewhere."""
     gaussian_top_k_row(p.out + row * p.out_stride, p.a + row * p.a_stride, p.scalar, p.columns)
 
 

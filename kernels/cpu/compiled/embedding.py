@@ -198,7 +198,7 @@ def _q6_k(block: int, column: int) -> float:
 
 @emitted(types.int64, LITERAL, ADDRESS)
 def _grid_level(emit: Emitter, layout: int, place: Value) -> Value:
-    """The level at a place of a grid: its vector's number times the vector's length, plus the column in it."""
+    """The level at an offset in a grid: its vector's number times the vector's length, plus the column in it."""
     byte = emit.load(emit.builder.add(grid_address(emit, Layout(layout)), place), I8)
     return emit.builder.sub(emit.builder.zext(byte, I64), emit.i64(BIAS))
 

@@ -60,7 +60,7 @@ def target_isa(context: Any) -> ISA:
 
 
 def _converts_halves(context: Any) -> bool:
-    """Whether the target converts float16 itself; elsewhere LLVM calls a function that no process is sure to have."""
+    """True if the target converts float16 itself; elsewhere LLVM calls a function that no process is sure to have."""
     is_arm = context.codegen().magic_tuple()[0].startswith(("aarch64", "arm64"))
     return is_arm or "f16c" in _target_features(context)
 
@@ -74,7 +74,7 @@ class Emitter:
         self.isa = target_isa(context)
         self._converts_halves = _converts_halves(context)
         self.has_byte_permutes = self.isa is ISA.AVX512_VNNI and "avx512vbmi" in _target_features(context)
-        """Whether bytes can be shuffled and shifted across a whole vector of 64 (AVX-512 VBMI)."""
+        """Bytes can be shuffled and shifted across a whole vector of 64 (AVX-512 VBMI)."""
 
     # Constants and conversions
 
@@ -112,7 +112,7 @@ class Emitter:
             return builder.fpext(builder.bitcast(bits, half), single)
         word = builder.zext(bits, wide)
         sign = builder.shl(builder.and_(word, self._constant(wide, 0x8000)), self._constant(wide, 16))
-        # Shifted into float32's place, the exponent is 112 short; a product puts it right, for subnormal numbers too.
+        # Shifted to float32's bits, the exponent is 112 short; a product corrects it, for subnormal numbers too.
         magnitude = builder.shl(builder.and_(word, self._constant(wide, 0x7FFF)), self._constant(wide, 13))
         scaled = builder.fmul(builder.bitcast(magnitude, single), self._constant(single, 2.0**112))
         finite = builder.bitcast(scaled, wide)
@@ -301,14 +301,14 @@ class Emitter:
         return self.builder.shuffle_vector(value, value, mask)
 
     def shuffle(self, value: Value, places: Sequence[int]) -> Value:
-        """The lanes at these places, which are constants."""
+        """The lanes of these numbers, which are constants."""
         mask = ir.Constant(vector(I32, len(places)), list(places))
         return self.builder.shuffle_vector(value, ir.Constant(value.type, ir.Undefined), mask)
 
     def bits_to_bytes(self, value: Value, places: Sequence[int]) -> Value:
-        """The eight bits from each of four places of every lane of 32 bits; only where `has_byte_permutes`.
+        """Eight bits from each of four positions of every lane of 32 bits; only where `has_byte_permutes`.
 
-        Bits around a place that lie outside of the lane are the other's of a pair.
+        Bits around a position that lie outside of the lane are the other's of a pair.
         """
         control = [(32 * (byte // 4 % 2) + places[byte % 4]) % 64 for byte in range(64)]
         operands = [ir.Constant(vector(I8, 64), control), value]
@@ -324,7 +324,7 @@ class Emitter:
         return values[0]
 
     def transpose(self, rows: Sequence[Value]) -> list[Value]:
-        """Sixteen vectors of sixteen lanes as a matrix, its columns in place of its rows."""
+        """Sixteen vectors of sixteen lanes as a matrix, transposed."""
         masks = [
             ir.Constant(vector(I32), [lane for i in range(8) for lane in (half + i, half + i + 16)]) for half in (0, 8)
         ]
@@ -369,12 +369,12 @@ class Emitter:
         return self._dot_generic(total, levels, x)
 
     def biased_start(self, minus_128_sums: Value) -> Value:
-        """What a chain of `dot_biased` starts from: -128 * sum(x) where bytes are multiplied unsigned, else 0."""
+        """The start of a chain of `dot_biased`: -128 * sum(x) where bytes are multiplied unsigned, else 0."""
         return minus_128_sums if self._multiplies_unsigned else self.zeros(I32)
 
     @property
     def _multiplies_unsigned(self) -> bool:
-        """Whether dot products take weights as unsigned bytes."""
+        """True if dot products take weights as unsigned bytes."""
         return self.isa in (ISA.AVX512_VNNI, ISA.AVX_VNNI)
 
     def lookup(self, table: Sequence[int], codes: Value) -> Value:

@@ -240,8 +240,8 @@ def round_block(parameters: int) -> int:
     """Round some columns; return 0.
 
     Parameters: first column, end, vectors of rows, bytes from column to column, wanted, given, errors, levels, decoded,
-    weights, bytes from row to row of them, group of each column, place of each column, scales, minimums, lowest level,
-    highest level.
+    weights, bytes from row to row of them, group of each column, position of each column, scales, minimums, lowest
+    level, highest level.
     """
     p = ROUND_COLUMNS.load(parameters)
     for part in range(p.vectors):

@@ -1,4 +1,4 @@
-"""How the searching encoders choose a grid, for sixteen rows at once: the compiled twin of `quant.reference_fits`.
+"""Searches for an encoder's grid, for sixteen rows at once: the compiled twin of `quant.formats.reference_encoders`.
 
 Groups lie in memory column after column, each the sixteen lanes of one column. Sums run in that order and products are
 taken from left to right, so that every lane gets the oracle's bits.
@@ -15,7 +15,7 @@ SMALLEST = 1e-15
 """A group whose largest magnitude lies below this is encoded as zeros."""
 
 IQ4_VALUES = (-127.0, -104.0, -83.0, -65.0, -49.0, -35.0, -22.0, -10.0, 1.0, 13.0, 25.0, 38.0, 53.0, 69.0, 89.0, 113.0)
-"""What the 16 codes of IQ4_NL and IQ4_XS stand for."""
+"""Values of the 16 codes of IQ4_NL and IQ4_XS."""
 
 
 @inline
@@ -231,7 +231,7 @@ def fit_minimum(
     """Fit scale * code + minimum, codes 0 to `levels`, minimum <= 0; return scale and -minimum, write the codes.
 
     Tries num_steps + 1 scales: the inverse is (first + step * i + levels) / (maximum - minimum), with the best minimum
-    found so far. is_absolute: compare sums of weight * |error| in place of squares.
+    found so far. is_absolute: compare sums of weight * |error| instead of squares.
     """
     zero, one, highest = splat(0.0), splat(1.0), splat(np.float32(levels))
     minimum = maximum = load(values)

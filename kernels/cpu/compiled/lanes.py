@@ -1,7 +1,7 @@
 """Sixteen numbers as one value of jitted code: lanes of float32, int32 or booleans, with Python's own operators.
 
-Kernels that do the same to sixteen rows at once read like the scalar code for one of them, with `where(mask, a, b)` in
-place of a branch. Every operation is the plain IEEE one on each lane alone, so a row gets the bits it would get alone,
+Kernels that do the same to sixteen rows at once read like the scalar code for one of them, with `where(mask, a, b)` for
+a branch. Every operation is the plain IEEE one on each lane alone, so a row gets the bits it would get alone,
 on every instruction set.
 """
 
@@ -31,7 +31,7 @@ from localinfer.kernels.cpu.compiled.emit import (
 )
 
 LANE_BYTES = 4 * LANES
-"""What `store` writes."""
+"""Bytes that `store` writes."""
 
 
 class LaneType(types.Type):  # type: ignore[misc]
@@ -94,7 +94,7 @@ def to_integers(emit: Emitter, a: Value) -> Value:
 
 @emitted(types.boolean, MASK)
 def any_lane(emit: Emitter, a: Value) -> Value:
-    """Whether the mask is set anywhere."""
+    """True if the mask is set anywhere."""
     return emit.call("llvm.vector.reduce.or.v16i1", I1, [a])
 
 
@@ -106,7 +106,7 @@ def half_bits(emit: Emitter, a: Value) -> Value:
 
 @emitted(FLOATS, INTEGERS)
 def half_values(emit: Emitter, a: Value) -> Value:
-    """What float16 bits mean."""
+    """Numbers of float16 bits."""
     return emit.half_to_float(emit.builder.trunc(a, vector(I16)))
 
 

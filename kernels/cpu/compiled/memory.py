@@ -155,7 +155,7 @@ _FUTEX = {"x86_64": 202, "aarch64": 98}
 _WAIT, _WAKE = 128, 129
 """FUTEX_WAIT and FUTEX_WAKE, each with FUTEX_PRIVATE_FLAG."""
 CAN_SLEEP = int(sys.platform.startswith("linux") and platform.machine() in _FUTEX)
-"""Whether `sleep_while` and `wake_sleeper` do anything."""
+"""1 if `sleep_while` and `wake_sleeper` do anything."""
 
 
 def _futex(emit: Emitter, address: Value, action: int, value: Value) -> None:

@@ -130,7 +130,7 @@ def _low_bytes(source: int) -> np.uint32:
 
 @inline
 def _mask_bits(source: int, kind: int) -> np.uint32:
-    """What a row puts into the masks of one block, four bits to each; see `weights.py` for the kinds."""
+    """Bits of a row in the masks of one block, four bits to each; see `weights.py` for the kinds."""
     if kind == 7:
         return load_u32_anywhere(source)
     if kind == 11:

@@ -5,8 +5,8 @@ one that leaves names the next op. So an op waits only for threads that have beg
 processor between two ops, or sleeps, is not missed: others take its units, and it enters the op that they are at by
 then, which may be one of a later run. Between entering and leaving nothing of the run can go away.
 
-Who finds nothing to do looks again for a while and then sleeps, where the system lets compiled code do so: a thread
-that yields would be given the less of its processor for it, one that sleeps is owed the time.
+A thread that finds nothing to do looks again for a while and then sleeps, where the system lets compiled code do so: a
+thread that yields would be given the less of its processor for it, one that sleeps is owed the time.
 """
 
 from collections.abc import Callable
@@ -68,7 +68,7 @@ def take_units(control: int, count: int) -> int:
 
 @inline
 def take_first(control: int, thread: int) -> bool:
-    """Claim the first stretch of a thread, oneself or another; returns whether nobody has."""
+    """Claim the first stretch of a thread, the caller or another; returns whether it was free."""
     return atomic_or(control + FIRST_TAKEN, 1 << thread) >> thread & 1 == 0
 
 
@@ -143,7 +143,7 @@ def _leave(control: int, num_threads: int) -> bool:
                 return False
         elif atomic_replace(control + STATE, state, (state - 1) | CLOSED) == 1:
             break
-    # Nobody enters until the next op is named.
+    # No thread enters until the next op is named.
     following = ((state >> SEQUENCE_SHIFT) + 1 << SEQUENCE_SHIFT) | num_threads << THREADS_SHIFT
     has_more = (following >> SEQUENCE_SHIFT) - load_i64(control + FIRST_SEQUENCE) < load_i64(control + NUM_OPS)
     _clear_claims(control)
@@ -161,7 +161,7 @@ def _sleep(control: int, thread: int, state: int) -> int:
     # The count first, so that whoever sees the mark takes one off that is there.
     atomic_add(control + SLEEPERS, 1)
     atomic_exchange(line, 1)
-    # A state that changed just before the mark was up may have been set by one who did not see it.
+    # A state that changed just before the mark was up may have been set by a thread that did not see it.
     if atomic_load(control + STATE) == state:
         if CAN_SLEEP == 0:
             return 1
@@ -279,7 +279,7 @@ def scratch(batch: int, thread: int) -> int:
 
 @inline
 def rows_at_once(left: int) -> int:
-    """How many of the `left` rows the next call of an innermost product takes: 8, 4, 2 or 1, as registers hold."""
+    """Rows, of `left`, that the next call of an innermost product takes: 8, 4, 2 or 1, as registers hold."""
     if left >= 8:
         return 8
     if left >= 4:

@@ -222,7 +222,7 @@ def _short_convolution(has_silu: int) -> Source:
         num_rows = SEGMENT.num_rows(segment)
         rows = p.x + SEGMENT.first_row(segment) * p.x_stride + offset
         out = p.out + SEGMENT.first_row(segment) * p.out_stride + offset
-        # The rows before, and as many of the segment's own, so that every window is in one place.
+        # The rows before, and as many of the segment's own, so that every window is contiguous.
         window = scratch(batch, thread)
         for i in range(before):
             source = _row_before(segment, p, SEGMENT.num_logged(segment) + i, offset)

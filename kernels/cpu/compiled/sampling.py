@@ -192,7 +192,8 @@ def _add_rough_masses(
     inverse_temperature: Value,
 ) -> None:  # fmt: skip
     """Add to float64[3] at `masses` about the weights of 64 logits, in float32, sixteen at a time: the sum of all; that
-    of logits from `start` on; and that of logits from `least` on, or from `above` on at the place `limit` and behind.
+    of logits from `start` on; and that of logits from `least` on, or from `above` on at the position `limit` and
+    behind.
     """
     builder = emit.builder
     start, least, above = emit.splat(start), emit.splat(least), emit.splat(above)
@@ -231,7 +232,7 @@ def _mass_ahead(
     logits: Any, bits: Any, block_keys: Any, first_block: int, threshold: int, limit: int, best: float,
     inverse_temperature: float,
 ) -> Any:  # fmt: skip
-    """Sum of the weights of a row's tokens from a block on that are ahead of the place (`threshold`, `limit`).
+    """Sum of the weights of a row's tokens from a block on that are ahead of the position (`threshold`, `limit`).
 
     logits, bits: the same memory as float32 and as int32.
     """
@@ -519,7 +520,7 @@ def race_row(
 ) -> int:  # fmt: skip
     """Return the token of the largest noisy logit of a row, the lowest id on ties.
 
-    Candidates are the best token, and those ahead of the place (`threshold`, `limit`) that weigh at least `least`.
+    Candidates are the best token, and those ahead of the position (`threshold`, `limit`) that weigh at least `least`.
     Shapes: logits float32[V]; block_keys int32 and block_weights int64[ceil(V / 64)], the largest of each block.
     """
     logits_array = carray(float32_pointer(logits), vocab_size)

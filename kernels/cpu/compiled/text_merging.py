@@ -1,7 +1,8 @@
 """Tokenization of long texts: splitting words by character class, and merging pairs inside words.
 
 The pair of the lowest rank is merged first, the leftmost on ties, until no pair has a rank: by linear search in short
-words, and with a heap of (rank, place) and lazy deletion in long ones, so time grows as n log n with the longest word.
+words, and with a heap of (rank, position) and lazy deletion in long ones, so time grows as n log n with the longest
+word.
 """
 
 from typing import Any
@@ -229,7 +230,7 @@ def _sort_out(p: Any, symbols: Any, start: Any, end: Any, out: Any, places: Any,
 
 @entry("q", "q")
 def merge(parameters: int) -> Any:
-    """Merge the symbols of words, which it may overwrite; return how many are left, written beside their places."""
+    """Merge the symbols of words, which it may overwrite; return how many are left, written beside their positions."""
     p = MERGE.load(parameters)
     ends = carray(int64_pointer(p.ends), p.num_words)
     symbols = int32_pointer(p.symbols)
@@ -293,7 +294,7 @@ def _run(kinds: Any, start: Any, end: Any, kind: Any) -> Any:
 
 @inline
 def _word_end(p: Any, codes: Any, start: Any, end: Any) -> Any:
-    """Where the word ends that starts here, as if nothing came after `end`."""
+    """End of the word that starts here, as if nothing came after `end`."""
     kinds = p.kinds
     kind = np.int64(load_u8(kinds + start))
     if kind == CHARACTER_SYMBOL:
@@ -330,7 +331,7 @@ def _word_end(p: Any, codes: Any, start: Any, end: Any) -> Any:
 
 @inline
 def _sees_end(p: Any, codes: Any, start: Any, stop: Any, end: Any) -> Any:
-    """Whether more text after `end` could change the word text[start:stop]."""
+    """True if more text after `end` could change the word text[start:stop]."""
     kinds = p.kinds
     # A contraction looks two characters beyond its apostrophe, every other rule one beyond the word, white space apart.
     if stop + 2 >= end:

@@ -7,13 +7,13 @@ smallest automaton recognizing the subwords of a text, 1985); texts share one au
 Texts are kept beside it as a tree of nodes, one per distinct prefix, so a text that begins like an older one (the next
 turn of a conversation, a second attempt) shares its nodes and adds nothing. Each node has the node that followed it
 last. Each state has the node where its strings ended last, for the _RECENT_STEPS longest suffixes of every prefix:
-those of ordinary text are far fewer. A place whose follower came twice in a row stays preferred until others came
+those of ordinary text are far fewer. A node whose follower came twice in a row stays preferred until others came
 twice: one exception to what is often said is no reason to expect it again.
 
 The longest suffix of the text so far that occurred before is the first state on the way of suffix links that has ended
-anywhere: a match. A draft is what followed there. A match of few tokens says little after a place where a copy was
-changed (a name, an inserted word), so the place where the last long match left off is kept, and the window after it is
-searched for the last tokens: the nearest place that matches as long wins over a recent one elsewhere.
+anywhere: a match. A draft is what followed there. A match of few tokens says little after a point where a copy was
+changed (a name, an inserted word), so the point where the last long match left off is kept, and the window after it is
+searched for the last tokens: the nearest point that matches as long wins over a recent one elsewhere.
 """
 
 from typing import Any
@@ -29,7 +29,7 @@ from localinfer.kernels.jit.numba import entry, inline
 _LENGTH, _LINK, _RECENT, _PREFIX, _EDGES, _VOTES = range(STATE_WORDS)
 """Of a state: tokens in its longest string; the state of its longest suffix elsewhere; the node where it ended last,
 or -1; the node whose whole prefix it is, or -1; its newest edge; and how often what followed there must be contradicted
-before another place is preferred."""
+before another one is preferred."""
 _SOURCE, _TOKEN, _TARGET, _OLDER = range(EDGE_WORDS)
 """Of an edge: from, by, to, and the edge added to the same state before it."""
 _NODE_TOKEN, _NEXT, _PARENT = range(NODE_WORDS)
@@ -38,7 +38,7 @@ _NODE_TOKEN, _NEXT, _PARENT = range(NODE_WORDS)
 _RECENT_STEPS = 64
 _MOST_VOTES = 1
 _WINDOW = 48
-"""Tokens after the place where a copy was left in which it may go on."""
+"""Tokens after the end of a copy within which it may go on."""
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -56,7 +56,7 @@ def _tables(history: int) -> Any:
 
 @inline
 def _slot(table: Any, edges: Any, state: int, token: int) -> Any:
-    """Where the edge from a state by a token is in the hash table, or the free place where it belongs."""
+    """Slot of the hash table with the edge from a state by a token, or the free slot for it."""
     mask = np.uint64(table.size - 1)
     key = (np.uint64(state) << np.uint64(32)) | np.uint64(token)
     mixed = key * _MULTIPLIER
@@ -182,7 +182,7 @@ def _match(states: Any, cursor: int, state: Any) -> None:
 
 @inline
 def _align(nodes: Any, cursor: int, node: int) -> None:
-    """Follow the copy in progress, or look for the place where it goes on after a change."""
+    """Follow the copy in progress, or look for the point where it goes on after a change."""
     if CURSOR.match_length(cursor) >= LONG_MATCH:
         CURSOR.set_aligned(cursor, CURSOR.match(cursor))
         CURSOR.set_lost(cursor, 0)

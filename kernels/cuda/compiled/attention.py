@@ -46,7 +46,7 @@ _COLUMNS = 32 * _LANE_COLUMNS
 _LINE = 128
 """Bytes of a cache line."""
 LEAST = -3.0e38
-"""In place of minus infinity, whose difference from itself is NaN."""
+"""Instead of minus infinity, whose difference from itself is NaN."""
 
 
 @inline

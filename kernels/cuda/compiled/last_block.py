@@ -1,6 +1,6 @@
-"""Blocks that write parts of something: the last one to have written, whichever it is, goes on with all of it.
+"""Blocks that write parts of a result: the last one to have written, whichever it is, continues with all of it.
 
-Which block is last is open, so what it does must depend only on what was written. Nobody waits: blocks that are not
+Which block is last is open, so what it does must depend only on what was written. No block waits: blocks that are not
 last end. Source: `__threadfence` and its example in the CUDA C++ programming guide; PTX ISA 7.8, section 8.
 """
 
@@ -12,7 +12,7 @@ from localinfer.kernels.cuda.jit import inline
 
 @inline
 def is_last_block(counter, count):
-    """Whether this is the last of `count` blocks to call it; what they wrote before is then visible to all threads.
+    """True for the last of `count` blocks to call it; their writes before are then visible to all threads.
 
     counter: address of a uint32 that is 0 before, and 0 again after the last block. All threads of a block call it.
     """

@@ -2,7 +2,7 @@
 
 A block of eight warps computes a tile of 16 rows of weights. Of every 32 units of a row a warp reads four, a lane one,
 and the four lanes of a quad then exchange words, so that each unit is multiplied in one mma (two for Q6_K, whose halves
-have scales of their own). Every unit has the same place in the sums as in `matmul`, so the bits are equal.
+have scales of their own). Every unit has the same position in the sums as in `matmul`, so the bits are equal.
 
 No measurement on a GPU has justified this file yet: what the first run shows to be no gain is to be deleted.
 """

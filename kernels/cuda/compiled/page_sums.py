@@ -1,4 +1,4 @@
-"""How much attention each page of the cache gets: the softmax of chosen rows, summed by page.
+"""Attention summed by page of the cache: the softmax of chosen rows, summed by page.
 
 The scores of those rows are computed once more, which is cheap relative to a batch; sinks are left out. A row's target
 is the address of the float32[pages] of its segment, which no other segment's rows have; 0 leaves the row out.

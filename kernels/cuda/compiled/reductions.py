@@ -22,7 +22,7 @@ def warp_sum(value):
 
 @inline
 def beats(key, index, other_key, other_index):
-    """Whether a key is larger than another, or equal with a lower index."""
+    """True if a key is larger than another, or equal with a lower index."""
     return key > other_key or (key == other_key and index < other_index)
 
 

@@ -20,12 +20,12 @@ _HALF = SCALE_BLOCK // 2
 
 
 def rotation_stages(size):
-    """How often a head of this size is folded: the logarithm of the largest power of two that divides it."""
+    """Number of times that a head of this size is folded: the logarithm of the largest power of two that divides it."""
     return (size & -size).bit_length() - 1
 
 
 def rotation_factor(size):
-    """What every element is multiplied by before it is folded."""
+    """Factor of every element before it is folded."""
     return 1.0 / math.sqrt(size & -size)
 
 

@@ -416,7 +416,7 @@ def gather_columns(out, out_stride, x, x_stride, num_columns, order):
 
 @kernel()
 def copy_heads(out, out_stride, x, x_stride, num_heads, width, out_head_size, x_head_size):
-    """Copy `width` columns of every head, of [heads * width / 128, rows]; places are of the first column copied."""
+    """Copy `width` columns of every head, of [heads * width / 128, rows]; addresses are of the first column copied."""
     index = ptx.block_x() * THREADS + ptx.thread()
     if index < num_heads * width:
         head = index // width

@@ -21,7 +21,7 @@ from localinfer.kernels.cuda.sampling import CAPACITY, DRAW_BYTES, STATE_BYTES, 
 
 THREADS = 128
 MODE, BEST_TOKEN, BEST, BOUND, COUNT = range(0, STATE_BYTES, 8)
-"""Where in a row's state the kernels keep what they tell the next one."""
+"""Fields of a row's state in which a kernel leaves results for the next one."""
 TAKE_BEST, FROM_LIST, FROM_ALL = range(3)
 _LOWEST = -(2**31)
 _HIGHEST = 2**31 - 1
@@ -124,7 +124,7 @@ def best_of_row(slices):
 
 @inline
 def draw_of(draws):
-    """How this block's row is drawn: the fields of `kernels.cuda.sampling.DRAW` in order."""
+    """Draw parameters of this block's row: the fields of `kernels.cuda.sampling.DRAW` in order."""
     draw = draws + ptx.block_y() * DRAW_BYTES
     inverse_temperature, top_p = ptx.load_f64(draw), ptx.load_f64(draw + 8)
     top_k, least_weight = ptx.load_i64(draw + 16), ptx.load_i64(draw + 24)
@@ -139,7 +139,7 @@ def scaled(row, token, best, inverse_temperature):
 
 @template()
 def find_heads(slices):
-    """How each row is drawn, and the key that its list begins at, of [1, rows]; a thread to each warp's maximum.
+    """Draw parameters of each row, and the key that its list begins at, of [1, rows]; a thread to each warp's maximum.
 
     bests: of `best_of_warps`. draws: of `draw_of`. states: STATE_BYTES to a row, written here.
     """

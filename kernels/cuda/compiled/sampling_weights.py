@@ -46,7 +46,7 @@ def weight_of(x):
 
 @inline
 def natural_log(value):
-    """Of a normal float64 above zero, to about two units in the last place.
+    """Of a normal float64 above zero, to about two units of the last digit.
 
     With m in [sqrt(1/2), sqrt(2)) and s = (m - 1) / (m + 1): log m = 2 (s + s^3 / 3 + s^5 / 5 + ...).
     """

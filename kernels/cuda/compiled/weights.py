@@ -24,7 +24,7 @@ BYTES = (Layout.Q8_0, Layout.INT8_32)
 
 @inline
 def row_of(arrays, row_bytes, row):
-    """Where a row begins in each of the four arrays."""
+    """Offsets of a row in the four arrays."""
     return (
         arrays[0] + row * row_bytes[0],
         arrays[1] + row * row_bytes[1],
