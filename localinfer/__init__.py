@@ -13,11 +13,19 @@ if TYPE_CHECKING:
     from localinfer.engine.admission import EngineLimits
     from localinfer.engine.cache.cache_observer import block_hashes
     from localinfer.engine.cache.stats import SnapshotStats
-    from localinfer.generation.chat.constraints import Constraint, Grammar, JsonObject, JsonSchema, Regex, StructuralTag
-    from localinfer.generation.chat.parser import ToolCall, ToolCallDelta
-    from localinfer.generation.chat.reply_options import ReplyOptions, ToolChoice
-    from localinfer.generation.completion import Completion, Stats, StreamEvent
-    from localinfer.generation.options import ChatOptions, GenerationOptions
+    from localinfer.generation.completion import Completion, Stats, StreamEvent, ToolCall, ToolCallDelta
+    from localinfer.generation.options import (
+        ChatOptions,
+        Constraint,
+        GenerationOptions,
+        Grammar,
+        JsonObject,
+        JsonSchema,
+        Regex,
+        ReplyOptions,
+        StructuralTag,
+        ToolChoice,
+    )
     from localinfer.generation.session.prompts import SessionOptions
     from localinfer.generation.session.python_tools import CallOutcome, RequestedCall, Tool
     from localinfer.generation.session.session import Session
@@ -99,12 +107,12 @@ _MODULE_OF = {
     "CallOutcome": "localinfer.generation.session.python_tools",
     "ChatOptions": "localinfer.generation.options",
     "Completion": "localinfer.generation.completion",
-    "Constraint": "localinfer.generation.chat.constraints",
+    "Constraint": "localinfer.generation.options",
     "EngineLimits": "localinfer.engine.admission",
     "GenerationOptions": "localinfer.generation.options",
-    "Grammar": "localinfer.generation.chat.constraints",
-    "JsonObject": "localinfer.generation.chat.constraints",
-    "JsonSchema": "localinfer.generation.chat.constraints",
+    "Grammar": "localinfer.generation.options",
+    "JsonObject": "localinfer.generation.options",
+    "JsonSchema": "localinfer.generation.options",
     "KVEventPublisher": "localinfer.storage.kv_events",
     "KVEventsConfig": "localinfer.storage.kv_events",
     "LLM": "localinfer.llm",
@@ -112,8 +120,8 @@ _MODULE_OF = {
     "ProgressCallback": "localinfer.types",
     "Prompt": "localinfer.llm",
     "RankedDocument": "localinfer.types",
-    "Regex": "localinfer.generation.chat.constraints",
-    "ReplyOptions": "localinfer.generation.chat.reply_options",
+    "Regex": "localinfer.generation.options",
+    "ReplyOptions": "localinfer.generation.options",
     "RequestedCall": "localinfer.generation.session.python_tools",
     "RopeOptions": "localinfer.models.decoder.rope_options",
     "Session": "localinfer.generation.session.session",
@@ -121,14 +129,14 @@ _MODULE_OF = {
     "SnapshotStats": "localinfer.engine.cache.stats",
     "Stats": "localinfer.generation.completion",
     "StreamEvent": "localinfer.generation.completion",
-    "StructuralTag": "localinfer.generation.chat.constraints",
+    "StructuralTag": "localinfer.generation.options",
     "TextStream": "localinfer.generation.stream",
     "TokenLogprobs": "localinfer.types",
     "Tokenizer": "localinfer.models.text.tokenizer",
     "Tool": "localinfer.generation.session.python_tools",
-    "ToolCall": "localinfer.generation.chat.parser",
-    "ToolCallDelta": "localinfer.generation.chat.parser",
-    "ToolChoice": "localinfer.generation.chat.reply_options",
+    "ToolCall": "localinfer.generation.completion",
+    "ToolCallDelta": "localinfer.generation.completion",
+    "ToolChoice": "localinfer.generation.options",
     "WarmUp": "localinfer.loading.warm_up",
     "aload": "localinfer.loading.load",
     "availability": "localinfer.loading.availability",

@@ -7,14 +7,13 @@ import os
 import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple, Union, Unpack, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, Union, Unpack, cast
 
 from localinfer.arguments import check_flag, check_number, check_path, owned
 from localinfer.engine.admission import EngineLimits
 from localinfer.engine.cache.salt import NO_SALT, salt_of
 from localinfer.errors import RequestError, SessionFileError
-from localinfer.generation.default_options import DefaultOptions
-from localinfer.generation.kv_transfer import KVTransfer
+from localinfer.generation.options import DefaultOptions
 from localinfer.generation.stream import TextStream, complete_in_thread
 from localinfer.types import Beam, Closing
 
@@ -30,11 +29,11 @@ if TYPE_CHECKING:
     from localinfer.engine.speculation.verify import Speculation
     from localinfer.generation.chat.constraints import ConstraintCompiler
     from localinfer.generation.chat.reply import TemplateFormats
-    from localinfer.generation.chat.reply_options import ReplyOptions
     from localinfer.generation.chat_model import ChatModel
     from localinfer.generation.completion import Completion
-    from localinfer.generation.kv_transfer import Prefilled
-    from localinfer.generation.options import ChatOptions, CheckedOptions, GenerationOptions
+    from localinfer.generation.embedding import TextEmbedder
+    from localinfer.generation.kv_transfer import KVTransfer, Prefilled
+    from localinfer.generation.options import ChatOptions, CheckedOptions, GenerationOptions, ReplyOptions
     from localinfer.generation.session.prompts import SessionOptions
     from localinfer.generation.session.python_tools import CallOutcome, RequestedCall, Tool
     from localinfer.generation.session.session import Session
@@ -50,6 +49,7 @@ logger = logging.getLogger(__name__)
 
 Prompt = Union[str, Sequence[int], "NDArray[np.integer]"]
 _Ids = Union[Sequence[int], "NDArray[np.integer]"]
+Part = TypeVar("Part")
 
 
 class BeamCompletion(NamedTuple):
@@ -96,9 +96,6 @@ class LLM(Closing):
         observer: told of what the prefix cache holds. describe: gathers `info`.
         """
         from localinfer.engine.engine import Engine
-        from localinfer.generation.chat.constraints import ConstraintCompiler
-        from localinfer.generation.chat_model import ChatModel
-        from localinfer.generation.embedding import TextEmbedder
 
         self._model = model
         self._describe = describe
@@ -113,16 +110,10 @@ class LLM(Closing):
             observer=observer,
             make_policy=_ttft_policy,
         )
-        self._constraints: ConstraintCompiler | None = None
-        if model.tokenizer is not None:
-            self._constraints = ConstraintCompiler(model.tokenizer, self._engine.vocab_size)
-        self._chat_model: ChatModel | None = None
-        if model.chat_template is not None and model.tokenizer is not None:
-            assert self._constraints is not None, "there is a tokenizer"
-            self._chat_model = ChatModel(self._engine, model.tokenizer, model.chat_template, self._constraints)
         self._identity = identity
         self._session_lock = threading.Lock()
-        self._embedder = TextEmbedder(self._engine, model)
+        self._parts_lock = threading.RLock()
+        self._parts: dict[str, object] = {}
         self._disk: DiskCache | None = None
         if disk is not None and identity is not None:
             from localinfer.storage import prompt_cache
@@ -131,6 +122,46 @@ class LLM(Closing):
             self._disk = prompt_cache.DiskCache(self._engine, identity, disk, history)
             if self._chat_model is not None:
                 self._chat_model.disk = self._disk
+
+    def _once(self, name: str, make: Callable[[], Part]) -> Part:
+        """A part that not every use needs: made, and its modules imported, when it is first asked for."""
+        with self._parts_lock:
+            if name not in self._parts:
+                self._parts[name] = make()
+            return cast("Part", self._parts[name])
+
+    @property
+    def _constraints(self) -> ConstraintCompiler | None:
+        """The compiler of constraints; None without a tokenizer."""
+        return self._once("constraints", self._make_constraints)
+
+    def _make_constraints(self) -> ConstraintCompiler | None:
+        from localinfer.generation.chat.constraints import ConstraintCompiler
+
+        tokenizer = self._model.tokenizer
+        return None if tokenizer is None else ConstraintCompiler(tokenizer, self._engine.vocab_size)
+
+    @property
+    def _chat_model(self) -> ChatModel | None:
+        """What answers conversations; None without a tokenizer."""
+        return self._once("chat", self._make_chat_model)
+
+    def _make_chat_model(self) -> ChatModel | None:
+        from localinfer.generation.chat_model import ChatModel
+
+        template, tokenizer, constraints = self._model.chat_template, self._model.tokenizer, self._constraints
+        if template is None or tokenizer is None or constraints is None:
+            return None
+        return ChatModel(self._engine, tokenizer, template, constraints)
+
+    @property
+    def _embedder(self) -> TextEmbedder:
+        return self._once("embedder", self._make_embedder)
+
+    def _make_embedder(self) -> TextEmbedder:
+        from localinfer.generation.embedding import TextEmbedder
+
+        return TextEmbedder(self._engine, self._model)
 
     def __repr__(self) -> str:
         model = self._model
@@ -212,7 +243,13 @@ class LLM(Closing):
         given = self._defaults.of_generation(options)
         checked, encoded = self._checked(given), self._encode(prompt, parse_special, self._most_tokens(given))
         return TextStream(
-            TextGeneration(self._engine, self._model.tokenizer, encoded, checked, constraints=self._constraints)
+            TextGeneration(
+                self._engine,
+                self._model.tokenizer,
+                encoded,
+                checked,
+                constraints=None if checked.constraint is None else self._constraints,
+            )
         )
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **options: Unpack[ChatOptions]) -> Completion:
@@ -653,11 +690,14 @@ class LLM(Closing):
             self._disk.close()
         with self._session_lock:
             self._engine.close()
-            self._embedder.close()
+            if "embedder" in self._parts:
+                self._embedder.close()
         return_free_memory()
 
     @property
     def _kv_transfer(self) -> KVTransfer:
+        from localinfer.generation.kv_transfer import KVTransfer
+
         # Made anew, so that the two do not hold each other in memory.
         return KVTransfer(self._engine, self._model, self._identity, self._disk, self._checked)
 

@@ -13,14 +13,13 @@ from localinfer.engine.cache.salt import NO_SALT, salt_of
 from localinfer.engine.engine import Engine
 from localinfer.engine.sampling.params import SamplingParams
 from localinfer.errors import RequestError
-from localinfer.generation.chat.constraints import Constraint, ConstraintCompiler
+from localinfer.generation.chat.constraints import ConstraintCompiler
 from localinfer.generation.chat.history import ChatHistory, SessionHistory
 from localinfer.generation.chat.messages import check_roles, read_messages
 from localinfer.generation.chat.reply import AssistantPrefill, ReplyRequest, TemplateFormats
-from localinfer.generation.chat.reply_options import ReplyOptions
-from localinfer.generation.chat.system_prompt_drift import SystemPromptDrift, varying_spans
+from localinfer.generation.chat.system_prompt_drift import SystemPromptDrift, varying_spans, words_at
 from localinfer.generation.completion import StreamEvent
-from localinfer.generation.options import check_options
+from localinfer.generation.options import Constraint, ReplyOptions, check_options
 from localinfer.generation.stream import TextStream
 from localinfer.generation.text_generation import EncodedPrompt, TextGeneration
 from localinfer.storage.chats import EncodedChat
@@ -95,12 +94,13 @@ class ChatModel:
         varying = self.heads.observe(read, salt=checked.salt)
         arranged = self.heads.arrange(read, varying, salt=checked.salt)
         chat, prefill = self._encode(request, arranged, max_tokens, history, checked.salt)
+        spans = varying_spans(chat.text, read, varying)
         prompt = EncodedPrompt(
             chat.token_ids,
             chat.system_tokens,
             chat,
             request.format_after(chat.text, prefill),
-            varying_spans(chat.text, read, varying),
+            partial(words_at, spans, chat.text, chat.token_ids, self._tokenizer) if spans else None,
         )
         generation = TextGeneration(
             self._engine,

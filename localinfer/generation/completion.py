@@ -1,14 +1,47 @@
 """What a generation gives: its events one by one, and the whole of it with what it cost."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from localinfer.generation.chat.parser import ToolCall, ToolCallDelta
 from localinfer.types import FinishReason, TokenLogprobs
 
 CompletionEnd = FinishReason | Literal["tool_calls"]
 """As the engine's, and tool_calls: an end token after at least one whole tool call."""
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """One call that the model makes.
+
+    id: the model's where its format has one, else nine random letters and digits. arguments: a JSON object, as text.
+    """
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True)
+class ToolCallDelta:
+    """What became known of one call.
+
+    index: which call of the reply, counted from 0. The first delta of a call has its id and name and no arguments; each
+    later one has the next part of the arguments' JSON text and neither.
+    """
+
+    index: int
+    arguments: str = ""
+    id: str | None = None
+    name: str | None = None
+
+
+class ReplyDelta(NamedTuple):
+    """What became certain of a reply."""
+
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,3 +131,15 @@ class Completion:
         shown = [f"{name}={value!r}" for name, value in said.items() if value or name == "text"]
         more = f"finish_reason={self.finish_reason!r}, {len(self.token_ids)} tokens"
         return f"{type(self).__name__}({', '.join(shown)}, {more})"
+
+
+def joined_calls(deltas: Iterable[ToolCallDelta]) -> tuple[ToolCall, ...]:
+    """The calls that deltas spell out, in order."""
+    calls: list[ToolCall] = []
+    for delta in deltas:
+        if delta.id is not None and delta.name is not None:
+            calls.append(ToolCall(delta.id, delta.name, ""))
+        else:
+            call = calls[delta.index]
+            calls[delta.index] = ToolCall(call.id, call.name, call.arguments + delta.arguments)
+    return tuple(calls)

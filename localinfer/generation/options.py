@@ -1,16 +1,15 @@
 """The options of one generation, checked before anything runs."""
 
 import time
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
-from localinfer.arguments import check_flag, check_hashable, check_number, check_priority, half_character
+from localinfer.arguments import check_flag, check_hashable, check_number, check_priority, half_character, owned
 from localinfer.engine.cache.salt import salt_of
 from localinfer.engine.sampling.params import SamplingOptions, SamplingParams, TokenRules
 from localinfer.errors import RequestError
-from localinfer.generation.chat.constraints import Constraint
-from localinfer.generation.chat.reply_options import ReplyOptions
 
 if TYPE_CHECKING:
     import numpy as np
@@ -20,6 +19,75 @@ if TYPE_CHECKING:
 
 _FLAGS = ("ignore_eos", "include_stop", "context_shift", "pin_cache")
 _DRY_BREAKERS = ("\n", ":", '"', "*")
+_OF_REPLIES = ("thinking", "thinking_budget", "template_variables")
+"""Those that only chats have; the prompt depends on them too."""
+_OF_ONE_GENERATION = ("constraint", "prediction", "owner", "cache_salt")
+
+
+@dataclass(frozen=True)
+class JsonObject:
+    """Any JSON object, on one line as `json.dumps` writes it: a space after each comma and colon."""
+
+
+@dataclass(frozen=True)
+class JsonSchema:
+    """A JSON text that a schema accepts (JSON Schema 2020-12), on one line as `json.dumps` writes it.
+
+    schema: as a mapping, which is copied, or as JSON text; properties come in the order in which it lists them. What
+        it asks for is enforced to the letter, or refused: ConstraintError names the keyword that cannot be. Objects
+        whose schema has `properties` take no others, unless it has `additionalProperties` too.
+    """
+
+    schema: Mapping[str, Any] | str | bool
+    strict: bool = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "schema", owned(self.schema))
+
+
+@dataclass(frozen=True)
+class Regex:
+    """A text that a regular expression matches as a whole.
+
+    pattern: in the syntax of Rust's regex crate, which is Python's without look-around and back-references.
+    """
+
+    pattern: str
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """A text of a context-free grammar.
+
+    text: in Lark's syntax, beginning at the rule `start`, or in llama.cpp's GBNF, beginning at `root`; which of them is
+        read off the rules' signs, `:` or `::=`.
+    """
+
+    text: str
+
+
+@dataclass(frozen=True)
+class StructuralTag:
+    """Free text in which tags hold what is between them to a form, as vLLM, SGLang and xgrammar have it.
+
+    form: {"format": {"type": "triggered_tags", ...}}, or {"structures": [...], "triggers": [...]}, as a mapping, which
+        is copied, or as JSON text.
+    """
+
+    form: Mapping[str, Any] | str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "form", owned(self.form))
+
+
+Constraint = JsonObject | JsonSchema | Regex | Grammar | StructuralTag
+"""What the option `constraint` takes."""
+
+ToolChoice = Literal["auto", "none", "required", "any"] | Mapping[str, Any]
+"""auto: the model decides. none: it may not call. required, any: it has to. {"type": "function", "function": {"name":
+...}}: it has to call that one, once; the name may stand beside the type, which may be "tool". {"type": "allowed_tools",
+"allowed_tools": {"mode": "auto" or "required", "tools": [...]}}: it may call these, or has to; mode and tools may stand
+beside the type."""
 
 
 class GenerationOptions(SamplingOptions, total=False):
@@ -72,6 +140,34 @@ class GenerationOptions(SamplingOptions, total=False):
     priority: int
     ttft_objective: float | None
     cache_salt: str | None
+
+
+class ReplyOptions(TypedDict, total=False):
+    """Keyword options of `chat` and `stream_chat` beside those of `complete`.
+
+    tools: functions that the model may call, in OpenAI's shape: {"type": "function", "function": {"name",
+        "description", "parameters", "strict"}}. Their calls come back in `tool_calls`, with arguments that their schema
+        accepts. Where a part of a schema cannot be enforced, `"strict": true` makes that a ConstraintError naming the
+        keyword; of any other tool that part is left out, and `Stats.notices` names it.
+    tool_choice: "auto" (the default), "none", "required", {"type": "function", "function": {"name": ...}} for one call
+        of that one, or {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [...]}}. The prompt
+        describes all tools whatever is chosen, so that it stays the one that is cached.
+    parallel_tool_calls: whether one reply may have several calls; yes by default, where the template can write them.
+    thinking: whether the model reasons before it answers; None, the default, leaves that to its template.
+    thinking_budget: most tokens of reasoning; then it is closed, and the answer follows. None sets no limit.
+    template_variables: more variables for the chat template, by name. `template_date` among them, "today" or a day such
+        as "2026-10-01", is the date that the template writes if it writes one; its own by default.
+    continue_final_message: the last message is a reply that was cut short, which is continued where it ends; the
+        completion has only what is new. Its `reasoning_content` counts too. Not with a constraint.
+    """
+
+    tools: Sequence[Mapping[str, Any]] | None
+    tool_choice: ToolChoice | None
+    parallel_tool_calls: bool
+    thinking: bool | None
+    thinking_budget: int | None
+    template_variables: Mapping[str, Any]
+    continue_final_message: bool
 
 
 class ChatOptions(GenerationOptions, ReplyOptions, total=False):
@@ -217,3 +313,46 @@ def _check_texts(name: str, value: object) -> list[str]:
             half = f"U+{ord(text[place]):04X}"
             raise RequestError(f"{name} holds {half}, half of a character; give whole ones", field=name)
     return list(texts)
+
+
+class DefaultOptions:
+    """Checked defaults, and options completed by them."""
+
+    def __init__(self) -> None:
+        self.values: Mapping[str, Any] = MappingProxyType({})
+        """By name; none until they are set."""
+
+    def set(self, options: Mapping[str, Any], tokenizer: "Tokenizer | None") -> None:
+        """Check defaults, and take them in place of those before. Raises: RequestError."""
+        from localinfer.generation.chat.reply import check_template_variables
+
+        thinking = options.get("thinking")
+        if not isinstance(thinking, bool | None):
+            raise RequestError(f"thinking is {thinking!r:.60}; give True, False, or None", field="thinking")
+        given = {name: value for name, value in options.items() if value is not None}
+        for name in ("max_tokens", "thinking_budget"):
+            check_number(name, given.get(name), 0, none="for no limit")
+        of_one = sorted(given.keys() & set(_OF_ONE_GENERATION))
+        if of_one:
+            raise RequestError(f"{', '.join(of_one)} belongs to one generation, and not to all; give it to each")
+        check_options({name: given[name] for name in given if name not in _OF_REPLIES}, tokenizer)
+        if variables := check_template_variables(given.pop("template_variables", None)):
+            given["template_variables"] = MappingProxyType(dict(variables))
+        self.values = MappingProxyType(given)
+
+    def of_generation(self, options: Mapping[str, Any], *, in_chat: bool = False) -> dict[str, Any]:
+        """The options of one generation."""
+        names = [name for name in self.values if in_chat or name not in _OF_REPLIES]
+        return self._completed(options, names)
+
+    def of_reply(self, options: Mapping[str, Any]) -> Any:
+        """The options that the prompt of a chat depends on."""
+        return self._completed(options, [name for name in _OF_REPLIES if name in self.values])
+
+    def _completed(self, options: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+        """Options with the defaults of these names that they do not give."""
+        made = {**{name: self.values[name] for name in names}, **options}
+        before, own = self.values.get("template_variables"), options.get("template_variables")
+        if "template_variables" in names and before is not None and isinstance(own, Mapping):
+            made["template_variables"] = {**before, **own}
+        return made

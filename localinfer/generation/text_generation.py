@@ -1,14 +1,11 @@
 """From the ids that an engine generates to events of text. The engine below knows token ids only."""
 
 import inspect
-import string
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from hashlib import blake2b
-from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,44 +20,27 @@ from localinfer.engine.sampling.sampler import TokenMask
 from localinfer.engine.sampling.token_rules import rules_mask
 from localinfer.engine.speculation.verify import SpeculationRecord
 from localinfer.errors import RequestError
-from localinfer.generation.chat.parser import ReplyDelta, ReplyParser, ToolCallDelta, joined_calls
-from localinfer.generation.chat.system_prompt_drift import words_at
-from localinfer.generation.completion import Completion, CompletionEnd, Stats, StreamEvent
+from localinfer.generation.completion import (
+    Completion,
+    CompletionEnd,
+    ReplyDelta,
+    Stats,
+    StreamEvent,
+    ToolCallDelta,
+    joined_calls,
+)
 from localinfer.generation.options import CheckedOptions
-from localinfer.generation.resumption import ResumedText, resume
 from localinfer.models.text.tokenizer import StopMatcher, StreamDecoder
-from localinfer.types import TokenIds, TokenLogprobs
+from localinfer.types import TokenLogprobs
 
 if TYPE_CHECKING:
     from localinfer.generation.chat.constraints import ConstraintCompiler
     from localinfer.generation.chat.history import ChatHistory, SessionHistory
+    from localinfer.generation.chat.parser import ReplyParser
     from localinfer.generation.chat.reply import ReplyFormat
-    from localinfer.generation.chat.system_prompt_drift import VaryingSpan
+    from localinfer.generation.resumption import ResumedText
     from localinfer.models.text.tokenizer import Tokenizer
     from localinfer.storage.chats import EncodedChat
-
-
-_ID_LETTERS = string.ascii_letters + string.digits
-_ID_LENGTH = 9
-"""As Mistral's templates demand."""
-
-
-def call_ids(prompt_ids: TokenIds, seed: int) -> Callable[[], str]:
-    """Names for the tool calls of one reply: the same where the same reply is generated again, and else other ones."""
-    numbers = count()
-
-    def next_id() -> str:
-        text = blake2b(np.ascontiguousarray(prompt_ids, np.int32).tobytes(), digest_size=16)
-        text.update(seed.to_bytes(16, "little"))
-        text.update(next(numbers).to_bytes(8, "little"))
-        number = int.from_bytes(text.digest(), "little")
-        letters = []
-        for _ in range(_ID_LENGTH):
-            number, index = divmod(number, len(_ID_LETTERS))
-            letters.append(_ID_LETTERS[index])
-        return "".join(letters)
-
-    return next_id
 
 
 @dataclass(frozen=True)
@@ -74,8 +54,8 @@ class EncodedPrompt:
     """The conversation that the prompt was made of."""
     reply: "ReplyFormat | None" = None
     """Constraint and format of the reply to a chat."""
-    varying: Sequence["VaryingSpan"] = ()
-    """Lines of the system message that vary."""
+    words_at: Callable[[int], str] | None = None
+    """What to say of the line that the token at a position is part of; None where no line of the prompt varies."""
     branch_tokens: tuple[int, ...] = ()
     """Lengths that others are likely to continue from, where there is no chat."""
     is_handed_over: bool = False
@@ -127,7 +107,7 @@ class TextGeneration(Iterator[StreamEvent]):
         self._stop_text: str | None = None
         self._has_calls = False
         self._chat = prompt.chat
-        self._varying = prompt.varying
+        self._words_at = prompt.words_at
         self._explanation: CacheMiss | None = None
         self._chats = chats
         self.has_ended = threading.Event()
@@ -145,7 +125,7 @@ class TextGeneration(Iterator[StreamEvent]):
         self._preparation_seconds = time.perf_counter() - options.began
         self._events = self._run() if through is None else through(self._run())
 
-    def resume(self, text: ResumedText) -> None:
+    def resume(self, text: "ResumedText") -> None:
         """Resume this text from the progress of another process, before anything is generated here.
 
         Its tokens come as events first. Raises: as the generation itself.
@@ -158,7 +138,7 @@ class TextGeneration(Iterator[StreamEvent]):
             shared = slice(hints.system_tokens)
             is_same = np.array_equal(text.prompt_ids[shared], self.prompt_ids[shared])
             hints = replace(hints, system_tokens=is_same * hints.system_tokens, branch_tokens=(), history=None)
-            self._chat = None
+            self._chat = self._words_at = None
         self._begin(self._engine.check_prompt(text.prompt_ids, shifts_context=self._options.context_shift), hints)
 
     def _begin(self, prompt_ids: NDArray[np.int32], hints: CacheHints) -> None:
@@ -202,6 +182,8 @@ class TextGeneration(Iterator[StreamEvent]):
             self._tokens = engine.generate(prompt_ids, plan, ttft_objective=options.ttft_objective, **wanted)
             self._token_events: Iterator[TokenEvent] = self._tokens
         else:
+            from localinfer.generation.resumption import resume
+
             # What has begun is not refused any more, so there is no objective.
             self._tokens, self._token_events = resume(engine, prompt_ids, plan, resumed.token_ids, **wanted)
         if tokenizer is not None:
@@ -217,9 +199,7 @@ class TextGeneration(Iterator[StreamEvent]):
         self._seed = plan.seed
         self._logprobs = plan.logprobs
         self._returns_logprobs = plan.params.logprobs is not None
-        self._parser: ReplyParser | None = (
-            None if prompt.reply is None else prompt.reply.parser(call_ids(prompt_ids, plan.seed))
-        )
+        self._parser: ReplyParser | None = None if prompt.reply is None else prompt.reply.parser(prompt_ids, plan.seed)
 
     @property
     def stats(self) -> Stats:
@@ -377,13 +357,9 @@ class TextGeneration(Iterator[StreamEvent]):
 
     def _explained(self, miss: CacheMiss | None) -> CacheMiss | None:
         """Why no more of the prompt was cached, with the line of the system message that is the cause, if one is."""
-        if miss is None or miss.cause != "different" or not self._varying or self._explanation is not None:
-            return miss if self._explanation is None else self._explanation
-        assert self._chat is not None and self._tokenizer is not None, "only chats have system messages"
-        chat = self._chat
-        words = words_at(miss.position, chat.text, chat.token_ids, self._tokenizer, self._varying)
-        self._explanation = replace(miss, detail=words)
-        return self._explanation
+        if self._explanation is None and self._words_at is not None and miss is not None and miss.cause == "different":
+            self._explanation = replace(miss, detail=self._words_at(miss.position))
+        return miss if self._explanation is None else self._explanation
 
     def _parse(self, text: str, *, is_last: bool) -> tuple[ReplyDelta, bool]:
         """Find stop texts, reasoning and tool calls in the next text; also say whether a stop text ends it."""

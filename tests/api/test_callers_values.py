@@ -14,7 +14,7 @@ from localinfer.engine.sampling.sampler import SamplingParams
 from localinfer.engine.speculation.costs import VerificationCosts
 from localinfer.engine.speculation.ngram import NgramDrafter
 from localinfer.engine.speculation.verify import Speculation
-from localinfer.generation.chat.constraints import JsonSchema
+from localinfer.generation.options import JsonSchema
 from localinfer.llm import LLM
 from localinfer.models.decoder.block_config import Pooling
 from tests.engine.fakes import FakeModel, FakeProgram, FakeTemplate, fake_model, hashed_logits

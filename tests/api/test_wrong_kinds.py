@@ -13,9 +13,7 @@ import localinfer
 from localinfer.engine.admission import EngineLimits
 from localinfer.engine.sampling.sampler import SamplingParams
 from localinfer.errors import LocalinferError
-from localinfer.generation.chat.constraints import Grammar, JsonSchema, Regex
-from localinfer.generation.chat.reply import ReplyOptions
-from localinfer.generation.options import ChatOptions, GenerationOptions
+from localinfer.generation.options import ChatOptions, GenerationOptions, Grammar, JsonSchema, Regex, ReplyOptions
 from localinfer.llm import LLM
 from tests.support.limits import seconds
 

@@ -18,17 +18,10 @@ from typing import Any
 import numpy as np
 
 from localinfer import load_tokenizer
-from localinfer.generation.chat.constraints import (
-    ConstraintCompiler,
-    Grammar,
-    JsonObject,
-    JsonSchema,
-    Regex,
-    StructuralTag,
-    grammar_of,
-)
+from localinfer.generation.chat.constraints import ConstraintCompiler, grammar_of
 from localinfer.generation.chat.grammar import reply_grammar
 from localinfer.generation.chat.messages import read_tools
+from localinfer.generation.options import Grammar, JsonObject, JsonSchema, Regex, StructuralTag
 from localinfer.models.text.reply_format import HERMES
 
 SHARED = Path(__file__).resolve().parents[3] / "shared"

@@ -46,7 +46,7 @@ from localinfer.apps.cli.serve import ServeProcess, serve_command
 from localinfer.apps.cli.sessions import sessions_command
 from localinfer.apps.cli.standard_streams import ReadyLine, open_missing_streams, sidecar_streams
 from localinfer.errors import LocalinferError, RequestError
-from localinfer.generation.chat.constraints import Constraint
+from localinfer.generation.options import Constraint
 from localinfer.system import interruption
 from localinfer.system.interruption import EXIT_INTERRUPTED
 from localinfer.system.parent_watch import ParentWatcher

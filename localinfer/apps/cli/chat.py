@@ -25,7 +25,7 @@ from localinfer.apps.cli.options import (
 )
 from localinfer.apps.cli.sessions import complete_name
 from localinfer.errors import ContextLengthError, RequestError
-from localinfer.generation.chat.constraints import Constraint
+from localinfer.generation.options import Constraint
 from localinfer.terminal import ModelOutput, Progress, check_text, describe_stats, neutralise_controls
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ import click
 from localinfer.apps.cli.help import Command, Decorator, GroupedOption, titled
 from localinfer.engine.sampling.params import NUMBER_OPTIONS, NumberOption
 from localinfer.errors import LocalinferError, RequestError
-from localinfer.generation.chat.constraints import Constraint, Grammar, JsonObject, JsonSchema, Regex
+from localinfer.generation.options import Constraint, Grammar, JsonObject, JsonSchema, Regex
 from localinfer.loading import load_options as loading
 from localinfer.loading.load_options import Flag, flags_of, option_of, options_of
 from localinfer.terminal import Progress, check_text

@@ -39,8 +39,8 @@ from localinfer.apps.mcp.arguments import (
     schema_of,
 )
 from localinfer.errors import LocalinferError
-from localinfer.generation.chat.constraints import JsonSchema
 from localinfer.generation.completion import Completion
+from localinfer.generation.options import JsonSchema
 from localinfer.generation.stream import TextStream
 from localinfer.kernels.versions import installed_version
 from localinfer.llm import LLM

@@ -14,8 +14,8 @@ from localinfer.apps.terminal.command import Command, beginning_with, complete_p
 from localinfer.arguments import check_number
 from localinfer.engine.sampling.params import MAX_SEED, NUMBER_OPTIONS, NumberOption, SamplingParams
 from localinfer.errors import LocalinferError, OutOfMemoryError, RequestError
-from localinfer.generation.chat.constraints import Constraint, JsonObject, JsonSchema, check_enforceable
-from localinfer.generation.options import check_options
+from localinfer.generation.chat.constraints import check_enforceable
+from localinfer.generation.options import Constraint, JsonObject, JsonSchema, check_options
 from localinfer.terminal import check_text
 
 if TYPE_CHECKING:

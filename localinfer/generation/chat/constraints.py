@@ -1,4 +1,4 @@
-"""What a generation may be constrained to (JSON, a JSON Schema, a regular expression, a grammar), and its compiler.
+"""The compiler of constraints (JSON, a JSON Schema, a regular expression, a grammar) to masks of tokens.
 
 llguidance makes masks over a vocabulary: it walks a trie of the vocabulary's bytes with a lexer of derivatives and an
 Earley parser, tens of microseconds a token (github.com/guidance-ai/llguidance). It is imported at the first constraint,
@@ -10,10 +10,8 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from localinfer.arguments import owned
 from localinfer.engine.cache.salt import NO_SALT
 from localinfer.errors import ConstraintError, OverloadedError
 from localinfer.generation.chat.json_schema import (
@@ -24,6 +22,7 @@ from localinfer.generation.chat.json_schema import (
     relaxed_schema,
 )
 from localinfer.generation.chat.structural_tags import structural_tag_grammar
+from localinfer.generation.options import Constraint, Grammar, JsonObject, JsonSchema, Regex, StructuralTag
 from localinfer.system.extras import require
 from localinfer.system.free_memory import heap_bytes
 
@@ -53,66 +52,6 @@ ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator
 _UNFORCED = '\n%llguidance {"no_forcing": true}\n'
 """The end of a grammar that a user wrote, whose last options count. llguidance's lexer is greedy: behind `/a+/` it
 forces `a` without end where only an `a` could follow, and never comes back."""
-
-
-@dataclass(frozen=True)
-class JsonObject:
-    """Any JSON object, on one line as `json.dumps` writes it: a space after each comma and colon."""
-
-
-@dataclass(frozen=True)
-class JsonSchema:
-    """A JSON text that a schema accepts (JSON Schema 2020-12), on one line as `json.dumps` writes it.
-
-    schema: as a mapping, which is copied, or as JSON text; properties come in the order in which it lists them. What
-        it asks for is enforced to the letter, or refused: ConstraintError names the keyword that cannot be. Objects
-        whose schema has `properties` take no others, unless it has `additionalProperties` too.
-    """
-
-    schema: Mapping[str, Any] | str | bool
-    strict: bool = True
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "schema", owned(self.schema))
-
-
-@dataclass(frozen=True)
-class Regex:
-    """A text that a regular expression matches as a whole.
-
-    pattern: in the syntax of Rust's regex crate, which is Python's without look-around and back-references.
-    """
-
-    pattern: str
-
-
-@dataclass(frozen=True)
-class Grammar:
-    """A text of a context-free grammar.
-
-    text: in Lark's syntax, beginning at the rule `start`, or in llama.cpp's GBNF, beginning at `root`; which of them is
-        read off the rules' signs, `:` or `::=`.
-    """
-
-    text: str
-
-
-@dataclass(frozen=True)
-class StructuralTag:
-    """Free text in which tags hold what is between them to a form, as vLLM, SGLang and xgrammar have it.
-
-    form: {"format": {"type": "triggered_tags", ...}}, or {"structures": [...], "triggers": [...]}, as a mapping, which
-        is copied, or as JSON text.
-    """
-
-    form: Mapping[str, Any] | str
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "form", owned(self.form))
-
-
-Constraint = JsonObject | JsonSchema | Regex | Grammar | StructuralTag
-"""What the option `constraint` takes."""
 
 
 class _Compiled(NamedTuple):

@@ -12,8 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from localinfer.arguments import shown
 from localinfer.errors import ConstraintError, MessageError, RequestError
 from localinfer.generation.chat.json_schema import enforced_schema
+from localinfer.generation.options import ToolChoice
 
 _EXAMPLE = '{"role": "user", "content": "Hello"}'
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
@@ -23,6 +25,10 @@ ROLES = ("system", "user", "assistant", "tool")
 """The roles that every chat may have, once they are read."""
 # Whose content may be missing: an assistant may only have called tools, and a tool may have nothing to tell.
 _MAY_BE_SILENT = ("assistant", "tool")
+_WAYS = (
+    """give 'auto', 'none', 'required', {"type": "function", "function": {"name": ...}} with the name of a tool, or """
+    '{"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [...]}}'
+)
 
 
 def read_messages(messages: object) -> list[dict[str, Any]]:
@@ -246,3 +252,66 @@ def placed_system(messages: Messages, *, takes_one: bool) -> list[Mapping[str, A
 
 def _joined(message: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
     return {**message, "content": f"{message['content']}\n\n{other['content']}"}
+
+
+@dataclass(frozen=True)
+class ChosenTools:
+    """The tools that may be called: none, where none may. must_call: one has to be. is_single: only once."""
+
+    tools: tuple[Tool, ...]
+    must_call: bool = False
+    is_single: bool = False
+
+
+def choose_tools(tools: tuple[Tool, ...], choice: ToolChoice | None) -> ChosenTools:
+    """What a choice means with these tools. Raises: RequestError for a choice that is none, or of unknown tools."""
+    kind: object = choice if isinstance(choice, str) else None
+    if isinstance(choice, Mapping):
+        kind = _word(choice.get("type"))
+        if kind in ("function", "tool") or "function" in choice:
+            return ChosenTools((_named(choice, tools, choice),), must_call=True, is_single=True)
+        if kind == "allowed_tools":
+            return _allowed(choice, tools)
+    match kind:
+        case None if choice is None:
+            return ChosenTools(tools)
+        case "auto":
+            return ChosenTools(tools)
+        case "none":
+            return ChosenTools(())
+        case "required" | "any":
+            return ChosenTools(_some(tools, kind), must_call=True)
+    raise RequestError(f"tool_choice is {shown(choice)}; {_WAYS}")
+
+
+def _allowed(choice: Mapping[str, Any], tools: tuple[Tool, ...]) -> ChosenTools:
+    given = choice.get("allowed_tools", choice)
+    allowed = given.get("tools") if isinstance(given, Mapping) else None
+    mode = _word(given.get("mode", "auto")) if isinstance(given, Mapping) else None
+    if not isinstance(allowed, Sequence) or isinstance(allowed, str | bytes) or mode not in ("auto", "required"):
+        raise RequestError(f"tool_choice is {shown(choice)}; give allowed_tools a mode, auto or required, and tools")
+    named = [_named(one, tools, choice) for one in allowed]
+    found = tuple(tool for tool in tools if tool in named)
+    return ChosenTools(_some(found, mode) if mode == "required" else found, must_call=mode == "required")
+
+
+def _word(value: object) -> str | None:
+    """A text; None for anything else, which may not even compare with one."""
+    return value if isinstance(value, str) else None
+
+
+def _some(tools: tuple[Tool, ...], choice: object) -> tuple[Tool, ...]:
+    if not tools:
+        raise RequestError(f"tool_choice is {choice!r}, but there are no tools; give some, or leave it out")
+    return tools
+
+
+def _named(one: object, tools: tuple[Tool, ...], choice: Mapping[str, Any]) -> Tool:
+    """The tool that a choice names, with or without a wrapper."""
+    function = one.get("function", one) if isinstance(one, Mapping) else None
+    name = _word(function.get("name")) if isinstance(function, Mapping) else None
+    for tool in tools:
+        if tool.name == name:
+            return tool
+    known = ", ".join(tool.name for tool in tools) or "none"
+    raise RequestError(f"tool_choice is {choice!r:.80}; {_WAYS} (there are: {known})")

@@ -1,11 +1,12 @@
 """A reply taken apart while it arrives: reasoning, content and tool calls, however its text is split."""
 
 import re
-import secrets
 import string
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from hashlib import blake2b
+from itertools import count
+
+import numpy as np
 
 from localinfer.generation.chat.argument_reader import (
     Mark,
@@ -16,7 +17,9 @@ from localinfer.generation.chat.argument_reader import (
     match_length,
     name_length,
 )
+from localinfer.generation.completion import ReplyDelta, ToolCallDelta
 from localinfer.models.text.reply_format import CALL_NAME, HERMES, CallFormat, ReasoningFormat
+from localinfer.types import TokenIds
 
 _NOT_NAME = re.compile(r"[^A-Za-z0-9_.:-]")
 _MEMBER = re.compile(r',\s*"\w{1,32}"\s*:\s*("[^"\\]{0,64}"|\d{1,9}(?=\D))\s*')
@@ -24,40 +27,8 @@ _MEMBER = re.compile(r',\s*"\w{1,32}"\s*:\s*("[^"\\]{0,64}"|\d{1,9}(?=\D))\s*')
 _PART_OF_MEMBER = re.compile(r',?\s*("\w{0,32}("\s*(:\s*(("[^"\\]{0,64}"?|\d{1,9})\s*)?)?)?)?')
 _MOST_BEFORE_ARGUMENTS = 200
 _ID_LETTERS = string.ascii_letters + string.digits
-
-
-@dataclass(frozen=True)
-class ToolCall:
-    """One call that the model makes.
-
-    id: the model's where its format has one, else nine random letters and digits. arguments: a JSON object, as text.
-    """
-
-    id: str
-    name: str
-    arguments: str
-
-
-@dataclass(frozen=True)
-class ToolCallDelta:
-    """What became known of one call.
-
-    index: which call of the reply, counted from 0. The first delta of a call has its id and name and no arguments; each
-    later one has the next part of the arguments' JSON text and neither.
-    """
-
-    index: int
-    arguments: str = ""
-    id: str | None = None
-    name: str | None = None
-
-
-class ReplyDelta(NamedTuple):
-    """What became certain of a reply."""
-
-    content: str = ""
-    reasoning: str = ""
-    tool_calls: tuple[ToolCallDelta, ...] = ()
+_ID_LENGTH = 9
+"""As Mistral's templates demand."""
 
 
 class ReplyParser:
@@ -77,14 +48,14 @@ class ReplyParser:
         starts_reasoning: bool = False,
         calls_in_reasoning: bool = False,
         types: Mapping[str, Mapping[str, frozenset[str]]] | None = None,
-        new_id: Callable[[], str] | None = None,
+        new_id: Callable[[], str],
     ) -> None:
         # Without one, its states are never reached.
         self._format = reasoning or ReasoningFormat("", "", "")
         self._has_calls, self._calls = calls is not None, calls or HERMES
         self._types = types or {}
         self._parameters: ParameterReader | NotationReader | None = None
-        self._new_id = new_id or _random_id
+        self._new_id = new_id
         self._held = ""
         self._content: list[str] = []
         self._reasoning: list[str] = []
@@ -412,18 +383,19 @@ class ReplyParser:
         return text[len(kept) :]
 
 
-def _random_id() -> str:
-    """Nine letters and digits, as Mistral's templates demand."""
-    return "".join(secrets.choice(_ID_LETTERS) for _ in range(9))
+def call_ids(prompt_ids: TokenIds, seed: int) -> Callable[[], str]:
+    """Names for the tool calls of one reply: the same where the same reply is generated again, and else other ones."""
+    numbers = count()
 
+    def next_id() -> str:
+        text = blake2b(np.ascontiguousarray(prompt_ids, np.int32).tobytes(), digest_size=16)
+        text.update(seed.to_bytes(16, "little"))
+        text.update(next(numbers).to_bytes(8, "little"))
+        number = int.from_bytes(text.digest(), "little")
+        letters = []
+        for _ in range(_ID_LENGTH):
+            number, index = divmod(number, len(_ID_LETTERS))
+            letters.append(_ID_LETTERS[index])
+        return "".join(letters)
 
-def joined_calls(deltas: Iterable[ToolCallDelta]) -> tuple[ToolCall, ...]:
-    """The calls that deltas spell out, in order."""
-    calls: list[ToolCall] = []
-    for delta in deltas:
-        if delta.id is not None and delta.name is not None:
-            calls.append(ToolCall(delta.id, delta.name, ""))
-        else:
-            call = calls[delta.index]
-            calls[delta.index] = ToolCall(call.id, call.name, call.arguments + delta.arguments)
-    return tuple(calls)
+    return next_id

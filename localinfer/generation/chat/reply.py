@@ -1,6 +1,6 @@
 """The form of a chat's reply: tools, reasoning, a constraint and an assistant prefill, for one model's template."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cached_property
@@ -10,18 +10,26 @@ from localinfer.arguments import check_flag, check_number
 from localinfer.engine.cache.salt import NO_SALT
 from localinfer.engine.sampling.mask import GuidingMask
 from localinfer.errors import ConstraintError, MessageError, RequestError, TemplateError
-from localinfer.generation.chat.constraints import Constraint, ConstraintCompiler, grammar_of, is_json, json_grammar
+from localinfer.generation.chat.constraints import ConstraintCompiler, grammar_of, is_json, json_grammar
 from localinfer.generation.chat.grammar import ReasoningState, reply_grammar
-from localinfer.generation.chat.messages import SYSTEM_ROLES, Tool, has_late_system, placed_system, read_tools
-from localinfer.generation.chat.parser import ReplyParser
-from localinfer.generation.chat.reply_options import ReplyOptions, choose_tools
+from localinfer.generation.chat.messages import (
+    SYSTEM_ROLES,
+    Tool,
+    choose_tools,
+    has_late_system,
+    placed_system,
+    read_tools,
+)
+from localinfer.generation.chat.parser import ReplyParser, call_ids
 from localinfer.generation.chat.template_messages import template_messages, with_reasoning_as
 from localinfer.generation.chat.thinking import ThinkingBudget
 from localinfer.generation.chat.value_types import parameter_types
+from localinfer.generation.options import Constraint, ReplyOptions
 from localinfer.models.text.chat_template import asked_day
 from localinfer.models.text.reply_format import THINKING_VARIABLES, CallFormat, ReasoningFormat
 from localinfer.models.text.reply_learning import Trials, learn_call_format, learn_reasoning_format
 from localinfer.models.text.splitting import SpellingFinder
+from localinfer.types import TokenIds
 
 if TYPE_CHECKING:
     from localinfer.models.text.chat_template import ChatTemplate
@@ -140,8 +148,8 @@ class ReplyFormat:
         """Whether a call may end the reasoning: not where that is ended by a number of tokens, perhaps amid a call."""
         return self.budget is None
 
-    def parser(self, new_id: Callable[[], str] | None = None) -> ReplyParser:
-        """A parser for one reply; new_id: names its calls, where the model's format has no names."""
+    def parser(self, prompt_ids: TokenIds, seed: int) -> ReplyParser:
+        """A parser for the reply to one prompt; calls are named after both where the model's format has no names."""
         reasoning = None if self.state == "none" and not self._has_frame else self.reasoning
         types = {tool.name: parameter_types(tool) for tool in self.tools}
         calls = self.calls if self.tools else None
@@ -151,7 +159,7 @@ class ReplyFormat:
             starts_reasoning=self.state == "open",
             calls_in_reasoning=self._has_calls_in_reasoning,
             types=types,
-            new_id=new_id,
+            new_id=call_ids(prompt_ids, seed),
         )
 
     def mask(

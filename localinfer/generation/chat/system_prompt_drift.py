@@ -175,7 +175,7 @@ def varying_spans(text: str, messages: Messages, lines: Sequence[HeadLine]) -> t
 
 
 def words_at(
-    position: int, text: str, token_ids: TokenIds, tokenizer: "Tokenizer", spans: Sequence[VaryingSpan]
+    spans: Sequence[VaryingSpan], text: str, token_ids: TokenIds, tokenizer: "Tokenizer", position: int
 ) -> str:
     """What to say of the line that a token of a rendered text is part of; nothing, if that does not vary."""
     before = int(token_ids[position - 1]) if position else None

@@ -7,7 +7,7 @@ from typing import Any
 from localinfer.arguments import owned, shown
 from localinfer.errors import RequestError
 from localinfer.generation.chat.messages import ROLES, read_messages
-from localinfer.generation.chat.parser import ToolCall
+from localinfer.generation.completion import ToolCall
 
 Turn = dict[str, Any]
 """A message with `role` and `content`; replies have `reasoning`, `finish_reason` and `tool_calls` where there are any,

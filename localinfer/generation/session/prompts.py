@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from localinfer.engine.cache.salt import salt_of
 from localinfer.errors import ContextLengthError, RequestError
-from localinfer.generation.chat.reply_options import ReplyOptions, ToolChoice
 from localinfer.generation.chat.turns import Turn
-from localinfer.generation.options import GenerationOptions
+from localinfer.generation.options import GenerationOptions, ReplyOptions, ToolChoice
 
 if TYPE_CHECKING:
     import numpy as np

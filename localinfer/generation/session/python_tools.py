@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type
 
 from localinfer.arguments import check_callable, owned, shown
 from localinfer.errors import RequestError
-from localinfer.generation.chat.parser import ToolCall
+from localinfer.generation.completion import ToolCall
 from localinfer.generation.session.typed_answers import AnswerType, has_pydantic, reorder
 from localinfer.system.extras import require
 

@@ -16,7 +16,6 @@ from weakref import ref
 
 from localinfer.arguments import check_number, owned
 from localinfer.errors import ClosedError, RequestError, SessionFileError, ToolRoundsError
-from localinfer.generation.chat.parser import ToolCall, joined_calls
 from localinfer.generation.chat.turns import (
     Turn,
     checked_text,
@@ -27,7 +26,7 @@ from localinfer.generation.chat.turns import (
     result_turn,
     tool_rounds,
 )
-from localinfer.generation.completion import Completion, StreamEvent
+from localinfer.generation.completion import Completion, StreamEvent, ToolCall, joined_calls
 from localinfer.generation.session.prompts import SessionOptions, SessionPrompts, checked_names
 from localinfer.generation.stream import TextStream
 from localinfer.storage.conversations import SavedConversation

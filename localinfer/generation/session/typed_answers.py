@@ -9,7 +9,7 @@ from typing import Any, get_args, get_type_hints, is_typeddict
 
 from localinfer.arguments import shown
 from localinfer.errors import AnswerError, ConstraintError, RequestError
-from localinfer.generation.chat.constraints import Constraint, JsonSchema
+from localinfer.generation.options import Constraint, JsonSchema
 from localinfer.system.extras import require
 
 _BARE = (dict, list, tuple, set, frozenset)

@@ -13,7 +13,7 @@ import pytest
 import localinfer
 from localinfer.apps.cli import main
 from localinfer.errors import ContextLengthError, RequestError
-from localinfer.generation.chat.constraints import Grammar, JsonObject, JsonSchema, Regex
+from localinfer.generation.options import Grammar, JsonObject, JsonSchema, Regex
 from tests.support.limits import seconds
 
 

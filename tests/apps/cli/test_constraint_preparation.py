@@ -5,7 +5,7 @@ import threading
 import localinfer
 from localinfer.apps.cli.options import prepare_in_background
 from localinfer.generation.chat import vocabulary_trie
-from localinfer.generation.chat.constraints import Regex
+from localinfer.generation.options import Regex
 from localinfer.llm import LLM
 from tests.engine.fakes import fake_model
 from tests.support.limits import seconds, wait_until

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import localinfer
 from localinfer.apps.cli import localinfer_command
-from localinfer.generation.chat.reply import ReplyOptions
-from localinfer.generation.options import GenerationOptions
+from localinfer.generation.options import GenerationOptions, ReplyOptions
 from localinfer.llm import LLM
 
 REPOSITORY = Path(__file__).resolve().parents[3]

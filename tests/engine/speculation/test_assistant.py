@@ -19,7 +19,7 @@ from localinfer.engine.speculation.mtp import AssistantDrafter, DraftHead
 from localinfer.engine.speculation.ngram import NgramDrafter
 from localinfer.engine.speculation.verify import Speculation
 from localinfer.errors import BackendUnavailableError, CorruptFileError, RequestError, UnsupportedFormatError
-from localinfer.generation.chat.constraints import Regex
+from localinfer.generation.options import Regex
 from localinfer.llm import LLM
 from localinfer.models.load.loader import Model, load_model
 from localinfer.types import FloatArray, TokenIds

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from localinfer.errors import ConstraintError
-from localinfer.generation.chat.constraints import ConstraintCompiler, JsonSchema
+from localinfer.generation.chat.constraints import ConstraintCompiler
 from localinfer.generation.chat.json_schema import enforced_schema
+from localinfer.generation.options import JsonSchema
 from tests.engine.fakes import ByteTokenizer
 
 INTEGER = {"type": "integer"}

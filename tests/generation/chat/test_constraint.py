@@ -15,14 +15,8 @@ import localinfer
 from localinfer.engine.sampling.mask import MatcherMask
 from localinfer.errors import ConstraintError, OverloadedError, RequestError
 from localinfer.generation.chat import constraints
-from localinfer.generation.chat.constraints import (
-    Constraint,
-    ConstraintCompiler,
-    Grammar,
-    JsonObject,
-    JsonSchema,
-    Regex,
-)
+from localinfer.generation.chat.constraints import ConstraintCompiler
+from localinfer.generation.options import Constraint, Grammar, JsonObject, JsonSchema, Regex
 from localinfer.llm import LLM
 from tests.engine.fakes import ByteTokenizer, fake_model
 from tests.support.limits import seconds

@@ -12,9 +12,10 @@ import pytest
 from localinfer.generation.chat.constraints import ConstraintCompiler
 from localinfer.generation.chat.grammar import ReasoningState, reply_grammar
 from localinfer.generation.chat.messages import Tool, read_messages, read_tools
-from localinfer.generation.chat.parser import ReplyParser, joined_calls
+from localinfer.generation.chat.parser import ReplyParser
 from localinfer.generation.chat.template_messages import template_messages, with_reasoning_as, written_calls
 from localinfer.generation.chat.value_types import parameter_types
+from localinfer.generation.completion import joined_calls
 from localinfer.models.text.chat_template import ChatTemplate
 from localinfer.models.text.reply_format import CallFormat, ReasoningFormat
 from localinfer.models.text.reply_learning import learn_call_format, learn_reasoning_format
@@ -317,7 +318,7 @@ def test_python_values_become_json(written: str, read: dict[str, Any]) -> None:
 def test_a_call_that_is_cut_short_keeps_what_came_of_its_arguments(name: str) -> None:
     calls, reasoning = learned(name)
     text = NEWER_FAMILIES[name].calls
-    parser = ReplyParser(reasoning, calls)
+    parser = ReplyParser(reasoning, calls, new_id=lambda: "id")
     deltas = [parser.push(text[: text.index("Köln") + 2]), parser.flush()]
     (call,) = joined_calls(delta for result in deltas for delta in result.tool_calls)
     assert (call.name, call.arguments) == ("weather", '{"city": "Kö')

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from localinfer.engine.sampling.mask import MatcherMask, NumberTokens
-from localinfer.generation.chat.constraints import ConstraintCompiler, JsonObject, JsonSchema, Regex
+from localinfer.generation.chat.constraints import ConstraintCompiler
+from localinfer.generation.options import JsonObject, JsonSchema, Regex
 from tests.engine.fakes import ByteTokenizer
 
 pytest.importorskip("llguidance")

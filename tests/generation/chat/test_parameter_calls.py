@@ -13,7 +13,8 @@ from localinfer.errors import ConstraintError
 from localinfer.generation.chat.constraints import ConstraintCompiler
 from localinfer.generation.chat.grammar import reply_grammar
 from localinfer.generation.chat.messages import read_tools
-from localinfer.generation.chat.parser import ReplyParser, joined_calls
+from localinfer.generation.chat.parser import ReplyParser
+from localinfer.generation.completion import joined_calls
 from localinfer.llm import LLM
 from localinfer.loading.options import model_path
 from localinfer.models.load.loader import load_model
@@ -119,7 +120,7 @@ def test_grammar_allows_what_the_schema_allows(accepts: Any, family: str, change
     assert accepts(form, function(WEATHER), text) is fits
     if fits:
         types = {"f": {key: frozenset(("string",)) for key in ("city", "code")}}
-        parser = ReplyParser(None, form, types=types)
+        parser = ReplyParser(None, form, types=types, new_id=lambda: "id")
         pieces = [parser.push(text), parser.flush()]
         (call,) = joined_calls(delta for piece in pieces for delta in piece.tool_calls)
         assert json.loads(call.arguments) == arguments

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from localinfer.errors import ConstraintError
-from localinfer.generation.chat.constraints import JsonSchema, check_enforceable, grammar_of
+from localinfer.generation.chat.constraints import check_enforceable, grammar_of
+from localinfer.generation.options import JsonSchema
 
 pytest.importorskip("llguidance")
 

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
-from localinfer.generation.chat.parser import ReplyParser, joined_calls
+from localinfer.generation.chat.parser import ReplyParser
 from localinfer.generation.chat.value_types import json_value
+from localinfer.generation.completion import joined_calls
 from localinfer.models.text.chat_template import ChatTemplate
 from localinfer.models.text.reply_format import CallFormat, ReasoningFormat
 from localinfer.models.text.reply_learning import learn_call_format
@@ -142,7 +143,7 @@ def test_a_parameter_that_is_cut_short_keeps_what_came_of_it(name: str, types: A
 
 def test_text_parameters_stream_as_they_come() -> None:
     for name, family in PARAMETER_FAMILIES.items():
-        parser = ReplyParser(None, FORMS[name], types=TYPES)
+        parser = ReplyParser(None, FORMS[name], types=TYPES, new_id=lambda: "id")
         pieces = [parser.push(letter) for letter in family.one_call]
         fragments = [delta.arguments for piece in pieces for delta in piece.tool_calls if delta.name is None]
         assert {"B", "o", "n"} <= set(fragments) and "".join(fragments) == ARGUMENTS[0]
@@ -247,13 +248,13 @@ def test_text_after_the_calls_is_content() -> None:
 
 
 def test_arguments_stream_as_they_come() -> None:
-    parser = ReplyParser(None, FORMS["hermes"])
+    parser = ReplyParser(None, FORMS["hermes"], new_id=lambda: "id")
     pieces = [parser.push(letter) for letter in FAMILIES["hermes"].one_call]
     fragments = [delta.arguments for piece in pieces for delta in piece.tool_calls if delta.name is None]
     assert len(fragments) == len(ARGUMENTS[0]) and json.loads("".join(fragments)) == json.loads(ARGUMENTS[0])
 
 
 def test_content_is_held_back_no_longer_than_needed() -> None:
-    parser = ReplyParser(THINK, FORMS["hermes"])
+    parser = ReplyParser(THINK, FORMS["hermes"], new_id=lambda: "id")
     shown = [parser.push(letter).content for letter in "Hi <b> there"]
     assert shown == ["H", "i", "", "", " <b", ">", "", " t", "h", "e", "r", "e"]

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from localinfer.errors import ConstraintError
-from localinfer.generation.chat.constraints import ConstraintCompiler, StructuralTag
+from localinfer.generation.chat.constraints import ConstraintCompiler
+from localinfer.generation.options import StructuralTag
 from tests.engine.fakes import ByteTokenizer
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from localinfer.errors import RequestError
-from localinfer.generation.chat.messages import read_tools
-from localinfer.generation.chat.reply_options import choose_tools
+from localinfer.generation.chat.messages import choose_tools, read_tools
 from localinfer.llm import LLM
 from tests.engine.fakes import FakeTemplate, text_model
 

@@ -16,8 +16,9 @@ import pytest
 from localinfer.generation.chat.constraints import ConstraintCompiler
 from localinfer.generation.chat.grammar import ReasoningState
 from localinfer.generation.chat.messages import read_tools
-from localinfer.generation.chat.parser import ReplyParser, joined_calls
+from localinfer.generation.chat.parser import ReplyParser
 from localinfer.generation.chat.value_types import parameter_types
+from localinfer.generation.completion import joined_calls
 from localinfer.models.text.chat_template import ChatTemplate
 from localinfer.models.text.reply_format import CallFormat, ReasoningFormat
 from localinfer.models.text.reply_learning import learn_call_format, learn_reasoning_format
@@ -53,7 +54,8 @@ def learned(source: str, ends: tuple[str, ...]) -> Formats:
 def parse(pieces: list[str], formats: Formats, row: Row, *, json_of: Callable[[str], Any] = json.loads) -> Parsed:
     calls, reasoning = formats
     types = {tool.name: parameter_types(tool) for tool in TOOLS}
-    parser = ReplyParser(reasoning, calls, starts_reasoning=row.is_open, calls_in_reasoning=True, types=types)
+    reads: dict[str, Any] = {"starts_reasoning": row.is_open, "calls_in_reasoning": True, "types": types}
+    parser = ReplyParser(reasoning, calls, new_id=lambda: "id", **reads)
     deltas = [*map(parser.push, pieces), parser.flush()]
     made = joined_calls(delta for result in deltas for delta in result.tool_calls)
     text = "".join(delta.content for delta in deltas), "".join(delta.reasoning for delta in deltas)

@@ -11,9 +11,9 @@ import pytest
 
 import localinfer
 from localinfer.errors import ConstraintError, RequestError
-from localinfer.generation.chat.constraints import JsonSchema, Regex
-from localinfer.generation.chat.parser import ToolCall, joined_calls
 from localinfer.generation.chat.thinking import ThinkingBudget
+from localinfer.generation.completion import ToolCall, joined_calls
+from localinfer.generation.options import JsonSchema, Regex
 from localinfer.llm import LLM
 from localinfer.loading.drafters import make_speculation
 from localinfer.loading.options import model_path

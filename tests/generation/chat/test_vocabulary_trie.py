@@ -15,15 +15,7 @@ import localinfer
 from localinfer.engine.sampling.mask import GrammarMatcher
 from localinfer.errors import ClosedError, ConstraintError, RequestError
 from localinfer.generation.chat import vocabulary_trie
-from localinfer.generation.chat.constraints import (
-    Constraint,
-    ConstraintCompiler,
-    Grammar,
-    JsonObject,
-    JsonSchema,
-    Regex,
-    grammar_of,
-)
+from localinfer.generation.chat.constraints import ConstraintCompiler, grammar_of
 from localinfer.generation.chat.vocabulary_trie import (
     ClassTrie,
     ForeignTrie,
@@ -32,6 +24,7 @@ from localinfer.generation.chat.vocabulary_trie import (
     build_trie,
     matcher_library,
 )
+from localinfer.generation.options import Constraint, Grammar, JsonObject, JsonSchema, Regex
 from localinfer.llm import LLM
 from tests.engine.fakes import ByteTokenizer, fake_model
 from tests.models.text.vocabularies import real_tokenizer

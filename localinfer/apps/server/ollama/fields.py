@@ -20,7 +20,7 @@ from localinfer.apps.server.router.served_model import ServedModel
 from localinfer.apps.server.transport.bodies import unless_gone
 from localinfer.apps.server.transport.http import ApiError, EventStream, json_response, refused_member, unsupported
 from localinfer.apps.server.transport.known_fields import KnownFields, Refusal
-from localinfer.generation.chat.constraints import Constraint, JsonObject
+from localinfer.generation.options import Constraint, JsonObject
 
 if TYPE_CHECKING:
     from localinfer.llm import LLM

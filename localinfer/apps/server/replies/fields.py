@@ -14,7 +14,7 @@ from localinfer.apps.server.transport.known_fields import FORMS
 from localinfer.apps.server.transport.settings import ServerSettings
 from localinfer.arguments import MAX_PRIORITY
 from localinfer.engine.sampling.params import MAX_LOGPROBS, MAX_SEED, NUMBER_OPTIONS, NumberOption
-from localinfer.generation.chat.constraints import Constraint, Grammar, JsonObject, JsonSchema, Regex, StructuralTag
+from localinfer.generation.options import Constraint, Grammar, JsonObject, JsonSchema, Regex, StructuralTag
 
 if TYPE_CHECKING:
     from localinfer.llm import LLM
