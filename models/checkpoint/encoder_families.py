@@ -7,14 +7,13 @@ import numpy as np
 
 from localinfer.errors import UnsupportedFormatError
 from localinfer.models.checkpoint.changes import FIRST_HALF, SECOND_HALF, Change, Derived, RowOrder, parts_of_groups
-from localinfer.models.checkpoint.family import GELU_TANH, LLAMA, Family, Metadata, Part, Source
+from localinfer.models.checkpoint.family import GELU_TANH, LLAMA, NO_ROPE, Family, Metadata, Part, Source
 from localinfer.models.checkpoint.settings import Settings
 from localinfer.models.decoder.block_config import MAX_CONTEXT, MAX_LAYERS
 from localinfer.types import FloatArray
 
 Variant = Callable[[Settings, Family], Family]
 
-NO_ROPE: Metadata = {"rope.dimension_count": None, "rope.freq_base": None}
 _RANK = 4
 _CLASSIFIER = "ForSequenceClassification"
 _FIRST_ROW, _MEAN = 2, 1
@@ -71,8 +70,12 @@ def ranker_metadata(settings: Settings) -> Metadata:
     return {"pooling_type": _RANK, "classifier.output_labels": names or ["LABEL_0"]}
 
 
-def with_classifier(heads: Mapping[str, Source], inside: Mapping[str, Source] | None = None) -> Variant:
-    """The family whose folder may hold a classifier: modules beside the encoder, and within it."""
+def with_classifier(
+    heads: Mapping[str, Source],
+    inside: Mapping[str, Source] | None = None,
+    further: Callable[[Settings], Metadata] = lambda settings: {},
+) -> Variant:
+    """The family whose folder may hold a classifier: modules beside the encoder and within it, and further metadata."""
 
     def variant(settings: Settings, family: Family) -> Family:
         if not is_ranker(settings):
@@ -83,7 +86,7 @@ def with_classifier(heads: Mapping[str, Source], inside: Mapping[str, Source] | 
             heads=heads,
             outside={**family.outside, **(inside or {})},
             unused=r"(.*\.)?embeddings\.position_ids",
-            metadata=lambda settings: {**plain(settings), **ranker_metadata(settings)},
+            metadata=lambda settings: {**plain(settings), **ranker_metadata(settings), **further(settings)},
         )
 
     return variant
@@ -199,16 +202,6 @@ def _modern_bert_ranker(settings: Settings) -> Metadata:
     return {"classifier.pooling_type": _POOLED_ROWS[rows]}
 
 
-def _modern_bert_variant(settings: Settings, family: Family) -> Family:
-    found = with_classifier({"cls": "head.dense", "cls.norm": "head.norm", "cls.output": "classifier"})(
-        settings, family
-    )
-    if not is_ranker(settings):
-        return found
-    plain = found.metadata
-    return replace(found, metadata=lambda settings: {**plain(settings), **_modern_bert_ranker(settings)})
-
-
 def _xlm_roberta_variant(settings: Settings, family: Family) -> Family:
     if settings.get("lora_adaptations"):
         raise UnsupportedFormatError(
@@ -274,7 +267,9 @@ _MODERN_BERT = Family(
     },
     defaults={"norm_eps": 1e-5, "local_attention": 128, "hidden_activation": "gelu"},
     metadata=_modern_bert,
-    variant=_modern_bert_variant,
+    variant=with_classifier(
+        {"cls": "head.dense", "cls.norm": "head.norm", "cls.output": "classifier"}, further=_modern_bert_ranker
+    ),
 )
 _MODERN_BERT_DECODER = replace(
     _MODERN_BERT,
@@ -367,48 +362,26 @@ ENCODERS: dict[str, Family] = {
 
 _PRETRAINED_HEADS = r"(lm_head|cls|vocab_.*|generator_.*|discriminator_.*|(lm|mask)_predictions|predictions|sop_.*)\..*"
 _NEEDLESS = rf"(.*\.)?(embeddings\.position_ids|pooler\.(dense\.)?(weight|bias))|{_PRETRAINED_HEADS}"
+_NARROW_SEEN = "embedding_size summary_activation summary_type"
+"""Settings of ELECTRA and ALBERT, whose tensors say how wide the embedding is; a summary is for multiple choice."""
 _MPNET_OFFSET = 2
 """Positions of MPNet count from behind those of padding, whatever its id."""
 
 
-def _with_activation(name: str, variant: Variant) -> Variant:
-    """A classifier whose first matrix has another activation than tanh."""
-
-    def changed(settings: Settings, family: Family) -> Family:
-        found = variant(settings, family)
-        if not is_ranker(settings):
-            return found
-        plain = found.metadata
-        return replace(found, metadata=lambda settings: {**plain(settings), "classifier.activation": name})
-
-    return changed
-
-
-def _plain(settings: Settings) -> Metadata:
-    settings.must_be("position_embedding_type", "absolute", "absolute")
-    return {**gelu_metadata(settings), **NO_ROPE}
+def _classifier(activation: str, heads: Mapping[str, Source]) -> Variant:
+    """The same of a classifier whose first matrix has another activation than tanh."""
+    return with_classifier(heads, further=lambda settings: {"classifier.activation": activation})
 
 
 def _mpnet(settings: Settings) -> Metadata:
     # As many as its class computes with, whatever config.json says.
     settings.must_be("relative_attention_num_buckets", 32, 32)
     length = settings.integer("max_position_embeddings", low=_MPNET_OFFSET + 1)
-    return {**_plain(settings), "context_length": length - _MPNET_OFFSET, "attention.relative_buckets_count": 32}
+    return {**_bert(settings), "context_length": length - _MPNET_OFFSET, "attention.relative_buckets_count": 32}
 
 
 def _mpnet_changes(settings: Settings) -> dict[str, Change]:
     return {"position_embd.weight": RowOrder(lambda num_rows: np.arange(_MPNET_OFFSET, num_rows))}
-
-
-def _distilbert(settings: Settings) -> Metadata:
-    settings.mark_read(("sinusoidal_pos_embds",))  # the table is in the file either way
-    return _plain(settings)
-
-
-def _narrow(settings: Settings) -> Metadata:
-    """ELECTRA and ALBERT, whose tensors say how wide the embedding is; `summary` is of a head for multiple choice."""
-    settings.mark_read(("embedding_size", "summary_activation", "summary_type"))
-    return _plain(settings)
 
 
 def _albert_variant(settings: Settings, family: Family) -> Family:
@@ -512,8 +485,7 @@ def _deberta_variant(settings: Settings, family: Family) -> Family:
     activation = settings.text("pooler_hidden_act", "gelu")
     if is_ranker(settings) and activation not in ("gelu", "tanh", "relu"):
         raise settings.unsupported("pooler_hidden_act", "gelu, tanh and relu")
-    heads = {"cls": "pooler.dense", "cls.output": "classifier"}
-    return _with_activation(activation, with_classifier(heads))(settings, family)
+    return _classifier(activation, {"cls": "pooler.dense", "cls.output": "classifier"})(settings, family)
 
 
 def _gte(settings: Settings) -> Metadata:
@@ -603,15 +575,15 @@ BERT_KIN: dict[str, Family] = {
             "intermediate_size": "hidden_dim",
             "hidden_act": "activation",
         },
-        metadata=_distilbert,
-        variant=_with_activation("relu", with_classifier({"cls": "pre_classifier", "cls.output": "classifier"})),
+        seen="sinusoidal_pos_embds",  # the table is in the file either way
+        variant=_classifier("relu", {"cls": "pre_classifier", "cls.output": "classifier"}),
     ),
     "electra": replace(
         BERT,
         outside={**BERT_ENDS, "token_embd_proj": "embeddings_project"},
         unused=_NEEDLESS,
-        metadata=_narrow,
-        variant=_with_activation("gelu", with_classifier(_DENSE_AND_OUT)),
+        seen=_NARROW_SEEN,
+        variant=_classifier("gelu", _DENSE_AND_OUT),
     ),
     "albert": replace(
         BERT,
@@ -619,7 +591,7 @@ BERT_KIN: dict[str, Family] = {
         outside={**BERT_ENDS, "token_embd_proj": "encoder.embedding_hidden_mapping_in"},
         unused=_NEEDLESS,
         defaults={**BERT.defaults, "vocab_size": 30000, "hidden_act": "gelu_new"},
-        metadata=_narrow,
+        seen=_NARROW_SEEN,
         variant=_albert_variant,
     ),
     "deberta-v2": replace(

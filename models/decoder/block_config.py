@@ -275,8 +275,8 @@ class IndexerConfig:
 
 def windowed_sizes(
     reader: MetadataReader, head_dim: int, value_head_dim: int, rotary_size: int
-) -> tuple[int, int, int] | None:
-    """Sizes of key and value heads and how much of them rotates in sliding-window layers; None if as in the others."""
+) -> tuple[int, int, int]:
+    """Sizes of key and value heads and of their rotation in sliding-window layers; zeros if as in the others."""
     sizes = {
         "attention.key_length_swa": head_dim,
         "attention.value_length_swa": value_head_dim,
@@ -284,7 +284,7 @@ def windowed_sizes(
     }
     key, value, rotary = (reader.integer(name, size, low=0, high=MAX_WIDTH) for name, size in sizes.items())
     if (key, value, rotary) == (head_dim, value_head_dim, rotary_size):
-        return None
+        return 0, 0, 0
     turns_otherwise = reader.prefix in _TWO_ROTARY_SIZES and (key, value) == (head_dim, value_head_dim)
     if reader.prefix not in TWO_HEAD_SIZES and not turns_otherwise:
         found = dict(zip(sizes, (key, value, rotary), strict=True))

@@ -7,7 +7,7 @@ Keys and defaults: the GGUF specification (https://github.com/ggml-org/ggml/blob
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from localinfer.errors import CorruptFileError, LocalinferError, UnsupportedFormatError
+from localinfer.errors import CorruptFileError, UnsupportedFormatError
 from localinfer.models.decoder.block_config import (
     MAX_CONTEXT,
     MAX_LAYERS,
@@ -204,8 +204,7 @@ class ModelConfig:
         sliding_window = reader.integer("attention.sliding_window", 0, low=0, high=MAX_CONTEXT)
         rope = read_rope(reader, head_dim, context_length)
         windowed = windowed_sizes(reader, head_dim, value_head_dim, rope.rotary_size)
-        if windowed:
-            rope = replace(rope, rotary_size_windowed=windowed[2])
+        rope = replace(rope, rotary_size_windowed=windowed[2])
         _check_causal(reader, architecture)
         config = cls(
             architecture=architecture,
@@ -256,8 +255,8 @@ class ModelConfig:
             num_relative_buckets=reader.integer("attention.relative_buckets_count", 0, low=0, high=MAX_WIDTH),
             max_relative_distance=reader.integer("attention.max_relative_positions", 0, low=0, high=MAX_CONTEXT),
             block_tensors=frozenset(name.removeprefix("blk.0.") for name in tensor_shapes if name.startswith("blk.0.")),
-            windowed_head_dim=windowed[0] if windowed else 0,
-            windowed_value_head_dim=windowed[1] if windowed else 0,
+            windowed_head_dim=windowed[0],
+            windowed_value_head_dim=windowed[1],
             num_shared_layers=num_shared_layers(reader, num_layers),
             per_layer_size=per_layer_size(reader, tensor_shapes, num_layers),
             target_hidden_size=target_hidden_size(reader, tensor_shapes),
@@ -368,10 +367,8 @@ def _norm_epsilon(reader: MetadataReader) -> float:
 def _windowed_layers(reader: MetadataReader, num_layers: int) -> tuple[bool, ...]:
     """Layers with a sliding window: a list, or a period n, of which one layer has full attention."""
     key = "attention.sliding_window_pattern"
-    if key not in reader:
-        return ()
-    if reader.is_sequence(key):
-        return tuple(bool(value) for value in reader.integers(key, num_layers, low=0, high=1))
+    if key not in reader or reader.is_sequence(key):
+        return _booleans(reader, key, num_layers)
     period = reader.integer(key, low=0, high=MAX_LAYERS)
     full = 0 if reader.prefix in _DENSE_FIRST else period - 1
     return tuple(period == 0 or layer % period != full for layer in range(num_layers))
@@ -385,13 +382,13 @@ def _check_tensor_shapes(reader: MetadataReader, config: ModelConfig, tensor_sha
     check = _Check(reader, tensor_shapes)
     for layer in range(config.num_layers):
         block = f"blk.{layer}."
-        if config.recurrent is not None and (config.recurrent.layers[layer] or config.recurrent.num_shared_blocks):
-            pass  # The blocks check what they read.
-        elif config.latent is None:
-            if config.num_kv_heads[layer] or not config.num_heads[layer]:
+        recurrent = config.recurrent
+        # Recurrent blocks check what they read.
+        if recurrent is None or not (recurrent.layers[layer] or recurrent.num_shared_blocks):
+            if config.latent is not None:
+                _check_latent(check, block, config.latent, config, layer)
+            elif config.num_kv_heads[layer] or not config.num_heads[layer]:
                 _check_heads(check, block, config, layer)
-        else:
-            _check_latent(check, block, config.latent, config, layer)
         if config.experts is not None:
             count = config.experts.num_experts
             # Stacks of experts; a stack of one may be a plain matrix.
@@ -404,16 +401,10 @@ class _Check:
     """Compares one axis of one tensor with a product of metadata."""
 
     def __init__(self, reader: MetadataReader, tensor_shapes: Mapping[str, Shape]) -> None:
-        self._reader, self._shapes = reader, tensor_shapes
-
-    def has(self, name: str) -> bool:
-        return name in self._shapes
-
-    def contradiction(self, key: str, found: object, wanted: str) -> LocalinferError:
-        return self._reader.contradiction(key, found, wanted)
+        self.reader, self.shapes = reader, tensor_shapes
 
     def equal(self, name: str, axis: int, wanted: int, key: str, found: str, *, optional: bool = False) -> None:
-        shape = self._shapes.get(name)
+        shape = self.shapes.get(name)
         if shape is None:
             if optional:
                 return
@@ -424,7 +415,7 @@ class _Check:
         size = shape[axis] if -len(shape) <= axis < len(shape) else 1
         if size != wanted:
             kind = ("rows" if axis == -2 else "columns") if len(shape) == 2 else f"in {shape}"
-            raise self._reader.contradiction(key, found, f"the {size} {kind} of {name}")
+            raise self.reader.contradiction(key, found, f"the {size} {kind} of {name}")
 
 
 _GATED_ATTENTION = ("qwen3next", "qwen35", "qwen35moe")
@@ -440,7 +431,7 @@ def _check_heads(check: _Check, block: str, config: ModelConfig, layer: int) -> 
     if not num_heads:
         return
     fused = f"{block}attn_qkv.weight"
-    if check.has(fused):
+    if fused in check.shapes:
         rows = num_heads * head + num_kv_heads * (head + value)
         found = f"{num_heads}, with {num_kv_heads} of keys and values and sizes {head} and {value} together {rows}"
         check.equal(fused, -2, rows, "attention.head_count", found)
@@ -470,9 +461,8 @@ def _check_latent(check: _Check, block: str, latent: LatentConfig, config: Model
     if not latent.is_absorbed:
         plain_size, kv_heads = latent.key_size - rotary_size, config.num_kv_heads[layer]
         if kv_heads != num_heads:
-            raise check.contradiction(
-                "attention.head_count_kv", kv_heads, f"as many as attention.head_count {num_heads}"
-            )
+            wanted = f"as many as attention.head_count {num_heads}"
+            raise check.reader.contradiction("attention.head_count_kv", kv_heads, wanted)
         rows = num_heads * (plain_size + latent.value_size)
         found = f"{num_heads}, with keys of {plain_size} and values of {latent.value_size} together {rows}"
         check.equal(f"{block}attn_kv_b.weight", -2, rows, "attention.head_count", found)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from localinfer.kernels.graph_builder import GraphBuilder
 from localinfer.kernels.ops import Buffer, KVLayerShape, OpGraph, Projection, Rows, StateShape, WeightSource
+from localinfer.models.decoder import draft_layers, gemma_blocks
 from localinfer.models.decoder.architecture import Blocks, Mixer
 from localinfer.models.decoder.architectures import find_architecture
 from localinfer.models.decoder.attention import (
@@ -14,21 +15,7 @@ from localinfer.models.decoder.attention import (
 )
 from localinfer.models.decoder.checked_weights import CheckedWeights
 from localinfer.models.decoder.config import ModelConfig
-from localinfer.models.decoder.draft_layers import (
-    carried_states,
-    without_unused,
-    write_draft_input,
-    write_draft_norm,
-    write_previous_states,
-)
 from localinfer.models.decoder.feed_forward import has_feed_forward, write_feed_forward, write_router
-from localinfer.models.decoder.gemma_blocks import (
-    merge_streams,
-    write_gemma3n_layer,
-    write_gemma4_layer,
-    write_layer_inputs,
-    write_streams,
-)
 from localinfer.models.decoder.graph import Graph, divided, refuse
 from localinfer.models.decoder.positions import RopeTables
 from localinfer.models.decoder.recurrent import (
@@ -69,15 +56,15 @@ def write_decoder(
     if not has_drafts:
         return graph.tape.finish(_write_logits(graph, normed), normed if shows_states else None)
     states = normed if graph.architecture.draft_layers.from_normed else hidden
-    previous = write_previous_states(graph, states)
+    previous = draft_layers.write_previous_states(graph, states)
     for layer in range(config.num_main_layers, config.num_layers):
-        x = write_draft_input(graph, layer, previous)
+        x = draft_layers.write_draft_input(graph, layer, previous)
         x = graph.block_norm(layer, graph.architecture.attention_norm, x, "attention_input")
         _write_mixer(graph, layer, x, tables)
     selected = graph.select_output(normed)
     shown = selected if states is normed else graph.select_output(hidden)
     # Of those layers only what they cache is needed.
-    return without_unused(graph.tape.finish(_write_logits(graph, selected), shown))
+    return draft_layers.without_unused(graph.tape.finish(_write_logits(graph, selected), shown))
 
 
 def write_layers(
@@ -112,8 +99,10 @@ def write_draft_layer(
     graph, tables = begin_graph(config, weights, kv_layers, context_length)
     previous = graph.buffer("previous_hidden", config.hidden_size, Rows.BATCH)
     graph.tape.previous_row(previous)
-    hidden = write_layer(graph, layer, write_draft_input(graph, layer, previous), tables, selects_output=True)
-    normed = write_draft_norm(graph, layer, hidden)
+    hidden = write_layer(
+        graph, layer, draft_layers.write_draft_input(graph, layer, previous), tables, selects_output=True
+    )
+    normed = draft_layers.write_draft_norm(graph, layer, hidden)
     name = f"blk.{layer}.nextn.shared_head_head"
     logits = _write_logits(graph, normed, name if graph.weights.has(f"{name}.weight") else None, num_tokens)
     return graph.tape.finish(logits, normed if graph.architecture.draft_layers.from_normed else hidden)
@@ -170,7 +159,7 @@ def state_shapes(config: ModelConfig) -> list[StateShape]:
     mixers = architecture.mixers if beside is None else (beside,) * config.num_layers
     found = [RECURRENT_MIXERS[mixer].states(config) for mixer in mixers if mixer in RECURRENT_MIXERS]
     shapes = [shape for states in found for shape in states]
-    return shapes + carried_states(config) if shapes else []
+    return shapes + draft_layers.carried_states(config) if shapes else []
 
 
 def write_embedding(graph: Graph, context_length: int | None = None) -> Buffer:
@@ -194,10 +183,10 @@ def write_embedding(graph: Graph, context_length: int | None = None) -> Buffer:
     if is_projected:
         hidden = graph.product("token_embd_proj", hidden, "hidden", config.hidden_size)
     if config.per_layer_size:
-        write_layer_inputs(graph, hidden)
+        gemma_blocks.write_layer_inputs(graph, hidden)
     if architecture.blocks is Blocks.ZAMBA2:
         write_embedding_pair(graph, hidden)
-    return write_streams(graph, hidden) if architecture.blocks is Blocks.GEMMA3N else hidden
+    return gemma_blocks.write_streams(graph, hidden) if architecture.blocks is Blocks.GEMMA3N else hidden
 
 
 def _write_token_types(graph: Graph, hidden: Buffer) -> None:
@@ -216,9 +205,9 @@ def write_layer(
     """Write one layer and return its result: `hidden` itself, or with selects_output the output rows only."""
     architecture = graph.architecture.of_layer(layer)
     if architecture.blocks is Blocks.GEMMA4:
-        return write_gemma4_layer(graph, layer, hidden, tables, selects_output=selects_output)
+        return gemma_blocks.write_gemma4_layer(graph, layer, hidden, tables, selects_output=selects_output)
     if architecture.blocks is Blocks.GEMMA3N:
-        return write_gemma3n_layer(graph, layer, hidden, tables)
+        return gemma_blocks.write_gemma3n_layer(graph, layer, hidden, tables)
     if architecture.blocks is Blocks.ZAMBA2:
         return write_zamba2_layer(graph, layer, hidden, tables, selects_output=selects_output)
     mixer = architecture.mixer(layer)
@@ -289,7 +278,7 @@ def _write_mixer(graph: Graph, layer: int, x: Buffer, tables: RopeTables) -> Buf
 def write_output_norm(graph: Graph, hidden: Buffer) -> Buffer:
     """Write the norm after the last layer, if there is one, and return its result."""
     if graph.architecture.blocks is Blocks.GEMMA3N:
-        hidden = merge_streams(graph, hidden)
+        hidden = gemma_blocks.merge_streams(graph, hidden)
     name = graph.architecture.output_norm
     if name is None:
         return hidden

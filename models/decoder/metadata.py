@@ -72,10 +72,7 @@ class MetadataReader:
             return default
         if not self.is_sequence(key):
             return (self.integer(key, low=low, high=high),) * count
-        values = self._entries(key)
-        if len(values) < count:
-            raise self.contradiction(key, f"an array of {len(values)} values", f"one per layer, {count}")
-        return tuple(self._checked_integer(key, value, low, high) for value in values[:count])
+        return tuple(self._checked_integer(key, value, low, high) for value in self._per_layer(key, count))
 
     def numbers(self, key: str, count: int, *, low: float, high: float) -> tuple[float, ...]:
         """One finite number per layer, from an array of at least `count` or one number; empty where there is none."""
@@ -83,10 +80,7 @@ class MetadataReader:
             return ()
         if not self.is_sequence(key):
             return (self.number(key, low=low, high=high),) * count
-        values = self._entries(key)
-        if len(values) < count:
-            raise self.contradiction(key, f"an array of {len(values)} values", f"one per layer, {count}")
-        return tuple(self._checked_number(key, value, low, high) for value in values[:count])
+        return tuple(self._checked_number(key, value, low, high) for value in self._per_layer(key, count))
 
     def list_of_integers(self, key: str) -> tuple[int, ...]:
         """An array of whole numbers of any length up to 16; empty where the file has none."""
@@ -105,16 +99,11 @@ class MetadataReader:
 
     def per_layer_numbers(self, key: str, count: int) -> tuple[float, ...]:
         """An array of at least `count` numbers, finite or -inf."""
-        values = self._entries(key)
-        if len(values) < count:
-            raise self.contradiction(key, f"an array of {len(values)} values", f"one per layer, {count}")
-        for value in values[:count]:
-            is_number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
-            # Compared as it is: an int may be larger than any float. No comparison with a NaN holds.
-            is_in_range = is_number and -_MAX_NUMBER <= value <= _MAX_NUMBER  # type: ignore[operator]
-            if not is_in_range and value != float("-inf"):
+        values = self._per_layer(key, count)
+        for value in values:
+            if not _is_within(value, -_MAX_NUMBER, _MAX_NUMBER) and value != float("-inf"):
                 raise self.contradiction(key, shown(value), "a number per layer, or -inf")
-        return tuple(float(value) for value in values[:count])  # type: ignore[arg-type]
+        return tuple(float(value) for value in values)  # type: ignore[arg-type]
 
     def optional_boolean(self, key: str) -> bool | None:
         """A truth value, or None where the file has none."""
@@ -141,6 +130,12 @@ class MetadataReader:
             raise self.contradiction(key, f"an array of {len(entries)} values", f"at most {_MAX_ENTRIES}")
         return entries
 
+    def _per_layer(self, key: str, count: int) -> Sequence[object]:
+        values = self._entries(key)
+        if len(values) < count:
+            raise self.contradiction(key, f"an array of {len(values)} values", f"one per layer, {count}")
+        return values[:count]
+
     def _checked_integer(self, key: str, value: object, low: int, high: int) -> int:
         if isinstance(value, (bool, np.bool_)):
             value = int(value)
@@ -149,9 +144,7 @@ class MetadataReader:
         return int(value)
 
     def _checked_number(self, key: str, value: object, low: float, high: float) -> float:
-        is_number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
-        # Compared as it is: an int may be larger than any float. No comparison with a NaN holds.
-        if is_number and low <= value <= high:  # type: ignore[operator]
+        if _is_within(value, low, high):
             return float(value)  # type: ignore[arg-type]
         raise self.contradiction(key, shown(value), f"a number from {low:.7g} to {high:.7g}")
 
@@ -167,6 +160,12 @@ def shown(value: object) -> str:
     if isinstance(value, str | bytes):
         value = value[:80]
     return f"{value!r:.80}"
+
+
+def _is_within(value: object, low: float, high: float) -> bool:
+    is_number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
+    # Compared as it is: an int may be larger than any float. No comparison with a NaN holds.
+    return is_number and low <= value <= high  # type: ignore[operator]
 
 
 def _is_sequence(value: object) -> bool:
