@@ -99,18 +99,16 @@ class Evaluator:
 
     def by_rows(self, out: Buffer, function: RowFunction, *inputs: Buffer) -> None:
         """out = function(rows of the inputs), some rows at a time: so many that they stay in a core's cache."""
-        self._each(out, function, inputs, _ROWS_AT_ONCE)
+        self.combine(out, function, [self.streams(one) for one in inputs], _ROWS_AT_ONCE)
 
     def by_sequence(self, out: Buffer, function: RowFunction, *inputs: Buffer) -> None:
         """out = function(rows of the inputs), one sequence at a time."""
-        self._each(out, function, inputs, self.length)
+        self.combine(out, function, [self.streams(one) for one in inputs], self.length)
 
-    def _each(self, out: Buffer, function: RowFunction, inputs: Sequence[Buffer], step: int) -> None:
-        streams = [self.streams(one) for one in inputs]
-        is_one = all(one[0] is one[-1] for one in streams)
-        self.set_each(
-            out, lambda i: self.in_steps(function, [one[i] for one in streams], step), is_one, len(streams[0])
-        )
+    def combine(self, out: Buffer, function: RowFunction, inputs: Sequence[Streams], step: int) -> None:
+        """out = function(rows of the inputs), `step` rows at a time, once where the models have the same inputs."""
+        is_one = all(one[0] is one[-1] for one in inputs)
+        self.set_each(out, lambda i: self.in_steps(function, [one[i] for one in inputs], step), is_one, len(inputs[0]))
 
     def set_each(self, out: Buffer, compute: Callable[[int], FloatArray], is_one: bool, count: int) -> None:
         """Compute a buffer in `count` models, or once for all of them where `is_one`."""
@@ -223,13 +221,7 @@ def _attention(run: Evaluator, op: ops.Attention) -> None:
     inputs = [run.streams(op.queries), *run.cache[op.layer]]
     if op.chosen is not None:
         inputs.append(run.streams(op.chosen.blocks))
-
-    def compute(index: int) -> FloatArray:
-        parts = [one[index] for one in inputs]
-        return run.in_steps(lambda q, k, v, *lists: attended(q, k, v, op.shape, op.chosen, *lists), parts, run.length)
-
-    is_one = all(one[0] is one[-1] for one in inputs)
-    run.set_each(op.out, compute, is_one, len(inputs[0]))
+    run.combine(op.out, lambda q, k, v, *lists: attended(q, k, v, op.shape, op.chosen, *lists), inputs, run.length)
     del run.values[op.queries.index]
 
 
@@ -237,13 +229,7 @@ def _choose_blocks(run: Evaluator, op: ops.ChooseBlocks) -> None:
     inputs = [run.streams(op.queries), run.cache[op.layer][0]]
     if op.weights is not None:
         inputs.append(run.streams(op.weights))
-
-    def compute(index: int) -> FloatArray:
-        parts = [one[index] for one in inputs]
-        return run.in_steps(lambda q, k, *weights: chosen_blocks(op, q, k, *weights), parts, run.length)
-
-    is_one = all(one[0] is one[-1] for one in inputs)
-    run.set_each(op.chosen.blocks, compute, is_one, len(inputs[0]))
+    run.combine(op.chosen.blocks, lambda q, k, *weights: chosen_blocks(op, q, k, *weights), inputs, run.length)
 
 
 def _gated_activate(run: Evaluator, op: ops.GatedActivate) -> None:

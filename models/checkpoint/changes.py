@@ -70,7 +70,7 @@ class ExpertRows(Change):
 
 @dataclass(frozen=True)
 class Moved(Change):
-    """Values in other places."""
+    """Values moved to other positions."""
 
     function: Callable[[NDArray[Any]], NDArray[Any]]
     is_arithmetic = False

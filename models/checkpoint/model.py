@@ -204,7 +204,7 @@ class CheckpointModel(Closing):
         return found if len(found) == len(matrices) else None
 
     def stretch(self, name: str) -> FileStretch | None:
-        """Return where a tensor's bytes lie, if they lie in one place and as GGUF has them."""
+        """Return the stretch of a file with a tensor's bytes, if they are one and as GGUF has them."""
         planned = self._plan.get(name)
         if planned is None or len(planned.sources) != 1 or planned.change is not None:
             return None

@@ -413,10 +413,10 @@ def _zamba2_variant(settings: Settings, family: Family) -> Family:
 def _either(ones: Mapping[str, Source], others: Mapping[str, Source]) -> dict[str, Source]:
     """Modules that have one of two names."""
 
-    def places(source: Source) -> tuple[str | Part, ...]:
+    def names(source: Source) -> tuple[str | Part, ...]:
         return source if isinstance(source, tuple) else (source,)
 
-    return {stem: (*places(ones[stem]), *places(others[stem])) for stem in ones}
+    return {stem: (*names(ones[stem]), *names(others[stem])) for stem in ones}
 
 
 def _zamba2_parts() -> tuple[dict[str, Source], dict[str, Source]]:

@@ -43,7 +43,7 @@ _NUMBERED = re.compile(rf"(.*(?:\b(?:experts|norms)|_projections)\.){_NUMBER}(\.
 
 PLAIN_LEAVES = ("weight", "bias")
 
-_Place = tuple[str, Change | None]
+_Target = tuple[str, Change | None]
 """One of GGUF's names, and what happens to the source on the way."""
 
 
@@ -80,33 +80,33 @@ def plan_tensors(
     parameters: Hyperparameters,
     are_equal: Callable[[str, str], bool] = lambda first, second: True,
 ) -> TensorPlan:
-    """Find a place for every tensor of a checkpoint.
+    """Find the target of every tensor of a checkpoint.
 
     parts: by the names of tensors, the module of each and what of it the tensor is; all tensors that a quantized weight
     is made of are its `weight`. are_equal: whether two modules have the same weights; it is asked of the output matrix
     and the embedding if config.json says that they are one.
-    Raises: UnsupportedFormatError naming a tensor that has no place, CorruptFileError if a stack of experts has gaps.
+    Raises: UnsupportedFormatError naming a tensor without one, CorruptFileError if a stack of experts has gaps.
     """
-    places = _Places({module for module, leaf in parts.values() if leaf == "weight"}, parameters)
+    targets = _Targets({module for module, leaf in parts.values() if leaf == "weight"}, parameters)
     sources: dict[str, dict[int, tuple[str, str]]] = {}
     changes: dict[str, Change | None] = {}
     plan = TensorPlan({}, [], [])
     unknown: list[str] = []
     stacked: set[str] = set()
     for name, (module, leaf) in parts.items():
-        if places.is_of_another_part(name):
+        if targets.is_of_another_part(name):
             plan.other_parts.append(name)
             continue
-        if _DRAFTER.match(name) or places.is_of_a_drafter(name):
+        if _DRAFTER.match(name) or targets.is_of_a_drafter(name):
             plan.drafters.append(name)
             continue
-        found, index = places.find(_current(f"{module}.{leaf}"))
-        for place, change in found:
-            sources.setdefault(place, {})[max(index, 0)] = module, leaf
-            changes[place] = change
+        found, index = targets.find(_current(f"{module}.{leaf}"))
+        for target, change in found:
+            sources.setdefault(target, {})[max(index, 0)] = module, leaf
+            changes[target] = change
             if index >= 0:
-                stacked.add(place)
-        is_needless = _IGNORED.fullmatch(name) or places.is_unused(name) or leaf in parameters.family.left_out
+                stacked.add(target)
+        is_needless = _IGNORED.fullmatch(name) or targets.is_unused(name) or leaf in parameters.family.left_out
         if not found and not is_needless:
             unknown.append(name)
     if unknown:
@@ -126,9 +126,9 @@ def plan_tensors(
             "config.json says that lm_head is a matrix of its own (tie_word_embeddings is false), but there is no "
             "lm_head.weight. Download the folder again"
         )
-    for place, modules in sources.items():
-        change = changes[place] or _change(place, parameters)
-        plan.tensors[place] = _planned(place, modules, change, place in stacked, parameters)
+    for target, modules in sources.items():
+        change = changes[target] or _change(target, parameters)
+        plan.tensors[target] = _planned(target, modules, change, target in stacked, parameters)
     return plan
 
 
@@ -137,7 +137,7 @@ def has_head(names: Collection[str]) -> bool:
     return any(name.startswith(tuple(f"{head}." for head in _HEADS)) for name in names)
 
 
-class _Places:
+class _Targets:
     """GGUF's names, by those of one checkpoint."""
 
     def __init__(self, modules: Collection[str], parameters: Hyperparameters) -> None:
@@ -150,7 +150,7 @@ class _Places:
         self._num_layers, self._num_drafters = parameters.num_layers, parameters.num_drafters
         words = "|".join(re.escape(word) for word in (family.layers, *parameters.misnamed_layers))
         self._layer = re.compile(rf"{re.escape(self._prefix)}(?:{words})\.{_NUMBER}\.(.+)")
-        self._outside = {f"{self._prefix}{name}": places for name, places in _by_source(family.outside, {}).items()}
+        self._outside = {f"{self._prefix}{name}": targets for name, targets in _by_source(family.outside, {}).items()}
         for head in _HEADS:
             for leaf in PLAIN_LEAVES:
                 self._outside[f"{head}.{leaf}"] = [(f"output.{leaf}", None)]
@@ -168,7 +168,7 @@ class _Places:
         outside = [name for name, _ in (pair for sources in family.outside.values() for pair in _names(sources))]
         return (*(f"{name}." for name in (family.layers, *outside)), *heads)
 
-    def find(self, name: str) -> tuple[list[_Place], int]:
+    def find(self, name: str) -> tuple[list[_Target], int]:
         """GGUF's names for what is made of a tensor, and which expert it is (-1 for what is no expert)."""
         if name in self._outside and not self.is_unused(name):
             return self._outside[name], -1
@@ -179,7 +179,7 @@ class _Places:
         if int(layer[1]) >= self._num_layers:
             return [], -1
         path, index = _numbered(layer[2])
-        return [(f"blk.{layer[1]}.{place}", change) for place, change in self._inside.get(path, [])], index
+        return [(f"blk.{layer[1]}.{target}", change) for target, change in self._inside.get(path, [])], index
 
     def is_unused(self, name: str) -> bool:
         """Return whether nothing goes through a tensor."""
@@ -225,15 +225,15 @@ def _current(name: str) -> str:
     return name
 
 
-def _by_source(modules: Mapping[str, Source], parameters: Mapping[str, Source]) -> dict[str, list[_Place]]:
-    found: dict[str, list[_Place]] = {}
+def _by_source(modules: Mapping[str, Source], parameters: Mapping[str, Source]) -> dict[str, list[_Target]]:
+    found: dict[str, list[_Target]] = {}
     for stem, sources in modules.items():
         for module, change in _names(sources):
             for leaf in PLAIN_LEAVES:
                 found.setdefault(f"{module}.{leaf}", []).append((f"{stem}.{leaf}", change))
-    for place, sources in parameters.items():
+    for target, sources in parameters.items():
         for name, change in _names(sources):
-            found.setdefault(name, []).append((place, change))
+            found.setdefault(name, []).append((target, change))
     return found
 
 

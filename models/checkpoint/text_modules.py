@@ -53,16 +53,16 @@ def read_text_modules(folder: CheckpointFolder) -> TextModules:
     tensors: dict[str, NDArray[np.float32]] = {}
     paths: list[Path] = []
     for entry in _entries(text):
-        kind, place = _kind(entry), _relative(entry)
+        kind, where = _kind(entry), _relative(entry)
         if kind == "Pooling":
-            pooling_type = _pooling(_settings(folder, place), place)
+            pooling_type = _pooling(_settings(folder, where), where)
         elif kind == "Dense":
             if len(paths) == len(_DENSE_NAMES):
                 raise UnsupportedFormatError(
                     f"{_LIST} has more than {len(_DENSE_NAMES)} Dense steps; this version computes so many. Choose "
                     "another model."
                 )
-            found, file = _dense(folder, place, _DENSE_NAMES[len(paths)])
+            found, file = _dense(folder, where, _DENSE_NAMES[len(paths)])
             tensors |= found
             paths.append(file)
         elif kind not in ("Transformer", "Normalize"):
@@ -102,14 +102,14 @@ def _relative(entry: Mapping[str, Any]) -> str:
     return found
 
 
-def _settings(folder: CheckpointFolder, place: str) -> dict[str, Any]:
-    found = folder.json(f"{place}/config.json")
+def _settings(folder: CheckpointFolder, where: str) -> dict[str, Any]:
+    found = folder.json(f"{where}/config.json")
     if found is None:
-        raise CorruptFileError(f"{folder.path.name} has no {place}/config.json, which {_LIST} names. {_WAY_OUT}")
+        raise CorruptFileError(f"{folder.path.name} has no {where}/config.json, which {_LIST} names. {_WAY_OUT}")
     return found
 
 
-def _pooling(settings: Mapping[str, Any], place: str) -> int:
+def _pooling(settings: Mapping[str, Any], where: str) -> int:
     modes = [
         key.removeprefix("pooling_mode_")
         for key, value in settings.items()
@@ -120,23 +120,23 @@ def _pooling(settings: Mapping[str, Any], place: str) -> int:
     if len(modes) == 1 and modes[0] in _POOLINGS:
         return _POOLINGS[modes[0]]
     raise UnsupportedFormatError(
-        f"{place}/config.json pools by {', '.join(modes)[:80] or 'nothing'}; this version pools by one of the mean, "
+        f"{where}/config.json pools by {', '.join(modes)[:80] or 'nothing'}; this version pools by one of the mean, "
         "the first (cls) and the last token. Use another model."
     )
 
 
-def _dense(folder: CheckpointFolder, place: str, name: str) -> tuple[dict[str, NDArray[np.float32]], Path]:
+def _dense(folder: CheckpointFolder, where: str, name: str) -> tuple[dict[str, NDArray[np.float32]], Path]:
     """The matrix and bias of a step without an activation."""
-    activation = _settings(folder, place).get("activation_function", "Tanh")
+    activation = _settings(folder, where).get("activation_function", "Tanh")
     if not isinstance(activation, str) or activation.rpartition(".")[2] != "Identity":
         raise UnsupportedFormatError(
-            f"{place}/config.json: activation_function is {activation!r:.60}; this version computes matrices after "
+            f"{where}/config.json: activation_function is {activation!r:.60}; this version computes matrices after "
             "pooling without one (Identity). Use another model."
         )
-    path = folder.path / place / "model.safetensors"
+    path = folder.path / where / "model.safetensors"
     if not path.exists():
         raise UnsupportedFormatError(
-            f"{place} has no model.safetensors; wanted the matrix in that form. Save the model again with a current "
+            f"{where} has no model.safetensors; wanted the matrix in that form. Save the model again with a current "
             "version of its library"
         )
     tensors: dict[str, NDArray[np.float32]] = {}

@@ -45,7 +45,7 @@ _LEAST_ANCHORS = 4
 _MOST_ANCHORS = 1 << 21
 
 Reader = Callable[[int, int], NDArray[np.uint8]]
-"""Gives the bytes of a tensor from one place to another."""
+"""Gives the bytes of a tensor from one position to another."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def is_damage(run: ByteRun, info: TensorRecord, *, all_rows: bool) -> bool:
     row, length = row_bytes(info.type, info.shape[-1]), run.end - run.start
     if length < max(_LEAST_BYTES, row):
         return False
-    if any(min(place % row, -place % row) > _SLACK for place in (run.start, run.end)):
+    if any(min(position % row, -position % row) > _SLACK for position in (run.start, run.end)):
         return True
     return all_rows and run.distance == 0 and length * _LEAST_RUN_SHARE >= info.num_bytes
 
@@ -153,11 +153,11 @@ class RunFinder:
         """
         if not self._words:
             return
-        words, places = np.concatenate(self._words), np.concatenate(self._places)
-        order = np.lexsort((places, words))
-        words, places = words[order], places[order]
+        words, positions = np.concatenate(self._words), np.concatenate(self._places)
+        order = np.lexsort((positions, words))
+        words, positions = words[order], positions[order]
         is_again = words[1:] == words[:-1]
-        later, distances = places[1:][is_again], np.diff(places)[is_again]
+        later, distances = positions[1:][is_again], np.diff(positions)[is_again]
         # A word that fills a stretch is an anchor everywhere in it.
         is_far = distances >= 64
         later, distances = later[is_far], distances[is_far]
@@ -165,17 +165,17 @@ class RunFinder:
         for distance in found[counts >= _LEAST_ANCHORS][:16].tolist():
             at = np.sort(later[distances == distance])
             end = -1
-            for place in at[:: max(1, at.size // 64)].tolist():
-                if place < end:
+            for position in at[:: max(1, at.size // 64)].tolist():
+                if position < end:
                     continue
-                run = _equal_around(read, self._size, place, distance)
+                run = _equal_around(read, self._size, position, distance)
                 end = run.end
                 yield run
 
 
-def _equal_around(read: Reader, size: int, place: int, distance: int) -> ByteRun:
+def _equal_around(read: Reader, size: int, position: int, distance: int) -> ByteRun:
     """Extend a stretch of bytes that equal those a distance before, in both directions."""
-    start = end = place
+    start = end = position
     while start > distance:
         low = max(distance, start - _LOOK)
         differs = np.flatnonzero(read(low, start) != read(low - distance, start - distance))
@@ -200,7 +200,7 @@ _SPOT_WEIGHTS = 64
 _MOST_SPOTS, _MOST_WEIGHTS, _FEWEST, _LARGEST = 3072, 400_000, 8, 32
 """Blocks and weights in all, and blocks of a matrix: 30 ms of one core at most for some hundred matrices."""
 _STRIDE = 0.6180339887
-"""Of the places within their stretches, so that no two blocks lie in the same column."""
+"""Of the positions within their stretches, so that no two blocks lie in the same column."""
 _MOST_TIMES = 1000.0
 """A block's size over that of most blocks of its matrix; trained ones reach some ten."""
 _MOST_HALVES = 4.0
@@ -250,9 +250,9 @@ def _grid(type: TensorType, members: list[tuple[TensorRecord, FileStretch]], cou
     per_block, size = block_size(type), block_bytes(type)
     length = max(1, _SPOT_WEIGHTS // per_block)
     order = np.arange(count)
-    places = (order + np.modf(order * _STRIDE + 0.37)[0]) / count
+    positions = (order + np.modf(order * _STRIDE + 0.37)[0]) / count
     num_blocks = np.array([info.num_bytes // size for info, _ in members])
-    starts = (places * (num_blocks - length)[:, None]).astype(np.int64) * size
+    starts = (positions * (num_blocks - length)[:, None]).astype(np.int64) * size
     data = np.empty((len(members), count, length * size), np.uint8)
     wanted: dict[MappedFile, list[tuple[int, memoryview]]] = {}
     for index, (_, stretch) in enumerate(members):
@@ -297,8 +297,8 @@ def check_grids(file: ModelFile, grids: Iterable[BlockGrid]) -> Iterator[Finding
     yield from _check_copies(grids)
 
 
-def _row(info: TensorRecord, place: int) -> int:
-    return place // row_bytes(info.type, info.shape[-1])
+def _row(info: TensorRecord, position: int) -> int:
+    return position // row_bytes(info.type, info.shape[-1])
 
 
 def _check_empty(file: ModelFile, grid: BlockGrid, index: int) -> Iterator[Finding]:

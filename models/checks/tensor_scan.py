@@ -120,7 +120,7 @@ def _compare(scans: Sequence[TensorScan]) -> Iterator[Finding]:
 
 
 def _scan(file: ModelFile, info: TensorRecord, done: list[int], stopped: Event) -> TensorScan:
-    """Read one tensor. done: MB of all, which this adds to; stopped: nobody wants the result any more."""
+    """Read one tensor. done: MB of all, which this adds to; stopped: the result is not wanted any more."""
     whole = None if file.stretch(info.name) is not None else file.tensor_bytes(info.name).reshape(-1)
 
     def read(start: int, end: int) -> NDArray[np.uint8]:

@@ -84,7 +84,7 @@ def nearest_names(name: str, known: Collection[str]) -> list[str]:
         common = next((n for n, (a, b) in enumerate(zip(wanted, letters, strict=False)) if a != b), None)
         start = (min(len(wanted), len(letters)) if common is None else common) / max(len(wanted), len(letters), 1)
         matcher = SequenceMatcher(None, wanted, letters, autojunk=False)
-        # Of a name that is too long anyhow, of which a file may have megabytes, letters are not compared.
+        # A name of a file may have megabytes: letters of one that is far too long are not compared.
         is_near = matcher.real_quick_ratio() + start >= 2 * _TOO_FAR
         # Names of a family begin alike, and differ in a generation or a size.
         return ((matcher.ratio() if is_near else 0.0) + start) / 2

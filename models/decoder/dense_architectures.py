@@ -14,13 +14,8 @@ LLAMA = Architecture(pairing=Pairing.ADJACENT)
 QK_NORMED = Architecture(query_key_norm=QueryKeyNorm.BEFORE_ROPE)
 GELU_MLP = Architecture(norm=Norm.LAYER, activation=Activation.GELU_TANH, gated=False)
 COHERE = replace(LLAMA, norm=Norm.LAYER, feed_forward_norm="attn_norm", parallel=True)
-NORMS_BEHIND = replace(
-    QK_NORMED,
-    attention_norm=None,
-    attention_post_norm="post_attention_norm",
-    feed_forward_norm=None,
-    feed_forward_post_norm="post_ffw_norm",
-)
+FOUR_NORMS = replace(QK_NORMED, attention_post_norm="post_attention_norm", feed_forward_post_norm="post_ffw_norm")
+NORMS_BEHIND = replace(FOUR_NORMS, attention_norm=None, feed_forward_norm=None)
 
 
 def windowed_layers(config: ModelConfig, period: int) -> tuple[bool, ...]:
@@ -33,6 +28,12 @@ def windowed_layers(config: ModelConfig, period: int) -> tuple[bool, ...]:
 def windows(config: ModelConfig, period: int) -> tuple[int, ...]:
     """The window of each layer, 0 for full attention."""
     return tuple(config.sliding_window if is_windowed else 0 for is_windowed in windowed_layers(config, period))
+
+
+def rope_in_windows(record: Architecture, config: ModelConfig, period: int) -> Architecture:
+    """A record with sliding windows, and with RoPE in those layers only."""
+    is_windowed = windowed_layers(config, period)
+    return replace(record, windows=windows(config, period), has_rope=is_windowed)
 
 
 def named_windows(config: ModelConfig) -> tuple[int, ...]:
@@ -297,20 +298,16 @@ def _exaone4(config: ModelConfig) -> Architecture:
     """EXAONE 4 (arXiv 2507.11407): post-norms; the 32B has sliding windows, and RoPE in those layers only."""
     if not config.windowed_layers and config.num_layers != 64:
         return NORMS_BEHIND
-    return replace(NORMS_BEHIND, windows=windows(config, period=4), has_rope=windowed_layers(config, period=4))
+    return rope_in_windows(NORMS_BEHIND, config, period=4)
 
 
 def _muse_glimmer(config: ModelConfig) -> Architecture:
     """Muse Glimmer: four norms, gated attention, RoPE in the sliding-window layers only."""
     return replace(
-        QK_NORMED,
+        rope_in_windows(FOUR_NORMS, config, period=4),
         pairing=Pairing.ADJACENT,
         normalises_embedding=True,
-        attention_post_norm="post_attention_norm",
-        feed_forward_post_norm="post_ffw_norm",
         post_norm_epsilon=1e-8,
-        windows=windows(config, period=4),
-        has_rope=windowed_layers(config, period=4),
         logit_scale=config.logit_scale or 1.0,
     )
 
@@ -361,12 +358,7 @@ def _gemma_scale(config: ModelConfig, layers_of_27b: int) -> float | None:
 
 WINDOWED: dict[str, Architecture | Callable[[ModelConfig], Architecture]] = {
     # Command R7B and Command A: three sliding-window layers with RoPE to one of full attention without.
-    "cohere2": lambda config: replace(
-        COHERE,
-        logit_scale=config.logit_scale or 1.0,
-        windows=windows(config, period=4),
-        has_rope=windowed_layers(config, period=4),
-    ),
+    "cohere2": lambda config: replace(rope_in_windows(COHERE, config, period=4), logit_scale=config.logit_scale or 1.0),
     # Nemotron's models found by Puzzle (arXiv 2411.19146): layers without attention, or with one matrix in its place.
     "deci": LLAMA,
     "exaone4": _exaone4,
@@ -382,12 +374,7 @@ WINDOWED: dict[str, Architecture | Callable[[ModelConfig], Architecture]] = {
     # OpenELM (arXiv 2404.14619): heads and feed-forward sizes grow with the layers.
     "openelm": QK_NORMED,
     # PLaMo 3: four norms.
-    "plamo3": lambda config: replace(
-        QK_NORMED,
-        attention_post_norm="post_attention_norm",
-        feed_forward_post_norm="post_ffw_norm",
-        windows=windows(config, period=8),
-    ),
+    "plamo3": lambda config: replace(FOUR_NORMS, windows=windows(config, period=8)),
     # SmolLM3: every fourth layer has no RoPE, unless the file says otherwise.
     "smollm3": lambda config: replace(
         LLAMA,

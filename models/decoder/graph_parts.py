@@ -125,8 +125,8 @@ def _find_copies(stages: Sequence[_Stage]) -> None:
         written: set[int] = set()
         for op in stage.ops:
             for index in sorted(read_by(op) - written):
-                # What the stage did not write itself has to be here, as the last that wrote it left it. What nobody
-                # did is being filled part by part.
+                # What the stage did not write itself has to be here, as the last that wrote it left it. What no
+                # stage did is being filled part by part.
                 if index in holders and stage.part not in holders[index]:
                     source, source_stage = next(iter(holders[index].items()))
                     stage.uploads[index] = source

@@ -9,6 +9,7 @@ from localinfer.models.decoder.architecture import Architecture, DraftLayers, No
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.decoder.dense_architectures import (
     COHERE,
+    FOUR_NORMS,
     LLAMA,
     NORMS_BEHIND,
     QK_NORMED,
@@ -17,8 +18,8 @@ from localinfer.models.decoder.dense_architectures import (
     named_windows,
     normalises_experts,
     rope_except_every_fourth,
+    rope_in_windows,
     same_windows,
-    windowed_layers,
     windows,
 )
 
@@ -26,12 +27,8 @@ from localinfer.models.decoder.dense_architectures import (
 def _afmoe(config: ModelConfig) -> Architecture:
     """Arcee's Trinity: four norms, gated attention, RoPE in the sliding-window layers only."""
     return replace(
-        QK_NORMED,
+        rope_in_windows(FOUR_NORMS, config, period=4),
         embedding_scale=math.sqrt(config.hidden_size),
-        attention_post_norm="post_attention_norm",
-        feed_forward_post_norm="post_ffw_norm",
-        windows=windows(config, period=4),
-        has_rope=windowed_layers(config, period=4),
         gating=Gating.SIGMOID,
         normalise_experts=normalises_experts(config),
     )
@@ -60,9 +57,7 @@ def _windowed_after_first(config: ModelConfig, period: int) -> tuple[bool, ...]:
 
 def _exaone_moe(config: ModelConfig) -> Architecture:
     """K-EXAONE: RoPE in the sliding-window layers only."""
-    return replace(
-        _sigmoid_routed(config), windows=windows(config, period=4), has_rope=windowed_layers(config, period=4)
-    )
+    return rope_in_windows(_sigmoid_routed(config), config, period=4)
 
 
 def _granite_swa(config: ModelConfig) -> Architecture:
@@ -87,13 +82,8 @@ def _grok(config: ModelConfig) -> Architecture:
 
 def _maple(config: ModelConfig) -> Architecture:
     """Maple: RoPE in the sliding-window layers only, experts with limits."""
-    return replace(
-        QK_NORMED,
-        windows=windows(config, period=1),
-        has_rope=windowed_layers(config, period=1),
-        expert_clamps=config.expert_clamps,
-        clamps_gate_input=True,
-    )
+    found = rope_in_windows(QK_NORMED, config, period=1)
+    return replace(found, expert_clamps=config.expert_clamps, clamps_gate_input=True)
 
 
 def _smallthinker(config: ModelConfig) -> Architecture:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from localinfer.kernels.ops import Activation, Gating, Pairing
 from localinfer.models.decoder.architecture import Architecture, Blocks, DraftLayers, Mixer, Norm, QueryKeyNorm
 from localinfer.models.decoder.config import ModelConfig
-from localinfer.models.decoder.dense_architectures import QK_NORMED, granite, normalises_experts
+from localinfer.models.decoder.dense_architectures import FOUR_NORMS, QK_NORMED, granite, normalises_experts
 
 
 def _mixers(config: ModelConfig, recurrent: Mixer) -> tuple[Mixer, ...]:
@@ -174,12 +174,7 @@ STATE_SPACE_ARCHITECTURES: dict[str, Architecture | Callable[[ModelConfig], Arch
     "nemotron_h": _nemotron_h,
     "nemotron_h_moe": _nemotron_h,
     # PLaMo 2 (arXiv 2509.04897): Mamba 2 with normed inputs, every other layer attention; norms before and behind.
-    "plamo2": lambda config: Architecture(
-        attention_post_norm="post_attention_norm",
-        feed_forward_post_norm="post_ffw_norm",
-        query_key_norm=QueryKeyNorm.BEFORE_ROPE,
-        mixers=_sparse_mixers(config, Mixer.PLAMO_MAMBA),
-    ),
+    "plamo2": lambda config: replace(FOUR_NORMS, mixers=_sparse_mixers(config, Mixer.PLAMO_MAMBA)),
     # Zamba 2 (arXiv 2411.15242): Mamba 2, and blocks of attention over twice the width that layers share.
     "zamba2": lambda config: Architecture(
         blocks=Blocks.ZAMBA2, mixer_beside=Mixer.MAMBA2, attention_scale=math.sqrt(2.0 / max(config.head_dim, 1))

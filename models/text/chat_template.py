@@ -352,8 +352,8 @@ class ChatTemplate:
             # Jinja reports syntax; Python's compiler may add stack, memory and nesting limits of its own.
             except Exception as error:
                 line = getattr(error, "lineno", None)
-                place = f" at line {line}" if isinstance(line, int) and isinstance(error, JinjaError) else ""
-                found = f"not a template that compiles ({type(error).__name__}{place}: {str(error):.200})"
+                where = f" at line {line}" if isinstance(line, int) and isinstance(error, JinjaError) else ""
+                found = f"not a template that compiles ({type(error).__name__}{where}: {str(error):.200})"
         warnings.warn(
             f"{_KEY} is {found}; ChatML is used instead, which this model may not know. Give the template that the "
             "model was trained with.",

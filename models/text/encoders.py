@@ -248,7 +248,7 @@ class SentencePieceEncoder(SubwordEncoder):
 
     @cached_property
     def _ranks(self) -> dict[str, int]:
-        """A score's place in descending order: equal scores share a rank, as they share a priority.
+        """The rank of a score in descending order: equal scores share a rank, as they share a priority.
 
         A token whose score is minus infinity is made by no merge.
         """
@@ -256,11 +256,11 @@ class SentencePieceEncoder(SubwordEncoder):
 
         scores = self._vocabulary.scores
         assert scores is not None, "this kind always has scores"
-        places = np.unique(-scores, return_inverse=True)[1]
+        order = np.unique(-scores, return_inverse=True)[1]
         ranks: dict[str, int] = {}
         for texts, ids in zip(pieces(self._ids), pieces(self._ids.values()), strict=True):
             is_made = scores[ids] > -np.inf
-            ranks.update(compress(zip(texts, places[ids].tolist(), strict=True), is_made.tolist()))
+            ranks.update(compress(zip(texts, order[ids].tolist(), strict=True), is_made.tolist()))
         return ranks
 
     def encode(self, text: str, is_run_start: bool) -> list[int]:

@@ -172,7 +172,7 @@ class _Window(NamedTuple):
 
     start: int
     merged: NDArray[np.int32]
-    places: NDArray[np.int32]
+    positions: NDArray[np.int32]
     codes: NDArray[np.int32]
 
 
@@ -263,8 +263,8 @@ class SymbolTable:
 
     def encode(self, codes: NDArray[np.int32], symbols: NDArray[np.int32], ends: NDArray[np.int64]) -> list[int]:
         """Return the ids of words: code points int32[T] of their characters, symbols int32[T], ends int64[words]."""
-        merged, places = self._merged(symbols, ends)
-        return self._ids(merged, codes[places])
+        merged, positions = self._merged(symbols, ends)
+        return self._ids(merged, codes[positions])
 
     def encode_word(
         self, units: NDArray[Any], read: Callable[[NDArray[Any]], tuple[NDArray[np.int32], NDArray[np.int32]]]
@@ -280,14 +280,14 @@ class SymbolTable:
         size = _WINDOW
         while window.start + size < units.size:
             back = _MARGIN
-            while back < window.places.size:
-                cut = window.places.size - back
-                middle = window.start + int(window.places[cut])
+            while back < window.positions.size:
+                cut = window.positions.size - back
+                middle = window.start + int(window.positions[cut])
                 after = _Window(middle, *self._merged_window(units[middle : middle + _WINDOW], read))
-                left = units[window.start + int(window.places[cut - 1]) : middle]
-                right = units[middle : middle + (int(after.places[1]) if after.places.size > 1 else _WINDOW)]
-                _, places, _ = self._merged_window(np.concatenate([left, right]), read)
-                if left.size in places:
+                left = units[window.start + int(window.positions[cut - 1]) : middle]
+                right = units[middle : middle + (int(after.positions[1]) if after.positions.size > 1 else _WINDOW)]
+                _, positions, _ = self._merged_window(np.concatenate([left, right]), read)
+                if left.size in positions:
                     break
                 back *= 2
             else:
@@ -304,9 +304,9 @@ class SymbolTable:
     ) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
         """The merged symbols of a stretch inside a word, where each begins, and the code point there."""
         codes, symbols = read(units)
-        merged, places = self._merged(symbols, np.array([units.size], np.int64), takes_whole=False)
+        merged, positions = self._merged(symbols, np.array([units.size], np.int64), takes_whole=False)
         # Copies, so that what they were cut from is given back.
-        return merged.copy(), places.copy(), codes[places]
+        return merged.copy(), positions.copy(), codes[positions]
 
     def _merged(
         self, symbols: NDArray[np.int32], ends: NDArray[np.int64], *, takes_whole: bool = True
@@ -323,7 +323,7 @@ class SymbolTable:
         return found
 
     def _expanded(self, merged: NDArray[np.int32], codes: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Put the ids that stand for a text in the place of each symbol that text may not become."""
+        """Put the ids that stand for a text in place of each symbol that text may not become."""
         keys, inverse = np.unique(np.where(merged >= 0, merged, -1 - codes), return_inverse=True)
         parts: list[list[int]] = []
         for key in keys.tolist():

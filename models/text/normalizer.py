@@ -41,7 +41,7 @@ class CharacterMap:
         self._begins: dict[str, bool] = {}
 
     def apply(self, text: str) -> str:
-        """The text with the longest key at each place replaced, from left to right."""
+        """The text with the longest key at each position replaced, from left to right."""
         return "".join(self._pieces(text))
 
     def _pieces(self, text: str) -> Iterator[str]:
@@ -63,7 +63,7 @@ class CharacterMap:
         yield text[plain:]
 
     def _longest(self, text: str, start: int) -> tuple[int, str] | None:
-        """Characters of the longest key at a place, and what it becomes."""
+        """Characters of the longest key at a position, and what it becomes."""
         node: int | None = self._root
         found = None
         end = start
@@ -78,27 +78,27 @@ class CharacterMap:
         """Follow the bytes of a character: the value of a key that ends with it, and the children of its node."""
         value = None
         for byte in character.encode("utf-8", "surrogateescape"):
-            place = node ^ byte
-            unit = self._unit(place)
+            position = node ^ byte
+            unit = self._unit(position)
             if not byte or unit & _LABEL != byte:
                 return None, None
-            node = place ^ _children(unit)
+            node = position ^ _children(unit)
             # A key can only end where a character does.
             value = self._unit(node) & _VALUE if unit >> 8 & 1 else None
         return value, node
 
-    def _unit(self, place: int) -> int:
-        if place >= len(self._units):
+    def _unit(self, position: int) -> int:
+        if position >= len(self._units):
             raise _refusal(
-                f"a trie of {len(self._units)} units that leads to number {place}", "a trie of its own units"
+                f"a trie of {len(self._units)} units that leads to number {position}", "a trie of its own units"
             )
-        return self._units[place]
+        return self._units[position]
 
     def _replacement(self, value: int) -> str:
         end = self._texts.find(b"\0", value)
         if end < 0:
             found = f"a trie that leads to byte {value} of {len(self._texts)} of replacements"
-            raise _refusal(found, "a place among the replacements")
+            raise _refusal(found, "a position among the replacements")
         return self._texts[value:end].decode("utf-8", "replace")
 
 
@@ -139,7 +139,7 @@ KEEPING_SPACES = ("lowercase", _REPLACE)
 
 
 def replacement(old: str, new: str) -> str | None:
-    """The step that puts one text in place of another; None for texts that a step cannot hold."""
+    """The step that puts one text in position of another; None for texts that a step cannot hold."""
     return None if not old or any(c.isspace() for c in old + new) else f"{_REPLACE}\t{old}\t{new}"
 
 

@@ -132,8 +132,10 @@ class CallFormat:
     def late_begins(self) -> tuple[str, ...]:
         """Texts that begin a call of models which leave out the first markers of `opening begin`."""
         whole = self.opening + self.begin
-        places = [found.start() for found in _LATE_MARKER.finditer(whole) if found.start() > 0]
-        return tuple(whole[place:] for place in places if first_marker(whole[place:])) if self.trigger else ()
+        positions = [found.start() for found in _LATE_MARKER.finditer(whole) if found.start() > 0]
+        return (
+            tuple(whole[position:] for position in positions if first_marker(whole[position:])) if self.trigger else ()
+        )
 
     @property
     def trigger(self) -> str:

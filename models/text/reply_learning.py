@@ -115,12 +115,12 @@ def until_reply_end(text: str, ends: SpellingFinder, asked: str) -> str:
     return (text if found is None else text[: found.start]).rstrip()
 
 
-def marker_around(text: str, place: int) -> tuple[int, int]:
+def marker_around(text: str, position: int) -> tuple[int, int]:
     """Start and end of the marker around a position; the position itself where it is in none."""
     for found in WHOLE_MARKER.finditer(text):
-        if found.start() < place < found.end():
+        if found.start() < position < found.end():
             return found.span()
-    return place, place
+    return position, position
 
 
 _PYTHON_QUOTES = ("'", '"')
@@ -168,12 +168,8 @@ def learn_parameter_format(render: Render, name: str, value: str) -> ParameterFo
     value_end = after[: marker_around(after, len(commonprefix((between, after))))[0]].rstrip()
     if not value_end and KEY in after:
         value_end = after[: after.rindex(KEY)]
-    following = between
-    if KEY in value_end or KEY in between:
-        # The name comes again behind the value.
-        named = value_end.replace(KEY, PARAMETER_NAME)
-        value_end = named
-        following = between.replace(KEY, PARAMETER_NAME)
+    # The name may come again behind the value.
+    value_end, following = (one.replace(KEY, PARAMETER_NAME) for one in (value_end, between))
     if not value_end or not text.assign.strip() or not following.startswith(value_end):
         return None
     return ParameterFormat(
@@ -189,8 +185,8 @@ def _written(text: str | None, name: str, value: str) -> _Written | None:
     if text is None:
         return None
     key = text.find(KEY, text.index(name) + len(name))
-    place = text.find(value, key)
-    return None if key < 0 or place < 0 else _Written(text[key + len(KEY) : place], text[place + len(value) :])
+    position = text.find(value, key)
+    return None if key < 0 or position < 0 else _Written(text[key + len(KEY) : position], text[position + len(value) :])
 
 
 def _typed(render: Render, name: str, assign: str) -> str:
@@ -341,15 +337,15 @@ def _format(
     reasoning: ReasoningFormat | None,
     parameters: ParameterFormat | None,
 ) -> CallFormat | None:
-    place = one.index(NAMES[0])
-    start = min(place, reply_start(one, prompt))
-    if reasoning is not None and reasoning.end in one[start:place]:
-        start = one.rindex(reasoning.end, start, place) + len(reasoning.end)
-    first = _find_arguments(one, place + len(NAMES[0]), 0, parameters)
+    position = one.index(NAMES[0])
+    start = min(position, reply_start(one, prompt))
+    if reasoning is not None and reasoning.end in one[start:position]:
+        start = one.rindex(reasoning.end, start, position) + len(reasoning.end)
+    first = _find_arguments(one, position + len(NAMES[0]), 0, parameters)
     if first is None:
         return None
-    before = _without_ids(_without_frame(one[start:place].lstrip(), prompt, reasoning))
-    middle = _without_ids(one[place + len(NAMES[0]) : first[0]])
+    before = _without_ids(_without_frame(one[start:position].lstrip(), prompt, reasoning))
+    middle = _without_ids(one[position + len(NAMES[0]) : first[0]])
     after = _without_ids(until_end(one[first[1] :]))
     between = number = None
     if two is not None:
@@ -418,35 +414,35 @@ def _between(
     """Texts between the arguments of one call and the name of the next, between that and its arguments, and
     after these."""
     first = _find_arguments(two, two.index(NAMES[0]) + len(NAMES[0]), 0, parameters)
-    place = two.index(NAMES[1])
-    second = _find_arguments(two, place + len(NAMES[1]), 1, parameters)
-    if first is None or second is None or first[1] > place:
+    position = two.index(NAMES[1])
+    second = _find_arguments(two, position + len(NAMES[1]), 1, parameters)
+    if first is None or second is None or first[1] > position:
         return None, None, after
-    between = _without_ids(two[first[1] : place])
+    between = _without_ids(two[first[1] : position])
     if until_end(between) != between.rstrip():
         return None, None, after
-    middle = _without_ids(two[place + len(NAMES[1]) : second[0]])
+    middle = _without_ids(two[position + len(NAMES[1]) : second[0]])
     return between, middle, _without_ids(until_end(two[second[1] :]))
 
 
 def _find_arguments(text: str, start: int, index: int, parameters: ParameterFormat | None) -> tuple[int, int] | None:
     """Start and end of a call's arguments, from `start` on: a JSON object, or its only parameter."""
     if parameters is not None:
-        place = text.find(KEY, start)
+        position = text.find(KEY, start)
         quote = "" if parameters.notation is None else parameters.notation.quotes[0]
         value_end = parameters.named(parameters.value_end, KEY)
         written = f"{KEY}{parameters.assign}{quote}{VALUES[index]}{quote}{value_end}"
-        return (place, place + len(written)) if place >= 0 and text.startswith(written, place) else None
+        return (position, position + len(written)) if position >= 0 and text.startswith(written, position) else None
     decoder = json.JSONDecoder()
-    place = text.find("{", start)
-    while place >= 0:
+    position = text.find("{", start)
+    while position >= 0:
         try:
-            value, end = decoder.raw_decode(text, place)
+            value, end = decoder.raw_decode(text, position)
         except ValueError:
-            value, end = None, place
+            value, end = None, position
         if value == {KEY: VALUES[index]}:
-            return place, end
-        place = text.find("{", place + 1)
+            return position, end
+        position = text.find("{", position + 1)
     return None
 
 
@@ -512,11 +508,11 @@ def _member(template: RenderableTemplate, messages: Sequence[Mapping[str, Any]],
 
 
 def _around(text: str, prompt: str, answer: str) -> ReasoningFormat | None:
-    place = text.find(THOUGHT)
-    end_place = text.find(answer, place)
-    if place < 0 or end_place < 0:
+    position = text.find(THOUGHT)
+    end_position = text.find(answer, position)
+    if position < 0 or end_position < 0:
         return None
-    closing = text[place + len(THOUGHT) : end_place]
+    closing = text[position + len(THOUGHT) : end_position]
     if answer != ANSWER:
         # What begins the call is no part of it.
         marker = first_marker(closing.lstrip())
@@ -524,10 +520,10 @@ def _around(text: str, prompt: str, answer: str) -> ReasoningFormat | None:
     end = closing.strip()
     if not end:
         return None
-    begin = text[reply_start(text, prompt) : place].strip()
+    begin = text[reply_start(text, prompt) : position].strip()
     if not begin:
         # The prompt has it already, and perhaps it alone.
-        before, asked = text[:place].rstrip(), prompt.rstrip()
+        before, asked = text[:position].rstrip(), prompt.rstrip()
         begin = next((known for known, _ in _KNOWN_MARKERS if before.endswith(known) or asked.endswith(known)), "")
         tag = _TAG.search(before)
         if not begin and tag is not None and end == f"</{tag[1]}>":
@@ -550,13 +546,13 @@ def _framed(
         return found
     if not first or ANSWER not in plain:
         return found
-    place = plain.index(ANSWER)
-    before = plain[min(place, reply_start(plain, prompt)) : place]
+    position = plain.index(ANSWER)
+    before = plain[min(position, reply_start(plain, prompt)) : position]
     answer_begin = before.replace(found.begin, "").rpartition(first)[2].strip()
     if WHOLE_MARKER.search(answer_begin) is None:
         return found
     following = found.end.removeprefix(first).removesuffix(answer_begin)
-    behind = plain[place + len(ANSWER) :]
+    behind = plain[position + len(ANSWER) :]
     # Questions may end with the same marker.
     answer_end = until_reply_end(behind, ends, asked) or first_marker(until_reply_end(behind, ends, ""))
     return ReasoningFormat(

@@ -65,7 +65,7 @@ _FEW_FIRSTS = 8
 
 
 class Spelling(NamedTuple):
-    """One place where a special token is spelled out: text[start:end]."""
+    """A spelling of a special token: text[start:end]."""
 
     start: int
     end: int
@@ -73,7 +73,7 @@ class Spelling(NamedTuple):
 
 
 class SpellingFinder:
-    """Finds every place where one of some texts stands, overlapping ones too.
+    """Finds every occurrence of some texts, overlapping ones too.
 
     Time grows with the length of the text and the number of different lengths that begin alike, not
     with the number of texts: a vocabulary may hold thousands of special tokens.
@@ -96,7 +96,7 @@ class SpellingFinder:
         return SpellingFinder({text.lower(): token_id for text, token_id in self._ids.items()})
 
     def find(self, text: str) -> Iterator[Spelling]:
-        """Yield the spellings from left to right, at one place the longest first."""
+        """Yield the spellings from left to right, at one position the longest first."""
         if self._beginning is None:
             return
         # In pieces: other threads run Python only between two searches.
@@ -115,7 +115,7 @@ class SpellingFinder:
 
 
 def _beginnings(texts: Iterable[str], lengths: Mapping[str, int]) -> re.Pattern[str] | None:
-    """Return the pattern of a place where one of some texts begins; those of one first character are equally long."""
+    """Return the pattern of where one of some texts begins; those of one first character are equally long."""
     rests: dict[str, list[str]] = {}
     for text in texts:
         rests.setdefault(text[0], []).append(text[1:])

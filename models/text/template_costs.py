@@ -5,16 +5,9 @@ cost is charged before such a call: the size of everything reachable from its op
 or a comparison meets it. A list that holds one list twice holds it twice in its text too. Methods of plain values that
 have no rule here are refused: whatever Python adds later is closed until it has a rule.
 
-Texts of objects without the place in memory that Python writes into them.
-
-A template that prints a function, or what a filter gives bit by bit, prints `<list_iterator object at 0x7f96289e4460>`.
-The place is another one each time, so one conversation would have other tokens each time that it is asked for, none of
-them cached; and nobody outside of a process is to know where its memory lies.
-
-How long chat templates may take: one rendering alone, and all those that one request needs.
-
-A chat is rendered several times, to see what a longer one shares with it. A template that takes as long as it may would
-otherwise take that each time.
+Time: a chat is rendered several times, to see what a longer one shares with it, so one request's renderings share the
+time of one. Addresses: a template that prints a function, or a filter's iterator, prints `<list_iterator object at
+0x7f96289e4460>`, which differs each time, so that no token after it could be cached; addresses are left out of texts.
 """
 
 import re
@@ -416,7 +409,7 @@ def charge_percent(budget: TemplateBudget, text: str, values: Any) -> None:
 
 
 def _end_of_parentheses(text: str, start: int) -> int:
-    """The place after the parenthesis that closes the one at `start`."""
+    """The position after the parenthesis that closes the one at `start`."""
     depth = 0
     for match in _PARENTHESIS.finditer(text, start):
         depth += 1 if match.group() == "(" else -1

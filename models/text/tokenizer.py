@@ -12,7 +12,6 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from heapq import merge
 from itertools import chain
-from typing import TYPE_CHECKING
 
 from localinfer.errors import ContextLengthError, RequestError, TokenIdError, TokenizerError
 from localinfer.models.text.encoders import (
@@ -34,9 +33,6 @@ from localinfer.models.text.vocabulary import (
 )
 from localinfer.system.pieces import pieces
 from localinfer.types import UnitsCallback
-
-if TYPE_CHECKING:
-    pass
 
 _ENCODERS: dict[str, type[SubwordEncoder]] = {
     "spm": SentencePieceEncoder,

@@ -1,10 +1,8 @@
 """Unigram vocabularies, as of T5 and XLM-RoBERTa: of all ways to cut a text into tokens, the likeliest.
 
-Source: subword regularization (arXiv 1804.10959), section 3.2, and SentencePiece (arXiv 1808.06226).
-
-Spaces of a text as marks, by the steps of tokenizer.json; SentencePiece's own way is in `unigram.py`.
-
-Source: the tokenizers library, its normalizers Strip and Replace, its pre-tokenizers WhitespaceSplit and Metaspace.
+Spaces become marks before, in SentencePiece's way or by the steps of tokenizer.json. Sources: subword regularization
+(arXiv 1804.10959), section 3.2; SentencePiece (arXiv 1808.06226); the tokenizers library (Strip, Replace,
+WhitespaceSplit and Metaspace).
 """
 
 from __future__ import annotations
@@ -12,15 +10,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 from localinfer.errors import TokenizerError
 from localinfer.models.text.encoders import SPACE_MARK, SubwordEncoder
-from localinfer.models.text.vocabulary import TokenType, Vocabulary
-
-if TYPE_CHECKING:
-    pass
 from localinfer.models.text.normalizer import CharacterMap, apply_steps
+from localinfer.models.text.vocabulary import TokenType, Vocabulary
 
 _WHITE_SPACE = "\t\n\v\f\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(map(chr, range(0x2000, 0x200B)))
 """Unicode's White_Space, which `str.isspace` goes beyond."""
@@ -281,12 +275,12 @@ class _Lattice:
     def _take(self, end: int) -> list[int]:
         """The ids of the best way to a position, which is final; forgets what lies before it."""
         pieces: list[tuple[int, int]] = []
-        place = end
-        while place > 0:
-            way = self._best[place]
+        position = end
+        while position > 0:
+            way = self._best[position]
             assert way is not None, "every position is reached"
-            place -= way[1]
-            pieces.append((place, way[2]))
+            position -= way[1]
+            pieces.append((position, way[2]))
         ids: list[int] = []
         for start, token_id in reversed(pieces):
             if token_id < 0:

@@ -49,45 +49,24 @@ _UNUSED_IDS = ("padding", "mask", *FILL_IN_ROLES)
 # Published files of these deny the BOS token that their models cannot do without.
 _ALWAYS_WITH_BOS = ("gemma4", "granite-embed-multi-311m")
 _FLAGS = (
-    *(
-        "add_bos_token",
-        "add_eos_token",
-        "add_sep_token",
-        "add_space_prefix",
-        "remove_extra_whitespaces",
-        "normalizer.lowercase",
-        "normalizer.strip_accents",
-    ),
+    "add_bos_token add_eos_token add_sep_token add_space_prefix remove_extra_whitespaces normalizer.lowercase"
+    " normalizer.strip_accents"
     # Not GGUF's: what tokenizer.json can say and GGUF cannot.
-    *("add_space_prefix_once", "add_space_prefix_if_none", "strips_after_special", "limits_words"),
-    *("strips_left", "strips_right", "strips_before_map", "splits_at_white_space", "splits_words", "pairs_have_types"),
-    "squeezes_white_space",
-)
+    " add_space_prefix_once add_space_prefix_if_none strips_after_special limits_words strips_left strips_right"
+    " strips_before_map splits_at_white_space splits_words pairs_have_types squeezes_white_space"
+).split()
 _ROLES = ("bos", "eos", "eot", "eom", "unknown", "seperator", "cls", "fim_pad", "fim_rep", "fim_sep")
+_ARRAYS = (
+    "model pre tokens token_type scores merges precompiled_charsmap end_of_generation_ids normalizer.steps".split()
+)
 
 TOKENIZER_KEYS = frozenset(
-    f"{PREFIX}{key}"
-    for key in (
-        *(
-            "model",
-            "pre",
-            "tokens",
-            "token_type",
-            "scores",
-            "merges",
-            "precompiled_charsmap",
-            "end_of_generation_ids",
-            "normalizer.steps",
-            *_FLAGS,
-        ),
-        *(f"{role}_token_id" for role in (*_ROLES, *_UNUSED_IDS)),
-    )
+    f"{PREFIX}{key}" for key in (*_ARRAYS, *_FLAGS, *(f"{role}_token_id" for role in (*_ROLES, *_UNUSED_IDS)))
 )
 """Every key that is read here."""
 
 TOKEN_TYPES_KEY = f"{PREFIX}token_type_count"
 """Number of types of tokens that a model tells apart."""
-
 
 _STEPS = 4
 
@@ -162,7 +141,7 @@ def read_vocabulary(metadata: Mapping[str, object], told: UnitsCallback | None =
         _refuse("model", "missing", "one of " + ", ".join(_KINDS))
     kind = _kind(model)
     pre_tokenizer = "gemma4" if model == "gemma4" else _string(metadata, "pre")
-    tell = told or _silent
+    tell = told or (lambda done, total: None)
     tell(0, _STEPS)
     tokens = _tokens(metadata)
     tell(1, _STEPS)
@@ -294,10 +273,6 @@ def _token_ids(tokens: list[str]) -> dict[str, int]:
         found = f"a list whose entries {repeated} and {ids[tokens[repeated]]} are both {tokens[repeated][:40]!r}"
         _refuse("tokens", found, "tokens that differ")
     return ids
-
-
-def _silent(done: int, total: int) -> None:
-    """Tell nobody."""
 
 
 def _numbers(metadata: Mapping[str, object], key: str, count: int, kinds: str, wanted: str) -> NDArray[Any]:
@@ -556,7 +531,7 @@ def vocabulary_difference(one: Vocabulary, other: Vocabulary) -> str | None:
         texts = ids.keys() | others.keys() if name == "token" else shared
         text = min((text for text in texts if ids.get(text) != others.get(text)), default=None)
         if text is not None:
-            return f"{name} {text!r} is {_place(ids.get(text))} in one and {_place(others.get(text))} in the other"
+            return f"{name} {text!r} is {_id_text(ids.get(text))} in one and {_id_text(others.get(text))} in the other"
     user_defined = [np.flatnonzero(each.types == TokenType.USER_DEFINED).tolist() for each in (one, other)]
     for what, found, wanted in (
         ("merges", one.merges, other.merges),
@@ -569,9 +544,7 @@ def vocabulary_difference(one: Vocabulary, other: Vocabulary) -> str | None:
         count = min(one.scores.size, other.scores.size)
         if (one.scores[:count] != other.scores[:count]).any():
             return "the scores of their tokens differ"
-    if not np.array_equal(
-        one.charsmap if one.charsmap is not None else [], [] if other.charsmap is None else other.charsmap
-    ):
+    if not np.array_equal(*([] if each.charsmap is None else each.charsmap for each in (one, other))):
         return "their normalizations differ"
     if one.normalizer_steps != other.normalizer_steps:
         return "the steps of their normalizations differ"
@@ -580,7 +553,7 @@ def vocabulary_difference(one: Vocabulary, other: Vocabulary) -> str | None:
     return None
 
 
-def _place(token_id: int | None) -> str:
+def _id_text(token_id: int | None) -> str:
     return "missing" if token_id is None else f"id {token_id}"
 
 
