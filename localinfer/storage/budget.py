@@ -21,18 +21,13 @@ WEIGHTS_FOLDER = "weights"
 CHATS_FOLDER = "chats"
 """The folder of a fingerprint with its answered chats."""
 
-CHAT_SUFFIX = ".chat"
-
-RESPONSE_FILE = r"(?:resp|conv)_[0-9a-f]{24}\.(?:json|events)"
-"""The name of a file that a server keeps of a response or of a conversation."""
-
 _FOLDER = re.compile(r"[0-9a-f]{32}")
 _SHARD = re.compile(r"[0-9a-f]")
 _KEY = "[0-9a-f]{32}"
 _FILE = re.compile(
-    rf"{re.escape(DESCRIPTION)}|{_KEY}|{_KEY}\.chat|{_KEY}-{_KEY}\.(?:page|window|state)|{RESPONSE_FILE}"
+    rf"{re.escape(DESCRIPTION)}|{_KEY}|{_KEY}\.chat|{_KEY}-{_KEY}\.(?:page|window|state)"
     r"|(?:tmp\w+|\.[0-9a-f]{12})\.tmp"
-)
+).fullmatch
 
 
 class KeptFile(NamedTuple):
@@ -109,9 +104,9 @@ def described_folders(folder: Path) -> list[Path]:
     )
 
 
-def newest_first(folder: Path) -> list[KeptFile]:
-    """The localinfer files directly in a folder, most recently used first."""
-    return sorted(_files(str(folder)), reverse=True)
+def newest_first(folder: Path, is_ours: Callable[[str], object]) -> list[KeptFile]:
+    """The files directly in a folder whose names are ours, most recently used first."""
+    return sorted(_files(str(folder), is_ours), reverse=True)
 
 
 def clear(folder: Path) -> int:
@@ -143,9 +138,9 @@ def _folders(folder: str | os.PathLike[str]) -> Iterator[disk.Entry]:
                 yield entry
 
 
-def _files(folder: str) -> Iterator[KeptFile]:
+def _files(folder: str, is_ours: Callable[[str], object] = _FILE) -> Iterator[KeptFile]:
     for entry in _entries(folder):
-        if not _FILE.fullmatch(entry.name):
+        if not is_ours(entry.name):
             continue
         try:
             status = entry.stat(follow_symlinks=False)

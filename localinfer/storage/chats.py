@@ -1,17 +1,15 @@
 """Answered chats on disk, so that a reply keeps its generated token ids over a restart.
 
-One file per chat: the SHA-256 of the rest in hex and a newline, then JSON, in which token ids are base64 of
-little-endian int32. An invalid file is deleted.
+One sealed record per chat (`records.py`), of JSON in which token ids are base64 of little-endian int32. An invalid one
+is deleted.
 """
 
 import base64
-import contextlib
 import hashlib
 import json
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -19,9 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.engine.cache.salt import NO_SALT
-from localinfer.storage.budget import CHAT_SUFFIX, KeptFile, newest_first
-from localinfer.system import disk
-from localinfer.system.files import read_bounded, write_all, write_atomically
+from localinfer.storage.records import NewerRecordError, RecordStore
 
 logger = logging.getLogger(__name__)
 
@@ -87,40 +83,37 @@ class StoredChats:
     """The answered chats of one fingerprint, in one folder. Any number of processes may share it."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self._records = RecordStore(
+            folder,
+            names=r"[0-9a-f]{32}\.chat",
+            most_bytes=_MOST_BYTES_READ,
+            most_files=_MOST_FILES,
+            is_sealed=True,
+        )
 
     def save(self, chats: Iterable[AnsweredChat]) -> None:
         """Write chats, each atomically, and delete the oldest beyond the limit. Raises: OSError."""
         for chat in chats:
-            disk.make_folder(self._folder)
-            text = _to_json(chat)
             named = chat.prompt.salt + (chat.prompt.text + chat.reply).encode("utf-8", "surrogatepass")
-            name = hashlib.sha256(named).hexdigest()[:32]
-            content = hashlib.sha256(text).hexdigest().encode() + b"\n" + text
-            write_atomically(self._folder / f"{name}{CHAT_SUFFIX}", partial(write_all, data=content))
-        for file in self._files()[_MOST_FILES:]:
-            with contextlib.suppress(OSError):
-                disk.delete(file.path)
+            self._records.write(f"{hashlib.sha256(named).hexdigest()[:32]}.chat", _to_json(chat))
 
     def load(self, vocab_size: int) -> list[AnsweredChat]:
         """Return the chats that were written last, oldest first, without invalid ones."""
         chats, left = [], _MOST_BYTES_READ
-        for file in self._files()[:_MOST_READ]:
+        for file in self._records.files()[:_MOST_READ]:
             if file.num_bytes > left:
                 # An oversized file must not hide older ones.
                 continue
             left -= file.num_bytes
+            name = Path(file.path).name
             try:
-                chats.append(_from_file(read_bounded(file.path, _MOST_BYTES_READ), vocab_size))
+                chats.append(_from_json(self._records.read(name), vocab_size))
+            except NewerRecordError as error:
+                logger.info("%s is not used: %s", file.path, error)
             except (OSError, ValueError, KeyError, TypeError, ArithmeticError, AttributeError, RecursionError) as error:
                 logger.info("%s is not used: %s", file.path, error)
-                with contextlib.suppress(OSError):
-                    disk.delete(file.path)
+                self._records.discard(name)
         return chats[::-1]
-
-    def _files(self) -> list[KeptFile]:
-        """The last written first, without what other processes have not finished."""
-        return [file for file in newest_first(self._folder) if file.path.endswith(CHAT_SUFFIX)]
 
 
 def _to_json(chat: AnsweredChat) -> bytes:
@@ -139,11 +132,8 @@ def _to_json(chat: AnsweredChat) -> bytes:
     return json.dumps(fields).encode()
 
 
-def _from_file(content: bytes, vocab_size: int) -> AnsweredChat:
+def _from_json(text: bytes, vocab_size: int) -> AnsweredChat:
     """Parse and check a chat. Raises: ValueError, KeyError, TypeError and similar if it is invalid."""
-    proof, _, text = content.partition(b"\n")
-    if proof != hashlib.sha256(text).hexdigest().encode():
-        raise ValueError("it does not match its checksum")
     fields = json.loads(text)
     token_ids, reply_ids, ends = (_decode(fields[name]) for name in ("token_ids", "reply_ids", "reply_ends"))
     for ids in (token_ids, reply_ids):
@@ -158,7 +148,7 @@ def _from_file(content: bytes, vocab_size: int) -> AnsweredChat:
     if not 0 <= system_tokens <= token_ids.size or any(
         not 0 <= start <= end <= len(prompt_text) for start, end in closed
     ):
-        raise ValueError("its places are outside its text")
+        raise ValueError("its spans are outside its text")
     # Files of former versions are of no salt.
     salt = bytes.fromhex(fields.get("salt", ""))
     prompt = EncodedChat(prompt_text, closed, token_ids, system_tokens, None, messages, salt=salt)

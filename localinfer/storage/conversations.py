@@ -1,8 +1,7 @@
 """Saved conversations: turns and facts as JSON and Markdown, one JSON file each, in a folder of the user's.
 
-A file is written whole under a temporary name, synced and renamed, and then the folder is synced, so that whatever ends
-the process, each file has the turns of one save. Writers take turns by a lock on the folder; readers need none. A file
-that cannot be read is named in a warning, and neither deleted nor overwritten.
+Files are records (`records.py`) that outlive a power cut. Writers take turns by a lock on the folder; readers need
+none. A file that cannot be read is named in a warning, and neither deleted nor overwritten.
 """
 
 import contextlib
@@ -12,20 +11,19 @@ import logging
 import os
 import re
 import secrets
-import time
 import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from difflib import get_close_matches
-from io import FileIO
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple, Self, TypeAlias
 
 from localinfer.errors import RequestError, SessionFileError
+from localinfer.storage.records import LOCK, RecordStore
 from localinfer.system import disk
-from localinfer.system.files import is_temporary, read_bounded, unwritable, write_all, write_atomically
+from localinfer.system.files import unwritable
 from localinfer.system.folders import make_private, user_folder
 
 FORMAT = "localinfer conversation"
@@ -220,10 +218,8 @@ __all__ = ["ConversationStore", "ConversationSummary", "SavedConversation", "ope
 logger = logging.getLogger(__name__)
 
 _SUFFIX = ".json"
-_LOCK = ".lock"
 _MOST_BYTES = 256 << 20
 _LOCK_SECONDS = 5.0
-_RETRY_SECONDS = 0.01
 
 
 @dataclass(frozen=True)
@@ -266,6 +262,7 @@ class ConversationStore:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._records = RecordStore(folder, most_bytes=_MOST_BYTES, is_durable=True)
         self._seen: dict[str, _Seen] = {}
         self._moved: dict[str, str] = {}
         self._warned: set[str] = set()
@@ -328,9 +325,9 @@ class ConversationStore:
     def list(self) -> _Summaries:
         """Every conversation that can be read, the last changed first; the others are named in a warning."""
         found = []
-        for path in self._paths():
+        for file_name in self._names():
             try:
-                conversation, num_bytes = self._read(path)
+                conversation, num_bytes = self._read(self.folder / file_name)
             except SessionFileError as error:
                 if not isinstance(error.__cause__, FileNotFoundError) and str(error) not in self._warned:
                     self._warned.add(str(error))
@@ -381,8 +378,7 @@ class ConversationStore:
         path = self._path(self._find(name_or_id))
         with self._locked():
             try:
-                disk.delete(path)
-                disk.sync_folder(self.folder)
+                self._records.delete(path.name)
             except OSError as error:
                 raise SessionFileError(f"{path} cannot be deleted: {error.strerror or error}") from error
 
@@ -396,16 +392,11 @@ class ConversationStore:
         except OSError as error:
             raise SessionFileError(f"{path} cannot be read: {error.strerror or error}") from error
 
-    def _paths(self) -> Iterator[Path]:
+    def _names(self) -> _Texts:
         try:
-            names = sorted(entry.name for entry in disk.entries(self.folder))
-        except FileNotFoundError:
-            return
+            return self._records.names()
         except OSError as error:
             raise SessionFileError(f"{self.folder} cannot be read: {error.strerror or error}") from error
-        for name in names:
-            if name != _LOCK and not is_temporary(name):
-                yield self.folder / name
 
     def _find(self, name_or_id: str) -> str:
         """The id of a conversation by its name, or by its id. Raises: RequestError."""
@@ -428,7 +419,7 @@ class ConversationStore:
     def _read(self, path: Path) -> tuple[SavedConversation, int]:
         """A conversation and the bytes of its file. Raises: SessionFileError, which names the file."""
         try:
-            content = read_bounded(path, _MOST_BYTES)
+            content = self._records.read(path.name)
             conversation = SavedConversation.from_json(content)
             if path.name != f"{conversation.id}{_SUFFIX}":
                 raise SessionFileError(f"its name does not fit its id, {conversation.id}")
@@ -447,17 +438,10 @@ class ConversationStore:
 
     def _write(self, conversation: SavedConversation, given: SavedConversation) -> None:
         path = self._path(conversation.id)
-        content = conversation.to_json().encode()
-
-        def write(file: FileIO) -> None:
-            write_all(file, content)
-            disk.sync(file)
-
         seen, state = self._seen.get(given.id) or _Seen((), "", given.name), _state(conversation)
         self._seen[given.id] = seen._replace(states=(*seen.states, state))
         try:
-            write_atomically(path, write)
-            disk.sync_folder(self.folder)
+            self._records.write(path.name, conversation.to_json().encode())
         except OSError as error:
             raise SessionFileError(unwritable(path, error)) from error
         self._seen[given.id] = _Seen((state,), conversation.name, given.name)
@@ -478,16 +462,6 @@ class ConversationStore:
         while _folded(free) in taken:
             free, number = f"{name}-{number}", number + 1
         return free
-
-    def _sweep(self) -> None:
-        """Delete what writers left that were killed: no other writes while we hold the lock."""
-        if self._is_swept:
-            return
-        with contextlib.suppress(OSError):
-            for entry in disk.entries(self.folder):
-                if is_temporary(entry.name):
-                    disk.delete(entry.path)
-            self._is_swept = True
 
     def _sync_name(self, folders: _Texts) -> None:
         """Make the names of folders durable, which a power cut would take with all that is in them."""
@@ -512,20 +486,20 @@ class ConversationStore:
         if problem is not None:
             raise SessionFileError(f"conversations cannot be saved: {problem}; change that, or chat with --no-history")
         self._sync_name([*new, str(self.folder)] if not self._is_named else new)
-        path = self.folder / _LOCK
-        try:
-            lock = disk.open_lock(path)
-        except OSError as error:
-            raise SessionFileError(unwritable(path, error)) from error
-        with lock:
-            deadline = time.monotonic() + _LOCK_SECONDS
-            while not disk.try_lock(lock):
-                if time.monotonic() >= deadline:
-                    raise SessionFileError(
-                        f"another program has held {path} for {_LOCK_SECONDS:g} s; end it, and the next turn is saved"
-                    )
-                time.sleep(_RETRY_SECONDS)
-            self._sweep()
+        path = self.folder / LOCK
+        with contextlib.ExitStack() as held:
+            try:
+                is_ours = held.enter_context(self._records.locked(seconds=_LOCK_SECONDS))
+            except OSError as error:
+                raise SessionFileError(unwritable(path, error)) from error
+            if not is_ours:
+                raise SessionFileError(
+                    f"another program has held {path} for {_LOCK_SECONDS:g} s; end it, and the next turn is saved"
+                )
+            if not self._is_swept:
+                with contextlib.suppress(OSError):
+                    self._records.delete_unfinished(is_locked=True)
+                    self._is_swept = True
             yield
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from localinfer.errors import RequestError, SessionFileError
-from localinfer.storage import conversations
+from localinfer.storage import conversations, records
 from localinfer.storage.conversations import ConversationStore, SavedConversation, open_store
 from localinfer.system import disk
 from tests.kernels.subprocesses import run, start
@@ -318,7 +318,7 @@ def test_a_full_disk_is_an_error_that_leaves_the_former_turns(store, monkeypatch
         raise OSError(code, os.strerror(code))
 
     longer = chat.with_turns([*chat.turns, *exchange("More?")], system=None)
-    for owner, place in ((conversations, "write_all"), (disk, "sync_folder")):
+    for owner, place in ((records, "write_all"), (disk, "sync_folder")):
         with monkeypatch.context() as patch:
             patch.setattr(owner, place, full)
             with pytest.raises(SessionFileError, match=f"cannot be written: {os.strerror(code)}; "):

@@ -108,7 +108,7 @@ def test_disk_that_refuses_costs_no_response(tmp_path, monkeypatch, caplog):
     def refuse(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("localinfer.storage.response_store.write_atomically", refuse)
+    monkeypatch.setattr("localinfer.storage.records.write_atomically", refuse)
     with ResponseStore(ResponseStoreOptions(tmp_path)) as store:
         for number in range(3):
             store.put(name(number), b"x")

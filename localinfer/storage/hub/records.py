@@ -14,7 +14,7 @@ from urllib.parse import quote
 
 from localinfer.errors import DownloadError
 from localinfer.storage.hub.variants import Repository, StoredFile, is_safe_path, parse_reference
-from localinfer.system.files import delete_abandoned, read_bounded, write_atomically
+from localinfer.storage.records import LOCK, RecordStore
 from localinfer.system.folders import make_private
 
 _VERSION = 1
@@ -84,11 +84,12 @@ class PullRecords:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._records = RecordStore(folder, most_bytes=_MOST_BYTES)
 
     def all(self) -> list[PullRecord | DamagedRecord]:
         """Whole and unfinished pulls, by name; a model that is being pulled again is there twice."""
         try:
-            names = sorted(os.listdir(self._folder))
+            names = self._records.names()
         except OSError:
             return []
         return [self._read(self._folder / name) for name in names if name.endswith(_WHOLE)]
@@ -104,13 +105,10 @@ class PullRecords:
         fields = asdict(record) | {"version": _VERSION, "cache": str(record.cache)}
         del fields["is_whole"], fields["last_used"]
         content = json.dumps(fields, indent=1).encode()
-        refused = make_private(self._folder)
-        if refused is not None:
-            raise DownloadError(f"{refused}; make it a folder of yours: pulled models are recorded there")
+        self._make_folder()
         try:
-            path = self._path(record.name, _WHOLE if record.is_whole else _UNFINISHED)
-            delete_abandoned(self._folder)
-            write_atomically(path, lambda file: None if file.write(content) else None)
+            self._records.delete_unfinished(is_locked=False)
+            self._records.write(self._path(record.name, _WHOLE if record.is_whole else _UNFINISHED).name, content)
         except OSError as error:
             raise DownloadError(
                 f"{self._folder} cannot be written: {error.strerror or error}; free some space, or change who may write"
@@ -138,33 +136,25 @@ class PullRecords:
 
         Raises: DownloadError if the folder cannot be used.
         """
-        from filelock import FileLock, Timeout
+        self._make_folder()
+        with self._records.locked(self._path(name, LOCK).name, seconds=None if waits else 0) as is_mine:
+            yield is_mine
 
+    def _make_folder(self) -> None:
         refused = make_private(self._folder)
         if refused is not None:
             raise DownloadError(f"{refused}; make it a folder of yours: pulled models are recorded there")
-        lock = FileLock(str(self._path(name, ".lock")), timeout=-1 if waits else 0)
-        try:
-            lock.acquire(poll_interval=0.02)
-        except Timeout:
-            yield False
-            return
-        try:
-            yield True
-        finally:
-            lock.release()
 
     def _path(self, name: str, suffix: str) -> Path:
         digest = hashlib.sha256(name.lower().encode()).hexdigest()[:12]
         return self._folder / f"{quote(name.lower(), safe='')[:120]}-{digest}{suffix}"
 
     def _remove(self, name: str, suffix: str) -> None:
-        with contextlib.suppress(OSError):
-            self._path(name, suffix).unlink()
+        self._records.discard(self._path(name, suffix).name)
 
     def _read(self, path: Path) -> PullRecord | DamagedRecord:
         try:
-            record = _parsed(json.loads(read_bounded(path, _MOST_BYTES)))
+            record = _parsed(json.loads(self._records.read(path.name)))
             changed = path.stat().st_mtime
         except (OSError, ValueError, KeyError, TypeError) as error:
             return DamagedRecord(path, f"{type(error).__name__}: {error}")

@@ -20,7 +20,7 @@ _PRECEDENCE = "localinfer.engine.admission"
 _RUNNER = "localinfer.engine.runner"
 _STORE = "localinfer.storage.page_store"
 _SESSIONS = "localinfer.storage.sessions"
-_CONVERSATIONS = "localinfer.storage.conversations"
+_RECORDS = "localinfer.storage.records"
 _FILES = "localinfer.system.files"
 
 PLANTED = (
@@ -332,23 +332,23 @@ PLANTED = (
     ),
     Planted(
         "conversation-not-synced",
-        _CONVERSATIONS,
-        "            disk.sync(file)\n",
-        "            pass\n",
+        _RECORDS,
+        "                disk.sync(file)\n",
+        "                pass\n",
         "a conversation that was saved may be torn by a power cut",
         "disk",
     ),
     Planted(
         "conversation-name-not-synced",
-        _CONVERSATIONS,
-        "            write_atomically(path, write)\n            disk.sync_folder(self.folder)\n",
-        "            write_atomically(path, write)\n",
+        _RECORDS,
+        "            disk.sync_folder(self.folder)\n        if self._budget is not None:\n",
+        "            pass\n        if self._budget is not None:\n",
         "turns that were saved may be gone after a power cut",
         "disk",
     ),
     Planted(
         "conversations-not-locked",
-        _CONVERSATIONS,
+        _RECORDS,
         "            while not disk.try_lock(lock):\n",
         "            while False:\n",
         "two processes write conversations at the same time",
