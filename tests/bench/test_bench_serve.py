@@ -29,7 +29,7 @@ from localinfer.apps.bench.processes import ServerProcess
 from localinfer.apps.bench.report import render_serve
 from localinfer.apps.bench.serve import HttpAnswer, Prompts, chat_body, read_reply, reply_lengths
 from localinfer.apps.cli import main
-from localinfer.apps.server.operation.metrics import GOOD_FIRST_TOKEN_SECONDS, GOOD_INTERVAL_SECONDS
+from localinfer.apps.server.operation.observation import GOOD_FIRST_TOKEN_SECONDS, GOOD_INTERVAL_SECONDS
 from localinfer.errors import BackendUnavailableError
 from localinfer.loading.options import model_path
 from tests.support.limits import seconds

@@ -59,10 +59,9 @@ from localinfer.system.parent_watch import OPTION, ParentWatcher, input_can_end
 
 if TYPE_CHECKING:
     from localinfer.apps.cli.models_config import ModelsConfig
-    from localinfer.apps.server.operation.metrics import Metrics
+    from localinfer.apps.server.operation.observation import Metrics
     from localinfer.apps.server.router.model_folder import MemoryNeed, ModelSource
-    from localinfer.apps.server.router.model_loader import LoadThreads
-    from localinfer.apps.server.router.models import ModelRegistry
+    from localinfer.apps.server.router.models import LoadThreads, ModelRegistry
     from localinfer.apps.server.transport.settings import ServerSettings
     from localinfer.llm import LLM
     from localinfer.types import ProgressCallback
@@ -380,9 +379,8 @@ def _serve(
     **settings_of_server: Any,
 ) -> None:
     from localinfer.apps.server.app import LocalServer
-    from localinfer.apps.server.operation.requests import log_to_stderr
-    from localinfer.apps.server.router.model_loader import LoadThreads
-    from localinfer.apps.server.router.models import ModelRegistry
+    from localinfer.apps.server.operation.logs import log_to_stderr
+    from localinfer.apps.server.router.models import LoadThreads, ModelRegistry
 
     if ending.owns_process:
         # What was imported stays: looked through now and then, it would hold up all replies for 40 ms at a time.

@@ -31,7 +31,7 @@ from localinfer.system.folders import expand_home
 from localinfer.terminal import check_text
 
 if TYPE_CHECKING:
-    from localinfer.apps.server.operation.requests import Observer
+    from localinfer.apps.server.operation.observation import Observer
     from localinfer.apps.server.replies.service import Observability
     from localinfer.apps.server.router.model_folder import ModelSource
     from localinfer.apps.server.transport.settings import AccessToken, KVTransferOptions, Role, ServerSettings
@@ -123,8 +123,7 @@ def operating(
 
     Raises: RequestError, MissingPackageError.
     """
-    from localinfer.apps.server.operation.requests import DEFAULT_BYTES, RequestLog
-    from localinfer.apps.server.operation.tracing import RequestTracer, wants_traces
+    from localinfer.apps.server.operation.logs import DEFAULT_BYTES, RequestLog, RequestTracer, wants_traces
     from localinfer.apps.server.replies.service import Configuration, Observability
 
     with ExitStack() as stack:

@@ -19,7 +19,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from localinfer.apps.fleet.dispatch import Asked, Dispatcher, Place
 from localinfer.apps.fleet.placement import Placement
-from localinfer.apps.server.operation.rate_limits import Reservation
+from localinfer.apps.server.replies.clients import Reservation
 from localinfer.apps.server.transport.http import ApiError
 from localinfer.apps.server.transport.settings import ServerSettings
 

@@ -13,8 +13,7 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field, replace
 
 from localinfer.apps.fleet.placement import Placement
-from localinfer.apps.server.operation.rate_limits import RateLimiter
-from localinfer.apps.server.replies.ownership import check_generations, check_queue
+from localinfer.apps.server.replies.clients import RateLimiter, check_generations, check_queue
 from localinfer.apps.server.transport.settings import ServerSettings
 from localinfer.arguments import MAX_PRIORITY
 from localinfer.engine.admission import Owner, may_run

@@ -17,8 +17,8 @@ from localinfer.apps.fleet.placement import PromptFacts, prompt_facts
 from localinfer.apps.fleet.relay import ReplicaLostError, ReplicaWatch, relay_answer, unless_silent
 from localinfer.apps.fleet.replica import HEADERS, AnswerPart, RelayedRequest
 from localinfer.apps.fleet.replica_answers import AnsweredReplicas, Answers, merged_metrics, summed_metrics
-from localinfer.apps.server.replies.ownership import tenant_of
-from localinfer.apps.server.replies.reply import ReplyProgress, Resumption
+from localinfer.apps.server.replies.clients import tenant_of
+from localinfer.apps.server.replies.relay import ReplyProgress, Resumption
 from localinfer.apps.server.transport.bodies import unless_gone
 from localinfer.apps.server.transport.http import ApiError, ClientGone
 from localinfer.apps.server.transport.security import TOKEN_IDENTITY, SecurityMiddleware

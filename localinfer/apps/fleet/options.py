@@ -19,7 +19,7 @@ from localinfer.errors import RequestError
 from localinfer.storage.response_store import ResponseStoreOptions
 
 if TYPE_CHECKING:
-    from localinfer.apps.server.operation.metrics import Metrics
+    from localinfer.apps.server.operation.observation import Metrics
     from localinfer.apps.server.router.model_folder import ModelSource
     from localinfer.apps.server.router.models import ModelRegistry
     from localinfer.llm import LLM

@@ -13,7 +13,7 @@ from typing import Any
 from starlette.types import Message, Send
 
 from localinfer.apps.fleet.replica import AnswerPart
-from localinfer.apps.server.replies.reply import ReplyProgress, ReserveNote, Resumption
+from localinfer.apps.server.replies.relay import ReplyProgress, ReserveNote, Resumption
 from localinfer.apps.server.transport.http import PING, ApiError
 
 logger = logging.getLogger(__name__)

@@ -23,8 +23,8 @@ from localinfer.apps.server.kv_transfer import (
     refusal,
     silence,
 )
-from localinfer.apps.server.operation.requests import record_of
-from localinfer.apps.server.replies.reply import RELAY, Note, ReplyRelay, Resumption, UsedNote
+from localinfer.apps.server.operation.observation import record_of
+from localinfer.apps.server.replies.relay import RELAY, Note, ReplyRelay, Resumption, UsedNote
 
 _END_SECONDS = 5.0
 """Time for the app to end when its client has left."""

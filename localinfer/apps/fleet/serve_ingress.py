@@ -17,7 +17,7 @@ from localinfer.apps.fleet.ingress import Ingress
 from localinfer.apps.fleet.relay import ReplicaLostError
 from localinfer.apps.fleet.replica import AnswerPart, RelayedRequest
 from localinfer.apps.fleet.replica_answers import Answers, answers_within
-from localinfer.apps.server.replies.reply import Resumption
+from localinfer.apps.server.replies.relay import Resumption
 
 ENGINE = "engine"
 """The name of the deployment whose replicas hold the model."""

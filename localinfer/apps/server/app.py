@@ -24,17 +24,9 @@ from localinfer.apps.server.api import chat, completions, embeddings, messages, 
 from localinfer.apps.server.api.responses import BackgroundResponses
 from localinfer.apps.server.api.responses_memory import ResponseMemory
 from localinfer.apps.server.kv_transfer import ROUTE
-from localinfer.apps.server.llama_server import completion, embedding, properties, slots
+from localinfer.apps.server.llama_server import completion, properties
 from localinfer.apps.server.ollama.routes import ollama_routes
-from localinfer.apps.server.operation.metrics import Metrics
-from localinfer.apps.server.operation.requests import ObservingMiddleware, log_request
-from localinfer.apps.server.operation.service_manager import (
-    HangupHandler,
-    given_sockets,
-    settings_of_sockets,
-    tell_manager,
-    tell_reloading,
-)
+from localinfer.apps.server.operation.observation import Metrics, ObservingMiddleware, log_request
 from localinfer.apps.server.replies.service import NO_OBSERVABILITY, Observability, PlainPaths, Service, route, unrouted
 from localinfer.apps.server.router.models import ModelRegistry
 from localinfer.apps.server.transport.bodies import SharesMiddleware
@@ -44,10 +36,15 @@ from localinfer.apps.server.transport.security import MAX_HEADER_BYTES, Security
 from localinfer.apps.server.transport.settings import ServerSettings
 from localinfer.apps.server.transport.sockets import (
     BACKLOG,
+    HangupHandler,
     SocketTakenError,
     UnixListener,
     affordable_connections,
     bind_tcp,
+    given_sockets,
+    settings_of_sockets,
+    tell_manager,
+    tell_reloading,
 )
 from localinfer.errors import BackendUnavailableError, ClosedError
 from localinfer.storage.response_store import ResponseStore
@@ -125,7 +122,7 @@ def make_app(service: Service, operation: Observability = NO_OBSERVABILITY) -> S
         # llama-server's own shapes.
         route("/completion", completion.completion, "POST", prompt_field="prompt"),
         route("/infill", completion.infill, "POST", prompt_field="input_prefix"),
-        route("/embedding", embedding.embedding, "POST", prompt_field="input"),
+        route("/embedding", embeddings.embedding, "POST", prompt_field="input"),
         route("/reranking", embeddings.rerank, "POST", prompt_field="documents"),
         route("/props", properties.show_properties),
         route("/props", properties.change_properties, "POST"),
@@ -133,8 +130,8 @@ def make_app(service: Service, operation: Observability = NO_OBSERVABILITY) -> S
         route("/models/unload", properties.unload, "POST"),
         route("/lora-adapters", properties.lora_adapters),
         route("/lora-adapters", properties.change_lora_adapters, "POST"),
-        route("/slots", slots.slots),
-        route("/slots/{slot}", slots.act, "POST"),
+        route("/slots", properties.slots),
+        route("/slots/{slot}", properties.act, "POST"),
         route("/requests/{reply}/cancel", status.cancel, "POST"),
         route("/requests/{reply}", status.cancel, "DELETE"),
     ]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from localinfer.apps.server.operation.metrics import Metrics
+from localinfer.apps.server.operation.observation import Metrics
 from localinfer.apps.server.transport.settings import KVTransferOptions, PrefillAddress
 from localinfer.errors import ClosedError, LocalinferError
 

@@ -8,14 +8,12 @@ from starlette.responses import Response
 
 from localinfer.apps.server.api.chat import ChatRequest
 from localinfer.apps.server.api.completions import CompletionRequest
-from localinfer.apps.server.api.embeddings import EmbeddingRequest, RerankRequest
+from localinfer.apps.server.api.embeddings import EmbeddingRequest, LlamaEmbeddingRequest, RerankRequest
 from localinfer.apps.server.api.messages import CountRequest, MessagesRequest
 from localinfer.apps.server.api.responses import ConversationRequest
 from localinfer.apps.server.api.responses_items import ResponsesRequest
 from localinfer.apps.server.api.text import DetokenizeRequest, TemplateRequest, TokenizeRequest
-from localinfer.apps.server.llama_server.completion import InfillRequest
-from localinfer.apps.server.llama_server.completion_request import LlamaCompletionRequest
-from localinfer.apps.server.llama_server.embedding import LlamaEmbeddingRequest
+from localinfer.apps.server.llama_server.completion import InfillRequest, LlamaCompletionRequest
 from localinfer.apps.server.ollama.routes import DELETED, POSTED, READ
 from localinfer.apps.server.transport.http import OLLAMA, json_response
 from localinfer.kernels.versions import installed_version

@@ -94,7 +94,7 @@ def test_served_models_keep_the_name_they_were_asked_for(hub, tmp_path, monkeypa
 def test_pulled_models_are_served_under_their_names(hub, tmp_path):
     from localinfer.apps.cli.models_config import read_load_options
     from localinfer.apps.cli.serve import ModelsOptions, find_sources, load_source
-    from localinfer.apps.server.router.model_loader import LoadThreads
+    from localinfer.apps.server.router.models import LoadThreads
 
     assert main(["pull", "org/Demo-GGUF"]) == 0
     options = read_load_options(["--no-disk-cache", "--threads=1"])

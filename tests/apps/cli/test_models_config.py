@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from localinfer.apps.cli.serve import ModelsOptions, find_sources, load_options_of, load_source, measure
-from localinfer.apps.server.router.model_loader import LoadThreads
+from localinfer.apps.server.router.models import LoadThreads
 from localinfer.errors import RequestError
 from localinfer.models import demo
 from localinfer.models.decoder.rope_options import RopeOptions

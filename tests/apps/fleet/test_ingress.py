@@ -17,7 +17,7 @@ from localinfer.apps.fleet.placement import prompt_facts
 from localinfer.apps.fleet.relay import ReplicaLostError, ReplicaWatch
 from localinfer.apps.fleet.replica import AnswerPart, RelayedRequest
 from localinfer.apps.fleet.replica_answers import Answers
-from localinfer.apps.server.replies.reply import (
+from localinfer.apps.server.replies.relay import (
     PromptNote,
     ReplyNote,
     ReserveNote,

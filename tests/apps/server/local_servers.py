@@ -14,7 +14,7 @@ import pytest
 
 import localinfer
 from localinfer.apps.server.app import LocalServer
-from localinfer.apps.server.operation.metrics import Metrics
+from localinfer.apps.server.operation.observation import Metrics
 from localinfer.apps.server.router.model_folder import ModelSource, measure_need
 from localinfer.apps.server.router.models import ModelRegistry
 from localinfer.apps.server.transport.settings import ServerSettings

@@ -11,9 +11,9 @@ import pytest
 from local_servers import MODEL, STORY, ServedModel, serving_drafting
 from prometheus_client.parser import text_string_to_metric_families
 
-from localinfer.apps.server.operation.metrics import LatencyTracker, Metrics, VllmMetrics
+from localinfer.apps.server.operation.observation import LatencyTracker, Metrics, VllmMetrics
 from localinfer.apps.server.replies.reply import End, Reply, ReplyEvent
-from localinfer.apps.server.replies.slots import ReplyTotals
+from localinfer.apps.server.replies.service import ReplyTotals
 from tests.support.limits import wait_until
 
 PATH = "/v1/chat/completions"

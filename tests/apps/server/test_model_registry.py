@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from localinfer.apps.server.operation.metrics import Metrics
+from localinfer.apps.server.operation.observation import Metrics
 from localinfer.apps.server.router.model_folder import MemoryNeed, ModelSettings, ModelSource
-from localinfer.apps.server.router.model_loader import LoadThreads
-from localinfer.apps.server.router.models import ModelRegistry
+from localinfer.apps.server.router.models import LoadThreads, ModelRegistry
 from localinfer.apps.server.transport.http import ApiError, ModelLoadError
 from localinfer.errors import ModelFileError, OutOfMemoryError, RequestError
 from tests.support.limits import seconds

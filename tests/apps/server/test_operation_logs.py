@@ -12,7 +12,7 @@ from local_servers import serving
 from scripted_models import loader, scripted_sources
 
 from localinfer.apps.server.app import LocalServer
-from localinfer.apps.server.operation.requests import JsonFormatter, RequestLog
+from localinfer.apps.server.operation.logs import JsonFormatter, RequestLog
 from localinfer.apps.server.replies.service import Observability
 from localinfer.apps.server.transport.settings import ServerSettings, parse_tokens
 from localinfer.errors import RequestError

@@ -20,7 +20,7 @@ from localinfer.apps.server.kv_transfer import (
     PrefillCancelled,
     PrefillFailed,
 )
-from localinfer.apps.server.operation.metrics import Metrics
+from localinfer.apps.server.operation.observation import Metrics
 from localinfer.apps.server.transport.settings import KVTransferOptions, PrefillAddress
 from tests.support.limits import seconds
 

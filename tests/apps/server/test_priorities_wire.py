@@ -8,7 +8,7 @@ import pytest
 from local_servers import STORY, serving
 from scripted_models import loader, scripted_sources
 
-from localinfer.apps.server.operation.rate_limits import RateLimiter
+from localinfer.apps.server.replies.clients import RateLimiter
 from localinfer.apps.server.transport.http import ApiError
 from localinfer.apps.server.transport.settings import Quota, ServerSettings, parse_tokens
 from localinfer.engine.engine import Engine

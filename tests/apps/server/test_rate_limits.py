@@ -11,7 +11,7 @@ import pytest
 from local_servers import STORY, ServedModel, serving
 from scripted_models import loader, scripted_sources
 
-from localinfer.apps.server.operation.rate_limits import RateLimiter, Reservation
+from localinfer.apps.server.replies.clients import RateLimiter, Reservation
 from localinfer.apps.server.transport.http import ApiError
 from localinfer.apps.server.transport.settings import AccessToken, Quota, ServerSettings, matching_token, parse_tokens
 from localinfer.errors import RequestError

@@ -19,8 +19,8 @@ from localinfer.apps.fleet import relay
 from localinfer.apps.fleet.relay import BrokenAnswerError, ReplicaLostError, relay_answer
 from localinfer.apps.fleet.replica import AnswerPart, RelayedRequest, answer_parts
 from localinfer.apps.server.app import make_app
-from localinfer.apps.server.operation.metrics import Metrics
-from localinfer.apps.server.replies.reply import PromptNote, ReplyProgress, Resumption, TokenNote
+from localinfer.apps.server.operation.observation import Metrics
+from localinfer.apps.server.replies.relay import PromptNote, ReplyProgress, Resumption, TokenNote
 from localinfer.apps.server.replies.service import Service
 from localinfer.apps.server.router.model_folder import ModelSource, measure_need
 from localinfer.apps.server.router.models import ModelRegistry

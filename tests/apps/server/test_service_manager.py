@@ -12,9 +12,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from localinfer.apps.server.operation import service_manager
-from localinfer.apps.server.operation.service_manager import given_sockets, settings_of_sockets, tell_manager
+from localinfer.apps.server.transport import sockets as server_sockets
 from localinfer.apps.server.transport.settings import ServerSettings
+from localinfer.apps.server.transport.sockets import given_sockets, settings_of_sockets, tell_manager
 from localinfer.errors import RequestError
 from tests.support.limits import seconds
 
@@ -90,7 +90,7 @@ def given(monkeypatch: pytest.MonkeyPatch):
         copies = [os.dup(one.fileno()) for one in sockets]
         first = min(copies)
         assert copies == list(range(first, first + len(copies)))
-        monkeypatch.setattr(service_manager, "_FIRST_DESCRIPTOR", first)
+        monkeypatch.setattr(server_sockets, "_FIRST_DESCRIPTOR", first)
         monkeypatch.setenv("LISTEN_PID", str(os.getpid()))
         monkeypatch.setenv("LISTEN_FDS", str(len(copies)))
         return given_sockets()

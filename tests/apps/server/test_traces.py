@@ -11,7 +11,7 @@ from local_servers import serving
 from scripted_models import loader, scripted_sources
 
 from localinfer.apps.server.app import LocalServer
-from localinfer.apps.server.operation import tracing
+from localinfer.apps.server.operation import logs
 from localinfer.apps.server.replies.service import Observability
 from localinfer.apps.server.transport.settings import ServerSettings
 from localinfer.errors import MissingPackageError, RequestError
@@ -35,7 +35,7 @@ def exporter() -> Any:
 def traced(exporter: Any) -> Iterator[httpx.Client]:
     with pytest.MonkeyPatch.context() as patch:
         plain = LocalServer.__init__
-        tracer = tracing.RequestTracer(exporter=exporter)
+        tracer = logs.RequestTracer(exporter=exporter)
         operation = Observability((tracer.observe,))
         patch.setattr(LocalServer, "__init__", lambda self, *a, **k: plain(self, *a, **k, operation=operation))
         settings = ServerSettings(port=0)
@@ -121,7 +121,7 @@ def test_without_its_packages_the_option_says_what_to_install(monkeypatch):
     monkeypatch.setattr("localinfer.system.extras._is_there", lambda name: not name.startswith("opentelemetry"))
     monkeypatch.setattr("localinfer.system.extras._found", set())
     with pytest.raises(MissingPackageError, match=r"localinfer\[otel\]"):
-        tracing.RequestTracer("http://localhost:4318")
+        logs.RequestTracer("http://localhost:4318")
 
 
 def test_spans_go_where_the_option_or_the_environment_says(monkeypatch):
@@ -133,24 +133,24 @@ def test_spans_go_where_the_option_or_the_environment_says(monkeypatch):
     given = []
     monkeypatch.setattr(trace_exporter, "OTLPSpanExporter", lambda **options: given.append(options))
     for endpoint in ("http://host:4318", "https://host:4318/v1/traces/", None):
-        tracing._exporter(endpoint)
+        logs._exporter(endpoint)
     first, second = ({"endpoint": f"{scheme}://host:4318/v1/traces"} for scheme in ("http", "https"))
     assert given == [first, second, {}]
     for wrong in ("localhost:4318", "ftp://host", "http://"):
         with pytest.raises(RequestError, match="--otlp-endpoint"):
-            tracing._exporter(wrong)
-    for name in tracing.ENDPOINT_VARIABLES:
+            logs._exporter(wrong)
+    for name in logs.ENDPOINT_VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    assert not tracing.wants_traces(None) and tracing.wants_traces("http://host")
-    monkeypatch.setenv(tracing.ENDPOINT_VARIABLES[0], "http://host")
-    assert tracing.wants_traces(None)
+    assert not logs.wants_traces(None) and logs.wants_traces("http://host")
+    monkeypatch.setenv(logs.ENDPOINT_VARIABLES[0], "http://host")
+    assert logs.wants_traces(None)
 
 
 def test_closing_waits_no_longer_than_told_for_a_collector_that_does_not_answer(exporter, monkeypatch):
-    tracer = tracing.RequestTracer(exporter=exporter)
+    tracer = logs.RequestTracer(exporter=exporter)
     gate = threading.Event()
     monkeypatch.setattr(exporter, "shutdown", lambda: gate.wait(seconds(30)))
-    monkeypatch.setattr(tracing, "_FLUSH_SECONDS", 0.01)
+    monkeypatch.setattr(logs, "_FLUSH_SECONDS", 0.01)
     tracer.close()
     assert any(thread.name == "localinfer-traces" for thread in threading.enumerate()), "it still tries"
     gate.set()

@@ -37,10 +37,15 @@ from localinfer.apps.server.replies.fields import (
     first_limit,
     given,
 )
-from localinfer.apps.server.replies.message_fields import Messages, template_messages
+from localinfer.apps.server.replies.message_fields import (
+    Messages,
+    Tools,
+    checked_choice,
+    function_tools,
+    template_messages,
+)
 from localinfer.apps.server.replies.reply import Reply
 from localinfer.apps.server.replies.service import Service, caller_options, prepared, read_body, service_of
-from localinfer.apps.server.replies.tool_fields import Tools, checked_choice, function_tools
 from localinfer.apps.server.transport.http import ApiError, unsupported
 from localinfer.apps.server.transport.known_fields import CHAT
 

@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from localinfer.apps.server.api.serving import BlockWriter, Delta, Event, chat_plan, serve_reply, timings
+from localinfer.apps.server.replies.clients import salt_options
 from localinfer.apps.server.replies.fields import (
     Count,
     Priority,
@@ -24,15 +25,15 @@ from localinfer.apps.server.replies.fields import (
 from localinfer.apps.server.replies.message_fields import (
     ChatMessage,
     InputMessage,
+    Tools,
+    anthropic_tools,
     chat_messages,
     check_tool_choice,
-    function_tools,
+    checked_choice,
     template_messages,
     text_of,
 )
-from localinfer.apps.server.replies.ownership import salt_options
 from localinfer.apps.server.replies.service import caller_options, on_model, prepared, read_body
-from localinfer.apps.server.replies.tool_fields import Tools, checked_choice
 from localinfer.apps.server.transport.http import ANTHROPIC, ApiError, json_response
 from localinfer.apps.server.transport.known_fields import COUNTS, MESSAGES
 
@@ -83,7 +84,7 @@ class CountRequest(msgspec.Struct, kw_only=True):
         """The engine's options about tools and reasoning. Raises: ApiError for a tool that is not the caller's own."""
         choice = self.tool_choice or ToolChoice()
         check_tool_choice(self.tools or (), choice.name)
-        tools = function_tools(self.tools or ())
+        tools = anthropic_tools(self.tools or ())
         tool_choice = checked_choice(choice.as_openai(), has_tools=bool(tools))
         effort = None if self.output_config is None else self.output_config.effort
         return given(

@@ -12,14 +12,20 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from localinfer.apps.server.api import status
-from localinfer.apps.server.api.responses_items import InputItem, Item, ResponsesRequest, item_list, item_messages
+from localinfer.apps.server.api.responses_items import (
+    InputItem,
+    Item,
+    ResponsesRequest,
+    ResponseWriter,
+    item_list,
+    item_messages,
+)
 from localinfer.apps.server.api.responses_memory import KeptConversation, ResponseMemory, Turn, memory_of
-from localinfer.apps.server.api.responses_writer import ResponseWriter
 from localinfer.apps.server.api.serving import chat_plan, reply_frames, serve_reply
-from localinfer.apps.server.operation.requests import record_of
+from localinfer.apps.server.operation.observation import record_of
+from localinfer.apps.server.replies.clients import may_see_reply, salt_options
 from localinfer.apps.server.replies.fields import without_missing_thinking
 from localinfer.apps.server.replies.message_fields import ChatMessage, template_messages
-from localinfer.apps.server.replies.ownership import may_see_reply, salt_options
 from localinfer.apps.server.replies.reply import Reply
 from localinfer.apps.server.replies.service import caller_options, on_model, prepared, read_body, service_of
 from localinfer.apps.server.transport.http import PING, ApiError, EventStream, json_response, not_supported, unsupported

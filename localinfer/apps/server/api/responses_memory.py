@@ -18,8 +18,8 @@ from localinfer.apps.server.api.responses_items import (
     kept_items,
     response_of,
 )
-from localinfer.apps.server.operation.requests import record_of
-from localinfer.apps.server.replies.ownership import digest_of
+from localinfer.apps.server.operation.observation import record_of
+from localinfer.apps.server.replies.clients import digest_of
 from localinfer.apps.server.transport.http import ApiError, identifier, unsupported
 from localinfer.storage.response_store import ResponseStore
 

@@ -9,7 +9,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from localinfer.apps.server.replies.fields import StreamOptions, seeded, without_missing_thinking
-from localinfer.apps.server.replies.reply import RELAY, End, Reply, ReplyRelay, Silence, TextPlan, Token
+from localinfer.apps.server.replies.relay import RELAY, ReplyRelay
+from localinfer.apps.server.replies.reply import End, Reply, Silence, TextPlan, Token
 from localinfer.apps.server.replies.service import Plan, service_of
 from localinfer.apps.server.transport.bodies import unless_gone
 from localinfer.apps.server.transport.http import DONE, ApiError, EventStream, event_frame, json_response, to_api_error

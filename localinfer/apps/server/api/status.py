@@ -6,10 +6,10 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from localinfer.apps.server.operation.requests import record_of
-from localinfer.apps.server.replies.ownership import may_see_reply
+from localinfer.apps.server.operation.observation import record_of
+from localinfer.apps.server.replies.clients import may_see_reply
 from localinfer.apps.server.replies.service import service_of
-from localinfer.apps.server.router.served_model import ServedModel
+from localinfer.apps.server.router.models import ServedModel
 from localinfer.apps.server.transport.http import ApiError, json_response, not_supported, shutting_down
 from localinfer.kernels.versions import installed_version
 

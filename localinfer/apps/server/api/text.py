@@ -9,6 +9,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
+from localinfer.apps.server.replies.clients import salt_options
 from localinfer.apps.server.replies.fields import (
     AddGenerationPrompt,
     CacheSalt,
@@ -20,10 +21,14 @@ from localinfer.apps.server.replies.fields import (
     given,
     without_missing_thinking,
 )
-from localinfer.apps.server.replies.message_fields import Messages, template_messages
-from localinfer.apps.server.replies.ownership import salt_options
+from localinfer.apps.server.replies.message_fields import (
+    Messages,
+    Tools,
+    checked_choice,
+    function_tools,
+    template_messages,
+)
 from localinfer.apps.server.replies.service import on_model, read_body, service_of
-from localinfer.apps.server.replies.tool_fields import Tools, checked_choice, function_tools
 from localinfer.apps.server.transport.bodies import is_large
 from localinfer.apps.server.transport.http import ApiError, json_response, to_api_error
 from localinfer.apps.server.transport.known_fields import TEMPLATES, TEXTS

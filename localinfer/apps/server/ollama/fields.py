@@ -15,8 +15,7 @@ from starlette.responses import Response
 from localinfer.apps.server.replies.fields import GenerationFields, ResponseFormat, given
 from localinfer.apps.server.replies.message_fields import ChatMessage, FunctionCall, Role, ToolCall, template_messages
 from localinfer.apps.server.replies.service import service_of
-from localinfer.apps.server.router.models import ModelRegistry
-from localinfer.apps.server.router.served_model import ServedModel
+from localinfer.apps.server.router.models import ModelRegistry, ServedModel
 from localinfer.apps.server.transport.bodies import unless_gone
 from localinfer.apps.server.transport.http import ApiError, EventStream, json_response, refused_member, unsupported
 from localinfer.apps.server.transport.known_fields import KnownFields, Refusal

@@ -28,8 +28,7 @@ from localinfer.apps.server.ollama.fields import (
 )
 from localinfer.apps.server.replies.service import Service, read_body, service_of
 from localinfer.apps.server.router.model_folder import ModelSource
-from localinfer.apps.server.router.model_loader import LoadThreads
-from localinfer.apps.server.router.served_model import ServedModel
+from localinfer.apps.server.router.models import LoadThreads, ServedModel
 from localinfer.apps.server.transport.bodies import unless_gone
 from localinfer.apps.server.transport.http import OLLAMA, ApiError, json_response, to_api_error, unsupported
 from localinfer.apps.server.transport.known_fields import KnownFields

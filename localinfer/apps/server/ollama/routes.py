@@ -3,7 +3,6 @@
 import msgspec
 from starlette.routing import Route
 
-from localinfer.apps.server.ollama.embed import OllamaEmbeddingsRequest, OllamaEmbedRequest, embed, embeddings
 from localinfer.apps.server.ollama.models import (
     DeleteRequest,
     PullRequest,
@@ -22,7 +21,16 @@ from localinfer.apps.server.ollama.models import (
     tags,
     version,
 )
-from localinfer.apps.server.ollama.replies import OllamaChatRequest, OllamaGenerateRequest, generate, ollama_chat
+from localinfer.apps.server.ollama.replies import (
+    OllamaChatRequest,
+    OllamaEmbeddingsRequest,
+    OllamaEmbedRequest,
+    OllamaGenerateRequest,
+    embed,
+    embeddings,
+    generate,
+    ollama_chat,
+)
 from localinfer.apps.server.replies.service import route
 
 READ = ("/api/tags", "/api/ps", "/api/version")

@@ -1,20 +1,229 @@
-"""Counters and times of the server in Prometheus' text format, also under vLLM's names, in a registry of its own."""
+"""Observation of requests: a record of each, which is given to observers, and counters and times in Prometheus' format.
 
+The record lies in the request's state from its first byte to its last and holds none of its text. Metrics have a
+registry of their own, and vLLM's names beside the server's."""
+
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from localinfer.apps.server.transport.http import ApiError
 
 if TYPE_CHECKING:
+    from localinfer.apps.server.operation.logs import RequestLog
     from localinfer.engine.cache.stats import SnapshotStats
     from localinfer.engine.engine import EngineStats
     from localinfer.generation.completion import Stats
+
+
+_KEY = "record"
+_NUMBERS = (
+    "max_tokens max_completion_tokens max_output_tokens n temperature top_p top_k seed frequency_penalty"
+    " presence_penalty"
+).split()
+"""Members of requests, of every API, that are no text."""
+_MOST_TOKENS = ("max_completion_tokens", "max_output_tokens", "max_tokens")
+
+
+class ReplyFigures(Protocol):
+    """What is read of a reply.
+
+    finish_reasons, stats: one per text, None until it has ended. failure: what failed. is_cancelled: nothing runs on.
+    """
+
+    id: str
+    model_id: str
+    finish_reasons: "list[str | None]"
+    stats: "list[Stats | None]"
+    failure: BaseException | None
+    is_cancelled: bool
+
+    def num_used(self) -> tuple[int, int]:
+        """Tokens of the prompts, each once, and tokens generated so far."""
+
+
+@dataclass
+class RequestRecord:
+    """A request: its route, its end and its cost, and none of its text."""
+
+    id: str = ""
+    """The id that its client was told."""
+    method: str = ""
+    route: str | None = None
+    """The route that answered, without `/v1`; None where none did."""
+    status: int = 0
+    token: str = ""
+    """Name of the token that was shown, "" for none."""
+    began: float = field(default_factory=time.time)
+    """Seconds since 1970."""
+    seconds: float = 0.0
+    """Time to the last byte."""
+    model: str | None = None
+    """The model that was asked for."""
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    """Numeric options that were asked for."""
+    reply: ReplyFigures | None = None
+    """Figures of the texts that were generated."""
+    input_tokens: int = 0
+    """Tokens read by a request that generates none."""
+    tenant: str = field(default="", repr=False)
+    """The owner, where clients are kept apart."""
+    cache_salt: str | None = field(default=None, repr=False)
+    """The option of that name."""
+    priority: int | None = None
+    """The priority that was asked for, None for none."""
+    error: str | None = None
+    """Code or class of the failure."""
+    headers: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """Headers of the request; only the parent of a trace is read."""
+    notices: list[str] = field(default_factory=list, repr=False)
+    """Notices of its answer about members that were not read."""
+
+    @property
+    def uses_model(self) -> bool:
+        """True if a model worked for it."""
+        return self.reply is not None or self.input_tokens > 0
+
+    @property
+    def max_tokens(self) -> int | None:
+        """The most tokens that it allowed, None if it did not say."""
+        found = next((self.numbers[name] for name in _MOST_TOKENS if name in self.numbers), None)
+        return None if found is None else int(found)
+
+    def num_tokens(self) -> tuple[int, int]:
+        """Tokens that were read for it, and tokens that were generated."""
+        return (self.input_tokens, 0) if self.reply is None else self.reply.num_used()
+
+    def failure(self) -> str | None:
+        """The code or class of what failed, also in a stream whose status says that all is well."""
+        if self.error is not None or self.reply is None or self.reply.failure is None:
+            return self.error
+        return error_name(self.reply.failure)
+
+    def take_body(self, body: object) -> None:
+        """Note what a request asks for, of its body's record."""
+        found = {name: getattr(body, name, None) for name in _NUMBERS}
+        self.numbers = {name: value for name, value in found.items() if isinstance(value, int | float)}
+        model = getattr(body, "model", None)
+        self.model = model if isinstance(model, str) else None
+
+    def facts(self) -> dict[str, Any]:
+        """All of it by the names of a log, without what is unknown."""
+        facts: dict[str, Any] = {
+            "request_id": self.id,
+            "method": self.method,
+            "route": self.route,
+            "status": self.status,
+            "seconds": round(self.seconds, 6),
+            "token_name": self.token or None,
+            "error": self.failure(),
+        }
+        if self.uses_model:
+            facts["input_tokens"], facts["output_tokens"] = self.num_tokens()
+        if self.reply is not None:
+            facts |= {"reply_id": self.reply.id, "model": self.reply.model_id, **reply_facts(self.reply)}
+        return {name: value for name, value in facts.items() if value is not None}
+
+
+def reply_facts(reply: ReplyFigures) -> dict[str, Any]:
+    """Endings of the texts of a reply, and times of the first one."""
+    without = "abort" if reply.is_cancelled else "running"
+    facts: dict[str, Any] = {"finish_reasons": [reason or without for reason in reply.finish_reasons]}
+    if (first := reply.stats[0]) is not None:
+        facts["cached_tokens"] = sum(one.cached_tokens for one in reply.stats if one is not None)
+        facts["time_to_first_token_seconds"] = round(first.time_to_first_token_seconds, 6)
+        facts["queue_seconds"] = round(first.waited_seconds, 6)
+    return facts
+
+
+def error_name(error: BaseException) -> str:
+    """Kind of an error, without its message: the code that a client reads, or the class."""
+    return (error.code if isinstance(error, ApiError) else None) or type(error).__name__
+
+
+def record_of(scope: Scope) -> RequestRecord:
+    """The record of a request that is being answered."""
+    state = scope.setdefault("state", {})
+    record: RequestRecord = state.setdefault(_KEY, RequestRecord())
+    return record
+
+
+Observer = Callable[[RequestRecord], object]
+"""Told of each request at its end, on the event loop; must not wait."""
+
+
+logger = logging.getLogger("localinfer.server")
+
+
+class ObservingMiddleware:
+    """ASGI middleware around all others: it sees what they refuse, and streams to their end.
+
+    observers: told of each request at its end. request_log: gets requests and answers with their bodies.
+    """
+
+    def __init__(
+        self, app: ASGIApp, observers: Sequence[Observer] = (), request_log: "RequestLog | None" = None
+    ) -> None:
+        self._app = app
+        self._observers = observers
+        self._request_log = request_log
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        record = record_of(scope)
+        record.method = scope["method"]
+        record.headers = Headers(scope=scope)
+        exchange = None if self._request_log is None else self._request_log.begin(scope)
+        began = time.perf_counter()
+
+        async def send_noted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                record.status = message["status"]
+            if exchange is not None:
+                exchange.sent(message)
+            await send(message)
+
+        async def receive_noted() -> Message:
+            message = await receive()
+            if exchange is not None:
+                exchange.received(message)
+            return message
+
+        try:
+            await self._app(scope, receive_noted, send_noted)
+        finally:
+            record.id = scope["state"].get("request_id", "")
+            record.seconds = time.perf_counter() - began
+            if exchange is not None:
+                exchange.end(record)
+            for observer in self._observers:
+                observer(record)
+
+
+def log_request(record: RequestRecord) -> None:
+    """Write a line of the log: a text, and for a log in JSON the facts."""
+    logger.info(
+        "%s %s %s %d %.3f s",
+        record.id,
+        record.method,
+        record.route or "-",
+        record.status,
+        record.seconds,
+        extra={"facts": record.facts()},
+    )
 
 
 GOOD_FIRST_TOKEN_SECONDS = 1.0
