@@ -1,8 +1,8 @@
-"""What running models in an application needs and its imports do not show.
+"""The modules and files that an application with models needs and that its imports do not show.
 
 Public names and kernels are imported by name, the default model and the list of known ones are files, and versions are
-part of the cache's key. Left out is what runs models on a GPU: an application for one names torch and numba_cuda as
-hidden imports itself.
+part of the cache's key. Modules for a GPU are left out: an application for one names torch and numba_cuda as hidden
+imports itself.
 """
 
 from pathlib import Path

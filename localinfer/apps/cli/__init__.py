@@ -212,24 +212,27 @@ def tokenize_command(model: str | None, text: str | None, ids: bool, no_special:
         click.echo(f"{token_id}\t{tokenizer.decode([token_id])!r}")
 
 
-localinfer_command.add_command(chat_command)
-localinfer_command.add_command(show_command)
-localinfer_command.add_command(bench_command)
-localinfer_command.add_command(cache_command)
-localinfer_command.add_command(completion_command)
-localinfer_command.add_command(doctor_command)
-localinfer_command.add_command(embed_command)
-localinfer_command.add_command(rerank_command)
-localinfer_command.add_command(mcp_command)
-localinfer_command.add_command(pull_command)
-localinfer_command.add_command(list_command)
-localinfer_command.add_command(rm_command)
-localinfer_command.add_command(quantize_command)
-localinfer_command.add_command(compare_command)
-localinfer_command.add_command(perplexity_command)
-localinfer_command.add_command(serve_command)
-localinfer_command.add_command(sessions_command)
-localinfer_command.add_command(warmup_command)
+for one in (
+    chat_command,
+    show_command,
+    bench_command,
+    cache_command,
+    completion_command,
+    doctor_command,
+    embed_command,
+    rerank_command,
+    mcp_command,
+    pull_command,
+    list_command,
+    rm_command,
+    quantize_command,
+    compare_command,
+    perplexity_command,
+    serve_command,
+    sessions_command,
+    warmup_command,
+):
+    localinfer_command.add_command(one)
 for one in (embed_command, rerank_command, quantize_command, compare_command, perplexity_command):
     # Their models are arguments, and their contexts are not those of a chat.
     takes_config("threads")(one)
@@ -250,11 +253,6 @@ def _input_text(argument: str | None, what: str, *, missing: str) -> str:
     if argument is None and sys.stdin.isatty():
         raise RequestError(missing)
     return check_text(sys.stdin.read().removesuffix("\n").removesuffix("\r"), "standard input")
-
-
-def _is_completing() -> bool:
-    """Answer a shell that asks what can follow, if one does."""
-    return VARIABLE in os.environ and complete(localinfer_command)
 
 
 def _fail(message: str, error: BaseException, ready_line: ReadyLine | None) -> int:
@@ -300,7 +298,8 @@ def _run(words: list[str], process: ServeProcess) -> int:
     ready_line = process.ready_line
     try:
         with interruption.Interrupting():
-            code = 0 if process.owns_process and _is_completing() else _invoke(words, process)
+            is_completing = process.owns_process and VARIABLE in os.environ and complete(localinfer_command)
+            code = 0 if is_completing else _invoke(words, process)
             sys.stdout.flush()
         return code
     except click.UsageError as error:

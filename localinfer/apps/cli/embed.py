@@ -5,7 +5,6 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -19,6 +18,7 @@ from localinfer.apps.cli.options import (
     options_group,
     threads_option,
 )
+from localinfer.apps.evaluate.texts import read_text
 from localinfer.errors import ContextLengthError, RequestError
 from localinfer.terminal import Progress, check_text, neutralise_controls, with_time_left
 
@@ -141,7 +141,7 @@ def _texts(arguments: Sequence[str], files: Sequence[str], what: str) -> list[st
     """Arguments, then the lines of files; lines of standard input where there are none of both."""
     found = [check_text(text, what) for text in arguments]
     for file in files:
-        found += _lines(_content(file))
+        found += _lines(read_text(file, option="--file: ", encoding="utf-8-sig"))
     if not arguments and not files:
         if sys.stdin.isatty():
             raise RequestError(f"there is no {what}; pass some, --file, or lines into standard input")
@@ -149,16 +149,6 @@ def _texts(arguments: Sequence[str], files: Sequence[str], what: str) -> list[st
     if not found:
         raise RequestError(f"there is no {what}: no line was read; pass at least one")
     return found
-
-
-def _content(file: str) -> str:
-    try:
-        return Path(file).read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise RequestError(f"{file} is not UTF-8 ({error.reason} at byte {error.start}); convert the text") from None
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise RequestError(f"--file: {file} cannot be read: {reason}; check the path") from None
 
 
 def _lines(text: str) -> list[str]:

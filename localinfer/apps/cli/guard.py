@@ -1,4 +1,4 @@
-"""A small process beside `localinfer serve` that kills it when it was to end and has not.
+"""A small process beside `localinfer serve` that kills it when it was asked to end and has not.
 
 A signal, the end of standard input or of the parent are answered by Python code of the server, which waits while
 native code holds the interpreter's lock, as when a mapped file is read from a disk that does not answer. This file is

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _WAY_OUT = "correct it, or leave out --models-config"
 _DEFAULTS, _MODELS, _SAMPLING = "defaults", "models", "sampling"
 _PATHS = ("model", "draft", "chat_template", "disk_cache_folder")
-"""Options whose values may lie beside the file."""
+"""Options whose values may be files beside this one."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class ModelsConfig:
     file: TomlFile | None = None
 
     def fault(self, name: str, what: str) -> RequestError:
-        """The error that an entry is wrong, with its place."""
+        """The error that an entry is wrong, with its file and line."""
         assert self.file is not None, "entries come from a file"
         return self.file.fault((_MODELS, name), what)
 
@@ -190,7 +190,7 @@ def _flag(key: str, value: Any) -> bool:
 
 
 def _seconds(key: str, value: Any) -> float:
-    hint = "seconds without requests; 0: unload it as soon as nobody uses it, -1: never"
+    hint = "seconds without requests; 0: unload it as soon as it is unused, -1: never"
     check_number(key, value, -1, kind=float, hint=hint)
     return math.inf if value < 0 else float(value)
 

@@ -13,7 +13,7 @@ import click
 
 from localinfer.apps.cli.help import Command, Decorator, GroupedOption, titled
 from localinfer.engine.sampling.params import NUMBER_OPTIONS, NumberOption
-from localinfer.errors import LocalinferError, RequestError
+from localinfer.errors import BackendUnavailableError, LocalinferError, RequestError
 from localinfer.generation.options import Constraint, Grammar, JsonObject, JsonSchema, Regex
 from localinfer.loading import load_options as loading
 from localinfer.loading.load_options import Flag, flags_of, option_of, options_of
@@ -119,27 +119,31 @@ def _rope(given: dict[str, Any]) -> "RopeOptions":
     return RopeOptions(**{name.removeprefix("rope_"): value for name, value in given.items()})
 
 
-def _overrides(
-    context: click.Context, parameter: click.Parameter, values: tuple[str, ...]
-) -> dict[str, bool | int | float | str]:
+def _checked(read: Callable[[Any], Any]) -> Callable[[click.Context, click.Parameter, Any], Any]:
+    """A click callback that reads a value by the library, whose errors name the option then."""
+
+    def callback(context: click.Context, parameter: click.Parameter, value: Any) -> Any:
+        try:
+            return read(value)
+        except (RequestError, BackendUnavailableError) as error:
+            raise click.BadParameter(str(error)) from None
+
+    return callback
+
+
+def _overrides(values: tuple[str, ...]) -> dict[str, bool | int | float | str]:
     from localinfer.models.load.model_changes import parse_override
 
-    try:
-        return dict(parse_override(value) for value in values)
-    except RequestError as error:
-        raise click.BadParameter(str(error)) from None
+    return dict(parse_override(value) for value in values)
 
 
-def _template_variables(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> dict[str, Any]:
+def _template_variables(values: tuple[str, ...]) -> dict[str, Any]:
     from localinfer.generation.chat.reply import check_template_variables
 
     variables: dict[str, Any] = {}
-    try:
-        for value in values:
-            variables |= _variables_of(value)
-        check_template_variables(variables)
-    except RequestError as error:
-        raise click.BadParameter(str(error)) from None
+    for value in values:
+        variables |= _variables_of(value)
+    check_template_variables(variables)
     return variables
 
 
@@ -168,14 +172,10 @@ def _layer_count(context: click.Context, parameter: click.Parameter, value: str)
     return int(value)
 
 
-def _devices(context: click.Context, parameter: click.Parameter, value: str) -> str:
-    from localinfer.errors import BackendUnavailableError
+def _device(value: str) -> str:
     from localinfer.models.load.placement import named_gpus
 
-    try:
-        named_gpus(value)
-    except BackendUnavailableError as error:
-        raise click.BadParameter(str(error)) from None
+    named_gpus(value)
     return value
 
 
@@ -192,13 +192,10 @@ def _tensor_split(context: click.Context, parameter: click.Parameter, value: str
     return shares
 
 
-def _kv_type(context: click.Context, parameter: click.Parameter, value: str) -> str:
+def _kv_type(value: str) -> str:
     from localinfer.kernels.kv_layout import parse_kv_type
 
-    try:
-        parse_kv_type(value)
-    except RequestError as error:
-        raise click.BadParameter(str(error)) from None
+    parse_kv_type(value)
     return value
 
 
@@ -243,14 +240,14 @@ _KINDS: dict[str, dict[str, Any]] = {
     "path": {"type": click.Path(path_type=Path)},
     "layers": {"callback": _layer_count},
     "shares": {"callback": _tensor_split},
-    "kv type": {"callback": _kv_type},
-    "overrides": {"callback": _overrides, "multiple": True},
+    "kv type": {"callback": _checked(_kv_type)},
+    "overrides": {"callback": _checked(_overrides), "multiple": True},
     "devices": {
-        "callback": _devices,
+        "callback": _checked(_device),
         "shell_complete": lambda context, parameter, begun: [one for one in _DEVICES.choices if one.startswith(begun)],
     },
 }
-"""How values of options are read, by `Flag.kind`."""
+"""Types and callbacks of options by `Flag.kind`."""
 
 
 def _load_option(flag: Flag) -> Decorator:
@@ -271,7 +268,7 @@ _TEMPLATE_VARIABLES = option(
     "A variable of the chat template, or several as JSON; may be repeated. template_date=today, or a day such as "
     "2026-10-01, sets the date that the template writes.",
     multiple=True,
-    callback=_template_variables,
+    callback=_checked(_template_variables),
 )
 
 load_options = options_group(
@@ -501,7 +498,7 @@ def prepare_in_background(llm: "LLM") -> "LLM":
     """Return the model at once, which serves while a thread prepares its constraints: 0.5 s at 128,000 tokens."""
 
     def prepare() -> None:
-        # What cannot be constrained, or not now for want of files or memory, says so when somebody asks for it.
+        # A model that cannot be constrained, or lacks files or memory, raises when a constraint is asked for.
         with suppress(Exception):
             llm.prepare_constraints()
 

@@ -26,13 +26,13 @@ _GUARD_SECONDS = 0.4
 class ShutdownController(Closing):
     """Ends a server when it is asked to, and the whole process if that takes too long.
 
-    What still runs then is left behind: compiled code cannot be interrupted, and a thread may wait for a disk. Files
-    are written whole or not at all, so nothing is lost that was kept.
+    Running threads are abandoned then: compiled code cannot be interrupted, and a thread may wait for a disk. Files
+    are written whole or not at all, so nothing on disk is lost.
 
     seconds: from being asked to the end once requests are answered; less while a model loads.
-    owns_process: whether the process may be ended at all; False in a program that calls the command, where the server
-    is only asked. watch: asks when standard input ends, or the process that started this one.
-    remove: files that nobody else uses, removed when this process was killed.
+    owns_process: True if the process may be ended; False in a program that calls the command, where the server is only
+    asked. watch: asks when standard input ends, or the process that started this one.
+    remove: files of this process alone, removed when it was killed.
     """
 
     def __init__(

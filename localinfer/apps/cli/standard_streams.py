@@ -21,8 +21,8 @@ _STREAMS = (("stdin", "r"), ("stdout", "w"), ("stderr", "w"))
 def open_missing_streams() -> None:
     """Connect every standard stream that is missing to the null device.
 
-    What is printed goes nowhere then, and standard input is empty. A file that is opened later cannot come into the
-    place of a closed stream, where it would be written to.
+    Output is discarded then, and standard input is empty. A file that is opened later cannot get the number of a closed
+    stream, through which it would be written to.
     """
     for number, (name, mode) in enumerate(_STREAMS):
         try:
@@ -37,7 +37,7 @@ def open_missing_streams() -> None:
 
 
 _MOST_BYTES = 1 << 20
-"""Of lines that wait to be written; more are dropped, and counted."""
+"""Of text that waits to be written; more is dropped, and counted."""
 _DRAIN_SECONDS = 0.2
 _PIECE_BYTES = 4096
 """A pipe takes so much in one piece."""
@@ -69,7 +69,7 @@ class NonBlockingWriter(io.TextIOBase):
                 self._num_dropped += len(data)
                 return len(text)
             if self._num_dropped and data.strip():
-                self._put(f"warning: {self._num_dropped} bytes of messages were dropped: nobody read them\n".encode())
+                self._put(f"warning: {self._num_dropped} bytes of messages were dropped: they were not read\n".encode())
                 self._num_dropped = 0
             self._put(data)
         return len(text)
@@ -193,8 +193,8 @@ class ReadyLine(Closing):
 def sidecar_streams(words: Sequence[str]) -> Iterator[ReadyLine | None]:
     """The standard streams of a server that another program has started; the ready line if it is wanted.
 
-    Messages to a pipe that nobody reads do not stop the server. words: of the command line. An error that nobody
-    expected is told by the ready line too, and raised on.
+    Messages to a pipe without a reader do not block the server. words: of the command line. An unexpected error is
+    reported by the ready line too, and raised again.
     """
     is_server = words[:1] == ["serve"]
     stderr = sys.stderr

@@ -26,7 +26,7 @@ def evaluation_text(path: str | os.PathLike[str] | None = None) -> str:
 
     Raises: RequestError if the file cannot be read or is not UTF-8.
     """
-    return _read(Path(__file__).parent / "evaluation.txt" if path is None else Path(path))
+    return read_text(Path(__file__).parent / "evaluation.txt" if path is None else path)
 
 
 def read_calibration(path: str | os.PathLike[str] | None = None) -> CalibrationText:
@@ -41,7 +41,7 @@ def read_calibration(path: str | os.PathLike[str] | None = None) -> CalibrationT
     files = [place]
     if place.is_dir():
         files = sorted(file for file in place.iterdir() if file.suffix.lower() in _SUFFIXES and file.is_file())
-    texts = [_read(file) for file in files]
+    texts = [read_text(file) for file in files]
     if not any(text.strip() for text in texts):
         raise RequestError(f"{place} has no text; wanted a text file, or a folder of {' and '.join(_SUFFIXES)} files")
     cuts = [_cut(text) for text in texts]
@@ -56,10 +56,15 @@ def _cut(text: str) -> int:
     return text.rfind("\n", 0, wanted) + 1 or wanted
 
 
-def _read(file: Path) -> str:
+def read_text(file: str | os.PathLike[str], *, option: str = "", encoding: str = "utf-8") -> str:
+    """Read a file of text. option: begins the message if there is no such file.
+
+    Raises: RequestError if the file cannot be read or is not UTF-8.
+    """
     try:
-        return file.read_text(encoding="utf-8")
+        return Path(file).read_text(encoding=encoding)
     except UnicodeDecodeError as error:
         raise RequestError(f"{file} is not UTF-8 ({error.reason} at byte {error.start}); convert the text") from None
-    except OSError as error:
-        raise RequestError(f"{file} cannot be read: {error.strerror}; check the path") from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise RequestError(f"{option}{file} cannot be read: {reason}; check the path") from None
