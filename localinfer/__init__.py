@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from localinfer import errors
     from localinfer.engine.admission import EngineLimits
-    from localinfer.engine.cache.cache_observer import block_hashes
+    from localinfer.engine.cache.block_hashes import block_hashes
     from localinfer.engine.cache.stats import SnapshotStats
     from localinfer.generation.completion import Completion, Stats, StreamEvent, ToolCall, ToolCallDelta
     from localinfer.generation.options import (
@@ -140,7 +140,7 @@ _MODULE_OF = {
     "WarmUp": "localinfer.loading.warm_up",
     "aload": "localinfer.loading.load",
     "availability": "localinfer.loading.availability",
-    "block_hashes": "localinfer.engine.cache.cache_observer",
+    "block_hashes": "localinfer.engine.cache.block_hashes",
     "freeze_support": "localinfer.system.freezing",
     "load": "localinfer.loading.load",
     "load_tokenizer": "localinfer.loading.load",

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, Union, Unpack, cast
 
 from localinfer.arguments import check_flag, check_number, check_path, owned
 from localinfer.engine.admission import EngineLimits
-from localinfer.engine.cache.salt import NO_SALT, salt_of
+from localinfer.engine.cache.block_hashes import NO_SALT, salt_of
 from localinfer.errors import RequestError, SessionFileError
 from localinfer.generation.options import DefaultOptions
 from localinfer.generation.stream import TextStream, complete_in_thread
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from localinfer.engine.admission import AdmissionPolicy
-    from localinfer.engine.cache.cache_observer import CacheObserver
-    from localinfer.engine.cache.eviction import KVEviction
+    from localinfer.engine.cache.prefix_node import CacheObserver
     from localinfer.engine.cache.stats import SnapshotStats
+    from localinfer.engine.cache.windows import KVEviction
     from localinfer.engine.engine import EngineStats
     from localinfer.engine.speculation.verify import Speculation
     from localinfer.generation.chat.constraints import ConstraintCompiler
@@ -326,7 +326,7 @@ class LLM(Closing):
         Nothing is drawn: the result depends on the model and the arguments only. See `beam_search.search_beams` for
         max_tokens and length_penalty, and what is raised.
         """
-        from localinfer.engine.beam_search import search_beams
+        from localinfer.generation.beam_search import search_beams
 
         encoded = self._encode(prompt, parse_special, self.context_length)
         ignore_eos = check_flag("ignore_eos", ignore_eos)
@@ -406,7 +406,7 @@ class LLM(Closing):
 
         top: also tell so many likeliest tokens. Raises: RequestError, ContextLengthError, ClosedError.
         """
-        from localinfer.engine.scoring import score_tokens
+        from localinfer.generation.pooling import score_tokens
 
         return score_tokens(self._engine, self._model.program, token_ids, top)
 

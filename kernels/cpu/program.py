@@ -28,8 +28,14 @@ from localinfer.kernels.cpu.memory import address, aligned_zeros, placed, zeros
 from localinfer.kernels.cpu.parameters import BATCH, SEGMENT
 from localinfer.kernels.cpu.tape import CpuTape
 from localinfer.kernels.cpu.thread_choice import ThreadChoice
-from localinfer.kernels.cpu.worker_threads import FINISH_RUN, START_RUN, Priority, WorkerThreads, note_thread
-from localinfer.kernels.cpu.worker_threads import POOL_KERNELS as _THREAD_KERNELS
+from localinfer.kernels.cpu.worker_threads import (
+    FINISH_RUN,
+    POOL_KERNELS as _THREAD_KERNELS,
+    START_RUN,
+    Priority,
+    WorkerThreads,
+    note_thread,
+)
 from localinfer.kernels.ops import Buffer, Rows
 from localinfer.kernels.program import Batch, OpCost, Segment, StateStep
 from localinfer.types import FloatArray
@@ -373,11 +379,11 @@ class CpuProgram:
             self.tape.attention_sums[: len(batch.segments)] = 0
 
     def _result(self, batch: Batch) -> FloatArray:
-        mass = self.tape.attention_sums
-        if mass is not None:
+        sums = self.tape.attention_sums
+        if sums is not None:
             for index, segment in enumerate(batch.segments):
                 if segment.attention_sums is not None:
-                    segment.attention_sums[:] += mass[index, :, : segment.attention_sums.size].sum(axis=0)
+                    segment.attention_sums[:] += sums[index, :, : segment.attention_sums.size].sum(axis=0)
         return self.tape.logits[: len(batch.output_rows)]
 
     def _choose(self, rows: int) -> None:
@@ -429,9 +435,9 @@ class CpuProgram:
             if pages.dtype != np.int64 or not pages.flags.c_contiguous:
                 raise RequestError(f"segment {index}'s page addresses are not one run of int64")
             self._last_pages, self._last_table = pages, pages.ctypes.data
-        mass = self.tape.attention_sums
-        if mass is not None and len(pages) > mass.shape[2]:
-            raise RequestError(f"segment {index} has {len(pages)} pages, but attention is summed for {mass.shape[2]}")
+        sums = self.tape.attention_sums
+        if sums is not None and len(pages) > sums.shape[2]:
+            raise RequestError(f"segment {index} has {len(pages)} pages, but attention is summed for {sums.shape[2]}")
         table = self._last_table
         windowed_table = self._windowed_table(index, segment) if self._window else table
         if guard.IS_ON:

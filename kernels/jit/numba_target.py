@@ -10,8 +10,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from llvmlite import binding as llvm
-from llvmlite import ir
+from llvmlite import binding as llvm, ir
 from numba import jit
 from numba.core import (
     callconv,

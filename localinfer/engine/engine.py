@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 
 from localinfer.arguments import check_number, check_priority, shown
 from localinfer.engine.admission import EngineLimits, TtftStats
-from localinfer.engine.cache.cache_observer import CacheObserver
-from localinfer.engine.cache.eviction import KVEviction
 from localinfer.engine.cache.prefix_cache import CacheHints, PrefixCache
+from localinfer.engine.cache.prefix_node import CacheObserver
 from localinfer.engine.cache.sequence import forward
 from localinfer.engine.cache.stats import SnapshotStats
+from localinfer.engine.cache.windows import KVEviction
 from localinfer.engine.request import HISTORY_ROOM, GenerationRecord, Request
 from localinfer.engine.runner import ModelRunner, shifted
 from localinfer.engine.sampling.params import SamplingParams

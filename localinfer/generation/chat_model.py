@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.arguments import check_flag
+from localinfer.engine.cache.block_hashes import NO_SALT, salt_of
 from localinfer.engine.cache.prefix_cache import CacheHints
-from localinfer.engine.cache.salt import NO_SALT, salt_of
 from localinfer.engine.engine import Engine
 from localinfer.engine.sampling.params import SamplingParams
 from localinfer.errors import RequestError

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from localinfer.arguments import check_flag, check_number, shown
 from localinfer.engine.engine import Engine
-from localinfer.engine.pooling import TextPooler
 from localinfer.errors import ContextLengthError, RequestError
+from localinfer.generation.pooling import TextPooler
 from localinfer.models.decoder.block_config import Pooling
 from localinfer.types import FloatArray, RankedDocument
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from localinfer.arguments import check_number, shown
-from localinfer.engine.cache.salt import NO_SALT, check_salt
+from localinfer.engine.cache.block_hashes import NO_SALT, check_salt
 from localinfer.errors import RequestError
 from localinfer.generation.stream import TextStream
 
@@ -53,7 +53,7 @@ class KVTransfer:
     Both processes have loaded the same model with the same settings, and `disk_cache_folder` is the same folder.
     Programs need `LLM.prefill` only: what it has written is found by any call for text. The other methods are the parts
     of it, and of the other side, for the server, which reports progress, and asks before it waits; they take token ids
-    and salts (`localinfer.engine.cache.salt`) in place of texts and names.
+    and salts (`localinfer.engine.cache.block_hashes`) in place of texts and names.
     """
 
     def __init__(

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from localinfer.arguments import check_flag, check_hashable, check_number, check_priority, half_character, owned
-from localinfer.engine.cache.salt import salt_of
+from localinfer.engine.cache.block_hashes import salt_of
 from localinfer.engine.sampling.params import SamplingOptions, SamplingParams, TokenRules
 from localinfer.errors import RequestError
 

@@ -15,9 +15,8 @@ from localinfer.engine.cache.prefix_cache import CacheHints
 from localinfer.engine.cache.stats import CacheMiss
 from localinfer.engine.engine import Engine
 from localinfer.engine.request import NO_TOKEN, Request, TokenEvent
-from localinfer.engine.sampling.mask import GuidingMask
+from localinfer.engine.sampling.mask import GuidingMask, rules_mask
 from localinfer.engine.sampling.sampler import TokenMask
-from localinfer.engine.sampling.token_rules import rules_mask
 from localinfer.engine.speculation.verify import SpeculationRecord
 from localinfer.errors import RequestError
 from localinfer.generation.completion import (

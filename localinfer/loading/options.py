@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from localinfer.arguments import check_path, shown
 from localinfer.engine.admission import EngineLimits
-from localinfer.engine.cache.eviction import planned_window
+from localinfer.engine.cache.windows import planned_window
 from localinfer.errors import ModelFileError, RequestError
 from localinfer.kernels.cpu.lower import MAX_BATCH_ROWS
 from localinfer.kernels.kv_layout import PAGE_TOKENS, KVLayout

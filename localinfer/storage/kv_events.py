@@ -23,7 +23,7 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from localinfer.arguments import shown
-from localinfer.engine.cache.salt import NO_SALT
+from localinfer.engine.cache.block_hashes import NO_SALT
 from localinfer.errors import ClosedError, RequestError
 from localinfer.system.extras import require
 from localinfer.types import Closing
@@ -288,7 +288,7 @@ class KVEventPublisher(Closing):
 
 
 class CacheEvents:
-    """The observer of one cache (`cache.cache_observer.CacheObserver`). is_muted: what it is told is not published."""
+    """The observer of one cache (`cache.prefix_node.CacheObserver`). is_muted: what it is told is not published."""
 
     def __init__(self, put: Callable[[Event], object], on_close: Callable[[CacheEvents], object]) -> None:
         self._put = put

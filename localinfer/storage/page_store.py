@@ -39,7 +39,7 @@ from typing import NamedTuple, Self, TypeVar
 
 import numpy as np
 
-from localinfer.engine.cache.salt import NO_SALT
+from localinfer.engine.cache.block_hashes import NO_SALT
 from localinfer.kernels.cpu.weights import fold
 from localinfer.storage.budget import DiskBudget, mark_used
 from localinfer.system import disk

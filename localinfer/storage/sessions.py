@@ -24,8 +24,8 @@ from pathlib import Path
 
 import numpy as np
 
+from localinfer.engine.cache.block_hashes import NO_SALT
 from localinfer.engine.cache.block_pool import PageNumbers, PagePool
-from localinfer.engine.cache.salt import NO_SALT
 from localinfer.engine.engine import Engine
 from localinfer.errors import SessionFileError, SessionMismatchError
 from localinfer.storage.fingerprint import Fingerprint, ModelIdentity, differing_parts

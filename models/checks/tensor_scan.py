@@ -3,8 +3,7 @@
 import os
 from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as NotReady
+from concurrent.futures import Future, ThreadPoolExecutor, TimeoutError as NotReady
 from dataclasses import dataclass
 from math import prod
 from threading import Event

@@ -23,8 +23,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.errors import RequestError, ShapeError, UnsupportedFormatError
-from localinfer.quant.formats.types import TensorType as T
-from localinfer.quant.formats.types import block_dtype, block_size, pack_bits, pack_codes, pack_k_scales, row_bytes
+from localinfer.quant.formats.types import (
+    TensorType as T,
+    block_dtype,
+    block_size,
+    pack_bits,
+    pack_codes,
+    pack_k_scales,
+    row_bytes,
+)
 
 Values = NDArray[np.float32]
 

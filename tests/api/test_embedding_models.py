@@ -10,8 +10,8 @@ import pytest
 
 import localinfer
 from localinfer.apps.quantize import quantize
-from localinfer.engine.pooling import TextPooler
 from localinfer.errors import ContextLengthError, LocalinferError, RequestError
+from localinfer.generation.pooling import TextPooler
 from localinfer.llm import LLM
 from localinfer.models.decoder.block_config import Pooling
 from tests.api.encoder_models import CONTEXT, vocabulary_entries, write_encoder

@@ -9,8 +9,8 @@ import pytest
 from numpy.typing import NDArray
 
 import localinfer
-from localinfer.engine.pooling import TextPooler
 from localinfer.engine.sampling.params import SamplingParams
+from localinfer.generation.pooling import TextPooler
 from localinfer.models.decoder.block_config import Pooling
 from localinfer.types import ProgressCallback
 from tests.api.encoder_models import write_encoder
@@ -155,7 +155,7 @@ def test_a_text_longer_than_a_batch_is_whole_on_a_gpu(
     gpus: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An encoder's text is not cut: its program grows."""
-    monkeypatch.setattr("localinfer.engine.pooling.MAX_BATCH_ROWS", 16)
+    monkeypatch.setattr("localinfer.generation.pooling.MAX_BATCH_ROWS", 16)
     path = write_encoder(tmp_path, "bert-encoder")
     text = np.random.default_rng(3).integers(5, 100, 40).astype(np.int32)
     found = []

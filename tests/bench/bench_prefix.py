@@ -9,8 +9,8 @@ import time
 import numpy as np
 
 import localinfer
+from localinfer.engine.cache.block_hashes import NO_SALT, salt_of
 from localinfer.engine.cache.prefix_cache import CacheHints, PrefixCache
-from localinfer.engine.cache.salt import NO_SALT, salt_of
 from localinfer.generation.completion import Completion
 from tests.bench.conversation_options import conversation_parser
 from tests.engine.fakes import FakeLayout

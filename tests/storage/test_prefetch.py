@@ -90,7 +90,7 @@ def filled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, np.ndarray]:
 
 
 def test_a_salted_prompt_is_found_by_its_salt_alone(tmp_path: Path) -> None:
-    from localinfer.engine.cache.salt import salt_of
+    from localinfer.engine.cache.block_hashes import salt_of
 
     with load(None, tmp_path) as prefill, load(None, tmp_path) as decode:
         ids = prompt_of(prefill, 100)

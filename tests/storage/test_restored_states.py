@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from localinfer.engine.cache.block_hashes import NO_SALT
 from localinfer.engine.cache.prefix_cache import PrefixCache
-from localinfer.engine.cache.salt import NO_SALT
 from localinfer.errors import OutOfMemoryError
 from localinfer.storage.page_store import Found
 from localinfer.storage.restore import restore_prompt

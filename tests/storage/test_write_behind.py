@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from localinfer.engine.cache.salt import NO_SALT
+from localinfer.engine.cache.block_hashes import NO_SALT
 from localinfer.storage import prompt_cache
 from localinfer.storage.prompt_cache import IdleSequence, Steps, WriteBehind
 from tests.proof.simulation.clock import Clock

@@ -36,8 +36,7 @@ from localinfer.kernels.cpu.compiled.memory import (
     store_u16,
     store_u32,
 )
-from localinfer.kernels.cpu.compiled.pool import num_rows, take_units
-from localinfer.kernels.cpu.compiled.pool import scratch as scratch_of
+from localinfer.kernels.cpu.compiled.pool import num_rows, scratch as scratch_of, take_units
 from localinfer.kernels.cpu.kernel_abi import CHUNK, MAX_SPLIT_HEADS, PARTIAL_COUNTER_BYTES, SPLIT_ROWS, SUMMED_ROWS
 from localinfer.kernels.cpu.parameters import ATTENTION, ATTENTION_SUMS, BATCH, SEGMENT
 from localinfer.kernels.jit.numba import inline, op

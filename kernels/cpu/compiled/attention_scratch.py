@@ -1,7 +1,6 @@
 """Layout of a thread's scratch memory in attention: offsets in bytes."""
 
-from localinfer.kernels.cpu.kernel_abi import CHUNK as CHUNK_TOKENS
-from localinfer.kernels.cpu.kernel_abi import MAX_QUERIES_PER_UNIT, MAX_VALUE_SIZE, SCRATCH_BYTES
+from localinfer.kernels.cpu.kernel_abi import CHUNK as CHUNK_TOKENS, MAX_QUERIES_PER_UNIT, MAX_VALUE_SIZE, SCRATCH_BYTES
 from localinfer.kernels.kv_layout import PAGE_TOKENS
 
 PAGES_PER_CHUNK = CHUNK_TOKENS // PAGE_TOKENS

@@ -12,8 +12,7 @@ from localinfer.kernels.cpu.compiled.attention import set_pages, set_queries
 from localinfer.kernels.cpu.compiled.attention_scratch import SCORE_STRIDE
 from localinfer.kernels.cpu.compiled.elementwise import FORMULAS, add_scaled_row, elementwise_row
 from localinfer.kernels.cpu.compiled.memory import call_op, load_f32, load_i64, load_u32_anywhere, store_f32, store_i64
-from localinfer.kernels.cpu.compiled.pool import num_rows, take_units
-from localinfer.kernels.cpu.compiled.pool import scratch as scratch_of
+from localinfer.kernels.cpu.compiled.pool import num_rows, scratch as scratch_of, take_units
 from localinfer.kernels.cpu.kernel_abi import CHUNK, SPLIT_ROWS
 from localinfer.kernels.cpu.parameters import ATTENTION, BATCH, CHOOSE_BLOCKS
 from localinfer.kernels.jit.numba import inline, op

@@ -42,8 +42,7 @@ from localinfer.kernels.cpu.kernel_abi import (
     SLEEPING,
     THREAD_ID,
 )
-from localinfer.kernels.cpu.parameters import BATCH as HEADER
-from localinfer.kernels.cpu.parameters import RUN
+from localinfer.kernels.cpu.parameters import BATCH as HEADER, RUN
 from localinfer.kernels.jit.numba import entry, inline
 
 _SPINS = 100_000_000

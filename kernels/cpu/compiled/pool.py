@@ -52,8 +52,7 @@ from localinfer.kernels.cpu.kernel_abi import (
     STOPPING,
     THREADS_SHIFT,
 )
-from localinfer.kernels.cpu.parameters import BATCH as HEADER
-from localinfer.kernels.cpu.parameters import RUN, Block
+from localinfer.kernels.cpu.parameters import BATCH as HEADER, RUN, Block
 from localinfer.kernels.jit.numba import Source, compose, entry, inline, op
 
 _THREADS = (1 << SEQUENCE_SHIFT - THREADS_SHIFT) - 1

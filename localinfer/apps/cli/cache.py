@@ -22,8 +22,7 @@ def cache_command(disk_cache_folder: str | None, clear: bool, typed_lines: bool,
     It can be deleted at any time: missing entries are computed again. Saved conversations are no part of it:
     'localinfer sessions' lists and deletes them.
     """
-    from localinfer.storage.budget import clear as clear_folder
-    from localinfer.storage.budget import stored_files
+    from localinfer.storage.budget import clear as clear_folder, stored_files
     from localinfer.storage.prompt_cache import conversations_folder
     from localinfer.terminal import neutralise_controls
 

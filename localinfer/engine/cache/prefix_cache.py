@@ -9,15 +9,14 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
+from localinfer.engine.cache.block_hashes import NO_SALT
 from localinfer.engine.cache.block_pool import STATES_OF_SEQUENCE, PageNumbers, PagePool, default_kv_memory
-from localinfer.engine.cache.cache_observer import CacheObserver, tell_cleared
-from localinfer.engine.cache.eviction import KVEviction
-from localinfer.engine.cache.prefix_node import CachedPath, Match, common_length
+from localinfer.engine.cache.prefix_node import CachedPath, CacheObserver, Match, common_length, tell_cleared
 from localinfer.engine.cache.prefix_tree import PrefixTree
-from localinfer.engine.cache.salt import NO_SALT
 from localinfer.engine.cache.sequence import SequenceCache
 from localinfer.engine.cache.sequence_state import DEFAULT_POLICY, Settle, SnapshotPolicy
 from localinfer.engine.cache.stats import CacheCounters, CacheMiss, SnapshotStats
+from localinfer.engine.cache.windows import KVEviction
 from localinfer.errors import OutOfMemoryError
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.program import StatefulProgram

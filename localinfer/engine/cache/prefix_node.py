@@ -1,18 +1,25 @@
-"""What the prefix tree is made of: nodes with their pages and snapshots, and what a search finds in them."""
+"""Nodes of the prefix tree with their pages and snapshots, the results of a search, and notifications of changes.
+
+Only whole pages of the tree are reported to a `CacheObserver`: they are what another prompt can begin with. A page that
+moves within the tree, is shared, or is computed again with its sliding-window block is reported once. Nodes remember
+the hashes of reported pages. Ctrl-C may come between any two lines, so pages are reported before that is noted, and
+notes are dropped before pages are reported as removed: an observer may be notified of a page twice, or for a while not
+know of one, but never know of a page that is not there.
+"""
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from localinfer.engine.cache.block_hashes import NO_SALT, chained_hashes
 from localinfer.engine.cache.block_pool import PageNumbers
-from localinfer.engine.cache.salt import NO_SALT
 from localinfer.engine.cache.sequence_state import NO_SLOT, Snapshot, tokens_saved
-from localinfer.engine.cache.sliding_window import BoolArray
+from localinfer.engine.cache.windows import BoolArray
 from localinfer.types import TokenIds
 
 _MOST_EVICTED_TEXTS = 256
@@ -299,3 +306,65 @@ def common_length(a: TokenIds, b: TokenIds) -> int:
     differs = a[:size] != b[:size]
     first = int(differs.argmax()) if size else 0
     return first if size and differs[first] else size
+
+
+class CacheObserver(Protocol):
+    """Is told of a prefix cache, under the step lock: it must not wait for anything, nor raise."""
+
+    def stored(self, block_hashes: Sequence[int], parent_hash: int | None, token_ids: TokenIds, salt: bytes) -> None:
+        """Whole pages are in the tree, each after the one before it, the first after `parent_hash`.
+
+        parent_hash: None where a text begins. token_ids: theirs, int32, never written again.
+        """
+        ...
+
+    def removed(self, block_hashes: Sequence[int]) -> None:
+        """These are no longer in memory; what follows a block is named before it."""
+        ...
+
+    def cleared(self) -> None:
+        """The tree is empty; pages that were in it were told of as removed before."""
+        ...
+
+    def close(self) -> None:
+        """The cache has ended."""
+        ...
+
+
+def tell_stored(observer: CacheObserver, node: PrefixNode, page_tokens: int) -> None:
+    """Tell of the pages of a node, and of those before it, that were not told of yet."""
+    parent: int | None = None
+    for step, _ in node.path():
+        known, whole = step.block_hashes, step.token_ids.size // page_tokens
+        if len(known) < whole:
+            before = known[-1] if known else parent
+            fresh_ids = step.token_ids[len(known) * page_tokens : whole * page_tokens]
+            fresh = chained_hashes(fresh_ids, page_tokens, step.salt, before)
+            observer.stored(fresh, before, fresh_ids, step.salt)
+            step.block_hashes = known = (*known, *fresh)
+        parent = known[-1] if known else parent
+
+
+def tell_removed(observer: CacheObserver, leaf: PrefixNode, kept: int, page_tokens: int) -> None:
+    """Tell of the pages of a leaf that it is about to lose, all but the first `kept`."""
+    lost = _hashes_of(leaf, page_tokens)[kept:]
+    if lost:
+        leaf.block_hashes = leaf.block_hashes[:kept]
+        observer.removed(lost[::-1])
+
+
+def tell_cleared(observer: CacheObserver, roots: Roots, page_tokens: int) -> None:
+    """Tell that a tree is empty, or about to be dropped whole: of its pages first, for those who count them."""
+    left = [block for node in roots.nodes() for block in _hashes_of(node, page_tokens)]
+    if left:
+        observer.removed(left[::-1])
+    observer.cleared()
+
+
+def _hashes_of(node: PrefixNode, page_tokens: int) -> tuple[int, ...]:
+    """The hashes of all whole pages of a node, which are noted unless Ctrl-C came in between."""
+    known, whole = node.block_hashes, node.token_ids.size // page_tokens
+    if len(known) == whole:
+        return known
+    before = np.concatenate([step.token_ids for step, _ in node.path()])
+    return tuple(chained_hashes(before, page_tokens, node.salt)[-whole:])

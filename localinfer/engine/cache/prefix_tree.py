@@ -19,10 +19,11 @@ from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 
+from localinfer.engine.cache.block_hashes import NO_SALT
 from localinfer.engine.cache.block_pool import STATES_OF_SEQUENCE, PageNumbers, PagePool
-from localinfer.engine.cache.cache_observer import CacheObserver, tell_removed, tell_stored
 from localinfer.engine.cache.prefix_node import (
     CachedPath,
+    CacheObserver,
     EvictedTexts,
     Match,
     PrefixNode,
@@ -32,10 +33,11 @@ from localinfer.engine.cache.prefix_node import (
     common_length,
     places_of_snapshots,
     snapshots_of,
+    tell_removed,
+    tell_stored,
 )
-from localinfer.engine.cache.salt import NO_SALT
 from localinfer.engine.cache.sequence_state import DEFAULT_POLICY, Snapshot, SnapshotPolicy
-from localinfer.engine.cache.sliding_window import BoolArray
+from localinfer.engine.cache.windows import BoolArray
 from localinfer.types import TokenIds
 
 

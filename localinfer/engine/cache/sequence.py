@@ -8,9 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.engine.cache.block_pool import PageNumbers, PagePool
-from localinfer.engine.cache.eviction import KVEviction
 from localinfer.engine.cache.sequence_state import BEGINNING, NO_SLOT, SequenceState, Settle, SnapshotPolicy, StatePlace
-from localinfer.engine.cache.sliding_window import BoolArray
+from localinfer.engine.cache.windows import BoolArray, KVEviction
 from localinfer.errors import ClosedError, ContextLengthError, OutOfMemoryError
 from localinfer.kernels.program import Batch, Segment
 
@@ -73,7 +72,7 @@ class SequenceCache:
         self._window = window
         self._dropped = 0
         self._last_drop = 0
-        self._mass = np.zeros(0 if window is None else pool.num_pages_for(window.max_tokens), np.float32)
+        self._attention_sums = np.zeros(0 if window is None else pool.num_pages_for(window.max_tokens), np.float32)
         self._first_windowed = 0
         self._pinned: tuple[int, ...] = ()
         self._has_states = pool.has_states
@@ -116,7 +115,7 @@ class SequenceCache:
 
         repeats_last: and the one before them first; only after `repeat_last` said so.
         """
-        mass = None if self._window is None else self._mass[: self.pages.size]
+        attention_sums = None if self._window is None else self._attention_sums[: self.pages.size]
         step = self._state.step(num_rows, is_logged=num_droppable > 0) if self._has_states else None
         carried = (0, 0)
         if self._carried is not None:
@@ -132,7 +131,14 @@ class SequenceCache:
                 aside=self._tables_aside(),
             )
         return Segment(
-            self.length, num_rows, self.page_addresses, self._dropped, mass, self.windowed_addresses, step, carried
+            self.length,
+            num_rows,
+            self.page_addresses,
+            self._dropped,
+            attention_sums,
+            self.windowed_addresses,
+            step,
+            carried,
         )
 
     @property
@@ -339,7 +345,7 @@ class SequenceCache:
         num_pages = self._pool.num_pages_for(length - self._dropped)
         if num_pages < self.pages.size:
             surplus, windowed = self.pages[num_pages:], self.windowed[num_pages:]
-            self._mass[num_pages:] = 0
+            self._attention_sums[num_pages:] = 0
             self._first_windowed = 0
             self._set_pages(self.pages[:num_pages].copy(), self.windowed[:num_pages].copy())
             self._pool.release(surplus, windowed)
@@ -369,7 +375,7 @@ class SequenceCache:
         twin._state.fork_from(self._state)
         twin._pinned = self._pinned
         twin.length, twin._dropped, twin._last_drop = self.length, self._dropped, self._last_drop
-        twin._mass[:] = self._mass
+        twin._attention_sums[:] = self._attention_sums
         if self._carried is not None and twin._carried is not None:
             twin._carried[:], twin._carries = self._carried, self._carries
         return twin
@@ -390,7 +396,7 @@ class SequenceCache:
         former, former_windowed, former_places = self.pages, self.windowed, (state.now, state.before)
         self.length, state.now, state.before = 0, BEGINNING, None
         self._dropped = self._last_drop = self._first_windowed = 0
-        self._mass[:] = 0
+        self._attention_sums[:] = 0
         self._set_pages(pages, windowed)
         self.length, state.now = length, place
         self._pool.release(former, former_windowed)
@@ -399,13 +405,13 @@ class SequenceCache:
     def _drop_surplus(self, window: KVEviction) -> None:
         """Drop the pages that the window does not keep; the last one, which may not be full, is always kept."""
         num_used = self._pool.num_pages_for(self.length - self._dropped)
-        indices = window.surplus(self._mass[:num_used])
+        indices = window.surplus(self._attention_sums[:num_used])
         if not indices.size:
             return
         dropped, windowed = self.pages[indices], self.windowed[indices]
-        mass = np.delete(self._mass, indices)
-        self._mass[:] = 0
-        self._mass[: mass.size] = mass
+        attention_sums = np.delete(self._attention_sums, indices)
+        self._attention_sums[:] = 0
+        self._attention_sums[: attention_sums.size] = attention_sums
         self._last_drop = max(self._last_drop, (int(indices[-1]) + 1) * self._page_tokens + self._dropped)
         self._dropped += indices.size * self._page_tokens
         self._first_windowed = 0

@@ -248,7 +248,7 @@ def _check_id(field: str, token_id: object) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenRules:
-    """Rules about single tokens of one generation; see `token_rules.rules_mask`."""
+    """Rules about single tokens of one generation; see `mask.rules_mask`."""
 
     allowed_ids: Collection[int] | None = None
     """The only ones that may come, with the ends of a text; None for all."""

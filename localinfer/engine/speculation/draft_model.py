@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from localinfer.engine.cache.block_hashes import NO_SALT
 from localinfer.engine.cache.prefix_cache import CacheHints, PrefixCache
-from localinfer.engine.cache.salt import NO_SALT
 from localinfer.engine.cache.sequence import SequenceCache, forward
 from localinfer.engine.sampling.sampler import OnDeviceSampling, OutputSpec, Results, Sampler, SamplingPlan
 from localinfer.errors import OutOfMemoryError

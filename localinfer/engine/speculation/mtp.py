@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from localinfer.engine.cache.block_hashes import NO_SALT
 from localinfer.engine.cache.block_pool import PagePool
-from localinfer.engine.cache.salt import NO_SALT
 from localinfer.engine.cache.sequence import SequenceCache
 from localinfer.engine.sampling.sampler import Sampler, SamplingPlan
 from localinfer.engine.speculation.costs import MAX_DRAFT_TOKENS

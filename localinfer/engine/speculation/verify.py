@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.engine.cache.salt import NO_SALT
+from localinfer.engine.cache.block_hashes import NO_SALT
 from localinfer.engine.cache.sequence import SequenceCache
 from localinfer.engine.sampling.sampler import Results, SamplingPlan
 from localinfer.engine.speculation.costs import (

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from localinfer.engine.cache.salt import NO_SALT
+from localinfer.engine.cache.block_hashes import NO_SALT
 from localinfer.errors import ConstraintError, OverloadedError
 from localinfer.generation.chat.json_schema import (
     MAX_CHARACTERS,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.engine.cache.salt import NO_SALT
+from localinfer.engine.cache.block_hashes import NO_SALT
 from localinfer.errors import TemplateError
 from localinfer.generation.chat.messages import SYSTEM_ROLES
 from localinfer.models.text.template_costs import sharing_render_time

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from localinfer.arguments import check_flag, check_number
-from localinfer.engine.cache.salt import NO_SALT
+from localinfer.engine.cache.block_hashes import NO_SALT
 from localinfer.engine.sampling.mask import GuidingMask
 from localinfer.errors import ConstraintError, MessageError, RequestError, TemplateError
 from localinfer.generation.chat.constraints import ConstraintCompiler, grammar_of, is_json, json_grammar

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-from localinfer.engine.cache.salt import salt_of
+from localinfer.engine.cache.block_hashes import salt_of
 from localinfer.errors import ContextLengthError, RequestError
 from localinfer.generation.chat.turns import Turn
 from localinfer.generation.options import GenerationOptions, ReplyOptions, ToolChoice

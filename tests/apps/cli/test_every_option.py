@@ -11,8 +11,7 @@ from types import SimpleNamespace
 import click
 import pytest
 
-from localinfer.apps.cli import localinfer_command as commands
-from localinfer.apps.cli import main
+from localinfer.apps.cli import localinfer_command as commands, main
 from localinfer.apps.server.app import LocalServer
 from localinfer.models import demo
 from localinfer.storage.conversations import ConversationStore, SavedConversation

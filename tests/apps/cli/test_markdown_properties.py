@@ -2,8 +2,7 @@
 
 import re
 
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from localinfer.apps.terminal.display_width import text_width
 from localinfer.apps.terminal.line_writer import SMALLEST_WIDTH

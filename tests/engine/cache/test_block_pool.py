@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 
-from localinfer.engine.cache.block_pool import PagePool, default_kv_memory
+from localinfer.engine.cache.block_pool import ALIGNMENT, PagePool, default_kv_memory
 from localinfer.engine.cache.sequence import SequenceCache
-from localinfer.engine.cache.slabs import ALIGNMENT
 from localinfer.errors import ClosedError, OutOfMemoryError
 from tests.engine.fakes import FakeLayout
 

@@ -18,9 +18,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from localinfer.engine.cache.block_hashes import NO_SALT, salt_of
 from localinfer.engine.cache.block_pool import PagePool
 from localinfer.engine.cache.prefix_cache import CacheHints, PrefixCache
-from localinfer.engine.cache.salt import NO_SALT, salt_of
 from localinfer.engine.cache.sequence import SequenceCache
 from localinfer.errors import OutOfMemoryError
 from localinfer.kernels.cpu import guard
@@ -43,7 +43,6 @@ TRACED = (
     "cache/sequence.py",
     "cache/sequence_state.py",
     "cache/block_pool.py",
-    "cache/slabs.py",
 )
 
 

@@ -8,9 +8,8 @@ import pytest
 from numpy.typing import NDArray
 
 import localinfer
-from localinfer.engine.cache.cache_observer import chained_hashes
+from localinfer.engine.cache.block_hashes import NO_SALT, chained_hashes, salt_of
 from localinfer.engine.cache.prefix_cache import CacheHints, PrefixCache
-from localinfer.engine.cache.salt import NO_SALT, salt_of
 from localinfer.errors import RequestError
 from tests.engine.cache.test_prefix_tree import PAGE_TOKENS, Shelf, text
 from tests.engine.fakes import FakeLayout

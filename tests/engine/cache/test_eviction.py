@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 import localinfer
 from localinfer.engine.cache.block_pool import PagePool
-from localinfer.engine.cache.eviction import LEAST_TOKENS, KVEviction, window_of
 from localinfer.engine.cache.prefix_cache import CacheHints, PrefixCache
 from localinfer.engine.cache.sequence import SequenceCache
+from localinfer.engine.cache.windows import LEAST_TOKENS, KVEviction, window_of
 from localinfer.errors import OutOfMemoryError, RequestError
 from localinfer.llm import LLM
 from tests.engine.fakes import FakeLayout
@@ -24,22 +24,22 @@ WINDOW = KVEviction(tokens=128, page_tokens=16, batch_tokens=32)
 LAYOUT = FakeLayout(page_tokens=16, page_bytes=64)
 
 
-def grow(sequence: SequenceCache, length: int, mass: NDArray[np.float32] | None = None) -> None:
+def grow(sequence: SequenceCache, length: int, attention_sums: NDArray[np.float32] | None = None) -> None:
     """Compute so many positions, and have every page get some attention."""
     sequence.reserve(length)
     segment = sequence.segment(length - sequence.length)
     assert segment.attention_sums is not None and segment.attention_sums.size == sequence.pages.size
-    if mass is not None:
-        segment.attention_sums[:] += mass[: segment.attention_sums.size]
+    if attention_sums is not None:
+        segment.attention_sums[:] += attention_sums[: segment.attention_sums.size]
     sequence.commit(length)
 
 
 def test_least_attended_pages_between_the_first_and_the_recent_ones_go():
-    mass = np.array([0, 5, 1, 4, 2, 3, 9, 9, 9, 9], np.float32)
+    attention_sums = np.array([0, 5, 1, 4, 2, 3, 9, 9, 9, 9], np.float32)
     assert WINDOW.num_pages == 8 and WINDOW.recent_pages == 4
-    assert WINDOW.surplus(mass).tolist() == [2, 4]
+    assert WINDOW.surplus(attention_sums).tolist() == [2, 4]
     assert WINDOW.surplus(np.zeros(10, np.float32)).tolist() == [1, 2]
-    assert WINDOW.surplus(mass[:8]).size == 0
+    assert WINDOW.surplus(attention_sums[:8]).size == 0
 
 
 def test_sequence_holds_no_more_than_its_window_and_one_batch():

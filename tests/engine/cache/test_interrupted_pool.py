@@ -3,12 +3,11 @@
 import numpy as np
 import pytest
 
-from localinfer.engine.cache.block_pool import PagePool
+from localinfer.engine.cache.block_pool import PagePool, SharedSlots
 from localinfer.engine.cache.prefix_cache import CacheHints, PrefixCache
 from localinfer.engine.cache.prefix_tree import PrefixTree
 from localinfer.engine.cache.sequence import SequenceCache
 from localinfer.engine.cache.sequence_state import SequenceState, SnapshotPolicy
-from localinfer.engine.cache.slabs import SharedSlots
 from tests.engine.fakes import FakeLayout
 from tests.proof.simulation import faults
 from tests.proof.simulation.faults import LineInterrupt

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from localinfer.engine.admission import EngineLimits
-from localinfer.engine.beam_search import search_beams
 from localinfer.engine.cache.prefix_cache import CacheHints, PrefixCache
 from localinfer.engine.cache.prefix_node import places_of_snapshots
 from localinfer.engine.cache.sequence import SequenceCache, forward
@@ -18,6 +17,7 @@ from localinfer.engine.request import TokenEvent
 from localinfer.engine.speculation.draft_model import DraftModel
 from localinfer.engine.speculation.ngram import NgramDrafter
 from localinfer.errors import OutOfMemoryError
+from localinfer.generation.beam_search import search_beams
 from localinfer.generation.completion import Completion
 from localinfer.llm import LLM
 from tests.engine.fake_recurrent import LOG_BYTES, STATE_BYTES, FakeRecurrentProgram, recurrent_layout, recurrent_model

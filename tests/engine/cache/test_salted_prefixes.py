@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from localinfer.engine.cache.block_hashes import NO_SALT, salt_of
 from localinfer.engine.cache.prefix_cache import CacheHints
-from localinfer.engine.cache.salt import NO_SALT, salt_of
 from localinfer.engine.engine import Engine
 from localinfer.engine.sampling.sampler import SamplingParams
 from localinfer.engine.speculation.ngram import NgramDrafter

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 import localinfer
-from localinfer.engine.sampling.mask import GuidingMask
+from localinfer.engine.sampling.mask import GuidingMask, rules_mask
 from localinfer.engine.sampling.params import TokenRules
-from localinfer.engine.sampling.token_rules import rules_mask
 from localinfer.errors import RequestError
 from localinfer.llm import LLM
 

@@ -7,8 +7,7 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
-from llvmlite import binding as llvm
-from llvmlite import ir
+from llvmlite import binding as llvm, ir
 from numba import types
 
 from localinfer.kernels.cpu.compiled import attention_tiles, elementwise, kv_store, matmul

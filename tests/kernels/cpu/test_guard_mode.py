@@ -37,7 +37,7 @@ print("survived")
 """
 
 _SLOT = """
-from localinfer.engine.cache.slabs import SlabAllocator
+from localinfer.engine.cache.block_pool import SlabAllocator
 from localinfer.engine.cache.block_pool import host_bytes
 slots = SlabAllocator(4096 + 64)
 slots.grow(3, None)
@@ -111,7 +111,7 @@ def test_slots_of_a_cache_leave_maps_for_other_arrays() -> None:
     code = """
 from localinfer.kernels.cpu import guard
 from localinfer.kernels.cpu.memory import empty
-from localinfer.engine.cache.slabs import SlabAllocator
+from localinfer.engine.cache.block_pool import SlabAllocator
 guard.max_maps = lambda: 2 * guard._MAPS_FOR_OTHERS
 slots = SlabAllocator(64)
 while slots.num_slots < 4000:
@@ -126,7 +126,7 @@ def test_another_value_is_refused_and_a_limit_of_maps_is_said() -> None:
     code = """
 from localinfer.kernels.cpu import guard
 from localinfer.kernels.cpu.memory import empty
-from localinfer.engine.cache.slabs import SlabAllocator
+from localinfer.engine.cache.block_pool import SlabAllocator
 from localinfer.errors import BackendUnavailableError
 guard.max_maps = lambda: guard._MAPS_FOR_OTHERS + 30
 kept = []

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from localinfer.errors import ClosedError
-from localinfer.kernels.cpu import program as program_module
-from localinfer.kernels.cpu import worker_threads
+from localinfer.kernels.cpu import program as program_module, worker_threads
 from localinfer.kernels.cpu.program import ThreadPool
 from localinfer.kernels.graph_builder import GraphBuilder
 from localinfer.kernels.ops import Buffer

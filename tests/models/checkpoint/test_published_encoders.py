@@ -7,7 +7,7 @@ import pytest
 from numpy.typing import NDArray
 
 import localinfer
-from localinfer.engine.pooling import TextPooler
+from localinfer.generation.pooling import TextPooler
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.models.checkpoint.model import open_checkpoint
 from localinfer.models.checks.quick import check_loaded

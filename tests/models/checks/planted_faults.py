@@ -22,8 +22,7 @@ from localinfer.errors import LocalinferError
 from localinfer.models.checks.hyperparameter_checks import check_hyperparameters
 from localinfer.quant.methods.presets import PRESETS
 from tests.models.arch_models import REFUSED, skeletons
-from tests.models.checks import planted_settings as settings
-from tests.models.checks import planted_weights as weights
+from tests.models.checks import planted_settings as settings, planted_weights as weights
 from tests.models.checks.broken_models import findings_of, sized_config
 from tests.models.checks.editable_model import EditableModel, base_model
 

@@ -4,8 +4,7 @@ import warnings
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, assume, given, settings, strategies as st
 
 from localinfer.errors import TemplateError
 from localinfer.models.text.chat_template import ChatTemplate, ChatTemplateWarning

@@ -3,8 +3,7 @@
 import random
 
 import pytest
-from hypothesis import HealthCheck, example, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, example, given, settings, strategies as st
 
 from localinfer.errors import RequestError
 from localinfer.models.text.tokenizer import StopMatcher, StreamDecoder, Tokenizer

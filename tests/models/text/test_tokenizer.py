@@ -6,8 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, example, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, example, given, settings, strategies as st
 
 import localinfer.apps.evaluate
 from localinfer.errors import RequestError
@@ -130,8 +129,7 @@ def test_equal_ranks_merge_from_the_left_however_long_the_word(separator: str) -
 
 @pytest.mark.parametrize("name", ["gpt-2", "llama-bpe", "qwen2"])
 def test_bpe_agrees_with_the_reference_implementation(name: str) -> None:
-    from tokenizers import Tokenizer as Reference
-    from tokenizers import models, pre_tokenizers
+    from tokenizers import Tokenizer as Reference, models, pre_tokenizers
 
     metadata = real_metadata(name)
     tokens, merges = metadata[PREFIX + "tokens"], metadata[PREFIX + "merges"]

@@ -4,8 +4,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from tokenizers import Regex
-from tokenizers import Tokenizer as PeerTokenizer
+from tokenizers import Regex, Tokenizer as PeerTokenizer
 from tokenizers.models import Unigram
 from tokenizers.normalizers import Precompiled, Replace, Sequence, Strip
 from tokenizers.pre_tokenizers import Metaspace

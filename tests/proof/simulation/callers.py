@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from localinfer.engine.admission import Owner
+from localinfer.engine.cache.block_hashes import NO_SALT, salt_of
 from localinfer.engine.cache.prefix_cache import CacheHints
-from localinfer.engine.cache.salt import NO_SALT, salt_of
 from localinfer.engine.request import NO_TOKEN, TokenEvent
 from localinfer.engine.sampling.sampler import SamplingPlan
 from localinfer.engine.scheduler import Generation

@@ -8,12 +8,11 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.engine.cache.block_pool import PagePool
+from localinfer.engine.cache.block_pool import PagePool, SlabAllocator
 from localinfer.engine.cache.prefix_cache import PrefixCache
 from localinfer.engine.cache.prefix_node import PrefixNode
 from localinfer.engine.cache.sequence import SequenceCache
 from localinfer.engine.cache.sequence_state import NO_SLOT
-from localinfer.engine.cache.slabs import SlabAllocator
 from localinfer.engine.request import Request
 from tests.proof.simulation.cold import Oracle
 from tests.proof.simulation.faults import Violation

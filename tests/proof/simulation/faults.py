@@ -5,8 +5,7 @@ import sys
 from collections.abc import Callable
 from types import FrameType
 
-from localinfer.engine.cache.block_pool import PagePool
-from localinfer.engine.cache.slabs import SlabAllocator
+from localinfer.engine.cache.block_pool import PagePool, SlabAllocator
 from localinfer.errors import OutOfMemoryError
 
 _TRACED = (

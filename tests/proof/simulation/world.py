@@ -15,16 +15,16 @@ from typing import Any
 import numpy as np
 
 from localinfer.engine.admission import EngineLimits
-from localinfer.engine.beam_search import search_beams
 from localinfer.engine.cache.prefix_cache import PrefixCache
 from localinfer.engine.cache.sequence_state import SnapshotPolicy
 from localinfer.engine.engine import Engine
-from localinfer.engine.pooling import TextPooler
 from localinfer.engine.request import Waiter
 from localinfer.engine.speculation.costs import VerificationCosts
 from localinfer.engine.speculation.ngram import NgramDrafter
 from localinfer.engine.speculation.verify import Speculation
 from localinfer.errors import OutOfMemoryError
+from localinfer.generation.beam_search import search_beams
+from localinfer.generation.pooling import TextPooler
 from localinfer.models.decoder.block_config import Pooling
 from tests.proof.simulation.callers import Caller, Scores, draw_wish
 from tests.proof.simulation.checks import Accounts, check_contents, check_salts, poison, require

@@ -11,10 +11,8 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
-from gguf_bytes import array, entry, tensor, text, u32, u64
-from gguf_bytes import gguf as gguf_bytes
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from gguf_bytes import array, entry, gguf as gguf_bytes, tensor, text, u32, u64
+from hypothesis import given, settings, strategies as st
 
 from localinfer.errors import ClosedError, CorruptFileError, ModelFileError
 from localinfer.quant.formats.types import TensorType

@@ -6,8 +6,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
-from gguf_bytes import entry, tensor, text
-from gguf_bytes import gguf as gguf_bytes
+from gguf_bytes import entry, gguf as gguf_bytes, tensor, text
 
 from localinfer.errors import CorruptFileError, ModelFileError
 from localinfer.quant.gguf.reader import read_gguf

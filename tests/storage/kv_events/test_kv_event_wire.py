@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from localinfer.engine.cache.salt import salt_of
+from localinfer.engine.cache.block_hashes import salt_of
 from localinfer.storage.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, Encoding, encode_batch
 
 pytest.importorskip("zmq", reason="subscribers need pyzmq")

@@ -16,7 +16,7 @@ from starlette.responses import Response
 from localinfer.apps.server.replies.reply import Reply, Silence, TextPlan
 from localinfer.apps.server.replies.service import PREFILL, read_body, service_of
 from localinfer.apps.server.transport.http import ApiError, EventStream, to_api_error
-from localinfer.engine.cache.salt import SALT_BYTES
+from localinfer.engine.cache.block_hashes import SALT_BYTES
 
 if TYPE_CHECKING:
     from localinfer.generation.kv_transfer import Prefilled

@@ -1,4 +1,4 @@
-"""Texts of token ids to vectors or scores, many in a batch."""
+"""Whole texts of token ids to vectors, scores or log probabilities, many in a batch."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +17,11 @@ from localinfer.types import FloatArray
 
 if TYPE_CHECKING:
     from localinfer.models.load.loader import Model
+
+
+from localinfer.arguments import check_number
+from localinfer.engine.sampling.filters import token_logprobs
+from localinfer.types import TokenLogprobs
 
 TokenIds = NDArray[np.int32]
 
@@ -201,3 +206,20 @@ def _result(text: _Text, pooling: Pooling, *, is_mean: bool) -> FloatArray:
     if pooling is Pooling.NONE:
         return np.concatenate(text.rows)
     return next(part[0] for part in text.rows if len(part))
+
+
+def score_tokens(
+    engine: Engine, program: Program, token_ids: Sequence[int] | NDArray[np.integer], top: int
+) -> list[TokenLogprobs | None]:
+    """The log probability of each token after those before it, and of the `top` likeliest; None for the first.
+
+    Raises: as `Engine.check_prompt`; RequestError for no tokens; OutOfMemoryError, ClosedError.
+    """
+    engine.check_generates()
+    tokens = engine.check_prompt(token_ids, needs_tokens=True)
+    top = check_number("top", top, 0, engine.vocab_size)
+    scores: list[TokenLogprobs | None] = [None]
+    for start, logits in engine.outputs(program, tokens):
+        for row, token_id in enumerate(tokens[start + 1 : start + 1 + len(logits)]):
+            scores.append(token_logprobs(logits[row], int(token_id), top))
+    return scores

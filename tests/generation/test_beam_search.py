@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from localinfer.engine.beam_search import search_beams
 from localinfer.engine.cache.prefix_cache import CacheHints
 from localinfer.engine.engine import Engine
 from localinfer.engine.sampling.filters import log_total
 from localinfer.errors import ContextLengthError, ModelFileError, RequestError
+from localinfer.generation.beam_search import search_beams
 from localinfer.llm import LLM
 from localinfer.types import Beam
 from tests.engine.fakes import fake_model, hashed_logits, text_model
