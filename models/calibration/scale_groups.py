@@ -112,7 +112,7 @@ def _reason_of_uses(weights: ShapeWeights, channels: _Channels, readers: tuple[s
 
 
 class _Follower:
-    """For every buffer, whose channels are in it, while ops are read in order."""
+    """The channels in every buffer, while ops are read in order."""
 
     def __init__(self, weights: ShapeWeights) -> None:
         self.weights = weights

@@ -43,7 +43,7 @@ class RowOrder(Change):
         return values[self.order(values.shape[0])]
 
     def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """As many rows as the order has."""
+        """The shape with as many rows as the order has."""
         return (len(self.order(shape[0])), *shape[1:])
 
 
@@ -98,11 +98,11 @@ class Derived:
     """A tensor that is computed of several."""
 
     shape: tuple[int, ...]
-    """Of its float32 values."""
+    """Shape of its float32 values."""
     sources: tuple[str, ...]
     """GGUF's names of the tensors that it is made of."""
     function: Callable[..., NDArray[np.float32]]
-    """Of their values in float32, in that order."""
+    """Function of their values in float32, in that order."""
 
 
 def adjacent_pairs(num_rows: int, num_heads: int, fraction: float = 1.0) -> NDArray[np.intp]:
@@ -137,7 +137,7 @@ def _whole(num_rows: int, fraction: float) -> int:
 
 FIRST_HALF, SECOND_HALF = rows_between(0.0, 0.5), rows_between(0.5, 1.0)
 FIRST_HALVES = Moved(lambda values: _halved(values)[0])
-"""Of each expert's matrix, in a stack."""
+"""First halves of each expert's matrix, in a stack."""
 SECOND_HALVES = Moved(lambda values: _halved(values)[1])
 TRANSPOSED = Moved(lambda values: values.swapaxes(-1, -2))
 PLUS_ONE = Computed(lambda values: values + np.float32(1))
@@ -191,7 +191,7 @@ def tiled_heads(num_groups: int, num_heads: int, head_dim: int, offset: int = 0)
 
 
 def tiled_columns(num_groups: int, num_heads: int, head_dim: int) -> Moved:
-    """As `tiled_heads`, of the columns of a matrix."""
+    """Columns of a matrix in the order of `tiled_heads`."""
     rows = tiled_heads(num_groups, num_heads, head_dim)
     return Moved(lambda values: values[:, rows.order(values.shape[1])])
 
@@ -214,7 +214,7 @@ def scaled(factor: float) -> Computed:
 
 
 def latent_keys(num_heads: int, key_size: int, value_size: int) -> Moved:
-    """Of latent attention's matrix of keys and values, the keys' part: [heads, rank, key_size].
+    """The keys' part of latent attention's matrix of keys and values: [heads, rank, key_size].
 
     Source: DeepSeek-V2, arXiv 2405.04434, section 2.1; GGUF has it transposed, so that it meets the queries.
     """
@@ -222,5 +222,5 @@ def latent_keys(num_heads: int, key_size: int, value_size: int) -> Moved:
 
 
 def latent_values(num_heads: int, key_size: int, value_size: int) -> Moved:
-    """Of latent attention's matrix of keys and values, the values' part: [heads, value_size, rank]."""
+    """The values' part of latent attention's matrix of keys and values: [heads, value_size, rank]."""
     return Moved(lambda values: values.reshape(num_heads, key_size + value_size, -1)[:, key_size:])

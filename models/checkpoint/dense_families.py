@@ -483,4 +483,4 @@ DENSE: dict[str, Family] = {
         metadata=_minicpm,
     ),
 }
-"""By `model_type`."""
+"""Families by `model_type`."""

@@ -62,7 +62,7 @@ def is_ranker(settings: Settings) -> bool:
 
 
 def ranker_metadata(settings: Settings) -> Metadata:
-    """That a model ranks, and the names of its scores."""
+    """Metadata of a model that ranks, with the names of its scores."""
     labels = settings.record("id2label")
     names = [labels[key] for key in sorted(labels, key=lambda key: (len(key), key))]
     if not all(isinstance(name, str) for name in names):
@@ -93,7 +93,7 @@ def with_classifier(
 
 
 def encoder_metadata(settings: Settings) -> Metadata:
-    """That positions see later ones."""
+    """Metadata of a model whose positions see later ones."""
     settings.must_be("is_decoder", False, False)
     settings.must_be("add_cross_attention", False, False)
     return {"attention.causal": False}

@@ -106,7 +106,7 @@ NOT_RUN_TYPES = named(
         "a model that reads texts by their places on a page": "layoutlm layoutlmv2 layoutlmv3 layoutxlm",
     }
 )
-"""By `model_type`: what follows the name in a sentence."""
+"""Reasons by `model_type`, which follow the name in a sentence."""
 
 
 FAMILIES: dict[str, Family] = {
@@ -122,7 +122,7 @@ FAMILIES: dict[str, Family] = {
     **ENCODERS,
     **BERT_KIN,
 }
-"""By `model_type`."""
+"""Families by `model_type`."""
 
 
 def find_family(config: Mapping[str, object]) -> Family:
@@ -223,7 +223,7 @@ WRAPPERS: dict[str, Wrapper] = _wrappers(
         ("step3p5", None): "step3p7",
     }
 )
-"""By `model_type`. Source: the classes of transformers 5.24."""
+"""Wrappers by `model_type`. Source: the classes of transformers 5.24."""
 
 _MISNAMED_LAYERS = {"kimi_k25": ("blocks",), "qianfan_ocr": ("encoder.layers",)}
 """Words that transformers 5.24 writes before the numbers of the text model's layers, in place of `layers`."""
@@ -287,9 +287,9 @@ class TextConfig:
     """The text model's part of a config.json."""
 
     model_type: object
-    """Of the whole if that is in the table of families, else of the text model."""
+    """Type of the whole if it is in the table of families, else of the text model."""
     types: Mapping[str, object]
-    """Of all levels, by the setting's path, the outermost first."""
+    """Types of all levels, by the setting's path, the outermost first."""
     settings: Mapping[str, Any]
     defaults: Mapping[str, object]
     """Values of the text model's class for absent settings."""

@@ -152,7 +152,7 @@ def usual_epsilon(settings: Settings) -> float | None:
 
 
 def normed_experts(settings: Settings, default: bool = False) -> Metadata:
-    """As `experts`, and whether the weights of those that run sum to 1."""
+    """The metadata of `experts`, and whether the weights of those that run sum to 1."""
     return {**experts(settings), "expert_weights_norm": settings.boolean("norm_topk_prob", default)}
 
 
@@ -177,7 +177,7 @@ def one_window(settings: Settings) -> Metadata:
 
 
 def named_window(settings: Settings) -> Metadata:
-    """As `one_window`, for architectures whose GGUF files have windows only in layers that they name."""
+    """The same for architectures whose GGUF files have windows only in layers that they name."""
     num_layers = settings.integer("num_hidden_layers", low=1)
     settings.put("layer_types", ["sliding_attention"] * num_layers if settings.get("sliding_window") else [])
     return {}

@@ -312,4 +312,4 @@ GPT: dict[str, Family] = {
         metadata=named_window,
     ),
 }
-"""By `model_type`."""
+"""Families by `model_type`."""

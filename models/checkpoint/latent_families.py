@@ -228,4 +228,4 @@ LATENT: dict[str, Family] = {
         metadata=_minicpm3,
     ),
 }
-"""By `model_type`."""
+"""Families by `model_type`."""

@@ -383,7 +383,7 @@ DELTA: dict[str, Family] = {
     "kimi_linear": _KIMI_LINEAR,
     "olmo_hybrid": _OLMO_HYBRID,
 }
-"""By `model_type`."""
+"""Families by `model_type`."""
 
 
 def _minimax_m2(settings: Settings) -> Metadata:
@@ -550,4 +550,4 @@ MINIMAX: dict[str, Family] = {
         ),
     ),
 }
-"""By `model_type`."""
+"""Families by `model_type`."""

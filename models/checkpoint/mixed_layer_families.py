@@ -252,7 +252,7 @@ UNEVEN: dict[str, Family] = {
         variant=_step3p5_variant,
     ),
 }
-"""By `model_type`."""
+"""Families by `model_type`."""
 
 
 def _of_full_layers(settings: Settings, key: str, name: str) -> int | None:
@@ -514,4 +514,4 @@ GEMMA4: dict[str, Family] = {
     **dict.fromkeys(("embedding_gemma2", "embedding_gemma2_text"), _EMBEDDING2),
     **dict.fromkeys(("gemma4_assistant", "gemma4_unified_assistant"), _ASSISTANT),
 }
-"""By `model_type`."""
+"""Families by `model_type`."""

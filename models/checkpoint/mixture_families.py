@@ -54,7 +54,7 @@ SPARSE_NAMES = {
     "ffn_gate_inp": "block_sparse_moe.gate",
     **gated("block_sparse_moe.experts.{expert}", "_exps", W_NAMES),
 }
-"""Of a router and experts under the name that Mixtral's module has."""
+"""Router and experts under the name that Mixtral's module has."""
 
 
 ROUTED_FIXED: Mapping[str, object] = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
@@ -604,4 +604,4 @@ MIXTURES: dict[str, Family] = {
         metadata=_smallthinker,
     ),
 }
-"""By `model_type`."""
+"""Families by `model_type`."""

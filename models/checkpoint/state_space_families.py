@@ -117,7 +117,7 @@ def _jamba(settings: Settings) -> Metadata:
 
 
 def _mamba2_sizes(settings: Settings) -> Metadata:
-    """Of those whose keys begin with `mamba_`."""
+    """Sizes of Mamba 2 in families whose keys begin with `mamba_`."""
     num_heads, head_dim = settings.integer("mamba_n_heads", low=1), settings.get("mamba_d_head", "auto")
     inner_size = settings.integer("mamba_expand", 2, low=1) * settings.integer("hidden_size", low=1)
     inner_size = settings.integer("mamba_d_ssm", inner_size, low=1)
@@ -564,4 +564,4 @@ STATE_SPACE: dict[str, Family] = {
         variant=_falcon_h1_variant,
     ),
 }
-"""By `model_type`."""
+"""Families by `model_type`."""

@@ -200,7 +200,7 @@ _SPOT_WEIGHTS = 64
 _MOST_SPOTS, _MOST_WEIGHTS, _FEWEST, _LARGEST = 3072, 400_000, 8, 32
 """Blocks and weights in all, and blocks of a matrix: 30 ms of one core at most for some hundred matrices."""
 _STRIDE = 0.6180339887
-"""Of the positions within their stretches, so that no two blocks lie in the same column."""
+"""Stride of the positions within their stretches, so that no two blocks lie in the same column."""
 _MOST_TIMES = 1000.0
 """A block's size over that of most blocks of its matrix; trained ones reach some ten."""
 _MOST_HALVES = 4.0
@@ -502,7 +502,7 @@ def _head_sizes(
 
 
 def _correlation(sizes: NDArray[np.float64], distance: int) -> float:
-    """Of rows of a head that lie a distance apart, in pairs."""
+    """Correlation of a head's rows that lie a distance apart, in pairs."""
     heads, dim = sizes.shape
     pairs = sizes.reshape(heads, dim // (2 * distance), 2, distance)
     spread = float(np.mean(sizes**2))

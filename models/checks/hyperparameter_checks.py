@@ -45,7 +45,7 @@ class KnownModel:
     """The longest context, in tokens, trained for with each base of the rotary embedding without scaling; empty: not
     compared."""
     epsilon: float
-    """Of the norms."""
+    """Epsilon of the norms."""
     has_output: bool | None = None
     """It has an output matrix of its own; None where some have and some have not."""
     has_factors: bool = False

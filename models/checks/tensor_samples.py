@@ -39,7 +39,7 @@ _MOST_TIMES = 12.0
 were read as those of another type."""
 _LEAST_LAYERS = 4
 _LEAST_SCALE, _MOST_SCALE = 0.02, 60.0
-"""Of a matrix, times the square root of its columns: 1 keeps what goes in as large as it is, and models have some 0.2
+"""Scale of a matrix times the root of its columns: 1 keeps what goes in as large as it is, and models have some 0.2
 to 5."""
 
 

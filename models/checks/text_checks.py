@@ -279,7 +279,7 @@ _CLOSER = re.compile(r"(?i)end|eo[tsm](?![a-z])|stop")
 _OF_CONTENT = re.compile(
     r"(?i)header|image|vision|video|audio|media|tool|call|think|reason|channel|system|fim|box|object"
 )
-"""Of special tokens: those that may close a turn, and those that close something inside of one."""
+"""Special tokens that may close a turn, and those that close something inside of one."""
 _CHECK = "chat template"
 _ANOTHER = "give the model's own template (--chat-template FILE), or get a current conversion"
 

@@ -75,7 +75,7 @@ class DraftLayers:
     has_layer_norm: bool = False
     """A layer norm before the output head, in place of the model's norm."""
     feed_forward_norm: str | None = None
-    """In place of the model's."""
+    """Replaces the model's."""
 
 
 class Blocks(Enum):
@@ -117,7 +117,7 @@ class Architecture:
     expert_norm: str | None = None
     """Over the layer's input, for experts that run beside a dense block instead of in its place."""
     post_norm_epsilon: float | None = None
-    """Of norms after a branch, if not the file's."""
+    """Epsilon of norms after a branch, if not the file's."""
     embedding_norm: str | None = None
     normalises_embedding: bool = False
     """A norm without weights follows the embedding."""
@@ -134,16 +134,16 @@ class Architecture:
     has_output_projection: bool = False
     """A matrix follows the output norm."""
     classifier_activation: Activation | None = None
-    """Of a reranker's first matrix, None for tanh."""
+    """Activation after a reranker's first matrix, None for tanh."""
     draft_layers: DraftLayers = DraftLayers()
     mixers: tuple[Mixer, ...] = ()
-    """Of each layer; empty for attention in all."""
+    """Kinds of the layers' blocks; empty for attention in all."""
     mixer_beside: Mixer | None = None
     """A recurrent block that reads what attention reads, in every layer."""
     norms_behind_attention: bool = False
     """Layers with attention have norms behind their branches (OLMo 2's), the others those named here."""
     mixer_norm_epsilon: float | None = None
-    """Of the norm of a recurrent block's result, if not the file's."""
+    """Epsilon of the norm of a recurrent block's result, if not the file's."""
     has_feed_forward: bool = True
     """Some layer has a feed-forward block."""
     tiles_value_heads: bool = False
@@ -223,7 +223,7 @@ class Architecture:
     """Above 0, queries are sharpened by the logarithm of their position, counted in so many positions."""
     temperature_offset: int = 0
     temperature_without_rope_only: bool = False
-    """In layers without RoPE alone, else in all of them."""
+    """Only layers without RoPE sharpen queries, else all."""
 
     def mixer(self, layer: int) -> Mixer:
         """The block that mixes rows in a layer."""

@@ -44,7 +44,7 @@ class RopeConfig:
     factor: float = 1.0
     original_context_length: int = 0
     attention_factor: float = 1.0
-    """Of YaRN, as are the next four."""
+    """Setting of YaRN, as are the next four."""
     extrapolation_factor: float = 1.0
     beta_fast: float = 32.0
     beta_slow: float = 1.0
@@ -73,7 +73,7 @@ class ExpertConfig:
     num_group_values: int = 2
     """See `ops.Routing`."""
     margin: float | None = None
-    """Of SparseMixer, None for the other ways."""
+    """SparseMixer's margin, None for the other ways."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -393,7 +393,7 @@ class Pooling(Enum):
     FIRST = "first"
     LAST = "last"
     RANK = "rank"
-    """Those of one row, or their mean, through a classifier: scores in place of a vector."""
+    """One row, or the mean, through a classifier: scores in place of a vector."""
 
 
 _BY_NUMBER = {0: Pooling.MEAN, 1: Pooling.MEAN, 2: Pooling.FIRST, 3: Pooling.LAST, 4: Pooling.RANK}
@@ -439,7 +439,7 @@ _MAX_BETA_SCALE = 2.0
 ALL_LAYERS = ("mamba", "mamba2", "rwkv7")
 """Architectures without attention."""
 BY_INTERVAL = {"minimax-01": 8, "olmo-hybrid": 4, "qwen3next": 4, "qwen35": 4, "qwen35moe": 4}
-"""Those where every few layers one has attention, and how many layers that are where a file does not say."""
+"""Architectures where every few layers one has attention, and the default number of those few."""
 BY_KV_HEADS = (
     "bailingmoe3",
     "granitehybrid",
@@ -452,10 +452,10 @@ BY_KV_HEADS = (
     "nemotron_h_moe",
     "plamo2",
 )
-"""Those where layers without heads of keys and values are recurrent."""
+"""Architectures where layers without heads of keys and values are recurrent."""
 
 BESIDE_ATTENTION = ("falcon-h1", "zamba2")
-"""Those where every layer has a recurrent block, and attention beside or before it."""
+"""Architectures where every layer has a recurrent block, and attention beside or before it."""
 
 STATE_SPACE = (
     "mamba",
@@ -468,11 +468,11 @@ STATE_SPACE = (
     "plamo2",
     "zamba2",
 )
-"""Those with Mamba's blocks; the first two with those of Mamba 1."""
+"""Architectures with Mamba's blocks; the first two with those of Mamba 1."""
 SHORT_CONVOLUTION = ("lfm2", "lfm2moe", "lfm3")
-"""Those with short convolutions."""
+"""Architectures with short convolutions."""
 KIMI_DELTA = ("bailingmoe3", "kimi-linear")
-"""Those with Kimi delta attention."""
+"""Architectures with Kimi delta attention."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -488,30 +488,30 @@ class RecurrentConfig:
     num_key_heads: int = 0
     """Heads of keys and queries."""
     head_dim: int = 0
-    """Of one head's keys, and of its values where no value_size is named."""
+    """Size of one head's keys, and of its values where no value_size is named."""
     value_size: int = 0
     beta_scale: float = 1.0
     """Factor on what a delta rule adds."""
     inner_size: int = 0
-    """Of all heads' values."""
+    """Size of all heads' values."""
     gate_lower_bound: float = 0.0
-    """Of the logarithm of a decay, where a sigmoid bounds it."""
+    """Lower bound of the logarithm of a decay, where a sigmoid bounds it."""
     num_states: int = 0
-    """Of Mamba, states per channel."""
+    """Mamba's states per channel."""
     num_groups: int = 0
-    """Of Mamba, groups of heads that read and write states alike."""
+    """Mamba's groups of heads that read and write states alike."""
     time_step_rank: int = 0
-    """Of Mamba 1, the width that step sizes are made of."""
+    """Width that Mamba 1's step sizes are made of."""
     norms_inputs: bool = False
-    """Of Mamba 1: step sizes and the inputs and outputs of states are normed."""
+    """Mamba 1's step sizes and the inputs and outputs of states are normed."""
     inputs_epsilon: float | None = None
-    """Of those norms, None for the model's."""
+    """Epsilon of those norms, None for the model's."""
     norms_before_gate: bool = False
     """The norm of Mamba 2's result, if there is one, is before its gate."""
     length_epsilon: float | None = None
-    """Of the lengths that delta nets divide keys and queries by, None for the norms'."""
+    """Epsilon of the lengths that delta nets divide keys and queries by, None for the norms'."""
     least_step: float = 0.0
-    """Of Mamba 2, the least size of a step."""
+    """Least size of Mamba 2's steps."""
     num_shared_blocks: int = 0
     """Blocks of attention that the layers with attention use in turn (Zamba 2)."""
 

@@ -8,34 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from localinfer.errors import CorruptFileError, UnsupportedFormatError
-from localinfer.models.decoder.block_config import (
-    MAX_CONTEXT,
-    MAX_LAYERS,
-    MAX_WIDTH,
-    OF_ANOTHER_CACHE,
-    TWO_HEAD_SIZES,
-    ExpertConfig,
-    IndexerConfig,
-    LatentConfig,
-    RecurrentConfig,
-    RopeConfig,
-    Shape,
-    XieluConfig,
-    activation_sparsity,
-    has_recurrent_layers,
-    num_shared_layers,
-    per_layer_size,
-    read_clamps,
-    read_experts,
-    read_indexer,
-    read_latent,
-    read_recurrent,
-    read_rope,
-    read_scale,
-    read_xielu,
-    target_hidden_size,
-    windowed_sizes,
-)
+from localinfer.models.decoder import block_config as blocks
+from localinfer.models.decoder.block_config import MAX_CONTEXT, MAX_LAYERS, MAX_WIDTH
 from localinfer.models.decoder.metadata import MetadataReader, shown
 
 BIDIRECTIONAL = frozenset(
@@ -46,7 +20,7 @@ BIDIRECTIONAL = frozenset(
 _WITH_ACTIVATION = ("bitnet", "modern-bert", "modern-bert-decoder")
 """Their files say which activation they have."""
 _DENSE_FIRST = ("cohere2moe", "laguna", "modern-bert", "modern-bert-decoder", "smallthinker")
-"""Of the layers in a period of the window's pattern the first has full attention, not the last."""
+"""Architectures whose window's pattern has full attention in the first layer of a period, not in the last."""
 _MAX_VOCABULARY = 1 << 20
 """Sampling weights of tokens are multiples of 2^-43, summed in 63 bits."""
 
@@ -74,11 +48,11 @@ class ModelConfig:
     """Size of a value head."""
     norm_epsilon: float
     layer_norm_epsilon: float = 0.0
-    """Of layer norms, 0 where the file has norm_epsilon alone."""
-    rope: RopeConfig
-    experts: ExpertConfig | None = None
-    latent: LatentConfig | None = None
-    recurrent: RecurrentConfig | None = None
+    """Epsilon of layer norms, 0 where the file has norm_epsilon alone."""
+    rope: blocks.RopeConfig
+    experts: blocks.ExpertConfig | None = None
+    latent: blocks.LatentConfig | None = None
+    recurrent: blocks.RecurrentConfig | None = None
     sliding_window: int = 0
     windowed_layers: tuple[bool, ...] = ()
     """Empty if the file leaves the pattern to the architecture."""
@@ -100,7 +74,7 @@ class ModelConfig:
     """Limits of the gated activation in routed experts; 0 for none, empty if the file has none."""
     dense_clamps: tuple[float, ...] = ()
     """The same in shared experts and dense blocks."""
-    xielu: tuple[XieluConfig, ...] = ()
+    xielu: tuple[blocks.XieluConfig, ...] = ()
     """Empty if the file has none."""
     has_learned_positions: bool = False
     num_dense_layers: int = 0
@@ -119,25 +93,25 @@ class ModelConfig:
     classifier_activation: str = ""
     """Empty for the architecture's."""
     num_relative_buckets: int = 0
-    """Of attention's biases by distance."""
+    """Buckets of attention's biases by distance."""
     max_relative_distance: int = 0
-    """Of attention's biases by distance."""
+    """Largest distance that attention's biases tell apart."""
     block_tensors: frozenset[str] = frozenset()
     """Names of the tensors of the first block, without `blk.0.`, which distinguish variants of some
     architectures."""
     windowed_head_dim: int = 0
-    """Of sliding-window layers, 0 for that of the others."""
+    """Size of a key head in sliding-window layers, 0 for that of the others."""
     windowed_value_head_dim: int = 0
-    """Of sliding-window layers, 0 for that of the others."""
+    """Size of a value head in sliding-window layers, 0 for that of the others."""
     num_shared_layers: int = 0
     """Number of the last layers that attend to the keys and values of earlier ones."""
     per_layer_size: int = 0
     """Width of the input that each layer has for itself (Gemma 3n), 0 without."""
     target_hidden_size: int = 0
-    """Of the states that a draft model reads of its target, 0 for other models."""
+    """Width of the states that a draft model reads of its target, 0 for other models."""
     activation_sparsity: tuple[float, ...] = ()
     """See `block_config.activation_sparsity`."""
-    indexer: IndexerConfig | None = None
+    indexer: blocks.IndexerConfig | None = None
 
     def head_sizes(self, layer: int) -> tuple[int, int]:
         """Sizes of a key head and of a value head of one layer."""
@@ -168,7 +142,11 @@ class ModelConfig:
 
     @classmethod
     def from_metadata(
-        cls, metadata: Mapping[str, object], tensor_shapes: Mapping[str, Shape], *, with_draft_layers: bool = False
+        cls,
+        metadata: Mapping[str, object],
+        tensor_shapes: Mapping[str, blocks.Shape],
+        *,
+        with_draft_layers: bool = False,
     ) -> "ModelConfig":
         """Read and check the hyperparameters of a GGUF file.
 
@@ -187,13 +165,13 @@ class ModelConfig:
         hidden_size = reader.integer("embedding_length", low=1, high=MAX_WIDTH)
         vocab_size = _vocab_size(reader, tensor_shapes, hidden_size)
         num_main_layers, num_draft_layers = _count_layers(
-            reader, tensor_shapes, is_draft_model=architecture in OF_ANOTHER_CACHE
+            reader, tensor_shapes, is_draft_model=architecture in blocks.OF_ANOTHER_CACHE
         )
         if not with_draft_layers:
             num_draft_layers = 0
         num_layers = num_main_layers + num_draft_layers
-        num_heads, num_kv_heads = _head_counts(reader, num_layers, may_lack=has_recurrent_layers(architecture))
-        recurrent = read_recurrent(reader, architecture, num_layers, num_draft_layers, num_heads, num_kv_heads)
+        num_heads, num_kv_heads = _head_counts(reader, num_layers, may_lack=blocks.has_recurrent_layers(architecture))
+        recurrent = blocks.read_recurrent(reader, architecture, num_layers, num_draft_layers, num_heads, num_kv_heads)
         if recurrent is not None:
             num_kv_heads = tuple(
                 0 if is_one else count for is_one, count in zip(recurrent.layers, num_kv_heads, strict=True)
@@ -202,8 +180,8 @@ class ModelConfig:
         value_head_dim = reader.integer("attention.value_length", head_dim, low=min(1, head_dim), high=MAX_WIDTH)
         context_length = reader.integer("context_length", low=1, high=MAX_CONTEXT)
         sliding_window = reader.integer("attention.sliding_window", 0, low=0, high=MAX_CONTEXT)
-        rope = read_rope(reader, head_dim, context_length)
-        windowed = windowed_sizes(reader, head_dim, value_head_dim, rope.rotary_size)
+        rope = blocks.read_rope(reader, head_dim, context_length)
+        windowed = blocks.windowed_sizes(reader, head_dim, value_head_dim, rope.rotary_size)
         rope = replace(rope, rotary_size_windowed=windowed[2])
         _check_causal(reader, architecture)
         config = cls(
@@ -223,29 +201,29 @@ class ModelConfig:
             norm_epsilon=_norm_epsilon(reader),
             layer_norm_epsilon=reader.number("attention.layer_norm_epsilon", 0.0, low=0.0, high=1.0),
             rope=rope,
-            experts=read_experts(reader),
+            experts=blocks.read_experts(reader),
             recurrent=recurrent,
-            latent=read_latent(reader, rope, head_dim, value_head_dim),
+            latent=blocks.read_latent(reader, rope, head_dim, value_head_dim),
             sliding_window=sliding_window,
             windowed_layers=_windowed_layers(reader, num_layers),
-            attention_scale=read_scale(reader, "attention.scale") or None,
-            attention_softcap=read_scale(reader, "attn_logit_softcapping", low=0.0),
-            logit_softcap=read_scale(reader, "final_logit_softcapping", low=0.0),
-            embedding_scale=read_scale(reader, "embedding_scale") or None,
-            residual_scale=read_scale(reader, "residual_scale") or None,
-            logit_scale=read_scale(reader, "logit_scale") or None,
+            attention_scale=blocks.read_scale(reader, "attention.scale") or None,
+            attention_softcap=blocks.read_scale(reader, "attn_logit_softcapping", low=0.0),
+            logit_softcap=blocks.read_scale(reader, "final_logit_softcapping", low=0.0),
+            embedding_scale=blocks.read_scale(reader, "embedding_scale") or None,
+            residual_scale=blocks.read_scale(reader, "residual_scale") or None,
+            logit_scale=blocks.read_scale(reader, "logit_scale") or None,
             parallel_residual=reader.optional_boolean("use_parallel_residual"),
-            max_alibi_bias=read_scale(reader, "attention.max_alibi_bias", low=0.0),
-            temperature_scale=read_scale(reader, "attention.temperature_scale"),
+            max_alibi_bias=blocks.read_scale(reader, "attention.max_alibi_bias", low=0.0),
+            temperature_scale=blocks.read_scale(reader, "attention.temperature_scale"),
             temperature_length=reader.integer("attention.temperature_length", 0, low=0, high=MAX_CONTEXT),
-            projection_clamp=read_scale(reader, "attention.clamp_kqv", low=0.0),
-            value_scale=read_scale(reader, "attention.value_scale"),
-            expert_clamps=read_clamps(reader, "swiglu_clamp_exp", num_layers),
-            dense_clamps=read_clamps(reader, "swiglu_clamp_shexp", num_layers),
-            xielu=read_xielu(metadata, num_layers),
+            projection_clamp=blocks.read_scale(reader, "attention.clamp_kqv", low=0.0),
+            value_scale=blocks.read_scale(reader, "attention.value_scale"),
+            expert_clamps=blocks.read_clamps(reader, "swiglu_clamp_exp", num_layers),
+            dense_clamps=blocks.read_clamps(reader, "swiglu_clamp_shexp", num_layers),
+            xielu=blocks.read_xielu(metadata, num_layers),
             num_dense_layers=reader.integer("leading_dense_block_count", 0, low=0, high=MAX_LAYERS),
             rope_pattern=_booleans(reader, "attention.rope_pattern", num_layers),
-            attention_output_scale=read_scale(reader, "attention.output_scale") or None,
+            attention_output_scale=blocks.read_scale(reader, "attention.output_scale") or None,
             is_layer_norm="attention.layer_norm_rms_epsilon" not in reader,
             num_loops=reader.integer("num_loops", 1, low=1, high=MAX_LAYERS),
             has_learned_positions="position_embd.weight" in tensor_shapes,
@@ -257,11 +235,11 @@ class ModelConfig:
             block_tensors=frozenset(name.removeprefix("blk.0.") for name in tensor_shapes if name.startswith("blk.0.")),
             windowed_head_dim=windowed[0],
             windowed_value_head_dim=windowed[1],
-            num_shared_layers=num_shared_layers(reader, num_layers),
-            per_layer_size=per_layer_size(reader, tensor_shapes, num_layers),
-            target_hidden_size=target_hidden_size(reader, tensor_shapes),
-            activation_sparsity=activation_sparsity(reader, num_layers),
-            indexer=read_indexer(reader, tensor_shapes, num_main_layers),
+            num_shared_layers=blocks.num_shared_layers(reader, num_layers),
+            per_layer_size=blocks.per_layer_size(reader, tensor_shapes, num_layers),
+            target_hidden_size=blocks.target_hidden_size(reader, tensor_shapes),
+            activation_sparsity=blocks.activation_sparsity(reader, num_layers),
+            indexer=blocks.read_indexer(reader, tensor_shapes, num_main_layers),
         )
         _check_tensor_shapes(reader, config, tensor_shapes)
         return config
@@ -280,7 +258,7 @@ def _check_causal(reader: MetadataReader, architecture: str) -> None:
 
 
 def _count_layers(
-    reader: MetadataReader, tensor_shapes: Mapping[str, Shape], *, is_draft_model: bool
+    reader: MetadataReader, tensor_shapes: Mapping[str, blocks.Shape], *, is_draft_model: bool
 ) -> tuple[int, int]:
     """Layers of the model, and those for next-token prediction that follow them; a file may lack the latter.
 
@@ -331,7 +309,7 @@ def _head_dim(reader: MetadataReader, hidden_size: int, num_heads: tuple[int, ..
     return hidden_size // most
 
 
-def _vocab_size(reader: MetadataReader, tensor_shapes: Mapping[str, Shape], hidden_size: int) -> int:
+def _vocab_size(reader: MetadataReader, tensor_shapes: Mapping[str, blocks.Shape], hidden_size: int) -> int:
     shape = tensor_shapes.get("token_embd.weight")
     if shape is None or len(shape) != 2:
         raise CorruptFileError(
@@ -374,7 +352,9 @@ def _windowed_layers(reader: MetadataReader, num_layers: int) -> tuple[bool, ...
     return tuple(period == 0 or layer % period != full for layer in range(num_layers))
 
 
-def _check_tensor_shapes(reader: MetadataReader, config: ModelConfig, tensor_shapes: Mapping[str, Shape]) -> None:
+def _check_tensor_shapes(
+    reader: MetadataReader, config: ModelConfig, tensor_shapes: Mapping[str, blocks.Shape]
+) -> None:
     """Compare heads, sizes and experts with the shapes of every layer's tensors.
 
     Raises: CorruptFileError naming the key and the contradicting or missing tensor.
@@ -400,7 +380,7 @@ def _check_tensor_shapes(reader: MetadataReader, config: ModelConfig, tensor_sha
 class _Check:
     """Compares one axis of one tensor with a product of metadata."""
 
-    def __init__(self, reader: MetadataReader, tensor_shapes: Mapping[str, Shape]) -> None:
+    def __init__(self, reader: MetadataReader, tensor_shapes: Mapping[str, blocks.Shape]) -> None:
         self.reader, self.shapes = reader, tensor_shapes
 
     def equal(self, name: str, axis: int, wanted: int, key: str, found: str, *, optional: bool = False) -> None:
@@ -445,12 +425,12 @@ def _check_heads(check: _Check, block: str, config: ModelConfig, layer: int) -> 
         other = f"{count} heads" if number == size else f"the size of a head {size}"
         found = f"{number}, with {other} together {count * size}"
         # Layers that attend to another's keys and values have queries only, and values may be the keys' projection.
-        is_optional = letter == "v" and config.architecture in TWO_HEAD_SIZES
+        is_optional = letter == "v" and config.architecture in blocks.TWO_HEAD_SIZES
         is_optional |= letter != "q" and layer >= config.num_layers - config.num_shared_layers
         check.equal(f"{block}attn_{letter}.weight", -2, count * size, key, found, optional=is_optional)
 
 
-def _check_latent(check: _Check, block: str, latent: LatentConfig, config: ModelConfig, layer: int) -> None:
+def _check_latent(check: _Check, block: str, latent: blocks.LatentConfig, config: ModelConfig, layer: int) -> None:
     num_heads, rotary_size = config.num_heads[layer], config.rope.rotary_size
     queries = num_heads * latent.key_size
     name = f"{block}attn_q_b.weight" if latent.query_rank else f"{block}attn_q.weight"

@@ -281,7 +281,7 @@ def _resized_products(graph: Graph, name: str, x: Buffer, like: Buffer) -> Buffe
 
 
 def _num_streams(graph: Graph) -> int:
-    """As many as the matrices of the others, and the active one."""
+    """Number of the matrices of other streams, and the active one."""
     shape = graph.weights.shape("altup_proj.weight")
     return (shape[0] if len(shape) == 3 else 1) + 1
 

@@ -141,7 +141,7 @@ def _without_layer(lines: list[str], layer: int | None) -> str:
 
 
 def _layers(numbers: list[int]) -> str:
-    """Such as "layers 0-4, 6-10"."""
+    """Text such as "layers 0-4, 6-10"."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and runs[-1][-1] == number - 1:

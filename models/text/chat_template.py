@@ -72,7 +72,7 @@ class TemplateNames:
     def values(
         self, tools: Sequence[Mapping[str, Any]] | None, today: datetime, asked: datetime | None = None
     ) -> dict[str, Any]:
-        """By name what the template is given, unless the caller gives something else.
+        """Values that the template is given, by name, unless the caller gives others.
 
         asked: a day that the caller wants written; without, the template's own stays, where it has one: a prompt that
         has the date in it is computed anew every day.

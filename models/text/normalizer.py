@@ -132,7 +132,7 @@ STEPS: Mapping[str, Callable[[str], str]] = {
     "strip_accents": _without_marks,
     **{form.lower(): partial(unicodedata.normalize, form) for form in ("NFC", "NFD", "NFKC", "NFKD")},
 }
-"""By name."""
+"""Steps by name."""
 
 KEEPING_SPACES = ("lowercase", _REPLACE)
 """Steps that neither make white space nor take any."""

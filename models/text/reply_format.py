@@ -236,7 +236,7 @@ KNOWN_CALLS = {
     # SmolLM3, which describes tools that it is given by a name of its own
     "xml_tools": replace(HERMES, describes_tools=True),
 }
-"""By a text of a template that describes tools, but writes no calls: how the model calls them."""
+"""Formats of calls, by a text of a template that describes tools, but writes no calls."""
 
 AS_MODELS_WRITE: dict[str, dict[str, Any]] = {
     # Llama 3
@@ -250,7 +250,7 @@ AS_MODELS_WRITE: dict[str, dict[str, Any]] = {
         "name_end": "<|message|>",
     },
 }
-"""By what a template writes before the name of the first call: what differs in replies."""
+"""Differences in replies, by the template's text before the name of the first call."""
 
 ID_FORMS = ("functions.{name}:{number}",)
 """Ids of calls that hold the name, for templates that write nothing else of it (Kimi K2)."""

@@ -57,7 +57,7 @@ WHOLE_MARKER = re.compile(r"<[^<>\s]+>|\[[A-Z_/]+\]")
 _CUT_MARKER = re.compile(r"[<\[][^<>\[\]\s]*$")
 
 _TRIAL_SECONDS = 1.5
-"""Of the processor, for all trials of one template: hundred times what the dearest of honest ones takes."""
+"""Processor time for all trials of one template: a hundred times that of the dearest honest one."""
 
 
 class Trials:
@@ -78,7 +78,7 @@ class Trials:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> str:
-        """As the template's. Raises: TemplateError also where the time for trials is over."""
+        """Render as the template does. Raises: TemplateError also when the time for trials is over."""
         if self._seconds >= _TRIAL_SECONDS:
             raise TemplateError(
                 f"trying out the chat template took {self._seconds:.1f} s; it is taken for one without tools or "
@@ -462,7 +462,7 @@ _KNOWN_MARKERS = (
 _MEMBERS = ("reasoning_content", "reasoning", "thinking")
 _TAG = re.compile(r"<([^<>\s/]+)>$")
 _OTHER_ANSWERS = {"<|channel|>final<|message|>": ("<|channel|>commentary<|message|>",)}
-"""By what begins an answer: what begins others that templates do not write."""
+"""Beginnings of answers that templates do not write, by those that they do."""
 
 
 def learn_reasoning_format(

@@ -354,7 +354,7 @@ def _group_digits(word: str) -> list[str]:
 
 
 FILL_IN_ROLES = ("fim_pre", "fim_suf", "fim_mid", "prefix", "suffix", "middle")
-"""As files name them; the last three are of older ones."""
+"""Names in files; the last three are of older ones."""
 _REPOSITORY = "<|fim_repo|> <|repo_name|> <fim-repo> <REPO> <reponame>".split()
 _SEPARATOR = "<|file_sep|> <|file_separator|> <file_sep>".split()
 

@@ -59,7 +59,7 @@ def _objects(values: Iterable[object]) -> Iterable[object]:
 
 
 MAX_RENDER_SECONDS = 3.0
-"""Of the processor."""
+"""Processor time."""
 
 
 @dataclass
@@ -106,7 +106,7 @@ def take_render_time(seconds: float) -> None:
 
 T = TypeVar("T")
 Size = tuple[int, int, int]
-"""Of a value: characters of its text before escapes, values in it, levels of containers."""
+"""Sizes of a value: characters of its text before escapes, values in it, levels of containers."""
 
 MAX_OUTPUT_CHARACTERS = 4 << 20
 # Units of work: the making of a character, of up to four bytes. It bounds memory too, as if nothing were ever freed.

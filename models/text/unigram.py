@@ -157,7 +157,7 @@ class UnigramEncoder(SubwordEncoder):
 
     @cached_property
     def unknown_score(self) -> float:
-        """Of a character that is no token."""
+        """Score of a character that is no token."""
         vocabulary = self._vocabulary
         assert vocabulary.scores is not None, "this kind always has scores"
         normal = vocabulary.scores[vocabulary.types == TokenType.NORMAL]
