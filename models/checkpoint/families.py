@@ -11,12 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from localinfer.errors import UnsupportedFormatError
-from localinfer.models.checkpoint.dense_families import DENSE
+from localinfer.models.checkpoint.attention_families import DELTA, LATENT, MINIMAX
+from localinfer.models.checkpoint.dense_families import DENSE, GPT
 from localinfer.models.checkpoint.encoder_families import BERT_KIN, ENCODERS
 from localinfer.models.checkpoint.family import Family
-from localinfer.models.checkpoint.gpt_families import GPT
-from localinfer.models.checkpoint.latent_families import LATENT
-from localinfer.models.checkpoint.linear_attention_families import DELTA, MINIMAX
 from localinfer.models.checkpoint.mixed_layer_families import GEMMA4, UNEVEN
 from localinfer.models.checkpoint.mixture_families import MIXTURES
 from localinfer.models.checkpoint.settings import Settings

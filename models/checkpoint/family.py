@@ -41,6 +41,12 @@ GATED = gated("mlp")
 W_NAMES = ("w1", "w3", "w2")
 EXPERTS = {"ffn_gate_inp": "mlp.gate", **gated("mlp.experts.{expert}", "_exps")}
 SHARED_EXPERTS = gated("mlp.shared_experts", "_shexp")
+SHARED_EXPERT = {"ffn_gate_inp_shexp": "mlp.shared_expert_gate", **gated("mlp.shared_expert", "_shexp")}
+SPARSE_EXPERTS = {
+    "ffn_gate_inp": "block_sparse_moe.gate",
+    **gated("block_sparse_moe.experts.{expert}", "_exps", W_NAMES),
+}
+"""Router and experts under the name that Mixtral's module has."""
 LLAMA = {**NORMS, **ATTENTION, **GATED}
 ROUTER_BIAS = {"exp_probs_b.bias": "mlp.gate.e_score_correction_bias"}
 NO_ROPE: Mapping[str, object] = {"rope.dimension_count": None, "rope.freq_base": None}

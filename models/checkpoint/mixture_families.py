@@ -36,7 +36,7 @@ from localinfer.models.checkpoint.family import (
     ROUTER_BIAS,
     SHARED_EXPERTS,
     SIGMOID,
-    W_NAMES,
+    SPARSE_EXPERTS,
     Family,
     Metadata,
     Part,
@@ -50,11 +50,6 @@ from localinfer.models.checkpoint.family import (
 from localinfer.models.checkpoint.settings import Settings
 
 _ROUTED = {"num_experts": "n_routed_experts"}
-SPARSE_NAMES = {
-    "ffn_gate_inp": "block_sparse_moe.gate",
-    **gated("block_sparse_moe.experts.{expert}", "_exps", W_NAMES),
-}
-"""Router and experts under the name that Mixtral's module has."""
 
 
 ROUTED_FIXED: Mapping[str, object] = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
@@ -559,7 +554,7 @@ MIXTURES: dict[str, Family] = {
     ),
     "phimoe": Family(
         architecture="phimoe",
-        blocks={**NORMS, **ATTENTION, **SPARSE_NAMES},
+        blocks={**NORMS, **ATTENTION, **SPARSE_EXPERTS},
         has_windows=True,
         has_layer_norms=True,
         defaults={"rms_norm_eps": 1e-5, "rope_theta": 1e6},

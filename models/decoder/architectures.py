@@ -1,9 +1,8 @@
 """The supported architectures: GGUF's name of each, and its record.
 
 An architecture whose record depends on the model's sizes has a function from `ModelConfig` to the record. The tables
-are in files by family: an entry belongs in `recurrent_architectures.py` if it has recurrent layers, else in
-`mixture_architectures.py` if it has experts or latent attention, and in `dense_architectures.py` otherwise; encoders
-are in `encoder_architectures.py`.
+are in files by family: an entry belongs in `hybrid_architectures.py` if it has recurrent layers, experts or latent
+attention, and in `dense_architectures.py` otherwise; encoders are in `encoder_architectures.py`.
 
 Others are refused with the reason where their kind is known, else with the nearest names: GGUF's
 `general.architecture` and config.json's `model_type` in the same words. `localinfer list --architectures` prints both.
@@ -18,8 +17,12 @@ from localinfer.models.decoder.block_config import OF_ANOTHER_CACHE
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.decoder.dense_architectures import GPT_FAMILY, LLAMA_FAMILY, WINDOWED
 from localinfer.models.decoder.encoder_architectures import DECODERS_OF_THEIR_KIND, ENCODERS
-from localinfer.models.decoder.mixture_architectures import LATENT, MIXTURES
-from localinfer.models.decoder.recurrent_architectures import RECURRENT_ARCHITECTURES, STATE_SPACE_ARCHITECTURES
+from localinfer.models.decoder.hybrid_architectures import (
+    LATENT,
+    MIXTURES,
+    RECURRENT_ARCHITECTURES,
+    STATE_SPACE_ARCHITECTURES,
+)
 
 NUM_NEAREST = 3
 WHERE_ALL_ARE = "`localinfer list --architectures` has all"
