@@ -57,7 +57,7 @@ class PrefixNode:
     """Snapshots of recurrent states, by the number of this node's ids before them, at least one."""
     num_turns: int = 0
     """Number of times that the text which ends here was continued."""
-    worth: int = 0
+    eviction_score: int = 0
     """Eviction score, by `num_turns` and the last use; see `use`."""
     salt: bytes = NO_SALT
     """Salt of all texts that it is part of."""
@@ -74,18 +74,18 @@ class PrefixNode:
     @property
     def eviction_order(self) -> tuple[Priority, int, int]:
         """The least is evicted first."""
-        return self.priority, self.worth, self.last_used
+        return self.priority, self.eviction_score, self.last_used
 
     def use(self, clock: int, age: int) -> None:
-        """Mark this node and all before it as used now. age: what the last text that was evicted was worth.
+        """Mark this node and all before it as used now. age: eviction score of the last text that was evicted.
 
         The sum of both is how GreedyDual-Frequency (Arlitt et al., 2000) weighs uses against age: a conversation of
         many turns outlives texts that nobody continues and shorter conversations, unless so many are evicted that its
         turns count no more.
         """
-        worth = age + min(self.num_turns, _MOST_TURNS)
+        score = age + min(self.num_turns, _MOST_TURNS)
         for step in self.ancestry():
-            step.last_used, step.worth = clock, max(step.worth, worth)
+            step.last_used, step.eviction_score = clock, max(step.eviction_score, score)
 
     def ancestry(self) -> Iterator["PrefixNode"]:
         """This node, its parent and so on, up to the root."""
@@ -124,7 +124,7 @@ class SnapshotPlace(NamedTuple):
 
     @property
     def tokens_saved(self) -> int:
-        """What it is worth."""
+        """Its eviction score."""
         return tokens_saved(self.before, self.position, self.after)
 
     @property

@@ -56,7 +56,7 @@ class RadixTree:
         self.roots = Roots()
         self.root = self.roots.unsalted
         self._clock = 0
-        # What the last text that was evicted was worth.
+        # Eviction score of the last text that was evicted.
         self._age = 0
         self.num_pages = 0
         self.taken_snapshots = 0
@@ -271,7 +271,10 @@ class RadixTree:
         snapshots = node.snapshots.items()
         upper.snapshots = {offset: snapshot for offset, snapshot in snapshots if offset <= length}
         lower.snapshots = {offset - length: snapshot for offset, snapshot in snapshots if offset > length}
-        upper.num_turns, upper.worth = lower.num_turns, lower.worth = node.num_turns, node.worth
+        upper.num_turns, upper.eviction_score = lower.num_turns, lower.eviction_score = (
+            node.num_turns,
+            node.eviction_score,
+        )
         upper.children, lower.children = [lower], node.children
         for child in node.children:
             child.parent = lower
@@ -355,7 +358,7 @@ class PrefixTree(RadixTree):
             leaf = self._oldest_leaf()
             if leaf is None or (freed >= count and leaf.priority > Priority.ORDINARY):
                 break
-            self._age = max(self._age, leaf.worth)
+            self._age = max(self._age, leaf.eviction_score)
             freed += self._trim(leaf, wanted - freed)
         return freed
 
@@ -410,8 +413,8 @@ class PrefixTree(RadixTree):
                 break
         return before - self.num_pages
 
-    def _make_grid_room(self, worth: int) -> bool:
-        """Whether there may be one more snapshot on the grid, those worth no more being dropped: `tokens_saved`.
+    def _make_grid_room(self, tokens_saved: int) -> bool:
+        """Whether there may be one more snapshot on the grid, those that save no more being dropped: `tokens_saved`.
 
         Texts of recurrent layers alone hold nothing but states, so their share is one of the memory allowed.
         """
@@ -422,7 +425,7 @@ class PrefixTree(RadixTree):
                 return True
             places = [place for place in self._idle_places() if place.snapshot.slot in pool.grid]
             least = min(places, key=lambda place: (place.tokens_saved, place.snapshot.last_used), default=None)
-            if least is None or least.tokens_saved > worth:
+            if least is None or least.tokens_saved > tokens_saved:
                 return False
             self._drop_snapshot(least)
 
@@ -446,14 +449,14 @@ class PrefixTree(RadixTree):
         stay of a long chat lie the further apart, the further back they are, and an edit anywhere goes on from one.
         """
 
-        def worth(place: SnapshotPlace) -> tuple[Priority, float]:
+        def score(place: SnapshotPlace) -> tuple[Priority, float]:
             return place.node.priority, place.tokens_saved / (1 + self._clock - place.last_used)
 
         places = self._idle_places()
         if leaf is not None:
             last = (leaf.priority, leaf.last_used)
             places = (place for place in places if (place.node.priority, place.last_used) < last)
-        return min(places, key=worth, default=None)
+        return min(places, key=score, default=None)
 
     def _idle_places(self) -> Iterator[SnapshotPlace]:
         return (place for place in places_of_snapshots(self.roots) if self._is_idle(place.snapshot))

@@ -349,8 +349,8 @@ class SequenceState:
         make = self._pool.make_grid_room
         # As if the text went on as far again, unless there will be a snapshot before.
         after = min((place for place in self._wanted if place > position), default=2 * position - before)
-        worth = tokens_saved(before, position, min(after, 2 * position - before))
-        return make is not None and make(worth)
+        saved = tokens_saved(before, position, min(after, 2 * position - before))
+        return make is not None and make(saved)
 
     def _note_taken(self, position: int, slot: int) -> None:
         former = self.taken.get(position)

@@ -283,8 +283,8 @@ PLANTED = (
     Planted(
         "pinned-evicted-like-others",
         _NODE,
-        "        return self.priority, self.worth, self.last_used\n",
-        "        return Priority.ORDINARY, self.worth, self.last_used\n",
+        "        return self.priority, self.eviction_score, self.last_used\n",
+        "        return Priority.ORDINARY, self.eviction_score, self.last_used\n",
         "what is pinned, or begins with a system prompt, is evicted as if it were not",
     ),
     Planted(

@@ -148,7 +148,7 @@ def watch_eviction(tree: PrefixTree) -> None:
             is_evicting = False
 
     def order(leaf: PrefixNode) -> tuple[int, int, int]:
-        return int(leaf.priority), leaf.worth, leaf.last_used
+        return int(leaf.priority), leaf.eviction_score, leaf.last_used
 
     def watched_trim(leaf: PrefixNode, count: int) -> int:
         # Without pages to free, what is trimmed has lost its last snapshot.
