@@ -1,5 +1,6 @@
 """The server's routes described in OpenAPI 3.1, from the very records that requests are read into."""
 
+import re
 from typing import Any
 
 import msgspec
@@ -39,6 +40,8 @@ BODIES: dict[str, type[msgspec.Struct]] = {
 }
 """Records that are posted, by route."""
 
+_OWN_NAMES = re.compile(rb'("|#/components/schemas/)MessageToolCall"')
+"""The record whose name in the document is `ToolCall`, which is another class in Python."""
 _READ = ("/health", "/version", "/v1/models", "/tokenizer_info", "/metrics", "/slots", "/props", "/openapi.json")
 _ERROR = {
     "type": "object",
@@ -62,7 +65,8 @@ _OLLAMA_ERROR = {"type": "object", "required": ["error"], "properties": {"error"
 def describe() -> dict[str, Any]:
     """The description, as a JSON object."""
     bodies = tuple(dict.fromkeys((*BODIES.values(), *DELETED.values())))
-    references, schemas = msgspec.json.schema_components(bodies, ref_template="#/components/schemas/{name}")
+    described = msgspec.json.schema_components(bodies, ref_template="#/components/schemas/{name}")
+    references, schemas = msgspec.json.decode(_OWN_NAMES.sub(rb'\1ToolCall"', msgspec.json.encode(described)))
     reference_of = dict(zip(bodies, references, strict=True))
     paths: dict[str, Any] = {path: {"get": {"responses": _answers(path)}} for path in (*_READ, *READ)}
     sent = [("post", *item) for item in BODIES.items()] + [("delete", *item) for item in DELETED.items()]

@@ -17,8 +17,8 @@ from localinfer.apps.server.replies.message_fields import (
     ChatMessage,
     CustomInput,
     FunctionCall,
+    MessageToolCall,
     Role,
-    ToolCall,
     ToolName,
     Tools,
     custom_arguments,
@@ -118,7 +118,7 @@ def item_messages(items: Iterable[InputItem], place: Callable[[int], str]) -> li
                 arguments = custom_arguments(item.input or "") if is_custom else item.arguments
                 function = FunctionCall(joined_name(item.namespace, item.name), arguments)
                 reply = messages[-1] if is_open else begin_reply(None)
-                reply.tool_calls = [*(reply.tool_calls or ()), ToolCall(function, item.call_id, "function")]
+                reply.tool_calls = [*(reply.tool_calls or ()), MessageToolCall(function, item.call_id, "function")]
                 is_open = True
             case "function_call_output" | "custom_tool_call_output":
                 text = joined_text(item.output, f"{place(index)}.output")

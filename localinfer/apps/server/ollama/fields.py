@@ -13,7 +13,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from localinfer.apps.server.replies.fields import GenerationFields, ResponseFormat, given
-from localinfer.apps.server.replies.message_fields import ChatMessage, FunctionCall, Role, ToolCall, template_messages
+from localinfer.apps.server.replies.message_fields import (
+    ChatMessage,
+    FunctionCall,
+    MessageToolCall,
+    Role,
+    template_messages,
+)
 from localinfer.apps.server.replies.service import service_of
 from localinfer.apps.server.router.models import ModelRegistry, ServedModel
 from localinfer.apps.server.transport.bodies import unless_gone
@@ -332,7 +338,7 @@ def _read(message: OllamaMessage, path: str, calls: _OpenCalls) -> ChatMessage:
         )
     check_no_images(message.images, f"{path}.images")
     made = [
-        ToolCall(FunctionCall(call.function.name, call.function.arguments or {}), calls.add(call), "function")
+        MessageToolCall(FunctionCall(call.function.name, call.function.arguments or {}), calls.add(call), "function")
         for call in message.tool_calls or ()
     ]
     return ChatMessage(

@@ -28,7 +28,7 @@ class FunctionCall(msgspec.Struct, forbid_unknown_fields=True):
     arguments: str | dict[str, Any] | None = None
 
 
-class ToolCall(msgspec.Struct, forbid_unknown_fields=True):
+class MessageToolCall(msgspec.Struct, forbid_unknown_fields=True):
     """A tool call that an assistant made. index: ignored, as calls stand in their order."""
 
     function: FunctionCall
@@ -49,7 +49,7 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
     role: Role
     content: str | list[dict[str, Any]] | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: list[MessageToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
@@ -221,7 +221,7 @@ def chat_messages(message: InputMessage, path: str) -> list[ChatMessage]:
     results: list[ChatMessage] = []
     texts: list[str] = []
     reasoning: list[str] = []
-    calls: list[ToolCall] = []
+    calls: list[MessageToolCall] = []
     for index, block in enumerate(message.content):
         place = f"{path}[{index}]"
         _check_block(block, place)
@@ -231,7 +231,7 @@ def chat_messages(message: InputMessage, path: str) -> list[ChatMessage]:
             case {"type": "redacted_thinking"}:
                 continue
             case {"type": "tool_use", "id": str(call_id), "name": str(name), "input": dict(arguments)}:
-                calls.append(ToolCall(FunctionCall(name, arguments), call_id, "function"))
+                calls.append(MessageToolCall(FunctionCall(name, arguments), call_id, "function"))
             case {"type": "tool_result", "tool_use_id": str(call_id)}:
                 content = text_of(block.get("content") or "", f"{place}.content")
                 results.append(ChatMessage("tool", content, tool_call_id=call_id))

@@ -180,18 +180,11 @@ class ReplyRelay:
     def settle(self, used: int) -> None:
         """What was used is told at the request's end."""
 
-    def opening(self, index: int, open_stream: "Callable[[], TextStream]") -> "Callable[[], TextStream]":
-        """A call that opens a text's stream, from where another process left it."""
+    def resume(self, index: int, stream: "TextStream", _: Callable[[], bool]) -> None:
+        """Stage of a text: let its stream continue from where another process left it."""
         begun = self.text(index)
-        if begun is None:
-            return open_stream
-
-        def opened() -> "TextStream":
-            stream = open_stream()
+        if begun is not None:
             stream.resume(begun)
-            return stream
-
-        return opened
 
     def reply_begun(self, reply: "Reply") -> None:
         """Note a reply, unless another process did; then it has the same names and slots here."""

@@ -13,7 +13,7 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from localinfer.apps.server.operation.observation import LatencyTracker, Metrics
 from localinfer.apps.server.replies.relay import ReplyRelay
@@ -113,18 +113,24 @@ class ServerState:
     barrier: AdmissionBarrier = field(default_factory=AdmissionBarrier)
 
 
+class TextStage(Protocol):
+    """A stage of a text between its opened stream and its first event; called in the text's thread, one by one."""
+
+    def __call__(self, stream: "TextStream", is_cancelled: Callable[[], bool], /) -> object: ...
+
+
 @dataclass(frozen=True)
 class TextPlan:
-    """A text to be generated."""
+    """A text to be generated: opened, checked, announced to its client, prepared, and iterated."""
 
     open: Callable[[], "TextStream"]
     """Checks the request and returns the stream; may raise."""
     follows: int | None = None
     """Index of a text with the same prompt, whose first token this one awaits, to take its prompt from the cache."""
-    reserve: "Callable[[TextStream], None] | None" = None
-    """Called with the stream when the request was checked, before anything is computed; may raise."""
-    prepare: "Callable[[TextStream, Callable[[], bool]], None] | None" = None
-    """Called before the first event, with the stream and whether it was cancelled; must not raise."""
+    checks: Sequence[TextStage] = ()
+    """Stages before the text is announced; they may raise, and refuse it."""
+    preparations: Sequence[TextStage] = ()
+    """Stages between that and the first event; they must not raise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,14 +169,23 @@ ReplyEvent = Token | End | Silence
 _Item = ReplyEvent | _Started | _Failure
 
 
+class ReplyOwner(Protocol):
+    """Holder of what a reply uses; called on the event loop."""
+
+    def end(self, reply: "Reply") -> None:
+        """Count a reply: once, before its last event is given to be sent, or else when it is closed."""
+
+    def close(self, reply: "Reply") -> None:
+        """Release what a reply has used; once."""
+
+
 class Reply:
     """The texts of one request, from admission to the last event. Made, iterated and closed on the event loop.
 
     id: names the request to clients. tenant: whom it belongs to, where clients are kept apart. slot_ids: one per text,
     where it shows among the slots. relay: by what it is passed on, if it is. notices: what was noted of the request.
     stats, finish_reasons: one per text, None until its end was taken. failure: what `events` raised. prompt_tokens: one
-    per text, known after `start`. token: its client's, by name. on_ended: called once, before the last event is given
-    to be sent, or else when it is closed.
+    per text, known after `start`. token: its client's, by name. owner: told of its end.
     """
 
     def __init__(
@@ -179,10 +194,8 @@ class Reply:
         lease: Lease,
         plans: Sequence[TextPlan],
         state: ServerState,
-        on_close: Callable[["Reply"], None],
+        owner: ReplyOwner,
         relay: ReplyRelay | None = None,
-        *,
-        on_ended: Callable[["Reply"], None] = lambda reply: None,
     ) -> None:
         self.id = reply_id
         self.llm = lease.llm
@@ -190,8 +203,6 @@ class Reply:
         self.fingerprint = lease.fingerprint
         self.created = int(time.time())
         self.relay = relay
-        if relay is not None:
-            plans = [replace(plan, open=relay.opening(index, plan.open)) for index, plan in enumerate(plans)]
         self.opened_seconds = time.monotonic()
         self.is_cancelled = False
         self.slot_ids: list[int] = []
@@ -212,8 +223,8 @@ class Reply:
         self._barrier: AdmissionBarrier | None = state.barrier
         state.barrier.begin()
         self._early: deque[_Item] = deque()
-        self._on_close = on_close
-        self._on_ended: Callable[[Reply], None] | None = on_ended
+        self._owner = owner
+        self._has_told_end = False
         self._is_closed = False
         self._last_item_seconds = 0.0
         self._ping_timer: asyncio.TimerHandle | None = None
@@ -337,7 +348,7 @@ class Reply:
             self._ping_timer.cancel()
         self.cancel()
         self._tell_ended()
-        self._on_close(self)
+        self._owner.close(self)
 
     def join(self, seconds: float) -> None:
         """Wait for the texts to end. Called off the event loop."""
@@ -350,9 +361,9 @@ class Reply:
             self.relay.text_begun(index, text.prompt_ids, stats.seed)
 
     def _tell_ended(self) -> None:
-        told, self._on_ended = self._on_ended, None
-        if told is not None:
-            told(self)
+        if not self._has_told_end:
+            self._has_told_end = True
+            self._owner.end(self)
 
     def _open_barrier(self) -> None:
         if self._barrier is not None:
@@ -451,18 +462,22 @@ class _Text:
     def _generate(self) -> str:
         """Run the stream to its end, or until cancelled; return how it ended."""
         put, tick, index = self._put, self._latency.tick, self.index
+
+        def is_cancelled() -> bool:
+            return self._is_cancelled
+
         ending = "length"
         with closing(self._plan.open()) as stream:
             with self._lock:
                 self._stream = stream
                 if self._is_cancelled:
                     stream.cancel()
-            if self._plan.reserve is not None:
-                self._plan.reserve(stream)
+            for check in self._plan.checks:
+                check(stream, is_cancelled)
             self.prompt_ids = stream.token_ids
             put(_Started(index, stream.prompt_tokens))
-            if self._plan.prepare is not None:
-                self._plan.prepare(stream, lambda: self._is_cancelled)
+            for prepare in self._plan.preparations:
+                prepare(stream, is_cancelled)
             self._state.barrier.wait()
             try:
                 for event in stream:

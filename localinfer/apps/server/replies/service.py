@@ -4,7 +4,6 @@ Paths are served with and without `/v1`."""
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -32,8 +31,8 @@ from localinfer.apps.server.replies.clients import (
     salt_options,
     tenant_of,
 )
-from localinfer.apps.server.replies.relay import RELAY, ReplyRelay
-from localinfer.apps.server.replies.reply import Reply, ServerState, TextPlan
+from localinfer.apps.server.replies.relay import RELAY, ReplyRelay, Resumption
+from localinfer.apps.server.replies.reply import Reply, ServerState, TextPlan, TextStage
 from localinfer.apps.server.router.model_folder import ModelSource
 from localinfer.apps.server.router.models import Lease, ModelRegistry
 from localinfer.apps.server.transport.bodies import Bodies, unless_gone
@@ -156,14 +155,9 @@ class SlotText:
     """The option with which it was generated."""
     _stream: "TextStream | None" = field(default=None, repr=False)
 
-    def opening(self, open_stream: "Callable[[], TextStream]") -> "Callable[[], TextStream]":
-        """A call that opens this text's stream; any thread may make it."""
-
-        def opened() -> "TextStream":
-            stream = self._stream = open_stream()
-            return stream
-
-        return opened
+    def show(self, stream: "TextStream", _: Callable[[], bool]) -> None:
+        """Stage of a text: show its stream in the slot."""
+        self._stream = stream
 
     def end(self) -> None:
         """Keep what the text was, and let go of all else: a model that is unloaded must not live on here."""
@@ -427,7 +421,8 @@ class Service:
         reply: Reply | None = None
         try:
             record = record_of(request.scope)
-            record.reply = reply = self._admit(lease, kind, plan(lease.llm), session, id_slot, record, relay)
+            asked = _AskedTexts(kind, plan(lease.llm), record, session, id_slot, relay)
+            record.reply = reply = self._admit(lease, asked)
             await reply.start()
         except BaseException:
             if reply is not None:
@@ -436,86 +431,130 @@ class Service:
             raise
         return reply
 
-    def _admit(
-        self,
-        lease: Lease,
-        kind: str,
-        plans: Sequence[TextPlan],
-        session: str | None,
-        id_slot: int | None,
-        record: RequestRecord,
-        relay: ReplyRelay | None,
-    ) -> Reply:
-        place = (record.tenant, session or "")
-        former = self._sessions.pop(place, None) if session else None
+    def _admit(self, lease: Lease, asked: "_AskedTexts") -> Reply:
+        """Make a reply, to be started. Raises: ApiError where it is one too many, and for a slot that is not there."""
+        former = None if asked.session is None else self._sessions.pop(asked.session, None)
         if former is not None:
             reason = "a newer request with the same prompt_cache_key took its place"
             former.fail(ApiError(409, reason, code="superseded"))
-        resumption = None if relay is None else relay.resumption
-        if resumption is None:
-            # What another process has taken on is not given up.
+        record, relay = asked.record, asked.relay
+        if asked.resumption is None:
+            # A reply that another process began is not refused.
             present = [reply for reply in self._replies.values() if not reply.is_cancelled]
             running = sum(reply.num_texts for reply in present)
             is_first = bool(record.token) and all(reply.token != record.token for reply in present)
-            check_generations(running, len(plans), self.settings.max_generations, is_first=is_first)
-            check_queue(record.token, len(plans), self._replies.values(), self.settings)
-        reply_id = identifier(kind) if resumption is None else resumption.reply_id
-        slots = [
-            self.slots.take(lease.model_id, reply_id, None if index else id_slot, record.tenant, record.cache_salt)
-            for index in range(len(plans))
-        ]
-        transfer = self.kv_transfer
-        prepare = None if transfer is None else partial(transfer.prepare, lease.llm, lease.model_id)
-        # Who relays a reply holds its client's limits.
-        reservation = Reservation(self.limiter, record.token) if relay is None else relay
-        copies, room = Counter(plan.follows for plan in plans), lease.llm.context_length
-        in_slots = [
-            replace(
-                plan,
-                open=plan.open if slot is None else slot.opening(plan.open),
-                prepare=prepare,
-                reserve=None if plan.follows is not None else partial(_reserve, reservation, 1 + copies[index], room),
-            )
-            for index, (plan, slot) in enumerate(zip(plans, slots, strict=True))
-        ]
-
-        def count(reply: Reply) -> None:
-            num_running = sum(other.num_texts for other in self._replies.values())
-            for index in range(reply.num_texts):
-                if (stats := reply.stats_so_far(index)) is not None:
-                    self.totals.count_text(stats, num_running)
-            reservation.settle(sum(reply.num_used()))
-            lengths = [0 if one is None else one.completion_tokens for one in reply.stats]
-            self.metrics.vllm.count_request(reply.model_id, lengths, record.max_tokens)
-
-        def forget(reply: Reply) -> None:
-            self._replies.pop(reply.id, None)
-            for slot in slots:
-                if slot is not None:
-                    slot.end()
-            if session and self._sessions.get(place) is reply:
-                del self._sessions[place]
-            lease.close()
-
+            check_generations(running, len(asked.plans), self.settings.max_generations, is_first=is_first)
+            check_queue(record.token, len(asked.plans), self._replies.values(), self.settings)
         assert self._state is not None, "the service is not open"
-        reply = Reply(reply_id, lease, in_slots, self._state, forget, relay, on_ended=count)
+        admitted = _Admission(self, lease, asked)
+        reply = Reply(admitted.reply_id, lease, admitted.plans(), self._state, admitted, relay)
         reply.tenant, reply.token, reply.notices = record.tenant, record.token, tuple(record.notices)
-        reply.slot_ids = [NO_SLOT if slot is None else slot.slot_id for slot in slots]
+        reply.slot_ids = [NO_SLOT if slot is None else slot.slot_id for slot in admitted.slots]
         if relay is not None:
             relay.reply_begun(reply)
         self._replies[reply.id] = reply
-        if session:
-            self._sessions[place] = reply
+        if asked.session is not None:
+            self._sessions[asked.session] = reply
         return reply
 
+    def count(self, reply: Reply) -> None:
+        """Count the texts of a reply that has ended."""
+        num_running = sum(other.num_texts for other in self._replies.values())
+        for index in range(reply.num_texts):
+            if (stats := reply.stats_so_far(index)) is not None:
+                self.totals.count_text(stats, num_running)
 
-def _reserve(reservation: Reservation | ReplyRelay, num_texts: int, context_length: int, stream: "TextStream") -> None:
-    """Take the tokens of a prompt, and of as many texts of it as are made. Raises: ApiError 429."""
-    prompt, request = stream.prompt_tokens, stream.request
-    most = prompt + num_texts * max(0, request.last - request.prompt_length + 1)
-    # What may go on to the end of the context was given no maximum that anybody could count with.
-    is_open = most >= prompt + num_texts * (context_length - prompt)
-    reservation.reserve(prompt if is_open else most, most)
+    def forget(self, reply: Reply, session: tuple[str, str] | None) -> None:
+        """Let a reply be found no more, by its id and its session."""
+        self._replies.pop(reply.id, None)
+        if session is not None and self._sessions.get(session) is reply:
+            del self._sessions[session]
+
+
+@dataclass(frozen=True)
+class _AskedTexts:
+    """Texts that a request asks for."""
+
+    kind: str
+    """Prefix of the reply's id."""
+    plans: Sequence[TextPlan]
+    record: RequestRecord
+    session_name: str | None
+    """Name under which a newer reply ends an older one."""
+    id_slot: int | None
+    """Slot of the first text, None for any."""
+    relay: ReplyRelay | None
+
+    @property
+    def session(self) -> tuple[str, str] | None:
+        """The session, kept apart by owner; None without a name."""
+        return (self.record.tenant, self.session_name) if self.session_name else None
+
+    @property
+    def resumption(self) -> Resumption | None:
+        """Progress of another process with the reply."""
+        return None if self.relay is None else self.relay.resumption
+
+
+class _Admission:
+    """What a reply holds of a service between its admission and its end; the `ReplyOwner` of the reply."""
+
+    def __init__(self, service: Service, lease: Lease, asked: _AskedTexts) -> None:
+        self._service, self._lease, self._asked = service, lease, asked
+        record, resumption = asked.record, asked.resumption
+        self.reply_id = identifier(asked.kind) if resumption is None else resumption.reply_id
+        self.slots = [
+            service.slots.take(
+                lease.model_id, self.reply_id, None if index else asked.id_slot, record.tenant, record.cache_salt
+            )
+            for index in range(len(asked.plans))
+        ]
+        # The process that relays a reply holds its client's limits.
+        self._reservation = asked.relay or Reservation(service.limiter, record.token)
+
+    def plans(self) -> list[TextPlan]:
+        """The plans of the texts with all their stages."""
+        transfer, lease = self._service.kv_transfer, self._lease
+        preparations = [] if transfer is None else [partial(transfer.prepare, lease.llm, lease.model_id)]
+        return [
+            replace(plan, checks=self._checks(index, plan), preparations=preparations)
+            for index, plan in enumerate(self._asked.plans)
+        ]
+
+    def _checks(self, index: int, plan: TextPlan) -> list[TextStage]:
+        """Stages before a text is announced: show it in its slot, resume it, and take the tokens of its prompt."""
+        found: list[TextStage] = []
+        if (slot := self.slots[index]) is not None:
+            found.append(slot.show)
+        if self._asked.relay is not None:
+            found.append(partial(self._asked.relay.resume, index))
+        if plan.follows is None:
+            copies = sum(other.follows == index for other in self._asked.plans)
+            found.append(partial(self._reserve, 1 + copies))
+        return found
+
+    def _reserve(self, num_texts: int, stream: "TextStream", _: Callable[[], bool]) -> None:
+        """Take the tokens of a prompt, and of as many texts of it as are made. Raises: ApiError 429."""
+        prompt, request = stream.prompt_tokens, stream.request
+        most = prompt + num_texts * max(0, request.last - request.prompt_length + 1)
+        # What may go on to the end of the context was given no maximum that anybody could count with.
+        is_open = most >= prompt + num_texts * (self._lease.llm.context_length - prompt)
+        self._reservation.reserve(prompt if is_open else most, most)
+
+    def end(self, reply: Reply) -> None:
+        """Count the texts, and give back the tokens that were not used."""
+        self._service.count(reply)
+        self._reservation.settle(sum(reply.num_used()))
+        lengths = [0 if one is None else one.completion_tokens for one in reply.stats]
+        self._service.metrics.vllm.count_request(reply.model_id, lengths, self._asked.record.max_tokens)
+
+    def close(self, reply: Reply) -> None:
+        """Release the slots, the session and the model."""
+        self._service.forget(reply, self._asked.session)
+        for slot in self.slots:
+            if slot is not None:
+                slot.end()
+        self._lease.close()
 
 
 def reserve_prompts(request: Request, num_tokens: int) -> None:
