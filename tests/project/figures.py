@@ -39,6 +39,7 @@ _BESIDE = ("kernels/built_sources.py", "kernels/versions.py", "kernels/address_s
 _SHORT = 80
 _IMPORT = re.compile(r"^[ \t]*(?:import ([^\n(]+)|from ([\w.]+) import (\([^)]*\)|[^\n(]*))", re.MULTILINE)
 _CLASS = re.compile(r"^(?:@(?:[^\n]*\n(?:[ )][^\n]*\n)*))*class [^\n]*\n(?:(?:[ )][^\n]*)?\n)*", re.MULTILINE)
+_QUESTION = re.compile(r'"""(?:What|Whether|Who|Whose|Which|Where|How)\b')
 _OPTIONS = ("gpu_layers", "kv_window", "ttft_objective")
 _LOAD = """
 import sys, localinfer
@@ -155,6 +156,11 @@ def explained_above() -> list[str]:
     return found
 
 
+def question_words() -> list[str]:
+    """Modules of docstrings that begin with a question word, in place of a noun or a verb."""
+    return [name for name, path in sources().items() for _ in _QUESTION.findall(text_of(path))]
+
+
 def option_files(option: str) -> list[Path]:
     """Files of the packages that name an option."""
     return [path for path in sources().values() if option in text_of(path)]
@@ -205,6 +211,7 @@ def main() -> None:
     print("rows of the import contract: {}, contracts beside it: {}".format(*contract_rows()))
     print(f"records explained above their fields: {len(above)}")
     print(f"class names that stand for two things: {len(doubled)}")
+    print(f"docstrings that begin with a question word: {len(question_words())}")
     for option in _OPTIONS:
         print(f"files that name {option}: {len(option_files(option))}")
     if options.names:

@@ -153,7 +153,7 @@ def check_module(name: str, arguments: list[str]) -> None:
 
 
 def check_install(arguments: list[str]) -> None:
-    """What pip is told to install is here: this project, with extras that it has."""
+    """Pip installs this project, with extras that it has."""
     extras = tomllib.loads(read("pyproject.toml"))["project"]["optional-dependencies"]
     assert arguments[0] == "install"
     for word in arguments[1:]:

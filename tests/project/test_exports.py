@@ -27,13 +27,13 @@ INTERNAL = {
     ("TextStream", "resume(text)"),
     ("KVEventPublisher", "attach(return)"),
 }
-"""What is public for other packages of localinfer, not for programs, and what an LLM is to a session."""
+"""Public to other packages of localinfer and not to programs; the part of an LLM that a session uses."""
 
 EXPORTED = {name: getattr(localinfer, name) for name in localinfer.__all__ if name != "errors"}
 
 
 def imported_names(module: Any) -> dict[str, Any]:
-    """What a module imports for type checkers only, as well as the rest."""
+    """Imports of a module, with those for type checkers only."""
     names: dict[str, Any] = {}
     for node in ast.walk(ast.parse(inspect.getsource(module))):
         if not isinstance(node, ast.If) or ast.unparse(node.test) != "TYPE_CHECKING":
@@ -66,7 +66,7 @@ def classes_in(annotation: Any) -> Iterator[type]:
 
 
 def calls_of(value: Any) -> Iterator[tuple[str, Any]]:
-    """What can be called or read of an export: itself, or its public methods and properties."""
+    """The members of an export: itself, or its public methods and properties."""
     if not inspect.isclass(value):
         yield "", value
         return

@@ -40,7 +40,7 @@ def section(name: str, title: str) -> str:
 
 
 def missing(cell: str) -> list[str]:
-    """What a cell of a table names and is not there."""
+    """Files and names of a cell of a table that do not exist."""
     found = []
     for path, names in _PLACE.findall(cell):
         if not (REPOSITORY / path).is_file():

@@ -1,4 +1,4 @@
-"""What is installed: every folder of code is a package, listed by name, and nothing else comes along."""
+"""Installed packages: every folder of code is a package, listed by name, and nothing else comes along."""
 
 import re
 import subprocess
@@ -23,7 +23,7 @@ from tests.support.limits import seconds
 REPOSITORY = Path(__file__).resolve().parents[2]
 FOLDERS = ("localinfer", "kernels", "models", "quant")
 CORE = {"numpy", "numba", "llvmlite", "tokenizers", "jinja2", "platformdirs", "psutil"}
-"""What loads, completes and chats."""
+"""Packages that load, complete and chat."""
 
 
 @pytest.fixture(scope="module")

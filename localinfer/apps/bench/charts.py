@@ -81,8 +81,8 @@ def roofline_figure(record: Record) -> "Figure":
             intensity, rate = _intensity(entry), entry["multiply_adds_per_second"]
             names.append(f"{number}  {entry['name']}, {100 * _share(entry, phase):.0f} %")
             # Overlapping markers share one label.
-            place = (round(8 * math.log10(intensity)), round(8 * math.log10(rate or 1.0)))
-            labels.setdefault(place, []).append((intensity, rate, str(number)))
+            cell = (round(8 * math.log10(intensity)), round(8 * math.log10(rate or 1.0)))
+            labels.setdefault(cell, []).append((intensity, rate, str(number)))
         for marks in labels.values():
             text = ", ".join(number for _, _, number in marks)
             offset = (9, 7 if index else -11)

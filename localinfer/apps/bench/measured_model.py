@@ -102,7 +102,7 @@ class MeasuredModel(Closing):
         return LeastWork(*map(sum, zip(*works, strict=True)))
 
     def time_operations(self, start: int, token_ids: Sequence[int], repetitions: int) -> list[OperationTime]:
-        """Time every op in its place in the tape: medians over runs that compute one batch op by op.
+        """Time every op at its position in the tape: medians over runs that compute one batch op by op.
 
         The time of an empty run is subtracted, so times are accurate to about a microsecond.
         """

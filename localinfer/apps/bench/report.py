@@ -86,8 +86,8 @@ def render_speculation(record: Record) -> str:
     for name, text in record["texts"].items():
         speedup = text["speedup"]
         ratio = f"{speedup['median']:.2f} ({min(speedup['values']):.2f} to {max(speedup['values']):.2f})"
-        places = zip(text["accepted_by_position"], text["drafted_by_position"], strict=True)
-        shares = "  ".join(f"{100 * accepted / drafted:.0f} %" for accepted, drafted in places if drafted)
+        counts = zip(text["accepted_by_position"], text["drafted_by_position"], strict=True)
+        shares = "  ".join(f"{100 * accepted / drafted:.0f} %" for accepted, drafted in counts if drafted)
         lines += [
             "",
             f"{name}: {record['settings']['decode']} tokens",

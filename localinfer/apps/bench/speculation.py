@@ -108,7 +108,7 @@ def _text_record(samples: list[tuple[float, float, SpeculationRecord]]) -> Recor
     plain_rates, rates, records = zip(*samples, strict=True)
     drafted = [sum(counts) for counts in zip(*(record.drafted for record in records), strict=True)]
     accepted = [sum(counts) for counts in zip(*(record.accepted for record in records), strict=True)]
-    deepest = max((place + 1 for place, count in enumerate(drafted) if count), default=0)
+    deepest = max((index + 1 for index, count in enumerate(drafted) if count), default=0)
     passes = sum(record.forward_passes for record in records)
     return {
         "plain_tokens_per_second": summarize(plain_rates),

@@ -113,7 +113,7 @@ def rerank_command(
     """Sort documents by their relevance to QUERY, as a reranker scores them.
 
     Without DOCUMENT and --file, each line of standard input is a document. Prints a line for each: its score, from 0 to
-    1 unless --no-normalize is given, its place among those given, from 0, and its text.
+    1 unless --no-normalize is given, its index among those given, from 0, and its text.
     """
     check_text(query, "QUERY")
     wanted = _texts(documents, files, "DOCUMENT")

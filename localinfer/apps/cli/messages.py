@@ -35,12 +35,12 @@ def wrap_words(text: str, width: int, *, hanging: int = 0, measure: Callable[[st
     for line in text.split("\n"):
         column = 0
         words = line.split(" ")
-        for place, word in enumerate(words):
+        for index, word in enumerate(words):
             columns = measure(word)
-            if place and column + 1 + columns < width:
+            if index and column + 1 + columns < width:
                 made.append(" " + word)
                 column += 1 + columns
-            elif place and word:
+            elif index and word:
                 made.append("\n" + " " * hanging + word)
                 column = hanging + columns
             else:
@@ -242,8 +242,8 @@ def _owner_of(option: str, command: click.Command, group: click.Group) -> str | 
     if not owners:
         return None
     best = next((name for name in ("chat", "run", "serve") if name in owners), owners[0])
-    place = "comes after a command" if command is group else f"is an option of {', '.join(owners)}"
-    return f"{option} {place}: type `localinfer {best} {option} ...`."
+    what = "comes after a command" if command is group else f"is an option of {', '.join(owners)}"
+    return f"{option} {what}: type `localinfer {best} {option} ...`."
 
 
 def _with_option(words: str, command: click.Command, group: click.Group) -> str | None:

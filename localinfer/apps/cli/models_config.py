@@ -58,11 +58,13 @@ def read_models_config(path: str | None, options: LoadOptions) -> ModelsConfig:
 
     if path is None:
         return ModelsConfig(ModelSettings())
-    place = expand_home(path)
+    location = expand_home(path)
     try:
-        file = TomlFile(place, _WAY_OUT)
+        file = TomlFile(location, _WAY_OUT)
     except (FileNotFoundError, NotADirectoryError):
-        raise RequestError(f"the file {place} of --models-config does not exist; write it, or name another") from None
+        raise RequestError(
+            f"the file {location} of --models-config does not exist; write it, or name another"
+        ) from None
     file.checked([], file.content, {_DEFAULTS: _kept, _MODELS: _kept})
     reader = _EntryReader(file, options)
     defaults = reader.read((_DEFAULTS,), file.table(file.content, _DEFAULTS), ModelEntry("", ModelSettings()))

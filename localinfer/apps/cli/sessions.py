@@ -22,7 +22,7 @@ _FORMATS = {".json": "json", ".md": "markdown", ".markdown": "markdown"}
 
 
 def complete_name(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
-    """The names that begin with what is typed, for the completion of a shell, which has no place for warnings."""
+    """Names that begin with the typed text, for the completion of a shell, which shows no warnings."""
     with redirect_stderr(io.StringIO()):
         try:
             names = [summary.name for summary in _store().list()]

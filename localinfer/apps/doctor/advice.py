@@ -155,10 +155,10 @@ def _models(models: Facts, facts: Facts) -> Iterator[Advice]:
 
 
 def _disk(disk: Facts, facts: Facts) -> Iterator[Advice]:
-    for what, place in disk.items():
-        if place["free_bytes"] < _LOW_DISK_BYTES:
-            free = place["free_bytes"] / 1e9
-            yield Advice(f"Only {free:.1f} GB are free for {what} in {place['folder']}: what is cached is deleted soon")
+    for what, usage in disk.items():
+        if usage["free_bytes"] < _LOW_DISK_BYTES:
+            free = usage["free_bytes"] / 1e9
+            yield Advice(f"Only {free:.1f} GB are free for {what} in {usage['folder']}: what is cached is deleted soon")
 
 
 def _first_start(kernels: Facts, facts: Facts) -> Iterator[Advice]:

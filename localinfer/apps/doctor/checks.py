@@ -307,10 +307,10 @@ def _disk() -> Facts:
     from localinfer.storage.hub.places import Places
 
     models = Places.of_user().hub_cache
-    places = {"caches": user_folder("cache"), "state": user_folder("state"), "models": models}
+    folders = {"caches": user_folder("cache"), "state": user_folder("state"), "models": models}
     return {
         what: {"folder": str(folder), "free_bytes": usage.free, "total_bytes": usage.total}
-        for what, folder in places.items()
+        for what, folder in folders.items()
         if folder is not None
         for usage in [shutil.disk_usage(_existing(folder))]
     }
@@ -318,7 +318,7 @@ def _disk() -> Facts:
 
 def _existing(folder: Path) -> Path:
     """The folder, or the nearest one above it that exists."""
-    return next((place for place in (folder, *folder.parents) if place.exists()), folder)
+    return next((one for one in (folder, *folder.parents) if one.exists()), folder)
 
 
 def _gpu() -> Facts:

@@ -159,8 +159,8 @@ def _prompt_cache(cache: Facts) -> Iterator[Row]:
 
 
 def _disk(disk: Facts) -> Iterator[Row]:
-    for what, place in disk.items():
-        yield what, f"{_size(place['free_bytes'])} free of {_size(place['total_bytes'])} for {place['folder']}"
+    for what, usage in disk.items():
+        yield what, f"{_size(usage['free_bytes'])} free of {_size(usage['total_bytes'])} for {usage['folder']}"
 
 
 def _versions(versions: Facts) -> Iterator[Row]:

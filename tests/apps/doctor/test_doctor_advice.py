@@ -1,4 +1,4 @@
-"""What `localinfer doctor` advises follows from facts alone, most effective first."""
+"""Advice of `localinfer doctor` follows from facts alone, most effective first."""
 
 import copy
 from typing import Any
@@ -19,7 +19,7 @@ def machine(**changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def texts(**changes: dict[str, Any]) -> list[str]:
-    """What is advised beyond what the calm machine gets."""
+    """Advice beyond that of the calm machine."""
     usual = {advice.text for advice in advise(CALM_MACHINE)}
     return [advice.text for advice in advise(machine(**changes)) if advice.text not in usual]
 

@@ -12,7 +12,7 @@ _NAMES = re.compile(rb'"(?:id|created|timings|cached_tokens)":(?:\{[^{}]*\}|"[^"
 
 
 def streamed(cluster: ServeProcess, body: dict[str, Any], killed_after: int | None = None) -> bytes:
-    """What a client receives, without what differs between two undisturbed runs: names, times, what was cached.
+    """A stream as received, without the parts that differ between two undisturbed runs: names, times, what was cached.
 
     killed_after: events, after which the replica that makes them is killed; the reply must be longer.
     """

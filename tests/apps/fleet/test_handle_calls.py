@@ -1,4 +1,4 @@
-"""What Serve is asked during a client's request: no two calls may be taken for the same, or end with the client."""
+"""Calls of handles during a client's request: Serve takes no two for the same, and none ends with the client."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator

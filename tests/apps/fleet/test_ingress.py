@@ -549,6 +549,6 @@ def test_an_engine_behind_the_ingress_answers_and_counts_as_one_server(tmp_path)
 
 
 def steady(response: httpx.Response) -> tuple[str, ...]:
-    """What of an answer two servers have alike."""
+    """The part of an answer that is equal on two servers."""
     body = re.sub(r'"(?:id|created|timings)":(?:\{[^{}]*\}|"[^"]*"|\d+),?', "", response.text)
     return body, *(response.headers[f"x-ratelimit-limit-{kind}"] for kind in ("requests", "tokens"))

@@ -99,7 +99,7 @@ async def handovers(engine: EngineReplica) -> dict[str, int]:
 
 @pytest.fixture(scope="module")
 def wanted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What one process answers that computes all itself."""
+    """The answer of one process that computes all itself."""
     folder = tmp_path_factory.mktemp("alone")
 
     async def alone() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Which replica a prompt is sent to, how beginnings of prompts are compared, and what a choice costs."""
+"""The replica of a prompt, the comparison of prefixes, and the cost of a choice."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What somebody reads who has not installed Ray."""
+"""The error without Ray."""
 
 import pytest
 
