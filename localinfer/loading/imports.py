@@ -33,7 +33,7 @@ MODULES = (
     "localinfer.kernels.cpu.lower",
     "localinfer.quant.gguf.reader",
     "localinfer.models.decoder.config",
-    "localinfer.quant.checkpoint.groups",
+    "localinfer.quant.checkpoint.model_file",
     "localinfer.models.decoder.architectures",
     "localinfer.models.decoder.decoder",
     "localinfer.models.text.tokenizer",

@@ -16,7 +16,6 @@ from localinfer.models.decoder.gemma_blocks import misfit, write_assistant
 from localinfer.models.load.model_changes import ModelChanges, apply_changes, note_unknown_settings
 from localinfer.models.load.placement import DeviceRequest
 from localinfer.models.load.weights import CpuWeights
-from localinfer.quant.checkpoint.folder import open_folder
 from localinfer.quant.checkpoint.model_file import ModelFile
 from localinfer.quant.gguf.reader import GGUFFile, read_gguf
 from localinfer.types import ProgressCallback
@@ -76,6 +75,7 @@ def is_assistant(path: str | os.PathLike[str]) -> bool:
     """
     if os.path.isdir(path):
         from localinfer.models.checkpoint.families import find_family
+        from localinfer.quant.checkpoint.folder import open_folder
 
         with open_folder(path) as folder:
             return find_family(folder.config).architecture in OF_ANOTHER_CACHE

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,13 +39,15 @@ from localinfer.kernels.layouts import (
 )
 from localinfer.kernels.ops import EmbeddingTable, LinearWeight, OpGraph
 from localinfer.models.decoder.config import ModelConfig
-from localinfer.quant.checkpoint.groups import GroupedMatrix, kernel_layout, kernel_rows
 from localinfer.quant.checkpoint.model_file import ModelFile
 from localinfer.quant.formats.dequantize import dequantize
 from localinfer.quant.formats.types import TensorType, row_bytes
 from localinfer.quant.gguf.mapped_file import FileStretch
 from localinfer.quant.pipeline.conversion import conversion_note, convert, layout_of, runs_directly
 from localinfer.types import FloatArray, ProgressCallback
+
+if TYPE_CHECKING:
+    from localinfer.quant.checkpoint.groups import GroupedMatrix
 
 _WHOLE_BYTES = 4 << 20
 """Tables up to this size are read at once, in a millisecond or two."""
@@ -220,27 +222,27 @@ class CpuWeights:
         data = packed.data[: packed.tile_bytes * num_tiles(rows.stop)]
         return replace(whole, num_rows=rows.stop, packed=replace(packed, num_rows=rows.stop, data=data))
 
-    def _grouped_linear(self, name: str, matrices: Sequence[GroupedMatrix], rows: slice | None) -> LinearWeight:
+    def _grouped_linear(self, name: str, matrices: "Sequence[GroupedMatrix]", rows: slice | None) -> LinearWeight:
         """Pack a checkpoint's codes; columns in act-order are sorted by group, and the tape gathers the input alike."""
         if rows is not None:
             matrices = [matrix.rows(np.arange(matrix.shape[0])[rows]) for matrix in matrices]
         columns = None
-        layout = kernel_layout(matrices)
+        layout = matrices[0].layout(*matrices[1:])
         if not all(matrix.is_in_order for matrix in matrices):
             if len(matrices) > 1:
                 raise UnsupportedFormatError(
                     f"{name} is a stack of experts with act-order (desc_act) per expert; this version supports it in "
                     "single matrices only. Choose a copy quantized without desc_act."
                 )
-            columns, ordered = matrices[0].in_group_order()
-            layout = kernel_layout([ordered])
-            columns, matrices = (None, matrices) if layout is Layout.F32 else (columns, [ordered])
+            if layout is not Layout.F32:
+                columns, ordered = matrices[0].in_group_order()
+                matrices = [ordered]
         if layout is Layout.F32:
             self.notes[TensorType.F32] = _UNGROUPED_NOTE
         data = []
         for matrix in matrices:
             self._still_loading()
-            data.append(kernel_rows(matrix, layout))
+            data.append(matrix.kernel_rows(layout))
         num_rows, num_columns = matrices[0].shape
         joined = data[0] if len(data) == 1 else np.concatenate(data)
         packed = self._pack(layout, joined, len(matrices), num_rows, num_columns, done=self._still_loading)
@@ -436,14 +438,9 @@ class UnreadWeights(CpuWeights):
         if rows is not None:
             num_rows = len(range(*rows.indices(num_rows)))
         grouped = self._file.grouped(name)
-        if grouped is None:
-            layout = layout_of(info.type)
-        elif len(grouped) == 1 and not grouped[0].is_in_order:
-            columns, ordered = grouped[0].in_group_order()
-            layout = kernel_layout([ordered])
-            columns = None if layout is Layout.F32 else columns
-        else:
-            layout = kernel_layout(grouped)
+        layout = layout_of(info.type) if grouped is None else grouped[0].layout(*grouped[1:])
+        if grouped is not None and not grouped[0].is_in_order and layout is not Layout.F32:
+            columns, _ = grouped[0].in_group_order()
         data = self._untouched(experts * num_tiles(num_rows) * tile_bytes(layout, num_columns))
         packed = PackedWeight(layout, num_rows, num_columns, experts, data, columns)
         return LinearWeight(name, num_rows, num_columns, packed, experts)

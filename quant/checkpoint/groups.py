@@ -141,6 +141,38 @@ class GroupedMatrix(StoredMatrix):
             found["scales"] = np.ones((len(rows), len(groups), length // 16), np.int8)
         return found
 
+    def layout(self, *others: "GroupedMatrix") -> Layout:
+        """Return the smallest layout that holds this matrix and others of its shape exactly, float32 scales aside.
+
+        A single one with scattered groups is packed as `in_group_order` sorts it, unless that is F32.
+        """
+        matrices = (self, *others) if others or self.is_in_order else (self.in_group_order()[1],)
+        if any(matrix.run_groups(_BLOCK) is None or not matrix.scales_fit for matrix in matrices):
+            return Layout.F32
+        type = common_type(matrices)
+        if any(matrix.bits > 4 for matrix in matrices):
+            return Layout.INT8_32 if type is TensorType.F32 else Layout[type.name]
+        run = next(run for run in _LAYOUTS_BY_RUN if all(matrix.run_groups(run) is not None for matrix in matrices))
+        return Layout.Q4_0 if run < 128 and type is TensorType.Q4_0 else _LAYOUTS_BY_RUN[run]
+
+    def kernel_rows(self, layout: Layout) -> NDArray[np.uint8]:
+        """Return the rows as `kernels.cpu.weights.pack` takes them, in what `layout` gave."""
+        if layout.name in TensorType.__members__:
+            return self.gguf_bytes(TensorType[layout.name])
+        sizes = SIZES[layout]
+        num_rows, num_columns = self.shape
+        groups = self.run_groups(sizes.unit)
+        assert groups is not None, "`layout` has seen that there are such runs"
+        fields = [("d", "<f2"), ("zero", "<i2"), ("codes", "u1", sizes.file_bytes - 4)]
+        units = np.empty((num_rows, num_columns // sizes.unit), np.dtype(fields))
+        units["d"] = self.scales[:, groups]
+        units["zero"] = self.zeros[:, groups]
+        for rows in self.chunks():
+            codes = self.read(rows)
+            packed = codes if layout is Layout.INT8_32 else pack_bits(codes.reshape(-1, _BLOCK), 4, _BLOCK // 2)
+            units["codes"][rows] = packed.reshape(len(rows), *units["codes"].shape[1:])
+        return units.reshape(-1).view(np.uint8)
+
     def run_groups(self, length: int) -> NDArray[np.int32] | None:
         """int32[columns / length]: the group of each run of columns, None where one has several or columns are left."""
         if len(self.groups) % length:
@@ -192,43 +224,12 @@ def grouped_matrix(
     return GroupedMatrix(name, bits, np.ascontiguousarray(scales), zeros.astype(np.int16), groups, read_codes)
 
 
-def kernel_layout(matrices: Sequence[GroupedMatrix]) -> Layout:
-    """Return the smallest layout that holds all of some matrices of one shape exactly, float32 scales aside."""
-    if any(matrix.run_groups(_BLOCK) is None or not matrix.scales_fit for matrix in matrices):
-        return Layout.F32
-    type = common_type(matrices)
-    if any(matrix.bits > 4 for matrix in matrices):
-        return Layout.INT8_32 if type is TensorType.F32 else Layout[type.name]
-    run = next(run for run in _LAYOUTS_BY_RUN if all(matrix.run_groups(run) is not None for matrix in matrices))
-    return Layout.Q4_0 if run < 128 and type is TensorType.Q4_0 else _LAYOUTS_BY_RUN[run]
-
-
 def stored_form(matrices: Sequence[StoredMatrix]) -> StoredForm:
     """Describe how a weight (a matrix, or a stack of experts) is stored and the layout it runs in."""
     type, first = common_type(matrices), matrices[0]
     name, bits = type.name, bits_per_weight(type)
     grouped = [matrix for matrix in matrices if isinstance(matrix, GroupedMatrix)]
     if len(grouped) == len(matrices):
-        is_single = len(grouped) == 1 and not grouped[0].is_in_order
-        layout = kernel_layout([grouped[0].in_group_order()[1]] if is_single else grouped)
+        layout = grouped[0].layout(*grouped[1:])
         name, bits = layout.name, 8 * SIZES[layout].file_bytes / SIZES[layout].unit
     return StoredForm(first.description, name, bits, first.change, len(matrices))
-
-
-def kernel_rows(matrix: GroupedMatrix, layout: Layout) -> NDArray[np.uint8]:
-    """Return the rows of a matrix as `kernels.cpu.packing.pack` takes them, in what `kernel_layout` gave."""
-    if layout.name in TensorType.__members__:
-        return matrix.gguf_bytes(TensorType[layout.name])
-    sizes = SIZES[layout]
-    num_rows, num_columns = matrix.shape
-    groups = matrix.run_groups(sizes.unit)
-    assert groups is not None, "kernel_layout has seen that there are such runs"
-    fields = [("d", "<f2"), ("zero", "<i2"), ("codes", "u1", sizes.file_bytes - 4)]
-    units = np.empty((num_rows, num_columns // sizes.unit), np.dtype(fields))
-    units["d"] = matrix.scales[:, groups]
-    units["zero"] = matrix.zeros[:, groups]
-    for rows in matrix.chunks():
-        codes = matrix.read(rows)
-        packed = codes if layout is Layout.INT8_32 else pack_bits(codes.reshape(-1, _BLOCK), 4, _BLOCK // 2)
-        units["codes"][rows] = packed.reshape(len(rows), *units["codes"].shape[1:])
-    return units.reshape(-1).view(np.uint8)

@@ -2,15 +2,17 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.errors import TokenizerError
-from localinfer.quant.checkpoint.groups import GroupedMatrix
 from localinfer.quant.formats.types import TensorRecord
 from localinfer.quant.gguf.mapped_file import FileStretch
+
+if TYPE_CHECKING:
+    from localinfer.quant.checkpoint.groups import GroupedMatrix
 
 
 class ModelFile(Protocol):
@@ -47,7 +49,7 @@ class ModelFile(Protocol):
         """Return uint8[num_bytes]: the tensor's blocks, row after row."""
         ...
 
-    def grouped(self, name: str) -> tuple[GroupedMatrix, ...] | None:
+    def grouped(self, name: str) -> "tuple[GroupedMatrix, ...] | None":
         """Return the codes, scales and zero points of a checkpoint's quantized weight, one matrix per expert, else
         None."""
         ...

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from localinfer.errors import CorruptFileError
 from localinfer.quant.checkpoint.folder import CheckpointFolder
-from localinfer.quant.formats.dequantize import quantize
+from localinfer.quant.formats.reference_encoders import quantize
 from localinfer.quant.formats.types import (
     TensorType,
     bfloat16_values,

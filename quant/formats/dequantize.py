@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from localinfer.errors import ShapeError, UnsupportedFormatError
 from localinfer.kernels.layouts import grid_vectors
-from localinfer.quant.formats.reference_encoders import IQ4_VALUES, quantize
 from localinfer.quant.formats.types import (
+    IQ4_VALUES,
     Blocks,
     TensorType,
     bfloat16_values,
@@ -30,8 +30,6 @@ from localinfer.quant.formats.types import (
     unpack_signed_scales,
 )
 from localinfer.types import FloatArray
-
-__all__ = ["dequantize", "group_scales", "levels_of", "quantize"]
 
 E2M1_VALUES = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=np.float32)
 """Twice the values of the 16 codes of MXFP4 and NVFP4; their scales are halved to match."""

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from localinfer.errors import RequestError, ShapeError
 from localinfer.kernels.cpu.encoding import ENCODERS, TABLE, NotFiniteError, TooLargeError, encode_rows
 from localinfer.kernels.cpu.program import ThreadPool
-from localinfer.quant.formats.dequantize import LEVEL_OFFSETS, SUBTRACTS_MINIMUM, dequantize, group_scales, quantize
-from localinfer.quant.formats.reference_encoders import check_mean_squares, nearest_iq4
+from localinfer.quant.formats.dequantize import LEVEL_OFFSETS, SUBTRACTS_MINIMUM, dequantize, group_scales
+from localinfer.quant.formats.reference_encoders import check_mean_squares, nearest_iq4, quantize
 from localinfer.quant.formats.types import TensorType, bfloat16_values, block_dtype, block_size, pack_codes, row_bytes
 from localinfer.types import FloatArray
 

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from localinfer.errors import RequestError, ShapeError, UnsupportedFormatError
 from localinfer.quant.formats.types import (
+    IQ4_VALUES,
     TensorType as T,
     block_dtype,
     block_size,
@@ -37,9 +38,6 @@ Values = NDArray[np.float32]
 
 SMALLEST = np.float32(1e-15)
 """A group whose largest magnitude lies below this is encoded as zeros."""
-
-IQ4_VALUES = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=np.float32)
-"""Values of the 16 codes of IQ4_NL and IQ4_XS."""
 
 _IQ4_MIDDLES = (IQ4_VALUES[1:] + IQ4_VALUES[:-1]) / 2
 _TENTH = np.float32(0.1)

@@ -205,6 +205,9 @@ class TensorRecord:
         return prod(self.shape[:-1]) * row_bytes(self.type, self.shape[-1])
 
 
+IQ4_VALUES = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=np.float32)
+"""Values of the 16 codes of IQ4_NL and IQ4_XS."""
+
 Blocks = NDArray[Any]
 """Records of `block_dtype`, one per block."""
 

@@ -23,7 +23,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from localinfer.kernels.cpu.encoding import TABLE
 from localinfer.quant.formats.encoding import Grid
-from localinfer.quant.formats.reference_encoders import IQ4_VALUES
+from localinfer.quant.formats.types import IQ4_VALUES
 from localinfer.system.extras import require
 from localinfer.types import Closing, FloatArray
 

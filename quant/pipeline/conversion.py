@@ -14,14 +14,7 @@ from numpy.typing import NDArray
 
 from localinfer.errors import CorruptFileError, RequestError
 from localinfer.kernels.layouts import GGUF_LAYOUTS, Layout
-from localinfer.quant.formats.dequantize import (
-    activation_type,
-    dequantize,
-    group_scales,
-    levels_of,
-    quantize,
-    tensor_blocks,
-)
+from localinfer.quant.formats.dequantize import activation_type, dequantize, group_scales, levels_of, tensor_blocks
 from localinfer.quant.formats.types import (
     Blocks,
     TensorType,
@@ -164,6 +157,9 @@ def _plain(blocks: Blocks, type: TensorType) -> Fields:
 
 
 def _rounded(blocks: Blocks, type: TensorType) -> Fields:
+    # Few models have such types, and every other load does without the encoders.
+    from localinfer.quant.formats.reference_encoders import quantize
+
     values = dequantize(blocks.view(np.uint8), type, (len(blocks), block_size(type))).reshape(-1, 32)
     try:
         encoded = quantize(values, TensorType.Q8_0)

@@ -13,7 +13,8 @@ from localinfer.errors import UnsupportedFormatError
 from localinfer.kernels.layouts import GGUF_LAYOUTS, Layout
 from localinfer.kernels.program import Batch, Segment
 from localinfer.models.decoder.decoder import write_decoder
-from localinfer.quant.formats.dequantize import dequantize, quantize
+from localinfer.quant.formats.dequantize import dequantize
+from localinfer.quant.formats.reference_encoders import quantize
 from localinfer.quant.formats.types import TensorRecord, TensorType, block_bytes, block_dtype, block_size
 from localinfer.quant.gguf.reader import GGUFFile
 from localinfer.quant.gguf.writer import EncodedValue, GGUFWriter, copy_values, encode_value

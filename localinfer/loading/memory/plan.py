@@ -30,7 +30,6 @@ from localinfer.models.load.loader import open_model_file, read_config
 from localinfer.models.load.model_changes import ModelChanges
 from localinfer.models.load.programs import has_draft_layers, with_draft_layers, write_text_graphs
 from localinfer.models.load.weights import named_tensor
-from localinfer.quant.checkpoint.groups import kernel_layout
 from localinfer.quant.checkpoint.model_file import ModelFile
 from localinfer.quant.pipeline.conversion import layout_of, runs_directly
 from localinfer.system.machine_limits import MemoryLimits, byte_text
@@ -83,12 +82,7 @@ class CountedWeights(ShapeWeights):
             return 0
         with named_tensor(name):
             grouped = self._file.grouped(name)
-            if grouped is None:
-                layout = layout_of(tensor.type)
-            elif len(grouped) == 1 and not grouped[0].is_in_order:
-                layout = kernel_layout([grouped[0].in_group_order()[1]])
-            else:
-                layout = kernel_layout(grouped)
+            layout = layout_of(tensor.type) if grouped is None else grouped[0].layout(*grouped[1:])
         return num_tiles(weight.num_rows) * tile_bytes(layout, weight.num_columns) * weight.num_experts
 
     def _table_bytes(self, name: str) -> int:

@@ -14,7 +14,8 @@ from localinfer.apps.quantize import quantize as quantize_model
 from localinfer.errors import TemplateError
 from localinfer.models import demo
 from localinfer.models.calibration import scales as scale_calibration
-from localinfer.quant.formats.dequantize import dequantize, quantize
+from localinfer.quant.formats.dequantize import dequantize
+from localinfer.quant.formats.reference_encoders import quantize
 from localinfer.quant.formats.types import TensorRecord, TensorType
 from localinfer.quant.gguf.reader import read_gguf
 from localinfer.quant.gguf.writer import GGUFWriter, encode_value

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from localinfer.kernels.cpu.encoding import TABLE, FeedbackColumns
-from localinfer.quant.formats.reference_encoders import IQ4_VALUES, nearest_iq4
+from localinfer.quant.formats.reference_encoders import nearest_iq4
+from localinfer.quant.formats.types import IQ4_VALUES
 
 SIZE, GROUP = 70, 7
 

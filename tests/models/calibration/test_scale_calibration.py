@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from localinfer.models.calibration import scales as scale_calibration
 from localinfer.models.calibration.scales import choose_scales, fold
 from localinfer.models.calibration.weights import RoundedWeights
-from localinfer.quant.formats.dequantize import dequantize, quantize
+from localinfer.quant.formats.dequantize import dequantize
+from localinfer.quant.formats.reference_encoders import quantize
 from localinfer.quant.formats.types import TensorType
 from localinfer.quant.gguf.reader import read_gguf
 from localinfer.quant.methods.awq import Rounding, TensorFactors

@@ -11,8 +11,7 @@ from localinfer.kernels.layouts import GGUF_LAYOUTS
 from localinfer.kernels.program import Batch, Segment
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.decoder.decoder import write_decoder
-from localinfer.quant.formats.dequantize import quantize
-from localinfer.quant.formats.reference_encoders import ENCODABLE_TYPES
+from localinfer.quant.formats.reference_encoders import ENCODABLE_TYPES, quantize
 from localinfer.quant.formats.types import TensorType
 from localinfer.quant.gguf.reader import read_gguf
 from tests.support.oracle import NumpyProgram, NumpyWeights

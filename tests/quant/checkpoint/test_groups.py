@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from localinfer.kernels.layouts import SIZES, Layout
-from localinfer.quant.checkpoint.groups import GroupedMatrix, grouped_matrix, kernel_layout, kernel_rows
+from localinfer.quant.checkpoint.groups import GroupedMatrix, grouped_matrix
 from tests.kernels.random_weights import decoded
 from tests.support.quantized_checkpoints import Codes, random_codes
 
@@ -38,9 +38,9 @@ def test_layout_is_the_smallest_that_holds_every_weight(
 ) -> None:
     codes = random_codes(np.random.default_rng(5), SHAPE, bits=bits, group_size=group_size, is_symmetric=is_symmetric)
     matrix = matrix_of(codes)
-    layout = kernel_layout([matrix])
+    layout = matrix.layout()
     assert layout is wanted
-    rows = kernel_rows(matrix, layout)
+    rows = matrix.kernel_rows(layout)
     assert rows.size == SHAPE[0] * SHAPE[1] // SIZES[layout].unit * SIZES[layout].file_bytes
     np.testing.assert_array_equal(decoded(layout, rows, SHAPE), codes.weights)
 
@@ -50,7 +50,7 @@ def test_stack_of_experts_has_one_layout() -> None:
     even = matrix_of(random_codes(generator, SHAPE, group_size=32, is_symmetric=True))
     odd = matrix_of(random_codes(generator, SHAPE, group_size=32))
     wide = matrix_of(random_codes(generator, SHAPE, group_size=128))
-    assert kernel_layout([even, even]) is Layout.Q4_0
-    assert kernel_layout([even, odd]) is Layout.INT4_32
-    assert kernel_layout([wide, odd]) is Layout.INT4_32
-    assert kernel_layout([wide, wide]) is Layout.INT4_128
+    assert even.layout(even) is Layout.Q4_0
+    assert even.layout(odd) is Layout.INT4_32
+    assert wide.layout(odd) is Layout.INT4_32
+    assert wide.layout(wide) is Layout.INT4_128

@@ -7,7 +7,8 @@ from gguf import quants
 from numpy.typing import NDArray
 
 from localinfer.errors import RequestError, ShapeError, UnsupportedFormatError
-from localinfer.quant.formats.dequantize import dequantize, quantize
+from localinfer.quant.formats.dequantize import dequantize
+from localinfer.quant.formats.reference_encoders import quantize
 from localinfer.quant.formats.types import (
     TensorType,
     block_bytes,

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from localinfer.errors import RequestError, ShapeError
-from localinfer.quant.formats.dequantize import dequantize, quantize
-from localinfer.quant.formats.reference_encoders import ENCODABLE_TYPES
+from localinfer.quant.formats.dequantize import dequantize
+from localinfer.quant.formats.reference_encoders import ENCODABLE_TYPES, quantize
 from localinfer.quant.formats.types import TensorType
 from tests.quant.formats.encoder_inputs import COLUMNS, hard_weights, importances
 

@@ -8,8 +8,9 @@ import pytest
 from localinfer.errors import RequestError, ShapeError
 from localinfer.kernels.cpu.encoding import ENCODERS, prepare_encoders
 from localinfer.kernels.cpu.program import ThreadPool
-from localinfer.quant.formats.dequantize import dequantize, quantize
+from localinfer.quant.formats.dequantize import dequantize
 from localinfer.quant.formats.encoding import encode, source_rows
+from localinfer.quant.formats.reference_encoders import quantize
 from localinfer.quant.formats.types import TensorType, block_size
 from tests.quant.formats.encoder_inputs import COLUMNS, hard_weights, importances
 

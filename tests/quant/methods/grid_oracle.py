@@ -6,8 +6,7 @@ from numpy.typing import NDArray
 from localinfer.kernels.cpu.encoding import TABLE
 from localinfer.quant.formats import dequantize as reference
 from localinfer.quant.formats.encoding import Grid
-from localinfer.quant.formats.reference_encoders import IQ4_VALUES, nearest_iq4
-from localinfer.quant.formats.types import TensorType, block_dtype
+from localinfer.quant.formats.types import IQ4_VALUES, TensorType, block_dtype, nearest_iq4
 from localinfer.types import FloatArray
 
 

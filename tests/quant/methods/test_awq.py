@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from localinfer.quant.formats.dequantize import dequantize, quantize
+from localinfer.quant.formats.dequantize import dequantize
+from localinfer.quant.formats.reference_encoders import quantize
 from localinfer.quant.formats.types import TensorType
 from localinfer.quant.methods.awq import (
     ReadingMatrix,

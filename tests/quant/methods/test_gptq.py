@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
-from localinfer.quant.formats.dequantize import dequantize, quantize
+from localinfer.quant.formats.dequantize import dequantize
 from localinfer.quant.formats.encoding import read_grid
+from localinfer.quant.formats.reference_encoders import quantize
 from localinfer.quant.formats.types import TensorType
 from localinfer.quant.methods.gptq import (
     DAMPING,

@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
-from localinfer.quant.formats.dequantize import dequantize, quantize
+from localinfer.quant.formats.dequantize import dequantize
 from localinfer.quant.formats.encoding import LEVEL_RANGES, read_grid, with_levels
+from localinfer.quant.formats.reference_encoders import quantize
 from localinfer.quant.formats.types import TensorType
 from tests.quant.methods.grid_oracle import levels_of, nearest
 

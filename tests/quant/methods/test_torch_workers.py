@@ -10,7 +10,7 @@ from localinfer.apps.quantize import quantize
 from localinfer.errors import BackendUnavailableError, RequestError
 from localinfer.models import demo
 from localinfer.models.load import devices
-from localinfer.quant.formats.dequantize import quantize as encode
+from localinfer.quant.formats.reference_encoders import quantize as encode
 from localinfer.quant.formats.types import TensorType
 from localinfer.quant.methods.gptq import factor, quantize_with_feedback
 from localinfer.quant.methods.workers import TorchWorkers, Workers

@@ -8,7 +8,7 @@ import pytest
 
 from localinfer.errors import CorruptFileError, RequestError
 from localinfer.kernels.cpu.program import ThreadPool
-from localinfer.quant.formats.dequantize import quantize
+from localinfer.quant.formats.reference_encoders import quantize
 from localinfer.quant.formats.types import TensorRecord, TensorType
 from localinfer.quant.gguf.reader import read_gguf
 from localinfer.quant.gguf.writer import GGUFWriter, encode_value
