@@ -14,14 +14,16 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from localinfer.kernels.cpu.memory import Arena
 from localinfer.system.folders import user_folder
 from localinfer.system.machine_limits import memory_limits, processor_limits
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+Facts = dict[str, Any]
 
 _ROOT = Path("/")
 _CPU = "sys/devices/system/cpu"
@@ -30,7 +32,7 @@ _SCALING_DRIVERS = ("intel_pstate", "amd-pstate-epp", "amd_pstate_epp")
 """Drivers whose governor `powersave` is the usual one: the clock follows the load."""
 
 
-def power_facts(root: Path = _ROOT) -> dict[str, Any]:
+def power_facts(root: Path = _ROOT) -> Facts:
     """The governor of the clock, its limits in MHz, the platform's power profile, and whether a battery feeds it.
 
     is_saving: the clock is held low by the governor or the profile.
@@ -114,8 +116,12 @@ _LEAST_SHARE = 0.15
 """Of a core; processes that take less are not named."""
 
 
-def measure_bandwidth(num_threads: int, available_bytes: int) -> dict[str, Any]:
+def measure_bandwidth(num_threads: int, available_bytes: int) -> Facts:
     """Bytes per second that one thread and `num_threads` threads read from memory: the best of several attempts."""
+    import numpy as np
+
+    from localinfer.kernels.cpu.memory import Arena
+
     num_bytes = min(BUFFER_BYTES, available_bytes // 4) // (8 * num_threads) * 8 * num_threads
     memory = Arena(0).take(num_bytes).view(np.int64)
     # Pages that were never written are all mapped to one page of zeros.
@@ -132,7 +138,9 @@ def measure_bandwidth(num_threads: int, available_bytes: int) -> dict[str, Any]:
     }
 
 
-def _read_speed(memory: NDArray[np.int64], num_threads: int) -> float:
+def _read_speed(memory: "NDArray[np.int64]", num_threads: int) -> float:
+    import numpy as np
+
     parts = np.split(memory, num_threads)
     # A bitwise reduction leaves the interpreter free and is as fast as memory.
     threads = [threading.Thread(target=np.bitwise_or.reduce, args=(part,)) for part in parts[1:]]
@@ -145,7 +153,7 @@ def _read_speed(memory: NDArray[np.int64], num_threads: int) -> float:
     return memory.nbytes / (time.perf_counter() - began)
 
 
-def other_load(sleep: Callable[[float], object] = time.sleep) -> dict[str, Any]:
+def other_load(sleep: Callable[[float], object] = time.sleep) -> Facts:
     """Count cores that other programs keep busy, name these, and give the share of time that a hypervisor takes."""
     import psutil
 
@@ -183,8 +191,6 @@ def _cpu_seconds(process: Any) -> float | None:
     return float(times.user + times.system)
 
 
-Facts = dict[str, Any]
-
 _COMPILE_SECONDS = 13.0
 """Of one core of an AMD EPYC (Zen 4), for the 36 kernels of the demo model."""
 _MOST_COMPILERS = 8
@@ -203,12 +209,6 @@ def run_checks(checks: Mapping[str, Callable[[], Facts]], progress: Callable[[st
         except Exception as error:
             found[name] = {"error": f"{type(error).__name__}: {error}" if str(error) else type(error).__name__}
     return found
-
-
-def _load() -> Facts:
-    from localinfer.apps.doctor.checks import other_load
-
-    return other_load()
 
 
 def _cpu() -> Facts:
@@ -261,8 +261,6 @@ def _memory() -> Facts:
 
 
 def _bandwidth() -> Facts:
-    from localinfer.apps.doctor.checks import measure_bandwidth
-
     return measure_bandwidth(processor_limits().usable_threads, memory_limits().available_bytes)
 
 
@@ -414,7 +412,7 @@ def _gpu_plan(model: Any) -> Facts:
 
 CHECKS: dict[str, Callable[[], Facts]] = {
     # First, before the others keep the machine busy.
-    "load": _load,
+    "load": other_load,
     "cpu": _cpu,
     "threads": _threads,
     "memory": _memory,

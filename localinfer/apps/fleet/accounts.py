@@ -270,17 +270,16 @@ class IngressAccounts:
     async def open(self, number: int, token: str, asked: Asked | None) -> Opened:
         """Return when a request has its place. `close` must follow."""
         self._texts[number] = 0 if asked is None else asked.num_texts
-        if self._own is not None:
-            return await self._own.open(self._name, number, token, asked)
         return await self._opened("open", number, token, asked)
 
     async def reserve(self, number: int, least: int, most: int) -> Opened:
         """Take tokens of a request's client, with the headers that tell what is left."""
-        if self._own is not None:
-            return self._own.reserve(self._name, number, least, most)
         return await self._opened("reserve", number, least, most)
 
     async def _opened(self, name: str, *values: Any) -> Opened:
+        if self._own is not None:
+            found = getattr(self._own, name)(self._name, *values)
+            return await found if isawaitable(found) else found  # type: ignore[no-any-return]
         try:
             opened: Opened = await call_apart(getattr(self._handle, name).remote, self._name, *values)
         except Exception as error:

@@ -14,7 +14,7 @@ from starlette.types import Message, Receive, Scope, Send
 from localinfer.apps.fleet.accounts import IngressAccounts
 from localinfer.apps.fleet.dispatch import Asked, owner_of
 from localinfer.apps.fleet.placement import PromptFacts, prompt_facts
-from localinfer.apps.fleet.relay import ReplicaLostError, ReplicaWatch, relay_answer, unless_silent
+from localinfer.apps.fleet.relay import ReplicaLostError, ReplicaWatch, relay_answer, send_error, unless_silent
 from localinfer.apps.fleet.replica import HEADERS, AnswerPart, RelayedRequest
 from localinfer.apps.fleet.replica_answers import AnsweredReplicas, Answers, merged_metrics, summed_metrics
 from localinfer.apps.server.replies.clients import tenant_of
@@ -115,7 +115,7 @@ class Ingress:
         path = request.path.rstrip("/").removeprefix("/v1")
         if len(body) > limit:
             reason = f"the body is larger than {limit:,} bytes; send less"
-            await _send_error(send, ApiError(413, reason, code="body_too_large"), path)
+            await send_error(send, ApiError(413, reason, code="body_too_large"), path)
             return
         state = scope["state"]
         tenant = tenant_of(scope, self._settings)
@@ -164,7 +164,7 @@ class Ingress:
             is_limited = self._settings.quota_of(asking.token).tokens_per_minute is not None
             await relay_answer(open_parts, send, asking.path, progress, reserve if is_limited else None)
         except ApiError as error:
-            await _send_error(send, error, asking.path)
+            await send_error(send, error, asking.path)
         finally:
             self._accounts.close(number, progress.num_used)
 
@@ -212,7 +212,7 @@ class Ingress:
         if found is None:
             found = answers.found[0] if answers.found else None
         if found is None:
-            await _send_error(send, _no_replica(), request.path)
+            await send_error(send, _no_replica(), request.path)
             return
         for part in found:
             if part.message is not None:
@@ -228,7 +228,7 @@ class Ingress:
                 if part.message is not None:
                     await send(part.message)
             if refused is None:
-                await _send_error(send, _no_replica(), asking.path)
+                await send_error(send, _no_replica(), asking.path)
             return
         # The engines have checked the client's permission.
         asked = RelayedRequest("GET", "/metrics", b"", HEADERS, b"")
@@ -312,13 +312,6 @@ async def _read(receive: Receive, most: int) -> bytes | None:
         if not message.get("more_body"):
             break
     return bytes(body)
-
-
-async def _send_error(send: Send, error: ApiError, path: str) -> None:
-    response = error.response(path)
-    start: Message = {"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers}
-    await send(start)
-    await send({"type": "http.response.body", "body": bytes(response.body)})
 
 
 def _status(parts: list[AnswerPart]) -> int:

@@ -112,10 +112,15 @@ async def _relay(
     if client.has_begun:
         raise BrokenAnswerError(f"{num_lost} replicas were lost, or refused to go on")
     refusal = ApiError(503, "the replicas that began to answer are gone; try again", code="replicas_lost")
-    response = refusal.response(path)
-    await client.send({"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers})
-    await client.send({"type": "http.response.body", "body": bytes(response.body)})
+    await send_error(client.send, refusal, path)
     return num_lost
+
+
+async def send_error(send: Send, error: ApiError, path: str) -> None:
+    """Answer with an error, in the form of the path's API."""
+    response = error.response(path)
+    await send({"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers})
+    await send({"type": "http.response.body", "body": bytes(response.body)})
 
 
 class _Client:

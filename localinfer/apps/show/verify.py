@@ -336,7 +336,6 @@ def _check_output(
     path: str, tensors: "Mapping[str, TensorRecord]", result: Verification, progress: ProgressCallback | None
 ) -> None:
     """Load the model and let it read texts. tensors: of its file; none if it was not made to speak."""
-    from localinfer.apps.show.verify import check_reading
     from localinfer.loading.load import load
 
     try:

@@ -1,5 +1,6 @@
 """`localinfer doctor` prints every fact aligned, and a check that fails says so beside the others."""
 
+import ast
 import copy
 import json
 import re
@@ -247,3 +248,12 @@ def test_busy_processes_are_named_and_this_one_is_not(monkeypatch: pytest.Monkey
     found = checks.other_load(sleep=lambda _: None)
     assert found["processes"] == [{"pid": 2, "name": "encoder", "cores": 1.5}]
     assert found["cores"] == 1.5 and found["stolen_share"] == 0.1
+
+
+def test_checks_import_nothing_heavy_before_they_run() -> None:
+    """A package that cannot be imported is a finding of one check, and must not keep the others from running."""
+    tree = ast.parse(Path(checks.__file__).read_text(encoding="utf-8"))
+    names = [node.module or "" for node in tree.body if isinstance(node, ast.ImportFrom)]
+    names += [alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names]
+    heavy = [name for name in names if name.split(".")[0] not in sys.stdlib_module_names]
+    assert [name for name in heavy if not name.startswith("localinfer.system.")] == []
