@@ -27,6 +27,8 @@ _GAP = 1 << 20
 _MEETINGS = (*TOGETHER, "syncthreads")
 _WARP = 32
 _WORD, _SIGNED, _UNSIGNED = struct.Struct("<I"), struct.Struct("<4b"), struct.Struct("<4B")
+_HALVES = list(np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32))
+"""The number of every float16, by its bits."""
 _Lane = Generator[tuple[Any, ...], Any, None]
 
 
@@ -50,24 +52,21 @@ class EmulatedMemory:
 
     def view(self, address: int, num_bytes: int) -> NDArray[np.uint8]:
         """The bytes at an address, all of one allocation."""
-        index, offset = self._place(address, num_bytes)
+        index = self._allocation(address, num_bytes)
+        offset = address - self._starts[index]
         return self._buffers[index][offset : offset + num_bytes]
 
-    def read(self, address: int, kinds: struct.Struct) -> tuple[Any, ...]:
-        assert address % kinds.size == 0, f"{kinds.size} bytes at {address:#x} are not aligned"
-        index, offset = self._place(int(address), kinds.size)
-        return kinds.unpack_from(self._views[index], offset)
+    def locate(self, address: int, num_bytes: int) -> tuple[int, int, memoryview]:
+        """The first and the last address of so many bytes in the allocation of an address, and its memory."""
+        assert address % num_bytes == 0, f"{num_bytes} bytes at {address:#x} are not aligned"
+        index = self._allocation(address, num_bytes)
+        return self._starts[index], self._starts[index] + len(self._views[index]) - num_bytes, self._views[index]
 
-    def write(self, address: int, kind: struct.Struct, value: Any) -> None:
-        assert address % kind.size == 0, f"{kind.size} bytes at {address:#x} are not aligned"
-        index, offset = self._place(int(address), kind.size)
-        kind.pack_into(self._views[index], offset, value)
-
-    def _place(self, address: int, num_bytes: int) -> tuple[int, int]:
+    def _allocation(self, address: int, num_bytes: int) -> int:
         index = bisect.bisect_right(self._starts, address) - 1
-        offset = address - self._starts[index] if index >= 0 else -1
-        assert index >= 0 and offset + num_bytes <= len(self._views[index]), f"{num_bytes} bytes at {address:#x}"
-        return index, offset
+        is_inside = index >= 0 and address - self._starts[index] + num_bytes <= len(self._views[index])
+        assert is_inside, f"{num_bytes} bytes at {address:#x}"
+        return index
 
 
 class Emulator:
@@ -110,13 +109,13 @@ class Emulator:
     def _run_block(self, kernel: Callable[..., _Lane], threads: int, arguments: list[Any]) -> None:
         self._shared.clear()
         self._counts = [0] * threads
-        lanes = [kernel(*arguments) for _ in range(threads)]
+        lanes = [kernel(*arguments).send for _ in range(threads)]
         warps = [list(range(first, min(first + _WARP, threads))) for first in range(0, threads, _WARP)]
         while warps:
             # Warps that wait for the others stay where they are until all of the block does.
             warps = [waiting for warp in warps if (waiting := self._run_warp(lanes, warp))]
 
-    def _run_warp(self, lanes: list[_Lane], warp: list[int]) -> list[int]:
+    def _run_warp(self, lanes: list[Callable[[Any], tuple[Any, ...]]], warp: list[int]) -> list[int]:
         """Run lanes until all of them wait for the block or have ended; the lanes that wait."""
         answers: list[Any] = [None] * len(warp)
         while True:
@@ -125,15 +124,18 @@ class Emulator:
             for index, answer in zip(warp, answers, strict=True):
                 self._lane = index
                 try:
-                    requests.append(lanes[index].send(answer))
+                    request = lanes[index](answer)
                 except StopIteration:
                     continue
+                requests.append(request)
                 alive.append(index)
-            names = {name for name, *_ in requests}
-            if names <= {"syncthreads"}:
+            name = requests[0][0] if requests else "syncthreads"
+            for request in requests:
+                assert request[0] == name, f"lanes of a warp are in {name} and in {request[0]}"
+            if name == "syncthreads":
                 return alive
-            assert len(names) == 1 and len(requests) == _WARP, f"{len(requests)} lanes of a warp are in {names}"
-            answers = TOGETHER[names.pop()]([operands for _, *operands in requests])
+            assert len(requests) == _WARP, f"{len(requests)} lanes of a warp are in {name}"
+            answers = TOGETHER[name](requests)
             warp = alive
 
     def _kernel(self, name: str, constants: tuple[int, ...]) -> tuple[Callable[..., _Lane], list[tuple[str, bool]]]:
@@ -197,35 +199,54 @@ class Emulator:
 
         def loader(kinds: str) -> Callable[[int], Any]:
             layout = struct.Struct(kinds)
-            number = {"f": np.float32, "d": np.float64}.get(kinds[-1])
-            if layout.size > struct.calcsize(kinds[-1]):
-                if number is None:
-                    return lambda address: memory.read(address, layout)
-                return lambda address: tuple(map(number, memory.read(address, layout)))
-            if number is None:
-                return lambda address: memory.read(address, layout)[0]
-            return lambda address: number(memory.read(address, layout)[0])
+            size, read = layout.size, layout.unpack_from
+            number = {"f": np.float32, "d": np.float64}.get(kinds[-1], lambda value: value)
+            is_one = size == struct.calcsize(kinds[-1])
+            # Most accesses are to the allocation of the one before, so they need no search.
+            start, last, view = 1, 0, memoryview(b"")
 
-        def storer(kind: str, mask: int) -> Callable[[int, Any], None]:
+            def load(address: int) -> Any:
+                nonlocal start, last, view
+                if not start <= address <= last or address % size:
+                    start, last, view = memory.locate(int(address), size)
+                values = read(view, int(address) - start)
+                return number(values[0]) if is_one else values
+
+            return load
+
+        def storer(kind: str, convert: Callable[[Any], Any]) -> Callable[[int, Any], None]:
             layout = struct.Struct(kind)
-            return lambda address, value: memory.write(address, layout, int(value) & mask)
+            size, write = layout.size, layout.pack_into
+            start, last, view = 1, 0, memoryview(b"")
 
-        def store_f32(address: int, value: Any) -> None:
+            def store(address: int, value: Any) -> None:
+                nonlocal start, last, view
+                if not start <= address <= last or address % size:
+                    start, last, view = memory.locate(int(address), size)
+                write(view, int(address) - start, convert(value))
+
+            return store
+
+        def whole(mask: int) -> Callable[[Any], int]:
+            return lambda value: int(value) & mask
+
+        def float32(value: Any) -> Any:
             assert isinstance(value, np.float32), f"{type(value)} is stored as float32"
-            memory.write(address, floating, value)
+            return value
+
+        load_u32, store_u32 = loader("<I"), storer("<I", whole(0xFFFFFFFF))
 
         def add_u32(address: int, value: Any) -> int:
-            (before,) = memory.read(address, word)
-            memory.write(address, word, (before + int(value)) & 0xFFFFFFFF)
+            before = load_u32(address)
+            store_u32(address, before + int(value))
             return int(before)
 
-        floating, word, long = struct.Struct("<f"), struct.Struct("<I"), struct.Struct("<q")
         return {
             "load_stream": loader("<4I"),
             "load_v4": loader("<4I"),
             "load_v2": loader("<2I"),
             "load_i64": loader("<q"),
-            "load_u32": loader("<I"),
+            "load_u32": load_u32,
             "load_u16": loader("<H"),
             "load_u8": loader("<B"),
             "load_f64": loader("<d"),
@@ -244,14 +265,14 @@ class Emulator:
             "wait_for_previous": lambda: None,
             "prefetch": lambda address: memory.view(int(address), 1).size,
             "load_f32": loader("<f"),
-            "store_i64": lambda address, value: memory.write(address, long, int(value)),
-            "store_u32": storer("<I", 0xFFFFFFFF),
-            "store_u16": storer("<H", 0xFFFF),
-            "store_u8": storer("<B", 0xFF),
-            "store_f32": store_f32,
+            "store_i64": storer("<q", int),
+            "store_u32": store_u32,
+            "store_u16": storer("<H", whole(0xFFFF)),
+            "store_u8": storer("<B", whole(0xFF)),
+            "store_f32": storer("<f", float32),
             "dot_signed": lambda a, b, c: int(c) + _dot(_SIGNED, a, b),
             "dot_unsigned": lambda a, b, c: int(c) + _dot(_UNSIGNED, a, b),
-            "half_to_float": lambda bits: np.float32(np.uint16(int(bits)).view(np.float16)),
+            "half_to_float": lambda bits: _HALVES[bits],
             "float_to_half": lambda value: int(np.float16(value).view(np.uint16)),
             "pack_halves": _pack_halves,
             "to_float": lambda value: np.float32(int(value)),

@@ -43,8 +43,8 @@ def test_later_positions_in_other_chunks_are_the_oracles(name: str, pool: Thread
     found, _ = cache.attend([range(262, 270)])
     assert relative_error(found, whole[262:]) <= 2e-6
     # Rows of a prompt are computed 32 at a time, and each by itself.
-    found, kernels = cache.attend([range(224, 270)])
-    assert relative_error(found, whole[224:]) <= 2e-6
+    found, kernels = cache.attend([range(236, 270)])
+    assert relative_error(found, whole[236:]) <= 2e-6
     assert kernels == ["attention.attend_chunks"] * 2
 
 

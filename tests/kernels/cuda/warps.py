@@ -1,4 +1,7 @@
-"""What the lanes of a warp do together, for the emulator: from the operands of 32 lanes to the results of each."""
+"""Instructions that the lanes of a warp do together, for the emulator: from what 32 lanes yield to each one's result.
+
+A lane yields the name of the instruction and then its operands.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,16 +16,16 @@ _LANES = 32
 
 
 def _exchange(operands: Operands) -> list[Any]:
-    return [operands[lane ^ int(mask)][0] for lane, (_, mask) in enumerate(operands)]
+    return [operands[lane ^ int(mask)][1] for lane, (_, _, mask) in enumerate(operands)]
 
 
 def _fetch(operands: Operands) -> list[Any]:
-    return [operands[int(lane) % _LANES][0] for _, lane in operands]
+    return [operands[int(lane) % _LANES][1] for _, _, lane in operands]
 
 
 def _words(operands: Operands, first: int, count: int, kind: type[np.generic]) -> NDArray[Any]:
     """Operands `first` and after, as numbers of a kind: [lane][operand][number in its word]."""
-    words = np.array([[int(word) for word in lane[first : first + count]] for lane in operands], np.int64)
+    words = np.array([[int(word) for word in lane[1 + first : 1 + first + count]] for lane in operands], np.int64)
     return words.astype(np.uint32).view(kind).reshape(_LANES, count, -1)
 
 
@@ -41,7 +44,7 @@ def _multiply(a_kind: type[np.generic], b_kind: type[np.generic], halves: int) -
         results: list[Any] = []
         for lane, given in enumerate(operands):
             own = product[:, lane // 4, lane % 4].reshape(-1)
-            start = given[3 * halves :]
+            start = given[1 + 3 * halves :]
             if is_float:
                 results.append(tuple(np.float32(np.float64(c) + d) for c, d in zip(start, own, strict=True)))
             else:
