@@ -11,7 +11,7 @@ import click
 import pytest
 
 from localinfer.apps.cli import localinfer_command
-from localinfer.storage.config import read_config
+from localinfer.apps.config import read_config
 from tests.support.documents import REPOSITORY, anchors, blocks, documents, guides, links, parts_of, prose, read
 
 LONGEST_README = 9_000

@@ -7,13 +7,13 @@ from typing import get_type_hints
 import pytest
 
 from localinfer.apps.cli import localinfer_command
+from localinfer.apps.config import read_config
 from localinfer.apps.server.replies.fields import GenerationFields
 from localinfer.apps.server.transport.settings import ServerSettings
+from localinfer.apps.server_options import ServerOption, server_options
 from localinfer.engine.sampling.params import NUMBER_OPTIONS, SamplingOptions, SamplingParams
 from localinfer.errors import RequestError
 from localinfer.generation.options import GenerationOptions
-from localinfer.storage.config import read_config
-from localinfer.storage.server_options import ServerOption, server_options
 
 
 def test_callers_see_the_types_of_the_sampling_parameters():

@@ -148,7 +148,7 @@ def welcome(version: str, *, can_pull: bool) -> str:
 
 def _configured() -> tuple[str | None, str]:
     """The default model of the configuration file, and a description of that file."""
-    from localinfer.storage.config import config_path, read_config
+    from localinfer.apps.config import config_path, read_config
 
     path = config_path()
     if path is None:

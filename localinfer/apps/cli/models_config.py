@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from localinfer.apps.cli.options import LOAD_ARGUMENTS, LoadOptions, changes_of, load_options
+from localinfer.apps.config import SAMPLING_KEYS, Check, TomlFile
 from localinfer.arguments import check_number, shown
 from localinfer.errors import LocalinferError, RequestError
-from localinfer.storage.config import SAMPLING_KEYS, Check, TomlFile
 from localinfer.storage.hub.installed import find_model
 from localinfer.system.folders import expand_home
 

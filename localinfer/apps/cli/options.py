@@ -20,10 +20,10 @@ from localinfer.loading.load_options import Flag, flags_of, option_of, options_o
 from localinfer.terminal import Progress, check_text
 
 if TYPE_CHECKING:
+    from localinfer.apps.config import Config
     from localinfer.llm import LLM
     from localinfer.models.decoder.rope_options import RopeOptions
     from localinfer.models.load.model_changes import ModelChanges
-    from localinfer.storage.config import Config
     from localinfer.types import ProgressCallback
 
 LoadOptions = dict[str, Any]
@@ -436,7 +436,7 @@ constraint_options = options_group(
 )
 
 
-_KEY = "localinfer.storage.config"
+_KEY = "localinfer.apps.config"
 """Of the configuration that gives the running command its model, in click's context."""
 
 
@@ -469,7 +469,7 @@ def is_from_config(name: str) -> bool:
 
 
 def _apply(context: click.Context, names: tuple[str, ...]) -> None:
-    from localinfer.storage.config import read_config
+    from localinfer.apps.config import read_config
 
     try:
         config = read_config()

@@ -15,7 +15,6 @@ import click
 
 from localinfer.apps.cli.help import Command, GroupedCommand, titled
 from localinfer.apps.cli.options import (
-    COUNT,
     LoadOptions,
     byte_size,
     changes_of,
@@ -47,6 +46,7 @@ from localinfer.apps.cli.serve_options import (
     operation_options,
     responses_options,
     role_options,
+    server_option,
     with_events,
 )
 from localinfer.apps.cli.shutdown import ShutdownController
@@ -287,19 +287,13 @@ class ServeProcess:
 @titled("Defaults of requests", default_options, "alias max_tokens")
 @titled("Models on demand", models_options, "models pulled")
 @titled("Addresses and who may connect", listening_options, "host port token_file")
-@flag("--strict-model", "Refuse unknown model names even if only one model is served.")
+@server_option("strict_model")
 @option(
     "--idle-unload", "SECONDS", "Unload a model after so long without requests; 0: never.", type=_SECONDS, default=900
 )
 @option("--memory-limit", "SIZE", "Maximum memory of all models. Default: what is free.", callback=byte_size)
-@option("--max-generations", "N", "Maximum number of running and waiting generations.", type=COUNT, default=64)
-@option(
-    "--shutdown-seconds",
-    "SECONDS",
-    "Time for running replies to finish at shutdown.",
-    type=_SECONDS,
-    default=5,
-)
+@server_option("max_generations")
+@server_option("shutdown_seconds")
 @titled("Prompts computed by another server", role_options)
 @titled("Kept responses", responses_options)
 @titled("Limits and logs", operation_options)

@@ -24,9 +24,9 @@ from localinfer.apps.cli.options import (
     options_group_of,
     sampling_options,
 )
+from localinfer.apps.config import read_config
+from localinfer.apps.server_options import Group, ServerOption, server_options
 from localinfer.errors import RequestError
-from localinfer.storage.config import read_config
-from localinfer.storage.server_options import Group, ServerOption, server_options
 from localinfer.system.folders import expand_home
 from localinfer.terminal import check_text
 
@@ -65,39 +65,44 @@ class OperationOptions:
             click.echo(line, err=True)
 
 
-_MEMBERS = {option.key: option.member for option in server_options()}
 _FLAG_KINDS: dict[type, Callable[[ServerOption], dict[str, Any]]] = {
     bool: lambda option: {"is_flag": True},
     tuple: lambda option: {"multiple": True},
+    str: lambda option: {"type": click.Choice(option.choices)},
     int: lambda option: {"type": click.IntRange(option.least, option.most)},
     float: lambda option: {"type": click.FloatRange(option.least, option.most)},
 }
 
 
-def _shared_options(group: Group) -> list[Decorator]:
-    """Flags of the options that settings of a server and config.toml have too, and what gives them their members."""
+def server_option(member: str) -> Decorator:
+    """The flag of a field of `ServerOptions`, whose value a command is given under the field's name."""
+    declared = next(one for one in server_options() if one.member == member)
+    more = _FLAG_KINDS[declared.kind](declared)
+    if declared.kind in (int, float) and declared.default is not None:
+        more["default"] = int(declared.default)
+    add_flag = option(declared.flag, declared.metavar, declared.help, **more)
 
-    def gather(command: Command) -> Command:
+    def decorate(command: Command) -> Command:
         @functools.wraps(command)
         def call(**values: Any) -> Any:
-            return command(**{_MEMBERS.get(name, name): value for name, value in values.items()})
+            value = values.pop(declared.key)
+            # A switch of what is on by default turns it off.
+            return command(**values, **{member: not value if declared.default is True else value})
 
-        return call
+        return add_flag(call)
 
-    return [
-        *(
-            option(one.flag, one.metavar, one.help, **_FLAG_KINDS[one.kind](one))
-            for one in server_options()
-            if one.group == group
-        ),
-        gather,
-    ]
+    return decorate
+
+
+def _server_options(group: Group) -> list[Decorator]:
+    """The flags of a part of help."""
+    return [server_option(one.member) for one in server_options() if one.group == group]
 
 
 operation_options = options_group_of(
     OperationOptions,
     "operation",
-    *_shared_options("limits"),
+    *_server_options("limits"),
     option(
         "--log-format",
         "FORMAT",
@@ -200,7 +205,6 @@ class ListeningOptions:
     no_socket: bool
     token_file: str | None
     token_env: str | None
-    no_page: bool
 
     def socket_place(self, *, needs_own: bool) -> SocketPlace:
         """needs_own: not where another server of this user may listen. Raises: RequestError."""
@@ -234,7 +238,6 @@ class ListeningOptions:
             needs_socket=place.is_named,
             token=token,
             tokens=() if self.token_file is None else read_tokens(expand_home(self.token_file)),
-            serves_page=not self.no_page,
             **more,
         )
 
@@ -287,8 +290,8 @@ listening_options = options_group_of(
         "File with the bearer tokens accepted over TCP, one per line: TOKEN, or NAME: TOKEN LIMIT=NUMBER ...",
     ),
     option("--token-env", "NAME", "Environment variable with that token."),
-    *_shared_options("clients"),
-    flag("--no-page", "Serve no chat page at /."),
+    *_server_options("clients"),
+    server_option("serves_page"),
 )
 
 
@@ -669,9 +672,6 @@ default_options = options_group(
 """Of a command with `load_options`, which stand above."""
 
 
-_SHOWN = ("slots", "metrics")
-
-
 def llama_server_options(command: Command) -> Command:
     """Add the options, and pass them on as fields of `ServerSettings`.
 
@@ -687,23 +687,17 @@ def llama_server_options(command: Command) -> Command:
 
         folder = None if slot_save_path is None else _folder(slot_save_path)
         values["options"]["limits"] = EngineLimits(max_running=parallel)
-        shown = {f"shows_{name}": not values.pop(f"no_{name}") for name in _SHOWN}
         if context_shift:
             defaults = replace(defaults, options={**defaults.options, "context_shift": True})
-        return command(num_slots=parallel, slot_folder=folder, defaults=defaults, **shown, **values)
+        return command(num_slots=parallel, slot_folder=folder, defaults=defaults, **values)
 
     return options_group(
         option("--parallel", "N", "Generations that share a step, and slots; others wait.", type=COUNT, default=16),
         option("--slot-save-path", "FOLDER", "Let clients save what is in a slot to files in this folder."),
-        option(
-            "--pooling",
-            None,
-            "How vectors of tokens become one, on every route. Default: as models say.",
-            type=click.Choice(["mean", "first", "cls", "last", "none"]),
-        ),
+        server_option("pooling"),
         flag("--context-shift", "At the end of the context, go on without the older half of a text."),
-        flag("--no-slots", "Do not show on /slots what is generated."),
-        flag("--no-metrics", "Do not show /metrics."),
+        server_option("shows_slots"),
+        server_option("shows_metrics"),
     )(call)
 
 

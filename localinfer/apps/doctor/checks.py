@@ -349,7 +349,7 @@ def _versions() -> Facts:
 
 
 def _config() -> Facts:
-    from localinfer.storage.config import describe_config
+    from localinfer.apps.config import describe_config
 
     return {"lines": describe_config()}
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from localinfer.apps.cli import main
+from localinfer.apps.config import DEVICES, config_path, describe_config, read_config
 from localinfer.errors import RequestError
 from localinfer.models import demo
 from localinfer.models.load import placement
-from localinfer.storage.config import DEVICES, config_path, describe_config, read_config
 
 DEMO = str(Path(demo.__file__).parent / "demo-f16.gguf")
 

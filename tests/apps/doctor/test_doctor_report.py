@@ -119,7 +119,7 @@ def test_what_other_parts_of_the_package_know_is_asked(monkeypatch: pytest.Monke
         vars(made).update(members)
         monkeypatch.setitem(sys.modules, name, made)
 
-    module("localinfer.storage.config", describe_config=lambda: ["configuration: /c.toml"])
+    module("localinfer.apps.config", describe_config=lambda: ["configuration: /c.toml"])
     module("localinfer.storage.hub")
     module("localinfer.storage.hub.places", Places=SimpleNamespace(of_user=lambda: "places"))
     model = SimpleNamespace(name="m", num_bytes=5, path=Path("/m"), source="ollama", problem="", quant=None)

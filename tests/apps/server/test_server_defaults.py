@@ -9,9 +9,9 @@ import pytest
 from local_servers import STORY
 
 from localinfer.apps.cli import EXIT_BAD_INPUT, main
+from localinfer.apps.config import config_path
 from localinfer.apps.server.app import LocalServer
 from localinfer.engine.sampling.params import NUMBER_OPTIONS
-from localinfer.storage.config import config_path
 from tests.support.limits import seconds
 
 CHAT = "/v1/chat/completions"

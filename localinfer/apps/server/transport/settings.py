@@ -11,10 +11,10 @@ from types import MappingProxyType
 from typing import Literal, get_args
 from urllib.parse import urlsplit
 
+from localinfer.apps.server_options import ServerOptions
 from localinfer.arguments import MAX_PRIORITY, check_number
 from localinfer.errors import RequestError
 from localinfer.storage.response_store import ResponseStoreOptions
-from localinfer.storage.server_options import ServerOptions
 
 _NAMED = re.compile(r"(?P<name>[A-Za-z0-9_.@-]{1,64}):(?P<rest>.*)")
 _BOM = "\ufeff"
@@ -272,10 +272,6 @@ class ServerSettings(ServerOptions):
     """0: one that the system chooses."""
     token: str | None = None
     """Token that a client on TCP must show."""
-    strict_model: bool = False
-    """Refuse a model name that is not ours even where only one model is served."""
-    max_generations: int = 64
-    """Texts generated and waiting at one time; one more is refused with 429."""
     max_connections: int = 256
     """Connections that are open at one time."""
     max_body_bytes: int = 32 << 20
@@ -288,28 +284,18 @@ class ServerSettings(ServerOptions):
     """Time for the whole request."""
     slow_reader_seconds: float = 60.0
     """Time that a client may read nothing of a reply."""
-    shutdown_seconds: float = 5.0
-    """Time for running replies to finish after SIGTERM."""
     ping_seconds: float = 15.0
     """Time between signs of life in a stream."""
     progress_seconds: float = 0.25
     """Time between reports of how far a prompt was read, where a request asks for them."""
     needs_socket: bool = True
     """True if a Unix socket that another server listens on is an error; else TCP alone is served."""
-    serves_page: bool = True
-    """True if there is a chat page at `/`, which everybody may read; without, a token is asked for there too."""
     kept_responses: ResponseStoreOptions = ResponseStoreOptions()
     """Limits and folder of responses and conversations that are kept."""
     num_slots: int = 16
     """Texts that are generated at one time."""
     slot_folder: Path | None = None
     """Folder in which clients may save what is in a slot, None for none."""
-    shows_slots: bool = True
-    """True if /slots is there."""
-    shows_metrics: bool = True
-    """True if /metrics is there."""
-    pooling: str | None = None
-    """Pooling of the vectors of tokens, None as models say."""
     handover: KVTransferOptions = KVTransferOptions()
     """The server's role in KV transfer, and the servers that compute prompts for it."""
     tokens: tuple[AccessToken, ...] = ()

@@ -1,8 +1,7 @@
-"""Options of a server that users set in three ways, each declared once: flags, keys of config.toml, and settings.
+"""Options of a server, each declared once with its flag, help, type, range and key of config.toml.
 
 The flags of `localinfer serve`, the table `[serve]`, `ServerSettings` (also of `localinfer.ray`) and the checks of all
-follow from the fields here: a new option is a field, and its effect.
-"""
+follow from the fields here: a new option is a field, and its effect."""
 
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
@@ -25,10 +24,13 @@ class ServerOption:
     metavar: str | None
     """The value as help shows it, None for a switch."""
     help: str
-    group: Group
-    """The part of help that lists it."""
     kind: type
-    """bool for a switch, tuple for names, of which the flag may be repeated, int or float for a number."""
+    """bool for a switch, tuple for names, of which the flag may be repeated, int or float for a number, str for one of
+    `choices`."""
+    group: Group | None = None
+    """The part of help that lists it; None for one that the command lists by itself."""
+    choices: tuple[str, ...] = ()
+    """Words to choose from."""
     least: int = 0
     """Bound of a number."""
     most: int | None = None
@@ -56,7 +58,7 @@ class ServerOption:
     def check(self, value: Any) -> None:
         """Check a value of the settings. Raises: RequestError."""
         if self.kind in (int, float):
-            self._checked(self.member, value, none="for none")
+            self._checked(self.member, value, none="for none" if self.default is None else None)
 
     def _checked(self, name: str, value: Any, none: str | None = None) -> Any:
         bounds = (self.least,) if self.most is None else (self.least, self.most)
@@ -70,7 +72,7 @@ def _option(default: Any, flag: str, metavar: str | None, help: str, kind: type,
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions:
-    """Access to a server, and the limits of each token that has none of its own."""
+    """Options of a server that have flags: access, limits of each token that has none of its own, and routes."""
 
     isolates_cache: bool = _option(
         False,
@@ -160,6 +162,52 @@ class ServerOptions:
         group="limits",
     )
     """Seconds in which a first token is wanted; requests for which a later one is predicted are refused."""
+    serves_page: bool = _option(True, "--no-page", None, "Serve no chat page at /.", bool, in_config=False)
+    """True if there is a chat page at `/`, which everybody may read; without, a token is asked for there too."""
+    strict_model: bool = _option(
+        False,
+        "--strict-model",
+        None,
+        "Refuse unknown model names even if only one model is served.",
+        bool,
+        in_config=False,
+    )
+    """Refuse a model name that is not ours even where only one model is served."""
+    max_generations: int = _option(
+        64,
+        "--max-generations",
+        "N",
+        "Maximum number of running and waiting generations.",
+        int,
+        least=1,
+        in_config=False,
+    )
+    """Texts generated and waiting at one time; one more is refused with 429."""
+    shutdown_seconds: float = _option(
+        5.0,
+        "--shutdown-seconds",
+        "SECONDS",
+        "Time for running replies to finish at shutdown.",
+        float,
+        in_config=False,
+    )
+    """Time for running replies to finish after SIGTERM."""
+    pooling: str | None = _option(
+        None,
+        "--pooling",
+        None,
+        "How vectors of tokens become one, on every route. Default: as models say.",
+        str,
+        choices=("mean", "first", "cls", "last", "none"),
+        in_config=False,
+    )
+    """Pooling of the vectors of tokens, None as models say."""
+    shows_slots: bool = _option(
+        True, "--no-slots", None, "Do not show on /slots what is generated.", bool, in_config=False
+    )
+    """True if /slots is there."""
+    shows_metrics: bool = _option(True, "--no-metrics", None, "Do not show /metrics.", bool, in_config=False)
+    """True if /metrics is there."""
 
     def check_options(self) -> None:
         """Check every value. Raises: RequestError naming the option."""

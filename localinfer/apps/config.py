@@ -1,7 +1,6 @@
 """Files of settings in TOML, and `config.toml`, a user's own defaults for commands, in their configuration folder.
 
-Tables have known keys, and every fault is told with its line. Only commands read them; the Python API never does.
-"""
+Tables have known keys, and every fault is told with its line. Only commands read them; the Python API never does."""
 
 import json
 import tomllib
@@ -10,10 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from localinfer.apps.server_options import server_options
 from localinfer.arguments import check_number, shown
 from localinfer.engine.sampling.params import MAX_SEED, NUMBER_OPTIONS, SamplingParams
 from localinfer.errors import RequestError
-from localinfer.storage.server_options import server_options
+from localinfer.loading.load_options import LoadOptions, flags_of
 from localinfer.system.folders import expand_home, user_folder
 
 Check = Callable[[str, Any], Any]
@@ -121,14 +121,8 @@ class Config:
     """The file they were read from, None without one."""
     model: str | None = None
     """A path or a name, as -m takes it."""
-    threads: int | None = None
-    """Of --threads."""
-    context_length: int | None = None
-    """Of --context-length."""
-    kv_type: str | None = None
-    """Of --kv-type."""
-    device: str | None = None
-    """Of --device."""
+    load: Mapping[str, Any] = field(default_factory=dict)
+    """Options of loading a model, by the names of `LoadOptions`."""
     sampling: Mapping[str, float | int] = field(default_factory=dict)
     """Values by the names of `localinfer.engine.sampling.params.SamplingParams`."""
     system: str | None = None
@@ -140,8 +134,8 @@ class Config:
 
     def defaults(self) -> dict[str, Any]:
         """The values that the file gives, by the names of the commands' parameters."""
-        names = ("model", "threads", "context_length", "kv_type", "device", "system")
-        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        values = {"model": self.model, **self.load, "system": self.system}
+        given = {name: value for name, value in values.items() if value is not None}
         if self.template_kwargs:
             given["template_variables"] = [json.dumps(self.template_kwargs)]
         return {**given, **self.sampling, **self.serve}
@@ -209,12 +203,13 @@ def _read(file: TomlFile) -> Config:
     loading = file.checked(
         [],
         {key: value for key, value in file.content.items() if key not in ("chat", "sampling", "serve")},
-        {"model": _model, "threads": _count, "context_length": _count, "kv_type": _kv_type, "device": _device},
+        {"model": _model, **{name: _LOAD_CHECKS[flag.kind] for name, flag in flags_of(LoadOptions) if flag.in_config}},
         also=("[sampling]", "[chat]", "[serve]"),
     )
     kinds = {option.key: option.read for option in server_options() if option.in_config}
     serve = file.checked(["serve"], file.table(file.content, "serve"), kinds)
-    return Config(path=file.path, sampling=sampling, serve=serve, **chat, **loading)
+    model = loading.pop("model", None)
+    return Config(path=file.path, model=model, load=loading, sampling=sampling, serve=serve, **chat)
 
 
 def _text(key: str, value: Any) -> str:
@@ -259,3 +254,7 @@ def _device(key: str, value: Any) -> str:
             f"{key} is {shown(value)}; wanted one of {', '.join(DEVICES)}, or GPUs such as cuda:0,cuda:1"
         )
     return str(value)
+
+
+_LOAD_CHECKS: dict[Any, Check] = {"count": _count, "kv type": _kv_type, "devices": _device}
+"""Checks of values by `Flag.kind`."""
