@@ -12,8 +12,6 @@ from localinfer.engine.cache.windows import KVEviction, window_of
 from localinfer.engine.sampling.params import file_sampling
 from localinfer.kernels.kv_layout import DevicePages
 from localinfer.llm import LLM
-from localinfer.loading.drafters import load_drafter, make_speculation
-from localinfer.loading.memory.gpu_plan import draft_on_host, host_budget
 from localinfer.loading.memory.limit import KVBudget
 from localinfer.loading.memory.plan import plan_memory
 from localinfer.loading.options import CheckedLoad, ModelOptions
@@ -52,6 +50,8 @@ def build_llm(checked: CheckedLoad) -> LLM:
 
     def check_host(file: "ModelFile", config: "ModelConfig", placement: "DevicePlacement") -> None:
         nonlocal budget
+        from localinfer.loading.memory.gpu_plan import draft_on_host, host_budget
+
         draft = draft_on_host(options, config, placement)
         budget = host_budget(options, file, config, placement, draft, machine_limits.memory_limits())
 
@@ -91,9 +91,13 @@ def build_llm(checked: CheckedLoad) -> LLM:
         if options.kv_window is not None and options.kv_window < loaded.config.context_length and keeps_pages:
             window = window_of(loaded, options.kv_window)
         if options.separate_draft is not None:
+            from localinfer.loading.drafters import load_drafter
+
             drafting = load_drafter(options, loaded, verify=given.verify, progress=progress)
             loads.callback(drafting.close)
         if speculation is not None:
+            from localinfer.loading.drafters import make_speculation
+
             made = make_speculation(
                 speculation, loaded, drafting, kv_memory=budget.draft_kv_memory, progress=progress, **measuring
             )

@@ -16,7 +16,6 @@ from localinfer.loading.load_options import SPECULATION, HeaderOptions, LoadOpti
 from localinfer.loading.memory.limit import KVBudget, keep_within
 from localinfer.loading.memory.plan import MemoryPlan, choose_context, plan_file, plan_memory
 from localinfer.models.decoder.decoder import kv_layer_shapes, state_shapes
-from localinfer.models.load.assistant import is_assistant
 from localinfer.models.load.devices import GPU_BATCH_ROWS
 from localinfer.models.load.loader import reason_without_window
 from localinfer.models.load.placement import DeviceRequest, named_gpus
@@ -186,7 +185,11 @@ def check_model_options(options: HeaderOptions) -> ModelOptions:
     if options.kv_window is not None and options.draft is not None:
         raise RequestError("kv_window does not bound the cache of a draft model; leave out one of them")
     draft_path = None if options.draft is None else model_path(options.draft, "draft")
-    assistant = draft_path if draft_path is not None and is_assistant(draft_path) else None
+    assistant = None
+    if draft_path is not None:
+        from localinfer.models.load.assistant import is_assistant
+
+        assistant = draft_path if is_assistant(draft_path) else None
     known = {one.name: values[one.name] for one in fields(HeaderOptions)}
     return ModelOptions(
         **{**known, "speculation": speculation}, path=path, draft_path=draft_path, assistant=assistant, changes=changes

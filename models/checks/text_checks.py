@@ -11,9 +11,8 @@ import numpy as np
 
 from localinfer.errors import TemplateError
 from localinfer.models.checks import Finding
-from localinfer.models.text.chat_template import ChatTemplate
+from localinfer.models.text.chat_template import ANSWER, ASK, ChatTemplate
 from localinfer.models.text.encoders import SPACE_MARK
-from localinfer.models.text.reply_learning import ANSWER, ASK
 from localinfer.models.text.splitting import PRE_TOKENIZERS, build_splitter, find_end_of_generation
 from localinfer.models.text.tokenizer import Tokenizer
 from localinfer.models.text.vocabulary import TokenType, Vocabulary

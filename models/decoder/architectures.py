@@ -15,15 +15,9 @@ from localinfer.errors import UnsupportedFormatError
 from localinfer.models.decoder.architecture import Architecture
 from localinfer.models.decoder.block_config import OF_ANOTHER_CACHE
 from localinfer.models.decoder.config import ModelConfig
-from localinfer.models.decoder.dense_architectures import GPT_FAMILY, LLAMA_FAMILY, WINDOWED
-from localinfer.models.decoder.encoder_architectures import DECODERS_OF_THEIR_KIND, ENCODERS
-from localinfer.models.decoder.hybrid_architectures import (
-    LATENT,
-    MIXTURES,
-    RECURRENT_ARCHITECTURES,
-    STATE_SPACE_ARCHITECTURES,
-)
+from localinfer.system.registry import Registry
 
+_HERE = "localinfer.models.decoder"
 NUM_NEAREST = 3
 WHERE_ALL_ARE = "`localinfer list --architectures` has all"
 _TOO_FAR = 0.3
@@ -114,17 +108,42 @@ def _joined(names: list[str]) -> str:
     return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
-ARCHITECTURES: dict[str, Architecture | Callable[[ModelConfig], Architecture]] = {
-    **LLAMA_FAMILY,
-    **GPT_FAMILY,
-    **WINDOWED,
-    **MIXTURES,
-    **LATENT,
-    **RECURRENT_ARCHITECTURES,
-    **STATE_SPACE_ARCHITECTURES,
-    **ENCODERS,
-    **DECODERS_OF_THEIR_KIND,
-}
+ARCHITECTURES: Registry[str, Architecture | Callable[[ModelConfig], Architecture]] = Registry(
+    tables={
+        f"{_HERE}.dense_architectures:LLAMA_FAMILY": (
+            "apertus arcee baichuan bitnet cogvlm chatglm ernie4_5 exaone glm4 granite hunyuan-dense "
+            "hunyuan_vl hyperclovax internlm2 llama maincoder minicpm mistral3 nanbeige nanochat paddleocr "
+            "pangu-embedded plamo phi3 qwen qwen2 qwen2vl qwen3vl qwen3 refact seed_oss spark2_5 xverse"
+        ).split(),
+        f"{_HERE}.dense_architectures:GPT_FAMILY": (
+            "bloom codeshell command-r falcon gpt2 gptneox jais jais2 mpt nemotron olmo orion phi2 stablelm "
+            "starcoder starcoder2"
+        ).split(),
+        f"{_HERE}.dense_architectures:WINDOWED": (
+            "cohere2 deci exaone4 gemma gemma2 gemma3 gemma3n gemma4 muse-glimmer olmo2 openelm plamo3 "
+            "smollm3 vaultgemma"
+        ).split(),
+        f"{_HERE}.hybrid_architectures:MIXTURES": (
+            "afmoe arctic bailingmoe bailingmoe2 cohere2moe dbrx deepseek deepseek2-ocr dots1 ernie4_5-moe "
+            "exaone-moe flex-olmo glm4moe gpt-oss granite_swa granitemoe grok hunyuan-moe hy_v3 laguna llama4 "
+            "maple mellum mimo2 minimax-m2 minimax-m3 olmoe phimoe qwen2moe qwen3moe qwen3vlmoe smallthinker "
+            "step35"
+        ).split(),
+        f"{_HERE}.hybrid_architectures:LATENT": ("deepseek2 deepseek32 glm-dsa minicpm3 mistral4 plm").split(),
+        f"{_HERE}.hybrid_architectures:RECURRENT_ARCHITECTURES": (
+            "bailingmoe3 kimi-linear lfm2 lfm2moe lfm3 minimax-01 olmo-hybrid qwen35 qwen35moe qwen3next rwkv7"
+        ).split(),
+        f"{_HERE}.hybrid_architectures:STATE_SPACE_ARCHITECTURES": (
+            "falcon-h1 granitehybrid jamba mamba mamba2 nemotron_h nemotron_h_moe plamo2 zamba2"
+        ).split(),
+        f"{_HERE}.encoder_architectures:ENCODERS": (
+            "bert deberta-v2 eurobert gemma-embedding gemma-embedding2 gte jina-bert-v2 jina-bert-v3 modern-bert "
+            "mpnet neo-bert nomic-bert nomic-bert-moe"
+        ).split(),
+        f"{_HERE}.encoder_architectures:DECODERS_OF_THEIR_KIND": ("modern-bert-decoder").split(),
+    }
+)
+"""Records by name, of which a load imports those of the model's family."""
 
 
 def check_architecture(name: str) -> None:

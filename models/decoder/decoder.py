@@ -1,10 +1,11 @@
 """The decoder: from a model's configuration and weights to a graph of ops, layer by layer."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from localinfer.kernels.graph_builder import GraphBuilder
 from localinfer.kernels.ops import Buffer, KVLayerShape, OpGraph, Projection, Rows, StateShape, WeightSource
-from localinfer.models.decoder import draft_layers, gemma_blocks
+from localinfer.models.decoder import draft_layers
 from localinfer.models.decoder.architecture import Blocks, Mixer
 from localinfer.models.decoder.architectures import find_architecture
 from localinfer.models.decoder.attention import (
@@ -18,13 +19,25 @@ from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.decoder.feed_forward import has_feed_forward, write_feed_forward, write_router
 from localinfer.models.decoder.graph import Graph, divided, refuse
 from localinfer.models.decoder.positions import RopeTables
-from localinfer.models.decoder.recurrent import (
-    RECURRENT_MIXERS,
-    write_embedding_pair,
-    write_rwkv_layer,
-    write_zamba2_layer,
-)
 from localinfer.models.decoder.sparse_attention import index_cache_shapes
+from localinfer.system.registry import Registry, find_part
+
+if TYPE_CHECKING:
+    from localinfer.models.decoder.recurrent import RecurrentMixer
+
+_BLOCKS = "localinfer.models.decoder.gemma_blocks"
+_RECURRENT = "localinfer.models.decoder.recurrent"
+RECURRENT_MIXERS: "Registry[Mixer, RecurrentMixer]" = Registry(
+    tables={f"{_RECURRENT}:RECURRENT_MIXERS": set(Mixer) - {Mixer.ATTENTION, Mixer.NONE}}
+)
+"""Recurrent blocks, whose module is imported for a model that has some."""
+_WHOLE_LAYERS: Registry[Blocks, Callable[..., Buffer]] = Registry(
+    {
+        Blocks.GEMMA4: f"{_BLOCKS}:write_gemma4_layer",
+        Blocks.ZAMBA2: f"{_RECURRENT}:write_zamba2_layer",
+    }
+)
+"""Functions that write a layer as a whole, by its kind of blocks."""
 
 
 def write_decoder(
@@ -183,10 +196,12 @@ def write_embedding(graph: Graph, context_length: int | None = None) -> Buffer:
     if is_projected:
         hidden = graph.product("token_embd_proj", hidden, "hidden", config.hidden_size)
     if config.per_layer_size:
-        gemma_blocks.write_layer_inputs(graph, hidden)
+        find_part(f"{_BLOCKS}:write_layer_inputs")(graph, hidden)
     if architecture.blocks is Blocks.ZAMBA2:
-        write_embedding_pair(graph, hidden)
-    return gemma_blocks.write_streams(graph, hidden) if architecture.blocks is Blocks.GEMMA3N else hidden
+        find_part(f"{_RECURRENT}:write_embedding_pair")(graph, hidden)
+    if architecture.blocks is Blocks.GEMMA3N:
+        hidden = find_part(f"{_BLOCKS}:write_streams")(graph, hidden)
+    return hidden
 
 
 def _write_token_types(graph: Graph, hidden: Buffer) -> None:
@@ -204,15 +219,16 @@ def write_layer(
 ) -> Buffer:
     """Write one layer and return its result: `hidden` itself, or with selects_output the output rows only."""
     architecture = graph.architecture.of_layer(layer)
-    if architecture.blocks is Blocks.GEMMA4:
-        return gemma_blocks.write_gemma4_layer(graph, layer, hidden, tables, selects_output=selects_output)
+    if architecture.blocks in _WHOLE_LAYERS:
+        write = _WHOLE_LAYERS[architecture.blocks]
+        return write(graph, layer, hidden, tables, selects_output=selects_output)
     if architecture.blocks is Blocks.GEMMA3N:
-        return gemma_blocks.write_gemma3n_layer(graph, layer, hidden, tables)
-    if architecture.blocks is Blocks.ZAMBA2:
-        return write_zamba2_layer(graph, layer, hidden, tables, selects_output=selects_output)
+        streams: Buffer = find_part(f"{_BLOCKS}:write_gemma3n_layer")(graph, layer, hidden, tables)
+        return streams
     mixer = architecture.mixer(layer)
     if mixer is Mixer.WKV:
-        return write_rwkv_layer(graph, layer, hidden, is_last=selects_output)
+        written: Buffer = find_part(f"{_RECURRENT}:write_rwkv_layer")(graph, layer, hidden, is_last=selects_output)
+        return written
     router_logits = write_router(graph, layer, hidden) if architecture.routes_layer_input else None
     x = attended = beside = parallel_x = expert_x = None
     if architecture.expert_norm is not None:
@@ -278,7 +294,7 @@ def _write_mixer(graph: Graph, layer: int, x: Buffer, tables: RopeTables) -> Buf
 def write_output_norm(graph: Graph, hidden: Buffer) -> Buffer:
     """Write the norm after the last layer, if there is one, and return its result."""
     if graph.architecture.blocks is Blocks.GEMMA3N:
-        hidden = gemma_blocks.merge_streams(graph, hidden)
+        hidden = find_part(f"{_BLOCKS}:merge_streams")(graph, hidden)
     name = graph.architecture.output_norm
     if name is None:
         return hidden

@@ -20,7 +20,6 @@ from localinfer.kernels.cpu.lower import MAX_BATCH_ROWS, lower_to_cpu
 from localinfer.kernels.cpu.program import POOL_KERNELS, ThreadPool
 from localinfer.kernels.cpu.weights import KERNELS as WEIGHT_KERNELS
 from localinfer.kernels.cpu.worker_threads import Priority
-from localinfer.kernels.cuda.device import CudaDevice
 from localinfer.kernels.jit.compile_ahead import compile_ahead
 from localinfer.kernels.jit.object_cache import Kernel
 from localinfer.kernels.kv_layout import KVLayout
@@ -34,7 +33,6 @@ from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.decoder.decoder import kv_layer_shapes, state_shapes
 from localinfer.models.decoder.metadata_keys import DYNAMIC_ROPE_KEY
 from localinfer.models.decoder.sparse_attention import index_layers
-from localinfer.models.load.assistant import Target, check_device, open_assistant
 from localinfer.models.load.devices import cached_tokens, close_all, cpu_only, open_devices, stay_on_cpu
 from localinfer.models.load.model_changes import ModelChanges, apply_changes, note_unknown_settings
 from localinfer.models.load.placement import DevicePlacement, DeviceRequest, memory_needs
@@ -60,6 +58,7 @@ from localinfer.quant.gguf.reader import GGUFFile, read_gguf
 from localinfer.types import ProgressCallback
 
 if TYPE_CHECKING:
+    from localinfer.kernels.cuda.device import CudaDevice
     from localinfer.models.checkpoint.model import CheckpointModel
 
 
@@ -228,6 +227,9 @@ def load_model(
     request = device if isinstance(device, DeviceRequest) else DeviceRequest(device=device)
     request.check()
     if assistant is not None:
+        # Few models have a draft model of this kind.
+        from localinfer.models.load.assistant import Target, check_device, open_assistant
+
         check_device(request)
     file = open_model_file(path, changes, context_length, progress)
     pool = drafter = None

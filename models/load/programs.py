@@ -4,13 +4,13 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from localinfer.errors import BackendUnavailableError, OutOfMemoryError
 from localinfer.kernels.cpu.lower import MAX_BATCH_ROWS, kernels_of_graph, lower_to_cpu
 from localinfer.kernels.cpu.program import CpuProgram, ThreadPool
-from localinfer.kernels.cuda.device import CudaDevice
 from localinfer.kernels.jit.compile_ahead import compile_ahead
 from localinfer.kernels.jit.object_cache import Kernel
 from localinfer.kernels.kv_layout import KVLayout
@@ -33,6 +33,9 @@ from localinfer.models.load.threads import choose_decode_threads
 from localinfer.models.load.weights import CpuWeights, CudaWeights
 from localinfer.quant.checkpoint.model_file import ModelFile
 from localinfer.types import ProgressCallback
+
+if TYPE_CHECKING:
+    from localinfer.kernels.cuda.device import CudaDevice
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +108,7 @@ def write_on_cpu(
 
 
 def write_on_gpus(
-    parts: Parts, gpus: Sequence[CudaDevice], placement: DevicePlacement, *, is_required: bool
+    parts: Parts, gpus: "Sequence[CudaDevice]", placement: DevicePlacement, *, is_required: bool
 ) -> GpuModel | None:
     """The program with the chosen layers on GPUs; None, after logging the reason, if it cannot run there.
 
@@ -153,7 +156,7 @@ def check_runs_on_gpus(config: ModelConfig, placement: DevicePlacement, *, has_w
     )
 
 
-def _write_whole(parts: Parts, gpu: CudaDevice) -> GpuModel:
+def _write_whole(parts: Parts, gpu: "CudaDevice") -> GpuModel:
     """A program on the GPU alone."""
     from localinfer.kernels.cuda.lower import lower_to_cuda
     from localinfer.kernels.cuda.memory import DeviceKVLayout, SharedMemory

@@ -27,7 +27,6 @@ from localinfer.kernels.cpu import guard
 from localinfer.kernels.cpu.memory import Arena
 from localinfer.kernels.cpu.program import ThreadPool
 from localinfer.kernels.cpu.weights import PackedWeight, RowTable, pack
-from localinfer.kernels.cuda.device import CudaDevice
 from localinfer.kernels.layouts import (
     CUDA_LAYOUTS,
     GGUF_LAYOUTS,
@@ -47,6 +46,7 @@ from localinfer.quant.pipeline.conversion import conversion_note, convert, layou
 from localinfer.types import FloatArray, ProgressCallback
 
 if TYPE_CHECKING:
+    from localinfer.kernels.cuda.device import CudaDevice
     from localinfer.quant.checkpoint.groups import GroupedMatrix
 
 _WHOLE_BYTES = 4 << 20
@@ -342,7 +342,7 @@ class CudaWeights(CpuWeights):
     _layouts = CUDA_LAYOUTS
 
     def __init__(
-        self, file: ModelFile, pool: ThreadPool, device: CudaDevice, progress: ProgressCallback | None = None
+        self, file: ModelFile, pool: ThreadPool, device: "CudaDevice", progress: ProgressCallback | None = None
     ) -> None:
         from localinfer.kernels.cuda.weights import upload
 

@@ -10,7 +10,6 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from localinfer.errors import RequestError, TemplateError
-from localinfer.models.text.reply_format import THINKING_VARIABLES
 from localinfer.models.text.splitting import SpellingFinder
 from localinfer.models.text.template_costs import sharing_render_time
 from localinfer.models.text.tokenizer import Tokenizer
@@ -20,6 +19,10 @@ if TYPE_CHECKING:
 
     from localinfer.models.text.template_sandbox import TemplateSandbox
 
+THINKING_VARIABLES = ("enable_thinking", "thinking")
+"""Names under which templates take whether the model is to reason."""
+ASK, ANSWER = {"role": "user", "content": "zqxask"}, "zqxanswer"
+"""A question and an answer that no template has in itself, for trial renderings."""
 DAY_VARIABLE = "template_date"
 """The variable by which a caller sets the date that a template writes, however it does: "today", or a day."""
 

@@ -14,8 +14,6 @@ twice), the name of a parameter (where that comes behind its value too) and the 
 
 _MARKER = re.compile(r"""<[^<>\s{]+>|<[A-Za-z][\w:.-]*(?:=|\s+\w+=")|\[[A-Z_/]+\]|[^\s\w{\["'<]\S*""")
 _LATE_MARKER = re.compile(r"<[A-Za-z|｜]")
-THINKING_VARIABLES = ("enable_thinking", "thinking")
-"""Names under which templates take whether the model is to reason."""
 
 
 class RenderableTemplate(Protocol):

@@ -18,6 +18,7 @@ from os.path import commonprefix
 from typing import Any, NamedTuple
 
 from localinfer.errors import TemplateError
+from localinfer.models.text.chat_template import ANSWER, ASK, THINKING_VARIABLES
 from localinfer.models.text.reply_format import (
     AS_MODELS_WRITE,
     CALL_ID,
@@ -27,7 +28,6 @@ from localinfer.models.text.reply_format import (
     ID_FORMS,
     KNOWN_CALLS,
     PARAMETER_NAME,
-    THINKING_VARIABLES,
     TYPE_NAME,
     CallFormat,
     ParameterFormat,
@@ -44,10 +44,9 @@ VALUES = ("zqxvalue", "zqxother")
 # In the order of the alphabet, into which some templates bring them.
 KEY, LAST_KEY, MOST_KEY, LAST_VALUE = "zqxkey", "zqxlast", "zqxmost", "zqxfinal"
 NUMBER = 90817263
-THOUGHT, ANSWER = "zqxthought", "zqxanswer"
+THOUGHT = "zqxthought"
 # Mistral's templates insist on nine letters and digits.
 IDS = ("zqxid0001", "zqxid0002")
-ASK: dict[str, str] = {"role": "user", "content": "zqxask"}
 PROBE_CALL: dict[str, Any] = {
     "id": IDS[0],
     "type": "function",

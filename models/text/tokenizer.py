@@ -17,13 +17,9 @@ from localinfer.errors import ContextLengthError, RequestError, TokenIdError, To
 from localinfer.models.text.encoders import (
     LONG_STRETCH,
     LONG_TEXT,
-    BytePairEncoder,
-    SentencePieceEncoder,
     SubwordEncoder,
-    WordPieceEncoder,
 )
 from localinfer.models.text.splitting import FillInTokens, Spelling, SpellingFinder, find_fill_in_tokens
-from localinfer.models.text.unigram import UnigramEncoder
 from localinfer.models.text.vocabulary import (
     TokenType,
     Vocabulary,
@@ -32,14 +28,17 @@ from localinfer.models.text.vocabulary import (
     vocabulary_fingerprint,
 )
 from localinfer.system.pieces import pieces
+from localinfer.system.registry import Registry
 from localinfer.types import UnitsCallback
 
-_ENCODERS: dict[str, type[SubwordEncoder]] = {
-    "spm": SentencePieceEncoder,
-    "bpe": BytePairEncoder,
-    "wordpiece": WordPieceEncoder,
-    "unigram": UnigramEncoder,
-}
+_ENCODERS: Registry[str, type[SubwordEncoder]] = Registry(
+    {
+        "spm": "localinfer.models.text.encoders:SentencePieceEncoder",
+        "bpe": "localinfer.models.text.encoders:BytePairEncoder",
+        "wordpiece": "localinfer.models.text.encoders:WordPieceEncoder",
+        "unigram": "localinfer.models.text.unigram:UnigramEncoder",
+    }
+)
 # Answers of `ids_containing` that are kept; callers choose the texts.
 _MOST_SEARCHES = 64
 # Characters that are looked at together.

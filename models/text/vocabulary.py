@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from localinfer.errors import TokenizerError
 from localinfer.models.text.known_vocabularies import KnownVocabulary, known_vocabulary
-from localinfer.models.text.normalizer import is_step
 from localinfer.models.text.splitting import CONTROL_TEXTS, FILL_IN_ROLES, PRE_TOKENIZERS, find_end_of_generation
 from localinfer.system.pieces import last_places, pieces
 from localinfer.types import UnitsCallback
@@ -251,9 +250,12 @@ def _strings(metadata: Mapping[str, object], key: str) -> list[str] | None:
 
 def _normalizer_steps(metadata: Mapping[str, object]) -> tuple[str, ...]:
     steps = tuple(_strings(metadata, "normalizer.steps") or ())
-    for step in steps:
-        if not is_step(step):
-            _refuse("normalizer.steps", f"a list with {step[:40]!r}", "names of steps that are known")
+    if steps:
+        from localinfer.models.text.normalizer import is_step
+
+        for step in steps:
+            if not is_step(step):
+                _refuse("normalizer.steps", f"a list with {step[:40]!r}", "names of steps that are known")
     return steps
 
 

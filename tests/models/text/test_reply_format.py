@@ -3,8 +3,8 @@
 import pytest
 
 from localinfer.errors import TemplateError
-from localinfer.models.text.chat_template import ChatTemplate
-from localinfer.models.text.reply_format import HERMES, THINKING_VARIABLES, CallFormat, ReasoningFormat
+from localinfer.models.text.chat_template import THINKING_VARIABLES, ChatTemplate
+from localinfer.models.text.reply_format import HERMES, CallFormat, ReasoningFormat
 from localinfer.models.text.reply_learning import Trials, learn_call_format, learn_reasoning_format
 from localinfer.models.text.splitting import SpellingFinder
 from tests.models.text.family_templates import DEEPSEEK, FAMILIES, HERMES_THINKING, PARAMETER_FAMILIES, PLAIN, Family
