@@ -274,6 +274,39 @@ class GreedyProgram(Program, Protocol):
         ...
 
 
+UNDECIDED = -3
+"""Instead of a token id: the host must sample this row."""
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Sampling parameters of one row's token: that which `kernels.cpu.sampling.RowSampler.choose` samples.
+
+    seed: its 64 bits, as an int of any sign.
+    """
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int
+    position: int
+
+
+@runtime_checkable
+class DrawingProgram(GreedyProgram, Protocol):
+    """A program that samples tokens on the device."""
+
+    def run_drawn(self, batch: Batch, draws: Sequence[Draw]) -> NDArray[np.int32]:
+        """Return the sampled token of every output row, valid until the next call; or UNDECIDED, or a code as
+        `run_greedy`."""
+        ...
+
+    def logits_of(self, row: int) -> FloatArray:
+        """The logits float32[vocab_size] of one output row of the last batch."""
+        ...
+
+
 @runtime_checkable
 class AbortableProgram(Program, Protocol):
     """A program that can leave a batch undone."""

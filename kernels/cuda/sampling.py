@@ -5,19 +5,13 @@ Four bytes per row are copied to the host instead of its logits.
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.kernels.cuda.device import CudaDevice, Launch
-from localinfer.kernels.program import Batch, GreedyProgram
-from localinfer.types import FloatArray
-
-UNDECIDED = -3
-"""Instead of a token id: the host must sample this row."""
+from localinfer.kernels.program import UNDECIDED as UNDECIDED, Draw as Draw
 
 CAPACITY = 512
 """Maximum candidates of a row if tokens are filtered."""
@@ -36,35 +30,6 @@ _ONE = float(2**43)
 _THREADS = 128
 _MAX_SLICES = 64
 """Blocks per row; a small vocabulary needs fewer."""
-
-
-@dataclass(frozen=True)
-class Draw:
-    """Sampling parameters of one row's token: that which `kernels.cpu.sampling.RowSampler.choose` samples.
-
-    seed: its 64 bits, as an int of any sign.
-    """
-
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    seed: int
-    position: int
-
-
-@runtime_checkable
-class DrawingProgram(GreedyProgram, Protocol):
-    """A program that samples tokens on the device."""
-
-    def run_drawn(self, batch: Batch, draws: Sequence[Draw]) -> NDArray[np.int32]:
-        """Return the sampled token of every output row, valid until the next call; or UNDECIDED, or a code as
-        `run_greedy`."""
-        ...
-
-    def logits_of(self, row: int) -> FloatArray:
-        """The logits float32[vocab_size] of one output row of the last batch."""
-        ...
 
 
 def _packed(draws: Sequence[Draw], vocab_size: int) -> NDArray[np.void]:

@@ -17,9 +17,8 @@ from localinfer.apps.show.describe import describe_file
 from localinfer.engine.sampling.params import SamplingParams
 from localinfer.errors import BackendUnavailableError
 from localinfer.kernels.cuda.memory import DeviceKVLayout
-from localinfer.kernels.cuda.sampling import Draw, DrawingProgram
 from localinfer.kernels.cuda.sharded_pages import ShardedKVLayout
-from localinfer.kernels.program import Batch
+from localinfer.kernels.program import Batch, Draw, DrawingProgram
 from localinfer.models.load.placement import bytes_per_token
 from localinfer.types import ProgressCallback
 

@@ -26,8 +26,7 @@ from localinfer.engine.sampling.params import SamplingParams
 from localinfer.errors import ModelFileError, RequestError
 from localinfer.kernels.cpu.kernel_abi import NOT_FINITE, NOTHING_LEFT
 from localinfer.kernels.cpu.sampling import RowSampler, adjust, uniforms
-from localinfer.kernels.cuda.sampling import UNDECIDED, Draw, DrawingProgram
-from localinfer.kernels.program import Batch, Program
+from localinfer.kernels.program import UNDECIDED, Batch, Draw, DrawingProgram, Program
 from localinfer.types import TokenLogprobs
 
 __all__ = ["Sampler", "SamplingParams", "SamplingPlan", "TokenLogprobs", "TokenMask", "not_finite_error"]

@@ -13,10 +13,13 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from localinfer.models.load.threads import time_in_turns
 from localinfer.types import UnitsCallback
+
+if TYPE_CHECKING:
+    from localinfer.engine.speculation.mtp import DraftHead
 
 MAX_DRAFT_TOKENS = 15
 """Most tokens drafted at once: 16 rows are verified."""
@@ -251,6 +254,16 @@ class Acceptance:
         self._rounds_to_probe = self._next_probe
         self._next_probe = min(2 * self._next_probe, _LAST_PROBE)
         return True
+
+
+class DraftMode(NamedTuple):
+    """A way in which a model can draft the next token."""
+
+    share: float
+    """Probability that it can be drafted at all."""
+    seconds_per_token: float
+    head: "DraftHead | None" = None
+    """Head of draft layers, if it is by those."""
 
 
 def best_draft_length(

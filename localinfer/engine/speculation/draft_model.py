@@ -4,7 +4,7 @@ It samples with the noise of the target model, so where the two distributions ar
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -15,6 +15,7 @@ from localinfer.engine.cache.block_hashes import NO_SALT
 from localinfer.engine.cache.prefix_cache import CacheHints, PrefixCache
 from localinfer.engine.cache.sequence import SequenceCache, forward
 from localinfer.engine.sampling.sampler import OnDeviceSampling, OutputSpec, Results, Sampler, SamplingPlan
+from localinfer.engine.speculation.costs import DraftMode
 from localinfer.errors import OutOfMemoryError
 from localinfer.types import UnitsCallback
 
@@ -38,6 +39,7 @@ class DraftModel:
     """
 
     name = "draft"
+    is_in_target = False
 
     def __init__(
         self, model: "Model", *, target_vocab_size: int, kv_memory: int | None = None, told: UnitsCallback | None = None
@@ -58,6 +60,10 @@ class DraftModel:
     def begin(self, plan: SamplingPlan, salt: bytes = NO_SALT) -> "DraftModelText":
         """Follow one generation that is sampled by a plan; salt: of the texts that it shares a prefix with."""
         return DraftModelText(self, plan, salt)
+
+    def modes(self, _: object) -> Iterator[DraftMode]:
+        """Its only one."""
+        yield DraftMode(1.0, self.seconds_per_token)
 
     def forward(
         self,
@@ -119,7 +125,7 @@ class DraftModelText:
         self.reading_taken = 0.0
         self.ending: str | None = None
 
-    def draft(self, tokens: NDArray[np.int32], out: NDArray[np.int32]) -> int:
+    def draft(self, tokens: NDArray[np.int32], out: NDArray[np.int32], *_: object) -> int:
         """Draft what follows the whole text so far, int32[T], which begins like the text of the call before.
 
         Writes at most all of `out`, int32[K]; returns how many: none any more where the text outgrows what the model

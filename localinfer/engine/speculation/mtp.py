@@ -13,6 +13,7 @@ state that came with that.
 """
 
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -23,7 +24,7 @@ from localinfer.engine.cache.block_hashes import NO_SALT
 from localinfer.engine.cache.block_pool import PagePool
 from localinfer.engine.cache.sequence import SequenceCache
 from localinfer.engine.sampling.sampler import Sampler, SamplingPlan
-from localinfer.engine.speculation.costs import MAX_DRAFT_TOKENS
+from localinfer.engine.speculation.costs import MAX_DRAFT_TOKENS, DraftMode
 from localinfer.errors import ContextLengthError, OutOfMemoryError
 from localinfer.kernels.program import Batch, HiddenProgram
 
@@ -83,6 +84,8 @@ class MTPDrafter:
     """
 
     name = "mtp"
+    is_in_target = True
+    """It drafts from the cache of its target."""
 
     def __init__(self, model: "Model") -> None:
         self.vocab_size = model.config.vocab_size
@@ -94,6 +97,11 @@ class MTPDrafter:
     def begin(self, plan: SamplingPlan, salt: bytes = NO_SALT) -> "MTPText":
         """Follow one generation that is sampled by a plan, from what it computed itself: its salt does not matter."""
         return MTPText(self, plan)
+
+    def modes(self, tokens: NDArray[np.int32]) -> Iterator[DraftMode]:
+        """A mode for each head."""
+        for head in self.heads:
+            yield DraftMode(head.share_of(tokens), head.seconds_per_token, head)
 
     def draft_token(
         self, sequence: SequenceCache, index: int, token_id: int, hidden: NDArray[np.float32] | None, head: DraftHead
@@ -142,14 +150,20 @@ class MTPText:
         width = max(program.hidden.shape[1] for program in programs if program.hidden is not None)
         self._hidden = np.zeros(-(-width // 16) * 16, np.float32)
 
-    def draft(self, tokens: NDArray[np.int32], out: NDArray[np.int32], sequence: SequenceCache, head: DraftHead) -> int:
+    def draft(
+        self,
+        tokens: NDArray[np.int32],
+        out: NDArray[np.int32],
+        sequence: SequenceCache | None,
+        head: DraftHead | None,
+    ) -> int:
         """Draft what follows the whole text so far, int32[T], all of which but its last token the sequence holds.
 
         Writes at most all of `out`, int32[K], by one of the drafter's heads; returns how many.
         """
         drafter, position = self._drafter, tokens.size
         count = min(out.size, MAX_DRAFT_TOKENS)
-        if sequence.length != position - 1 or not sequence.is_exact:
+        if sequence is None or head is None or sequence.length != position - 1 or not sequence.is_exact:
             return 0
         try:
             sequence.reserve_pages(sequence.length + count)

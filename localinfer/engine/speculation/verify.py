@@ -18,9 +18,9 @@ can, but the text would then depend on the drafts.
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,16 +31,19 @@ from localinfer.engine.sampling.sampler import Results, SamplingPlan
 from localinfer.engine.speculation.costs import (
     MAX_DRAFT_TOKENS,
     Acceptance,
+    DraftMode,
     RecentMedian,
     VerificationCosts,
     best_draft_length,
 )
-from localinfer.engine.speculation.draft_model import DraftModel, DraftModelText
 from localinfer.engine.speculation.floor import ALONE, DraftFloor
-from localinfer.engine.speculation.mtp import DraftHead, MTPDrafter, MTPText
-from localinfer.engine.speculation.ngram import NgramDrafter, NgramText
 from localinfer.errors import LocalinferError
 from localinfer.types import TokenIds
+
+if TYPE_CHECKING:
+    from localinfer.engine.speculation.draft_model import DraftModel, DraftModelText
+    from localinfer.engine.speculation.mtp import DraftHead, MTPDrafter, MTPText
+    from localinfer.engine.speculation.ngram import NgramDrafter, NgramText
 
 logger = logging.getLogger(__name__)
 
@@ -137,15 +140,6 @@ class Others(NamedTuple):
 _ALONE = Others(0, 0)
 
 
-class _Way(NamedTuple):
-    """How a model can draft: how likely the next token can be drafted at all, what one takes, and by which head of
-    draft layers, if it is by those."""
-
-    share: float
-    seconds_per_token: float
-    head: DraftHead | None = None
-
-
 class Speculation:
     """The drafters of one engine and their statistics; used under the step lock.
 
@@ -157,8 +151,8 @@ class Speculation:
         self,
         costs: VerificationCosts,
         *,
-        ngram: NgramDrafter | None,
-        model: DraftModel | MTPDrafter | None,
+        ngram: "NgramDrafter | None",
+        model: "DraftModel | MTPDrafter | None",
         floor: DraftFloor | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -186,7 +180,11 @@ class Speculation:
 
     def switch_off_model(self, error: Exception) -> None:
         """Stop drafting by the draft model, or by draft layers; its memory is released with the engine's."""
-        what = "the model's draft layers were" if isinstance(self.model, MTPDrafter) else "the draft model was"
+        what = (
+            "the model's draft layers were"
+            if self.model is not None and self.model.is_in_target
+            else "the draft model was"
+        )
         self.model = None
         self._note(f"{what} switched off", error)
 
@@ -344,7 +342,7 @@ class SpeculativeText:
             length, speed = best_draft_length(
                 acceptance.probabilities(), shared.costs, found, *self._others, seconds_per_draft=seconds
             )
-            self._acceptance, self._drafter_name = acceptance, NgramDrafter.name
+            self._acceptance, self._drafter_name = acceptance, "ngram"
         if self._has_read:
             shared.lookup_seconds.add(shared.clock() - began)
         self.expected_seconds = shared.lookup_seconds.value or 0.0
@@ -361,11 +359,7 @@ class SpeculativeText:
         kept = self._buffer[:other_length].copy()
         count = 0
         try:
-            if isinstance(text, DraftModelText):
-                count = text.draft(tokens, self._buffer[:length])
-            elif self._sequence is not None and way.head is not None:
-                count = text.draft(tokens, self._buffer[:length], self._sequence, way.head)
-            count = self._checked(count, length)
+            count = self._checked(text.draft(tokens, self._buffer[:length], self._sequence, way.head), length)
             self.reading_seconds += text.reading_taken
             self.expected_seconds += model.seconds_per_draft + length * way.seconds_per_token
         except Exception as error:
@@ -389,13 +383,13 @@ class SpeculativeText:
 
     def _model_draft_length(
         self,
-        text: DraftModelText | MTPText,
-        model: DraftModel | MTPDrafter,
+        text: "DraftModelText | MTPText",
+        model: "DraftModel | MTPDrafter",
         tokens: TokenIds,
         most: int,
         other_length: int,
         other_speed: float,
-    ) -> tuple[int, _Way]:
+    ) -> tuple[int, DraftMode]:
         """How many tokens the draft model is to draft, 0 where another draft, or none, promises more; and how."""
         shared, others, per_draft = self._speculation, self._others, model.seconds_per_draft
         acceptance = shared.model_acceptance
@@ -403,8 +397,8 @@ class SpeculativeText:
         reading = text.reading_seconds(tokens.size)
         self._probe_seconds += _PROBED_SHARE * shared.costs.seconds(1)
         best, best_speed, cheapest = 0, other_speed, math.inf
-        chosen = probed = _Way(0.0, 0.0)
-        for way in _ways(model, tokens):
+        chosen = probed = DraftMode(0.0, 0.0)
+        for way in model.modes(tokens):
             affordable = self._floor.affordable_draft_length(
                 others.tokens + 1,
                 others.rows + 1,
@@ -442,15 +436,6 @@ class SpeculativeText:
         record.observed_tokens += num_tokens
         record.seconds += seconds
         record.plain_seconds += plain_seconds
-
-
-def _ways(model: DraftModel | MTPDrafter, tokens: TokenIds) -> Iterator[_Way]:
-    """How a model can draft what follows a text."""
-    if isinstance(model, DraftModel):
-        yield _Way(1.0, model.seconds_per_token)
-        return
-    for head in model.heads:
-        yield _Way(head.share_of(tokens), head.seconds_per_token, head)
 
 
 def choose_verified(
