@@ -81,11 +81,6 @@ def has_driver() -> bool:
     return True
 
 
-def find_device() -> FoundDevice:
-    """The first CUDA device that can be used. Raises: BackendUnavailableError with the reason."""
-    return find_devices(1)[0]
-
-
 def find_devices(most: int | None = None, *, among: Sequence[int] | None = None) -> list[FoundDevice]:
     """The CUDA devices that can be used, at least one.
 

@@ -39,21 +39,9 @@ from numpy.typing import NDArray
 
 from localinfer.errors import CorruptFileError
 from localinfer.kernels.layouts import SIZES, Layout
-from localinfer.quant.checkpoint.module_reader import (
-    AGAIN,
-    CodeReader,
-    StoredForm,
-    StoredMatrix,
-    common_type,
-)
+from localinfer.quant.checkpoint.module_reader import AGAIN, CodeReader, StoredForm, StoredMatrix, common_type
 from localinfer.quant.formats.dequantize import LEVEL_OFFSETS
-from localinfer.quant.formats.types import (
-    TensorType,
-    bits_per_weight,
-    block_size,
-    pack_bits,
-    pack_codes,
-)
+from localinfer.quant.formats.types import TensorType, bits_per_weight, block_size, pack_bits, pack_codes
 
 _BLOCK = 32
 _SUPER_BLOCK = 256

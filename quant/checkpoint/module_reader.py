@@ -12,14 +12,7 @@ from numpy.typing import NDArray
 from localinfer.errors import CorruptFileError
 from localinfer.quant.checkpoint.folder import CheckpointFolder
 from localinfer.quant.formats.reference_encoders import quantize
-from localinfer.quant.formats.types import (
-    TensorType,
-    bfloat16_values,
-    block_dtype,
-    block_size,
-    row_bytes,
-    unpack_bits,
-)
+from localinfer.quant.formats.types import TensorType, bfloat16_values, block_dtype, block_size, row_bytes, unpack_bits
 from localinfer.types import FloatArray
 
 AGAIN = "Download the checkpoint again, or another one"

@@ -97,11 +97,7 @@ _LAYOUTS: dict[TensorType, tuple[int, int, list[Any]]] = {
     TensorType.Q6_K: (256, 210, [("ql", "u1", 128), ("qh", "u1", 64), ("scales", "i1", 16), _D]),
     TensorType.Q8_K: (256, 292, [("d", "<f4"), ("qs", "i1", 256), ("bsums", "<i2", 16)]),
     TensorType.IQ4_NL: (32, 18, [_D, ("qs", "u1", 16)]),
-    TensorType.IQ4_XS: (
-        256,
-        136,
-        [_D, ("scales_h", "<u2"), ("scales_l", "u1", 4), ("qs", "u1", 128)],
-    ),
+    TensorType.IQ4_XS: (256, 136, [_D, ("scales_h", "<u2"), ("scales_l", "u1", 4), ("qs", "u1", 128)]),
     TensorType.MXFP4: (32, 17, [("e", "u1"), ("qs", "u1", 16)]),
     TensorType.NVFP4: (64, 36, [("d", "u1", 4), ("qs", "u1", 32)]),
     TensorType.Q1_0: (128, 18, [_D, ("qs", "u1", 16)]),
@@ -110,17 +106,9 @@ _LAYOUTS: dict[TensorType, tuple[int, int, list[Any]]] = {
     TensorType.TQ2_0: (256, 66, [("qs", "u1", 64), _D]),
     TensorType.IQ2_XXS: (256, 66, [_D, ("qs", "<u4", (8, 2))]),
     TensorType.IQ2_XS: (256, 74, [_D, ("qs", "<u2", 32), ("scales", "u1", 8)]),
-    TensorType.IQ2_S: (
-        256,
-        82,
-        [_D, ("qs", "u1", 32), ("signs", "u1", 32), ("qh", "u1", 8), ("scales", "u1", 8)],
-    ),
+    TensorType.IQ2_S: (256, 82, [_D, ("qs", "u1", 32), ("signs", "u1", 32), ("qh", "u1", 8), ("scales", "u1", 8)]),
     TensorType.IQ3_XXS: (256, 98, [_D, ("qs", "u1", 64), ("signs", "<u4", 8)]),
-    TensorType.IQ3_S: (
-        256,
-        110,
-        [_D, ("qs", "u1", 64), ("qh", "u1", 8), ("signs", "u1", 32), ("scales", "u1", 4)],
-    ),
+    TensorType.IQ3_S: (256, 110, [_D, ("qs", "u1", 64), ("qh", "u1", 8), ("signs", "u1", 32), ("scales", "u1", 4)]),
     TensorType.IQ1_S: (256, 50, [_D, ("qs", "u1", 32), ("qh", "<u2", 8)]),
     TensorType.IQ1_M: (256, 56, [("qs", "u1", 32), ("qh", "u1", 16), ("scales", "<u2", 4)]),
 }

@@ -276,11 +276,7 @@ class RoundingVisitor:
     """
 
     def __init__(
-        self,
-        choices: Mapping[str, TypeChoice],
-        records: Mapping[str, TensorRecord],
-        pool: ThreadPool,
-        workers: Workers,
+        self, choices: Mapping[str, TypeChoice], records: Mapping[str, TensorRecord], pool: ThreadPool, workers: Workers
     ) -> None:
         self._choices, self._records = choices, records
         self._pool, self._workers = pool, workers

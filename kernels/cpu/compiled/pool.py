@@ -56,7 +56,6 @@ from localinfer.kernels.cpu.parameters import BATCH as HEADER, RUN, Block
 from localinfer.kernels.jit.numba import Source, compose, entry, inline, op
 
 _THREADS = (1 << SEQUENCE_SHIFT - THREADS_SHIFT) - 1
-_ONE_OP = 1 << SEQUENCE_SHIFT
 
 
 @inline
