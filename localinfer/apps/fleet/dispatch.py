@@ -175,7 +175,7 @@ class Dispatcher:
     def _set_count(self, replicas: int) -> None:
         self._num_places = replicas * self.placement.places
         self._settings = replace(
-            self._own, num_slots=self._num_places, max_generations=replicas * self._own.max_generations
+            self._own, num_slots=self._num_places, max_generations=max(1, replicas) * self._own.max_generations
         )
 
     def _give_places(self) -> None:
