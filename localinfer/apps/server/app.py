@@ -145,7 +145,7 @@ def make_app(service: Service, operation: Observability = NO_OBSERVABILITY) -> S
                 observers=(log_request, *operation.observers),
                 request_log=operation.request_log,
             ),
-            Middleware(SecurityMiddleware, settings=service.settings, present=lambda: service.settings),
+            Middleware(SecurityMiddleware, settings=service.settings, present=service.present_settings),
             Middleware(PlainPaths),
             Middleware(SharesMiddleware),
         ],

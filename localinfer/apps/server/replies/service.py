@@ -281,7 +281,7 @@ class Service:
         self.registry = make_registry(self.metrics)
         asked = (*http_servers(settings.handover), *prefill_servers)
         self.kv_transfer = KVTransferClient(settings.handover, self.metrics, asked) if asked else None
-        self.limiter = RateLimiter(lambda: self.settings)
+        self.limiter = RateLimiter(self.present_settings)
         self.metrics.engines = lambda: {
             model.source.id: model.llm.engine_stats for model in self.registry.models() if model.llm is not None
         }
@@ -347,6 +347,10 @@ class Service:
         if sources is not None:
             self.registry.replace_sources(sources)
         self.settings = settings
+
+    def present_settings(self) -> ServerSettings:
+        """The settings that hold now."""
+        return self.settings
 
     def fail_replies(self) -> None:
         """End what still runs, with an error that says why."""
