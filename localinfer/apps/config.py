@@ -142,7 +142,7 @@ class Config:
 
 
 def config_path() -> Path | None:
-    """Where the file is looked for, whether it exists or not; None for a user without a home folder."""
+    """The file's path, whether it exists or not; None for a user without a home folder."""
     folder = user_folder("config")
     return None if folder is None else folder / FILE_NAME
 
@@ -193,7 +193,7 @@ def sampling_value(key: str, value: Any) -> float | int:
 
 
 SAMPLING_KEYS = dict.fromkeys((*NUMBER_OPTIONS, "seed"), sampling_value)
-"""What a table of sampling options may have, and how each is checked."""
+"""Keys of a table of sampling options, and the check of each."""
 
 
 def _read(file: TomlFile) -> Config:

@@ -36,7 +36,7 @@ class ServerOption:
     most: int | None = None
     """Bound of a number, None for none."""
     in_config: bool = True
-    """Whether config.toml sets it."""
+    """True if config.toml sets it."""
     member: str = ""
     """The field that it sets."""
     default: Any = None
@@ -83,7 +83,7 @@ class ServerOptions:
         group="clients",
         in_config=False,
     )
-    """What one token's texts left behind is of use to that token alone, and shown to no other."""
+    """Cached prompts, slots and responses of a token are used for that token alone, and shown to no other."""
     allowed_hosts: tuple[str, ...] = _option(
         (), "--allow-host", "NAME", "Accept this Host header too; may be repeated.", tuple, group="clients"
     )

@@ -398,7 +398,7 @@ class KeptResponses:
     def options(self, load: LoadOptions) -> "ResponseStoreOptions":
         """The options of the store; load: where the prompt cache is, beside which they are kept.
 
-        Without a prompt cache on disk they are kept in memory: who wants no prompts on the disk wants none there.
+        Without a prompt cache on disk they are kept in memory: no prompts on the disk means no responses either.
         """
         from localinfer.storage.response_store import ResponseStoreOptions, responses_folder
 

@@ -55,7 +55,7 @@ logger = logging.getLogger("localinfer.server")
 _GRACE_SECONDS = 2
 """Time of streams, after theirs is over, to send the error that says so."""
 _CUT_SECONDS = 0.5
-"""The same after a second signal, by which somebody says not to wait."""
+"""The same after a second signal, which asks not to wait."""
 _CUT_STEP_SECONDS = 0.02
 _KEEP_ALIVE_SECONDS = 75
 """Longer than clients keep an idle connection, so that they close it, and never write to one that we just closed."""
@@ -411,7 +411,7 @@ class _Server(uvicorn.Server):
                 self._former_handlers[number] = signal.signal(number, self.handle_exit)
 
     def give_signals_back(self) -> None:
-        """Have signals answered by who answered them before; may be called again."""
+        """Restore the former handlers of signals; may be called again."""
         while self._former_handlers:
             signal.signal(*self._former_handlers.popitem())
 

@@ -52,7 +52,7 @@ class PrefillAnswer:
 
 
 class PrefillServer(Protocol):
-    """Somebody who computes prompts, one or several at a time. name: as it is logged."""
+    """A server that computes prompts, one or several at a time. name: as it is logged."""
 
     @property
     def name(self) -> str: ...
@@ -103,7 +103,7 @@ def _message(value: dict[str, Any]) -> str:
 
 _MOST_LINE_BYTES = 1 << 16
 _LOOK_SECONDS = 0.25
-"""Between two looks at whether somebody still waits."""
+"""Between two looks at whether a client still waits."""
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ class _UnixConnection(http.client.HTTPConnection):
 
 class _BoundedSocket(io.RawIOBase):
     """A connected socket for `http.client`, which gives it up where an answer says `Connection: close`; this one is
-    closed by who opened it.
+    closed by `HttpPrefillServer.ask`.
 
     Raises wherever it reads or sends: TimeoutError after the deadline or a long silence, PrefillCancelled.
     """
@@ -252,7 +252,7 @@ class _Server:
 class KVTransferClient:
     """Has prompts computed by prefill servers. Any thread may call; each call blocks its thread.
 
-    options: which prompts, and how long one is waited for. servers: who is asked.
+    options: which prompts, and how long one is waited for. servers: those to ask.
     """
 
     def __init__(self, options: KVTransferOptions, metrics: Metrics, servers: Sequence[PrefillServer]) -> None:

@@ -105,7 +105,7 @@ class ChatRequest(ChatFields, kw_only=True):
 
     @property
     def num_logprobs(self) -> int | None:
-        """How many likeliest tokens are told beside each, None for no log probabilities."""
+        """Number of likeliest tokens told beside each, None for no log probabilities."""
         return (self.top_logprobs or 0) if self.logprobs else self.n_probs or None
 
     def generation_options(self, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 class PrefillRequest(msgspec.Struct):
     """A prompt, and what its pages depend on beside it.
 
-    salt: that keeps texts apart, in hexadecimal digits. fingerprint: its parts by name, of the model of who asks.
+    salt: that keeps texts apart, in hexadecimal digits. fingerprint: its parts by name, of the asking server's model.
     system_tokens, branch_tokens: where others are likely to continue from. owner: prompts are computed in turn among
     owners.
     """

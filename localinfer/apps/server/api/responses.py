@@ -75,7 +75,7 @@ class BackgroundResponse:
         await asyncio.wait_for(self._changed.wait(), self.ping_seconds)
 
     def tell(self) -> None:
-        """Wake those who wait."""
+        """Wake all waiting tasks."""
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
@@ -134,7 +134,7 @@ class BackgroundResponses:
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[None]:
-        """Wait at the end for what still runs; who ends the server sees to it that it ends."""
+        """Wait at the end for what still runs; the end of the server stops it."""
         yield
         tasks = [task for _, task in self._running.values()]
         await asyncio.gather(*tasks, return_exceptions=True)

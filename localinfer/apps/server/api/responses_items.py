@@ -226,7 +226,7 @@ _INCLUDED = (
     "computer_call_output.output.image_url",
     "code_interpreter_call.outputs",
 )
-"""What `include` may ask for. All but the first are parts of things that this server neither makes nor reads."""
+"""Values of `include`. All but the first are parts of things that this server neither makes nor reads."""
 Items = Annotated[list[InputItem], Meta(min_length=1, max_length=MOST_ITEMS)]
 
 
@@ -238,7 +238,7 @@ class TextSettings(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ReasoningSettings(msgspec.Struct, forbid_unknown_fields=True):
-    """How much the model reasons. The others are ignored: reasoning is given whole, and there is one way to reason."""
+    """Effort of reasoning. The others are ignored: reasoning is given whole, and there is one way to reason."""
 
     effort: str | None = None
     summary: Any = None
@@ -298,7 +298,7 @@ class ResponsesRequest(ChatFields, kw_only=True):
 
     @property
     def wants_encrypted_reasoning(self) -> bool:
-        """True if reasoning comes in the form that clients send back who do not have it kept here."""
+        """True if reasoning comes in the form that clients send back, for those that do not have it kept here."""
         return _ENCRYPTED in (self.include or ())
 
     def check(self) -> None:

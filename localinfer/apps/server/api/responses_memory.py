@@ -39,7 +39,7 @@ class KeptResponse(msgspec.Struct):
 
 class KeptConversation(msgspec.Struct):
     """A conversation. items: as JSON each. last: the response whose items are the last here, and those before it the
-    others; None where somebody changed the items since.
+    others; None where the items were changed since.
     """
 
     id: str

@@ -1,4 +1,4 @@
-"""The chat page at `/`: one file that asks nobody but this server, under a policy that lets it do nothing else.
+"""The chat page at `/`: one file that asks no other server than this one, under a policy that lets it do nothing else.
 
 It is put together of the files beside `chat.html` when first asked for. The policy names its scripts and styles by
 their hashes, which are taken of what is served: no other code runs, even if a text of a model were to become markup.

@@ -140,7 +140,7 @@ class LlamaFields(GenerationFields, kw_only=True):
 
     @property
     def num_probs(self) -> int:
-        """How many probabilities are told per token."""
+        """Number of probabilities told per token."""
         return (self.logprobs if self.n_probs is None else self.n_probs) or 0
 
     def engine_options(self) -> dict[str, Any]:

@@ -56,7 +56,7 @@ def timestamp(seconds: float | None) -> str:
 
 
 def nanoseconds(seconds: float) -> int:
-    """A duration as clients read it, who divide by it: at least one."""
+    """A duration for clients, which divide by it: at least one."""
     return max(1, round(seconds * 1e9))
 
 
@@ -393,7 +393,7 @@ class ReplyFields(msgspec.Struct, kw_only=True):
         return {**(self.options or Options()).engine_options(), **more}
 
     def constraint(self) -> Constraint | None:
-        """What the reply has to be. Raises: ApiError."""
+        """The form that the reply must have. Raises: ApiError."""
         form = (self.options or Options()).constraint()
         if self.format is None or self.format == "":
             return form

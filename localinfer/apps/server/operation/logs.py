@@ -288,7 +288,7 @@ class RequestTracer(Closing):
         """Send what is left, and make no more spans; may be called again."""
         if not self._is_closed:
             self._is_closed = True
-            # Where nobody takes them, it would try again for longer than it is told.
+            # Where no collector takes them, it would try again for longer than it is told.
             sending = threading.Thread(target=self._provider.shutdown, name="localinfer-traces", daemon=True)
             sending.start()
             sending.join(_FLUSH_SECONDS)

@@ -37,7 +37,7 @@ _MOST_TOKENS = ("max_completion_tokens", "max_output_tokens", "max_tokens")
 
 
 class ReplyFigures(Protocol):
-    """What is read of a reply.
+    """Figures of a reply for records and logs.
 
     finish_reasons, stats: one per text, None until it has ended. failure: what failed. is_cancelled: nothing runs on.
     """

@@ -188,7 +188,7 @@ def _duration(seconds: float) -> str:
 def tenant_of(scope: Scope, settings: ServerSettings) -> str:
     """Whom a request belongs to; "" where clients are not kept apart, and of what came through the Unix socket.
 
-    Who can open that is the server's owner, who may see and stop all that runs.
+    Only the server's owner can open that, and may see and stop all that runs.
     """
     identity: str = scope["state"].get(TOKEN_IDENTITY, "")
     return identity if settings.isolates_cache else ""
@@ -225,7 +225,7 @@ TTFT_HEADER = "x-slo-ttft-ms"
 
 
 class OwnedTexts(Protocol):
-    """Texts of one request. token: of who asked, by name; is_cancelled: nothing runs on."""
+    """Texts of one request. token: the client's, by name; is_cancelled: nothing runs on."""
 
     @property
     def token(self) -> str: ...

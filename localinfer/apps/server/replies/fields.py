@@ -131,7 +131,7 @@ class FormFields(msgspec.Struct):
     structural_tag: dict[str, Any] | Source | None = None
 
     def constraint(self) -> Constraint | None:
-        """What the reply must be, None for anything. Raises: ApiError."""
+        """The form that the reply must have, None for any. Raises: ApiError."""
         outputs = self.structured_outputs or StructuredOutputs()
         if outputs.whitespace_pattern:
             path = "structured_outputs.whitespace_pattern"
@@ -195,7 +195,7 @@ def _json_schema(schema: Schema | str, path: str, *, is_strict: bool = False) ->
 
 Count = Annotated[int, Meta(ge=1, le=1 << 31)]
 TextCount = Annotated[int, Meta(ge=1, le=1 << 16)]
-"""How many the server makes at a time is decided by its settings, see `check_text_count`."""
+"""The most at a time is a setting of the server, see `check_text_count`."""
 StopText = Annotated[str, Meta(min_length=1, max_length=1024)]
 Stops = StopText | Annotated[list[StopText], Meta(max_length=16)]
 Biases = Annotated[
@@ -264,7 +264,7 @@ def check_text_count(count: int, settings: ServerSettings) -> None:
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
-    """What a stream should carry beside text. include_obfuscation: ignored, as chunks are never padded."""
+    """Members of a stream beside text. include_obfuscation: ignored, as chunks are never padded."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -311,7 +311,7 @@ else:
 
 
 class GenerationFields(NumberFields):
-    """How tokens are chosen, when to stop, and how urgent they are; None is the engine's default."""
+    """Options of sampling, stopping and priority; None is the engine's default."""
 
     dry_sequence_breakers: Stops | None = None
     logit_bias: Biases | None = None

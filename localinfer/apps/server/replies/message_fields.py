@@ -316,7 +316,7 @@ CUSTOM_ARGUMENT = "input"
 
 @dataclass(frozen=True)
 class ToolName:
-    """What a client calls a tool that the model may call: its name, in its namespace if it has one."""
+    """The client's name of a tool that the model may call, in its namespace if it has one."""
 
     name: str
     namespace: str | None = None
@@ -547,7 +547,7 @@ class CustomInput:
         return text
 
     def rest(self) -> str:
-        """What is missing to the whole text at the end: of arguments that are no such JSON, all of them as they are."""
+        """The rest of the whole text at the end: of arguments that are no such JSON, all of them as they are."""
         given = "".join(self._given)
         whole = self._whole(given)
         rest = whole.removeprefix(given)

@@ -151,7 +151,7 @@ class ReplyProgress:
 
 
 class ReplyRelay:
-    """Tells who relays a reply what its messages hold, and leaves out what its client has. Lives on the event loop.
+    """Notes of a reply for the process that relays it, and the bytes that its client has not. Lives on the event loop.
 
     resumption: of a reply that another process began. note: told of everything, before the bytes that it is about, and
     whether there may be such bytes: then the note is true as soon as the next message was sent.
@@ -170,7 +170,7 @@ class ReplyRelay:
         return None if self.resumption is None else self.resumption.texts[index]
 
     def reserve(self, least: int, most: int) -> None:
-        """Note what a request takes of its client's limit, unless another process did; who relays it may end it then.
+        """Note the tokens that a request takes of its limit, unless another process did; the relay may end it then.
 
         Any thread may call; nothing that is sent later is taken before it.
         """
@@ -178,7 +178,7 @@ class ReplyRelay:
             self._loop.call_soon_threadsafe(self._note, ReserveNote(least, most), False)
 
     def settle(self, used: int) -> None:
-        """What was used is told at the request's end."""
+        """Do nothing: the tokens used are told at the request's end."""
 
     def resume(self, index: int, stream: "TextStream", _: Callable[[], bool]) -> None:
         """Stage of a text: let its stream continue from where another process left it."""

@@ -265,7 +265,7 @@ class Service:
     """The server behind its routes. Lives on one event loop, between `open` and its end.
 
     preloads: load what the registry's `preload` does at once; until then `is_ready` is false, and requests for it wait.
-    prefill_servers: who computes long prompts, beside those of `settings.handover`. Raises: RequestError.
+    prefill_servers: servers that compute long prompts, beside those of `settings.handover`. Raises: RequestError.
     """
 
     def __init__(
@@ -326,7 +326,7 @@ class Service:
         self.is_ready = True
 
     def note_load(self, stage: str, done: int, total: int) -> None:
-        """Remember how far a load is, for who asks; any thread."""
+        """Note the progress of a load, for `load_progress`; any thread."""
         self._load_progress = stage, done, total
 
     def load_progress(self) -> dict[str, Any]:
@@ -501,7 +501,7 @@ class _AskedTexts:
 
 
 class _Admission:
-    """What a reply holds of a service between its admission and its end; the `ReplyOwner` of the reply."""
+    """Resources of a reply from its admission to its end, released as its `ReplyOwner`."""
 
     def __init__(self, service: Service, lease: Lease, asked: _AskedTexts) -> None:
         self._service, self._lease, self._asked = service, lease, asked

@@ -226,7 +226,7 @@ class Changes:
         return self._next
 
     def notify(self) -> None:
-        """Let all look again who wait."""
+        """Wake every task that waits for a change."""
         changed, self._next = self._next, asyncio.Event()
         changed.set()
 
@@ -308,7 +308,7 @@ class ModelLoader:
             await asyncio.wait(self._closing)
 
     def begin_measuring(self, model: ServedModel) -> "asyncio.Task[MemoryNeed]":
-        """The reading of what a model takes, one file at a time, whether or not somebody waits for it."""
+        """The reading of what a model takes, one file at a time, whether or not a request waits for it."""
         if model.measuring is None:
             model.measuring = asyncio.create_task(self._measure_model(model))
             model.measuring.add_done_callback(lambda task: task.cancelled() or task.exception())

@@ -282,7 +282,7 @@ class Bodies:
                     raise _too_large(limit)
                 body += part
                 if len(body) > LARGE_BYTES and not is_counted:
-                    # It comes in chunks, and how many nobody knows.
+                    # It comes in chunks of an unknown number.
                     share, is_counted = await self._take(peer, limit), True
                     deadline = asyncio.get_running_loop().time() + settings.body_seconds
             share.shrink(len(body))

@@ -99,7 +99,7 @@ def looks_like_a_limit(word: str) -> bool:
 
 @dataclass(frozen=True)
 class AccessToken:
-    """A token and the name of who has it. is_named: by the file, and not by its line there. quota: its own limits.
+    """A token and the name of its client. is_named: by the file, and not by its line there. quota: its own limits.
 
     Raises: RequestError for a value that no header can hold.
     """
@@ -338,7 +338,7 @@ class ServerSettings(ServerOptions):
     def quota_of(self, token: str) -> Quota:
         """The limits of a token, by its name; "" for requests without one, which have those by the minute together.
 
-        Of several clients none holds the others back, unless somebody who serves them says so.
+        Of several clients none holds the others back, unless the server's options say so.
         """
         least = self.min_priority
         if least is None and token and self.tokens:

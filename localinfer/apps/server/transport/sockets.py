@@ -117,17 +117,17 @@ class UnixListener(Closing):
             self._unlock()
 
     def remove_file(self) -> None:
-        """Remove the file, if it is still ours, so that nobody finds the socket any more."""
+        """Remove the file, if it is still ours, so that no client finds the socket any more."""
         if _identity(self.path) == self._identity:
             self.path.unlink(missing_ok=True)
 
     def remove_files(self) -> None:
-        """Remove the lock's file too, before the process is ended: then nobody else holds it yet."""
+        """Remove the lock's file too, before the process is ended: then no other server holds it yet."""
         self.remove_file()
         self._remove_lock()
 
     def _unlock(self) -> None:
-        # First the file, while it is locked: who opens it later finds another, or none.
+        # First the file, while it is locked: a server that opens it later finds another, or none.
         self._remove_lock()
         self._lock.close()
 
