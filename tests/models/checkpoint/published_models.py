@@ -7,6 +7,7 @@ the logits that it computes from such weights. `python -m tests.models.checkpoin
 import json
 import zlib
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ def weights(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, NDArray[np.float
     return {name: _weight(name, tuple(shape)) for name, shape in shapes.items()}
 
 
+@cache
 def _weight(name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
     constants = {"eps": -1e-6, "beta": 0.5}
     leaf = name.rpartition(".")[2]
@@ -43,7 +45,9 @@ def _weight(name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
         values *= 0.5
     else:
         values *= 1.2 / shape[-1] ** 0.5
-    return values.astype(np.float32)
+    made = values.astype(np.float32)
+    made.setflags(write=False)
+    return made
 
 
 def read_cases(folder: Path = DATA) -> dict[str, dict[str, Any]]:
