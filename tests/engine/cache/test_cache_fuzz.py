@@ -1,4 +1,4 @@
-"""Ten thousand random steps of everything a cache can go through, beside a plain dictionary that cannot be wrong.
+"""Thousands of random steps of everything a cache can go through, beside a plain dictionary that cannot be wrong.
 
 Every page carries what was written into it, so a page that was lost, shared while written or freed too early shows, and
 so does one that a text took from another salt, as each writes its ids in another way. A cache of a model with sliding
@@ -33,7 +33,7 @@ PAGE_TOKENS = 4
 CONTEXT = 60
 BUDGET_PAGES = 60
 DISK_BYTES = 30_000
-STEPS = 10_000
+STEPS = 3_000
 WINDOW = 7
 SALTS = (NO_SALT, salt_of("one"), salt_of("two"))
 TRACED = (
@@ -284,7 +284,7 @@ def written(token_id: int, salt: bytes) -> int:
 
 
 @pytest.mark.skipif(sys.gettrace() is not None, reason="another tracer is at work")
-@pytest.mark.parametrize(("window", "num_lives"), [(0, 250), (WINDOW, 120)])
+@pytest.mark.parametrize(("window", "num_lives"), [(0, 80), (WINDOW, 40)])
 def test_interrupt_at_any_line_never_leaves_a_wrong_page(window: int, num_lives: int):
     num_interrupted = 0
     for seed in range(num_lives):
@@ -301,7 +301,7 @@ def test_interrupt_at_any_line_never_leaves_a_wrong_page(window: int, num_lives:
 
 
 @pytest.mark.parametrize("window", [0, WINDOW])
-def test_cache_survives_ten_thousand_random_steps_without_a_leak(
+def test_cache_survives_thousands_of_random_steps_without_a_leak(
     window: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     # Starting threads for pages of 64 bytes would take most of the time; other tests have them.
@@ -310,13 +310,13 @@ def test_cache_survives_ten_thousand_random_steps_without_a_leak(
     assert life.disk is not None
     for number in range(STEPS):
         life.step()
-        if number % 25 == 0 or number < 300:
+        if number % 25 == 0 or number < 150:
             life.check()
-    assert min(life.counts.values()) > 150 and life.num_cached_tokens > 5000
-    assert not window or life.num_unusable > 40
-    assert life.cache.tree.evicted_tokens > 1000 and life.num_explained > 100
+    assert min(life.counts.values()) > 40 and life.num_cached_tokens > 1500
+    assert not window or life.num_unusable > 10
+    assert life.cache.tree.evicted_tokens > 300 and life.num_explained > 30
     disk = life.disk.counters
-    assert disk.pages_read > 500 and disk.pages_written > 500 and disk.bytes_deleted > 0
+    assert disk.pages_read > 150 and disk.pages_written > 150 and disk.bytes_deleted > 0
     assert not disk.rejected and not disk.failed_saves
     life.disk.close()
     for sequence, _, _ in life.running:
