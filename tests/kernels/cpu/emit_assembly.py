@@ -43,10 +43,10 @@ def _tile(layout: Layout, num_rows: int) -> tuple[Any, list[Any]]:
     return matmul.tile_product, [_literal(int(layout)), _literal(num_rows), *[_ADDRESS] * 4, _FLOAT, _ADDRESS, _ADDRESS]
 
 
-SHORT_TILES = ("generic", "windows on arm", "apple")
-"""Targets whose tiles of four rows take long to compile, or are those of another target in another spelling.
+LONG_TILES = ("avx512vnni", "neon")
+"""Targets whose tiles have four rows; others take long to compile, or are those of these in another spelling.
 
-So are those of layouts that only the CPU has: one row has all their instructions.
+Layouts that only the CPU has come in tiles of one row: it has all their instructions.
 """
 
 PIECES: dict[str, tuple[Any, list[Any]]] = {
@@ -76,7 +76,7 @@ def assembly(target_name: str, piece: str) -> str:
     codegen = SimpleNamespace(magic_tuple=lambda: (triple, cpu, features))
     context = SimpleNamespace(codegen=lambda: codegen, get_dummy_value=lambda: None)
     is_tile = piece in Layout.__members__
-    is_short = is_tile and (target_name in SHORT_TILES or Layout[piece] not in CUDA_LAYOUTS)
+    is_short = is_tile and (target_name not in LONG_TILES or Layout[piece] not in CUDA_LAYOUTS)
     intrinsic, argument_types = _tile(Layout[piece], 1) if is_short else PIECES[piece]
     _, generate = intrinsic._defn(None, *argument_types)
     module = ir.Module()

@@ -2,15 +2,18 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 import pytest
 
 from tests.proof.fuzz.findings import found_cases, read
-from tests.proof.fuzz.target import find_target, target_names
+from tests.proof.fuzz.target import Target, find_target, target_names
 from tests.proof.fuzz.worker_process import WorkerProcess
 
+PATIENCE = 60.0
+"""Seconds of a case."""
 CASES = [pytest.param(name, path, id=f"{name}/{path.name}") for name in target_names() for path in found_cases(name)]
 
 
@@ -18,7 +21,14 @@ CASES = [pytest.param(name, path, id=f"{name}/{path.name}") for name in target_n
 def workers() -> Iterator[object]:
     """A worker for each target, started when it is first asked for."""
     with ExitStack() as stack:
-        yield cache(lambda name: stack.enter_context(WorkerProcess(find_target(name))))
+        yield cache(lambda name: stack.enter_context(WorkerProcess(_patient(find_target(name)))))
+
+
+def _patient(target: Target) -> Target:
+    """With time for a case to compile kernels, where some are needed."""
+    if target.prepare is None:
+        return target
+    return replace(target, limits=replace(target.limits, seconds=PATIENCE))
 
 
 @pytest.mark.parametrize(("name", "path"), CASES)
