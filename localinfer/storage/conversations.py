@@ -152,7 +152,7 @@ def model_label(model: str) -> str:
 
 
 def is_id(text: str) -> bool:
-    """Whether a text is the id of a conversation, which no name may be."""
+    """Return True for the id of a conversation, which no name may be."""
     return _ID.fullmatch(text) is not None
 
 
@@ -269,7 +269,7 @@ class ConversationStore:
         self._is_swept = self._is_named = False
 
     def save(self, conversation: SavedConversation) -> None:
-        """Write a conversation, durably, in place of its former state.
+        """Write a conversation, durably, over its former state.
 
         A conversation without a name gets one from its first words. A name that another has is given a number: turns
         are never lost over a name. One renamed elsewhere meanwhile keeps its new name.
@@ -386,7 +386,7 @@ class ConversationStore:
         return self.folder / f"{id}{_SUFFIX}"
 
     def _is_there(self, path: Path) -> bool:
-        """Whether something is at a path. Raises: SessionFileError if that cannot be seen."""
+        """Return True if something is at a path. Raises: SessionFileError if that cannot be seen."""
         try:
             return disk.exists(path)
         except OSError as error:

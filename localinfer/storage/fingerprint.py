@@ -99,7 +99,7 @@ class ModelIdentity:
 
     @property
     def has_changed(self) -> bool:
-        """Whether a file of the model was changed since it was loaded, so that nothing more may be cached for it."""
+        """True if a file of the model was changed since it was loaded, so that nothing more may be cached for it."""
         return self._file.has_changed
 
     def known(self) -> Fingerprint | None:

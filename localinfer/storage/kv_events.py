@@ -58,10 +58,10 @@ class KVEventsConfig:
     encoding: Encoding = "map"
     """Of an event: "map" is that of vLLM 0.24 and later, "array" that of vLLM up to 0.23. A batch is an array."""
     connects: bool = False
-    """Whether to connect `endpoint` to a subscriber that listens there, instead of listening; the replay endpoint
+    """True: connect `endpoint` to a subscriber that listens there, instead of listening; the replay endpoint
     listens."""
     allows_remote: bool = False
-    """Whether to listen also where other machines can connect."""
+    """True: listen also on addresses that other machines reach."""
 
     def __post_init__(self) -> None:
         self._check_endpoint("endpoint", self.endpoint, listens=not self.connects)
@@ -113,7 +113,7 @@ def config_of(endpoint: str, **options: Any) -> KVEventsConfig:
 
 
 def _is_loopback(host: str) -> bool:
-    """Whether only this machine can reach what listens there."""
+    """Return True if only this machine can connect to an address."""
     try:
         return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -124,7 +124,7 @@ def _is_loopback(host: str) -> bool:
 logger = logging.getLogger(__name__)
 
 _LINGER_MILLISECONDS = 500
-"""What the last batches get to leave, after the end."""
+"""Time for the last batches to be sent, after the end."""
 _MOST_EVENTS = 1000
 """Of one batch."""
 _MOST_REQUEST_BYTES = 1024
@@ -257,7 +257,7 @@ class KVEventPublisher(Closing):
             if batch:
                 payload = encode_batch(time.time(), batch, self.config.encoding)
                 if keeps:
-                    # First: who misses it, and asks for it, finds it.
+                    # Kept before it is sent: a subscriber that misses it may ask for it at once.
                     self._past.append((sequence_bytes(number), payload))
                 socket.send_multipart((topic, sequence_bytes(number), payload))
                 number += 1
@@ -275,7 +275,7 @@ class KVEventPublisher(Closing):
             if socket not in ready:
                 continue
             request = socket.recv_multipart()
-            # Who asks, an empty part, and the number.
+            # The client's identity, an empty part, and the number.
             if len(request) != 3 or request[1] or len(request[2]) != 8:
                 logger.warning("a request to replay KV events was no number of 8 bytes after an empty part")
                 continue
@@ -316,7 +316,7 @@ class CacheEvents:
 
 
 def observer_of(kv_events: str | KVEventsConfig | KVEventPublisher | None) -> CacheEvents | None:
-    """What is told of a cache for the option `kv_events` of `localinfer.load`; a text is an endpoint.
+    """The observer of a cache for the option `kv_events` of `localinfer.load`; a text is an endpoint.
 
     Raises: RequestError, MissingPackageError.
     """

@@ -109,7 +109,7 @@ class PageRecord:
         return hashlib.sha256(self.parent + self.token_ids.astype("<i4").tobytes()).digest()
 
     def is_same(self, other: "PageRecord") -> bool:
-        """Whether both have the same tokens after the same prefix."""
+        """Return True if both have the same tokens after the same prefix."""
         return self.parent == other.parent and np.array_equal(self.token_ids, other.token_ids)
 
 
@@ -219,7 +219,7 @@ _MAX_SIBLINGS = 1024
 
 
 class FileKind(Enum):
-    """What a tier's files hold: the value is the end of their names, and their first bytes."""
+    """Kinds of files of a tier: the value is the end of their names, and their first bytes."""
 
     PAGE = (".page", MAGIC)
     WINDOW = (".window", WINDOWED_MAGIC)
@@ -259,7 +259,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Restored:
-    """How many leading tokens of a prompt are cached after a restore, and why the next file was rejected."""
+    """Number of leading tokens of a prompt that are cached after a restore, and why the next file was rejected."""
 
     num_tokens: int
     problem: Rejection | None
@@ -361,7 +361,7 @@ class DiskTier:
         ]
 
     def has_beginning(self, token_ids: TokenIds) -> bool:
-        """Whether a file claims to begin like the first page of these tokens; it is not verified."""
+        """Return True if a file claims to begin like the first page of these tokens; it is not verified."""
         first = next(self._records(token_ids), None)
         if first is None:
             return False
@@ -533,7 +533,7 @@ class DiskTier:
         return longest if longest is not None and longest.num_tokens else None
 
     def _has_longer(self, record: PageRecord) -> bool:
-        """Whether a file has these tokens and more."""
+        """Return True if a file has these tokens and more."""
         size = record.token_ids.size
         return any(
             sibling.token_ids.size > size and np.array_equal(sibling.token_ids[:size], record.token_ids)
@@ -573,7 +573,7 @@ def finished(steps: Generator[None, None, T]) -> T:
 
 
 def common_length(a: TokenIds, b: TokenIds) -> int:
-    """How many ids two arrays share at their start."""
+    """Number of ids that two arrays share at their start."""
     size = min(a.size, b.size)
     differs = np.flatnonzero(a[:size] != b[:size])
     return int(differs[0]) if differs.size else size

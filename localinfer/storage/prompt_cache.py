@@ -54,7 +54,7 @@ from localinfer.system.folders import expand_home, make_private, user_folder
 from localinfer.types import TokenIds
 
 _MOST_DELAYS = 4
-"""How many idle times a sequence waits at most while others go idle after it."""
+"""Most idle times that a sequence waits while others go idle after it."""
 
 Steps: TypeAlias = Generator[None, None, None]
 
@@ -93,7 +93,7 @@ class WriteBehind:
         self._steps: Steps | None = None
 
     def add(self, sequence: IdleSequence) -> None:
-        """Write a sequence once it has been idle for a moment, in place of its beginnings that wait."""
+        """Write a sequence once it has been idle for a moment, instead of its beginnings that wait."""
         with self._wake:
             if self._is_closing:
                 return
@@ -179,7 +179,7 @@ class WriteBehind:
 
 
 def _begins(sequence: IdleSequence, beginning: IdleSequence) -> bool:
-    """Whether a text is the beginning of another of the same salt."""
+    """Return True if a text is the beginning of another of the same salt."""
     size = beginning.token_ids.size
     return sequence.salt == beginning.salt and common_length(beginning.token_ids, sequence.token_ids) == size
 
@@ -240,9 +240,7 @@ class DiskCache:
         self._answered: deque[AnsweredChat] = deque(maxlen=128)
         self._folder = options.folder
         self._max_bytes = options.max_bytes
-        self._tier: DiskTier | None = None
-        self._parts_tier: DiskTier | None = None
-        self._states_tier: SnapshotTier | None = None
+        self._tiers: Tiers | None = None
         self._others: list[tuple[Mapping[str, str], DiskTier]] = []
         self._chats_failure: str | None = None
         self._is_outdated = False
@@ -273,12 +271,13 @@ class DiskCache:
     @property
     def counters(self) -> DiskCounters:
         """Pages and bytes read, written and rejected so far."""
-        return DiskCounters() if self._tier is None else self._tier.counters
+        return DiskCounters() if self._tiers is None else self._tiers.pages.counters
 
     @property
     def snapshot_counters(self) -> DiskCounters:
         """The same of snapshots of recurrent states."""
-        return DiskCounters() if self._states_tier is None else self._states_tier.counters
+        states = None if self._tiers is None else self._tiers.states
+        return DiskCounters() if states is None else states.counters
 
     def wait_until_open(self) -> None:
         """Wait until stored chats have been read, milliseconds after loading."""
@@ -288,22 +287,15 @@ class DiskCache:
     def restore(self, token_ids: TokenIds, cached_tokens: int, salt: bytes = NO_SALT) -> str | None:
         """Read pages that continue a prompt's cached prefix into the tree; see `CacheTier`."""
         self._wait_for_opener()
-        if self._tier is None:
+        if self._tiers is None:
             return None
-        tier, parts_tier, states_tier = self._tier.of_salt(salt), self._parts_tier, self._states_tier
-        found = tier.find(token_ids, cached_tokens // tier.form.page_tokens)
+        tiers = self._tiers.of_salt(salt)
+        found = tiers.pages.find(token_ids, cached_tokens // tiers.pages.form.page_tokens)
         if found.num_tokens <= cached_tokens:
             return self._explain(token_ids, cached_tokens, found, salt)
         assert self._cache is not None, "a tier was set"
         try:
-            return restore_prompt(
-                self._cache,
-                tier,
-                None if parts_tier is None else parts_tier.of_salt(salt),
-                None if states_tier is None else states_tier.of_salt(salt),
-                token_ids,
-                found,
-            )
+            return restore_prompt(self._cache, tiers, token_ids, found)
         except OutOfMemoryError:
             return "it is on disk, and memory has no room for it beside the running sequences"
 
@@ -325,7 +317,7 @@ class DiskCache:
 
     @property
     def folder(self) -> Path:
-        """Where the files of all fingerprints are."""
+        """The folder of the files of all fingerprints."""
         return self._folder
 
     @property
@@ -341,16 +333,9 @@ class DiskCache:
         if self._is_closing:
             return None
         self._wait_for_opener()
-        if self._tier is None:
+        if self._tiers is None:
             self._open(self._identity.compute(threads=num_io_threads(), should_stop=self._must_stop))
-        if self._tier is None or self._has_model_changed():
-            return None
-        parts, states = self._parts_tier, self._states_tier
-        return Tiers(
-            self._tier.of_salt(salt),
-            None if parts is None else parts.of_salt(salt),
-            None if states is None else states.of_salt(salt),
-        )
+        return None if self._tiers is None or self._has_model_changed() else self._tiers.of_salt(salt)
 
     def flush(self) -> None:
         """Write everything pending now, with all threads and no step of the engine meanwhile."""
@@ -386,22 +371,23 @@ class DiskCache:
         for token_ids, salt in pending:
             try:
                 fingerprint = self._identity.compute(threads=threads, should_stop=self._must_stop)
-                tier = self._tier or self._open(fingerprint)
-                if fingerprint is None or tier is None:
+                tiers = self._tiers or self._open(fingerprint)
+                if fingerprint is None or tiers is None:
                     continue
-                tier = tier.of_salt(salt)
+                tiers = tiers.of_salt(salt)
                 if is_behind:
-                    saved = yield from self._saving_copies(tier, token_ids)
+                    saved = yield from self._saving_copies(tiers, token_ids)
                 else:
-                    saved = self._save_in_place(tier, token_ids, threads)
+                    saved = self._save_in_place(tiers, token_ids, threads)
                 if saved.num_written:
-                    describe_folder(tier.folder / DESCRIPTION, self._identity.name, fingerprint, tier.form)
+                    pages = tiers.pages
+                    describe_folder(pages.folder / DESCRIPTION, self._identity.name, fingerprint, pages.form)
             except (OSError, LocalinferError) as error:
                 logger.warning("a prompt was not cached on disk: %s", error)
         self._save_chats()
 
     def _has_model_changed(self) -> bool:
-        """Whether the model's file was changed, so that nothing may be written; warns once."""
+        """Return True if the model's file was changed, so that nothing may be written; warns once."""
         if self._identity.has_changed and not self._is_outdated:
             self._is_outdated = True
             logger.warning(
@@ -412,30 +398,29 @@ class DiskCache:
 
     def _save_chats(self) -> None:
         """Write the token ids of replies, which cannot be computed from their texts."""
-        if self._tier is None or not disk.is_folder(self._tier.folder):
+        if self._tiers is None or not disk.is_folder(self._tiers.pages.folder):
             return
         chats = []
         while self._answered:
             chats.append(self._answered.popleft())
         try:
-            StoredChats(self._tier.folder / CHATS_FOLDER).save(chats)
+            StoredChats(self._tiers.pages.folder / CHATS_FOLDER).save(chats)
             self._chats_failure = None
         except OSError as error:
             level = logging.INFO if str(error) == self._chats_failure else logging.WARNING
             logger.log(level, "a reply's token ids were not cached on disk: %s", error)
             self._chats_failure = str(error)
 
-    def _saving_copies(self, tier: DiskTier, token_ids: TokenIds) -> Generator[None, None, Saved]:
+    def _saving_copies(self, tiers: Tiers, token_ids: TokenIds) -> Generator[None, None, Saved]:
         """Copy a few pages at a time between two steps of the engine."""
-        saved = yield from tier.saving(token_ids, self._copies(tier, token_ids, is_windowed=False))
-        if self._parts_tier is not None:
-            parts_tier = self._parts_tier.of_salt(tier.salt)
+        saved = yield from tiers.pages.saving(token_ids, self._copies(tiers.pages, token_ids, is_windowed=False))
+        if tiers.windows is not None:
             with self._engine.exclusive_cache() as cache:
-                places = np.flatnonzero(cache.tree.match(token_ids, tier.salt).windowed).tolist()
-            copies = self._copies(parts_tier, token_ids, is_windowed=True)
-            yield from parts_tier.saving(token_ids, copies, places=places)
-        if self._states_tier is not None:
-            yield from self._saving_snapshots(self._states_tier.of_salt(tier.salt), token_ids)
+                places = np.flatnonzero(cache.tree.match(token_ids, tiers.pages.salt).windowed).tolist()
+            copies = self._copies(tiers.windows, token_ids, is_windowed=True)
+            yield from tiers.windows.saving(token_ids, copies, places=places)
+        if tiers.states is not None:
+            yield from self._saving_snapshots(tiers.states, token_ids)
         return saved
 
     def _saving_snapshots(self, tier: SnapshotTier, token_ids: TokenIds) -> Steps:
@@ -481,10 +466,10 @@ class DiskCache:
 
         return read
 
-    def _save_in_place(self, tier: DiskTier, token_ids: TokenIds, threads: int) -> Saved:
+    def _save_in_place(self, tiers: Tiers, token_ids: TokenIds, threads: int) -> Saved:
         """Write pages without copying them; no step of the engine runs meanwhile."""
         with self._engine.exclusive_cache() as cache:
-            pool, match = cache.pool, cache.tree.match(token_ids, tier.salt)
+            pool, match = cache.pool, cache.tree.match(token_ids, tiers.pages.salt)
 
             def save(tier: DiskTier, places: Sequence[int] | None, is_windowed: bool) -> Saved:
                 def read(indices: Sequence[int]) -> Sequence[memoryview] | None:
@@ -492,16 +477,16 @@ class DiskCache:
 
                 return tier.save(token_ids, read, places=places, threads=threads, pages_at_once=_PAGES_IN_PLACE)
 
-            saved = save(tier, None, False)
-            if self._parts_tier is not None:
-                save(self._parts_tier.of_salt(tier.salt), np.flatnonzero(match.windowed).tolist(), True)
-            if self._states_tier is not None:
+            saved = save(tiers.pages, None, False)
+            if tiers.windows is not None:
+                save(tiers.windows, np.flatnonzero(match.windowed).tolist(), True)
+            if tiers.states is not None:
 
                 def states(position: int) -> memoryview | None:
                     return None if self._must_stop() else pool.state_view(match.snapshots[position]).data
 
                 positions = chosen_positions(match.snapshots, pool.grid)
-                self._states_tier.of_salt(tier.salt).save_snapshots(token_ids, positions, states)
+                tiers.states.save_snapshots(token_ids, positions, states)
             return saved
 
     def _pages(
@@ -523,26 +508,27 @@ class DiskCache:
         except (OSError, LocalinferError) as error:
             logger.info("the disk cache is not used: %s", error)
 
-    def _open(self, fingerprint: Fingerprint | None) -> DiskTier | None:
+    def _open(self, fingerprint: Fingerprint | None) -> Tiers | None:
         if fingerprint is None:
             return None
         pool = self._engine.pool
         self._others = [other for other in self._find_others() if other[0] != dict(fingerprint.parts)]
-        tier = self._tier_of(fingerprint, pool.page_tokens, pool.page_bytes)
+        pages = self._tier_of(fingerprint, pool.page_tokens, pool.page_bytes)
+        windows = states = None
         if pool.sliding.tokens:
-            self._parts_tier = self._tier_of(fingerprint, pool.page_tokens, pool.windowed_bytes, FileKind.WINDOW)
+            windows = self._tier_of(fingerprint, pool.page_tokens, pool.windowed_bytes, FileKind.WINDOW)
         if pool.has_states:
-            self._states_tier = SnapshotTier(
+            states = SnapshotTier(
                 self._folder,
                 fingerprint.key,
                 page_tokens=pool.page_tokens,
                 state_bytes=pool.states.slot_bytes,
                 max_bytes=self._max_bytes,
             )
-        self._tier = tier
+        self._tiers = tiers = Tiers(pages, windows, states)
         if self._history is not None:
-            self._history.recall(StoredChats(tier.folder / CHATS_FOLDER).load(self._history.vocab_size))
-        return tier
+            self._history.recall(StoredChats(pages.folder / CHATS_FOLDER).load(self._history.vocab_size))
+        return tiers
 
     def _tier_of(
         self, fingerprint: Fingerprint, page_tokens: int, page_bytes: int, kind: FileKind = FileKind.PAGE

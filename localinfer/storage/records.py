@@ -91,7 +91,7 @@ class RecordStore:
         raise TornRecordError("it does not match its checksum")
 
     def write(self, name: str, content: bytes) -> None:
-        """Write a record in place of a former one, which is unchanged after an error, and keep to the budget."""
+        """Write a record over a former one, which an error leaves unchanged, and keep to the budget."""
         path = self.folder / name
         data = _checksum(content) + b"\n" + content if self._is_sealed else content
 

@@ -101,7 +101,7 @@ class ResponseStore(Closing):
             self._writer = ThreadPoolExecutor(1, "localinfer-responses")
 
     def put(self, name: str, content: bytes) -> None:
-        """Keep a content in place of a former one; returns before it is written."""
+        """Keep a content instead of a former one; returns before it is written."""
         assert re.fullmatch(_NAMES, name), "the name of a response or a conversation"
         if not self.keeps:
             return

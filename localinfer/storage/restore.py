@@ -6,7 +6,7 @@ a step waits for a copy of few pages only.
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,38 +21,45 @@ from localinfer.errors import OutOfMemoryError
 from localinfer.storage.page_store import DiskTier, Found, FoundPage, FoundSnapshot, SnapshotTier
 from localinfer.types import TokenIds
 
+_Bytes = NDArray[np.uint8]
 
-def restore_prompt(
-    cache: PrefixCache,
-    tier: DiskTier,
-    parts_tier: DiskTier | None,
-    states_tier: SnapshotTier | None,
-    token_ids: TokenIds,
-    found: Found,
-) -> str | None:
+
+class Tiers(NamedTuple):
+    """The files of one fingerprint and salt."""
+
+    pages: DiskTier
+    windows: DiskTier | None = None
+    """Sliding-window blocks, for models that have them."""
+    states: SnapshotTier | None = None
+    """Recurrent states, likewise."""
+
+    def of_salt(self, salt: bytes) -> Self:
+        """The same files as texts of a salt see them."""
+        return type(self)(*(None if tier is None else tier.of_salt(salt) for tier in self))
+
+
+def restore_prompt(cache: PrefixCache, tiers: Tiers, token_ids: TokenIds, found: Found) -> str | None:
     """Read found pages into the tree, as far as a sequence can continue from them; return why it ended early, or None.
 
-    tier: of the text's salt, as the others. parts_tier, states_tier: of sliding-window blocks and of recurrent states,
-    for a model that has them.
-    Raises: OutOfMemoryError.
+    tiers: of the text's salt. Raises: OutOfMemoryError.
     """
-    pool, match = cache.pool, cache.tree.match(token_ids, tier.salt)
+    pool, match = cache.pool, cache.tree.match(token_ids, tiers.pages.salt)
     before, before_windowed = match.pages[: found.first_page].copy(), match.windowed[: found.first_page].copy()
     # Retained, since allocating the others, or a slot for states, could evict them.
     pool.retain(before, before_windowed)
     try:
-        if states_tier is None:
-            return _restore_pages(cache, tier, parts_tier, token_ids, found, match, {})
+        if tiers.states is None:
+            return _restore_pages(cache, tiers, token_ids, found, match, {})
         # A few positions are computed as fast as their states are read.
         least = match.usable + cache.near_tokens - 1
-        candidates = list(states_tier.find_snapshots(token_ids[: found.num_tokens], after=least))
+        candidates = list(tiers.states.find_snapshots(token_ids[: found.num_tokens], after=least))
         # Retained, since what is allocated below could evict it.
-        slot, snapshot = _read_deepest(cache, states_tier, candidates)
+        slot, snapshot = _read_deepest(cache, tiers.states, candidates)
         if snapshot is None:
             return None
         try:
             wanted = _shortened(found, snapshot.position, pool.num_pages_for(snapshot.position))
-            return _restore_pages(cache, tier, parts_tier, token_ids, wanted, match, {snapshot.position: slot})
+            return _restore_pages(cache, tiers, token_ids, wanted, match, {snapshot.position: slot})
         finally:
             pool.release_state(slot)
     finally:
@@ -83,18 +90,12 @@ def _shortened(found: Found, length: int, num_pages: int) -> Found:
 
 
 def _restore_pages(
-    cache: PrefixCache,
-    tier: DiskTier,
-    parts_tier: DiskTier | None,
-    token_ids: TokenIds,
-    found: Found,
-    match: Match,
-    snapshots: dict[int, int],
+    cache: PrefixCache, tiers: Tiers, token_ids: TokenIds, found: Found, match: Match, snapshots: dict[int, int]
 ) -> str | None:
     """As `restore_prompt`, where the caller holds the pages before the first that was found."""
-    pool, first = cache.pool, found.first_page
+    pool, tier, first = cache.pool, tiers.pages, found.first_page
     before, before_windowed = match.pages[:first].copy(), match.windowed[:first].copy()
-    parts = () if parts_tier is None else parts_tier.of_same_pages(found)
+    parts = _windows_of(tiers, found)
     stored = np.array([part is not None for part in parts], np.bool_) if parts else np.ones(len(found.pages), np.bool_)
     usable = pool.sliding.usable_length(np.concatenate((before_windowed, stored)), found.num_tokens)
     num_pages = pool.num_pages_for(usable)
@@ -110,12 +111,12 @@ def _restore_pages(
         for page, buffer in zip(fresh.tolist(), buffers, strict=True):
             pool.fill(page, buffer)
         has_part = windowed.copy()
-        if parts_tier is not None:
+        if tiers.windows is not None:
             places = np.flatnonzero(windowed)
             some = Found(0, 0, tuple(part for place in places if (part := parts[place]) is not None))
             views = [pool.windowed_view(page).data for page in fresh[places].tolist()]
-            has_part[places[pool.num_pages_for(parts_tier.restore(some, views).num_tokens) :]] = False
-            parts_tier.mark_used(some)
+            has_part[places[pool.num_pages_for(tiers.windows.restore(some, views).num_tokens) :]] = False
+            tiers.windows.mark_used(some)
         # Of a page that was found to share a beginning with the prompt, no more than that counts.
         length = min(restored.num_tokens, found.num_tokens)
         num_pages = pool.num_pages_for(length)
@@ -129,29 +130,21 @@ def _restore_pages(
     return None if restored.problem is None else f"a file on disk {restored.problem.value}, and was deleted"
 
 
-_Bytes = NDArray[np.uint8]
-
-
-class Tiers(NamedTuple):
-    """The files of one fingerprint and salt: pages, and for models that have them sliding-window blocks and states."""
-
-    pages: DiskTier
-    windows: DiskTier | None = None
-    states: SnapshotTier | None = None
-
-
 class _Stored(NamedTuple):
-    """What a sequence can go on from, by its files: how many ids, their pages, which of those have a window's file, and
-    the states after them."""
+    """The files that a sequence can continue from."""
 
     length: int
+    """Number of ids."""
     found: Found
+    """Their pages."""
     windows: list[FoundPage | None]
+    """Of each page the file of its sliding-window block."""
     states: _Bytes | None = None
+    """The states after the last id."""
 
 
 def stored_tokens(pool: PagePool, tiers: Tiers, token_ids: TokenIds) -> int:
-    """How many leading ids a sequence could continue from by its files alone; only names and lengths are checked."""
+    """Number of leading ids that a sequence could continue from by files alone; names and lengths are checked only."""
     found = tiers.pages.find(token_ids)
     windows = _windows_of(tiers, found)
     if tiers.states is None:

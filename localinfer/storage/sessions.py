@@ -110,7 +110,7 @@ def load_session(
 ) -> TokenIds:
     """Load a saved conversation into the cache, after verifying all of it; return its token ids.
 
-    salt: of those who may go on with it; a file says nothing of one.
+    salt: of the texts that may continue it; a file says nothing of one.
     Raises: SessionFileError if the file is damaged; SessionMismatchError, naming the differences, if it was saved with
         another model, setting or version; OutOfMemoryError if memory has no room for it.
     """

@@ -59,7 +59,7 @@ def measure(model: str, context: int, new: int, repetitions: int, folder: Path) 
 
     times: dict[str, list[float]] = {name: [] for name in ("copy", "save", "save session", "restore", "load session")}
     disk.flush()
-    tier = disk._tier
+    tier = disk._tiers.pages
     assert tier is not None
     for _ in range(repetitions):
         for path in tier.folder.rglob("*.page"):

@@ -9,7 +9,7 @@ from localinfer.engine.cache.block_hashes import NO_SALT
 from localinfer.engine.cache.prefix_cache import PrefixCache
 from localinfer.errors import OutOfMemoryError
 from localinfer.storage.page_store import Found
-from localinfer.storage.restore import restore_prompt
+from localinfer.storage.restore import Tiers, restore_prompt
 from tests.engine.fake_recurrent import STATE_BYTES, recurrent_layout
 from tests.engine.fakes import PAGE_BYTES, PAGE_TOKENS
 
@@ -24,6 +24,6 @@ def test_memory_for_a_state_is_not_taken_from_the_pages_it_continues():
     states = SimpleNamespace(find_snapshots=lambda *_, after: [SimpleNamespace(position=token_ids.size)])
     found = Found(2, token_ids.size, (SimpleNamespace(),))  # type: ignore[arg-type]
     with pytest.raises(OutOfMemoryError):
-        restore_prompt(cache, SimpleNamespace(salt=NO_SALT), None, states, token_ids, found)  # type: ignore[arg-type]
+        restore_prompt(cache, Tiers(SimpleNamespace(salt=NO_SALT), None, states), token_ids, found)  # type: ignore[arg-type]
     assert cache.tree.match(token_ids).length == cached.size
     assert (cache.pool.counts[pages] == 1).all()

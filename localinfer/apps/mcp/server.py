@@ -55,8 +55,8 @@ _BYTES_AT_ONCE = 1 << 16
 class InputLines:
     """Iterates the lines of a file descriptor. Made and iterated on an event loop.
 
-    The package's own reader waits in a thread that cannot be left behind: who started the command on a terminal could
-    not end it. Python's buffered files are not used, as the lock of one that is being read stops the interpreter's end.
+    The package's own reader waits in a thread that cannot be left behind, so that a command on a terminal could not be
+    ended. Python's buffered files are not used, as the lock of one that is being read stops the interpreter's end.
     """
 
     def __init__(self, descriptor: int = 0) -> None:

@@ -40,7 +40,7 @@ class SavedChat:
         try:
             self.store.save(conversation)
         except KeyboardInterrupt:
-            # What is on the screen is not lost to the Ctrl-C of somebody who leaves.
+            # A Ctrl-C that leaves the chat must not lose the last turn.
             self.store.save(conversation)
             raise
 

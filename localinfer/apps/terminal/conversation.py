@@ -21,8 +21,7 @@ SUMMARY_REQUEST = (
 """The request for a summary."""
 
 SUMMARY_TURN: Turn = {"role": "user", "content": "Summarise our conversation so far.", "is_summary": True}
-"""Stands before a summary, in place of the request, marked by `is_summary`; what the model reads begins with the last
-of them."""
+"""Stands before a summary instead of the request, marked by `is_summary`; the model reads from the last of them on."""
 
 _FOR_THE_MODEL = ("role", "content", "tool_calls", "tool_call_id", "name")
 
@@ -33,7 +32,7 @@ def message_of(turn: Turn) -> dict[str, Any]:
 
 
 def summary_start(turns: Sequence[Turn]) -> int:
-    """The place from which the last summary stands, 0 where there is none."""
+    """Index of the last summary, 0 where there is none."""
     places = [place for place, turn in enumerate(turns) if turn.get("is_summary")]
     return places[-1] if places else 0
 
@@ -259,7 +258,7 @@ class Conversation:
         return str(self._turns[self._user_place(index)]["content"])
 
     def edit(self, index: int, text: str) -> Generator[str]:
-        """Put `text` in the place of a user message, counted from 0 or from -1 backwards, and answer from there.
+        """Replace a user message by `text`, counted from 0 or from -1 backwards, and answer from there.
 
         What followed is gone once the reply has begun. Raises: as `reply`; RequestError if there is no such message.
         """

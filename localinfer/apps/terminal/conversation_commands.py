@@ -451,7 +451,7 @@ class EditingCommands:
         conversation, store = self._chat.conversation, self._chat.store
         former = conversation.saved
         if store is None or former is None:
-            self._chat.notice("conversations are not kept here, so there is no place for a copy; see --no-history")
+            self._chat.notice("conversations are not kept here, so there can be no copy; see --no-history")
         elif not name:
             self._chat.notice("give the copy a name: /fork NAME")
         elif not conversation.turns:

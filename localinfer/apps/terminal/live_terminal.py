@@ -67,7 +67,7 @@ class Screen:
         columns, lines = size = self._ask_size()
         is_resized = self._is_drawn and size != self._size
         if is_resized and self._tracker.column >= columns:
-            # Where lines are cut instead of reflowed, the place at which the text ended is gone.
+            # Where lines are cut instead of reflowed, the position at which the text ended is gone.
             text = f"\n{text}"
         shown, self._withheld, left_line = self._tracker.advance(self._withheld + text, columns)
         if self._tracker.column or self._withheld:

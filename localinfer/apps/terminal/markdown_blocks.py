@@ -243,7 +243,7 @@ def _read_fence(rest: str, *, is_whole: bool) -> tuple[Kind, str, int, str] | No
 
 
 _FEWEST_LINES = 12
-"""Lines before the current one that are read again for its state, and those up to a place to begin."""
+"""Lines before the current one that are read again for its state, and those up to a line to begin with."""
 _MOST_CHARACTERS = 8_000
 _LONGEST_LINE = 2_000
 _SEQUENCES = {
@@ -303,7 +303,7 @@ class CodeColours:
         return "".join(parts)
 
     def _forget(self) -> None:
-        """Keep the lines from the last place on that has enough lines after it."""
+        """Keep the lines from the last position on that has enough lines after it."""
         while len(self._places) > 1 and self._before.count("\n", self._places[1]) >= _FEWEST_LINES:
             self._drop(self._places[1])
         if len(self._before) > _MOST_CHARACTERS:

@@ -42,7 +42,7 @@ class HubClient:
     token: str | None = None
     """Token of requests; None: the one that `hf auth login` or HF_TOKEN gave."""
     is_offline: bool = False
-    """Whether to ask nothing."""
+    """True: nothing is asked."""
     timeout_seconds: float = 20.0
     """Longest time without a byte."""
     retries: int = 5
@@ -80,7 +80,7 @@ class HubClient:
 
     @contextmanager
     def opened(self, repository: Repository, file: StoredFile, start: int) -> Iterator[tuple[int, Iterator[bytes]]]:
-        """The bytes of a file from `start` on: the place where they begin, 0 if the server ignores it, and the bytes.
+        """The bytes of a file from `start` on: the offset where they begin, 0 if the server ignores it, and the bytes.
 
         They may end before the file does. Raises: DownloadError; ConnectionLost, also while they are read.
         """
@@ -183,7 +183,7 @@ def _transport() -> ModuleType:
 
 
 def _place(status: int, content_range: str) -> int:
-    """Where in the file the answer begins."""
+    """Offset in the file of the beginning of the answer."""
     if status != 206:
         return 0
     unit, _, rest = content_range.partition(" ")
@@ -204,12 +204,12 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def partial_path(blob: Path) -> Path:
-    """Where a file grows: beside the blob, as earlier versions of huggingface_hub name it."""
+    """Path of a file while it is received: beside the blob, as earlier versions of huggingface_hub name it."""
     return blob.with_name(f"{blob.name}.incomplete")
 
 
 def held_bytes(cache: Path, repository: Repository, file: StoredFile) -> int:
-    """How much of a file is here already, whole or in part."""
+    """Bytes of a file that are here already."""
     for path in (pointer_path(cache, repository, file), blob_path(cache, repository, file)):
         if _size(path) == file.size:
             return file.size
@@ -304,7 +304,7 @@ def _receive(client: HubClient, repository: Repository, file: StoredFile, partia
 
 
 def mismatch(path: Path, file: StoredFile, checked: Received) -> str:
-    """How a file on disk differs from what the hub says of it; empty if it does not."""
+    """The difference of a file on disk from what the hub says of it, in words; empty if there is none."""
     size = path.stat().st_size
     if size != file.size:
         return f"it has {size:,} bytes, and the hub says {file.size:,}"

@@ -36,11 +36,11 @@ class InstalledModel:
     problem: str = ""
     """Why it cannot be used, with the way out; empty for a good one."""
     is_unfinished: bool = False
-    """Whether its pull stopped on the way."""
+    """True if its pull stopped on the way."""
 
 
 def find_pulled(places: Places) -> list[InstalledModel]:
-    """What `localinfer pull` brought, and what is unfinished or broken of it."""
+    """The models of `localinfer pull`, unfinished and broken ones included."""
     if places.records is None:
         return []
     models = [_of_record(record) for record in PullRecords(places.records).all()]

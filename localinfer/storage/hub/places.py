@@ -22,7 +22,7 @@ class Places:
     """Folders, which need not exist."""
 
     records: Path | None
-    """Records of `localinfer pull`; None for a user without a home folder, who cannot pull."""
+    """Records of `localinfer pull`; None for a user without a home folder: nothing can be pulled."""
     hub_cache: Path | None
     """The cache of huggingface_hub, into which files are pulled; None likewise."""
     ollama: tuple[Path, ...] = ()
@@ -32,7 +32,7 @@ class Places:
     endpoint: str = HUB
     """Address of the hub."""
     is_offline: bool = False
-    """Whether to ask it nothing."""
+    """True: it is not asked."""
 
     @classmethod
     def of_user(cls) -> Self:
@@ -84,12 +84,12 @@ def repository_folder(cache: Path, repo: str) -> Path:
 
 
 def blob_path(cache: Path, repository: Repository, file: StoredFile) -> Path:
-    """Where the bytes of a file are, under their checksum."""
+    """Path of the bytes of a file, named by their checksum."""
     return repository_folder(cache, repository.id) / "blobs" / (file.sha256 or file.git_id or "").lower()
 
 
 def pointer_path(cache: Path, repository: Repository, file: StoredFile) -> Path:
-    """Where a file is under its name, at a commit."""
+    """Path of a file under its name, at a commit."""
     return repository_folder(cache, repository.id) / "snapshots" / repository.commit / file.path
 
 

@@ -112,7 +112,7 @@ _OWN_WAY = {
 
 
 def _is_linked(record: PullRecord, blob: Path) -> bool:
-    """Whether another snapshot of the repository still uses a blob, such as one that another program brought."""
+    """Return True if another snapshot of the repository uses a blob, such as one that another program brought."""
     for folder, _, names in os.walk(repository_folder(record.cache, record.repo) / "snapshots"):
         for name in names:
             other = os.path.join(folder, name)
@@ -325,7 +325,7 @@ def _is_whole(cache: Path, repository: Repository, file: StoredFile) -> bool:
 
 
 def _is_there(record: PullRecord) -> bool:
-    """Whether every file is there at its whole size."""
+    """Return True if every file is there at its whole size."""
     try:
         paths = [(pointer_path(record.cache, record.repository, file.stored), file.size) for file in record.files]
         return all(path.stat().st_size == size for path, size in paths)

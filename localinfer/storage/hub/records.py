@@ -56,9 +56,9 @@ class PullRecord:
     pulled: float
     """Time of the pull, in seconds since 1970."""
     is_folder: bool
-    """Whether it is a Hugging Face folder."""
+    """True for a Hugging Face folder."""
     is_whole: bool = True
-    """Whether every file is there."""
+    """True if every file is there."""
     last_used: float | None = None
     """Time when it was last found by name."""
 

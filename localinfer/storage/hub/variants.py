@@ -20,7 +20,7 @@ _QUANT = re.compile(
 _PART = re.compile(r"-(?P<number>\d{5})-of-(?P<count>\d{5})$")
 
 SAFETENSORS = "safetensors"
-"""What stands for the quantization where a repository is a Hugging Face folder."""
+"""Name of a Hugging Face folder, in the position of a quantization."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class Variant:
 
 
 def is_safe_path(path: str) -> bool:
-    """Whether a path of a repository stays in the folder it is written to, on every system."""
+    """Return True if a path of a repository stays in the folder it is written to, on every system."""
     parts = path.split("/")
     return all(part and part not in (".", "..") and part == part.strip(" ") for part in parts) and not _UNSAFE.search(
         path
@@ -127,7 +127,7 @@ def is_safe_path(path: str) -> bool:
 
 
 def is_left_aside(path: str) -> bool:
-    """Whether a GGUF file is no model by itself: a projector for images or sound, or an importance matrix."""
+    """Return True for a GGUF file that is no model by itself: a projector for images or sound, an importance matrix."""
     name = posixpath.basename(path).lower()
     return "mmproj" in name or "imatrix" in name
 
