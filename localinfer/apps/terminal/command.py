@@ -10,10 +10,6 @@ from localinfer.errors import RequestError
 from localinfer.system.folders import expand_home
 
 
-def _complete_nothing(_: str) -> Iterable[str]:
-    return ()
-
-
 @dataclass(frozen=True)
 class Command:
     """A command of the chat."""
@@ -25,8 +21,14 @@ class Command:
     """Is called with the rest of the line."""
     arguments: str = ""
     """The form of the rest of the line, for help."""
-    complete: Callable[[str], Iterable[str]] = _complete_nothing
-    """Completes the rest of the line from its beginning."""
+    complete: Callable[[str], Iterable[str]] | tuple[str, ...] = ()
+    """Completes the rest of the line from its beginning, or the words that it may be."""
+    may_raise: bool = False
+    """True: its errors are those of a message that cannot be answered; False: they are shown as notices."""
+
+    def candidates(self, typed: str) -> Iterable[str]:
+        """The ways to complete the rest of a line."""
+        return beginning_with(typed, self.complete) if isinstance(self.complete, tuple) else self.complete(typed)
 
 
 def beginning_with(typed: str, candidates: Iterable[str]) -> list[str]:

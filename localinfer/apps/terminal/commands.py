@@ -22,6 +22,7 @@ from localinfer.apps.terminal.conversation_commands import (
 from localinfer.apps.terminal.display_width import wrap_words
 from localinfer.apps.terminal.model_commands import LoadModel, OptionCommands, SetCommand, ShowCommand
 from localinfer.apps.terminal.reply_output import ReplyOutput, show_last_exchange
+from localinfer.errors import RequestError, SessionFileError
 from localinfer.system import interruption
 from localinfer.terminal import check_text, dim, neutralise_controls
 
@@ -80,13 +81,7 @@ class Chat:
         conversation.on_save_error = saving.report_failure
         commands = (
             Command("/help", "list the commands and keys", self._help, "[COMMAND]", self._complete_help),
-            Command(
-                "/system",
-                "show or set the system prompt",
-                self._system,
-                "[TEXT|off]",
-                lambda typed: beginning_with(typed, ("off",)),
-            ),
+            Command("/system", "show or set the system prompt", self._system, "[TEXT|off]", ("off",), may_raise=True),
             *EditingCommands(self, edit_text).commands(),
             *self.attachments.commands(),
             *SetCommand(self).commands(),
@@ -95,7 +90,7 @@ class Chat:
             *self._context.commands(),
             *saving.commands(),
             *CopyCommand(self, copy_text).commands(),
-            Command("/clear", "clear the conversation", self._clear),
+            Command("/clear", "clear the conversation", lambda _: self.start_anew()),
             Command("/exit", "exit", self._exit),
         )
         self.commands = {command.name: command for command in commands}
@@ -202,7 +197,12 @@ class Chat:
         name, rest = (*re.split(r"\s+", line, maxsplit=1), "")[:2]
         command = self.commands.get(name)
         if command is not None:
-            command.run(rest.strip())
+            try:
+                command.run(rest.strip())
+            except (RequestError, SessionFileError) as error:
+                if command.may_raise:
+                    raise
+                self.notice(str(error))
             return
         near = beginning_with(name, self.commands) or difflib.get_close_matches(name, self.commands, n=1)
         meant = f" (did you mean {' or '.join(near)}?)" if near and len(name) > 1 else ""
@@ -229,9 +229,6 @@ class Chat:
         if text:
             self.conversation.system = None if text == "off" else check_text(text, "the system prompt")
         self.notice(f"system prompt: {self.conversation.system or 'none'}")
-
-    def _clear(self, _: str) -> None:
-        self.start_anew()
 
     def _exit(self, _: str) -> None:
         raise Exit

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from localinfer.apps.terminal.command import Command, beginning_with, complete_path, read_text
+from localinfer.apps.terminal.command import Command, complete_path, read_text
 from localinfer.apps.terminal.markdown import code_blocks
 from localinfer.errors import LocalinferError, RequestError, SessionFileError
 from localinfer.terminal import check_text, describe_stats, stats_parts
@@ -49,7 +49,7 @@ class ContextCommands:
                 "make room: leave the oldest out, sum them up, or start anew",
                 self._context,
                 "shift|summarise|new",
-                lambda typed: beginning_with(typed, ("shift", "summarise", "new")),
+                ("shift", "summarise", "new"),
             ),
             Command("/tokens", "tokens of the conversation, and how many are left", self._tokens),
             Command(
@@ -57,7 +57,7 @@ class ContextCommands:
                 "statistics of the last reply, or of every one from here on",
                 self._stats,
                 "[on|off]",
-                lambda typed: beginning_with(typed, ("on", "off")),
+                ("on", "off"),
             ),
         )
 
@@ -136,11 +136,7 @@ class ContextCommands:
         conversation = self._chat.conversation
         before = conversation.context_used
         num_turns = len(conversation.turns)
-        try:
-            self._chat.print_aside(conversation.summarise())
-        except RequestError as error:
-            self._chat.notice(str(error))
-            return
+        self._chat.print_aside(conversation.summarise())
         if len(conversation.turns) == num_turns:
             self._chat.notice("there is no summary, and the conversation is as it was")
         else:
@@ -214,15 +210,11 @@ class SessionCommands:
         if not conversation.turns:
             self._chat.notice("there is nothing to save yet")
             return
-        try:
-            conversation.keep()
-            if name:
-                self._store.rename(self._store.id_of(conversation.saved), name)
-                conversation.saved = replace(conversation.saved, name=name)
-            shown = self._store.load(self._store.id_of(conversation.saved)).name
-        except (RequestError, SessionFileError) as error:
-            self._chat.notice(str(error))
-            return
+        conversation.keep()
+        if name:
+            self._store.rename(self._store.id_of(conversation.saved), name)
+            conversation.saved = replace(conversation.saved, name=name)
+        shown = self._store.load(self._store.id_of(conversation.saved)).name
         self._chat.notice(f"saved as {shown}; localinfer chat --session {quote(shown)} goes on with it")
 
     def _load(self, name: str) -> None:
@@ -234,11 +226,7 @@ class SessionCommands:
             return
         conversation = self._chat.conversation
         model = None if conversation.saved is None else conversation.saved.model
-        try:
-            saved = self._store.load(name)
-        except (RequestError, SessionFileError) as error:
-            self._chat.notice(str(error))
-            return
+        saved = self._store.load(name)
         conversation.restore(saved)
         count = f"{len(saved.turns):,} message{'' if len(saved.turns) == 1 else 's'}"
         self._chat.notice(f"{saved.name or saved.id}: {count}")
@@ -292,7 +280,12 @@ class AttachmentCommands:
         """The commands, in the order of help."""
         return (
             Command("/file", "add a text file to your next message, if it fits", self._file, "PATH", complete_path),
-            Command("/paste", f"read lines up to one with {END_MARK} only, and send them as one message", self._paste),
+            Command(
+                "/paste",
+                f"read lines up to one with {END_MARK} only, and send them as one message",
+                self._paste,
+                may_raise=True,
+            ),
         )
 
     @property
@@ -342,11 +335,7 @@ class AttachmentCommands:
         if not path:
             self._chat.notice("give the path of a text file: /file PATH")
             return
-        try:
-            text = read_text(path, most_bytes=_MOST_BYTES_PER_TOKEN * self._chat.conversation.context_length)
-        except RequestError as error:
-            self._chat.notice(str(error))
-            return
+        text = read_text(path, most_bytes=_MOST_BYTES_PER_TOKEN * self._chat.conversation.context_length)
         conversation, name = self._chat.conversation, Path(path).name
         part = _as_part(name, text)
         room = conversation.context_length - conversation.reply_tokens
@@ -406,11 +395,13 @@ class EditingCommands:
     def commands(self) -> tuple[Command, ...]:
         """The commands, in the order of help."""
         return (
-            Command("/regen", "regenerate the last reply", self._regenerate),
-            Command("/edit", "edit your last message, or the N-th, and answer from there", self._edit, "[N]"),
+            Command("/regen", "regenerate the last reply", self._regenerate, may_raise=True),
+            Command(
+                "/edit", "edit your last message, or the N-th, and answer from there", self._edit, "[N]", may_raise=True
+            ),
             Command("/undo", "remove your last message and its reply", self._undo),
             Command("/fork", "go on in a copy of the conversation, under a name", self._fork, "NAME"),
-            Command("/continue", "go on with a reply that was cut or stopped", self._continue),
+            Command("/continue", "go on with a reply that was cut or stopped", self._continue, may_raise=True),
         )
 
     def _regenerate(self, _: str) -> None:
@@ -457,22 +448,17 @@ class EditingCommands:
         elif not conversation.turns:
             self._chat.notice("there is nothing to copy yet")
         else:
-            try:
-                conversation.keep()
-                conversation.fork()
-            except SessionFileError as error:
-                self._chat.notice(str(error))
-                return
+            conversation.keep()
+            conversation.fork()
             copy = conversation.saved
             assert copy is not None, "there was a saved one"
             try:
                 store.rename(copy.id, name)
-            except (RequestError, SessionFileError) as error:
+            except (RequestError, SessionFileError):
                 conversation.saved = former
-                self._chat.notice(str(error))
                 with suppress(SessionFileError):
                     store.delete(copy.id)
-                return
+                raise
             conversation.saved = replace(copy, name=name)
             self._chat.notice(f"this is {name} from here on; the former conversation stays as it is")
 
@@ -524,7 +510,7 @@ class CopyCommand:
                 "copy the last code block of the last reply; without one, all of it",
                 self._copy,
                 "[code|reply]",
-                lambda typed: beginning_with(typed, _PARTS),
+                _PARTS,
             ),
         )
 
@@ -543,11 +529,7 @@ class CopyCommand:
             self._chat.notice("the last reply has no code block; /copy reply copies all of it")
             return
         what, text = ("the last code block", blocks[-1]) if blocks else ("the whole last reply", replies[-1])
-        try:
-            by = self._copy_text(text, self._chat.send_to_terminal)
-        except RequestError as error:
-            self._chat.notice(str(error))
-            return
+        by = self._copy_text(text, self._chat.send_to_terminal)
         self._chat.notice(f"copied {what}, {_length(text)}, by {by}")
 
 

@@ -136,7 +136,7 @@ class CommandCompleter(Completer):
                 if command.name.startswith(typed):
                     yield Completion(command.name, start_position=-len(typed), display_meta=command.help)
         elif name in self._commands:
-            for candidate in self._commands[name].complete(rest):
+            for candidate in self._commands[name].candidates(rest):
                 yield Completion(candidate, start_position=-len(rest))
 
 

@@ -49,7 +49,7 @@ class OptionCommands:
                 "let the model reason first, for at most N tokens; show or hide that",
                 self._think,
                 "on|off|auto|N|show|hide",
-                lambda typed: beginning_with(typed, ("on", "off", "auto", *_SHOWS_REASONING)),
+                ("on", "off", "auto", *_SHOWS_REASONING),
             ),
             Command(
                 "/tools",
@@ -101,11 +101,7 @@ class OptionCommands:
         if argument == "off":
             conversation.tools = ()
         elif argument:
-            try:
-                conversation.tools = _read_tools(read_text(argument, most_bytes=1 << 24), argument)
-            except RequestError as error:
-                self._chat.notice(str(error))
-                return
+            conversation.tools = _read_tools(read_text(argument, most_bytes=1 << 24), argument)
         names = [tool.get("function", tool).get("name") for tool in conversation.tools]
         self._chat.notice(f"tools: {', '.join(names) or 'none'}")
         if argument and names:
@@ -207,7 +203,7 @@ class ShowCommand:
                 "what the model is: its size, memory, abilities; its chat template",
                 self._show,
                 "[template]",
-                lambda typed: beginning_with(typed, ("template",)),
+                ("template",),
             ),
         )
 
