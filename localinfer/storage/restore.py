@@ -6,7 +6,7 @@ a step waits for a copy of few pages only.
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,9 +33,10 @@ class Tiers(NamedTuple):
     states: SnapshotTier | None = None
     """Recurrent states, likewise."""
 
-    def of_salt(self, salt: bytes) -> Self:
+    def of_salt(self, salt: bytes) -> "Tiers":
         """The same files as texts of a salt see them."""
-        return type(self)(*(None if tier is None else tier.of_salt(salt) for tier in self))
+        windows, states = self.windows, self.states
+        return Tiers(self.pages.of_salt(salt), windows and windows.of_salt(salt), states and states.of_salt(salt))
 
 
 def restore_prompt(cache: PrefixCache, tiers: Tiers, token_ids: TokenIds, found: Found) -> str | None:

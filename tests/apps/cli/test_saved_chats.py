@@ -10,7 +10,7 @@ from prompt_toolkit.application import create_app_session
 from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
 
-from localinfer.apps.cli import chat as chat_module, main
+from localinfer.apps.cli import chat as chat_command, main
 from localinfer.apps.terminal import continuing
 from localinfer.apps.terminal.commands import Chat
 from localinfer.apps.terminal.continuing import SavedChat, begin_saving, show_continued
@@ -168,7 +168,9 @@ def test_a_conversation_goes_on_with_its_model_unless_another_is_given(
     (tmp_path / "other.gguf").write_text("")
     monkeypatch.chdir(tmp_path)
     loaded: list[object] = []
-    monkeypatch.setattr(chat_module, "load_with", lambda options: (loaded.append(options["model"]), _Open(fake_llm))[1])
+    monkeypatch.setattr(
+        chat_command, "load_with", lambda options: (loaded.append(options["model"]), _Open(fake_llm))[1]
+    )
     first = typed("hi\r\x04", "--session", "one", "-m", "other.gguf")
     assert "until now" not in first and store.load("one").model == str(tmp_path / "other.gguf")
     assert "with other, last changed" in typed("and?\r\x04", "--continue")
@@ -195,7 +197,7 @@ def test_continuing_shows_the_last_exchange_without_its_control_sequences() -> N
 @pytest.fixture
 def typed(fake_llm, store: ConversationStore, monkeypatch) -> Callable[..., str]:
     """Run `localinfer chat` with a scripted model on a terminal and keys; what the terminal showed."""
-    monkeypatch.setattr(chat_module, "load_with", lambda options: _Open(fake_llm))
+    monkeypatch.setattr(chat_command, "load_with", lambda options: _Open(fake_llm))
 
     def run(keys: str, *words: str) -> str:
         output, notices = Terminal(), Terminal()
@@ -232,14 +234,14 @@ def test_a_terminal_keeps_the_conversation_and_the_typed_lines(typed, store: Con
 def test_no_history_keeps_nothing(typed, fake_llm, store: ConversationStore, monkeypatch) -> None:
     asked: list[object] = []
     monkeypatch.setattr(
-        chat_module, "load_with", lambda options: (asked.append(options["disk_cache"]), _Open(fake_llm))[1]
+        chat_command, "load_with", lambda options: (asked.append(options["disk_cache"]), _Open(fake_llm))[1]
     )
     assert "Hello there" in typed("hi\r\x04", "--no-history")
     assert asked == [False] and not store.folder.parent.exists()
 
 
 def test_a_pipe_saves_nothing_and_may_continue(fake_llm, store: ConversationStore, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(chat_module, "load_with", lambda options: _Open(fake_llm))
+    monkeypatch.setattr(chat_command, "load_with", lambda options: _Open(fake_llm))
     save_talk(store, "old")
     before = store.load("old")
     for words in ([], ["--continue"]):
@@ -253,7 +255,7 @@ def test_a_pipe_saves_nothing_and_may_continue(fake_llm, store: ConversationStor
 @pytest.fixture
 def once(fake_llm, store: ConversationStore, monkeypatch) -> Callable[..., int]:
     """Run `localinfer chat` with words and what is piped into it, nothing for a terminal."""
-    monkeypatch.setattr(chat_module, "load_with", lambda options: _Open(fake_llm))
+    monkeypatch.setattr(chat_command, "load_with", lambda options: _Open(fake_llm))
 
     def run(*words: str, piped: str | None = None) -> int:
         monkeypatch.setattr(sys, "stdin", Terminal() if piped is None else io.StringIO(piped))
