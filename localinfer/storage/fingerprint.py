@@ -17,14 +17,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from pathlib import Path
-from typing import TypedDict
+from typing import TYPE_CHECKING, TypedDict
 
 import numpy as np
 
 from localinfer.quant.checkpoint.model_file import ModelFile
-from localinfer.storage.page_store import PageFormat
 from localinfer.system import disk
 from localinfer.system.files import read_bounded, run_all, write_all, write_atomically
+
+if TYPE_CHECKING:
+    from localinfer.storage.page_store import PageFormat
 
 logger = logging.getLogger(__name__)
 
@@ -269,7 +271,7 @@ class Description(TypedDict):
     page_bytes: int
 
 
-def describe_folder(path: Path, model: str, fingerprint: Fingerprint, form: PageFormat) -> None:
+def describe_folder(path: Path, model: str, fingerprint: Fingerprint, form: "PageFormat") -> None:
     """Write the description of a folder, unless it exists. Errors of the disk are ignored."""
     parts = dict(fingerprint.parts)
     try:
