@@ -86,7 +86,7 @@ def _num_blas_threads() -> int:
 
 
 def is_shortage(error: BaseException) -> bool:
-    """Whether an error of a library means that memory ran out."""
+    """True if an error of a library means that memory ran out."""
     if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
         return True
     if isinstance(error, RuntimeError) and "can't start new thread" in str(error):

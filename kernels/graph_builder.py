@@ -1,4 +1,4 @@
-"""What a decoder writes on: ops in order, the shapes of each checked once for every device.
+"""Builder of a decoder's graph: ops in order, the shapes of each checked once for every device.
 
 What is checked here is what an op means. What only one device cannot do (a layout, a size) its own `lower.py` refuses.
 """
@@ -382,7 +382,7 @@ def _check_wkv(op: ops.Wkv) -> None:
 
 
 CHECKS: dict[Any, Callable[..., None]] = {}
-"""What proves the shapes of each op; of one on a layer of the cache, given what that keeps. Raises: ShapeError."""
+"""Check of the shapes of each op; of one on a layer of the cache, given what that keeps. Raises: ShapeError."""
 
 
 def _writer(

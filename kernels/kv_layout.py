@@ -55,7 +55,7 @@ def parse_kv_type(kv_type: str) -> tuple[str, str]:
 
 
 def is_quantized(name: str) -> bool:
-    """Whether a type of keys or values has codes and scales."""
+    """True if a type of keys or values has codes and scales."""
     return name.startswith("q")
 
 
@@ -141,12 +141,12 @@ class KVLayout:
 
     @cached_property
     def state_offsets(self) -> tuple[int, ...]:
-        """Where each op's state begins in a block of states, and then the bytes of the block."""
+        """Offset of each op's state in a block of states, and then the bytes of the block."""
         return _offsets([shape.num_values for shape in self.states])
 
     @cached_property
     def log_offsets(self) -> tuple[int, ...]:
-        """Where each op's rows begin in a log, and then the bytes of the log."""
+        """Offset of each op's rows in a log, and then the bytes of the log."""
         return _offsets([LOG_ROWS * shape.log_values for shape in self.states])
 
     @property

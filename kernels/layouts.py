@@ -146,7 +146,7 @@ SIZES: dict[Layout, LayoutSizes] = {
 
 
 def is_float(layout: Layout) -> bool:
-    """Whether weights are floating point, multiplied by float32 activations."""
+    """True if weights are floating point, multiplied by float32 activations."""
     return layout <= Layout.BF16
 
 

@@ -1,4 +1,4 @@
-"""What every device's program runs: batches of rows of some sequences, and what a program can do with them."""
+"""Programs of every device: the batches of rows that they run, and the protocols of what they can do."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -73,7 +73,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class BatchLimits:
-    """What batches of a program may hold: rows, rows with logits, token ids, positions and token types below these."""
+    """Limits of a program's batches: rows, rows with logits, token ids, positions and token types below these."""
 
     max_rows: int
     max_output_rows: int

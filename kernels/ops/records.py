@@ -1,4 +1,4 @@
-"""What ops are made of: buffers of rows, handles of weights, and the base class of their records."""
+"""Parts of ops: buffers of rows, handles of weights, and the base class of their records."""
 
 from dataclasses import dataclass, field, fields
 from enum import Enum

@@ -39,7 +39,7 @@ class Owner:
 
 
 def may_run(owner: Hashable, num_running: int) -> bool:
-    """Whether one more text of an owner may run beside so many of its own."""
+    """True if one more text of an owner may run beside so many of its own."""
     return not isinstance(owner, Owner) or owner.max_running is None or num_running < owner.max_running
 
 
@@ -84,7 +84,7 @@ class PriorityOrder:
         return min(request.priority, self._most_urgent) if request is self._elder else request.priority
 
     def rank(self, request: Request) -> tuple[int, bool]:
-        """What requests are sorted by: their urgency, and the elder first among equals."""
+        """Sort key of requests: their urgency, and the elder first among equals."""
         return self.urgency(request), request is not self._elder
 
     def less_urgent(self, request: Request, others: Iterable[Request]) -> list[Request]:
@@ -130,7 +130,7 @@ _DURATION_MEMORY, _LENGTH_MEMORY = 0.8, 0.9
 
 @dataclass(frozen=True, kw_only=True)
 class EngineLimits:
-    """How many requests are taken on at once.
+    """Limits of the requests that are taken on at once.
 
     Raises: RequestError naming the value.
     """
@@ -140,7 +140,7 @@ class EngineLimits:
     max_queued: int | None = None
     """Most that may wait for that, beyond which `generate` raises OverloadedError; None sets no limit."""
     aging_seconds: float | None = 30.0
-    """How long a reader waits for a token while more urgent requests are served; of those that have waited so long one
+    """Time that a reader waits for a token while more urgent requests are served; of those that have waited so long one
     at a time is then as urgent as any, until it ends; None for ever."""
 
     def __post_init__(self) -> None:
@@ -271,7 +271,7 @@ class AdmissionControl:
             self._runner.fail(request, error)
 
     def _make_way(self, request: Request, active: list[Request], running: list[Request]) -> bool:
-        """Whether there are a place and memory for a request; preempts as many less urgent ones as that takes."""
+        """Preempt as many less urgent ones as a request takes; return False without a slot and memory for it."""
         if request.gave_way_to and request.gave_way_to <= self._cache.pool.sequences:
             # Where less memory can be had than is counted, two would otherwise preempt each other for ever.
             return False
@@ -296,7 +296,7 @@ class AdmissionControl:
         return True
 
     def _givers(self, request: Request, others: Sequence[Request]) -> list[Request]:
-        """Who gives way to a request, one after the other: less urgent ones, then what others have too many of."""
+        """Requests that give way to this one, in order: less urgent ones, then those that owners have too many of."""
         less_urgent = self.priority_order.less_urgent(request, others)
         held = [other for other in others if other.sequence is not None and other not in less_urgent]
         return less_urgent + self.priority_order.surplus(request, held)
@@ -313,7 +313,7 @@ class AdmissionControl:
         request.gave_way_to = frozenset(self._cache.pool.sequences)
 
     def _has_room(self, request: Request, without: Sequence[Request] = ()) -> bool:
-        """Whether a request may begin or go on beside others, were some of them not there."""
+        """True if a request may begin or go on beside others, were some of them not there."""
         sequences = [other.cache for other in without]
         return self._cache.has_room(request.head, request.hints.salt, without=sequences)
 
@@ -321,6 +321,6 @@ class AdmissionControl:
 def _turn(
     rank: Callable[[Request], tuple[int, bool]], owners: Mapping[Hashable, int], request: Request
 ) -> tuple[tuple[int, bool], bool, bool, int]:
-    """What requests that wait are sorted by. owners: how many texts of each run."""
+    """Sort key of requests that wait. owners: number of running texts of each."""
     count = owners[request.owner]
     return rank(request), count > 0, request.is_prompt, count

@@ -40,7 +40,7 @@ _DEFAULT_LIMITS = EngineLimits()
 
 @dataclass(frozen=True)
 class EngineStats:
-    """What an engine does at one moment."""
+    """State of an engine at one moment."""
 
     running: int
     """Requests that take part in steps."""
@@ -99,7 +99,7 @@ class Engine:
 
     @property
     def stats(self) -> EngineStats:
-        """What runs and waits now. Any thread may ask, during a step too."""
+        """Requests that run and wait now. Any thread may ask, during a step too."""
         requests = self.scheduler.requests()
         held = [sequence for request in requests if (sequence := request.sequence) is not None]
         fraction = self._cache.used_fraction(held)

@@ -47,7 +47,7 @@ class Waiter:
         self._wake.acquire()
 
     def claim(self) -> bool:
-        """Whether the caller may decide; True for the first only."""
+        """Claim the decision; return True for the first caller only."""
         return self._claim.acquire(blocking=False)
 
     def wake(self) -> None:
@@ -161,7 +161,7 @@ class TokenEvent(NamedTuple):
 
 @dataclass
 class GenerationRecord:
-    """What a generation has cost so far, updated while it runs."""
+    """Costs of a generation so far, updated while it runs."""
 
     cached_tokens: int = 0
     """Tokens of the prompt that were not computed again."""
@@ -236,12 +236,12 @@ class Request:
 
     @property
     def is_guided(self) -> bool:
-        """Whether a grammar knows what may follow."""
+        """True if a grammar knows what may follow."""
         return self.matcher is not None
 
     @property
     def can_proceed(self) -> bool:
-        """Whether a step may work for it: its reader keeps up, and it has not ended."""
+        """True if a step may work for it: its reader keeps up, and it has not ended."""
         return len(self.events) < _READ_AHEAD and not self.is_over and not self.is_cancelled
 
     @property
@@ -256,7 +256,7 @@ class Request:
         return self.sequence
 
     def has_news(self) -> bool:
-        """Whether its reader need not wait any longer."""
+        """True if its reader need not wait any longer."""
         return bool(self.events) or self.is_over or self.is_cancelled
 
     def token_ids(self) -> NDArray[np.int32]:

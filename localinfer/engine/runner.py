@@ -33,12 +33,12 @@ logger = logging.getLogger(__name__)
 _FIRST_ROW = np.zeros(1, np.int32)
 
 ShouldAbort = Callable[[float], bool]
-"""Whether a step should be aborted, given which share of it is done."""
+"""Test whether a step should be aborted, given the share of it that is done."""
 
 
 @dataclass(eq=False, slots=True)
 class ScheduledSequence:
-    """What a step computes of one request: so many ids that wait, and drafts after them."""
+    """Rows that a step computes of one request: so many ids that wait, and drafts after them."""
 
     request: Request
     num_rows: int = 1
@@ -99,7 +99,7 @@ class ModelRunner:
         self._extend(request, (token_id,))
 
     def decode_observed(self, request: Request) -> None:
-        """As `decode_alone`, and let the draft floor observe its time if it is to be timed."""
+        """Do as `decode_alone`, and let the draft floor observe its time if it is to be timed."""
         speculation = self._speculation
         assert speculation is not None, "else nothing observes it"
         began = speculation.clock()
@@ -108,7 +108,7 @@ class ModelRunner:
             speculation.floor.observe_plain(ALONE, speculation.clock() - began)
 
     def may_draft(self, scheduled: Sequence[ScheduledSequence]) -> bool:
-        """Whether a step that only decodes is to be drafted for; called once before each."""
+        """True if a step that only decodes is to be drafted for; called once before each."""
         speculation = self._speculation
         if speculation is None or len(scheduled) > speculation.costs.max_draft_tokens:
             return False
@@ -405,7 +405,7 @@ def _kind(scheduled: Sequence[ScheduledSequence]) -> StepKind:
 
 
 def _mean_depth(scheduled: Sequence[ScheduledSequence], chunk_rows: int) -> float:
-    """How many positions are before a row of the prompts, in the mean."""
+    """Mean number of positions before a row of the prompts."""
     chunks = [part for part in scheduled if part.is_chunk and part.request.sequence is not None]
     depths = sum(part.num_rows * (part.request.cache.length + part.num_rows / 2) for part in chunks)
     return depths / chunk_rows if chunk_rows else 0.0

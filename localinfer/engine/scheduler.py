@@ -26,7 +26,7 @@ from localinfer.errors import ClosedError, OutOfMemoryError
 from localinfer.kernels.program import Program
 
 _WAIT_SECONDS = 0.1
-"""What a new request waits for the end of a prompt's chunk, rather than have it aborted and computed again."""
+"""Time that a new request waits for the end of a prompt's chunk before it is aborted, to be computed again."""
 
 
 PolicyFactory = Callable[[PrefixCache, StepFit, Callable[[int, int], int], AdmissionControl], AdmissionPolicy]
@@ -59,7 +59,7 @@ class Scheduler:
         self._departed: deque[Request] = deque()
         self._steps = 0
         self._is_stepping = False
-        """Whether a step is in progress; at the start of one, whether the step before it was interrupted."""
+        """True if a step is in progress; at the start of one, whether the step before it was interrupted."""
         self._chunk_of_owner: dict[Hashable, int] = {}
         self._adding = threading.Lock()
         # It keeps no scheduler: a cycle would hold all memory of a model until the next full garbage collection.
@@ -70,7 +70,7 @@ class Scheduler:
 
     @property
     def is_usable(self) -> bool:
-        """Whether the engine is open, and of this process."""
+        """True if the engine is open, and of this process."""
         return not self.is_closed and os.getpid() == self._process
 
     def check_usable(self) -> None:
@@ -81,7 +81,7 @@ class Scheduler:
 
     @property
     def is_of_parent(self) -> bool:
-        """Whether this process was forked from the one that made it."""
+        """True if this process was forked from the one that made it."""
         return os.getpid() != self._process
 
     def check_process(self) -> None:
@@ -287,7 +287,7 @@ class Scheduler:
         return False
 
     def _abort_condition(self, scheduled: Sequence[ScheduledSequence], num_known: int) -> ShouldAbort | None:
-        """When to abort a step: nothing reads it any more, or its only chunk is long and a request arrives that is as
+        """Condition for aborting a step: nothing reads it, or its only chunk is long and a request arrives that is as
         urgent.
 
         num_known: requests when the step was begun; meanwhile others are added, and none is removed.
@@ -308,7 +308,7 @@ class Scheduler:
         return should_abort
 
     def _schedule(self, decoding: list[Request], prompts: list[Request]) -> list[ScheduledSequence]:
-        """What the next step computes: a row of each that decodes, and chunks, or drafts where there are none."""
+        """Rows of the next step: one of each that decodes, and chunks, or drafts where there are none."""
         most = min(self._max_rows, self._max_outputs)
         if prompts and decoding and most == 1:
             # No room for both: what was served last waits.
@@ -358,7 +358,7 @@ class Scheduler:
         return chunks
 
     def _is_computed_by_another(self, request: Request, prompts: list[Request]) -> bool:
-        """Whether a prompt that is further, or came first, computes whole pages that this one wants next.
+        """True if a prompt that is further, or came first, computes whole pages that this one wants next.
 
         prompts: the most urgent first. One that is less urgent may not be computed for long, and is not waited for.
         """
@@ -412,7 +412,7 @@ class Generation(Iterator[TokenEvent]):
 
     @property
     def computed_tokens(self) -> int:
-        """How many ids were read, computed or from the cache, at the end too; 0 while it is not admitted."""
+        """Number of ids that were read, computed or from the cache, at the end too; 0 while it is not admitted."""
         sequence = self.request.sequence
         return self.request.final_length if sequence is None else sequence.length
 

@@ -15,7 +15,7 @@ import numpy as np
 _FIT_MEMORY = 0.97
 """Weight of what was known after one more step: some thirty steps count."""
 _SCALES = (1.0, 8.0, 64.0)
-"""Of the step, its rows of streams and its rows of prompts: what is usual of each, so that none is lost in rounding."""
+"""Usual sizes of a step, its rows of streams and its rows of prompts, so that none is lost in rounding."""
 _RIDGE = 1e-3
 _LARGEST_FIT_CHANGE = 4.0
 _STEPS_PER_LINE = 16
@@ -33,7 +33,7 @@ class StepFit:
 
     @property
     def is_known(self) -> bool:
-        """Whether any step was observed."""
+        """True if any step was observed."""
         return self._moments[0] > 0.0
 
     def observe(self, decode_rows: int, chunk_rows: int, seconds: float) -> None:
@@ -53,7 +53,7 @@ class StepFit:
         self._seconds = [_FIT_MEMORY * old + new for old, new in zip(self._seconds, found, strict=True)]
 
     def seconds(self, decode_rows: float, chunk_rows: float) -> float:
-        """What a step of so many rows takes; 0 before any was observed."""
+        """Seconds of a step of so many rows; 0 before any was observed."""
         if self._solved_at != self._num_steps:
             self._coefficients, self._solved_at = self._solve(), self._num_steps
         base, by_stream, by_row = self._coefficients or (0.0, 0.0, 0.0)
@@ -81,11 +81,11 @@ _INTERVALS = 2.0
 """Intervals between two tokens of a running stream that a prompt's chunk beside it may take, when nothing else is busy
 on the machine."""
 _LEAST_SECONDS = 0.03
-"""What such a chunk may take where intervals are short: it is not noticed, and small chunks waste work."""
+"""Seconds of such a chunk where intervals are short: it is not noticed, and small chunks waste work."""
 _FIRST_ROWS = 8
-"""Of a chunk beside streams before anything is known."""
+"""Rows of a chunk beside streams before anything is known."""
 _SEVERAL_SECONDS = 0.15
-"""What chunks of several prompts may take while nothing decodes: as long a new request waits to join."""
+"""Seconds of the chunks of several prompts while nothing decodes: as long a new request waits to join."""
 _LEAST_ROWS_OF_SEVERAL = 64
 _ALONE_SECONDS = 1.0
 _LEAST_ROWS_ALONE = 256
@@ -101,13 +101,13 @@ _STEPS_BESIDE = 16
 _MEMORY = 0.7
 _LARGEST_CHANGE = 2.0
 _LARGEST_LOSS, _LARGEST_GAIN = 4.0, 1.5
-"""How much longer, and how much less long, rows are taken to be by one step."""
+"""Largest factors by which one step makes rows appear longer, and shorter."""
 _CALM_MEMORY_SECONDS = 60.0
-"""Of plain steps, in which the interval that a calm machine has is taken to be twice as long, if they are."""
+"""Seconds of longer plain steps after which the interval of a calm machine counts as twice as long."""
 
 
 class StepCosts:
-    """What rows of prompts and what plain steps take: they decide how long a prompt's chunk is.
+    """Times of rows of prompts and of plain steps: they decide how long a prompt's chunk is.
 
     fit: the same as a line, by which times are predicted.
     """
@@ -123,12 +123,12 @@ class StepCosts:
 
     @property
     def wants_plain_step(self) -> bool:
-        """Whether it is time for a step without a chunk, where streams run."""
+        """True if it is time for a step without a chunk, where streams run."""
         return self._num_beside >= _STEPS_BESIDE
 
     @property
     def bound_seconds(self) -> float:
-        """What a chunk may add to a step beside streams."""
+        """Seconds that a chunk may add to a step beside streams."""
         return max(_LEAST_SECONDS, _INTERVALS * self._calm_seconds)
 
     def observe(self, decode_rows: int, chunk_rows: int, seconds: float, depth: float = 0.0) -> None:
@@ -154,7 +154,7 @@ class StepCosts:
             self._observe_rows(seconds / chunk_rows, known, depth)
 
     def chunk_rows(self, *, num_streams: int, num_prompts: int, most: int, depth: float = 0.0) -> int:
-        """How many rows of prompts the next step is to compute beside streams that run, at most `most`.
+        """Number of rows of prompts that the next step computes beside running streams, at most `most`.
 
         depth: positions before the first of them, of the deepest prompt.
         """
@@ -186,7 +186,7 @@ class StepCosts:
         self._row_seconds, self._row_depth, self._row_decode_seconds = seconds, depth, self._decode_seconds
 
     def _seconds_at(self, depth: float) -> float | None:
-        """What a row is expected to take after so many positions; None before any was computed."""
+        """Expected seconds of a row after so many positions; None before any was computed."""
         if self._row_seconds is None:
             return None
         slower = (self._decode_seconds or 0.0) / (self._row_decode_seconds or self._decode_seconds or 1.0)

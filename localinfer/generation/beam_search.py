@@ -179,7 +179,7 @@ class _Search:
         del self.finished[self.num_beams :]
 
     def _is_decided(self) -> bool:
-        """Whether as many texts as are wanted are finished, and no live beam can become better than one of them."""
+        """True if as many texts as are wanted are finished, and no live beam can become better than one of them."""
         if len(self.finished) < self.num_beams:
             return False
         # Probabilities only fall, but a longer text may gain by its length.

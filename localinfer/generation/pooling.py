@@ -67,7 +67,7 @@ class TextPooler:
     def pool(
         self, texts: Sequence[TokenIds], pooling: Pooling, num_first: Sequence[int] | None = None
     ) -> list[FloatArray]:
-        """What `pooling` makes of each text: float32[size], float32[labels] scores, or float32[T, size] for NONE.
+        """Pool each text: float32[size], float32[labels] scores, or float32[T, size] for NONE.
 
         texts: checked by `Engine.check_prompt`, at least one id each. num_first: of pairs, how many ids of each are of
         the first of the model's token types, the others being of the second; None for all. Vectors have the length that
@@ -94,12 +94,12 @@ class TextPooler:
         self._programs.clear()
 
     def _computed(self, pooling: Pooling) -> Pooling:
-        """What the program computes of a pooling: a plain decoder's gives single rows, which are pooled here."""
+        """Pooling that the program computes: a plain decoder's gives single rows, which are pooled here."""
         is_in_graph = self._is_encoder or self._model.has_dense or pooling is Pooling.RANK
         return pooling if is_in_graph else Pooling.NONE
 
     def _is_whole(self, kind: Pooling) -> bool:
-        """Whether a batch must hold all rows of its texts."""
+        """True if a batch must hold all rows of its texts."""
         return self._is_encoder or kind is Pooling.MEAN
 
     def _reserve(self, kind: Pooling, longest: int) -> int:
@@ -119,7 +119,7 @@ class TextPooler:
             return min(program.max_batch_rows, program.max_output_rows)
 
     def _taken_rows(self, kind: Pooling, pooling: Pooling) -> Callable[[_Piece], range]:
-        """Which rows of a piece, counted from its first, are wanted."""
+        """Wanted rows of a piece, counted from its first."""
         chosen = self._model.classified_rows if pooling is Pooling.RANK else pooling
         if pooling is Pooling.NONE or (chosen is Pooling.MEAN and kind is Pooling.NONE):
             return lambda piece: range(piece.stop - piece.start)

@@ -40,7 +40,7 @@ class TtftPrediction:
     alone_seconds: float
 
     def limit(self, objective: float) -> float:
-        """What may be predicted for a request: the objective, or half as long again as a longer prompt takes alone."""
+        """Longest acceptable prediction: the objective, or half as long again as a longer prompt takes alone."""
         return objective if self.alone_seconds <= objective else _OWN_SHARE * self.alone_seconds
 
 
@@ -122,7 +122,7 @@ class TtftPredictor:
     def predict(
         self, new: Request, present: Sequence[Request], last_chunks: Mapping[Hashable, int]
     ) -> TtftPrediction | None:
-        """When a request would get its first token; None while nothing is known of what steps cost.
+        """Predict the time to a request's first token; None while the costs of steps are unknown.
 
         present: the others that have not ended. last_chunks: the step of each owner's last chunk.
         """
@@ -152,7 +152,7 @@ class TtftPredictor:
         return request.expected_rows
 
     def _cached_length(self, request: Request) -> int:
-        """How much of a prompt the tree has. Read without a lock, while a step may change it: about so much."""
+        """Length of a prompt's cached prefix, read without a lock while a step may change it: an estimate."""
         wanted, length = request.head[:-1], 0
         node = self._cache.tree.roots.find(request.hints.salt)
         while length < wanted.size:
@@ -172,7 +172,7 @@ class TtftPredictor:
     def _copy(
         self, present: Sequence[Request], last_chunks: Mapping[Hashable, int]
     ) -> tuple[list[_Work], list[_Work], list[_Work]]:
-        """What decodes, what has its prompt computed, and what waits."""
+        """Copies of the requests that decode, of those whose prompts are computed, and of those that wait."""
         streams, prompts, waiting = [], [], []
         ordered = sorted(present, key=lambda request: request.began)
         for order, request in enumerate(ordered):
@@ -199,7 +199,7 @@ class TtftPredictor:
         return streams, prompts, waiting
 
     def _tokens_left(self, made: int, most: int) -> float:
-        """How long a text is likely to go on: to the mean length, or for as long again as half of that."""
+        """Number of tokens that a text is likely to have yet: up to the mean length, or half of that length more."""
         mean = self._admission.mean_tokens
         return float(most) if mean is None else max(1.0, min(float(most), max(mean - made, mean / 2)))
 
@@ -282,8 +282,8 @@ class TtftPredictor:
 
 
 def _giver(first: _Work, running: Sequence[_Work], owners: Mapping[Hashable, int]) -> _Work | None:
-    """Who gives way to a request: the least urgent, or the newest of the owner that has most, to the only one of its
-    owner. owners: how many of each run now."""
+    """Request that gives way to another: the least urgent, or the newest of the owner that has most, to the only one of
+    its owner. owners: number of running ones of each."""
     least_urgent = max(running, key=lambda work: (work.priority, work.order))
     if least_urgent.priority > first.priority:
         return least_urgent
@@ -294,7 +294,7 @@ def _giver(first: _Work, running: Sequence[_Work], owners: Mapping[Hashable, int
 
 
 def _turn(work: _Work) -> tuple[int, int, int]:
-    """What prompts are sorted by: those of the least have their rows computed first."""
+    """Sort key of prompts: the rows of the least are computed first."""
     return work.priority, work.last_chunk, work.order
 
 

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from localinfer.types import TokenIds
 
 NO_SALT = b""
-"""Of texts that all callers without a salt share."""
+"""Salt of texts that all callers without a salt share."""
 SALT_BYTES = (0, 32)
-"""Of NO_SALT, and of any other."""
+"""Sizes of NO_SALT, and of any other."""
 _SALT_DOMAIN = b"localinfer cache salt\0"
 
 

@@ -214,7 +214,7 @@ class SharedSlots:
         return self._counts.get(slot, 0)
 
     def address(self, slot: int) -> int:
-        """Where a slot lies, aligned to 64 bytes."""
+        """Address of a slot, aligned to 64 bytes."""
         return int(self.memory.addresses[slot])
 
     def close(self) -> None:
@@ -231,9 +231,9 @@ STATES_OF_DEFAULT = 8
 """States for which there is memory by default, whatever a context takes: of a sequence, and of snapshots."""
 _DEFAULT_MEMORY = 8 << 30
 _MOST_OF_FREE = 0.95
-"""Of the free memory, the most that one full context may take by default: more than a context is admitted with."""
+"""Largest share of the free memory that one full context takes by default: more than a context is admitted with."""
 _DEVICE_SPARE = 256 << 20
-"""Of a device's memory, for what its programs reserve as they go."""
+"""Bytes of a device's memory left for what its programs reserve as they go."""
 
 
 def context_bytes(layout: KVLayout, context_length: int, batch_tokens: int = 0) -> int:
@@ -414,11 +414,11 @@ class PagePool:
         self._windowed.give_back(slots)
 
     def addresses(self, pages: PageNumbers) -> NDArray[np.int64]:
-        """Where each page lies in memory, aligned to 64 bytes."""
+        """Address of each page, aligned to 64 bytes."""
         return self._memory.addresses[pages]
 
     def windowed_addresses(self, pages: PageNumbers, windowed: BoolArray) -> NDArray[np.int64] | None:
-        """Where the sliding-window block of each page lies, 0 for those not meant; None if no page has one."""
+        """Address of the sliding-window block of each page, 0 for those not meant; None if no page has one."""
         if not self._has_windows:
             return None
         return np.where(windowed, self._windowed.addresses[self._windowed_slots[pages]], 0)
@@ -434,7 +434,7 @@ class PagePool:
         return copy
 
     def buffer(self, page: int) -> NDArray[np.uint8]:
-        """Where to put a page's new contents before `fill`: its own bytes, or a buffer of the host's."""
+        """Memory for a page's new contents before `fill`: its own bytes, or a buffer of the host's."""
         return self.view(page) if self._device is None else np.empty(self.page_bytes, np.uint8)
 
     def fill(self, page: int, data: NDArray[np.uint8]) -> None:
@@ -508,7 +508,7 @@ class PagePool:
                 raise self._out_of_memory(wanted)
 
     def _missing(self, wanted: Sequence[tuple[SlabAllocator, int]]) -> tuple[int, int]:
-        """How many pages, and bytes of states, must be freed before these slots can be taken, after allocating what the
+        """Number of pages, and bytes of states, to be freed before these slots can be taken, after allocating what the
         budget allows."""
         short = [max(0, number - len(memory.free)) for memory, number in wanted]
         if not any(short):

@@ -31,7 +31,7 @@ _SHOWN_TOKENS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class CacheHints:
-    """How a generation's ids are to be cached."""
+    """Hints for caching a generation's ids."""
 
     system_tokens: int = 0
     """Number of ids at the start of the prompt that other prompts share; once another has, they are evicted after
@@ -142,7 +142,7 @@ class PrefixCache:
 
     @property
     def near_tokens(self) -> int:
-        """So many positions are not worth a snapshot, nor reading one from the disk."""
+        """Positions too few for a snapshot, or for reading one from the disk."""
         return self._policy.near_tokens
 
     def check_fits(self, length: int) -> None:
@@ -156,7 +156,7 @@ class PrefixCache:
             )
 
     def has_room(self, token_ids: TokenIds, salt: bytes = NO_SALT, *, without: Collection[SequenceCache] = ()) -> bool:
-        """Whether one more sequence of these ids fits, beside all others that are open and a page more for each."""
+        """True if one more sequence of these ids fits, beside all others that are open and a page more for each."""
         pool = self.pool
         if pool.max_bytes is None:
             return True
@@ -177,7 +177,7 @@ class PrefixCache:
         return pool.num_bytes(pages.size, windowed, states, logs) + wanted + more <= pool.max_bytes
 
     def used_fraction(self, held: Sequence[SequenceCache]) -> float:
-        """Of the pages that there is memory for, the part that these sequences hold; 0 without a limit.
+        """Share of the pages that there is memory for that these sequences hold; 0 without a limit.
 
         Any thread may ask, during a step too.
         """
@@ -310,7 +310,7 @@ class PrefixCache:
         return self.tree.forget(token_ids, salt)
 
     def _reusable(self, token_ids: TokenIds) -> TokenIds:
-        """What a sequence may adopt of a prompt: all but its last token, and no more than its window holds."""
+        """Ids of a prompt that a sequence may adopt: all but its last token, and no more than its window holds."""
         prefix = token_ids[:-1]
         return prefix if self.window is None else prefix[: self.window.num_pages * self.pool.page_tokens]
 

@@ -129,7 +129,7 @@ class SnapshotPlace(NamedTuple):
 
     @property
     def last_used(self) -> int:
-        """When it was used: just before its text was, where the one before it is as far away as the text's end.
+        """Time of its use: just before its text's, where the one before it is as far away as the text's end.
 
         Of a long chat these are few, the further apart the further back. The first of them is as good as its text,
         which without it would be lost as a whole with its end.
@@ -217,7 +217,7 @@ class Match(NamedTuple):
 
     @property
     def num_turns(self) -> int:
-        """How many turns a text has that goes on from here: one more than the text that ends here, or almost here."""
+        """Turns of a text that continues from here: one more than the text that ends here, or almost here."""
         node, rest = self.node, self.node.token_ids.size - self.offset
         if node.children:
             # Somewhere in the midst of texts, of which another begins.
@@ -287,7 +287,7 @@ class EvictedTexts:
             self._num_tokens -= self._texts.popleft()[2].size
 
     def shared_length(self, token_ids: TokenIds, salt: bytes) -> int:
-        """How many ids at the start of a text an evicted one of the same salt has too."""
+        """Number of ids that a text and an evicted one of the same salt share at their start."""
         if not token_ids.size:
             return 0
         first = int(token_ids[0])
@@ -301,7 +301,7 @@ class EvictedTexts:
 
 
 def common_length(a: TokenIds, b: TokenIds) -> int:
-    """How many ids two arrays share at their start."""
+    """Number of ids that two arrays share at their start."""
     size = min(a.size, b.size)
     differs = a[:size] != b[:size]
     first = int(differs.argmax()) if size else 0

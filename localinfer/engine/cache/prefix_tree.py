@@ -64,7 +64,7 @@ class RadixTree:
         self.observer: CacheObserver | None = None
 
     def is_empty(self, salt: bytes = NO_SALT) -> bool:
-        """Whether nothing is cached of a salt."""
+        """True if nothing is cached of a salt."""
         return not self.roots.find(salt).children
 
     def match(self, token_ids: TokenIds, salt: bytes = NO_SALT) -> Match:
@@ -214,7 +214,7 @@ class RadixTree:
             tell_stored(self.observer, node, page_tokens)
 
     def _extends(self, leaf: PrefixNode, priority: Priority) -> bool:
-        """Whether a longer text replaces this node: always where it ends inside a page, else where they are alike."""
+        """True if a longer text replaces this node: always where it ends inside a page, else where they are alike."""
         ends_inside_page = leaf.token_ids.size % self._pool.page_tokens != 0
         return ends_inside_page or (not leaf.children and leaf.priority == priority)
 
@@ -296,7 +296,7 @@ class RadixTree:
         return self._best_partial_child(node, token_ids[:page_tokens])
 
     def _best_partial_child(self, node: PrefixNode, token_ids: TokenIds) -> tuple[PrefixNode | None, int]:
-        """As `_best_child`, where no child begins with the whole page of ids."""
+        """Do as `_best_child`, where no child begins with the whole page of ids."""
         if not node.children:
             return None, 0
         if node.heads is None:
@@ -324,7 +324,7 @@ class RadixTree:
 
 
 _EVICTION_SHARE = 64
-"""When memory ends, at least this part of all pages is freed at once, so that the next page does not evict again."""
+"""Least share of all pages that is freed at once when memory ends, so that the next page does not evict again."""
 
 
 class PrefixTree(RadixTree):
@@ -414,7 +414,7 @@ class PrefixTree(RadixTree):
         return before - self.num_pages
 
     def _make_grid_room(self, tokens_saved: int) -> bool:
-        """Whether there may be one more snapshot on the grid, those that save no more being dropped: `tokens_saved`.
+        """Drop snapshots of the grid that save no more tokens; return whether there is room for one more.
 
         Texts of recurrent layers alone hold nothing but states, so their share is one of the memory allowed.
         """
@@ -438,12 +438,12 @@ class PrefixTree(RadixTree):
         return pool.held_bytes - pool.num_bytes(0, 0, num_passing, pool.logs.num_held)
 
     def _oldest_leaf(self) -> PrefixNode | None:
-        """Of the leaves whose last page is not in use, the first to evict."""
+        """First leaf to evict of those whose last page is not in use."""
         idle = [leaf for leaf in self._leaves() if self._pool.counts[leaf.pages[-1]] <= 1]
         return min(idle, key=lambda leaf: leaf.eviction_order, default=None)
 
     def _least_place(self, leaf: PrefixNode | None) -> SnapshotPlace | None:
-        """Of the snapshots that are not in use and were used before this leaf, the first to evict.
+        """First snapshot to evict of those that are not in use and were used before this leaf.
 
         It is the one that saves least between those before and after it, by how long ago it was used: so those that
         stay of a long chat lie the further apart, the further back they are, and an edit anywhere goes on from one.
@@ -469,7 +469,7 @@ class PrefixTree(RadixTree):
             self._trim(node, 0)
 
     def _is_idle(self, snapshot: Snapshot) -> bool:
-        """Whether no sequence uses it."""
+        """True if no sequence uses it."""
         return self._pool.states.num_references(snapshot.slot) <= self._nodes_of_slot[snapshot.slot]
 
     def _forget_snapshot(self, node: PrefixNode, offset: int) -> None:

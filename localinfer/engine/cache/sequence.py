@@ -18,7 +18,7 @@ Results = TypeVar("Results")
 
 
 class SequenceCache:
-    """Which pages hold the positions of one sequence, and how many positions are valid.
+    """Block table of one sequence: pages with its positions, and the number of valid ones.
 
     First `reserve`, then compute, then `commit` (`forward` does all three): a computation that fails leaves the cache
     as it was. `truncate` is the rollback, for rejected drafts, edits and retries. A shared page is never written:
@@ -92,7 +92,7 @@ class SequenceCache:
 
     @property
     def is_exact(self) -> bool:
-        """Whether everything was computed from all positions before it."""
+        """True if everything was computed from all positions before it."""
         return not self._dropped
 
     @property
@@ -143,7 +143,7 @@ class SequenceCache:
 
     @property
     def lacks_carried(self) -> bool:
-        """Whether draft layers would read zeros for hidden states that could be computed; see `repeat_last`."""
+        """True if draft layers would read zeros for hidden states that could be computed; see `repeat_last`."""
         return self._carried is not None and not (self._carries or self._has_states or self._dropped or not self.length)
 
     def repeat_last(self) -> bool:
@@ -264,7 +264,7 @@ class SequenceCache:
         self.reserve_pages(length)
 
     def reserve_pages(self, length: int) -> None:
-        """As `reserve`, for what has no states and drops nothing, such as rows of draft layers."""
+        """Reserve as `reserve` does, for what has no states and drops nothing, such as rows of draft layers."""
         if length > self._max_length:
             raise ContextLengthError(f"position {length} is past the context of {self._max_length} tokens")
         # Every decoded token passes here: no calls where nothing has to be done.
@@ -322,7 +322,7 @@ class SequenceCache:
         return self.length
 
     def can_truncate(self, length: int) -> bool:
-        """Whether the sliding-window blocks that continuing from `length` needs are still held."""
+        """True if the sliding-window blocks that continuing from `length` needs are still held."""
         if length == 0:
             return True
         held = length - self._dropped

@@ -22,7 +22,7 @@ from localinfer.kernels.program import StateStep
 
 @dataclass(frozen=True)
 class SnapshotPolicy:
-    """How many states are kept."""
+    """Number of states that are kept."""
 
     grid_tokens: int = 512
     """Distance of positions on the grid."""
@@ -30,7 +30,7 @@ class SnapshotPolicy:
     """Largest share of all bytes that the cache holds for snapshots of the grid; of those that it may hold, for a model
     whose texts take nothing else."""
     near_tokens: int = 16
-    """So close after another one a snapshot is not worth its memory: what it saves costs less than a step."""
+    """Distance after another snapshot below which one saves less than a step costs."""
 
     def before_end(self, length: int, page_tokens: int) -> int:
         """The first end of a page that is no further before the end of a prompt than a step of the grid; 0 for none.
@@ -40,7 +40,7 @@ class SnapshotPolicy:
         return max(0, -(-(length - self.grid_tokens) // page_tokens) * page_tokens)
 
     def most_of_grid(self, num_bytes: int, state_bytes: int) -> int:
-        """How many snapshots of the grid there may be in a cache of so many bytes and one state more."""
+        """Number of snapshots of the grid that may be in a cache of so many bytes and one state more."""
         return int(self.grid_share * (num_bytes + state_bytes)) // state_bytes
 
 
@@ -48,7 +48,7 @@ DEFAULT_POLICY = SnapshotPolicy()
 
 
 def tokens_saved(before: int, position: int, after: int) -> int:
-    """What a snapshot is worth between those before and after it: tokens that it saves, over edits at every place."""
+    """Tokens that a snapshot saves between those before and after it, over edits at every position."""
     return (position - before) * (after - position)
 
 
@@ -176,7 +176,7 @@ class SequenceState:
             self.next_log = self._pool.take_slot(self._pool.logs)
 
     def step(self, num_rows: int, *, is_logged: bool) -> StateStep:
-        """How a reserved step of so many rows takes the states further."""
+        """Plan how a reserved step of so many rows advances the states."""
         assert not is_logged or num_rows <= LOG_ROWS, "more rows than a log holds"
         pool, now = self._pool, self.now
         self._drop_planned()
@@ -198,7 +198,7 @@ class SequenceState:
         return StateStep(source, targets, log, now.num_logged, new_log)
 
     def after_step(self, length: int) -> tuple[StatePlace, StatePlace | None, int, int]:
-        """What becomes of `now`, `before`, `next_state` and `next_log` with the planned step; changes nothing."""
+        """Slots that `now`, `before`, `next_state` and `next_log` become with the planned step; changes nothing."""
         now, logged = self.now, length - self.now.length
         assert length == self._planned.end, "what was planned is committed"
         if not self._planned.is_logged:
@@ -341,7 +341,7 @@ class SequenceState:
         self._note_taken(position, now.slot)
 
     def _crosses(self, position: int) -> bool:
-        """Whether the last step came to a place of the grid, or passed it."""
+        """True if the last step came to a place of the grid, or passed it."""
         begin = position - LOG_ROWS if self.before is None else self.before.position
         return position // self._policy.grid_tokens > begin // self._policy.grid_tokens
 

@@ -72,7 +72,7 @@ def _show(token_ids: Sequence[int], tokenizer: "Tokenizer | None") -> str:
 
 @dataclass
 class CacheCounters:
-    """What the cache has done since the model was loaded."""
+    """Figures of the cache since the model was loaded."""
 
     prompts: int = 0
     """Prompts that were looked up."""

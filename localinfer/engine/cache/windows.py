@@ -26,7 +26,7 @@ BoolArray = NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class SlidingWindow:
-    """Which sliding-window blocks a sequence still needs: the one rule that sequences, tree and disk go by.
+    """Rule of the sliding-window blocks that a sequence still needs, shared by sequences, tree and disk.
 
     Layers with a sliding window see the last `tokens` positions only, so their block of a page is needed no more once
     the window has passed it, unless another sequence may continue from before. A sequence can continue from a length
@@ -87,7 +87,7 @@ LEAST_TOKENS = 128
 
 @dataclass(frozen=True)
 class KVEviction:
-    """How many positions a sequence holds between two batches: at most `tokens`, in whole pages."""
+    """Bound of the positions that a sequence holds between two batches: at most `tokens`, in whole pages."""
 
     tokens: int
     page_tokens: int

@@ -34,7 +34,7 @@ _NEVER_BEHIND = b'"\\' + bytes(set(range(ord("a"), ord("z") + 1)) - {*b"e"})
 
 
 class NumberTokens:
-    """What the tokens of one vocabulary are to numbers.
+    """Roles of the tokens of one vocabulary in numbers.
 
     texts: the bytes of each token, of control tokens what no text has.
     """
@@ -111,7 +111,7 @@ class GrammarMatcher(Protocol):
         ...
 
     def mask(self) -> NDArray[np.uint8]:
-        """Which tokens may come next, at the grammar's end those that end a text: bits, valid until the next call."""
+        """Tokens that may come next, at the grammar's end those that end a text: bits, valid until the next call."""
         ...
 
     def consume(self, token_ids: Sequence[int]) -> int:
@@ -119,7 +119,7 @@ class GrammarMatcher(Protocol):
         ...
 
     def count_allowed(self, token_ids: Sequence[int]) -> int:
-        """How many of these tokens may come, one after the other."""
+        """Number of these tokens that may come, one after the other."""
         ...
 
     def rollback(self, count: int) -> None:
@@ -131,7 +131,7 @@ class GrammarMatcher(Protocol):
         ...
 
     def error(self) -> str | None:
-        """What went wrong: the grammar is not one, or a limit of cost was reached."""
+        """Description of the error: the grammar is not one, or a limit of cost was reached."""
         ...
 
 
@@ -143,7 +143,7 @@ class GuidingMask(Protocol):
     """
 
     def __call__(self, history: TokenIds) -> Allowed:
-        """Which tokens may follow: bool[vocab_size], valid until the next call but one."""
+        """Tokens that may follow: bool[vocab_size], valid until the next call but one."""
         ...
 
     def forced(self, history: TokenIds, most: int) -> list[int]:
@@ -158,7 +158,7 @@ class GuidingMask(Protocol):
         ...
 
     def count_allowed(self, history: TokenIds, draft: Sequence[int]) -> int:
-        """How many tokens of a draft may come, one after the other."""
+        """Number of tokens of a draft that may come, one after the other."""
         ...
 
 
@@ -304,7 +304,7 @@ class RulesMask:
                 self._sequences.setdefault(sequence[-2], []).append([*sequence])
 
     def __call__(self, history: TokenIds) -> Allowed:
-        """Which tokens may follow: bool[vocab_size], which the caller leaves as it is."""
+        """Tokens that may follow: bool[vocab_size], which the caller leaves as it is."""
         is_early = history.size - self._start < self._min_tokens
         forbidden = self._forbidden(history)
         if not is_early and not forbidden:
@@ -333,7 +333,7 @@ class GuidedRules(RulesMask):
         self._mask = mask
 
     def __call__(self, history: TokenIds) -> Allowed:
-        """Which tokens may follow by both; where the grammar is at its end, that."""
+        """Tokens that may follow by both; those of the grammar where it is at its end."""
         guided = self._mask(history)
         both: Allowed = guided & super().__call__(history)
         if both.any():
@@ -343,15 +343,15 @@ class GuidedRules(RulesMask):
         return ended
 
     def forced(self, history: TokenIds, most: int) -> list[int]:
-        """What the grammar has to go on with; a draft, which the rules may refuse."""
+        """Tokens that the grammar forces; a draft, which the rules may refuse."""
         return self._mask.forced(history, most)
 
     def prepare(self, history: TokenIds, position: int) -> None:
-        """As the grammar's."""
+        """Prepare the grammar's mask."""
         self._mask.prepare(history, position)
 
     def count_allowed(self, history: TokenIds, draft: Sequence[int]) -> int:
-        """How many tokens of a draft may come by both."""
+        """Number of tokens of a draft that may come by both."""
         count = self._mask.count_allowed(history, draft)
         for index in range(count):
             before = np.concatenate((history, np.array(draft[:index], np.int32)))

@@ -57,7 +57,7 @@ def _whole(default: int, least: int, most: float, metavar: str, help: str, hint:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """What a caller may ask of the sampler; checked when it is made. The order of the steps is in `sampling`.
+    """Options of the sampler, checked when they are made. The order of the steps is in `sampling`.
 
     Raises: RequestError naming the value and its range.
     """
@@ -184,19 +184,19 @@ class SamplingParams:
 
     @property
     def has_penalties(self) -> bool:
-        """Whether any penalty on tokens of the window can change a logit."""
+        """True if any penalty on tokens of the window can change a logit."""
         return self.repetition_last_n != 0 and (
             self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
         )
 
     @property
     def has_dry_penalty(self) -> bool:
-        """Whether a repetition can change a logit."""
+        """True if a repetition can change a logit."""
         return self.dry_multiplier > 0.0 and self.dry_last_n != 0
 
     @property
     def has_rare_steps(self) -> bool:
-        """Whether a step is needed that only `filters` has."""
+        """True if a step is needed that only `filters` has."""
         return (
             self.typical_p < 1.0
             or self.top_n_sigma > 0.0
@@ -259,7 +259,7 @@ class TokenRules:
 
     @property
     def is_empty(self) -> bool:
-        """Whether they forbid nothing."""
+        """True if they forbid nothing."""
         return self.allowed_ids is None and not self.min_tokens and not self.bad_sequences
 
 

@@ -1,4 +1,4 @@
-"""How the next token is chosen: the sampler, and what it keeps of one generation.
+"""The choice of the next token: the sampler, and the state that it keeps of one generation.
 
 Order: mask, logit bias, penalties, DRY, top-n-sigma, temperature, top-k, typical-p, top-p, min-p, XTC (or mirostat in
 place of the last five), dynamic temperature, then one draw with Gumbel noise. The noise of a candidate is a function of
@@ -74,10 +74,10 @@ class SamplingPlan:
 
 
 OutputSpec = tuple[SamplingPlan, int]
-"""Of an output row, how its token is chosen and for which position."""
+"""Plan and position of an output row's token."""
 
 Results = NDArray[Any] | list[NDArray[Any]]
-"""Of each output row, float32[vocab_size], or a single int32: the token that a device chose."""
+"""Result of each output row: float32[vocab_size], or a single int32, the token that a device chose."""
 
 
 class OnDeviceSampling:
@@ -89,7 +89,7 @@ class OnDeviceSampling:
         self._device = program if isinstance(program, DrawingProgram) else None
 
     def run_for(self, outputs: Sequence[OutputSpec]) -> Callable[[Batch], Results]:
-        """How to run a batch with these output rows; its results are valid until the next run."""
+        """Function that runs a batch with these output rows; its results are valid until the next run."""
         device = self._device
         if device is None or not outputs or not all(plan.is_drawable for plan, _ in outputs):
             return self._program.run

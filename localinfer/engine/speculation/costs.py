@@ -92,12 +92,12 @@ class VerificationCosts:
         return self._curve
 
     def most_seconds(self, num_rows: int) -> float:
-        """What a step may take at worst, by what was observed of late; infinite beyond what is verified at once."""
+        """Longest time of a step, by what was observed of late; infinite beyond what is verified at once."""
         self.ratios()
         return self._plain_seconds * self._bounds[num_rows - 1] if num_rows <= len(self._priors) else math.inf
 
     def is_known(self, num_rows: int) -> bool:
-        """Whether steps of so many rows were observed often enough that one more says little."""
+        """True if steps of so many rows were observed often enough that one more says little."""
         return num_rows <= len(self._priors) and len(self._observed[num_rows - 1].values) > 1
 
     def observe_plain(self, num_rows: int, seconds: float) -> None:
@@ -145,7 +145,7 @@ class VerificationCosts:
         self._next_update = now + _FRESH_STEPS // 2
 
     def _caps(self) -> list[float]:
-        """What so many rows cost at most, because as many, or more, were observed of late to cost that."""
+        """Upper bound of the cost of so many rows, as observed of as many, or more, of late."""
         caps, cap, oldest = [], math.inf, self.num_steps - _HALF_LIFE_STEPS
         for observed, last_step in zip(reversed(self._observed), reversed(self._last_steps), strict=True):
             if observed.value is not None and observed.value < cap and last_step > oldest:
@@ -247,7 +247,7 @@ class Acceptance:
         self._rounds_to_probe = 0
 
     def is_probe_due(self) -> bool:
-        """Whether to draft all the same in a round that would not; called once for each. Waits double up to 512."""
+        """True if a round that would not draft should do so; called once for each. Waits double up to 512."""
         if self._rounds_to_probe > 0:
             self._rounds_to_probe -= 1
             return False

@@ -27,7 +27,7 @@ _INVESTED_FOR_ROUNDS = 8
 
 
 class StepKind(NamedTuple):
-    """What steps whose times are compared have in common: how many streams, and whether a grammar constrains any."""
+    """Kind of steps whose times are compared: number of streams, and whether a grammar constrains any."""
 
     streams: int
     is_constrained: bool = False
@@ -90,7 +90,7 @@ class DraftFloor:
         self._wanted = max(self._wanted, 1)
 
     def in_backoff(self) -> bool:
-        """Whether the next step is plain and need not be observed; called before it, and before `is_plain`.
+        """True if the next step is plain and need not be observed; called before it, and before `is_plain`.
 
         It is cheap, for the smallest models, whose steps take as long as a few calls.
         """
@@ -100,7 +100,7 @@ class DraftFloor:
         return True
 
     def is_plain(self, kind: StepKind) -> bool:
-        """Whether no drafts are to be made for the next step; called once before each."""
+        """True if no drafts are to be made for the next step; called once before each."""
         costs = self._costs
         self._credit_backoff()
         if self._backoff:
@@ -129,7 +129,7 @@ class DraftFloor:
         return length
 
     def plain_seconds(self, kind: StepKind) -> float:
-        """What a plain step of this kind takes at present."""
+        """Present time of a plain step of this kind."""
         known = self._plain.get(kind)
         return self._costs.seconds(kind.streams) if known is None or known.value is None else known.value
 
@@ -172,7 +172,7 @@ class DraftFloor:
             self._settle(done)
 
     def _is_doubtful(self, done: Round) -> bool:
-        """Whether the machine's load may have changed since the last plain steps; then those are timed again first."""
+        """True if the machine's load may have changed since the last plain steps; then those are timed again first."""
         expected = self._expected_seconds(done)
         plain_age = self._costs.num_steps - self._plain_at.get(done.kind, 0)
         seconds = done.seconds - done.reading_seconds
@@ -193,7 +193,7 @@ class DraftFloor:
         return steps * self.plain_seconds(done.kind) + done.expected_drafting_seconds
 
     def _most_seconds(self, done: Round) -> float:
-        """What a round is charged at most. Rows whose cost is unknown yet may take as long as they seem to."""
+        """Most that a round is charged. Rows whose cost is unknown yet may take as long as they seem to."""
         steps = self._costs.most_seconds(done.rows) / self._costs.seconds(done.kind.streams)
         unknown = steps * self.plain_seconds(done.kind) + done.drafting_seconds
         return max(_SURPRISE * self._expected_seconds(done), unknown)
@@ -232,7 +232,7 @@ class DraftFloor:
         return math.ceil(max(0.0, wanted - self._credit) / _EARNED_PER_TOKEN)
 
     def _cheapest_draft(self) -> float:
-        """What one drafted token costs if it is rejected."""
+        """Cost of one drafted token that is rejected."""
         return self._costs.most_seconds(2) / self._costs.seconds(1) - 1.0
 
 

@@ -64,7 +64,7 @@ class DraftHead:
         return self._logits, program.hidden[0]
 
     def share_of(self, tokens: NDArray[np.int32]) -> float:
-        """How likely a text's next token is among those of the head."""
+        """Probability that a text's next token is among those of the head."""
         if self.num_tokens == self._logits.size:
             return 1.0
         recent = tokens[-_RECENT_TOKENS:]
@@ -206,5 +206,5 @@ class AssistantDrafter(MTPDrafter):
     def draft_token(
         self, sequence: SequenceCache, index: int, token_id: int, hidden: NDArray[np.float32] | None, head: DraftHead
     ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """As `MTPDrafter.draft_token`, at the first position that the target has not computed, which is never 0."""
+        """Run one row at the first position that the target has not computed, which is never 0."""
         return super().draft_token(sequence, 0 if sequence.length else 1, token_id, hidden, head)

@@ -54,7 +54,7 @@ chapters gave."""
 _MODEL_PRIOR, _MODEL_PRIOR_WEIGHT = 0.7, 1.5
 _NO_TOKENS = np.empty(0, np.int32)
 _PROBED_SHARE = 0.01
-"""Of the time of plain steps, what probes of a draft model may take: it prefills all it did not draft for."""
+"""Share of the time of plain steps for probes of a draft model, which prefills all it did not draft for."""
 _READ_FOR_ROUNDS = 8
 """Rounds that share the cost of that prefill: a model that drafts once mostly drafts again."""
 _KEPT_TIMES = 9
@@ -131,7 +131,7 @@ class SpeculationRecord:
 
 
 class Others(NamedTuple):
-    """What shares a pass with one generation: rows of others, drafts among them, and tokens they yield at least."""
+    """Rows of others that share a pass, drafts among them, and the tokens that they yield at least."""
 
     rows: int
     tokens: int
@@ -390,7 +390,7 @@ class SpeculativeText:
         other_length: int,
         other_speed: float,
     ) -> tuple[int, DraftMode]:
-        """How many tokens the draft model is to draft, 0 where another draft, or none, promises more; and how."""
+        """Number of tokens for the draft model, 0 where another draft, or none, promises more; and its mode."""
         shared, others, per_draft = self._speculation, self._others, model.seconds_per_draft
         acceptance = shared.model_acceptance
         most = min(most, acceptance.reach)
