@@ -19,16 +19,12 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 
-from localinfer.apps.server import openapi
-from localinfer.apps.server.api import chat, completions, embeddings, messages, prefill, responses, status, text
 from localinfer.apps.server.api.responses import BackgroundResponses
 from localinfer.apps.server.api.responses_memory import ResponseMemory
-from localinfer.apps.server.kv_transfer import ROUTE
-from localinfer.apps.server.llama_server import completion, properties
-from localinfer.apps.server.ollama.routes import ollama_routes
 from localinfer.apps.server.operation.observation import Metrics, ObservingMiddleware, log_request
-from localinfer.apps.server.replies.service import NO_OBSERVABILITY, Observability, PlainPaths, Service, route, unrouted
+from localinfer.apps.server.replies.service import NO_OBSERVABILITY, Observability, PlainPaths, Service, unrouted
 from localinfer.apps.server.router.models import ModelRegistry
+from localinfer.apps.server.routes import server_routes
 from localinfer.apps.server.transport.bodies import SharesMiddleware
 from localinfer.apps.server.transport.connection import Connection
 from localinfer.apps.server.transport.http import ApiError
@@ -78,67 +74,8 @@ def make_app(service: Service, operation: Observability = NO_OBSERVABILITY) -> S
             yield
         await asyncio.to_thread(memory.store.close)
 
-    routes = [
-        *ollama_routes(),
-        route("/chat/completions", chat.chat_completions, "POST"),
-        route("/chat/completions/input_tokens", text.count_chat_tokens, "POST"),
-        route("/completions", completions.completions, "POST", prompt_field="prompt"),
-        route("/embeddings", embeddings.embeddings, "POST", prompt_field="input"),
-        route("/rerank", embeddings.rerank, "POST", prompt_field="documents"),
-        # Where Cohere's clients ask.
-        route("/v2/rerank", embeddings.rerank, "POST", prompt_field="documents"),
-        route("/responses", responses.responses, "POST", prompt_field="input"),
-        route("/responses/input_tokens", responses.input_tokens, "POST", prompt_field="input"),
-        route("/responses/compact", responses.compact, "POST"),
-        route("/responses/{response}", responses.response),
-        route("/responses/{response}", responses.delete_response, "DELETE"),
-        route("/responses/{response}/input_items", responses.input_items),
-        route("/responses/{reply}/cancel", responses.cancel_response, "POST"),
-        route("/conversations", responses.create_conversation, "POST"),
-        route("/conversations/{conversation}", responses.conversation),
-        route("/conversations/{conversation}", responses.update_conversation, "POST"),
-        route("/conversations/{conversation}", responses.delete_conversation, "DELETE"),
-        route("/conversations/{conversation}/items", responses.conversation_items),
-        route("/conversations/{conversation}/items", responses.add_items, "POST"),
-        route("/conversations/{conversation}/items/{item}", responses.conversation_item),
-        route("/conversations/{conversation}/items/{item}", responses.delete_item, "DELETE"),
-        route("/messages", messages.messages, "POST"),
-        route("/messages/count_tokens", messages.count_tokens, "POST"),
-        route("/tokenize", text.tokenize, "POST"),
-        route("/detokenize", text.detokenize, "POST", prompt_field="tokens"),
-        route("/tokenizer_info", text.tokenizer_info),
-        route("/apply-template", text.apply_template, "POST"),
-        route("/openapi.json", openapi.openapi),
-        route("/health", status.health),
-        # vLLM's.
-        route("/ping", status.ping),
-        route("/ping", status.ping, "POST"),
-        route("/score", embeddings.score, "POST", prompt_field="text_2"),
-        route("/version", status.show_version),
-        route("/models", status.models),
-        route("/models/{model:path}", status.model),
-        route("/metrics", properties.metrics),
-        route("/requests", status.requests),
-        # llama-server's own shapes.
-        route("/completion", completion.completion, "POST", prompt_field="prompt"),
-        route("/infill", completion.infill, "POST", prompt_field="input_prefix"),
-        route("/embedding", embeddings.embedding, "POST", prompt_field="input"),
-        route("/reranking", embeddings.rerank, "POST", prompt_field="documents"),
-        route("/props", properties.show_properties),
-        route("/props", properties.change_properties, "POST"),
-        route("/models/load", properties.load, "POST"),
-        route("/models/unload", properties.unload, "POST"),
-        route("/lora-adapters", properties.lora_adapters),
-        route("/lora-adapters", properties.change_lora_adapters, "POST"),
-        route("/slots", properties.slots),
-        route("/slots/{slot}", properties.act, "POST"),
-        route("/requests/{reply}/cancel", status.cancel, "POST"),
-        route("/requests/{reply}", status.cancel, "DELETE"),
-    ]
-    if service.settings.handover.role == "prefill":
-        routes.insert(0, route(ROUTE, prefill.prefill, "POST", prompt_field="token_ids"))
     app = Starlette(
-        routes=routes,
+        routes=server_routes(service.settings),
         middleware=[
             Middleware(
                 ObservingMiddleware,

@@ -12,7 +12,7 @@ from local_servers import STORY, ServedModel, serving
 from scripted_models import filling_loader, loader, scripted_model, scripted_sources
 
 from localinfer.apps.server.ollama.fields import OllamaCall, OllamaMessage, keep_alive_seconds, read_ollama_messages
-from localinfer.apps.server.ollama.routes import ollama_routes
+from localinfer.apps.server.routes import ollama_routes
 from localinfer.apps.server.transport.http import ApiError
 from localinfer.apps.server.transport.settings import ServerSettings
 

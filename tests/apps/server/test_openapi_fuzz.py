@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from localinfer.apps.server.openapi import BODIES, describe
+from localinfer.apps.server.routes import BODIES, describe
 
 DESCRIPTION = describe()
 SCHEMAS = DESCRIPTION["components"]["schemas"]

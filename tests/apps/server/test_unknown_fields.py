@@ -13,7 +13,7 @@ import pytest
 from client_imports import import_or_skip
 from local_servers import STORY
 
-from localinfer.apps.server.openapi import BODIES
+from localinfer.apps.server.routes import BODIES
 from localinfer.apps.server.transport import known_fields
 from localinfer.apps.server.transport.known_fields import HEADER, KnownFields
 

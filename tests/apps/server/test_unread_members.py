@@ -13,8 +13,8 @@ import pytest
 from local_servers import STORY
 from msgspec import inspect
 
-from localinfer.apps.server.openapi import BODIES
 from localinfer.apps.server.replies.fields import StructuredOutputs
+from localinfer.apps.server.routes import BODIES
 from localinfer.apps.server.transport.http import ApiError, decode_json
 from localinfer.apps.server.transport.known_fields import HEADER, collecting, notice
 from localinfer.generation.chat.history import ChatHistory

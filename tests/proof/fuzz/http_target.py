@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 import psutil
 
-from localinfer.apps.server.openapi import BODIES, describe
+from localinfer.apps.server.routes import BODIES, describe
 from tests.proof.fuzz.echo_service import MARK_SIZE, SAYS, EchoService, compile_kernels, echo_service
 from tests.proof.fuzz.json_mutation import HALVES, VALUES, any_text, change, changed_text, read, simpler, written
 from tests.proof.fuzz.target import Limits, Target
