@@ -37,9 +37,9 @@ from localinfer.system.folders import chosen_cache_folder, make_private, tempora
 
 _SETTINGS_IN_CODE = (
     *("NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES", "NUMBA_ENABLE_AVX", "NUMBA_OPT", "NUMBA_BOUNDSCHECK"),
-    *("NUMBA_LOOP_VECTORIZE", "NUMBA_SLP_VECTORIZE", "NUMBA_DEBUGINFO", "LOCALINFER_GUARD"),
+    *("NUMBA_LOOP_VECTORIZE", "NUMBA_SLP_VECTORIZE", "NUMBA_DEBUGINFO"),
 )
-"""Settings that affect compiled code: Numba's, and guard mode, in which kernels check alignments."""
+"""Settings of Numba that affect compiled code."""
 
 _CTYPES: dict[str, Any] = {"q": ctypes.c_int64, "d": ctypes.c_double}
 """Argument kinds of a `Function`: q is int64 or an address, d float64."""
@@ -69,7 +69,8 @@ def cache_key() -> str | None:
     if sources is None:
         return None
     host = f"{llvm.get_host_cpu_name()} {llvm.get_host_cpu_features().flatten()} {llvm.get_process_triple()}"
-    overrides = [os.environ.get(name) for name in _SETTINGS_IN_CODE]
+    # In guard mode kernels check alignments, alike whichever end of an array is exact.
+    overrides = [*map(os.environ.get, _SETTINGS_IN_CODE), bool(os.environ.get("LOCALINFER_GUARD"))]
     machine = hashlib.sha256(f"{host} {overrides}".encode()).hexdigest()[:12]
     python = f"py{sys.version_info.major}{sys.version_info.minor}"
     versions = f"{python}-numba{installed_version('numba')}-llvmlite{installed_version('llvmlite')}"

@@ -205,6 +205,14 @@ def test_the_key_changes_with_the_instruction_set_and_with_numbas_settings(monke
     assert len(keys) == len(ISA) + 5 and "another localinfer" in str(object_cache.cache_key())
 
 
+def test_both_guard_modes_have_the_key_of_kernels_that_check_alignments(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = {}
+    for mode in ("", "1", "before"):
+        monkeypatch.setenv("LOCALINFER_GUARD", mode)
+        keys[mode] = object_cache.cache_key()
+    assert keys["1"] == keys["before"] != keys[""]
+
+
 @POSIX
 @pytest.mark.parametrize("mode", [0o700, 0o750, 0o755])
 def test_a_folder_of_ours_that_others_can_only_read_is_made_private(mode: int, tmp_path: Path) -> None:
