@@ -144,10 +144,6 @@ class Evaluator:
             self.set_streams(out, [zeros] * num_streams)
 
 
-def _embed(run: Evaluator, op: ops.Embed) -> None:
-    run.set_streams(op.out, [np.float32(op.scale) * rows for rows in run.table_rows(op.table, run.token_ids)])
-
-
 def _embed_positions(run: Evaluator, op: ops.EmbedPositions) -> None:
     count = len(run.token_ids) // run.length
     tables = run.table_rows(op.table, np.arange(run.length, dtype=np.int32))
@@ -212,10 +208,6 @@ def _projected(run: Evaluator, model: int, x: FloatArray, weight: FloatArray, pr
     return out
 
 
-def _store_kv(run: Evaluator, op: ops.StoreKV) -> None:
-    run.cache[op.layer] = (run.streams(op.keys), run.streams(op.values or op.keys))
-
-
 def _attention(run: Evaluator, op: ops.Attention) -> None:
     # Later layers may read it too.
     inputs = [run.streams(op.queries), *run.cache[op.layer]]
@@ -245,15 +237,6 @@ def _gated_activate(run: Evaluator, op: ops.GatedActivate) -> None:
         return run.in_steps(lambda g, u: activate_gated(g, u, op.kind, op.limit), parts, _ROWS_AT_ONCE, place)
 
     run.set_each(op.out, compute, is_one, len(gates))
-
-
-def _multiply_sigmoid(run: Evaluator, op: ops.MultiplySigmoid) -> None:
-    size = op.x.width // op.gate.width
-    run.by_rows(op.out, lambda a, g: a * np.repeat(sigmoid(g), size, axis=1), op.x, op.gate)
-
-
-def _xielu(run: Evaluator, op: ops.Xielu) -> None:
-    run.by_rows(op.out, lambda a: xielu(a, op.positive, op.negative, op.beta, op.epsilon), op.x)
 
 
 def _scale_by_position(run: Evaluator, op: ops.ScaleByPosition) -> None:
@@ -311,10 +294,6 @@ def _head_matmul(run: Evaluator, op: ops.HeadMatmul) -> None:
             used = values if other is None or i == 0 else other
             outs[i][:, head, op.out_offset : op.out_offset + weight.num_rows] = run.workers.product(part, used)
     run.set_streams(op.out, [one.reshape(len(one), -1) for one in outs])
-
-
-def _select_output(run: Evaluator, op: ops.SelectOutput) -> None:
-    run.set_streams(op.out, run.streams(op.x))
 
 
 def _route(run: Evaluator, op: ops.Route) -> None:
@@ -397,24 +376,32 @@ def _norm(run: Evaluator, op: ops.RmsNorm | ops.LayerNorm) -> None:
 
 
 EVALUATE: dict[type, Callable[[Evaluator, Any], None]] = {
-    ops.Embed: _embed,
+    ops.Embed: lambda run, op: run.set_streams(
+        op.out, [np.float32(op.scale) * rows for rows in run.table_rows(op.table, run.token_ids)]
+    ),
     ops.EmbedPositions: _embed_positions,
     ops.RmsNorm: _norm,
     ops.LayerNorm: _norm,
     ops.Matmul: _matmul,
     ops.Rope: lambda run, op: run.by_sequence(op.x, lambda a: rotated(a, op.table, op.head_size, op.offset), op.x),
-    ops.StoreKV: _store_kv,
+    ops.StoreKV: lambda run, op: run.cache.update(
+        {op.layer: (run.streams(op.keys), run.streams(op.values or op.keys))}
+    ),
     ops.Attention: _attention,
     ops.ChooseBlocks: _choose_blocks,
     ops.Activate: lambda run, op: run.by_rows(op.out, lambda a: activate(a, op.kind), op.x),
     ops.GatedActivate: _gated_activate,
-    ops.Xielu: _xielu,
+    ops.Xielu: lambda run, op: run.by_rows(
+        op.out, lambda a: xielu(a, op.positive, op.negative, op.beta, op.epsilon), op.x
+    ),
     ops.Add: lambda run, op: run.by_rows(op.out, lambda a, b: a + np.float32(op.scale) * b, op.a, op.b),
     ops.Multiply: _multiply,
     ops.Magnitude: lambda run, op: run.by_rows(op.out, magnitude, op.x),
     ops.MixSlots: _mix_slots,
     ops.GaussianTopK: lambda run, op: run.by_rows(op.out, lambda a: gaussian_top_k(a, op.num_deviations), op.x),
-    ops.MultiplySigmoid: _multiply_sigmoid,
+    ops.MultiplySigmoid: lambda run, op: run.by_rows(
+        op.out, lambda a, g: a * np.repeat(sigmoid(g), op.x.width // op.gate.width, axis=1), op.x, op.gate
+    ),
     ops.Scale: lambda run, op: run.by_rows(op.x, lambda a: np.float32(op.factor) * a, op.x),
     ops.Clamp: lambda run, op: run.by_rows(
         op.x, lambda a: np.clip(a, None if op.only_above else np.float32(-op.limit), np.float32(op.limit)), op.x
@@ -425,7 +412,7 @@ EVALUATE: dict[type, Callable[[Evaluator, Any], None]] = {
     ),
     ops.CopyHeads: _copy_heads,
     ops.HeadMatmul: _head_matmul,
-    ops.SelectOutput: _select_output,
+    ops.SelectOutput: lambda run, op: run.set_streams(op.out, run.streams(op.x)),
     ops.Route: _route,
     ops.ExpertMatmul: _expert_matmul,
     ops.ExpertSum: _expert_sum,

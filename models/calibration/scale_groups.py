@@ -247,10 +247,6 @@ def _head_matmul(follower: _Follower, op: ops.HeadMatmul) -> None:
         follower.forbid(op.out, _PUT_TOGETHER)
 
 
-def _select_output(follower: _Follower, op: ops.SelectOutput) -> None:
-    follower.held[op.out.index] = follower.of(op.x)
-
-
 def _expert_matmul(follower: _Follower, op: ops.ExpertMatmul) -> None:
     follower.read(op.x, op.weight.name)
     follower.write(op.out, op.weight, op.bias)
@@ -307,7 +303,7 @@ FOLLOW: dict[type, Callable[[_Follower, Any], None]] = {
     ops.Softcap: lambda follower, op: follower.forbid(op.x, "a soft cap follows, and is not linear"),
     ops.CopyHeads: _copy_heads,
     ops.HeadMatmul: _head_matmul,
-    ops.SelectOutput: _select_output,
+    ops.SelectOutput: lambda follower, op: follower.held.update({op.out.index: follower.of(op.x)}),
     ops.Route: lambda follower, op: follower.forbid(op.logits, "routing is not linear"),
     ops.ExpertMatmul: _expert_matmul,
     ops.ExpertSum: _ending("out", _STREAM, {"x": _SUM}),

@@ -211,11 +211,6 @@ def _xlm_roberta_variant(settings: Settings, family: Family) -> Family:
     return _ROBERTA_VARIANT(settings, family)
 
 
-def _jina_v3(settings: Settings) -> Metadata:
-    settings.must_be("lora_adaptations", None, None)
-    return gelu_metadata(settings)
-
-
 BERT = Family(
     architecture="bert",
     blocks=BERT_BLOCKS,
@@ -326,7 +321,8 @@ ENCODERS: dict[str, Family] = {
             "ffn_down": "mlp.fc2",
         },
         defaults={"layer_norm_eps": 1e-5},
-        metadata=_jina_v3,
+        fixed={"lora_adaptations": None},
+        metadata=gelu_metadata,
     ),
     "modernbert": _MODERN_BERT,
     "modernbert-decoder": _MODERN_BERT_DECODER,

@@ -1,10 +1,9 @@
 """Model types with Mamba's layers: Mamba 1 and 2, Jamba, Granite 4, Bamba, Nemotron-H, Falcon-H1."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from localinfer.errors import UnsupportedFormatError
 from localinfer.models.checkpoint.changes import (
@@ -53,16 +52,11 @@ def _mixer_2(module: str) -> tuple[dict[str, Source], dict[str, Source]]:
         "ssm_out": f"{module}.out_proj",
     }
     parameters: dict[str, Source] = {
-        "ssm_a": Part(f"{module}.A_log", Computed(_negative_exponential_column)),
+        "ssm_a": Part(f"{module}.A_log", Computed(lambda values: -np.exp(values.reshape(-1, 1)))),
         "ssm_d": Part(f"{module}.D", COLUMN),
         "ssm_dt.bias": f"{module}.dt_bias",
     }
     return blocks, parameters
-
-
-def _negative_exponential_column(values: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Decay rates, one row per head."""
-    return -np.exp(values.reshape(-1, 1))
 
 
 def _check_steps(settings: Settings) -> None:
@@ -133,12 +127,9 @@ def _mamba2_sizes(settings: Settings) -> Metadata:
     }
 
 
-def _groups(settings: Settings) -> dict[str, Change]:
-    return {"ssm_norm": per_group(settings.integer("mamba_n_groups", 1, low=1))}
-
-
-def _zamba2_groups(settings: Settings) -> dict[str, Change]:
-    return {"ssm_norm": per_group(settings.integer("mamba_ngroups", 1, low=1))}
+def _grouped_norm(key: str, default: int = 1) -> Callable[[Settings], dict[str, Change]]:
+    """The norm of Mamba 2's result by groups, whose number is a setting."""
+    return lambda settings: {"ssm_norm": per_group(settings.integer(key, default, low=1))}
 
 
 def _attention_layers(settings: Settings) -> list[bool]:
@@ -212,7 +203,7 @@ def _bamba_changes(settings: Settings) -> dict[str, Change]:
     fraction = Settings(settings.record("rope_parameters"), {}).number("partial_rotary_factor", fraction)
     num_heads = settings.integer("num_attention_heads", low=1)
     return {
-        **_groups(settings),
+        **_grouped_norm("mamba_n_groups")(settings),
         "attn_q": pairs_adjacent(num_heads, fraction),
         "attn_k": pairs_adjacent(settings.integer("num_key_value_heads", num_heads, low=1), fraction),
     }
@@ -306,7 +297,7 @@ def _falcon_h1_changes(settings: Settings) -> dict[str, Change]:
     }
     return {
         **biases,
-        **_groups(settings),
+        **_grouped_norm("mamba_n_groups")(settings),
         "token_embd": scaled(number("embedding_multiplier")),
         "output": scaled(number("lm_head_multiplier")),
         "attn_q": scaled(attention),
@@ -359,7 +350,7 @@ _GRANITE_HYBRID = Family(
     seen="normalization_function init_method",
     keys=GRANITE_SCALES,
     metadata=_granite_hybrid,
-    changes=_groups,
+    changes=_grouped_norm("mamba_n_groups"),
     variant=_granite_variant,
 )
 _GRANITE_MOE = Family(
@@ -463,7 +454,7 @@ STATE_SPACE: dict[str, Family] = {
             "shared_block_count": ("num_mem_blocks", 1, 1),
         },
         metadata=_zamba2,
-        changes=_zamba2_groups,
+        changes=_grouped_norm("mamba_ngroups"),
         variant=_zamba2_variant,
     ),
     "mamba": _MAMBA,
@@ -484,7 +475,7 @@ STATE_SPACE: dict[str, Family] = {
             "feed_forward_length": 0,
         },
         metadata=_mamba2,
-        changes=lambda settings: {"ssm_norm": per_group(settings.integer("n_groups", 8, low=1))},
+        changes=_grouped_norm("n_groups", 8),
     ),
     "jamba": Family(
         architecture="jamba",
@@ -551,7 +542,7 @@ STATE_SPACE: dict[str, Family] = {
             "ssm.group_count": ("n_groups", 8, 1),
         },
         metadata=_nemotron_h,
-        changes=lambda settings: {"ssm_norm": per_group(settings.integer("n_groups", 8, low=1))},
+        changes=_grouped_norm("n_groups", 8),
         variant=_nemotron_variant,
     ),
     "falcon_h1": Family(

@@ -90,23 +90,11 @@ def _apertus(config: ModelConfig) -> Architecture:
     return replace(QK_NORMED, gated=False, xielu=config.xielu)
 
 
-def _bitnet(config: ModelConfig) -> Architecture:
-    """BitNet b1.58: the first models, and GGUF's runtimes, have SiLU, the 2B of 2025 (2504.12285) a squared ReLU."""
-    is_squared = config.hidden_activation == "relu2"
-    return Architecture(activation=Activation.RELU_SQUARED if is_squared else Activation.SILU)
-
-
 def _nanbeige(config: ModelConfig) -> Architecture:
     """Nanbeige 4, of which some run all their layers several times."""
     if config.num_loops > 1:
         raise refuse(config, f"runs its layers {config.num_loops} times")
     return LLAMA
-
-
-def _baichuan(config: ModelConfig) -> Architecture:
-    """Baichuan 1 and 2 (arXiv 2309.10305): the 7B has RoPE, the 13B ALiBi; only the number of layers differs."""
-    has_rope = (config.num_layers == 32,) * config.num_layers
-    return replace(LLAMA, has_rope=has_rope, max_alibi_bias=8.0 if config.num_layers == 40 else 0.0)
 
 
 def _hyperclovax(config: ModelConfig) -> Architecture:
@@ -137,9 +125,17 @@ LLAMA_FAMILY: dict[str, Architecture | Callable[[ModelConfig], Architecture]] = 
     "apertus": _apertus,
     # Arcee AFM: one squared ReLU in place of the gate.
     "arcee": replace(LLAMA, activation=Activation.RELU_SQUARED, gated=False),
-    "baichuan": _baichuan,
-    # BitNet b1.58 (arXiv 2402.17764): ternary matrices, and a norm before the last one of each block.
-    "bitnet": _bitnet,
+    # Baichuan 1 and 2 (arXiv 2309.10305): the 7B has RoPE, the 13B ALiBi; only the number of layers differs.
+    "baichuan": lambda config: replace(
+        LLAMA,
+        has_rope=(config.num_layers == 32,) * config.num_layers,
+        max_alibi_bias=8.0 if config.num_layers == 40 else 0.0,
+    ),
+    # BitNet b1.58 (arXiv 2402.17764): ternary matrices, and a norm before the last one of each block. The first models,
+    # and GGUF's runtimes, have SiLU, the 2B of 2025 (2504.12285) a squared ReLU.
+    "bitnet": lambda config: Architecture(
+        activation=Activation.RELU_SQUARED if config.hidden_activation == "relu2" else Activation.SILU
+    ),
     # CogVLM (arXiv 2311.03079), on text: matrices for images are left aside.
     "cogvlm": Architecture(rope_base=10000.0),
     # ChatGLM 2 and 3, GLM 4 9B Chat (arXiv 2406.12793): half of each head rotates.

@@ -65,11 +65,6 @@ def _bert(config: ModelConfig) -> Architecture:
     return replace(_plain(config), learned_positions=True, has_rope=_without_rope(config), projects_embedding=True)
 
 
-def _mpnet(config: ModelConfig) -> Architecture:
-    """MPNet (arXiv 2004.09297): BERT with a learned bias by distance in every layer's scores."""
-    return replace(_bert(config), relative_bias=RelativeBias.TABLE)
-
-
 def _deberta(config: ModelConfig) -> Architecture:
     """DeBERTa V2 and V3 (arXiv 2006.03654, 2111.09543): scores also have products with vectors of distances."""
     is_positioned = config.has_learned_positions
@@ -79,16 +74,6 @@ def _deberta(config: ModelConfig) -> Architecture:
         has_rope=_without_rope(config),
         relative_bias=RelativeBias.PRODUCTS if config.max_relative_distance else None,
     )
-
-
-def _gte(config: ModelConfig) -> Architecture:
-    """GTE 1.5 and multilingual (arXiv 2407.19669): BERT with RoPE and a gate."""
-    return replace(_plain(config), gated=True)
-
-
-def _jina_bert_v3(config: ModelConfig) -> Architecture:
-    """Jina embeddings 3 (arXiv 2409.10173), without its adapters."""
-    return _plain(config)
 
 
 def _jina_bert_v2(config: ModelConfig) -> Architecture:
@@ -121,11 +106,6 @@ def _modern_bert(config: ModelConfig) -> Architecture:
         windows=_windows(config, lambda layer: layer % _MODERN_BERT_PERIOD == 0),
         classifier_activation=_gelu(config),
     )
-
-
-def _modern_bert_decoder(config: ModelConfig) -> Architecture:
-    """ModernBERT as a decoder (arXiv 2507.11412): positions see none after them, in its layers of a window so many."""
-    return replace(_modern_bert(config), causal=True, has_prediction_head=True)
 
 
 def _gemma_embedding2(config: ModelConfig) -> Architecture:
@@ -162,11 +142,14 @@ ENCODERS: dict[str, Architecture | Callable[[ModelConfig], Architecture]] = {
     "eurobert": Architecture(causal=False),
     "gemma-embedding": _gemma_embedding,
     "gemma-embedding2": _gemma_embedding2,
-    "gte": _gte,
+    # GTE 1.5 and multilingual (arXiv 2407.19669): BERT with RoPE and a gate.
+    "gte": lambda config: replace(_plain(config), gated=True),
     "jina-bert-v2": _jina_bert_v2,
-    "jina-bert-v3": _jina_bert_v3,
+    # Jina embeddings 3 (arXiv 2409.10173), without its adapters.
+    "jina-bert-v3": _plain,
     "modern-bert": _modern_bert,
-    "mpnet": _mpnet,
+    # MPNet (arXiv 2004.09297): BERT with a learned bias by distance in every layer's scores.
+    "mpnet": lambda config: replace(_bert(config), relative_bias=RelativeBias.TABLE),
     # NeoBERT (arXiv 2502.19587).
     "neo-bert": Architecture(causal=False, pairing=Pairing.ADJACENT, output_norm="enc.output_norm"),
     # Nomic Embed (arXiv 2402.01613), and with experts in every other layer (2502.07972).
@@ -175,6 +158,7 @@ ENCODERS: dict[str, Architecture | Callable[[ModelConfig], Architecture]] = {
 }
 
 DECODERS_OF_THEIR_KIND: dict[str, Architecture | Callable[[ModelConfig], Architecture]] = {
-    "modern-bert-decoder": _modern_bert_decoder,
+    # ModernBERT (arXiv 2507.11412), where positions see none after them.
+    "modern-bert-decoder": lambda config: replace(_modern_bert(config), causal=True, has_prediction_head=True),
 }
 """Decoders that have an encoder's blocks."""

@@ -57,16 +57,6 @@ def _windowed_after_first(config: ModelConfig, period: int) -> tuple[bool, ...]:
     return config.windowed_layers or tuple(layer % period > 0 for layer in range(config.num_layers))
 
 
-def _exaone_moe(config: ModelConfig) -> Architecture:
-    """K-EXAONE: RoPE in the sliding-window layers only."""
-    return rope_in_windows(_sigmoid_routed(config), config, period=4)
-
-
-def _granite_swa(config: ModelConfig) -> Architecture:
-    """Granite with sliding windows: sinks, and RoPE in the layers that the file names."""
-    return replace(granite(config), windows=windows(config, period=1), has_rope=config.rope_pattern)
-
-
 def _grok(config: ModelConfig) -> Architecture:
     """Grok 1 and 2: four norms, soft caps; Grok 2 has a dense block beside the experts."""
     is_old = "layer_output_norm.weight" in config.block_tensors
@@ -175,7 +165,8 @@ MIXTURES: dict[str, Architecture | Callable[[ModelConfig], Architecture]] = {
     "dots1": _sigmoid_routed,
     # ERNIE 4.5 with experts.
     "ernie4_5-moe": LLAMA,
-    "exaone-moe": _exaone_moe,
+    # K-EXAONE: RoPE in the sliding-window layers only.
+    "exaone-moe": lambda config: rope_in_windows(_sigmoid_routed(config), config, period=4),
     # FlexOlmo (arXiv 2507.07024): OLMo 2's layers with experts.
     "flex-olmo": lambda config: replace(NORMS_BEHIND, normalise_experts=normalises_experts(config)),
     # GLM 4.5 and 4.6 (arXiv 2508.06471): sigmoid routing with a selection bias; only the largest norm queries and keys.
@@ -193,7 +184,10 @@ MIXTURES: dict[str, Architecture | Callable[[ModelConfig], Architecture]] = {
         normalise_experts=False,
         windows=windows(config, period=2),
     ),
-    "granite_swa": _granite_swa,
+    # Granite with sliding windows: sinks, and RoPE in the layers that the file names.
+    "granite_swa": lambda config: replace(
+        granite(config), windows=windows(config, period=1), has_rope=config.rope_pattern
+    ),
     "granitemoe": granite,
     "grok": _grok,
     "hunyuan-moe": hunyuan,
@@ -335,11 +329,6 @@ def _qwen3_next(config: ModelConfig) -> Architecture:
     )
 
 
-def _qwen35(config: ModelConfig) -> Architecture:
-    """Qwen3.5: as Qwen3-Next, with value heads in another order."""
-    return replace(_qwen3_next(config), tiles_value_heads=True)
-
-
 def _kimi_linear(config: ModelConfig) -> Architecture:
     """Kimi Linear (arXiv 2510.26692): delta attention, and latent attention without positions."""
     return Architecture(
@@ -363,31 +352,28 @@ def _bailingmoe3(config: ModelConfig) -> Architecture:
     )
 
 
-def _minimax01(config: ModelConfig) -> Architecture:
-    """MiniMax-01 and M1 (arXiv 2501.08313): lightning attention, every eighth layer softmax attention; experts."""
-    return Architecture(stream_weight=config.residual_scale or 1.0, mixers=_mixers(config, Mixer.LIGHTNING))
-
-
-def _rwkv7(config: ModelConfig) -> Architecture:
-    """RWKV-7 (arXiv 2503.14456): recurrent layers alone, without positions."""
-    return Architecture(
-        norm=Norm.LAYER, embedding_norm="token_embd_norm", mixers=_mixers(config, Mixer.WKV),
-        has_rope=(False,) * config.num_layers,
-    )  # fmt: skip
-
-
 RECURRENT_ARCHITECTURES: dict[str, Architecture | Callable[[ModelConfig], Architecture]] = {
     "bailingmoe3": _bailingmoe3,
     "kimi-linear": _kimi_linear,
     "lfm2": _lfm2,
     "lfm2moe": _lfm2,
     "lfm3": _lfm3,
-    "minimax-01": _minimax01,
+    # MiniMax-01 and M1 (arXiv 2501.08313): lightning attention, every eighth layer softmax attention; experts.
+    "minimax-01": lambda config: Architecture(
+        stream_weight=config.residual_scale or 1.0, mixers=_mixers(config, Mixer.LIGHTNING)
+    ),
     "olmo-hybrid": _olmo_hybrid,
-    "qwen35": _qwen35,
-    "qwen35moe": _qwen35,
+    # Qwen3.5: value heads in another order.
+    "qwen35": lambda config: replace(_qwen3_next(config), tiles_value_heads=True),
+    "qwen35moe": lambda config: replace(_qwen3_next(config), tiles_value_heads=True),
     "qwen3next": _qwen3_next,
-    "rwkv7": _rwkv7,
+    # RWKV-7 (arXiv 2503.14456): recurrent layers alone, without positions.
+    "rwkv7": lambda config: Architecture(
+        norm=Norm.LAYER,
+        embedding_norm="token_embd_norm",
+        mixers=_mixers(config, Mixer.WKV),
+        has_rope=(False,) * config.num_layers,
+    ),
 }
 
 
@@ -401,12 +387,6 @@ def _sparse_mixers(config: ModelConfig, recurrent: Mixer) -> tuple[Mixer, ...]:
         recurrent if is_recurrent else Mixer.ATTENTION if num_kv_heads else Mixer.NONE
         for is_recurrent, num_kv_heads in zip(config.recurrent.layers, config.num_kv_heads, strict=True)
     )
-
-
-def _granitehybrid(config: ModelConfig) -> Architecture:
-    """Granite 4: Mamba 2 and attention, mostly without positions; dense or with experts, with muP's scalars."""
-    has_rope = (config.rope.is_used,) * config.num_layers
-    return replace(granite(config), has_rope=has_rope, mixers=_sparse_mixers(config, Mixer.MAMBA2))
 
 
 def _nemotron_h(config: ModelConfig) -> Architecture:
@@ -426,7 +406,12 @@ def _nemotron_h(config: ModelConfig) -> Architecture:
 STATE_SPACE_ARCHITECTURES: dict[str, Architecture | Callable[[ModelConfig], Architecture]] = {
     # Falcon-H1 (arXiv 2507.22448): attention and Mamba 2 side by side in every layer.
     "falcon-h1": Architecture(mixer_beside=Mixer.MAMBA2),
-    "granitehybrid": _granitehybrid,
+    # Granite 4: Mamba 2 and attention, mostly without positions; dense or with experts, with muP's scalars.
+    "granitehybrid": lambda config: replace(
+        granite(config),
+        has_rope=(config.rope.is_used,) * config.num_layers,
+        mixers=_sparse_mixers(config, Mixer.MAMBA2),
+    ),
     # Jamba (arXiv 2403.19887): Mamba 1 with normed inputs; attention without positions, experts in every other layer.
     "jamba": lambda config: Architecture(
         has_rope=(False,) * config.num_layers, normalise_experts=False, mixers=_sparse_mixers(config, Mixer.MAMBA)
