@@ -176,27 +176,21 @@ class DevicePages(Protocol):
     @property
     def host_page_bytes(self) -> int:
         """Bytes of a page in host memory; the rest is on the device, or on several."""
-        ...
 
     def allocate(self, num_bytes: int) -> int:
         """Allocate memory for whole pages; returns its address. Raises: OutOfMemoryError, MemoryError."""
-        ...
 
     def copy(self, source: int, target: int, num_bytes: int) -> None:
         """Copy a page from one address to another."""
-        ...
 
     def read(self, page: int, out: NDArray[np.uint8]) -> None:
         """Copy the page at an address into uint8[page_bytes]."""
-        ...
 
     def write(self, page: int, data: NDArray[np.uint8]) -> None:
         """Fill the page at an address with uint8[page_bytes]."""
-        ...
 
     def free_pages(self, spare: int) -> int:
         """Pages for which there is free memory on every device that holds a part; `spare` bytes of each stay free."""
-        ...
 
 
 def _offsets(counts: Sequence[int]) -> tuple[int, ...]:

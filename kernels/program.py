@@ -225,11 +225,9 @@ class Program(Protocol):
 
     def run(self, batch: Batch) -> FloatArray:
         """Return logits float32[len(output_rows), vocab_size], valid until the next call."""
-        ...
 
     def close(self) -> None:
         """Release threads and buffers."""
-        ...
 
 
 class StagedProgram(Program, Protocol):
@@ -237,19 +235,15 @@ class StagedProgram(Program, Protocol):
 
     def begin(self, batch: Batch) -> None:
         """Check a batch and write it where the ops read it. Raises: RequestError, ContextLengthError."""
-        ...
 
     def run_stage(self, stage: int) -> None:
         """Compute one stage of the batch, or start to; every stage is run once, in order."""
-        ...
 
     def download(self, buffer: Buffer, num_rows: int) -> FloatArray:
         """Rows of a buffer after the last stage that was run, float32[num_rows, width], valid until the next one."""
-        ...
 
     def upload(self, buffer: Buffer, rows: FloatArray) -> None:
         """Fill a buffer before the next stage: float32[rows, width], copied at once."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -271,7 +265,6 @@ class GreedyProgram(Program, Protocol):
     def run_greedy(self, batch: Batch) -> NDArray[np.int32]:
         """Return the token of the largest logit of every output row, of equal ones the lowest, valid until the next
         call; `protocol.NOT_FINITE` for a row with a NaN or +inf, `NOTHING_LEFT` where every logit is -inf."""
-        ...
 
 
 UNDECIDED = -3
@@ -300,11 +293,9 @@ class DrawingProgram(GreedyProgram, Protocol):
     def run_drawn(self, batch: Batch, draws: Sequence[Draw]) -> NDArray[np.int32]:
         """Return the sampled token of every output row, valid until the next call; or UNDECIDED, or a code as
         `run_greedy`."""
-        ...
 
     def logits_of(self, row: int) -> FloatArray:
         """The logits float32[vocab_size] of one output row of the last batch."""
-        ...
 
 
 @runtime_checkable
@@ -317,7 +308,6 @@ class AbortableProgram(Program, Protocol):
         is_unwanted: is told which share of the work is done, in (0, 1). After None, what the pages hold for the batch's
         positions is undefined; every position before them is as it was.
         """
-        ...
 
 
 @runtime_checkable
@@ -326,7 +316,6 @@ class StatefulProgram(Program, Protocol):
 
     def settle(self, step: StateStep) -> None:
         """Compute states without any row: write the source and its logged rows to the targets, all of 0 rows."""
-        ...
 
 
 @runtime_checkable
@@ -345,8 +334,6 @@ class MeasurableProgram(Program, Protocol):
 
     def operations(self) -> Sequence[OpCost]:
         """Every op, in the order they run."""
-        ...
 
     def run_operations(self, first: int, count: int) -> None:
         """Run some ops again over the last batch; in turn from the first to the last they compute what `run` did."""
-        ...

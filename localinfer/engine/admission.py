@@ -169,7 +169,6 @@ class AdmissionPolicy(Protocol):
     @property
     def stats(self) -> TtftStats:
         """Accuracy of the predictions so far."""
-        ...
 
     def check(
         self, new: Request, objective: float, present: Sequence[Request], last_chunks: Mapping[Hashable, int]
@@ -179,11 +178,9 @@ class AdmissionPolicy(Protocol):
         objective: seconds that are wanted. present: the others that have not ended. last_chunks: the step of each
         owner's last chunk. Raises: OverloadedError.
         """
-        ...
 
     def observe(self, predicted: float, seconds: float) -> None:
         """Compare a prediction with the time that the first token took."""
-        ...
 
 
 class AdmissionControl:

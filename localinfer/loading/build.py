@@ -8,11 +8,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from localinfer.engine.cache.block_pool import default_kv_memory
-from localinfer.engine.cache.windows import KVEviction, window_of
+from localinfer.engine.cache.windows import KVEviction
 from localinfer.engine.sampling.params import file_sampling
 from localinfer.kernels.kv_layout import DevicePages
 from localinfer.llm import LLM
-from localinfer.loading.memory.limit import KVBudget
+from localinfer.loading.memory.limit import KVBudget, window_of
 from localinfer.loading.memory.plan import plan_memory
 from localinfer.loading.options import CheckedLoad, ModelOptions
 from localinfer.models.load.loader import load_model

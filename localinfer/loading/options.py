@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING
 
 from localinfer.arguments import check_path, shown
 from localinfer.engine.admission import EngineLimits
-from localinfer.engine.cache.windows import planned_window
 from localinfer.errors import ModelFileError, RequestError
 from localinfer.kernels.cpu.lower import MAX_BATCH_ROWS
 from localinfer.kernels.kv_layout import PAGE_TOKENS, KVLayout
 from localinfer.loading.load_options import SPECULATION, HeaderOptions, LoadOptions, checked_values
-from localinfer.loading.memory.limit import KVBudget, keep_within
+from localinfer.loading.memory.limit import KVBudget, keep_within, planned_window
 from localinfer.loading.memory.plan import MemoryPlan, choose_context, plan_file, plan_memory
 from localinfer.models.decoder.decoder import kv_layer_shapes, state_shapes
 from localinfer.models.load.devices import GPU_BATCH_ROWS

@@ -64,15 +64,12 @@ class CacheTier(Protocol):
 
         Returns why what is stored cannot be used, in words, or None.
         """
-        ...
 
     def on_evict(self, path: CachedPath, kept_tokens: int) -> None:
         """Called when only `kept_tokens` of a path will stay in memory; its pages are valid during the call."""
-        ...
 
     def on_idle(self, token_ids: TokenIds, salt: bytes) -> None:
         """Called when a sequence has ended whose ids, all of them computed, are in the tree now."""
-        ...
 
 
 class PrefixCache:

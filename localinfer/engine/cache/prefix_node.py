@@ -316,19 +316,15 @@ class CacheObserver(Protocol):
 
         parent_hash: None where a text begins. token_ids: theirs, int32, never written again.
         """
-        ...
 
     def removed(self, block_hashes: Sequence[int]) -> None:
         """These are no longer in memory; what follows a block is named before it."""
-        ...
 
     def cleared(self) -> None:
         """The tree is empty; pages that were in it were told of as removed before."""
-        ...
 
     def close(self) -> None:
         """The cache has ended."""
-        ...
 
 
 def tell_stored(observer: CacheObserver, node: PrefixNode, page_tokens: int) -> None:

@@ -9,17 +9,11 @@ after a page was dropped is not what the model says to the whole text.
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.errors import RequestError
-
-if TYPE_CHECKING:
-    from localinfer.models.decoder.config import ModelConfig
-    from localinfer.models.load.loader import Model
-
 
 BoolArray = NDArray[np.bool_]
 
@@ -135,33 +129,3 @@ class KVEviction:
         # Of pages without attention, the oldest goes first.
         lightest = np.argsort(between, kind="stable")[:count]
         return np.sort(lightest) + self.sink_pages
-
-
-def window_of(model: "Model", tokens: int) -> KVEviction:
-    """The window of a model that was loaded for it. Raises: as `planned_window`."""
-    return planned_window(model.config, tokens, model.kv_layout.page_tokens, model.program.max_batch_rows)
-
-
-def planned_window(config: "ModelConfig", tokens: int, page_tokens: int, batch_tokens: int) -> KVEviction:
-    """The window of a model with these settings; tokens: `kv_window` of `load`.
-
-    Raises: RequestError where the model's own local attention would then meet positions that are not its.
-    """
-    from localinfer.models.decoder.architectures import find_architecture
-
-    window = KVEviction(tokens, page_tokens, batch_tokens)
-    architecture = find_architecture(config)
-    if any(architecture.chunks):
-        raise RequestError(
-            f"kv_window cannot be used with {config.architecture}, some of whose layers see chunks of fixed "
-            "positions; use a smaller kv_type to save memory"
-        )
-    widest = max(architecture.windows, default=0)
-    # The last of the recent pages may have just begun.
-    if widest > (window.recent_pages - 1) * window.page_tokens:
-        needed = 2 * (widest + window.page_tokens)
-        raise RequestError(
-            f"kv_window is {tokens} tokens, but layers of this model see the last {widest} of them; give it at least "
-            f"{needed}, or a smaller kv_type to save memory"
-        )
-    return window

@@ -108,31 +108,24 @@ class GrammarMatcher(Protocol):
 
     def copy(self) -> "GrammarMatcher":
         """Another matcher in the state of this one."""
-        ...
 
     def mask(self) -> NDArray[np.uint8]:
         """Tokens that may come next, at the grammar's end those that end a text: bits, valid until the next call."""
-        ...
 
     def consume(self, token_ids: Sequence[int]) -> int:
         """Follow tokens up to the first that may not come; return how many were followed."""
-        ...
 
     def count_allowed(self, token_ids: Sequence[int]) -> int:
         """Number of these tokens that may come, one after the other."""
-        ...
 
     def rollback(self, count: int) -> None:
         """Take back the last tokens."""
-        ...
 
     def forced(self) -> list[int]:
         """Tokens that will most likely follow, because the text they spell has to."""
-        ...
 
     def error(self) -> str | None:
         """Description of the error: the grammar is not one, or a limit of cost was reached."""
-        ...
 
 
 @runtime_checkable
@@ -144,22 +137,18 @@ class GuidingMask(Protocol):
 
     def __call__(self, history: TokenIds) -> Allowed:
         """Tokens that may follow: bool[vocab_size], valid until the next call but one."""
-        ...
 
     def forced(self, history: TokenIds, most: int) -> list[int]:
         """At most `most` tokens that will most likely follow, because the text they spell has to."""
-        ...
 
     def prepare(self, history: TokenIds, position: int) -> None:
         """Compute the masks of positions `position` to len(history), for calls that come soon.
 
         May run beside the forward pass over a draft, whose ids `history` ends in.
         """
-        ...
 
     def count_allowed(self, history: TokenIds, draft: Sequence[int]) -> int:
         """Number of tokens of a draft that may come, one after the other."""
-        ...
 
 
 class MatcherMask:

@@ -2,14 +2,22 @@
 
 What is left beside weights, buffers and what use may add to them is the most that keys and values may take; a draft
 model gets its share of it. So the limit holds while texts are generated: the cache refuses to grow beyond its part.
+`kv_window` bounds each text's share by a window (`planned_window`).
 """
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from localinfer.errors import OutOfMemoryError
+from localinfer.engine.cache.windows import KVEviction
+from localinfer.errors import OutOfMemoryError, RequestError
 from localinfer.loading.memory.plan import LEAST_CONTEXT, MemoryPlan
+from localinfer.models.decoder.architectures import find_architecture
 from localinfer.models.load.placement import DevicePlacement
 from localinfer.system.machine_limits import MemoryLimits, byte_text
+
+if TYPE_CHECKING:
+    from localinfer.models.decoder.config import ModelConfig
+    from localinfer.models.load.loader import Model
 
 
 @dataclass(frozen=True)
@@ -92,3 +100,31 @@ def _refusal(plan: MemoryPlan, limit: int, context_length: int, room: int) -> st
     if fits:
         return f"{found}; the largest context_length within it is {fits}, or raise memory_limit"
     return f"{found}; raise memory_limit, or take a smaller quantization or model"
+
+
+def window_of(model: "Model", tokens: int) -> KVEviction:
+    """The window of a model that was loaded for it. Raises: as `planned_window`."""
+    return planned_window(model.config, tokens, model.kv_layout.page_tokens, model.program.max_batch_rows)
+
+
+def planned_window(config: "ModelConfig", tokens: int, page_tokens: int, batch_tokens: int) -> KVEviction:
+    """The window of a model with these settings; tokens: `kv_window` of `load`.
+
+    Raises: RequestError where the model's own local attention would then meet positions that are not its.
+    """
+    window = KVEviction(tokens, page_tokens, batch_tokens)
+    architecture = find_architecture(config)
+    if any(architecture.chunks):
+        raise RequestError(
+            f"kv_window cannot be used with {config.architecture}, some of whose layers see chunks of fixed "
+            "positions; use a smaller kv_type to save memory"
+        )
+    widest = max(architecture.windows, default=0)
+    # The last of the recent pages may have just begun.
+    if widest > (window.recent_pages - 1) * window.page_tokens:
+        needed = 2 * (widest + window.page_tokens)
+        raise RequestError(
+            f"kv_window is {tokens} tokens, but layers of this model see the last {widest} of them; give it at least "
+            f"{needed}, or a smaller kv_type to save memory"
+        )
+    return window

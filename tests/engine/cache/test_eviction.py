@@ -13,9 +13,10 @@ import localinfer
 from localinfer.engine.cache.block_pool import PagePool
 from localinfer.engine.cache.prefix_cache import CacheHints, PrefixCache
 from localinfer.engine.cache.sequence import SequenceCache
-from localinfer.engine.cache.windows import LEAST_TOKENS, KVEviction, window_of
+from localinfer.engine.cache.windows import LEAST_TOKENS, KVEviction
 from localinfer.errors import OutOfMemoryError, RequestError
 from localinfer.llm import LLM
+from localinfer.loading.memory.limit import window_of
 from tests.engine.fakes import FakeLayout
 from tests.models.arch_models import build_model
 from tests.support.inside import engine_of, model_of
