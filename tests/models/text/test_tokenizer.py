@@ -29,7 +29,7 @@ from tests.models.text.vocabularies import (
     wordpiece_metadata,
 )
 
-PROPERTY = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+PROPERTY = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 AWKWARD = (
     "Zürich \t\n\r\n  中文字 가나다 🦙🏽‍🌾 e\u0301 \u200b\ufeff\0\x7f ﷽ 'LL's don't 1234567 <s></s> <0x41> ▁▁ \u2028x"
 )
