@@ -83,7 +83,7 @@ def test_sound_file_of_the_fuzz_reads(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_injured_file_reads_or_is_refused(tmp_path: Path, seed: int) -> None:
-    """Two thousand injured files a seed; any other exception, or a large allocation, fails the test."""
+    """Five hundred injured files a seed; any other exception, or a large allocation, fails the test."""
     generator = np.random.default_rng(seed)
     content = sound_file()
     path = tmp_path / "injured.gguf"
@@ -100,7 +100,7 @@ def test_injured_file_reads_or_is_refused(tmp_path: Path, seed: int) -> None:
     finally:
         tracemalloc.stop()
     assert peak < MAX_READER_BYTES
-    assert 200 < num_refused < 2000
+    assert 50 < num_refused < 500
 
 
 @pytest.mark.parametrize("stop", range(24))
