@@ -8,16 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from localinfer.apps.server.api import (
-    chat,
-    completions,
-    embeddings,
-    messages,
-    prefill,
-    responses,
-    status,
-    text,
-)
+from localinfer.apps.server.api import chat, completions, embeddings, messages, prefill, responses, status, text
 from localinfer.apps.server.api.chat import ChatRequest
 from localinfer.apps.server.api.completions import CompletionRequest
 from localinfer.apps.server.api.embeddings import EmbeddingRequest, LlamaEmbeddingRequest, RerankRequest

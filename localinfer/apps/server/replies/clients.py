@@ -83,10 +83,6 @@ class RateLimiter:
         with self._lock:
             return _headers(self._present(token))
 
-    def limits_tokens(self, token: str) -> bool:
-        """Return whether a token has a limit of tokens."""
-        return self._settings().quota_of(token).tokens_per_minute is not None
-
     def reserve(self, token: str, least: int, most: int) -> float:
         """Take tokens of what is left: `most` of them, or what is there from `least` on; return how many that were.
 
