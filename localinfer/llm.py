@@ -53,7 +53,7 @@ Part = TypeVar("Part")
 
 
 class BeamCompletion(NamedTuple):
-    """What a beam search found: its text without an end token, and its ids and scores."""
+    """Result of a beam search: its text without an end token, and its ids and scores."""
 
     text: str
     beam: Beam
@@ -143,7 +143,7 @@ class LLM(Closing):
 
     @property
     def _chat_model(self) -> ChatModel | None:
-        """What answers conversations; None without a tokenizer."""
+        """The chat interface of the model; None without a tokenizer."""
         return self._once("chat", self._make_chat_model)
 
     def _make_chat_model(self) -> ChatModel | None:
@@ -179,7 +179,7 @@ class LLM(Closing):
 
     @property
     def context_length(self) -> int:
-        """How many tokens prompt and completion may have together."""
+        """Most tokens that prompt and completion may have together."""
         return self._engine.context_length
 
     @property
@@ -189,7 +189,7 @@ class LLM(Closing):
 
     @cached_property
     def info(self) -> ModelInfo:
-        """What the model is: name, size, quantization, device, memory, what its chat template supports.
+        """Facts of the model: name, size, quantization, device, memory, features of its chat template.
 
         Gathered when it is first asked for. Raises: ClosedError.
         """
@@ -200,7 +200,7 @@ class LLM(Closing):
 
     @property
     def capabilities(self) -> tuple[str, ...]:
-        """What this model can be asked for: "completion", "chat", "embeddings", "rerank"."""
+        """Tasks of this model: "completion", "chat", "embeddings", "rerank"."""
         return self._model.capabilities
 
     @property
@@ -210,7 +210,7 @@ class LLM(Closing):
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether the file says how this model wants conversations; without, `chat` takes a general form."""
+        """True if the file has the model's chat template; without one, `chat` uses a general form."""
         template = self._model.chat_template
         return template is not None and template.source is not None and not template.is_fallback
 
@@ -493,7 +493,7 @@ class LLM(Closing):
 
     @property
     def engine_stats(self) -> EngineStats:
-        """How many texts run and wait, and what of the key-value memory they hold. Any thread may ask, at any time."""
+        """Numbers of running and waiting texts, and their share of KV memory. Any thread may ask, at any time."""
         return self._engine.stats
 
     @property
@@ -515,7 +515,7 @@ class LLM(Closing):
 
     @property
     def can_think(self) -> bool:
-        """Whether a chat may be asked to reason first: the model's template has reasoning, which is learned of it."""
+        """True if the model's template has reasoning, so that a chat may be asked to reason first."""
         return self._chat_model is not None and self._chat_model.formats.reasoning is not None
 
     def set_defaults(self, **options: Any) -> None:
@@ -634,7 +634,7 @@ class LLM(Closing):
         return self._kv_transfer.store_prompt(token_ids, cached_tokens, salt)
 
     def cached_tokens(self, token_ids: _Ids, salt: bytes = NO_SALT) -> int:
-        """How many leading ids of a prompt are cached in memory, of all but the last, whose logits are computed anyway.
+        """Number of leading ids of a prompt cached in memory, of all but the last, whose logits are computed anyway.
 
         Waits for the step in progress. Raises: RequestError, ClosedError.
         """
@@ -652,7 +652,7 @@ class LLM(Closing):
         return self._kv_transfer.fetch_prompt(token_ids, salt)
 
     def handover_fingerprint(self) -> Fingerprint:
-        """What both processes must have alike. The first call may have to read the weights, to hash them.
+        """Fingerprint that both processes must share. The first call may have to read the weights, to hash them.
 
         Raises: RequestError if nothing is kept on disk, or the model's file has changed.
         """
@@ -738,7 +738,7 @@ class LLM(Closing):
         return self._chat_model
 
     def _most_tokens(self, options: Mapping[str, Any]) -> int | None:
-        """How many tokens a prompt may have, None for any number."""
+        """Most tokens that a prompt may have, None for any number."""
         return None if options.get("context_shift") else self.context_length
 
     def _encode(self, prompt: Prompt, parse_special: bool, max_tokens: int | None) -> EncodedPrompt:

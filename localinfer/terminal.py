@@ -74,7 +74,7 @@ class ModelOutput:
 
 
 def has_colour(stream: TextIO) -> bool:
-    """Whether to style text: a terminal that is not dumb, and `NO_COLOR` empty or unset."""
+    """True if text is styled: on a terminal that is not dumb, with `NO_COLOR` empty or unset."""
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 

@@ -112,7 +112,7 @@ class ModelInfo:
     sampling: Mapping[str, float | int]
     """Options that the file recommends, by name; empty without. `llm.set_defaults(**llm.info.sampling)` obeys."""
     warnings: tuple[str, ...] = ()
-    """What the checks of a load found likely wrong with the file, a line each; see `verify` of `load`."""
+    """Likely faults of the file that the checks of a load found, a line each; see `verify` of `load`."""
 
 
 class Closing:
@@ -121,7 +121,7 @@ class Closing:
     __slots__ = ()
 
     _instead = "make another where it is wanted"
-    """What to do in place of a copy."""
+    """Advice for a caller that tried to copy it."""
 
     def close(self) -> None:
         """Release what is held; may be called again."""
@@ -142,7 +142,7 @@ class Closing:
 
 
 def is_finite_number(value: object) -> TypeGuard[float]:
-    """Whether it is a number that a float can be; an integer of JSON or of Python may be larger, a bool is none."""
+    """True for a number within the range of a float; an integer of JSON or of Python may be larger, a bool is none."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 

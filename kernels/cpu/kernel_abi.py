@@ -1,20 +1,20 @@
-"""What Python and the compiled kernels agree on besides parameter blocks: the control block, codes and sizes."""
+"""Layout shared by Python and the compiled kernels besides parameter blocks: control block, codes and sizes."""
 
 SCRATCH_BYTES = 1 << 17
 """Memory of each thread, for the op that it is in."""
 
 # Control block of a thread pool: offsets in bytes, a cache line apart where threads contend.
 STATE = 0 * 64
-"""What the threads are at, one word that they change by compare-and-swap: from the low bits how many threads are in the
-op (ACTIVE), whether it may not be entered (CLOSED), how many threads take part in the run (from THREADS_SHIFT on), and
-the number of the op (from SEQUENCE_SHIFT on), which grows by one with every op of every run. Closed between runs."""
+"""State of the run, one word that threads change by compare-and-swap: from the low bits the number of threads in the op
+(ACTIVE), a bit that closes the op to other threads (CLOSED), the threads of the run (from THREADS_SHIFT on) and the
+number of the op (from SEQUENCE_SHIFT on), which grows by one with every op of every run. Closed between runs."""
 ACTIVE = 127
 CLOSED = 128
 THREADS_SHIFT = 8
 SEQUENCE_SHIFT = 16
 MAX_THREADS = 64
 SLEEPERS = 1 * 64
-"""How many threads are marked as sleeping."""
+"""Number of threads that are marked as sleeping."""
 NEXT_UNIT = 2 * 64
 FIRST_TAKEN = NEXT_UNIT + 8
 """Of the op: the next unit that nobody has claimed, and a bit per thread whose first stretch somebody has."""
@@ -27,8 +27,8 @@ FIRST_SEQUENCE = OPS + 32
 STOPPING = 4 * 64
 IDLE_SPINS = STOPPING + 8
 BARRIER_SPINS = STOPPING + 16
-"""How often a thread looks for the next run before it sleeps; and in a run for the next op, before it sleeps, or where
-it cannot, offers the processor to other threads."""
+"""Number of polls for the next run before a thread sleeps; and in a run, for the next op before it sleeps or, where it
+cannot, offers the processor to other threads."""
 NUM_RUNS = 5 * 64
 RUNS = 6 * 64
 LAST_RUNS = 16
@@ -94,11 +94,11 @@ LONG_MATCH = 8
 ROWS_PER_ENCODER_UNIT = 16
 ENCODER_MEMORY_BYTES = 64 << 10
 ENCODER_STATUS = ENCODER_MEMORY_BYTES - 64
-"""Where a thread's encoder memory has its status: 0 or one of these."""
+"""Offset of the status in a thread's encoder memory: 0 or one of these."""
 STATUS_NOT_FINITE = 1
 STATUS_TOO_LARGE = 2
 SOURCE_F32, SOURCE_F16, SOURCE_BF16 = 0, 1, 2
-"""What the rows to encode are made of."""
+"""Element type of the rows to encode."""
 
 
 def activation_row_bytes(num_columns: int) -> int:

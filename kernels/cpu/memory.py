@@ -22,8 +22,8 @@ ALIGNMENT = 64
 """Bytes; one cache line and one AVX-512 register."""
 
 READABLE_BYTES = 64
-"""What follows every array of `aligned` and may be read, since a vector that begins in the last columns ends beyond
-them. Nothing may be read behind any other array, nor before one."""
+"""Readable bytes behind every array of `aligned`, since a vector that begins in the last columns ends beyond them.
+Nothing may be read behind any other array, nor before one."""
 
 Number = TypeVar("Number", bound=np.generic)
 
@@ -78,7 +78,7 @@ def _allocated(allocate: Callable[..., NDArray[np.uint8]], num_bytes: int) -> ND
 
 
 def address(array: NDArray[Any]) -> int:
-    """Where a contiguous array's first element lies."""
+    """Address of a contiguous array's first element."""
     assert array.flags.c_contiguous, "kernels walk memory, so an array they get must be contiguous"
     return int(array.ctypes.data)
 

@@ -31,7 +31,7 @@ class Block:
             """In a kernel: all of its words."""
 
     def offset(self, name: str) -> int:
-        """Where a word is, in bytes from the block's address."""
+        """Offset of a word from the block's address, in bytes."""
         return 8 * self.fields.index(name)
 
     def pack(self, **values: float) -> Words:
@@ -67,7 +67,7 @@ SEGMENT = Block(
 )
 """From `state` on: see `program.StateStep`. targets: address of pairs int64[num_targets][2] of rows and address."""
 RUN = Block("ops num_ops num_threads num_rows num_output_rows num_segments")
-"""What a pool remembers of a run, for reports of crashes."""
+"""The run in progress, for reports of crashes."""
 
 # Ops on rows. A stride is in bytes, from one row to the next; is_output says which rows of the batch.
 

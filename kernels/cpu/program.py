@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 POOL_KERNELS = (*_THREAD_KERNELS, HANDLER)
 
 _STACK_BYTES = 8 << 20
-"""What most systems map for a thread."""
+"""Stack of a thread on most systems."""
 
 
 @dataclass(frozen=True)
@@ -484,7 +484,7 @@ class CpuProgram:
         self._segments[index, 5:-2] = words
 
     def _exact_table(self, key: int, pages: NDArray[np.int64], segment: Segment) -> int:
-        """Where a copy of the entries lies that a segment's rows may use, in guard mode."""
+        """Address of a copy of the entries that a segment's rows may use, in guard mode."""
         length = segment.start_position - segment.dropped_tokens + segment.num_rows
         copy = self._exact_tables[key] = placed(pages[: -(-length // self._page_tokens)])
         return address(copy)

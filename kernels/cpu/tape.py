@@ -1,4 +1,4 @@
-"""What threads walk: kernels and their parameter blocks in order, with the memory that the blocks point to."""
+"""The tape that threads execute: kernels and their parameter blocks in order, and the memory that blocks point to."""
 
 from typing import TYPE_CHECKING
 

@@ -20,7 +20,7 @@ _FEW_UNREAD = 16
 
 
 class _End(NamedTuple):
-    """What comes after the last event: the error that ended the generation, if one did."""
+    """Marker behind the last event, with the error that ended the generation, if one did."""
 
     error: Exception | None
 

@@ -1,4 +1,4 @@
-"""What of a loaded model answers conversations: messages and options in, a prompt and the stream of its reply out."""
+"""The part of a loaded model for conversations: from messages and options to a prompt and the stream of its reply."""
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import partial
@@ -54,7 +54,7 @@ class ChatModel:
 
     @property
     def context_length(self) -> int:
-        """How many tokens prompt and completion may have together."""
+        """Most tokens that prompt and completion may have together."""
         return self._engine.context_length
 
     def check_usable(self) -> None:

@@ -1,4 +1,4 @@
-"""What a generation gives: its events one by one, and the whole of it with what it cost."""
+"""Results of a generation: its events one by one, and the completion with its figures."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -24,9 +24,9 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class ToolCallDelta:
-    """What became known of one call.
+    """News of one call.
 
-    index: which call of the reply, counted from 0. The first delta of a call has its id and name and no arguments; each
+    index: of the call in its reply, from 0. The first delta of a call has its id and name and no arguments; each
     later one has the next part of the arguments' JSON text and neither.
     """
 
@@ -37,7 +37,7 @@ class ToolCallDelta:
 
 
 class ReplyDelta(NamedTuple):
-    """What became certain of a reply."""
+    """The next part of a reply that is certain."""
 
     content: str = ""
     reasoning: str = ""

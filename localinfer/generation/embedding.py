@@ -26,7 +26,7 @@ _YES = "yes"
 
 
 class TextEmbedder:
-    """What `LLM.embed` and `LLM.rerank` do. May be used from several threads."""
+    """Implementation of `LLM.embed` and `LLM.rerank`. May be used from several threads."""
 
     def __init__(self, engine: Engine, model: "Model") -> None:
         self._engine = engine

@@ -44,7 +44,7 @@ class Prefilled:
     problem: str | None = None
     """Why they are fewer."""
     has_failed: bool = False
-    """Whether the disk refused the rest, which it will do with other prompts too."""
+    """True if the disk refused the rest, as it will with other prompts."""
 
 
 class KVTransfer:

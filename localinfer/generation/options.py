@@ -81,7 +81,7 @@ class StructuralTag:
 
 
 Constraint = JsonObject | JsonSchema | Regex | Grammar | StructuralTag
-"""What the option `constraint` takes."""
+"""Types of the option `constraint`."""
 
 ToolChoice = Literal["auto", "none", "required", "any"] | Mapping[str, Any]
 """auto: the model decides. none: it may not call. required, any: it has to. {"type": "function", "function": {"name":

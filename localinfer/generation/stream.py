@@ -52,7 +52,7 @@ class TextStream(Closing, Iterator[StreamEvent], AsyncIterator[StreamEvent]):
 
     @property
     def prompt_tokens(self) -> int:
-        """How many tokens the prompt has. Any thread may ask."""
+        """Number of tokens of the prompt. Any thread may ask."""
         return self._generation.prompt_tokens
 
     @property
@@ -62,7 +62,7 @@ class TextStream(Closing, Iterator[StreamEvent], AsyncIterator[StreamEvent]):
 
     @property
     def computed_tokens(self) -> int:
-        """How many tokens of prompt and completion the model has read so far, those from the cache included.
+        """Number of tokens of prompt and completion that the model has read so far, those from the cache included.
 
         Up to `prompt_tokens`, less those dropped by `context_shift`, it is the progress of the prefill. Any thread may
         ask, also after the end.
@@ -71,7 +71,7 @@ class TextStream(Closing, Iterator[StreamEvent], AsyncIterator[StreamEvent]):
 
     @property
     def request(self) -> Request:
-        """What the engine is to compute, for those who have the prompt computed elsewhere before the first event."""
+        """The engine's request, for callers that have the prompt computed elsewhere before the first event."""
         return self._generation.request
 
     def note_prefilled(self, num_tokens: int, seconds: float) -> None:

@@ -54,11 +54,11 @@ class EncodedPrompt:
     reply: "ReplyFormat | None" = None
     """Constraint and format of the reply to a chat."""
     words_at: Callable[[int], str] | None = None
-    """What to say of the line that the token at a position is part of; None where no line of the prompt varies."""
+    """Description of the line that the token at a position is part of; None where no line of the prompt varies."""
     branch_tokens: tuple[int, ...] = ()
     """Lengths that others are likely to continue from, where there is no chat."""
     is_handed_over: bool = False
-    """Whether another process continues at its end."""
+    """True if another process continues at its end."""
 
 
 class TextGeneration(Iterator[StreamEvent]):
@@ -228,14 +228,14 @@ class TextGeneration(Iterator[StreamEvent]):
         )
 
     def _cached_tokens(self) -> int:
-        """How much of the prompt was cached; of a text that is gone on with, where it began."""
+        """Number of cached tokens of the prompt; of a resumed text, those at its first start."""
         told = None if self._resumed is None else self._resumed.cached_tokens
         found = max(0, self._tokens.record.cached_tokens - self._tokens.record.prefilled_tokens)
         return min(found, int(self.prompt_ids.size)) if told is None else told
 
     @property
     def prompt_tokens(self) -> int:
-        """How many tokens the prompt has."""
+        """Number of tokens of the prompt."""
         return int(self.prompt_ids.size)
 
     @property
@@ -245,12 +245,12 @@ class TextGeneration(Iterator[StreamEvent]):
 
     @property
     def computed_tokens(self) -> int:
-        """How many tokens of prompt and completion the model has read so far, those from the cache included."""
+        """Number of tokens of prompt and completion that the model has read so far, those from the cache included."""
         return self._tokens.computed_tokens
 
     @property
     def request(self) -> Request:
-        """What the engine was asked for."""
+        """The engine's request."""
         return self._tokens.request
 
     def note_prefilled(self, num_tokens: int, seconds: float) -> None:
@@ -260,7 +260,7 @@ class TextGeneration(Iterator[StreamEvent]):
 
     @property
     def is_being_read(self) -> bool:
-        """Whether a thread is taking an event just now."""
+        """True while a thread takes an event."""
         return inspect.getgeneratorstate(self._events) == inspect.GEN_RUNNING
 
     def completion(self) -> Completion:
@@ -381,7 +381,7 @@ class TextGeneration(Iterator[StreamEvent]):
 
 
 def second_reader_error() -> RequestError:
-    """What a second reader of one stream is told."""
+    """Error for a second reader of one stream."""
     return RequestError(
         "this stream is being read by another thread or task, and each event goes to one reader only; read it in one "
         "place and hand its events on, make a stream for each reader, or cancel it first, after which result() and "
@@ -390,7 +390,7 @@ def second_reader_error() -> RequestError:
 
 
 def _is_taken(error: ValueError) -> bool:
-    """Whether a generator refused to run because it runs in another thread; else the error came from inside of it."""
+    """True if a generator refused to run because it runs in another thread; else the error came from inside of it."""
     return error.__traceback__ is not None and error.__traceback__.tb_next is None
 
 

@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Availability:
-    """Whether a model can be loaded here and now, and what that takes."""
+    """Answer to whether a model can be loaded here and now, and the memory and time of that."""
 
     supported: bool
-    """Whether `load` with the same options would work."""
+    """True if `load` with the same options would work."""
     reason: str | None = None
     """Why not, and the way out, as the error of `load` says it."""
     error: LocalinferError | None = field(default=None, compare=False, repr=False)
@@ -29,7 +29,7 @@ class Availability:
     context_length: int = 0
     """The context it would be loaded with, in tokens; 0 if it does not fit."""
     is_compiled: bool | None = None
-    """Whether all kernels that it needs on the CPU are compiled on this machine; None if unsupported."""
+    """True if all kernels that it needs on the CPU are compiled on this machine; None if unsupported."""
     compile_seconds: float = 0.0
     """About how long compiling the others takes, at first start only, within a factor of two or three."""
 

@@ -122,7 +122,7 @@ def build_llm(checked: CheckedLoad) -> LLM:
 
 
 def _kv_memory(options: ModelOptions, budget: KVBudget, loaded: "Model") -> int | None:
-    """What keys and values may take: what a limit leaves, but no more than they may take by default."""
+    """Memory for keys and values: the rest of a limit, but no more than their default."""
     if budget.host_kv_memory is not None:
         return _gpu_kv_memory(options, budget.host_kv_memory, loaded)
     if options.kv_memory is not None or budget.kv_memory is None:
@@ -132,7 +132,7 @@ def _kv_memory(options: ModelOptions, budget: KVBudget, loaded: "Model") -> int 
 
 
 def _gpu_kv_memory(options: ModelOptions, most_in_host: int, loaded: "Model") -> int | None:
-    """What keys and values may take of a model on GPUs, whose first layers' may be in main memory."""
+    """Memory for keys and values of a model on GPUs, whose first layers' may be in main memory."""
     layout = loaded.kv_layout
     if not isinstance(layout, DevicePages) or not layout.host_page_bytes:
         return options.kv_memory

@@ -165,7 +165,7 @@ def _cached_seconds(key: str) -> tuple[list[float], int]:
 
 
 def _is_alike(known: list[float], measured: list[float]) -> bool:
-    """Whether the costs relative to one row agree."""
+    """True if the costs relative to one row agree."""
     ratios = [(one / known[0]) / (other / measured[0]) for one, other in zip(known, measured, strict=True)]
     return all(1 / _ALIKE < ratio < _ALIKE for ratio in ratios)
 

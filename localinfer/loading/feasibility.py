@@ -1,4 +1,4 @@
-"""Whether a model can be loaded here, and what that takes, known from its header: the work of `availability`."""
+"""Feasibility of a load, and its memory, found from the header of the model's file: the work of `availability`."""
 
 from contextlib import closing, suppress
 from dataclasses import replace
@@ -93,7 +93,7 @@ def check_feasible(given: HeaderOptions) -> Availability:
 
 
 def _placement(options: ModelOptions, file: "ModelFile", config: "ModelConfig") -> "DevicePlacement | None":
-    """What a load puts on GPUs; None if the CPU computes all of it. Raises: as it, if that is not to be."""
+    """Placement of a load on GPUs; None if the CPU computes all of it. Raises: as the load, if it cannot be."""
     return gpu_placement(
         options.request,
         file,

@@ -1,4 +1,4 @@
-"""What a load imports, one part after the other, and how it is cancelled: also while it imports.
+"""Imports of a load, one module after the other, and its cancellation, also while it imports.
 
 `localinfer.load` and its kin import next to nothing when they are named: half a second of imports would hold up the
 thread that does it, such as a window's. They are made in the thread that loads, which looks at `cancel` in between.
@@ -68,7 +68,7 @@ def import_modules(report: ProgressCallback | None) -> None:
 
 @contextmanager
 def shown_progress(progress: ProgressCallback | bool | None) -> Iterator[ProgressCallback | None]:
-    """What stages report to: for True it writes to standard error, drawn or in lines; False is None."""
+    """Callback of the stages: for True one that writes to standard error, drawn or in lines; None for False."""
     if progress is not True or sys.stderr is None:
         yield None if isinstance(progress, bool) else progress
         return
@@ -94,9 +94,9 @@ def _check_interpreter() -> None:
 
 
 def stoppable(progress: ProgressCallback | None, cancel: threading.Event | None) -> ProgressCallback | None:
-    """What the stages of a load report to: `progress`, and LoadCancelledError as soon as `cancel` is set.
+    """Callback of a load's stages: calls `progress`, and raises LoadCancelledError as soon as `cancel` is set.
 
-    Every stage reports several times in 200 ms of work, so that this is all that a load has to look at.
+    Every stage reports several times in 200 ms of work, so that a load needs no other check.
     """
     check_callable("progress", progress)
     if cancel is None:

@@ -43,13 +43,13 @@ class Flag:
     """The value as help shows it."""
     help: str
     kind: str | type | tuple[str, ...] = "text"
-    """How the value is read: one of the kinds of `localinfer.apps.cli.options`, a type, or the words to choose from."""
+    """Parser of the value: one of the kinds of `localinfer.apps.cli.options`, a type, or the words to choose from."""
     default: Any = None
     """As typed, where help shows it."""
     after: str | None = None
     """The option of `load` that help lists it behind, if not in the order of fields."""
     in_config: bool = False
-    """Whether config.toml sets it too, by the field's name."""
+    """True if config.toml sets it too, by the field's name."""
 
     @property
     def parameter(self) -> str:

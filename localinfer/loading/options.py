@@ -50,7 +50,7 @@ class ModelOptions(HeaderOptions):
 
     @property
     def request(self) -> DeviceRequest:
-        """Where the model is wanted."""
+        """Devices that the model is wanted on."""
         return device_request(self)
 
     @property
@@ -60,11 +60,11 @@ class ModelOptions(HeaderOptions):
 
     @property
     def has_draft_layers(self) -> bool:
-        """Whether layers for next-token prediction are loaded, if the model brings some."""
+        """True if layers for next-token prediction are loaded, if the model brings some."""
         return self.speculation in ("auto", "mtp") and self.draft_path is None and self.kv_window is None
 
     def has_window(self, file: "ModelFile", config: "ModelConfig") -> bool:
-        """Whether texts of an open model evict keys and values; config: with the requested context length.
+        """True if texts of an open model evict keys and values; config: with the requested context length.
 
         Raises: RequestError for a model that has no such window.
         """
@@ -74,7 +74,7 @@ class ModelOptions(HeaderOptions):
         return reason_without_window(self.kv_window, file.path.name, config, layout) is None
 
     def plan(self, file: "ModelFile", config: "ModelConfig") -> MemoryPlan:
-        """What the open model takes on the CPU with its draft model. Raises: ModelFileError and below, RequestError."""
+        """Memory of the open model on the CPU with its draft model. Raises: ModelFileError and below, RequestError."""
         plan = plan_memory(
             file,
             config,
@@ -118,7 +118,7 @@ class ModelOptions(HeaderOptions):
         )
 
     def checked_speculation(self, *, is_encoder: bool, drafts_itself: bool) -> str | None:
-        """What drafts for the model; drafts_itself: it has layers for that, or a draft model that reads its cache.
+        """Drafter of the model; drafts_itself: it has layers for that, or a draft model that reads its cache.
 
         Raises: RequestError if it cannot.
         """
@@ -166,7 +166,7 @@ def check_options(options: LoadOptions) -> CheckedLoad:
 
 
 def device_request(options: HeaderOptions) -> DeviceRequest:
-    """Where a model is wanted, unchecked."""
+    """Devices that a model is wanted on, unchecked."""
     return DeviceRequest(**{one.name: getattr(options, one.name) for one in fields(DeviceRequest)})
 
 
@@ -221,7 +221,7 @@ def model_changes(
 
 
 def disk_options(disk_cache: bool | int, folder: str | os.PathLike[str] | None) -> "DiskOptions | None":
-    """Where prompts are cached on disk, None if they are not. Raises: RequestError."""
+    """Folder and size of the prompt cache on disk, None without one. Raises: RequestError."""
     if not isinstance(disk_cache, int) or disk_cache < 0:
         raise RequestError(f"disk_cache is {disk_cache!r}; give True, False, or how many bytes it may take")
     if not disk_cache:

@@ -31,7 +31,7 @@ class WarmUp:
     seconds: float
     """Time that it took."""
     is_kept: bool
-    """Whether the next process finds them: false without a folder for caches."""
+    """True if the next process finds them: not without a folder for caches."""
 
 
 def warm_up(

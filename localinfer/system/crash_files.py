@@ -26,7 +26,7 @@ class ReportTarget:
     folder: Path | None
 
     def new_path(self) -> Path | None:
-        """Where this process would leave its report; None if the folder cannot be private."""
+        """Path of this process's report; None if the folder cannot be private."""
         if self.folder is None or make_private(self.folder) is not None:
             return None
         return self.folder / f"{time.strftime('%Y-%m-%d-%H%M%S')}-{os.getpid()}{_NEW}"
@@ -41,13 +41,13 @@ class Report:
 
     @property
     def place(self) -> str:
-        """The line that says in which op, or else where it was; empty if there is none."""
+        """The line that names the op, or else the position; empty if there is none."""
         lines = [line.strip() for line in self.text.splitlines()]
         return next((line for line in lines[1:] if line.startswith(("in ", "not "))), "")
 
     @property
     def is_told(self) -> bool:
-        """Whether a start of the program has mentioned it."""
+        """True if a start of the program has mentioned it."""
         return self.path.name.endswith(_TOLD)
 
 
@@ -73,12 +73,12 @@ def report_crashes(folder: str | os.PathLike[str] | None = None) -> None:
 
 
 def is_asked() -> bool:
-    """Whether reports are wanted."""
+    """True if reports are wanted."""
     return bool(_asked)
 
 
 def asked() -> ReportTarget:
-    """Where they are wanted."""
+    """Folder of the reports that are wanted."""
     return _asked[0] if _asked else ReportTarget(None)
 
 

@@ -1,4 +1,4 @@
-"""What localinfer asks of a file system, call by call: the one place that its own folders are read and written through.
+"""File system calls of localinfer: the one module through which its own folders are read and written.
 
 Each function is one call of the operating system, or the loop that Python's standard library has around it, and raises
 what that raises, OSError. Nothing is remembered here.
@@ -32,7 +32,7 @@ def status(path: AnyPath, *, follow_links: bool = True) -> os.stat_result:
 
 
 def exists(path: AnyPath) -> bool:
-    """Whether something is at a path."""
+    """True if something is at a path."""
     try:
         os.stat(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -41,7 +41,7 @@ def exists(path: AnyPath) -> bool:
 
 
 def is_folder(path: AnyPath) -> bool:
-    """Whether a folder is at a path; False where that cannot be seen."""
+    """True if a folder is at a path; False where that cannot be seen."""
     try:
         return stat.S_ISDIR(os.stat(path).st_mode)
     except (OSError, ValueError):
@@ -49,7 +49,7 @@ def is_folder(path: AnyPath) -> bool:
 
 
 def entries(folder: AnyPath) -> list[Entry]:
-    """What a folder holds, in no order."""
+    """Entries of a folder, in no order."""
     with os.scandir(folder) as found:
         return list(found)
 
@@ -173,7 +173,7 @@ def copy_access(file: FileIO, status: os.stat_result) -> None:
 
 
 def may_write(folder: AnyPath) -> bool:
-    """Whether this process may make files in a folder."""
+    """True if this process may make files in a folder."""
     return os.access(folder, os.W_OK | os.X_OK)
 
 

@@ -79,7 +79,7 @@ def write_atomically(path: Path, write: Callable[[FileIO], None]) -> None:
 
 
 def is_temporary(name: str) -> bool:
-    """Whether a file of this name is one that was being written, by `write_atomically` or into an `OutputFile`."""
+    """True if a file of this name was being written, by `write_atomically` or into an `OutputFile`."""
     return _TEMPORARY.fullmatch(name) is not None
 
 
@@ -250,7 +250,7 @@ def check_output(
 
 
 def is_written_in_place(path: str | os.PathLike[str]) -> bool:
-    """Whether `OutputFile` writes into `path`, a pipe or a device, instead of replacing it."""
+    """True if `OutputFile` writes into `path`, a pipe or a device, instead of replacing it."""
     try:
         return _find_place(os.fspath(path)).is_in_place
     except (OSError, ValueError):

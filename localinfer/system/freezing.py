@@ -33,7 +33,7 @@ def freeze_support() -> None:
 
 
 def is_supported() -> bool:
-    """Whether this executable, started with `CHILD_OPTION`, compiles."""
+    """True if this executable, started with `CHILD_OPTION`, compiles."""
     return sys.executable in _supported
 
 

@@ -1,8 +1,8 @@
-"""Ctrl-C of a command: raised where the main thread is, and again wherever somebody has swallowed it.
+"""Ctrl-C of a command: raised in the main thread, and again wherever some code has swallowed it.
 
-Python raises KeyboardInterrupt between any two lines of the main thread, so also where it goes nowhere: in an import
+Python raises KeyboardInterrupt between any two lines of the main thread, so also where it is lost: in an import
 whose `except:` tries something else, in a finalizer, in a callback of C code, in a lookup that C code takes for a miss.
-What is raised here notices that: an exception that nobody holds any more, and that nobody `take`s, was swallowed.
+What is raised here notices that: an exception that is no longer referenced and was not taken by `take` was swallowed.
 
 Only the process of a command calls `begin`; a program that uses the library keeps its own handlers. Imports little:
 until the command answers Ctrl-C, what is interrupted is told line by line.
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 EXIT_INTERRUPTED = 130
 
 _AGAIN_SECONDS = 0.01
-"""What swallowed it gets to go on, before it is raised again."""
+"""Time for the code that swallowed it to continue, before it is raised again."""
 
 
 class _Interruption(KeyboardInterrupt):
@@ -40,7 +40,7 @@ class _Interruption(KeyboardInterrupt):
 
 
 class _State:
-    """Of the process. is_pending: Ctrl-C came, and nobody has taken it. is_over: the command has its exit code."""
+    """State of the process. is_pending: Ctrl-C came and was not taken. is_over: the command has its exit code."""
 
     def __init__(self) -> None:
         self.is_pending = self.is_over = False
@@ -92,7 +92,7 @@ def begin() -> None:
 
 
 def raises_interrupts() -> bool:
-    """Whether Ctrl-C raises KeyboardInterrupt now, by Python's handler or this one, so that nobody else answers it."""
+    """True if Ctrl-C raises KeyboardInterrupt now, by Python's handler or this one, so that no other handles it."""
     return signal.getsignal(signal.SIGINT) in (signal.default_int_handler, _state.handle)
 
 
@@ -105,7 +105,7 @@ def take() -> None:
 
 
 def is_pending() -> bool:
-    """Whether Ctrl-C came that nobody has taken: its exception is on its way, or was swallowed."""
+    """True if Ctrl-C came and was not taken: its exception is on its way, or was swallowed."""
     return _state.is_pending
 
 

@@ -1,4 +1,4 @@
-"""What the system lets this process use: memory and processors, of the machine or of its control group (cgroup).
+"""Limits of this process: memory and processors of the machine or of its control group (cgroup).
 
 A container's limits are not what the machine reports: /proc/meminfo shows the memory of the host. Control groups of
 version 1 and 2 are read, as described in the Linux kernel's admin guide.
@@ -30,7 +30,7 @@ class MemoryLimits:
 
     @property
     def most_bytes(self) -> int:
-        """What can be allocated at all, swapping included."""
+        """Bytes that can be allocated at all, swapping included."""
         return self.available_bytes + self.swap_bytes
 
     def describe(self) -> str:

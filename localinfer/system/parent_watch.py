@@ -72,7 +72,7 @@ class ParentWatcher:
 
 
 def input_can_end() -> bool:
-    """Whether standard input is a pipe, a socket or a terminal, whose end says that another process has ended.
+    """True if standard input is a pipe, a socket or a terminal, whose end says that another process has ended.
 
     A file and /dev/null, which some programs give their children, are at their end from the first moment.
     """
@@ -84,10 +84,10 @@ def input_can_end() -> bool:
 
 
 def _is_orphan(parent: int) -> bool:
-    """Whether this process came to its parent because the one that started it had ended before it could be seen.
+    """True if this process was adopted by its parent because the one that started it had ended already.
 
-    It is in the session of who started it, or leads one of its own. Where the process that adopts orphans is in the
-    same session, as the first process of a container may be, nothing tells it from the one that started this.
+    It is in the session of the process that started it, or leads one of its own. Where the process that adopts orphans
+    is in the same session, as the first process of a container may be, nothing tells the two apart.
     """
     try:
         session = os.getsid(0)

@@ -33,7 +33,7 @@ _TOKENS = "tokenizer.ggml.tokens"
 
 @dataclass(frozen=True)
 class Target:
-    """What a draft model has to fit: the target's file, sizes and cache."""
+    """The target that a draft model has to fit: its file, sizes and cache."""
 
     file: ModelFile
     config: ModelConfig
@@ -69,7 +69,7 @@ class Assistant:
 
 
 def is_assistant(path: str | os.PathLike[str]) -> bool:
-    """Whether a file or folder is of a draft model that attends to its target's cache.
+    """True if a file or folder is of a draft model that attends to its target's cache.
 
     Raises: ModelFileError or a subclass if it is not sound, or of no known kind.
     """
@@ -134,7 +134,7 @@ def _open(path: str | os.PathLike[str]) -> "GGUFFile | CheckpointModel":
 
 
 def _vocabulary_difference(file: ModelFile, target: Target) -> str | None:
-    """Which token differs, if both files name theirs. How text is cut into them is up to the target."""
+    """The first token that differs, if both files name theirs. The target decides how text is split into them."""
     own, others = (metadata.get(_TOKENS, ()) for metadata in (file.metadata, target.file.metadata))
     if not isinstance(own, Sequence) or not isinstance(others, Sequence):
         return None

@@ -67,7 +67,7 @@ def open_devices(
 
 
 def looks_for_gpus(request: DeviceRequest) -> bool:
-    """Whether GPUs are looked for: where nothing was asked of them and there is no driver, nothing is to report."""
+    """True if GPUs are looked for: without a driver and without a request for them there is nothing to report."""
     is_asked = request.is_required or request.gpu_layers is not None or request.tensor_split is not None
     return request.device != "cpu" and request.gpu_layers != 0 and (is_asked or has_driver())
 

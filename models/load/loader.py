@@ -144,22 +144,22 @@ class Model:
 
     @property
     def has_dense(self) -> bool:
-        """Whether matrices follow the pooling of an embedding model."""
+        """True if matrices follow the pooling of an embedding model."""
         return "dense_2.weight" in self.file.tensors
 
     @property
     def capabilities(self) -> tuple[str, ...]:
-        """What it can be asked for: see `capabilities`."""
+        """Tasks of the model: see `capabilities`."""
         return capabilities(self.config, self.file.metadata)
 
     @property
     def classified_rows(self) -> Pooling:
-        """What a reranker's classifier reads of a text."""
+        """Pooling of the rows that a reranker's classifier reads."""
         return classified_rows(self.file.metadata, is_encoder=self.config.is_encoder)
 
     @property
     def num_token_types(self) -> int:
-        """How many types of tokens it tells apart, the first of which is that of single texts."""
+        """Number of token types that it distinguishes; the first is that of single texts."""
         table, declared = self.file.tensors.get("token_types.weight"), self.file.metadata.get(TOKEN_TYPES_KEY)
         rows = 1 if table is None or len(table.shape) < 2 else table.shape[0]
         return min(rows, declared) if isinstance(declared, int) else rows
@@ -447,7 +447,7 @@ def read_config(file: ModelFile, *, with_draft_layers: bool = False) -> ModelCon
 
 
 def capabilities(config: ModelConfig, metadata: Mapping[str, object]) -> tuple[str, ...]:
-    """What a model can be asked for: "completion", "chat", "embeddings", "rerank"."""
+    """Tasks of a model: "completion", "chat", "embeddings", "rerank"."""
     is_reranker = read_pooling(metadata) is Pooling.RANK
     if config.is_encoder:
         return ("rerank",) if is_reranker else ("embeddings",)

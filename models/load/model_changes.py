@@ -149,7 +149,7 @@ def _check_template(source: str) -> None:
 
 
 def _is_text(value: object) -> bool:
-    """Whether a value is text without lone surrogates."""
+    """True if a value is text without lone surrogates."""
     try:
         return isinstance(value, str) and value.encode() is not None
     except UnicodeEncodeError:

@@ -1,4 +1,4 @@
-"""Which kernels a model needs on the CPU, found without its weights: from its settings and the kinds of its tensors."""
+"""Kernels that a model needs on the CPU, found without its weights from its settings and the types of its tensors."""
 
 import os
 from collections.abc import Iterator

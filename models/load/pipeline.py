@@ -58,7 +58,7 @@ def write_pipeline(parts: "Parts", gpus: Sequence[CudaDevice], placement: Device
 
 
 class _Pipeline:
-    """Where the programs of one placement are made: weights, memory and the cache's layers of each of its devices."""
+    """Builder of the programs of one placement: weights, memory and the cache's layers of each of its devices."""
 
     def __init__(
         self, parts: "Parts", placement: DevicePlacement, gpus: Sequence[CudaDevice], layout: ShardedKVLayout

@@ -1,8 +1,8 @@
-"""Which device computes which part of a model: layers in order over the CPU and GPUs, experts on the CPU.
+"""Placement of a model's parts on devices: layers in order over the CPU and GPUs, experts on the CPU.
 
 The last layers are placed on GPUs, the output head with the last of them, so that tokens are sampled there; the
 embedding with the first GPU, if all layers are on GPUs. Of a mixture of experts that fits no GPU whole, either whole
-layers stay on the CPU, or the experts of the first layers: what a token reads less of main memory for.
+layers stay on the CPU, or the experts of the first layers: the choice that reads less main memory per token.
 """
 
 import re
@@ -49,7 +49,7 @@ class DeviceRequest:
 
     @property
     def is_required(self) -> bool:
-        """Whether the CPU alone is not what was asked for."""
+        """True if a GPU was asked for, so that the CPU alone will not do."""
         return self.device.startswith("cuda")
 
     @property
@@ -159,7 +159,7 @@ class MemoryNeeds:
 
     @property
     def has_experts(self) -> bool:
-        """Whether any layer has routed experts."""
+        """True if any layer has routed experts."""
         return any(self.experts)
 
     def expert_bytes(self, layer: int) -> int:
@@ -266,13 +266,13 @@ MARGIN_BYTES = 256 << 20
 """Reserve for what is not counted: library workspace, captured graphs, other programs."""
 
 HOP_BYTES = 2 << 20
-"""What the CPU could read in the time that a layer's rows take to it and back: some 50 us at 40 GB/s."""
+"""Memory that the CPU could read while a layer's rows travel to it and back: some 50 us at 40 GB/s."""
 _BALANCE_STEPS = 24
 
 
 @dataclass(frozen=True)
 class GpuShare:
-    """What one GPU holds: layers `first` to `end` - 1, and bytes in all and of keys and values."""
+    """Share of one GPU: layers `first` to `end` - 1, and bytes in all and of keys and values."""
 
     device: FoundDevice
     first: int
@@ -313,18 +313,18 @@ class DevicePlacement:
         return max(0, self.cpu_experts - self.gpus[0].first)
 
     def has_all(self, request: DeviceRequest) -> bool:
-        """Whether as many layers are on GPUs as were asked for, with experts unless they were to stay on the CPU."""
+        """True if as many layers are on GPUs as were asked for, with experts unless they were to stay on the CPU."""
         wanted = self.num_layers if request.gpu_layers is None else min(request.gpu_layers, self.num_layers)
         return self.num_gpu_layers == wanted and (not self.num_split_layers or bool(request.cpu_moe))
 
     @property
     def uses_cpu(self) -> bool:
-        """Whether the CPU computes any part."""
+        """True if the CPU computes any part."""
         return not self.has_embedding or self.num_split_layers > 0
 
     @property
     def is_whole(self) -> bool:
-        """Whether the whole model is on one GPU."""
+        """True if the whole model is on one GPU."""
         is_one = len(self.gpus) == 1 and not self.num_split_layers
         return is_one and self.has_embedding and self.num_gpu_layers == self.num_layers
 

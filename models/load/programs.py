@@ -187,7 +187,7 @@ def note(file: ModelFile, notes: Sequence[str]) -> None:
 
 
 def has_draft_layers(file: ModelFile) -> bool:
-    """Whether a file says that it brings layers for next-token prediction."""
+    """True if a file declares layers for next-token prediction."""
     found = file.metadata.get(f"{file.metadata.get('general.architecture')}.nextn_predict_layers")
     # What is no number of layers is refused where it is read.
     return bool(found.any()) if isinstance(found, np.ndarray) else bool(found)

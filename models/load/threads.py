@@ -57,7 +57,7 @@ class Stage:
 
 
 def checked_run(program: Program, stage: Stage) -> Callable[[Batch], Any]:
-    """What runs batches of a program, and lets `stage` report within those that take long; what it raises ends them."""
+    """Return a function that runs batches of a program; `stage` reports within long ones and may raise to end them."""
     if not isinstance(program, CpuProgram):
         return program.run
     seconds: dict[int, float] = {}
@@ -112,7 +112,7 @@ class Timings(Generic[Key]):
 
 
 class OtherLoad:
-    """How busy other programs and threads keep the processors, from its making on.
+    """Load that other programs and threads put on the processors, measured from its construction on.
 
     On Linux the part of their time that this process's threads waited for a processor. Elsewhere the part of all
     processors' time that others used, which is known of longer intervals only (untested).
@@ -233,13 +233,13 @@ def postpone(kind: str, key: str) -> None:
 
 
 def is_postponed(kind: str, key: str) -> bool:
-    """Whether the machine was too busy for a measurement lately: ten minutes ago at first, a day at most."""
+    """True if the machine was too busy for a measurement lately: within ten minutes at first, within a day at most."""
     times, seconds = _times_busy(kind, key)
     return times > 0 and seconds < min(_FIRST_PAUSE_SECONDS * 2.0 ** (times - 1), _LONGEST_PAUSE_SECONDS)
 
 
 def _times_busy(kind: str, key: str) -> tuple[int, float]:
-    """How often in a row it was too busy, and how many seconds ago the last time was."""
+    """Number of times in a row that it was too busy, and seconds since the last of them."""
     record = get_measurement(f"busy-{kind}", key) or {}
     times = record.get("times")
     if not isinstance(times, int) or not 1 <= times <= 64:

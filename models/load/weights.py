@@ -161,7 +161,7 @@ class CpuWeights:
         self._arena.release()
 
     def has(self, name: str) -> bool:
-        """Whether the file holds this tensor."""
+        """True if the file holds this tensor."""
         self.asked.add(name)
         return name in self._file.tensors
 
@@ -305,9 +305,9 @@ class CpuWeights:
         self._report(self._stage, 0)
 
     def _done(self, name: str, type: TensorType, *, is_whole: bool) -> Callable[[int, int], None]:
-        """What is called with each stretch of a tensor's bytes in the file once it has been packed or converted.
+        """Return a callback for each range of a tensor's bytes in the file that has been packed or converted.
 
-        is_whole: they are all of the tensor's, not some of its rows, so that their pages may be released.
+        is_whole: the ranges cover the tensor, not some of its rows, so that their pages may be released.
         """
         stage = _LOADING if runs_directly(type, self._layouts) else f"converting {type.name} weights"
 
@@ -327,7 +327,7 @@ class CpuWeights:
 
 
 def _is_of_blocks(name: str, config: ModelConfig) -> bool:
-    """Whether a tensor is one of the main layers', of those that change what they compute."""
+    """True if a tensor belongs to the main layers and changes their results."""
     found = _BLOCK_TENSOR.fullmatch(name)
     if found is None or int(found[1]) >= config.num_main_layers or _NEEDLESS_TENSORS.fullmatch(found[2]):
         return False
@@ -364,7 +364,7 @@ def named_tensor(name: str) -> Iterator[None]:
 
 
 WeightKey = tuple[bool, str]
-"""Whether a tensor is read as an embedding table, and its name: a tied one is read as a matrix as well."""
+"""True for a tensor read as an embedding table, and its name: a tied one is read as a matrix as well."""
 
 
 class PlacedWeights:
@@ -378,7 +378,7 @@ class PlacedWeights:
         self._parts = parts
 
     def has(self, name: str) -> bool:
-        """Whether the file holds this tensor."""
+        """True if the file holds this tensor."""
         return self._sources[0].has(name)
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -403,12 +403,12 @@ class PlacedWeights:
 
     @property
     def notes(self) -> list[str]:
-        """What types were converted to, on any part."""
+        """Notes of the types that weights were converted to, on any part."""
         return list(dict.fromkeys(note for source in self._sources for note in source.notes.values()))
 
 
 def parts_of_weights(graph: OpGraph, parts: Sequence[int]) -> dict[WeightKey, int]:
-    """Which part reads each tensor; parts: which one computes each op of the graph."""
+    """Map each tensor to the part that reads it; parts: the one that computes each op of the graph."""
     found: dict[WeightKey, int] = {}
     for op, part in zip(graph.ops, parts, strict=True):
         if isinstance(op, ops.Embed | ops.EmbedPositions | ops.EmbedTypes):
@@ -421,7 +421,7 @@ def parts_of_weights(graph: OpGraph, parts: Sequence[int]) -> dict[WeightKey, in
 
 
 NO_POOL = cast(ThreadPool, SimpleNamespace(num_threads=1, max_threads=1, control_address=0))
-"""What lowering asks of a pool; no thread is started, which would take compiled kernels."""
+"""The attributes of a pool that lowering reads; it starts no thread, which would take compiled kernels."""
 
 
 class UnreadWeights(CpuWeights):

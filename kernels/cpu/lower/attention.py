@@ -141,7 +141,7 @@ def _choose_blocks(tape: CpuTape, op: ops.ChooseBlocks) -> None:
 
 
 def _queries(tape: CpuTape, queries: Buffer, layer: int, shape: AttentionShape) -> dict[str, int]:
-    """Where attention finds its queries: address, stride per row and per head; quantizes them for such keys."""
+    """Address of the queries and their stride per row and per head; quantizes them where keys are quantized."""
     layout = tape.kv_layout
     places = tape.addresses_of(queries=queries)
     if not is_quantized(layout.key_type):
@@ -232,7 +232,7 @@ def relative_parameters() -> dict[str, int]:
 
 
 def called_kernels(layout: KVLayout) -> dict[str, Kernel]:
-    """What an `attention` op calls, by the word of ATTENTION that holds its address."""
+    """Kernels that an `attention` op calls, by the word of ATTENTION that holds the address."""
     return {
         step: Kernel(f"attention_tiles.{step}_{kind}")
         for step, kind in (("score_keys", layout.key_type), ("weigh_values", layout.value_type))

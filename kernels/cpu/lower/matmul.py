@@ -88,7 +88,7 @@ def _packed(tape: CpuTape, weight: LinearWeight, *, may_gather: bool = False) ->
 
 
 def _activations(tape: CpuTape, x: Buffer, packed: PackedWeight, slots: int) -> tuple[int, int, int]:
-    """Where a product finds its activations: address, stride per row and per slot; quantizes them if needed."""
+    """Address of a product's activations and their stride per row and per slot; quantizes them if needed."""
     columns = packed.num_columns
     if is_float(packed.layout):
         place, stride = tape.address_of(x)

@@ -27,7 +27,7 @@ _LETTER_OF = {hole: re.compile(letters) for hole, letters in _HOLES.items()}
 
 
 def match_length(text: str, literal: str) -> int | None:
-    """How much of a text spells a literal, whatever white space either has; -1 if none does, None while it may yet."""
+    """Length of a literal at the start of a text, ignoring white space; -1 if it is not there, None while it may be."""
     place = 0
     for letter in literal:
         if letter.isspace():
@@ -61,10 +61,10 @@ def id_in(text: str, literal: str) -> str | None:
 
 
 def name_length(text: str, run: int, following: list[str]) -> int | None:
-    """How long a name at the start of a text is, of which one of several texts follows; None while that may yet come.
+    """Length of the name at the start of a text that one of several texts follows; None while that may yet come.
 
-    run: letters of names at the start; a text that follows may begin with such letters too. It is all of them where
-    nothing follows.
+    run: letters of names at the start; a text that follows may begin with such letters too. All of them are the name
+    where nothing follows.
     """
     is_open = False
     for length in range(run, 0, -1):
@@ -76,7 +76,7 @@ def name_length(text: str, run: int, following: list[str]) -> int | None:
 
 
 class Mark(NamedTuple):
-    """What may stand in a text: its first marker, the whole, and what it begins."""
+    """Literal that changes a parser's state: its first marker, the whole, and the state it begins."""
 
     first: str
     literal: str
@@ -84,7 +84,7 @@ class Mark(NamedTuple):
 
 
 def marks_of(reasoning: ReasoningFormat, calls: CallFormat | None) -> list[Mark]:
-    """What may stand in the text of a reply: calls, what stands around answers, and reasoning that begins again."""
+    """Marks in the text of a reply: of calls, around answers, and of reasoning that begins again."""
     begins = [] if calls is None or not calls.trigger else [calls.opening + calls.begin, *calls.other_begins]
     if calls is not None and not reasoning.answer_begin:
         begins += calls.late_begins
@@ -108,7 +108,7 @@ _CDATA, _CDATA_END = "<![CDATA[", "]]>"
 
 
 class ReadParameters(NamedTuple):
-    """What became certain of the arguments' JSON text, what is left of the reply's, and whether the object is whole."""
+    """Certain part of the arguments' JSON text, rest of the reply's text, and whether the object is complete."""
 
     json: str
     rest: str
@@ -158,7 +158,7 @@ class ParameterReader(_Reader):
         self._value_types = ANY_TYPE
 
     def flush(self, text: str) -> str:
-        """What the arguments' text still gets where the reply ends too early: the value that is held back."""
+        """The value that was held back, as it completes the arguments' text where the reply ends too early."""
         if self._state == self._text or (self._state == self._opened and self._value_types == TEXT):
             return _escaped(text)
         if self._state not in (self._value, self._opened) or not text:
@@ -196,7 +196,7 @@ class ParameterReader(_Reader):
         return self._go(self._before_value)
 
     def _before_value(self) -> bool:
-        """Where the format may write a new line before the value."""
+        """Before a value, where the format may write a new line."""
         if len(self._held) < len(self._lead) and self._lead.startswith(self._held):
             return False
         self._held = self._held.removeprefix(self._lead)
@@ -230,7 +230,7 @@ class ParameterReader(_Reader):
         return False
 
     def _after_text(self) -> bool:
-        """Where the end of the parameter follows the end of marked text."""
+        """Behind marked text, before the end of the parameter."""
         length = match_length(self._held, self._behind) if self._behind else 0
         if length is None:
             return False
@@ -265,7 +265,7 @@ class ParameterReader(_Reader):
         return True
 
     def _overlap(self) -> int:
-        """How many letters at the end may belong to what ends the value."""
+        """Number of letters at the end that may begin the marker of the value's end."""
         text, marker = self._held, self._marker
         for size in range(min(len(text), len(self._value_end) - 1), 0, -1):
             ending = text[-size:]
@@ -308,7 +308,7 @@ class NotationReader(_Reader):
         self._name = ""
 
     def flush(self, text: str) -> str:
-        """What the arguments' text still gets where the reply ends too early: the value that is held back."""
+        """The value that was held back, as it completes the arguments' text where the reply ends too early."""
         if self._state != self._string or self._is_key:
             return ""
         return '"' if text.strip() == self._quote else _escaped(text)
@@ -434,7 +434,7 @@ class NotationReader(_Reader):
         return False
 
     def _open_quote(self) -> bool | None:
-        """Whether a string begins here; None while it may yet."""
+        """True if a string begins here; None while it may yet."""
         for quote in self._quotes:
             if self._held.startswith(quote):
                 self._quote = quote
@@ -475,7 +475,7 @@ def _refuse(word: str) -> None:
 
 
 def _read_escape(text: str) -> tuple[str, int] | None:
-    """What a backslash and what follows stand for, and their length; None while more has to come."""
+    """Value of an escape sequence and its length; None while it is incomplete."""
     if len(text) < 2:
         return None
     width = _WIDE_ESCAPES.get(text[1])

@@ -38,12 +38,12 @@ _MOST_USED_BYTES, _LARGE_BYTES = 64 << 20, 4 << 20
 """Of large ones that texts are held to now."""
 _LEAST_BYTES = 1 << 16
 _MOST_BYTES_PER_SECOND, _USUAL_BYTES_PER_SECOND = 1 << 30, 200 << 20
-"""What a compilation may take by its processor time: at most, and where the heap tells nothing."""
+"""Memory of a compilation by its processor time: at most, and where the heap cannot be measured."""
 _MOST_AT_ONCE = 2
 _MOST_LATE = 2
 """Compilations that took too long and cannot be stopped: while so many still run, no other begins."""
 _FIELDS = {"regular expression": "regex", "grammar": "grammar", "structural tag": "structural_tag"}
-"""What a constraint is called in messages, and in the `field` of an error."""
+"""Name of a constraint in messages, and in the `field` of an error."""
 _PART = "what constrains a text (a schema, a regular expression, a grammar, tools)"
 Result = TypeVar("Result")
 ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -319,7 +319,7 @@ def _check_encodable(what: str, text: str) -> None:
 
 
 def is_json(constraint: Constraint | None) -> bool:
-    """Whether a constraint is about JSON, or there is none."""
+    """True if a constraint is about JSON, or there is none."""
     return constraint is None or isinstance(constraint, JsonObject | JsonSchema)
 
 
@@ -329,9 +329,9 @@ def _name(constraint: Constraint) -> str:
 
 
 def _shown(message: str) -> str:
-    """What the compiler says, on one line: its message goes over several, where it points into the text.
+    """The compiler's message on one line, of several where it points into the text.
 
-    A fault of its own, which it tells as a panic with a trace, is one that only another constraint avoids.
+    Its own faults, which it reports as a panic with a trace, can only be avoided by another constraint.
     """
     if message.lstrip().startswith("panic"):
         return "its compiler fails at it"

@@ -58,7 +58,7 @@ def alternatives(schema: Mapping[str, Any], root: Mapping[str, Any]) -> list[Map
 
 
 def _choices(schema: Mapping[str, Any], root: Mapping[str, Any]) -> list[Mapping[str, Any]] | None:
-    """What a schema leads to that is nothing but a reference, or one of several; None for others."""
+    """Targets of a schema that is only a reference, or a choice of several; None for others."""
     keywords = schema.keys() - {"title", "description", "default", "examples"}
     if keywords == {"$ref"} and isinstance(pointed := pointed_at(schema["$ref"], root), Mapping):
         return [pointed]
@@ -196,7 +196,7 @@ _KEYWORDS = {
     "array": frozenset(("items", "minItems", "maxItems")),
     "object": frozenset(("properties", "required", "additionalProperties")),
 }
-"""What is enforced of a value of each type. Objects with properties have no others."""
+"""Keywords enforced for a value of each type. Objects with declared properties have no others."""
 _DEFINITIONS = frozenset(("$defs", "definitions", "$schema"))
 _PYTHON_WORDS = {"boolean": ("True", "False"), "null": ("None",)}
 

@@ -15,7 +15,7 @@ _HOLES = {
     CALL_NUMBER: ("CALL_NUMBER", "/[0-9]{1,3}/"),
     PARAMETER_NAME: ("PARAMETER_NAME", ANY_NAME),
 }
-"""What the model chooses in a text of the format: the names and the expressions of terminals."""
+"""Variable parts of a text of the format: the names and the expressions of their terminals."""
 _NAMES = frozenset(name for name, _ in _HOLES.values())
 _HOLE = re.compile(f"([{''.join(_HOLES)}])")
 
@@ -33,7 +33,7 @@ class GrammarWriter:
         return [f"{name}: {expression}" for name, expression in sorted(self._terminals)]
 
     def is_control(self, marker: str) -> bool:
-        """Whether a marker is a control token, or begins with one."""
+        """True if a marker is a control token, or begins with one."""
         return any(found.start == 0 for found in self._specials.find(marker))
 
     def literal(self, text: str) -> str:

@@ -172,7 +172,7 @@ class ChatHistory:
         return None
 
     def _reply_tokens(self, chat: AnsweredChat, text: str, closed: tuple[tuple[int, int], ...]) -> int:
-        """How many ids of a reply stand for what the text has in its place; 0 if the place is not the reply's.
+        """Number of a reply's ids that spell the text at its position; 0 if another text is there.
 
         The ids must end where the template goes on: at a control token, at white space after the whole reply, or at
         the end. A reply that only begins alike was edited, and is another text.
@@ -216,7 +216,7 @@ class ChatHistory:
         values: Mapping[str, Any],
         salt: bytes,
     ) -> tuple[int, ...]:
-        """How many ids come before the reply begins, before the last message, and before the first after the system's.
+        """Numbers of ids before the reply, before the last message, and before the first after the system's.
 
         A chat without its last message shows where one of another role would part. One with another text in its place
         shows it for the same role: a template may refuse a chat that ends before, or write earlier replies in another
@@ -243,7 +243,7 @@ class ChatHistory:
         *,
         add_generation_prompt: bool = False,
     ) -> int:
-        """How many characters a rendered text shares with that of these messages; 0 if the template refuses them."""
+        """Number of characters that a text shares with the rendered messages; 0 if the template refuses them."""
         if not messages:
             return 0
         try:
@@ -255,7 +255,7 @@ class ChatHistory:
         return len(commonprefix((text, "".join(part for part, _ in segments))))
 
     def _tail_start(self, text: str, segments: Segments, token_ids: NDArray[np.int32], start: int) -> int:
-        """How many ids come before a character; somewhat fewer, where it is inside a token."""
+        """Number of ids before a character; somewhat fewer where it is inside a token."""
         tail = self._tokenizer.encode_segments(_cut(segments, start, len(text)), continues_run=True)
         place = token_ids.size - len(tail)
         return place if token_ids[place:].tolist() == tail else place - _CUT_TOKENS
@@ -268,11 +268,11 @@ class ChatHistory:
         token_ids: NDArray[np.int32],
         salt: bytes,
     ) -> int:
-        """How many ids at the start are those of the text up to the end of the system message, encoded alone."""
+        """Number of leading ids that the text up to the end of the system message has when encoded alone."""
         return self._count_prefix(text[: _system_end(text, messages)], segments, token_ids, salt)
 
     def _count_prefix(self, prefix: str, segments: Segments, token_ids: NDArray[np.int32], salt: bytes) -> int:
-        """How many ids at the start are those of a beginning of the text when it is encoded alone."""
+        """Number of leading ids that a prefix of the text has when it is encoded alone."""
         if not prefix:
             return 0
         with self._lock:
@@ -311,7 +311,7 @@ class SessionHistory:
 
 
 def _system_end(text: str, messages: Sequence[Mapping[str, Any]]) -> int:
-    """Where the last system message at the start ends in a rendered text, or without one where the first begins."""
+    """End of the last leading system message in a rendered text, or without one the start of the first message."""
     num_system = _first_message(messages)
     content = messages[max(0, num_system - 1)].get("content")
     if not isinstance(content, str) or not content.strip():

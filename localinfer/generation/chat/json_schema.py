@@ -275,7 +275,7 @@ def enforced_schema(schema: object) -> dict[str, Any]:
 
 
 def _is_choice(node: Mapping[str, Any]) -> bool:
-    """Whether a schema is nothing but another one, or one of several, which are closed each for itself."""
+    """True if a schema is only a reference, or a choice of several, which are closed each for itself."""
     return (
         "properties" not in node and "allOf" not in node and sum(key in node for key in ("anyOf", "oneOf", "$ref")) < 2
     )
@@ -346,7 +346,7 @@ class _LeftOut:
         self._places.setdefault(keyword, []).append(place)
 
     def lines(self) -> list[str]:
-        """What to say of each keyword."""
+        """Description of each keyword."""
         lines = []
         for keyword, places in self._places.items():
             more = f" and {len(places) - 1} more places" if len(places) > 1 else ""
@@ -398,7 +398,7 @@ def _leave_scalars(root: dict[str, Any], left_out: _LeftOut, check: Callable[[Ma
 
 
 def _is_meant(keyword: str, value: object) -> bool:
-    """Whether a keyword holds what it can hold; anything else makes the whole no schema."""
+    """True if a keyword's value has a valid type; any other makes the whole no schema."""
     if keyword in ("format", "pattern"):
         return isinstance(value, str)
     return isinstance(value, int | float) and not isinstance(value, bool)

@@ -215,7 +215,7 @@ SYSTEM_ROLES = ("system", "developer")
 
 
 def has_late_system(messages: Messages) -> bool:
-    """Whether a system message stands behind another message."""
+    """True if a system message follows another message."""
     return any(message["role"] in SYSTEM_ROLES for message in messages[1:])
 
 
@@ -264,7 +264,7 @@ class ChosenTools:
 
 
 def choose_tools(tools: tuple[Tool, ...], choice: ToolChoice | None) -> ChosenTools:
-    """What a choice means with these tools. Raises: RequestError for a choice that is none, or of unknown tools."""
+    """Resolve a choice among these tools. Raises: RequestError for an invalid choice, or one of unknown tools."""
     kind: object = choice if isinstance(choice, str) else None
     if isinstance(choice, Mapping):
         kind = _word(choice.get("type"))

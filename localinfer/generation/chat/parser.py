@@ -105,11 +105,11 @@ class ReplyParser:
 
     @property
     def _texts(self) -> list[str]:
-        """Where the text goes in which a call began."""
+        """Output of the text in which a call began."""
         return self._reasoning if self._is_thinking else self._content
 
     def _is_cut_frame(self, text: str) -> bool:
-        """Whether a text is no more than the beginning of what stands around content."""
+        """True if a text is only the beginning of a mark around content."""
         return len(text) > 2 and any(mark.state == "frame" and mark.literal.startswith(text) for mark in self._marks)
 
     def _take(self) -> ReplyDelta:
@@ -174,7 +174,7 @@ class ReplyParser:
         return self._go(self._start) if self._held else False
 
     def _start(self) -> bool:
-        """Where content begins, and in some formats a call, if there is one."""
+        """At the start of content and, in some formats, of a call, if there is one."""
         if self._has_calls and not self._calls.trigger:
             frames = [match_length(self._held, mark.literal) for mark in self._marks if mark.state != "call"]
             begins = (self._calls.opening + self._calls.begin, *self._calls.other_begins)

@@ -64,7 +64,7 @@ class AssistantPrefill:
         return messages[:-1], cls(last["content"], last.get("reasoning_content", ""))
 
     def segments(self, prompt: str, form: ReasoningFormat | None, spellings: SpellingFinder) -> Segments:
-        """What follows a rendered prompt, as segments (text, is_template_text).
+        """The prefill behind a rendered prompt, as segments (text, is_template_text).
 
         form: how the model sets reasoning apart. spellings: of special tokens, which are text in what was written.
         """
@@ -83,7 +83,7 @@ class AssistantPrefill:
         return made + _plain(self.content, spellings)
 
     def rest_format(self, format: "ReplyFormat") -> "ReplyFormat":
-        """How the rest of the reply is read, where `format` is how a new one after the same text were."""
+        """Format of the rest of the reply; `format`: of a new reply after the same prompt."""
         if self.content:
             # Answers between marks were begun as such, and end so: the grammar of calls would begin anew.
             calls = None if format.reasoning is not None and format.reasoning.answer_begin else format.calls
@@ -92,7 +92,7 @@ class AssistantPrefill:
 
 
 def _gap(form: ReasoningFormat) -> str:
-    """What stands between the opening marker and the reasoning: templates write the same as before the closing one."""
+    """White space between the opening marker and the reasoning: that which templates write before the closing one."""
     return form.closing[: len(form.closing) - len(form.closing.lstrip())]
 
 
@@ -109,7 +109,7 @@ def _plain(text: str, spellings: SpellingFinder) -> Segments:
 
 
 def check_template_variables(variables: object) -> Mapping[str, Any]:
-    """What `template_variables` give the template, nothing for None. Raises: RequestError for what they cannot be."""
+    """Check `template_variables`; None is an empty mapping. Raises: RequestError."""
     if variables is None:
         return {}
     if not isinstance(variables, Mapping) or not all(isinstance(name, str) for name in variables):
@@ -123,7 +123,7 @@ def check_template_variables(variables: object) -> Mapping[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class ReplyFormat:
-    """How the reply to one prompt is constrained and read.
+    """Format by which the reply to one prompt is constrained and read.
 
     tools: that may be called; where there are none, `calls` is a format that no text may have. shown_ids: control
     tokens that are part of the format, so that their spelling belongs to the text that is parsed.
@@ -140,12 +140,12 @@ class ReplyFormat:
 
     @property
     def _has_frame(self) -> bool:
-        """Whether answers have marks around them."""
+        """True if answers have marks around them."""
         return self.reasoning is not None and bool(self.reasoning.answer_begin)
 
     @property
     def _has_calls_in_reasoning(self) -> bool:
-        """Whether a call may end the reasoning: not where that is ended by a number of tokens, perhaps amid a call."""
+        """True if a call may end the reasoning: not where a number of tokens ends it, perhaps amid a call."""
         return self.budget is None
 
     def parser(self, prompt_ids: TokenIds, seed: int) -> ReplyParser:
@@ -226,7 +226,7 @@ class ReplyRequest:
     variables: Mapping[str, Any]
     formats: "TemplateFormats"
     continues: bool
-    """Whether the last message is a reply to be continued."""
+    """True if the last message is a reply to be continued."""
 
     def split(
         self, messages: Sequence[Mapping[str, Any]]
@@ -250,7 +250,7 @@ class ReplyRequest:
         return template_messages(messages, formats.calls, self.described, has_system=formats.has_system)
 
     def format_after(self, prompt: str, prefill: AssistantPrefill | None = None) -> ReplyFormat:
-        """How the reply to a rendered prompt is read, or what is still to come of one that was begun."""
+        """Format of the reply to a rendered prompt, or of the rest of a reply that was begun."""
         reasoning = self.format.reasoning
         if reasoning is None or reasoning.is_closed(prompt):
             made = replace(self.format, state="none")
@@ -270,17 +270,17 @@ class TemplateFormats:
 
     @cached_property
     def reasoning(self) -> ReasoningFormat | None:
-        """How the model writes reasoning, None if its template has none."""
+        """Format of the model's reasoning, None if its template has none."""
         return learn_reasoning_format(self._trials, self._source, self._ends)
 
     @cached_property
     def calls(self) -> CallFormat:
-        """How the model writes tool calls."""
+        """Format of the model's tool calls."""
         return learn_call_format(self._trials, self._ends, reasoning=self.reasoning, source=self._source)
 
     @cached_property
     def has_system(self) -> bool:
-        """Whether the template takes a system message."""
+        """True if the template takes a system message."""
         try:
             self._trials.render([{"role": role, "content": role} for role in ("system", "user")])
         except TemplateError:
@@ -289,7 +289,7 @@ class TemplateFormats:
 
     @cached_property
     def _has_late_system(self) -> bool:
-        """Whether the template takes system messages behind others, and writes them."""
+        """True if the template takes system messages behind others, and writes them."""
         late = "late system message"
         roles = ("system", "user", "system", "user")
         try:
@@ -356,7 +356,7 @@ class TemplateFormats:
         )
 
     def _thinking_variables(self, thinking: bool | None) -> dict[str, Any]:
-        """What tells the template whether to let the model reason."""
+        """Template variables that turn reasoning on or off."""
         if thinking is None:
             return {}
         flags: dict[str, Any] = dict.fromkeys(THINKING_VARIABLES, thinking)
@@ -364,7 +364,7 @@ class TemplateFormats:
 
     @cached_property
     def _effort(self) -> dict[str, Any]:
-        """What lets a model reason whose template closes reasoning unless it is told how much there shall be."""
+        """Variables for templates that close the reasoning unless they are given an effort."""
         flags: dict[str, Any] = dict.fromkeys(THINKING_VARIABLES, True)
         effort: dict[str, Any] = {"reasoning_effort": "high"}
         ask = [{"role": "user", "content": "?"}]

@@ -43,7 +43,7 @@ class HeadLine(NamedTuple):
 
 
 class VaryingSpan(NamedTuple):
-    """Where a line that varies stands in a rendered text, and what to say of it."""
+    """Position of a varying line in a rendered text, and its description."""
 
     start: int
     end: int
@@ -63,7 +63,7 @@ class _Family:
 
 
 class SystemPromptDrift:
-    """What the heads of a model's conversations have in common. Threads may share it.
+    """Lines that the heads of a model's conversations have in common. Threads may share it.
 
     moves: whether `arrange` moves lines that vary behind the conversation they came with.
     """
@@ -159,7 +159,7 @@ class SystemPromptDrift:
 
 
 def varying_spans(text: str, messages: Messages, lines: Sequence[HeadLine]) -> tuple[VaryingSpan, ...]:
-    """Where lines of messages stand in the text that was rendered of them, but for those that a template rewrote."""
+    """Positions of lines of messages in the text rendered of them, but for those that a template rewrote."""
     found = []
     for line in lines:
         content = messages[line.message]["content"]
@@ -177,7 +177,7 @@ def varying_spans(text: str, messages: Messages, lines: Sequence[HeadLine]) -> t
 def words_at(
     spans: Sequence[VaryingSpan], text: str, token_ids: TokenIds, tokenizer: "Tokenizer", position: int
 ) -> str:
-    """What to say of the line that a token of a rendered text is part of; nothing, if that does not vary."""
+    """Description of the line that a token of a rendered text is part of; empty if that does not vary."""
     before = int(token_ids[position - 1]) if position else None
     end, start = (
         len(text) - len(tokenizer.decode(token_ids[first:], skip_special=False, previous_token_id=previous))

@@ -28,7 +28,7 @@ def written_calls(calls: Sequence[Mapping[str, Any]], form: CallFormat) -> str:
 
 
 def description(tools: tuple[Tool, ...], form: CallFormat) -> str:
-    """What tells a model which tools there are and how it calls them."""
+    """Text that tells a model its tools and how it calls them."""
     described = "\n".join(json.dumps(tool.description["function"], ensure_ascii=False) for tool in tools)
     if form.parameters is None:
         how = form.opening + form.begin + "NAME" + form.middle + "ARGUMENTS" + form.end + form.closing

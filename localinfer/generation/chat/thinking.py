@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class _Progress(NamedTuple):
-    """What is known after some tokens: the end of the text, and after how many reasoning began and was used up."""
+    """State after some tokens: the end of the text, and the tokens after which reasoning began and was used up."""
 
     tail: bytes
     began: int | None
@@ -79,7 +79,7 @@ class ThinkingBudget:
         return count
 
     def _forced(self, history: TokenIds) -> list[int]:
-        """What of the closing marker has still to come, if it has to."""
+        """Rest of the closing marker that is still to come, if it has to."""
         token_ids = history[self._start :]
         self._follow(token_ids)
         spent = self._progress[-1].spent
@@ -121,7 +121,7 @@ class ThinkingBudget:
 
 
 def _is_whole(text: bytes) -> bool:
-    """Whether a text does not end inside a character."""
+    """True if a text does not end inside a character."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     decoder.decode(text[-4:])
     return not decoder.getstate()[0]

@@ -73,7 +73,7 @@ def exchange_starts(turns: Turns, first: int = 0) -> list[int]:
 
 
 def tool_rounds(turns: Turns) -> int:
-    """How many replies since the last user message called tools."""
+    """Number of replies since the last user message that called tools."""
     starts = exchange_starts(turns)
     return sum(bool(turn.get("tool_calls")) for turn in turns[starts[-1] if starts else 0 :])
 

@@ -120,7 +120,7 @@ def _refuse(word: str) -> None:
 
 
 def pointed_at(pointer: str, root: Mapping[str, Any]) -> object:
-    """What a `$ref` points to; None if there is nothing."""
+    """Target of a `$ref`; None if there is none."""
     place: object = root
     if not pointer.startswith("#"):
         return None

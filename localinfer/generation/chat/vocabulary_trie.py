@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _DEFAULT_LIMITS = (2000, 1_000_000, 200_000, 50_000, 250_000, 500_000, True, True)
-"""What llguidance writes into `Limits`, by which the layout is recognized."""
+"""Values that llguidance writes into `Limits`, by which the layout is recognized."""
 
 TokenizeFunction = ctypes.CFUNCTYPE(
     ctypes.c_size_t,
@@ -166,7 +166,7 @@ def _declared(library: ctypes.CDLL, signatures: dict[str, tuple[Any, tuple[Any, 
 
 
 def has_known_layout(library: MatcherLibrary) -> bool:
-    """Whether LlgConstraintInit, the one structure that does not tell its size, is laid out as declared here."""
+    """True if LlgConstraintInit, the one structure that does not tell its size, is laid out as declared here."""
     init = MatcherInit()
     library.constraint_init_set_defaults(ctypes.byref(init), ctypes.addressof(init))
     found = tuple(getattr(init.limits, field[0]) for field in Limits._fields_)
@@ -180,13 +180,13 @@ _LEXER_FUEL = 100_000
 _MOST_ITEMS_PER_STEP = 20_000
 """Of the parser's table: some 0.1 s of work, which only an endless or hostile grammar reaches."""
 _CONTROL_MARK = b"\xff"
-"""What stands before the spelling of a control token in llguidance; no text has this byte."""
+"""Prefix of the spelling of a control token in llguidance; no text has this byte."""
 _MOST_FORCED = 1024
 _ERROR_BYTES = 1024
 
 
 class VocabularyTrie(Protocol):
-    """What makes the matchers of one vocabulary; threads may share it."""
+    """Factory of the matchers of one vocabulary; threads may share it."""
 
     def matcher(self, grammar: str) -> GrammarMatcher:
         """A matcher at the start of a grammar in llguidance's form, or one that has an error."""
@@ -263,7 +263,7 @@ class ForeignTrie:
 
 
 def _tokenize_function(tokenizer: "Tokenizer", interruptions: list[BaseException]) -> "ctypes._FuncPointer":
-    """What llguidance calls to encode a text. It does not refer to the trie, whose memory would be freed late."""
+    """Callback of llguidance that encodes a text. It does not refer to the trie, whose memory would be freed late."""
 
     def tokenize(_: int | None, text: int, size: int, ids: int | None, capacity: int) -> int:
         try:

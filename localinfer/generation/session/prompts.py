@@ -89,7 +89,7 @@ class SessionPrompts:
             raise self._overflow(error.num_tokens) from None
 
     def count(self, turns: Sequence[Turn]) -> int:
-        """How many tokens the prompt of messages has. Raises: TemplateError."""
+        """Number of tokens of the prompt of messages. Raises: TemplateError."""
         return int(self._encode(turns)[0].size)
 
     def prefix(self, turns: Sequence[Turn]) -> tuple[NDArray[np.int32], int]:

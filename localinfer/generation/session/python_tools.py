@@ -111,7 +111,7 @@ def _entries(lines: Iterator[str], head: re.Pattern[str]) -> dict[str, str]:
 
 
 REFUSED = "The user refused this call."
-"""What a model reads in place of the result of a call that was refused."""
+"""Text for the model in place of the result of a refused call."""
 
 Tool = Callable[..., Any] | Mapping[str, Any]
 """A function, or a tool in OpenAI's shape, whose calls the caller runs."""
@@ -209,7 +209,7 @@ class ToolBox:
         self._on_result = on_result
 
     def has(self, name: str) -> bool:
-        """Whether a tool of this name is a function."""
+        """True if a tool of this name is a function."""
         return name in self._functions
 
     def run(self, call: ToolCall, loop: asyncio.AbstractEventLoop | None = None) -> str:
@@ -244,7 +244,7 @@ class ToolBox:
 
 
 def result_text(value: Any) -> str:
-    """What a model reads of a result: text as it is, anything else as JSON. Raises: TypeError for what is no JSON."""
+    """Text of a result for the model: text as it is, anything else as JSON. Raises: TypeError for what is no JSON."""
     if isinstance(value, str):
         return value
     import msgspec

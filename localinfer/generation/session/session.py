@@ -46,7 +46,7 @@ _CANCELLED_CALL = "This call was cancelled before it ran."
 
 
 class SessionModel(Protocol):
-    """What makes sessions: an `LLM`."""
+    """Model of sessions: an `LLM`."""
 
     def session(
         self,
@@ -117,12 +117,12 @@ class Session(Closing):
 
     @property
     def context_length(self) -> int:
-        """How many tokens messages and reply may have together."""
+        """Most tokens that messages and reply may have together."""
         return self._prompts.model.context_length
 
     @property
     def context_used(self) -> int:
-        """How many tokens the messages take, the system message and the tools included."""
+        """Number of tokens of the messages, the system message and the tools included."""
         self._check_open()
         return int(self._prompts.prefix(self._turns)[0].size)
 
@@ -465,7 +465,7 @@ class Session(Closing):
             self._busy.release()
 
     def _end_dropped_stream(self) -> bool:
-        """Whether what gave the last events was dropped without being closed; what it said so far is kept."""
+        """End a stream that was dropped without being closed, keeping its text; True if there was one."""
         running, reading = self._running, self._reading
         if running is None or reading is None or running() is not None:
             return False

@@ -36,7 +36,7 @@ class AnswerType:
         _close_objects(self.schema)
 
     def constraint(self) -> JsonSchema:
-        """What an answer is constrained to."""
+        """Constraint of an answer."""
         return JsonSchema(self.schema)
 
     def check(self, check_constraint: Callable[[Constraint], None]) -> None:
@@ -138,7 +138,7 @@ _CUTS = {
 
 
 def has_pydantic(answer_type: Any, depth: int = 8) -> bool:
-    """Whether a type is, or holds, what only pydantic can read."""
+    """True if a type is or contains one that only pydantic can read."""
     if hasattr(answer_type, "__pydantic_core_schema__") or hasattr(answer_type, "__pydantic_validator__"):
         return True
     if not depth:

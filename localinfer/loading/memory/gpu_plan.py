@@ -23,7 +23,7 @@ from localinfer.system.machine_limits import MemoryLimits
 
 
 def describe_gpus(path: str | os.PathLike[str], *, kv_type: str = "f16") -> dict[str, Any] | None:
-    """Which GPUs would have what of a model loaded with device 'auto'; None where no NVIDIA driver is installed.
+    """Shares of the GPUs in a model loaded with device 'auto'; None where no NVIDIA driver is installed.
 
     Keys: context_length, of which the cache is counted; summary, one line; and gpus, cpu_expert_layers, host_bytes; or
     else reason, why the model stays on the CPU.
@@ -46,7 +46,7 @@ def gpu_placement(
     kv_window: int | None = None,
     reserved: Mapping[int, int] | None = None,
 ) -> DevicePlacement | None:
-    """What a load would put on GPUs, by the header of an open file; None if the CPU computes all of it.
+    """Placement of a load on GPUs, by the header of an open file; None if the CPU computes all of it.
 
     kv_window: texts keep so many keys and values, None for all. reserved: see `plan_placement`.
     Raises: as the load where a GPU was asked for, BackendUnavailableError and UnsupportedFormatError; RequestError if
@@ -134,19 +134,19 @@ REFUSED_BY_GPUS = (BackendUnavailableError, OutOfMemoryError, UnsupportedFormatE
 
 
 class HostPart(NamedTuple):
-    """What a draft model takes of main memory; kv_bytes: of that keys and values, if all are there, else 0."""
+    """Main memory of a draft model; kv_bytes: of that keys and values, if all are there, else 0."""
 
     num_bytes: int = 0
     kv_bytes: int = 0
 
 
 def draft_request(options: ModelOptions) -> DeviceRequest:
-    """Where the draft model of a target on GPUs is wanted: on those that were named, or on any."""
+    """Device request of the draft model of a target on GPUs: those that were named, or any."""
     return DeviceRequest(device="auto" if options.gpus is None else options.device)
 
 
 def draft_on_host(options: ModelOptions, target: ModelConfig, placement: DevicePlacement) -> HostPart:
-    """What a draft model takes of main memory beside a target on GPUs. Raises: ModelFileError and below."""
+    """Main memory of a draft model beside a target on GPUs. Raises: ModelFileError and below."""
     if options.separate_draft is None:
         return HostPart()
     with closing(open_model_file(options.separate_draft)) as file:
@@ -173,7 +173,7 @@ def host_budget(
     draft: HostPart,
     memory: MemoryLimits,
 ) -> KVBudget:
-    """What keys and values may take of main memory beside a model on GPUs, and of its draft model.
+    """Main memory for keys and values of a model on GPUs, and of its draft model.
 
     draft: of `draft_on_host`. Raises: OutOfMemoryError, with the figures and the ways out, if what is to be in main
     memory does not fit.

@@ -1,4 +1,4 @@
-"""What a model takes in memory on the CPU before it is loaded, and the largest context that fits.
+"""Memory of a model on the CPU, planned before it is loaded, and the largest context that fits.
 
 Only the header of its file is read. Weights are counted as the kernels hold them, by writing the model's graph over
 shapes without data; keys and values by the layout that the cache itself uses.
@@ -178,7 +178,7 @@ class MemoryPlan:
         return self.fixed_bytes + self.kv_bytes(context_length, kv_type)
 
     def _beside_context(self, context_length: int) -> int:
-        """How much of a text its draft model keeps: it ends where that was trained to."""
+        """Tokens of a text that its draft model keeps: up to the context that it was trained on."""
         return context_length if self.beside is None else min(context_length, self.beside.config.context_length)
 
     def largest_context(self, kv_bytes: int, most: int | None = None, kv_type: str | None = None) -> int:

@@ -1,4 +1,4 @@
-"""What a model needs of memory by context length, and what fits here: for `localinfer show`, as JSON and as text."""
+"""Memory of a model by context length, and the largest that fits: for `localinfer show`, as JSON and as text."""
 
 import os
 from collections.abc import Iterator, Mapping

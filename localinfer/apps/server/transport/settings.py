@@ -115,7 +115,7 @@ class AccessToken:
 
     @property
     def identity(self) -> str:
-        """Whose texts are those of this token: a name's, whatever its token is now; without a name the token's own.
+        """Owner of the token's texts: its name, whatever the token is now; without a name the token itself.
 
         Unnamed tokens have no identity: other tokens may move to their lines.
         """
