@@ -39,8 +39,8 @@ m1 | (m0 >> 4) << 6 (each byte keeps two bits of m0 in its upper end), where w =
 have the file's bytes in the file's order, four of a row in its lane, as vectors of codes do.
 
 A mask is 64 bits, 4 * r + c for row r and column, or index, c of four. A block has eight masks of signs. Where a file
-stores seven signs of eight columns (IQ2_XXS, IQ2_XS, IQ3_XXS), the eighth follows from their number; in its place are
-the four bits of the block's scale, of IQ2_XS bit 8 of the four indices.
+stores seven signs of eight columns (IQ2_XXS, IQ2_XS, IQ3_XXS), the eighth follows from their number; in its bits are
+the four of the block's scale, of IQ2_XS bit 8 of the four indices.
 """
 
 import math

@@ -305,8 +305,8 @@ class AbortableProgram(Program, Protocol):
     def run_abortable(self, batch: Batch, should_abort: Callable[[float], bool]) -> FloatArray | None:
         """As `run`, but ask between ops, of a batch of many rows, whether the rest is unwanted; None if it was.
 
-        is_unwanted: is told which share of the work is done, in (0, 1). After None, what the pages hold for the batch's
-        positions is undefined; every position before them is as it was.
+        is_unwanted: called with the share of the work that is done, in (0, 1). After None, the pages' contents for the
+        batch's positions are undefined; every position before them is as it was.
         """
 
 

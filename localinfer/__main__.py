@@ -23,7 +23,7 @@ def main() -> int:
 def _run(answers: bool) -> int:
     watch = None
     if sys.argv[1:2] == ["serve"] and "--until-stdin-ends" in sys.argv:
-        # Before the rest is imported, which takes a while: who started us may be gone by then.
+        # Before the rest is imported, which takes a while: the process that started this one may be gone by then.
         from localinfer.system.parent_watch import ParentWatcher
 
         watch = ParentWatcher()

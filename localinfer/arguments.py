@@ -111,7 +111,7 @@ def shown(value: object) -> str:
 
 
 def half_character(text: str) -> int | None:
-    """The place of the first surrogate in a text, which is no character by itself and cannot be encoded; or None."""
+    """The position of the first surrogate in a text, which is no character by itself and cannot be encoded; or None."""
     return next((place for place, letter in enumerate(text) if "\ud800" <= letter <= "\udfff"), None)
 
 

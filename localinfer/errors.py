@@ -155,7 +155,7 @@ class AnswerError(LocalinferError):
 
 
 class ToolRoundsError(LocalinferError):
-    """The model went on calling tools for as many rounds as it may; `rounds`: how many."""
+    """The model called tools for as many rounds as it may; `rounds`: how many."""
 
     def __init__(self, message: str, *, rounds: int) -> None:
         super().__init__(message)
@@ -165,7 +165,7 @@ class ToolRoundsError(LocalinferError):
 class OverloadedError(LocalinferError):
     """The queue of waiting requests is full, or a first token would come later than it is wanted.
 
-    retry_after_seconds: when a place is likely to be free. predicted_ttft_seconds: until the first token, if that is
+    retry_after_seconds: when a slot is likely to be free. predicted_ttft_seconds: until the first token, if that is
     why.
     """
 
@@ -182,7 +182,7 @@ class ClosedError(LocalinferError):
 
 
 def without_frames(error: Exception) -> Exception:
-    """An error that is kept until somebody reads it, without the frames that it passed, and what those hold.
+    """An error that is kept for a later reader, without the frames that it passed, and what those hold.
 
     Of one that is none of ours they are a note, as text.
     """

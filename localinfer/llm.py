@@ -93,7 +93,7 @@ class LLM(Closing):
         kv_window: bounds what each text holds; the model must have been loaded for it.
         identity: of the model and its settings, for what is kept on disk. disk: keep conversations there.
         speculation: what guesses tokens; None decodes one by one. limits: how many generations it takes on at once.
-        observer: told of what the prefix cache holds. describe: gathers `info`.
+        observer: gets the changes of the prefix cache. describe: gathers `info`.
         """
         from localinfer.engine.engine import Engine
 
@@ -221,7 +221,7 @@ class LLM(Closing):
 
         prompt: text, which gets the model's beginning-of-text token, or token ids, which are taken as they are.
         parse_special: read the names of special tokens in the text as those tokens.
-        options: see GenerationOptions. Without max_tokens it goes on to an end token or the end of the context.
+        options: see GenerationOptions. Without max_tokens it ends at an end token or the end of the context.
         Raises: RequestError, ContextLengthError, ClosedError.
         """
         with self.stream(prompt, parse_special=parse_special, **options) as stream:
@@ -356,11 +356,11 @@ class LLM(Closing):
         """Begin a conversation that keeps its messages by itself; see `Session`.
 
         tools: Python functions, which are called when the model asks for it, or tools in OpenAI's shape, whose calls
-            are returned. Of a function, the model is told its signature and what its docstring says.
+            are returned. Of a function, the model gets the signature and the docstring.
         messages: what was said before. options: of every reply, where an ask does not say otherwise.
         on_tool_call: asked before each call of a function: True or None lets it run, False refuses it, anything else
-            is its result. on_tool_result: told of each, with the exception that the function raised, if any. Both may
-            be coroutine functions, as the tools may.
+            is its result. on_tool_result: called with each, and the exception that the function raised, if any. Both
+            may be coroutine functions, as the tools may.
         max_tool_rounds: how many replies in a row may call tools.
         Raises: RequestError for a model that cannot chat, and for what cannot be a tool, a message or an option.
         """
@@ -562,7 +562,7 @@ class LLM(Closing):
         *,
         cache_salt: str | None = None,
     ) -> int:
-        """Write the keys and values of one conversation to a file, to go on with later; return its tokens.
+        """Write the keys and values of one conversation to a file, to continue later; return its tokens.
 
         token_ids: the conversation; None takes the one that was answered last. What is not in memory of it is left
         out. cache_salt: with which the given conversation was generated. The file holds the text, as token ids: only

@@ -56,7 +56,7 @@ class Beam:
 
 @dataclass(frozen=True, slots=True)
 class RankedDocument:
-    """A document's place among those given, its score for the query, and the tokens that both took together."""
+    """A document's index among those given, its score for the query, and the tokens that both took together."""
 
     index: int
     score: float

@@ -17,7 +17,7 @@ SLEEPERS = 1 * 64
 """Number of threads that are marked as sleeping."""
 NEXT_UNIT = 2 * 64
 FIRST_TAKEN = NEXT_UNIT + 8
-"""Of the op: the next unit that nobody has claimed, and a bit per thread whose first stretch somebody has."""
+"""Of the op: the next unit that no thread has claimed, and a bit per thread whose first stretch is claimed."""
 OPS = 3 * 64
 NUM_OPS = OPS + 8
 BATCH = OPS + 16

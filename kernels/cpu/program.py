@@ -94,7 +94,7 @@ class ThreadPool:
 
     def ask_threads(self, num_threads: int | None) -> None:
         """Let batches from the next on be run by so many threads, None for as many as at first. Any thread may ask."""
-        assert num_threads is None or 1 <= num_threads <= self.max_threads, "checked by who asks"
+        assert num_threads is None or 1 <= num_threads <= self.max_threads, "checked by the caller"
         with self._asking:
             self._asked = replace(self._asked, num_threads=num_threads)
 

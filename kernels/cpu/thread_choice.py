@@ -105,7 +105,7 @@ class _Trial:
 
 
 class ThreadChoice:
-    """Chooses for steps of one kind; not thread-safe. It has no clock: time passes with the steps that it is told of.
+    """Chooses for steps of one kind; not thread-safe. It has no clock: time passes with the steps that are reported.
 
     usual: how many are best on a free machine, at most `most`. is_sure: that was measured on one; if not, it is found
     out as soon as processors are free. given: these three as they were at first.

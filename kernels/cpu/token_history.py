@@ -81,7 +81,7 @@ class TokenHistory:
         return count
 
     def expect(self, cursor: Cursor, token_ids: NDArray[np.int32]) -> None:
-        """Read another text, contiguous int32[T], and expect the cursor's text to go on with it."""
+        """Read another text, contiguous int32[T], and expect the cursor's text to continue it."""
         source = Cursor()
         # A token of its own before it, since what follows the node before all tokens is the newest text.
         self.extend(source, np.array([_SEPARATOR], np.int32))

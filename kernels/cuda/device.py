@@ -273,7 +273,7 @@ class CudaDevice:
     def capture(self, steps: Sequence[Step]) -> Callable[[], None]:
         """A function that replays these steps as one graph.
 
-        Other threads may go on using their devices meanwhile: only this thread's calls are part of the capture.
+        Other threads may use their devices meanwhile: only this thread's calls are part of the capture.
         """
         self._enter()
         for step in steps:

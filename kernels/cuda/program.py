@@ -54,7 +54,7 @@ class CudaProgram:
         page_sums: PageSums | None = None,
     ) -> None:
         """stages: of each its ops' steps for any shape. logits: address, row stride and width of what `run` returns.
-        place: address and row stride of a buffer. samples: without it only `run` may be called.
+        place: returns address and row stride of a buffer. samples: without it only `run` may be called.
         page_sums: where its ops sum attention by page, if they do."""
         self._device = device
         self._limits = limits

@@ -67,7 +67,7 @@ def compile_ahead(kernels: Iterable[Kernel], progress: ProgressCallback | None =
     """Compile all kernels that are not cached, with progress.
 
     Compiling one kernel takes seconds, so none is left to be compiled on first use. What `progress` raises ends it, and
-    the child processes; one that compiles in this process goes on to the end of its kernel.
+    the child processes; one that compiles in this process finishes its kernel.
     """
     missing = [kernel for kernel in dict.fromkeys(kernels) if not kernel.is_cached]
     if missing and object_cache.cache_folder() is not None and can_start_children():

@@ -1,6 +1,6 @@
 """Files of settings in TOML, and `config.toml`, a user's own defaults for commands, in their configuration folder.
 
-Tables have known keys, and every fault is told with its line. Only commands read them; the Python API never does."""
+Tables have known keys, and every error names its line. Only commands read them; the Python API never does."""
 
 import json
 import tomllib

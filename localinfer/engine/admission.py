@@ -102,8 +102,8 @@ class PriorityOrder:
         return sorted(found, key=self.urgency, reverse=True)
 
     def surplus(self, request: Request, others: Sequence[Request]) -> list[Request]:
-        """Those of the others that give way to the only text of an owner though they are as urgent: of owners with
-        several texts, who keep one, first the newest of the one that has most. None where its owner has others itself.
+        """The others that give way to the only text of an owner though they are as urgent: of owners with several
+        texts, which keep one, first the newest of the one that has most. None where its owner has others itself.
 
         others: that hold memory, in order of arrival. The elder runs to its end.
         """
@@ -288,7 +288,7 @@ class AdmissionControl:
                         break
         for victim in victims:
             self._preempt(victim)
-            # It comes back as soon as there is room beside who took it.
+            # It comes back as soon as there is room beside the request that took it.
             victim.gave_way_to = frozenset()
         return True
 
@@ -310,7 +310,7 @@ class AdmissionControl:
         request.gave_way_to = frozenset(self._cache.pool.sequences)
 
     def _has_room(self, request: Request, without: Sequence[Request] = ()) -> bool:
-        """True if a request may begin or go on beside others, were some of them not there."""
+        """True if a request may begin or continue beside others, were some of them not there."""
         sequences = [other.cache for other in without]
         return self._cache.has_room(request.head, request.hints.salt, without=sequences)
 

@@ -19,7 +19,7 @@ _SCALES = (1.0, 8.0, 64.0)
 _RIDGE = 1e-3
 _LARGEST_FIT_CHANGE = 4.0
 _STEPS_PER_LINE = 16
-"""Fitting anew takes as long as a small step; who predicts has the line of all steps so far."""
+"""Fitting anew takes as long as a small step; a prediction has the line of all steps so far."""
 
 
 class StepFit:

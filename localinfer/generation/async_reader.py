@@ -1,6 +1,6 @@
 """Reads a generation for an event loop: a thread takes its events, and the loop gets all that have come at once.
 
-The thread lives while the reader keeps up: with many events unread it ends, and another goes on when they are read. So
+The thread lives while the reader keeps up: with many events unread it ends, and another begins when they are read. So
 a reader that stops in the middle, or a loop that is closed, leaves no thread, and memory is bounded.
 """
 
@@ -16,7 +16,7 @@ from localinfer.system.event_loop import LoopCalls
 MOST_UNREAD = 64
 """Events at which the thread ends."""
 _FEW_UNREAD = 16
-"""Events at which another one goes on: late enough to be worth its start, and before the reader has to wait."""
+"""Events at which another one begins: late enough to be worth its start, and before the reader has to wait."""
 
 
 class _End(NamedTuple):
@@ -103,7 +103,7 @@ class AsyncReader:
             self._thread.join()
 
     def abandon(self) -> None:
-        """Let the thread end soon, as nobody reads on. Never waits: for the garbage collector, in any thread."""
+        """Let the thread end soon, as there is no reader. Never waits: for the garbage collector, in any thread."""
         self._generation.leave()
 
     async def _wait(self) -> None:

@@ -96,7 +96,7 @@ class TextEmbedder:
     def _pool(
         self, texts: Sequence[NDArray[np.int32]], pooling: Pooling, num_first: Sequence[int] | None = None
     ) -> list[FloatArray]:
-        # Of two threads one waits for the other's batches: a program grows while nobody uses it.
+        # Of two threads one waits for the other's batches: a program grows while it is unused.
         with self._lock:
             return self._pooler.pool(texts, pooling, num_first)
 

@@ -294,7 +294,7 @@ class TextGeneration(Iterator[StreamEvent]):
         self._tokens.cancel()
 
     def close(self) -> None:
-        """End it from any thread; unless one is taking an event just now, nobody gets the last ones."""
+        """End it from any thread; unless one is taking an event just now, the last ones are lost."""
         self.cancel()
         # What ended it is raised by `completion`, and a thread that takes an event just now gets the last one.
         with suppress(Exception):

@@ -53,7 +53,7 @@ class _Work:
     rows: float
     """Rows of its prompt that are left."""
     tokens: float
-    """Tokens that it is likely to go on for."""
+    """Tokens that are likely still to come."""
     held: int
     """Positions in memory at the end of its prompt."""
     order: int
@@ -250,7 +250,7 @@ class TtftPredictor:
         return seconds
 
     def _admit(self, streams: list[_Work], prompts: list[_Work], waiting: list[_Work], room: float) -> float:
-        """Admit what there is place and room for, as `admission` does; return the room that is left."""
+        """Admit requests while slots and memory last, as `admission` does; return the room that is left."""
         while waiting:
             owners = Counter(work.owner for work in (*streams, *prompts))
             allowed = [work for work in waiting if may_run(work.owner, owners[work.owner])]

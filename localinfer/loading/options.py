@@ -230,7 +230,7 @@ def disk_options(disk_cache: bool | int, folder: str | os.PathLike[str] | None) 
 
     chosen = conversations_folder(None if folder is None else check_path("disk_cache_folder", folder))
     if chosen is None:
-        # A user without a home folder is told so when kernels find no place there either.
+        # A user without a home folder learns so when kernels find no folder there either.
         return None
     return DiskOptions(chosen, DEFAULT_MAX_BYTES if disk_cache is True else disk_cache)
 

@@ -256,7 +256,7 @@ class _Seen(NamedTuple):
 class ConversationStore:
     """The conversations in one folder, which is made when the first is saved.
 
-    Any number of processes may use it. Of two that continue one conversation, the second to save goes on under a new
+    Any number of processes may use it. Of two that continue one conversation, the second to save continues under a new
     name, with a warning, so that the turns of both are kept.
     """
 
@@ -314,7 +314,7 @@ class ConversationStore:
         return self.load(name_or_id) if is_id(name_or_id) or self._named(name_or_id) else None
 
     def similar_names(self, name: str) -> _Texts:
-        """The names that somebody may have meant, at most three, the likeliest first."""
+        """The names that a user may have meant, at most three, the likeliest first."""
         return get_close_matches(name, [summary.name for summary in self.list()], n=3)
 
     def latest(self) -> SavedConversation | None:
@@ -412,7 +412,7 @@ class ConversationStore:
         raise RequestError(f"there is no saved conversation {name_or_id!r}; 'localinfer sessions' lists all{hint}")
 
     def _named(self, name: str) -> _Texts:
-        """The ids of the conversations of this name: one or none, unless somebody else wrote files here."""
+        """The ids of the conversations of this name: one or none, unless another program wrote files here."""
         wanted = _folded(name)
         return [summary.id for summary in self.list() if _folded(summary.name) == wanted]
 

@@ -175,7 +175,7 @@ class KVEventPublisher(Closing):
     def attach(self, *, closes: bool = False) -> CacheEvents:
         """The observer of a cache, whose events are published until it ends or another is attached.
 
-        Where another one was, its blocks are told of as cleared first. closes: this publisher ends with that cache.
+        The blocks of a former cache are reported as cleared first. closes: this publisher ends with that cache.
         Raises: ClosedError.
         """
         with self._lock:
@@ -288,7 +288,7 @@ class KVEventPublisher(Closing):
 
 
 class CacheEvents:
-    """The observer of one cache (`cache.prefix_node.CacheObserver`). is_muted: what it is told is not published."""
+    """The observer of one cache (`cache.prefix_node.CacheObserver`). is_muted: its events are not published."""
 
     def __init__(self, put: Callable[[Event], object], on_close: Callable[[CacheEvents], object]) -> None:
         self._put = put
@@ -311,7 +311,7 @@ class CacheEvents:
             self._put(AllBlocksCleared())
 
     def close(self) -> None:
-        """Let another cache be told of."""
+        """Free the publisher for another cache."""
         self._on_close(self)
 
 
@@ -334,7 +334,7 @@ def observer_of(kv_events: str | KVEventsConfig | KVEventPublisher | None) -> Ca
 
 
 def _make_private(endpoint: str) -> None:
-    """Let nobody else connect to a socket that is a file."""
+    """Let no other user connect to a socket that is a file."""
     path = endpoint.removeprefix("ipc://")
     if path != endpoint and path != "*" and not path.startswith("@"):
         os.chmod(path, 0o600)

@@ -410,7 +410,7 @@ class DiskTier:
     ) -> Saved:
         """Write the missing pages of a sequence, in order, and enforce the budget.
 
-        read: called with the indices of at most `pages_at_once` pages. places: which pages, in order; None for all.
+        read: called with the indices of at most `pages_at_once` pages. places: indices, in order; None for all.
         threads: how many write. A failure of the disk ends the save early and is returned, never raised; pages written
         until then are kept.
         """

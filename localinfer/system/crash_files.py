@@ -101,7 +101,7 @@ def stored_reports(folder: Path | None) -> list[Report]:
 
 
 def take_untold(folder: Path | None) -> Report | None:
-    """The newest report that no start has mentioned; from now on all are told, and only the newest are kept."""
+    """The newest report that no start has mentioned; then all count as mentioned, and only the newest are kept."""
     reports = stored_reports(folder)
     untold = [report for report in reports if not report.is_told and report.text]
     with contextlib.suppress(OSError):

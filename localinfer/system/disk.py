@@ -153,7 +153,7 @@ def make_folder(path: AnyPath, mode: int = 0o700) -> list[str]:
 
 
 def set_mode(path: AnyPath, mode: int) -> None:
-    """Change who may read and write what is at a path."""
+    """Change the permissions of what is at a path."""
     os.chmod(path, mode)
 
 

@@ -303,7 +303,7 @@ def _find_place(path: str) -> _Place:
         if os.path.samestat(again, status) and os.path.abspath(path) != real:
             # An open file that was deleted has a name under /dev/fd only.
             return _Place(path, status, is_in_place=True)
-        # Another process has renamed a file into its place.
+        # Another process has renamed a file to its path.
         status = again
     return _Place(real, status, is_in_place=False)
 
@@ -360,7 +360,7 @@ def _create_locked_beside(path: Path, mode: int, mark: str) -> tuple[FileIO, str
 
 
 def _delete_unfinished(folder: str, mark: str) -> None:
-    """Delete what killed writers of an output left of it: files of its mark whose lock nobody holds."""
+    """Delete what killed writers of an output left of it: files of its mark whose lock is free."""
     for path in _temporaries(folder, mark):
         with contextlib.suppress(OSError), disk.open_lock(path) as file:
             if disk.try_lock(file, if_unsupported=False):

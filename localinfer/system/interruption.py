@@ -5,7 +5,7 @@ whose `except:` tries something else, in a finalizer, in a callback of C code, i
 What is raised here notices that: an exception that is no longer referenced and was not taken by `take` was swallowed.
 
 Only the process of a command calls `begin`; a program that uses the library keeps its own handlers. Imports little:
-until the command answers Ctrl-C, what is interrupted is told line by line.
+until the command answers Ctrl-C, what is interrupted is said line by line.
 """
 
 import signal
@@ -99,7 +99,7 @@ def raises_interrupts() -> bool:
 def take() -> None:
     """Say that Ctrl-C was answered, so that it is not raised again.
 
-    What catches KeyboardInterrupt and goes on calls this, and what answers it by another end than the exception's.
+    Called by code that catches KeyboardInterrupt and continues, or ends otherwise than by the exception.
     """
     _state.is_pending = False
 

@@ -56,7 +56,7 @@ class ParentWatcher:
         self._end()
 
     def _watch_parent(self) -> None:
-        """Wait for the process that started this one, as where standard input is that one's own and goes on."""
+        """Wait for the process that started this one, as where standard input is that one's own and stays open."""
         if sys.platform == "win32":
             # Not tested. The number of a parent stays that of one that has ended.
             import psutil
@@ -97,7 +97,7 @@ def _is_orphan(parent: int) -> bool:
 
 
 def _has_more() -> bool:
-    """Wait for standard input, and say whether it goes on, as it does where memory for what came is short."""
+    """Wait for standard input, and return True if it continues, as it does where memory for what came is short."""
     try:
         return bool(os.read(0, _PIECE_BYTES))
     except MemoryError:

@@ -1,6 +1,6 @@
 """The calibration pass: a text goes through a model layer by layer, and a visitor is called with every product.
 
-Only one layer's work is in memory at a time, and what the next layer reads is all that has to be kept to go on later.
+Only one layer's work is in memory at a time, and the next layer's input is all that has to be kept to resume later.
 """
 
 from collections.abc import Callable
@@ -85,7 +85,7 @@ def calibrate(
     token_ids: int32[sequences, length], as `calibration_sequences` gives them.
     quantized_rows: rows of an embedding in the second model, by the tensor's name and token ids; None runs the original
         model alone, and both inputs of a product are then the same.
-    start: continue from this state. layer_done: called after every layer with the state to go on from.
+    start: continue from this state. layer_done: called after every layer with the state to resume from.
     progress: called with a stage's name, the layers done and the layers in all; the output matrix counts as one.
     Raises: ModelFileError and below if the model cannot be run.
     """

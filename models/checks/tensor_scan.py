@@ -64,7 +64,7 @@ def check_tensors(
 ) -> Iterator[Finding]:
     """Read and decode every weight, on all cores, and yield what they tell.
 
-    progress: told of MB done. config: of the model, unless the file is run by none of its own.
+    progress: called with MB done. config: of the model, unless the file is run by none of its own.
     Raises: CorruptFileError if the file was changed since it was opened.
     """
     infos = [info for info in file.tensors.values() if info.type in SAMPLED_TYPES]

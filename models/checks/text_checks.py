@@ -367,7 +367,7 @@ def check_template(template: ChatTemplate, tokenizer: Tokenizer) -> Iterator[Fin
     try:
         text = template.render([ASK, {"role": "assistant", "content": ANSWER}], add_generation_prompt=False)
     except TemplateError:
-        # Some take only chats that go on.
+        # Some take only chats that continue.
         return
     if ANSWER not in text:
         return

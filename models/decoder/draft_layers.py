@@ -39,7 +39,7 @@ def write_previous_states(graph: Graph, states: Buffer) -> Buffer:
     """Write every row's hidden states of the position before it, which draft layers cache something of.
 
     Of a segment's first row the sequence carries them. A model with recurrent layers has them among its states, so that
-    they are there wherever a sequence goes on from a snapshot, by a convolution that takes the row before and nothing
+    they are there wherever a sequence resumes from a snapshot, by a convolution that takes the row before and nothing
     of its own.
     """
     previous = graph.buffer("previous_hidden", states.width, states.rows)

@@ -387,7 +387,7 @@ def choose_placement(
 
 
 def refusal(needs: MemoryNeeds, found: Sequence[FoundDevice], request: DeviceRequest) -> str:
-    """Why `choose_placement` found no place for a single layer."""
+    """Reason why `choose_placement` put no layer on a GPU."""
     wanted = request.num_cpu_experts(len(needs.layers))
     cpu_experts = len(needs.layers) if wanted is None else wanted
     needed = needs.bytes_of(1, cpu_experts) + MARGIN_BYTES

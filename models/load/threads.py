@@ -300,7 +300,7 @@ def choose_decode_threads(
 ) -> None:
     """Set the program's `decode_threads` to the fewest that decode within 3 % of the fastest.
 
-    Where other programs are busy and nothing is known, that is a first guess, and the program goes on to find out.
+    Where other programs are busy and nothing is known, that is a first guess, and the program measures on.
 
     measure_again: whatever earlier loads have found. may_measure: else what one of them has found, or all.
     """

@@ -425,7 +425,7 @@ NO_POOL = cast(ThreadPool, SimpleNamespace(num_threads=1, max_threads=1, control
 
 
 class UnreadWeights(CpuWeights):
-    """Weights with the sizes and layouts of a file's, in memory that nobody ever touches, so that it takes none."""
+    """Weights with the sizes and layouts of a file's, in memory that is never touched, so that it takes none."""
 
     def __init__(self, file: ModelFile) -> None:
         super().__init__(file, NO_POOL)

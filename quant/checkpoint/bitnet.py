@@ -2,7 +2,7 @@
 
 Packed, the bytes of `weight` hold four rows each, which lie a quarter of the matrix apart, the first in the lowest
 bits, as 0, 1 and 2; `weight_scale` is beside it. Of its linear classes, transformers' older one divides by that number
-and its newer one multiplies by it. In "online" mode `weight` holds the numbers that training went on with: they are
+and its newer one multiplies by it. In "online" mode `weight` holds the numbers that training used: they are
 divided by their mean magnitude and rounded when the model is loaded.
 """
 

@@ -62,7 +62,7 @@ def _area_cell(emit: Emitter) -> Value:
 
 @emitted(types.int64, ADDRESS, *[types.int64] * 3)
 def _call(emit: Emitter, function: Value, first: Value, second: Value, third: Value) -> Value:
-    """Call a function of the C library that takes up to three numbers or addresses."""
+    """Call a function of the C library with at most three numbers or addresses."""
     kind = ir.FunctionType(I64, [I64] * 3)
     return emit.builder.call(emit.builder.inttoptr(function, kind.as_pointer()), [first, second, third])
 

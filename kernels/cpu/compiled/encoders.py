@@ -8,7 +8,7 @@ A K-quant fits every group of a block by itself, then fits the groups' scales to
 codes once more with the scales as a reader will decode them. A group whose scale decodes to 0 keeps the codes of its
 own fit.
 
-The inner loop of GPTQ rounds a block of columns one by one, and later ones take up the errors so far. Its columns lie
+The inner loop of GPTQ rounds a block of columns one by one, and later ones absorb the errors so far. Its columns lie
 one after the other, with rows as lanes: nothing is summed across them, so a row gets the bits it would get alone.
 Products are added one by one in the order of columns.
 """

@@ -38,7 +38,7 @@ _NODE_TOKEN, _NEXT, _PARENT = range(NODE_WORDS)
 _RECENT_STEPS = 64
 _MOST_VOTES = 1
 _WINDOW = 48
-"""Tokens after the end of a copy within which it may go on."""
+"""Tokens after the end of a copy within which it may continue."""
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -182,7 +182,7 @@ def _match(states: Any, cursor: int, state: Any) -> None:
 
 @inline
 def _align(nodes: Any, cursor: int, node: int) -> None:
-    """Follow the copy in progress, or look for the point where it goes on after a change."""
+    """Follow the copy in progress, or look for the point where it continues after a change."""
     if CURSOR.match_length(cursor) >= LONG_MATCH:
         CURSOR.set_aligned(cursor, CURSOR.match(cursor))
         CURSOR.set_lost(cursor, 0)

@@ -1,6 +1,6 @@
 """Attention of many rows of one sequence on tensor cores: the rows and query heads of a tile share every key and value.
 
-A tile iterates over its pages from the first to the last, with a running maximum; positions have fixed places in a
+A tile iterates over its pages from the first to the last, with a running maximum; positions are fixed in a
 step, so a row's result depends only on its own prefix. Queries and weights are rounded to float16, codes of keys and
 values are converted to float16 with their scales, and sums are float32.
 Source: FlashAttention-2 (arXiv 2307.08691), algorithm 1.

@@ -94,7 +94,7 @@ def key_group_bytes(kind, size):
 def key_store_of(kind, size):
     """Make the function that writes a head's key, after RoPE if that has pairs, with all threads of a block.
 
-    numbers: float32[size] of shared memory, for codes. place: of the head in its page. within: number in the page.
+    numbers: float32[size] of shared memory, for codes. place: the head in its page. within: number in the page.
     """
     is_codes = kind == CODES
     is_rotated = kind <= CODES
@@ -137,7 +137,7 @@ def key_store_of(kind, size):
 def value_store_of(kind, size, pads):
     """Make the function that writes a head's value, as `key_store_of`.
 
-    place: of the head's values. pads: columns that fill up a vector become zero, as on the CPU where nothing is codes.
+    place: the head's values. pads: columns that fill up a vector become zero, as on the CPU where nothing is codes.
     """
     is_codes = kind == CODES
     is_rotated = kind <= CODES

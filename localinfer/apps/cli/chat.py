@@ -197,7 +197,7 @@ def answer_once(
 ) -> None:
     """Print the answer to a message on stdout as it is generated, with a newline at its end, and nothing else.
 
-    saved, save: a conversation that it goes on with, and what keeps it; without one, nothing is kept.
+    saved, save: a conversation that it continues, and the function that saves it; without one, nothing is kept.
     Raises: click's Exit with EXIT_CUT if the answer was cut, told on stderr; ContextLengthError with the tokens of each
         part if the message does not fit the context; RequestError if the conversation waits for the result of a call.
     """

@@ -297,7 +297,7 @@ def load_with(
 ) -> "LLM":
     """Load a model, with a progress line on the terminal; it samples as its file recommends, unless that is ignored.
 
-    stopping: ends the load once it is set. report: told of its progress too.
+    stopping: ends the load once it is set. report: called with its progress too.
     Raises: LocalinferError; LoadCancelledError if it was ended.
     """
     import localinfer

@@ -156,7 +156,7 @@ def load_source(
 ) -> "LLM":
     """Load a model of the server; beside replies with what they leave of the processors, and measuring nothing.
 
-    options: those of the command line. report: told of its progress. Raises: LocalinferError.
+    options: those of the command line. report: called with its progress. Raises: LocalinferError.
     """
     from localinfer.storage.hub.places import Places
     from localinfer.storage.hub.records import PullRecords
@@ -434,7 +434,7 @@ def _serve(
         def on_ready() -> None:
             ending.serve()
             if interruption.is_pending():
-                # Somebody has swallowed it, and holds it still.
+                # Some code has swallowed it, and still holds it.
                 on_signal()
             if ready_line is None:
                 _say_ready(f"serving {names} on {places}")

@@ -52,7 +52,7 @@ class Opened:
 
 @dataclass
 class _Open:
-    """An admitted request. given: set when it has a place, or has ended without one."""
+    """An admitted request. given: set when it has a slot, or has ended without one."""
 
     token: str
     place: Place | None
@@ -72,7 +72,7 @@ class Accounts:
         self._replicas: dict[str, tuple[str, ...]] = {}
 
     async def open(self, ingress: str, number: int, token: str, asked: Asked | None) -> Opened:
-        """Admit a request, and return when it has a place. asked: None for one that generates no text.
+        """Admit a request, and return when it has a slot. asked: None for one that generates no text.
 
         `close` must follow, however this ends.
         """
@@ -162,7 +162,7 @@ logger = logging.getLogger(__name__)
 
 _REPORT_SECONDS = 1.0
 _CALL_SECONDS = 5.0
-"""Time for shared accounts to answer a call that needs no place, before a request continues without."""
+"""Time for shared accounts to answer a call that needs no slot, before a request continues without."""
 
 
 @dataclass(frozen=True)
@@ -268,7 +268,7 @@ class IngressAccounts:
         return next(self._numbers)
 
     async def open(self, number: int, token: str, asked: Asked | None) -> Opened:
-        """Return when a request has its place. `close` must follow."""
+        """Return when a request has its slot. `close` must follow."""
         self._texts[number] = 0 if asked is None else asked.num_texts
         return await self._opened("open", number, token, asked)
 

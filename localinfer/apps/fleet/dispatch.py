@@ -94,11 +94,11 @@ class Dispatcher:
 
     @property
     def num_waiting(self) -> int:
-        """Requests without a place."""
+        """Requests that wait for a slot."""
         return sum(map(len, self._waiting.values()))
 
     def set_replicas(self, names: Iterable[str]) -> None:
-        """Set the replicas; while there are none, the number of places stays."""
+        """Set the replicas; while there are none, the number of slots stays."""
         self.placement.set_replicas(names)
         if self.placement.num_replicas:
             self._set_count(self.placement.num_replicas)
@@ -111,7 +111,7 @@ class Dispatcher:
             self._give_places()
 
     def ask(self, asked: Asked, give: Callable[[Place], None]) -> Place:
-        """Queue a request. give: called when it has its place, perhaps before this returns.
+        """Queue a request. give: called when it has its slot, perhaps before this returns.
 
         Raises: ApiError, where it would be one too many.
         """
@@ -143,7 +143,7 @@ class Dispatcher:
     def move(self, place: Place) -> None:
         """Move a request from its replica, which is gone or silent, to another one.
 
-        It needs no place: an admitted request is not given up, and not put behind others.
+        It needs no free slot: an admitted request is not given up, and not put behind others.
         """
         if place.is_cancelled or not place.is_running:
             return
@@ -179,7 +179,7 @@ class Dispatcher:
         )
 
     def _give_places(self) -> None:
-        """Assign free places by urgency, then to the owner with the fewest running texts, then by arrival."""
+        """Assign free slots by urgency, then to the owner with the fewest running texts, then by arrival."""
         while self._waiting:
             heads = [queue[0] for queue in self._waiting.values()]
             first = min(heads, key=self._rank)
@@ -194,7 +194,7 @@ class Dispatcher:
         return self._clock() - place.began >= AGING_SECONDS
 
     def _gives_any(self, heads: list[Place]) -> bool:
-        """Assign a place to one request, past owners at their limit; return True if one was assigned."""
+        """Assign a slot to one request, past owners at their limit; return True if one was assigned."""
         full_for = math.inf
         for place in sorted(heads, key=self._rank):
             if place.asked.priority >= full_for or not self._may_run(place):
@@ -205,13 +205,13 @@ class Dispatcher:
         return False
 
     def _gives(self, place: Place) -> bool:
-        """Assign a place to this request; return True if there was one."""
+        """Assign a slot to this request; return True if there was one."""
         asked = place.asked
         if not self._may_run(place):
             return False
         name = self._choose(asked)
         if name is None and not self._running.get(asked.owner):
-            # Its engine takes a place from an owner that has several, where another has nothing that runs.
+            # Its engine takes a slot from an owner that has several, where another has nothing that runs.
             name = self.placement.crowded(self._has_surplus, place.num_texts)
         if name is None:
             return False

@@ -176,7 +176,7 @@ class PrefixTable:
 
 
 _LEAST_SHARE = 0.1
-"""Of a prompt, what has to be found somewhere for the place to matter."""
+"""Share of a prompt that a replica must hold for the choice to matter."""
 _QUEUED_BLOCKS = 8
 """Blocks of a prompt that are as good as one running text less: what is computed again is not waited for."""
 _ALL = 16
@@ -184,14 +184,14 @@ _ALL = 16
 _RANDOM = 2
 """Of more, so many are drawn beside those that have the prompt's beginning (Mitzenmacher, 2001)."""
 _TRIES = 8
-"""Draws for one with a place, before all are gone through."""
+"""Draws for one with a free slot, before all are tried."""
 
 
 class Placement:
     """The replicas that are there, the texts that each has now, and the choice among them.
 
     places: texts that a replica computes at one time; of texts as urgent as each other it is given no more, and more
-    urgent ones beyond that, as its engine lets them take the place of others. most: of all of these, None for any.
+    urgent ones beyond that, as its engine lets them replace others. most: of all of these, None for any.
     seed: of what is drawn.
     """
 
@@ -236,7 +236,7 @@ class Placement:
         return self._texts[name].total() if name in self._texts else 0
 
     def has_place(self, name: str, priority: int, count: int = 1) -> bool:
-        """True if a text would be computed at once, as texts of its urgency leave a place."""
+        """True if a text would be computed at once, as texts of its urgency leave a slot."""
         texts = self._texts.get(name)
         if not texts:
             return True
@@ -254,8 +254,8 @@ class Placement:
     ) -> str | None:
         """The best replica for a prompt with so many texts; None where all that are there are full, or none is.
 
-        priority: of its texts, lower is more urgent. without: one that is gone. waits: False for one with no place,
-        too, where there is none. The best has the longest match, less what its texts cost; of those without the one
+        priority: of its texts, lower is more urgent. without: one that is gone. waits: False for a full one
+        too, if all are full. The best has the longest match, less what its texts cost; of those without the one
         that holds least, so that prompts which begin otherwise are spread.
         """
         matches = {name: match for name, match in self.table.matches(prefixes).items() if self._is_well(name, without)}

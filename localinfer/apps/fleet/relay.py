@@ -1,7 +1,7 @@
 """The ingress's side of a relayed request: parts of an answer become messages, and another replica resumes a lost one.
 
 A silent replica counts as lost; it is ended where it does not answer. Serve's own health checks find it too, but give
-it as long to end as running replies get when a replica is removed, and its place is not filled meanwhile.
+it as long to end as running replies get when a replica is removed, and start no other meanwhile.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ _MOST_ATTEMPTS = 32
 _PAUSE_SECONDS, _MOST_PAUSE_SECONDS = 0.25, 2.0
 """Before the next attempt after one that gave nothing, doubled each time up to the second."""
 _PING_SECONDS = 2.0
-"""After so long without bytes a client is told that its stream of events is not given up."""
+"""After so long without bytes a client gets a sign that its stream of events is alive."""
 _END: Message = {"type": "http.response.body", "body": b"", "more_body": False}
 _PING: Message = {"type": "http.response.body", "body": PING, "more_body": True}
 
@@ -49,7 +49,7 @@ async def relay_answer(
     """Relay an answer; where its replica is lost, another one resumes it. Returns the number of replicas lost.
 
     open_parts: called again for each that is lost. path: of the request, without `/v1`. progress: told how far it came.
-    reserve: takes the tokens of a `ReserveNote`, before anything is sent, or raises what the client is told in place
+    reserve: takes the tokens of a `ReserveNote`, before anything is sent, or raises what the client gets in place
     of an answer. Raises: BrokenAnswerError; what `open_parts` raises but ReplicaLostError; what `reserve` raises.
     """
     with _Client(send) as client:
@@ -198,7 +198,7 @@ def _joined(messages: list[Message]) -> list[Message]:
 
 SILENT_SECONDS = 3.0
 """After so long without a batch, of which a replica sends an empty one each second, it is taken for lost: what another
-one needs to go on is left of the five seconds that no stream is to be silent."""
+one needs to continue is left of the five seconds that no stream is to be silent."""
 _LOOK_SECONDS = 0.25
 HUNG_SECONDS = 15.0
 """Without an answer since it was first silent: one that is only slow, on a busy machine, is not to be started anew."""
@@ -211,8 +211,7 @@ async def unless_silent(
     """Batches of a replica as they come.
 
     may_leave: asked after SILENT_SECONDS without one whether another replica would do better: where all are slow, as on
-    a machine that is busy with other things, one that goes on is as good as any. Raises: ReplicaLostError, if so; what
-    the iterator raises.
+    a machine that is busy with other things, none would. Raises: ReplicaLostError, if so; what the iterator raises.
     """
     loop, is_waiting = asyncio.get_running_loop(), True
     last, timer = loop.time(), loop.call_later(SILENT_SECONDS, lambda: look())

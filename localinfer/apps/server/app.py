@@ -100,7 +100,7 @@ class LocalServer(Closing):
 
     preloads: load the default model at once. Meanwhile `/health` says so, and requests for a model wait.
     on_signal: called when a signal asks for the end; in the handler, so it may come in the midst of anything.
-    operation: what is told of requests, and how the configuration is read again.
+    operation: observation of requests, and reloading of the configuration.
     addresses: where it listens, as URLs and paths. Leaving the context closes the sockets and removes the socket file.
     Raises: RequestError.
     """

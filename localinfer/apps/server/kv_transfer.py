@@ -34,7 +34,7 @@ class PrefillFailed(Exception):
 
 
 class PrefillCancelled(Exception):
-    """Nobody waits for the prompt any more."""
+    """No request waits for the prompt any more."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ class HttpPrefillServer:
 
 
 def http_servers(options: KVTransferOptions) -> tuple[HttpPrefillServer, ...]:
-    """Those that a decode server was told of."""
+    """Those in a decode server's options."""
     return tuple(HttpPrefillServer(address, options.token) for address in options.servers)
 
 

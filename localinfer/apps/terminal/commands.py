@@ -183,7 +183,7 @@ class Chat:
                 self.notice("stopped")
 
     def show_exchange(self, turns: Sequence[Mapping[str, Any]]) -> None:
-        """Show the last exchange of a conversation that goes on, to people: a pipe gets new replies alone."""
+        """Show the last exchange of a resumed conversation, to people: a pipe gets new replies alone."""
         if self._output.isatty():
             show_last_exchange(turns, self._output, self._notices)
 

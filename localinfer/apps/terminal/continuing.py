@@ -51,7 +51,7 @@ def begin_saving(
     """The conversation that a chat begins with, and what saves it; None without a history.
 
     Without a history, the prompt cache on disk is switched off in `options` too: it holds the text of replies. Without
-    a model on the command line, a saved conversation goes on with its own, which is set in `options`.
+    a model on the command line, a saved conversation continues with its own, which is set in `options`.
     continues: the one changed last, or a new one if none is saved. session: the one of this name, or a new one of it.
     system: of a new conversation. Raises: RequestError for wishes that exclude each other, and for a name that none may
     have; SessionFileError if the conversation that was asked for cannot be read.
@@ -103,7 +103,7 @@ def _is_model_given() -> bool:
 
 
 def show_continued(saved: SavedConversation, output: TextIO, notices: TextIO) -> None:
-    """Say which conversation goes on, and show its last exchange: the question's beginning and the whole reply."""
+    """Say which conversation continues, and show its last exchange: the question's beginning and the whole reply."""
     count = f"{len(saved.turns):,} message{'' if len(saved.turns) == 1 else 's'}"
     changed = ago(saved.changed, datetime.now(UTC))
     _notice(f"continues {saved.name!r}: {count} with {saved.model_label}, last changed {changed}", notices)

@@ -321,7 +321,7 @@ class Conversation:
         """Have the model sum up all but the last exchange, and let it read its summary from here on.
 
         Yields the summary as it comes. Stopped, or without any text, it changes nothing. Messages that do not fit
-        beside the summary are left out of it, as `on_messages_dropped` is told.
+        beside the summary are left out of it, as `on_messages_dropped` reports.
         Raises: RequestError if there is nothing to sum up; else as `reply`.
         """
         window = self._window
@@ -406,7 +406,7 @@ class Conversation:
             reasoning=former.get("reasoning", "") + "".join(event.reasoning for event in events),
             tool_calls=joined_calls(delta for event in events for delta in event.tool_calls),
         )
-        # Stopped while it thought, it has said nothing yet; cut, it may go on.
+        # Stopped while it thought, it has said nothing yet; cut, it may continue.
         goes_on = bool(turn.get("reasoning")) and (begun is not None or self.finish_reason is not None)
         return turn if turn["content"] or turn.get("tool_calls") or goes_on else None
 

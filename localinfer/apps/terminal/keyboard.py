@@ -108,7 +108,7 @@ class Keystrokes(Closing):
             self._write(f"{_PASTE_MARKS_OFF}{_SHOW_CURSOR}")
 
     def suspend(self) -> None:
-        """Stop the process, as Ctrl-Z does, with the modes that were found until it goes on."""
+        """Stop the process, as Ctrl-Z does, with the modes that were found until it continues."""
         if self._former is not None:
             self.release()
             signal.raise_signal(signal.SIGTSTP)
@@ -164,7 +164,7 @@ class Interrupts:
             return
         former = signal.getsignal(signal.SIGINT)
         if not interruption.raises_interrupts():
-            # The process was told to ignore it, or somebody else answers.
+            # The process was started to ignore it, or another handler answers.
             yield
             return
         self._is_stopping = False

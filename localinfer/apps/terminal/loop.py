@@ -188,7 +188,7 @@ def run_chat(
     """Chat until the input ends: with line editing on a terminal, one message per line from a pipe.
 
     model_name, load_model: the model's name, and what loads another. describe_error: formats an error for the terminal.
-    saving: the conversation to go on with, which a terminal saves after every reply, and a pipe never; None: nothing is
+    saving: the conversation to continue, which a terminal saves after every reply, and a pipe never; None: nothing is
     kept, typed lines neither.
     Raises: LocalinferError for a message that cannot be answered, from a pipe only; a terminal shows it and continues.
     """

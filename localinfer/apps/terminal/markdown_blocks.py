@@ -172,7 +172,7 @@ def _is_rule(rest: str) -> bool:
 def _item_marker(rest: str, *, is_whole: bool, continues: bool) -> str | None:
     """The list marker that the text begins with, empty for none, None while that is undecided.
 
-    continues: whether the text may go on with a paragraph, which only the number 1 and full items interrupt.
+    continues: whether the text may continue a paragraph, which only the number 1 and full items interrupt.
     """
     first = rest[0]
     if first in "-*+":

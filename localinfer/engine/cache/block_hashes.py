@@ -62,8 +62,8 @@ def block_hashes(
     """The block hashes of a prompt, one for each whole block of it, as the KV cache events of a model name them.
 
     token_ids: int[T], with the beginning-of-text token if the prompt has one. cache_salt: of the request, if it has
-    one: the same ids under another salt have other hashes, which nobody can tell without that salt. block_size: tokens
-    of a block, as events say it. Returns T // block_size numbers of 64 bits, unsigned.
+    one: the same ids under another salt have other hashes, which cannot be computed without it. block_size: tokens of a
+    block, as events say it. Returns T // block_size numbers of 64 bits, unsigned.
     Raises: RequestError.
     """
     from localinfer.kernels.address_space import require_libraries

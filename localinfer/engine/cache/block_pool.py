@@ -113,7 +113,7 @@ class SlabAllocator:
         self.num_slots = 0
 
     def recover(self, num_held: int, held: Callable[[], Iterable[int]]) -> None:
-        """Make free again what Ctrl-C left neither free nor held, between two lines of who takes or gives back.
+        """Free the slots that Ctrl-C left neither free nor held, between two lines of a caller.
 
         held: the numbers of those slots, `num_held`, that are in use; asked for only if slots are missing.
         """

@@ -45,7 +45,7 @@ class CacheHints:
     salt: bytes = NO_SALT
     """Only texts of the same salt share anything."""
     is_handed_over: bool = False
-    """Another process goes on at the end of the prompt."""
+    """Another process continues at the end of the prompt."""
 
 
 class Admission(NamedTuple):

@@ -80,7 +80,7 @@ class PrefixNode:
         """Mark this node and all before it as used now. age: eviction score of the last text that was evicted.
 
         The sum of both is how GreedyDual-Frequency (Arlitt et al., 2000) weighs uses against age: a conversation of
-        many turns outlives texts that nobody continues and shorter conversations, unless so many are evicted that its
+        many turns outlives texts that are not continued and shorter conversations, unless so many are evicted that its
         turns count no more.
         """
         score = age + min(self.num_turns, _MOST_TURNS)
@@ -309,7 +309,7 @@ def common_length(a: TokenIds, b: TokenIds) -> int:
 
 
 class CacheObserver(Protocol):
-    """Is told of a prefix cache, under the step lock: it must not wait for anything, nor raise."""
+    """Observer of a prefix cache, called under the step lock: it must not wait for anything, nor raise."""
 
     def stored(self, block_hashes: Sequence[int], parent_hash: int | None, token_ids: TokenIds, salt: bytes) -> None:
         """Whole pages are in the tree, each after the one before it, the first after `parent_hash`.
@@ -321,14 +321,14 @@ class CacheObserver(Protocol):
         """These are no longer in memory; what follows a block is named before it."""
 
     def cleared(self) -> None:
-        """The tree is empty; pages that were in it were told of as removed before."""
+        """The tree is empty; the pages that were in it were reported as removed before."""
 
     def close(self) -> None:
         """The cache has ended."""
 
 
 def tell_stored(observer: CacheObserver, node: PrefixNode, page_tokens: int) -> None:
-    """Tell of the pages of a node, and of those before it, that were not told of yet."""
+    """Report the pages of a node, and of those before it, that were not reported yet."""
     parent: int | None = None
     for step, _ in node.path():
         known, whole = step.block_hashes, step.token_ids.size // page_tokens
@@ -350,7 +350,7 @@ def tell_removed(observer: CacheObserver, leaf: PrefixNode, kept: int, page_toke
 
 
 def tell_cleared(observer: CacheObserver, roots: Roots, page_tokens: int) -> None:
-    """Tell that a tree is empty, or about to be dropped whole: of its pages first, for those who count them."""
+    """Tell that a tree is empty, or about to be dropped whole: of its pages first, for callers that count them."""
     left = [block for node in roots.nodes() for block in _hashes_of(node, page_tokens)]
     if left:
         observer.removed(left[::-1])

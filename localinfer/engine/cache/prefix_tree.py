@@ -47,7 +47,7 @@ class RadixTree:
     Ctrl-C may end any change between two of its lines: each first retains pages, then links them, and releases last
     what is no longer linked, so that the worst an interrupt leaves is an unused page that is not freed.
 
-    roots: stand for no ids; their children begin texts. root: of those without a salt. observer: told of whole pages,
+    roots: stand for no ids; their children begin texts. root: of those without a salt. observer: gets whole pages,
     if there is one.
     """
 
@@ -375,7 +375,7 @@ class PrefixTree(RadixTree):
         before = self.evicted_tokens
         match = self.match(token_ids, salt)
         node = match.node
-        # Where the text ends inside of a node, another one goes on there.
+        # Where the text ends inside of a node, another one continues there.
         while (
             node.parent is not None
             and not node.children
@@ -446,7 +446,7 @@ class PrefixTree(RadixTree):
         """First snapshot to evict of those that are not in use and were used before this leaf.
 
         It is the one that saves least between those before and after it, by how long ago it was used: so those that
-        stay of a long chat lie the further apart, the further back they are, and an edit anywhere goes on from one.
+        stay of a long chat lie the further apart, the further back they are, and an edit anywhere resumes from one.
         """
 
         def score(place: SnapshotPlace) -> tuple[Priority, float]:

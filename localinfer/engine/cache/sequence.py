@@ -42,7 +42,7 @@ class SequenceCache:
     often the text that it goes on with was continued. has_shared_prefix: whether another text has its system prefix.
 
     For models with draft layers it carries the hidden states of the last position, which only decide how well is
-    drafted. They are unknown where it goes on from a cached prefix, and after a rollback that `carry` does not follow:
+    drafted. They are unknown where it resumes from a cached prefix, and after a rollback that `carry` does not follow:
     `forward` then computes the last position once more beside the next ones, and stores it aside. Where it cannot (no
     memory or room, sliding-window blocks that are gone), they are zeros.
     """
@@ -197,7 +197,7 @@ class SequenceCache:
     def want_snapshots(self, *places: int, parting: int | None = None, needed: int | None = None) -> None:
         """Take snapshots of recurrent states at these positions too, for other sequences, and on a sparse grid.
 
-        parting: where the text parts from others, in place of where it did before. needed: where somebody goes on in
+        parting: where the text parts from others, in place of where it did before. needed: where a text continues in
         any case.
         """
         if self._has_states:

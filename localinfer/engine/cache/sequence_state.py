@@ -123,7 +123,7 @@ class SequenceState:
     def want_snapshots(self, places: Sequence[int], parting: int | None = None, needed: int | None = None) -> None:
         """Take snapshots at these positions too, once they are computed, and on the grid.
 
-        parting: where the text parts from others, in place of where it did before. needed: where somebody goes on in
+        parting: where the text parts from others, in place of where it did before. needed: where a text continues in
         any case, so that a snapshot is worth its memory however near another one is.
         """
         self._needed = self._needed if needed is None else needed
@@ -133,7 +133,7 @@ class SequenceState:
         self._wanted = self._places | {self._parting}
 
     def fork_from(self, other: "SequenceState") -> None:
-        """Begin where another sequence is, and share its slots until either goes on."""
+        """Begin where another sequence is, and share its slots until either continues."""
         self.retain(other.now)
         self.now = other.now
         self._takes_snapshots = other._takes_snapshots
@@ -142,7 +142,7 @@ class SequenceState:
         self._last_snapshot = other._last_snapshot
 
     def share_snapshot(self, slot: int, position: int, *, is_inside_page: bool) -> None:
-        """Note a snapshot of the prefix tree that this sequence goes on from.
+        """Note a snapshot of the prefix tree that this sequence resumes from.
 
         Texts that part inside a page have a node each, so the tree gets it once more for this one.
         """
@@ -347,7 +347,7 @@ class SequenceState:
 
     def _has_grid_room(self, before: int, position: int) -> bool:
         make = self._pool.make_grid_room
-        # As if the text went on as far again, unless there will be a snapshot before.
+        # As if the text continued as far again, unless there will be a snapshot before.
         after = min((place for place in self._wanted if place > position), default=2 * position - before)
         saved = tokens_saved(before, position, min(after, 2 * position - before))
         return make is not None and make(saved)

@@ -1,4 +1,4 @@
-"""Figures of the prefix cache: hits, snapshots, and the causes of misses, for callers who ask where their time went."""
+"""Figures of the prefix cache: hits, snapshots, and the causes of misses, for callers that look for lost time."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -45,7 +45,7 @@ class CacheMiss:
 
     @property
     def summary(self) -> str:
-        """The same without a word of any text, for those who may not read others'."""
+        """The same without a word of any text, for callers that may not read others'."""
         if self.cause == "empty":
             return "nothing was cached yet"
         if self.cause == "evicted":
@@ -85,13 +85,13 @@ class CacheCounters:
     misses: Counter[CacheMissCause] = field(default_factory=Counter)
     """Prompts that were not found as far as they might have been, by cause."""
     snapshot_hits: int = 0
-    """Sequences that went on from a snapshot of recurrent states."""
+    """Sequences that resumed from a snapshot of recurrent states."""
 
 
 @dataclass(frozen=True)
 class SnapshotStats:
     """Snapshots of recurrent states in memory: how many, those on the grid, and bytes of both; and how many were taken,
-    evicted, and gone on from since the model was loaded."""
+    evicted, and resumed from since the model was loaded."""
 
     held: int
     num_bytes: int

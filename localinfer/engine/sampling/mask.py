@@ -30,7 +30,7 @@ _HEAD = re.compile(rb"[-+.eE0-9]*")
 _TAIL = re.compile(rb"[-+.eE0-9]*\Z")
 _CONTINUES = re.compile(rb"[0-9]*(?:\.[0-9]*)?(?:[eE][-+]?[0-9]*)?")
 _NEVER_BEHIND = b'"\\' + bytes(set(range(ord("a"), ord("z") + 1)) - {*b"e"})
-"""Bytes by which no token begins that may follow a number or go on with it."""
+"""Bytes that begin no token that may follow or continue a number."""
 
 
 class NumberTokens:
@@ -73,7 +73,7 @@ class NumberTokens:
             return allowed
         is_whole = not {*b".eE"} & {*number} and not allowed[self._fractions].any()
         room = (MOST_WHOLE if is_whole else MOST_NUMBER) - len(number)
-        # What has to go on, such as a constant, or a number behind its point, is not bounded.
+        # What has to continue, such as a constant, or a number behind its point, is not bounded.
         if not allowed[self._ends].any():
             return allowed
         fits = np.zeros_like(allowed)
@@ -313,7 +313,7 @@ class RulesMask:
 
 
 class GuidedRules(RulesMask):
-    """The rules over a grammar's mask, which goes on to draft."""
+    """The rules over a grammar's mask, which still drafts."""
 
     def __init__(
         self, rules: TokenRules, start: int, vocab_size: int, end_ids: Collection[int], mask: GuidingMask

@@ -5,7 +5,7 @@ and Matias, arXiv 2211.17192), and rows are sampled one after the other exactly 
 speed and nothing else. N-gram drafts (`ngram`) and those of a small model (`draft_model`), of the model's own draft
 layers (`mtp`) or of a model that reads its cache (also `mtp`) compete each round by the speed they promise, plain
 decoding among them, and only while they keep that promise (`costs`, `floor`). A drafter that fails is switched
-off, and the text goes on without it.
+off, and the text continues without it.
 
 Acceptance is by coupled noise. The sampler takes the largest of logit / temperature + Gumbel noise, and the noise is a
 function of (seed, position, token), so a position has one answer whatever was drafted: a drafted token stays if it is

@@ -50,7 +50,7 @@ def match_length(text: str, literal: str) -> int | None:
 
 
 def id_in(text: str, literal: str) -> str | None:
-    """The id in a text that spells a literal; None if it has no place for one."""
+    """The id in a text that spells a literal; None if the literal has none."""
     if CALL_ID not in literal:
         return None
     letters = (letter for letter in literal if not letter.isspace())
@@ -118,7 +118,7 @@ class ReadParameters(NamedTuple):
 class _Reader:
     """Base class of readers of arguments: a machine of states over the text that is held.
 
-    state: consumes held text, and returns whether to go on with what is left.
+    state: consumes held text, and returns True to parse the rest.
     """
 
     def __init__(self, types: Mapping[str, frozenset[str]], state: Callable[[], bool]) -> None:
@@ -165,7 +165,7 @@ class ParameterReader(_Reader):
             return ""
         return text if "string" not in self._value_types else f'"{_escaped(text)}'
 
-    # Each state below consumes the buffered text, and returns whether to go on with what is left.
+    # Each state below consumes the buffered text, and returns True to parse the rest.
 
     def _name(self) -> bool:
         form = self._form
@@ -313,7 +313,7 @@ class NotationReader(_Reader):
             return ""
         return '"' if text.strip() == self._quote else _escaped(text)
 
-    # Each state below consumes the buffered text, and returns whether to go on with what is left.
+    # Each state below consumes the buffered text, and returns True to parse the rest.
 
     def _item(self) -> bool:
         """Before a name in an object, an item of a list, or the end of either."""

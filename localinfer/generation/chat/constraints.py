@@ -98,7 +98,7 @@ class ConstraintCompiler:
     ) -> "MatcherMask":
         """The mask of one generation whose prompt has `start` tokens. salt: whose former ones need not be compiled.
 
-        notices: is told what is left out of a schema that is not strict.
+        notices: gets what is left out of a schema that is not strict.
 
         Raises: ConstraintError if the constraint is wrong, cannot be enforced, or costs too much; OverloadedError while
         former ones that cost too much are still at it.

@@ -56,7 +56,7 @@ class GrammarWriter:
         return [f"{rule}: {' '.join([*first, terminal])}", f"{terminal}: /{start}{name.strip('/')}/{but}"]
 
     def until(self, name: str, before: str, text: str) -> list[str]:
-        """Rules, the first named `name`, for what ends with the first place of a text; before: what comes before it."""
+        """Rules, the first named `name`, that end with the first occurrence of a text; before: what precedes it."""
         first, *rest = self._pieces(text)
         if first.startswith("<["):
             return [f"{name}: {before} {' '.join([first, *rest])}"]

@@ -174,7 +174,7 @@ class ChatHistory:
     def _reply_tokens(self, chat: AnsweredChat, text: str, closed: tuple[tuple[int, int], ...]) -> int:
         """Number of a reply's ids that spell the text at its position; 0 if another text is there.
 
-        The ids must end where the template goes on: at a control token, at white space after the whole reply, or at
+        The ids must end where the template continues: at a control token, at white space after the whole reply, or at
         the end. A reply that only begins alike was edited, and is another text.
         """
         start = len(chat.prompt.text)
@@ -218,7 +218,7 @@ class ChatHistory:
     ) -> tuple[int, ...]:
         """Numbers of ids before the reply, before the last message, and before the first after the system's.
 
-        A chat without its last message shows where one of another role would part. One with another text in its place
+        A chat without its last message shows where one of another role would part. One with another text instead
         shows it for the same role: a template may refuse a chat that ends before, or write earlier replies in another
         way then; and it may put tools behind the system message.
         """

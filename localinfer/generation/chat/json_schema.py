@@ -71,7 +71,7 @@ _NAMES = re.compile(
 def checked_schema(schema: object) -> dict[str, Any]:
     """Return a schema as an object that is small enough and uses only keywords that are enforced.
 
-    Raises: ConstraintError naming the keyword and its place, or the limit.
+    Raises: ConstraintError naming the keyword and its path, or the limit.
     """
     parsed = parsed_schema(schema)
     total = 0
@@ -194,7 +194,7 @@ def _check_text_depth(text: str) -> None:
 
 
 def schemas_in(root: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every schema in a schema, with its place as a JSON pointer; not what merely looks like one, such as a const."""
+    """Every schema in a schema, with its path as a JSON pointer; not what merely looks like one, such as a const."""
     waiting: deque[tuple[str, object]] = deque([("#", root)])
     while waiting:
         place, node = waiting.popleft()
@@ -337,7 +337,7 @@ def relaxed_schema(schema: object, check: Callable[[Mapping[str, Any]], None]) -
 
 
 class _LeftOut:
-    """Keywords that are left out, each with the places where it stood."""
+    """Keywords that are left out, each with its paths."""
 
     def __init__(self) -> None:
         self._places: dict[str, list[str]] = {}

@@ -35,7 +35,7 @@ def read_messages(messages: object) -> list[dict[str, Any]]:
     """Return messages with `role` and `content`, both text, and what else they hold but for members that are None.
 
     Content in parts becomes their text, see `joined_parts`; "developer" becomes "system", "function" "tool", and
-    `reasoning` `reasoning_content`. Raises: MessageError for what is no message, naming its place; RequestError if
+    `reasoning` `reasoning_content`. Raises: MessageError for what is no message, naming its path; RequestError if
     there is none.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:

@@ -121,7 +121,7 @@ class ReplyParser:
         self._deltas.clear()
         return delta
 
-    # Each state below consumes the buffered text, and returns whether to go on with what is left.
+    # Each state below consumes the buffered text, and returns True to parse the rest.
 
     def _opening(self) -> bool:
         """At the start of a reply that may begin with reasoning."""
@@ -156,7 +156,7 @@ class ReplyParser:
         return False
 
     def _call_in_thought(self, place: int, mark: Mark) -> bool | None:
-        """At what may begin a call inside the reasoning: whether to go on, None if it begins none."""
+        """At a possible call inside the reasoning: True to parse the rest, None if it begins none."""
         length = match_length(self._held[place:], mark.literal)
         if length == -1:
             return None

@@ -43,7 +43,7 @@ Segments = list[tuple[str, bool]]
 class AssistantPrefill:
     """The last message of a chat, of the role "assistant", as far as it was written.
 
-    Without content, the reasoning goes on; without either, the reply is a new one.
+    Without content, the reasoning continues; without either, the reply is a new one.
     """
 
     content: str
@@ -175,7 +175,7 @@ class ReplyFormat:
     ) -> GuidingMask | None:
         """The mask of one reply after `start` tokens; None where everything is allowed.
 
-        salt: whose former masks need not be compiled. notices: is told what is left out of schemas that are not strict.
+        salt: whose former masks need not be compiled. notices: gets what is left out of schemas that are not strict.
         Raises: ConstraintError.
         """
         if notices is not None:

@@ -1,7 +1,7 @@
 """Structural tags, as vLLM, SGLang and xgrammar have them: free text in which tags hold what is between them to a form.
 
 Written as a grammar in llguidance's dialect of Lark: text up to a trigger is a rule marked `lazy`, which ends at the
-first place where it can.
+first position where it can.
 """
 
 import json

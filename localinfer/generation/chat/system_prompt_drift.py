@@ -106,8 +106,8 @@ class SystemPromptDrift:
 
         The rule: the lines, as `observe` found them, are taken out of the system messages, and written, after NOTE, at
         the end of the last message of a user or a tool, unless those that were last written into this conversation are
-        the same. What was written stays where it is: a conversation that goes on is given the same lines in the same
-        places, as long as they are remembered. learns: whether what is written now is.
+        the same. What was written stays where it is: a conversation that continues is given the same lines in the same
+        messages, as long as they are remembered. learns: whether what is written now is.
         """
         if not self.moves or not varying:
             return messages

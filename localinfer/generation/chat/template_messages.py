@@ -141,7 +141,7 @@ def template_messages(
                 result.append(message)
                 continue
         elif result and result[-1].get(_RESULTS) and message.get("role") == "assistant":
-            # The model goes on behind the results in the same turn.
+            # The model continues behind the results in the same turn.
             caller = result.pop()
             if caller.get("content"):
                 result.append(caller)

@@ -68,7 +68,7 @@ def result_turn(call: ToolCall, text: str) -> Turn:
 
 
 def exchange_starts(turns: Turns, first: int = 0) -> list[int]:
-    """The places of the user messages from `first` on, each of which begins an exchange."""
+    """The indices of the user messages from `first` on, each of which begins an exchange."""
     return [place for place in range(first, len(turns)) if turns[place]["role"] == "user"]
 
 

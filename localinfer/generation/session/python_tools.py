@@ -177,10 +177,10 @@ class PythonTool:
 
 
 class ToolBox:
-    """The tools of a session: how the model is told of them, and calls of those that are functions.
+    """The tools of a session: their description for the model, and calls of those that are functions.
 
     on_call: asked before each: True or None has it run, False refuses it, and anything else is its result.
-    on_result: told of each. What these raise goes to the caller; what a function raises is told to the model.
+    on_result: called with each result. What these raise goes to the caller; the model gets what a function raises.
     """
 
     def __init__(

@@ -195,7 +195,7 @@ class Session(Closing):
         """
         self._check_open()
         before, asked = self._turns, self._asked(text)
-        # A stream that is dropped while it is read has no reader any more: the next who asks sees that.
+        # A stream that is dropped while it is read has no reader any more: the next caller sees that.
         made: list[ref[TextStream]] = []
         kept: list[Generator[StreamEvent]] = []
 
@@ -265,7 +265,7 @@ class Session(Closing):
             self._turns = (*self._turns, turn)
 
     def edit(self, index: int, text: str) -> None:
-        """Put a text in the place of that of a message, counted as in `messages`.
+        """Replace the text of a message, counted as in `messages`.
 
         After a user message, what followed it is gone, as it answered another; after any other it stays. What precedes
         the message is not computed again. Raises: RequestError if there is no such message.
@@ -452,7 +452,7 @@ class Session(Closing):
 
     @contextmanager
     def _claimed(self, cancelled: threading.Event) -> Generator[None]:
-        """Be the one who changes the session; `cancelled` is set by `cancel` meanwhile."""
+        """Hold the right to change the session; `cancelled` is set by `cancel` meanwhile."""
         self._check_open()
         if not self._busy.acquire(blocking=False) and not (
             self._end_dropped_stream() and self._busy.acquire(blocking=False)

@@ -395,7 +395,7 @@ def recorded_files(paths: Iterable[Path], places: Places) -> list[RecordedFile]:
 def differing_files(files: Iterable[RecordedFile], progress: ProgressCallback | None = None) -> list[str]:
     """Read files and compare their checksums; a line for each that differs, with the way out.
 
-    progress: told of MB done. Raises: OSError where one cannot be read.
+    progress: called with MB done. Raises: OSError where one cannot be read.
     """
     files = list(files)
     total, before = sum(one.stored.size for one in files), 0

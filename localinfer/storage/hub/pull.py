@@ -150,7 +150,7 @@ def _delete_empty(folder: Path, top: Path) -> None:
 
 _MOST_NAMES = 5
 REPORT_SECONDS = 0.1
-"""Progress is told this often at most: its text changes with every byte."""
+"""Progress is reported this often at most: its text changes with every byte."""
 
 
 def read_reference(text: str) -> Reference:

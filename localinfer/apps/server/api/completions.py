@@ -46,7 +46,7 @@ class CompletionRequest(GenerationFields, kw_only=True):
     """The members of a completion request that are read.
 
     best_of: make so many texts and return the `n` of the largest mean log probability per token, best first.
-    prompt_cache_key: names a place in an editor, say; a newer request with the same key ends the older one.
+    prompt_cache_key: names a cursor in an editor, say; a newer request with the same key ends the older one.
     timings_per_token, return_progress, n_probs, n_predict, id_slot: as on chats.
     return_token_ids: with the ids of each choice, and those of its prompt beside the first and in whole answers.
     add_special_tokens: begin a text with the model's first token, which one that begins with its name does not get

@@ -165,7 +165,7 @@ async def score(request: Request) -> Response:
 
 
 async def rerank(request: Request) -> Response:
-    """The documents by falling relevance: their places among those sent, and scores from 0 to 1."""
+    """The documents by falling relevance: their indices among those sent, and scores from 0 to 1."""
     body = await read_body(request, RerankRequest)
     documents = body.documents if body.texts is None else body.texts
     if documents is None or (body.documents is not None and body.texts is not None):

@@ -274,7 +274,7 @@ async def responses(request: Request) -> Response:
     messages = await prepared(request, _messages, body, turn)
     options = {**await prepared(request, body.generation_options), **caller_options(request)}
     if body.background:
-        # Nobody waits for its first token.
+        # No client waits for its first token.
         options.pop("ttft_objective", None)
 
     def make_writer(reply: Reply) -> ResponseWriter:

@@ -88,8 +88,8 @@ class InputItem(msgspec.Struct, forbid_unknown_fields=True):
 def item_messages(items: Iterable[InputItem], place: Callable[[int], str]) -> list[ChatMessage]:
     """Items as chat messages: reasoning, text and calls of one reply are one message again.
 
-    Reasoning that no text or call of the assistant follows is of no message, and is left out. place: names an item in
-    errors. Raises: ApiError for an item of an unknown type.
+    Reasoning that no text or call of the assistant follows is of no message, and is left out. place: path of an item
+    in errors. Raises: ApiError for an item of an unknown type.
     """
     messages: list[ChatMessage] = []
     reasoning: list[str] = []

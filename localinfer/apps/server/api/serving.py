@@ -128,7 +128,7 @@ def timings(stats: "Stats") -> dict[str, Any]:
 class PromptProgress:
     """Reports under llama-server's names: a first one before anything was read, a last one when all was.
 
-    num_ahead: how many replies come before one, where that is told too.
+    num_ahead: number of replies before one, where that is reported too.
     """
 
     def __init__(self, reply: Reply, num_ahead: Callable[[Reply], int] | None = None) -> None:
@@ -251,7 +251,7 @@ class ReplyWriter:
 class ChoicesWriter(ReplyWriter):
     """Common parts of OpenAI's completions and chat completions: chunks of choices, usage, and `[DONE]`.
 
-    tells_timings: in each chunk. progress: what is told of the reading of the prompt, None for nothing.
+    tells_timings: in each chunk. progress: reports of the prompt's reading, None for none.
     """
 
     last_frame = DONE

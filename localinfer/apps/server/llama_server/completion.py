@@ -404,7 +404,7 @@ class _Text:
         self._encode = encode
 
     def open(self, llm: "LLM", caller: Mapping[str, Any]) -> "TextStream":
-        """Check the text's prompt and options, and begin it. caller: options that say for whom.
+        """Check the text's prompt and options, and begin it. caller: options of its client.
 
         Raises: LocalinferError, ApiError.
         """
@@ -544,7 +544,7 @@ class _Writer(ReplyWriter):
         )
 
     def _is_truncated(self, text: _Text, reason: str, stats: "Stats | None") -> bool:
-        """Return whether the text would have gone on in a longer context."""
+        """Return whether the text would have continued in a longer context."""
         if stats is not None and stats.dropped_tokens:
             return True
         most = text.settings.get("max_tokens")
@@ -599,7 +599,7 @@ class Snippet(msgspec.Struct, forbid_unknown_fields=True):
 class InfillRequest(LlamaFields, kw_only=True):
     """A text with a hole.
 
-    input_prefix, input_suffix: what stands before and after it. prompt: goes on with the prefix, where the cursor is.
+    input_prefix, input_suffix: what stands before and after it. prompt: continues the prefix, where the cursor is.
     input_extra: texts of other files; those that do not fit the context are left out, the last ones first.
     """
 
@@ -639,7 +639,7 @@ def _prompt(
     reserved: int,
     max_tokens: int | None,
 ) -> list[int]:
-    """The ids of a prompt that the text in the hole goes on from.
+    """The ids of a prompt that the text in the hole continues.
 
     before: by the members of the request that have it. reserved: tokens that the context must have beside it and the
     snippets. Raises: ApiError for a model without such tokens; ContextLengthError, TokenIdError. Source: Bavarian et

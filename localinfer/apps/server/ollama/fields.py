@@ -281,7 +281,7 @@ OllamaMessages = Annotated[list[OllamaMessage], Meta(max_length=10_000)]
 
 
 def read_ollama_messages(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]:
-    """Messages as templates read them. Raises: ApiError for what cannot be read, naming its place."""
+    """Messages as templates read them. Raises: ApiError for what cannot be read, naming its path."""
     calls = _OpenCalls()
     return template_messages([_read(message, f"messages[{index}]", calls) for index, message in enumerate(messages)])
 
@@ -368,7 +368,7 @@ class ReplyFields(msgspec.Struct, kw_only=True):
 
     stream: yes by default. format: "json", or the schema that the reply has to have. think: whether to reason first,
     or how much. keep_alive: how long the model stays loaded afterwards. logprobs, top_logprobs: log probabilities of
-    the tokens, and of so many likeliest ones. shift: go on when the context is full, without its oldest part.
+    the tokens, and of so many likeliest ones. shift: continue when the context is full, without its oldest part.
     truncate: ignored, as prompts that are too long are refused, never shortened.
     """
 

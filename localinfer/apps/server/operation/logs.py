@@ -1,9 +1,9 @@
 """Logs and traces: lines of JSON, requests written down whole, and OpenTelemetry spans.
 
 Every request that a model worked for has a span, with the names for generative AI and no text. It is made when the
-request has ended, of what was noted meanwhile, so requests pay nothing for it. One that a client began (`traceparent`)
-goes on. Names: OpenTelemetry's semantic conventions for generative AI, in development when this was written, and those
-of HTTP."""
+request has ended, of what was noted meanwhile, so requests pay nothing for it. It continues a trace of the client
+(`traceparent`). Names: OpenTelemetry's semantic conventions for generative AI, in development when this was written,
+and those of HTTP."""
 
 import contextlib
 import json

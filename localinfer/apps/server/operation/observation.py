@@ -169,7 +169,7 @@ logger = logging.getLogger("localinfer.server")
 class ObservingMiddleware:
     """ASGI middleware around all others: it sees what they refuse, and streams to their end.
 
-    observers: told of each request at its end. request_log: gets requests and answers with their bodies.
+    observers: called with each request at its end. request_log: gets requests and answers with their bodies.
     """
 
     def __init__(

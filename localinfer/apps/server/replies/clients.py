@@ -1,10 +1,10 @@
 """Clients: the salt that keeps their texts apart, and the limits of each token on rates, running texts and priority.
 
-Limits by the minute are buckets that refill all the time, as OpenAI's limits do. A request takes its place at once, and
+Limits by the minute are buckets that refill all the time, as OpenAI's limits do. A request is counted at once, and
 its tokens before anything of it is computed: those of its prompt, and as many as may be generated. What it did not use
 comes back at its end. So requests that come at one time never take more than is there, with two exceptions, of which
 there is one at a time for it leaves an empty bucket: a request that is larger than the limit takes a full bucket, and a
-text without a maximum, which may go on to the end of the context, what is there beyond its prompt. What they use beside
+text without a maximum, which may fill the context, what is there beyond its prompt. What they use beside
 that is owed, and waited for.
 """
 
@@ -67,7 +67,7 @@ class RateLimiter:
         self._lock = threading.Lock()
 
     def admit(self, token: str) -> dict[str, str]:
-        """Take a request's place, and return the headers that tell what is left. Raises: ApiError 429, with them."""
+        """Count a request, and return the headers that tell what is left. Raises: ApiError 429, with them."""
         with self._lock:
             buckets = self._present(token)
             waits = {kind: bucket.seconds_until(1.0) for kind, bucket in buckets.items()}

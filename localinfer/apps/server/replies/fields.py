@@ -354,7 +354,7 @@ class GenerationFields(NumberFields):
 
 
 class OpenRouterReasoning(msgspec.Struct, forbid_unknown_fields=True):
-    """Reasoning as OpenRouter has it. max_tokens: of it at most. exclude: it takes place, and is not told."""
+    """Reasoning as OpenRouter has it. max_tokens: of it at most. exclude: it takes place, and is not sent."""
 
     effort: str | None = None
     max_tokens: Annotated[int, Meta(ge=0, le=1 << 31)] | None = None

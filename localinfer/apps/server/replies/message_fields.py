@@ -66,7 +66,7 @@ Messages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=10_000)]
 
 
 def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
-    """All messages as templates read them. Raises: ApiError for what cannot be read, naming its place."""
+    """All messages as templates read them. Raises: ApiError for what cannot be read, naming its path."""
     try:
         return read_messages([_as_written(message, f"messages[{index}]") for index, message in enumerate(messages)])
     except MessageError as error:

@@ -133,7 +133,7 @@ class ReplyProgress:
                 self._used = note.tokens
 
     def resumption(self) -> Resumption | None:
-        """With what another process goes on; None where no reply was begun."""
+        """State from which another process resumes; None where no reply was begun."""
         if self._reply is None:
             return None
         return Resumption(
@@ -153,8 +153,8 @@ class ReplyProgress:
 class ReplyRelay:
     """Notes of a reply for the process that relays it, and the bytes that its client has not. Lives on the event loop.
 
-    resumption: of a reply that another process began. note: told of everything, before the bytes that it is about, and
-    whether there may be such bytes: then the note is true as soon as the next message was sent.
+    resumption: of a reply that another process began. note: called with each note, before the bytes that it is about,
+    and whether there may be such bytes: then the note is true as soon as the next message was sent.
     """
 
     def __init__(self, note: Callable[[Note, bool], object], resumption: Resumption | None = None) -> None:
@@ -178,7 +178,7 @@ class ReplyRelay:
             self._loop.call_soon_threadsafe(self._note, ReserveNote(least, most), False)
 
     def settle(self, used: int) -> None:
-        """Do nothing: the tokens used are told at the request's end."""
+        """Do nothing: the tokens used are reported at the request's end."""
 
     def resume(self, index: int, stream: "TextStream", _: Callable[[], bool]) -> None:
         """Stage of a text: let its stream continue from where another process left it."""

@@ -182,10 +182,10 @@ class ReplyOwner(Protocol):
 class Reply:
     """The texts of one request, from admission to the last event. Made, iterated and closed on the event loop.
 
-    id: names the request to clients. tenant: whom it belongs to, where clients are kept apart. slot_ids: one per text,
+    id: names the request to clients. tenant: its owner, where clients are kept apart. slot_ids: one per text,
     where it shows among the slots. relay: by what it is passed on, if it is. notices: what was noted of the request.
     stats, finish_reasons: one per text, None until its end was taken. failure: what `events` raised. prompt_tokens: one
-    per text, known after `start`. token: its client's, by name. owner: told of its end.
+    per text, known after `start`. token: its client's, by name. owner: notified of its end.
     """
 
     def __init__(
@@ -447,7 +447,7 @@ class _Text:
         except Exception as raised:
             error, ending = raised, "failed"
         finally:
-            # Before anybody can see, by a gauge or by its last event, that the text has ended.
+            # Before a gauge or its last event can show that the text has ended.
             if self._stats is not None:
                 self._state.metrics.count_reply(self._model_id, self._stats, ending, self._latency)
                 _log_cache(self._model_id, self._stats)

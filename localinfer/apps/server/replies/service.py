@@ -335,7 +335,7 @@ class Service:
         return {} if noted is None else dict(zip(("stage", "done", "total"), noted, strict=True))
 
     def stop(self) -> None:
-        """Admit no new requests, and load no model; what runs goes on until `fail_replies`."""
+        """Admit no new requests, and load no model; running replies continue until `fail_replies`."""
         self.is_stopping = True
         self.registry.stop_loading()
 
@@ -413,7 +413,7 @@ class Service:
 
         kind: how the reply's id begins. session: ends the reply that runs under the same name. id_slot: the slot
         of the first text, if that matters. relay: passes the reply on, which another process may have begun.
-        The caller closes the reply. Checking a prompt goes on when its client has left, which the reply will notice.
+        The caller closes the reply. Checking a prompt continues when its client has left, which the reply will notice.
         Raises: ApiError, LocalinferError, ClientGone; then nothing runs any more.
         """
         if self.settings.handover.role == "prefill" and kind != PREFILL:
@@ -541,7 +541,7 @@ class _Admission:
         """Take the tokens of a prompt, and of as many texts of it as are made. Raises: ApiError 429."""
         prompt, request = stream.prompt_tokens, stream.request
         most = prompt + num_texts * max(0, request.last - request.prompt_length + 1)
-        # What may go on to the end of the context was given no maximum that anybody could count with.
+        # A text that may extend to the end of the context was given no maximum to count with.
         is_open = most >= prompt + num_texts * (self._lease.llm.context_length - prompt)
         self._reservation.reserve(prompt if is_open else most, most)
 
@@ -575,7 +575,7 @@ def service_of(request: Request) -> Service:
 
 
 def caller_options(request: Request) -> dict[str, Any]:
-    """The engine's options that say for whom a text is made, and when. To be called when the body has been read.
+    """The engine's options that name a text's client and time. To be called when the body has been read.
 
     Raises: ApiError for a header that is no time.
     """

@@ -235,7 +235,7 @@ class ModelLoader:
     """Loads models, in threads, and unloads them. Its methods run on the event loop.
 
     load, measure, memory_limit, context_length, wait_seconds, threads: as in `ModelRegistry`. models: lists all that
-    may hold memory. changes: told of whatever another task may wait for.
+    may hold memory. changes: notified of whatever another task may wait for.
     """
 
     def __init__(
@@ -284,7 +284,7 @@ class ModelLoader:
         self._changes.notify()
 
     def begin(self, model: ServedModel) -> "asyncio.Task[LLM]":
-        """The load of a model, which goes on whether or not a request still waits for it. Raises: ApiError 503."""
+        """The load of a model, which continues whether or not a request still waits for it. Raises: ApiError 503."""
         self.check_stopping()
         if model.loading is None:
             model.loading = asyncio.create_task(self._load_model(model))
@@ -292,7 +292,7 @@ class ModelLoader:
         return model.loading
 
     async def unload(self, model: ServedModel) -> None:
-        """Unload a model, in use or not; it goes on when this is cancelled."""
+        """Unload a model, in use or not; cancelling this does not stop it."""
         llm, model.llm = model.llm, None
         if llm is not None:
             model.drained_by.clear()
@@ -378,7 +378,7 @@ class ModelLoader:
                                 raise
                     changed = self._changes.next
                 model.waiting_for = tuple(other.source.id for other in in_the_way)
-                # One without replies was just loaded for requests that have not gone on yet.
+                # One without replies was just loaded for requests that have not continued yet.
                 for other in in_the_way:
                     if other.num_leases:
                         other.drained_by.add(drain)
@@ -595,7 +595,7 @@ class ModelRegistry:
         return self.find(name).state
 
     def set_keep_alive(self, name: str | None, seconds: float | None) -> None:
-        """Time that a model stays loaded without requests: 0 until nobody uses it, None for ever.
+        """Time that a model stays loaded without requests: 0 until its last use, None for ever.
 
         It counts until the model is unloaded. Raises: ApiError 404.
         """
@@ -628,7 +628,7 @@ class ModelRegistry:
         finally:
             model.num_waiting -= 1
             if model.waiting_for and model.loading is not None and not model.num_waiting:
-                # Nobody wants it any more, and it holds others up.
+                # No request wants it any more, and it holds others up.
                 model.loading.cancel()
             self._changes.notify()
 

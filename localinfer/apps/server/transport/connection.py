@@ -18,7 +18,7 @@ from localinfer.apps.server.transport.security import IS_UNIX_SOCKET
 from localinfer.apps.server.transport.settings import ServerSettings
 
 OWNER_PLACES = 16
-"""Connections through the Unix socket that take no place from others."""
+"""Connections through the Unix socket, counted apart from others."""
 _MOST_GUESTS = 8
 _MOST_DRAINING = 16
 """Refused connections whose rest is read on, so that their clients read the answer."""
@@ -31,7 +31,7 @@ class Occupant(Protocol):
     """A connection as this module sees it.
 
     is_dropped: it is being closed and counts no more. is_draining: its answer is out, and what comes is thrown away.
-    is_guest: it has no place. is_owners: it came through the Unix socket. is_idle: nothing is being answered.
+    is_guest: it is above the limit. is_owners: it came through the Unix socket. is_idle: nothing is being answered.
     is_receiving: a request is being answered whose body is not whole. since: of its state, in seconds of the loop.
     """
 
@@ -74,7 +74,7 @@ def seconds_behind(waited: float, num_bytes: int) -> float:
 def make_room(newcomer: Occupant, occupants: Collection[Occupant], limit: int) -> bool:
     """Return whether a newcomer, one of the occupants, may stay as more than a guest; closes another one if it must.
 
-    limit: places, beside those of the owner. Each call closes one connection at most, of which a newcomer adds one.
+    limit: connections beside the owner's. Each call closes one connection at most, of which a newcomer adds one.
     """
     kept = [one for one in occupants if not one.is_dropped]
     draining = [one for one in kept if one.is_draining]
@@ -174,7 +174,7 @@ class FramingCheck:
         return position
 
     def _is_faulty(self, part: bytes) -> bool:
-        """Return whether a line may not go on like this."""
+        """Return whether a line is already invalid."""
         if self._line[-1:] == b"\r":
             return part != b"\n"
         if not self._line and part[:1] in (b" ", b"\t") and self._part in (_Part.HEAD, _Part.TRAILER):
@@ -436,7 +436,7 @@ class Connection(H11Protocol):
         return make_room(self, self._all(), self.settings.max_connections)
 
     def _for_guests(self, app: ASGIApp) -> ASGIApp:
-        """The application for a connection that got no place: it tells how the server is, or that there is no room."""
+        """The application of a connection above the limit: it tells the server's health, or that there is no room."""
 
         async def guests_app(scope: Scope, receive: Receive, send: Send) -> None:
             if self._has_place():
@@ -455,7 +455,7 @@ class Connection(H11Protocol):
         return guests_app
 
     def give_way(self) -> None:
-        """Refuse a request whose body is not whole, to have its place for another."""
+        """Refuse a request whose body is not whole, to make room for another."""
         self._refuse(
             ApiError(
                 503,

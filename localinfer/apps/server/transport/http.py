@@ -111,7 +111,7 @@ def _unescaped(piece: NDArray[np.uint8], quotes: NDArray[np.int64], before: int)
     is_backslash = piece == _BACKSLASH
     if not is_backslash.any():
         return quotes[1:] if before & 1 and quotes.size and quotes[0] == 0 else quotes, 0
-    # Where the last byte before each place stands that is no backslash.
+    # Index of the last byte before each position that is no backslash.
     others = np.where(is_backslash, np.int32(-1 - before), np.arange(piece.size, dtype=np.int32))
     others = np.maximum.accumulate(others)
     lengths = np.arange(piece.size, dtype=np.int32) - others

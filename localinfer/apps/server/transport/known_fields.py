@@ -1,7 +1,7 @@
 """Members and values of requests that other servers know: left unread, refused, or read as what they mean.
 
 Tables by reason; `http.leave_unread` applies them at every depth. Clients are newer than servers: they send members
-that a server does not know yet, and are told of them by notices.
+that a server does not know yet, and notices name those.
 """
 
 import re
@@ -29,7 +29,7 @@ Unread = Callable[[type, Collection[str], str, str, Any], None]
 
 @contextmanager
 def collecting() -> Iterator[list[str]]:
-    """Gather what `notice` is told while the context lasts, in threads that work for it too."""
+    """Gather the calls of `notice` while the context lasts, in threads that work for it too."""
     found: list[str] = []
     before = _notices.set(found)
     try:
@@ -68,7 +68,7 @@ def meant_name(name: str, known: Collection[str]) -> str | None:
 
 
 def read_value(value: Any, record: type, unread: Unread) -> Any:
-    """A request without what its record does not read, at every depth: members it has not, of which `unread` is told,
+    """A request without what its record does not read, at every depth: members it has not, which `unread` gets,
     and nulls of members that have another value by default.
 
     value: as JSON is decoded. Raises: what `unread` raises.

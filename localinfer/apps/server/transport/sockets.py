@@ -29,8 +29,8 @@ MAX_SOCKET_PATH_BYTES = 100
 BACKLOG = 512
 _PROBE_SECONDS = 1.0
 _OTHER_DESCRIPTORS = 160
-"""Files that a server holds open beside its places for connections, those that it is just closing among them, and those
-that have no place of these (`places`)."""
+"""Files that a server holds open beside its connections, those that it is just closing among them, and those above the
+limit (`places`)."""
 _LEAST_CONNECTIONS = 8
 
 
@@ -83,7 +83,7 @@ class SocketTakenError(RequestError):
 class UnixListener(Closing):
     """A listening Unix socket of mode 0600 in a folder of mode 0700, and the lock that makes it the only one there.
 
-    A socket file without a server is removed first; anything else at its place is left alone and refused.
+    A socket file without a server is removed first; anything else at its path is left alone and refused.
     Leaving the context closes the socket and removes its file and the lock's.
     Raises: RequestError, SocketTakenError; BackendUnavailableError where the system has no Unix sockets.
     """
@@ -207,7 +207,7 @@ def _remove_stale(path: Path) -> None:
 def _listen(path: Path) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        # The folder is closed to others already; the mode is set before anybody can connect.
+        # The folder is closed to others already; the mode is set before a client can connect.
         listener.bind(os.fspath(path))
         os.chmod(path, 0o600)
         listener.listen(BACKLOG)
@@ -298,7 +298,7 @@ def given_sockets() -> list[socket.socket]:
 
 
 def settings_of_sockets(settings: "ServerSettings", given: Sequence[socket.socket]) -> "ServerSettings":
-    """The settings with the places of given sockets for their own, if there are any.
+    """The settings with the addresses of given sockets for their own, if there are any.
 
     Raises: RequestError for one that other machines can reach, where no token is asked for.
     """
