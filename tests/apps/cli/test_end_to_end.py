@@ -1,14 +1,17 @@
-"""The installed command with real models, in processes of its own: what a user sees."""
+"""The installed command with real models, in processes of its own where those matter: what a user sees."""
 
+import io
 import json
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 import localinfer
+from localinfer.apps.cli import main
 from localinfer.models import demo
 from tests.support.limits import seconds
 
@@ -35,6 +38,19 @@ def slow_command(*arguments: str) -> list[str | bytes]:
 
 def run(*arguments: str | bytes, stdin: bytes = b"") -> Result:
     return subprocess.run(command(*arguments), input=stdin, capture_output=True, timeout=seconds(50), check=False)
+
+
+@pytest.fixture
+def run_here(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
+    """Run a command in this process, with an empty standard input."""
+
+    def run(*arguments: str) -> Result:
+        monkeypatch.setattr(sys, "stdin", io.StringIO())
+        code = main(apart(*arguments))
+        written, errors = capfd.readouterr()
+        return subprocess.CompletedProcess(arguments, code, written.encode(), errors.encode())
+
+    return run
 
 
 def assert_one_error_line(result: Result, *words: str) -> None:
@@ -78,20 +94,21 @@ def test_run_prints_what_the_library_completes(greedy_text):
     assert completion.text == greedy_text
 
 
-def test_run_repeats_a_draw_for_the_same_seed():
-    first, second, other = (run("run", "-p", PROMPT, "-n", "24", "--seed", seed).stdout for seed in ("7", "7", "8"))
+def test_run_repeats_a_draw_for_the_same_seed(run_here):
+    first = run("run", "-p", PROMPT, "-n", "24", "--seed", "7").stdout
+    second, other = (run_here("run", "-p", PROMPT, "-n", "24", "--seed", seed).stdout for seed in ("7", "8"))
     assert first == second
     assert first != other
 
 
-def test_run_stops_before_a_stop_string(greedy_text):
+def test_run_stops_before_a_stop_string(greedy_text, run_here):
     word = greedy_text.split()[3]
-    result = run("run", "-p", PROMPT, *GREEDY, "--stop", word)
+    result = run_here("run", "-p", PROMPT, *GREEDY, "--stop", word)
     assert result.stdout.decode() == greedy_text[: greedy_text.index(word)]
 
 
-def test_run_tells_the_story_that_another_runtime_tells(demo_file: Path):
-    result = run("run", "-m", str(demo_file), "-p", PROMPT, "--temperature", "0", "-n", "80")
+def test_run_tells_the_story_that_another_runtime_tells(demo_file: Path, run_here):
+    result = run_here("run", "-m", str(demo_file), "-p", PROMPT, "--temperature", "0", "-n", "80")
     assert result.returncode == 0, result.stderr.decode()
     story = result.stdout.decode()
     assert len(story) > 200 and STORIES[PROMPT].startswith(story.removesuffix("\n"))
@@ -114,26 +131,26 @@ def test_a_pipe_is_one_message_that_is_answered_as_the_library_chats():
     assert result.stderr == b""
 
 
-def test_tokenize_ids_decode_to_the_text():
+def test_tokenize_ids_decode_to_the_text(run_here):
     text = "Once upon a time, a fox said: caf\u00e9!"
-    result = run("tokenize", "--ids", "--no-special", text)
+    result = run_here("tokenize", "--ids", "--no-special", text)
     assert result.returncode == 0, result.stderr.decode()
     with localinfer.load() as llm:
         assert llm.tokenizer.decode([int(word) for word in result.stdout.split()]) == text
 
 
-def test_show_describes_the_demo_model(demo_file):
-    result = run("show", str(demo_file))
+def test_show_describes_the_demo_model(demo_file, run_here):
+    result = run_here("show", str(demo_file))
     assert result.returncode == 0, result.stderr.decode()
     assert b"llama" in result.stdout
     assert b"chat template" in result.stdout
 
 
 @pytest.mark.parametrize("num_bytes", [0, 3, 20, 1000, -1])
-def test_cut_file_is_one_line_and_exit_code_2(demo_file, tmp_path, num_bytes):
+def test_cut_file_is_one_line_and_exit_code_2(demo_file, tmp_path, num_bytes, run_here):
     path = tmp_path / "cut.gguf"
     path.write_bytes(demo_file.read_bytes()[:num_bytes])
-    assert_one_error_line(run("run", "-m", str(path), "-p", PROMPT), "cut.gguf")
+    assert_one_error_line(run_here("run", "-m", str(path), "-p", PROMPT), "cut.gguf")
 
 
 @pytest.mark.parametrize("name", ["run", "chat", "tokenize"])
@@ -191,13 +208,13 @@ def test_reader_that_leaves_ends_a_run_quietly():
     assert errors == b""
 
 
-def test_restarted_run_goes_on_from_disk_with_the_same_text(greedy_text, tmp_path):
+def test_restarted_run_goes_on_from_disk_with_the_same_text(greedy_text, tmp_path, run_here):
     words = ("run", "--disk-cache-folder", str(tmp_path / "kept"), "--stats", "-p", PROMPT, *GREEDY)
     first, second = run(*words), run(*words)
     assert first.stdout.decode() == second.stdout.decode() == greedy_text
     assert b"0 of them cached" in first.stderr
     assert b"0 of them cached" not in second.stderr
-    listed = run("cache", "--disk-cache-folder", str(tmp_path / "kept")).stdout.decode()
+    listed = run_here("cache", "--disk-cache-folder", str(tmp_path / "kept")).stdout.decode()
     assert "demo" in listed
-    assert run("cache", "--clear", "--disk-cache-folder", str(tmp_path / "kept")).returncode == 0
+    assert run_here("cache", "--clear", "--disk-cache-folder", str(tmp_path / "kept")).returncode == 0
     assert not [path for path in (tmp_path / "kept").rglob("*") if path.is_file()]

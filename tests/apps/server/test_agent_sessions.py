@@ -1,5 +1,6 @@
 """Whole sessions of agents, as their programs sent them: every request answered, no tool lost, and read only once."""
 
+import functools
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -117,7 +118,7 @@ def test_what_was_read_or_written_before_is_not_read_again(replayed):
 
 def test_every_event_is_of_a_type_that_official_packages_have(replayed):
     server, requests, answers = replayed
-    pydantic = import_or_skip("pydantic")
+    adapter_of = functools.cache(import_or_skip("pydantic").TypeAdapter)
     for request, answer in zip(requests, answers, strict=True):
         if request.path.endswith("/messages"):
             kind = import_or_skip("anthropic").types.RawMessageStreamEvent
@@ -125,7 +126,7 @@ def test_every_event_is_of_a_type_that_official_packages_have(replayed):
             kind = import_or_skip("openai.types.responses").ResponseStreamEvent
         else:
             kind = import_or_skip("openai.types.chat").ChatCompletionChunk
-        adapter = pydantic.TypeAdapter(kind)
+        adapter = adapter_of(kind)
         for event in answer.events:
             if event.get("type") != "ping":
                 adapter.validate_python(event)

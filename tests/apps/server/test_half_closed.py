@@ -9,6 +9,7 @@ import pytest
 from local_servers import STORY, ServedModel, read_all, serving
 from scripted_models import scripted_model, scripted_sources
 
+from localinfer.apps.server.transport.connection import Connection
 from localinfer.apps.server.transport.settings import ServerSettings
 from localinfer.apps.server.transport.sockets import has_unix_sockets
 from tests.support.limits import wait_until
@@ -49,6 +50,21 @@ def slow(runtime_folder, pause) -> Iterator[ServedModel]:
             pause.set()
 
 
+@pytest.fixture
+def probes(monkeypatch) -> list[int]:
+    """Numbers of the times that the server has asked whether a client still listens, soon after one another."""
+    asked: list[int] = []
+    probe = Connection._probe
+
+    def noted(connection: Connection, count: int) -> None:
+        probe(connection, count)
+        asked.append(count)
+
+    monkeypatch.setattr("localinfer.apps.server.transport.connection._PROBE_SECONDS", (0.001, 0.005, 0.025))
+    monkeypatch.setattr(Connection, "_probe", noted)
+    return asked
+
+
 @pytest.fixture(params=["tcp", "unix"])
 def connection(request, slow) -> Iterator[socket.socket]:
     if request.param == "tcp":
@@ -65,12 +81,13 @@ def connection(request, slow) -> Iterator[socket.socket]:
 
 @pytest.mark.parametrize("version", [b"1.0", b"1.1"])
 @pytest.mark.parametrize("stream", [False, True])
-def test_client_that_sends_no_more_has_its_whole_answer(slow, connection, pause, stream, version):
+def test_client_that_sends_no_more_has_its_whole_answer(slow, connection, pause, stream, version, probes):
     connection.sendall(chat(stream, version))
     connection.shutdown(socket.SHUT_WR)
     assert wait_until(lambda: any(reply.num_tokens for reply in slow.server.service.replies()))
-    # Long enough for the server to ask several times whether somebody still listens.
-    threading.Timer(0.5, pause.set).start()
+    # After the server has asked as often as it ever does whether somebody still listens.
+    assert wait_until(lambda: probes == [0, 1, 2, 3])
+    pause.set()
     reply = read_all(connection, 5)
     interim, _, answer = reply.rpartition(b"HTTP/1.1 200")
     assert interim.count(b"HTTP/1.1 100") <= 4

@@ -37,6 +37,8 @@ UNIX_ONLY = pytest.mark.skipif(sys.platform == "win32", reason="signals and sock
 SLOW = """
 import sys, threading, time, localinfer
 from localinfer.apps.cli import main
+from localinfer.apps.server import app
+app._LOAD_END_SECONDS = 0.1  # a thread that never looks is left behind the sooner
 def load(*, progress, **options):
     print("loading has begun", file=sys.stderr, flush=True)
     while True:
@@ -177,8 +179,9 @@ class PausedLoader:
         return llm
 
 
-def test_server_that_ends_refuses_who_waits_for_a_model_and_closes_it_when_it_comes():
+def test_server_that_ends_refuses_who_waits_for_a_model_and_closes_it_when_it_comes(monkeypatch):
     loader, answers = PausedLoader(), []
+    monkeypatch.setattr("localinfer.apps.server.app._LOAD_END_SECONDS", 0.05)
 
     def ask(url: str) -> None:
         answers.append(httpx.post(f"{url}{PATH}", json=BODY, trust_env=False, timeout=seconds(15)))
@@ -194,7 +197,7 @@ def test_server_that_ends_refuses_who_waits_for_a_model_and_closes_it_when_it_co
         assert not running.server.has_ended()
         loader.go_on.set()
         assert loader.closed.wait(seconds(10))
-        assert running.server.has_ended()
+        assert wait_until(running.server.has_ended)
     (answer,) = answers
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "shutting_down")
 

@@ -35,7 +35,8 @@ def load(**options):
     print("loading has begun", file=sys.stderr, flush=True)
     {stuck}
 localinfer.load = load
-from localinfer.apps.cli import main
+from localinfer.apps.cli import main, shutdown
+shutdown._LOADING_SECONDS = 0.2
 sys.exit(main())
 """
 LOADS = {

@@ -1,5 +1,6 @@
 """Layers over several emulated GPUs, and experts on the CPU: what one device says, to the bit where it is promised."""
 
+import functools
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -76,14 +77,20 @@ def said(path: Path, ids: NDArray[np.int32] = IDS, num_rows: int = 3, kv_type: s
         model.close()
 
 
-@pytest.fixture
-def small(tmp_path: Path) -> Path:
-    return write_small_llama(tmp_path / "small.gguf", num_layers=3)
+@functools.cache
+def said_by_one(path: Path) -> Said:
+    """Run a model on one GPU, which is not the first."""
+    return said(path, device="cuda:1", cpu_moe=False)
 
 
-@pytest.fixture
-def mixture(tmp_path: Path) -> Path:
-    return write_small_mixture(tmp_path / "mixture.gguf", num_layers=2)
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_small_llama(tmp_path_factory.mktemp("small") / "small.gguf", num_layers=3)
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_small_mixture(tmp_path_factory.mktemp("mixture") / "mixture.gguf", num_layers=2)
 
 
 @pytest.fixture(autouse=True)
@@ -92,7 +99,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> list[NamedDevice]:
 
 
 def test_every_split_of_the_layers_gives_the_bits_of_one_gpu(small: Path) -> None:
-    one = said(small, device="cuda:1")
+    one = said_by_one(small)
     for split in ([1, 2], [2, 1], [1, 1, 1]):
         several = said(small, device="cuda", tensor_split=split)
         assert several.num_stages == len(split)
@@ -106,7 +113,7 @@ def test_every_type_of_keys_and_values_lies_on_its_layers_gpu(small: Path, kv_ty
 
 
 def test_first_layers_run_on_the_cpu_before_the_gpus(small: Path) -> None:
-    one = said(small, device="cuda:0")
+    one = said_by_one(small)
     mixed = said(small, device="cuda", gpu_layers=2, tensor_split=[1, 1])
     assert mixed.num_stages == 3
     np.testing.assert_allclose(mixed.prompt, one.prompt, rtol=0, atol=1e-4)
@@ -115,7 +122,7 @@ def test_first_layers_run_on_the_cpu_before_the_gpus(small: Path) -> None:
 
 
 def test_experts_on_the_cpu_say_what_they_say_on_the_gpu(mixture: Path) -> None:
-    one = said(mixture, device="cuda:0", cpu_moe=False)
+    one = said_by_one(mixture)
     mixed = said(mixture, device="cuda:0", cpu_moe=True)
     assert (one.num_stages, mixed.num_stages) == (1, 5)
     np.testing.assert_allclose(mixed.prompt, one.prompt, rtol=0, atol=1e-4)
@@ -125,7 +132,7 @@ def test_experts_on_the_cpu_say_what_they_say_on_the_gpu(mixture: Path) -> None:
 
 
 def test_experts_and_first_layers_on_the_cpu(mixture: Path) -> None:
-    one = said(mixture, device="cuda:0")
+    one = said_by_one(mixture)
     mixed = said(mixture, device="cuda", gpu_layers=1, cpu_moe=2)
     np.testing.assert_allclose(mixed.following, one.following, rtol=0, atol=1e-4)
 
@@ -244,6 +251,6 @@ def test_what_computed_a_page_is_in_the_key_of_stored_pages(mixture: Path, small
 def test_a_model_without_experts_says_that_cpu_moe_does_nothing(
     small: Path, warnings: pytest.LogCaptureFixture
 ) -> None:
-    said(small, device="cuda", cpu_moe=True)
+    load_model(small, threads=1, context_length=64, device=DeviceRequest(device="cuda", cpu_moe=True)).close()
     assert "cpu_moe has no effect: small.gguf has no experts" in warnings.text
     assert "3 of 3 layers on the GPU: they need" in warnings.text
