@@ -33,7 +33,7 @@ def given_to_load(name: str, word: str) -> dict[str, Any]:
 
 
 def test_python_takes_every_word_of_the_options_of_a_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("localinfer.loading.options.is_assistant", lambda _: False)
+    monkeypatch.setattr("localinfer.models.load.assistant.is_assistant", lambda _: False)
     worded = {name: words_of(parameter) for name, parameter in LOADING.items() if words_of(parameter)}
     assert worded.keys() >= {"device", "gpu_layers", "kv_type", "speculation", "rope_scaling"}
     for name, words in worded.items():

@@ -128,7 +128,7 @@ def serving_drafting() -> Iterator[ServedModel]:
         return Speculation(costs, ngram=made.ngram, model=None, floor=floor, clock=lambda: 0.0)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("localinfer.loading.build.make_speculation", make)
+        patch.setattr("localinfer.loading.drafters.make_speculation", make)
         llm = localinfer.load(MODEL.path, threads=1, kv_memory=64 << 20, speculation="ngram")
     with llm, serving(ServerSettings(port=0), load=lambda source: llm) as running:
         yield running

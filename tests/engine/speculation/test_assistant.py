@@ -97,7 +97,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> type[Scripted]:
         assert draft is None and model.assistant is not None
         return eager(Scripted(model), has_ngram=option == "auto")
 
-    monkeypatch.setattr("localinfer.loading.build.make_speculation", make)
+    monkeypatch.setattr("localinfer.loading.drafters.make_speculation", make)
     return Scripted
 
 

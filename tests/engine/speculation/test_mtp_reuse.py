@@ -18,7 +18,7 @@ from localinfer.engine.speculation.mtp import DraftHead, MTPDrafter, MTPText
 from localinfer.engine.speculation.verify import Speculation
 from localinfer.generation.completion import Completion
 from localinfer.llm import LLM
-from localinfer.loading import build as loading
+from localinfer.loading import drafters
 from localinfer.models.load.loader import Model
 from tests.models.arch_models import skeletons
 from tests.models.talking_models import build_talking_model
@@ -65,7 +65,7 @@ def texts(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
         floor = DraftFloor(costs, most_credit=math.inf)
         return Speculation(costs, ngram=None, model=PromptingDrafter(model, known), floor=floor, clock=lambda: 0.0)
 
-    monkeypatch.setattr(loading, "make_speculation", make)
+    monkeypatch.setattr(drafters, "make_speculation", make)
     return known
 
 

@@ -67,7 +67,7 @@ def encoder_weights(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, NDArray[
     found = weights(shapes)
     for name in found:
         if name.endswith(("LayerNorm.weight", "_ln.weight", "layer_scalar")):
-            found[name] += np.float32(1)
+            found[name] = found[name] + np.float32(1)
     return found
 
 

@@ -6,7 +6,8 @@ from numpy.typing import NDArray
 from localinfer.kernels.cpu.encoding import TABLE
 from localinfer.quant.formats import dequantize as reference
 from localinfer.quant.formats.encoding import Grid
-from localinfer.quant.formats.types import IQ4_VALUES, TensorType, block_dtype, nearest_iq4
+from localinfer.quant.formats.reference_encoders import nearest_iq4
+from localinfer.quant.formats.types import IQ4_VALUES, TensorType, block_dtype
 from localinfer.types import FloatArray
 
 
