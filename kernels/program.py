@@ -1,4 +1,4 @@
-"""Programs of every device: the batches of rows that they run, and the protocols of what they can do."""
+"""Programs of every device: the batches of rows that they run, and the protocols of their abilities."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

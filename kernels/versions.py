@@ -1,4 +1,4 @@
-"""Versions of what runs: digests of the sources, in the keys of compiled kernels and of cached values, and of packages.
+"""Versions of code: digests of the sources, in the keys of compiled kernels and of cached values, and of packages.
 
 Digests are computed from the files if these exist: in a checkout, an editable install, an installed wheel. In a frozen
 application or a zip they come from `built_sources`. A build runs this file without the package installed.

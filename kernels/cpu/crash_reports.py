@@ -44,11 +44,11 @@ tables of the blocks below."""
 PIECE = Block("address size")
 """A piece of text."""
 SIGNAL = Block("number name size former")
-"""former: address of what the system did about it before, as `sigaction` takes it."""
+"""former: address of the former action, as `sigaction` takes it."""
 POOL = Block("control lines")
 """A thread pool: its control block, and for how many threads that has lines."""
 TAPE = Block("first end pieces")
-"""Entries of ops and where they end; pieces: address of a PIECE for each op, what it is."""
+"""Entries of ops and where they end; pieces: address of a PIECE for each op, its description."""
 KERNEL = Block("first end name size")
 """The machine code of a kernel, and its name."""
 

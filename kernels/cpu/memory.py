@@ -108,12 +108,12 @@ class Arena:
         return taken
 
     def release(self) -> None:
-        """Give up what is left of the present block; what was taken from it keeps it alive."""
+        """Drop the rest of the present block; arrays taken from it keep it alive."""
         self._block = np.empty(0, np.uint8)
 
     def _fresh_block(self, num_bytes: int) -> NDArray[np.uint8]:
         for size in (max(num_bytes, self._block_bytes), num_bytes):
-            # Where memory is short a block is no larger than what is asked of it.
+            # Where memory is short a block is no larger than the array asked for.
             with contextlib.suppress(MemoryError, OSError, OutOfMemoryError):
                 return _map_memory(size)
         raise shortage(num_bytes, "a matrix of weights")

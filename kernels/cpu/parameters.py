@@ -72,7 +72,7 @@ RUN = Block("ops num_ops num_threads num_rows num_output_rows num_segments")
 # Ops on rows. A stride is in bytes, from one row to the next; is_output says which rows of the batch.
 
 EMBED = Block("out out_stride table row_bytes columns scale indices adds", floats="scale")
-"""indices: offset in BATCH of the word with the address of what is looked up. adds: whether to what `out` holds."""
+"""indices: offset in BATCH of the word with the address of the indices. adds: whether the rows are added to `out`."""
 NORM = Block("out out_stride x x_stride weight bias weight_stride groups size epsilon is_output", floats="epsilon")
 """weight_stride: bytes from one group's weights to the next one's."""
 ELEMENTWISE = Block("out out_stride a a_stride b b_stride scalar columns is_output", floats="scalar")
@@ -138,7 +138,7 @@ EXPERT_FACTORS = Block("x x_stride ids ids_stride factors selected columns is_ou
 SELECTIVE_SCAN = Block(
     "out out_stride x x_stride dt dt_stride b b_stride c c_stride rates skip heads head_size groups states state log"
 )
-"""x, b, c: at their first columns. rates, skip: addresses of what a state decays by, and of what passes by it."""
+"""x, b, c: at their first columns. rates, skip: addresses of decay rates, and of weights of the skip connection."""
 SHORT_CONVOLUTION = Block("out out_stride x x_stride weight bias channels taps row_bytes state log")
 """weight: float32[taps][channels]. row_bytes: of a row of weights, of the state and of the log: whole vectors."""
 

@@ -201,7 +201,7 @@ UNMEASURED_RUNS = 3
 
 
 class Stretch(NamedTuple):
-    """Ops that run without a look at what is wanted: the first, how many, and the shares of all work before and in
+    """Ops that run before the caller is asked again: the first, how many, and the shares of all work before and in
     them."""
 
     first: int

@@ -24,7 +24,7 @@ class CpuTape:
     partial_bytes: what one row's attention to one chunk may have to keep until all chunks are merged.
     attention_sums: float32[segments, KV heads, pages] that the ops add up attention in; None if they do not.
     stage_starts: number of the first kernel of each stage, see `ops.StageBoundary`.
-    descriptions: of each kernel what it is, with its tensors and shapes, for reports of crashes.
+    descriptions: of each kernel, with its tensors and shapes, for reports of crashes.
     calls: kernels that kernels call themselves: a block, the index of the word that takes the address, and which.
     angles: cosines and sines by the RoPE table they are of. expert_groups: rows by expert, by the buffer of ids.
     inner_buffers: between kernels of one op, by name.

@@ -25,7 +25,7 @@ _SOON_SECONDS = 1.0
 _TRIAL_SECONDS = 0.5, 4.0
 """Between two trials: at first, and at most, if none changes anything. The load may be another one by then."""
 _LOAD_SECONDS = 1.0
-"""Time constant of the lost share by which one load is told from another."""
+"""Time constant of the lost share by which loads are distinguished."""
 _OTHER_LOAD = 0.15
 """If that share is by so much another one than after the last trial, the load is: what was rejected is tried again."""
 _TURN_SECONDS = 0.2
@@ -120,7 +120,7 @@ class ThreadChoice:
         self._seconds = self._computing = 0.0
         self._lost = 0.0
         self._load = self._load_at_choice = 0.0
-        """The lost share over a longer time, and what it was soon after the number was chosen."""
+        """The lost share over a longer time, and its value soon after the number was chosen."""
         self._since_choice = 0.0
         self._calm_seconds = 0.0
         self._calm_needed = _CALM_SECONDS[0]

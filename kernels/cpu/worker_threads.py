@@ -127,7 +127,7 @@ class WorkerThreads:
         return self._leader is not None
 
     def run(self, num_threads: int) -> float:
-        """Let the leader make a run of what the control block says; returns its processor time when it is over.
+        """Let the leader execute the run in the control block; returns its processor time when it is over.
 
         An interrupt is raised once no thread runs any more.
         """

@@ -87,7 +87,7 @@ class AttentionLaunches:
     fresh: FreshRows | None = None
 
     def steps(self, run: Shape, codes: Quantized | None) -> Iterator[Step]:
-        """The launches of a batch. codes: where those of what is written go too, if anywhere; tiles leave them out,
+        """The launches of a batch. codes: output of the codes of what is written, if wanted; tiles leave them out,
         because no GEMM of so many rows reads them."""
         first = start = 0
         if run.batch_rows > SMALL_ROWS and self.has_tiles:

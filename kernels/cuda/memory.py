@@ -146,7 +146,7 @@ class DeviceKVLayout(KVLayout):
         return 0
 
     def free_pages(self, spare: int) -> int:
-        """Pages for which the device has memory, where `spare` bytes, or half of what is free, stay free."""
+        """Pages for which the device has memory, where `spare` bytes, or half of the free memory, stay free."""
         return most_page_bytes(self.device, spare) // self.page_bytes
 
     def allocate(self, num_bytes: int) -> int:

@@ -149,7 +149,7 @@ class CudaProgram:
         self._device.write(place, rows)
 
     def write_draws(self, draws: Sequence[Draw]) -> None:
-        """Sampling parameters of the next output rows, where `run_stage` is told to sample."""
+        """Sampling parameters of the next output rows, where `run_stage` samples."""
         self._choice.write(draws)
 
     def logits(self, num_rows: int) -> FloatArray:

@@ -140,7 +140,7 @@ class _Context(cpu.CPUContext):  # type: ignore[misc]
         externals.c_math_functions.install(self)
 
     def load_additional_registries(self) -> None:
-        """Import what Numba implements once, not before every function; intrinsics are added to what is there."""
+        """Import what Numba implements once, not before every function; intrinsics are added to it."""
         if not self._is_loaded:
             super().load_additional_registries()
             self._is_loaded = True

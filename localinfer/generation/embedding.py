@@ -182,7 +182,7 @@ class TextEmbedder:
         return self._model.tokenizer
 
     def _score(self, outputs: FloatArray, *, normalize: bool) -> float:
-        """One number of what the classifier gave: how relevant the document is."""
+        """One number of the classifier's output: the relevance of the document."""
         labels = self._model.labels
         if len(outputs) == 1:
             score = float(outputs[0])

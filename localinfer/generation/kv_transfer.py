@@ -42,7 +42,7 @@ class Prefilled:
     stored_tokens: int
     """Leading ids that another process can continue from: all but the last, whose logits it computes."""
     problem: str | None = None
-    """Why they are fewer."""
+    """Reason why they are fewer."""
     has_failed: bool = False
     """True if the disk refused the rest, as it will with other prompts."""
 
@@ -51,7 +51,7 @@ class KVTransfer:
     """Computes prompts of an `LLM` for other processes, and resumes those that they have computed.
 
     Both processes have loaded the same model with the same settings, and `disk_cache_folder` is the same folder.
-    Programs need `LLM.prefill` only: what it has written is found by any call for text. The other methods are the parts
+    Programs need `LLM.prefill` only: any call for text finds the files that it wrote. The other methods are the parts
     of it, and of the other side, for the server, which reports progress, and asks before it waits; they take token ids
     and salts (`localinfer.engine.cache.block_hashes`) in place of texts and names.
     """

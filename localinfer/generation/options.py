@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _FLAGS = ("ignore_eos", "include_stop", "context_shift", "pin_cache")
 _DRY_BREAKERS = ("\n", ":", '"', "*")
 _OF_REPLIES = ("thinking", "thinking_budget", "template_variables")
-"""Those that only chats have; the prompt depends on them too."""
+"""Options that only chats have; the prompt depends on them too."""
 _OF_ONE_GENERATION = ("constraint", "prediction", "owner", "cache_salt")
 
 

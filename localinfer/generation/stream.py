@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 class TextStream(Closing, Iterator[StreamEvent], AsyncIterator[StreamEvent]):
     """A generation in progress: read it with `for` or `async for`, or take the whole of it with `result`.
 
-    It has one reader at a time, a thread or a task: whoever else wants an event meanwhile gets a RequestError, and so
-    does whoever iterates in a thread once an event loop has read of it. Any thread may cancel or close it, and ask for
+    It has one reader at a time, a thread or a task: another that wants an event meanwhile gets a RequestError, and so
+    does one that iterates in a thread once an event loop has read of it. Any thread may cancel or close it, and ask for
     its figures. Leaving a `with` or `async with` block closes it.
 
     With `async for` a thread of its own takes the steps, some tens of tokens ahead of the reader at most. The loop is

@@ -355,7 +355,7 @@ class TextGeneration(Iterator[StreamEvent]):
                 self._chats.remember(self._chat, token_ids)
 
     def _explained(self, miss: CacheMiss | None) -> CacheMiss | None:
-        """Why no more of the prompt was cached, with the line of the system message that is the cause, if one is."""
+        """Cause of a cache miss, with the line of the system message that is the cause, if one is."""
         if self._explanation is None and self._words_at is not None and miss is not None and miss.cause == "different":
             self._explanation = replace(miss, detail=self._words_at(miss.position))
         return miss if self._explanation is None else self._explanation

@@ -21,7 +21,7 @@ from localinfer.engine.step_costs import StepFit
 from localinfer.errors import OverloadedError
 
 _MOST_STEPS, _MOST_SECONDS = 4000, 600.0
-"""Beyond which a prediction is no longer worth computing; what it has come to is then told."""
+"""Time beyond which a prediction stops, with the value it has reached."""
 _MEMORY = 0.9
 _LARGEST_CORRECTION = 4.0
 _NUM_KEPT = 512

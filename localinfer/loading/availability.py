@@ -19,7 +19,7 @@ class Availability:
     supported: bool
     """True if `load` with the same options would work."""
     reason: str | None = None
-    """Why not, and the way out, as the error of `load` says it."""
+    """The reason why not, and the way out, as the error of `load` says it."""
     error: LocalinferError | None = field(default=None, compare=False, repr=False)
     """That error, by whose class a program can tell a damaged file from one that is too large."""
     memory_bytes: int | None = None

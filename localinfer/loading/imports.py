@@ -51,7 +51,7 @@ MODULES = (
 
 
 def import_modules(report: ProgressCallback | None) -> None:
-    """Import what a load uses; report: told before each module that no one has imported yet, and may end it.
+    """Import what a load uses; report: called before each module that is not imported yet, and may end it.
 
     Raises: OutOfMemoryError where the address space is too small for NumPy and LLVM; what `report` raises.
     """

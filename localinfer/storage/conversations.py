@@ -510,7 +510,7 @@ def open_store() -> ConversationStore | None:
 
 
 def _state(conversation: SavedConversation) -> bytes:
-    """A digest of what was said: times may be the same of two writers, and a name may be given by any."""
+    """A digest of the messages: times may be the same of two writers, and a name may be given by any."""
     return hashlib.sha256(json.dumps([conversation.system, list(map(dict, conversation.turns))]).encode()).digest()
 
 

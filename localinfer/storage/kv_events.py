@@ -156,7 +156,7 @@ class KVEventPublisher(Closing):
             self.endpoint: str = publishing.getsockopt_string(zmq.LAST_ENDPOINT)
             threads = [self._thread(self._publish, publishing, name="localinfer-kv-events")]
             if config.replay_endpoint is not None:
-                # A whole replay waits for one client; what it does not take after that is dropped.
+                # A whole replay waits for one client; messages that it does not take after that are dropped.
                 replaying = self._socket(zmq.ROUTER, config.replay_endpoint, hwm=config.buffer_steps + 1)
                 self.replay_endpoint = replaying.getsockopt_string(zmq.LAST_ENDPOINT)
                 stop_address = f"inproc://{id(self)}"
@@ -195,7 +195,7 @@ class KVEventPublisher(Closing):
         return self.endpoint + (f", replayed at {self.replay_endpoint}" if self.replay_endpoint else "")
 
     def close(self) -> None:
-        """Send what is left, and close the sockets; may be called again. A forked child does nothing."""
+        """Send the rest, and close the sockets; may be called again. A forked child does nothing."""
         if self._is_closed or os.getpid() != self._process:
             return
         with self._lock:

@@ -56,7 +56,7 @@ _FIXED = struct.Struct(f"<8sIIIQ{KEY_BYTES}s")
 
 
 class Rejection(Enum):
-    """Why a file was not used; the value completes the sentence "the file ..."."""
+    """Reason why a file was not used; the value completes the sentence "the file ..."."""
 
     MISSING = "no longer exists"
     TORN = "has the wrong length"

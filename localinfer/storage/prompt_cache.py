@@ -109,7 +109,7 @@ class WriteBehind:
                 self._writer.start()
 
     def write_next(self) -> bool:
-        """Write the next few pages of what is due; False if nothing is."""
+        """Write the next few due pages; False if none is."""
         with self._writing:
             if self._steps is None:
                 with self._wake:
@@ -307,7 +307,7 @@ class DiskCache:
         self._behind.add(IdleSequence(token_ids, salt))
 
     def write_next(self) -> bool:
-        """Write the next few pages of what is due, without waiting for the thread that does; False if nothing is."""
+        """Write the next few due pages, without waiting for the thread that does; False if none is."""
         return self._behind.write_next()
 
     def write_now(self, token_ids: TokenIds, salt: bytes = NO_SALT) -> None:
@@ -322,7 +322,7 @@ class DiskCache:
 
     @property
     def last_failure(self) -> str | None:
-        """Why the last save ended early, None if it did not."""
+        """Reason why the last save ended early, None if it did not."""
         return self.counters.last_failure or self.snapshot_counters.last_failure
 
     def tiers(self, salt: bytes = NO_SALT) -> Tiers | None:

@@ -49,7 +49,7 @@ from localinfer.kernels.jit.numba import Source, compose, inline
 from localinfer.kernels.kv_layout import PAGE_TOKENS, SCALE_BLOCK
 
 TO_QUERY, TO_Q8_0, TO_Q4_0 = 0, 1, 2
-"""Literal codes of what a block becomes."""
+"""Literal codes of a block's storage."""
 
 
 @emitted(VOID, types.int64, types.int64, FLOAT)

@@ -156,7 +156,7 @@ def _leave(control: int, num_threads: int) -> bool:
 def _sleep(control: int, thread: int, state: int) -> int:
     """Sleep while the state stays as it is; returns 1 where Python must let the thread sleep, which is marked then."""
     line = control + SLEEPING + 64 * thread
-    # The count first, so that whoever sees the mark takes one off that is there.
+    # The count first, so that a thread that sees the mark decrements a counted one.
     atomic_add(control + SLEEPERS, 1)
     atomic_exchange(line, 1)
     # A state that changed just before the mark was up may have been set by a thread that did not see it.

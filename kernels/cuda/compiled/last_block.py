@@ -1,6 +1,6 @@
 """Blocks that write parts of a result: the last one to have written, whichever it is, continues with all of it.
 
-Which block is last is open, so what it does must depend only on what was written. No block waits: blocks that are not
+Any block may be the last, so its result must depend only on the data written. No block waits: blocks that are not
 last end. Source: `__threadfence` and its example in the CUDA C++ programming guide; PTX ISA 7.8, section 8.
 """
 

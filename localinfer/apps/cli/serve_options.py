@@ -243,7 +243,7 @@ class ListeningOptions:
 
 
 def _own_socket() -> Path | None:
-    """A place for the socket of one process, as every sidecar needs one; None where none can be made."""
+    """A path for the socket of one process, as every sidecar needs one; None where none can be made."""
     from localinfer.apps.server.transport.sockets import MAX_SOCKET_PATH_BYTES, default_socket_path
     from localinfer.system.folders import make_private
 
@@ -472,7 +472,7 @@ class KVEventsOptions:
             yield publisher
 
     def check_sources(self, sources: "list[ModelSource]") -> "list[ModelSource]":
-        """The models of a server whose events can be told of. Raises: RequestError where there are several."""
+        """The models of a server whose events can be published. Raises: RequestError where there are several."""
         if self.kv_events is not None and len(sources) > 1:
             raise RequestError(
                 f"KV events tell of one model, and there are {len(sources)} to serve; name one with -m, and run a "

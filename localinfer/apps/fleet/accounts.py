@@ -93,7 +93,7 @@ class Accounts:
         return Opened(place.replica, headers)
 
     def reserve(self, ingress: str, number: int, least: int, most: int) -> Opened:
-        """Take tokens for a request, see `RateLimiter.reserve`; with the headers that tell what is left."""
+        """Take tokens for a request, see `RateLimiter.reserve`; with the headers of the rest."""
         found = self._open.get(ingress, {}).get(number)
         if found is None:
             return Opened()
@@ -273,7 +273,7 @@ class IngressAccounts:
         return await self._opened("open", number, token, asked)
 
     async def reserve(self, number: int, least: int, most: int) -> Opened:
-        """Take tokens of a request's client, with the headers that tell what is left."""
+        """Take tokens of a request's client, with the headers of the rest."""
         return await self._opened("reserve", number, least, most)
 
     async def _opened(self, name: str, *values: Any) -> Opened:

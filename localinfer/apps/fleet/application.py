@@ -178,7 +178,7 @@ def _checked_autoscaling(autoscaling: object, routing: str) -> int:
     except Exception as error:
         reason = " ".join(str(error).split())
         raise RequestError(f"autoscaling is refused by Serve ({reason:.200}); {wanted}") from None
-    # Only the ingress's own router tells how many there are.
+    # Only the ingress's own router knows their number.
     return max(1, int(config.min_replicas if routing == "prefix" else config.max_replicas))
 
 

@@ -152,7 +152,7 @@ class Ingress:
                 async with aclosing(self._parts(asking.request, resumption, replica)) as parts:
                     async for batch in parts:
                         yield batch
-                        # Which the batch has told, if this is the first.
+                        # `progress` knows their number from the first batch on.
                         self._accounts.resize(number, progress.num_texts)
 
             async def reserve(least: int, most: int) -> None:
@@ -206,7 +206,7 @@ class Ingress:
         return not replica or bool(set(self._accounts.replicas()) - self._watch.watched - {replica})
 
     async def _answer_by_any(self, request: RelayedRequest, send: Send) -> None:
-        """Ask all replicas, and pass on the answer of the one that has what is asked for."""
+        """Ask all replicas, and pass on the answer of the one that has the item."""
         answers = await self._replicas.of_all("whole_answer", request, _SECONDS, lambda parts: _status(parts) != 404)
         found = next((parts for parts in answers.found if _status(parts) != 404), None)
         if found is None:
@@ -238,7 +238,7 @@ class Ingress:
         if asking.identity is None or asking.identity in self._operators:
             body = self._answered.exposition(texts, num_missing, _METRICS_SECONDS) + merged_metrics(texts)
         else:
-            # The replica of a text tells what is cached there: only operators may see it.
+            # The replica of a text reveals what is cached there: only operators may see it.
             body = summed_metrics(texts.values())
         kind = (b"content-type", b"text/plain; version=0.0.4; charset=utf-8")
         await send({"type": "http.response.start", "status": 200, "headers": [kind]})

@@ -192,7 +192,7 @@ class Placement:
 
     places: texts that a replica computes at one time; of texts as urgent as each other it is given no more, and more
     urgent ones beyond that, as its engine lets them replace others. most: of all of these, None for any.
-    seed: of what is drawn.
+    seed: of the random draws.
     """
 
     def __init__(

@@ -48,7 +48,7 @@ async def relay_answer(
 ) -> int:
     """Relay an answer; where its replica is lost, another one resumes it. Returns the number of replicas lost.
 
-    open_parts: called again for each that is lost. path: of the request, without `/v1`. progress: told how far it came.
+    open_parts: called again for each that is lost. path: of the request, without `/v1`. progress: of the reply.
     reserve: takes the tokens of a `ReserveNote`, before anything is sent, or raises what the client gets in place
     of an answer. Raises: BrokenAnswerError; what `open_parts` raises but ReplicaLostError; what `reserve` raises.
     """
@@ -242,7 +242,7 @@ async def unless_silent(
 class ReplicaWatch:
     """The replicas that are silent, as an ingress sees them.
 
-    ask: asks a replica whether it lives. suspect: told whether a replica is to be left out.
+    ask: asks a replica whether it lives. suspect: called with True to leave a replica out, False to take it back.
     end: ends a replica's process. seconds: that it gets to answer.
     """
 

@@ -26,11 +26,11 @@ ROUTE = "/prefill"
 CONNECT_SECONDS = 2.0
 """For a server to take a prompt on."""
 SILENT_SECONDS = 5.0
-"""A server that says nothing for so long has gone: it tells how far it is four times a second."""
+"""A server that is silent for so long has gone: it reports its progress four times a second."""
 
 
 class PrefillFailed(Exception):
-    """A prefill server did not do what it was asked; the text says why, and names no part of the prompt."""
+    """A prefill server failed at a prompt; the text says why, and names no part of the prompt."""
 
 
 class PrefillCancelled(Exception):
@@ -148,7 +148,7 @@ class HttpPrefillServer:
 
 
 def http_servers(options: KVTransferOptions) -> tuple[HttpPrefillServer, ...]:
-    """Those in a decode server's options."""
+    """Prefill servers of a decode server's options."""
     return tuple(HttpPrefillServer(address, options.token) for address in options.servers)
 
 

@@ -130,7 +130,7 @@ class _Reader:
         self._is_first = True
 
     def read(self, text: str) -> ReadParameters:
-        """Take what is left of the last call with what came since."""
+        """Take the rest of the last call with the text since."""
         self._held = text
         while not self._is_whole and self._state():
             pass

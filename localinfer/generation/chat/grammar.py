@@ -511,7 +511,7 @@ def reply_grammar(
 ) -> str | None:
     """The grammar in llguidance's form, or None where everything is allowed.
 
-    answer: the grammar of what is neither reasoning nor call, from `constraint_compiler.grammar_of`; None allows any
+    answer: the grammar outside of reasoning and calls, from `constraint_compiler.grammar_of`; None allows any
     text. calls: None where the prompt has no tools; where it has some, but `tools` are none, no call may be written.
     specials: the spellings of control tokens. calls_in_reasoning: a call may also end the reasoning.
     Raises: ConstraintError for a tool whose parameters cannot be enforced where they stand one by one.

@@ -86,7 +86,7 @@ class ReplyParser:
     def flush(self) -> ReplyDelta:
         """Take the end of the reply: what was held back for a marker that did not come.
 
-        A call that was cut short before its arguments is text; what is left of the frame behind them is left out.
+        A call that was cut short before its arguments is text; the rest of the frame behind them is left out.
         """
         if self._state in (self._reopened, self._thought):
             self._reasoning.append(self._held.rstrip())

@@ -126,7 +126,7 @@ class SystemPromptDrift:
                 key = digest.digest()
                 note = self._notes.get(key)
                 if index == place:
-                    # In a request that is repeated, what is so now takes the place of what was so.
+                    # In a repeated request the present lines replace the former ones.
                     note = None if latest == now else now
                 if note is None:
                     continue

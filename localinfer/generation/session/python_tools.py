@@ -42,7 +42,7 @@ class Docstring:
 
 
 def read_docstring(text: str | None) -> Docstring:
-    """Read a docstring; of what it does not have, the result has none."""
+    """Read a docstring; sections that it lacks are empty."""
     lines = cleandoc(text or "").splitlines()
     first: list[str] = []
     for index, line in enumerate(lines):

@@ -225,7 +225,7 @@ class Session(Closing):
                     if turns is not before:
                         stream = made[0]()
                         self._keep(turns, self._last if stream is None else stream.completion())
-            # Whoever has read the last event may ask on.
+            # The reader of the last event may ask again.
             if said and said[-1].finish_reason is not None:
                 yield said[-1]
 
@@ -298,7 +298,7 @@ class Session(Closing):
     def fork(self) -> Session:
         """Return a session with the same messages, tools and options, which goes its own way from here.
 
-        They share the cached pages of what they have in common; nothing is computed or copied. Of a reply that is being
+        They share the cached pages of their common text; nothing is computed or copied. Of a reply that is being
         given, the fork has nothing.
         """
         self._check_open()
@@ -314,7 +314,7 @@ class Session(Closing):
         return self._prompts.compute_prefix(self._turns)
 
     def cancel(self) -> None:
-        """End the reply in progress, from any thread; whoever asked gets what there is of it. May be called again.
+        """End the reply in progress, from any thread; its caller gets the partial reply. May be called again.
 
         The stream that was made last counts as one, also before its first event is read.
         """

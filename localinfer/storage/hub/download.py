@@ -267,7 +267,7 @@ def fetch_file(
 def _receive(client: HubClient, repository: Repository, file: StoredFile, partial: Path, received: Received) -> None:
     """Fill the partial file to its whole size, continuing after each loss of the connection."""
     retries = client.retries
-    # Unbuffered, so that what is there after any failure is a good beginning of the file.
+    # Unbuffered, so that after any failure the file has a good beginning.
     with FileIO(partial, "ab") as out:
         if out.seek(0, os.SEEK_END) > file.size:
             out.truncate(0)

@@ -34,7 +34,7 @@ class InstalledModel:
     last_used: float | None = None
     """In seconds since 1970, if known."""
     problem: str = ""
-    """Why it cannot be used, with the way out; empty for a good one."""
+    """Reason why it cannot be used, with the way out; empty for a good one."""
     is_unfinished: bool = False
     """True if its pull stopped on the way."""
 
@@ -162,7 +162,7 @@ class OllamaModel:
     path: Path
     """Its blob."""
     problem: str = ""
-    """Why it cannot be used; empty for a good one."""
+    """Reason why it cannot be used; empty for a good one."""
 
 
 def find_ollama(folder: Path) -> Iterator[OllamaModel]:

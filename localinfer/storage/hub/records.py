@@ -1,4 +1,4 @@
-"""Our records of what was pulled: one small file per model, written when every byte of it has been verified."""
+"""Our records of pulled models: one small file per model, written when every byte of it has been verified."""
 
 import contextlib
 import hashlib

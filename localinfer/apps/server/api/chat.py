@@ -105,7 +105,7 @@ class ChatRequest(ChatFields, kw_only=True):
 
     @property
     def num_logprobs(self) -> int | None:
-        """Number of likeliest tokens told beside each, None for no log probabilities."""
+        """Number of likeliest tokens returned beside each, None for no log probabilities."""
         return (self.top_logprobs or 0) if self.logprobs else self.n_probs or None
 
     def generation_options(self, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -203,7 +203,7 @@ class _ChatWriter(ChoicesWriter):
         yield self.last_chunk({**_delta_choice(index, {}, reason), **self._new_ids(choice)}, stats)
 
     def _new_ids(self, choice: "_Choice") -> dict[str, Any]:
-        """The ids that no event has told yet."""
+        """The ids that no event has held yet."""
         if not self._tells_ids:
             return {}
         told, choice.num_told = choice.num_told, len(choice.token_ids)

@@ -80,7 +80,7 @@ class CompletionRequest(GenerationFields, kw_only=True):
 
     @property
     def num_logprobs(self) -> int | None:
-        """Number of likeliest tokens told beside each, None for no log probabilities."""
+        """Number of likeliest tokens returned beside each, None for no log probabilities."""
         return self.n_probs or None if self.logprobs is None else self.logprobs
 
     @property

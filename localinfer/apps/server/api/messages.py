@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from localinfer.llm import LLM
 
 _DELTAS = {"text": ("text", "text"), "reasoning": ("thinking", "thinking"), "call": ("input_json", "partial_json")}
-"""Kind of delta -> what it is called here, and its member that holds the text."""
+"""Kind of delta -> its name here, and the member that holds the text."""
 
 
 class ToolChoice(msgspec.Struct, forbid_unknown_fields=True):

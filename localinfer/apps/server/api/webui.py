@@ -1,7 +1,7 @@
 """The chat page at `/`: one file that asks no other server than this one, under a policy that lets it do nothing else.
 
 It is put together of the files beside `chat.html` when first asked for. The policy names its scripts and styles by
-their hashes, which are taken of what is served: no other code runs, even if a text of a model were to become markup.
+their hashes, which are taken of the served text: no other code runs, even if a text of a model were to become markup.
 """
 
 import base64

@@ -140,7 +140,7 @@ class LlamaFields(GenerationFields, kw_only=True):
 
     @property
     def num_probs(self) -> int:
-        """Number of probabilities told per token."""
+        """Number of probabilities returned per token."""
         return (self.logprobs if self.n_probs is None else self.n_probs) or 0
 
     def engine_options(self) -> dict[str, Any]:
@@ -310,7 +310,7 @@ class ShownProbabilities:
 def needed_logprobs(count: int, params: SamplingParams, *, after_sampling: bool, is_constrained: bool) -> int:
     """Number of log probabilities that the engine has to report.
 
-    Raises: ApiError where the probabilities after sampling cannot be told from those.
+    Raises: ApiError where the probabilities after sampling cannot be computed from those.
     """
     if not after_sampling:
         return count
@@ -385,7 +385,7 @@ async def serve_completion(
 
 
 class _Text:
-    """One text of a request: what it is made of, and what came of it. copy: which of several of one prompt."""
+    """One text of a request: its prompt, options and result. copy: index among those of one prompt."""
 
     def __init__(
         self, body: LlamaFields, options: Mapping[str, Any], encode: "Callable[..., list[int]]", copy: int

@@ -35,7 +35,7 @@ async def show_properties(request: Request) -> Response:
         "default_generation_settings": {"params": settings, "n_ctx": model.context_length},
         "total_slots": service.settings.num_slots,
         "model_alias": model.source.id,
-        # Where it lies is not told.
+        # Its path is not revealed.
         "model_path": model.source.path.name,
         "modalities": {"vision": False, "video": False, "audio": False},
         "endpoint_slots": service.settings.shows_slots,

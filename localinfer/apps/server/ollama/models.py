@@ -308,7 +308,7 @@ async def studio_models(request: Request) -> Response:
 
 
 async def studio_model(request: Request) -> Response:
-    """One model as LM Studio tells of it."""
+    """One model as LM Studio describes it."""
     model = find_named(service_of(request).registry, request.path_params["model"]).model
     return json_response(await asyncio.to_thread(_studio_card, model))
 

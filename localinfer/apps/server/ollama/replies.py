@@ -450,7 +450,7 @@ def _raw_ids(llm: "LLM", prompt: str, max_tokens: int | None) -> list[int]:
 
 
 def _continued(llm: "LLM", context: Sequence[int], messages: list[dict[str, Any]], cache_salt: str | None) -> list[int]:
-    """The ids of a conversation and the next message, without reasoning, which could not be told from the text."""
+    """The ids of a conversation and the next message, without reasoning, which would look like text."""
     thinking = False if llm.info.supports_thinking else None
     with llm.stream_chat(messages, thinking=thinking, max_tokens=0, cache_salt=cache_salt) as stream:
         ids = stream.token_ids.tolist()

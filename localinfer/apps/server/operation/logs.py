@@ -226,7 +226,7 @@ class RequestTracer(Closing):
     """Makes spans of requests and exports them.
 
     endpoint: where OTLP over HTTP is taken, with or without its path; None leaves it to the environment.
-    exporter: takes the spans at once instead. Closing it sends what is left, for half a second at most.
+    exporter: takes the spans at once instead. Closing it sends the rest, for half a second at most.
     Raises: MissingPackageError; RequestError for an endpoint that is no URL.
     """
 
@@ -285,7 +285,7 @@ class RequestTracer(Closing):
         span.end(began + int(record.seconds * _NANOSECONDS))
 
     def close(self) -> None:
-        """Send what is left, and make no more spans; may be called again."""
+        """Send the rest, and make no more spans; may be called again."""
         if not self._is_closed:
             self._is_closed = True
             # Where no collector takes them, it would try again for longer than it is told.

@@ -58,7 +58,7 @@ class RequestRecord:
     """A request: its route, its end and its cost, and none of its text."""
 
     id: str = ""
-    """The id that its client was told."""
+    """The id that its client got."""
     method: str = ""
     route: str | None = None
     """The route that answered, without `/v1`; None where none did."""
@@ -106,7 +106,7 @@ class RequestRecord:
         return (self.input_tokens, 0) if self.reply is None else self.reply.num_used()
 
     def failure(self) -> str | None:
-        """The code or class of what failed, also in a stream whose status says that all is well."""
+        """The code or class of the error, also in a stream whose status says that all is well."""
         if self.error is not None or self.reply is None or self.reply.failure is None:
             return self.error
         return error_name(self.reply.failure)
@@ -375,7 +375,7 @@ class LatencyTracker:
             mean_interval = (self._last - self._began) / max(1, self.num_tokens - 1)
             if self._began - self._admitted <= GOOD_FIRST_TOKEN_SECONDS and mean_interval <= GOOD_INTERVAL_SECONDS:
                 self._metrics.good_replies.inc()
-        # Last: whoever sees that no text runs can rely on every other figure.
+        # Last: a client that sees no running text can rely on every other figure.
         self._metrics.running.dec()
 
 

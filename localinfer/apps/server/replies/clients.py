@@ -67,7 +67,7 @@ class RateLimiter:
         self._lock = threading.Lock()
 
     def admit(self, token: str) -> dict[str, str]:
-        """Count a request, and return the headers that tell what is left. Raises: ApiError 429, with them."""
+        """Count a request, and return the headers with the rest of the limits. Raises: ApiError 429, with them."""
         with self._lock:
             buckets = self._present(token)
             waits = {kind: bucket.seconds_until(1.0) for kind, bucket in buckets.items()}
@@ -79,12 +79,12 @@ class RateLimiter:
             return _headers(buckets)
 
     def headers(self, token: str) -> dict[str, str]:
-        """Headers that tell a client what is left."""
+        """Headers with the rest of a client's limits."""
         with self._lock:
             return _headers(self._present(token))
 
     def reserve(self, token: str, least: int, most: int) -> float:
-        """Take tokens of what is left: `most` of them, or what is there from `least` on; return how many that were.
+        """Take tokens of the rest: `most` of them, or those there are from `least` on; return their number.
 
         Of a request that is larger than the limit no more is wanted than that. Raises: ApiError 429.
         """
@@ -164,7 +164,7 @@ def _refusal(buckets: dict[str, _Bucket], kind: str, wait: float, wanted: int = 
 
 
 def _headers(buckets: dict[str, _Bucket]) -> dict[str, str]:
-    """OpenAI's headers: the limit, what is left, and how long it takes until all of it is there again."""
+    """OpenAI's headers: the limit, its rest, and the time until all of it is there again."""
     headers = {}
     for kind, bucket in buckets.items():
         headers[f"x-ratelimit-limit-{kind}"] = str(bucket.limit)
@@ -182,7 +182,7 @@ def _duration(seconds: float) -> str:
 
 
 def tenant_of(scope: Scope, settings: ServerSettings) -> str:
-    """Whom a request belongs to; "" where clients are not kept apart, and of what came through the Unix socket.
+    """Owner of a request; "" where clients are not kept apart, and of what came through the Unix socket.
 
     Only the server's owner can open that, and may see and stop all that runs.
     """

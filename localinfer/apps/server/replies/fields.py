@@ -527,7 +527,7 @@ def encode_pieces(
 
 
 def embedding_prompt(tokenizer: "Tokenizer", pieces: Pieces) -> str | list[int]:
-    """A prompt as `LLM.embed_many` takes it: a text by itself, or the ids of what is mixed."""
+    """A prompt as `LLM.embed_many` takes it: a text by itself, or the ids of a mixture."""
     if len(pieces) == 1 and isinstance(pieces[0], str):
         return pieces[0]
     return encode_pieces(tokenizer, pieces, max_tokens=None, add_special=True)

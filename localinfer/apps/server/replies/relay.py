@@ -100,7 +100,7 @@ class ReplyProgress:
 
     @property
     def num_used(self) -> int:
-        """Tokens that were read and generated: as the request's end says, or of what was noted so far."""
+        """Tokens that were read and generated: as the request's end says, or as noted so far."""
         if self._used is not None:
             return self._used
         prompts = {note.prompt_ids for note in self._prompts.values()}

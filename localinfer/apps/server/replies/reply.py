@@ -183,7 +183,7 @@ class Reply:
     """The texts of one request, from admission to the last event. Made, iterated and closed on the event loop.
 
     id: names the request to clients. tenant: its owner, where clients are kept apart. slot_ids: one per text,
-    where it shows among the slots. relay: by what it is passed on, if it is. notices: what was noted of the request.
+    where it shows among the slots. relay: passes it on, if it is relayed. notices: of the request.
     stats, finish_reasons: one per text, None until its end was taken. failure: what `events` raised. prompt_tokens: one
     per text, known after `start`. token: its client's, by name. owner: notified of its end.
     """
@@ -489,7 +489,7 @@ class _Text:
                         put(Token(index, event))
                     self.has_token.set()
             finally:
-                # At one moment: whoever asks meanwhile gets figures.
+                # At one moment: a client that asks meanwhile gets figures.
                 with self._lock:
                     self._stats, self._stream = stream.stats, None
         return ending

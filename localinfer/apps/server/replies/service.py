@@ -562,7 +562,7 @@ class _Admission:
 
 
 def reserve_prompts(request: Request, num_tokens: int) -> None:
-    """Take the tokens of what is only read, before it is computed. Any thread. Raises: ApiError 429."""
+    """Take the tokens of a text that is only read, before it is computed. Any thread. Raises: ApiError 429."""
     relay: ReplyRelay | None = request.scope["state"].get(RELAY)
     reservation = relay or Reservation(service_of(request).limiter, record_of(request.scope).token)
     reservation.reserve(num_tokens, num_tokens)

@@ -308,7 +308,7 @@ class ModelLoader:
             await asyncio.wait(self._closing)
 
     def begin_measuring(self, model: ServedModel) -> "asyncio.Task[MemoryNeed]":
-        """The reading of what a model takes, one file at a time, whether or not a request waits for it."""
+        """The task that reads a model's memory needs, one file at a time, whether or not a request waits for it."""
         if model.measuring is None:
             model.measuring = asyncio.create_task(self._measure_model(model))
             model.measuring.add_done_callback(lambda task: task.cancelled() or task.exception())
@@ -463,12 +463,12 @@ class ModelLoader:
         return min(available, self._memory_limit - sum(other.memory_bytes for other in self._models()))
 
     def _idle_models(self) -> list[ServedModel]:
-        """Those that may be unloaded at once, the least recently used first."""
+        """Models that may be unloaded at once, the least recently used first."""
         idle = [model for model in self._models() if model.is_idle and not model.is_pinned]
         return sorted(idle, key=lambda model: model.last_used_seconds)
 
     def _busy_models(self) -> list[ServedModel]:
-        """Those that may be unloaded once their replies have ended, the least recently used first."""
+        """Models that may be unloaded once their replies have ended, the least recently used first."""
         busy = [model for model in self._models() if model.llm and not model.is_idle and not model.is_pinned]
         return sorted(busy, key=lambda model: model.last_used_seconds)
 
@@ -723,7 +723,7 @@ class ModelRegistry:
         return Lease(model, model.llm, self._changes.notify)
 
     def _all_models(self) -> list[ServedModel]:
-        """Those that are served, and those that were and still have replies."""
+        """Models that are served, and those that were and still have replies."""
         return [*self._models.values(), *self._former]
 
     def _keep_alive_seconds(self, source: ModelSource) -> float | None:

@@ -69,7 +69,7 @@ class ByteBudget:
     """So many bytes, of which `SMALL_BYTES` or less at a time also come from an eighth that is kept for them.
 
     most: the largest share; a request for more gets it, and is alone then.
-    on_given_back: told how many bytes came back. Used on one event loop. Raises: RequestError for less than a byte.
+    on_given_back: called with the bytes returned. Used on one event loop. Raises: RequestError for less than a byte.
     """
 
     def __init__(self, total: int, on_given_back: Callable[[int], object] = lambda num_bytes: None) -> None:
@@ -322,7 +322,7 @@ async def _in(
 
 
 class SharesMiddleware:
-    """ASGI middleware that gives back, when a request has ended, what `keep_share` was told to keep for it."""
+    """ASGI middleware that returns, when a request has ended, the share that `keep_share` kept for it."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -61,7 +61,7 @@ def header(notices: Collection[str]) -> dict[str, str]:
 
 
 def meant_name(name: str, known: Collection[str]) -> str | None:
-    """The member that a misspelled one is meant for, None for one that is like no other."""
+    """The member that a misspelled one resembles, None for one that resembles none."""
     if not _SHORTEST_WORD <= len(name) <= _MOST_CHARACTERS:
         return None
     return next(iter(get_close_matches(name, known, 1, _ALIKE)), None)

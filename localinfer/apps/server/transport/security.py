@@ -22,7 +22,7 @@ _METHODS = "GET, POST, DELETE, OPTIONS"
 EXPOSED_HEADERS = "x-request-id, retry-after, " + ", ".join(
     f"x-ratelimit-{what}-{kind}" for kind in ("requests", "tokens") for what in ("limit", "remaining", "reset")
 )
-"""That a page of an allowed origin may read."""
+"""Headers that a page of an allowed origin may read."""
 IS_UNIX_SOCKET = "is_unix_socket"
 """Set in the state of a request that came through the Unix socket, whose folder guards it."""
 TOKEN_IDENTITY = "token_identity"

@@ -233,7 +233,7 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 
 _TERMINAL = "/dev/tty"
-"""The controlling terminal of whoever opens it; without one that fails."""
+"""The controlling terminal of the process that opens it; without one that fails."""
 
 
 class HangupHandler(Closing):
