@@ -3,6 +3,8 @@
 import hashlib
 import logging
 import math
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -10,7 +12,7 @@ import numpy as np
 
 from localinfer.engine.cache.block_pool import PagePool
 from localinfer.engine.cache.sequence import SequenceCache, forward
-from localinfer.engine.speculation.costs import MAX_DRAFT_TOKENS, VerificationCosts, measure_costs
+from localinfer.engine.speculation.costs import MAX_DRAFT_TOKENS, VerificationCosts
 from localinfer.engine.speculation.draft_model import DraftModel
 from localinfer.engine.speculation.mtp import AssistantDrafter, MTPDrafter
 from localinfer.engine.speculation.ngram import NgramDrafter
@@ -23,14 +25,16 @@ from localinfer.loading.options import ModelOptions
 from localinfer.models.load.loader import load_model
 from localinfer.models.load.threads import (
     Stage,
+    Timings,
     checked_run,
     get_measurement,
     is_postponed,
     postpone,
     put_measurement,
     settle,
+    time_in_turns,
 )
-from localinfer.types import ProgressCallback
+from localinfer.types import ProgressCallback, UnitsCallback
 
 if TYPE_CHECKING:
     from localinfer.models.load.loader import Model
@@ -40,6 +44,10 @@ logger = logging.getLogger(__name__)
 
 STAGE = "measuring drafts (once per machine and model)"
 
+_MEASURED_ROWS = (1, 2, 3, 4, 5, 6, 8, 9, 12, 16)
+_FEW_MEASURED_ROWS = (1, 2, 4, 8, 16)
+_SLOW_SECONDS = 0.03
+"""A pass that takes longer is measured at few sizes, so that a first load of a large model stays short."""
 _AGREEING_LOADS = 2
 _ALIKE = 1.3
 """Largest ratio of the relative costs of two measurements that agree."""
@@ -142,7 +150,7 @@ def _verification_seconds(
         forward(run_batch, (cache,), (np.zeros(num_rows, np.int32),), rows, (num_rows - 1,))
 
     measured = measure_costs(run, max_rows, stage)
-    seconds = measured.seconds
+    seconds = list(measured.seconds.values())
     if key is not None and measured.is_calm:
         agrees = len(known) == len(seconds) and _is_alike(known, seconds)
         least = [min(pair) for pair in zip(known, seconds, strict=True)] if agrees else seconds
@@ -152,6 +160,25 @@ def _verification_seconds(
     elif key is not None:
         postpone("verification", key)
     return seconds
+
+
+def measure_costs(run: Callable[[int], object], most_rows: int, told: UnitsCallback | None = None) -> Timings[int]:
+    """Time `run(num_rows)`, one forward pass, for 1 to at most MAX_DRAFT_TOKENS + 1 rows; some sizes are interpolated.
+
+    told: as in `time_in_turns`.
+    """
+    most_rows = min(most_rows, MAX_DRAFT_TOKENS + 1)
+    if told is not None:
+        told(0, 1)
+    run(1)
+    first = time_in_turns({1: lambda: run(1)}, repetitions=2).seconds[1]
+    chosen = _MEASURED_ROWS if first < _SLOW_SECONDS else _FEW_MEASURED_ROWS
+    sizes = sorted({size for size in chosen if size < most_rows} | {1, most_rows})
+    timed = time_in_turns({size: lambda size=size: run(size) for size in sizes}, told=told)  # type: ignore[misc]
+    rows = range(1, most_rows + 1)
+    # More rows never take less, whatever the clock says.
+    seconds = np.maximum.accumulate(np.interp(rows, sizes, [timed.seconds[size] for size in sizes]))
+    return replace(timed, seconds=dict(zip(rows, seconds.tolist(), strict=True)))
 
 
 def _cached_seconds(key: str) -> tuple[list[float], int]:

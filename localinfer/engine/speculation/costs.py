@@ -12,11 +12,8 @@ across generations. The length of most expected tokens per second is taken; 0 is
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
-
-from localinfer.models.load.threads import time_in_turns
-from localinfer.types import UnitsCallback
 
 if TYPE_CHECKING:
     from localinfer.engine.speculation.mtp import DraftHead
@@ -24,10 +21,6 @@ if TYPE_CHECKING:
 MAX_DRAFT_TOKENS = 15
 """Most tokens drafted at once: 16 rows are verified."""
 
-_MEASURED_ROWS = (1, 2, 3, 4, 5, 6, 8, 9, 12, 16)
-_FEW_MEASURED_ROWS = (1, 2, 4, 8, 16)
-_SLOW_SECONDS = 0.03
-"""A pass that takes longer is measured at few sizes, so that a first load of a large model stays short."""
 _SAMPLES = 3
 _LEAST_RATIO = 0.9
 """More rows never take less than one: a smaller ratio compares times of different load."""
@@ -152,41 +145,6 @@ class VerificationCosts:
                 cap = observed.value
             caps.append(cap)
         return caps[::-1]
-
-
-class MeasuredCosts(NamedTuple):
-    """seconds: of passes over 1, 2, ... rows. is_calm, load: of the machine meanwhile, see `Timings`."""
-
-    seconds: list[float]
-    is_calm: bool
-    load: float | None
-
-
-def measure_costs(run: Callable[[int], object], most_rows: int, told: UnitsCallback | None = None) -> MeasuredCosts:
-    """Time `run(num_rows)`, one forward pass, for 1 to at most MAX_DRAFT_TOKENS + 1 rows; some sizes are interpolated.
-
-    told: as in `time_in_turns`. Whether repetitions agree tells a machine that does nothing else.
-    """
-    most_rows = min(most_rows, MAX_DRAFT_TOKENS + 1)
-    if told is not None:
-        told(0, 1)
-    run(1)
-    first = time_in_turns({1: lambda: run(1)}, repetitions=2).seconds[1]
-    chosen = _MEASURED_ROWS if first < _SLOW_SECONDS else _FEW_MEASURED_ROWS
-    sizes = sorted({size for size in chosen if size < most_rows} | {1, most_rows})
-    timed = time_in_turns({size: lambda size=size: run(size) for size in sizes}, told=told)  # type: ignore[misc]
-    seconds = [_interpolated(timed.seconds, num_rows) for num_rows in range(1, most_rows + 1)]
-    # More rows never take less, whatever the clock says.
-    return MeasuredCosts(list(itertools.accumulate(seconds, max)), timed.is_calm, timed.load)
-
-
-def _interpolated(measured: dict[int, float], num_rows: int) -> float:
-    below = max(size for size in measured if size <= num_rows)
-    above = min(size for size in measured if size >= num_rows)
-    if below == above:
-        return measured[below]
-    share = (num_rows - below) / (above - below)
-    return measured[below] * (1 - share) + measured[above] * share
 
 
 _PRIOR_WEIGHT = 3.0

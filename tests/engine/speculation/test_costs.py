@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from localinfer.engine.speculation import costs
-from localinfer.engine.speculation.costs import MAX_DRAFT_TOKENS, VerificationCosts, measure_costs
+from localinfer.engine.speculation.costs import MAX_DRAFT_TOKENS, VerificationCosts
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.loading import drafters
 from localinfer.models.load import threads
@@ -92,8 +91,8 @@ class Clock:
 def measured(clock: Clock, most: int, monkeypatch: pytest.MonkeyPatch) -> tuple[list[float], bool]:
     monkeypatch.setattr(threads.time, "perf_counter", clock.read)
     monkeypatch.setattr(threads.OtherLoad, "measure", lambda _: 0.0)
-    seconds, is_calm, _ = costs.measure_costs(clock.run, most)
-    return seconds, is_calm
+    timed = drafters.measure_costs(clock.run, most)
+    return list(timed.seconds.values()), timed.is_calm
 
 
 def test_slow_passes_are_few_and_what_lies_between_is_interpolated(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,10 +106,8 @@ def test_slow_passes_are_few_and_what_lies_between_is_interpolated(monkeypatch: 
 
 def test_every_size_is_measured_several_times(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(1.0)
-    measure_costs_of = measured(clock, 64, monkeypatch)[0]
-    assert len(measure_costs_of) == 16
+    assert len(measured(clock, 64, monkeypatch)[0]) == 16
     assert all(clock.sizes.count(size) >= 3 for size in set(clock.sizes))
-    assert measure_costs is costs.measure_costs
 
 
 @pytest.mark.parametrize("share", [0.3, 0.8])
@@ -133,9 +130,9 @@ def test_beside_busy_programs_not_every_start_measures(tmp_path: Path, monkeypat
     """Each start took up to twice its time, for a measurement that it could not keep."""
     now, tries, is_calm = [1e9], [0], [False]
 
-    def measure(*_: object) -> costs.MeasuredCosts:
+    def measure(*_: object) -> threads.Timings[int]:
         tries[0] += 1
-        return costs.MeasuredCosts([1.0] * 16, is_calm[0], 0.0)
+        return threads.Timings(dict.fromkeys(ROWS, 1.0), is_calm[0], 0.0)
 
     def start(seconds: float, **options: bool) -> int:
         now[0] += seconds
