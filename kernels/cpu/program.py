@@ -27,12 +27,12 @@ from localinfer.kernels.cpu.crash_reports import HANDLER, REPORTS, install_if_as
 from localinfer.kernels.cpu.memory import address, aligned_zeros, placed, zeros
 from localinfer.kernels.cpu.parameters import BATCH, SEGMENT
 from localinfer.kernels.cpu.tape import CpuTape
-from localinfer.kernels.cpu.thread_choice import ThreadChoice
 from localinfer.kernels.cpu.worker_threads import (
     FINISH_RUN,
     POOL_KERNELS as _THREAD_KERNELS,
     START_RUN,
     Priority,
+    ThreadChoice,
     WorkerThreads,
     note_thread,
 )
@@ -121,28 +121,25 @@ class ThreadPool:
         self.has_own_count = asked.num_threads is not None
         self._settings = asked
 
-    def check_usable(self) -> None:
-        """Raise ClosedError after `close`, and in a forked child."""
-        if self._closed or self._control[kernel_abi.STOPPING // 8]:
-            raise ClosedError("the model was closed; load it again to go on")
-        if os.getpid() != self.process:
-            raise ClosedError("the model was loaded in the parent process; load it again in this one")
-
     def run(
         self, ops_address: int, num_ops: int, batch_address: int, num_threads: int = 0, *, is_measured: bool = False
     ) -> None:
         """Run ops (pairs of function and parameter address) over a batch header; blocks without the GIL.
 
-        num_threads: how many of the threads take part; 0 for all.
+        num_threads: how many of the threads take part; 0 for all. Raises: ClosedError after `close`, and in a forked
+        child.
         """
-        self.check_usable()
         control = self._control
+        if self._closed or control[kernel_abi.STOPPING // 8]:
+            raise ClosedError("the model was closed; load it again to go on")
+        if os.getpid() != self.process:
+            raise ClosedError("the model was loaded in the parent process; load it again in this one")
         control[kernel_abi.OPS // 8] = ops_address
         control[kernel_abi.NUM_OPS // 8] = num_ops
         control[kernel_abi.BATCH // 8] = batch_address
         num_threads = num_threads or self.num_threads
         control[kernel_abi.NUM_THREADS // 8] = num_threads
-        if self._workers.has_leader:
+        if self._workers.leader is not None:
             self.computing_seconds = self._workers.run(num_threads)
             return
         began = time.thread_time() if is_measured else 0.0
@@ -154,8 +151,8 @@ class ThreadPool:
             return
         before = int(control[kernel_abi.STATE // 8])
         try:
-            self._workers.wake(int(START_RUN(self.control_address, num_threads)))
-            FINISH_RUN(self.control_address)
+            self._workers.wake(int(START_RUN.call(self.control_address, num_threads)))
+            FINISH_RUN.call(self.control_address)
         except BaseException:
             # Ctrl-C came between two of these steps. Workers that were started may be in the midst of the run.
             if control[kernel_abi.STATE // 8] != before:
@@ -354,7 +351,6 @@ class CpuProgram:
 
     def _set_batch(self, batch: Batch) -> None:
         """Check a batch and write it where the ops read it."""
-        self._pool.check_usable()
         self._limits.check(batch)
         self._pool.settle()
         rows, outputs = len(batch.token_ids), len(batch.output_rows)
@@ -373,7 +369,7 @@ class CpuProgram:
         header[_NUM_ROWS] = rows
         header[_NUM_OUTPUT_ROWS] = outputs
         self._choose(rows)
-        if rows <= kernel_abi.SPLIT_ROWS and self.num_threads > 1:
+        if rows <= kernel_abi.SPLIT_ROWS and self._pool.num_threads > 1:
             self._reserve_partials(chunks)
         if self.tape.attention_sums is not None:
             self.tape.attention_sums[: len(batch.segments)] = 0
@@ -406,8 +402,6 @@ class CpuProgram:
     def _run_part(self, first: int, num_ops: int, share: float) -> None:
         """Run ops that are a share of the batch's work, with as many threads as are best by then."""
         choice, pool, ops_address = self._choice, self._pool, self._ops_address + OP_BYTES * first
-        if choice is not None:
-            self._last_threads = choice.next_count()
         if choice is None or self._unmeasured:
             self._unmeasured -= choice is not None
             pool.run(ops_address, num_ops, self._header_address, self._last_threads)
@@ -416,6 +410,7 @@ class CpuProgram:
         pool.run(ops_address, num_ops, self._header_address, self._last_threads, is_measured=True)
         seconds = time.perf_counter() - began
         choice.observe(seconds, pool.computing_seconds, share * self._work)
+        self._last_threads = choice.next_count()
         # That took some 4 us.
         self._unmeasured = UNMEASURED_RUNS if seconds < SHORT_RUN_SECONDS else 0
 

@@ -235,11 +235,6 @@ class Request:
         self.matcher = self.plan.mask if isinstance(self.plan.mask, GuidingMask) else None
 
     @property
-    def is_guided(self) -> bool:
-        """True if a grammar knows what may follow."""
-        return self.matcher is not None
-
-    @property
     def can_proceed(self) -> bool:
         """True if a step may work for it: its reader keeps up, and it has not ended."""
         return len(self.events) < _READ_AHEAD and not self.is_over and not self.is_cancelled

@@ -126,7 +126,7 @@ class ModelRunner:
         chunk_rows = sum(part.num_rows for part in scheduled if part.is_chunk)
         room = min(self._program.max_batch_rows - rows - chunk_rows, self._program.max_output_rows - len(scheduled))
         for part in scheduled:
-            if part.may_draft or (part.request.is_guided and not part.is_chunk):
+            if part.may_draft or (part.request.matcher is not None and not part.is_chunk):
                 others = Others(rows - 1, len(scheduled) - 1) if len(scheduled) > 1 else None
                 self._draft(part, min(room, MAX_DRAFT_TOKENS), others)
                 rows += part.num_drafted

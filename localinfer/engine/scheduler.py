@@ -27,7 +27,7 @@ from localinfer.kernels.program import Program
 
 _WAIT_SECONDS = 0.1
 """Time that a new request waits for the end of a prompt's chunk before it is aborted, to be computed again."""
-
+_CLOSED = "the model was closed; load it again"
 
 PolicyFactory = Callable[[PrefixCache, StepFit, Callable[[int, int], int], AdmissionControl], AdmissionPolicy]
 """Makes an engine's policy of its cache, the costs of its steps, the rows of prompts that a step has beside streams,
@@ -76,7 +76,7 @@ class Scheduler:
     def check_usable(self) -> None:
         """Raise ClosedError if the engine was closed, or belongs to the process that forked this one."""
         if self.is_closed:
-            raise ClosedError("the model was closed; load it again")
+            raise ClosedError(_CLOSED)
         self.check_process()
 
     @property
@@ -131,7 +131,8 @@ class Scheduler:
                         return None
                     error, request.error = request.error, None
                     raise error
-                self.check_usable()
+                if self.is_closed:
+                    raise ClosedError(_CLOSED)
                 if not request.is_started:
                     request.is_started = True
                     self.running.append(request)
@@ -225,7 +226,7 @@ class Scheduler:
                 _rollback(request)
         self._is_stepping = True
         if len(running) == 1 and (request := running[0]).sequence is not None and request.position > request.base:
-            if not request.is_guided and (request.speculative is None or request.speculative.in_backoff()):
+            if request.matcher is None and (request.speculative is None or request.speculative.in_backoff()):
                 self._runner.decode_alone(request)
             else:
                 self._step_alone(request)
@@ -237,7 +238,7 @@ class Scheduler:
 
     def _step_alone(self, request: Request) -> None:
         """Decode the only request there is, with drafts unless its step is to be plain."""
-        if request.is_guided:
+        if request.matcher is not None:
             part = ScheduledSequence(request)
             part.may_draft = self._runner.may_draft([part])
             self._compute([part])

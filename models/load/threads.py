@@ -22,7 +22,7 @@ from localinfer.errors import RequestError
 from localinfer.kernels.cpu.kernel_abi import MAX_THREADS
 from localinfer.kernels.cpu.memory import address, aligned_zeros
 from localinfer.kernels.cpu.program import CpuProgram
-from localinfer.kernels.cpu.worker_threads import PRIORITIES, Priority
+from localinfer.kernels.cpu.worker_threads import PRIORITIES, Priority, steps_of
 from localinfer.kernels.jit.object_cache import cache_folder
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.program import Batch, Program, Segment, StateStep
@@ -329,16 +329,6 @@ def choose_decode_threads(
     program.decode_threads, program.is_measured = found, timed.is_calm or cached is not None
 
 
-def _candidates(most: int) -> list[int]:
-    """1, 2, 3, 4, 6, 8, 12, 16 ... and `most`."""
-    counts = {1, 3, most}
-    count = 2
-    while count < most:
-        counts |= {count, count * 3 // 2}
-        count *= 2
-    return sorted(value for value in counts if value <= most)
-
-
 def _token_runs(program: CpuProgram, kv_layout: KVLayout, stage: Stage) -> dict[int, Callable[[], object]]:
     """For each number of threads a function that decodes one token at the start of a sequence; each was run once."""
     page_bytes = kv_layout.page_bytes + kv_layout.windowed_bytes
@@ -358,7 +348,7 @@ def _token_runs(program: CpuProgram, kv_layout: KVLayout, stage: Stage) -> dict[
         program.decode_threads = count
         run_of[count](batch)
 
-    counts = _candidates(program.num_threads)
+    counts = steps_of(program.num_threads)
     run_of = {count: checked_run(program, stage) for count in counts}
     for count in counts:
         stage(0, 1)

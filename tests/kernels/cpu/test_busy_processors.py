@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from localinfer.kernels.cpu.thread_choice import ThreadChoice, steps_of
+from localinfer.kernels.cpu.worker_threads import ThreadChoice, steps_of
 
 
 class Machine:
