@@ -76,6 +76,12 @@ def trace(model: str | None, num_tokens: int) -> tuple[list[list[Call]], list[in
     return collected.tokens[middle], collected.builtin_calls[middle]
 
 
+def medians(tokens: list[list[Call]]) -> tuple[int, int]:
+    """Files of localinfer and Python calls of a token."""
+    files = [{name for _, path, _ in token if (name := project_file(path))} for token in tokens]
+    return int(statistics.median_low(map(len, files))), int(statistics.median_low(map(len, tokens)))
+
+
 def main() -> None:
     """Print the medians, and the calls of one token if they are asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -84,14 +90,13 @@ def main() -> None:
     parser.add_argument("--list", action="store_true")
     options = parser.parse_args()
     tokens, builtin_calls = trace(options.model, options.tokens)
-    calls = int(statistics.median_low(len(token) for token in tokens))
-    typical = next(token for token in tokens if len(token) == calls)
-    files = [sorted({name for _, path, _ in token if (name := project_file(path))}) for token in tokens]
+    files, calls = medians(tokens)
     print(
-        f"{statistics.median_low(map(len, files))} files, {calls} Python calls and "
-        f"{statistics.median_low(builtin_calls)} of functions in C per decoded token"
+        f"{files} files, {calls} Python calls and {statistics.median_low(builtin_calls)} of functions in C per decoded "
+        "token"
     )
     if options.list:
+        typical = next(token for token in tokens if len(token) == calls)
         for depth, path, name in typical:
             print(f"{'  ' * (depth - min(call[0] for call in typical))}{name}  ({project_file(path) or path})")
 
