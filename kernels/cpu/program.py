@@ -282,13 +282,34 @@ class CpuProgram:
 
         Raises RequestError or ContextLengthError for a batch that it cannot hold.
         """
-        self._set_batch(batch)
+        self.begin(batch)
         self._run_part(0, self._num_ops, 1.0)
         return self._result(batch)
 
     def begin(self, batch: Batch) -> None:
         """Check a batch and write it where the ops read it; see `program.StagedProgram`."""
-        self._set_batch(batch)
+        self._limits.check(batch)
+        self._pool.settle()
+        rows, outputs = len(batch.token_ids), len(batch.output_rows)
+        self._token_ids[:rows] = batch.token_ids
+        for fill in self._fills:
+            fill(batch.token_ids)
+        if self._limits.num_token_types > 1:
+            self._token_types[:rows] = 0 if batch.token_types is None else batch.token_types
+        self._output_rows[:outputs] = batch.output_rows
+        row = chunks = 0
+        for index, segment in enumerate(batch.segments):
+            row = self._set_segment(index, segment, row)
+            chunks += ((segment.start_position - segment.dropped_tokens) // kernel_abi.CHUNK + 2) * segment.num_rows
+        header = self._header
+        header[_NUM_SEGMENTS] = len(batch.segments)
+        header[_NUM_ROWS] = rows
+        header[_NUM_OUTPUT_ROWS] = outputs
+        self._choose(rows)
+        if rows <= kernel_abi.SPLIT_ROWS and self._pool.num_threads > 1:
+            self._reserve_partials(chunks)
+        if self.tape.attention_sums is not None:
+            self.tape.attention_sums[: len(batch.segments)] = 0
 
     def run_stage(self, stage: int) -> None:
         """Compute one stage of the batch; see `program.StagedProgram`."""
@@ -313,7 +334,7 @@ class CpuProgram:
         """
         if len(batch.token_ids) < least_rows:
             return self.run(batch)
-        self._set_batch(batch)
+        self.begin(batch)
         for stretch in self._stretches:
             if stretch.done_before and should_abort(stretch.done_before):
                 return None
@@ -348,31 +369,6 @@ class CpuProgram:
         self.tape.release()
         self._fills = ()
         self._partials = aligned_zeros(0)
-
-    def _set_batch(self, batch: Batch) -> None:
-        """Check a batch and write it where the ops read it."""
-        self._limits.check(batch)
-        self._pool.settle()
-        rows, outputs = len(batch.token_ids), len(batch.output_rows)
-        self._token_ids[:rows] = batch.token_ids
-        for fill in self._fills:
-            fill(batch.token_ids)
-        if self._limits.num_token_types > 1:
-            self._token_types[:rows] = 0 if batch.token_types is None else batch.token_types
-        self._output_rows[:outputs] = batch.output_rows
-        row = chunks = 0
-        for index, segment in enumerate(batch.segments):
-            row = self._set_segment(index, segment, row)
-            chunks += ((segment.start_position - segment.dropped_tokens) // kernel_abi.CHUNK + 2) * segment.num_rows
-        header = self._header
-        header[_NUM_SEGMENTS] = len(batch.segments)
-        header[_NUM_ROWS] = rows
-        header[_NUM_OUTPUT_ROWS] = outputs
-        self._choose(rows)
-        if rows <= kernel_abi.SPLIT_ROWS and self._pool.num_threads > 1:
-            self._reserve_partials(chunks)
-        if self.tape.attention_sums is not None:
-            self.tape.attention_sums[: len(batch.segments)] = 0
 
     def _result(self, batch: Batch) -> FloatArray:
         sums = self.tape.attention_sums

@@ -82,6 +82,14 @@ def medians(tokens: list[list[Call]]) -> tuple[int, int]:
     return int(statistics.median_low(map(len, files))), int(statistics.median_low(map(len, tokens)))
 
 
+def listed(tokens: list[list[Call]]) -> str:
+    """The calls of a median token in order, indented by depth."""
+    calls = medians(tokens)[1]
+    typical = next(token for token in tokens if len(token) == calls)
+    top = min(depth for depth, _, _ in typical)
+    return "\n".join(f"{'  ' * (depth - top)}{name}  ({project_file(path) or path})" for depth, path, name in typical)
+
+
 def main() -> None:
     """Print the medians, and the calls of one token if they are asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -96,9 +104,7 @@ def main() -> None:
         "token"
     )
     if options.list:
-        typical = next(token for token in tokens if len(token) == calls)
-        for depth, path, name in typical:
-            print(f"{'  ' * (depth - min(call[0] for call in typical))}{name}  ({project_file(path) or path})")
+        print(listed(tokens))
 
 
 if __name__ == "__main__":

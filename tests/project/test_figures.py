@@ -1,9 +1,11 @@
 """Bounds of the code's structure, which `python -m tests.project.figures` prints: they fall, and do not rise."""
 
+from tests.bench import trace_token
 from tests.project import figures
 
 MOST_FILES, MOST_LINES = 470, 116_900
-MOST_SPINE_FILES, MOST_SPINE_LINES = 58, 14_110
+MOST_SPINE_FILES, MOST_SPINE_LINES = 58, 13_980
+MOST_TOKEN_FILES, MOST_TOKEN_CALLS = 14, 50
 MOST_SLIVERS, MOST_DOUBLED, MOST_EXPLAINED_ABOVE = 0, 0, 0
 MOST_ROWS = 6
 MOST_QUESTION_WORDS = 0
@@ -14,6 +16,13 @@ def test_the_spine_is_an_afternoon() -> None:
     assert len(files) > 20
     assert len(files) <= MOST_SPINE_FILES
     assert figures.num_lines(files) <= MOST_SPINE_LINES
+
+
+def test_a_decoded_token_goes_a_short_way() -> None:
+    tokens, _ = trace_token.trace(None, 32)
+    num_files, num_calls = trace_token.medians(tokens)
+    assert 10 < num_files <= MOST_TOKEN_FILES
+    assert 30 < num_calls <= MOST_TOKEN_CALLS, trace_token.listed(tokens)
 
 
 def test_files_are_few_and_full() -> None:
