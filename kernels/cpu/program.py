@@ -157,7 +157,7 @@ class ThreadPool:
             # Ctrl-C came between two of these steps. Workers that were started may be in the midst of the run.
             if control[kernel_abi.STATE // 8] != before:
                 self._workers.wake_all(num_threads)
-                FINISH_RUN(self.control_address)
+                FINISH_RUN.call(self.control_address)
             raise
         if is_measured:
             self.computing_seconds = time.thread_time() - began

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from localinfer.errors import ClosedError
-from localinfer.kernels.cpu import program as program_module, worker_threads
+from localinfer.kernels.cpu import worker_threads
 from localinfer.kernels.cpu.program import ThreadPool
+from localinfer.kernels.cpu.worker_threads import FINISH_RUN, START_RUN
 from localinfer.kernels.graph_builder import GraphBuilder
 from localinfer.kernels.ops import Buffer
 from localinfer.types import FloatArray
@@ -79,7 +80,7 @@ def test_an_interrupt_between_the_steps_of_a_run_leaves_the_pool_usable(
     when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pool, x = ThreadPool(3), random_rows(3, 100, 6)
-    start, finish = program_module.START_RUN, program_module.FINISH_RUN
+    start, finish = START_RUN.call, FINISH_RUN.call
 
     def interrupted_start(control: int, num_threads: int) -> int:
         if when == "while waking":
@@ -88,7 +89,7 @@ def test_an_interrupt_between_the_steps_of_a_run_leaves_the_pool_usable(
 
     def interrupted_finish(control: int) -> int:
         # Only once: the pool must be able to finish what it started.
-        monkeypatch.setattr(program_module, "FINISH_RUN", finish)
+        monkeypatch.setattr(FINISH_RUN, "call", finish)
         if when == "after the walk":
             finish(control)
         raise KeyboardInterrupt
@@ -98,9 +99,9 @@ def test_an_interrupt_between_the_steps_of_a_run_leaves_the_pool_usable(
             doubled(pool, x)
             idle(pause)
             if "walk" in when:
-                monkeypatch.setattr(program_module, "FINISH_RUN", interrupted_finish)
+                monkeypatch.setattr(FINISH_RUN, "call", interrupted_finish)
             else:
-                monkeypatch.setattr(program_module, "START_RUN", interrupted_start)
+                monkeypatch.setattr(START_RUN, "call", interrupted_start)
             with pytest.raises(KeyboardInterrupt):
                 doubled(pool, x)
             monkeypatch.undo()
