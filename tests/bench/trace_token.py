@@ -60,10 +60,14 @@ def project_file(path: str) -> str | None:
     return next((path[len(root) + 1 :] for root in ROOTS if path.startswith(root + "/")), None)
 
 
-def trace(model: str | None, num_tokens: int) -> tuple[list[list[Call]], list[int]]:
-    """The calls of every token between the first and the last eighth of a reply, and how many of functions in C."""
+def trace(model: str | None, num_tokens: int, num_threads: int | None = None) -> tuple[list[list[Call]], list[int]]:
+    """The calls of every token between the first and the last eighth of a reply, and how many of functions in C.
+
+    num_threads: None for the usual number, which changes, with some calls more, while other programs are busy.
+    """
     words = ["run", "-p", "Once upon a time", "-n", str(num_tokens), "--ignore-eos", "--temperature", "0"]
     words += ["--speculation", "off", *(["-m", model] if model else [])]
+    words += [] if num_threads is None else ["--threads", str(num_threads)]
     collected, stdout = CallTrace(), sys.stdout
     sys.stdout = collected  # type: ignore[assignment]
     try:
