@@ -1,6 +1,6 @@
 """Builder of a decoder's graph: ops in order, the shapes of each checked once for every device.
 
-What is checked here is what an op means. What only one device cannot do (a layout, a size) its own `lower.py` refuses.
+Checks here are of an op's meaning. The limits of one device (a layout, a size) are checked by its own `lower.py`.
 """
 
 from collections.abc import Callable, Sequence

@@ -564,7 +564,7 @@ class LLM(Closing):
     ) -> int:
         """Write the keys and values of one conversation to a file, to continue later; return its tokens.
 
-        token_ids: the conversation; None takes the one that was answered last. What is not in memory of it is left
+        token_ids: the conversation; None takes the one that was answered last. The part not in memory is left
         out. cache_salt: with which the given conversation was generated. The file holds the text, as token ids: only
         its owner can read a new one; an old one keeps its mode.
         Raises: SessionFileError if nothing of it is in memory, the file cannot be written, or the model's has changed.

@@ -2,7 +2,7 @@
 
 An array's end, and what may be read behind it, lies at the end of a page, and the next page is protected: the first
 byte read or written behind it raises SIGSEGV. Its beginning is exact in a second mode, `LOCALINFER_GUARD=before`, in
-which arrays start at the start of a page. What is left of an array's own pages is filled with bytes that are NaN in
+which arrays start at the start of a page. The rest of an array's own pages is filled with bytes that are NaN in
 every floating-point type, so that reading them shows in results, and is compared when the array is given up, so that
 writing them ends the process as well. Kernels check what alignment they promise LLVM (`Emitter.pointer`): an access
 that breaks it faults on every processor, not only where LLVM chose an instruction that needs it. Results have the same

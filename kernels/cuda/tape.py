@@ -32,7 +32,7 @@ class RecordedOp:
 
 
 class CudaTape:
-    """Ops in order. What was put off, to be done by the next op that reads a buffer, is done here at the latest.
+    """Ops in order. Work deferred to the next op that reads a buffer is done here at the latest.
 
     page_sums: where attention is summed by page; None if it is not. quantized: where the codes of buffers are, by their
     index. angles: cosines and sines by the RoPE table they are of. stage_starts: number of the first op of each stage,

@@ -66,7 +66,7 @@ def shares_of(names: Sequence[str], count: int) -> list[list[str]]:
 def compile_ahead(kernels: Iterable[Kernel], progress: ProgressCallback | None = None) -> None:
     """Compile all kernels that are not cached, with progress.
 
-    Compiling one kernel takes seconds, so none is left to be compiled on first use. What `progress` raises ends it, and
+    Compiling one kernel takes seconds, so none is left to be compiled on first use. An error of `progress` ends it, and
     the child processes; one that compiles in this process finishes its kernel.
     """
     missing = [kernel for kernel in dict.fromkeys(kernels) if not kernel.is_cached]

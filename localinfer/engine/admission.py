@@ -220,7 +220,7 @@ class AdmissionControl:
             self.mean_tokens = _LENGTH_MEMORY * known + (1.0 - _LENGTH_MEMORY) * num_tokens
 
     def admit(self, ready: list[Request], running: list[Request]) -> None:
-        """Admit requests that wait, as long as there are places and memory; of equally urgent ones first those whose
+        """Admit requests that wait, as long as there are slots and memory; of equally urgent ones first those whose
         owners have none that runs, then those that were preempted.
 
         ready: of those that are running, the ones that can proceed.

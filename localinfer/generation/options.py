@@ -33,8 +33,8 @@ class JsonObject:
 class JsonSchema:
     """A JSON text that a schema accepts (JSON Schema 2020-12), on one line as `json.dumps` writes it.
 
-    schema: as a mapping, which is copied, or as JSON text; properties come in the order in which it lists them. What
-        it asks for is enforced to the letter, or refused: ConstraintError names the keyword that cannot be. Objects
+    schema: as a mapping, which is copied, or as JSON text; properties come in the order in which it lists them. It
+        is enforced to the letter, or refused: ConstraintError names the keyword that cannot be. Objects
         whose schema has `properties` take no others, unless it has `additionalProperties` too.
     """
 

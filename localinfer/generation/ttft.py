@@ -1,9 +1,9 @@
 """Prediction of the time to the first token of a new request: simulates the scheduler.
 
-What runs and waits is copied: rows of prompts that are neither computed nor cached, tokens that streams are likely to
-go on for, priorities. Steps are then taken as the scheduler takes them, each of the length that recent steps
-had (`step_costs`), until the new request has its token. What comes later is not known, and neither is when streams end;
-so predictions are compared with what came, and what they are wrong by in the mean corrects the next.
+Running and waiting requests are copied: rows of prompts that are neither computed nor cached, tokens that streams are
+likely to have still, priorities. Steps are then taken as the scheduler takes them, each of the length that recent steps
+had (`step_costs`), until the new request has its token. Later requests are not known, and neither is when streams end;
+so predictions are compared with real times, and their mean error corrects the next.
 """
 
 import math

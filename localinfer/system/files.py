@@ -3,7 +3,7 @@
 A file is written under a temporary name and renamed when complete. localinfer's own files are in private folders
 (`write_atomically`). A path given by a user (`OutputFile`) may be a link, whose target is replaced; a file, which keeps
 its mode; a pipe or a character device, such as /dev/stdout and /dev/null, which is written in place; anything else is
-refused. What a process leaves unfinished that is killed is deleted by the next that writes the same output, and in
+refused. Unfinished files of a killed process are deleted by the next that writes the same output, and in
 localinfer's own folders by `delete_abandoned`.
 """
 

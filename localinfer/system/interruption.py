@@ -2,7 +2,7 @@
 
 Python raises KeyboardInterrupt between any two lines of the main thread, so also where it is lost: in an import
 whose `except:` tries something else, in a finalizer, in a callback of C code, in a lookup that C code takes for a miss.
-What is raised here notices that: an exception that is no longer referenced and was not taken by `take` was swallowed.
+The exception raised here notices that: one that is no longer referenced, and was not taken by `take`, was swallowed.
 
 Only the process of a command calls `begin`; a program that uses the library keeps its own handlers. Imports little:
 until the command answers Ctrl-C, what is interrupted is said line by line.

@@ -79,7 +79,7 @@ def calibrate(
 
     Returns the number of layers.
 
-    The output matrix is left out where it is the embedding's. What the visitor returns is what the second model
+    The output matrix is left out where it is the embedding's. The visitor returns the matrix that the second model
     multiplies with from then on; it runs beside the original one if `quantized_rows` says what its embedding holds.
 
     token_ids: int32[sequences, length], as `calibration_sequences` gives them.

@@ -1,6 +1,6 @@
 """Damage in weights: holes and repeated stretches of bytes, blocks that other layers' do not resemble, permuted heads.
 
-Trained weights, in whatever type, repeat no word of 8 bytes over kilobytes. What a model has on purpose ends where its
+Trained weights, in whatever type, repeat no word of 8 bytes over kilobytes. Intended repetitions end where
 rows end: rows of tokens that are not used, experts that are alike.
 
 As many blocks of every matrix are read, spread over all of it, all of a type decoded at once: some milliseconds for a

@@ -3,7 +3,7 @@
 Delta nets: the gated delta rule of Qwen3-Next, Qwen3.5 and OLMo Hybrid (arXiv 2412.06464), and Kimi's with a decay per
 key channel (arXiv 2510.26692). Selective scans: Mamba 1 and 2 (arXiv 2312.00752, section 3; 2405.21060, section 7), and
 lightning attention (MiniMax-01, arXiv 2501.08313, section 2.2). Short convolutions of LFM2 (arXiv 2511.23404). RWKV-7
-(arXiv 2503.14456). What no paper says follows the published models' code.
+(arXiv 2503.14456). Details that no paper has follow the published models' code.
 """
 
 import math

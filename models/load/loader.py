@@ -209,7 +209,7 @@ def load_model(
     threads: None for the physical cores, of which as many decode as is fastest.
     context_length: maximum tokens of a sequence; more than the model was trained for logs a warning. None: trained.
     kv_window: sequences evict pages by attention scores, and keep this many positions between batches.
-    device: a kind of devices, GPUs by number, or a request. What fits GPUs is computed with a KV cache of
+    device: a kind of devices, GPUs by number, or a request. The part that fits GPUs is computed with a KV cache of
         `context_length` tokens, or 8,192 if it is None.
     beside: a model whose threads to share; only one of both runs at a time, and closing either ends both.
     draft_layers: load the layers for next-token prediction too, if the file has some and the model runs on the CPU.

@@ -4,7 +4,7 @@ Multiplying a column of a matrix before it is rounded, and dividing its input by
 gives that column finer steps, at the others' expense. The candidates are those of AWQ (arXiv 2306.00978, section 3.2),
 powers of the activations' size, with and without the weights' own size, and those of SmoothQuant (arXiv 2211.10438,
 equation 4), which even out what int8 activations lose to outliers. No scaling at all is always one of them.
-What decides is an error with inputs rounded to int8 as kernels round them: of a product, or better of a whole layer.
+The choice minimizes an error with inputs rounded to int8 as kernels do: of a product, or better of a whole layer.
 `ScaledModel` is a model with such scales folded in as its tensors are read.
 """
 

@@ -1,7 +1,7 @@
 """Threads for large products whose bits do not depend on how many threads there are.
 
 Work is cut into pieces by its own size alone, and each piece is one call of NumPy with a single BLAS thread inside.
-What is summed is summed inside one piece, or over pieces in their order.
+Sums are taken inside one piece, or over pieces in their order.
 
 Hessians, products and GPTQ's columns on a device of torch's: a GPU, or in tests its CPU.
 

@@ -276,7 +276,7 @@ _VALUES = {
 
 
 def _embed(layout: Layout) -> Source:
-    """The kernel of a layout. What is constant while compiling leaves no divisions in the loop."""
+    """The kernel of a layout. Compile-time constants leave no divisions in the loop."""
     value_of, unit, unit_bytes = _VALUES[layout], SIZES[layout].unit, SIZES[layout].file_bytes
 
     @row_op(EMBED)

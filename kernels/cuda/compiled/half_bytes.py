@@ -1,7 +1,7 @@
 """Keys and values of q4_0: heads rounded to codes of four bits, and a page's codes staged for tensor cores.
 
 The layout is that of `kernels/kv_layout.py`: a byte has two columns of one position, a word four bytes of one position
-(keys) or of one column (values). What is rounded here has the bytes of the CPU's, columns that only fill up included.
+(keys) or of one column (values). Codes have the bytes of the CPU's, columns of padding included.
 """
 
 from numba import float32

@@ -4,7 +4,7 @@ The CPU's order and weights (`cpu/sampling.py`), so a step brings four bytes bac
 keep the head of one order, so only a row's head is sorted out: the maxima of warps give a key that at least as many
 tokens reach as are wanted, and those that reach it are listed. In the list every token is compared with every other,
 which gives its rank and the weight ahead of it, whatever order it was listed in: whole numbers are summed. A row
-without top-k and top-p needs no list, all of it takes part in the race. What does not fit the list is left to the host,
+without top-k and top-p needs no list, all of it takes part in the race. Longer lists are left to the host,
 which draws the same token.
 
 No measurement on a GPU has justified this file yet: what the first run shows to be no gain is to be deleted.

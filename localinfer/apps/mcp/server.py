@@ -119,7 +119,7 @@ class _Tool:
 class ModelServer:
     """The tools over one model.
 
-    load: loads it, in a thread, and gives up once the event is set. What it raises is the answer to every call: a
+    load: loads it, in a thread, and gives up once the event is set. Its error is the answer to every call: a
     client shows that, and not the log.
     """
 

@@ -1,7 +1,7 @@
 """Names of prefixes: salts, which keep texts of different callers apart, and the hashes of whole blocks of ids.
 
-Texts of different salts share nothing of the cache, in memory or on disk. What can be told by one caller from the
-cache, such as how many tokens of a prompt were found, is then of its own texts.
+Texts of different salts share nothing of the cache, in memory or on disk. Facts that one caller can learn from the
+cache, such as the number of cached tokens, are then of its own texts.
 
 A block hash covers all ids up to the end of a page and the text's salt, so a router that knows a prompt's ids knows
 which blocks it wants. It is BLAKE2b of 8 bytes throughout: the digest of `localinfer block hash`, a zero byte and the

@@ -22,13 +22,13 @@ class SequenceCache:
 
     First `reserve`, then compute, then `commit` (`forward` does all three): a computation that fails leaves the cache
     as it was. `truncate` is the rollback, for rejected drafts, edits and retries. A shared page is never written:
-    `reserve` puts a copy in its place if the next position lies in it (copy on write).
+    `reserve` replaces it by a copy if the next position lies in it (copy on write).
 
     Recurrent layers have states of one position only, so a rollback ends at the deepest length whose states are held:
-    exactly where it was asked to, among the rows that the last step was told may be dropped, at the length before the
-    last step, and at places given to `keep_state`; else before.
+    exactly where it was asked to, among the rows that the last step may drop, at the length before the
+    last step, and at lengths given to `keep_state`; else before.
 
-    `reserve` frees the sliding-window blocks that the next position no longer sees, except before places given to
+    `reserve` frees the sliding-window blocks that the next position no longer sees, except before positions given to
     `pin_window`, so a rollback ends at most a page before the length last reserved from.
 
     length: positions that hold what was computed. pages: int64, one number per page, covering every reserved position
@@ -353,8 +353,8 @@ class SequenceCache:
     def adopt(self, pages: PageNumbers, length: int, windowed: BoolArray | None = None, state: int = NO_SLOT) -> None:
         """Share these pages, whose first `length` positions are valid for this sequence, in place of its own.
 
-        windowed: bool[pages], which of them have their sliding-window block; None for all. What is not needed is not
-        held. state: slot of the recurrent states after these positions.
+        windowed: bool[pages], which of them have their sliding-window block; None for all. Unneeded ones
+        are not held. state: slot of the recurrent states after these positions.
         """
         assert not self._has_states or state != NO_SLOT, "a sequence goes on from states"
         assert self._pool.num_pages_for(length) == pages.size, "as many pages as the positions take"

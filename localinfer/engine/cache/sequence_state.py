@@ -213,7 +213,7 @@ class SequenceState:
         for place, slot in planned.snapshots:
             self._note_taken(place, slot)
         if planned.is_logged:
-            # The log goes back to where it began, further than the place before.
+            # The log goes back to where it began, further than the former state.
             before, self.before = self.before, None
             if before is not None:
                 self._release(before)
@@ -221,7 +221,7 @@ class SequenceState:
             self._take_present()
 
     def place_at(self, length: int, can_go_to: Callable[[int], bool]) -> StatePlace:
-        """The deepest place at or before `length` that the sequence can go back to."""
+        """The deepest state at or before `length` that the sequence can go back to."""
         places = [place for place in (self.now, self.before, self._kept) if place is not None]
         places += [StatePlace(slot, position) for position, slot in self.taken.items()]
         reachable = [place.at(length) for place in places if place.position <= length]
@@ -230,14 +230,14 @@ class SequenceState:
         )
 
     def retain(self, place: StatePlace) -> None:
-        """Add references to the slots of a place."""
+        """Add references to the slots of a state."""
         if place.slot != NO_SLOT:
             self._pool.states.retain(place.slot)
         if place.log != NO_SLOT:
             self._pool.logs.retain(place.log)
 
     def forget_after(self, end: int) -> None:
-        """Release snapshots and a kept place after a position, before the sequence goes back to it.
+        """Release snapshots and a kept state after a position, before the sequence goes back to it.
 
         Before, because Ctrl-C may come between the two: what is left of another text must not outlast the way back.
         """
@@ -250,13 +250,13 @@ class SequenceState:
             self._release(kept)
 
     def release(self, *places: StatePlace | None) -> None:
-        """Release former places."""
+        """Release former states."""
         for place in places:
             if place is not None:
                 self._release(place)
 
     def keep_present(self) -> None:
-        """Let `truncate` come back to the present place, in place of the one kept before."""
+        """Let `truncate` come back to the present state, instead of the one kept before."""
         former, now = self._kept, self.now
         self.retain(now)
         self._kept = now
@@ -308,7 +308,7 @@ class SequenceState:
             if place - last < policy.near_tokens and place != self._needed:
                 continue
             is_grid = place not in self._wanted
-            # What is wanted soon after makes up for a place on the grid.
+            # A wanted position soon after makes up for one on the grid.
             if is_grid and any(place < other < place + policy.near_tokens for other in places):
                 continue
             if is_grid and not self._has_grid_room(last, place):
@@ -324,7 +324,7 @@ class SequenceState:
             last = place
 
     def _take_present(self) -> None:
-        """Keep the states just computed, if they are wanted, or the grid has come to a place since the last."""
+        """Keep the states just computed, if they are wanted, or the grid has a position since the last."""
         now, policy, last = self.now, self._policy, self._last_snapshot
         position = now.position
         is_near = position - last < policy.near_tokens and position != self._needed
@@ -341,7 +341,7 @@ class SequenceState:
         self._note_taken(position, now.slot)
 
     def _crosses(self, position: int) -> bool:
-        """True if the last step came to a place of the grid, or passed it."""
+        """True if the last step came to a position of the grid, or passed it."""
         begin = position - LOG_ROWS if self.before is None else self.before.position
         return position // self._policy.grid_tokens > begin // self._policy.grid_tokens
 

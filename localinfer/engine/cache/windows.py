@@ -2,7 +2,7 @@
 
 KV eviction keeps attention sinks, recent pages and heavy hitters. The first page holds the attention sinks
 (StreamingLLM, arXiv 2309.17453); of the pages between it and the recent half, those stay that got most attention so far
-(heavy hitters as in H2O, arXiv 2306.14048, for all heads and layers together and by whole pages). What stays keeps its
+(heavy hitters as in H2O, arXiv 2306.14048, for all heads and layers together and by whole pages). Kept pages keep their
 positions, so nothing is rotated again, and the context's end is unchanged. This is an approximation: what is computed
 after a page was dropped is not what the model says to the whole text.
 """
@@ -67,7 +67,7 @@ class SlidingWindow:
     def most_pages(self, length: int, batch_tokens: int) -> int:
         """Most sliding-window blocks that a sequence of `length` positions ever holds at once.
 
-        Those before its end and before three places that others may continue from, and those of a batch.
+        Those before its end and before three positions that others may continue from, and those of a batch.
         """
         num_pages = -(-length // self.page_tokens)
         if not self.tokens:

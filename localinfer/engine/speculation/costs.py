@@ -158,7 +158,7 @@ _LEAST_GAIN = 1.01
 
 
 class Acceptance:
-    """Running probability, per place in a draft of one kind, that its token is accepted after those before it.
+    """Running probability, per position in a draft of one kind, that its token is accepted after those before it.
 
     prior, weight: before anything was seen, and tokens that it counts as. reach: how long drafts may be by what was
     accepted so far, for a drafter of which nothing is known: twice the longest, and one.
@@ -175,7 +175,7 @@ class Acceptance:
         self._next_probe = _FIRST_PROBE
 
     def probabilities(self) -> Sequence[float]:
-        """The estimates; a place that was hardly tried leans on the one before it.
+        """The estimates; a position that was hardly tried leans on the one before it.
 
         Once a token was right the draft is likelier to be on the way: in prose and code the second probability was
         close to the square root of the first, whatever that was, and later ones to the second.

@@ -37,7 +37,7 @@ class ReplyParser:
     starts_reasoning: the prompt has opened the reasoning. types: by tool and parameter, the JSON types that it may
     have, for formats that write strings without quotation marks; there, arguments become JSON here. calls_in_reasoning:
     a call inside the reasoning is one too. White space around reasoning and before calls belongs to the format and is
-    left out. What looks like a call but is none is content, or reasoning inside of that.
+    left out. Text that looks like a call but is none is content, or reasoning inside of that.
     """
 
     def __init__(

@@ -2,7 +2,7 @@
 
 Programs put a billing header, the date or the state of a folder into the system message. Keys and values depend on all
 ids before them, so where such a line changes, nothing behind it can be taken from the cache: the prompt is read again.
-What can be done without another answer is to say so. `move` is what can be done if another prompt is acceptable.
+The cause of the miss is named without changing the answer; `move` changes the prompt, if that is acceptable.
 """
 
 import hashlib
@@ -106,7 +106,7 @@ class SystemPromptDrift:
 
         The rule: the lines, as `observe` found them, are taken out of the system messages, and written, after NOTE, at
         the end of the last message of a user or a tool, unless those that were last written into this conversation are
-        the same. What was written stays where it is: a conversation that continues is given the same lines in the same
+        the same. Written lines stay where they are: a conversation that continues is given the same lines in the same
         messages, as long as they are remembered. learns: whether what is written now is.
         """
         if not self.moves or not varying:

@@ -267,8 +267,8 @@ class Session(Closing):
     def edit(self, index: int, text: str) -> None:
         """Replace the text of a message, counted as in `messages`.
 
-        After a user message, what followed it is gone, as it answered another; after any other it stays. What precedes
-        the message is not computed again. Raises: RequestError if there is no such message.
+        After a user message, what followed it is gone, as it answered another; after any other it stays. Earlier ones
+        are not computed again. Raises: RequestError if there is no such message.
         """
         text = checked_text(text)
         with self._claimed(threading.Event()):

@@ -230,7 +230,7 @@ def fetch_file(
     """Bring a file into the cache. A file that is there is verified too.
 
     checked: called with how many bytes have been verified. is_ours: a damaged file may be replaced.
-    Raises: DownloadError. What has arrived is kept, unless its checksum is wrong.
+    Raises: DownloadError. Arrived bytes are kept, unless their checksum is wrong.
     """
     blob, pointer = blob_path(cache, repository, file), pointer_path(cache, repository, file)
     try:

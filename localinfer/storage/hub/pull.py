@@ -175,7 +175,7 @@ def pull_model(
     """Bring a model from the hub, or what is missing of it, and record it.
 
     say: called with lines about what is chosen, and what it takes. progress: with bytes.
-    Raises: RequestError for a name without a model; DownloadError. What has arrived is kept for the next pull.
+    Raises: RequestError for a name without a model; DownloadError. Arrived bytes are kept for the next pull.
     """
     require("hub", "pulling models")
     if places.records is None or places.hub_cache is None:

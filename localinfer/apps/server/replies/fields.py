@@ -35,8 +35,8 @@ _WRAPPED = frozenset(("name", "description", "strict", "schema"))
 
 
 class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
-    """The form of a reply. What it asks for is always enforced, but for what cannot be: with `strict` that is refused,
-    without it told in notices.
+    """The form of a reply. It is always enforced, but for keywords that cannot be: with `strict` they are refused,
+    without it named in notices.
 
     json_schema, schema, value: a schema in a wrapper with a name, as chat completions have it, or alone, or beside the
     type. pattern, value: of regex. structures, triggers, format: of structural_tag. name, description: for people; the
