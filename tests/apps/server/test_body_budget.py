@@ -167,7 +167,8 @@ def narrow():
         yield running
 
 
-def test_body_that_comes_slowly_ends_when_another_needs_its_memory(narrow):
+def test_body_that_comes_slowly_ends_when_another_needs_its_memory(narrow, monkeypatch):
+    monkeypatch.setattr("localinfer.apps.server.transport.connection._LATE_SECONDS", 0.1)
     text = json.dumps({"content": "x" * (MEGA - 100)}).encode()
     slow: list[socket.socket] = []
     try:
@@ -181,7 +182,8 @@ def test_body_that_comes_slowly_ends_when_another_needs_its_memory(narrow):
             assert small.status_code == 200
             large = client.post("/tokenize", content=text, headers={"content-type": "application/json"})
             assert large.status_code == 200, large.text
-        told = [read_all(one, 1.0) for one in slow]
+        # It was told before the large body got its memory.
+        told = [read_all(one, 0.1) for one in slow]
         assert any(b" 408 " in one and b"send it again" in one for one in told)
     finally:
         for one in slow:
