@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from localinfer.engine.admission import EngineLimits
     from localinfer.engine.cache.block_hashes import block_hashes
     from localinfer.engine.cache.stats import SnapshotStats
-    from localinfer.generation.completion import Completion, Stats, StreamEvent, ToolCall, ToolCallDelta
     from localinfer.generation.options import (
         ChatOptions,
         Constraint,
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     from localinfer.generation.session.prompts import SessionOptions
     from localinfer.generation.session.python_tools import CallOutcome, RequestedCall, Tool
     from localinfer.generation.session.session import Session
-    from localinfer.generation.stream import TextStream
+    from localinfer.generation.stream import Completion, Stats, StreamEvent, TextStream, ToolCall, ToolCallDelta
     from localinfer.llm import LLM, BeamCompletion, Prompt
     from localinfer.loading.availability import Availability, availability
     from localinfer.loading.load import aload, load, load_tokenizer
@@ -106,7 +105,7 @@ _MODULE_OF = {
     "BeamCompletion": "localinfer.llm",
     "CallOutcome": "localinfer.generation.session.python_tools",
     "ChatOptions": "localinfer.generation.options",
-    "Completion": "localinfer.generation.completion",
+    "Completion": "localinfer.generation.stream",
     "Constraint": "localinfer.generation.options",
     "EngineLimits": "localinfer.engine.admission",
     "GenerationOptions": "localinfer.generation.options",
@@ -127,15 +126,15 @@ _MODULE_OF = {
     "Session": "localinfer.generation.session.session",
     "SessionOptions": "localinfer.generation.session.prompts",
     "SnapshotStats": "localinfer.engine.cache.stats",
-    "Stats": "localinfer.generation.completion",
-    "StreamEvent": "localinfer.generation.completion",
+    "Stats": "localinfer.generation.stream",
+    "StreamEvent": "localinfer.generation.stream",
     "StructuralTag": "localinfer.generation.options",
     "TextStream": "localinfer.generation.stream",
     "TokenLogprobs": "localinfer.types",
     "Tokenizer": "localinfer.models.text.tokenizer",
     "Tool": "localinfer.generation.session.python_tools",
-    "ToolCall": "localinfer.generation.completion",
-    "ToolCallDelta": "localinfer.generation.completion",
+    "ToolCall": "localinfer.generation.stream",
+    "ToolCallDelta": "localinfer.generation.stream",
     "ToolChoice": "localinfer.generation.options",
     "WarmUp": "localinfer.loading.warm_up",
     "aload": "localinfer.loading.load",

@@ -30,13 +30,13 @@ if TYPE_CHECKING:
     from localinfer.generation.chat.constraints import ConstraintCompiler
     from localinfer.generation.chat.reply import TemplateFormats
     from localinfer.generation.chat_model import ChatModel
-    from localinfer.generation.completion import Completion
     from localinfer.generation.embedding import TextEmbedder
     from localinfer.generation.kv_transfer import KVTransfer, Prefilled
     from localinfer.generation.options import ChatOptions, CheckedOptions, GenerationOptions, ReplyOptions
     from localinfer.generation.session.prompts import SessionOptions
     from localinfer.generation.session.python_tools import CallOutcome, RequestedCall, Tool
     from localinfer.generation.session.session import Session
+    from localinfer.generation.stream import Completion
     from localinfer.generation.text_generation import EncodedPrompt
     from localinfer.kernels.cpu.worker_threads import Priority
     from localinfer.models.load.loader import Model
@@ -364,7 +364,7 @@ class LLM(Closing):
         max_tool_rounds: how many replies in a row may call tools.
         Raises: RequestError for a model that cannot chat, and for what cannot be a tool, a message or an option.
         """
-        from localinfer.generation.chat.turns import first_turns
+        from localinfer.generation.chat.messages import first_turns
         from localinfer.generation.session.prompts import SessionPrompts
         from localinfer.generation.session.python_tools import ToolBox
         from localinfer.generation.session.session import Session
@@ -397,7 +397,7 @@ class LLM(Closing):
 
     def move_volatile_heads(self) -> None:
         """Give the model lines of system messages that vary behind the rest; see
-        `localinfer.generation.chat.system_prompt_drift`.
+        `localinfer.generation.chat_model`.
         """
         self._chats().heads.moves = True
 

@@ -12,7 +12,7 @@ from localinfer.errors import RequestError
 from localinfer.types import Closing
 
 if TYPE_CHECKING:
-    from localinfer.generation.completion import Stats
+    from localinfer.generation.stream import Stats
     from localinfer.types import ProgressCallback
 
 DIM = "\x1b[2m"

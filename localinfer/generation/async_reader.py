@@ -9,7 +9,7 @@ import threading
 from collections import deque
 from typing import NamedTuple
 
-from localinfer.generation.completion import StreamEvent
+from localinfer.generation.stream import StreamEvent
 from localinfer.generation.text_generation import TextGeneration, second_reader_error
 from localinfer.system.event_loop import LoopCalls
 

@@ -19,7 +19,8 @@ from localinfer.engine.sampling.mask import GuidingMask, rules_mask
 from localinfer.engine.sampling.sampler import TokenMask
 from localinfer.engine.speculation.verify import SpeculationRecord
 from localinfer.errors import RequestError
-from localinfer.generation.completion import (
+from localinfer.generation.options import CheckedOptions
+from localinfer.generation.stream import (
     Completion,
     CompletionEnd,
     ReplyDelta,
@@ -28,15 +29,14 @@ from localinfer.generation.completion import (
     ToolCallDelta,
     joined_calls,
 )
-from localinfer.generation.options import CheckedOptions
 from localinfer.models.text.tokenizer import StopMatcher, StreamDecoder
 from localinfer.types import TokenLogprobs
 
 if TYPE_CHECKING:
     from localinfer.generation.chat.constraints import ConstraintCompiler
-    from localinfer.generation.chat.history import ChatHistory, SessionHistory
     from localinfer.generation.chat.parser import ReplyParser
     from localinfer.generation.chat.reply import ReplyFormat
+    from localinfer.generation.chat_model import ChatHistory, SessionHistory
     from localinfer.generation.resumption import ResumedText
     from localinfer.models.text.tokenizer import Tokenizer
     from localinfer.storage.chats import EncodedChat

@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 
 from localinfer.errors import ClosedError, ModelFileError, RequestError
 from localinfer.generation.async_reader import MOST_UNREAD
-from localinfer.generation.completion import StreamEvent
-from localinfer.generation.stream import TextStream
+from localinfer.generation.stream import StreamEvent, TextStream
 from localinfer.llm import LLM
 from tests.api.test_loop_calls import CountingLoop
 from tests.engine.fakes import fake_model, hashed_logits, text_model

@@ -10,8 +10,7 @@ import pytest
 
 import localinfer
 from localinfer.errors import BackendUnavailableError, ClosedError, ContextLengthError, ModelFileError, RequestError
-from localinfer.generation.completion import StreamEvent
-from localinfer.generation.stream import TextStream
+from localinfer.generation.stream import StreamEvent, TextStream
 from localinfer.llm import LLM
 from localinfer.loading.load import load
 from tests.engine.fakes import PAGE_BYTES, FakeTemplate, fake_model, scripted_logits, text_model

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from localinfer.errors import RequestError
-from localinfer.generation.completion import Completion
+from localinfer.generation.stream import Completion
 from localinfer.llm import LLM
 from tests.engine.fakes import FakeTemplate, fake_model
 

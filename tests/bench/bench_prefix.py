@@ -11,7 +11,7 @@ import numpy as np
 import localinfer
 from localinfer.engine.cache.block_hashes import NO_SALT, salt_of
 from localinfer.engine.cache.prefix_cache import CacheHints, PrefixCache
-from localinfer.generation.completion import Completion
+from localinfer.generation.stream import Completion
 from tests.bench.conversation_options import conversation_parser
 from tests.engine.fakes import FakeLayout
 

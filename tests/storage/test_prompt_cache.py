@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from localinfer.errors import ClosedError, RequestError, SessionFileError, SessionMismatchError
-from localinfer.generation.completion import Completion
+from localinfer.generation.stream import Completion
 from localinfer.llm import LLM
 from localinfer.loading.load import load
 from localinfer.storage import page_store

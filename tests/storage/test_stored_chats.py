@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from localinfer.generation.chat.history import ChatHistory
+from localinfer.generation.chat_model import ChatHistory
 from localinfer.llm import LLM
 from localinfer.models.text.chat_template import ChatTemplate
 from localinfer.models.text.tokenizer import Tokenizer

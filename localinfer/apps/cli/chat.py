@@ -30,8 +30,7 @@ from localinfer.terminal import ModelOutput, Progress, check_text, describe_stat
 
 if TYPE_CHECKING:
     from localinfer.apps.terminal.conversation import Conversation
-    from localinfer.generation.completion import Stats
-    from localinfer.generation.stream import TextStream
+    from localinfer.generation.stream import Stats, TextStream
     from localinfer.llm import LLM
     from localinfer.storage.conversations import SavedConversation
 

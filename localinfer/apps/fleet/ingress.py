@@ -20,8 +20,8 @@ from localinfer.apps.fleet.replica_answers import AnsweredReplicas, Answers, mer
 from localinfer.apps.server.replies.clients import tenant_of
 from localinfer.apps.server.replies.relay import ReplyProgress, Resumption
 from localinfer.apps.server.transport.bodies import unless_gone
+from localinfer.apps.server.transport.connection import TOKEN_IDENTITY, SecurityMiddleware
 from localinfer.apps.server.transport.http import ApiError, ClientGone
-from localinfer.apps.server.transport.security import TOKEN_IDENTITY, SecurityMiddleware
 from localinfer.apps.server.transport.settings import AccessToken, ServerSettings
 
 _OF_ONE_REPLICA = re.compile(r"/(?:requests|responses|conversations)/[^/]+(?:/.*)?")

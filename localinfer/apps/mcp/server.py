@@ -39,9 +39,8 @@ from localinfer.apps.mcp.arguments import (
     schema_of,
 )
 from localinfer.errors import LocalinferError
-from localinfer.generation.completion import Completion
 from localinfer.generation.options import JsonSchema
-from localinfer.generation.stream import TextStream
+from localinfer.generation.stream import Completion, TextStream
 from localinfer.kernels.versions import installed_version
 from localinfer.llm import LLM
 from localinfer.system.event_loop import LoopCalls

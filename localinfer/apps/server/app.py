@@ -19,16 +19,14 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 
-from localinfer.apps.server.api.responses import BackgroundResponses
-from localinfer.apps.server.api.responses_memory import ResponseMemory
+from localinfer.apps.server.api.responses import BackgroundResponses, ResponseMemory
 from localinfer.apps.server.operation.observation import Metrics, ObservingMiddleware, log_request
 from localinfer.apps.server.replies.service import NO_OBSERVABILITY, Observability, PlainPaths, Service, unrouted
 from localinfer.apps.server.router.models import ModelRegistry
 from localinfer.apps.server.routes import server_routes
 from localinfer.apps.server.transport.bodies import SharesMiddleware
-from localinfer.apps.server.transport.connection import Connection
+from localinfer.apps.server.transport.connection import MAX_HEADER_BYTES, Connection, SecurityMiddleware
 from localinfer.apps.server.transport.http import ApiError
-from localinfer.apps.server.transport.security import MAX_HEADER_BYTES, SecurityMiddleware
 from localinfer.apps.server.transport.settings import ServerSettings
 from localinfer.apps.server.transport.sockets import (
     BACKLOG,

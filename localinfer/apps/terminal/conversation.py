@@ -6,11 +6,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from localinfer.errors import RequestError, SessionFileError, TemplateError
-from localinfer.generation.chat.turns import Turn, exchange_starts, open_calls, reply_turn, result_turn
+from localinfer.generation.chat.messages import Turn, exchange_starts, open_calls, reply_turn, result_turn
 
 if TYPE_CHECKING:
-    from localinfer.generation.completion import Stats, StreamEvent, ToolCall
-    from localinfer.generation.stream import TextStream
+    from localinfer.generation.stream import Stats, StreamEvent, TextStream, ToolCall
     from localinfer.llm import LLM
     from localinfer.storage.conversations import SavedConversation
 
@@ -394,7 +393,7 @@ class Conversation:
 
     def _reply_turn(self, events: "list[StreamEvent]", begun: Turn | None) -> Turn | None:
         """The turn of a reply, or None where nothing was said, or nothing more of one that was begun."""
-        from localinfer.generation.completion import joined_calls
+        from localinfer.generation.stream import joined_calls
 
         has_said = any(event.text or event.reasoning or event.tool_calls for event in events)
         if not has_said and (begun is None or self.finish_reason != "stop"):

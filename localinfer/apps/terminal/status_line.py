@@ -11,8 +11,7 @@ from localinfer.apps.terminal.display_width import cut_to_width, most_columns
 from localinfer.terminal import SILENT_SECONDS, Pace, neutralise_controls
 
 if TYPE_CHECKING:
-    from localinfer.generation.completion import Stats
-    from localinfer.generation.stream import TextStream
+    from localinfer.generation.stream import Stats, TextStream
 
 REFRESH_SECONDS = 0.1
 _SEPARATOR = " │ "

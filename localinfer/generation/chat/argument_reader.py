@@ -8,7 +8,7 @@ model's own.
 import json
 import re
 from collections.abc import Callable, Mapping
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from localinfer.generation.chat.value_types import ANY_TYPE, TEXT, json_value
 from localinfer.models.text.reply_format import (
@@ -16,10 +16,7 @@ from localinfer.models.text.reply_format import (
     CALL_NAME,
     CALL_NUMBER,
     TYPE_NAME,
-    CallFormat,
     ParameterFormat,
-    ReasoningFormat,
-    first_marker,
 )
 
 _HOLES = {CALL_ID: r"[A-Za-z0-9_.:-]", CALL_NUMBER: "[0-9]", CALL_NAME: r"[A-Za-z0-9_.:-]", TYPE_NAME: "[a-z]"}
@@ -73,34 +70,6 @@ def name_length(text: str, run: int, following: list[str]) -> int | None:
             return length
         is_open = is_open or None in found
     return None if is_open else run
-
-
-class Mark(NamedTuple):
-    """Literal that changes a parser's state: its first marker, the whole, and the state it begins."""
-
-    first: str
-    literal: str
-    state: Literal["call", "frame", "reasoning"]
-
-
-def marks_of(reasoning: ReasoningFormat, calls: CallFormat | None) -> list[Mark]:
-    """Marks in the text of a reply: of calls, around answers, and of reasoning that begins again."""
-    begins = [] if calls is None or not calls.trigger else [calls.opening + calls.begin, *calls.other_begins]
-    if calls is not None and not reasoning.answer_begin:
-        begins += calls.late_begins
-    literals: list[tuple[str, Literal["call", "frame", "reasoning"]]] = []
-    literals += [(begin, "call") for begin in begins[:1] if first_marker(begin)]
-    literals += [(begin, "call") for begin in begins[1:]]
-    if reasoning.answer_begin:
-        literals += [(text, "frame") for text in reasoning.frame]
-        literals.append((reasoning.begin, "reasoning"))
-    if following := reasoning.following:
-        frames = (reasoning.answer_begin, *reasoning.other_answers)
-        for before in (reasoning.end + following, following):
-            literals += [(before + begin, "call") for begin in begins]
-            literals += [(before + text, "frame") for text in frames]
-            literals.append((before + reasoning.begin, "reasoning"))
-    return [Mark(first_marker(text) or text, text, state) for text, state in literals]
 
 
 _CDATA, _CDATA_END = "<![CDATA[", "]]>"

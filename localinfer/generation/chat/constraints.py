@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from localinfer.engine.cache.block_hashes import NO_SALT
 from localinfer.errors import ConstraintError, OverloadedError
+from localinfer.generation.chat.grammar_writer import structural_tag_grammar
 from localinfer.generation.chat.json_schema import (
     MAX_CHARACTERS,
     enforced_schema,
@@ -21,7 +22,6 @@ from localinfer.generation.chat.json_schema import (
     printable,
     relaxed_schema,
 )
-from localinfer.generation.chat.structural_tags import structural_tag_grammar
 from localinfer.generation.options import Constraint, Grammar, JsonObject, JsonSchema, Regex, StructuralTag
 from localinfer.system.extras import require
 from localinfer.system.free_memory import heap_bytes

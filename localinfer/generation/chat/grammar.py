@@ -16,8 +16,7 @@ from typing import Any, Literal
 from localinfer.errors import ConstraintError
 from localinfer.generation.chat.constraints import ONE_LINE
 from localinfer.generation.chat.grammar_writer import ANY, ANY_NAME, NAME_BEFORE_COLON, GrammarWriter, escaped
-from localinfer.generation.chat.messages import Tool
-from localinfer.generation.chat.template_messages import in_notation
+from localinfer.generation.chat.messages import Tool, in_notation
 from localinfer.generation.chat.value_types import MOST_STEPS, TEXT, pointed_at, schema_types, type_of
 from localinfer.models.text.reply_format import (
     PARAMETER_NAME,

@@ -5,20 +5,19 @@ import string
 from collections.abc import Callable, Mapping
 from hashlib import blake2b
 from itertools import count
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 from localinfer.generation.chat.argument_reader import (
-    Mark,
     NotationReader,
     ParameterReader,
     id_in,
-    marks_of,
     match_length,
     name_length,
 )
-from localinfer.generation.completion import ReplyDelta, ToolCallDelta
-from localinfer.models.text.reply_format import CALL_NAME, HERMES, CallFormat, ReasoningFormat
+from localinfer.generation.stream import ReplyDelta, ToolCallDelta
+from localinfer.models.text.reply_format import CALL_NAME, HERMES, CallFormat, ReasoningFormat, first_marker
 from localinfer.types import TokenIds
 
 _NOT_NAME = re.compile(r"[^A-Za-z0-9_.:-]")
@@ -29,6 +28,34 @@ _MOST_BEFORE_ARGUMENTS = 200
 _ID_LETTERS = string.ascii_letters + string.digits
 _ID_LENGTH = 9
 """As Mistral's templates demand."""
+
+
+class Mark(NamedTuple):
+    """Literal that changes a parser's state: its first marker, the whole, and the state it begins."""
+
+    first: str
+    literal: str
+    state: Literal["call", "frame", "reasoning"]
+
+
+def marks_of(reasoning: ReasoningFormat, calls: CallFormat | None) -> list[Mark]:
+    """Marks in the text of a reply: of calls, around answers, and of reasoning that begins again."""
+    begins = [] if calls is None or not calls.trigger else [calls.opening + calls.begin, *calls.other_begins]
+    if calls is not None and not reasoning.answer_begin:
+        begins += calls.late_begins
+    literals: list[tuple[str, Literal["call", "frame", "reasoning"]]] = []
+    literals += [(begin, "call") for begin in begins[:1] if first_marker(begin)]
+    literals += [(begin, "call") for begin in begins[1:]]
+    if reasoning.answer_begin:
+        literals += [(text, "frame") for text in reasoning.frame]
+        literals.append((reasoning.begin, "reasoning"))
+    if following := reasoning.following:
+        frames = (reasoning.answer_begin, *reasoning.other_answers)
+        for before in (reasoning.end + following, following):
+            literals += [(before + begin, "call") for begin in begins]
+            literals += [(before + text, "frame") for text in frames]
+            literals.append((before + reasoning.begin, "reasoning"))
+    return [Mark(first_marker(text) or text, text, state) for text, state in literals]
 
 
 class ReplyParser:

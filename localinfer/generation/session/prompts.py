@@ -7,18 +7,16 @@ from typing import TYPE_CHECKING, Any, cast
 
 from localinfer.engine.cache.block_hashes import salt_of
 from localinfer.errors import ContextLengthError, RequestError
-from localinfer.generation.chat.turns import Turn
+from localinfer.generation.chat.messages import Turn
 from localinfer.generation.options import GenerationOptions, ReplyOptions, ToolChoice
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from localinfer.generation.chat.history import SessionHistory
-    from localinfer.generation.chat_model import ChatModel
-    from localinfer.generation.completion import StreamEvent
+    from localinfer.generation.chat_model import ChatModel, SessionHistory
     from localinfer.generation.session.python_tools import ToolBox
-    from localinfer.generation.stream import TextStream
+    from localinfer.generation.stream import StreamEvent, TextStream
 
 _PROMPT_OPTIONS = ("tool_choice", "parallel_tool_calls", "thinking", "thinking_budget", "template_variables")
 
@@ -58,7 +56,7 @@ class SessionPrompts:
         options: Mapping[str, Any],
         history: SessionHistory | None = None,
     ) -> None:
-        from localinfer.generation.chat.history import SessionHistory
+        from localinfer.generation.chat_model import SessionHistory
 
         self.model = model
         self.options = checked_names(options)

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type
 
 from localinfer.arguments import check_callable, owned, shown
 from localinfer.errors import RequestError
-from localinfer.generation.completion import ToolCall
 from localinfer.generation.session.typed_answers import AnswerType, has_pydantic, reorder
+from localinfer.generation.stream import ToolCall
 from localinfer.system.extras import require
 
 if TYPE_CHECKING:

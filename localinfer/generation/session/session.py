@@ -16,7 +16,7 @@ from weakref import ref
 
 from localinfer.arguments import check_number, owned
 from localinfer.errors import ClosedError, RequestError, SessionFileError, ToolRoundsError
-from localinfer.generation.chat.turns import (
+from localinfer.generation.chat.messages import (
     Turn,
     checked_text,
     exchange_starts,
@@ -26,9 +26,8 @@ from localinfer.generation.chat.turns import (
     result_turn,
     tool_rounds,
 )
-from localinfer.generation.completion import Completion, StreamEvent, ToolCall, joined_calls
 from localinfer.generation.session.prompts import SessionOptions, SessionPrompts, checked_names
-from localinfer.generation.stream import TextStream
+from localinfer.generation.stream import Completion, StreamEvent, TextStream, ToolCall, joined_calls
 from localinfer.storage.conversations import SavedConversation
 from localinfer.types import Closing
 

@@ -5,7 +5,7 @@ from typing import Any, Self
 import pytest
 
 import localinfer
-from localinfer.generation.completion import Stats, StreamEvent
+from localinfer.generation.stream import Stats, StreamEvent
 from localinfer.llm import BeamCompletion
 from localinfer.types import Beam
 

@@ -19,7 +19,7 @@ from localinfer.apps.terminal.commands import Chat, Exit
 from localinfer.apps.terminal.conversation import Conversation
 from localinfer.apps.terminal.loop import CommandCompleter, open_history, run_chat
 from localinfer.errors import ContextLengthError, RequestError
-from localinfer.generation.completion import StreamEvent
+from localinfer.generation.stream import StreamEvent
 
 
 def user(text: str) -> dict[str, str]:

@@ -21,7 +21,7 @@ from localinfer.apps.terminal.markdown import code_blocks
 from localinfer.apps.terminal.model_commands import SETTINGS
 from localinfer.engine.sampling.params import NUMBER_OPTIONS
 from localinfer.errors import ContextLengthError, OutOfMemoryError, RequestError
-from localinfer.generation.completion import StreamEvent, ToolCallDelta
+from localinfer.generation.stream import StreamEvent, ToolCallDelta
 from tests.apps.cli.chat_session import Session, assistant, user
 from tests.apps.cli.conftest import FakeLLM
 

@@ -9,7 +9,7 @@ import pytest
 from localinfer.apps.terminal.commands import Chat
 from localinfer.apps.terminal.conversation import SUMMARY_REQUEST, SUMMARY_TURN, Conversation
 from localinfer.errors import TemplateError
-from localinfer.generation.completion import StreamEvent
+from localinfer.generation.stream import StreamEvent
 from tests.apps.cli.chat_session import TypedLines
 
 

@@ -9,8 +9,8 @@ import pytest
 from localinfer.apps.cli import main
 from localinfer.apps.cli.chat import EXIT_CUT
 from localinfer.errors import ContextLengthError
-from localinfer.generation.completion import StreamEvent
 from localinfer.generation.options import JsonSchema
+from localinfer.generation.stream import StreamEvent
 from localinfer.terminal import CLEAR_LINE
 from tests.support.limits import wait_until
 

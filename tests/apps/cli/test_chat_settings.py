@@ -12,7 +12,7 @@ import localinfer
 from localinfer.apps.terminal.loop import CommandCompleter
 from localinfer.apps.terminal.model_commands import SETTINGS
 from localinfer.engine.sampling.params import NUMBER_OPTIONS
-from localinfer.generation.completion import StreamEvent
+from localinfer.generation.stream import StreamEvent
 from tests.apps.cli.chat_session import Session
 from tests.apps.cli.conftest import FakeLLM
 

@@ -16,7 +16,7 @@ from localinfer.apps.terminal.commands import Chat
 from localinfer.apps.terminal.continuing import SavedChat, begin_saving, show_continued
 from localinfer.apps.terminal.conversation import Conversation
 from localinfer.errors import ContextLengthError, RequestError, SessionFileError
-from localinfer.generation.completion import StreamEvent
+from localinfer.generation.stream import StreamEvent
 from localinfer.storage.conversations import ConversationStore, SavedConversation
 from tests.apps.cli.chat_command import CACHED, READY, ChatCommand
 from tests.support.limits import wait_until

@@ -7,7 +7,7 @@ from scripted_models import loader, scripted_sources
 from starlette.responses import Response
 from starlette.testclient import TestClient
 
-from localinfer.apps.server.transport.security import SecurityMiddleware
+from localinfer.apps.server.transport.connection import SecurityMiddleware
 from localinfer.apps.server.transport.settings import ServerSettings
 from localinfer.errors import RequestError
 

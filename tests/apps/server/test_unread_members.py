@@ -17,7 +17,7 @@ from localinfer.apps.server.replies.fields import StructuredOutputs
 from localinfer.apps.server.routes import BODIES
 from localinfer.apps.server.transport.http import ApiError, decode_json
 from localinfer.apps.server.transport.known_fields import HEADER, collecting, notice
-from localinfer.generation.chat.history import ChatHistory
+from localinfer.generation.chat_model import ChatHistory
 from localinfer.models.text.chat_template import ChatTemplate
 from localinfer.models.text.reply_learning import Trials
 

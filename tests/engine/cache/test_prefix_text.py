@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import localinfer
-from localinfer.generation.completion import Completion
+from localinfer.generation.stream import Completion
 from localinfer.llm import LLM
 from tests.models.arch_models import build_model
 from tests.support.inside import engine_of

@@ -12,7 +12,7 @@ import localinfer
 from localinfer.engine.cache.sequence import forward
 from localinfer.engine.speculation.draft_model import DraftModel
 from localinfer.engine.speculation.ngram import NgramDrafter
-from localinfer.generation.completion import Completion
+from localinfer.generation.stream import Completion
 from localinfer.llm import LLM
 from localinfer.models.load.loader import load_model
 from tests.engine.speculation.test_speculation import speculation

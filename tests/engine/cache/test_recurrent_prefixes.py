@@ -13,7 +13,7 @@ from localinfer.apps.bench.measured_model import MeasuredModel
 from localinfer.engine.engine import Engine
 from localinfer.engine.speculation.draft_model import DraftModel
 from localinfer.engine.speculation.ngram import NgramDrafter
-from localinfer.generation.completion import Completion
+from localinfer.generation.stream import Completion
 from localinfer.llm import LLM
 from localinfer.models.load.loader import load_model
 from localinfer.storage.page_store import Rejection

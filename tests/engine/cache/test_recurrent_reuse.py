@@ -18,7 +18,7 @@ from localinfer.engine.speculation.draft_model import DraftModel
 from localinfer.engine.speculation.ngram import NgramDrafter
 from localinfer.errors import OutOfMemoryError
 from localinfer.generation.beam_search import search_beams
-from localinfer.generation.completion import Completion
+from localinfer.generation.stream import Completion
 from localinfer.llm import LLM
 from tests.engine.fake_recurrent import LOG_BYTES, STATE_BYTES, FakeRecurrentProgram, recurrent_layout, recurrent_model
 from tests.engine.fakes import FakeLayout, FakeModel, FakeTemplate, fake_model

@@ -12,8 +12,7 @@ from localinfer.engine.engine import Engine
 from localinfer.engine.sampling.sampler import SamplingParams
 from localinfer.engine.speculation.ngram import NgramDrafter
 from localinfer.errors import RequestError, SessionFileError
-from localinfer.generation.chat.history import ChatHistory
-from localinfer.generation.chat.system_prompt_drift import SystemPromptDrift
+from localinfer.generation.chat_model import ChatHistory, SystemPromptDrift
 from localinfer.llm import LLM
 from localinfer.storage.chats import StoredChats
 from localinfer.storage.prompt_cache import DiskOptions

@@ -15,7 +15,7 @@ from localinfer.engine.speculation.floor import DraftFloor
 from localinfer.engine.speculation.ngram import NgramDrafter
 from localinfer.engine.speculation.verify import Speculation
 from localinfer.errors import ClosedError, ModelFileError, OutOfMemoryError, RequestError
-from localinfer.generation.completion import Completion
+from localinfer.generation.stream import Completion
 from localinfer.llm import LLM
 from localinfer.loading.options import model_path
 from localinfer.quant.gguf.reader import read_gguf

@@ -16,7 +16,7 @@ from localinfer.engine.speculation.costs import VerificationCosts
 from localinfer.engine.speculation.floor import DraftFloor
 from localinfer.engine.speculation.mtp import DraftHead, MTPDrafter, MTPText
 from localinfer.engine.speculation.verify import Speculation
-from localinfer.generation.completion import Completion
+from localinfer.generation.stream import Completion
 from localinfer.llm import LLM
 from localinfer.loading import drafters
 from localinfer.models.load.loader import Model

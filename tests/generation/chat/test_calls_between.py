@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from localinfer.generation.chat.parser import ReplyParser
-from localinfer.generation.completion import joined_calls
+from localinfer.generation.stream import joined_calls
 from localinfer.llm import LLM
 from localinfer.models.text.chat_template import ChatTemplate
 from localinfer.models.text.reply_format import ReasoningFormat

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from localinfer.errors import TemplateError
-from localinfer.generation.chat.history import ChatHistory
+from localinfer.generation.chat_model import ChatHistory
 from localinfer.llm import LLM
 from localinfer.models.text.chat_template import ChatTemplate
 from localinfer.models.text.template_costs import MAX_RENDER_SECONDS, sharing_render_time

@@ -11,11 +11,17 @@ import pytest
 
 from localinfer.generation.chat.constraints import ConstraintCompiler
 from localinfer.generation.chat.grammar import ReasoningState, reply_grammar
-from localinfer.generation.chat.messages import Tool, read_messages, read_tools
+from localinfer.generation.chat.messages import (
+    Tool,
+    read_messages,
+    read_tools,
+    template_messages,
+    with_reasoning_as,
+    written_calls,
+)
 from localinfer.generation.chat.parser import ReplyParser
-from localinfer.generation.chat.template_messages import template_messages, with_reasoning_as, written_calls
 from localinfer.generation.chat.value_types import parameter_types
-from localinfer.generation.completion import joined_calls
+from localinfer.generation.stream import joined_calls
 from localinfer.models.text.chat_template import ChatTemplate
 from localinfer.models.text.reply_format import CallFormat, ReasoningFormat
 from localinfer.models.text.reply_learning import learn_call_format, learn_reasoning_format

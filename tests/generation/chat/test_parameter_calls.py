@@ -14,7 +14,7 @@ from localinfer.generation.chat.constraints import ConstraintCompiler
 from localinfer.generation.chat.grammar import reply_grammar
 from localinfer.generation.chat.messages import read_tools
 from localinfer.generation.chat.parser import ReplyParser
-from localinfer.generation.completion import joined_calls
+from localinfer.generation.stream import joined_calls
 from localinfer.llm import LLM
 from localinfer.loading.options import model_path
 from localinfer.models.load.loader import load_model

@@ -7,7 +7,7 @@ import pytest
 
 from localinfer.generation.chat.parser import ReplyParser
 from localinfer.generation.chat.value_types import json_value
-from localinfer.generation.completion import joined_calls
+from localinfer.generation.stream import joined_calls
 from localinfer.models.text.chat_template import ChatTemplate
 from localinfer.models.text.reply_format import CallFormat, ReasoningFormat
 from localinfer.models.text.reply_learning import learn_call_format

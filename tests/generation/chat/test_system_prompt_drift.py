@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from localinfer.generation.chat.system_prompt_drift import BILLING_HEADER, NOTE, SystemPromptDrift
+from localinfer.generation.chat_model import BILLING_HEADER, NOTE, SystemPromptDrift
 
 RULES = "\n".join(f"Rule {number}: keep to what rule {number} of the whole list says." for number in range(20))
 

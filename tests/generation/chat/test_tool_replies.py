@@ -18,7 +18,7 @@ from localinfer.generation.chat.grammar import ReasoningState
 from localinfer.generation.chat.messages import read_tools
 from localinfer.generation.chat.parser import ReplyParser
 from localinfer.generation.chat.value_types import parameter_types
-from localinfer.generation.completion import joined_calls
+from localinfer.generation.stream import joined_calls
 from localinfer.models.text.chat_template import ChatTemplate
 from localinfer.models.text.reply_format import CallFormat, ReasoningFormat
 from localinfer.models.text.reply_learning import learn_call_format, learn_reasoning_format

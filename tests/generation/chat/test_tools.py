@@ -11,9 +11,9 @@ import pytest
 
 import localinfer
 from localinfer.errors import ConstraintError, RequestError
-from localinfer.generation.chat.thinking import ThinkingBudget
-from localinfer.generation.completion import ToolCall, joined_calls
+from localinfer.generation.chat.reply import ThinkingBudget
 from localinfer.generation.options import JsonSchema, Regex
+from localinfer.generation.stream import ToolCall, joined_calls
 from localinfer.llm import LLM
 from localinfer.loading.drafters import make_speculation
 from localinfer.loading.options import model_path

@@ -26,8 +26,8 @@ from localinfer.generation.chat.grammar import reply_grammar
 from localinfer.generation.chat.messages import Tool, read_tools
 from localinfer.generation.chat.parser import ReplyParser
 from localinfer.generation.chat.value_types import parameter_types
-from localinfer.generation.completion import joined_calls
 from localinfer.generation.options import Constraint, Grammar, JsonObject, JsonSchema, Regex, StructuralTag
+from localinfer.generation.stream import joined_calls
 from localinfer.models.text.chat_template import ChatTemplate
 from localinfer.models.text.reply_format import CallFormat
 from localinfer.models.text.reply_learning import learn_call_format

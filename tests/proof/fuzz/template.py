@@ -22,7 +22,7 @@ from unittest.mock import patch
 import jinja2.constants  # noqa: F401
 
 from localinfer.errors import LocalinferError, RequestError, TemplateError
-from localinfer.generation.chat.history import ChatHistory
+from localinfer.generation.chat_model import ChatHistory
 from localinfer.models.text import template_costs
 from localinfer.models.text.chat_template import ChatTemplate, ChatTemplateWarning
 from localinfer.models.text.reply_learning import Trials, learn_call_format, learn_reasoning_format

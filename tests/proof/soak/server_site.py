@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import msgspec
 
-from localinfer.apps.server.api.responses_memory import KeptConversation, KeptResponse, ResponseMemory
+from localinfer.apps.server.api.responses import KeptConversation, KeptResponse, ResponseMemory
 from localinfer.apps.server.transport.http import ApiError
 from localinfer.errors import LocalinferError
 from localinfer.storage.response_store import ResponseStore, ResponseStoreOptions, responses_folder

@@ -50,7 +50,7 @@ from localinfer.apps.server.transport.http import ApiError, unsupported
 from localinfer.apps.server.transport.known_fields import CHAT
 
 if TYPE_CHECKING:
-    from localinfer.generation.completion import Stats, StreamEvent
+    from localinfer.generation.stream import Stats, StreamEvent
     from localinfer.models.text.tokenizer import Tokenizer
 
 

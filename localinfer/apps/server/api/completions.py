@@ -31,8 +31,7 @@ from localinfer.apps.server.transport.http import ApiError, unsupported
 from localinfer.apps.server.transport.known_fields import COMPLETIONS
 
 if TYPE_CHECKING:
-    from localinfer.generation.completion import Stats, StreamEvent
-    from localinfer.generation.stream import TextStream
+    from localinfer.generation.stream import Stats, StreamEvent, TextStream
     from localinfer.llm import LLM
     from localinfer.models.text.tokenizer import Tokenizer
     from localinfer.types import TokenLogprobs

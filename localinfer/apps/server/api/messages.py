@@ -39,7 +39,7 @@ from localinfer.apps.server.transport.known_fields import COUNTS, MESSAGES
 
 if TYPE_CHECKING:
     from localinfer.apps.server.replies.reply import Reply
-    from localinfer.generation.completion import Stats
+    from localinfer.generation.stream import Stats
     from localinfer.llm import LLM
 
 _DELTAS = {"text": ("text", "text"), "reasoning": ("thinking", "thinking"), "call": ("input_json", "partial_json")}

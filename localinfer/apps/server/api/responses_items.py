@@ -33,8 +33,8 @@ from localinfer.apps.server.transport.http import ApiError, unsupported
 from localinfer.apps.server.transport.known_fields import RESPONSES, SEARCH_TOOLS
 
 if TYPE_CHECKING:
-    from localinfer.apps.server.api.responses_memory import Turn
-    from localinfer.generation.completion import Stats, StreamEvent
+    from localinfer.apps.server.api.responses import Turn
+    from localinfer.generation.stream import Stats, StreamEvent
 
 
 MOST_ITEMS = 10_000

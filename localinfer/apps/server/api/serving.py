@@ -16,8 +16,7 @@ from localinfer.apps.server.transport.bodies import unless_gone
 from localinfer.apps.server.transport.http import DONE, ApiError, EventStream, event_frame, json_response, to_api_error
 
 if TYPE_CHECKING:
-    from localinfer.generation.completion import Stats, StreamEvent
-    from localinfer.generation.stream import TextStream
+    from localinfer.generation.stream import Stats, StreamEvent, TextStream
     from localinfer.llm import LLM
     from localinfer.models.text.tokenizer import Tokenizer
     from localinfer.types import TokenLogprobs

@@ -45,8 +45,7 @@ from localinfer.engine.sampling.params import MAX_LOGPROBS, SamplingOptions, Sam
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from localinfer.generation.completion import Stats, StreamEvent
-    from localinfer.generation.stream import TextStream
+    from localinfer.generation.stream import Stats, StreamEvent, TextStream
     from localinfer.llm import LLM
     from localinfer.models.text.tokenizer import Tokenizer
     from localinfer.types import TokenLogprobs

@@ -16,7 +16,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from localinfer.apps.server.api.webui import chat_page
+from localinfer.apps.server.api.status import chat_page
 from localinfer.apps.server.ollama.fields import (
     LineStream,
     find_exactly,

@@ -41,8 +41,7 @@ from localinfer.apps.server.transport.http import OLLAMA, ApiError, json_respons
 from localinfer.apps.server.transport.known_fields import KnownFields, Refusal
 
 if TYPE_CHECKING:
-    from localinfer.generation.completion import Stats, StreamEvent
-    from localinfer.generation.stream import TextStream
+    from localinfer.generation.stream import Stats, StreamEvent, TextStream
     from localinfer.llm import LLM
     from localinfer.types import TokenIds
 

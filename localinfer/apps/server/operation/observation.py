@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from localinfer.apps.server.operation.logs import RequestLog
     from localinfer.engine.cache.stats import SnapshotStats
     from localinfer.engine.engine import EngineStats
-    from localinfer.generation.completion import Stats
+    from localinfer.generation.stream import Stats
 
 
 _KEY = "record"

@@ -21,8 +21,8 @@ from starlette.requests import Request
 from starlette.types import Scope
 
 from localinfer.apps.server.operation.observation import record_of
+from localinfer.apps.server.transport.connection import TOKEN_IDENTITY
 from localinfer.apps.server.transport.http import ApiError
-from localinfer.apps.server.transport.security import TOKEN_IDENTITY
 from localinfer.apps.server.transport.settings import Quota, ServerSettings
 from localinfer.engine.admission import Owner
 

@@ -21,8 +21,7 @@ from localinfer.apps.server.router.models import Lease
 from localinfer.system.event_loop import LoopCalls
 
 if TYPE_CHECKING:
-    from localinfer.generation.completion import Stats, StreamEvent
-    from localinfer.generation.stream import TextStream
+    from localinfer.generation.stream import Stats, StreamEvent, TextStream
     from localinfer.types import TokenIds
 
 

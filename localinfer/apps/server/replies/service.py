@@ -50,8 +50,7 @@ from localinfer.apps.server.transport.known_fields import collecting, header
 from localinfer.apps.server.transport.settings import ServerSettings
 
 if TYPE_CHECKING:
-    from localinfer.generation.completion import Stats
-    from localinfer.generation.stream import TextStream
+    from localinfer.generation.stream import Stats, TextStream
     from localinfer.llm import LLM
     from localinfer.types import TokenIds
 
