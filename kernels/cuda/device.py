@@ -6,7 +6,6 @@ Only this module imports torch and the driver's bindings. Tests replace the devi
 import bisect
 import ctypes
 import re
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from numpy.typing import NDArray
 
 from localinfer.errors import BackendUnavailableError, OutOfMemoryError
 from localinfer.kernels.cuda.kernel_cache import KernelKey, compile_all, entry_name, kernel_ptx, require_numba_cuda
+from localinfer.system.machine_limits import has_driver
 from localinfer.types import ProgressCallback
 
 F32, F16, BF16 = range(3)
@@ -70,15 +70,6 @@ class FoundDevice:
     name: str
     free_bytes: int
     index: int = 0
-
-
-def has_driver() -> bool:
-    """True if NVIDIA's driver is installed, without importing large libraries."""
-    try:
-        ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
-    except OSError:
-        return False
-    return True
 
 
 def find_devices(most: int | None = None, *, among: Sequence[int] | None = None) -> list[FoundDevice]:

@@ -21,7 +21,7 @@ from localinfer.models.calibration.run import calibrate, calibration_sequences
 from localinfer.models.calibration.scales import round_by_calibration, scale_for_rounding
 from localinfer.models.checkpoint.model import CheckpointModel
 from localinfer.models.decoder.config import ModelConfig
-from localinfer.models.load.devices import calibration_device
+from localinfer.models.load.device_request import calibration_device
 from localinfer.models.load.loader import open_model_file, read_tokenizer
 from localinfer.models.load.threads import available_threads, checked_threads
 from localinfer.quant.checkpoint.model_file import ModelFile

@@ -20,8 +20,7 @@ from localinfer.engine.speculation.verify import Speculation
 from localinfer.errors import RequestError
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.program import MeasurableProgram, Program
-from localinfer.loading.memory.gpu_plan import REFUSED_BY_GPUS, draft_request
-from localinfer.loading.options import ModelOptions
+from localinfer.loading.options import REFUSED_BY_GPUS, ModelOptions
 from localinfer.models.load.loader import load_model
 from localinfer.models.load.threads import (
     Stage,
@@ -62,7 +61,7 @@ def load_drafter(
     """
     path = options.separate_draft
     assert path is not None, "there is one"
-    device = "cpu" if model.device == "cpu" else draft_request(options).device
+    device = "cpu" if model.device == "cpu" else options.draft_request.device
     load = partial(load_model, path, kv_type=options.kv_type, beside=model, verify=verify, progress=progress)
     try:
         return load(device=device)

@@ -39,7 +39,7 @@ MODULES = (
     "localinfer.models.text.tokenizer",
     "localinfer.models.checks.quick",
     "localinfer.models.load.weights",
-    "localinfer.models.load.devices",
+    "localinfer.models.load.device_request",
     "localinfer.models.load.loader",
     "localinfer.loading.memory.plan",
     "localinfer.engine.speculation.verify",

@@ -8,16 +8,21 @@ from typing import TYPE_CHECKING
 
 from localinfer.arguments import check_path, shown
 from localinfer.engine.admission import EngineLimits
-from localinfer.errors import ModelFileError, RequestError
+from localinfer.errors import (
+    BackendUnavailableError,
+    ModelFileError,
+    OutOfMemoryError,
+    RequestError,
+    UnsupportedFormatError,
+)
 from localinfer.kernels.cpu.lower import MAX_BATCH_ROWS
 from localinfer.kernels.kv_layout import PAGE_TOKENS, KVLayout
 from localinfer.loading.load_options import SPECULATION, HeaderOptions, LoadOptions, checked_values
 from localinfer.loading.memory.limit import KVBudget, keep_within, planned_window
 from localinfer.loading.memory.plan import MemoryPlan, choose_context, plan_file, plan_memory
 from localinfer.models.decoder.decoder import kv_layer_shapes, state_shapes
-from localinfer.models.load.devices import GPU_BATCH_ROWS
+from localinfer.models.load.device_request import GPU_BATCH_ROWS, DeviceRequest, named_gpus
 from localinfer.models.load.loader import reason_without_window
-from localinfer.models.load.placement import DeviceRequest, named_gpus
 from localinfer.models.load.threads import checked_priority
 from localinfer.system.machine_limits import MemoryLimits
 
@@ -28,6 +33,10 @@ if TYPE_CHECKING:
     from localinfer.models.load.model_changes import ModelChanges
     from localinfer.quant.checkpoint.model_file import ModelFile
     from localinfer.storage.prompt_cache import DiskOptions
+
+
+REFUSED_BY_GPUS = (BackendUnavailableError, OutOfMemoryError, UnsupportedFormatError)
+"""Errors after which a draft model is computed on the CPU, whatever its target was asked for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +61,11 @@ class ModelOptions(HeaderOptions):
     def request(self) -> DeviceRequest:
         """Devices that the model is wanted on."""
         return device_request(self)
+
+    @property
+    def draft_request(self) -> DeviceRequest:
+        """Device request of the draft model of a target on GPUs: those that were named, or any."""
+        return DeviceRequest(device="auto" if self.gpus is None else self.device)
 
     @property
     def separate_draft(self) -> Path | None:

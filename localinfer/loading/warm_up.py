@@ -66,13 +66,13 @@ def warm_up(
             progress(stage, done, total)
 
     import_modules(report)
-    from localinfer.kernels.cuda.device import has_driver
     from localinfer.kernels.jit import object_cache
     from localinfer.kernels.jit.compile_ahead import compile_ahead
     from localinfer.loading.options import model_path
     from localinfer.models.load.assistant import is_assistant
+    from localinfer.models.load.device_request import named_gpus
     from localinfer.models.load.needed_kernels import needed_kernels
-    from localinfer.models.load.placement import named_gpus
+    from localinfer.system.machine_limits import has_driver
 
     try:
         named_gpus(device)

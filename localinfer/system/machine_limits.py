@@ -1,9 +1,10 @@
-"""Limits of this process: memory and processors of the machine or of its control group (cgroup).
+"""Limits of the machine, or of a process's control group (cgroup): memory, processors, and the driver of GPUs.
 
 A container's limits are not what the machine reports: /proc/meminfo shows the memory of the host. Control groups of
 version 1 and 2 are read, as described in the Linux kernel's admin guide.
 """
 
+import ctypes
 import os
 import sys
 from collections.abc import Iterator
@@ -102,6 +103,15 @@ def processor_quota(root: Path = _ROOT) -> float | None:
         if quota > 0 and period > 0:
             quotas.append(quota / period)
     return min(quotas, default=None)
+
+
+def has_driver() -> bool:
+    """True if NVIDIA's driver is installed, without importing large libraries."""
+    try:
+        ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+    except OSError:
+        return False
+    return True
 
 
 def _free_swap() -> int:

@@ -1,8 +1,13 @@
-"""Checks of every weight: what samples tell, of all values and all bytes, and how rows and blocks differ in size."""
+"""Checks of every weight: what samples tell, of all values and all bytes, and how rows and blocks differ in size.
+
+A pair of rows turns with one frequency, and training gives both about the same size, which changes little from one
+frequency to the next. So the sizes of rows tell the order that they are in: whole conversions have been published with
+the rows of each head in the order of Hugging Face where GGUF has pairs, or permuted twice.
+"""
 
 import os
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, TimeoutError as NotReady
 from dataclasses import dataclass
 from math import prod
@@ -13,19 +18,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.errors import LocalinferError
+from localinfer.kernels.ops import Pairing
 from localinfer.models.checks import Finding, shortened
-from localinfer.models.checks.damage import (
+from localinfer.models.checks.tensor_samples import (
+    LEAST_BYTES,
     MATRIX,
+    SAMPLED_TYPES,
+    WORD,
+    ByteRun,
     Reader,
-    RunFinder,
+    TensorFigures,
+    equal_around,
     hole,
     is_damage,
+    judge,
     judge_copies,
     judge_halves,
-    judge_head_order,
     zero_experts,
 )
-from localinfer.models.checks.tensor_samples import SAMPLED_TYPES, TensorFigures, judge
+from localinfer.models.decoder.architecture import QueryKeyNorm
+from localinfer.models.decoder.architectures import find_architecture
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.quant.checkpoint.model_file import ModelFile, read_stretch
 from localinfer.quant.formats.dequantize import dequantize
@@ -44,6 +56,99 @@ _FEW = 3
 _MOST_TIMES_ROWS = 200.0
 _LEAST_SHARE = 8
 _AGAIN = "download the model again"
+_SAMPLED = np.uint64(255)
+_MIX = np.uint64(0x9E3779B97F4A7C15)
+_LEAST_ANCHORS = 4
+_MOST_ANCHORS = 1 << 21
+
+
+class RunFinder:
+    """Finds runs in a tensor's bytes, given piece after piece, at some 300 MB a second."""
+
+    def __init__(self) -> None:
+        self._size = 0
+        self._tail = np.empty(0, np.uint8)
+        self._open: ByteRun | None = None
+        self._runs: list[ByteRun] = []
+        self._words: list[NDArray[np.uint64]] = []
+        self._places: list[NDArray[np.int64]] = []
+        self._num_anchors = 0
+
+    def add(self, data: NDArray[np.uint8]) -> None:
+        """Take the next bytes."""
+        start = self._size - len(self._tail)
+        data = np.concatenate([self._tail, data]) if len(self._tail) else np.ascontiguousarray(data)
+        whole = len(data) // WORD * WORD
+        self._find_words(data[:whole], start)
+        if self._num_anchors < _MOST_ANCHORS:
+            self._find_anchors(data, start)
+        self._tail = data[whole:].copy()
+        self._size = start + len(data)
+
+    def _find_words(self, data: NDArray[np.uint8], start: int) -> None:
+        """Runs of words that are equal, on a grid of words from the tensor's start."""
+        words = data.view(np.uint64)
+        if not words.size:
+            return
+        edges = np.flatnonzero(words[1:] != words[:-1]) + 1
+        bounds = np.concatenate([[0], edges, [words.size]])
+        long = np.flatnonzero(np.diff(bounds) * WORD >= LEAST_BYTES // 2)
+        # The first and the last may go on in other pieces.
+        for index in sorted({*long.tolist(), 0, len(bounds) - 2}):
+            first, last = int(bounds[index]), int(bounds[index + 1])
+            self._extend(ByteRun(start + first * WORD, start + last * WORD, words[first].tobytes()))
+
+    def _extend(self, run: ByteRun) -> None:
+        before = self._open
+        if before is not None and before.end == run.start and before.word == run.word:
+            run = ByteRun(before.start, run.end, run.word)
+        elif before is not None and before.end - before.start >= LEAST_BYTES:
+            self._runs.append(before)
+        self._open = run
+
+    def _find_anchors(self, data: NDArray[np.uint8], start: int) -> None:
+        """Remember one word in some hundred, chosen by what it is, so that a copy at any even distance has the same."""
+        for phase in range(start % 2, WORD, 2):
+            part = data[phase : phase + (len(data) - phase) // WORD * WORD].view(np.uint64)
+            with np.errstate(over="ignore"):
+                mixed = part * _MIX
+            chosen = np.flatnonzero((mixed >> np.uint64(56)) == _SAMPLED)
+            self._words.append(part[chosen])
+            self._places.append(start + phase + chosen * WORD)
+            self._num_anchors += chosen.size
+
+    def runs(self) -> list[ByteRun]:
+        """Stretches of one word, all bytes taken."""
+        if self._open is not None and self._open.end - self._open.start >= LEAST_BYTES:
+            self._runs.append(self._open)
+        self._open = None
+        return self._runs
+
+    def repeats(self, read: Reader) -> Iterator[ByteRun]:
+        """Stretches that are equal to what lies a distance before them, of which some anchors tell.
+
+        read: gives the bytes again, to compare them.
+        """
+        if not self._words:
+            return
+        words, positions = np.concatenate(self._words), np.concatenate(self._places)
+        order = np.lexsort((positions, words))
+        words, positions = words[order], positions[order]
+        is_again = words[1:] == words[:-1]
+        later, distances = positions[1:][is_again], np.diff(positions)[is_again]
+        # A word that fills a stretch is an anchor everywhere in it.
+        is_far = distances >= 64
+        later, distances = later[is_far], distances[is_far]
+        found, counts = np.unique(distances, return_counts=True)
+        for distance in found[counts >= _LEAST_ANCHORS][:16].tolist():
+            at = np.sort(later[distances == distance])
+            end = -1
+            for position in at[:: max(1, at.size // 64)].tolist():
+                if position < end:
+                    continue
+                run = equal_around(read, self._size, position, distance)
+                end = run.end
+                yield run
 
 
 @dataclass(frozen=True)
@@ -285,3 +390,76 @@ def _squares(values: NDArray[Any]) -> tuple[NDArray[Any], NDArray[np.float64]]:
     whole = columns // _GROUP * _GROUP
     parts, rest = values[:, :whole].reshape(rows, -1, _GROUP), values[:, whole:]
     return np.einsum("ijk,ijk->ij", parts, parts), np.einsum("ij,ij->i", rest, rest).astype(np.float64)
+
+
+_LEAST_HEAD_DIM = 32
+_LEAST_PAIRS = 350
+_PAIRED, _OPPOSED = 0.2, -0.1
+"""Correlations of the rows of a pair: 0.3 to 0.8 in trained models, -0.5 to 0 where rows are taken for a pair that are
+none, and with so many pairs within 0.15 of 0 where there is no order."""
+_LEAST_RATIO = 0.6
+
+
+def judge_head_order(row_rms: Mapping[str, NDArray[np.float64]], config: ModelConfig) -> Iterator[Finding]:
+    """Yield that heads are permuted. row_rms: float64[rows] of each tensor, by its name."""
+    wrong: dict[str, list[str]] = {}
+    for kind in ("q", "k"):
+        sizes = _head_sizes(row_rms, config, kind)
+        order = None if sizes is None else _other_order(sizes, find_architecture(config).pairing)
+        if order is not None:
+            wrong.setdefault(order, []).append(f"attn_{kind}")
+    for order, names in wrong.items():
+        yield Finding(
+            "head order",
+            f"the rows of {' and '.join(names)} {order}, so {config.architecture} pairs rows that are none: positions "
+            "are lost on it; get a current conversion of the model",
+        )
+
+
+def _other_order(sizes: NDArray[np.float64], pairing: Pairing) -> str | None:
+    """The order that rows are in if it is another than a pairing wants."""
+    adjacent, halves = _correlation(sizes, 1), _correlation(sizes, sizes.shape[1] // 2)
+    if pairing is Pairing.HALVES:
+        is_opposed = halves < _OPPOSED and adjacent > _PAIRED
+        return "are permuted as Llama's are" if is_opposed else None
+    if adjacent < _OPPOSED and _correlation(_unpermuted(sizes), 1) > _PAIRED:
+        return "were permuted twice"
+    if halves > max(_PAIRED, _LEAST_RATIO * adjacent):
+        return "lie in halves of a head, as Hugging Face has them"
+    return None
+
+
+def _head_sizes(
+    row_rms: Mapping[str, NDArray[np.float64]], config: ModelConfig, kind: str
+) -> NDArray[np.float64] | None:
+    """Logarithms of the sizes of the rows of queries ("q") or keys ("k"), float64[heads of all layers, head_dim], less
+    the mean of each head; None where the order cannot be told: with other heads, norms of queries, or too few."""
+    dim, architecture = config.head_dim, find_architecture(config)
+    has_norms = architecture.query_key_norm is not QueryKeyNorm.NONE or architecture.unweighted_query_key_norm
+    if has_norms or config.rope.rotary_size != dim or dim < _LEAST_HEAD_DIM or config.windowed_head_dim:
+        return None
+    found = []
+    for layer, count in enumerate(config.num_heads if kind == "q" else config.num_kv_heads):
+        rows = row_rms.get(f"blk.{layer}.attn_{kind}.weight")
+        has_rope = architecture.has_rope[layer] if architecture.has_rope else True
+        if has_rope and rows is not None and len(rows) == count * dim and (rows > 0).all():
+            found.append(np.log(rows).reshape(count, dim))
+    if sum(one.size for one in found) < 2 * _LEAST_PAIRS:
+        return None
+    sizes = np.concatenate(found)
+    centred: NDArray[np.float64] = sizes - sizes.mean(axis=1, keepdims=True)
+    return centred
+
+
+def _correlation(sizes: NDArray[np.float64], distance: int) -> float:
+    """Correlation of a head's rows that lie a distance apart, in pairs."""
+    heads, dim = sizes.shape
+    pairs = sizes.reshape(heads, dim // (2 * distance), 2, distance)
+    spread = float(np.mean(sizes**2))
+    return float(np.mean(pairs[:, :, 0] * pairs[:, :, 1])) / spread if spread else 0.0
+
+
+def _unpermuted(sizes: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Undo one permutation from halves to pairs."""
+    heads, dim = sizes.shape
+    return np.ascontiguousarray(sizes.reshape(heads, dim // 2, 2).swapaxes(1, 2)).reshape(heads, dim)

@@ -6,17 +6,20 @@ family; every marker of a template has to be a token, and what closes a reply ha
 
 import re
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from localinfer.errors import TemplateError
 from localinfer.models.checks import Finding
-from localinfer.models.text.chat_template import ANSWER, ASK, ChatTemplate
 from localinfer.models.text.encoders import SPACE_MARK
 from localinfer.models.text.splitting import PRE_TOKENIZERS, build_splitter, find_end_of_generation
 from localinfer.models.text.tokenizer import Tokenizer
 from localinfer.models.text.vocabulary import TokenType, Vocabulary
 from localinfer.quant.checkpoint.model_file import ModelFile
+
+if TYPE_CHECKING:
+    from localinfer.models.text.chat_template import ChatTemplate
 
 _SAMPLED_TOKENS = 4096
 _BYTE_SPACE = "Ġ"
@@ -179,10 +182,10 @@ def _check_merges(vocabulary: Vocabulary) -> Iterator[Finding]:
         )
 
 
-def check_beginning(file: ModelFile, tokenizer: Tokenizer, template: ChatTemplate | None) -> Iterator[Finding]:
+def check_beginning(file: ModelFile, tokenizer: Tokenizer, template: str | None) -> Iterator[Finding]:
     """Yield whether texts begin otherwise than those that a known vocabulary's models were trained with.
 
-    template: whose chats may begin with the token by themselves; None without one.
+    template: its source, by which chats may begin with the token by themselves; None without one.
     """
     vocabulary = tokenizer.vocabulary
     known, key = vocabulary.known, "tokenizer.ggml.add_bos_token"
@@ -191,7 +194,7 @@ def check_beginning(file: ModelFile, tokenizer: Tokenizer, template: ChatTemplat
         return
     bos_id = vocabulary.role_ids.get("bos")
     bos = "" if bos_id is None else vocabulary.tokens[bos_id]
-    source = "" if template is None else template.source or ""
+    source = template or ""
     if not flag and known.bos and known.bos == bos and bos not in source and "bos_token" not in source:
         yield Finding(
             "beginning of text",
@@ -283,11 +286,8 @@ _CHECK = "chat template"
 _ANOTHER = "give the model's own template (--chat-template FILE), or get a current conversion"
 
 
-def check_template_source(template: ChatTemplate, tokenizer: Tokenizer) -> Iterator[Finding]:
+def check_template_source(source: str, tokenizer: Tokenizer) -> Iterator[Finding]:
     """Yield what the text of a template tells, without compiling it: that it is of another family, or ends no reply."""
-    source = template.source
-    if source is None:
-        return
     markers = dict.fromkeys(_MARKER.findall(source))
     known = [marker for marker in markers if tokenizer.token_id(marker) is not None]
     begins = [marker for marker in markers if marker in _TURN_BEGINS]
@@ -310,7 +310,7 @@ def check_template_source(template: ChatTemplate, tokenizer: Tokenizer) -> Itera
             "will be worse and may not end; get a current conversion",
         )
         return
-    yield from _check_turn_markers(template, tokenizer, own)
+    yield from _check_turn_markers(source, tokenizer, own)
     lacking = [marker for marker in markers if marker not in known]
     ends = [marker for marker in lacking if find_end_of_generation({marker: 0}, {}, lambda _: True)]
     writes_end = "eos_token" in source or any(tokenizer.token_text(i) in source for i in tokenizer.eog_token_ids)
@@ -325,9 +325,8 @@ def check_template_source(template: ChatTemplate, tokenizer: Tokenizer) -> Itera
         yield _other_end(tokenizer, closers)
 
 
-def _check_turn_markers(template: ChatTemplate, tokenizer: Tokenizer, own: Sequence[str]) -> Iterator[Finding]:
+def _check_turn_markers(source: str, tokenizer: Tokenizer, own: Sequence[str]) -> Iterator[Finding]:
     """Markers of turns that a template leaves out, or that end generations by mistake. own: those of the vocabulary."""
-    source = template.source or ""
     ends = {tokenizer.token_text(token_id) for token_id in tokenizer.eog_token_ids}
     for begin in own:
         if begin in ends and begin in source:
@@ -349,7 +348,7 @@ def _check_turn_markers(template: ChatTemplate, tokenizer: Tokenizer, own: Seque
             return
     writes_special = "os_token" in source or next(iter(tokenizer.special_spellings.find(source)), None) is not None
     has_markers = _MARKER.search(source) is not None
-    if own and not has_markers and not writes_special and not template.is_fallback:
+    if own and not has_markers and not writes_special and _compiles(source):
         yield Finding(
             _CHECK,
             f"the chat template writes no control token, but the vocabulary has {own[0]}, of "
@@ -357,11 +356,20 @@ def _check_turn_markers(template: ChatTemplate, tokenizer: Tokenizer, own: Seque
         )
 
 
-def check_template(template: ChatTemplate, tokenizer: Tokenizer) -> Iterator[Finding]:
+def _compiles(source: str) -> bool:
+    """Return whether a template is used as it is, which only compiling it tells."""
+    from localinfer.models.text.chat_template import ChatTemplate
+
+    return not ChatTemplate(source).is_fallback
+
+
+def check_template(template: "ChatTemplate", tokenizer: Tokenizer) -> Iterator[Finding]:
     """Yield what a chat rendered with the template tells beyond `check_template_source`.
 
     Every marker is one token, and a token that ends generations closes a reply.
     """
+    from localinfer.models.text.chat_template import ANSWER, ASK
+
     if template.source is None or template.is_fallback:
         return
     try:

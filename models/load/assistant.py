@@ -13,8 +13,8 @@ from localinfer.kernels.kv_layout import KVLayout
 from localinfer.models.decoder.block_config import OF_ANOTHER_CACHE
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.decoder.gemma_blocks import misfit, write_assistant
+from localinfer.models.load.device_request import DeviceRequest
 from localinfer.models.load.model_changes import ModelChanges, apply_changes, note_unknown_settings
-from localinfer.models.load.placement import DeviceRequest
 from localinfer.models.load.weights import CpuWeights
 from localinfer.quant.checkpoint.model_file import ModelFile
 from localinfer.quant.gguf.reader import GGUFFile, read_gguf

@@ -1,4 +1,4 @@
-"""The devices of a model: GPUs if there are any, with as many layers as fit.
+"""The GPUs of a model, opened with as many layers as fit.
 
 How many is computed from the file before loading (`placement.py`): the weights in the device's layout, the KV cache of
 the requested context, and working buffers.
@@ -11,30 +11,16 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
-from localinfer.errors import (
-    BackendUnavailableError,
-    LocalinferError,
-    OutOfMemoryError,
-    RequestError,
-    UnsupportedFormatError,
-)
-from localinfer.kernels.cuda.device import CudaDevice, FoundDevice, find_devices, has_driver
+from localinfer.errors import BackendUnavailableError, LocalinferError, OutOfMemoryError, RequestError
+from localinfer.kernels.cuda.device import CudaDevice, FoundDevice, find_devices
 from localinfer.kernels.cuda.self_check import check_device
-from localinfer.kernels.kv_layout import KVLayout
-from localinfer.models.decoder.architectures import find_architecture
-from localinfer.models.decoder.config import ModelConfig
-from localinfer.models.load.placement import DevicePlacement, DeviceRequest, MemoryNeeds, choose_placement, refusal
+from localinfer.models.load.device_request import DeviceRequest, report_fallback
+from localinfer.models.load.placement import DevicePlacement, MemoryNeeds, choose_placement, refusal
 from localinfer.types import ProgressCallback
 
 logger = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer")
-
-GPU_BATCH_ROWS = 1024
-"""Rows of a batch that GPUs compute alone."""
-
-USUAL_TOKENS = 8192
-"""Positions of the KV cache to plan for, if no context length is given."""
 
 
 def open_devices(
@@ -50,8 +36,6 @@ def open_devices(
     that another model will take of it. Raises: BackendUnavailableError if a GPU is required and not available, with the
     reason; RequestError if what is wanted of it does not fit.
     """
-    if not looks_for_gpus(request):
-        return None
     try:
         placement = plan_placement(request, needs, reserved)
         opened = _open_all(placement, progress)
@@ -64,12 +48,6 @@ def open_devices(
             raise
         report_fallback(error)
         return None
-
-
-def looks_for_gpus(request: DeviceRequest) -> bool:
-    """True if GPUs are looked for: without a driver and without a request for them there is nothing to report."""
-    is_asked = request.is_required or request.gpu_layers is not None or request.tensor_split is not None
-    return request.device != "cpu" and request.gpu_layers != 0 and (is_asked or has_driver())
 
 
 def plan_placement(
@@ -146,60 +124,3 @@ def _with_gpu_errors(ask: Callable[[], Answer]) -> Answer:
             f"the GPU, or what is installed for it, failed before it was used ({type(error).__name__}: {reason}); "
             "take device 'cpu'"
         ) from error
-
-
-def calibration_device(device: str) -> str | None:
-    """torch's name of the GPU to calibrate on, or None for the CPU; device: "auto", "cpu" or "cuda".
-
-    Raises: BackendUnavailableError if device is "cuda" and torch finds no GPU.
-    """
-    if device == "cpu" or (device == "auto" and not has_driver()):
-        return None
-    try:
-        import torch
-
-        if torch.cuda.is_available():
-            return "cuda"
-        reason = "torch finds no GPU"
-    except ImportError:
-        reason = "torch is not installed"
-    if device == "cuda":
-        raise BackendUnavailableError(
-            f"calibration cannot run on a GPU: {reason}; install 'localinfer[cuda]' with an NVIDIA driver, or take "
-            "device 'cpu'"
-        )
-    return None
-
-
-def cpu_only(config: ModelConfig, kv_layout: KVLayout) -> LocalinferError | None:
-    """Why a model is computed on the CPU whatever GPUs there are; None if it is not."""
-    if kv_layout.states:
-        return UnsupportedFormatError(
-            "this model has recurrent layers, whose states this version keeps on the CPU only; take device 'cpu' "
-            "(--device cpu)"
-        )
-    if find_architecture(config).relative_bias is not None:
-        return UnsupportedFormatError(
-            f"{config.architecture!r} models have attention biases by distance, which this version computes on the CPU "
-            "only; take device 'cpu' (--device cpu)"
-        )
-    return None
-
-
-def cached_tokens(config: ModelConfig, context_length: int | None, kv_window: int | None) -> int:
-    """Positions that a GPU's memory for keys and values is planned for; context_length: the requested one."""
-    tokens = min(config.context_length, context_length or USUAL_TOKENS)
-    return tokens if kv_window is None else min(tokens, kv_window + 2 * GPU_BATCH_ROWS)
-
-
-def stay_on_cpu(request: DeviceRequest, reason: LocalinferError) -> None:
-    """Log why a model is not placed on an available GPU. Raises: `reason` if a GPU was asked for, or layers on one."""
-    if request.is_required or request.gpu_layers:
-        raise reason
-    if request.device == "auto" and (request.tensor_split is not None or has_driver()):
-        report_fallback(reason)
-
-
-def report_fallback(error: Exception) -> None:
-    """Log that the CPU is used, and why."""
-    logger.warning("running on the CPU: %s", error)

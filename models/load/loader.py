@@ -4,7 +4,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 from localinfer.errors import (
@@ -33,9 +33,8 @@ from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.decoder.decoder import kv_layer_shapes, state_shapes
 from localinfer.models.decoder.metadata_keys import DYNAMIC_ROPE_KEY
 from localinfer.models.decoder.sparse_attention import index_layers
-from localinfer.models.load.devices import cached_tokens, close_all, cpu_only, open_devices, stay_on_cpu
+from localinfer.models.load.device_request import DeviceRequest, cached_tokens, cpu_only, looks_for_gpus, stay_on_cpu
 from localinfer.models.load.model_changes import ModelChanges, apply_changes, note_unknown_settings
-from localinfer.models.load.placement import DevicePlacement, DeviceRequest, memory_needs
 from localinfer.models.load.programs import (
     GpuModel,
     Parts,
@@ -46,11 +45,9 @@ from localinfer.models.load.programs import (
     with_draft_layers,
     write_draft_programs,
     write_on_cpu,
-    write_on_gpus,
 )
 from localinfer.models.load.threads import available_threads, checked_threads
 from localinfer.models.load.weights import CpuWeights
-from localinfer.models.text.chat_template import ChatTemplate
 from localinfer.models.text.tokenizer import Tokenizer
 from localinfer.models.text.vocabulary import TOKEN_TYPES_KEY
 from localinfer.quant.checkpoint.model_file import ModelFile
@@ -60,6 +57,8 @@ from localinfer.types import ProgressCallback
 if TYPE_CHECKING:
     from localinfer.kernels.cuda.device import CudaDevice
     from localinfer.models.checkpoint.model import CheckpointModel
+    from localinfer.models.load.placement import DevicePlacement
+    from localinfer.models.text.chat_template import ChatTemplate
 
 
 def reason_without_window(kv_window: int, name: str, config: ModelConfig, kv_layout: KVLayout) -> str | None:
@@ -101,7 +100,6 @@ class Model:
     """Its `context_length` is the context that the model was loaded with."""
     tokenizer: Tokenizer | None
     """None if the file has none."""
-    chat_template: ChatTemplate | None
     program: Program
     kv_layout: KVLayout
     file: ModelFile
@@ -114,10 +112,17 @@ class Model:
     assistant: ModelFile | None = None
     findings: tuple[Finding, ...] = ()
     """Likely faults of its file."""
-    placement: DevicePlacement | None = None
+    placement: "DevicePlacement | None" = None
     """Parts of it that GPUs have; None on the CPU alone."""
     on_gpus: GpuModel | None = None
     """Of a model on GPUs, from which further programs are written."""
+
+    @cached_property
+    def chat_template(self) -> "ChatTemplate | None":
+        """Read when it is first asked for, as not every model chats; None without a tokenizer."""
+        from localinfer.models.text.chat_template import ChatTemplate
+
+        return None if self.tokenizer is None else ChatTemplate.from_metadata(self.file.metadata, self.tokenizer)
 
     def text_program(self, pooling: Pooling, max_rows: int = MAX_BATCH_ROWS) -> Program:
         """Write a second program over the same weights, on the same devices and threads; only one may run at a time.
@@ -197,7 +202,7 @@ def load_model(
     assistant: str | os.PathLike[str] | None = None,
     changes: ModelChanges | None = None,
     choose_context: Callable[[ModelFile, ModelConfig], int] | None = None,
-    check_placement: Callable[[ModelFile, ModelConfig, DevicePlacement], None] | None = None,
+    check_placement: "Callable[[ModelFile, ModelConfig, DevicePlacement], None] | None" = None,
     priority: Priority = "normal",
     measure_again: bool = False,
     may_measure: bool = True,
@@ -241,7 +246,6 @@ def load_model(
         tokenizer = tokenizer_or_none(file, progress)
         if tokenizer is None and changes is not None and changes.chat_template is not None:
             raise RequestError("a chat template needs a tokenizer, and this model has none; leave chat_template out")
-        template = None if tokenizer is None else ChatTemplate.from_metadata(file.metadata, tokenizer)
         kv_layout = KVLayout(kv_type, kv_layer_shapes(config, parts_windows=True), state_shapes(config))
         if assistant is not None:
             drafter = open_assistant(assistant, Target(file, config, kv_layout), changes)
@@ -257,12 +261,18 @@ def load_model(
             logger.warning("cpu_moe has no effect: %s has no experts", file.path.name)
             request = replace(request, cpu_moe=None)
         placed = None
-        if reason is None:
+        if reason is None and looks_for_gpus(request):
+            # Most machines have no GPU.
+            from localinfer.models.load.devices import open_devices
+            from localinfer.models.load.placement import memory_needs
+
             kv_tokens = cached_tokens(config, context_length, kv_window)
             needs = partial(memory_needs, file, config, kv_layout, kv_tokens)
             placed = open_devices(request, needs, progress, reserved=None if beside is None else beside.reserved_bytes)
         placement: DevicePlacement | None = None
         if placed is not None:
+            from localinfer.models.load.pipeline import write_on_gpus
+
             gpus, placement = placed
             if check_placement is not None:
                 check_placement(file, config, placement)
@@ -309,7 +319,7 @@ def load_model(
             drafter = None
         elif on_gpus is not None and draft_layers and has_draft_layers(file):
             logger.warning("%s: its layers for next-token prediction draft on the CPU only", file.path.name)
-        findings = _verified(file, own_config, config, tokenizer, template) if verify else ()
+        findings = _verified(file, own_config, config, tokenizer) if verify else ()
         if file.has_changed:
             # The file may have been read in two versions.
             raise CorruptFileError(
@@ -319,7 +329,6 @@ def load_model(
         return Model(
             config,
             tokenizer,
-            template,
             program,
             kv_layout,
             file,
@@ -333,7 +342,8 @@ def load_model(
             on_gpus,
         )
     except BaseException as error:
-        close_all(gpus)
+        for gpu in gpus:
+            gpu.close()
         if pool is not None:
             pool.close()
         file.close()
@@ -368,18 +378,14 @@ def _all_kernels(
 
 
 def _verified(
-    file: ModelFile,
-    own_config: ModelConfig,
-    config: ModelConfig,
-    tokenizer: Tokenizer | None,
-    template: ChatTemplate | None,
+    file: ModelFile, own_config: ModelConfig, config: ModelConfig, tokenizer: Tokenizer | None
 ) -> tuple[Finding, ...]:
     """Log what is likely wrong with a file. Raises: CorruptFileError for what cannot work.
 
     own_config: as the file says; config: with the context length that is used, which counts if it is shorter.
     """
     context_length = min(own_config.context_length, config.context_length)
-    findings = check_loaded(file, replace(own_config, context_length=context_length), tokenizer, template)
+    findings = check_loaded(file, replace(own_config, context_length=context_length), tokenizer)
     for finding in findings:
         if finding.is_error:
             way_out = "or load it all the same with verify=False (--no-verify)"

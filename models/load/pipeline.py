@@ -1,19 +1,20 @@
-"""A model's program on several devices: its graph is written once, cut by a placement, and lowered part by part.
+"""A model's program on a GPU, or on several devices: its graph, written once, is cut and lowered part by part.
 
 The parts are the CPU, if it has any work, and the GPUs in the order of their layers.
 """
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from functools import partial
 from itertools import groupby
-from typing import TYPE_CHECKING
 
+from localinfer.errors import BackendUnavailableError, OutOfMemoryError
 from localinfer.kernels import ops
 from localinfer.kernels.cpu.lower import MAX_BATCH_ROWS, lower_to_cpu
 from localinfer.kernels.cpu.program import CpuProgram
 from localinfer.kernels.cuda.device import CudaDevice
 from localinfer.kernels.cuda.lower import lower_to_cuda
-from localinfer.kernels.cuda.memory import SharedMemory
+from localinfer.kernels.cuda.memory import DeviceKVLayout, SharedMemory
 from localinfer.kernels.cuda.pipeline import PipelineProgram
 from localinfer.kernels.cuda.sharded_pages import KVPart, ShardedKVLayout
 from localinfer.kernels.ops import OpGraph
@@ -21,22 +22,58 @@ from localinfer.kernels.program import Program, StagedProgram
 from localinfer.models.decoder.checked_weights import ShapeWeights
 from localinfer.models.decoder.decoder import kv_layer_shapes
 from localinfer.models.decoder.graph_parts import CutGraph, cut_graph
-from localinfer.models.load.devices import GPU_BATCH_ROWS
-from localinfer.models.load.placement import DevicePlacement
+from localinfer.models.load.device_request import GPU_BATCH_ROWS, report_fallback
+from localinfer.models.load.devices import close_all
+from localinfer.models.load.placement import DevicePlacement, check_runs_on_gpus
+from localinfer.models.load.programs import GpuModel, GraphWriter, Parts, decoder_writer, note
 from localinfer.models.load.threads import choose_decode_threads
 from localinfer.models.load.weights import CpuWeights, CudaWeights, PlacedWeights, parts_of_weights
 
-if TYPE_CHECKING:
-    from localinfer.models.load.programs import GpuModel, GraphWriter, Parts
+
+def write_on_gpus(
+    parts: Parts, gpus: Sequence[CudaDevice], placement: DevicePlacement, *, is_required: bool
+) -> GpuModel | None:
+    """The program with the chosen layers on GPUs; None, after logging the reason, if it cannot run there.
+
+    Raises: BackendUnavailableError, OutOfMemoryError if a GPU is required.
+    """
+    try:
+        check_runs_on_gpus(parts.config, placement, has_window=parts.kv_window is not None)
+        if placement.is_whole:
+            return _write_whole(parts, gpus[0])
+        return _write_pipeline(parts, gpus, placement)
+    except BaseException as error:
+        close_all(gpus)
+        if is_required or not isinstance(error, BackendUnavailableError | OutOfMemoryError):
+            raise
+        report_fallback(error)
+        return None
 
 
-def write_pipeline(parts: "Parts", gpus: Sequence[CudaDevice], placement: DevicePlacement) -> "GpuModel":
+def _write_whole(parts: Parts, gpu: CudaDevice) -> GpuModel:
+    """A program on the GPU alone."""
+    layout = DeviceKVLayout(parts.kv_type, kv_layer_shapes(parts.config), device=gpu)
+    weights = CudaWeights(parts.file, parts.pool, gpu, parts.progress)
+    shared = SharedMemory(gpu)
+    lower = partial(lower_to_cuda, device=gpu, kv_layout=layout, shared=shared, progress=parts.progress)
+
+    def further(write: GraphWriter, max_rows: int) -> Program:
+        graph = write(weights, layout.layers, [])
+        return lower(graph, max_batch_rows=max_rows, max_output_rows=max_rows, samples=False)
+
+    graph = decoder_writer(parts.config)(weights, layout.layers, [])
+    weights.check_asked(parts.config)
+    summed_tokens = parts.summed_tokens(GPU_BATCH_ROWS, layout.page_tokens)
+    program = lower(graph, max_batch_rows=GPU_BATCH_ROWS, max_summed_tokens=summed_tokens)
+    note(parts.file, list(weights.notes.values()))
+    return GpuModel(program, layout, further)
+
+
+def _write_pipeline(parts: Parts, gpus: Sequence[CudaDevice], placement: DevicePlacement) -> GpuModel:
     """The program of a placement, the layout of its cache, and further programs over the same parts.
 
     The GPUs' parts are made first, as they may run out of memory. Raises: as `lower_to_cpu` and `lower_to_cuda`.
     """
-    from localinfer.models.load.programs import GpuModel, decoder_writer, note
-
     made = _Pipeline(parts, placement, gpus, _layout(parts, gpus, placement))
     cut, weights = made.cut(decoder_writer(parts.config))
     weights.check_asked(parts.config)
@@ -61,7 +98,7 @@ class _Pipeline:
     """Builder of the programs of one placement: weights, memory and the cache's layers of each of its devices."""
 
     def __init__(
-        self, parts: "Parts", placement: DevicePlacement, gpus: Sequence[CudaDevice], layout: ShardedKVLayout
+        self, parts: Parts, placement: DevicePlacement, gpus: Sequence[CudaDevice], layout: ShardedKVLayout
     ) -> None:
         self._parts, self._placement, self._gpus = parts, placement, gpus
         self.layout = layout
@@ -70,7 +107,7 @@ class _Pipeline:
         self._sources = [*host, *(CudaWeights(parts.file, parts.pool, gpu, parts.progress) for gpu in gpus)]
         self._shared = [SharedMemory(gpu) for gpu in gpus]
 
-    def cut(self, write: "GraphWriter") -> tuple[CutGraph, PlacedWeights]:
+    def cut(self, write: GraphWriter) -> tuple[CutGraph, PlacedWeights]:
         """A graph as every part has it, and its weights."""
         shapes = ShapeWeights({name: one.shape for name, one in self._parts.file.tensors.items()})
         marks: list[int] = []
@@ -114,7 +151,7 @@ class _Pipeline:
             programs.insert(0, on_cpu)
         return PipelineProgram(programs, on_gpus[-1], cut.stages, self.layout), on_cpu
 
-    def further(self, write: "GraphWriter", max_rows: int) -> Program:
+    def further(self, write: GraphWriter, max_rows: int) -> Program:
         """Another program over the same weights and cache; see `programs.GpuModel`."""
         cut, _ = self.cut(write)
         return self.lower(cut, max_rows, output_rows=max_rows, samples=False)[0]
@@ -143,7 +180,7 @@ def assign_ops(graph: OpGraph, marks: Sequence[int], placement: DevicePlacement)
     return found
 
 
-def _layout(parts: "Parts", gpus: Sequence[CudaDevice], placement: DevicePlacement) -> ShardedKVLayout:
+def _layout(parts: Parts, gpus: Sequence[CudaDevice], placement: DevicePlacement) -> ShardedKVLayout:
     """Pages with the layers of each device on it; those of an encoder, which share one, have it on every device."""
     computed: list[tuple[CudaDevice | None, range]] = []
     if placement.uses_cpu:

@@ -1,14 +1,11 @@
-"""A model's program: on the CPU, on a GPU, or its layers, and its experts, on several devices."""
+"""A model's programs on the CPU, and the parts from which `pipeline` writes those on GPUs."""
 
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from localinfer.errors import BackendUnavailableError, OutOfMemoryError
 from localinfer.kernels.cpu.lower import MAX_BATCH_ROWS, kernels_of_graph, lower_to_cpu
 from localinfer.kernels.cpu.program import CpuProgram, ThreadPool
 from localinfer.kernels.jit.compile_ahead import compile_ahead
@@ -18,24 +15,12 @@ from localinfer.kernels.ops import KVLayerShape, OpGraph, WeightSource
 from localinfer.kernels.program import HiddenProgram, Program
 from localinfer.models.decoder.block_config import Pooling, classified_rows, read_pooling
 from localinfer.models.decoder.config import ModelConfig
-from localinfer.models.decoder.decoder import (
-    crosses_layers,
-    kv_layer_shapes,
-    state_shapes,
-    write_decoder,
-    write_draft_layer,
-)
+from localinfer.models.decoder.decoder import kv_layer_shapes, state_shapes, write_decoder, write_draft_layer
 from localinfer.models.decoder.draft_layers import short_head_tokens
-from localinfer.models.decoder.text_head import write_text_model
-from localinfer.models.load.devices import GPU_BATCH_ROWS, close_all, report_fallback
-from localinfer.models.load.placement import DevicePlacement
 from localinfer.models.load.threads import choose_decode_threads
-from localinfer.models.load.weights import CpuWeights, CudaWeights
+from localinfer.models.load.weights import CpuWeights
 from localinfer.quant.checkpoint.model_file import ModelFile
 from localinfer.types import ProgressCallback
-
-if TYPE_CHECKING:
-    from localinfer.kernels.cuda.device import CudaDevice
 
 logger = logging.getLogger(__name__)
 
@@ -107,77 +92,6 @@ def write_on_cpu(
     return program
 
 
-def write_on_gpus(
-    parts: Parts, gpus: "Sequence[CudaDevice]", placement: DevicePlacement, *, is_required: bool
-) -> GpuModel | None:
-    """The program with the chosen layers on GPUs; None, after logging the reason, if it cannot run there.
-
-    Raises: BackendUnavailableError, OutOfMemoryError if a GPU is required.
-    """
-    try:
-        check_runs_on_gpus(parts.config, placement, has_window=parts.kv_window is not None)
-        if placement.is_whole:
-            return _write_whole(parts, gpus[0])
-        from localinfer.models.load.pipeline import write_pipeline
-
-        return write_pipeline(parts, gpus, placement)
-    except BaseException as error:
-        close_all(gpus)
-        if is_required or not isinstance(error, BackendUnavailableError | OutOfMemoryError):
-            raise
-        report_fallback(error)
-        return None
-
-
-def check_runs_on_gpus(config: ModelConfig, placement: DevicePlacement, *, has_window: bool = False) -> None:
-    """Raise BackendUnavailableError for a model that does not run so on GPUs.
-
-    has_window: texts evict keys and values.
-    """
-    if config.indexer is not None:
-        raise BackendUnavailableError(
-            f"the sparse attention of {config.architecture} models is computed on the CPU only; take device 'cpu'"
-        )
-    if placement.is_whole or not (has_window or crosses_layers(config)):
-        return
-    held = f"the GPU was to hold {placement.num_gpu_layers} of {placement.num_layers} layers"
-    if len(placement.gpus) > 1:
-        held = f"{len(placement.gpus)} GPUs were to share it"
-    elif placement.num_split_layers:
-        held = "the experts were to stay on the CPU"
-    if has_window:
-        raise BackendUnavailableError(
-            f"kv_window evicts by the attention of all layers, which one device has to measure, and {held}; leave it "
-            "out, or take a smaller quantization, or device 'cpu'"
-        )
-    raise BackendUnavailableError(
-        f"the layers of this {config.architecture} model read more than the layer before them wrote, so all of it "
-        f"runs on one device, and {held}; take a smaller context_length or quantization, or device 'cpu'"
-    )
-
-
-def _write_whole(parts: Parts, gpu: "CudaDevice") -> GpuModel:
-    """A program on the GPU alone."""
-    from localinfer.kernels.cuda.lower import lower_to_cuda
-    from localinfer.kernels.cuda.memory import DeviceKVLayout, SharedMemory
-
-    layout = DeviceKVLayout(parts.kv_type, kv_layer_shapes(parts.config), device=gpu)
-    weights = CudaWeights(parts.file, parts.pool, gpu, parts.progress)
-    shared = SharedMemory(gpu)
-    lower = partial(lower_to_cuda, device=gpu, kv_layout=layout, shared=shared, progress=parts.progress)
-
-    def further(write: GraphWriter, max_rows: int) -> Program:
-        graph = write(weights, layout.layers, [])
-        return lower(graph, max_batch_rows=max_rows, max_output_rows=max_rows, samples=False)
-
-    graph = decoder_writer(parts.config)(weights, layout.layers, [])
-    weights.check_asked(parts.config)
-    summed_tokens = parts.summed_tokens(GPU_BATCH_ROWS, layout.page_tokens)
-    program = lower(graph, max_batch_rows=GPU_BATCH_ROWS, max_summed_tokens=summed_tokens)
-    note(parts.file, list(weights.notes.values()))
-    return GpuModel(program, layout, further)
-
-
 def note(file: ModelFile, notes: Sequence[str]) -> None:
     """Log converted tensor types and unused layers."""
     for text in notes:
@@ -244,6 +158,9 @@ def write_text_graphs(
 
 def text_writer(config: ModelConfig, pooling: Pooling, classified: Pooling) -> GraphWriter:
     """A function that writes the graph of `Model.text_program`; see `write_text_model`."""
+    # Most models are loaded to generate.
+    from localinfer.models.decoder.text_head import write_text_model
+
     return lambda weights, kv_layers, marks: write_text_model(
         config, weights, pooling, classified, config.context_length, kv_layers=kv_layers, marks=marks
     )

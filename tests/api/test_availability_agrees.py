@@ -174,7 +174,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[Any]]:
             return found
 
         monkeypatch.setattr(devices, "find_devices", find_devices)
-        monkeypatch.setattr("localinfer.models.load.loader.open_devices", counted)
+        monkeypatch.setattr(devices, "open_devices", counted)
         return opened
 
     return make

@@ -12,7 +12,7 @@ from localinfer.engine.cache.windows import KVEviction
 from localinfer.errors import BackendUnavailableError
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.models.decoder.decoder import kv_layer_shapes
-from localinfer.models.load.devices import GPU_BATCH_ROWS, USUAL_TOKENS, cached_tokens
+from localinfer.models.load.device_request import GPU_BATCH_ROWS, USUAL_TOKENS, cached_tokens
 from localinfer.models.load.loader import open_model_file, read_config
 from localinfer.models.load.placement import memory_needs
 from tests.engine.cache.test_eviction import NUM_WORDS, write_remembering_model

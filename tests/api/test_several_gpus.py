@@ -18,7 +18,7 @@ from localinfer.loading.load_options import HeaderOptions
 from localinfer.loading.memory import gpu_plan
 from localinfer.loading.memory.limit import check_host_part
 from localinfer.loading.memory.plan import plan_file
-from localinfer.models.load import devices
+from localinfer.models.load import device_request, devices
 from localinfer.models.load.placement import DevicePlacement, GpuShare
 from localinfer.system import machine_limits
 from localinfer.system.machine_limits import MemoryLimits
@@ -92,7 +92,7 @@ def test_a_draft_model_takes_what_its_target_leaves_of_the_named_gpu(
         tried.append(given["device"])
         if given["device"] != "cpu":
             devices.open_devices(
-                devices.DeviceRequest(device=given["device"]),
+                device_request.DeviceRequest(device=given["device"]),
                 lambda: devices.MemoryNeeds([1 << 20], 0, 0, 1 << 20),
                 reserved=given["beside"].reserved_bytes,
             )
@@ -206,7 +206,7 @@ def test_availability_counts_the_memory_of_gpus(small: Path, monkeypatch: pytest
     assert localinfer.availability(small).supported
     assert isinstance(localinfer.availability(small, device="cpu").error, OutOfMemoryError)
     monkeypatch.undo()
-    monkeypatch.setattr(devices, "has_driver", lambda: True)
+    monkeypatch.setattr(device_request, "has_driver", lambda: True)
     find_gpus(monkeypatch, [FoundDevice("a small GPU", 1 << 20)])
     assert localinfer.availability(small).supported
     refused = localinfer.availability(small, device="cuda")
@@ -222,7 +222,7 @@ def test_options_of_several_gpus_are_passed_on_or_refused_where_there_is_none(
     with caplog.at_level(logging.WARNING), localinfer.load(small, threads=1, context_length=64, cpu_moe=True) as llm:
         assert llm.info.device == "cpu"
     assert "cpu_moe has no effect" in caplog.text
-    if devices.has_driver():
+    if device_request.has_driver():
         pytest.skip("this machine has NVIDIA's driver")
     with localinfer.load(small, threads=1, context_length=64, tensor_split=[3, 1]) as llm:
         assert llm.info.device == "cpu"

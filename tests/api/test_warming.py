@@ -67,7 +67,7 @@ def test_wrong_options_are_refused(options: dict[str, object]) -> None:
 
 def test_with_a_gpu_the_model_is_loaded_once_for_it(compiled: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     loads: list[dict[str, object]] = []
-    monkeypatch.setattr("localinfer.kernels.cuda.device.has_driver", lambda: True)
+    monkeypatch.setattr("localinfer.system.machine_limits.has_driver", lambda: True)
     monkeypatch.setattr(
         warming, "load", lambda path, **options: loads.append(options) or SimpleNamespace(close=lambda: None)
     )

@@ -8,8 +8,8 @@ import pytest
 from localinfer.apps.bench import gpu as bench_gpu
 from localinfer.apps.bench.report import render_gpu
 from localinfer.apps.cli import main
-from localinfer.kernels.cuda.device import has_driver
 from localinfer.quant.gguf.reader import read_gguf
+from localinfer.system.machine_limits import has_driver
 from tests.models.small_models import VOCAB, write_small_llama
 
 SMALL = ("--device", "cuda", "--prompt", "2", "--decode", "1", "--context", "1", "--repetitions", "1")

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 
 from localinfer.kernels.cuda.device import FoundDevice
-from localinfer.models.load import devices
+from localinfer.models.load import device_request, devices
 from tests.kernels.cuda.device import EmulatedDevice
 
 
@@ -45,7 +45,7 @@ def emulate_gpus(
         opened.append(device(index))
         return opened[-1]
 
-    monkeypatch.setattr(devices, "has_driver", lambda: True)
+    monkeypatch.setattr(device_request, "has_driver", lambda: True)
     find_gpus(monkeypatch, [FoundDevice("emulator", free, index) for index, free in enumerate(free_bytes)])
     monkeypatch.setattr(devices, "CudaDevice", open_device)
     if not checks:

@@ -173,7 +173,7 @@ def _layer_count(context: click.Context, parameter: click.Parameter, value: str)
 
 
 def _device(value: str) -> str:
-    from localinfer.models.load.placement import named_gpus
+    from localinfer.models.load.device_request import named_gpus
 
     named_gpus(value)
     return value

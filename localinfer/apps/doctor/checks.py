@@ -321,7 +321,8 @@ def _existing(folder: Path) -> Path:
 
 def _gpu() -> Facts:
     from localinfer.errors import LocalinferError
-    from localinfer.kernels.cuda.device import find_devices, has_driver
+    from localinfer.kernels.cuda.device import find_devices
+    from localinfer.system.machine_limits import has_driver
 
     facts: Facts = {"has_driver": has_driver(), "name": None, "free_bytes": None, "others": [], "reason": None}
     if not facts["has_driver"]:
@@ -400,7 +401,7 @@ def _writes_date(path: Path) -> bool | None:
 
 def _gpu_plan(model: Any) -> Facts:
     """The parts of a model that GPUs would hold, where there is a driver."""
-    from localinfer.kernels.cuda.device import has_driver
+    from localinfer.system.machine_limits import has_driver
 
     if model.problem or not has_driver():
         return {}

@@ -278,9 +278,9 @@ def _check_settings(file: "ModelFile", config: "ModelConfig | None", result: Ver
             found.append(Finding("tokenizer", problem))
         is_encoder = config is not None and config.is_encoder
         if config is not None:
-            found += check_settings(file, config, tokenizer, template)
+            found += check_settings(file, config, tokenizer)
         elif tokenizer is not None:
-            found += check_text_settings(file, tokenizer, template)
+            found += check_text_settings(file, tokenizer)
         if tokenizer is not None:
             found += _check_text(tokenizer)
             if template is not None and not is_encoder:

@@ -6,20 +6,25 @@ from contextlib import closing
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from localinfer.errors import BackendUnavailableError, LocalinferError, OutOfMemoryError, UnsupportedFormatError
-from localinfer.kernels.cuda.device import has_driver
+from localinfer.errors import BackendUnavailableError, LocalinferError, OutOfMemoryError
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.loading.memory.limit import KVBudget, check_host_part
 from localinfer.loading.memory.plan import plan_memory
-from localinfer.loading.options import ModelOptions
+from localinfer.loading.options import REFUSED_BY_GPUS, ModelOptions
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.decoder.decoder import kv_layer_shapes, state_shapes
-from localinfer.models.load.devices import USUAL_TOKENS, cached_tokens, cpu_only, looks_for_gpus, plan_placement
+from localinfer.models.load.device_request import (
+    USUAL_TOKENS,
+    DeviceRequest,
+    cached_tokens,
+    cpu_only,
+    looks_for_gpus,
+)
+from localinfer.models.load.devices import plan_placement
 from localinfer.models.load.loader import open_model_file, read_config
-from localinfer.models.load.placement import DevicePlacement, DeviceRequest, memory_needs
-from localinfer.models.load.programs import check_runs_on_gpus
+from localinfer.models.load.placement import DevicePlacement, check_runs_on_gpus, memory_needs
 from localinfer.quant.checkpoint.model_file import ModelFile
-from localinfer.system.machine_limits import MemoryLimits
+from localinfer.system.machine_limits import MemoryLimits, has_driver
 
 
 def describe_gpus(path: str | os.PathLike[str], *, kv_type: str = "f16") -> dict[str, Any] | None:
@@ -129,20 +134,11 @@ def gpu_line(plan: dict[str, Any]) -> str:
     return f"with a context of {plan['context_length']} tokens {plan['summary']}"
 
 
-REFUSED_BY_GPUS = (BackendUnavailableError, OutOfMemoryError, UnsupportedFormatError)
-"""Errors after which a draft model is computed on the CPU, whatever its target was asked for."""
-
-
 class HostPart(NamedTuple):
     """Main memory of a draft model; kv_bytes: of that keys and values, if all are there, else 0."""
 
     num_bytes: int = 0
     kv_bytes: int = 0
-
-
-def draft_request(options: ModelOptions) -> DeviceRequest:
-    """Device request of the draft model of a target on GPUs: those that were named, or any."""
-    return DeviceRequest(device="auto" if options.gpus is None else options.device)
 
 
 def draft_on_host(options: ModelOptions, target: ModelConfig, placement: DevicePlacement) -> HostPart:
@@ -154,7 +150,7 @@ def draft_on_host(options: ModelOptions, target: ModelConfig, placement: DeviceP
         plan = plan_memory(file, config, kv_type=options.kv_type)
         taken = {share.device.index: share.num_bytes for share in placement.gpus}
         try:
-            placed = gpu_placement(draft_request(options), file, config, kv_type=options.kv_type, reserved=taken)
+            placed = gpu_placement(options.draft_request, file, config, kv_type=options.kv_type, reserved=taken)
         except REFUSED_BY_GPUS:
             placed = None
     if placed is None:

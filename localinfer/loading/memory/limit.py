@@ -12,12 +12,12 @@ from localinfer.engine.cache.windows import KVEviction
 from localinfer.errors import OutOfMemoryError, RequestError
 from localinfer.loading.memory.plan import LEAST_CONTEXT, MemoryPlan
 from localinfer.models.decoder.architectures import find_architecture
-from localinfer.models.load.placement import DevicePlacement
 from localinfer.system.machine_limits import MemoryLimits, byte_text
 
 if TYPE_CHECKING:
     from localinfer.models.decoder.config import ModelConfig
     from localinfer.models.load.loader import Model
+    from localinfer.models.load.placement import DevicePlacement
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def keep_within(
 
 
 def check_host_part(
-    plan: MemoryPlan, placement: DevicePlacement, memory: MemoryLimits, limit: int | None, draft_bytes: int = 0
+    plan: MemoryPlan, placement: "DevicePlacement", memory: MemoryLimits, limit: int | None, draft_bytes: int = 0
 ) -> int | None:
     """The most bytes of keys and values that main memory may hold of a model on GPUs; None for no limit but its own.
 

@@ -10,7 +10,7 @@ from localinfer.apps.cli import main
 from localinfer.apps.config import DEVICES, config_path, describe_config, read_config
 from localinfer.errors import RequestError
 from localinfer.models import demo
-from localinfer.models.load import placement
+from localinfer.models.load import device_request
 
 DEMO = str(Path(demo.__file__).parent / "demo-f16.gguf")
 
@@ -178,4 +178,4 @@ def test_the_file_is_described_with_what_it_sets_or_what_is_wrong(config, monkey
 
 
 def test_devices_are_those_of_the_library():
-    assert DEVICES == placement.DEVICES
+    assert DEVICES == device_request.DEVICES

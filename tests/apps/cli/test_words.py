@@ -13,7 +13,7 @@ from localinfer.kernels.kv_layout import parse_kv_type
 from localinfer.loading.load_options import SPECULATION, HeaderOptions
 from localinfer.loading.options import check_model_options
 from localinfer.models.decoder.rope_options import SCALINGS
-from localinfer.models.load.placement import DEVICES
+from localinfer.models.load.device_request import DEVICES
 
 COMMANDS = {name: {one.name: one for one in command.params} for name, command in localinfer_command.commands.items()}
 LOADING = COMMANDS["run"]

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import jsonschema
@@ -25,6 +24,7 @@ from localinfer.models.text.splitting import SpellingFinder
 from tests.engine.fakes import ByteTokenizer
 from tests.generation.chat.conversations import ASK, called
 from tests.models.text.family_templates import PARAMETER_FAMILIES
+from tests.support.inside import with_template
 
 THINK = ReasoningFormat("<think>", "</think>", "\n</think>\n\n")
 WEATHER: dict[str, Any] = {
@@ -177,7 +177,7 @@ def chat_with() -> Iterator[Callable[[str], LLM]]:
     def make(name: str) -> LLM:
         family = PARAMETER_FAMILIES[name]
         if name not in made:
-            made[name] = LLM(replace(model, chat_template=ChatTemplate(family.source, family.bos, family.eos)))
+            made[name] = LLM(with_template(model, ChatTemplate(family.source, family.bos, family.eos)))
         return made[name]
 
     yield make

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import jsonschema
@@ -23,6 +22,7 @@ from tests.engine.fakes import ByteTokenizer, FakeTemplate, fake_model, scripted
 from tests.generation.chat.conversations import ASK, called
 from tests.models.text.family_templates import FAMILIES, PLAIN, QWEN_CODER
 from tests.models.text.newer_templates import NEWER_FAMILIES
+from tests.support.inside import with_template
 
 WEATHER = {
     "type": "object",
@@ -57,7 +57,7 @@ def chat_with() -> Iterator[Callable[[str], LLM]]:
             model = load_model(model_path(None), threads=1)
             speculation = make_speculation("ngram", model, None)
             made[family] = LLM(
-                replace(model, chat_template=ChatTemplate(form.source, form.bos, form.eos)), speculation=speculation
+                with_template(model, ChatTemplate(form.source, form.bos, form.eos)), speculation=speculation
             )
         return made[family]
 
@@ -279,19 +279,19 @@ def test_a_budget_waits_for_the_end_of_a_character() -> None:
 def test_tools_are_described_where_templates_do_not_in_the_format_that_they_write() -> None:
     described = NEWER_FAMILIES["silent-calls"].source
     model = load_model(model_path(None), threads=1)
-    with LLM(replace(model, chat_template=ChatTemplate(described))) as llm:
+    with LLM(with_template(model, ChatTemplate(described))) as llm:
         prompt = llm.render_chat(ASK, tools=TOOLS)
         assert "get_weather" in prompt and "<|calls|><|call|>function<|sep|>NAME\n```json\nARGUMENTS\n```" in prompt
     strict = PLAIN.replace(
         "{% for", "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}{% for", 1
     )
-    with LLM(replace(model, chat_template=ChatTemplate(strict))) as llm:
+    with LLM(with_template(model, ChatTemplate(strict))) as llm:
         assert llm.render_chat(ASK, tools=TOOLS).startswith("<|im_start|>user\nYou can call")
         results = [{"role": "tool", "tool_call_id": "abcdefghi", "content": text} for text in ("one", "two")]
         prompt = llm.render_chat([*called("get", '{"query": "b"}')[:2], *results], tools=TOOLS)
         assert prompt.count("<|im_start|>user") == 2 and "two" in prompt
     in_parameters = QWEN_CODER.replace("{%- if tools %}", "{%- if none %}", 1)
-    with LLM(replace(model, chat_template=ChatTemplate(in_parameters))) as llm:
+    with LLM(with_template(model, ChatTemplate(in_parameters))) as llm:
         assert "<function=NAME>\n<parameter=PARAMETER>\nVALUE\n</parameter>" in llm.render_chat(ASK, tools=TOOLS)
 
 
@@ -301,7 +301,7 @@ def test_thinking_asks_for_effort_where_nothing_else_lets_a_model_reason() -> No
         "{{ m.content }}{% endfor %}<|assistant|><think>{{ '' if reasoning_effort == 'high' else '</think>' }}"
     )
     model = load_model(model_path(None), threads=1)
-    with LLM(replace(model, chat_template=ChatTemplate(source))) as llm:
+    with LLM(with_template(model, ChatTemplate(source))) as llm:
         ends = {thinking: llm.render_chat(ASK, thinking=thinking)[-8:] for thinking in (True, False, None)}
         assert ends == {True: "><think>", False: "</think>", None: "</think>"}
         low = llm.render_chat(ASK, thinking=True, template_variables={"reasoning_effort": "low"})

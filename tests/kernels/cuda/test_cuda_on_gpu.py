@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from localinfer.kernels.cuda.device import CudaDevice, has_driver
+from localinfer.kernels.cuda.device import CudaDevice
 from localinfer.kernels.graph_builder import GraphBuilder
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.layouts import CUDA_LAYOUTS, SIZES, Layout, is_float
 from localinfer.kernels.ops import EmbeddingTable, LinearWeight, Projection, Rows
 from localinfer.kernels.program import Batch, Segment
+from localinfer.system.machine_limits import has_driver
 from tests.kernels.cpu.device import CpuDevice
 from tests.kernels.cuda.device import CudaTestDevice
 from tests.kernels.random_weights import decoded, quantized_activations, random_weights

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from localinfer.kernels.cuda.device import CudaDevice, Launch, Step, has_driver
+from localinfer.kernels.cuda.device import CudaDevice, Launch, Step
+from localinfer.system.machine_limits import has_driver
 from tests.kernels.cpu.tape_runs import random_rows
 from tests.kernels.cuda.test_cuda_on_gpu import FRESH_SEED
 from tests.kernels.random_weights import random_weights

@@ -13,7 +13,7 @@ from localinfer.models.checkpoint.model import open_checkpoint
 from localinfer.models.checks.quick import check_loaded
 from localinfer.models.decoder.block_config import Pooling
 from localinfer.models.decoder.decoder import kv_layer_shapes
-from localinfer.models.load.devices import cpu_only
+from localinfer.models.load.device_request import cpu_only
 from localinfer.models.load.loader import Model, read_config
 from localinfer.quant.gguf.writer import GGUFWriter, copy_values
 from tests.models.checkpoint.published_encoders import NUM_FIRST, ROWS, TOKEN_IDS, read_cases, read_result, write_case
@@ -35,7 +35,7 @@ def test_hidden_states_and_scores_are_those_of_the_published_implementation(name
     folder = write_case(tmp_path, CASES[name])
     with open_checkpoint(folder) as file:
         assert file.unknown_settings == (), "a file that its own library writes raises no alarm"
-        assert check_loaded(file, read_config(file), None, None) == ()
+        assert check_loaded(file, read_config(file), None) == ()
     wanted = read_result(name)
     compare(folder, wanted)
 

@@ -28,7 +28,7 @@ def test_logits_equal_those_of_the_published_implementation(name: str, tmp_path:
     folder = write_case(tmp_path, CASES[name])
     with open_checkpoint(folder) as file:
         assert file.unknown_settings == (), "a file that its own library writes raises no alarm"
-        alarms = {finding.check for finding in check_loaded(file, read_config(file), None, None)}
+        alarms = {finding.check for finding in check_loaded(file, read_config(file), None)}
     # Some cases have an epsilon larger than any model's, so that another in its place is seen.
     assert alarms <= ({"norm epsilon"} if (CASES[name]["config"].get("rms_norm_eps") or 0.0) > 1e-3 else set())
     found = oracle_logits(folder, TOKEN_IDS)[ROWS]

@@ -8,11 +8,9 @@ import numpy as np
 
 from localinfer.loading.options import model_path
 from localinfer.models.checks import Finding
-from localinfer.models.checks.hyperparameter_checks import KnownModel, known_models
-from localinfer.models.checks.quick import check_loaded
+from localinfer.models.checks.quick import KnownModel, check_loaded, known_models
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.load.loader import open_model_file, read_config, read_tokenizer
-from localinfer.models.text.chat_template import ChatTemplate
 from localinfer.models.text.vocabulary import KINDS
 from localinfer.quant.formats.types import TensorRecord
 from localinfer.quant.gguf.reader import read_gguf
@@ -69,11 +67,10 @@ def findings_of(path: Path) -> list[Finding]:
     file = open_model_file(path)
     try:
         config = read_config(file)
-        tokenizer = template = None
+        tokenizer = None
         if file.metadata.get("tokenizer.ggml.model") in KINDS:
             tokenizer = read_tokenizer(file)
-            template = ChatTemplate.from_metadata(file.metadata, tokenizer)
-        return list(check_loaded(file, config, tokenizer, template))
+        return list(check_loaded(file, config, tokenizer))
     finally:
         file.close()
 

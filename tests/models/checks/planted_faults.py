@@ -19,7 +19,7 @@ from types import SimpleNamespace
 import localinfer
 from localinfer.apps.show.verify import verify_model
 from localinfer.errors import LocalinferError
-from localinfer.models.checks.hyperparameter_checks import check_hyperparameters
+from localinfer.models.checks.quick import check_hyperparameters
 from localinfer.quant.methods.presets import PRESETS
 from tests.models.arch_models import REFUSED, skeletons
 from tests.models.checks import planted_settings as settings, planted_weights as weights

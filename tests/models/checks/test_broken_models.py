@@ -10,7 +10,7 @@ import pytest
 
 import localinfer
 from localinfer.errors import CorruptFileError, UnsupportedFormatError
-from localinfer.models.checks.hyperparameter_checks import check_hyperparameters
+from localinfer.models.checks.quick import check_hyperparameters
 from localinfer.models.load.loader import open_model_file, read_config
 from localinfer.quant.formats.types import TensorRecord, TensorType
 from localinfer.quant.gguf.reader import read_gguf

@@ -9,17 +9,15 @@ from numpy.typing import NDArray
 
 from localinfer.kernels.ops import Pairing
 from localinfer.models.checks import Finding, shortened
-from localinfer.models.checks.damage import (
+from localinfer.models.checks.tensor_samples import (
     ByteRun,
-    RunFinder,
-    _other_order,
     is_damage,
     is_one_word,
     judge_copies,
     judge_halves,
     run_around,
 )
-from localinfer.models.checks.tensor_scan import check_tensors
+from localinfer.models.checks.tensor_scan import RunFinder, _other_order, check_tensors
 from localinfer.models.load.loader import open_model_file, read_config
 from localinfer.quant.formats.types import TensorRecord, TensorType
 from tests.models.arch_models import skeletons

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from localinfer.models.checks.hyperparameter_checks import KnownModel, check_hyperparameters, known_model
+from localinfer.models.checks.quick import KnownModel, check_hyperparameters, known_model
 from localinfer.models.decoder.block_config import ExpertConfig, RopeConfig
 from localinfer.models.decoder.config import ModelConfig
 from tests.models.checks.broken_models import all_known, sized_config

@@ -104,19 +104,19 @@ def test_texts_without_the_beginning_of_their_family_are_found(known: KnownVocab
     file: Any = type("File", (), {"metadata": {}})
     for flag, wanted in ((False, ["beginning of text"]), (True, [])):
         tokenizer = tokenizer_of(special_vocabulary(known, add_bos_token=flag))
-        found = list(check_text_settings(file, tokenizer, None))
+        found = list(check_text_settings(file, tokenizer))
         assert [finding.check for finding in found] == wanted
         assert all(f"(--set {KEY}add_bos_token=true)" in finding.message for finding in found)
     file.metadata = type("Replaced", (dict,), {"replaced_keys": frozenset({f"{KEY}add_bos_token"})})()
     tokenizer = tokenizer_of(special_vocabulary(known, add_bos_token=False))
-    assert list(check_text_settings(file, tokenizer, None)) == []
+    assert list(check_text_settings(file, tokenizer)) == []
 
 
 def test_texts_that_begin_with_their_familys_end_are_found(tmp_path: Path) -> None:
     file: Any = type("File", (), {"metadata": {}})
     metadata = stored("qwen2", tmp_path)
-    assert list(check_text_settings(file, tokenizer_of(metadata, add_bos_token=False), None)) == []
-    (finding,) = check_text_settings(file, tokenizer_of(metadata, add_bos_token=True), None)
+    assert list(check_text_settings(file, tokenizer_of(metadata, add_bos_token=False))) == []
+    (finding,) = check_text_settings(file, tokenizer_of(metadata, add_bos_token=True))
     assert finding.check == "beginning of text" and "begin with <|endoftext|>, which ends" in finding.message
 
 
@@ -168,7 +168,7 @@ def test_scores_of_the_wrong_sign_are_found(sign: int, wanted: list[str]) -> Non
     known = tokenizer_of(metadata).vocabulary.known
     assert known is not None and known.owner == "Llama 2's"
     file: Any = type("File", (), {"metadata": {}})
-    beginning = check_text_settings(file, tokenizer_of(metadata, add_bos_token=False), None)
+    beginning = check_text_settings(file, tokenizer_of(metadata, add_bos_token=False))
     assert [finding.check for finding in beginning] == [*wanted, "beginning of text"]
 
 

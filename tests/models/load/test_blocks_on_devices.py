@@ -6,8 +6,8 @@ import pytest
 
 from localinfer.errors import BackendUnavailableError
 from localinfer.models.decoder.decoder import crosses_layers
+from localinfer.models.load.device_request import DeviceRequest
 from localinfer.models.load.loader import load_model
-from localinfer.models.load.placement import DeviceRequest
 from tests.models.arch_models import build_model, read_config
 
 pytest.importorskip("numba_cuda", reason="CUDA kernels are written with numba-cuda, which is not installed")

@@ -7,8 +7,9 @@ import pytest
 
 from localinfer.errors import BackendUnavailableError
 from localinfer.kernels.cuda.device import FoundDevice
-from localinfer.models.load import devices
-from localinfer.models.load.placement import DeviceRequest, MemoryNeeds
+from localinfer.models.load import device_request, devices
+from localinfer.models.load.device_request import DeviceRequest
+from localinfer.models.load.placement import MemoryNeeds
 
 pytest.importorskip("numba_cuda", reason="CUDA kernels are written with numba-cuda, which is not installed")
 
@@ -71,7 +72,7 @@ def test_libraries_that_cannot_be_imported_leave_the_cpu(
     def broken(*_: Any, **__: Any) -> list[FoundDevice]:
         raise OSError("libcudart.so.13: cannot open shared object file")
 
-    monkeypatch.setattr(devices, "has_driver", lambda: True)
+    monkeypatch.setattr(device_request, "has_driver", lambda: True)
     monkeypatch.setattr(devices, "find_devices", broken)
     with caplog.at_level(logging.WARNING):
         assert devices.open_devices(DeviceRequest(device="auto"), lambda: NEEDS) is None

@@ -15,8 +15,8 @@ from localinfer.engine.cache.block_pool import PagePool, default_kv_memory
 from localinfer.errors import OutOfMemoryError
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.program import AbortableProgram, Batch, Segment
+from localinfer.models.load.device_request import DeviceRequest
 from localinfer.models.load.loader import load_model
-from localinfer.models.load.placement import DeviceRequest
 from localinfer.types import FloatArray
 from tests.models.arch_models import build_text_model
 from tests.models.small_models import write_small_llama, write_small_mixture

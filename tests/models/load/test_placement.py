@@ -7,7 +7,8 @@ import pytest
 
 from localinfer.errors import BackendUnavailableError, RequestError
 from localinfer.kernels.cuda.device import FoundDevice
-from localinfer.models.load.placement import MARGIN_BYTES, DevicePlacement, DeviceRequest, MemoryNeeds, choose_placement
+from localinfer.models.load.device_request import DeviceRequest
+from localinfer.models.load.placement import MARGIN_BYTES, DevicePlacement, MemoryNeeds, choose_placement
 
 GB = 1 << 30
 DENSE = MemoryNeeds(

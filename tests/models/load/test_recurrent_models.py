@@ -14,8 +14,8 @@ from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.program import Batch, Segment, StatefulProgram, StateStep
 from localinfer.models.decoder.block_config import has_recurrent_layers
 from localinfer.models.decoder.decoder import state_shapes, write_decoder
+from localinfer.models.load.device_request import DeviceRequest
 from localinfer.models.load.loader import load_model
-from localinfer.models.load.placement import DeviceRequest
 from localinfer.types import FloatArray
 from tests.kernels.cpu.device import CpuWeights
 from tests.models.arch_models import build_further, build_model, further_skeletons, read_config
@@ -83,7 +83,7 @@ def test_a_model_with_recurrent_layers_is_loaded_on_the_cpu(
     for arguments in ({"device": "cuda"}, {"device": "auto", "gpu_layers": 2}):
         with pytest.raises(UnsupportedFormatError, match=r"recurrent layers.*--device cpu"):
             load_model(model.path, threads=1, device=DeviceRequest(**arguments))  # type: ignore[arg-type]
-    monkeypatch.setattr("localinfer.models.load.devices.has_driver", lambda: True)
+    monkeypatch.setattr("localinfer.models.load.device_request.has_driver", lambda: True)
     with caplog.at_level(logging.WARNING):
         loaded = load_model(model.path, threads=2, device=DeviceRequest(device="auto"))
     assert loaded.device == "cpu" and "running on the CPU: this model has recurrent layers" in caplog.text

@@ -9,7 +9,6 @@ import pytest
 from localinfer.apps.quantize import quantize
 from localinfer.errors import BackendUnavailableError, RequestError
 from localinfer.models import demo
-from localinfer.models.load import devices
 from localinfer.quant.formats.reference_encoders import quantize as encode
 from localinfer.quant.formats.types import TensorType
 from localinfer.quant.methods.gptq import factor, quantize_with_feedback
@@ -65,7 +64,7 @@ def test_columns_are_rounded_alike(type: TensorType, both: tuple[Workers, TorchW
 def test_a_model_calibrated_on_torch_is_as_good(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"type": "Q4_0", "method": "gptq", "calibration_tokens": 64, "threads": 2}
     plain = quantize(MODEL, tmp_path / "plain.gguf", **options)  # type: ignore[arg-type]
-    monkeypatch.setattr(devices, "calibration_device", lambda device: "cpu")
+    monkeypatch.setattr("localinfer.apps.quantize.calibration_device", lambda device: "cpu")
     other = quantize(MODEL, tmp_path / "torch.gguf", **options)  # type: ignore[arg-type]
     for first, second in zip(plain.tensors, other.tensors, strict=True):
         if first.is_calibrated:
