@@ -16,7 +16,6 @@ from localinfer.kernels.program import HiddenProgram, Program
 from localinfer.models.decoder.block_config import Pooling, classified_rows, read_pooling
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.decoder.decoder import kv_layer_shapes, state_shapes, write_decoder, write_draft_layer
-from localinfer.models.decoder.draft_layers import short_head_tokens
 from localinfer.models.load.threads import choose_decode_threads
 from localinfer.models.load.weights import CpuWeights
 from localinfer.quant.checkpoint.model_file import ModelFile
@@ -113,6 +112,15 @@ def with_draft_layers(config: ModelConfig, kv_layout: KVLayout) -> KVLayout:
     return replace(kv_layout, layers=layers, states=states, carried_size=config.hidden_size)
 
 
+def draft_heads(config: ModelConfig) -> list[int | None]:
+    """Widths of the output heads that draft layers are loaded with, None for all tokens; empty without such layers."""
+    if not config.num_draft_layers:
+        return []
+    from localinfer.models.decoder.draft_layers import short_head_tokens
+
+    return list(dict.fromkeys((None, short_head_tokens(config.vocab_size) or None)))
+
+
 def write_draft_programs(
     config: ModelConfig,
     weights: WeightSource,
@@ -125,8 +133,6 @@ def write_draft_programs(
 
     main: the model's own, whose threads they take. Empty for a model without draft layers.
     """
-    if not config.num_draft_layers:
-        return ()
 
     def written(layer: int, num_tokens: int | None) -> CpuProgram:
         graph = write_draft_layer(
@@ -136,10 +142,9 @@ def write_draft_programs(
         program.decode_threads, program.is_measured = main.decode_threads, main.is_measured
         return program
 
-    heads = (None, short_head_tokens(config.vocab_size) or None)
     return tuple(
         tuple(written(layer, num_tokens) for layer in range(config.num_main_layers, config.num_layers))
-        for num_tokens in dict.fromkeys(heads)
+        for num_tokens in draft_heads(config)
     )
 
 

@@ -23,10 +23,9 @@ from localinfer.kernels.ops import Attention, EmbeddingTable, LinearWeight, OpGr
 from localinfer.models.decoder.checked_weights import ShapeWeights
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.decoder.decoder import kv_layer_shapes, state_shapes, write_decoder, write_draft_layer
-from localinfer.models.decoder.draft_layers import short_head_tokens
 from localinfer.models.load.loader import open_model_file, read_config
 from localinfer.models.load.model_changes import ModelChanges
-from localinfer.models.load.programs import has_draft_layers, with_draft_layers, write_text_graphs
+from localinfer.models.load.programs import draft_heads, has_draft_layers, with_draft_layers, write_text_graphs
 from localinfer.models.load.weights import named_tensor
 from localinfer.quant.checkpoint.model_file import ModelFile
 from localinfer.quant.pipeline.conversion import layout_of, runs_directly
@@ -276,7 +275,7 @@ def plan_memory(
 
 def _draft_graphs(config: ModelConfig, weights: CountedWeights) -> Iterator[OpGraph]:
     """Those of a model's own draft layers, with each output head that they are loaded with."""
-    for num_tokens in dict.fromkeys((None, short_head_tokens(config.vocab_size) or None)):
+    for num_tokens in draft_heads(config):
         for layer in range(config.num_main_layers, config.num_layers):
             yield write_draft_layer(config, weights, layer, config.context_length, num_tokens=num_tokens)
 
