@@ -13,8 +13,6 @@ import numpy as np
 from localinfer.engine.cache.block_pool import PagePool
 from localinfer.engine.cache.sequence import SequenceCache, forward
 from localinfer.engine.speculation.costs import MAX_DRAFT_TOKENS, VerificationCosts
-from localinfer.engine.speculation.draft_model import DraftModel
-from localinfer.engine.speculation.mtp import AssistantDrafter, MTPDrafter
 from localinfer.engine.speculation.ngram import NgramDrafter
 from localinfer.engine.speculation.verify import Speculation
 from localinfer.errors import RequestError
@@ -36,6 +34,8 @@ from localinfer.models.load.threads import (
 from localinfer.types import ProgressCallback, UnitsCallback
 
 if TYPE_CHECKING:
+    from localinfer.engine.speculation.draft_model import DraftModel
+    from localinfer.engine.speculation.mtp import MTPDrafter
     from localinfer.models.load.loader import Model
     from localinfer.models.text.tokenizer import Tokenizer
 
@@ -93,11 +93,16 @@ def make_speculation(
     costs = VerificationCosts(
         _verification_seconds(model.program, model.kv_layout, progress, measure_again, may_measure)
     )
-    drafter: DraftModel | MTPDrafter | None = None
+    # Most models draft from the text alone.
+    drafter: "DraftModel | MTPDrafter | None" = None
     if draft is not None:
+        from localinfer.engine.speculation.draft_model import DraftModel
+
         told = Stage(progress, "measuring the draft model")
         drafter = DraftModel(draft, target_vocab_size=model.config.vocab_size, kv_memory=kv_memory, told=told)
     elif model.draft_programs:
+        from localinfer.engine.speculation.mtp import AssistantDrafter, MTPDrafter
+
         drafter = MTPDrafter(model) if model.assistant is None else AssistantDrafter(model)
     has_ngram = speculation in ("auto", "ngram")
     return Speculation(costs, ngram=NgramDrafter() if has_ngram else None, model=drafter)
