@@ -93,19 +93,26 @@ def make_speculation(
     costs = VerificationCosts(
         _verification_seconds(model.program, model.kv_layout, progress, measure_again, may_measure)
     )
-    # Most models draft from the text alone.
-    drafter: "DraftModel | MTPDrafter | None" = None
+    has_ngram = speculation in ("auto", "ngram")
+    return Speculation(
+        costs, ngram=NgramDrafter() if has_ngram else None, model=_drafter(model, draft, kv_memory, progress)
+    )
+
+
+def _drafter(
+    model: "Model", draft: "Model | None", kv_memory: int | None, progress: ProgressCallback | None
+) -> "DraftModel | MTPDrafter | None":
+    """A draft model, or layers that draft: most models have neither, and draft from the text alone."""
     if draft is not None:
         from localinfer.engine.speculation.draft_model import DraftModel
 
         told = Stage(progress, "measuring the draft model")
-        drafter = DraftModel(draft, target_vocab_size=model.config.vocab_size, kv_memory=kv_memory, told=told)
-    elif model.draft_programs:
-        from localinfer.engine.speculation.mtp import AssistantDrafter, MTPDrafter
+        return DraftModel(draft, target_vocab_size=model.config.vocab_size, kv_memory=kv_memory, told=told)
+    if not model.draft_programs:
+        return None
+    from localinfer.engine.speculation.mtp import AssistantDrafter, MTPDrafter
 
-        drafter = MTPDrafter(model) if model.assistant is None else AssistantDrafter(model)
-    has_ngram = speculation in ("auto", "ngram")
-    return Speculation(costs, ngram=NgramDrafter() if has_ngram else None, model=drafter)
+    return MTPDrafter(model) if model.assistant is None else AssistantDrafter(model)
 
 
 def check_vocabularies(own: "Tokenizer | None", drafts: "Tokenizer | None") -> None:
