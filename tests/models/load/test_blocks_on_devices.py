@@ -34,9 +34,10 @@ def test_what_a_gpu_cannot_hold_alone_is_refused_or_left_to_the_cpu(
 ) -> None:
     emulate_gpu(monkeypatch)
     path = build_model(tmp_path, name).path
+    required, wanted = (DeviceRequest(device=device, gpu_layers=gpu_layers) for device in ("cuda", "auto"))
     with pytest.raises(BackendUnavailableError, match=reason):
-        load_model(path, device=DeviceRequest(device="cuda", gpu_layers=gpu_layers), threads=1)
-    model = load_model(path, device=DeviceRequest(device="auto", gpu_layers=gpu_layers), threads=1)
+        load_model(path, device=required, threads=1)
+    model = load_model(path, device=wanted, threads=1)
     assert model.device == "cpu" and reason in caplog.text
     model.close()
 
