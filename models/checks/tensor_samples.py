@@ -1,9 +1,9 @@
-"""Checks of a load's samples: what some blocks of each tensor tell, and a few vectors.
+"""Checks of a load's samples: some blocks of each tensor, and a few vectors.
 
 As many blocks of every matrix are read, spread over all of it, all of a type decoded at once: some milliseconds for a
 few hundred tensors whose bytes are in memory. They show holes of one word, blocks that others do not resemble, and
 matrices that are those of another layer. Trained weights, in whatever type, repeat no word of 8 bytes over kilobytes;
-what a model has on purpose ends where its rows end: rows of tokens that are not used, experts that are alike.
+intended repetitions end where rows end: rows of tokens that are not used, experts that are alike.
 
 A rule of conversion (signs, offsets of norms) that was forgotten or applied twice shows in every layer, so the vectors
 of a few layers are read. Rules: llama.cpp's converter, which files are made by.
