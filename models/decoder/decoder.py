@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from localinfer.kernels.graph_builder import GraphBuilder
 from localinfer.kernels.ops import Buffer, KVLayerShape, OpGraph, Projection, Rows, StateShape, WeightSource
-from localinfer.kernels.ops.recurrent import short_convolution_state
+from localinfer.models.decoder import draft_layers
 from localinfer.models.decoder.architecture import Blocks, Mixer
 from localinfer.models.decoder.architectures import find_architecture
 from localinfer.models.decoder.attention import (
@@ -68,8 +68,6 @@ def write_decoder(
         return graph.tape.finish(normed)
     if not has_drafts:
         return graph.tape.finish(_write_logits(graph, normed), normed if shows_states else None)
-    from localinfer.models.decoder import draft_layers
-
     states = normed if graph.architecture.draft_layers.from_normed else hidden
     previous = draft_layers.write_previous_states(graph, states)
     for layer in range(config.num_main_layers, config.num_layers):
@@ -111,13 +109,13 @@ def write_draft_layer(
     of the vocabulary only, None for all. Source: DeepSeek-V3 (arXiv 2412.19437), section 2.2.
     Raises: as `write_decoder`.
     """
-    from localinfer.models.decoder.draft_layers import write_draft_input, write_draft_norm
-
     graph, tables = begin_graph(config, weights, kv_layers, context_length)
     previous = graph.buffer("previous_hidden", config.hidden_size, Rows.BATCH)
     graph.tape.previous_row(previous)
-    hidden = write_layer(graph, layer, write_draft_input(graph, layer, previous), tables, selects_output=True)
-    normed = write_draft_norm(graph, layer, hidden)
+    hidden = write_layer(
+        graph, layer, draft_layers.write_draft_input(graph, layer, previous), tables, selects_output=True
+    )
+    normed = draft_layers.write_draft_norm(graph, layer, hidden)
     name = f"blk.{layer}.nextn.shared_head_head"
     logits = _write_logits(graph, normed, name if graph.weights.has(f"{name}.weight") else None, num_tokens)
     return graph.tape.finish(logits, normed if graph.architecture.draft_layers.from_normed else hidden)
@@ -174,9 +172,7 @@ def state_shapes(config: ModelConfig) -> list[StateShape]:
     mixers = architecture.mixers if beside is None else (beside,) * config.num_layers
     found = [RECURRENT_MIXERS[mixer].states(config) for mixer in mixers if mixer in RECURRENT_MIXERS]
     shapes = [shape for states in found for shape in states]
-    if shapes and config.num_draft_layers:
-        shapes.append(short_convolution_state(config.hidden_size, 2))
-    return shapes
+    return shapes + draft_layers.carried_states(config) if shapes else []
 
 
 def write_embedding(graph: Graph, context_length: int | None = None) -> Buffer:

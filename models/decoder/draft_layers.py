@@ -11,7 +11,8 @@ import numpy as np
 
 from localinfer.kernels import ops
 from localinfer.kernels.layouts import TILE_ROWS
-from localinfer.kernels.ops import Buffer, Matmul, Op, OpGraph
+from localinfer.kernels.ops import Buffer, Matmul, Op, OpGraph, StateShape, short_convolution_state
+from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.decoder.graph import Graph
 from localinfer.models.decoder.graph_parts import buffers_of, is_whole, read_by, written_by
 
@@ -27,6 +28,11 @@ def short_head_tokens(vocab_size: int) -> int:
     FR-Spec (arXiv 2502.14856), which takes the most frequent tokens of a corpus.
     """
     return vocab_size // (_SHORT_HEAD_SHARE * TILE_ROWS) * TILE_ROWS
+
+
+def carried_states(config: ModelConfig) -> list[StateShape]:
+    """Beside the states of recurrent layers: the hidden states of the position before, for draft layers."""
+    return [short_convolution_state(config.hidden_size, 2)] if config.num_draft_layers else []
 
 
 def write_previous_states(graph: Graph, states: Buffer) -> Buffer:
