@@ -1,6 +1,7 @@
 """What the device asks of torch and of the driver, on stand-ins for both: memory, library products and capture."""
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -104,7 +105,7 @@ def torch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> To
     cuda = ModuleType("cuda")
     cuda.bindings = bindings  # type: ignore[attr-defined]
     for module in (made, cuda, bindings, driver):
-        monkeypatch.setitem(device_module.sys.modules, module.__name__, module)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(device_module, "find_devices", lambda *_, among=None: [FoundDevice("stand-in", 1 << 30)])
     return made
 
