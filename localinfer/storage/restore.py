@@ -98,7 +98,7 @@ def _restore_pages(
     before, before_windowed = match.pages[:first].copy(), match.windowed[:first].copy()
     parts = _windows_of(tiers, found)
     stored = np.array([part is not None for part in parts], np.bool_) if parts else np.ones(len(found.pages), np.bool_)
-    usable = pool.sliding.usable_length(np.concatenate((before_windowed, stored)), found.num_tokens)
+    usable = _usable(pool, before_windowed, parts, found.num_tokens)
     num_pages = pool.num_pages_for(usable)
     if usable <= match.usable or num_pages <= first or (snapshots and usable not in snapshots):
         return None
