@@ -18,6 +18,9 @@ SHARED = REPOSITORY.parent / "shared"
 threadpool_limits(1, user_api="blas")
 """The matrices of the oracles are small: a second thread would only spin, beside the other processes of a run."""
 
+gc.disable()
+"""A collection of 17,000 tests makes nothing that is garbage: a quarter of its time was spent in looking."""
+
 _STARTS = re.compile(
     r"^\s*(?:import|from) (?:subprocess|multiprocessing|socket|http\.server|httpx|openai|anthropic|ollama|zmq)\b"
     r"|\bLocalServer\b|\basyncio\.start_server\b|\bcreate_subprocess_",
@@ -41,6 +44,7 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(100_000, 20, 50)
+    gc.enable()
 
 
 @cache
