@@ -146,6 +146,14 @@ class Replicas:
         self._loop.close()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def the_next_replica_is_asked_at_once() -> Iterator[None]:
+    """Only the order of attempts matters here, not the pause before each."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(relay, "_PAUSE_SECONDS", 0.001)
+        yield
+
+
 @pytest.fixture(scope="module")
 def pair() -> Iterator[Replicas]:
     with closing(Replicas(replica(), replica())) as both:
