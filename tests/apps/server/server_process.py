@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tests.support.limits import seconds
+from tests.support.warm_python import WarmPython
 
 
 @contextmanager
@@ -21,7 +22,7 @@ def serve(
     """
     words = ["serve", "--port", "0", "--socket", str(folder / "s.sock"), "--threads", "1", "--idle-unload", "0"]
     words += ["--disk-cache-folder", str(folder), *options]
-    process = subprocess.Popen(
+    process = WarmPython(
         [sys.executable, *(["-m", "localinfer"] if script is None else ["-c", script]), *words],
         stderr=subprocess.PIPE,
         text=True,

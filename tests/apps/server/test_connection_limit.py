@@ -15,6 +15,7 @@ from scripted_models import loader, scripted_sources
 from localinfer.apps.server.transport.settings import ServerSettings
 from localinfer.apps.server.transport.sockets import affordable_connections
 from tests.support.limits import seconds
+from tests.support.warm_python import WarmPython
 
 LIMIT = 8
 
@@ -77,7 +78,7 @@ sys.exit(main(sys.argv[1:]))
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts descriptors as Linux shows them")
 def test_server_without_free_descriptors_says_so_and_goes_on(runtime_folder):
     words = ["serve", "--port", "0", "--socket", str(runtime_folder / "few.sock"), "--threads", "1", "--no-disk-cache"]
-    process = subprocess.Popen(
+    process = WarmPython(
         [sys.executable, "-c", FEW_FILES, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     try:

@@ -9,6 +9,7 @@ import pytest
 
 from tests.kernels.subprocesses import environment
 from tests.support.limits import seconds
+from tests.support.warm_python import WarmPython
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows sends Ctrl-C to a whole console")
 
@@ -62,17 +63,12 @@ SERVE = ["serve", "--port", "0", "--no-socket", "--no-disk-cache", "--threads", 
 @pytest.mark.parametrize("way", ["raised", "swallowed"])
 @pytest.mark.parametrize("place", PLACES)
 def test_server_ends(place: str, way: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", INTERRUPTED, way, *PLACES[place], *SERVE],
-        env=environment(),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=seconds(30),
-        check=False,
-    )
-    assert done.returncode in (0, 130), done.stderr
-    assert "Traceback" not in done.stderr and "ignored" not in done.stderr and "error" not in done.stderr
+    words = [sys.executable, "-c", INTERRUPTED, way, *PLACES[place], *SERVE]
+    quiet, pipe = subprocess.DEVNULL, subprocess.PIPE
+    with WarmPython(words, env=environment(), stdin=quiet, stdout=quiet, stderr=pipe, text=True) as process:
+        _, said = process.communicate(timeout=seconds(30))
+    assert process.returncode in (0, 130), said
+    assert "Traceback" not in said and "ignored" not in said and "error" not in said
 
 
 def test_server_in_a_program_gives_the_handlers_back(monkeypatch: pytest.MonkeyPatch) -> None:

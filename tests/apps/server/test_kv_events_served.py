@@ -10,6 +10,7 @@ import pytest
 from server_process import serve
 
 import localinfer
+from localinfer.apps.cli import EXIT_BAD_INPUT, main
 from tests.support.limits import seconds, wait_until
 
 pytest.importorskip("zmq", reason="subscribers need pyzmq")
@@ -71,12 +72,10 @@ def test_routers_know_the_blocks_of_a_server_through_unload_and_end(tmp_path: Pa
             subscriber.close()
 
 
-def test_a_server_of_several_models_has_no_events(tmp_path: Path) -> None:
-    (tmp_path / "models").mkdir()
+def test_a_server_of_several_models_has_no_events(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("a", "b"):
-        (tmp_path / "models" / f"{name}.gguf").touch()
-    with (
-        pytest.raises(AssertionError, match="KV events tell of one model, and there are 2 to serve; name one with -m"),
-        serve(tmp_path, "--models", str(tmp_path / "models"), "--kv-events", "tcp://127.0.0.1:*"),
-    ):
-        pass
+        (tmp_path / f"{name}.gguf").touch()
+    words = ["serve", "--port", "0", "--no-socket", "--no-disk-cache", "--models", str(tmp_path)]
+    assert main([*words, "--kv-events", "tcp://127.0.0.1:*"]) == EXIT_BAD_INPUT
+    wanted = "KV events tell of one model, and there are 2 to serve; name one with -m, and run a server for each"
+    assert capsys.readouterr().err == f"error: {wanted}\n"

@@ -28,6 +28,7 @@ from localinfer.errors import (
     UnsupportedFormatError,
 )
 from tests.support.limits import seconds, wait_until
+from tests.support.warm_python import WarmPython
 
 PATH = "/v1/chat/completions"
 BODY = {"messages": STORY, "max_tokens": 2}
@@ -55,7 +56,7 @@ def command(folder: Path, *words: str, script: str | None = None) -> Iterator[su
     folder.mkdir(mode=0o700, exist_ok=True)
     started = ["-m", "localinfer"] if script is None else ["-c", script]
     options = ["serve", "--port", "0", "--socket", str(folder / "s.sock"), "--no-disk-cache", "--threads", "1", *words]
-    process = subprocess.Popen(
+    process = WarmPython(
         [sys.executable, *started, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     try:

@@ -73,6 +73,8 @@ def test_a_server_of_another_model_is_named_as_such(
         serving(other, load=loader(tmp_path, kv_type="q8_0")) as running,
         decoding(tmp_path, running.url) as decode,
     ):
+        # Its kernels may have to be compiled, which takes longer than a decode server waits.
+        loaded(running)
         assert sent(decode, "/v1/completions", BODY) == wanted
     assert len(warned()) == 1
     assert "differ in key-value layout" in warned()[0]

@@ -21,6 +21,7 @@ from localinfer.apps.cli.standard_streams import NonBlockingWriter
 from localinfer.apps.server.transport.sockets import has_unix_sockets
 from localinfer.kernels.versions import installed_version
 from tests.support.limits import seconds, wait_until
+from tests.support.warm_python import WarmPython
 
 UNIX_ONLY = pytest.mark.skipif(sys.platform == "win32", reason="signals and sockets of Unix")
 PATH = "/v1/chat/completions"
@@ -57,7 +58,7 @@ sys.stdin.readline()
 @contextmanager
 def sidecar(folder: Path, *words: str, script: str | None = None, **streams) -> Iterator[subprocess.Popen]:
     folder.mkdir(mode=0o700, exist_ok=True)
-    process = subprocess.Popen(
+    process = WarmPython(
         [sys.executable, *_command(folder, *words, script=script)],
         **{"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **streams},
     )
