@@ -11,7 +11,8 @@ import inspect
 import struct
 import textwrap
 from collections.abc import Callable, Generator, Sequence
-from types import FunctionType, SimpleNamespace
+from operator import itemgetter
+from types import FunctionType, GeneratorType, SimpleNamespace
 from typing import Any
 
 import numba
@@ -20,16 +21,19 @@ from numpy.typing import NDArray
 
 from localinfer.kernels.cuda import jit
 from localinfer.kernels.cuda.compiled import ptx
+from tests.kernels.cuda.instructions import ELEMENTS, PLACE_BITS, Place, Places, instructions, to_float32
 from tests.kernels.cuda.warps import TOGETHER
 
 _FIRST_ADDRESS = 1 << 44
-_GAP = 1 << 20
+_GAP = 1 << PLACE_BITS
 _MEETINGS = (*TOGETHER, "syncthreads")
 _WARP = 32
-_WORD, _SIGNED, _UNSIGNED = struct.Struct("<I"), struct.Struct("<4b"), struct.Struct("<4B")
-_HALVES = list(np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32))
-"""The number of every float16, by its bits."""
+_LANE = "own_lane"
+"""Parameter of every emulated function: a lane's number, the three of its block, and its shared arrays so far."""
+_PLACES = {"thread": 0, "block_x": 1, "block_y": 2, "block_z": 3}
+_NUMBERS = {numba.float32: to_float32, numba.float64: np.float64, numba.uint32: np.uint32, numba.int64: int}
 _Lane = Generator[tuple[Any, ...], Any, None]
+_resume: Callable[[_Lane, Any], tuple[Any, ...]] = GeneratorType.send
 
 
 class EmulatedMemory:
@@ -39,34 +43,28 @@ class EmulatedMemory:
         self._first_address = first_address
         self._starts: list[int] = []
         self._buffers: list[NDArray[np.uint8]] = []
-        self._views: list[memoryview] = []
+        self.places = {kind: Places() for kind in ELEMENTS}
 
     def allocate(self, num_bytes: int) -> int:
         """Reserve memory filled with 255, which is NaN wherever it is read as floats."""
         start = self._first_address if not self._starts else self._starts[-1] + len(self._buffers[-1]) + _GAP
         start = -(-start // 256) * 256
+        buffer = np.full(num_bytes, 255, np.uint8)
         self._starts.append(start)
-        self._buffers.append(np.full(num_bytes, 255, np.uint8))
-        self._views.append(memoryview(self._buffers[-1]))
+        self._buffers.append(buffer)
+        for kind, (size, elements_of) in ELEMENTS.items():
+            place: Place = (start, num_bytes - size, elements_of(buffer[: num_bytes // size * size]))
+            first, last = start >> PLACE_BITS, (start + num_bytes) >> PLACE_BITS
+            self.places[kind].update(dict.fromkeys(range(first, last + 1), place))
         return start
 
     def view(self, address: int, num_bytes: int) -> NDArray[np.uint8]:
         """The bytes at an address, all of one allocation."""
-        index = self._allocation(address, num_bytes)
+        index = bisect.bisect_right(self._starts, address) - 1
+        is_inside = index >= 0 and address - self._starts[index] + num_bytes <= len(self._buffers[index])
+        assert is_inside, f"{num_bytes} bytes at {address:#x} are outside of every allocation"
         offset = address - self._starts[index]
         return self._buffers[index][offset : offset + num_bytes]
-
-    def locate(self, address: int, num_bytes: int) -> tuple[int, int, memoryview]:
-        """The first and the last address of so many bytes in the allocation of an address, and its memory."""
-        assert address % num_bytes == 0, f"{num_bytes} bytes at {address:#x} are not aligned"
-        index = self._allocation(address, num_bytes)
-        return self._starts[index], self._starts[index] + len(self._views[index]) - num_bytes, self._views[index]
-
-    def _allocation(self, address: int, num_bytes: int) -> int:
-        index = bisect.bisect_right(self._starts, address) - 1
-        is_inside = index >= 0 and address - self._starts[index] + num_bytes <= len(self._views[index])
-        assert is_inside, f"{num_bytes} bytes at {address:#x}"
-        return index
 
 
 class Emulator:
@@ -78,14 +76,10 @@ class Emulator:
         self._kernels: dict[tuple[str, tuple[int, ...]], tuple[Callable[..., _Lane], list[tuple[str, bool]]]] = {}
         # With the piece itself, whose number another would get after it.
         self._pieces: dict[int, tuple[Any, Callable[..., Any]]] = {}
-        self._lane = 0
-        self._block = (0, 0, 0)
-        self._shared: dict[int, NDArray[Any]] = {}
-        self._counts: list[int] = []
-        self._ptx = SimpleNamespace(**self._instructions())
-        array = SimpleNamespace(array=lambda size, type: np.zeros(size, _dtype(type)))
+        self._shared: dict[int, Any] = {}
+        self._instructions = {f"ptx_{name}": run for name, run in instructions(memory).items()}
         shared = SimpleNamespace(array=self._shared_array)
-        self._cuda = SimpleNamespace(local=array, shared=shared)
+        self._cuda = SimpleNamespace(local=SimpleNamespace(array=_array), shared=shared)
 
     def launch(
         self, name: str, constants: Sequence[int], grid: tuple[int, int, int], threads: int, values: Sequence[float]
@@ -103,40 +97,8 @@ class Emulator:
             for z in range(grid[2]):
                 for y in range(grid[1]):
                     for x in range(grid[0]):
-                        self._block = (x, y, z)
-                        self._run_block(kernel, threads, arguments)
-
-    def _run_block(self, kernel: Callable[..., _Lane], threads: int, arguments: list[Any]) -> None:
-        self._shared.clear()
-        self._counts = [0] * threads
-        lanes = [kernel(*arguments).send for _ in range(threads)]
-        warps = [list(range(first, min(first + _WARP, threads))) for first in range(0, threads, _WARP)]
-        while warps:
-            # Warps that wait for the others stay where they are until all of the block does.
-            warps = [waiting for warp in warps if (waiting := self._run_warp(lanes, warp))]
-
-    def _run_warp(self, lanes: list[Callable[[Any], tuple[Any, ...]]], warp: list[int]) -> list[int]:
-        """Run lanes until all of them wait for the block or have ended; the lanes that wait."""
-        answers: list[Any] = [None] * len(warp)
-        while True:
-            requests = []
-            alive = []
-            for index, answer in zip(warp, answers, strict=True):
-                self._lane = index
-                try:
-                    request = lanes[index](answer)
-                except StopIteration:
-                    continue
-                requests.append(request)
-                alive.append(index)
-            name = requests[0][0] if requests else "syncthreads"
-            for request in requests:
-                assert request[0] == name, f"lanes of a warp are in {name} and in {request[0]}"
-            if name == "syncthreads":
-                return alive
-            assert len(requests) == _WARP, f"{len(requests)} lanes of a warp are in {name}"
-            answers = TOGETHER[name](requests)
-            warp = alive
+                        self._shared.clear()
+                        _run_block([kernel([lane, x, y, z, 0], *arguments) for lane in range(threads)])
 
     def _kernel(self, name: str, constants: tuple[int, ...]) -> tuple[Callable[..., _Lane], list[tuple[str, bool]]]:
         key = (name, constants)
@@ -144,11 +106,11 @@ class Emulator:
             template = jit.find_template(name)
             made = template.make(*constants)
             parameters = zip(template.parameters_of(made), template.is_tuple(made), strict=True)
-            self._kernels[key] = (self._emulated(made), list(parameters))
+            self._kernels[key] = (self._emulated(made, is_kernel=True), list(parameters))
         return self._kernels[key]
 
-    def _emulated(self, function: Any) -> Callable[..., Any]:
-        """A function as a generator that yields wherever lanes meet."""
+    def _emulated(self, function: Any, *, is_kernel: bool = False) -> Callable[..., Any]:
+        """A function of a lane and its arguments; a generator that yields wherever lanes meet, if they do."""
         scope = dict(function.__globals__)
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             scope[name] = cell.cell_contents
@@ -157,24 +119,21 @@ class Emulator:
         definition = tree.body[0]
         assert isinstance(definition, ast.FunctionDef)
         definition.decorator_list = []
+        definition.args.args.insert(0, ast.arg(_LANE))
+        pieces = set()
         for name in {node.id for node in ast.walk(definition) if isinstance(node, ast.Name)} & set(scope):
             value = scope[name]
             if isinstance(value, jit.DeviceFunction):
                 scope[name] = self._piece(value)
-            elif value is ptx:
-                scope[name] = self._ptx
+                pieces.add(name)
             elif value is numba.cuda:
                 scope[name] = self._cuda
-            elif value is numba.float32:
-                scope[name] = np.float32
-            elif value is numba.float64:
-                scope[name] = np.float64
-            elif value is numba.uint32:
-                scope[name] = np.uint32
-            elif value is numba.int64:
-                scope[name] = int
-        _Meetings(scope).visit(definition)
-        definition.body.insert(0, ast.parse("if False: yield").body[0])
+            elif isinstance(value, numba.types.Type):
+                scope[name] = _NUMBERS[value]
+        _Rewriting(scope, pieces, set(function.__code__.co_varnames)).visit(definition)
+        if is_kernel:
+            definition.body.insert(0, ast.parse("if False: yield").body[0])
+        scope.update(self._instructions)
         exec(compile(ast.fix_missing_locations(tree), function.__code__.co_filename, "exec"), scope)
         made = scope[definition.name]
         assert isinstance(made, FunctionType)
@@ -185,139 +144,87 @@ class Emulator:
             self._pieces[id(piece)] = (piece, self._emulated(piece.py_func))
         return self._pieces[id(piece)][1]
 
-    def _shared_array(self, size: int, type: Any) -> NDArray[Any]:
-        self._counts[self._lane] += 1
-        count = self._counts[self._lane]
-        if count not in self._shared:
-            array = np.zeros(size, _dtype(type))
-            array.view(np.uint8)[:] = 255
-            self._shared[count] = array
-        return self._shared[count]
-
-    def _instructions(self) -> dict[str, Callable[..., Any]]:
-        memory = self.memory
-
-        def loader(kinds: str) -> Callable[[int], Any]:
-            layout = struct.Struct(kinds)
-            size, read = layout.size, layout.unpack_from
-            number = {"f": np.float32, "d": np.float64}.get(kinds[-1], lambda value: value)
-            is_one = size == struct.calcsize(kinds[-1])
-            # Most accesses are to the allocation of the one before, so they need no search.
-            start, last, view = 1, 0, memoryview(b"")
-
-            def load(address: int) -> Any:
-                nonlocal start, last, view
-                if not start <= address <= last or address % size:
-                    start, last, view = memory.locate(int(address), size)
-                values = read(view, int(address) - start)
-                return number(values[0]) if is_one else values
-
-            return load
-
-        def storer(kind: str, convert: Callable[[Any], Any]) -> Callable[[int, Any], None]:
-            layout = struct.Struct(kind)
-            size, write = layout.size, layout.pack_into
-            start, last, view = 1, 0, memoryview(b"")
-
-            def store(address: int, value: Any) -> None:
-                nonlocal start, last, view
-                if not start <= address <= last or address % size:
-                    start, last, view = memory.locate(int(address), size)
-                write(view, int(address) - start, convert(value))
-
-            return store
-
-        def whole(mask: int) -> Callable[[Any], int]:
-            return lambda value: int(value) & mask
-
-        def float32(value: Any) -> Any:
-            assert isinstance(value, np.float32), f"{type(value)} is stored as float32"
-            return value
-
-        load_u32, store_u32 = loader("<I"), storer("<I", whole(0xFFFFFFFF))
-
-        def add_u32(address: int, value: Any) -> int:
-            before = load_u32(address)
-            store_u32(address, before + int(value))
-            return int(before)
-
-        return {
-            "load_stream": loader("<4I"),
-            "load_v4": loader("<4I"),
-            "load_v2": loader("<2I"),
-            "load_i64": loader("<q"),
-            "load_u32": load_u32,
-            "load_u16": loader("<H"),
-            "load_u8": loader("<B"),
-            "load_f64": loader("<d"),
-            "round_f64": np.rint,
-            "to_f64": lambda value: np.float64(int(value)),
-            "narrow": np.float32,
-            "widen": np.float64,
-            "to_i64": lambda value: int(np.rint(value)),
-            "ceil_f64": np.ceil,
-            "divide_f64": lambda a, b: np.float64(a) / np.float64(b),
-            "multiply_f64": lambda a, b: np.float64(a) * np.float64(b),
-            "f64_bits": lambda value: int(np.float64(value).view(np.int64)),
-            "bits_f64": lambda bits: np.uint64(int(bits) & (1 << 64) - 1).view(np.float64),
-            "add_u32": add_u32,
-            "add_ordered": add_u32,
-            "wait_for_previous": lambda: None,
-            "prefetch": lambda address: memory.view(int(address), 1).size,
-            "load_f32": loader("<f"),
-            "store_i64": storer("<q", int),
-            "store_u32": store_u32,
-            "store_u16": storer("<H", whole(0xFFFF)),
-            "store_u8": storer("<B", whole(0xFF)),
-            "store_f32": storer("<f", float32),
-            "dot_signed": lambda a, b, c: int(c) + _dot(_SIGNED, a, b),
-            "dot_unsigned": lambda a, b, c: int(c) + _dot(_UNSIGNED, a, b),
-            "half_to_float": lambda bits: _HALVES[bits],
-            "float_to_half": lambda value: int(np.float16(value).view(np.uint16)),
-            "pack_halves": _pack_halves,
-            "to_float": lambda value: np.float32(int(value)),
-            "to_int": lambda value: int(np.rint(value)) if np.isfinite(value) else 0,
-            "float_bits": lambda value: int(np.float32(value).view(np.uint32)),
-            "bits_float": lambda bits: np.uint32(int(bits) & 0xFFFFFFFF).view(np.float32),
-            "divide": lambda a, b: np.float32(a) / np.float32(b),
-            "square_root": lambda value: np.sqrt(np.float32(value)),
-            "exp2": lambda value: np.exp2(np.float32(value)),
-            "log2": lambda value: np.log2(np.float32(value)),
-            "maximum": lambda a, b: np.fmax(np.float32(a), np.float32(b)),
-            "minimum": lambda a, b: np.fmin(np.float32(a), np.float32(b)),
-            "thread": lambda: self._lane,
-            "block_x": lambda: self._block[0],
-            "block_y": lambda: self._block[1],
-            "block_z": lambda: self._block[2],
-        }
+    def _shared_array(self, lane: list[int], size: int, kind: Any) -> Any:
+        lane[4] += 1
+        if lane[4] not in self._shared:
+            self._shared[lane[4]] = _array(lane, size, kind, fill=255)
+        return self._shared[lane[4]]
 
 
-class _Meetings(ast.NodeTransformer):
-    """Turn calls at which lanes meet into yields, and calls of pieces into `yield from`."""
+class _Rewriting(ast.NodeTransformer):
+    """Turn calls at which lanes meet into yields, and name instructions, places of lanes and constants directly."""
 
-    def __init__(self, scope: dict[str, Any]) -> None:
-        self._scope = scope
+    def __init__(self, scope: dict[str, Any], pieces: set[str], variables: set[str]) -> None:
+        self._scope, self._pieces, self._variables = scope, pieces, variables
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
         match node.func:
-            case ast.Name(id=name) if inspect.isgeneratorfunction(self._scope.get(name)):
-                return ast.YieldFrom(node)
+            case ast.Name(id=name) if name in self._pieces:
+                node.args.insert(0, ast.Name(_LANE, ast.Load()))
+                return ast.YieldFrom(node) if inspect.isgeneratorfunction(self._scope[name]) else node
+            case ast.Name(id=name) if any(self._scope.get(name) is number for number in _NUMBERS.values()):
+                return self._constant(node)
+            case ast.Attribute(value=ast.Attribute(value=ast.Name(id="cuda")), attr="array"):
+                node.args.insert(0, ast.Name(_LANE, ast.Load()))
+            case ast.Attribute(value=ast.Name(id="ptx"), attr=name) if name in _PLACES:
+                return ast.Subscript(ast.Name(_LANE, ast.Load()), ast.Constant(_PLACES[name]), ast.Load())
             case ast.Attribute(value=ast.Name(id="ptx"), attr=name) if name in _MEETINGS:
                 return ast.Yield(ast.Tuple([ast.Constant(name), *node.args], ast.Load()))
+            case ast.Attribute(value=ast.Name(id="ptx"), attr=name):
+                assert hasattr(ptx, name), f"there is no instruction {name}"
+                node.func = ast.Name(f"ptx_{name}", ast.Load())
         return node
 
+    def _constant(self, node: ast.Call) -> ast.AST:
+        """A number of a type, made once if it is of no variable."""
+        if any(isinstance(part, ast.Call) for part in ast.walk(node.args[0])):
+            return node
+        if any(isinstance(part, ast.Name) and part.id in self._variables for part in ast.walk(node.args[0])):
+            return node
+        name = f"constant_{ast.unparse(node)}"
+        self._scope[name] = eval(ast.unparse(node), self._scope)
+        return ast.Name(name, ast.Load())
 
-def _dtype(type: Any) -> Any:
-    return np.int64 if type is int else type
+
+def _run_block(lanes: list[_Lane]) -> None:
+    warps = [lanes[first : first + _WARP] for first in range(0, len(lanes), _WARP)]
+    while warps:
+        # Warps that wait for the others stay where they are until all of the block does.
+        warps = [waiting for warp in warps if (waiting := _run_warp(warp))]
 
 
-def _pack_halves(low: Any, high: Any) -> int:
-    return int(np.array([low, high], np.float32).astype(np.float16).view(np.uint32)[0])
+def _run_warp(warp: list[_Lane]) -> list[_Lane]:
+    """Run lanes until all of them wait for the block or have ended; the lanes that wait."""
+    answers: list[Any] = [None] * len(warp)
+    while True:
+        requests, warp = _resumed(warp, answers)
+        names = set(map(itemgetter(0), requests))
+        assert len(names) <= 1, f"lanes of a warp are in {' and in '.join(sorted(names))}"
+        if not names or names == {"syncthreads"}:
+            return warp
+        assert len(requests) == _WARP, f"{len(requests)} lanes of a warp are in {requests[0][0]}"
+        answers = TOGETHER[requests[0][0]](requests)
 
 
-def _dot(kind: struct.Struct, a: int, b: int) -> int:
-    """The sum of the products of four bytes of a kind with four signed ones."""
-    assert int(a) == a and int(b) == b, f"{a!r} and {b!r} are not whole"
-    left, right = kind.unpack(_WORD.pack(int(a) & 0xFFFFFFFF)), _SIGNED.unpack(_WORD.pack(int(b) & 0xFFFFFFFF))
-    return int(sum(x * y for x, y in zip(left, right, strict=True)))
+def _resumed(lanes: list[_Lane], answers: list[Any]) -> tuple[list[tuple[Any, ...]], list[_Lane]]:
+    """What lanes wait for after an answer to each, and those lanes, without the ones that ended."""
+    requests: list[tuple[Any, ...]] = []
+    waiting: list[_Lane] = []
+    while lanes:
+        # A lane that ends also ends the list, in its place.
+        found = list(map(_resume, lanes, answers))
+        requests += found
+        waiting += lanes[: len(found)]
+        lanes, answers = lanes[len(found) + 1 :], answers[len(found) + 1 :]
+    return requests, waiting
+
+
+def _array(lane: list[int], size: int, kind: Any, fill: int = 0) -> Any:
+    """An array of a lane or of its block: of Python's whole numbers, which takes no others, or of NumPy's floats."""
+    if kind in (int, np.uint32):
+        name = "q" if kind is int else "I"
+        return memoryview(bytearray([fill]) * (size * struct.calcsize(name))).cast(name)
+    numbers = np.zeros(size, np.float32 if kind is to_float32 else np.float64)
+    numbers.view(np.uint8)[:] = fill
+    return numbers

@@ -4,6 +4,7 @@ A lane yields the name of the instruction and then its operands.
 """
 
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -15,17 +16,25 @@ Together = Callable[[Operands], list[Any]]
 _LANES = 32
 
 
+_EXCHANGES = [itemgetter(*(lane ^ mask for lane in range(_LANES))) for mask in range(_LANES)]
+"""Of a value of each lane, those of the lanes whose number differs by a mask."""
+
+
 def _exchange(operands: Operands) -> list[Any]:
-    return [operands[lane ^ int(mask)][1] for lane, (_, _, mask) in enumerate(operands)]
+    _, values, masks = zip(*operands, strict=True)
+    if masks.count(masks[0]) == _LANES:
+        return list(_EXCHANGES[masks[0]](values))
+    return [values[lane ^ mask] for lane, mask in enumerate(masks)]
 
 
 def _fetch(operands: Operands) -> list[Any]:
-    return [operands[int(lane) % _LANES][1] for _, _, lane in operands]
+    _, values, lanes = zip(*operands, strict=True)
+    return [values[lane % _LANES] for lane in lanes]
 
 
 def _words(operands: Operands, first: int, count: int, kind: type[np.generic]) -> NDArray[Any]:
     """Operands `first` and after, as numbers of a kind: [lane][operand][number in its word]."""
-    words = np.array([[int(word) for word in lane[1 + first : 1 + first + count]] for lane in operands], np.int64)
+    words = np.array([lane[1 + first : 1 + first + count] for lane in operands], np.int64)
     return words.astype(np.uint32).view(kind).reshape(_LANES, count, -1)
 
 
@@ -40,16 +49,10 @@ def _multiply(a_kind: type[np.generic], b_kind: type[np.generic], halves: int) -
         # Lane 4 g + t: of a, words (half, row g or g + 8) at t; of b, words (half) of column g at t.
         a = left.reshape(8, 4, halves, 2, -1).transpose(3, 0, 2, 1, 4).reshape(16, -1)
         b = right.reshape(8, 4, halves, -1).transpose(0, 2, 1, 3).reshape(8, -1)
-        product = (a @ b.T).reshape(2, 8, 4, 2)
-        results: list[Any] = []
-        for lane, given in enumerate(operands):
-            own = product[:, lane // 4, lane % 4].reshape(-1)
-            start = given[1 + 3 * halves :]
-            if is_float:
-                results.append(tuple(np.float32(np.float64(c) + d) for c, d in zip(start, own, strict=True)))
-            else:
-                results.append(tuple(int(c) + int(d) for c, d in zip(start, own, strict=True)))
-        return results
+        # Of a lane: two columns of row g, then of row g + 8.
+        product = (a @ b.T).reshape(2, 8, 4, 2).transpose(1, 2, 0, 3).reshape(_LANES, 4)
+        total = product + np.array([given[1 + 3 * halves :] for given in operands], exact)
+        return list(map(tuple, total.astype(np.float32) if is_float else total.tolist()))
 
     return multiply
 
