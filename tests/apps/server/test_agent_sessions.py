@@ -50,6 +50,10 @@ class AgentServer:
         return read_answer(request.path, response)
 
 
+Replayed = tuple[list[str], list[AgentRequest], list[Answer]]
+"""The prompts of a session, its requests and what they were answered."""
+
+
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_agent_model(tmp_path_factory.mktemp("agent") / "agent-test.gguf")
@@ -79,25 +83,32 @@ def agent_server(path: Path, **options: Any) -> Iterator[AgentServer]:
         yield made
 
 
+@pytest.fixture(scope="module")
+def server(path: Path) -> Iterator[AgentServer]:
+    with agent_server(path) as running:
+        yield running
+
+
 @pytest.fixture(scope="module", params=NAMES)
-def replayed(request: pytest.FixtureRequest, path: Path) -> tuple[AgentServer, list[AgentRequest], list[Answer]]:
-    """One session, sent once."""
+def replayed(request: pytest.FixtureRequest, server: AgentServer) -> Replayed:
+    """One session, sent once. A server that has answered another one reads no more of it than one that has not."""
     requests = read_session(request.param)
-    with agent_server(path) as server:
-        return server, requests, [server.ask(one) for one in requests]
+    server.prompts.clear()
+    answers = [server.ask(one) for one in requests]
+    return server.prompts[:], requests, answers
 
 
 def test_every_request_is_answered_and_no_tool_is_lost(replayed):
-    server, requests, answers = replayed
+    prompts, requests, answers = replayed
     assert [answer.message for answer in answers] == [request.reply for request in requests]
-    for request, prompt in zip(requests, server.prompts, strict=True):
+    for request, prompt in zip(requests, prompts, strict=True):
         block = re.search(r"<tools>\n(.*?)\n</tools>", prompt, re.DOTALL)
         shown = [json.loads(line)["function"]["name"] for line in block[1].split("\n")] if block else []
         assert shown == request.tool_names
 
 
-def test_what_was_read_or_written_before_is_not_read_again(replayed):
-    server, requests, answers = replayed
+def test_what_was_read_or_written_before_is_not_read_again(server, replayed):
+    prompts, requests, answers = replayed
     shared = cached = 0
     for index, (request, answer) in enumerate(zip(requests, answers, strict=True)):
         # What a program repeats is what was sent and answered: how the server writes it must not matter.
@@ -106,8 +117,8 @@ def test_what_was_read_or_written_before_is_not_read_again(replayed):
             for former, sent in zip(answers[:index], requests, strict=False)
             if request.continues(sent)
         ]
-        begins_alike = [len(commonprefix((server.prompts[index], former))) for former in server.prompts[:index]]
-        num_tokens = server.count_tokens(server.prompts[index][: max(begins_alike, default=0)])
+        begins_alike = [len(commonprefix((prompts[index], former))) for former in prompts[:index]]
+        num_tokens = server.count_tokens(prompts[index][: max(begins_alike, default=0)])
         shareable = min(max(num_tokens, *repeated, 0), answer.prompt_tokens)
         shared += shareable
         cached += min(answer.cached_tokens, shareable)
@@ -117,7 +128,7 @@ def test_what_was_read_or_written_before_is_not_read_again(replayed):
 
 
 def test_every_event_is_of_a_type_that_official_packages_have(replayed):
-    server, requests, answers = replayed
+    _, requests, answers = replayed
     adapter_of = functools.cache(import_or_skip("pydantic").TypeAdapter)
     for request, answer in zip(requests, answers, strict=True):
         if request.path.endswith("/messages"):
@@ -132,23 +143,31 @@ def test_every_event_is_of_a_type_that_official_packages_have(replayed):
                 adapter.validate_python(event)
 
 
-def test_what_is_refused_has_a_message_where_programs_look_for_it(path: Path):
-    with agent_server(path) as server:
-        for sent in (read_session(name)[0] for name in NAMES):
-            for member, value in (("tool_choise", 1), ("model", 5)):
-                body = {**sent.body, member: value}
-                answer = server.client.post(sent.path, json=body, headers=dict(sent.headers))
-                assert answer.status_code == 400 and answer.headers["content-type"].startswith("application/json")
-                error = answer.json()["error"]
-                assert member in error["message"] and error["type"] == "invalid_request_error"
+def test_what_is_refused_has_a_message_where_programs_look_for_it(server: AgentServer):
+    for sent in (read_session(name)[0] for name in NAMES):
+        for member, value in (("tool_choise", 1), ("model", 5)):
+            body = {**sent.body, member: value}
+            answer = server.client.post(sent.path, json=body, headers=dict(sent.headers))
+            assert answer.status_code == 400 and answer.headers["content-type"].startswith("application/json")
+            error = answer.json()["error"]
+            assert member in error["message"] and error["type"] == "invalid_request_error"
+
+
+def requests_of_each_shape() -> list[AgentRequest]:
+    """The first of all sessions with messages of the system at certain places, by a path and with tools or without."""
+    shapes: dict[tuple[Any, ...], AgentRequest] = {}
+    for request in (one for name in NAMES for one in read_session(name)):
+        roles = [message.get("role") for message in request.messages]
+        places = tuple(index for index, role in enumerate(roles) if role in ("system", "developer"))
+        shapes.setdefault((request.path, places, bool(request.tool_names)), request)
+    return list(shapes.values())
 
 
 @pytest.mark.parametrize("refused", ["message.role == 'system' and not loop.first", "message.role == 'system'"])
-def test_templates_that_refuse_system_messages_answer_every_session(path: Path, refused: str):
+def test_templates_that_refuse_system_messages_answer_every_shape_of_request(path: Path, refused: str):
     check = (
         f"{{% for message in messages %}}{{% if {refused} %}}{{{{ raise_exception('no') }}}}{{% endif %}}{{% endfor %}}"
     )
     with agent_server(path, chat_template=check + TEMPLATE) as server:
-        for name in NAMES:
-            for request in read_session(name)[:3]:
-                assert server.ask(request).message == request.reply
+        for request in requests_of_each_shape():
+            assert server.ask(request).message == request.reply

@@ -61,7 +61,8 @@ def test_limit_of_connections_keeps_below_that_of_open_files():
 
 
 FEW_FILES = """
-import os, resource, sys
+import asyncio.constants, os, resource, sys
+asyncio.constants.ACCEPT_RETRY_DELAY = 0.1  # after a connection that cannot be taken
 from localinfer.apps.cli import serve as cli_serve
 from localinfer.apps.cli import main
 say = cli_serve._say_ready

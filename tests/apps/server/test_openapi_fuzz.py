@@ -79,7 +79,7 @@ def test_no_body_makes_the_server_fail(tcp, path):
     schema = resolve(SCHEMAS[BODIES[path].__name__])
     members = {name: values(one) for name, one in schema["properties"].items()}
 
-    @settings(max_examples=25, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=12, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
     @given(bodies(members, schema.get("required", [])))
     def send(body: dict[str, Any]) -> None:
         response = tcp.post(path, json=body)

@@ -37,7 +37,7 @@ def load(**options):
     {stuck}
 localinfer.load = load
 from localinfer.apps.cli import main, shutdown
-shutdown._LOADING_SECONDS = 0.2
+shutdown._LOADING_SECONDS = shutdown._GUARD_SECONDS = 0.1
 sys.exit(main())
 """
 LOADS = {
@@ -53,6 +53,14 @@ server = subprocess.Popen(json.loads(sys.argv[1]), stdin=subprocess.PIPE if sys.
 sys.stdin.readline()
 """
 """Starts a server and waits; killed by a test, it can tell nobody."""
+WARM_PARENT = """
+import json, os, sys
+if not os.fork():
+    _, _, code, *sys.argv[1:] = json.loads(sys.argv[1])
+    exec(code)
+sys.stdin.readline()
+"""
+"""The same as a copy of a process that has imported what the server's code needs, which inherits it."""
 
 
 @contextmanager
@@ -220,11 +228,11 @@ def test_a_load_that_cannot_be_interrupted_ends_with_the_server(runtime_folder, 
     folder.mkdir(mode=0o700, exist_ok=True)
     words = [sys.executable, *_command(folder, "--until-stdin-ends", script=STUCK.replace("{stuck}", load))]
     # Standard input of the server is that of its parent, and does not end.
-    command = [sys.executable, "-c", PARENT, json.dumps(words), "inherited"]
+    command = [sys.executable, "-c", WARM_PARENT, json.dumps(words)]
     messages = folder / "messages"
     with (
         messages.open("wb") as said,
-        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=said) as parent,
+        WarmPython(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=said) as parent,
     ):
         try:
             assert wait_until(lambda: b"loading has begun" in messages.read_bytes()), messages.read_text()
