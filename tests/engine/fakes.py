@@ -7,7 +7,9 @@ shows as wrong logits: the logits at a position are a function of the ids before
 import ctypes
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,12 +41,13 @@ class FakeLayout:
     carried_size: int = 0
 
 
+_NORMAL = np.random.default_rng(0).normal(0, 2, 1 << 18).astype(np.float32)
+
+
 def hashed_logits(history: NDArray[np.int32], vocab_size: int) -> Logits:
-    """Logits that depend on every id of the history and its place."""
-    seed = np.uint64(1469598103934665603)
-    for token_id in history.tolist():
-        seed = np.uint64((int(seed) ^ (token_id + 1)) * 1099511628211 % 2**64)
-    return np.random.default_rng(int(seed)).normal(0, 2, vocab_size).astype(np.float32)
+    """Logits that depend on every id of the history and its place: a stretch of random numbers, chosen by all of it."""
+    start = crc32(np.asarray(history, np.int32).tobytes()) % (_NORMAL.size - vocab_size)
+    return _NORMAL[start : start + vocab_size].copy()
 
 
 def scripted_logits(script: dict[int, int]) -> Callable[[NDArray[np.int32], int], Logits]:
@@ -77,18 +80,20 @@ class FakeProgram:
         assert batch.output_rows.size <= self.max_output_rows
         assert sum(segment.num_rows for segment in batch.segments) == batch.token_ids.size
         self.batch_sizes.append(batch.token_ids.size)
-        histories: list[NDArray[np.int32]] = []
+        wanted = set(batch.output_rows.tolist())
+        histories: dict[int, NDArray[np.int32]] = {}
         row = 0
         for segment in batch.segments:
             pages = [_page(address) for address in segment.page_addresses.tolist()]
             for offset in range(segment.num_rows):
                 position = segment.start_position + offset
                 pages[position // PAGE_TOKENS][position % PAGE_TOKENS] = batch.token_ids[row]
-                row += 1
                 if position in self.fails_at:
                     raise MemoryError("scripted failure")
-                whole = [pages[p // PAGE_TOKENS][p % PAGE_TOKENS] for p in range(position + 1)]
-                histories.append(np.array(whole, np.int32))
+                if row in wanted:
+                    whole = np.concatenate(pages[: position // PAGE_TOKENS + 1])
+                    histories[row] = whole[: position + 1]
+                row += 1
         rows = [self.logits_of(histories[r], self.vocab_size) for r in batch.output_rows.tolist()]
         return np.array(rows, np.float32).reshape(len(rows), self.vocab_size)
 
@@ -96,6 +101,7 @@ class FakeProgram:
         self.closed = True
 
 
+@cache
 def _page(address: int) -> NDArray[np.int32]:
     assert address % 64 == 0, "a page is not aligned"
     return np.ctypeslib.as_array((ctypes.c_int32 * PAGE_TOKENS).from_address(address))

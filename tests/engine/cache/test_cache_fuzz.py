@@ -33,7 +33,7 @@ PAGE_TOKENS = 4
 CONTEXT = 60
 BUDGET_PAGES = 60
 DISK_BYTES = 30_000
-STEPS = 3_000
+STEPS = 1_800
 WINDOW = 7
 SALTS = (NO_SALT, salt_of("one"), salt_of("two"))
 TRACED = (
@@ -284,7 +284,7 @@ def written(token_id: int, salt: bytes) -> int:
 
 
 @pytest.mark.skipif(sys.gettrace() is not None, reason="another tracer is at work")
-@pytest.mark.parametrize(("window", "num_lives"), [(0, 80), (WINDOW, 40)])
+@pytest.mark.parametrize(("window", "num_lives"), [(0, 40), (WINDOW, 40)])
 def test_interrupt_at_any_line_never_leaves_a_wrong_page(window: int, num_lives: int):
     num_interrupted = 0
     for seed in range(num_lives):
@@ -312,11 +312,11 @@ def test_cache_survives_thousands_of_random_steps_without_a_leak(
         life.step()
         if number % 25 == 0 or number < 150:
             life.check()
-    assert min(life.counts.values()) > 40 and life.num_cached_tokens > 1500
-    assert not window or life.num_unusable > 10
-    assert life.cache.tree.evicted_tokens > 300 and life.num_explained > 30
+    assert min(life.counts.values()) > 20 and life.num_cached_tokens > 900
+    assert not window or life.num_unusable > 5
+    assert life.cache.tree.evicted_tokens > 180 and life.num_explained > 18
     disk = life.disk.counters
-    assert disk.pages_read > 150 and disk.pages_written > 150 and disk.bytes_deleted > 0
+    assert disk.pages_read > 90 and disk.pages_written > 90 and disk.bytes_deleted > 0
     assert not disk.rejected and not disk.failed_saves
     life.disk.close()
     for sequence, _, _ in life.running:

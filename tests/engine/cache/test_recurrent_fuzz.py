@@ -221,7 +221,7 @@ def test_snapshots_after_a_place_are_gone_before_the_sequence_is_there(monkeypat
 @pytest.mark.parametrize("page_bytes", [64, 0])
 def test_interrupt_at_any_line_never_leaves_a_wrong_state(page_bytes: int):
     num_interrupted = 0
-    for seed in range(120):
+    for seed in range(70):
         life = RecurrentLife(seed, page_bytes)
         for _ in range(20):
             life.step()
@@ -236,7 +236,7 @@ def test_interrupt_at_any_line_never_leaves_a_wrong_state(page_bytes: int):
         for _ in range(15):
             life.step()
             life.check_contents()
-    assert num_interrupted > 40
+    assert num_interrupted > 25
 
 
 @pytest.mark.parametrize("page_bytes", [64, 0])
@@ -245,16 +245,16 @@ def test_recurrent_cache_survives_thousands_of_random_steps_without_a_leak(
 ):
     monkeypatch.setattr(disk_cache, "num_io_threads", lambda: 1)
     life = RecurrentLife(20, page_bytes, tmp_path)
-    for number in range(2500):
+    for number in range(1500):
         life.step()
         if number % 20 == 0 or number < 200:
             life.check()
     tree = life.cache.tree
-    assert min(life.counts.values()) > 15 and life.num_cached_tokens > 400 and life.num_exact > 30
-    assert tree.evicted_snapshots > 60 and tree.taken_snapshots > 150 and life.program.num_settled > 20
+    assert min(life.counts.values()) > 10 and life.num_cached_tokens > 300 and life.num_exact > 20
+    assert tree.evicted_snapshots > 40 and tree.taken_snapshots > 100 and life.program.num_settled > 12
     assert life.disk is not None
     disk = life.disk.counters
-    assert disk.pages_read > 50 and disk.pages_written > 50
+    assert disk.pages_read > 30 and disk.pages_written > 30
     assert not disk.rejected and not disk.failed_saves
     life.disk.close()
     for sequence, _, _ in life.running:

@@ -50,12 +50,17 @@ def noise(seed: int, position: int, tokens: NDArray[np.int32]) -> NDArray[np.flo
     return out
 
 
-def kept_by_sorting(logits: NDArray[np.float32], filters: Filters) -> NDArray[np.int64]:
-    """Ids that the filters leave, by sorting everything in float64."""
-    temperature, top_k, top_p, min_p = filters
+def sorted_ids(logits: NDArray[np.float32]) -> NDArray[np.int64]:
+    """Ids that are possible at all, the likeliest first."""
     z = logits.astype(np.float64)
     order = np.lexsort((np.arange(z.size), -z))
-    order = order[: np.count_nonzero(z > -np.inf)]
+    return order[: np.count_nonzero(z > -np.inf)]
+
+
+def kept_by_sorting(logits: NDArray[np.float32], order: NDArray[np.int64], filters: Filters) -> NDArray[np.int64]:
+    """Ids that the filters leave of all in their order, in float64."""
+    temperature, top_k, top_p, min_p = filters
+    z = logits.astype(np.float64)
     if temperature == 0.0:
         return order[:1]
     if top_k:
@@ -68,8 +73,10 @@ def kept_by_sorting(logits: NDArray[np.float32], filters: Filters) -> NDArray[np
     return order[: max(1, size)]
 
 
-def choice_by_sorting(logits: NDArray[np.float32], filters: Filters, seed: int, position: int) -> int:
-    ids = np.sort(kept_by_sorting(logits, filters))
+def choice_by_sorting(
+    logits: NDArray[np.float32], order: NDArray[np.int64], filters: Filters, seed: int, position: int
+) -> int:
+    ids = np.sort(kept_by_sorting(logits, order, filters))
     if ids.size == 1:
         return int(ids[0])
     z = (logits[ids].astype(np.float64) - logits.max()) / filters[0]
@@ -102,18 +109,21 @@ def test_choice_equals_the_sorting_oracle(size: int):
     generator = np.random.default_rng(size)
     sampler = RowSampler(size)
     for name, row in rows_of(size, generator).items():
+        order = sorted_ids(row)
         for filters in FILTERS:
             for seed in (0, 2**64 - 1):
                 position = int(generator.integers(0, 100_000))
                 chosen = sampler.choose(row, *filters, np.uint64(seed), position)
-                assert chosen == choice_by_sorting(row, filters, seed, position), (name, filters)
+                assert chosen == choice_by_sorting(row, order, filters, seed, position), (name, filters)
 
 
-@pytest.mark.parametrize("filters", FILTERS)
-def test_choice_equals_the_sorting_oracle_on_a_large_vocabulary(filters: Filters):
+def test_choice_equals_the_sorting_oracle_on_a_large_vocabulary():
     sampler = RowSampler(LARGE_VOCABULARY)
     for name, row in rows_of(LARGE_VOCABULARY, np.random.default_rng(7)).items():
-        assert sampler.choose(row, *filters, np.uint64(11), 5) == choice_by_sorting(row, filters, 11, 5), name
+        order = sorted_ids(row)
+        for filters in FILTERS:
+            chosen = sampler.choose(row, *filters, np.uint64(11), 5)
+            assert chosen == choice_by_sorting(row, order, filters, 11, 5), (name, filters)
 
 
 @pytest.mark.parametrize(
@@ -123,14 +133,14 @@ def test_exactly_the_kept_tokens_are_ever_chosen(filters: Filters):
     generator = np.random.default_rng(3)
     row = np.round(generator.normal(0, 1, 40), 1).astype(np.float32)
     sampler = RowSampler(row.size)
-    chosen = {sampler.choose(row, *filters, np.uint64(1), position) for position in range(20_000)}
-    assert chosen == set(kept_by_sorting(row, filters).tolist())
+    chosen = {sampler.choose(row, *filters, np.uint64(1), position) for position in range(6_000)}
+    assert chosen == set(kept_by_sorting(row, sorted_ids(row), filters).tolist())
 
 
 def test_draws_follow_the_softmax():
     row = np.log(np.array([0.5, 0.25, 0.15, 0.07, 0.03])).astype(np.float32)
     sampler = RowSampler(row.size)
-    draws = 40_000
+    draws = 10_000
     counts = np.bincount(
         [sampler.choose(row, 1.0, 0, 1.0, 0.0, np.uint64(9), position) for position in range(draws)], minlength=row.size
     )
@@ -142,8 +152,8 @@ def test_temperature_sharpens_the_draws():
     row = np.array([1.0, 0.0], np.float32)
     sampler = RowSampler(row.size)
     for temperature in (0.5, 2.0):
-        first = [sampler.choose(row, temperature, 0, 1.0, 0.0, np.uint64(4), p) for p in range(20_000)].count(0)
-        assert abs(first / 20_000 - 1 / (1 + math.exp(-1 / temperature))) < 0.015
+        first = [sampler.choose(row, temperature, 0, 1.0, 0.0, np.uint64(4), p) for p in range(10_000)].count(0)
+        assert abs(first / 10_000 - 1 / (1 + math.exp(-1 / temperature))) < 0.015
 
 
 def test_noise_is_philox():

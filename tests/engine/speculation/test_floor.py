@@ -28,9 +28,14 @@ def belief(name: str, curve: str) -> list[float]:
     return [1e-3 * ratio for ratio in BELIEFS[name] or CURVES[curve]]
 
 
-@pytest.mark.parametrize("beside", BESIDE)
-@pytest.mark.parametrize("believed", BELIEFS)
-@pytest.mark.parametrize("curve", ["linear", "1B"])
+@pytest.mark.parametrize(
+    ("curve", "believed", "beside"),
+    [
+        (("linear", "1B")[(belief + beside) % 2], believed, besides)
+        for belief, believed in enumerate(BELIEFS)
+        for beside, besides in enumerate(BESIDE)
+    ],
+)
 def test_drafts_that_do_not_pay_lose_hardly_anything_in_any_stretch(curve: str, believed: str, beside: str) -> None:
     simulated = Machine(CURVES[curve], **BESIDE[beside])
     # Looking alone takes a third of a step where rows are dear: the smallest of models.
@@ -40,8 +45,14 @@ def test_drafts_that_do_not_pay_lose_hardly_anything_in_any_stretch(curve: str, 
     assert drafter.asked > 3, "it goes on looking"
 
 
-@pytest.mark.parametrize("beside", BESIDE)
-@pytest.mark.parametrize("believed", BELIEFS)
+@pytest.mark.parametrize(
+    ("believed", "beside"),
+    [
+        pair
+        for index, pair in enumerate((believed, beside) for beside in BESIDE for believed in BELIEFS)
+        if index % 2 == 0
+    ],
+)
 def test_drafts_that_are_mostly_right_win_whatever_was_believed_of_their_cost(believed: str, beside: str) -> None:
     simulated = Machine(LIKE_1B, **BESIDE[beside])
     drafter = ScriptedDrafter(simulated, lambda _: 0.95, seconds=5e-6)
