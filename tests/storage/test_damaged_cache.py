@@ -34,20 +34,24 @@ class Answers:
     warnings: list[str]
 
 
-@pytest.fixture
-def use(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Callable[[dict[str, str]], Answers]:
-    """Chats, completes and goes on over the cache folder, as one process of one model would."""
+CHATS = (ask("go"), ask("go", "and then", "on"), ask("something longer, of several pages"))
 
-    def run(parts: dict[str, str]) -> Answers:
+
+def said(folder: Path, parts: dict[str, str], chats: int = len(CHATS)) -> list[str]:
+    """Answers over a cache folder, of chats and what goes on from them, as one process of one model gives them."""
+    _, model = chatting("and then")
+    with LLM(model, identity=FakeIdentity(parts), disk=DiskOptions(folder)) as llm:  # type: ignore[arg-type]
+        return [llm.chat(messages, temperature=0).text for messages in CHATS[:chats]]
+
+
+@pytest.fixture
+def use(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Callable[..., Answers]:
+    """Chats over the cache folder of the test."""
+
+    def run(parts: dict[str, str], chats: int = len(CHATS)) -> Answers:
         caplog.clear()
-        _, model = chatting("and then")
-        words: list[str] = []
-        with (
-            caplog.at_level(logging.WARNING),
-            LLM(model, identity=FakeIdentity(parts), disk=DiskOptions(tmp_path / "cache")) as llm,  # type: ignore[arg-type]
-        ):
-            for messages in (ask("go"), ask("go", "and then", "on"), ask("something longer, of several pages")):
-                words.append(llm.chat(messages, temperature=0).text)
+        with caplog.at_level(logging.WARNING):
+            words = said(tmp_path / "cache", parts, chats)
         return Answers(words, [record.getMessage() for record in caplog.records])
 
     return run
@@ -71,18 +75,26 @@ def targets(folder: Path, kind: str) -> list[Path]:
     return found
 
 
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """A folder that is full of what two models left, and what either said when it was empty."""
+    folder = tmp_path_factory.mktemp("filled")
+    first = said(folder, MINE)
+    assert said(folder, OTHERS) == first
+    return folder, first
+
+
 @pytest.fixture
-def cold(use: Callable[[dict[str, str]], Answers], tmp_path: Path) -> Answers:
-    """Answers with an empty folder, which is then full of what both models left."""
-    first = use(MINE)
-    assert use(OTHERS) == first and not first.warnings
-    return first
+def cold(filled: tuple[Path, list[str]], tmp_path: Path) -> list[str]:
+    """What is said with an empty folder; that of the test has what both models left."""
+    shutil.copytree(filled[0], tmp_path / "cache")
+    return filled[1]
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("kind", ["description", "page", "chat"])
 def test_damaged_files_cost_no_prompt_and_one_notice_at_most(
-    use: Callable[[dict[str, str]], Answers], cold: Answers, kind: str, damage: str, tmp_path: Path
+    use: Callable[..., Answers], cold: list[str], kind: str, damage: str, tmp_path: Path
 ) -> None:
     damaged = targets(tmp_path / "cache", kind)
     assert len(damaged) >= 2, "of both models"
@@ -90,7 +102,7 @@ def test_damaged_files_cost_no_prompt_and_one_notice_at_most(
         DAMAGES[damage](path)
     for _ in range(2):
         answers = use(MINE)
-        assert answers.words == cold.words
+        assert answers.words == cold
         assert len(answers.warnings) <= 1, answers.warnings
     listed = CliRunner().invoke(cache_command, ["--disk-cache-folder", str(tmp_path)], catch_exceptions=False)
     assert listed.exit_code == 0
@@ -99,7 +111,7 @@ def test_damaged_files_cost_no_prompt_and_one_notice_at_most(
 @pytest.mark.parametrize("thing", ["file", "link to nothing", "link to itself"])
 @pytest.mark.parametrize("kind", ["shard", "chats folder", "fingerprint folder"])
 def test_what_stands_where_a_folder_was_costs_no_prompt_and_one_notice_at_most(
-    use: Callable[[dict[str, str]], Answers], cold: Answers, kind: str, thing: str, tmp_path: Path
+    use: Callable[..., Answers], cold: list[str], kind: str, thing: str, tmp_path: Path
 ) -> None:
     for path in targets(tmp_path / "cache", kind):
         shutil.rmtree(path)
@@ -109,25 +121,25 @@ def test_what_stands_where_a_folder_was_costs_no_prompt_and_one_notice_at_most(
             path.symlink_to("nowhere" if thing == "link to nothing" else path.name)
     for _ in range(2):
         answers = use(MINE)
-        assert answers.words == cold.words
+        assert answers.words == cold
         assert len(answers.warnings) <= 1, answers.warnings
 
 
 def test_description_of_any_other_shape_costs_no_prompt(
-    use: Callable[[dict[str, str]], Answers], cold: Answers, tmp_path: Path
+    use: Callable[..., Answers], cold: list[str], tmp_path: Path
 ) -> None:
     paths = targets(tmp_path / "cache", "description")
     example = paths[0].read_bytes()
     for index, (name, text) in enumerate(json_damages(example).items()):
         for path in paths:
             path.write_bytes(text)
-        answers = use({"weights": f"new {index}"})
-        assert answers.words == cold.words, name
+        answers = use({"weights": f"new {index}"}, chats=1)
+        assert answers.words == cold[:1], name
         assert not answers.warnings, name
 
 
 def test_links_in_the_folder_are_not_followed_to_files_of_others(
-    use: Callable[[dict[str, str]], Answers], cold: Answers, tmp_path: Path
+    use: Callable[..., Answers], cold: list[str], tmp_path: Path
 ) -> None:
     theirs = tmp_path / "theirs"
     theirs.mkdir()
@@ -203,7 +215,7 @@ def test_damaged_session_is_refused_and_costs_no_prompt(damage: str, tmp_path: P
 
 
 def test_damaged_description_is_written_anew(
-    use: Callable[[dict[str, str]], Answers], cold: Answers, tmp_path: Path
+    use: Callable[..., Answers], cold: list[str], tmp_path: Path
 ) -> None:
     for path in [*targets(tmp_path / "cache", "description"), *targets(tmp_path / "cache", "page")]:
         path.write_bytes(b"{")

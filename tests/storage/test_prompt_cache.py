@@ -134,7 +134,7 @@ def test_idle_conversation_is_written_without_being_asked(tmp_path: Path):
 
 def test_conversations_are_written_though_others_go_idle_all_the_time(tmp_path: Path):
     llm = LLM(fake_model(), identity=FakeIdentity())  # type: ignore[arg-type]
-    options, moment = DiskOptions(tmp_path), seconds(0.1)
+    options, moment = DiskOptions(tmp_path), seconds(0.02)
     disk = DiskCache(engine_of(llm), FakeIdentity(), options, idle_seconds=moment)  # type: ignore[arg-type]
     others = itertools.count()
     assert wait_until(lambda: answer(llm, [256, next(others) % 200, *PROMPT]) and pages(tmp_path))

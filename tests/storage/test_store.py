@@ -131,13 +131,16 @@ def flip(path: Path, offset: int, bit: int = 1) -> None:
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("offset", range(FORM.file_bytes))
-def test_one_bit_changed_anywhere_is_refused(tmp_path: Path, offset: int):
-    record = PageRecord(FINGERPRINT, ids(5, 6, 7))
-    write_page(tmp_path / "page", FORM, record, computed(ids(5, 6, 7))[0])
-    assert read_page(tmp_path / "page", FORM, record, fresh(1)[0]) is None
-    flip(tmp_path / "page", offset, 1 << offset % 8)
-    assert read_page(tmp_path / "page", FORM, record, fresh(1)[0]) in (Rejection.ALTERED, Rejection.FOREIGN)
+def test_one_bit_changed_anywhere_is_refused(tmp_path: Path):
+    record, page = PageRecord(FINGERPRINT, ids(5, 6, 7)), tmp_path / "page"
+    write_page(page, FORM, record, computed(ids(5, 6, 7))[0])
+    content = page.read_bytes()
+    for offset in range(FORM.file_bytes):
+        page.write_bytes(content)
+        assert read_page(page, FORM, record, fresh(1)[0]) is None
+        flip(page, offset, 1 << offset % 8)
+        found = read_page(page, FORM, record, fresh(1)[0])
+        assert found in (Rejection.ALTERED, Rejection.FOREIGN), offset
 
 
 def test_sound_file_under_a_wrong_name_is_refused(tmp_path: Path):

@@ -86,10 +86,16 @@ def expected(name: str) -> list[tuple[str, Any]]:
     return [(call["function"]["name"], call["function"]["arguments"]) for call in calls_of(name)]
 
 
+@cache
+def types_of_tools() -> dict[str, Any]:
+    return {tool.name: parameter_types(tool) for tool in read_tools(TOOLS)}
+
+
 def parse(pieces: list[str], formats: Formats, *, starts_reasoning: bool = False) -> tuple[Parsed, list[str]]:
     calls, reasoning = formats
-    types = {tool.name: parameter_types(tool) for tool in read_tools(TOOLS)}
-    parser = ReplyParser(reasoning, calls, starts_reasoning=starts_reasoning, types=types, new_id=lambda: "id")
+    parser = ReplyParser(
+        reasoning, calls, starts_reasoning=starts_reasoning, types=types_of_tools(), new_id=lambda: "id"
+    )
     results = [*map(parser.push, pieces), parser.flush()]
     made = joined_calls(delta for result in results for delta in result.tool_calls)
     text = "".join(result.content for result in results), "".join(result.reasoning for result in results)

@@ -4,10 +4,9 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from unittest.mock import Mock
 
 import huggingface_hub
 import pytest
@@ -59,46 +58,44 @@ def test_sources_name_no_transport() -> None:
     assert named == []
 
 
-# Nothing is streamed there.
-@pytest.mark.parametrize(
-    "error",
-    [error for error in FAILED if not issubclass(error, TRANSPORT.StreamError)],
-    ids=lambda error: error.__name__,
-)
-def test_errors_while_listing_are_the_hubs(hub, error: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any, **__: Any) -> None:
-        raise made(error)
+def raised_by(call: Callable[[], object]) -> Exception | None:
+    try:
+        call()
+    except Exception as error:
+        return error
+    return None
 
-    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", fail)
-    with pytest.raises(DownloadError) as raised:
-        hub.client().repository(REPO)
-    assert isinstance(raised.value, HubUnreachableError) == issubclass(error, TRANSPORT.TransportError)
+
+def test_errors_while_listing_are_the_hubs(hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    client = hub.client()
+    for error in FAILED:
+        if issubclass(error, TRANSPORT.StreamError):
+            # Nothing is streamed there.
+            continue
+        monkeypatch.setattr(huggingface_hub.HfApi, "model_info", Mock(side_effect=made(error)))
+        raised = raised_by(lambda: client.repository(REPO))
+        assert isinstance(raised, DownloadError), error
+        assert isinstance(raised, HubUnreachableError) == issubclass(error, TRANSPORT.TransportError), error
 
 
 @pytest.mark.parametrize("at_start", [True, False], ids=["asked", "half read"])
-@pytest.mark.parametrize("error", FAILED, ids=lambda error: error.__name__)
-def test_errors_of_a_download_are_the_hubs(
-    hub, error: type[Exception], at_start: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_errors_of_a_download_are_the_hubs(hub, at_start: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is lost on the way may be asked for again; anything else ends the download in words."""
     client = hub.client()
     repository = client.repository(REPO)
     [file] = [file for file in repository.files if file.path == "Tiny-Q4_K_M.gguf"]
-
-    @contextmanager
-    def fail(*_: Any, **__: Any) -> Iterator[Any]:
-        raise made(error)
-        yield
-
-    if at_start:
-        monkeypatch.setattr(get_session(), "stream", fail)
     retried = (TRANSPORT.TransportError, TRANSPORT.StreamError, TRANSPORT.DecodingError)
-    with (
-        pytest.raises(ConnectionLost if issubclass(error, retried) else DownloadError),
-        client.opened(repository, file, 0) as (_, pieces),
-    ):
-        next(pieces)
-        raise made(error)
+
+    def download(error: Exception) -> None:
+        with client.opened(repository, file, 0) as (_, pieces):
+            next(pieces)
+            raise error
+
+    for error in FAILED:
+        if at_start:
+            monkeypatch.setattr(get_session(), "stream", Mock(side_effect=made(error)))
+        raised = raised_by(lambda error=error: download(made(error)))  # type: ignore[misc]
+        assert isinstance(raised, ConnectionLost if issubclass(error, retried) else DownloadError), error
 
 
 def test_the_rest_of_a_file_is_read_at_its_place(hub) -> None:
