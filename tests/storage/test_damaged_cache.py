@@ -214,9 +214,7 @@ def test_damaged_session_is_refused_and_costs_no_prompt(damage: str, tmp_path: P
         assert llm.complete(prompt, temperature=0, max_tokens=5).token_ids == words
 
 
-def test_damaged_description_is_written_anew(
-    use: Callable[..., Answers], cold: list[str], tmp_path: Path
-) -> None:
+def test_damaged_description_is_written_anew(use: Callable[..., Answers], cold: list[str], tmp_path: Path) -> None:
     for path in [*targets(tmp_path / "cache", "description"), *targets(tmp_path / "cache", "page")]:
         path.write_bytes(b"{")
     for parts in (MINE, OTHERS):
