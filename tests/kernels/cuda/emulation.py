@@ -7,12 +7,13 @@ misaligned access or an address of the host fails at once.
 
 import ast
 import bisect
+import functools
 import inspect
-import struct
 import textwrap
+from array import array
 from collections.abc import Callable, Generator, Sequence
 from operator import itemgetter
-from types import FunctionType, GeneratorType, SimpleNamespace
+from types import CodeType, FunctionType, GeneratorType
 from typing import Any
 
 import numba
@@ -20,7 +21,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.kernels.cuda import jit
-from localinfer.kernels.cuda.compiled import ptx
 from tests.kernels.cuda.instructions import ELEMENTS, PLACE_BITS, Place, Places, instructions, to_float32
 from tests.kernels.cuda.warps import TOGETHER
 
@@ -78,8 +78,6 @@ class Emulator:
         self._pieces: dict[int, tuple[Any, Callable[..., Any]]] = {}
         self._shared: dict[int, Any] = {}
         self._instructions = {f"ptx_{name}": run for name, run in instructions(memory).items()}
-        shared = SimpleNamespace(array=self._shared_array)
-        self._cuda = SimpleNamespace(local=SimpleNamespace(array=_array), shared=shared)
 
     def launch(
         self, name: str, constants: Sequence[int], grid: tuple[int, int, int], threads: int, values: Sequence[float]
@@ -114,28 +112,21 @@ class Emulator:
         scope = dict(function.__globals__)
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             scope[name] = cell.cell_contents
-        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-        ast.increment_lineno(tree, function.__code__.co_firstlineno - 1)
-        definition = tree.body[0]
-        assert isinstance(definition, ast.FunctionDef)
-        definition.decorator_list = []
-        definition.args.args.insert(0, ast.arg(_LANE))
-        pieces = set()
-        for name in {node.id for node in ast.walk(definition) if isinstance(node, ast.Name)} & set(scope):
+        pieces, numbers = {}, set()
+        for name in {*function.__code__.co_names, *function.__code__.co_freevars} & set(scope):
             value = scope[name]
             if isinstance(value, jit.DeviceFunction):
                 scope[name] = self._piece(value)
-                pieces.add(name)
-            elif value is numba.cuda:
-                scope[name] = self._cuda
+                pieces[name] = inspect.isgeneratorfunction(scope[name])
             elif isinstance(value, numba.types.Type):
                 scope[name] = _NUMBERS[value]
-        _Rewriting(scope, pieces, set(function.__code__.co_varnames)).visit(definition)
-        if is_kernel:
-            definition.body.insert(0, ast.parse("if False: yield").body[0])
-        scope.update(self._instructions)
-        exec(compile(ast.fix_missing_locations(tree), function.__code__.co_filename, "exec"), scope)
-        made = scope[definition.name]
+                numbers.add(name)
+        code, constants = _rewritten(function.__code__, frozenset(pieces.items()), frozenset(numbers), is_kernel)
+        scope.update(self._instructions, shared_array=self._shared_array, maker_of=_maker_of)
+        for name, expression in constants.items():
+            scope[name] = eval(expression, scope)
+        exec(code, scope)
+        made = scope[function.__name__]
         assert isinstance(made, FunctionType)
         return made
 
@@ -147,44 +138,69 @@ class Emulator:
     def _shared_array(self, lane: list[int], size: int, kind: Any) -> Any:
         lane[4] += 1
         if lane[4] not in self._shared:
-            self._shared[lane[4]] = _array(lane, size, kind, fill=255)
+            self._shared[lane[4]] = _array(size, kind, 255)
         return self._shared[lane[4]]
 
 
-class _Rewriting(ast.NodeTransformer):
-    """Turn calls at which lanes meet into yields, and name instructions, places of lanes and constants directly."""
+@functools.cache
+def _rewritten(
+    function: CodeType, pieces: frozenset[tuple[str, bool]], numbers: frozenset[str], is_kernel: bool
+) -> tuple[CodeType, dict[str, CodeType]]:
+    """A function rewritten for the emulator, and the expressions of what it names besides; see `_Rewriting`."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    ast.increment_lineno(tree, function.co_firstlineno - 1)
+    definition = tree.body[0]
+    assert isinstance(definition, ast.FunctionDef)
+    definition.decorator_list = []
+    definition.args.args.insert(0, ast.arg(_LANE))
+    rewriting = _Rewriting(dict(pieces), numbers, set(function.co_varnames))
+    rewriting.visit(definition)
+    if is_kernel:
+        definition.body.insert(0, ast.parse("if False: yield").body[0])
+    code = compile(ast.fix_missing_locations(tree), function.co_filename, "exec")
+    return code, {name: compile(text, function.co_filename, "eval") for name, text in rewriting.constants.items()}
 
-    def __init__(self, scope: dict[str, Any], pieces: set[str], variables: set[str]) -> None:
-        self._scope, self._pieces, self._variables = scope, pieces, variables
+
+class _Rewriting(ast.NodeTransformer):
+    """Turn calls at which lanes meet into yields, and name instructions, places of lanes and constants directly.
+
+    pieces: functions by name, and if lanes meet in them. numbers: names of types. variables: names that change.
+    """
+
+    def __init__(self, pieces: dict[str, bool], numbers: frozenset[str], variables: set[str]) -> None:
+        self._pieces, self._numbers, self._variables = pieces, numbers, variables
+        self.constants: dict[str, str] = {}
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
+        lane = ast.Name(_LANE, ast.Load())
         match node.func:
             case ast.Name(id=name) if name in self._pieces:
-                node.args.insert(0, ast.Name(_LANE, ast.Load()))
-                return ast.YieldFrom(node) if inspect.isgeneratorfunction(self._scope[name]) else node
-            case ast.Name(id=name) if any(self._scope.get(name) is number for number in _NUMBERS.values()):
-                return self._constant(node)
-            case ast.Attribute(value=ast.Attribute(value=ast.Name(id="cuda")), attr="array"):
-                node.args.insert(0, ast.Name(_LANE, ast.Load()))
+                node.args.insert(0, lane)
+                return ast.YieldFrom(node) if self._pieces[name] else node
+            case ast.Name(id=name) if name in self._numbers and not self._varies(node.args[0]):
+                return self._constant(ast.unparse(node))
+            case ast.Attribute(value=ast.Attribute(value=ast.Name(id="cuda"), attr="shared"), attr="array"):
+                return ast.Call(ast.Name("shared_array", ast.Load()), [lane, *node.args], [])
+            case ast.Attribute(value=ast.Attribute(value=ast.Name(id="cuda"), attr="local"), attr="array"):
+                return ast.Call(self._constant(f"maker_of({', '.join(map(ast.unparse, node.args))})"), [], [])
             case ast.Attribute(value=ast.Name(id="ptx"), attr=name) if name in _PLACES:
-                return ast.Subscript(ast.Name(_LANE, ast.Load()), ast.Constant(_PLACES[name]), ast.Load())
+                return ast.Subscript(lane, ast.Constant(_PLACES[name]), ast.Load())
             case ast.Attribute(value=ast.Name(id="ptx"), attr=name) if name in _MEETINGS:
                 return ast.Yield(ast.Tuple([ast.Constant(name), *node.args], ast.Load()))
             case ast.Attribute(value=ast.Name(id="ptx"), attr=name):
-                assert hasattr(ptx, name), f"there is no instruction {name}"
                 node.func = ast.Name(f"ptx_{name}", ast.Load())
         return node
 
-    def _constant(self, node: ast.Call) -> ast.AST:
-        """A number of a type, made once if it is of no variable."""
-        if any(isinstance(part, ast.Call) for part in ast.walk(node.args[0])):
-            return node
-        if any(isinstance(part, ast.Name) and part.id in self._variables for part in ast.walk(node.args[0])):
-            return node
-        name = f"constant_{ast.unparse(node)}"
-        self._scope[name] = eval(ast.unparse(node), self._scope)
-        return ast.Name(name, ast.Load())
+    def _varies(self, node: ast.AST) -> bool:
+        parts = list(ast.walk(node))
+        names = {part.id for part in parts if isinstance(part, ast.Name)}
+        return bool(names & self._variables) or any(isinstance(part, ast.Call | ast.Subscript) for part in parts)
+
+    def _constant(self, text: str) -> ast.Name:
+        """What is made once."""
+        self.constants[f"constant {text}"] = text
+        return ast.Name(f"constant {text}", ast.Load())
 
 
 def _run_block(lanes: list[_Lane]) -> None:
@@ -220,11 +236,18 @@ def _resumed(lanes: list[_Lane], answers: list[Any]) -> tuple[list[tuple[Any, ..
     return requests, waiting
 
 
-def _array(lane: list[int], size: int, kind: Any, fill: int = 0) -> Any:
-    """An array of a lane or of its block: of Python's whole numbers, which takes no others, or of NumPy's floats."""
+def _array(size: int, kind: Any, fill: int = 0) -> Any:
+    """An array of Python's whole numbers, which takes no others, or of NumPy's floats."""
     if kind in (int, np.uint32):
-        name = "q" if kind is int else "I"
-        return memoryview(bytearray([fill]) * (size * struct.calcsize(name))).cast(name)
+        whole = array("q" if kind is int else "I")
+        whole.frombytes(bytes([fill]) * (size * whole.itemsize))
+        return whole
     numbers = np.zeros(size, np.float32 if kind is to_float32 else np.float64)
     numbers.view(np.uint8)[:] = fill
     return numbers
+
+
+def _maker_of(size: int, kind: Any) -> Callable[[], Any]:
+    """What makes an array of a lane."""
+    first = _array(size, kind)
+    return first.copy if isinstance(first, np.ndarray) else first.__copy__

@@ -115,6 +115,9 @@ def test_means_of_texts_are_the_cpus(order: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["plain", "several scales"])
-def test_attention_is_summed_by_page_as_by_the_oracle(order: int, name: str) -> None:
-    test_cuda_page_sums.test_sums_of_pages_are_their_share_of_the_softmax_of_the_last_rows(name, 3)
-    test_cuda_page_sums.test_rows_see_what_is_left_when_pages_are_dropped("q4_0")
+def test_attention_is_summed_by_page_as_by_the_oracle(order: int, name: str, pool: ThreadPool) -> None:
+    test_cuda_page_sums.test_sums_of_pages_are_their_share_of_the_softmax_of_the_last_rows(name, 3, pool)
+
+
+def test_rows_see_what_is_left_when_pages_are_dropped(order: int, pool: ThreadPool) -> None:
+    test_cuda_page_sums.test_rows_see_what_is_left_when_pages_are_dropped("q4_0", pool)

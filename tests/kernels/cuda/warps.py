@@ -16,7 +16,9 @@ Together = Callable[[Operands], list[Any]]
 _LANES = 32
 
 
-_EXCHANGES = [itemgetter(*(lane ^ mask for lane in range(_LANES))) for mask in range(_LANES)]
+_EXCHANGES: list[Callable[[Sequence[Any]], tuple[Any, ...]]] = [
+    itemgetter(*(lane ^ mask for lane in range(_LANES))) for mask in range(_LANES)
+]
 """Of a value of each lane, those of the lanes whose number differs by a mask."""
 
 
