@@ -1,9 +1,13 @@
 """Print the assembly of kernel pieces for any target LLVM knows; run as a program, since LLVM may end the process.
 
+Behind a piece's title stands a digest of what it computes, where this machine runs it and `run_pieces` has inputs.
 Arguments: names from TARGETS, by default all.
 """
 
+import gc
+import hashlib
 import sys
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,16 +18,16 @@ from localinfer.kernels.cpu.compiled import attention_tiles, elementwise, kv_sto
 from localinfer.kernels.jit import isa
 from localinfer.kernels.jit.isa import ISA
 from localinfer.kernels.layouts import CUDA_LAYOUTS, Layout
+from tests.kernels.cpu import run_pieces
+from tests.kernels.cpu.run_pieces import Piece, Tiles
 
 _AVX2 = "+avx,+avx2,+fma,+f16c"
+_AVX512 = f"{_AVX2},+avx512f,+avx512bw,+avx512vl,+avx512dq,+avx512vnni"
 TARGETS: dict[str, tuple[ISA, str, str, str]] = {
-    "avx512vnni": (
-        ISA.AVX512_VNNI,
-        "x86_64-unknown-linux-gnu",
-        "x86-64",
-        f"{_AVX2},+avx512f,+avx512bw,+avx512vl,+avx512dq,+avx512vnni",
-    ),
+    "avx512vnni": (ISA.AVX512_VNNI, "x86_64-unknown-linux-gnu", "x86-64", _AVX512),
+    "avx512vbmi": (ISA.AVX512_VNNI, "x86_64-unknown-linux-gnu", "x86-64", f"{_AVX512},+avx512vbmi"),
     "avxvnni": (ISA.AVX_VNNI, "x86_64-unknown-linux-gnu", "x86-64", f"{_AVX2},+avxvnni"),
+    "avxvnni of avx512": (ISA.AVX_VNNI, "x86_64-unknown-linux-gnu", "x86-64", f"{_AVX2},+avx512vnni,+avx512vl"),
     "avx2": (ISA.AVX2, "x86_64-unknown-linux-gnu", "x86-64", _AVX2),
     "generic": (ISA.GENERIC, "x86_64-unknown-linux-gnu", "x86-64", ""),
     "neon": (ISA.NEON_DOTPROD, "aarch64-unknown-linux-gnu", "generic", "+neon,+dotprod"),
@@ -43,11 +47,18 @@ def _tile(layout: Layout, num_rows: int) -> tuple[Any, list[Any]]:
     return matmul.tile_product, [_literal(int(layout)), _literal(num_rows), *[_ADDRESS] * 4, _FLOAT, _ADDRESS, _ADDRESS]
 
 
-LONG_TILES = ("avx512vnni", "neon")
-"""Targets whose tiles have four rows; others take long to compile, or are those of these in another spelling.
+LONG_TILE = "avx512vnni"
+"""The target whose tiles have four rows: others take long to compile.
 
 Layouts that only the CPU has come in tiles of one row: it has all their instructions.
 """
+_GRIDS = (Layout.IQ2_XXS, Layout.IQ2_XS, Layout.IQ2_S, Layout.IQ3_XXS, Layout.IQ3_S)
+_EACH_BODY = (
+    *(Layout.F16, Layout.Q8_0, Layout.Q5_K, Layout.Q6_K, Layout.INT4_32, Layout.MXFP4, Layout.NVFP4, Layout.IQ4_NL),
+    *(Layout.Q3_K, Layout.IQ3_S, Layout.Q1_0),
+)
+_SOME_LAYOUTS = {"avx512vbmi": _GRIDS, "windows on arm": _EACH_BODY, "apple": _EACH_BODY}
+"""Targets that differ from another one in fewer layouts, or in the spelling: one layout of each function there is."""
 
 PIECES: dict[str, tuple[Any, list[Any]]] = {
     **{layout.name: _tile(layout, 4) for layout in Layout},
@@ -67,17 +78,34 @@ PIECES: dict[str, tuple[Any, list[Any]]] = {
 }
 
 
-def assembly(target_name: str, piece: str) -> str:
-    """Assembly of one intrinsic as a function of its own."""
+def pieces_of(target_name: str) -> list[str]:
+    """Names of the pieces that are compiled for a target."""
+    layouts = {layout.name for layout in _SOME_LAYOUTS.get(target_name, Layout)}
+    return [name for name in PIECES if name in layouts or name not in Layout.__members__]
+
+
+def runs_here(target_name: str) -> bool:
+    """True if this process can run a target's code."""
+    _, triple, _, features = TARGETS[target_name]
+    has = {name for name, is_there in llvm.get_host_cpu_features().items() if is_there}
+    return triple == llvm.get_process_triple() and has >= {name[1:] for name in features.split(",") if name}
+
+
+def _piece(target_name: str, name: str) -> tuple[Any, list[Any], int]:
+    """The intrinsic, the types of its arguments, and the rows of a tile."""
+    if name not in Layout.__members__:
+        return *PIECES[name], 0
+    num_rows = 4 if target_name == LONG_TILE and Layout[name] in CUDA_LAYOUTS else 1
+    return *_tile(Layout[name], num_rows), num_rows
+
+
+def assembly(target_name: str, name: str) -> str:
+    """Assembly of one intrinsic as a function `piece` of its own."""
     path, triple, cpu, features = TARGETS[target_name]
     isa.SELECTED = path
-    for name in ("targets", "asmprinters"):
-        getattr(llvm, f"initialize_all_{name}")()
     codegen = SimpleNamespace(magic_tuple=lambda: (triple, cpu, features))
     context = SimpleNamespace(codegen=lambda: codegen, get_dummy_value=lambda: None)
-    is_tile = piece in Layout.__members__
-    is_short = is_tile and (target_name not in LONG_TILES or Layout[piece] not in CUDA_LAYOUTS)
-    intrinsic, argument_types = _tile(Layout[piece], 1) if is_short else PIECES[piece]
+    intrinsic, argument_types, _ = _piece(target_name, name)
     _, generate = intrinsic._defn(None, *argument_types)
     module = ir.Module()
     module.triple = triple
@@ -92,8 +120,44 @@ def assembly(target_name: str, piece: str) -> str:
     return str(machine.emit_assembly(parsed))
 
 
+def listings(target_name: str, tiles: Tiles) -> Iterator[tuple[str, str, str]]:
+    """Name, digest and assembly of each piece of a target; where it is not run the digest is empty."""
+    texts = {name: assembly(target_name, name) for name in pieces_of(target_name)}
+    quantize = _linked(target_name, "quantize", texts) if runs_here(target_name) else None
+    for name, text in texts.items():
+        content = b""
+        if quantize is not None:
+            piece = _linked(target_name, name, texts)
+            content = _run(tiles, name, piece, _piece(target_name, name)[2], quantize)
+        yield name, hashlib.sha256(content).hexdigest() if content else "", text
+
+
+def _linked(target_name: str, name: str, texts: dict[str, str]) -> Piece:
+    types_of = _piece(target_name, name)[1]
+    kinds = ["" if isinstance(type, types.Literal) else "f" if type is _FLOAT else "q" for type in types_of]
+    return run_pieces.linked(texts[name], kinds)
+
+
+def _run(tiles: Tiles, name: str, piece: Piece, num_rows: int, quantize: Piece) -> bytes:
+    if num_rows:
+        return run_pieces.tile_product(tiles, Layout[name], piece, num_rows, quantize)
+    what, _, kind = name.rpartition(" ")
+    runs = {"key codes": run_pieces.scored_codes, "value codes": run_pieces.weighed_codes}
+    return runs[what](int(kind), piece) if what in runs else b""
+
+
+def main(names: list[str]) -> None:
+    """Print all pieces of these targets."""
+    for part in ("targets", "asmprinters"):
+        getattr(llvm, f"initialize_all_{part}")()
+    gc.freeze()
+    gc.disable()
+    # By kernels of the instruction set that is in use, before another one is chosen.
+    tiles = run_pieces.packed_tiles()
+    for target in names:
+        for name, digest, text in listings(target, tiles):
+            print(f"== {target}: {name}: {digest}\n{text}", flush=True)
+
+
 if __name__ == "__main__":
-    for target in sys.argv[1:] or TARGETS:
-        for name in PIECES:
-            print(f"== {target}: {name}")
-            print(assembly(target, name), flush=True)
+    main(sys.argv[1:] or list(TARGETS))

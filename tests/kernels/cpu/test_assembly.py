@@ -1,4 +1,4 @@
-"""What LLVM makes of kernels for targets this machine may not be: the right instructions, and no hidden calls."""
+"""What LLVM makes of kernels for targets this machine may not be: the right instructions, no hidden calls, equal bits."""
 
 import re
 import subprocess
@@ -7,14 +7,16 @@ import sys
 import pytest
 
 from localinfer.kernels.layouts import Layout, is_float
-from tests.kernels.cpu.emit_assembly import PIECES, TARGETS
+from tests.kernels.cpu.emit_assembly import TARGETS, pieces_of, runs_here
 from tests.kernels.subprocesses import REPOSITORY, environment
 from tests.support.limits import seconds
 
 INTEGER_LAYOUTS = [layout.name for layout in Layout if not is_float(layout)]
 DOT_PRODUCTS = {
     "avx512vnni": r"vpdpbusd\s.*%zmm",
+    "avx512vbmi": r"vpdpbusd\s.*%zmm",
     "avxvnni": r"vpdpbusd\s.*%ymm",
+    "avxvnni of avx512": r"vpdpbusd\s.*%ymm",
     "avx2": r"vpmaddubsw\s.*%ymm",
     "neon": r"sdot\s+v\d+\.4s, v\d+\.16b",
     "windows on arm": r"sdot\s+v\d+\.4s, v\d+\.16b",
@@ -22,40 +24,66 @@ DOT_PRODUCTS = {
 }
 
 
+LONGEST = 100
+"""Seconds of the program."""
+Listings = dict[tuple[str, str], str]
+
+
 @pytest.fixture(scope="module")
-def listings() -> dict[tuple[str, str], str]:
-    """Assembly by target and piece."""
+def printed() -> tuple[Listings, Listings]:
+    """Assembly, and digests of what it computes, by target and piece."""
     command = [sys.executable, "-m", "tests.kernels.cpu.emit_assembly"]
     done = subprocess.run(
-        command, cwd=REPOSITORY, env=environment(), capture_output=True, text=True, timeout=seconds(100)
+        command, cwd=REPOSITORY, env=environment(), capture_output=True, text=True, timeout=seconds(LONGEST)
     )
     last = done.stdout.rpartition("== ")[2].partition("\n")[0]
-    assert done.returncode == 0, f"{last}: {done.stderr}"
-    parts = re.split(r"^== (.*): (.*)$", done.stdout, flags=re.MULTILINE)[1:]
-    return dict(zip(zip(parts[::3], parts[1::3], strict=True), parts[2::3], strict=True))
+    assert done.returncode == 0, f"after {last}: {done.stderr}"
+    parts = re.split(r"^== (.*): (.*): (.*)$", done.stdout, flags=re.MULTILINE)[1:]
+    names = list(zip(parts[::4], parts[1::4], strict=True))
+    return dict(zip(names, parts[3::4], strict=True)), dict(zip(names, parts[2::4], strict=True))
+
+
+@pytest.fixture
+def listings(printed: tuple[Listings, Listings]) -> Listings:
+    return printed[0]
 
 
 @pytest.mark.parametrize("target", DOT_PRODUCTS)
-def test_products_use_the_dot_product_of_their_instruction_set(
-    listings: dict[tuple[str, str], str], target: str
-) -> None:
+def test_products_use_the_dot_product_of_their_instruction_set(listings: Listings, target: str) -> None:
     for name in (*INTEGER_LAYOUTS, "key codes 0", "key codes 1"):
-        assert re.search(DOT_PRODUCTS[target], listings[target, name]), name
+        if name in pieces_of(target):
+            assert re.search(DOT_PRODUCTS[target], listings[target, name]), name
 
 
 @pytest.mark.parametrize("target", DOT_PRODUCTS)
-def test_no_piece_of_a_vector_path_calls_a_function(listings: dict[tuple[str, str], str], target: str) -> None:
-    for name in PIECES:
+def test_no_piece_of_a_vector_path_calls_a_function(listings: Listings, target: str) -> None:
+    for name in pieces_of(target):
         assert not re.search(r"^\s+(call|callq|bl)\s", listings[target, name], flags=re.MULTILINE), name
 
 
-def test_the_generic_path_calls_nothing_but_the_fused_multiply_add(listings: dict[tuple[str, str], str]) -> None:
-    for name in PIECES:
+def test_the_generic_path_calls_nothing_but_the_fused_multiply_add(listings: Listings) -> None:
+    for name in pieces_of("generic"):
         text = listings["generic", name]
         called = set(re.findall(r"\b(?:__\w+|fmaf?|rintf?|sqrtf?|expf?)\b", text))
         assert called <= {"fmaf", "rintf"}, name
 
 
-def test_every_target_is_looked_at(listings: dict[tuple[str, str], str]) -> None:
+@pytest.mark.parametrize("target", [target for target in TARGETS if target != "generic"])
+def test_products_of_every_path_of_this_machine_are_those_of_the_generic_one(
+    printed: tuple[Listings, Listings], target: str
+) -> None:
+    """Of weights in every layout and of codes; each path as compiled for a CPU that has no better one."""
+    if not (runs_here(target) and runs_here("generic")):
+        pytest.skip("this machine does not run it")
+    digests = printed[1]
+    products = [name for name in pieces_of(target) if name in Layout.__members__ or "codes" in name]
+    compared = [name for name in products if not name.startswith("head")]
+    assert all(digests[target, name] for name in compared)
+    assert {name: digests[target, name] for name in compared} == {name: digests["generic", name] for name in compared}
+
+
+def test_every_target_is_looked_at(listings: Listings) -> None:
     assert set(TARGETS) == {*DOT_PRODUCTS, "generic"}
-    assert set(listings) == {(target, piece) for target in TARGETS for piece in PIECES}
+    assert set(listings) == {(target, piece) for target in TARGETS for piece in pieces_of(target)}
+    whole = ("avx512vnni", "avxvnni", "avxvnni of avx512", "avx2", "generic", "neon")
+    assert all({*Layout.__members__} <= {*pieces_of(target)} for target in whole)

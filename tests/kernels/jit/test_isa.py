@@ -1,7 +1,7 @@
 """Choosing an instruction set, and the same bits from each."""
 
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +12,7 @@ from localinfer.errors import BackendUnavailableError
 from localinfer.kernels.cpu.compiled.emit import target_isa
 from localinfer.kernels.jit import isa
 from localinfer.kernels.jit.isa import ISA, available, runs_on, select
-from tests.kernels.cpu.digest import DOT_PRODUCTS, cached, chosen, encoded, products, recurrent
+from tests.kernels.cpu.digest import cached, chosen, encoded, products, recurrent
 from tests.kernels.subprocesses import REPOSITORY, finish, start
 from tests.support.limits import seconds
 
@@ -81,30 +81,28 @@ def processes() -> Iterator[dict[ISA, subprocess.Popen[str]]]:
     # Each is missing some kernels after the other: a child process for each time would import Numba again.
     alone = "from localinfer.kernels.jit import compile_ahead; compile_ahead.can_start_children = lambda: False"
     for path in available():
-        if path is ISA.GENERIC:
-            names = ("products", "cached", "recurrent", "encoded", "chosen")
-            code = f"from tests.kernels.cpu import digest; print({', '.join(f'digest.{name}()' for name in names)})"
-            started[path] = start(f"{alone}; {code}", REPOSITORY, LOCALINFER_ISA=path.value, **OLD_CPU)
-        elif path is not isa.SELECTED:
-            arguments = ("digest.DOT_PRODUCTS", "['q8_0']") if path is ISA.AVX_VNNI else ("", "")
-            code = "from tests.kernels.cpu import digest; print(digest.products({}), digest.cached({}))".format(
-                *arguments
-            )
-            started[path] = start(f"{alone}; {code}", LOCALINFER_ISA=path.value)
+        if path is not isa.SELECTED:
+            names = [f"digest.{digest.__name__}()" for digest in digests_of(path)]
+            code = f"{alone}; from tests.kernels.cpu import digest; print({', '.join(names)})"
+            changes = OLD_CPU if path is ISA.GENERIC else {}
+            started[path] = start(code, REPOSITORY, LOCALINFER_ISA=path.value, **changes)
     yield started
     for process in started.values():
         process.kill()
         process.communicate()
 
 
+def digests_of(path: ISA) -> list[Callable[[], str]]:
+    """Kernels to compare: for an older CPU all are other code, for this one only those with products."""
+    return [products, cached, recurrent, encoded, chosen] if path is ISA.GENERIC else [products]
+
+
 @pytest.mark.parametrize("path", ISA)
 def test_every_path_of_this_machine_computes_the_same_bits(
     path: ISA, processes: dict[ISA, subprocess.Popen[str]]
 ) -> None:
+    """The products of each layout alone are compared by `test_assembly.py`."""
     if path not in processes:
         pytest.skip("this CPU lacks it" if path is not isa.SELECTED else "the path that the others are compared with")
     output, _ = finish(processes[path])
-    wanted = [products(DOT_PRODUCTS), cached(["q8_0"])] if path is ISA.AVX_VNNI else [products(), cached()]
-    if path is ISA.GENERIC:
-        wanted += [recurrent(), encoded(), chosen()]
-    assert output.split() == wanted
+    assert output.split() == [digest() for digest in digests_of(path)]

@@ -1,0 +1,166 @@
+"""Run kernel pieces on fixed inputs: products, which alone are made of other instructions in each instruction set.
+
+Products of weights in every layout, of codes of keys and of codes of values.
+"""
+
+import ctypes
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from llvmlite import binding as llvm
+from numpy.typing import NDArray
+
+from localinfer.kernels.cpu.compiled import attention_scratch as scratch
+from localinfer.kernels.cpu.kernel_abi import RECORD_BYTES, SCRATCH_BYTES
+from localinfer.kernels.cpu.memory import Arena, address
+from localinfer.kernels.cpu.parameters import ATTENTION
+from localinfer.kernels.cpu.program import ThreadPool
+from localinfer.kernels.kv_layout import PAGE_TOKENS, SCALE_BLOCK
+from localinfer.kernels.layouts import SIZES, TILE_ROWS, Layout, is_float
+from tests.kernels.cpu.tape_runs import linear, random_rows
+from tests.kernels.random_weights import random_weights
+
+Piece = Callable[..., None]
+Tiles = dict[Layout, NDArray[np.uint8]]
+ROWS = 4
+"""Rows of activations of a tile, which pieces take one by one or all at once."""
+COLUMNS = 96
+"""Of keys and values: more than a block of scales, and no whole number of blocks."""
+QUERY_COUNTS = (1, 2, 4, 8)
+
+for _part in ("target", "asmprinter", "asmparser"):
+    getattr(llvm, f"initialize_native_{_part}")()
+
+
+def linked(assembly: str, kinds: Sequence[str]) -> Piece:
+    """The function `piece` of an assembly listing for this system.
+
+    kinds: of its arguments, q an address, f a float32, and a literal that it was made for, which is not given.
+    """
+    quoted = assembly.translate({ord(letter): f"\\{ord(letter):02X}" for letter in '"\\\n\t'})
+    triple = llvm.get_process_triple()
+    module = llvm.parse_assembly(f'target triple = "{triple}"\nmodule asm "{quoted}"')
+    machine = llvm.Target.from_triple(triple).create_target_machine(opt=0, codemodel="jitdefault", jit=True)
+    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
+    engine.add_object_file(llvm.ObjectFileRef.from_data(machine.emit_object(module)))
+    engine.finalize_object()
+    types = {"q": ctypes.c_int64, "f": ctypes.c_float, "": ctypes.c_int64}
+    call = ctypes.CFUNCTYPE(None, *(types[kind] for kind in kinds))(engine.get_function_address("piece"))
+    literals = [0] * list(kinds).count("")
+
+    def piece(*values: float, _code: object = engine) -> None:
+        call(*literals, *values)
+
+    return piece
+
+
+def _array(values: NDArray[np.generic]) -> NDArray[np.uint8]:
+    """The bytes of an array, aligned as kernels want them."""
+    found = Arena(0).take(values.nbytes)
+    found[:] = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+    return found
+
+
+def packed_tiles() -> Tiles:
+    """Random weights in every layout, a tile of each."""
+    pool, shapes = ThreadPool(1), {layout: (TILE_ROWS, _columns(layout)) for layout in Layout}
+    return {one: linear(pool, one, random_weights(one, shapes[one], 1), shapes[one]).packed.data for one in Layout}
+
+
+def _columns(layout: Layout) -> int:
+    return 37 if is_float(layout) else 2 * SIZES[layout].unit
+
+
+def tile_product(tiles: Tiles, layout: Layout, product: Piece, num_rows: int, quantize: Piece) -> bytes:
+    """ROWS rows of activations times a tile, num_rows at a time, to 16 columns each, and to 11 that are there."""
+    columns = _columns(layout)
+    values = random_rows(ROWS, columns, 2)
+    rows = [_array(row) for row in values] if is_float(layout) else [_quantized(row, quantize) for row in values]
+    bias, residuals = _array(random_rows(1, 16, 3)), _array(random_rows(ROWS, 16, 4))
+    found = b""
+    for count in (16, 11):
+        out = _array(np.full((ROWS, 16), np.nan, np.float32))
+        for first in range(0, ROWS, num_rows):
+            table = np.zeros((3, 8), np.int64)
+            for slot in range(num_rows):
+                offset = 64 * (first + slot)
+                table[:, slot] = address(rows[first + slot]), address(out) + offset, address(residuals) + offset
+            product(address(tiles[layout]), columns, address(table), address(bias), 0.75, 0, count)
+        # What is not there stays as it was.
+        assert np.isfinite(out.view(np.float32).reshape(ROWS, 16)).sum() == ROWS * count
+        found += out.tobytes()
+    return found
+
+
+def _quantized(row: NDArray[np.float32], quantize: Piece) -> NDArray[np.uint8]:
+    """Codes and records of a row of activations."""
+    source, blocks = _array(row), row.size // 32
+    target = Arena(0).take(row.size + blocks * RECORD_BYTES)
+    for block in range(blocks):
+        codes = address(target) + 32 * block
+        quantize(address(source) + 128 * block, codes, address(target) + row.size + block * RECORD_BYTES)
+    return target
+
+
+class _Chunk:
+    """Half a chunk of a cache of keys or values in codes, and what attention keeps of it in memory."""
+
+    def __init__(self, codes_per_byte: int) -> None:
+        generator = np.random.default_rng(5)
+        self.memory = _array(np.zeros(SCRATCH_BYTES, np.uint8))
+        blocks = -(-COLUMNS // SCALE_BLOCK)
+        self.code_bytes = PAGE_TOKENS * COLUMNS // codes_per_byte
+        self.pages = []
+        for _ in range(scratch.PAGES_PER_CHUNK // 2):
+            codes = generator.integers(0, 256, self.code_bytes, dtype=np.uint8)
+            scales = np.abs(generator.normal(size=blocks * PAGE_TOKENS)).astype(np.float16)
+            self.pages.append(_array(np.concatenate([codes, scales.view(np.uint8)])))
+        self.put(scratch.PAGES, [address(page) for page in self.pages] * 4)
+        words: dict[str, float] = dict.fromkeys(ATTENTION.fields, 0) | dict.fromkeys(ATTENTION.floats, 0.0)
+        sizes = {"key_columns": COLUMNS, "value_columns": COLUMNS}
+        scales = {"key_scales": self.code_bytes, "value_scales": self.code_bytes}
+        self.parameters = ATTENTION.pack(**words | sizes | scales)
+        self.num_positions = PAGE_TOKENS * len(self.pages)
+
+    def put(self, offset: int, values: Sequence[int]) -> None:
+        """Write words to the memory."""
+        self.memory[offset : offset + 8 * len(values)].view(np.int64)[:] = values
+
+    def floats(self, offset: int, count: int) -> NDArray[np.float32]:
+        """Numbers in the memory."""
+        return self.memory[offset : offset + 4 * count].view(np.float32)
+
+
+def scored_codes(kind: int, score: Piece) -> bytes:
+    """Scores of one to eight queries for keys in codes."""
+    chunk, generator = _Chunk(1 + kind), np.random.default_rng(6)
+    blocks = -(-COLUMNS // SCALE_BLOCK)
+    queries = []
+    for _ in range(max(QUERY_COUNTS)):
+        codes = generator.integers(-127, 128, COLUMNS, dtype=np.int8)
+        sums = np.array([codes[SCALE_BLOCK * i :][:SCALE_BLOCK].sum(dtype=np.int32) for i in range(blocks)], np.int32)
+        parts = [codes, generator.random(blocks, np.float32), sums * np.int32(-8 if kind else -128)]
+        queries.append(_array(np.concatenate([part.view(np.uint8) for part in parts])))
+    chunk.put(scratch.QUERY_TABLE, [address(query) for query in queries])
+    found = b""
+    for count in QUERY_COUNTS:
+        chunk.put(scratch.COUNT, [count])
+        scores = chunk.floats(scratch.SCORES, count * scratch.SCORE_STRIDE // 4)
+        scores[:] = 0
+        score(address(chunk.parameters), address(chunk.memory), 1, chunk.num_positions // 16)
+        found += scores.tobytes()
+    return found
+
+
+def weighed_codes(kind: int, weigh: Piece) -> bytes:
+    """Sums of values in codes, for one to eight queries."""
+    chunk, generator = _Chunk(1 + kind), np.random.default_rng(7)
+    chunk.floats(scratch.SCORES, 8 * scratch.SCORE_STRIDE // 4)[:] = generator.random(2 * scratch.SCORE_STRIDE)
+    out = _array(np.zeros((max(QUERY_COUNTS), COLUMNS), np.float32))
+    chunk.put(scratch.CHUNK_VALUES, [address(out)])
+    found = b""
+    for count in QUERY_COUNTS:
+        chunk.put(scratch.COUNT, [count])
+        weigh(address(chunk.parameters), address(chunk.memory), 16, chunk.num_positions)
+        found += out.tobytes()
+    return found
