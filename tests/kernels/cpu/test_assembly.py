@@ -1,4 +1,4 @@
-"""What LLVM makes of kernels for targets this machine may not be: the right instructions, no hidden calls, equal bits."""
+"""What LLVM makes of kernels for targets this machine may not be: right instructions, no hidden calls, equal bits."""
 
 import re
 import subprocess
