@@ -58,7 +58,7 @@ SAMPLES = [
     (name, round(random.uniform(1, most) if random.random() < 0.7 else random.uniform(1, most / 20)))
     for random in [Random(17)]
     for name, (_, most) in COMMANDS.items()
-    for _ in range(4)
+    for _ in range(2)
 ]
 
 
