@@ -1,5 +1,6 @@
 """Tiny random models of many architectures, with the logits that llama.cpp gave for them (tests/data/README.md)."""
 
+import io
 import json
 import lzma
 import re
@@ -163,13 +164,20 @@ def further_skeletons() -> dict[str, dict[str, Any]]:
     return found
 
 
+@cache
+def _answers(stem: str) -> Mapping[str, NDArray[Any]]:
+    """Arrays of a file of answers by their names; each is decoded when it is asked for."""
+    found: Mapping[str, NDArray[Any]] = np.load(io.BytesIO((DATA / f"{stem}.npz").read_bytes()))
+    return found
+
+
 def build_further(folder: Path, name: str) -> ArchModel:
     """Write one of `further_skeletons` into folder, unless it is there, and return it with its answers."""
     skeleton, path = further_skeletons()[name], folder / f"{name}.gguf"
     if not path.exists():
         write_skeleton(skeleton, path)
-    with np.load(DATA / f"{skeleton['file']}.npz") as answers:
-        return ArchModel(name, path, answers["tokens"], answers[name])
+    answers = _answers(skeleton["file"])
+    return ArchModel(name, path, answers["tokens"], answers[name])
 
 
 def build_model(folder: Path, name: str) -> ArchModel:
@@ -177,8 +185,8 @@ def build_model(folder: Path, name: str) -> ArchModel:
     path = folder / f"{name}.gguf"
     if not path.exists():
         write_skeleton(skeletons()[name], path)
-    with np.load(DATA / "logits.npz") as answers:
-        return ArchModel(name, path, answers[f"{name}.tokens"], answers[f"{name}.logits"])
+    answers = _answers("logits")
+    return ArchModel(name, path, answers[f"{name}.tokens"], answers[f"{name}.logits"])
 
 
 def text_models() -> list[str]:
@@ -191,9 +199,9 @@ def build_text_model(folder: Path, name: str) -> TextModel:
     path = folder / f"{name}.gguf"
     if not path.exists():
         write_skeleton(skeletons()[name], path)
-    with np.load(DATA / "logits.npz") as answers:
-        kinds = [kind for kind in ("embeddings", "pooled", "scores") if f"{name}.{kind}" in answers.files]
-        return TextModel(name, path, answers[f"{name}.tokens"], {kind: answers[f"{name}.{kind}"] for kind in kinds})
+    answers = _answers("logits")
+    kinds = [kind for kind in ("embeddings", "pooled", "scores") if f"{name}.{kind}" in answers]
+    return TextModel(name, path, answers[f"{name}.tokens"], {kind: answers[f"{name}.{kind}"] for kind in kinds})
 
 
 def run_texts(path: Path, device: Device, texts: Sequence[NDArray[np.int32]], pooling: Pooling) -> list[FloatArray]:
@@ -224,27 +232,49 @@ def read_config(path: Path, *, with_draft_layers: bool = False) -> ModelConfig:
         return ModelConfig.from_metadata(file.metadata, shapes, with_draft_layers=with_draft_layers)
 
 
-def run_logits(model: ArchModel, device: Device, chunk_rows: int = 0) -> FloatArray:
-    """Logits of every position, computed at once or in chunks of chunk_rows."""
-    config = read_config(model.path)
-    layers = kv_layer_shapes(config)
-    num_rows = len(model.token_ids)
-    step = chunk_rows or num_rows
-    program = device.program(write_decoder(config, device.weights(model.path)), step)
-    pages = device.pages(layers, num_rows)
-    shapes, source = state_shapes(config), 0
-    parts = []
-    for start in range(0, num_rows, step):
-        token_ids = model.token_ids[start : start + step]
-        rows = np.arange(len(token_ids), dtype=np.int32)
-        state = None
-        if shapes:
-            (target,) = device.states(shapes, 1)
-            state, source = StateStep(source, [(len(token_ids), target)]), target
-        segment = Segment(start, len(token_ids), pages, state=state)
-        parts.append(program.run(Batch(token_ids, [segment], rows)).copy())
-    program.close()
-    return np.concatenate(parts)
+class ArchRun:
+    """A model on a device, whose texts may come in chunks of up to max_rows rows. `weights`: others than its file's."""
+
+    def __init__(
+        self, model: ArchModel, device: Device, max_rows: int = 0, weights: WeightSource | None = None
+    ) -> None:
+        self._token_ids = model.token_ids
+        self._device = device
+        config = read_config(model.path)
+        self._layers, self._states = kv_layer_shapes(config), state_shapes(config)
+        graph = write_decoder(config, weights or device.weights(model.path))
+        self._program = device.program(graph, max_rows or len(model.token_ids))
+
+    def __enter__(self) -> "ArchRun":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._program.close()
+
+    def logits(self, chunk_rows: int = 0) -> FloatArray:
+        """Logits of every position, computed at once or in chunks of chunk_rows, over fresh pages and states."""
+        num_rows = len(self._token_ids)
+        step = chunk_rows or num_rows
+        pages = self._device.pages(self._layers, num_rows)
+        parts, source = [], 0
+        for start in range(0, num_rows, step):
+            token_ids = self._token_ids[start : start + step]
+            rows = np.arange(len(token_ids), dtype=np.int32)
+            state = None
+            if self._states:
+                (target,) = self._device.states(self._states, 1)
+                state, source = StateStep(source, [(len(token_ids), target)]), target
+            segment = Segment(start, len(token_ids), pages, state=state)
+            parts.append(self._program.run(Batch(token_ids, [segment], rows)).copy())
+        return np.concatenate(parts)
+
+
+def run_logits(
+    model: ArchModel, device: Device, chunk_rows: int = 0, weights: WeightSource | None = None
+) -> FloatArray:
+    """Logits of every position, of a program whose batches hold no more than a chunk."""
+    with ArchRun(model, device, chunk_rows, weights) as run:
+        return run.logits(chunk_rows)
 
 
 def normalized_error(found: FloatArray, wanted: FloatArray) -> float:

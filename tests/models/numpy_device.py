@@ -1,14 +1,27 @@
 """The NumPy oracle as a device of the architecture tests."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.kernels.ops import KVLayerShape, OpGraph, StateShape
+from localinfer.types import FloatArray
 from tests.support.oracle import NumpyProgram, NumpyWeights
+from tests.support.oracle_formulas import Float64Array
+
+
+class ArrayWeights(NumpyWeights):
+    """The same over tensors in memory, by their names."""
+
+    def __init__(self, tensors: Mapping[str, FloatArray]) -> None:
+        self._arrays = {name: np.array(values, np.float64) for name, values in tensors.items()}
+        self.shapes = {name: values.shape for name, values in self._arrays.items()}
+
+    def _values(self, name: str) -> Float64Array:
+        return self._arrays[name]
 
 
 class NumpyDevice:

@@ -32,11 +32,6 @@ class Scaler:
         return [np.float32(self.factor) * matrix.values for matrix in product.matrices]
 
 
-@pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("archs")
-
-
 def run(
     path: Path, token_ids: np.ndarray, visitor: Scaler, *, is_double: bool = False, threads: int = 1
 ) -> list[FloatArray]:

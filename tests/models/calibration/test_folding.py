@@ -11,24 +11,19 @@ from localinfer.models.calibration.scale_groups import fold_scales
 from localinfer.quant.gguf.reader import read_gguf
 from tests.kernels.cpu.device import CpuDevice
 from tests.models.arch_models import architectures, build_model, read_config, run_logits
-from tests.models.calibration.folded_models import groups_of, write_folded
+from tests.models.calibration.folded_models import folded_weights, groups_of, write_folded
 from tests.models.numpy_device import NumpyDevice
 
 
-@pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("folded")
-
-
 @pytest.mark.parametrize("name", architectures())
-def test_folding_any_scales_leaves_the_logits(name: str, folder: Path, tmp_path: Path) -> None:
+def test_folding_any_scales_leaves_the_logits(name: str, folder: Path) -> None:
     model = build_model(folder, name)
-    folded = replace(model, path=tmp_path / "folded.gguf")
-    assert write_folded(model.path, folded.path, seed=3) >= read_config(model.path).num_layers
-    wanted = run_logits(model, NumpyDevice())
-    found = run_logits(folded, NumpyDevice())
+    config = read_config(model.path)
+    original, folded, num_groups = folded_weights(model.path, seed=3)
+    assert num_groups >= config.num_layers
+    wanted, found = (run_logits(model, NumpyDevice(), weights=weights) for weights in (original, folded))
     # A delta net norms what may be nearly 0 in the first rows, so the rounding of folded weights shows there.
-    tolerance = 2e-4 if read_config(model.path).recurrent else 1e-5
+    tolerance = 2e-4 if config.recurrent else 1e-5
     assert np.abs(found - wanted).max() <= tolerance * np.abs(wanted).max()
 
 

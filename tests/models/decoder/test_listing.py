@@ -9,21 +9,20 @@ import pytest
 from localinfer.errors import UnsupportedFormatError
 from localinfer.kernels.ops import Matmul, OpGraph
 from localinfer.models.decoder.checked_weights import ShapeWeights
+from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.decoder.decoder import write_decoder
 from localinfer.models.decoder.listing import list_program, program_lines
 from localinfer.models.decoder.sparse_attention import index_layers
-from localinfer.quant.gguf.reader import read_gguf
-from tests.models.arch_models import architectures, build_model, read_config
+from localinfer.quant.gguf.reader import GGUFFile, read_gguf
+from tests.models.arch_models import architectures, build_model
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("archs")
+def config_of(file: GGUFFile) -> ModelConfig:
+    return ModelConfig.from_metadata(file.metadata, {name: one.shape for name, one in file.tensors.items()})
 
 
-def graph_of(path: Path) -> OpGraph:
-    with read_gguf(path) as file:
-        return write_decoder(read_config(path), ShapeWeights({name: one.shape for name, one in file.tensors.items()}))
+def graph_of(file: GGUFFile) -> OpGraph:
+    return write_decoder(config_of(file), ShapeWeights({name: one.shape for name, one in file.tensors.items()}))
 
 
 @pytest.mark.parametrize("name", architectures())
@@ -31,7 +30,7 @@ def test_every_matrix_of_a_model_is_listed_and_every_layer(name: str, folder: Pa
     path = build_model(folder, name).path
     with read_gguf(path) as file:
         program = list_program(file)
-        config = read_config(path)
+        config = config_of(file)
         matrices = {key for key, one in file.tensors.items() if len(one.shape) > 1 and not key.startswith("position")}
     num_layers = config.num_layers
     # The last layers may attend to the keys and values of others, and files may hold some of their own all the same.
@@ -59,9 +58,9 @@ def test_every_matrix_of_a_model_is_listed_and_every_layer(name: str, folder: Pa
 
 @pytest.mark.parametrize("name", architectures())
 def test_graphs_of_one_file_are_equal_and_differ_by_any_op(name: str, folder: Path) -> None:
-    path = build_model(folder, name).path
-    graph = graph_of(path)
-    assert graph == graph_of(path)
+    with read_gguf(build_model(folder, name).path) as file:
+        graph = graph_of(file)
+        assert graph == graph_of(file)
     assert graph != replace(graph, ops=graph.ops[:-1])
     index, op = next((index, op) for index, op in enumerate(graph.ops) if isinstance(op, Matmul))
     projections = [replace(op.projections[0], scale=0.5), *op.projections[1:]]

@@ -1,9 +1,15 @@
 """Weights that try encoders: of integers, products and sums, so that every platform and NumPy has the same bits."""
 
+import json
+from functools import cache
+from pathlib import Path
+
 import numpy as np
 from numpy.typing import NDArray
 
 COLUMNS = 768
+GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "ggml_encoders.json").read_text())
+"""Made with ggml_quantize_chunk of libggml-base, compiled for plain x86-64, from `hard_weights` and `importances`."""
 
 
 def uniform(count: int, seed: int) -> NDArray[np.float32]:
@@ -15,6 +21,7 @@ def uniform(count: int, seed: int) -> NDArray[np.float32]:
     return (word >> np.uint64(40)).astype(np.float32) / np.float32(1 << 24) - np.float32(0.5)
 
 
+@cache
 def hard_weights() -> dict[str, NDArray[np.float32]]:
     """Matrices float32[rows, COLUMNS] by what is hard about them; rows are not a multiple of any vector."""
     rows = 21
@@ -57,6 +64,7 @@ def hard_weights() -> dict[str, NDArray[np.float32]]:
     }
 
 
+@cache
 def importances() -> dict[str, NDArray[np.float32] | None]:
     """Importance float32[COLUMNS]: none, unequal, and with columns that never matter."""
     # NumPy's power has other bits on other processors.
