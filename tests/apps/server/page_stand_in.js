@@ -1,8 +1,10 @@
 // Runs scripts of the chat page in Node on a stand-in of the few parts of a document that they need.
-// Arguments: the scripts, in order. Standard input: JSON lists of calls; standard output: what they give, as JSON.
+// Arguments: the scripts, in order. Each line of standard input: a list of calls, as JSON, for a page of their own; of
+// standard output: what they give.
 'use strict';
 
 const fs = require('node:fs');
+const readline = require('node:readline');
 const vm = require('node:vm');
 
 class Node {
@@ -91,12 +93,7 @@ const COUNTING = `
   };
 `;
 
-const context = vm.createContext({
-  document: { createElement: (tag) => new Node(tag) }, URL, Node, structuredClone, crypto,
-});
-vm.runInContext(COUNTING, context);
-for (const path of process.argv.slice(2)) vm.runInContext(fs.readFileSync(path, 'utf8'), context, { filename: path });
-vm.runInContext(`
+const CALLED = `
   /** Markdown as markup, fed in pieces; root: what holds it. */
   function render(pieces, root = document.createElement('div')) {
     const view = new MarkdownView(root);
@@ -157,10 +154,23 @@ vm.runInContext(`
     ofTab.remove('a');
     return [found, isKept, ofTab.get('a')];
   }
-`, context);
-const calls = JSON.parse(fs.readFileSync(0, 'utf8'));
-const results = calls.map(([name, ...given]) => {
-  context.given = given;
-  return vm.runInContext(`${name}(...given)`, context);
+`;
+
+const scripts = [
+  new vm.Script(COUNTING),
+  ...process.argv.slice(2).map((path) => new vm.Script(fs.readFileSync(path, 'utf8'), { filename: path })),
+  new vm.Script(CALLED),
+];
+const { append } = Node.prototype;
+readline.createInterface({ input: process.stdin }).on('line', (line) => {
+  Node.prototype.append = append;
+  const context = vm.createContext({
+    document: { createElement: (tag) => new Node(tag) }, URL, Node, structuredClone, crypto,
+  });
+  for (const script of scripts) script.runInContext(context);
+  const results = JSON.parse(line).map(([name, ...given]) => {
+    context.given = given;
+    return vm.runInContext(`${name}(...given)`, context);
+  });
+  process.stdout.write(`${JSON.stringify(results)}\n`);
 });
-process.stdout.write(JSON.stringify(results));
