@@ -2,15 +2,16 @@
 
 import importlib.util
 import json
-import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from localinfer.apps.bench import measured_model
+from localinfer.apps.bench import measured_model, roofline
 from localinfer.apps.bench.figures import compare
 from localinfer.apps.bench.processes import EngineOptions, EngineProcess
 from localinfer.apps.bench.report import render_bench
@@ -19,12 +20,22 @@ from localinfer.errors import BackendUnavailableError, ModelFileError
 from localinfer.kernels.ops import Rows
 from localinfer.kernels.program import OpCost
 from localinfer.loading.options import model_path
-from tests.support.limits import seconds
+from tests.bench.bench_commands import run_bench, warm_processes
 
 HAS_PEER = importlib.util.find_spec("llama_cpp") is not None
 HAS_CHARTS = importlib.util.find_spec("matplotlib") is not None
 SMALL = ("--prompt", "24", "--decode", "6", "--context", "9", "--repetitions", "2", "--threads", "2")
 RATES = ("prefill_tokens_per_second", "decode_tokens_per_second", "time_to_first_token_seconds")
+
+
+@contextmanager
+def short_rounds() -> Iterator[None]:
+    """The machine's rates from shorter rounds and fewer passes, which measure less exactly."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(roofline, "_ROUND_SECONDS", 0.003)
+        patch.setattr(roofline, "_DECODE_RUNS", 3)
+        patch.setattr(roofline, "_PREFILL_RUNS", 2)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -35,12 +46,11 @@ def model() -> str:
 
 @pytest.fixture(scope="module")
 def record(model: str) -> dict[str, Any]:
-    """What the command prints with --json, and nothing else on stdout."""
-    command = [sys.executable, "-m", "localinfer", "bench", model, *SMALL, "--json"]
-    result = subprocess.run(command, capture_output=True, timeout=seconds(50), check=False)
-    assert result.returncode == 0, result.stderr.decode()
-    assert result.stderr == b""
-    found: dict[str, Any] = json.loads(result.stdout)
+    """What the command prints with --json, and nothing else."""
+    with short_rounds(), warm_processes():
+        printed, errors = run_bench(model, *SMALL, "--json")
+    assert errors == ""
+    found: dict[str, Any] = json.loads(printed)
     return found
 
 
@@ -170,7 +180,8 @@ def test_process_that_ends_by_itself_is_an_error(model: str) -> None:
 
 
 def test_roofline_times_every_op(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", model, *SMALL, "--roofline", "--json"]) == 0
+    with short_rounds():
+        assert main(["bench", model, *SMALL, "--roofline", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     decode, prefill = found["phases"]
     assert (decode["num_rows"], prefill["num_rows"]) == (1, 24)
@@ -199,7 +210,8 @@ def test_roofline_without_matplotlib_says_how_to_install_it(capsys: pytest.Captu
 
 
 def test_roofline_without_a_model_measures_the_machine(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "--roofline", "--json", "--threads", "1"]) == 0
+    with short_rounds():
+        assert main(["bench", "--roofline", "--json", "--threads", "1"]) == 0
     assert set(json.loads(capsys.readouterr().out)) == {"machine"}
 
 

@@ -32,7 +32,7 @@ from localinfer.apps.cli import main
 from localinfer.apps.server.operation.observation import GOOD_FIRST_TOKEN_SECONDS, GOOD_INTERVAL_SECONDS
 from localinfer.errors import BackendUnavailableError
 from localinfer.loading.options import model_path
-from tests.support.limits import seconds
+from tests.bench.bench_commands import run_bench, warm_processes
 
 HAS_CHARTS = importlib.util.find_spec("matplotlib") is not None
 OBJECTIVE = Objective(first_token_seconds=1.0, interval_seconds=0.1)
@@ -197,12 +197,11 @@ def record(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What the command prints with --json, and nothing else on stdout; the chart is drawn where it can be."""
     chart = tmp_path_factory.mktemp("charts") / "serve.png"
     words = [*QUICK, "--json", *(["--output", str(chart)] if HAS_CHARTS else [])]
-    command = [sys.executable, "-m", "localinfer", "bench", str(model_path(None)), *words]
-    result = subprocess.run(command, capture_output=True, timeout=seconds(50), check=False)
-    assert result.returncode == 0, result.stderr.decode()
+    with warm_processes():
+        printed, _ = run_bench(str(model_path(None)), *words)
     if HAS_CHARTS:
         assert chart.read_bytes().startswith(b"\x89PNG")
-    found: dict[str, Any] = json.loads(result.stdout)
+    found: dict[str, Any] = json.loads(printed)
     return found
 
 

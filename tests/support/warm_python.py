@@ -39,7 +39,7 @@ _SET_CHILD_SUBREAPER = 36
 
 
 class WarmPython(subprocess.Popen[Any]):
-    """As `subprocess.Popen` with `[sys.executable, "-m", MODULE, ...]` or `[sys.executable, "-c", CODE, ...]`.
+    """As `subprocess.Popen` with `[sys.executable, ...]` and a script's path, `-m` and a module, or `-c` and code.
 
     It takes the streams, `text`, `env` and `cwd`. Where Linux's way to adopt a process is missing it is `Popen` itself.
     """
@@ -51,7 +51,7 @@ class WarmPython(subprocess.Popen[Any]):
             cwd, environment = rest[4], rest[5]
             pipes = rest[9:15]
             streams = [inherited if own == -1 else own for inherited, own in enumerate((pipes[0], pipes[3], pipes[5]))]
-            assert args[0] == sys.executable and args[1] in ("-c", "-m"), args
+            assert args[0] == sys.executable, args
             asked = {
                 "words": args[1:],
                 "cwd": os.fspath(cwd or os.getcwd()),
@@ -148,10 +148,13 @@ if __name__ == "__main__":
         os.environ.clear()
         os.environ.update(_copy["environment"])
         os.chdir(_copy["cwd"])
-        _way, _what, *sys.argv[1:] = _copy["words"]
+        _way, *sys.argv[1:] = _copy["words"]
         sys.path[0] = ""
         if _way == "-m":
-            runpy.run_module(_what, run_name="__main__", alter_sys=True)
-        else:
+            runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
+        elif _way == "-c":
             sys.argv[0] = "-c"
-            exec(compile(_what, "<string>", "exec"), {"__name__": "__main__"})
+            exec(compile(sys.argv.pop(1), "<string>", "exec"), {"__name__": "__main__"})
+        else:
+            sys.argv[0], sys.path[0] = _way, os.path.dirname(_way)
+            runpy.run_path(_way, run_name="__main__")
