@@ -32,7 +32,9 @@ RATES = ("prefill_tokens_per_second", "decode_tokens_per_second", "time_to_first
 def short_rounds() -> Iterator[None]:
     """The machine's rates from shorter rounds and fewer passes, which measure less exactly."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(roofline, "BUFFER_BYTES", 32 << 20)
         patch.setattr(roofline, "_ROUND_SECONDS", 0.003)
+        patch.setattr(roofline, "_ATTEMPTS", 3)
         patch.setattr(roofline, "_DECODE_RUNS", 3)
         patch.setattr(roofline, "_PREFILL_RUNS", 2)
         yield
@@ -125,7 +127,8 @@ def test_comparison_has_both_engines_and_ratios(model: str, capsys: pytest.Captu
 
 @pytest.mark.skipif(HAS_PEER, reason="llama-cpp-python is installed")
 def test_missing_peer_says_how_to_install_it(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", model, *SMALL, "--stream", "--compare", "llama-cpp-python"]) == 2
+    with warm_processes():
+        assert main(["bench", model, *SMALL, "--stream", "--compare", "llama-cpp-python"]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert "pip install 'localinfer[bench]'" in captured.err
@@ -133,7 +136,8 @@ def test_missing_peer_says_how_to_install_it(model: str, capsys: pytest.CaptureF
 
 def test_peer_python_that_does_not_exist_is_named(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--stream", "--compare", "llama-cpp-python", "--peer-python", "no-such-python"]
-    assert main(["bench", model, *SMALL, *words]) == 2
+    with warm_processes():
+        assert main(["bench", model, *SMALL, *words]) == 2
     assert "no-such-python" in capsys.readouterr().err
 
 
@@ -166,14 +170,14 @@ def test_errors_of_the_measured_process_are_raised_here(tmp_path: Path) -> None:
     path = tmp_path / "broken.gguf"
     path.write_bytes(b"GGUF and no more")
     options = EngineOptions(engine="localinfer", model=str(path), threads=1, context_length=None)
-    with pytest.raises(ModelFileError, match=r"broken\.gguf"):
+    with warm_processes(), pytest.raises(ModelFileError, match=r"broken\.gguf"):
         EngineProcess(options)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="ends processes by a signal")
 def test_process_that_ends_by_itself_is_an_error(model: str) -> None:
     options = EngineOptions(engine="localinfer", model=model, threads=1, context_length=None)
-    with EngineProcess(options) as process:
+    with warm_processes(), EngineProcess(options) as process:
         psutil.Process(process.pid).kill()
         with pytest.raises(BackendUnavailableError, match="exit code -9"):
             process.ask("memory")

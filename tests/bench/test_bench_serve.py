@@ -274,7 +274,7 @@ def test_missing_charts_are_told_before_anything_is_measured(capsys):
 
 
 def test_server_that_cannot_start_says_why(tmp_path):
-    with pytest.raises(BackendUnavailableError, match=r"missing\.gguf"):
+    with warm_processes(), pytest.raises(BackendUnavailableError, match=r"missing\.gguf"):
         ServerProcess(str(tmp_path / "missing.gguf"), device="cpu", threads=1, max_generations=4)
 
 

@@ -41,17 +41,20 @@ _SET_CHILD_SUBREAPER = 36
 class WarmPython(subprocess.Popen[Any]):
     """As `subprocess.Popen` with `[sys.executable, ...]` and a script's path, `-m` and a module, or `-c` and code.
 
-    It takes the streams, `text`, `env` and `cwd`. Where Linux's way to adopt a process is missing it is `Popen` itself.
+    It takes the streams, `text`, `env` and `cwd`. For other programs, and where Linux's way to adopt a process is
+    missing, it is `Popen` itself.
     """
 
     if sys.platform == "linux":
 
         def _execute_child(self, args: Any, *rest: Any) -> None:
             """Have a copy made where `Popen` would fork. rest: as it gives them, of which the last six are pipes."""
+            if args[0] != sys.executable:
+                super()._execute_child(args, *rest)  # type: ignore[misc]
+                return
             cwd, environment = rest[4], rest[5]
             pipes = rest[9:15]
             streams = [inherited if own == -1 else own for inherited, own in enumerate((pipes[0], pipes[3], pipes[5]))]
-            assert args[0] == sys.executable, args
             asked = {
                 "words": args[1:],
                 "cwd": os.fspath(cwd or os.getcwd()),

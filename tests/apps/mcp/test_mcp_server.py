@@ -16,6 +16,7 @@ import localinfer
 from localinfer.apps.cli import main
 from localinfer.errors import ModelFileError
 from tests.support.limits import seconds, wait_until
+from tests.support.warm_python import WarmPython
 
 COMMAND = [sys.executable, "-m", "localinfer", "mcp", "--no-disk-cache", "--threads", "1"]
 SCHEMA = {
@@ -100,7 +101,7 @@ def test_what_is_wrong_is_an_answer_that_says_so() -> None:
         # And the server goes on.
         assert not (await client.call_tool("tokenize", {"text": "Hi."})).is_error
 
-    with_client(use)
+    in_process(lambda stopping: localinfer.load(threads=1, kv_memory=32 << 20), use)
 
 
 def in_process(load: Callable[[threading.Event], Any], use: Callable[[Any], Awaitable[None]]) -> None:
@@ -180,7 +181,7 @@ def test_process_ends_with_standard_input_while_it_generates() -> None:
         *({"id": 2 + number, "method": "tools/call", "params": call} for number in range(20)),
     ]
     lines = "".join(json.dumps({"jsonrpc": "2.0", **message}) + "\n" for message in messages)
-    with subprocess.Popen(COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    with WarmPython(COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         process.stdin.write(lines.encode())
@@ -197,7 +198,7 @@ def test_process_ends_with_standard_input_while_it_generates() -> None:
 @pytest.mark.skipif(sys.platform == "win32", reason="another process cannot press Ctrl-C there")
 def test_ctrl_c_ends_the_process_while_it_waits_for_input() -> None:
     pytest.importorskip("mcp", reason="mcp is not installed")
-    with subprocess.Popen(COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    with WarmPython(COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         hello = {"protocolVersion": "2025-06-18", "capabilities": {}, "clientInfo": {"name": "t", "version": "1"}}
