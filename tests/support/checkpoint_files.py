@@ -56,14 +56,15 @@ _NAMES = {"i1": "I8", "f2": "F16", "f4": "F32", "f8": "F64", "i4": "I32", "i8": 
 def safetensors_bytes(tensors: Mapping[str, Stored]) -> bytes:
     """A whole file. The order of the tensors is that of the mapping."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    data = b""
+    data: list[bytes] = []
+    size = 0
     for name, stored in tensors.items():
         dtype, array = stored if isinstance(stored, tuple) else (_NAMES[stored.dtype.str[1:]], stored)
         raw = np.ascontiguousarray(array).tobytes()
-        offsets = [len(data), len(data) + len(raw)]
-        header[name] = {"dtype": dtype, "shape": list(array.shape), "data_offsets": offsets}
-        data += raw
-    return with_header(json.dumps(header), data)
+        header[name] = {"dtype": dtype, "shape": list(array.shape), "data_offsets": [size, size + len(raw)]}
+        data.append(raw)
+        size += len(raw)
+    return with_header(json.dumps(header), b"".join(data))
 
 
 def with_header(header: str, data: bytes = b"") -> bytes:

@@ -31,7 +31,7 @@ from tests.support.oracle_formulas import (
     Float64Array,
     activate,
     affine,
-    attend,
+    attend_rows,
     choose,
     groups,
     is_chosen,
@@ -241,21 +241,26 @@ def _attention(run: _Run, op: ops.Attention) -> None:
     shape, result = op.shape, np.empty_like(run[op.out])
     for segment, rows in _segment_rows(run.batch):
         cache = run.cache[int(segment.page_addresses[0]), op.layer]
-        for row in rows:
-            position = int(run.positions[row])
-            seen = _seen(position, shape, segment.start_position + segment.num_rows)
-            keys = np.stack([cache.keys[other] for other in seen])
-            values = np.stack([cache.values[other] for other in seen])
-            query = run[op.queries][row]
-            if run.kv_types is not None:
-                query = kept_query(query, shape.key_size, run.kv_types[0])
-                keys = kept(keys, shape.key_size, run.kv_types[0])
-                values = kept(values, shape.value_size, run.kv_types[1])
-            chosen = None if op.chosen is None else is_chosen(run[op.chosen.blocks][row], op.chosen, len(seen))
-            biases = None
-            if op.relative is not None:
-                biases = _relative(run, op.relative, row, [rows[other - segment.start_position] for other in seen])
-            result[row] = attend(query, keys, values, seen, shape, position, chosen, biases)
+        own = run.positions[rows.start : rows.stop]
+        seen = [_seen(int(position), shape, segment.start_position + segment.num_rows) for position in own]
+        others = np.arange(min(one.start for one in seen), max(one.stop for one in seen))
+        counted = np.array([(others >= one.start) & (others < one.stop) for one in seen])[:, None]
+        keys = np.stack([cache.keys[int(other)] for other in others])
+        values = np.stack([cache.values[int(other)] for other in others])
+        queries = run[op.queries][rows.start : rows.stop]
+        if run.kv_types is not None:
+            queries = kept_query(queries, shape.key_size, run.kv_types[0])
+            keys = kept(keys, shape.key_size, run.kv_types[0])
+            values = kept(values, shape.value_size, run.kv_types[1])
+        if op.chosen is not None:
+            lists = run[op.chosen.blocks][rows.start : rows.stop]
+            counted = counted & np.stack([is_chosen(one, op.chosen, len(others)) for one in lists])
+        biases = None
+        if op.relative is not None:
+            of_keys = [rows[int(other) - segment.start_position] for other in others]
+            found = [_relative(run, op.relative, row, of_keys) for row in rows]
+            biases = np.stack([scaled for scaled, _ in found]), np.stack([plain for _, plain in found])
+        result[rows.start : rows.stop] = attend_rows(queries, keys, values, others, shape, own, counted, biases)
     run[op.out] = result
 
 
@@ -431,12 +436,11 @@ def _expert_matmul(run: _Run, op: ops.ExpertMatmul) -> None:
     inputs = run[op.x].reshape(num_rows, num_slots if op.input_per_slot else 1, stack.shape[2])
     inputs = np.broadcast_to(inputs, (num_rows, num_slots, stack.shape[2]))
     result = np.empty((num_rows, num_slots, stack.shape[1]))
-    for row in range(num_rows):
-        for slot in range(num_slots):
-            expert = ids[row, slot]
-            result[row, slot] = stack[expert] @ inputs[row, slot]
-            if op.bias is not None:
-                result[row, slot] += op.bias[expert]
+    for expert in np.unique(ids):
+        chosen = ids == expert
+        result[chosen] = inputs[chosen] @ stack[expert].T
+        if op.bias is not None:
+            result[chosen] += op.bias[expert]
     run[op.out] = result.reshape(run[op.out].shape)
 
 

@@ -39,27 +39,48 @@ def attend(
     chosen: bool[1 or num_kv_heads, len(positions)], those that count. biases: [1 or num_heads, len(positions)], added
     before scores are scaled, and after.
     """
-    position = positions[-1] if position is None else position
+    own = np.array([positions[-1] if position is None else position])
+    counted = np.ones((1, 1, len(positions)), np.bool_) if chosen is None else chosen[None]
+    of_row = None if biases is None else (biases[0][None], biases[1][None])
+    return attend_rows(query[None], keys, values, np.asarray(positions), shape, own, counted, of_row)[0]
+
+
+def attend_rows(
+    queries: Float64Array,
+    keys: Float64Array,
+    values: Float64Array,
+    positions: NDArray[np.int64],
+    shape: AttentionShape,
+    own: NDArray[np.int64],
+    counted: NDArray[np.bool_],
+    biases: tuple[Float64Array, Float64Array] | None = None,
+) -> Float64Array:
+    """Attention of rows at the positions `own`, over keys and values of `positions`.
+
+    counted: bool[rows, 1 or num_kv_heads, positions], those that a row sees. biases: [rows, 1 or num_heads,
+    positions], added before scores are scaled, and after.
+    """
+    num_rows, num_shared = len(queries), shape.num_heads // shape.num_kv_heads
     keys = keys.reshape(len(positions), shape.num_kv_heads, shape.key_size)
     values = values.reshape(len(positions), shape.num_kv_heads, shape.value_size)
-    result = np.empty((shape.num_heads, shape.value_size))
-    for head, head_query in enumerate(query.reshape(shape.num_heads, shape.key_size)):
-        kv_head = head // (shape.num_heads // shape.num_kv_heads)
-        scores = shape.scale * (keys[:, kv_head] @ head_query)
+    result = np.empty((num_rows, shape.num_heads, shape.value_size))
+    for head, head_queries in enumerate(np.moveaxis(queries.reshape(num_rows, shape.num_heads, shape.key_size), 1, 0)):
+        kv_head = head // num_shared
+        scores = shape.scale * (head_queries @ keys[:, kv_head].T)
         if biases is not None:
-            scaled, plain = (part[head % len(part)] for part in biases)
+            scaled, plain = (part[:, head % part.shape[1]] for part in biases)
             scores = scores + shape.scale * scaled + plain
         if shape.softcap:
             scores = shape.softcap * np.tanh(scores / shape.softcap)
         if shape.alibi_slopes is not None:
-            scores = scores - float(shape.alibi_slopes[head]) * np.abs(np.asarray(positions) - position)
-        if chosen is not None:
-            scores = np.where(chosen[kv_head % len(chosen)], scores, -np.inf)
+            scores = scores - float(shape.alibi_slopes[head]) * np.abs(positions - own[:, None])
+        scores = np.where(counted[:, kv_head % counted.shape[1]], scores, -np.inf)
         sink = -np.inf if shape.sinks is None else float(shape.sinks[head])
-        highest = max(float(scores.max()), sink)
+        highest = np.maximum(scores.max(axis=1, keepdims=True), sink)
         weights = np.exp(scores - highest)
-        result[head] = weights @ values[:, kv_head] / (weights.sum() + np.exp(sink - highest))
-    return result.reshape(-1)
+        total = weights.sum(axis=1, keepdims=True) + np.exp(sink - highest)
+        result[:, head] = weights @ values[:, kv_head] / total
+    return result.reshape(num_rows, -1)
 
 
 def choose(op: ChooseBlocks, queries: Float64Array, keys: Float64Array, weights: Float64Array | None) -> Float64Array:
