@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -137,18 +138,23 @@ class EditableModel:
         return key if key.startswith(("general.", "tokenizer.")) else f"{self.values['general.architecture']}.{key}"
 
 
-def base_model(name: str, folder: Path) -> Path:
-    """A whole model by its name, written into a folder unless it is there.
+@cache
+def _base_folder() -> "TemporaryDirectory[str]":
+    """Where this process keeps whole models, to its end."""
+    return TemporaryDirectory()
+
+
+@cache
+def base_model(name: str) -> Path:
+    """A whole model by its name, which many faults are planted on: written once, and only read.
 
     `demo-f16` and `demo-q4_k_m` are shipped, `demo-TYPE` is made of the first; `llama` and `mixture` are small and
     random, `vocabulary:NAME` is a small llama with a published vocabulary, others are of `arch_models`.
     """
     shipped = model_path(None).with_name(f"{name}.gguf")
-    path = folder / f"{name.replace(':', '-')}.gguf"
+    path = Path(_base_folder().name) / f"{name.replace(':', '-')}.gguf"
     if shipped.exists():
         return shipped
-    if path.exists():
-        return path
     if name == "llama":
         return write_small_llama(path, num_layers=4)
     if name == "mixture":
@@ -171,7 +177,7 @@ def _with_vocabulary(name: str, path: Path) -> Path:
     with read_gguf(words) as file:
         settings = {key: value for key, value in copy_values(file.metadata).items() if key.startswith("tokenizer.")}
         size = len(file.metadata[TOKENS])  # type: ignore[arg-type]
-    model = EditableModel.read(base_model("llama", path.parent))
+    model = EditableModel.read(base_model("llama"))
     for key, value in settings.items():
         model.values[key], model._stored[key] = None, value
     model.put("vocab_size", size)

@@ -147,7 +147,7 @@ def names() -> list[str]:
 def plant(name: str, folder: Path) -> Path:
     """Write the file with a fault into a folder."""
     base, change = FAULTS[name]
-    model = EditableModel.read(base_model(base, folder))
+    model = EditableModel.read(base_model(base))
     change(model)
     return model.write(folder / "broken.gguf")
 
@@ -162,6 +162,17 @@ def said_at_load(path: Path) -> tuple[str, ...]:
         except LocalinferError as error:
             lines = [str(error)]
     return tuple(dict.fromkeys([*lines, *(str(one.message) for one in warned)]))
+
+
+def said_by_checks(path: Path) -> tuple[str, ...]:
+    """What a load warns of or is refused for before it makes an engine, without the load."""
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        try:
+            lines = [one.message for one in findings_of(path)]
+        except LocalinferError as error:
+            lines = [str(error)]
+    return (*lines, *(str(one.message) for one in warned))
 
 
 def said_at_verify(path: Path) -> tuple[str, ...]:
@@ -191,8 +202,8 @@ def _time_of_checks(path: Path) -> float:
 
 
 @cache
-def _of_base(base: str, folder: Path) -> Said:
-    return said_of(base_model(base, folder))
+def _of_base(base: str) -> Said:
+    return said_of(base_model(base))
 
 
 def said_of_header(name: str) -> tuple[list[str], list[str]]:
@@ -222,7 +233,7 @@ def measure(name: str, folder: Path) -> Said:
         whole, broken = said_of_header(name)
         lines = tuple(line for line in broken if line not in whole)
         return Said(lines, lines, 0.0)
-    whole_said, said = _of_base(FAULTS[name][0], folder), said_of(plant(name, folder))
+    whole_said, said = _of_base(FAULTS[name][0]), said_of(plant(name, folder))
     return Said(
         tuple(line for line in said.at_load if line not in whole_said.at_load),
         tuple(line for line in said.at_verify if line not in whole_said.at_verify),
@@ -254,12 +265,11 @@ def _at_verify(said: Said) -> tuple[str, ...]:
 def print_healthy(chosen: list[str]) -> None:
     """Print what is said of whole models."""
     alarms = 0
-    with TemporaryDirectory() as folder:
-        for name in chosen:
-            said = said_of(base_model(name, Path(folder)))
-            lines = dict.fromkeys([*said.at_load, *said.at_verify])
-            alarms += bool(lines)
-            print(f"{name:34} {said.milliseconds:6.1f}  {' | '.join(lines)}", flush=True)
+    for name in chosen:
+        said = said_of(base_model(name))
+        lines = dict.fromkeys([*said.at_load, *said.at_verify])
+        alarms += bool(lines)
+        print(f"{name:34} {said.milliseconds:6.1f}  {' | '.join(lines)}", flush=True)
     print(f"{len(chosen)} whole models: {alarms} alarms")
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.models.checks.editable_model import EditableModel, base_model
-from tests.models.checks.planted_faults import FAULTS, names, plant, said_at_load, said_of_header
+from tests.models.checks.planted_faults import FAULTS, names, plant, said_at_load, said_by_checks, said_of_header
 from tests.models.checks.planted_settings import HEADERS
 
 UNSAID_AT_LOAD = {
@@ -28,7 +28,7 @@ def test_kinds_of_faults_are_as_many_as_are_promised() -> None:
 
 @pytest.mark.parametrize("name", ["demo-f16", "demo-q4_k_m", "llama"])
 def test_a_model_that_is_not_changed_is_written_as_it_was(name: str, tmp_path: Path) -> None:
-    whole = base_model(name, tmp_path)
+    whole = base_model(name)
     again = EditableModel.read(EditableModel.read(whole).write(tmp_path / "again.gguf"))
     wanted = EditableModel.read(whole)
     assert again.values.keys() == wanted.values.keys()
@@ -40,14 +40,24 @@ def test_a_model_that_is_not_changed_is_written_as_it_was(name: str, tmp_path: P
 
 @pytest.mark.parametrize("name", ["hole of zeros", "norms less one", "window of one", "one expert zero"])
 def test_a_fault_changes_the_file(name: str, tmp_path: Path) -> None:
-    whole = base_model(FAULTS[name][0], tmp_path).read_bytes()
+    whole = base_model(FAULTS[name][0]).read_bytes()
     assert plant(name, tmp_path).read_bytes() != whole
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("name", [name for name in FAULTS if name not in UNSAID_AT_LOAD])
-def test_a_fault_is_said_at_load(name: str, tmp_path: Path) -> None:
-    assert said_at_load(plant(name, tmp_path))
+def test_a_fault_is_said_by_the_checks_of_a_load(name: str, tmp_path: Path) -> None:
+    assert said_by_checks(plant(name, tmp_path))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize(
+    "name",
+    ["hole of zeros", "beginning added", "template of another family", "merges missing", "unknown word splitting"],
+)
+def test_a_load_says_what_its_checks_do(name: str, tmp_path: Path) -> None:
+    path = plant(name, tmp_path)
+    said = said_by_checks(path)
+    assert said and all(any(one in line for line in said_at_load(path)) for one in said)
 
 
 @pytest.mark.parametrize("name", list(HEADERS))

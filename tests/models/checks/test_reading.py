@@ -55,8 +55,8 @@ def test_reading_is_part_of_verify(tmp_path: Path) -> None:
     assert finding.check == "reading"
 
 
-def test_a_model_without_a_vocabulary_is_not_judged(tmp_path: Path) -> None:
-    assert reading_of(base_model("llama", tmp_path)) == ([], None)
+def test_a_model_without_a_vocabulary_is_not_judged() -> None:
+    assert reading_of(base_model("llama")) == ([], None)
 
 
 @pytest.mark.parametrize(

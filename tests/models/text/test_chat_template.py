@@ -245,9 +245,15 @@ def count_special(tokenizer: Tokenizer, ids: list[int]) -> int:
     return sum(map(tokenizer.is_special, ids))
 
 
-@pytest.mark.parametrize("name", TOKENIZERS)
-@pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("content", INJECTIONS)
+# Each text in each style with one of the tokenizers: any two of the three meet.
+@pytest.mark.parametrize(
+    ("name", "style", "content"),
+    [
+        (TOKENIZERS[(row + column) % len(TOKENIZERS)], style, content)
+        for row, style in enumerate(STYLES)
+        for column, content in enumerate(INJECTIONS)
+    ],
+)
 def test_control_tokens_in_messages_stay_text(name: str, style: str, content: str) -> None:
     tokenizer = real_tokenizer(name)
     template = ChatTemplate(STYLES[style], "<s>", "</s>")
@@ -264,7 +270,7 @@ def test_control_tokens_in_messages_stay_text(name: str, style: str, content: st
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 @pytest.mark.parametrize("style", STYLES)
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(content=st.text(alphabet=st.sampled_from("ab \n<|_>im_end/sé🦙"), max_size=20))
 def test_without_special_spellings_the_ids_are_those_of_the_text(name: str, style: str, content: str) -> None:
     tokenizer = real_tokenizer(name)
