@@ -224,7 +224,7 @@ def read():
 readers = [threading.Thread(target=read) for _ in range(2)]
 for reader in readers:
     reader.start()
-for _ in range(100):
+for _ in range(50):
     os.truncate(path, 64)
     with open(path, "r+b") as other:
         other.write(content)

@@ -42,10 +42,10 @@ def test_logits_are_the_same_bits_at_once_in_chunks_and_with_any_thread_count(kv
     digests = set()
     for threads in (1, 2):
         with localinfer.load(DEMO, threads=threads, kv_type=kv_type) as llm:
-            token_ids = llm.tokenizer.encode(GOLDEN["demo"]["Once upon a time"])[:150]
+            token_ids = llm.tokenizer.encode(GOLDEN["demo"]["Once upon a time"])[:110]
             whole = llm.logits(token_ids)
             digests.add(whole.tobytes())
-            for length in (1, 64, 149):
+            for length in (1, 64, 109):
                 assert np.array_equal(llm.logits(token_ids[:length]), whole[:length])
     assert len(digests) == 1
 

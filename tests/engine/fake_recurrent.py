@@ -14,7 +14,16 @@ from numpy.typing import NDArray
 
 from localinfer.kernels.kv_layout import LOG_ROWS
 from localinfer.kernels.program import Batch, Segment, StateStep
-from tests.engine.fakes import PAGE_TOKENS, FakeConfig, FakeLayout, FakeModel, FakeProgram, Logits, hashed_logits
+from tests.engine.fakes import (
+    PAGE_TOKENS,
+    FakeConfig,
+    FakeLayout,
+    FakeModel,
+    FakeProgram,
+    Logits,
+    hashed_logits,
+    logits_of_hash,
+)
 
 STATE_BYTES = 64
 LOG_BYTES = 16 * (LOG_ROWS + 2)
@@ -143,7 +152,7 @@ class FakeRecurrentProgram(FakeProgram):
     def _logits(self, segment: Segment, state: State) -> Logits:
         if self.has_pages and not segment.dropped_tokens:
             return self.logits_of(np.array(self._held(segment, state[1]), np.int32), self.vocab_size)
-        return np.random.default_rng(state[0]).normal(0, 2, self.vocab_size).astype(np.float32)
+        return logits_of_hash(state[0], self.vocab_size)
 
     def _check_apart(self, segments: Sequence[Segment]) -> None:
         written: list[int] = []

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
-from zlib import crc32
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,8 +44,16 @@ _NORMAL = np.random.default_rng(0).normal(0, 2, 1 << 18).astype(np.float32)
 
 
 def hashed_logits(history: NDArray[np.int32], vocab_size: int) -> Logits:
-    """Logits that depend on every id of the history and its place: a stretch of random numbers, chosen by all of it."""
-    start = crc32(np.asarray(history, np.int32).tobytes()) % (_NORMAL.size - vocab_size)
+    """Logits that depend on every id of the history and its place."""
+    seed = 1469598103934665603
+    for token_id in history.tolist():
+        seed = (seed ^ (token_id + 1)) * 1099511628211 % 2**64
+    return logits_of_hash(seed, vocab_size)
+
+
+def logits_of_hash(seed: int, vocab_size: int) -> Logits:
+    """A stretch of random numbers, which the hash of a history chooses."""
+    start = seed % (_NORMAL.size - vocab_size)
     return _NORMAL[start : start + vocab_size].copy()
 
 

@@ -28,7 +28,7 @@ REQUESTS: list[dict[str, Any]] = [
 
 
 def complete(llm: LLM, request: dict[str, Any]) -> tuple[str, list[int], str]:
-    completion = llm.complete(**{"max_tokens": 80, **request})
+    completion = llm.complete(**{"max_tokens": 40, **request})
     return completion.text, completion.token_ids, completion.finish_reason
 
 

@@ -44,10 +44,10 @@ def prompt_of(llm: LLM, count: int) -> np.ndarray:
 def test_every_kind_of_model_continues_what_another_process_computed(kind: str, tmp_path: Path) -> None:
     path = build_model(tmp_path, KINDS[kind]).path
     with load(path, None) as alone:
-        whole = prompt_of(alone, 224)
-        wanted = [alone.complete(whole[:length], **OPTIONS) for length in (150, 224)]
+        whole = prompt_of(alone, 160)
+        wanted = [alone.complete(whole[:length], **OPTIONS) for length in (100, 160)]
     with load(path, tmp_path) as prefill, load(path, tmp_path) as decode:
-        for turn, length in enumerate((150, 224)):
+        for turn, length in enumerate((100, 160)):
             ids = whole[:length]
             done = prefill.prefill(ids)
             assert done == Prefilled(length, done.cached_tokens, length - 1)

@@ -57,10 +57,13 @@ def sorted_ids(logits: NDArray[np.float32]) -> NDArray[np.int64]:
     return order[: np.count_nonzero(z > -np.inf)]
 
 
-def kept_by_sorting(logits: NDArray[np.float32], order: NDArray[np.int64], filters: Filters) -> NDArray[np.int64]:
-    """Ids that the filters leave of all in their order, in float64."""
+def kept_by_sorting(
+    logits: NDArray[np.float32], filters: Filters, order: NDArray[np.int64] | None = None
+) -> NDArray[np.int64]:
+    """Ids that the filters leave of all, which are sorted here unless their order is known, in float64."""
     temperature, top_k, top_p, min_p = filters
     z = logits.astype(np.float64)
+    order = sorted_ids(logits) if order is None else order
     if temperature == 0.0:
         return order[:1]
     if top_k:
@@ -76,7 +79,7 @@ def kept_by_sorting(logits: NDArray[np.float32], order: NDArray[np.int64], filte
 def choice_by_sorting(
     logits: NDArray[np.float32], order: NDArray[np.int64], filters: Filters, seed: int, position: int
 ) -> int:
-    ids = np.sort(kept_by_sorting(logits, order, filters))
+    ids = np.sort(kept_by_sorting(logits, filters, order))
     if ids.size == 1:
         return int(ids[0])
     z = (logits[ids].astype(np.float64) - logits.max()) / filters[0]
@@ -134,7 +137,7 @@ def test_exactly_the_kept_tokens_are_ever_chosen(filters: Filters):
     row = np.round(generator.normal(0, 1, 40), 1).astype(np.float32)
     sampler = RowSampler(row.size)
     chosen = {sampler.choose(row, *filters, np.uint64(1), position) for position in range(6_000)}
-    assert chosen == set(kept_by_sorting(row, sorted_ids(row), filters).tolist())
+    assert chosen == set(kept_by_sorting(row, filters).tolist())
 
 
 def test_draws_follow_the_softmax():

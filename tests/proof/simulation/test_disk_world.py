@@ -11,7 +11,7 @@ from localinfer.system import disk as calls
 from tests.proof.simulation.disk_part import Part
 from tests.proof.simulation.disk_world import PARTS, shrunk, simulate
 
-_STEPS = 400
+_STEPS = 250
 
 
 @pytest.mark.parametrize("part", PARTS)

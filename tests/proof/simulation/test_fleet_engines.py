@@ -20,9 +20,12 @@ def model():
         yield model
 
 
-@pytest.mark.parametrize(("policy", "least", "most"), [("prefix", 0.95, 1.0), ("random", 0.3, 0.6)])
-def test_hit_rates_are_those_of_the_model(model, policy, least, most):
-    workload, costs = make_workload(1), StepCosts.read("demo", beside="engine")
+@pytest.mark.parametrize(
+    ("policy", "num_conversations", "least", "most"), [("prefix", 20, 0.95, 1.0), ("random", 10, 0.3, 0.6)]
+)
+def test_hit_rates_are_those_of_the_model(model, policy, num_conversations, least, most):
+    workload = make_workload(1, num_conversations=num_conversations)
+    costs = StepCosts.read("demo", beside="engine")
     options = FleetOptions(replicas=2, policy=policy, replica=ReplicaOptions(kv_tokens=REPLICA_KV_TOKENS))
     measured = measure(model, costs, workload, options, 1.0)
     predicted = simulate(costs, options, visits_of(workload))

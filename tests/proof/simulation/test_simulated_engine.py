@@ -1,4 +1,4 @@
-"""Twenty thousand simulated operations, with test_simulated_states.py, and what tells of a violation."""
+"""Ten thousand simulated operations, with test_simulated_states.py, and what tells of a violation."""
 
 import subprocess
 import sys
@@ -14,38 +14,36 @@ from tests.proof.simulation.shrinking import shrink, signature
 from tests.proof.simulation.world import World
 from tests.support.limits import seconds
 
-STEPS = 5_000
 SEED = 4
 
 
-def simulate(model: str, steps: int) -> Report:
-    """Runs until so many steps are taken, or one fails."""
+def simulate(model: str) -> Report:
+    """A run, none of whose steps fails."""
     report = Report()
-    for seed in range(SEED, SEED + steps // RUN_STEPS):
-        run_seed(model, seed, RUN_STEPS, report)
-        assert report.failure is None, report.failure.describe()
+    run_seed(model, SEED, RUN_STEPS, report)
+    assert report.failure is None, report.failure.describe()
     return report
 
 
 @pytest.mark.parametrize("model", ["dense", "mixture"])
 def test_nothing_simulated_is_ever_wrong(model: str) -> None:
-    counts = simulate(model, STEPS).counts
+    counts = simulate(model).counts
     # What a simulation passes by, it says nothing about.
     for name in ("preemptions", "cached_tokens", "evicted_tokens", "drafted", "read_pages", "died", "faults", "loaded"):
         assert counts[name] > 0, name
-    assert counts["finished"] > STEPS // 40 and counts["tokens"] > STEPS // 4
+    assert counts["finished"] > RUN_STEPS // 40 and counts["tokens"] > RUN_STEPS // 4
 
 
 def test_several_processes_share_the_runs() -> None:
-    words = [sys.executable, "-m", "tests.proof.simulation", "--steps", "600", "--model", "dense", "--jobs", "2"]
+    words = [sys.executable, "-m", "tests.proof.simulation", "--steps", "60", "--model", "dense", "--jobs", "2"]
     done = subprocess.run(words, capture_output=True, text=True, cwd=Path(__file__).parents[3], timeout=seconds(120))
-    assert done.stdout.startswith("600 steps in 1 runs from seed 1: no violation"), done.stdout + done.stderr
+    assert done.stdout.startswith("60 steps in 1 runs from seed 1: no violation"), done.stdout + done.stderr
 
 
 def test_a_seed_gives_the_same_run_again() -> None:
     first, second = Report(), Report()
     for report in (first, second):
-        run_seed("dense", 77, 1_000, report)
+        run_seed("dense", 77, 500, report)
     assert first.failure is None and first.counts == second.counts
 
 

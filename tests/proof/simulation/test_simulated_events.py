@@ -11,7 +11,7 @@ from tests.proof.simulation.operations import Operation
 from tests.proof.simulation.world import World
 from tests.storage.kv_events.known_blocks import KnownBlocks, blocks_of
 
-STEPS = 2_000
+STEPS = 1_500
 
 
 class ObservedWorld(World):
@@ -56,9 +56,8 @@ class ObservedWorld(World):
 def test_events_tell_what_the_cache_holds_after_every_operation(monkeypatch: pytest.MonkeyPatch, model: str) -> None:
     monkeypatch.setattr(campaign, "World", ObservedWorld)
     report = Report()
-    for seed in (1,) if model == "hybrid" else (1, 2):
-        run_seed(model, seed, STEPS, report)
-        assert report.failure is None, report.failure.describe()
+    run_seed(model, 1, STEPS, report)
+    assert report.failure is None, report.failure.describe()
     counts = report.counts
     for name in ("stored", "removed", "cleared", "preemptions", "evicted_tokens", "read_pages", "restart", "interrupt"):
         assert counts[name] > 0, name
