@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from localinfer.errors import OutOfMemoryError
+from localinfer.system.machine_limits import allowed_processors
 
 _MB = 1_000_000
 _NUMPY_BYTES = 85 * _MB
@@ -77,7 +78,7 @@ def require_libraries(*, with_llvm: bool = True) -> None:
 
 def _num_blas_threads() -> int:
     """Threads of OpenBLAS: one per core, or fewer by its environment variables."""
-    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    count = allowed_processors()
     for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):
         value = os.environ.get(name, "")
         if value.isdecimal() and int(value):

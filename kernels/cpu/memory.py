@@ -125,7 +125,9 @@ def _map_memory(num_bytes: int) -> NDArray[np.uint8]:
         return aligned(num_bytes)
     mapped = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        mapped.madvise(mmap.MADV_HUGEPAGE)
+        # A system without huge pages, such as Raspberry Pi OS, refuses the advice.
+        with contextlib.suppress(OSError):
+            mapped.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(mapped, np.uint8)
 
 

@@ -8,9 +8,8 @@ import os
 from collections.abc import Collection
 from enum import Enum
 
-from llvmlite import binding as llvm
-
 from localinfer.errors import BackendUnavailableError
+from localinfer.kernels.jit.host import host_features
 
 
 class ISA(Enum):
@@ -42,7 +41,7 @@ def runs_on(path: ISA, features: Collection[str]) -> bool:
 
 def available() -> list[ISA]:
     """The paths that this CPU can run, best first."""
-    features = [name for name, is_there in llvm.get_host_cpu_features().items() if is_there]
+    features = [name for name, is_there in host_features().items() if is_there]
     return [path for path in ISA if runs_on(path, features)]
 
 

@@ -31,6 +31,8 @@ from numba.core.runtime.context import NRTContext
 from numba.core.target_extension import CPU, dispatcher_registry, jit_registry, target_override, target_registry
 from numba.core.typing import mathdecl, npydecl, templates
 
+from localinfer.kernels.jit import host
+
 NAME = "localinfer"
 
 _OPTIONS = {"nopython": True, "error_model": "numpy", "boundscheck": False, "no_cpython_wrapper": True}
@@ -86,6 +88,12 @@ class _Codegen(codegen.JITCPUCodegen):  # type: ignore[misc]
     @functools.cache  # noqa: B019 - there is one, for as long as the process lives
     def magic_tuple(self) -> Any:
         return super().magic_tuple()
+
+    def _get_host_cpu_name(self) -> str:
+        return host.target_cpu()
+
+    def _get_host_cpu_features(self) -> str:
+        return host.target_features()
 
 
 class _NoReferences(NRTContext):  # type: ignore[misc]

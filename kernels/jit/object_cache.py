@@ -24,7 +24,7 @@ from typing import Any
 from llvmlite import binding as llvm
 
 from localinfer.kernels import address_space
-from localinfer.kernels.jit import isa
+from localinfer.kernels.jit import host, isa
 from localinfer.kernels.versions import (
     UNKNOWN_SOURCES,
     UNKNOWN_SOURCES_WAY_OUT,
@@ -68,10 +68,10 @@ def cache_key() -> str | None:
     sources = source_hash()
     if sources is None:
         return None
-    host = f"{llvm.get_host_cpu_name()} {llvm.get_host_cpu_features().flatten()} {llvm.get_process_triple()}"
+    target = f"{llvm.get_host_cpu_name()} {sorted(host.host_features().items())} {llvm.get_process_triple()}"
     # In guard mode kernels check alignments, alike whichever end of an array is exact.
     overrides = [*map(os.environ.get, _SETTINGS_IN_CODE), bool(os.environ.get("LOCALINFER_GUARD"))]
-    machine = hashlib.sha256(f"{host} {overrides}".encode()).hexdigest()[:12]
+    machine = hashlib.sha256(f"{target} {overrides}".encode()).hexdigest()[:12]
     python = f"py{sys.version_info.major}{sys.version_info.minor}"
     versions = f"{python}-numba{installed_version('numba')}-llvmlite{installed_version('llvmlite')}"
     return f"{installed_version('localinfer')}-{versions}-{isa.SELECTED.value}-{machine}-{sources}"
@@ -235,12 +235,9 @@ def _engine() -> Any:
 
 
 def target_machine() -> Any:
-    """LLVM's code generator for this CPU, with Numba's configured features."""
-    triple = llvm.get_process_triple()
-    features = os.environ.get("NUMBA_CPU_FEATURES") or llvm.get_host_cpu_features().flatten()
-    cpu = os.environ.get("NUMBA_CPU_NAME") or llvm.get_host_cpu_name()
-    return llvm.Target.from_triple(triple).create_target_machine(
-        cpu=cpu, features=features, opt=3, reloc="default", codemodel="jitdefault", jit=True
+    """LLVM's code generator for this CPU, or for that of Numba's variables."""
+    return llvm.Target.from_triple(llvm.get_process_triple()).create_target_machine(
+        cpu=host.target_cpu(), features=host.target_features(), opt=3, reloc="default", codemodel="jitdefault", jit=True
     )
 
 

@@ -4,6 +4,7 @@ A container's limits are not what the machine reports: /proc/meminfo shows the m
 version 1 and 2 are read, as described in the Linux kernel's admin guide.
 """
 
+import contextlib
 import ctypes
 import os
 import sys
@@ -14,6 +15,11 @@ from pathlib import Path
 _NO_LIMIT = 1 << 60
 """Version 1 reports the largest number of pages where no limit was set."""
 _ROOT = Path("/")
+
+_UNREADABLE = (OSError, RuntimeError, ValueError, LookupError)
+"""What psutil raises where /proc and /sys are absent, masked or of another form."""
+_ASSUMED_BYTES = 4 << 30
+"""Memory of a machine that says nothing of it."""
 
 
 @dataclass(frozen=True)
@@ -66,10 +72,7 @@ def byte_text(num_bytes: int) -> str:
 
 def memory_limits(root: Path = _ROOT) -> MemoryLimits:
     """Memory of the machine and of this process's control group. root: of the file system, for tests."""
-    import psutil
-
-    memory = psutil.virtual_memory()
-    total, available = int(memory.total), int(memory.available)
+    total, available = _machine_memory()
     # macOS compresses memory and makes swap files when it needs them, so what is installed is what counts.
     swap = max(0, total - available) if sys.platform == "darwin" else _free_swap()
     found = MemoryLimits(total, available, swap)
@@ -82,11 +85,16 @@ def memory_limits(root: Path = _ROOT) -> MemoryLimits:
 
 def processor_limits(root: Path = _ROOT) -> ProcessorLimits:
     """Processors of the machine and of this process."""
-    import psutil
-
     threads = os.cpu_count() or 1
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else threads
-    return ProcessorLimits(psutil.cpu_count(logical=False) or threads, threads, allowed, processor_quota(root))
+    return ProcessorLimits(_physical_cores() or threads, threads, allowed_processors(), processor_quota(root))
+
+
+def allowed_processors() -> int:
+    """Hardware threads that this process may run on: all of them where the system has no affinity, or does not say."""
+    if hasattr(os, "sched_getaffinity"):
+        with contextlib.suppress(OSError):
+            return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def processor_quota(root: Path = _ROOT) -> float | None:
@@ -114,13 +122,36 @@ def has_driver() -> bool:
     return True
 
 
+def _machine_memory() -> tuple[int, int]:
+    """Bytes of memory that are installed, and that are available; of the latter half of it, where that is unknown."""
+    import psutil
+
+    with contextlib.suppress(*_UNREADABLE):
+        memory = psutil.virtual_memory()
+        return int(memory.total), int(memory.available)
+    total, free = _ASSUMED_BYTES, 0
+    # Not on Windows, and on some systems without one of the names.
+    with contextlib.suppress(AttributeError, OSError, ValueError):
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return total, max(free, total // 2)
+
+
+def _physical_cores() -> int:
+    """Cores of the machine; 0 if unknown."""
+    import psutil
+
+    with contextlib.suppress(*_UNREADABLE):
+        return int(psutil.cpu_count(logical=False) or 0)
+    return 0
+
+
 def _free_swap() -> int:
     import psutil
 
-    try:
+    with contextlib.suppress(*_UNREADABLE):
         return int(psutil.swap_memory().free)
-    except (OSError, RuntimeError):
-        return 0
+    return 0
 
 
 def _memory_groups(root: Path) -> Iterator[tuple[int, int]]:

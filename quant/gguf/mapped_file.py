@@ -1,5 +1,6 @@
 """A file mapped read-only into memory, which never returns bytes beyond its end, nor of another version of it."""
 
+import contextlib
 import errno
 import mmap
 import os
@@ -136,7 +137,8 @@ class MappedFile(Closing):
         first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
         length = end // mmap.PAGESIZE * mmap.PAGESIZE - first
         if length > 0:
-            self._map.madvise(mmap.MADV_DONTNEED, first, length)
+            with contextlib.suppress(OSError):
+                self._map.madvise(mmap.MADV_DONTNEED, first, length)
 
     def close(self) -> None:
         """Refuse further access, and unmap as soon as no view is left. Safe to call twice."""

@@ -10,12 +10,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from localinfer.apps.bench.roofline import cpu_name, instruction_set, measure_multiply_peak, measure_read_bandwidth
+from localinfer.apps.bench.roofline import instruction_set, measure_multiply_peak, measure_read_bandwidth
 from localinfer.kernels.cpu.lower import lower_to_cpu
 from localinfer.kernels.cpu.memory import Arena
 from localinfer.kernels.cpu.program import CpuProgram, ThreadPool
 from localinfer.kernels.cpu.weights import PackedWeight, pack
 from localinfer.kernels.graph_builder import GraphBuilder
+from localinfer.kernels.jit.cpu_names import cpu_name
 from localinfer.kernels.layouts import Layout
 from localinfer.kernels.ops import LinearWeight, Projection, Rows
 from localinfer.kernels.program import Batch, Segment

@@ -27,12 +27,12 @@ import numpy as np
 
 from localinfer.apps.bench.figures import RequestTimes
 from localinfer.apps.bench.processes import ServerProcess
-from localinfer.apps.bench.roofline import cpu_name
 from localinfer.apps.bench.serve import LoadClient, Prompts, chat, chat_body
 from localinfer.engine.cache.block_pool import PagePool
 from localinfer.engine.cache.sequence import SequenceCache, forward
 from localinfer.engine.engine import Engine
 from localinfer.engine.sampling.params import SamplingParams
+from localinfer.kernels.jit.cpu_names import cpu_name
 from localinfer.loading.options import model_path
 from localinfer.models.load.loader import Model, load_model
 from tests.proof.simulation.fleet_costs import FORMAT

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 import localinfer
-from localinfer.apps.bench.roofline import cpu_name
 from localinfer.generation.stream import Completion
+from localinfer.kernels.jit.cpu_names import cpu_name
 from localinfer.llm import LLM
 from localinfer.models.load.threads import available_threads
 from tests.bench.bench_recurrent import VOCABULARY, write_model

@@ -3,13 +3,11 @@
 Source: the roofline model of Williams, Waterman and Patterson, Communications of the ACM 52(4), 2009.
 """
 
-import platform
 import re
 import statistics
 import time
 from collections.abc import Callable
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,8 +21,10 @@ from localinfer.kernels.cpu.memory import Arena, address, aligned_zeros
 from localinfer.kernels.cpu.parameters import BATCH, MULTIPLY, READ_MEMORY
 from localinfer.kernels.cpu.program import ThreadPool
 from localinfer.kernels.jit import isa
+from localinfer.kernels.jit.cpu_names import cpu_name
 from localinfer.kernels.jit.object_cache import Kernel, cache_folder
 from localinfer.models.load.threads import available_threads
+from localinfer.system.machine_limits import memory_limits
 from localinfer.types import ProgressCallback
 
 _READ_MEMORY = Kernel("roofline.read_memory")
@@ -39,9 +39,7 @@ _ATTEMPTS = 9
 
 def measure_read_bandwidth(num_threads: int) -> float:
     """Bytes per second that this many threads read from memory: the best of several attempts."""
-    import psutil
-
-    num_bytes = min(BUFFER_BYTES, int(psutil.virtual_memory().available) // 4) // _UNIT_BYTES * _UNIT_BYTES
+    num_bytes = min(BUFFER_BYTES, memory_limits().available_bytes // 4) // _UNIT_BYTES * _UNIT_BYTES
     memory = Arena(0).take(num_bytes)
     # Pages that were never written are all mapped to one page of zeros.
     memory[:] = 1
@@ -75,16 +73,6 @@ def measure_machine(num_threads: int, progress: ProgressCallback) -> Record:
         "read_bytes_per_second": read,
         "multiply_adds_per_second": measure_multiply_peak(num_threads),
     }
-
-
-def cpu_name() -> str:
-    """The processor's name, or its architecture if the system does not report it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 def instruction_set() -> str:

@@ -164,9 +164,9 @@ def _configured() -> tuple[str | None, str]:
 
 
 def _machine() -> str:
-    import psutil
+    from localinfer.system.machine_limits import memory_limits
 
-    free = psutil.virtual_memory().available / 1e9
+    free = memory_limits().available_bytes / 1e9
     return f"{os.cpu_count() or 1} processors, {free:.1f} GB of memory free"
 
 

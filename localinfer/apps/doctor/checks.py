@@ -211,28 +211,36 @@ def run_checks(checks: Mapping[str, Callable[[], Facts]], progress: Callable[[st
     return found
 
 
+_X86_INSTRUCTIONS = {"avx512vnni": "AVX-512 VNNI", "avxvnni": "AVX-VNNI", "avx2": "AVX2"}
+"""By path, the fastest first."""
+_ARM64_INSTRUCTIONS = {"dotprod": "dot products (ARMv8.2)"}
+"""By feature."""
+
+
 def _cpu() -> Facts:
-    from localinfer.apps.bench.roofline import cpu_name
     from localinfer.kernels.jit import isa
+    from localinfer.kernels.jit.cpu_names import cpu_name
+    from localinfer.kernels.jit.host import host_features
 
     available = isa.available()
     return {
         "name": cpu_name(),
         "kernels": isa.SELECTED.value,
         "fastest_here": available[0].value,
-        "faster_elsewhere": faster_instructions(available[0].value, platform.machine()),
+        "faster_elsewhere": faster_instructions(available[0].value, platform.machine(), host_features()),
         **power_facts(),
     }
 
 
-def faster_instructions(path: str, machine: str) -> list[str]:
-    """Instruction sets of the same kind of CPU with faster kernels than the fastest path of this one."""
-    if machine.lower() in ("x86_64", "amd64"):
-        order = {"avx512vnni": "AVX-512 VNNI", "avxvnni": "AVX-VNNI", "avx2": "AVX2"}
-    else:
-        order = {"neon": "dot products (ARMv8.2)"}
-    names = list(order)
-    return [order[name] for name in names[: names.index(path) if path in names else len(names)]]
+def faster_instructions(path: str, machine: str, features: Mapping[str, bool]) -> list[str]:
+    """Instruction sets of the same kind of CPU with faster kernels than the fastest path of this one.
+
+    features: whether the CPU has each; what is unknown of it is not said to be absent.
+    """
+    if machine.lower() not in ("x86_64", "amd64"):
+        return [text for name, text in _ARM64_INSTRUCTIONS.items() if features.get(name) is False]
+    names = list(_X86_INSTRUCTIONS)
+    return [_X86_INSTRUCTIONS[name] for name in names[: names.index(path) if path in names else len(names)]]
 
 
 def _threads() -> Facts:

@@ -10,7 +10,7 @@ from numba.core.errors import TypingError
 from numba.core.registry import cpu_target
 from numba.core.target_extension import target_override
 
-from localinfer.kernels.jit import numba_target
+from localinfer.kernels.jit import host, numba_target
 from localinfer.kernels.jit.compile_ahead import shares_of
 from localinfer.kernels.jit.numba import inline, outline
 
@@ -49,6 +49,11 @@ def test_a_functions_code_is_made_for_kernels_only() -> None:
     library = next(iter(_squared.overloads.values())).library
     assert isinstance(library, numba_target.Library)
     assert _squared.targetctx is not cpu_target.target_context
+
+
+def test_functions_are_made_for_the_cpu_and_the_features_that_they_are_compiled_for() -> None:
+    codegen = numba_target.function(_kernel).targetctx.codegen()
+    assert codegen.magic_tuple()[1:] == (host.target_cpu(), host.target_features())
 
 
 def signature(context: Any, function: object, arguments: tuple[Any, ...]) -> Any:

@@ -1,6 +1,7 @@
 """`/props`, `/slots`, `/metrics` with llama.cpp's names, `/models/load` and `/models/unload`, and `/lora-adapters`."""
 
 import asyncio
+import functools
 import re
 import time
 from collections.abc import Iterator
@@ -77,11 +78,20 @@ async def metrics(request: Request) -> Response:
     """All metrics, as Prometheus reads them."""
     response = await status.metrics(request)
     body = bytes(response.body) + "".join(_lines(service_of(request))).encode()
-    started = int(psutil.Process().create_time())
+    started = _started_at()
     shown = Response(body, media_type=response.headers["content-type"])
     # Written as llama-server writes it: its clients look for it so.
     shown.raw_headers.append((b"Process-Start-Time-Unix", str(started).encode()))
     return shown
+
+
+@functools.cache
+def _started_at() -> int:
+    """Seconds since the epoch when this process started; when it was first asked, where the system does not say."""
+    try:
+        return int(psutil.Process().create_time())
+    except (psutil.Error, OSError, RuntimeError):
+        return int(time.time())
 
 
 def _lines(service: Service) -> Iterator[str]:
