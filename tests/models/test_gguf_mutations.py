@@ -13,7 +13,7 @@ from localinfer.quant.gguf.writer import encode_value
 from tests.models.gguf_mutations import choose, injure_header, mutate, sound_models
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
-COUNT = 120
+COUNT = 70
 
 
 def run(path: Path, *, verify: bool = True) -> None:

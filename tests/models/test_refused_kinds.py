@@ -47,12 +47,13 @@ def test_every_known_kind_is_refused_with_its_reason() -> None:
 
 @pytest.mark.parametrize("known", [ARCHITECTURES, FAMILIES], ids=["files", "folders"])
 def test_other_spellings_of_a_kind_find_it(known: dict[str, object]) -> None:
-    for name in known:
+    for number, name in enumerate(known):
         others = {other for other in known if spelling(other) == spelling(name)}
-        for written in (name.upper(), name.replace("_", "-"), name.replace("-", "_"), f"{name}_new"):
-            nearest = nearest_names(written, known)
-            assert 0 < len(set(nearest)) == len(nearest) <= NUM_NEAREST
-            assert others & set(nearest), (written, nearest)
+        spellings = (name.upper(), name.replace("_", "-"), name.replace("-", "_"), f"{name}_new")
+        written = spellings[number % len(spellings)]
+        nearest = nearest_names(written, known)
+        assert 0 < len(set(nearest)) == len(nearest) <= NUM_NEAREST
+        assert others & set(nearest), (written, nearest)
 
 
 def test_an_unknown_kind_names_the_nearest_three_and_the_command() -> None:

@@ -38,13 +38,18 @@ CONVERTED_ON_GPU = [type for type in WEIGHT_TYPES if not runs_directly(type, CUD
 
 
 @pytest.mark.parametrize("type", WEIGHT_TYPES, ids=lambda type: type.name)
-def test_model_in_any_type_runs_as_its_weights_say(type: TensorType, tmp_path: Path) -> None:
+def test_model_of_experts_in_any_type_runs_as_its_weights_say(type: TensorType, tmp_path: Path) -> None:
+    """Every kernel of the type: of its table, its matrices and its experts. Files are whole or split in turn."""
+    num_parts = 1 + WEIGHT_TYPES.index(type) % 3
+    check_model(make_model(type, num_experts=3, is_tied=num_parts == 2), tmp_path, num_parts)
+
+
+@pytest.mark.parametrize(
+    "type", [type for type in WEIGHT_TYPES if type not in ENCODABLE_TYPES], ids=lambda type: type.name
+)
+def test_dense_model_in_any_type_runs_as_its_weights_say(type: TensorType, tmp_path: Path) -> None:
+    """`test_weight_types.py` has those of the types with an encoder."""
     check_model(make_model(type), tmp_path)
-
-
-@pytest.mark.parametrize("type", WEIGHT_TYPES, ids=lambda type: type.name)
-def test_split_model_of_experts_in_any_type_runs_as_its_weights_say(type: TensorType, tmp_path: Path) -> None:
-    check_model(make_model(type, num_experts=3, is_tied=False), tmp_path, num_parts=3)
 
 
 @pytest.mark.parametrize("type", CONVERTED, ids=lambda type: type.name)

@@ -5,6 +5,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 import localinfer
 from localinfer.kernels.layouts import GGUF_LAYOUTS
@@ -16,7 +17,7 @@ from localinfer.quant.formats.types import TensorType
 from localinfer.quant.gguf.reader import read_gguf
 from tests.support.oracle import NumpyProgram, NumpyWeights
 
-HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD, VOCAB = 256, 512, 4, 2, 64, 300
+HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD, VOCAB = 256, 256, 4, 2, 64, 300
 ROWS = {"attn_q": HEADS * HEAD, "attn_k": KV_HEADS * HEAD, "attn_v": KV_HEADS * HEAD} | dict.fromkeys(
     ("ffn_gate", "ffn_up"), INTERMEDIATE
 )
@@ -40,18 +41,20 @@ def write_model(path: Path, type: TensorType) -> None:
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_vocab_size(VOCAB)
 
-    def add(name: str, shape: tuple[int, int]) -> None:
+    def encoded(shape: tuple[int, int]) -> NDArray[np.uint8]:
         values = (generator.standard_normal(shape) / np.sqrt(shape[1])).astype(np.float32)
-        raw = quantize(values, type).reshape(shape[0], -1)
-        writer.add_tensor(name, raw, raw_dtype=gguf.GGMLQuantizationType[type.name])
+        return quantize(values, type).reshape(shape[0], -1)
 
-    add("token_embd.weight", (VOCAB, HIDDEN))
+    # Encoding takes longest, so both layers have the same matrices.
+    matrices = {name: encoded(shape) for name, shape in MATRICES.items()}
+    raw_type = gguf.GGMLQuantizationType[type.name]
+    writer.add_tensor("token_embd.weight", encoded((VOCAB, HIDDEN)), raw_dtype=raw_type)
     writer.add_tensor("output_norm.weight", np.ones(HIDDEN, np.float32))
     for layer in range(2):
         for norm in ("attn_norm", "ffn_norm"):
             writer.add_tensor(f"blk.{layer}.{norm}.weight", 1 + 0.1 * generator.standard_normal(HIDDEN, np.float32))
-        for name, shape in MATRICES.items():
-            add(f"blk.{layer}.{name}.weight", shape)
+        for name, raw in matrices.items():
+            writer.add_tensor(f"blk.{layer}.{name}.weight", raw, raw_dtype=raw_type)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
