@@ -233,14 +233,13 @@ def _position_encoding(config: object) -> str:
 
 
 def _program() -> str:
-    """Version, source hash and instruction set: another kernel may round differently."""
+    """Versions and source hash: another kernel may round differently. Not the CPU, as every path has the same bits."""
     from llvmlite import binding as llvm
 
-    from localinfer.kernels.jit import isa
     from localinfer.kernels.versions import installed_version
 
     llvm_version = ".".join(map(str, llvm.llvm_version_info))
-    return f"localinfer {installed_version('localinfer')} {_code()}, {isa.SELECTED.value}, LLVM {llvm_version}"
+    return f"localinfer {installed_version('localinfer')} {_code()}, LLVM {llvm_version}"
 
 
 @cache

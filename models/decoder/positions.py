@@ -7,6 +7,7 @@ bucket: learned ones (T5's, as MPNet has them), or products with the row's query
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -57,8 +58,12 @@ def own_magnitude(rope: RopeConfig) -> float:
 
 def plain_frequencies(rotary_size: int, base: float) -> Float64Array:
     """base^(-2i / rotary_size) for pair i: RoFormer, section 3.2.2. float64[rotary_size / 2]."""
-    pairs = np.arange(rotary_size // 2, dtype=np.float64)
-    return np.asarray(base ** (-2.0 * pairs / max(rotary_size, 1)), dtype=np.float64)
+    return powers(base, [-2.0 * pair / max(rotary_size, 1) for pair in range(rotary_size // 2)])
+
+
+def powers(base: float, exponents: Sequence[float]) -> Float64Array:
+    """Powers of a positive number, the same on every CPU: NumPy's own are less exact where it has AVX-512 for them."""
+    return np.array([math.pow(base, exponent) for exponent in exponents], np.float64)
 
 
 def yarn_frequencies(frequencies: Float64Array, rope: RopeConfig) -> Float64Array:
@@ -139,7 +144,7 @@ def alibi_slopes(num_heads: int, max_bias: float) -> FloatArray:
     power = 1 << (num_heads.bit_length() - 1)
     exponents = [(head + 1) / power for head in range(power)]
     exponents += [(2 * head + 1) / (2 * power) for head in range(num_heads - power)]
-    return np.asarray(2.0 ** (-max_bias * np.asarray(exponents)), dtype=np.float32)
+    return powers(2.0, [-max_bias * exponent for exponent in exponents]).astype(np.float32)
 
 
 def write_relative_bias(graph: Graph, layer: int, queries: Buffer, keys: Buffer) -> Relative | None:

@@ -27,7 +27,7 @@ from localinfer.models.decoder.attention import attention_shape, write_mixer_out
 from localinfer.models.decoder.block_config import RecurrentConfig
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.decoder.graph import Graph, divided, refuse
-from localinfer.models.decoder.positions import RopeTables
+from localinfer.models.decoder.positions import RopeTables, powers
 from localinfer.types import FloatArray
 
 _LIGHTNING_EPSILON = 1e-6
@@ -337,7 +337,7 @@ def _lightning_rates(config: ModelConfig, layer: int) -> FloatArray:
     """Rates of decay of a layer's heads: ALiBi's slopes, by a share that falls to almost 0 in the last layer."""
     heads, last = _sizes(config).num_heads, config.num_layers - 1
     share = 1.0 - layer / (last + _LIGHTNING_SHARE) + _LIGHTNING_SHARE
-    return (2.0 ** (-8.0 / heads * (np.arange(heads) + 1)) * share).astype(np.float32)
+    return (powers(2.0, [-8.0 / heads * (head + 1) for head in range(heads)]) * share).astype(np.float32)
 
 
 def _short_convolution_states(config: ModelConfig) -> list[StateShape]:

@@ -1,6 +1,7 @@
 """The fingerprint changes with everything that cached keys and values depend on, and with nothing else."""
 
 import os
+import platform
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -8,7 +9,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from llvmlite import binding as llvm
 
+from localinfer.kernels.jit import host, isa
+from localinfer.kernels.jit.isa import ISA
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.ops import KVLayerShape
 from localinfer.storage import fingerprint
@@ -65,6 +69,28 @@ def test_each_change_changes_its_own_part_and_the_key(name: str):
     changed = CHANGES[name]()
     assert {part for part, value in parts().items() if changed[part] != value} == {name}
     assert Fingerprint(changed).key != Fingerprint(parts()).key
+
+
+MACHINES = {
+    ("aarch64-unknown-linux-gnu", "neoverse-n1"): ISA.NEON_DOTPROD,
+    ("arm64-apple-darwin25", "apple-m2"): ISA.NEON_DOTPROD,
+    ("aarch64-unknown-linux-gnu", "cortex-a72"): ISA.GENERIC,
+    ("x86_64-pc-windows-msvc", "haswell"): ISA.AVX2,
+    ("x86_64-unknown-linux-gnu", "znver5"): ISA.AVX512_VNNI,
+}
+
+
+def test_every_machine_has_the_same_parts_since_every_path_has_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = parts()
+    for (triple, cpu), path in MACHINES.items():
+        monkeypatch.setattr(isa, "SELECTED", path)
+        monkeypatch.setattr(llvm, "get_process_triple", lambda triple=triple: triple)
+        monkeypatch.setattr(llvm, "get_host_cpu_name", lambda cpu=cpu: cpu)
+        monkeypatch.setattr(llvm, "get_host_cpu_features", dict)
+        monkeypatch.setattr(platform, "machine", lambda triple=triple: triple.partition("-")[0])
+        host.host_features.cache_clear()
+        assert parts() == wanted
+    host.host_features.cache_clear()
 
 
 def test_renamed_or_reshaped_tensor_changes_the_settings():

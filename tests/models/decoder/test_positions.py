@@ -1,7 +1,9 @@
 """Rotary frequencies of every scaling, against the formulas of their papers written out for single pairs."""
 
+import decimal
 import math
 from dataclasses import replace
+from decimal import Decimal
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ from numpy.typing import NDArray
 from localinfer.errors import CorruptFileError
 from localinfer.kernels.ops import Pairing
 from localinfer.models.decoder.block_config import RopeConfig
-from localinfer.models.decoder.positions import own_magnitude, rope_table
+from localinfer.models.decoder.positions import own_magnitude, plain_frequencies, rope_table
 
 PLAIN = RopeConfig(rotary_size=10, base=10000.0, original_context_length=2048)
 
@@ -23,6 +25,15 @@ def test_plain_frequencies_fall_geometrically_from_one() -> None:
     found = frequencies(PLAIN)
     np.testing.assert_allclose(found, [1.0, 10**-0.8, 10**-1.6, 10**-2.4, 10**-3.2], rtol=1e-14)
     assert found.dtype == np.float64
+
+
+@pytest.mark.parametrize("base", [10000.0, 500000.0, 1e6, 5e6, 1e7])
+@pytest.mark.parametrize("size", [64, 80, 96, 128, 256])
+def test_plain_frequencies_are_the_nearest_numbers_so_that_all_cpus_have_them(base: float, size: int) -> None:
+    with decimal.localcontext(prec=40):
+        logarithm = Decimal(base).ln()
+        wanted = [float((Decimal(-2.0 * pair / size) * logarithm).exp()) for pair in range(size // 2)]
+    np.testing.assert_array_equal(plain_frequencies(size, base), wanted)
 
 
 def test_linear_scaling_divides_every_frequency() -> None:
@@ -38,7 +49,7 @@ def test_divisors_of_a_file_divide_pair_by_pair() -> None:
 
 def test_yarn_keeps_fast_pairs_and_interpolates_slow_ones() -> None:
     rope = RopeConfig(rotary_size=64, base=10000.0, scaling="yarn", factor=16.0, original_context_length=4096)
-    plain = 10000.0 ** (-np.arange(32) / 32)
+    plain = np.array([10000.0 ** (-pair / 32) for pair in range(32)])
     found = frequencies(rope)
     turns = 4096 * plain / (2 * math.pi)
     np.testing.assert_array_equal(found[turns > 40], plain[turns > 40])
