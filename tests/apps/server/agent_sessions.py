@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,12 @@ class AgentRequest:
     body: dict[str, Any]
     reply: dict[str, Any]
 
-    @property
+    @cached_property
     def messages(self) -> list[dict[str, Any]]:
         """The conversation, without what changes no prompt."""
         return [_plain(message) for message in self.body.get("messages") or self.body["input"]]
 
-    @property
+    @cached_property
     def head(self) -> Any:
         """What comes before the conversation."""
         return _plain([self.body.get(name) for name in ("system", "instructions", "tools", "output_config")])
