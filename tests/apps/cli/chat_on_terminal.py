@@ -1,10 +1,12 @@
 """A chat in a process of its own, on a terminal whose screen can be read, with a model that says what it is told.
 
-`python -c PROGRAM FILE_DESCRIPTOR` runs the chat. Each line of the file is one thing that the model does: an event, or
-a number of tokens that it has read of its prompt. The reply waits for the next line, so a test sees every moment of it.
+`python -c PROGRAM FILE_DESCRIPTOR` runs the chat, mostly as a copy of a process that has imported what it needs. Each
+line of the file is one thing that the model does: an event, or a number of tokens that it has read of its prompt. The
+reply waits for the next line, so a test sees every moment of it.
 With WAITS_FOR_KEYS in the environment the chat begins once something is typed.
 """
 
+import atexit
 import contextlib
 import fcntl
 import json
@@ -12,12 +14,14 @@ import os
 import pty
 import select
 import signal
+import socket
 import struct
 import subprocess
 import sys
 import termios
 import time
 from collections.abc import Callable
+from functools import cache
 from typing import Any, Self
 
 from localinfer.types import Closing
@@ -80,39 +84,109 @@ finally:
 """
 
 
-def _become_job() -> None:
-    """Leave a process behind that is a shell to this one: only then can Ctrl-Z stop it."""
+COPIED = """
+import json, os, socket, sys
+from localinfer.apps.terminal import loop
+from tests.apps.cli.chat_on_terminal import PROGRAM, _become_job
+asked = socket.socket(fileno=int(sys.argv[1]))
+while True:
+    message, streams, _, _ = socket.recv_fds(asked, 1 << 20, 3)
+    if not message or not os.fork():
+        break
+    os.wait()
+    for stream in streams:
+        os.close(stream)
+if message and not os.fork():
+    terminal, script, status = streams
+    asked.close()
+    os.setsid()
+    for number in range(3):
+        os.dup2(terminal, number)
+    os.environ.clear()
+    os.environ.update(json.loads(message))
+    _become_job(status)
+    os.close(status)
+    sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)
+    sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)
+    sys.argv[1:] = [str(script)]
+    exec(PROGRAM, {"__name__": "__main__"})
+"""
+"""Copies itself for each message: an environment, with the terminal, the script and where the exit code goes."""
+
+
+def _become_job(status: int | None = None) -> None:
+    """Leave a process behind that is a shell to this one: only then can Ctrl-Z stop it. status: takes its exit code."""
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
     job = os.fork()
     if job:
-        os.closerange(0, 256)
+        os.closerange(0, status or 256)
         code = os.waitstatus_to_exitcode(os.waitpid(job, 0)[1])
-        os._exit(code if code >= 0 else 128 - code)
+        code = code if code >= 0 else 128 - code
+        if status is not None:
+            os.write(status, f"{code}\n".encode())
+        os._exit(code)
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)
     os.setpgid(0, 0)
     os.tcsetpgrp(0, os.getpid())
     signal.signal(signal.SIGTTOU, signal.SIG_DFL)
 
 
+class _Copy:
+    """A chat that was copied; its exit code comes through a pipe, because it is no child of this process."""
+
+    def __init__(self, terminal: int, script: int, environment: dict[str, str]) -> None:
+        self._ended, status = os.pipe()
+        with open(status, "wb", buffering=0):
+            socket.send_fds(_origin(), [json.dumps(environment).encode()], [terminal, script, status])
+        self._code: int | None = None
+
+    def poll(self) -> int | None:
+        return self.wait(0)
+
+    def wait(self, limit: float = GIVING_UP_SECONDS) -> int | None:
+        """Its exit code, or None if it has not ended after so many seconds of an idle machine."""
+        if self._code is None and select.select([self._ended], [], [], seconds(limit))[0]:
+            # Nothing if the shell was killed.
+            self._code = int(os.read(self._ended, 16) or -1)
+            os.close(self._ended)
+        return self._code
+
+
+@cache
+def _origin() -> socket.socket:
+    """The process that is copied; it ends with this one, whose side of the socket is closed then."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = subprocess.Popen([sys.executable, "-c", COPIED, str(theirs.fileno())], pass_fds=[theirs.fileno()])
+    atexit.register(lambda: (ours.close(), process.wait()))
+    return ours
+
+
 class ChatOnTerminal(Closing):
     """A running chat: `type` keys, let the model `say` things, and look at the `lines` of its screen."""
 
-    def __init__(self, columns: int = 80, lines: int = 24, **environment: str) -> None:
+    def __init__(self, columns: int = 80, lines: int = 24, *, is_new: bool = False, **environment: str) -> None:
+        """is_new: the process is no copy, so that what comes while it imports comes before the chat begins."""
         self.received = ""
         self.screen = TerminalScreen(columns, lines)
         self._master, slave = pty.openpty()
         self._set_size(columns, lines)
         script, self._script = os.pipe()
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, str(script)],
-            stdin=slave,
-            stdout=slave,
-            stderr=slave,
-            pass_fds=[script],
-            start_new_session=True,
-            preexec_fn=_become_job,
-            env={**os.environ, "TERM": "xterm", "NO_COLOR": "1", **environment},
-        )
+        environment = {**os.environ, "TERM": "xterm", "NO_COLOR": "1", **environment}
+        self.process: subprocess.Popen[bytes] | _Copy
+        if is_new:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", PROGRAM, str(script)],
+                stdin=slave,
+                stdout=slave,
+                stderr=slave,
+                pass_fds=[script],
+                start_new_session=True,
+                preexec_fn=_become_job,
+                env=environment,
+            )
+        else:
+            self.process = _Copy(slave, script, environment)
         self._slave = slave
         os.close(script)
 
@@ -189,9 +263,9 @@ class ChatOnTerminal(Closing):
             # Its group may have ended, or not be the terminal's, in this moment.
             with contextlib.suppress(ProcessLookupError):
                 self.interrupt_process(signal.SIGKILL)
-            self.process.kill()
-        self.process.wait()
+        # A terminal that is gone ends whatever is left of its session.
         os.close(self._master)
+        self.process.wait()
         os.close(self._slave)
         os.close(self._script)
 

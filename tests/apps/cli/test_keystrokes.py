@@ -198,7 +198,7 @@ def test_ctrl_z_at_the_prompt_gives_the_terminal_back(modes_of_the_shell):
 
 
 def test_a_line_typed_before_the_chat_has_begun_is_its_first_message():
-    with ChatOnTerminal() as chat:
+    with ChatOnTerminal(is_new=True) as chat:
         chat.type("early\r")
         chat.say("Yes.", ends="stop")
         chat.wait_for_row("Yes.")
