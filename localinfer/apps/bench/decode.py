@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from localinfer.apps.bench.figures import Record, check_context, compare, model_record, summarize, timing_figures
-from localinfer.apps.bench.processes import OURS, EngineOptions, EngineProcess
+from localinfer.apps.bench.processes import OURS, EngineOptions, EngineProcess, check_interpreter
 from localinfer.apps.bench.roofline import measure_machine, measure_read_bandwidth, num_compiled_kernels
 from localinfer.apps.show.describe import describe_file
 from localinfer.errors import RequestError
@@ -71,6 +71,7 @@ def run_bench(settings: BenchSettings, progress: ProgressCallback) -> Record:
     Keys: model, machine, settings, engines (the figures of each) and, beside a peer, ratios: above 1 where localinfer
     is better. Raises: LocalinferError.
     """
+    check_interpreter(settings.peer_python)
     description = describe_file(settings.model)
     check_context(description, settings.num_tokens)
     options = EngineOptions(
@@ -105,6 +106,7 @@ def run_bench(settings: BenchSettings, progress: ProgressCallback) -> Record:
 
 def run_stream_bench(settings: BenchSettings, progress: ProgressCallback) -> Record:
     """Measure streamed completions, text to text, of at most `settings.decode` tokens each."""
+    check_interpreter(settings.peer_python)
     description = describe_file(settings.model)
     trained = int(description.sizes.get("context_length", settings.decode + 32))
     options = EngineOptions(

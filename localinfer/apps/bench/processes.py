@@ -4,6 +4,7 @@ import contextlib
 import http.client
 import json
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -96,6 +97,16 @@ class EngineOptions:
     """As for `localinfer.load`; a peer uses its own default."""
 
 
+def check_interpreter(python: str | None) -> None:
+    """Refuse what is no program, before anything is measured. Raises: RequestError."""
+    if python is not None and shutil.which(python) is None:
+        raise _unstartable(python, "no program is there")
+
+
+def _unstartable(python: str, reason: str | None) -> RequestError:
+    return RequestError(f"{python!r} cannot be started ({reason}); give the path of a Python with --peer-python")
+
+
 class EngineProcess(ChildProcess):
     """One engine in its own process, which answers one request at a time.
 
@@ -114,9 +125,7 @@ class EngineProcess(ChildProcess):
         try:
             super().__init__(command, subprocess.PIPE, folder)
         except OSError as error:
-            raise RequestError(
-                f"{self._python!r} cannot be started ({error.strerror}); give the path of a Python with --peer-python"
-            ) from None
+            raise _unstartable(self._python, error.strerror) from None
         try:
             if first_request is not None:
                 self._send(first_request)

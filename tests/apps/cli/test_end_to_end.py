@@ -42,10 +42,10 @@ def run(*arguments: str | bytes, stdin: bytes = b"") -> Result:
 
 @pytest.fixture
 def run_here(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
-    """Run a command in this process, with an empty standard input."""
+    """Run a command in this process."""
 
-    def run(*arguments: str) -> Result:
-        monkeypatch.setattr(sys, "stdin", io.StringIO())
+    def run(*arguments: str, stdin: str = "") -> Result:
+        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
         code = main(apart(*arguments))
         written, errors = capfd.readouterr()
         return subprocess.CompletedProcess(arguments, code, written.encode(), errors.encode())
@@ -81,8 +81,8 @@ def test_run_writes_something_with_the_demo_model(greedy_text):
     assert len(greedy_text.split()) > 5
 
 
-def test_run_is_the_same_text_on_one_thread_from_a_pipe_and_with_stats(greedy_text):
-    result = run("run", "--threads", "1", "--stats", *GREEDY, stdin=f"{PROMPT}\n".encode())
+def test_run_is_the_same_text_on_one_thread_from_a_pipe_and_with_stats(greedy_text, run_here):
+    result = run_here("run", "--threads", "1", "--stats", *GREEDY, stdin=f"{PROMPT}\n")
     assert result.returncode == 0
     assert result.stdout.decode() == greedy_text
     assert "tokens/s" in result.stderr.decode()
@@ -114,8 +114,8 @@ def test_run_tells_the_story_that_another_runtime_tells(demo_file: Path, run_her
     assert len(story) > 200 and STORIES[PROMPT].startswith(story.removesuffix("\n"))
 
 
-def test_chat_from_a_pipe_answers_each_line():
-    result = run("chat", "--lines", "--temperature", "0", "-n", "12", stdin=b"Hello\nTell me a story.\n")
+def test_chat_from_a_pipe_answers_each_line(run_here):
+    result = run_here("chat", "--lines", "--temperature", "0", "-n", "12", stdin="Hello\nTell me a story.\n")
     assert result.returncode == 0, result.stderr.decode()
     assert all(line.startswith(b"the reply was cut after 12 tokens") for line in result.stderr.splitlines())
     assert len(result.stdout.split()) > 4
@@ -154,13 +154,14 @@ def test_cut_file_is_one_line_and_exit_code_2(demo_file, tmp_path, num_bytes, ru
 
 
 @pytest.mark.parametrize("name", ["run", "chat", "tokenize"])
-def test_missing_file_is_one_line_and_exit_code_2(tmp_path, name):
+def test_missing_file_is_one_line_and_exit_code_2(tmp_path, name, run_here):
     arguments = {"run": ["-p", PROMPT], "chat": ["-p", PROMPT], "tokenize": [PROMPT]}[name]
-    assert_one_error_line(run(name, "-m", str(tmp_path / "nothing.gguf"), *arguments), "nothing.gguf", "does not exist")
+    result = run_here(name, "-m", str(tmp_path / "nothing.gguf"), *arguments)
+    assert_one_error_line(result, "nothing.gguf", "does not exist")
 
 
-def test_too_long_prompt_is_one_line_and_exit_code_2():
-    assert_one_error_line(run("run", "--context-length", "64", "-p", "word " * 500), "64")
+def test_too_long_prompt_is_one_line_and_exit_code_2(run_here):
+    assert_one_error_line(run_here("run", "--context-length", "64", "-p", "word " * 500), "64")
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="arguments are text there")
@@ -210,7 +211,7 @@ def test_reader_that_leaves_ends_a_run_quietly():
 
 def test_restarted_run_goes_on_from_disk_with_the_same_text(greedy_text, tmp_path, run_here):
     words = ("run", "--disk-cache-folder", str(tmp_path / "kept"), "--stats", "-p", PROMPT, *GREEDY)
-    first, second = run(*words), run(*words)
+    first, second = run(*words), run_here(*words)
     assert first.stdout.decode() == second.stdout.decode() == greedy_text
     assert b"0 of them cached" in first.stderr
     assert b"0 of them cached" not in second.stderr

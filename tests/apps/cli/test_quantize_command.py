@@ -167,7 +167,7 @@ def test_calibration_keeps_more_than_rounding_and_leaves_nothing_behind(
 ) -> None:
     rounded, calibrated = tmp_path / "rounded.gguf", tmp_path / "calibrated.gguf"
     assert main(["quantize", str(MODEL), str(rounded), "--type", "q4_0", "--method", "rtn", "--chunks", "1"]) == 0
-    words = ["--type", "q4_0", "--calibration-tokens", "1024", "--chunks", "1"]
+    words = ["--type", "q4_0", "--calibration-tokens", "512", "--chunks", "1"]
     assert main(["quantize", str(MODEL), str(calibrated), *words]) == 0
     output = capsys.readouterr().out
     first, second = (float(line.split()[5]) for line in output.splitlines() if line.startswith("against"))
@@ -209,8 +209,8 @@ def test_a_killed_calibration_goes_on_and_ends_with_the_same_bytes(tmp_path: Pat
 def test_importance_of_a_text_is_used_and_saved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text, saved, target = tmp_path / "texts", tmp_path / "saved.gguf", tmp_path / "small.gguf"
     text.mkdir()
-    (text / "a.txt").write_text("Once upon a time there was a fox who lived in a wood.\n" * 200)
-    (text / "b.md").write_text("The bear said that he had seen the moon in the lake.\n" * 200)
+    (text / "a.txt").write_text("Once upon a time there was a fox who lived in a wood.\n" * 40)
+    (text / "b.md").write_text("The bear said that he had seen the moon in the lake.\n" * 40)
     words = ["quantize", str(MODEL), str(target), "--type", "q4_1", "--method", "imatrix", "--chunks", "1"]
     assert main([*words, "--calibration", str(text), "--save-imatrix", str(saved)]) == 0
     assert "against the source" in capsys.readouterr().out
@@ -229,7 +229,7 @@ def test_scales_are_moved_before_weights_are_rounded(
 ) -> None:
     monkeypatch.setattr(scale_calibration, "THOROUGH_LAYER_WEIGHTS", 0)
     source, plain, scaled = shared / "models" / "stories260K.gguf", tmp_path / "gptq.gguf", tmp_path / "awq.gguf"
-    words = ["--type", "q4_0", "--calibration-tokens", "512", "--chunks", "1"]
+    words = ["--type", "q4_0", "--calibration-tokens", "256", "--chunks", "1"]
     assert main(["quantize", str(source), str(plain), "--method", "gptq", *words]) == 0
     assert main(["quantize", str(source), str(scaled), "--method", "awq", *words]) == 0
     output = capsys.readouterr().out
