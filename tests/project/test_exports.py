@@ -6,7 +6,7 @@ import inspect
 import sys
 import typing
 from collections.abc import Callable, Iterator
-from functools import cached_property
+from functools import cache, cached_property
 from importlib import import_module
 from typing import Any
 
@@ -32,6 +32,7 @@ INTERNAL = {
 EXPORTED = {name: getattr(localinfer, name) for name in localinfer.__all__ if name != "errors"}
 
 
+@cache
 def imported_names(module: Any) -> dict[str, Any]:
     """Imports of a module, with those for type checkers only."""
     names: dict[str, Any] = {}

@@ -5,6 +5,14 @@ TOGETHER = {
         --yarn-extrapolation-factor 1 --yarn-attention-factor 1 --yarn-beta-fast 9 --yarn-beta-slow 1""",
     "{quick}": "--type q4_0 --chunks 0",
     "{linear}": "--context-length 2048 --rope-scaling linear --rope-frequency-scale 0.5",
+    "{limits}": """--requests-per-minute 5 --tokens-per-minute 500 --running-per-token 2 --queued-per-token 0
+        --min-priority -3 --ttft-objective 1.5""",
+    "{logged}": """--log-format json --otlp-endpoint http://localhost:1 --log-requests {folder}/requests.jsonl
+        --log-requests-size 2MB""",
+    "{events}": "--kv-events tcp://127.0.0.1:* --kv-events-replay-endpoint ipc://{folder}/replay",
+    "{other}": "--no-verify --cpu-moe --chat-template-kwargs template_date=today",
+    "{slots}": "--tensor-split 3,1 --parallel 2 --slot-save-path {folder} --no-slots --no-metrics",
+    "{shift}": "--context-shift --pooling last",
     "{decode}": "--role decode --prefill-server http://localhost:9",
     "{filters}": """--temperature 0.5 --top-k 5 --top-p 0.5 --min-p 0.1 --typical-p 0.9 --top-n-sigma 1 --seed 1
         --xtc-probability 0.5 --xtc-threshold 0.2 --dynatemp-range 0.1 --dynatemp-exponent 2""",
@@ -121,37 +129,28 @@ GOOD = {
         --model {mtp} --speculation mtp --threads 1 --measure-again --no-disk-cache
     """,
     "serve": """
-        {local} --chat-template {template} {yarn}
-        {local} {filters} --max-tokens 5 --reasoning on --reasoning-budget 9 --alias a,b --ignore-model-sampling
-        {local} --no-verify --cpu-moe --chat-template-kwargs template_date=today
-        --no-tcp --socket {sock} --no-disk-cache {penalties} --chat-template-file {template}
+        {local} --chat-template {template} {yarn} {limits}
+        {local} {filters} --max-tokens 5 --reasoning on --reasoning-budget 9 --alias a,b --ignore-model-sampling {other}
+        --no-tcp --socket {sock} --no-disk-cache {penalties} --chat-template-file {template} {logged}
         --port 0 --no-socket --no-page --api-key key
-        {local} {linear} --set llama.rope.freq_base=20000
+        {local} {linear} --set llama.rope.freq_base=20000 {events} --kv-events-topic kv
         --model {demo} --device cpu --gpu-layers 0 --threads 1 --no-disk-cache --no-config --port 0 --socket {sock}
         --kv-type q8_0/f16 --kv-memory 64MB --disk-cache-size 1MB --disk-cache-folder {folder} --port 0 --socket {sock}
-        --kv-window 256 --no-tcp --context-length 512 --socket {sock} --move-volatile-head --n-cpu-moe 1
-        {local} --tensor-split 3,1
+        --kv-window 256 --no-tcp --context-length 512 --socket {sock} --move-volatile-head --n-cpu-moe 1 {slots}
         --speculation draft --draft {demo} --no-tcp --socket {sock}
         --model {mtp} --speculation mtp --threads 1 --measure-again --no-disk-cache --no-tcp --socket {sock}
         --models {models} --host 127.0.0.1 --port 0 --socket {sock} --token-file {keys} --allow-host x --strict-model
         --models {models} --port 0 --socket {sock} --token-file {keys} --isolate-cache
         --allow-origin http://a.example --allow-private-network --port 0 --socket {sock} --idle-unload 5 --verbose
-        --memory-limit 1GB --max-generations 2 --shutdown-seconds 1 --until-stdin-ends --no-tcp --socket {sock}
-        --parallel 2 --slot-save-path {folder} --no-slots --no-metrics --no-tcp --socket {sock}
-        --context-shift --pooling last --no-tcp --socket {sock}
+        --memory-limit 1GB --max-generations 2 --shutdown-seconds 1 --until-stdin-ends --no-tcp --socket {sock} {shift}
         --models {models} --token-env TOKEN_OF_THIS_TEST --ready-json --port 0 --socket {sock}
         --pulled --models {models} --models-config {settings} --load-wait 1 --no-tcp --socket {sock}
-        {local} --no-store
+        {local} --no-store --kv-events tcp://127.0.0.1:9 --kv-events-connect --kv-events-allow-remote
         --disk-cache-folder {folder} --store-size 0 --store-days 0.5 --no-tcp --socket {sock}
         --role prefill --disk-cache-folder {folder} --no-tcp --socket {sock}
         {decode} --prefill-server unix:/no --prefill-deadline 5 --disk-cache-folder {folder} --no-tcp --socket {sock}
         {decode} --prefill-threshold 9 --prefill-token-file {keys} --disk-cache-folder {folder} --no-tcp --socket {sock}
-        {local} --requests-per-minute 5 --tokens-per-minute 500 --log-format json --otlp-endpoint http://localhost:1
-        {local} --running-per-token 2 --queued-per-token 0 --min-priority -3 --ttft-objective 1.5
-        {local} --log-requests {folder}/requests.jsonl --log-requests-size 2MB
-        {local} --kv-events tcp://127.0.0.1:* --kv-events-replay-endpoint ipc://{folder}/replay --kv-events-topic kv
         {local} --kv-events ipc://{folder}/kv --kv-events-buffer-steps 5 --kv-events-encoding array
-        {local} --kv-events tcp://127.0.0.1:9 --kv-events-connect --kv-events-allow-remote
     """,
 }
 """Lines of words; each option of a command must stand in one."""
