@@ -40,10 +40,8 @@ def test_indexers_keep_one_head_of_keys_where_a_context_has_more_than_is_chosen(
 @pytest.mark.parametrize(
     ("name", "kv_type"),
     [
-        ("gemma4-e2b", "f16"),
         ("gemma4-e2b", "q8_0/q4_0"),
         ("gemma3n-altup", "f16"),
-        ("glm-dsa-sparse", "f16"),
         ("glm-dsa-sparse", "q8_0"),
         ("minimax-m3-sparse", "f32"),
     ],

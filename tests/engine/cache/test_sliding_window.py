@@ -161,8 +161,7 @@ def answer(llm: LLM, prompt: list[int], count: int) -> localinfer.Completion:
     return llm.complete(prompt, max_tokens=count, **OPTIONS)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("kv_type", ["f16", "q8_0/q4_0"])
-@pytest.mark.parametrize("name", ["gemma3-gqa", "gpt-oss-moe"])
+@pytest.mark.parametrize(("name", "kv_type"), [("gemma3-gqa", "q8_0/q4_0"), ("gpt-oss-moe", "f16")])
 def test_texts_are_the_same_warm_edited_evicted_and_from_disk(name: str, kv_type: str, tmp_path: Path):
     path = build_model(tmp_path, name).path
     disk = {"disk_cache": True, "disk_cache_folder": tmp_path / "disk"}
