@@ -41,7 +41,7 @@ class Counts:
 class Campaign:
     """Fuzzes one target until a number of cases or seconds is over.
 
-    seed: with one job the same seed gives the same cases. folder: for findings. told: gets each finding, shrunk, with
+    seed: with one job the same seed gives the same cases. folder: for findings. is_guarded: see `WorkerProcess`. told: gets each finding, shrunk, with
     the file that holds it.
     """
 
@@ -55,6 +55,7 @@ class Campaign:
         most_cases: int | None = None,
         folder: Path | None = None,
         shrink_seconds: float = SHRINK_SECONDS,
+        is_guarded: bool = True,
         told: Callable[[Finding, Path], None] | None = None,
     ) -> None:
         self.target, self.seed = target, seed
@@ -63,7 +64,7 @@ class Campaign:
         self.began = time.monotonic()
         self._jobs, self._seconds, self._most_cases = jobs, seconds, most_cases
         self._folder = FOUND / target.name if folder is None else folder
-        self._shrink_seconds, self._told = shrink_seconds, told
+        self._shrink_seconds, self._is_guarded, self._told = shrink_seconds, is_guarded, told
         self._corpus = target.corpus()
         self._kept: dict[bool, list[bytes]] = {True: [], False: []}
         self._next = 0
@@ -99,7 +100,7 @@ class Campaign:
 
     def _work(self) -> None:
         try:
-            with WorkerProcess(self.target) as worker:
+            with WorkerProcess(self.target, is_guarded=self._is_guarded) as worker:
                 num_cases = 0
                 while (case := self._take()) is not None:
                     index, data = case

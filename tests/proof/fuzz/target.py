@@ -10,6 +10,11 @@ from pathlib import Path
 from localinfer.errors import LocalinferError
 
 FOLDER = Path(__file__).parent
+MODEL_TARGETS = ("gguf", "safetensors")
+"""Targets whose inputs are models of every kind.
+
+The suite runs a few of them without guard mode, in which each needs kernels that no other test has compiled.
+"""
 LONGEST_MESSAGE = 2000
 SHORTEST_MESSAGE = 12
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.proof.fuzz.findings import found_cases, read
-from tests.proof.fuzz.target import Target, find_target, target_names
+from tests.proof.fuzz.target import MODEL_TARGETS, Target, find_target, target_names
 from tests.proof.fuzz.worker_process import WorkerProcess
 
 PATIENCE = 60.0
@@ -21,7 +21,11 @@ CASES = [pytest.param(name, path, id=f"{name}/{path.name}") for name in target_n
 def workers() -> Iterator[object]:
     """A worker for each target, started when it is first asked for."""
     with ExitStack() as stack:
-        yield cache(lambda name: stack.enter_context(WorkerProcess(_patient(find_target(name)))))
+        yield cache(lambda name: stack.enter_context(_worker(name)))
+
+
+def _worker(name: str) -> WorkerProcess:
+    return WorkerProcess(_patient(find_target(name)), is_guarded=name not in MODEL_TARGETS)
 
 
 def _patient(target: Target) -> Target:

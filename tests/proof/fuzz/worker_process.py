@@ -29,10 +29,13 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+) in ')
 
 
 class WorkerProcess:
-    """A worker that is started when it is first needed, and again after it died."""
+    """A worker that is started when it is first needed, and again after it died.
 
-    def __init__(self, target: Target) -> None:
-        self.target = target
+    is_guarded: in guard mode, whose kernels are others than those of other processes.
+    """
+
+    def __init__(self, target: Target, *, is_guarded: bool = True) -> None:
+        self.target, self._is_guarded = target, is_guarded
         self._process: subprocess.Popen[bytes] | None = None
         self._folder = tempfile.TemporaryDirectory(prefix="localinfer-fuzz-", ignore_cleanup_errors=True)
         self._errors = Path(self._folder.name) / "stderr.txt"
@@ -103,8 +106,12 @@ class WorkerProcess:
         return [self.target.name, self._folder.name]
 
     def _environment(self) -> dict[str, str]:
-        """Guard mode on, nothing that the user has configured, and everything alike in every worker."""
-        wanted = {"LOCALINFER_GUARD": "1", "XDG_CONFIG_HOME": self._folder.name, "HF_HUB_OFFLINE": "1"}
+        """Nothing that the user has configured, and everything alike in every worker."""
+        wanted = {
+            "LOCALINFER_GUARD": "1" if self._is_guarded else "",
+            "XDG_CONFIG_HOME": self._folder.name,
+            "HF_HUB_OFFLINE": "1",
+        }
         alike = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONUTF8": "1"}
         return os.environ | wanted | alike
 
