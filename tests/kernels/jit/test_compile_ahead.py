@@ -39,11 +39,14 @@ def compile_names(folder: Path, names: list[str], *, starts: bool, **settings: s
 @LINUX
 @pytest.mark.parametrize("count", [1, 3])
 def test_kernels_compile_in_children_that_are_reported(count: int, tmp_path: Path) -> None:
-    """A single one too: it takes as long as its import of Numba, and would be silent."""
+    """A single one too, which takes as long as its import of Numba; each where the application keeps its own."""
     names = NAMES[:count]
-    told, has_numba = compile_names(tmp_path, names, starts=True)
+    chosen = f"import localinfer; localinfer.set_cache_folder({str(tmp_path / 'chosen')!r})\n" if count == 1 else ""
+    code = chosen + COMPILE.replace("{words}", repr((names, True)))
+    told, has_numba = json.loads(run(code, XDG_CACHE_HOME=str(tmp_path / "user's"))[0])
     assert not has_numba
     assert {path.stem for path in tmp_path.rglob("*.o")} == set(names)
+    assert [path.name for path in tmp_path.iterdir()] == ["chosen" if chosen else "user's"]
     check_told(told, names)
 
 
@@ -93,14 +96,6 @@ freezing.run_task("cpu", "at it")
         assert child.stdout.readline().strip() == b"at it"
         child.stdin.close()
         assert child.wait(seconds(10)) == 1
-
-
-@LINUX
-def test_children_keep_theirs_where_the_application_keeps_its_own(tmp_path: Path) -> None:
-    chosen = f"import localinfer; localinfer.set_cache_folder({str(tmp_path / 'chosen')!r})\n"
-    code = chosen + COMPILE.replace("{words}", repr((NAMES[:2], True)))
-    _, has_numba = json.loads(run(code, XDG_CACHE_HOME=str(tmp_path / "user's"))[0])
-    assert not has_numba and [path.name for path in tmp_path.iterdir()] == ["chosen"]
 
 
 @LINUX

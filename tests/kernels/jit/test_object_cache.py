@@ -13,6 +13,7 @@ import pytest
 from localinfer.errors import RequestError
 from localinfer.kernels.jit import isa, object_cache
 from localinfer.kernels.jit.isa import ISA
+from localinfer.kernels.jit.numba import compile_kernel
 from localinfer.kernels.jit.object_cache import note_use
 from localinfer.kernels.versions import digests_of
 from localinfer.system.folders import set_cache_folder, user_folder
@@ -21,6 +22,7 @@ from tests.kernels.subprocesses import REPOSITORY, finish, run, start
 POSIX = pytest.mark.skipif(sys.platform == "win32", reason="Windows keeps modes and owners another way")
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the cache folder cannot be moved by a variable")
 
+FOLDER = "from localinfer.kernels.jit import object_cache; print(object_cache.cache_folder())"
 COMPILE = """
 import sys
 from localinfer.kernels.jit import object_cache
@@ -35,22 +37,24 @@ def cached_files(folder: Path) -> dict[str, int]:
 
 
 @LINUX
-def test_the_next_process_hits_the_cache_in_a_private_folder(tmp_path: Path) -> None:
-    folder = Path(run(COMPILE, XDG_CACHE_HOME=str(tmp_path))[0])
+def test_the_next_process_hits_the_cache_in_a_private_folder_and_never_imports_numba(tmp_path: Path) -> None:
+    code = COMPILE + "print('numba' in sys.modules)"
+    name, has_numba = run(code, XDG_CACHE_HOME=str(tmp_path))[0].split("\n")
+    folder = Path(name)
     first = cached_files(folder)
     assert folder.parent == tmp_path / "localinfer" / "kernels"
     assert stat.S_IMODE(folder.stat().st_mode) == stat.S_IMODE(folder.parent.stat().st_mode) == 0o700
-    assert set(first) == {"matmul.quantize_rows.o"}
-    assert run(COMPILE, XDG_CACHE_HOME=str(tmp_path)) == (str(folder), "")
+    assert set(first) == {"matmul.quantize_rows.o"} and has_numba == "True"
+    assert run(code, XDG_CACHE_HOME=str(tmp_path)) == (f"{folder}\nFalse", "")
     assert cached_files(folder) == first
 
 
 @LINUX
 def test_the_folder_of_the_variable_or_of_the_application_keeps_them_instead(tmp_path: Path) -> None:
     places = {"XDG_CACHE_HOME": str(tmp_path / "user's"), "LOCALINFER_CACHE": str(tmp_path / "of variable")}
-    assert Path(run(COMPILE, **places)[0]).parent == tmp_path / "of variable" / "kernels"
+    assert Path(run(FOLDER, **places)[0]).parent == tmp_path / "of variable" / "kernels"
     chosen = f"import localinfer; localinfer.set_cache_folder({str(tmp_path / 'ä b')!r})\n"
-    assert Path(run(chosen + COMPILE, **places)[0]).parent == tmp_path / "ä b" / "kernels"
+    assert Path(run(chosen + FOLDER, **places)[0]).parent == tmp_path / "ä b" / "kernels"
     assert {path.name for path in tmp_path.iterdir()} == {"of variable", "ä b"}
 
 
@@ -138,8 +142,7 @@ def test_a_planted_temporary_folder_is_not_used(tmp_path: Path, planted: str) ->
     else:
         folder.mkdir()
         folder.chmod(0o777)
-    code = "from localinfer.kernels.jit import object_cache; print(object_cache.cache_folder())"
-    output, errors = run(code, XDG_CACHE_HOME="/proc/nowhere", TMPDIR=str(tmp_path))
+    output, errors = run(FOLDER, XDG_CACHE_HOME="/proc/nowhere", TMPDIR=str(tmp_path))
     assert output == "None" and errors.count("RuntimeWarning") == 1
     assert sorted(tmp_path.rglob("*")) == sorted({folder, *([tmp_path / "real"] if planted == "link" else [])})
 
@@ -265,17 +268,16 @@ def test_a_kernel_compiles_once_and_keeps_its_address() -> None:
     assert scale.is_cached
 
 
-@LINUX
-def test_a_warm_start_links_objects_and_never_imports_numba(tmp_path: Path) -> None:
-    code = COMPILE + "print('numba' in sys.modules)"
-    assert [run(code, XDG_CACHE_HOME=str(tmp_path))[0].split()[-1] for _ in range(2)] == ["True", "False"]
-
-
-@LINUX
 @pytest.mark.parametrize("damage", ["torn", "edited", "empty", "foreign"])
-def test_a_damaged_object_is_compiled_anew(tmp_path: Path, damage: str) -> None:
-    folder = Path(run(COMPILE, XDG_CACHE_HOME=str(tmp_path))[0])
-    path = folder / "matmul.quantize_rows.o"
+def test_a_damaged_object_is_compiled_anew(tmp_path: Path, damage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "elementwise.scale"
+    compiled: list[str] = []
+    code = compile_kernel(name)
+    monkeypatch.setattr("localinfer.kernels.jit.numba.compile_kernel", lambda name: compiled.append(name) or code)
+    monkeypatch.setattr(object_cache, "cache_folder", lambda: tmp_path)
+    path = tmp_path / f"{name}.o"
+    for _ in range(2):
+        assert object_cache._code(name) == code and compiled == [name]
     whole = path.read_bytes()
     damaged = {
         "torn": whole[: len(whole) // 2],
@@ -284,8 +286,8 @@ def test_a_damaged_object_is_compiled_anew(tmp_path: Path, damage: str) -> None:
         "foreign": b"\x80\x04not an object at all" * 9,
     }
     path.write_bytes(damaged[damage])
-    assert run(COMPILE, XDG_CACHE_HOME=str(tmp_path)) == (str(folder), "")
-    assert path.read_bytes()[:32] == hashlib.sha256(path.read_bytes()[32:]).digest()
+    assert object_cache._code(name) == code and compiled == [name, name]
+    assert path.read_bytes() == whole == hashlib.sha256(code).digest() + code
 
 
 def test_every_kernel_the_python_side_names_has_a_source_of_the_same_signature() -> None:

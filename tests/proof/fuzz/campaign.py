@@ -41,8 +41,8 @@ class Counts:
 class Campaign:
     """Fuzzes one target until a number of cases or seconds is over.
 
-    seed: with one job the same seed gives the same cases. folder: for findings. is_guarded: see `WorkerProcess`. told: gets each finding, shrunk, with
-    the file that holds it.
+    seed: with one job the same seed gives the same cases. folder: for findings. is_guarded: see `WorkerProcess`.
+    told: gets each finding, shrunk, with the file that holds it.
     """
 
     def __init__(
