@@ -1,5 +1,7 @@
 """Attention of many shapes: what it is called with, and what the NumPy oracle says."""
 
+import itertools
+from collections.abc import Iterable
 from dataclasses import replace
 
 import numpy as np
@@ -35,6 +37,12 @@ SHAPES = {
 }
 ERROR_BUDGETS = {"f32": 2e-6, "f16": 2e-6, "q8_0": 1e-4, "q4_0": 1e-4, "q8_0/q4_0": 1e-4, "f16/q8_0": 1e-4}
 """Relative L2 against float64 over the same cached numbers and rounded queries; kernels/README.md repeats it."""
+
+
+def varied(names: Iterable[str], kv_types: Iterable[str]) -> list[tuple[str, str]]:
+    """Each case with every other type of a cache, and each type with every other case."""
+    pairs = itertools.product(enumerate(names), enumerate(kv_types))
+    return [(name, kv_type) for (first, name), (second, kv_type) in pairs if (first + second) % 2 == 0]
 
 
 def cache_of(shape: AttentionShape, kv_type: str) -> KVLayout:

@@ -11,7 +11,16 @@ from localinfer.kernels.cpu.program import ThreadPool
 from localinfer.kernels.kv_layout import PAGE_TOKENS, KVLayout
 from localinfer.kernels.ops import AttentionShape, KVLayerShape
 from localinfer.kernels.program import Segment
-from tests.kernels.cpu.attention_cases import ERROR_BUDGETS, PLAIN, SHAPES, attention_of, cache_of, inputs_of, oracle
+from tests.kernels.cpu.attention_cases import (
+    ERROR_BUDGETS,
+    PLAIN,
+    SHAPES,
+    attention_of,
+    cache_of,
+    inputs_of,
+    oracle,
+    varied,
+)
 from tests.kernels.cpu.tape_runs import RowProgram, assert_same_bits, relative_error, run_rows
 
 QUERY_BUDGET = 6e-3
@@ -26,8 +35,7 @@ def test_attention_equals_the_oracle_at_every_length(rows: int, kv_type: str, po
     assert relative_error(found, oracle(inputs, PLAIN, kv_type)) <= ERROR_BUDGETS[kv_type]
 
 
-@pytest.mark.parametrize("kv_type", ERROR_BUDGETS)
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(("name", "kv_type"), varied(SHAPES, ERROR_BUDGETS))
 def test_attention_equals_the_oracle_and_itself_in_any_batch(
     name: str, kv_type: str, pool: ThreadPool, two_threads: ThreadPool
 ) -> None:

@@ -12,7 +12,7 @@ from localinfer.kernels.kv_layout import KVLayout, parse_kv_type
 from localinfer.kernels.ops import AttentionShape, Buffer, ChooseBlocks, KVLayerShape, Rows, SparseSelection
 from localinfer.kernels.program import Segment
 from localinfer.types import FloatArray
-from tests.kernels.cpu.attention_cases import ERROR_BUDGETS, PLAIN, attention_of, cache_of, inputs_of
+from tests.kernels.cpu.attention_cases import ERROR_BUDGETS, PLAIN, attention_of, cache_of, inputs_of, varied
 from tests.kernels.cpu.tape_runs import RowProgram, Write, assert_same_bits, random_rows, relative_error, run_rows
 from tests.support.oracle_formulas import Float64Array, attend, choose, is_chosen
 from tests.support.oracle_kv import kept, kept_query
@@ -73,8 +73,7 @@ def wanted_choice(op: ChooseBlocks, inputs: list[FloatArray], kv_type: str) -> F
     return np.stack(rows)
 
 
-@pytest.mark.parametrize("kv_type", ["f32", "f16", "q8_0", "q4_0", "q8_0/f16"])
-@pytest.mark.parametrize("name", CHOICES)
+@pytest.mark.parametrize(("name", "kv_type"), varied(CHOICES, ["f32", "f16", "q8_0", "q4_0", "q8_0/f16"]))
 def test_choice_is_the_oracles_and_the_same_in_any_batch(
     name: str, kv_type: str, pool: ThreadPool, two_threads: ThreadPool
 ) -> None:
@@ -141,8 +140,7 @@ ATTENTIONS = {
 }
 
 
-@pytest.mark.parametrize("kv_type", ERROR_BUDGETS)
-@pytest.mark.parametrize("name", ATTENTIONS)
+@pytest.mark.parametrize(("name", "kv_type"), varied(ATTENTIONS, ERROR_BUDGETS))
 def test_attention_to_chosen_positions_is_the_oracles_in_any_batch(
     name: str, kv_type: str, pool: ThreadPool, two_threads: ThreadPool
 ) -> None:
