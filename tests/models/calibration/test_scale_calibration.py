@@ -84,7 +84,7 @@ def test_scales_are_chosen_for_every_kind_of_model(
         def narrow(tensor: str) -> Rounding | None:
             return rounding_of(tensor) if file.tensor(tensor).shape[-1] % BLOCK == 0 else None
 
-        choices = choose_scales(file, sequences(1, vocab_size), workers, narrow)
+        choices = choose_scales(file, sequences(1, vocab_size)[:, :24], workers, narrow)
         assert choices
         for one in choices:
             assert one.scales.shape == (one.group.num_channels,)

@@ -83,14 +83,14 @@ def test_sound_file_of_the_fuzz_reads(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_injured_file_reads_or_is_refused(tmp_path: Path, seed: int) -> None:
-    """Five hundred injured files a seed; any other exception, or a large allocation, fails the test."""
+    """Injured files; any other exception, or a large allocation, fails the test."""
     generator = np.random.default_rng(seed)
     content = sound_file()
     path = tmp_path / "injured.gguf"
     num_refused = 0
     tracemalloc.start()
     try:
-        for _ in range(500):
+        for _ in range(250):
             path.write_bytes(injure(content, generator))
             try:
                 read_everything(path)
@@ -100,7 +100,7 @@ def test_injured_file_reads_or_is_refused(tmp_path: Path, seed: int) -> None:
     finally:
         tracemalloc.stop()
     assert peak < MAX_READER_BYTES
-    assert 50 < num_refused < 500
+    assert 25 < num_refused < 250
 
 
 @pytest.mark.parametrize("stop", range(24))
