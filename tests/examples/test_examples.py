@@ -1,6 +1,7 @@
 """The programs in `examples/`, each in a process of its own, and the code of `docs/apps.md`."""
 
 import importlib.util
+import io
 import json
 import os
 import re
@@ -10,7 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from importlib import metadata
 from pathlib import Path
 
@@ -354,9 +355,12 @@ def folder_with_model(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_code_for_apps_in_the_guide_runs(folder_with_model: Path) -> None:
+def test_the_code_for_apps_in_the_guide_runs(folder_with_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (code,) = (text for text in blocks("docs/apps.md", "python") if "asyncio.run(main())" in text)
-    printed = run(sys.executable, "-c", code, cwd=folder_with_model)
+    monkeypatch.chdir(folder_with_model)
+    with redirect_stdout(io.StringIO()) as output:
+        exec(compile(code, "docs/apps.md", "exec"), {"__name__": "__main__"})
+    printed = output.getvalue()
     assert "Availability(supported=True" in printed and "getting ready to answer 1 1" in printed
     assert re.search(r"Order\(fruit='(apple|pear)', is_gift=(True|False)\)\n", printed)
 

@@ -15,6 +15,7 @@ import pytest
 
 import localinfer
 from localinfer.apps.cli import main
+from localinfer.apps.evaluate import measure
 from localinfer.apps.server.transport.settings import ServerSettings
 from localinfer.models import demo
 from localinfer.storage import prompt_cache, response_store
@@ -59,6 +60,8 @@ def users_files(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
     for module in (prompt_cache, response_store):
         monkeypatch.setattr(module, "user_folder", lambda kind: tmp_path / kind)
+    # All of them would take as long as half of the other commands.
+    monkeypatch.setattr(measure, "QUESTIONS", measure.QUESTIONS[:2])
 
 
 @pytest.fixture(scope="module")

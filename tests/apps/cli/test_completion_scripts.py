@@ -50,15 +50,12 @@ def test_bash_completes_commands_options_and_values(shell):
                 _localinfer_completion localinfer; echo "${COMPREPLY[*]} $default"; }
         complete -p localinfer
         ask localinfer cha
-        ask localinfer chat --show
         ask localinfer run -p "'one: two'" --device ''
-        ask localinfer run -m mod
         ask localinfer show ./mod
-        ask localinfer run --grammar ''
         """,
     )
     assert lines[0] == "complete -o nosort -F _localinfer_completion localinfer"
-    assert lines[1:] == ["chat no", "--show-reasoning no", "auto cpu cuda no", " yes", " yes", " yes"]
+    assert lines[1:] == ["chat no", "auto cpu cuda no", " yes"]
 
 
 def test_fish_completes_commands(shell):

@@ -12,6 +12,7 @@ import click
 import pytest
 
 from localinfer.apps.cli import localinfer_command as commands, main
+from localinfer.apps.evaluate import measure
 from localinfer.apps.server.app import LocalServer
 from localinfer.models import demo
 from localinfer.storage.conversations import ConversationStore, SavedConversation
@@ -44,6 +45,7 @@ def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     )
     monkeypatch.setattr("localinfer.storage.hub.installed.find_pulled", lambda places: [])
     monkeypatch.setattr("localinfer.storage.hub.installed.find_installed", lambda places: [])
+    monkeypatch.setattr(measure, "QUESTIONS", measure.QUESTIONS[:2])
     (tmp_path / "folder").mkdir()
     (tmp_path / "schema.json").write_text('{"type": "integer"}')
     (tmp_path / "grammar.lark").write_text('start: "a"')
