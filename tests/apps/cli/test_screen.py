@@ -54,7 +54,7 @@ PIECES = [
 
 @pytest.mark.parametrize(("columns", "lines"), [(80, 24), (25, 6), (11, 3), (40, 2), (7, 5)])
 def test_the_text_is_what_it_would_be_without_rows_under_it(columns, lines):
-    for seed in range(6):
+    for seed in range(12):
         chance = random.Random(seed)
         window, said = Window(columns, lines), ""
         for step in range(60):
