@@ -1,4 +1,4 @@
-"""Every family of folders against the transformers library, where that is installed."""
+"""The stored logits of every family of folders against the transformers library, where that is installed."""
 
 from pathlib import Path
 
