@@ -100,9 +100,8 @@ def test_a_norm_and_its_codes_are_the_sources(order: int, monkeypatch: pytest.Mo
         np.testing.assert_array_equal(ours, wanted)
 
 
-@pytest.mark.parametrize("kv_type", ["q4_0", "q8_0/q4_0"])
-def test_heads_of_codes_are_stored_as_by_the_cpu(order: int, kv_type: str, pool: ThreadPool) -> None:
-    test_cuda_attention.test_what_enters_the_cache_is_the_cpus_to_the_bit(kv_type, (20, 141), pool)
+def test_heads_of_codes_are_stored_as_by_the_cpu(order: int, pool: ThreadPool) -> None:
+    test_cuda_attention.test_what_enters_the_cache_is_the_cpus_to_the_bit("q8_0/q4_0", (20, 141), pool)
 
 
 def test_attention_over_half_bytes_is_the_oracles(order: int, pool: ThreadPool) -> None:
@@ -114,10 +113,10 @@ def test_means_of_texts_are_the_cpus(order: int) -> None:
     test_cuda_tape.test_means_are_of_the_text_of_each_output_row()
 
 
-@pytest.mark.parametrize("name", ["plain", "several scales"])
-def test_attention_is_summed_by_page_as_by_the_oracle(order: int, name: str, pool: ThreadPool) -> None:
-    test_cuda_page_sums.test_sums_of_pages_are_their_share_of_the_softmax_of_the_last_rows(name, 3, pool)
+# Of half bytes and of halves, whose attention the tests above compile as well.
+def test_attention_is_summed_by_page_as_by_the_oracle(order: int, pool: ThreadPool) -> None:
+    test_cuda_page_sums.test_sums_of_pages_are_their_share_of_the_softmax_of_the_last_rows("sinks", 3, pool)
 
 
 def test_rows_see_what_is_left_when_pages_are_dropped(order: int, pool: ThreadPool) -> None:
-    test_cuda_page_sums.test_rows_see_what_is_left_when_pages_are_dropped("q4_0", pool)
+    test_cuda_page_sums.test_rows_see_what_is_left_when_pages_are_dropped("f16", pool)
