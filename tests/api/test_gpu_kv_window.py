@@ -52,17 +52,17 @@ def test_a_gpu_drops_the_pages_that_the_cpu_drops(
     gpus: list[Any], decisions: list[Decision], tmp_path: Path, kv_type: str
 ) -> None:
     path = write_remembering_model(tmp_path / "model.gguf")
-    prompt = [1, 2, 3] * 15 + [NUM_WORDS + 5] + [4, 6] * 70
+    prompt = [1, 2, 3] * 15 + [NUM_WORDS + 5] + [4, 6] * 72
     texts, dropped = [], []
     for device in ("cpu", "cuda:0"):
         options: dict[str, Any] = {"device": device, "kv_type": kv_type, "threads": 1, "speculation": None}
         with localinfer.load(path, kv_window=128, kv_memory=1 << 24, **options) as llm:
             assert llm.info.device == device[:4].rstrip(":") and engine_of(llm).pool.page_tokens == 32
-            texts.append(llm.complete(prompt, temperature=0, max_tokens=40).token_ids)
+            texts.append(llm.complete(prompt, temperature=0, max_tokens=6).token_ids)
         dropped.append(decisions.copy())
         decisions.clear()
     # The second page has what is remembered.
-    assert texts[0] == texts[1] == [5] * 40
+    assert texts[0] == texts[1] == [5] * 6
     assert [pages for _, pages in dropped[0]] == [pages for _, pages in dropped[1]]
     assert len(dropped[0]) >= 2 and all(1 not in pages for _, pages in dropped[0])
     for (ours, _), (theirs, _) in zip(*dropped, strict=True):
