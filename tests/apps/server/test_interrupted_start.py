@@ -66,7 +66,10 @@ def test_server_ends(place: str, way: str) -> None:
     words = [sys.executable, "-c", INTERRUPTED, way, *PLACES[place], *SERVE]
     quiet, pipe = subprocess.DEVNULL, subprocess.PIPE
     with WarmPython(words, env=environment(), stdin=quiet, stdout=quiet, stderr=pipe, text=True) as process:
-        _, said = process.communicate(timeout=seconds(30))
+        try:
+            _, said = process.communicate(timeout=seconds(30))
+        finally:
+            process.kill()
     assert process.returncode in (0, 130), said
     assert "Traceback" not in said and "ignored" not in said and "error" not in said
 
