@@ -3,8 +3,10 @@
 SCRATCH_BYTES = 1 << 17
 """Memory of each thread, for the op that it is in."""
 
-# Control block of a thread pool: offsets in bytes, a cache line apart where threads contend.
-STATE = 0 * 64
+# Control block of a thread pool: offsets in bytes, a line apart where threads contend.
+LINE_BYTES = 128
+"""A cache line of Apple's CPUs, and two of others, which fetch lines in pairs."""
+STATE = 0 * LINE_BYTES
 """State of the run, one word that threads change by compare-and-swap: from the low bits the number of threads in the op
 (ACTIVE), a bit that closes the op to other threads (CLOSED), the threads of the run (from THREADS_SHIFT on) and the
 number of the op (from SEQUENCE_SHIFT on), which grows by one with every op of every run. Closed between runs."""
@@ -13,27 +15,31 @@ CLOSED = 128
 THREADS_SHIFT = 8
 SEQUENCE_SHIFT = 16
 MAX_THREADS = 64
-SLEEPERS = 1 * 64
-"""Number of threads that are marked as sleeping."""
-NEXT_UNIT = 2 * 64
+NEXT_UNIT = 1 * LINE_BYTES
 FIRST_TAKEN = NEXT_UNIT + 8
 """Of the op: the next unit that no thread has claimed, and a bit per thread whose first stretch is claimed."""
-OPS = 3 * 64
+SLEEPERS = 2 * LINE_BYTES
+"""Number of threads that are marked as sleeping."""
+OPS = 3 * LINE_BYTES
 NUM_OPS = OPS + 8
 BATCH = OPS + 16
 NUM_THREADS = OPS + 24
 FIRST_SEQUENCE = OPS + 32
 """Number of the run's first op."""
-STOPPING = 4 * 64
+STOPPING = 4 * LINE_BYTES
 IDLE_SPINS = STOPPING + 8
 BARRIER_SPINS = STOPPING + 16
 """Number of polls for the next run before a thread sleeps; and in a run, for the next op before it sleeps or, where it
 cannot, offers the processor to other threads."""
-NUM_RUNS = 5 * 64
-RUNS = 6 * 64
+IDLE_NANOSECONDS = STOPPING + 24
+BARRIER_NANOSECONDS = STOPPING + 32
+"""The same as times, for CPUs whose hint to a waiting loop takes no known time."""
+NUM_RUNS = 5 * LINE_BYTES
+RUNS = 6 * LINE_BYTES
+RUN_BYTES = 64
 LAST_RUNS = 16
-"""Runs that are remembered, a line of RUN words each; how many there were so far says which is the next."""
-SLEEPING = RUNS + 64 * LAST_RUNS
+"""Runs that are remembered, RUN words each; how many there were so far says which is the next."""
+SLEEPING = RUNS + RUN_BYTES * LAST_RUNS
 """One line per thread follows: 1 in the first 32 bits while that thread sleeps."""
 CURRENT_OP = 8
 THREAD_ID = 16

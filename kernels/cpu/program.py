@@ -77,7 +77,9 @@ class ThreadPool:
         self._closed = False
         self._settings = self._asked = _PoolSettings(None, priority)
         self._asking = threading.Lock()
-        self._control = aligned_zeros(kernel_abi.SLEEPING + 64 * (self.max_threads + 1)).view(np.int64)
+        self._control = aligned_zeros(kernel_abi.SLEEPING + kernel_abi.LINE_BYTES * (self.max_threads + 1)).view(
+            np.int64
+        )
         self.control_address = address(self._control)
         self._workers = WorkerThreads(self._control, priority)
         if not self._workers.start(num_threads):

@@ -48,6 +48,9 @@ _IDLE_SPINS = {"normal": 20_000, "background": 100}
 """Looks for another run before a thread sleeps; about a millisecond is what lies between two tokens."""
 _BARRIER_SPINS = {"normal": 1500, "background": 20}
 """Looks for the other threads at the end of an op before a thread sleeps."""
+_IDLE_NANOSECONDS = {"normal": 1_000_000, "background": 5_000}
+_BARRIER_NANOSECONDS = {"normal": 50_000, "background": 1_000}
+"""What so many looks take on x86-64 CPUs, whose pause is 20 to 50 ns; on arm64 the time is what counts."""
 
 
 class Run:
@@ -99,6 +102,8 @@ class WorkerThreads:
         self._control[kernel_abi.STOPPING // 8] = 0
         self._control[kernel_abi.IDLE_SPINS // 8] = _IDLE_SPINS[self.priority]
         self._control[kernel_abi.BARRIER_SPINS // 8] = _BARRIER_SPINS[self.priority]
+        self._control[kernel_abi.IDLE_NANOSECONDS // 8] = _IDLE_NANOSECONDS[self.priority]
+        self._control[kernel_abi.BARRIER_NANOSECONDS // 8] = _BARRIER_NANOSECONDS[self.priority]
         try:
             if is_background and self.leader is None:
                 leader = self._made(_lead, (self._address, self._runs, self._wake, self._control), 0)
@@ -106,7 +111,7 @@ class WorkerThreads:
                 self.leader = leader
             while self.num_threads < num_threads:
                 index, wake = self.num_threads, threading.Semaphore(0)
-                self._control[(kernel_abi.SLEEPING + 64 * index) // 8] = 0
+                self._control[(kernel_abi.SLEEPING + kernel_abi.LINE_BYTES * index) // 8] = 0
                 self._wake.append(wake)
                 self._threads.append(self._made(_serve, (self._address, index, wake, self._control), index))
                 # An interrupt comes while the thread is waited for, which runs by then.
@@ -198,7 +203,8 @@ def _serve(control: int, thread: int, wake: threading.Semaphore, keep: Any) -> N
 
 def note_thread(control: NDArray[Any], thread: int) -> None:
     """Write into a control block that the calling thread is this one of its pool."""
-    control[(kernel_abi.SLEEPING + 64 * thread + kernel_abi.THREAD_ID) // 8] = threading.get_ident()
+    line = kernel_abi.SLEEPING + kernel_abi.LINE_BYTES * thread
+    control[(line + kernel_abi.THREAD_ID) // 8] = threading.get_ident()
 
 
 def _lead(

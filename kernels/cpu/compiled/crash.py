@@ -36,8 +36,10 @@ from localinfer.kernels.cpu.kernel_abi import (
     BATCH,
     CURRENT_OP,
     LAST_RUNS,
+    LINE_BYTES,
     NUM_RUNS,
     NUM_THREADS,
+    RUN_BYTES,
     RUNS,
     SLEEPING,
     THREAD_ID,
@@ -110,7 +112,7 @@ def _find_thread(area: int) -> tuple[int, int]:
     for index in range(CRASH_AREA.num_pools(area)):
         pool = CRASH_AREA.pools(area) + POOL_BYTES * index
         for thread in range(POOL.lines(pool)):
-            line = POOL.control(pool) + SLEEPING + 64 * thread
+            line = POOL.control(pool) + SLEEPING + LINE_BYTES * thread
             if load_i64(line + CURRENT_OP) != 0 and load_i64(line + THREAD_ID) == own:
                 return POOL.control(pool), thread
     return 0, 0
@@ -146,7 +148,7 @@ def _append_runs(area: int, at: int, control: int) -> int:
     count = load_i64(control + NUM_RUNS)
     at = _say(area, at, crash_reports.LAST_RUNS_ARE)
     for back in range(min(count, LAST_RUNS)):
-        run = control + RUNS + 64 * ((count - 1 - back) % LAST_RUNS)
+        run = control + RUNS + RUN_BYTES * ((count - 1 - back) % LAST_RUNS)
         at = _count(area, at, crash_reports.OPS_ARE, RUN.num_ops(run))
         at = _count(area, at, crash_reports.ROWS, RUN.num_rows(run))
         at = _count(area, at, crash_reports.OUTPUT_ROWS, RUN.num_output_rows(run))
@@ -177,7 +179,7 @@ def _compose(area: int, entry_of_signal: int, info: int, context: int) -> int:
     control, thread = _find_thread(area)
     before = at
     if control != 0:
-        at = _append_op(area, at, load_i64(control + SLEEPING + 64 * thread + CURRENT_OP))
+        at = _append_op(area, at, load_i64(control + SLEEPING + LINE_BYTES * thread + CURRENT_OP))
         at = _count(area, at, crash_reports.THREAD, thread + 1)
         at = _count(area, at, crash_reports.OF, load_i64(control + NUM_THREADS))
         header = load_i64(control + BATCH)

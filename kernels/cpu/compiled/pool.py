@@ -21,6 +21,8 @@ from localinfer.kernels.cpu.compiled.memory import (
     atomic_replace,
     atomic_store,
     call_op,
+    clock,
+    is_waiting,
     load_i64,
     sleep_while,
     spin_hint,
@@ -30,19 +32,23 @@ from localinfer.kernels.cpu.compiled.memory import (
 )
 from localinfer.kernels.cpu.kernel_abi import (
     ACTIVE,
+    BARRIER_NANOSECONDS,
     BARRIER_SPINS,
     BATCH,
     CLOSED,
     CURRENT_OP,
     FIRST_SEQUENCE,
     FIRST_TAKEN,
+    IDLE_NANOSECONDS,
     IDLE_SPINS,
     LAST_RUNS,
+    LINE_BYTES,
     NEXT_UNIT,
     NUM_OPS,
     NUM_RUNS,
     NUM_THREADS,
     OPS,
+    RUN_BYTES,
     RUNS,
     SCRATCH_BYTES,
     SEQUENCE_SHIFT,
@@ -104,7 +110,7 @@ def _clear_claims(control: int) -> None:
 def _call(control: int, thread: int, index: int, num_threads: int) -> None:
     op = load_i64(control + OPS) + 16 * index
     # Where a crash happened, which is read by the handler of the signal alone.
-    store_i64(control + SLEEPING + 64 * thread + CURRENT_OP, op)
+    store_i64(control + SLEEPING + LINE_BYTES * thread + CURRENT_OP, op)
     call_op(load_i64(op), load_i64(op + 8), load_i64(control + BATCH), thread, num_threads)
 
 
@@ -123,7 +129,7 @@ def _wake_sleepers(control: int, first: int, num_threads: int) -> int:
     to_wake = 0
     if atomic_load(control + SLEEPERS) != 0:
         for thread in range(first, num_threads):
-            line = control + SLEEPING + 64 * thread
+            line = control + SLEEPING + LINE_BYTES * thread
             if load_i64(line) != 0 and atomic_exchange(line, 0) == 1:
                 atomic_add(control + SLEEPERS, -1)
                 wake_sleeper(line)
@@ -155,7 +161,7 @@ def _leave(control: int, num_threads: int) -> bool:
 @inline
 def _sleep(control: int, thread: int, state: int) -> int:
     """Sleep while the state stays as it is; returns 1 where Python must let the thread sleep, which is marked then."""
-    line = control + SLEEPING + 64 * thread
+    line = control + SLEEPING + LINE_BYTES * thread
     # The count first, so that a thread that sees the mark decrements a counted one.
     atomic_add(control + SLEEPERS, 1)
     atomic_exchange(line, 1)
@@ -175,7 +181,7 @@ def _sleep(control: int, thread: int, state: int) -> int:
 def _take_part(control: int, thread: int, end: int) -> int:
     """Enter ops as they come. Thread 0 returns at op `end` of all, others when they are to end (-1) or to sleep (1)."""
     left = -1
-    spins = 0
+    spins, began = 0, 0
     while True:
         state = atomic_load(control + STATE)
         sequence = state >> SEQUENCE_SHIFT
@@ -190,15 +196,19 @@ def _take_part(control: int, thread: int, end: int) -> int:
             while _leave(control, num_threads):
                 sequence += 1
                 _call(control, thread, sequence - first, num_threads)
-            store_i64(control + SLEEPING + 64 * thread + CURRENT_OP, 0)
+            store_i64(control + SLEEPING + LINE_BYTES * thread + CURRENT_OP, 0)
             left = sequence
             spins = 0
             continue
         is_idle = thread != 0 and (state & CLOSED != 0 or thread >= num_threads)
         if is_idle and load_i64(control + STOPPING) != 0:
             return -1
+        if spins == 0:
+            began = clock()
         spins += 1
-        if spins < load_i64(control + (IDLE_SPINS if is_idle else BARRIER_SPINS)):
+        looks = load_i64(control + (IDLE_SPINS if is_idle else BARRIER_SPINS))
+        nanoseconds = load_i64(control + (IDLE_NANOSECONDS if is_idle else BARRIER_NANOSECONDS))
+        if is_waiting(spins, looks, began, nanoseconds) != 0:
             spin_hint()
             continue
         spins = 0
@@ -214,7 +224,7 @@ def _remember_run(control: int) -> None:
     """Note what is about to run; thread 0 does."""
     count = load_i64(control + NUM_RUNS)
     store_i64(control + NUM_RUNS, count + 1)
-    run = control + RUNS + 64 * (count % LAST_RUNS)
+    run = control + RUNS + RUN_BYTES * (count % LAST_RUNS)
     RUN.set_ops(run, load_i64(control + OPS))
     RUN.set_num_ops(run, load_i64(control + NUM_OPS))
     RUN.set_num_threads(run, load_i64(control + NUM_THREADS))
