@@ -50,7 +50,7 @@ _BARRIER_SPINS = {"normal": 1500, "background": 20}
 """Looks for the other threads at the end of an op before a thread sleeps."""
 _IDLE_NANOSECONDS = {"normal": 1_000_000, "background": 5_000}
 _BARRIER_NANOSECONDS = {"normal": 50_000, "background": 1_000}
-"""What so many looks take on x86-64 CPUs, whose pause is 20 to 50 ns; on arm64 the time is what counts."""
+"""Times that so many looks take on x86-64, whose pause is 20 to 50 ns; on arm64 they count in place of looks."""
 
 
 class Run:

@@ -1,22 +1,28 @@
-"""Features of this CPU: what LLVM reads of them, and what the system says itself where LLVM does not ask it.
+"""This machine's CPU: the features that LLVM and the system itself know of it, and the name that a person knows.
 
 LLVM 22 knows the features of x86-64. Of an arm64 CPU it learns from the words of /proc/cpuinfo, of which it knows few,
 and on macOS nothing: neither ever names dot products. The kernel's own words, as `getauxval`, `sysctlbyname` and
 `IsProcessorFeaturePresent` return them, are what may be used: those of all cores, less what the kernel masks.
+
+x86-64 and Apple's systems have a text of the name. Linux on arm64 has the numbers of each core's maker and design, in
+/proc/cpuinfo or else in /sys, and often the board's name in the device tree.
 """
 
 import ctypes
 import functools
 import os
+import platform
+import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from llvmlite import binding as llvm
 
 Features = Mapping[str, bool]
-"""Whether a CPU has each feature, by LLVM's name; one that is not there is unknown."""
+"""Features by LLVM's name: True where a CPU has one, False where it lacks it; one that is not there is unknown."""
 
 _AT_HWCAP, _AT_HWCAP2 = 16, 26
 _HWCAP = {
@@ -52,7 +58,7 @@ _ALWAYS = {"fp-armv8": True, "neon": True}
 
 
 def features_of_hwcap(hwcap: int, hwcap2: int) -> Features:
-    """What Linux says of an arm64 CPU; nothing if the first word is 0, which no such CPU has."""
+    """Features of an arm64 CPU from Linux's two words; none if the first is 0, which no such CPU has."""
     if not hwcap:
         return {}
     words = [(hwcap, _HWCAP), (hwcap2, _HWCAP2)]
@@ -60,13 +66,16 @@ def features_of_hwcap(hwcap: int, hwcap2: int) -> Features:
 
 
 def features_of_sysctl(ask: Callable[[str], int | None]) -> Features:
-    """What macOS says of an arm64 CPU. ask: the number of a name, None for one that this version does not know."""
+    """Features of an arm64 CPU as macOS has them.
+
+    ask: returns the number of a name, None for one that this version does not know.
+    """
     answers = {name: ask(f"hw.optional.arm.{known}") for name, known in _SYSCTL.items()}
     return _ALWAYS | {name: bool(answer) for name, answer in answers.items() if answer is not None}
 
 
 def features_of_windows(is_present: Callable[[int], object]) -> Features:
-    """What Windows says of an arm64 CPU. is_present: `IsProcessorFeaturePresent`."""
+    """Features of an arm64 CPU as Windows has them. is_present: `IsProcessorFeaturePresent`."""
     return _ALWAYS | {name: bool(is_present(number)) for name, number in _WINDOWS.items()}
 
 
@@ -82,7 +91,7 @@ def host_features() -> Features:
 
 
 def _system_features() -> Features:
-    """What this system says of its arm64 CPU; nothing where it cannot be asked. Untested on macOS and Windows."""
+    """Features of this arm64 CPU as its system has them; none if it does not say. Untested on macOS and Windows."""
     try:
         if sys.platform == "darwin":
             return features_of_sysctl(sysctl_number)
@@ -129,3 +138,112 @@ def target_features() -> str:
     if os.environ.get("NUMBA_ENABLE_AVX") == "0":
         features = {name: has and not name.startswith("avx") for name, has in features.items()}
     return ",".join(f"{'+' if features[name] else '-'}{name}" for name in sorted(features))
+
+
+_ROOT = Path("/")
+
+_MAKERS = {
+    0x41: "Arm",
+    0x46: "Fujitsu",
+    0x48: "HiSilicon",
+    0x4E: "NVIDIA",
+    0x51: "Qualcomm",
+    0x61: "Apple",
+    0x6D: "Microsoft",
+    0xC0: "Ampere",
+}
+_DESIGNS = {
+    "Arm": "d03 Cortex-A53, d04 Cortex-A35, d05 Cortex-A55, d07 Cortex-A57, d08 Cortex-A72, d09 Cortex-A73,"
+    " d0a Cortex-A75, d0b Cortex-A76, d0c Neoverse N1, d0d Cortex-A77, d40 Neoverse V1, d41 Cortex-A78, d44 Cortex-X1,"
+    " d46 Cortex-A510, d47 Cortex-A710, d48 Cortex-X2, d49 Neoverse N2, d4b Cortex-A78C, d4c Cortex-X1C,"
+    " d4d Cortex-A715, d4e Cortex-X3, d4f Neoverse V2, d80 Cortex-A520, d81 Cortex-A720, d82 Cortex-X4,"
+    " d84 Neoverse V3, d85 Cortex-X925, d87 Cortex-A725, d8e Neoverse N3",
+    "Fujitsu": "001 Fujitsu A64FX",
+    "HiSilicon": "d01 HiSilicon TaiShan v110",
+    "NVIDIA": "004 NVIDIA Carmel",
+    "Qualcomm": "001 Qualcomm Oryon, 802 Qualcomm Kryo 385 Gold, 803 Qualcomm Kryo 385 Silver,"
+    " 804 Qualcomm Kryo 485 Gold, 805 Qualcomm Kryo 485 Silver",
+    "Apple": "022 Apple M1, 023 Apple M1, 024 Apple M1 Pro, 025 Apple M1 Pro, 028 Apple M1 Max, 029 Apple M1 Max,"
+    " 032 Apple M2, 033 Apple M2, 034 Apple M2 Pro, 035 Apple M2 Pro, 038 Apple M2 Max, 039 Apple M2 Max",
+    "Microsoft": "d49 Microsoft Azure Cobalt 100",
+    "Ampere": "ac3 Ampere-1, ac4 Ampere-1A",
+}
+"""Numbers of each maker's designs, in hexadecimal digits, and their names, from their manuals."""
+
+_MIDR = "sys/devices/system/cpu/cpu*/regs/identification/midr_el1"
+_WINDOWS_KEY = r"HARDWARE\DESCRIPTION\System\CentralProcessor\0"
+
+
+def cpu_name(root: Path = _ROOT) -> str:
+    """The name of the CPU, of each kind of core where they differ, with the board if it has a name.
+
+    LLVM's name, or the architecture, if the system tells none. root: of the file system, for tests.
+    """
+    found = _told_name() or _linux_name(root)
+    if found:
+        return found
+    known = str(llvm.get_host_cpu_name())
+    return known if known != "generic" else platform.processor() or platform.machine()
+
+
+def _told_name() -> str:
+    """The text that macOS and Windows have (both untested); empty elsewhere."""
+    if sys.platform == "darwin":
+        return (sysctl_bytes("machdep.cpu.brand_string") or b"").split(b"\0")[0].decode("utf-8", "replace").strip()
+    if sys.platform == "win32":
+        import winreg
+
+        try:
+            with winreg.OpenKey(winreg.HKEY_LOCAL_MACHINE, _WINDOWS_KEY) as key:
+                return str(winreg.QueryValueEx(key, "ProcessorNameString")[0]).strip()
+        except OSError:
+            return ""
+    return ""
+
+
+def _linux_name(root: Path) -> str:
+    """The model's text of x86-64, or the designs of all cores and the board; empty if nothing is known."""
+    lines = _text(root / "proc/cpuinfo").splitlines()
+    for line in lines:
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    cores = set(_designs(lines)) or set(_designs_in_sys(root))
+    if not cores:
+        return ""
+    # A later design has a larger number: the large cores come first.
+    names = dict.fromkeys(_design_name(*core) for core in sorted(cores, reverse=True))
+    board = _text(root / "proc/device-tree/model").strip("\0 \n")
+    return f"{' and '.join(names)} ({board})" if board else " and ".join(names)
+
+
+def _design_name(maker: int, design: int) -> str:
+    made_by = _MAKERS.get(maker, f"maker {maker:#04x}")
+    known = [word.strip().partition(" ") for word in _DESIGNS.get(made_by, "").split(",")]
+    return {number: name for number, _, name in known}.get(f"{design:03x}") or f"{made_by} CPU {design:#05x}"
+
+
+def _designs(lines: list[str]) -> Iterator[tuple[int, int]]:
+    maker = 0
+    for line in lines:
+        name, _, value = line.partition(":")
+        number = re.fullmatch(r"0x[0-9a-fA-F]{1,4}", value.strip())
+        if number and name.startswith("CPU implementer"):
+            maker = int(number[0], 16)
+        elif number and name.startswith("CPU part"):
+            yield maker, int(number[0], 16)
+
+
+def _designs_in_sys(root: Path) -> Iterator[tuple[int, int]]:
+    """The same from the main identification register of each core: bits 24 to 31 and 4 to 15."""
+    for path in sorted(root.glob(_MIDR)):
+        text = _text(path).strip()
+        if re.fullmatch(r"0x[0-9a-fA-F]{1,16}", text):
+            word = int(text, 16)
+            yield word >> 24 & 0xFF, word >> 4 & 0xFFF
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""

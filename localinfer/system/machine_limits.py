@@ -17,7 +17,7 @@ _NO_LIMIT = 1 << 60
 _ROOT = Path("/")
 
 _UNREADABLE = (OSError, RuntimeError, ValueError, LookupError)
-"""What psutil raises where /proc and /sys are absent, masked or of another form."""
+"""Errors of psutil where /proc and /sys are absent, masked or of another form."""
 _ASSUMED_BYTES = 4 << 30
 """Memory of a machine that says nothing of it."""
 

@@ -15,7 +15,7 @@ from localinfer.kernels.cpu.lower import lower_to_cpu
 from localinfer.kernels.cpu.memory import Arena, address
 from localinfer.kernels.cpu.program import CpuProgram, ThreadPool
 from localinfer.kernels.graph_builder import GraphBuilder
-from localinfer.kernels.jit.cpu_names import cpu_name
+from localinfer.kernels.jit.host import cpu_name
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.ops import AttentionShape, KVLayerShape, Rows
 from localinfer.kernels.program import Batch, Segment

@@ -16,7 +16,7 @@ from localinfer.kernels.cpu.memory import Arena
 from localinfer.kernels.cpu.program import CpuProgram, ThreadPool
 from localinfer.kernels.cpu.weights import PackedWeight, pack
 from localinfer.kernels.graph_builder import GraphBuilder
-from localinfer.kernels.jit.cpu_names import cpu_name
+from localinfer.kernels.jit.host import cpu_name
 from localinfer.kernels.layouts import Layout
 from localinfer.kernels.ops import LinearWeight, Projection, Rows
 from localinfer.kernels.program import Batch, Segment

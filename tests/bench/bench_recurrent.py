@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from localinfer.apps.bench.roofline import measure_read_bandwidth
 from localinfer.kernels.cpu.memory import address, aligned_zeros
-from localinfer.kernels.jit.cpu_names import cpu_name
+from localinfer.kernels.jit.host import cpu_name
 from localinfer.kernels.layouts import Layout
 from localinfer.kernels.program import Batch, Segment, StateStep
 from localinfer.models.load.loader import Model, load_model

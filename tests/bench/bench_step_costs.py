@@ -32,7 +32,7 @@ from localinfer.engine.cache.block_pool import PagePool
 from localinfer.engine.cache.sequence import SequenceCache, forward
 from localinfer.engine.engine import Engine
 from localinfer.engine.sampling.params import SamplingParams
-from localinfer.kernels.jit.cpu_names import cpu_name
+from localinfer.kernels.jit.host import cpu_name
 from localinfer.loading.options import model_path
 from localinfer.models.load.loader import Model, load_model
 from tests.proof.simulation.fleet_costs import FORMAT

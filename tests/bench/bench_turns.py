@@ -19,7 +19,7 @@ import numpy as np
 
 import localinfer
 from localinfer.generation.stream import Completion
-from localinfer.kernels.jit.cpu_names import cpu_name
+from localinfer.kernels.jit.host import cpu_name
 from localinfer.llm import LLM
 from localinfer.models.load.threads import available_threads
 from tests.bench.bench_recurrent import VOCABULARY, write_model

@@ -21,7 +21,7 @@ from localinfer.kernels.cpu.memory import Arena, address, aligned_zeros
 from localinfer.kernels.cpu.parameters import BATCH, MULTIPLY, READ_MEMORY
 from localinfer.kernels.cpu.program import ThreadPool
 from localinfer.kernels.jit import isa
-from localinfer.kernels.jit.cpu_names import cpu_name
+from localinfer.kernels.jit.host import cpu_name
 from localinfer.kernels.jit.object_cache import Kernel, cache_folder
 from localinfer.models.load.threads import available_threads
 from localinfer.system.machine_limits import memory_limits

@@ -219,8 +219,7 @@ _ARM64_INSTRUCTIONS = {"dotprod": "dot products (ARMv8.2)"}
 
 def _cpu() -> Facts:
     from localinfer.kernels.jit import isa
-    from localinfer.kernels.jit.cpu_names import cpu_name
-    from localinfer.kernels.jit.host import host_features
+    from localinfer.kernels.jit.host import cpu_name, host_features
 
     available = isa.available()
     return {

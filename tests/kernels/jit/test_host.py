@@ -13,7 +13,7 @@ from llvmlite import binding as llvm
 from localinfer.apps.doctor.checks import faster_instructions
 from localinfer.errors import BackendUnavailableError
 from localinfer.kernels.jit import host, isa, object_cache
-from localinfer.kernels.jit.cpu_names import cpu_name
+from localinfer.kernels.jit.host import cpu_name
 from localinfer.kernels.jit.isa import ISA
 
 # As /proc/cpuinfo calls the bits of AT_HWCAP, from the lowest.
