@@ -16,8 +16,9 @@ import numpy as np
 from llvmlite import ir
 from numpy.typing import NDArray
 
-from localinfer.kernels.cpu.compiled.blocks import MINUS_8_HALF, MINUS_8_SUM, Tile
 from localinfer.kernels.cpu.compiled.emit import F16, F32, I1, I8, I16, I32, I64, Emitter, Value, vector
+from localinfer.kernels.cpu.compiled.tile import MINUS_8_HALF, MINUS_8_SUM, Tile
+from localinfer.kernels.jit.isa import ISA
 from localinfer.kernels.layouts import Layout, grid_vectors
 
 IQ4_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
@@ -29,19 +30,24 @@ def iq4_body(tile: Tile, unit: Value, totals: list[Value]) -> list[Value]:
     """One block of IQ4_NL or one super-block of IQ4_XS."""
     emit, b = tile.emit, tile.emit.builder
     header, body = tile.parts(unit)
-    d = emit.load_floats(header, 0, F16)
+    d = tile.floats(header)
     if tile.layout is Layout.IQ4_NL:
         return _iq4_block(tile, unit, body, d, tile.sizes.unit_bytes, totals)
-    high = b.zext(emit.load(header, vector(I16), 32, align=32), vector(I32))
-    low = emit.load(header, vector(I32), 64, align=32)
     first = b.mul(unit, emit.i64(8))
 
+    def scale_codes(address: Value) -> tuple[Value, Value]:
+        return b.zext(tile.values(address, I16, 32), tile.vector(I32)), tile.values(address, I32, 64)
+
+    # NEON's registers do not hold them beside the sums.
+    held = None if emit.isa is ISA.NEON_DOTPROD else scale_codes(header)
+
     def block_body(index: Value, totals: list[Value]) -> Sequence[Value]:
+        high, low = held or scale_codes(emit.opaque(header, index))
         twice = b.trunc(b.mul(index, emit.i64(2)), I32)
-        upper = b.and_(b.lshr(high, emit.splat(twice)), emit.splat_constant(I32, 3))
-        lower = b.and_(b.lshr(low, emit.splat(b.add(twice, twice))), emit.splat_constant(I32, 15))
-        code = b.or_(lower, b.shl(upper, emit.splat_constant(I32, 4)))
-        scale = emit.mul(d, emit.to_float(b.sub(code, emit.splat_constant(I32, 32))))
+        upper = b.and_(b.lshr(high, tile.splat(twice)), tile.constant(I32, 3))
+        lower = b.and_(b.lshr(low, tile.splat(b.add(twice, twice))), tile.constant(I32, 15))
+        code = b.or_(lower, b.shl(upper, tile.constant(I32, 4)))
+        scale = emit.mul(d, emit.to_float(b.sub(code, tile.constant(I32, 32))))
         codes = tile.at(body, index, 256)
         return _iq4_block(tile, b.add(first, index), codes, scale, tile.sizes.unit_bytes // 8, totals)
 
@@ -54,10 +60,10 @@ def _iq4_block(
     emit = tile.emit
     column = emit.builder.mul(block, emit.i64(32))
     records = tile.records(block)
-    dots = [emit.biased_start(tile.record_int(record, MINUS_8_SUM, shift=4)) for record in records]
+    dots = [tile.biased_start(record) for record in records]
     for j in range(4):
         tile.prefetch(block, num_bytes, j, 4)
-        loaded = tile.load_codes(codes, 64 * j)
+        loaded = tile.load_codes(codes, j)
         for half, nibbles in enumerate((tile.low(loaded), tile.high(loaded))):
             levels = emit.lookup_levels(IQ4_LEVELS, nibbles)
             dots = tile.dot(dots, levels, column, 16 * half + 4 * j, emit.dot_levels)
@@ -68,18 +74,18 @@ def mxfp4_body(tile: Tile, block: Value, totals: list[Value]) -> list[Value]:
     """One block of MXFP4, whose scale byte e stands for 2 ** (e - 128) of doubled E2M1."""
     emit, b = tile.emit, tile.emit.builder
     header, codes = tile.parts(block)
-    exponent = b.zext(emit.load(header, vector(I8), align=16), vector(I32))
-    normal = b.shl(b.sub(exponent, emit.splat_constant(I32, 1)), emit.splat_constant(I32, 23))
+    exponent = b.zext(tile.values(header, I8), tile.vector(I32))
+    normal = b.shl(b.sub(exponent, tile.constant(I32, 1)), tile.constant(I32, 23))
     # Float32 has 2 ** -128 and 2 ** -127 as subnormal numbers only.
-    subnormal = b.shl(emit.splat_constant(I32, 1 << 21), exponent)
-    is_subnormal = b.icmp_unsigned("<", exponent, emit.splat_constant(I32, 2))
-    scale = emit.bitcast(b.select(is_subnormal, subnormal, normal), vector(F32))
+    subnormal = b.shl(tile.constant(I32, 1 << 21), exponent)
+    is_subnormal = b.icmp_unsigned("<", exponent, tile.constant(I32, 2))
+    scale = emit.bitcast(b.select(is_subnormal, subnormal, normal), tile.vector(F32))
     column = b.mul(block, emit.i64(32))
     records = tile.records(block)
     dots = [tile.minus_12_sum(record, MINUS_8_SUM) for record in records]
     for j in range(4):
         tile.prefetch(block, tile.sizes.unit_bytes, j, 4)
-        loaded = tile.load_codes(codes, 64 * j)
+        loaded = tile.load_codes(codes, j)
         for half, nibbles in enumerate((tile.low(loaded), tile.high(loaded))):
             doubled = emit.lookup(E2M1_CODES, nibbles)
             dots = tile.dot(dots, doubled, column, 16 * half + 4 * j)
@@ -90,7 +96,7 @@ def nvfp4_body(tile: Tile, unit: Value, totals: list[Value]) -> list[Value]:
     """64 columns of NVFP4: two blocks, each of whose halves has a scale of its own."""
     emit, b = tile.emit, tile.emit.builder
     header, body = tile.parts(unit)
-    scales = emit.load(header, vector(I32), align=64)
+    scales = tile.values(header, I32, align=64)
     first = b.mul(unit, emit.i64(2))
     for index in range(2):
         block = b.add(first, emit.i64(index))
@@ -101,11 +107,11 @@ def nvfp4_body(tile: Tile, unit: Value, totals: list[Value]) -> list[Value]:
             dots = [tile.minus_12_sum(record, MINUS_8_HALF + 4 * half) for record in records]
             for j in range(2):
                 tile.prefetch(unit, tile.sizes.unit_bytes, 2 * group + j, 8)
-                loaded = tile.load_codes(body, 64 * (2 * group + j))
+                loaded = tile.load_codes(body, 2 * group + j)
                 for part, nibbles in enumerate((tile.low(loaded), tile.high(loaded))):
                     doubled = emit.lookup(E2M1_CODES, nibbles)
                     dots = tile.dot(dots, doubled, column, 16 * half + 8 * part + 4 * j)
-            scale = _half_of_e4m3(tile, b.lshr(scales, emit.splat_constant(I32, 8 * group)))
+            scale = _half_of_e4m3(tile, b.lshr(scales, tile.constant(I32, 8 * group)))
             totals = tile.add_dots(totals, dots, scale, records)
     return totals
 
@@ -113,12 +119,12 @@ def nvfp4_body(tile: Tile, unit: Value, totals: list[Value]) -> list[Value]:
 def _half_of_e4m3(tile: Tile, words: Value) -> Value:
     """Half of the unsigned E4M3 numbers (bias 7) in the low bytes of words; 0x7F is read as zero, bit 7 ignored."""
     emit, b = tile.emit, tile.emit.builder
-    code = b.and_(words, emit.splat_constant(I32, 255))
+    code = b.and_(words, tile.constant(I32, 255))
     # As a float32 its exponent is 119 short (120, and 1 for the half); the product is right for subnormals too.
-    bits = b.shl(b.and_(code, emit.splat_constant(I32, 127)), emit.splat_constant(I32, 20))
-    value = emit.mul(emit.bitcast(bits, vector(F32)), emit.splat_constant(F32, 2.0**119))
-    is_nan = b.icmp_unsigned("==", code, emit.splat_constant(I32, 127))
-    return b.select(is_nan, emit.zeros(F32), value)
+    bits = b.shl(b.and_(code, tile.constant(I32, 127)), tile.constant(I32, 20))
+    value = emit.mul(emit.bitcast(bits, tile.vector(F32)), tile.constant(F32, 2.0**119))
+    is_nan = b.icmp_unsigned("==", code, tile.constant(I32, 127))
+    return b.select(is_nan, tile.constant(F32, 0), value)
 
 
 BIAS = 64
@@ -165,7 +171,7 @@ def grid_body(tile: Tile, super_block: Value, totals: list[Value]) -> list[Value
         field = MINUS_8_SUM if groups == 1 else MINUS_8_HALF
         vectors = 8 // groups
         for group, code in enumerate(found.codes):
-            dots = [tile.record_int(record, field + 4 * group, shift=3) for record in records]
+            dots = [tile.started_from(record, field + 4 * group, shift=3) for record in records]
             for j in range(vectors * group, vectors * (group + 1)):
                 tile.prefetch(block, tile.sizes.unit_bytes // 8, j, 8)
                 dots = tile.dot(dots, levels[j], column, 4 * j)

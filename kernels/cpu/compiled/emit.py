@@ -155,6 +155,17 @@ class Emitter:
             return self.splat_constant(kind.element, value, kind.count)
         return ir.Constant(kind, value)
 
+    def opaque(self, value: Value, beside: Value, number: int = 0) -> Value:
+        """An integer of which LLVM does not know that it is `value`, made anew for each `number` and value `beside` it.
+
+        What is read from an opaque address is read again, instead of being held in registers that are needed.
+        """
+        kind = ir.FunctionType(value.type, [value.type, beside.type, I32])
+        same = self.builder.asm(kind, "", "=r,0,r,i", [value, beside, self.i32(number)], False)
+        same.attributes.add("readnone")
+        same.attributes.add("nounwind")
+        return same
+
     # Memory: addresses are i64 values
 
     def pointer(self, address: Value, offset: int = 0, align: int = 1) -> Value:
@@ -181,22 +192,23 @@ class Emitter:
         stored = self.builder.store(value, self.pointer(address, offset, 64), align=64)
         stored.set_metadata("nontemporal", self.builder.module.add_metadata([self.i32(1)]))
 
-    def load_floats(self, address: Value, offset: int = 0, element: Any = F32) -> Value:
-        """Sixteen float32, float16 or bfloat16 (element I16) values as float32."""
+    def load_floats(self, address: Value, offset: int = 0, element: Any = F32, lanes: int = LANES) -> Value:
+        """Sixteen (or `lanes`) float32, float16 or bfloat16 (element I16) values as float32."""
         if element is F32:
-            return self.load(address, vector(F32), offset, align=4)
+            return self.load(address, vector(F32, lanes), offset, align=4)
         if element is F16:
-            return self.half_to_float(self.load(address, vector(I16), offset, align=2))
-        raw = self.load(address, vector(I16), offset, align=2)
-        wide = self.builder.shl(self.builder.zext(raw, vector(I32)), self.splat_constant(I32, 16))
-        return self.bitcast(wide, vector(F32))
+            return self.half_to_float(self.load(address, vector(I16, lanes), offset, align=2))
+        raw = self.load(address, vector(I16, lanes), offset, align=2)
+        wide = self.builder.shl(self.builder.zext(raw, vector(I32, lanes)), self.splat_constant(I32, 16, lanes))
+        return self.bitcast(wide, vector(F32, lanes))
 
     def store_first(self, value: Value, address: Value, count: Value) -> None:
-        """Store the first `count` (i64, 0..16) lanes of sixteen float32."""
-        lanes = ir.Constant(vector(I64), list(range(LANES)))
-        mask = self.builder.icmp_signed("<", lanes, self.splat(count))
-        kind = ir.FunctionType(ir.VoidType(), [vector(F32), ir.PointerType(), I32, vector(I1)])
-        function = self.declare("llvm.masked.store.v16f32.p0", kind)
+        """Store the first `count` (i64; none of fewer than one) lanes of float32."""
+        width = value.type.count
+        lanes = ir.Constant(vector(I64, width), list(range(width)))
+        mask = self.builder.icmp_signed("<", lanes, self.splat(count, width))
+        kind = ir.FunctionType(ir.VoidType(), [value.type, ir.PointerType(), I32, vector(I1, width)])
+        function = self.declare(f"llvm.masked.store.v{width}f32.p0", kind)
         self.builder.call(function, [value, self.pointer(address), self.i32(4), mask])
 
     def load_first(self, address: Value, count: Value) -> Value:
@@ -302,8 +314,11 @@ class Emitter:
 
     def shuffle(self, value: Value, places: Sequence[int]) -> Value:
         """The lanes of these numbers, which are constants."""
-        mask = ir.Constant(vector(I32, len(places)), list(places))
-        return self.builder.shuffle_vector(value, ir.Constant(value.type, ir.Undefined), mask)
+        return self.builder.shuffle_vector(value, ir.Constant(value.type, ir.Undefined), self.constants(I32, places))
+
+    def constants(self, element: Any, values: Sequence[int]) -> Value:
+        """A vector of different constants."""
+        return ir.Constant(vector(element, len(values)), list(values))
 
     def bits_to_bytes(self, value: Value, places: Sequence[int]) -> Value:
         """Eight bits from each of four positions of every lane of 32 bits; only where `has_byte_permutes`.
@@ -336,10 +351,28 @@ class Emitter:
             ]
         return vectors
 
+    def bytes_to_floats(self, codes: Value) -> Value:
+        """Unsigned bytes as float32.
+
+        With NEON they become the last bits of 2**23, which is taken off again: there, conversions take two turns.
+        """
+        count = codes.type.count
+        if self.isa is not ISA.NEON_DOTPROD:
+            return self.to_float(self.builder.zext(codes, vector(I32, count)))
+        places = [place for lane in range(count) for place in (lane, count + lane)]
+        halves = self.builder.shuffle_vector(codes, self.splat_constant(I8, 0, count), self.constants(I32, places))
+        pairs = self.bitcast(halves, vector(I16, count))
+        upper = self.splat_constant(I16, 0x4B00, count)
+        words = self.builder.shuffle_vector(pairs, upper, self.constants(I32, places))
+        return self.sub(self.bitcast(words, vector(F32, count)), self.splat_constant(F32, 2.0**23, count))
+
     # Integer dot products of four neighbouring bytes per int32 lane
 
     def dot_codes(self, total: Value, codes: Value, x: Value) -> Value:
-        """total[l] += sum over c of codes[4l + c] * x[4l + c]; codes 0..127, x int8 in -127..127."""
+        """total[l] += sum over c of codes[4l + c] * x[4l + c]; codes 0..127, x int8 in -127..127.
+
+        Sixteen lanes; with NEON any number that fills whole registers, in all dot products of bytes.
+        """
         if self.isa is ISA.AVX512_VNNI:
             return self.call("llvm.x86.avx512.vpdpbusd.512", vector(I32), [total, codes, x])
         if self.isa is ISA.AVX_VNNI:
@@ -353,7 +386,7 @@ class Emitter:
     def dot_biased(self, total: Value, codes: Value, x: Value) -> Value:
         """total[l] += sum of (codes - 128) * x for unsigned codes 0..255, up to `biased_start`."""
         if not self._multiplies_unsigned:
-            codes = self.builder.xor(codes, self.splat_constant(I8, 0x80, 64))
+            codes = self.builder.xor(codes, self.splat_constant(I8, 0x80, codes.type.count))
         return self.dot_levels(total, codes, x)
 
     def dot_levels(self, total: Value, levels: Value, x: Value) -> Value:
@@ -370,7 +403,7 @@ class Emitter:
 
     def biased_start(self, minus_128_sums: Value) -> Value:
         """The start of a chain of `dot_biased`: -128 * sum(x) where bytes are multiplied unsigned, else 0."""
-        return minus_128_sums if self._multiplies_unsigned else self.zeros(I32)
+        return minus_128_sums if self._multiplies_unsigned else self.zeros(I32, minus_128_sums.type.count)
 
     @property
     def _multiplies_unsigned(self) -> bool:
@@ -378,14 +411,14 @@ class Emitter:
         return self.isa in (ISA.AVX512_VNNI, ISA.AVX_VNNI)
 
     def lookup(self, table: Sequence[int], codes: Value) -> Value:
-        """Bytes of a table of sixteen, chosen by 64 codes 0..15."""
+        """Bytes of a table of sixteen, chosen by 64 codes 0..15; with NEON by any number that fills registers."""
         if self.isa is ISA.AVX512_VNNI:
             return self.call("llvm.x86.avx512.pshuf.b.512", vector(I8, 64), [self._bytes(table, 4), codes])
         if self.isa in (ISA.AVX_VNNI, ISA.AVX2):
             parts = [[self._bytes(table, 2), self.lanes(codes, start, 32)] for start in (0, 32)]
             return self.join([self.call("llvm.x86.avx2.pshuf.b", vector(I8, 32), part) for part in parts])
         if self.isa is ISA.NEON_DOTPROD:
-            parts = [[self._bytes(table, 1), self.lanes(codes, start, 16)] for start in range(0, 64, 16)]
+            parts = [[self._bytes(table, 1), self.lanes(codes, start, 16)] for start in range(0, codes.type.count, 16)]
             return self.join([self.call("llvm.aarch64.neon.tbl1.v16i8", vector(I8, 16), part) for part in parts])
         choices = [self.splat_constant(I8, value & 255, 64) for value in table]
         for bit in range(4):
@@ -406,7 +439,7 @@ class Emitter:
         self, total: Value, codes: Value, x: Value, width: int, part: Callable[[Value, Value, Value], Value]
     ) -> Value:
         results = []
-        for start in range(0, 64, width):
+        for start in range(0, codes.type.count, width):
             lanes = self.lanes(total, start // 4, width // 4)
             results.append(part(lanes, self.lanes(codes, start, width), self.lanes(x, start, width)))
         return self.join(results)
@@ -451,7 +484,8 @@ class Emitter:
             return self._by_words(total, codes, x, self._vpdpwssd256)
         if self.isa is ISA.AVX2:
             return self._by_words(total, codes, x, self._madd)
-        products = self.builder.mul(self.builder.sext(codes, vector(I32, 32)), self.builder.sext(x, vector(I32, 32)))
+        wide = vector(I32, codes.type.count)
+        products = self.builder.mul(self.builder.sext(codes, wide), self.builder.sext(x, wide))
         return self.builder.add(total, self._pair_sums(products))
 
     def _by_words(self, total: Value, codes: Value, x: Value, part: Callable[[Value, Value, Value], Value]) -> Value:

@@ -20,7 +20,6 @@ from llvmlite import ir
 from numba import types
 
 from localinfer.kernels.cpu.compiled.blocks import (
-    Tile,
     bit_pair_body,
     block_body,
     few_bits_body,
@@ -37,6 +36,7 @@ from localinfer.kernels.cpu.compiled.emit import (
     I16,
     I32,
     I64,
+    LANES,
     LITERAL,
     VOID,
     Emitter,
@@ -55,8 +55,11 @@ from localinfer.kernels.cpu.compiled.pool import (
     take_first,
     take_units,
 )
+from localinfer.kernels.cpu.compiled.tile import Tile
 from localinfer.kernels.cpu.kernel_abi import RECORD_BYTES
 from localinfer.kernels.cpu.parameters import BATCH, EXPERT_MATMUL, MATMUL, PROJECTION, QUANTIZE
+from localinfer.kernels.jit import isa
+from localinfer.kernels.jit.isa import ISA
 from localinfer.kernels.jit.numba import compose, inline, stamp
 from localinfer.kernels.layouts import Layout
 
@@ -139,9 +142,9 @@ def _float_totals(tile: Tile) -> list[Value]:
     count = len(tile.rows)
 
     def step(column: Value, offset: int, totals: list[Value]) -> list[Value]:
-        weight = emit.load_floats(tile.at(tile.tile, column, column_bytes), offset * column_bytes, element)
+        weight = tile.floats(tile.at(tile.tile, column, column_bytes), offset * column_bytes, element)
         return [
-            emit.fma(weight, emit.splat(emit.load(tile.at(row, column, 4), F32, 4 * offset, align=4)), total)
+            emit.fma(weight, tile.splat(emit.load(tile.at(row, column, 4), F32, 4 * offset, align=4)), total)
             for total, row in zip(totals, tile.rows, strict=True)
         ]
 
@@ -153,9 +156,49 @@ def _float_totals(tile: Tile) -> list[Value]:
         return even + odd
 
     whole = b.and_(tile.columns, emit.i64(-4))
-    totals = emit.loop(emit.i64(0), whole, 4, [emit.zeros(F32)] * (2 * count), quad)
+    totals = emit.loop(emit.i64(0), whole, 4, tile.no_totals() * 2, quad)
     rest = emit.loop(whole, tile.columns, 1, totals[:count], lambda column, even: step(column, 0, even))
     return [emit.add(even, odd) for even, odd in zip(rest, totals[count:], strict=True)]
+
+
+def _totals(tiles: Sequence[Tile]) -> list[list[Value]]:
+    """The products of tiles over all columns, unit by unit of all of them; of each, a total per activation row."""
+    first = tiles[0]
+    if first.layout in _FLOAT_ELEMENT:
+        return [_float_totals(tile) for tile in tiles]
+    body, count = _BODIES[first.layout], len(first.rows)
+
+    def unit_body(unit: Value, totals: list[Value]) -> list[Value]:
+        return [
+            total
+            for index, tile in enumerate(tiles)
+            for total in body(tile, unit, totals[count * index : count * (index + 1)])
+        ]
+
+    start = [total for tile in tiles for total in tile.no_totals()]
+    found = first.emit.loop(first.emit.i64(0), first.units, 1, start, unit_body)
+    return [found[count * index : count * (index + 1)] for index in range(len(tiles))]
+
+
+_MANY_SUMS = (Layout.Q5_K, Layout.Q6_K, Layout.Q2_K, Layout.Q3_K)
+"""Layouts of which NEON's registers do not hold what one activation row needs of sixteen rows of weights."""
+
+
+def _passes(emit: Emitter, layout: Layout, tile: Value, columns: Value, rows: list[Value]) -> list[list[Tile]]:
+    """What is multiplied in one pass over a tile: all of it; with NEON its halves, one after the other or by turns.
+
+    The loads of grids are of sixteen rows.
+    """
+    if (
+        emit.isa is not ISA.NEON_DOTPROD
+        or _BODIES.get(layout) is grid_body
+        or (len(rows) == 1 and layout not in _MANY_SUMS)
+    ):
+        return [[Tile(emit, layout, tile, columns, rows)]]
+    half = LANES // 2
+    halves = [Tile(emit, layout, tile, columns, rows, first, half) for first in (0, half)]
+    # What comes from memory is read once, what is used again comes from the first-level cache.
+    return [halves] if len(rows) == 1 else [[half] for half in halves]
 
 
 @emitted(VOID, LITERAL, LITERAL, *[types.int64] * 4, FLOAT, types.int64, types.int64)
@@ -168,37 +211,34 @@ def tile_product(
     tables: address of int64[3][8]: activation row, output and residual addresses of each row; outputs and residuals are
     offset by `first` (the tile's first weight row), of which `count` (1..16) exist. bias: address of 16 float32.
     """
+    if num_rows > 4 and emit.isa is ISA.NEON_DOTPROD:
+        # `_width` asks for none.
+        emit.call("llvm.trap", ir.VoidType(), [])
+        return
     rows = [emit.load(table, I64, 8 * t, align=8) for t in range(num_rows)]
-    product = Tile(emit, Layout(layout), tile_address, column_count, rows)
-    if product.layout in _FLOAT_ELEMENT:
-        totals = _float_totals(product)
-    else:
-        body = _BODIES[product.layout]
-        totals = emit.loop(
-            emit.i64(0),
-            product.units,
-            1,
-            [emit.zeros(F32)] * num_rows,
-            lambda unit, totals: body(product, unit, totals),
-        )
-    _write(emit, totals, table, bias_address, scale_value, first_row, row_limit)
+    for tiles in _passes(emit, Layout(layout), tile_address, column_count, rows):
+        for tile, totals in zip(tiles, _totals(tiles), strict=True):
+            _write(emit, tile.first, totals, table, bias_address, scale_value, first_row, row_limit)
 
 
 def _write(
-    emit: Emitter, totals: list[Value], table: Value, bias: Value, scale: Value, first: Value, count: Value
+    emit: Emitter, start: int, totals: list[Value], table: Value, bias: Value, scale: Value, first: Value, count: Value
 ) -> None:
-    """Apply bias, scale and residual, and store the lanes that exist."""
+    """Apply bias, scale and residual, and store the lanes that exist; start: the row of the tile that has lane 0."""
     b = emit.builder
+    lanes = totals[0].type.count
+    if start:
+        first, count = b.add(first, emit.i64(start)), b.sub(count, emit.i64(start))
     offset = b.mul(first, emit.i64(4))
-    bias_lanes = emit.load_floats(bias)
-    scale_lanes = emit.splat(scale)
+    bias_lanes = emit.load_floats(bias, 4 * start, lanes=lanes)
+    scale_lanes = emit.splat(scale, lanes)
     results = []
     for t, total in enumerate(totals):
         residual = emit.load(table, I64, 8 * (16 + t), align=8)
         value = emit.mul(emit.add(total, bias_lanes), scale_lanes)
-        results.append(emit.add(emit.load_floats(b.add(residual, offset)), value))
+        results.append(emit.add(emit.load_floats(b.add(residual, offset), lanes=lanes), value))
     outputs = [b.add(emit.load(table, I64, 8 * (8 + t), align=8), offset) for t in range(len(totals))]
-    whole = b.icmp_signed("==", count, emit.i64(16))
+    whole = b.icmp_signed("==" if lanes == LANES else ">=", count, emit.i64(lanes))
     with b.if_else(whole) as (then, otherwise):
         with then:
             for value, output in zip(results, outputs, strict=True):
@@ -218,14 +258,23 @@ def _set_row(table: int, slot: int, x: int, out: int, residual: int) -> None:
     store_i64(table + 128 + 8 * slot, residual)
 
 
-@inline
-def _width(left: int) -> int:
-    """Rows of the next product; 3 or 7 rows are padded by one, computed twice.
+if isa.SELECTED is ISA.NEON_DOTPROD:
 
-    That is faster, because a tile's codes are unpacked once. Verifying 3 tokens of a 1.1B Q4_0 model took 1.42 times as
-    long as decoding one, and 4 tokens 1.16 times.
-    """
-    return left + 1 if left == 3 or left == 7 else rows_at_once(left)
+    @inline
+    def _width(left: int) -> int:
+        """Rows of the next product: registers hold the sums of four; 3 rows are padded by one."""
+        return 4 if left >= 3 else left
+
+else:
+
+    @inline
+    def _width(left: int) -> int:
+        """Rows of the next product; 3 or 7 rows are padded by one, computed twice.
+
+        That is faster, because a tile's codes are unpacked once. Verifying 3 tokens of a 1.1B Q4_0 model took 1.42
+        times as long as decoding one, and 4 tokens 1.16 times.
+        """
+        return left + 1 if left == 3 or left == 7 else rows_at_once(left)
 
 
 @compose

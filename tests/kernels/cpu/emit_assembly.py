@@ -16,6 +16,7 @@ from numba import types
 
 from localinfer.kernels.cpu.compiled import attention_tiles, elementwise, kv_store, matmul
 from localinfer.kernels.jit import isa
+from localinfer.kernels.jit.host import host_features
 from localinfer.kernels.jit.isa import ISA
 from localinfer.kernels.layouts import CUDA_LAYOUTS, Layout
 from tests.kernels.cpu import run_pieces
@@ -43,7 +44,7 @@ def _literal(value: int) -> Any:
 _ADDRESS, _FLOAT = types.int64, types.float32
 
 
-def _tile(layout: Layout, num_rows: int) -> tuple[Any, list[Any]]:
+def tile(layout: Layout, num_rows: int) -> tuple[Any, list[Any]]:
     return matmul.tile_product, [_literal(int(layout)), _literal(num_rows), *[_ADDRESS] * 4, _FLOAT, _ADDRESS, _ADDRESS]
 
 
@@ -61,7 +62,7 @@ _SOME_LAYOUTS = {"avx512vbmi": _GRIDS, "windows on arm": _EACH_BODY, "apple": _E
 """Targets that differ from another one in fewer layouts, or in the spelling: one layout of each function there is."""
 
 PIECES: dict[str, tuple[Any, list[Any]]] = {
-    **{layout.name: _tile(layout, 4) for layout in Layout},
+    **{layout.name: tile(layout, 4) for layout in Layout},
     "quantize": (matmul.quantize_block, [_ADDRESS] * 3),
     "key scores": (attention_tiles.score_keys, [_literal(1), *[_ADDRESS] * 4]),
     "softmax": (attention_tiles.softmax_chunk, [*[_ADDRESS] * 5, _FLOAT, _FLOAT, *[_ADDRESS] * 3]),
@@ -87,7 +88,7 @@ def pieces_of(target_name: str) -> list[str]:
 def runs_here(target_name: str) -> bool:
     """True if this process can run a target's code."""
     _, triple, _, features = TARGETS[target_name]
-    has = {name for name, is_there in llvm.get_host_cpu_features().items() if is_there}
+    has = {name for name, is_there in host_features().items() if is_there}
     return triple == llvm.get_process_triple() and has >= {name[1:] for name in features.split(",") if name}
 
 
@@ -96,16 +97,22 @@ def _piece(target_name: str, name: str) -> tuple[Any, list[Any], int]:
     if name not in Layout.__members__:
         return *PIECES[name], 0
     num_rows = 4 if target_name == LONG_TILE and Layout[name] in CUDA_LAYOUTS else 1
-    return *_tile(Layout[name], num_rows), num_rows
+    return *tile(Layout[name], num_rows), num_rows
 
 
 def assembly(target_name: str, name: str) -> str:
     """Assembly of one intrinsic as a function `piece` of its own."""
-    path, triple, cpu, features = TARGETS[target_name]
+    intrinsic, argument_types, _ = _piece(target_name, name)
+    machine, module = made(TARGETS[target_name], intrinsic, argument_types)
+    return str(machine.emit_assembly(module))
+
+
+def made(target: tuple[ISA, str, str, str], intrinsic: Any, argument_types: list[Any]) -> tuple[Any, Any]:
+    """LLVM's code generator for a target as in TARGETS, and a module of a function `piece` that calls an intrinsic."""
+    path, triple, cpu, features = target
     isa.SELECTED = path
     codegen = SimpleNamespace(magic_tuple=lambda: (triple, cpu, features))
     context = SimpleNamespace(codegen=lambda: codegen, get_dummy_value=lambda: None)
-    intrinsic, argument_types, _ = _piece(target_name, name)
     _, generate = intrinsic._defn(None, *argument_types)
     module = ir.Module()
     module.triple = triple
@@ -117,7 +124,7 @@ def assembly(target_name: str, name: str) -> str:
     machine = llvm.Target.from_triple(triple).create_target_machine(cpu=cpu, features=features, opt=3)
     parsed = llvm.parse_assembly(str(module))
     parsed.verify()
-    return str(machine.emit_assembly(parsed))
+    return machine, parsed
 
 
 def listings(target_name: str, tiles: Tiles) -> Iterator[tuple[str, str, str]]:

@@ -15,6 +15,7 @@ from localinfer.kernels.cpu.kernel_abi import RECORD_BYTES, SCRATCH_BYTES
 from localinfer.kernels.cpu.memory import Arena, address
 from localinfer.kernels.cpu.parameters import ATTENTION
 from localinfer.kernels.cpu.program import ThreadPool
+from localinfer.kernels.jit.host import target_features
 from localinfer.kernels.kv_layout import PAGE_TOKENS, SCALE_BLOCK
 from localinfer.kernels.layouts import SIZES, TILE_ROWS, Layout, is_float
 from tests.kernels.cpu.tape_runs import linear, random_rows
@@ -40,7 +41,9 @@ def linked(assembly: str, kinds: Sequence[str]) -> Piece:
     quoted = assembly.translate({ord(letter): f"\\{ord(letter):02X}" for letter in '"\\\n\t'})
     triple = llvm.get_process_triple()
     module = llvm.parse_assembly(f'target triple = "{triple}"\nmodule asm "{quoted}"')
-    machine = llvm.Target.from_triple(triple).create_target_machine(opt=0, codemodel="jitdefault", jit=True)
+    machine = llvm.Target.from_triple(triple).create_target_machine(
+        features=target_features(), opt=0, codemodel="jitdefault", jit=True
+    )
     engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
     engine.add_object_file(llvm.ObjectFileRef.from_data(machine.emit_object(module)))
     engine.finalize_object()

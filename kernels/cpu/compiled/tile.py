@@ -1,0 +1,317 @@
+"""One product of a tile and rows of activations: addresses, codes, activations and their records, prefetching.
+
+The products of all layouts are written with a `Tile`. It has all sixteen rows of a tile's weights, or eight of them
+where registers hold the sums of no more: with NEON, whose vectors have four lanes. A lane has the same bits in both.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from localinfer.kernels.cpu.compiled.emit import (
+    F16,
+    F32,
+    I8,
+    I16,
+    I32,
+    LANES,
+    Emitter,
+    Value,
+    vector,
+)
+from localinfer.kernels.cpu.kernel_abi import RECORD_BYTES
+from localinfer.kernels.jit.isa import ISA
+from localinfer.kernels.layouts import SIZES, Layout
+
+SCALE, SCALED_SUM, MINUS_8_SUM, MINUS_8_HALF = 0, 4, 8, 12
+"""Fields of an activation record."""
+
+_SUPER_BLOCK_LAYOUTS = tuple(layout for layout in Layout if SIZES[layout].unit == 256)
+
+
+_WHOLE = 0x4B400000
+"""Bits of the float32 3 * 2**22, whose last bits count whole numbers."""
+
+
+def prefetch_distance(layout: Layout, num_rows: int) -> tuple[int, int] | None:
+    """Prefetch distance of a tile in bytes and cache level (3: the first level); None: no prefetch.
+
+    With one row hardware prefetchers saturate the memory bandwidth, and software prefetches would only occupy miss
+    buffers; but they do not follow the indices and masks of IQ3, two streams in a unit. With more work per byte they
+    are slower, and a longer distance helps. Measured: tests/bench/RESULTS.md.
+    """
+    if num_rows == 1:
+        return (2048, 3) if layout in (Layout.IQ3_XXS, Layout.IQ3_S) else None
+    return (4096, 3) if num_rows == 2 and layout not in _SUPER_BLOCK_LAYOUTS else (16384, 2)
+
+
+class Tile:
+    """State of one product: weight addresses and activation rows.
+
+    first, count: the rows of weights that are multiplied, of the tile's sixteen.
+    """
+
+    def __init__(
+        self,
+        emit: Emitter,
+        layout: Layout,
+        tile: Value,
+        columns: Value,
+        rows: Sequence[Value],
+        first: int = 0,
+        count: int = LANES,
+    ) -> None:
+        self.emit = emit
+        self.tile = tile
+        self.columns = columns
+        self.rows = list(rows)
+        self.sizes = SIZES[layout]
+        self.layout = layout
+        self.units = emit.builder.udiv(columns, emit.i64(self.sizes.unit))
+        self.first, self.count = first, count
+        self._loaded: dict[tuple[Any, ...], Value] = {}
+        """Activations and addresses of the present turn."""
+        self._num_turns = 0
+
+    def parts(self, unit: Value) -> tuple[Value, Value]:
+        """Addresses of a unit's header and body."""
+        header = self.at(self.tile, unit, self.sizes.unit_bytes)
+        return header, self.emit.builder.add(header, self.emit.i64(self.sizes.header_bytes))
+
+    def prefetch(self, unit: Value, unit_bytes: int, part: int, parts: int) -> None:
+        """Prefetch part `part` of `parts` of the unit at the prefetch distance, in the next tile if need be.
+
+        Prefetches are spread over a unit's work: a burst of them fills the miss buffers and stalls loads. With NEON
+        there are none: LLVM moves no load past a prefetch, so that all loads came first, into more registers than
+        there are.
+        """
+        chosen = prefetch_distance(self.layout, len(self.rows))
+        if chosen is None or self.emit.isa is ISA.NEON_DOTPROD:
+            return
+        distance, level = chosen
+        address = self.at(self.tile, unit, unit_bytes)
+        lines = -(-unit_bytes // 64)
+        for line in range(lines * part // parts, lines * (part + 1) // parts):
+            self.emit.prefetch(address, distance + 64 * line, locality=level)
+
+    def at(self, base: Value, index: Value, stride: int) -> Value:
+        return self.emit.builder.add(base, self.emit.builder.mul(index, self.emit.i64(stride)))
+
+    # Weights
+
+    def vector(self, kind: Any) -> Any:
+        return vector(kind, self.count)
+
+    def constant(self, kind: Any, value: float) -> Value:
+        return self.emit.splat_constant(kind, value, self.count)
+
+    def splat(self, value: Value) -> Value:
+        return self.emit.splat(value, self.count)
+
+    def values(self, address: Value, kind: Any, offset: int = 0, align: int = 32) -> Value:
+        """The rows' values of a vector of sixteen in a unit; align: of the address and the offset, in bytes."""
+        size = kind.width // 8
+        align = min(align, size * self.count)
+        return self.emit.load(address, self.vector(kind), offset + size * self.first, align)
+
+    def floats(self, address: Value, offset: int = 0, element: Any = F16) -> Value:
+        """The rows' values of a vector of sixteen numbers, as float32."""
+        size = 4 if element is F32 else 2
+        return self.emit.load_floats(address, offset + size * self.first, element, self.count)
+
+    def load_codes(self, address: Value, vector_number: int, step: int = 64, start: int = 0) -> Value:
+        """Four bytes of every row: a vector of those that are `step` bytes apart from `start` on."""
+        offset = start + step * vector_number + 4 * self.first
+        align = 16 if self.layout is Layout.MXFP4 else 32
+        return self.emit.load(address, vector(I8, 4 * self.count), offset, align)
+
+    def low(self, codes: Value) -> Value:
+        return self.emit.builder.and_(codes, self.emit.splat_constant(I8, 15, codes.type.count))
+
+    def high(self, codes: Value) -> Value:
+        return self.moved_bits(codes, 4, 15, 0)
+
+    def moved_bits(self, bits: Value, start: int, mask: int, target: int) -> Value:
+        """Take the bits of `mask` at position `start` of every byte to position `target`.
+
+        On x86-64 shifted in words, whose stray bits the mask removes: a shift of bytes would become a Galois-field
+        product, which takes a multiplier's turn. NEON shifts bytes, and the highest bits need no mask then.
+        """
+        b, emit, count = self.emit.builder, self.emit, bits.type.count
+        shifts_bytes = emit.isa is ISA.NEON_DOTPROD
+        if start != target:
+            words = bits if shifts_bytes else emit.bitcast(bits, vector(I32, count // 4))
+            distance = emit.splat_constant(words.type.element, abs(target - start), words.type.count)
+            words = b.shl(words, distance) if start < target else b.lshr(words, distance)
+            bits = words if shifts_bytes else emit.bitcast(words, vector(I8, count))
+            if shifts_bytes and target == 0 and start + mask.bit_length() == 8:
+                return bits
+        return b.and_(bits, emit.splat_constant(I8, mask << target, count))
+
+    def turns(self, blocks: Sequence[int]) -> Iterator[tuple[Sequence[int], Callable[[Value], Value]]]:
+        """Blocks that share their bytes: those whose dot products are made in one turn, and the addresses to read then.
+
+        NEON's registers hold the dot products of one block where there are several activation rows, and nothing of the
+        turn before: its bytes are read again, from an address of which LLVM does not know that it is the same.
+        """
+        if self.emit.isa is not ISA.NEON_DOTPROD:
+            yield blocks, lambda address: address
+            return
+        for some in [blocks] if len(self.rows) == 1 else [[block] for block in blocks]:
+            self._num_turns += 1
+            self._loaded.clear()
+            yield some, functools.partial(self._again, self._num_turns)
+
+    def _again(self, turn: int, address: Value) -> Value:
+        key = (turn, address)
+        if key not in self._loaded:
+            self._loaded[key] = self.emit.opaque(address, address, turn)
+        return self._loaded[key]
+
+    # Activations
+
+    def no_dots(self, block: Value) -> list[Value]:
+        """Dot products of nothing, for all activation rows of a block."""
+        return [self._zero_dot(block, number) for number in range(len(self.rows))]
+
+    def _zero_dot(self, block: Value, number: int = 0) -> Value:
+        if not self._counts_in_floats:
+            return self.emit.zeros(I32, self.count)
+        return self._from_scalar(I32(_WHOLE), block, number)
+
+    @property
+    def _counts_in_floats(self) -> bool:
+        """True if dot products are added to the bits of a float32, as they are with NEON.
+
+        A float32 of that size counts whole numbers below 2**22 in its last bits, so that a difference makes the dot
+        product a number, where a conversion takes two turns.
+        """
+        return self.emit.isa is ISA.NEON_DOTPROD
+
+    def started(self, start: Value) -> Value:
+        """The start of a dot product, from an integer, below 2**22 with all that is added to it."""
+        if not self._counts_in_floats:
+            return start
+        return self.emit.builder.add(start, self.emit.splat_constant(I32, _WHOLE, self.count))
+
+    def started_from(self, record: Value, field: int, shift: int = 0) -> Value:
+        """The start of a dot product at an integer of a record, shifted left."""
+        b = self.emit.builder
+        if not self._counts_in_floats:
+            return self.record_int(record, field, shift)
+        return self.of_record(record, I32, field, lambda word: b.add(b.shl(word, I32(shift)), I32(_WHOLE)))
+
+    def biased_start(self, record: Value) -> Value:
+        """The start of a chain of `Emitter.dot_biased` or `dot_levels`."""
+        if self._counts_in_floats:
+            return self._zero_dot(record)
+        return self.emit.biased_start(self.record_int(record, MINUS_8_SUM, shift=4))
+
+    def no_totals(self) -> list[Value]:
+        return [self.emit.zeros(F32, self.count) for _ in self.rows]
+
+    def record(self, row: Value, block: Value) -> Value:
+        """Address of the record of a block."""
+        emit = self.emit
+        offset = emit.builder.add(self.columns, emit.builder.mul(block, emit.i64(RECORD_BYTES)))
+        return emit.builder.add(row, offset)
+
+    def records(self, block: Value) -> list[Value]:
+        """Addresses of the records of a block, of every activation row."""
+        return [self.record(row, block) for row in self.rows]
+
+    def of_record(self, record: Value, kind: Any, field: int, change: Callable[[Value], Value] | None = None) -> Value:
+        """A number of a record, changed by a function if there is one, in all lanes."""
+        word = self.emit.load(record, kind, field, align=4)
+        word = change(word) if change else word
+        if self.emit.isa is ISA.NEON_DOTPROD and change:
+            return self._from_scalar(word, record)
+        return self.emit.splat(word, self.count)
+
+    def _from_scalar(self, word: Value, block: Value, number: int = 0) -> Value:
+        """As `Emitter.splat`: a register from a scalar takes no turn of the vector units, one from another one does.
+
+        block: what changes with the block that the scalar is for: an index or a record. number: of the activation row,
+        where others have the same scalar of the same block.
+        """
+        count = self.count // 4
+        words = [self.emit.opaque(word, block, count * number + register) for register in range(count)]
+        return self.emit.join([self.emit.splat(word, 4) for word in words])
+
+    def record_float(self, record: Value, field: int) -> Value:
+        return self.of_record(record, F32, field)
+
+    def record_int(self, record: Value, field: int, shift: int = 0) -> Value:
+        value = self.of_record(record, I32, field)
+        return self.emit.builder.shl(value, self.emit.splat_constant(I32, shift, self.count)) if shift else value
+
+    def minus_sum(self, record: Value) -> Value:
+        """-sum(x) of a block in all lanes, cut to 16 bits, which hold it, so that products take one instruction."""
+        b = self.emit.builder
+        return self.of_record(record, I32, MINUS_8_SUM, lambda word: b.sext(b.trunc(b.ashr(word, I32(3)), I16), I32))
+
+    def minus_12_sum(self, record: Value, field: int) -> Value:
+        """The start of a dot product at -12 * sum(x) of a block or half of one (a field of -8 * sum(x))."""
+        b = self.emit.builder
+
+        def change(word: Value) -> Value:
+            found = b.add(word, b.ashr(word, I32(1)))
+            return b.add(found, I32(_WHOLE)) if self._counts_in_floats else found
+
+        return self.of_record(record, I32, field, change)
+
+    def dot(
+        self, dots: list[Value], codes: Value, column: Value, offset: int, product: Callable[..., Value] | None = None
+    ) -> list[Value]:
+        """dots + codes * the four activations from column + offset on, of every row.
+
+        product: `Emitter.dot_codes`, or another of its dot products.
+        """
+        product = product or self.emit.dot_codes
+        return [
+            product(dot, codes, self._bytes4(row, column, offset)) for dot, row in zip(dots, self.rows, strict=True)
+        ]
+
+    def _bytes4(self, row: Value, column: Value, offset: int) -> Value:
+        """Four activation bytes, broadcast to all lanes."""
+        emit = self.emit
+        if emit.isa is ISA.NEON_DOTPROD:
+            # One lane of a register is a factor by itself.
+            key = (row, column, offset // 16)
+            if key not in self._loaded:
+                address = emit.builder.add(row, column)
+                self._loaded[key] = emit.load(address, vector(I32, 4), offset // 16 * 16, align=4)
+            words = emit.shuffle(self._loaded[key], [offset // 4 % 4] * self.count)
+            return emit.bitcast(words, vector(I8, 4 * self.count))
+        word = emit.load(emit.builder.add(row, column), I32, offset, align=4)
+        return emit.bitcast(emit.splat(word, self.count), vector(I8, 4 * self.count))
+
+    def accumulate(
+        self, total: Value, dot: Value, weight_scale: Value, record: Value, *, is_started: bool = False
+    ) -> Value:
+        """total + dot * (weight scale * activation scale): only here does an integer dot become a float.
+
+        is_started: True if it began as `started` does.
+        """
+        emit = self.emit
+        scale = emit.mul(weight_scale, self.record_float(record, SCALE))
+        if is_started and self._counts_in_floats:
+            offset = emit.bitcast(emit.splat_constant(I32, _WHOLE, self.count), vector(F32, self.count))
+            number = emit.sub(emit.bitcast(dot, vector(F32, self.count)), offset)
+        else:
+            number = emit.to_float(dot)
+        return emit.fma(number, scale, total)
+
+    def add_dots(self, totals: list[Value], dots: list[Value], weight_scale: Value, block: list[Value]) -> list[Value]:
+        """`accumulate` for every activation row; block: the rows' records of it."""
+        return [
+            self.accumulate(total, dot, weight_scale, record, is_started=True)
+            for total, dot, record in zip(totals, dots, block, strict=True)
+        ]
+
+    def add_minimums(self, totals: list[Value], minimum: Value, block: list[Value]) -> list[Value]:
+        """totals + minimum * the scaled sums of the activations, for every row."""
+        return [
+            self.emit.fma(minimum, self.record_float(record, SCALED_SUM), total)
+            for total, record in zip(totals, block, strict=True)
+        ]

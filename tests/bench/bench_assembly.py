@@ -1,0 +1,221 @@
+"""Predict the speed of matrix products on processors that are not here, from LLVM's model of their pipelines.
+
+Every product of a tile is compiled for a processor, and llvm-mca (LLVM 19 or later, in PATH) says how many cycles its
+loops take with all data in the first-level cache. Printed per layout and rows of activations: instructions and cycles
+per unit, bytes of weights per instruction, gigabytes of weights per second, multiply-adds per cycle, and how often a
+loop reads and writes registers that it had no room for (spills). Memory, branches and prefetches are not modelled.
+"""
+
+import argparse
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from localinfer.kernels.jit.isa import ISA
+from localinfer.kernels.layouts import SIZES, Layout, is_float
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Processor:
+    """A processor that LLVM has a model of."""
+
+    path: ISA
+    features: str
+    """Further features, as LLVM writes them."""
+    model: str
+    """LLVM's name of the processor, and of its model."""
+    gigahertz: float
+    """Clock that cycles are converted with."""
+
+
+PROCESSORS = {
+    "n1": Processor(ISA.NEON_DOTPROD, "+neon,+dotprod", "neoverse-n1", 2.5),
+    "v2": Processor(ISA.NEON_DOTPROD, "+neon,+dotprod", "neoverse-v2", 2.8),
+    "m1": Processor(ISA.NEON_DOTPROD, "+neon,+dotprod", "apple-m1", 3.2),
+}
+TRIPLE = "aarch64-unknown-linux-gnu"
+
+COMMON = ("Q4_0", "Q4_K", "Q5_K", "Q6_K", "Q8_0", "F16", "IQ4_NL", "IQ4_XS", "MXFP4")
+_INNER_LOOPS = {
+    **dict.fromkeys(("Q4_K", "Q5_K"), 4),
+    **dict.fromkeys(("Q6_K", "Q2_K", "Q3_K", "TQ2_0", "INT4_64"), 2),
+    **dict.fromkeys(("IQ4_XS", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"), 8),
+    "INT4_128": 4,
+}
+"""Turns of the inner loop of a unit, where LLVM has left it a loop."""
+
+
+@dataclass
+class Loop:
+    """Lines first..last of a function's assembly, from a label to the branch back to it."""
+
+    first: int
+    last: int
+    inner: "list[Loop]"
+
+
+_BRANCH = re.compile(r"\s+(b(?:\.\w+)?|cbn?z|tbn?z|j\w+)\s.*?(\.?L\w+)\s*$")
+_END = re.compile(r"\s+(?:b|jmp)\s+\.?L|\s+retq?$")
+"""Instructions after which the next line is not reached."""
+
+
+def loops(lines: Sequence[str]) -> list[Loop]:
+    """The loops of a function, outer ones first: branches back to a label from which they are reached."""
+    labels = {match[1]: number for number, line in enumerate(lines) if (match := re.match(r"(\.?L\w+):", line))}
+    branches = {
+        number: labels[match[2]]
+        for number, line in enumerate(lines)
+        if (match := _BRANCH.match(line)) and match[2] in labels
+    }
+    ends: dict[int, int] = {}
+    for number, label in branches.items():
+        if label <= number and number in _reached(lines, branches, label):
+            ends[label] = number
+    found: list[Loop] = []
+    for first, last in sorted(ends.items()):
+        level = found
+        while level and first < level[-1].last:
+            level = level[-1].inner
+        level.append(Loop(first, last, []))
+    return found
+
+
+def _reached(lines: Sequence[str], branches: dict[int, int], start: int) -> set[int]:
+    """Numbers of the lines that a program may come to from one."""
+    reached: set[int] = set()
+    waiting = [start]
+    while waiting:
+        number = waiting.pop()
+        while number < len(lines) and number not in reached:
+            reached.add(number)
+            if number in branches:
+                waiting.append(branches[number])
+            if _END.match(lines[number]):
+                break
+            number += 1
+    return reached
+
+
+def _own(lines: Sequence[str], loop: Loop) -> list[str]:
+    """A loop's instructions, without those of the loops in it."""
+    skipped = {number for inner in loop.inner for number in range(inner.first, inner.last + 1)}
+    body = [lines[number] for number in range(loop.first, loop.last + 1) if number not in skipped]
+    return [line for line in body if re.match(r"\s+[a-z]", line) and not re.match(r"\s+\.", line)]
+
+
+def cycles(program: str, instructions: Sequence[str], processor: Processor) -> float:
+    """Cycles of one turn of a loop of these instructions."""
+    command = [program, f"-mtriple={TRIPLE}", f"-mcpu={processor.model}", "-iterations=100", "-json"]
+    text = "\n".join(instructions) + "\n"
+    done = subprocess.run(command, input=text, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{program} refuses a loop for {processor.model}: {done.stderr.strip()[:300]}")
+    view = json.loads(done.stdout)["CodeRegions"][0]["SummaryView"]
+    return float(view["TotalCycles"]) / float(view["Iterations"])
+
+
+@dataclass
+class Figures:
+    """What one unit of a tile takes."""
+
+    instructions: float = 0
+    cycles: float = 0
+    spills: int = 0
+    """Reads and writes of the stack in the loops."""
+
+
+def figures(program: str, listing: str, layout: Layout, processor: Processor) -> Figures:
+    """Sum the loops of one product over a unit of its layout, of float layouts over four columns."""
+    lines = listing.splitlines()
+    found = loops(lines)
+    if is_float(layout):
+        # The second loop has the columns that are left.
+        found = found[:1]
+    total = Figures()
+
+    def add(loop: Loop, turns: int) -> None:
+        own = _own(lines, loop)
+        total.instructions += turns * len(own)
+        total.cycles += turns * cycles(program, own, processor)
+        total.spills += sum(bool(re.search(r"\[sp\b|\(%rsp\)", line)) for line in own)
+        for inner in loop.inner:
+            add(inner, turns * _INNER_LOOPS[layout.name])
+
+    for loop in found:
+        add(loop, 1)
+    return total
+
+
+def listings(name: str, products: Sequence[str]) -> Iterator[str]:
+    """Assembly of products "LAYOUT:ROWS" for a processor, made by a process of its own, which LLVM may end."""
+    command = [sys.executable, "-m", "tests.bench.bench_assembly", "--emit", name, *products]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(done.stderr)
+    return iter(re.split(r"^== .*\n", done.stdout, flags=re.MULTILINE)[1:])
+
+
+def emit(name: str, products: Sequence[str]) -> None:
+    """Print the assembly of products, optimised as kernels are."""
+    from llvmlite import binding as llvm
+
+    from localinfer.kernels.jit.numba import optimised
+    from tests.kernels.cpu.emit_assembly import made, tile
+
+    for part in ("targets", "asmprinters"):
+        getattr(llvm, f"initialize_all_{part}")()
+    processor = PROCESSORS[name]
+    target = (processor.path, TRIPLE, processor.model, processor.features)
+    for product in products:
+        layout, _, rows = product.partition(":")
+        machine, module = made(target, *tile(Layout[layout], int(rows)))
+        print(f"== {product}\n{machine.emit_assembly(optimised(module, machine))}", flush=True)
+
+
+def main() -> None:
+    """Print a table per processor."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--processors", nargs="+", default=list(PROCESSORS), choices=PROCESSORS)
+    parser.add_argument(
+        "--layouts", nargs="+", default=[one.name for one in Layout], choices=[one.name for one in Layout]
+    )
+    parser.add_argument("--common", action="store_true", help="only the layouts that most files have")
+    parser.add_argument("--rows", nargs="+", type=int, default=[1, 2, 4])
+    parser.add_argument("--llvm-mca", default=shutil.which("llvm-mca-19") or shutil.which("llvm-mca") or "llvm-mca")
+    parser.add_argument(
+        "--emit", nargs="+", metavar=("PROCESSOR", "LAYOUT:ROWS"), help="print the assembly of products"
+    )
+    options = parser.parse_args()
+    if options.emit:
+        emit(options.emit[0], options.emit[1:])
+        return
+    layouts = [Layout[name] for name in (COMMON if options.common else options.layouts)]
+    products = [(layout, rows) for layout in layouts for rows in options.rows]
+    for name in options.processors:
+        processor = PROCESSORS[name]
+        print(f"\n{processor.model} at {processor.gigahertz} GHz\n")
+        print("| layout | rows | instructions | cycles | bytes/instruction | GB/s | MAC/cycle | spills |")
+        print("|---|---:|---:|---:|---:|---:|---:|---:|")
+        for (layout, rows), listing in zip(
+            products, listings(name, [f"{layout.name}:{rows}" for layout, rows in products]), strict=True
+        ):
+            columns = 4 if is_float(layout) else SIZES[layout].unit
+            num_bytes = columns // SIZES[layout].unit * SIZES[layout].unit_bytes
+            one = figures(options.llvm_mca, listing, layout, processor)
+            found = [
+                *(f"{one.instructions:.0f}", f"{one.cycles:.0f}", f"{num_bytes / one.instructions:.1f}"),
+                f"{num_bytes / one.cycles * processor.gigahertz:.1f}",
+                f"{16 * columns * rows / one.cycles:.1f}",
+            ]
+            print(f"| {layout.name} | {rows} | {' | '.join(found)} | {one.spills} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
