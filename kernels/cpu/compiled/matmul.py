@@ -185,7 +185,7 @@ _MANY_SUMS = (Layout.Q5_K, Layout.Q6_K, Layout.Q2_K, Layout.Q3_K)
 
 
 def _passes(emit: Emitter, layout: Layout, tile: Value, columns: Value, rows: list[Value]) -> list[list[Tile]]:
-    """What is multiplied in one pass over a tile: all of it; with NEON its halves, one after the other or by turns.
+    """Parts of a tile that are multiplied in one pass: all of it; with NEON its halves, each by itself or by turns.
 
     The loads of grids are of sixteen rows.
     """
