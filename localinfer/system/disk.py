@@ -25,6 +25,9 @@ _READ_FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)
 _NEW_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
 _IN_PLACE_FLAGS = os.O_WRONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
 
+_NOT_KNOWN = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOTTY)
+"""Of file systems that lack a call, as those on a network may."""
+
 
 def status(path: AnyPath, *, follow_links: bool = True) -> os.stat_result:
     """The attributes of what is at a path."""
@@ -90,7 +93,7 @@ def status_of(file: FileIO) -> os.stat_result:
 
 def sync(file: FileIO) -> None:
     """Return when the contents of an open file would outlive a power cut."""
-    os.fsync(file.fileno())
+    _sync(file.fileno())
 
 
 def sync_folder(folder: AnyPath) -> None:
@@ -99,13 +102,26 @@ def sync_folder(folder: AnyPath) -> None:
         return
     descriptor = os.open(folder, os.O_RDONLY | _BASE_FLAGS)
     try:
-        os.fsync(descriptor)
+        _sync(descriptor)
     except OSError as error:
         # Some network file systems have no such call for folders.
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
     finally:
         os.close(descriptor)
+
+
+def _sync(descriptor: int) -> None:
+    """Let the disk itself write what it has of a file: macOS's `fsync` leaves that in the disk's own memory."""
+    command = None if sys.platform == "win32" else getattr(fcntl, "F_FULLFSYNC", None)
+    if command is not None:
+        try:
+            fcntl.fcntl(descriptor, command)
+            return
+        except OSError as error:
+            if error.errno not in _NOT_KNOWN:
+                raise
+    os.fsync(descriptor)
 
 
 def replace(path: AnyPath, target: AnyPath) -> None:

@@ -34,17 +34,20 @@ def main(words: list[str]) -> None:
     seconds, asked = loading, None
     poll = select.poll()
     poll.register(pipe, select.POLLIN)
-    if parent:
-        poll.register(0, getattr(select, "POLLRDHUP", 0))
+    is_told_of_input = hasattr(select, "POLLRDHUP")
+    if parent and is_told_of_input:
+        poll.register(0, select.POLLRDHUP)
     watched = _open_process(parent)
     if watched is not None:
         poll.register(watched, select.POLLIN)
+    must_look = bool(parent) and (watched is None or not is_told_of_input)
+    is_terminal = must_look and os.isatty(0)
     while True:
         left = None if asked is None else max(0.0, asked + seconds - time.monotonic())
         if left == 0.0 and os.getppid() == server:
             os.kill(server, signal.SIGKILL)
             left = _LOOK_SECONDS
-        if left is None and parent and watched is None:
+        if left is None and must_look:
             left = _LOOK_SECONDS
         for descriptor, _ in poll.poll(None if left is None else 1e3 * left):
             if descriptor != pipe:
@@ -59,8 +62,24 @@ def main(words: list[str]) -> None:
                 asked = time.monotonic()
             if READY in said:
                 seconds = ready
-        if parent and watched is None and asked is None and not _is_alive(parent):
-            asked = time.monotonic()
+        if must_look and asked is None:
+            has_ended = not is_told_of_input and input_has_ended(is_terminal)
+            if has_ended or watched is None and not _is_alive(parent):
+                asked = time.monotonic()
+
+
+def input_has_ended(was_terminal: bool) -> bool:
+    """True if standard input is at its end now.
+
+    For systems whose `poll` does not wait for that alone, as macOS's: it reports an end only to those who ask for what
+    can be read too, returns at once while something can be, and refuses devices.
+    """
+    look = select.poll()
+    look.register(0, select.POLLHUP)
+    events = dict(look.poll(0)).get(0, 0)
+    if events & select.POLLNVAL:
+        return was_terminal and not os.isatty(0)
+    return bool(events & (select.POLLHUP | select.POLLERR))
 
 
 def _open_process(number: int) -> int | None:

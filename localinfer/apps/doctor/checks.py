@@ -321,6 +321,9 @@ def _disk() -> Facts:
     }
 
 
+_WITHOUT_METAL = "GPUs are used through NVIDIA's driver, and Apple's (Metal) are not: the CPU computes"
+
+
 def _existing(folder: Path) -> Path:
     """The folder, or the nearest one above it that exists."""
     return next((one for one in (folder, *folder.parents) if one.exists()), folder)
@@ -333,7 +336,7 @@ def _gpu() -> Facts:
 
     facts: Facts = {"has_driver": has_driver(), "name": None, "free_bytes": None, "others": [], "reason": None}
     if not facts["has_driver"]:
-        return {**facts, "reason": "no NVIDIA driver is installed"}
+        return {**facts, "reason": _WITHOUT_METAL if sys.platform == "darwin" else "no NVIDIA driver is installed"}
     try:
         device, *others = find_devices()
     except (LocalinferError, ImportError, OSError, RuntimeError) as error:

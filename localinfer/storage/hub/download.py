@@ -22,6 +22,7 @@ from localinfer.errors import DownloadError, HubUnreachableError
 from localinfer.storage.hub.places import HUB, Places, blob_path, pointer_path
 from localinfer.storage.hub.records import PullRecord, PullRecords
 from localinfer.storage.hub.variants import Repository, StoredFile, describe_size, is_safe_path, parse_reference
+from localinfer.system import disk
 from localinfer.system.files import write_all
 from localinfer.types import ProgressCallback
 
@@ -300,7 +301,7 @@ def _receive(client: HubClient, repository: Repository, file: StoredFile, partia
                     )
                 time.sleep(client.retry_seconds * 2 ** (client.retries - retries))
                 retries -= 1
-        os.fsync(out.fileno())
+        disk.sync(out)
 
 
 def mismatch(path: Path, file: StoredFile, checked: Received) -> str:
