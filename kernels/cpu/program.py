@@ -64,14 +64,16 @@ class ThreadPool:
     `num_threads` and `priority` may change between two batches of a program, never beyond `max_threads`, for which
     programs have memory. has_own_count: a number was asked for since, which holds for batches of any size.
     computing_seconds: processor time that the first thread had in the last run that was to be measured.
+    performance_cores: of a machine whose other cores are slower, which makes them a number to be tried; 0 elsewhere.
     Raises: OutOfMemoryError if the system does not start as many.
     """
 
-    def __init__(self, num_threads: int, *, priority: Priority = "normal") -> None:
+    def __init__(self, num_threads: int, *, priority: Priority = "normal", performance_cores: int = 0) -> None:
         assert 1 <= num_threads < kernel_abi.MAX_THREADS, "the loader checks the thread count"
         self.num_threads = self._first_count = num_threads
         self.max_threads = max(num_threads, min(os.cpu_count() or 1, kernel_abi.MAX_THREADS - 1))
         self.has_own_count = False
+        self.performance_cores = performance_cores
         self.computing_seconds = 0.0
         self.process = os.getpid()
         self._closed = False
@@ -279,6 +281,11 @@ class CpuProgram:
         """Threads of the pool that run batches at present."""
         return self._pool.num_threads
 
+    @property
+    def performance_cores(self) -> int:
+        """See `ThreadPool`."""
+        return self._pool.performance_cores
+
     def run(self, batch: Batch) -> FloatArray:
         """Compute a batch; see `ops.Program.run`.
 
@@ -383,7 +390,8 @@ class CpuProgram:
     def _choose(self, rows: int) -> None:
         """Settle how many threads run the batch."""
         most = usual = self._pool.num_threads
-        is_sure = True
+        # Whether slow cores help with many rows is measured by nobody else.
+        is_sure = self._pool.has_own_count or not 0 < self._pool.performance_cores < most
         if rows <= DECODE_ROWS and not self._pool.has_own_count:
             usual, is_sure = min(self.decode_threads, most), self.is_measured
         self._last_threads, self._choice = usual, None
@@ -394,7 +402,9 @@ class CpuProgram:
         kind = 0 if rows <= DECODE_ROWS else 1 if rows < INTERRUPTIBLE_ROWS else 2
         choice = self._choices.get(kind)
         if choice is None or choice.given != (usual, most, is_sure):
-            choice = self._choices[kind] = ThreadChoice(usual, most, is_sure=is_sure)
+            choice = self._choices[kind] = ThreadChoice(
+                usual, most, is_sure=is_sure, performance_cores=self._pool.performance_cores
+            )
         self._choice, self._last_threads = choice, choice.next_count()
 
     def _run_part(self, first: int, num_ops: int, share: float) -> None:

@@ -1,8 +1,9 @@
 """The threads of a pool besides the caller's: their start, priority and end, and how many take part in the next step.
 
 Of priority "background" they ask the system for little: a nice value of their own on Linux, a quality-of-service class
-on macOS and a thread priority on Windows (these two are untested). A thread sets its own, and only that: the threads of
-the host program stay as they are. Unprivileged threads cannot take it back, so a change of priority is a change of
+on macOS and a thread priority on Windows (these two are untested). Of priority "normal" they ask macOS for the class of
+what a user waits for: the slow cores are for lower ones. A thread sets its own, and only that: the threads of the host
+program stay as they are. Unprivileged threads cannot take it back, so a change of priority is a change of
 threads. In the background the caller's thread computes nothing either: a leader, one more thread of the pool, stands in
 for it, and the caller sleeps until the run is over.
 
@@ -41,7 +42,8 @@ POOL_KERNELS = (START_RUN, FINISH_RUN, _WORK, _STOP_WORK)
 
 _NICE = 10
 """Beside a busy thread of nice value 0 one of 10 gets about a tenth of a processor."""
-_QOS_CLASS_UTILITY = 0x11
+_QOS_CLASSES = {"normal": 0x19, "background": 0x11}
+"""USER_INITIATED and UTILITY."""
 _THREAD_PRIORITY_LOWEST = -2
 
 _IDLE_SPINS = {"normal": 20_000, "background": 100}
@@ -171,23 +173,24 @@ class WorkerThreads:
 
     def _made(self, body: Callable[..., None], arguments: tuple[Any, ...], index: int) -> threading.Thread:
         def serve() -> None:
-            if is_background:
-                lower_own_priority()
+            set_own_priority(priority)
             body(*arguments)
 
-        is_background = self.priority == "background"
+        priority = self.priority
         return threading.Thread(target=serve, name=f"localinfer-{index}", daemon=True)
 
 
-def lower_own_priority() -> None:
-    """Give the calling thread the priority of background work; where the system refuses, it keeps its own."""
+def set_own_priority(priority: Priority) -> None:
+    """Give the calling thread a priority; where the system refuses, it keeps its own."""
     with contextlib.suppress(OSError, AttributeError):
-        if sys.platform.startswith("linux"):
+        if sys.platform == "darwin":
+            ctypes.CDLL(None).pthread_set_qos_class_self_np(ctypes.c_uint(_QOS_CLASSES[priority]), ctypes.c_int(0))
+        elif priority == "normal":
+            return
+        elif sys.platform.startswith("linux"):
             # Linux keeps a nice value per thread; a thread's id is a process's to setpriority.
             own = threading.get_native_id()
             os.setpriority(os.PRIO_PROCESS, own, max(os.getpriority(os.PRIO_PROCESS, own), _NICE))
-        elif sys.platform == "darwin":
-            ctypes.CDLL(None).pthread_set_qos_class_self_np(ctypes.c_uint(_QOS_CLASS_UTILITY), ctypes.c_int(0))
         elif sys.platform == "win32":
             kernel32 = ctypes.windll.kernel32
             kernel32.GetCurrentThread.restype = ctypes.c_void_p
@@ -265,9 +268,9 @@ _LONGEST_RATIO = 4.0
 """A number that took several times as long is tried again that many times later, at most."""
 
 
-def steps_of(most: int) -> list[int]:
-    """Numbers of threads that are tried: 1, 2, 3, 4, 6, 8, 12, 16 ... and `most`."""
-    counts, count = {1, most, min(3, most)}, 2
+def steps_of(most: int, performance_cores: int = 0) -> list[int]:
+    """Numbers of threads that are tried: 1, 2, 3, 4, 6, 8, 12, 16 ... and `most`, and one for each performance core."""
+    counts, count = {1, most, min(3, most), min(performance_cores or 1, most)}, 2
     while count < most:
         counts |= {count, min(count * 3 // 2, most)}
         count *= 2
@@ -328,13 +331,15 @@ class ThreadChoice:
     """Chooses for steps of one kind; not thread-safe. It has no clock: time passes with the steps that are reported.
 
     usual: how many are best on a free machine, at most `most`. is_sure: that was measured on one; if not, it is found
-    out as soon as processors are free. given: these three as they were at first.
+    out as soon as processors are free. given: these three as they were at first. performance_cores: see `ThreadPool`.
     """
 
-    def __init__(self, usual: int, most: int, *, is_sure: bool = True) -> None:
+    def __init__(self, usual: int, most: int, *, is_sure: bool = True, performance_cores: int = 0) -> None:
         self.given = usual, most, is_sure
         self.usual, self.most, self.is_sure = usual, most, is_sure
-        self._steps = steps_of(most)
+        self._steps = steps_of(most, performance_cores)
+        self._leaps = {most: performance_cores, performance_cores: most} if 0 < performance_cores < most else {}
+        """Numbers that are tried from another though others lie between: some slow cores may be worse than none."""
         self._count = usual
         self._is_busy = not is_sure
         self._seconds = self._computing = 0.0
@@ -442,7 +447,9 @@ class ThreadChoice:
 
     def _neighbours(self) -> list[int]:
         place = self._steps.index(self._count) if self._count in self._steps else len(self._steps) - 1
-        return [self._steps[other] for other in (place - 1, place + 1) if 0 <= other < len(self._steps)]
+        found = [self._steps[other] for other in (place - 1, place + 1) if 0 <= other < len(self._steps)]
+        leap = self._leaps.get(self._count)
+        return found if leap is None or leap in found else [leap, *found]
 
     def _next_trial(self) -> _Trial:
         neighbours = self._neighbours()

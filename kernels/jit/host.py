@@ -17,9 +17,10 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 from llvmlite import binding as llvm
+
+from localinfer.system.sysctl import sysctl_bytes, sysctl_number
 
 Features = Mapping[str, bool]
 """Features by LLVM's name: True where a CPU has one, False where it lacks it; one that is not there is unknown."""
@@ -102,24 +103,6 @@ def _system_features() -> Features:
         return {}
     ask.restype, ask.argtypes = ctypes.c_ulong, [ctypes.c_ulong]
     return features_of_hwcap(ask(_AT_HWCAP), ask(_AT_HWCAP2))
-
-
-def sysctl_number(name: str) -> int | None:
-    """A number by its name in macOS; None if it has none of this name."""
-    found = sysctl_bytes(name)
-    return None if found is None else int.from_bytes(found, sys.byteorder)
-
-
-def sysctl_bytes(name: str) -> bytes | None:
-    """The bytes of a value by its name in macOS; None if it has none of this name."""
-    try:
-        ask: Any = ctypes.CDLL(None).sysctlbyname
-    except (OSError, AttributeError):
-        return None
-    buffer, size = ctypes.create_string_buffer(256), ctypes.c_size_t(256)
-    if ask(name.encode(), buffer, ctypes.byref(size), None, ctypes.c_size_t(0)) != 0:
-        return None
-    return buffer.raw[: size.value]
 
 
 def target_cpu() -> str:

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from localinfer.system.core_kinds import efficiency_cores
+
 _NO_LIMIT = 1 << 60
 """Version 1 reports the largest number of pages where no limit was set."""
 _ROOT = Path("/")
@@ -51,12 +53,19 @@ class ProcessorLimits:
     """Processors: physical cores and hardware threads of the machine, and what this process may use of them.
 
     allowed: hardware threads by affinity. quota: processors' worth of time by the control group; None without a limit.
+    efficiency_cores: of the physical ones; 0 where all are alike.
     """
 
     physical_cores: int
     hardware_threads: int
     allowed: int
     quota: float | None = None
+    efficiency_cores: int = 0
+
+    @property
+    def performance_cores(self) -> int:
+        """The cores of the faster kind, all of them where they are alike."""
+        return self.physical_cores - self.efficiency_cores
 
     @property
     def usable_threads(self) -> int:
@@ -86,7 +95,14 @@ def memory_limits(root: Path = _ROOT) -> MemoryLimits:
 def processor_limits(root: Path = _ROOT) -> ProcessorLimits:
     """Processors of the machine and of this process."""
     threads = os.cpu_count() or 1
-    return ProcessorLimits(_physical_cores() or threads, threads, allowed_processors(), processor_quota(root))
+    cores = _physical_cores() or threads
+    slow = efficiency_cores(root)
+    return ProcessorLimits(cores, threads, allowed_processors(), processor_quota(root), slow if slow < cores else 0)
+
+
+def core_text(performance_cores: int, efficiency_cores: int) -> str:
+    """Such as "4 P + 4 E"."""
+    return f"{performance_cores} P + {efficiency_cores} E"
 
 
 def allowed_processors() -> int:

@@ -46,7 +46,7 @@ from localinfer.models.load.programs import (
     write_draft_programs,
     write_on_cpu,
 )
-from localinfer.models.load.threads import available_threads, checked_threads
+from localinfer.models.load.threads import available_threads, checked_threads, performance_cores
 from localinfer.models.load.weights import CpuWeights
 from localinfer.models.text.tokenizer import Tokenizer
 from localinfer.models.text.vocabulary import TOKEN_TYPES_KEY
@@ -284,7 +284,11 @@ def load_model(
             needed = _all_kernels(file, config, kv_layout, draft_layers, kv_window is not None, assistant, changes)
         compile_ahead(needed, progress)
         if beside is None:
-            pool = ThreadPool(available_threads() if threads is None else checked_threads(threads), priority=priority)
+            pool = ThreadPool(
+                available_threads() if threads is None else checked_threads(threads),
+                priority=priority,
+                performance_cores=performance_cores(),
+            )
         shared_pool = pool if beside is None else beside.pool
         assert shared_pool is not None, "made here or by the model beside"
         parts = Parts(

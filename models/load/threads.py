@@ -273,6 +273,12 @@ def available_threads() -> int:
     return min(processor_limits().usable_threads, MAX_THREADS - 1)
 
 
+def performance_cores() -> int:
+    """Cores of the faster kind; 0 where all are alike."""
+    limits = processor_limits()
+    return limits.performance_cores if limits.efficiency_cores else 0
+
+
 def checked_threads(threads: int) -> int:
     """Check a requested number of threads. Raises: RequestError."""
     limit = min(os.cpu_count() or 1, MAX_THREADS - 1)
@@ -348,7 +354,7 @@ def _token_runs(program: CpuProgram, kv_layout: KVLayout, stage: Stage) -> dict[
         program.decode_threads = count
         run_of[count](batch)
 
-    counts = steps_of(program.num_threads)
+    counts = steps_of(program.num_threads, program.performance_cores)
     run_of = {count: checked_run(program, stage) for count in counts}
     for count in counts:
         stage(0, 1)

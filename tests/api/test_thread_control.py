@@ -100,6 +100,24 @@ def test_what_was_asked_for_counts_for_decoding_too(llm: LLM) -> None:
     assert program._last_threads == 1
 
 
+def test_whether_slow_cores_help_with_prompts_is_measured_where_there_are_some(llm: LLM) -> None:
+    program = model_of(llm).program
+    wanted = text(llm)
+    pool = model_of(llm).pool
+    long = 2
+    assert program._choices[long].is_sure
+    pool.performance_cores = 1
+    try:
+        assert text(llm) == wanted
+        assert program.performance_cores == 1 and not program._choices[long].is_sure
+        llm.set_threads(2)
+        assert text(llm) == wanted
+        assert program._choices[long].is_sure
+    finally:
+        pool.performance_cores = 0
+        llm.set_threads(None)
+
+
 @pytest.mark.parametrize("threads", [0, -1, 5, 1.5, "2", True])
 def test_a_number_of_threads_that_the_machine_does_not_run_is_refused(llm: LLM, threads: Any) -> None:
     with pytest.raises(RequestError, match="threads is"):

@@ -8,6 +8,7 @@ from typing import Any
 
 from localinfer.apps.bench.figures import PERCENTS, Record
 from localinfer.apps.bench.processes import OURS
+from localinfer.system.machine_limits import core_text
 from localinfer.terminal import neutralise_controls
 
 _PEAKS = {
@@ -188,8 +189,10 @@ def _heading(record: Record) -> list[str]:
 
 
 def _machine_lines(machine: Record) -> list[str]:
+    slow = machine["efficiency_cores"]
+    kinds = f", cores: {core_text(machine['performance_cores'], slow)}" if slow else ""
     return [
-        f"machine  {machine['cpu']}, {machine['instruction_set']}, threads: {machine['threads']}",
+        f"machine  {machine['cpu']}, {machine['instruction_set']}, threads: {machine['threads']}{kinds}",
         f"ceilings {machine['read_bytes_per_second'] / 1e9:.1f} GB/s read, "
         f"{machine['multiply_adds_per_second'] / 1e9:,.0f} G multiplications of bytes per second",
     ]

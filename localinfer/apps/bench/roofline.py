@@ -24,7 +24,7 @@ from localinfer.kernels.jit import isa
 from localinfer.kernels.jit.host import cpu_name
 from localinfer.kernels.jit.object_cache import Kernel, cache_folder
 from localinfer.models.load.threads import available_threads
-from localinfer.system.machine_limits import memory_limits
+from localinfer.system.machine_limits import memory_limits, processor_limits
 from localinfer.types import ProgressCallback
 
 _READ_MEMORY = Kernel("roofline.read_memory")
@@ -66,10 +66,13 @@ def measure_machine(num_threads: int, progress: ProgressCallback) -> Record:
     progress("measuring the machine's ceilings", 0, 2)
     read = measure_read_bandwidth(num_threads)
     progress("measuring the machine's ceilings", 1, 2)
+    limits = processor_limits()
     return {
         "cpu": cpu_name(),
         "instruction_set": instruction_set(),
         "threads": num_threads,
+        "performance_cores": limits.performance_cores,
+        "efficiency_cores": limits.efficiency_cores,
         "read_bytes_per_second": read,
         "multiply_adds_per_second": measure_multiply_peak(num_threads),
     }

@@ -248,6 +248,7 @@ def _threads() -> Facts:
     limits = processor_limits()
     return {
         "physical_cores": limits.physical_cores,
+        "efficiency_cores": limits.efficiency_cores,
         "hardware_threads": limits.hardware_threads,
         "allowed": limits.allowed,
         "quota": limits.quota,

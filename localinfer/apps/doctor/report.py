@@ -7,6 +7,7 @@ from typing import Any
 
 from localinfer.apps.doctor.advice import Advice
 from localinfer.apps.doctor.checks import failed
+from localinfer.system.machine_limits import core_text
 from localinfer.terminal import DIM, RESET, neutralise_controls
 
 Facts = dict[str, Any]
@@ -98,9 +99,11 @@ def _cpu(cpu: Facts) -> Iterator[Row]:
 def _threads(threads: Facts) -> Iterator[Row]:
     quota = "" if threads["quota"] is None else f", the cgroup allows {threads['quota']:g}"
     allowed = "" if threads["allowed"] == threads["hardware_threads"] else f", allowed are {threads['allowed']}"
+    cores, slow = threads["physical_cores"], threads["efficiency_cores"]
+    kinds = f" ({core_text(cores - slow, slow)})" if slow else ""
     yield (
         "threads",
-        f"{threads['used']} used; {threads['physical_cores']} physical cores, {threads['hardware_threads']} hardware "
+        f"{threads['used']} used; {cores} physical cores{kinds}, {threads['hardware_threads']} hardware "
         f"threads{allowed}{quota}",
     )
 

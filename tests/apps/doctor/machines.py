@@ -18,7 +18,14 @@ CALM_MACHINE: dict[str, Any] = {
         "on_battery": None,
         "is_saving": False,
     },
-    "threads": {"physical_cores": 8, "hardware_threads": 16, "allowed": 16, "quota": None, "used": 8},
+    "threads": {
+        "physical_cores": 8,
+        "efficiency_cores": 0,
+        "hardware_threads": 16,
+        "allowed": 16,
+        "quota": None,
+        "used": 8,
+    },
     "memory": {
         "total_bytes": 64 * 10**9,
         "available_bytes": 48 * 10**9,

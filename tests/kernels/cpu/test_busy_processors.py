@@ -127,6 +127,22 @@ def test_a_number_that_was_measured_beside_other_programs_is_measured_again_once
         assert set(machine.run(choice, 20)[1]) == {best}
 
 
+@pytest.mark.parametrize("best", [4, 6, 8])
+def test_performance_cores_alone_are_tried_though_numbers_between_are_worse(best: int) -> None:
+    """Four of each kind: how much the slow ones help or harm is found out on the free machine, and kept."""
+    times = {4: 0.014, 6: 0.013, 8: 0.012} | {best: 0.01}
+    machine = Machine(lambda count: times.get(count, 0.04 / min(count, 2)), lambda count: 0.01, 0.1)
+    choice = ThreadChoice(8, 8, is_sure=False, performance_cores=4)
+    machine.run(choice, 30)
+    assert (choice.is_sure, choice.usual, choice.is_busy) == (True, best, False)
+    assert set(machine.run(choice, 20)[1]) == {best}
+
+
+def test_one_thread_for_each_performance_core_is_among_the_numbers() -> None:
+    assert steps_of(8, 5) == [1, 2, 3, 4, 5, 6, 8]
+    assert steps_of(4, 8) == steps_of(4, 0) == steps_of(4)
+
+
 def test_a_pool_of_one_thread_has_no_choice() -> None:
     choice = ThreadChoice(1, 1)
     assert set(Machine(lambda count: 0.01, lambda count: 0.9).run(choice, 10)[1]) == {1}

@@ -1,11 +1,13 @@
 """The worker pool: any number of threads, asleep when idle, closed once, unusable after a fork."""
 
+import ctypes
 import gc
 import os
 import re
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ import pytest
 from localinfer.errors import ClosedError
 from localinfer.kernels.cpu import worker_threads
 from localinfer.kernels.cpu.program import ThreadPool
-from localinfer.kernels.cpu.worker_threads import FINISH_RUN, START_RUN
+from localinfer.kernels.cpu.worker_threads import FINISH_RUN, PRIORITIES, START_RUN, set_own_priority
 from localinfer.kernels.graph_builder import GraphBuilder
 from localinfer.kernels.ops import Buffer
 from localinfer.types import FloatArray
@@ -236,6 +238,21 @@ def test_a_pool_takes_another_number_of_threads_between_two_runs(monkeypatch: py
     finally:
         pool.close()
     assert not workers()
+
+
+def test_macos_is_asked_for_the_class_of_what_a_user_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, int]] = []
+    library = SimpleNamespace(
+        pthread_set_qos_class_self_np=lambda which, relative: asked.append((which.value, relative.value))
+    )
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: library)
+    for priority in PRIORITIES:
+        set_own_priority(priority)
+    assert asked == [(0x19, 0), (0x11, 0)]
+    # Older systems have no classes.
+    del library.pthread_set_qos_class_self_np
+    set_own_priority("normal")
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])

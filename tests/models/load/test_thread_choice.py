@@ -26,9 +26,14 @@ class ScriptedProgram:
     """Takes the time per token that the script says, on a clock of its own."""
 
     def __init__(
-        self, seconds: dict[int, float], monkeypatch: pytest.MonkeyPatch, beside: Callable[[int], float] = calm
+        self,
+        seconds: dict[int, float],
+        monkeypatch: pytest.MonkeyPatch,
+        beside: Callable[[int], float] = calm,
+        performance_cores: int = 0,
     ) -> None:
         self.num_threads = self.decode_threads = max(seconds)
+        self.performance_cores = performance_cores
         self.runs = 0
         self._seconds = seconds
         self._now = 0.0
@@ -72,6 +77,13 @@ def test_the_fewest_threads_within_three_percent_of_the_fastest_decode(
     folder: Path, monkeypatch: pytest.MonkeyPatch, seconds: dict[int, float], wanted: int
 ) -> None:
     assert choose(seconds, monkeypatch).decode_threads == wanted
+
+
+def test_one_thread_for_each_performance_core_is_tried(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = {1: 5.0, 2: 2.5, 3: 1.7, 4: 1.4, 5: 1.0, 6: 1.3, 8: 1.2}
+    program = ScriptedProgram(seconds, monkeypatch, performance_cores=5)
+    choose_decode_threads(program, LAYOUT, 1 << 30)  # type: ignore[arg-type]
+    assert program.decode_threads == 5
 
 
 def test_the_choice_is_remembered_for_models_of_this_size_only(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
