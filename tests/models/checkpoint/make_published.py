@@ -36,6 +36,8 @@ def compute(case: Case, folder: Path) -> tuple[dict[str, Any], NDArray[np.float3
         computed = {name: file.get_tensor(name) for name in shapes if name.rpartition(".")[2] in case.computed}
     path.write_bytes(safetensors_bytes(weights(shapes) | computed))
     model = kind.from_pretrained(folder, dtype=torch.float32, **options).eval()
+    # A second thread would only spin, beside the other processes of a run.
+    torch.set_num_threads(1)
     with torch.no_grad():
         logits = model(torch.tensor(TOKEN_IDS.astype(np.int64))[None]).logits[0].float().numpy()
     saved = json.loads((folder / "config.json").read_text())
