@@ -35,7 +35,7 @@ kill -TERM $server; wait $server
 '
 
 on() { # on PROCESSOR COMMANDS: as on this processor, by its name in qemu, with its own compiled kernels
-    env -i PATH=$venv/bin:/usr/bin:/bin HOME=/root LANG=C.UTF-8 QEMU_CPU="$1" XDG_CACHE_HOME="/root/cache-$1" \
+    env -i PATH=$venv/bin:/usr/bin:/bin:/usr/sbin HOME=/root LANG=C.UTF-8 QEMU_CPU="$1" XDG_CACHE_HOME="/root/cache-$1" \
         $(env | grep ^PIP_ || true) chroot "$root" bash -euc "cd /$source && $2"
 }
 
