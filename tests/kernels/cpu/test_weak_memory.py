@@ -1,0 +1,143 @@
+"""The thread pool on a model of weak memory: threads see all of the op before, and none sleeps for ever.
+
+`python -m tests.kernels.cpu.test_weak_memory BUDGET ORDERS` tries more orders; see `weak_memory.orders`.
+"""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from localinfer.kernels.cpu import kernel_abi as abi
+from localinfer.kernels.cpu.compiled import pool
+from tests.kernels.cpu.weak_memory import Machine, Step, generators, orders
+
+FUNCTIONS = frozenset(
+    (
+        *("take_units", "_clear_claims", "_call", "_wake_sleepers", "_leave", "_sleep", "_take_part"),
+        *("start_run", "finish_run", "stop_work", "work", "_walk_alone"),
+    )
+)
+CONTROL, TAPE, DATA, INPUT = 1 << 20, 1 << 21, 1 << 22, 1 << 23
+UNITS, OPS, RUNS = 2, 2, 2
+
+
+def _place(op: int, unit: int) -> int:
+    return DATA + 1024 * (op % 2) + 8 * unit
+
+
+class Program:
+    """Runs of a few ops: a unit reads the run's input, or all units of the op before it, and writes the op's number."""
+
+    def __init__(self, machine: Machine, num_threads: int, *, can_sleep: bool) -> None:
+        self.num_threads = num_threads
+        self.done: list[tuple[int, int]] = []
+        replaced = {"CAN_SLEEP": int(can_sleep), "clock": lambda: 0, "_remember_run": lambda _: None}
+        self.functions = generators(pool, FUNCTIONS, **replaced, call_op=self._op)
+        self.machine = machine
+        machine.start(self._caller())
+        for thread in range(1, num_threads):
+            machine.start(self._worker(thread))
+
+    def run(self) -> None:
+        """Run all. Raises: AssertionError for what a thread did not see, or a unit that was not done once."""
+        self.machine.run()
+        assert sorted(self.done) == [(op, unit) for op in range(OPS * RUNS) for unit in range(UNITS)]
+
+    def _caller(self) -> Step:
+        words = {CONTROL + abi.NUM_OPS: OPS, CONTROL + abi.NUM_THREADS: self.num_threads, CONTROL + abi.OPS: TAPE}
+        for address, value in (words | {TAPE + 16 * index: index for index in range(OPS)}).items():
+            yield "store_i64", address, value
+        for run in range(RUNS):
+            yield "store_i64", INPUT, run + 1
+            yield from self._wake((yield from self.functions["start_run"](CONTROL, self.num_threads)))
+            yield from self.functions["finish_run"](CONTROL)
+            yield from self._see(OPS * (run + 1))
+        yield from self._wake((yield from self.functions["stop_work"](CONTROL, self.num_threads)))
+
+    def _wake(self, threads: int) -> Step:
+        for thread in range(1, self.num_threads):
+            if threads >> thread & 1:
+                yield "release", thread
+
+    def _worker(self, thread: int) -> Step:
+        while (yield from self.functions["work"](CONTROL, thread)) != -1:
+            yield "acquire", thread
+
+    def _op(self, index: int, *_: int) -> Step:
+        first = yield "load_i64", CONTROL + abi.FIRST_SEQUENCE
+        op = first + index
+        while (unit := (yield from self.functions["take_units"](CONTROL, 1))) < UNITS:
+            found = yield "load_i64", INPUT
+            assert found == op // OPS + 1, f"op {op} reads the input of run {found - 1}"
+            yield from self._see(op)
+            yield "store_i64", _place(op, unit), op + 1
+            self.done.append((op, unit))
+
+    def _see(self, op: int) -> Step:
+        """Read all units of the op before `op`."""
+        for unit in range(UNITS) if op else ():
+            found = yield "load_i64", _place(op - 1, unit)
+            assert found == op, f"unit {unit} of op {op - 1} is seen as that of op {found - 1}"
+
+
+def tried(num_threads: int, can_sleep: bool, budget: int, most: int, machine: type[Machine] = Machine) -> int:
+    """Number of orders that were tried."""
+
+    def run(choose: Callable[[int], int]) -> None:
+        Program(machine(choose), num_threads, can_sleep=can_sleep).run()
+
+    return orders(run, budget, most)
+
+
+@pytest.mark.parametrize("can_sleep", [False, True])
+@pytest.mark.parametrize(("num_threads", "budget"), [(2, 1), (2, 4), (3, 3)])
+def test_every_thread_sees_what_was_written_before_and_ends(num_threads: int, budget: int, can_sleep: bool) -> None:
+    assert tried(num_threads, can_sleep, budget, 300) > 100
+
+
+class _NoFenceAfterExchange(Machine):
+    def _atomic_exchange(self, thread: Any, address: int, value: int) -> int:
+        return self._changed(thread, address, lambda _: value)
+
+
+class _NoFenceAfterStore(Machine):
+    def _atomic_store(self, thread: Any, address: int, value: int) -> None:
+        self._append(thread, address, value, dict(thread.view))
+
+
+class _PlainStore(Machine):
+    def _atomic_store(self, thread: Any, address: int, value: int) -> None:
+        self._store_i64(thread, address, value)
+        self._fenced(thread)
+
+
+class _PlainLoad(Machine):
+    def _atomic_load(self, thread: Any, address: int) -> int:
+        thread.polled = address
+        return self._load_i64(thread, address)
+
+
+class _ReplaceWithoutRelease(Machine):
+    def _atomic_replace(self, thread: Any, address: int, expected: int, value: int) -> int:
+        found = self.newest(address)
+        if found == expected:
+            self._append(thread, address, value, {})
+        return int(found == expected)
+
+
+@pytest.mark.parametrize("can_sleep", [False, True])
+@pytest.mark.parametrize(
+    "machine", [_NoFenceAfterExchange, _NoFenceAfterStore, _PlainStore, _PlainLoad, _ReplaceWithoutRelease]
+)
+def test_weaker_instructions_are_noticed(machine: type[Machine], can_sleep: bool) -> None:
+    with pytest.raises(AssertionError):
+        tried(2, can_sleep, 2, 3000, machine)
+
+
+if __name__ == "__main__":
+    for threads in (2, 3):
+        for sleeps in (False, True):
+            number = tried(threads, sleeps, int(sys.argv[1]), int(sys.argv[2]))
+            print(f"{threads} threads, which {'sleep' if sleeps else 'return to sleep'}: {number} orders", flush=True)
