@@ -113,10 +113,9 @@ def sync_folder(folder: AnyPath) -> None:
 
 def _sync(descriptor: int) -> None:
     """Let the disk itself write what it has of a file: macOS's `fsync` leaves that in the disk's own memory."""
-    command = None if sys.platform == "win32" else getattr(fcntl, "F_FULLFSYNC", None)
-    if command is not None:
+    if sys.platform != "win32" and hasattr(fcntl, "F_FULLFSYNC"):
         try:
-            fcntl.fcntl(descriptor, command)
+            fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
             return
         except OSError as error:
             if error.errno not in _NOT_KNOWN:

@@ -89,6 +89,8 @@ def test_table_shows_the_same_figures(record: dict[str, Any]) -> None:
         "ceilings",
     ):
         assert words in table
+    machine = record["machine"] | {"performance_cores": 4, "efficiency_cores": 6}
+    assert "cores: 4 P + 6 E\n" in render_bench({**record, "machine": machine})
 
 
 def test_ratios_are_above_one_where_localinfer_is_better(record: dict[str, Any]) -> None:

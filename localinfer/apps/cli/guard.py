@@ -34,13 +34,13 @@ def main(words: list[str]) -> None:
     seconds, asked = loading, None
     poll = select.poll()
     poll.register(pipe, select.POLLIN)
-    is_told_of_input = hasattr(select, "POLLRDHUP")
-    if parent and is_told_of_input:
-        poll.register(0, select.POLLRDHUP)
+    input_end: int | None = getattr(select, "POLLRDHUP", None)
+    if parent and input_end is not None:
+        poll.register(0, input_end)
     watched = _open_process(parent)
     if watched is not None:
         poll.register(watched, select.POLLIN)
-    must_look = bool(parent) and (watched is None or not is_told_of_input)
+    must_look = bool(parent) and (watched is None or input_end is None)
     is_terminal = must_look and os.isatty(0)
     while True:
         left = None if asked is None else max(0.0, asked + seconds - time.monotonic())
@@ -63,7 +63,7 @@ def main(words: list[str]) -> None:
             if READY in said:
                 seconds = ready
         if must_look and asked is None:
-            has_ended = not is_told_of_input and input_has_ended(is_terminal)
+            has_ended = input_end is None and input_has_ended(is_terminal)
             if has_ended or watched is None and not _is_alive(parent):
                 asked = time.monotonic()
 

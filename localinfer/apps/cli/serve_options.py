@@ -244,7 +244,7 @@ class ListeningOptions:
 
 def _own_socket() -> Path | None:
     """A path for the socket of one process, as every sidecar needs one; None where none can be made."""
-    from localinfer.apps.server.transport.sockets import MAX_SOCKET_PATH_BYTES, default_socket_path
+    from localinfer.apps.server.transport.sockets import default_socket_path
     from localinfer.system.folders import make_private
 
     default = default_socket_path()
@@ -254,8 +254,6 @@ def _own_socket() -> Path | None:
     problem = make_private(path.parent)
     if problem is None and not os.access(path.parent, os.W_OK):
         problem = f"{path.parent} cannot be written"
-    if problem is None and len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
-        problem = f"the path {path} is too long"
     if problem is not None:
         click.echo(f"warning: no Unix socket: {problem}; give a place with --socket", err=True)
         return None

@@ -43,7 +43,7 @@ def test_lines_are_aligned_and_ascii() -> None:
 def test_unusual_facts_are_named() -> None:
     facts = copy.deepcopy(CALM_MACHINE)
     facts["cpu"] |= {"kernels": "generic", "on_battery": True, "profile": "low-power"}
-    facts["threads"] |= {"quota": 1.5, "allowed": 4}
+    facts["threads"] |= {"quota": 1.5, "allowed": 4, "efficiency_cores": 6}
     facts["memory"] |= {"limited_by": "the cgroup", "modules": [{"num_bytes": 16 << 30, "mega_transfers": 3200}]}
     others = [{"index": 1, "name": "Another GPU", "free_bytes": 4 * 10**9}]
     facts["gpu"] |= {"name": "Some GPU", "free_bytes": 8 * 10**9, "others": others}
@@ -55,7 +55,7 @@ def test_unusual_facts_are_named() -> None:
     for wanted in (
         "generic, by LOCALINFER_ISA; the fastest here is avx2",
         "profile low-power, on battery",
-        "allowed are 4, the cgroup allows 1.5",
+        "8 physical cores (2 P + 6 E), 16 hardware threads, allowed are 4, the cgroup allows 1.5",
         "by the limit of the cgroup",
         "1: 17.2 GB 3200 MT/s",
         "Some GPU, 8.0 GB free",

@@ -214,6 +214,12 @@ def test_an_address_that_is_none_is_refused(name: str) -> None:
         PrefillAddress(name)
 
 
+def test_a_path_that_no_socket_can_have_is_refused_at_once() -> None:
+    assert PrefillAddress(f"unix:/{'x' * 102}").path == Path(f"/{'x' * 102}")
+    with pytest.raises(RequestError, match="has 108 bytes.*shorter"):
+        PrefillAddress(f"unix:/{'x' * 107}")
+
+
 def test_addresses_are_read() -> None:
     address = PrefillAddress("http://[::1]:9000/")
     assert (address.host, address.port, address.path) == ("::1", 9000, None)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from localinfer.apps.server.transport import sockets
 from localinfer.apps.server.transport.sockets import (
     SocketTakenError,
     UnixListener,
@@ -78,6 +79,20 @@ def test_default_place_is_the_users_own_with_and_without_a_runtime_folder(folder
         with UnixListener(place.with_name(f"test-{os.getpid()}.sock")) as listener:
             assert stat.S_IMODE(listener.path.parent.stat().st_mode) == 0o700
     assert not recwarn.list
+
+
+@pytest.mark.skipif(sys.platform in ("darwin", "win32"), reason="folders of Linux")
+def test_default_place_is_a_shorter_one_where_the_users_own_is_too_long_for_sockets(folder, monkeypatch):
+    deep = folder / ("x" * 70)
+    deep.mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(deep))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    place = default_socket_path()
+    assert place is not None and str(os.getuid()) in str(place)
+    with UnixListener(place.with_name(f"{os.getpid():012}.sock")):
+        pass
+    monkeypatch.setattr(sockets, "temporary_folder", lambda: deep)
+    assert default_socket_path() is None
 
 
 def test_stale_socket_is_replaced(folder):

@@ -3,7 +3,9 @@
 import hashlib
 import hmac
 import ipaddress
+import os
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -182,6 +184,8 @@ DEFAULT_THRESHOLD = 256
 DEFAULT_DEADLINE_SECONDS = 120.0
 
 _UNIX = "unix:"
+_LONGEST_SOCKET_PATH = 107 if sys.platform.startswith("linux") else 103
+"""Bytes of a path that Linux, or macOS and the BSDs, connect to."""
 _HTTP = re.compile(r"http://[^/?#@]+/?")
 
 
@@ -205,6 +209,11 @@ class PrefillAddress:
             path = self.name.removeprefix(_UNIX).removeprefix("//")
             if not path:
                 raise wrong
+            if len(os.fsencode(path)) > _LONGEST_SOCKET_PATH:
+                raise RequestError(
+                    f"the prefill server's path has {len(os.fsencode(path))} bytes, and this system allows "
+                    f"{_LONGEST_SOCKET_PATH}; let it listen on a shorter one (--socket)"
+                )
             object.__setattr__(self, "path", Path(path))
             return
         if not _HTTP.fullmatch(self.name):

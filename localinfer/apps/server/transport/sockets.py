@@ -18,7 +18,7 @@ from types import FrameType
 from typing import IO, TYPE_CHECKING
 
 from localinfer.errors import BackendUnavailableError, RequestError
-from localinfer.system.folders import make_private, runtime_folder
+from localinfer.system.folders import make_private, runtime_folder, temporary_folder
 from localinfer.types import Closing
 
 if TYPE_CHECKING:
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 MAX_SOCKET_PATH_BYTES = 100
 """Some systems keep 104 bytes for the path of a Unix socket, its end included."""
+_LONGEST_NAME_BYTES = 17
+"""Of a socket in this user's folder: that of a server for one program has twelve digits and ".sock"."""
 BACKLOG = 512
 _PROBE_SECONDS = 1.0
 _OTHER_DESCRIPTORS = 160
@@ -40,9 +42,14 @@ def has_unix_sockets() -> bool:
 
 
 def default_socket_path() -> Path | None:
-    """Default path of the Unix socket: in this user's runtime folder; None where there are no Unix sockets."""
-    folder = runtime_folder() if has_unix_sockets() else None
-    return None if folder is None else folder / "server.sock"
+    """Default path of the Unix socket: in this user's runtime folder, or in the temporary one where that has a path too
+    long for sockets, as macOS's may; None where there are no Unix sockets.
+    """
+    for folder in (runtime_folder, temporary_folder) if has_unix_sockets() else ():
+        place = folder()
+        if place is not None and len(os.fsencode(place)) + 1 + _LONGEST_NAME_BYTES <= MAX_SOCKET_PATH_BYTES:
+            return place / "server.sock"
+    return None
 
 
 def affordable_connections(wanted: int) -> int:
