@@ -2,11 +2,14 @@
 # Tests on emulated arm64 processors with dot products, without, and with products of matrices: digests of every kernel,
 # and a text, a quantized file and an answer of the server that must be those of this x86-64 machine. Linux; root rights.
 # Not part of the suite: it takes some 20 minutes of two cores. Last results: tests/bench/RESULTS.md.
-# usage: tests/arm64.sh ROOT [PYTHON]
+# usage: tests/arm64.sh ROOT [PYTHON [PROCESSOR...]]
 #   ROOT: an arm64 Debian with Python, in which `chroot` runs programs (qemu-user-static, registered by binfmt_misc)
 #   PYTHON: of this machine, with localinfer (default: python3)
+#   PROCESSOR: by its name in qemu (default: neoverse-n1 cortex-a72 max)
 set -euo pipefail
 root=$(realpath "$1") python=$(command -v "${2:-python3}")
+shift "$(($# < 2 ? $# : 2))"
+[ $# -gt 0 ] || set -- neoverse-n1 cortex-a72 max
 repository="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 source=localinfer-source venv=/localinfer-venv
 [ "$(chroot "$root" uname -m)" = aarch64 ] || { echo "$root runs no arm64 programs: register qemu-user" >&2; exit 1; }
@@ -15,7 +18,7 @@ source=localinfer-source venv=/localinfer-venv
 session='
 scratch=$(mktemp -d); trap "rm -rf $scratch" EXIT
 python -m localinfer run -p "Once upon a time" -n 60 2>/dev/null
-python -m localinfer quantize models/demo/demo-f16.gguf "$scratch/small.gguf" --type Q4_K_M --method rtn 2>/dev/null >&2
+python -m localinfer quantize models/demo/demo-f16.gguf "$scratch/small.gguf" --type Q4_K_M --method rtn --chunks 0 2>/dev/null >&2
 sha256sum <"$scratch/small.gguf"
 python -m localinfer serve --host 127.0.0.1 --port 18231 --no-socket --no-disk-cache >"$scratch/log" 2>&1 &
 server=$!
@@ -46,7 +49,7 @@ if [ ! -x "$root$venv/bin/localinfer" ]; then
     on neoverse-n1 "python3 -m venv $venv && pip install --quiet -e '.[cli,server]'"
 fi
 wanted=$(cd "$repository" && PATH="$(dirname "$python"):$PATH" bash -euc "$session")
-for processor in neoverse-n1 cortex-a72 max; do
+for processor; do
     echo "== $processor"
     on "$processor" "python -m tests.kernels.cpu.stored_digests"
     found=$(on "$processor" "$session")
