@@ -50,17 +50,16 @@ class MemoryLimits:
 
 @dataclass(frozen=True)
 class ProcessorLimits:
-    """Processors: physical cores and hardware threads of the machine, and what this process may use of them.
-
-    allowed: hardware threads by affinity. quota: processors' worth of time by the control group; None without a limit.
-    efficiency_cores: of the physical ones; 0 where all are alike.
-    """
+    """Processors of the machine, and the part of them that this process may use."""
 
     physical_cores: int
     hardware_threads: int
     allowed: int
+    """Hardware threads by affinity."""
     quota: float | None = None
+    """Processors' worth of time by the control group; None without a limit."""
     efficiency_cores: int = 0
+    """Of the physical ones; 0 where all are alike."""
 
     @property
     def performance_cores(self) -> int:
