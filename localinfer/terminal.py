@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from localinfer.arguments import half_character
 from localinfer.errors import RequestError
+from localinfer.system.windows import shows_escape_sequences
 from localinfer.types import Closing
 
 if TYPE_CHECKING:
@@ -73,9 +74,14 @@ class ModelOutput:
             self._last = "\n"
 
 
+def draws(stream: TextIO) -> bool:
+    """True if the stream is a terminal that obeys escape sequences."""
+    return stream.isatty() and (sys.platform != "win32" or shows_escape_sequences(stream.fileno()))
+
+
 def has_colour(stream: TextIO) -> bool:
     """True if text is styled: on a terminal that is not dumb, with `NO_COLOR` empty or unset."""
-    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    return draws(stream) and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def dim(text: str, stream: TextIO) -> str:
@@ -200,7 +206,7 @@ class Progress(Closing):
 
     def __init__(self, stream: TextIO | None = None, *, writes_lines: bool = False) -> None:
         self._stream = sys.stderr if stream is None else stream
-        self._is_shown = self._stream.isatty()
+        self._is_shown = draws(self._stream)
         self._writes_lines = writes_lines and not self._is_shown
         self._next_line_seconds = time.monotonic() + SILENT_SECONDS
         self._silent_until = time.monotonic() + SILENT_SECONDS

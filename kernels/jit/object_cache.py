@@ -231,6 +231,10 @@ def _engine() -> Any:
     """LLVM's linker for this process."""
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
+    if sys.platform == "win32":
+        # Not tested. By this a waiting thread of the pool lets others run; the linker may not look into its library.
+        yields = ctypes.WinDLL("kernel32").SwitchToThread
+        llvm.add_symbol("SwitchToThread", ctypes.cast(yields, ctypes.c_void_p).value)
     return llvm.create_mcjit_compiler(llvm.parse_assembly(""), target_machine())
 
 

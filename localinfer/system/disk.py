@@ -1,7 +1,7 @@
 """File system calls of localinfer: the one module through which its own folders are read and written.
 
 Each function is one call of the operating system, or the loop that Python's standard library has around it, and raises
-what that raises, OSError. Nothing is remembered here.
+what that raises, OSError. Nothing is remembered here. On Windows long paths get the prefix that they need there.
 """
 
 import contextlib
@@ -12,6 +12,8 @@ import sys
 from io import FileIO
 from typing import TypeAlias
 
+from localinfer.system.windows import extended_path
+
 if sys.platform == "win32":
     import msvcrt
 else:
@@ -19,6 +21,8 @@ else:
 
 AnyPath: TypeAlias = str | os.PathLike[str]
 Entry: TypeAlias = "os.DirEntry[str]"
+
+_path = extended_path if sys.platform == "win32" else os.fspath
 
 _BASE_FLAGS = getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
 _READ_FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)
@@ -31,13 +35,13 @@ _NOT_KNOWN = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOTTY)
 
 def status(path: AnyPath, *, follow_links: bool = True) -> os.stat_result:
     """The attributes of what is at a path."""
-    return os.stat(path, follow_symlinks=follow_links)
+    return os.stat(_path(path), follow_symlinks=follow_links)
 
 
 def exists(path: AnyPath) -> bool:
     """True if something is at a path."""
     try:
-        os.stat(path)
+        os.stat(_path(path))
     except (FileNotFoundError, NotADirectoryError):
         return False
     return True
@@ -46,14 +50,14 @@ def exists(path: AnyPath) -> bool:
 def is_folder(path: AnyPath) -> bool:
     """True if a folder is at a path; False where that cannot be seen."""
     try:
-        return stat.S_ISDIR(os.stat(path).st_mode)
+        return stat.S_ISDIR(os.stat(_path(path)).st_mode)
     except (OSError, ValueError):
         return False
 
 
 def entries(folder: AnyPath) -> list[Entry]:
     """Entries of a folder, in no order."""
-    with os.scandir(folder) as found:
+    with os.scandir(_path(folder)) as found:
         return list(found)
 
 
@@ -64,24 +68,25 @@ def real_path(path: AnyPath) -> str:
 
 def open_to_read(path: AnyPath) -> FileIO:
     """Open a file for reading, unbuffered, without blocking on a pipe."""
-    return FileIO(os.open(path, _BASE_FLAGS | _READ_FLAGS), "rb")
+    return FileIO(os.open(_path(path), _BASE_FLAGS | _READ_FLAGS), "rb")
 
 
 def create(path: AnyPath, mode: int) -> FileIO:
     """Make a new file, opened for writing, unbuffered. Raises: FileExistsError if the name is taken."""
-    return FileIO(os.open(path, _BASE_FLAGS | _NEW_FLAGS, mode), "wb")
+    return FileIO(os.open(_path(path), _BASE_FLAGS | _NEW_FLAGS, mode), "wb")
 
 
 def open_to_write(path: AnyPath, *, truncate: bool = False) -> FileIO:
     """Open an existing file for writing in place, unbuffered."""
     flags = os.O_WRONLY | (os.O_TRUNC if truncate else 0)
-    return FileIO(os.open(path, _BASE_FLAGS | flags), "wb")
+    return FileIO(os.open(_path(path), _BASE_FLAGS | flags), "wb")
 
 
 def open_stream(path: AnyPath) -> FileIO:
     """Open a pipe or a device for writing. Raises: OSError with ENXIO if no program reads the pipe."""
     descriptor = os.open(path, _BASE_FLAGS | _IN_PLACE_FLAGS)
-    if hasattr(os, "set_blocking"):
+    # Windows has no such flag, and refuses the call for what is no pipe, as NUL.
+    if hasattr(os, "O_NONBLOCK"):
         os.set_blocking(descriptor, True)
     return FileIO(descriptor, "wb")
 
@@ -125,17 +130,17 @@ def _sync(descriptor: int) -> None:
 
 def replace(path: AnyPath, target: AnyPath) -> None:
     """Rename a file, in place of one that is there."""
-    os.replace(path, target)
+    os.replace(_path(path), _path(target))
 
 
 def delete(path: AnyPath) -> None:
     """Delete a file."""
-    os.unlink(path)
+    os.unlink(_path(path))
 
 
 def delete_folder(path: AnyPath) -> None:
     """Delete an empty folder."""
-    os.rmdir(path)
+    os.rmdir(_path(path))
 
 
 def make_folder(path: AnyPath, mode: int = 0o700) -> list[str]:
@@ -143,7 +148,7 @@ def make_folder(path: AnyPath, mode: int = 0o700) -> list[str]:
 
     mode: of the last; those above it get the user's default. Raises: FileExistsError if it is there and no folder.
     """
-    path = os.fspath(path)
+    path = _path(path)
     try:
         os.mkdir(path, mode)
     except FileNotFoundError:
@@ -169,12 +174,12 @@ def make_folder(path: AnyPath, mode: int = 0o700) -> list[str]:
 
 def set_mode(path: AnyPath, mode: int) -> None:
     """Change the permissions of what is at a path."""
-    os.chmod(path, mode)
+    os.chmod(_path(path), mode)
 
 
 def set_time(path: AnyPath, time_ns: int) -> None:
     """Set when a file was last used and changed."""
-    os.utime(path, ns=(time_ns, time_ns))
+    os.utime(_path(path), ns=(time_ns, time_ns))
 
 
 def copy_access(file: FileIO, status: os.stat_result) -> None:
@@ -189,12 +194,12 @@ def copy_access(file: FileIO, status: os.stat_result) -> None:
 
 def may_write(folder: AnyPath) -> bool:
     """True if this process may make files in a folder."""
-    return os.access(folder, os.W_OK | os.X_OK)
+    return os.access(_path(folder), os.W_OK | os.X_OK)
 
 
 def open_lock(path: AnyPath) -> FileIO:
     """Open the file of a lock, which is made if it is missing; closing it releases the lock."""
-    return FileIO(os.open(path, os.O_RDWR | os.O_CREAT | _BASE_FLAGS, 0o600), "r+b")
+    return FileIO(os.open(_path(path), os.O_RDWR | os.O_CREAT | _BASE_FLAGS, 0o600), "r+b")
 
 
 def try_lock(file: FileIO, *, if_unsupported: bool = True) -> bool:

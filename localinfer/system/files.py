@@ -26,6 +26,7 @@ from typing import BinaryIO, NamedTuple, Self, TypeVar
 
 from localinfer.errors import LocalinferError, RequestError
 from localinfer.system import disk
+from localinfer.system.windows import refused_name
 from localinfer.types import Closing
 
 T = TypeVar("T")
@@ -36,6 +37,7 @@ _TARGET_DIGITS = 6
 _ABANDONED_SECONDS = 3600.0
 """Age from which an unfinished file of a folder that is ours belongs to a dead process."""
 _RENAMES_OPEN_FILES = sys.platform != "win32"
+"""And deletes them: Windows does neither."""
 
 _WAYS_OUT = {
     errno.EISDIR: "give the name of a file in it",
@@ -47,6 +49,7 @@ _WAYS_OUT = {
     errno.EROFS: "write elsewhere",
     errno.ENOSPC: "free some space, or write to another disk",
     errno.EDQUOT: "free some space, or write to another disk",
+    errno.ENAMETOOLONG: "give a shorter name",
     errno.EFBIG: "free some space, or write to another disk",
     errno.ENXIO: "start the program that reads it first",
 }
@@ -286,6 +289,8 @@ def _find_place(path: str) -> _Place:
         folder = os.path.dirname(real)
         if not disk.is_folder(folder):
             raise FileNotFoundError(errno.ENOENT, f"there is no folder {folder}") from None
+        if sys.platform == "win32" and (reason := refused_name(os.path.basename(path))) is not None:
+            raise OSError(errno.EINVAL, reason) from None
         return _Place(real, None, is_in_place=False)
     mode = status.st_mode
     if stat.S_ISDIR(mode):
@@ -362,8 +367,13 @@ def _create_locked_beside(path: Path, mode: int, mark: str) -> tuple[FileIO, str
 def _delete_unfinished(folder: str, mark: str) -> None:
     """Delete what killed writers of an output left of it: files of its mark whose lock is free."""
     for path in _temporaries(folder, mark):
-        with contextlib.suppress(OSError), disk.open_lock(path) as file:
-            if disk.try_lock(file, if_unsupported=False):
+        with contextlib.suppress(OSError):
+            with disk.open_lock(path) as file:
+                is_abandoned = disk.try_lock(file, if_unsupported=False)
+                if is_abandoned and _RENAMES_OPEN_FILES:
+                    disk.delete(path)
+            if is_abandoned and not _RENAMES_OPEN_FILES:
+                # Of a writer that took its lock meanwhile the file is open, and stays.
                 disk.delete(path)
 
 

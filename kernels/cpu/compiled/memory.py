@@ -179,8 +179,7 @@ def is_waiting(emit: Emitter, spins: Value, looks: Value, began: Value, nanoseco
 @emitted(VOID)
 def yield_processor(emit: Emitter) -> None:
     """Let another thread run, so that waiting costs little on a machine with fewer free cores than threads."""
-    if sys.platform != "win32":
-        emit.call("sched_yield", I32, [])
+    emit.call("SwitchToThread" if "windows" in emit.triple else "sched_yield", I32, [])
 
 
 _FUTEX = {"x86_64": 202, "aarch64": 98}

@@ -194,7 +194,7 @@ def _send(channel: TextIO, reply: dict[str, Any]) -> None:
 def main() -> None:
     """Serve on the real standard output; redirect prints of libraries to stderr."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    channel = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    channel = os.fdopen(os.dup(1), "w", encoding="utf-8", newline="\n")
     os.dup2(2, 1)
     serve(channel, sys.argv[1], json.loads(sys.argv[2]))
 

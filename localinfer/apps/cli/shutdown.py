@@ -13,7 +13,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import NoReturn
 
-from localinfer.apps.cli import guard
+from localinfer.apps.cli import guard, guard_on_windows
 from localinfer.system.parent_watch import ParentWatcher
 from localinfer.types import Closing
 
@@ -50,7 +50,7 @@ class ShutdownController(Closing):
         self._former_wakeup: int | None = None
         self._guard: subprocess.Popen[bytes] | None = None
         self._pipe: tuple[int, int] | None = None
-        if owns_process and sys.platform != "win32" and not getattr(sys, "frozen", False):
+        if owns_process and not getattr(sys, "frozen", False):
             with contextlib.suppress(OSError):
                 self._start_guard(0 if watch is None else watch.parent)
         threading.Thread(target=self._end_when_asked, name="localinfer-end", daemon=True).start()
@@ -63,7 +63,9 @@ class ShutdownController(Closing):
             self._stop, self._leave = stop, leave
         if self._was_asked:
             stop()
-        if self._pipe is not None and threading.current_thread() is threading.main_thread():
+        is_main = threading.current_thread() is threading.main_thread()
+        # The event loop of Windows has its own use for that, and the guard hears the console itself.
+        if self._pipe is not None and is_main and sys.platform != "win32":
             self._former_wakeup = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
 
     def serve(self) -> None:
@@ -102,11 +104,14 @@ class ShutdownController(Closing):
     def _start_guard(self, parent: int) -> None:
         # The end that is read stays open here too: should the guard be killed, writing must not fail.
         self._pipe = reading, writing = os.pipe()
-        os.set_blocking(writing, False)
         limits = [str(seconds + _GUARD_SECONDS) for seconds in (self._limit, self._seconds)]
-        words = [str(reading), *limits, str(parent), *map(os.fspath, self._remove)]
+        words = [*limits, str(parent), *map(os.fspath, self._remove)]
+        if sys.platform == "win32":
+            self._guard = _start_on_windows([str(os.getpid()), *words], reading)
+            return
+        os.set_blocking(writing, False)
         self._guard = subprocess.Popen(
-            [sys.executable, "-I", "-S", guard.__file__, *words],
+            [sys.executable, "-I", "-S", guard.__file__, str(reading), *words],
             stdin=None if parent else subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -148,6 +153,23 @@ class ShutdownController(Closing):
             with contextlib.suppress(OSError):
                 path.unlink()
         os._exit(0)
+
+
+def _start_on_windows(words: Sequence[str], reading: int) -> "subprocess.Popen[bytes]":
+    """Not tested. Ctrl-C comes to all processes of the server's console; where it has none, a new one would be seen."""
+    flags = 0
+    if sys.platform == "win32":
+        import ctypes
+
+        if not ctypes.WinDLL("kernel32").GetConsoleCP():
+            flags = subprocess.CREATE_NO_WINDOW
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", guard_on_windows.__file__, *words],
+        stdin=reading,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        creationflags=flags,
+    )
 
 
 def _nothing() -> None:

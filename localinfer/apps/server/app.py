@@ -342,7 +342,9 @@ class _Server(uvicorn.Server):
     def answer_signals(self) -> None:
         """Answer signals by ending, if this is the main thread; one that comes before the loop runs counts too."""
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
+            # The last is Ctrl-Break of Windows, which one program can send to another's group.
+            names = [name for name in ("SIGINT", "SIGTERM", "SIGBREAK") if hasattr(signal, name)]
+            for number in [getattr(signal, name) for name in names]:
                 self._former_handlers[number] = signal.signal(number, self.handle_exit)
 
     def give_signals_back(self) -> None:

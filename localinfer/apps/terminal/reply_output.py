@@ -11,7 +11,7 @@ from typing import Any, Protocol, TextIO
 from localinfer.apps.terminal.keyboard import sent
 from localinfer.apps.terminal.live_terminal import LiveTerminal
 from localinfer.apps.terminal.status_line import StatusLine
-from localinfer.terminal import describe_duration, dim, has_colour, neutralise_controls
+from localinfer.terminal import describe_duration, dim, draws, has_colour, neutralise_controls
 
 
 class TextRenderer(Protocol):
@@ -44,7 +44,7 @@ def terminal_columns() -> int:
 
 def text_renderer(output: TextIO, columns: Callable[[], int]) -> TextRenderer:
     """The Markdown renderer for a terminal; the text as it is for a dumb one, and elsewhere."""
-    if not output.isatty() or os.environ.get("TERM") == "dumb":
+    if not draws(output) or os.environ.get("TERM") == "dumb":
         return _PlainText(is_terminal=output.isatty())
     from localinfer.apps.terminal.markdown import MarkdownStream
 

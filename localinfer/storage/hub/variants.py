@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from localinfer.errors import RequestError
+from localinfer.system.windows import refused_name
 
 _WORD = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
 _REFERENCE = re.compile(
@@ -121,8 +122,10 @@ class Variant:
 def is_safe_path(path: str) -> bool:
     """Return True if a path of a repository stays in the folder it is written to, on every system."""
     parts = path.split("/")
-    return all(part and part not in (".", "..") and part == part.strip(" ") for part in parts) and not _UNSAFE.search(
-        path
+    return (
+        all(part and part not in (".", "..") and part == part.strip(" ") for part in parts)
+        and not any(refused_name(part) for part in parts)
+        and not _UNSAFE.search(path)
     )
 
 

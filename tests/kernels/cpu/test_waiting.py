@@ -58,3 +58,12 @@ def test_on_x86_it_counts_looks_and_pauses() -> None:
     x86 = "x86_64-unknown-linux-gnu"
     assert "rdtsc" not in assembly("clock", 0, x86) + assembly("is_waiting", 4, x86)
     assert "\tpause" in assembly("spin_hint", 0, x86)
+
+
+@pytest.mark.parametrize(
+    "system, call",
+    [("x86_64-unknown-linux-gnu", "sched_yield"), ("arm64-apple-macosx13.0", "sched_yield")]
+    + [(f"{cpu}-pc-windows-msvc", "switchtothread") for cpu in ("x86_64", "aarch64")],
+)
+def test_a_thread_that_waits_lets_others_run_by_its_systems_call(system: str, call: str) -> None:
+    assert call in assembly("yield_processor", 0, system)

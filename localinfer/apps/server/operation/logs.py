@@ -129,7 +129,9 @@ class RequestLog(Closing):
         self._descriptor, self._size = self._open()
 
     def _open(self) -> tuple[int, int]:
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+        for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_BINARY"):
+            flags |= getattr(os, name, 0)
         descriptor = os.open(self._path, flags, 0o600)
         try:
             status = os.fstat(descriptor)

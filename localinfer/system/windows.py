@@ -1,0 +1,71 @@
+"""Rules of Windows: names that files cannot have, paths that need a prefix, and consoles that show escape sequences.
+
+The rules of names and paths are functions of text, which are the same wherever they run. What asks the system is
+written from its documentation and has not been run there.
+"""
+
+import os
+import re
+import sys
+
+if sys.platform == "win32":
+    import ctypes
+    import msvcrt
+    from ctypes import wintypes
+
+    _kernel = ctypes.WinDLL("kernel32", use_last_error=True)
+
+_MOST_CHARACTERS = 247
+"""Of a path without a prefix: a folder's may have no more, a file's 12 more."""
+_PREFIX = "\\\\?\\"
+"""Says that a path is not to be interpreted, and may have 32,767 characters."""
+_NOT_FILES = ("\\\\?\\", "\\\\.\\")
+_REFUSED = re.compile(r'[\x00-\x1f<>:"|?*]')
+_DEVICE = re.compile(
+    r"(?:CON|PRN|AUX|NUL|CONIN\$|CONOUT\$|(?:COM|LPT)[1-9¹²³]) *(?:[.:].*)?", re.IGNORECASE | re.DOTALL
+)
+_ENABLE_VIRTUAL_TERMINAL_PROCESSING = 0x4
+
+
+def refused_name(name: str) -> str | None:
+    """Reason why a file of Windows cannot have a name, which is one part of a path; None if it can.
+
+    A colon is among them: what follows it would name a hidden stream of another file.
+    """
+    if _DEVICE.fullmatch(name):
+        return f"the name {name} is a device's on Windows"
+    if (found := _REFUSED.search(name)) is not None:
+        return f"names have no {found.group()!r} on Windows"
+    if name not in (".", "..") and name.endswith((".", " ")):
+        return "names do not end in a dot or a space on Windows"
+    return None
+
+
+def extended_path(path: str | os.PathLike[str]) -> str:
+    """A path as Windows takes it at any length: a long one whole, behind the prefix that allows it."""
+    # On Windows this is `os.path`; elsewhere nothing but a test needs it.
+    import ntpath
+
+    text = os.fspath(path)
+    whole = ntpath.abspath(text)
+    if len(whole) <= _MOST_CHARACTERS or whole.startswith(_NOT_FILES):
+        return text
+    return f"{_PREFIX}UNC{whole[1:]}" if whole.startswith("\\\\") else f"{_PREFIX}{whole}"
+
+
+def shows_escape_sequences(descriptor: int) -> bool:
+    """True if the terminal of a descriptor obeys escape sequences; a console of Windows is asked to.
+
+    Those before Windows 10 of 2016 cannot, and print them.
+    """
+    if sys.platform != "win32":
+        return True
+    try:
+        handle = wintypes.HANDLE(msvcrt.get_osfhandle(descriptor))
+    except OSError:
+        return False
+    mode = wintypes.DWORD()
+    if not _kernel.GetConsoleMode(handle, ctypes.byref(mode)):
+        return False
+    wanted = mode.value | _ENABLE_VIRTUAL_TERMINAL_PROCESSING
+    return mode.value == wanted or bool(_kernel.SetConsoleMode(handle, wintypes.DWORD(wanted)))
