@@ -7,11 +7,11 @@ compiled code. What stands in for Windows's own calls is given where localinfer 
 import builtins
 import errno
 import fcntl
+import hashlib
 import importlib
 import io
 import json
 import os
-import pkgutil
 import re
 import select
 import signal
@@ -41,6 +41,18 @@ ABSENT: dict[str, str] = {
 }
 THIS_MACHINE = ("localinfer.kernels.cpu.compiled", "localinfer.kernels.jit", "localinfer.kernels.cuda.compiled")
 """Compiled code is that of the system that runs it."""
+REPOSITORY = Path(__file__).resolve().parents[3]
+DEMO = REPOSITORY / "models" / "demo" / "demo-f16.gguf"
+FOLDERS = ("localinfer", "kernels", "models", "quant")
+LEFT_OUT = (
+    "localinfer.ray",
+    "localinfer.pyinstaller_hooks",
+    "localinfer.kernels.cuda",
+    "localinfer.models.demo.training",
+)
+"""What imports large packages that are the same everywhere, or only runs inside another program."""
+REFUSED, CUT = 2, 3
+"""Exit codes."""
 BREAK = signal.SIGUSR1
 """Stands in for SIGBREAK."""
 
@@ -167,16 +179,21 @@ def refuse_what_windows_refuses(folder: Path) -> None:
 
 def import_everything() -> dict[str, str]:
     """Import every module of localinfer; those that cannot be imported, each with its error."""
-    import localinfer
-
     faults = {}
-    for found in pkgutil.walk_packages(localinfer.__path__, "localinfer."):
-        if found.name.endswith("__main__") or found.name.startswith(("localinfer.ray", "localinfer.pyinstaller_hooks")):
-            continue
-        try:
-            importlib.import_module(found.name)
-        except Exception as error:
-            faults[found.name] = f"{type(error).__name__}: {error}"
+    for folder in FOLDERS:
+        for path in sorted((REPOSITORY / folder).rglob("*.py")):
+            parts = path.relative_to(REPOSITORY).with_suffix("").parts
+            name = ".".join(part for part in ("localinfer", *parts[folder == "localinfer" :]) if part != "__init__")
+            if name.endswith("__main__") or name.startswith(LEFT_OUT):
+                continue
+            try:
+                importlib.import_module(name)
+            except ModuleNotFoundError as error:
+                # Packages that an extra installs may be missing.
+                if str(error.name).partition(".")[0] in {"localinfer", *ABSENT_MODULES}:
+                    faults[name] = str(error)
+            except Exception as error:
+                faults[name] = f"{type(error).__name__}: {error}"
     return faults
 
 
@@ -197,7 +214,7 @@ def ran(words: list[str], given: str = "", code: int = 0) -> str:
     with streams(given) as (output, errors):
         found = main(words)
     assert found == code, f"{words} ended with {found}: {errors.getvalue()}"
-    return output.getvalue() if code == 0 else errors.getvalue()
+    return errors.getvalue() if code == REFUSED else output.getvalue()
 
 
 def serve_until_break() -> None:
@@ -228,7 +245,17 @@ def main() -> None:
     """Import everything and run the main commands in a folder; prints what was found as JSON."""
     folder = Path(sys.argv[1])
     # What other packages import of the system, they have before; numba, gguf and the rest are not under test.
-    for name in ("numba", "gguf", "psutil", "uvicorn", "prompt_toolkit", "asyncio", "subprocess", "multiprocessing"):
+    for name in (
+        "numba",
+        "gguf",
+        "ctypes.wintypes",
+        "psutil",
+        "uvicorn",
+        "prompt_toolkit",
+        "asyncio",
+        "subprocess",
+        "multiprocessing",
+    ):
         importlib.import_module(name)
     assert select and socket
     as_on_windows()
@@ -237,13 +264,13 @@ def main() -> None:
     steps: dict[str, Callable[[], object]] = {
         "version": lambda: ran(["--version"]),
         "doctor": lambda: ran(["doctor"]),
-        "show": lambda: ran(["show"]),
+        "show": lambda: ran(["show", str(DEMO)]),
         "run": lambda: ran(["run", "-p", "Once upon a time", "-n", "4", "--temperature", "0"]),
         "run of a pipe": lambda: ran(["run", "-n", "2", "--temperature", "0"], "Once upon a time\r\n"),
         "tokenize": lambda: ran(["tokenize", "Once", "--ids"]),
-        "chat": lambda: ran(["chat", "-p", "Tell me a story.", "-n", "3", "--temperature", "0"]),
+        "chat": lambda: ran(["chat", "-p", "Tell me a story.", "-n", "3", "--temperature", "0"], code=CUT),
         "list": lambda: ran(["list"]),
-        "sessions": lambda: ran(["sessions", "list"]),
+        "sessions": lambda: ran(["sessions"]),
         "cache": lambda: ran(["cache"]),
         "quantize": lambda: quantize(folder),
         "serve": serve_until_break,
@@ -262,18 +289,13 @@ def main() -> None:
 
 def quantize(folder: Path) -> None:
     """Quantize the demo model beside what a killed writer left of the same output, which goes."""
-    import hashlib
-
-    from localinfer.models import demo
-
     target = folder / "small.gguf"
     mark = hashlib.sha256(target.name.encode()).hexdigest()[:6]
     left = folder / f".{mark}000000.tmp"
     left.write_bytes(b"half of a model")
-    source = next(Path(str(demo.__file__)).parent.glob("*.gguf"))
-    ran(["quantize", str(source), str(target), "--type", "q8_0"])
+    ran(["quantize", str(DEMO), str(target), "--type", "q8_0"])
     assert target.stat().st_size > 1000 and not left.exists(), "what a killed writer left is there still"
-    told = ran(["quantize", str(source), str(folder / "a:b.gguf"), "--type", "q8_0"], code=2)
+    told = ran(["quantize", str(DEMO), str(folder / "a:b.gguf"), "--type", "q8_0"], code=REFUSED)
     assert "a:b.gguf cannot be written: names have no ':' on Windows" in told, told
     assert [path.name for path in folder.glob("*.gguf")] == [target.name]
 
