@@ -22,7 +22,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 ABSENT_MODULES = {"fcntl", "termios", "resource", "pwd", "grp", "tty", "pty", "syslog", "readline"}
@@ -98,7 +98,7 @@ class Library:
 VIEWS: dict[str, ModuleType] = {name: View(importlib.import_module(name), absent) for name, absent in ABSENT.items()}
 VIEWS["sys"] = View(sys, platform="win32", getwindowsversion=lambda: (10, 0, 19045))
 VIEWS["signal"] = View(signal, ABSENT["signal"], SIGBREAK=BREAK)
-VIEWS["ctypes"] = View(importlib.import_module("ctypes"), WinDLL=Library, windll=Library())
+VIEWS["ctypes"] = View(importlib.import_module("ctypes"), WinDLL=Library, windll=SimpleNamespace(kernel32=Library()))
 VIEWS["msvcrt"] = msvcrt
 
 
