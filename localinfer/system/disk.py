@@ -86,7 +86,7 @@ def open_stream(path: AnyPath) -> FileIO:
     """Open a pipe or a device for writing. Raises: OSError with ENXIO if no program reads the pipe."""
     descriptor = os.open(path, _BASE_FLAGS | _IN_PLACE_FLAGS)
     # Windows has no such flag, and refuses the call for what is no pipe, as NUL.
-    if hasattr(os, "O_NONBLOCK"):
+    if sys.platform != "win32":
         os.set_blocking(descriptor, True)
     return FileIO(descriptor, "wb")
 
@@ -186,7 +186,7 @@ def copy_access(file: FileIO, status: os.stat_result) -> None:
     """Give an open file the mode of another and, if the system allows, its owner."""
     if not hasattr(os, "fchmod"):
         return
-    if hasattr(os, "fchown"):
+    if sys.platform != "win32" and hasattr(os, "fchown"):
         with contextlib.suppress(OSError):
             os.fchown(file.fileno(), status.st_uid, status.st_gid)
     os.fchmod(file.fileno(), stat.S_IMODE(status.st_mode) & 0o777)
