@@ -8,13 +8,6 @@ import os
 import re
 import sys
 
-if sys.platform == "win32":
-    import ctypes
-    import msvcrt
-    from ctypes import wintypes
-
-    _kernel = ctypes.WinDLL("kernel32", use_last_error=True)
-
 _MOST_CHARACTERS = 247
 """Of a path without a prefix: a folder's may have no more, a file's 12 more."""
 _PREFIX = "\\\\?\\"
@@ -58,14 +51,19 @@ def shows_escape_sequences(descriptor: int) -> bool:
 
     Those before Windows 10 of 2016 cannot, and print them.
     """
-    if sys.platform != "win32":
-        return True
-    try:
-        handle = wintypes.HANDLE(msvcrt.get_osfhandle(descriptor))
-    except OSError:
-        return False
-    mode = wintypes.DWORD()
-    if not _kernel.GetConsoleMode(handle, ctypes.byref(mode)):
-        return False
-    wanted = mode.value | _ENABLE_VIRTUAL_TERMINAL_PROCESSING
-    return mode.value == wanted or bool(_kernel.SetConsoleMode(handle, wintypes.DWORD(wanted)))
+    if sys.platform == "win32":
+        import ctypes
+        import msvcrt
+        from ctypes import wintypes
+
+        kernel = ctypes.WinDLL("kernel32")
+        try:
+            handle = wintypes.HANDLE(msvcrt.get_osfhandle(descriptor))
+        except OSError:
+            return False
+        mode = wintypes.DWORD()
+        if not kernel.GetConsoleMode(handle, ctypes.byref(mode)):
+            return False
+        wanted = mode.value | _ENABLE_VIRTUAL_TERMINAL_PROCESSING
+        return mode.value == wanted or bool(kernel.SetConsoleMode(handle, wintypes.DWORD(wanted)))
+    return True
