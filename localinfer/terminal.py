@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, TextIO
 
 from localinfer.arguments import half_character
 from localinfer.errors import RequestError
-from localinfer.system.windows import shows_escape_sequences
 from localinfer.types import Closing
 
 if TYPE_CHECKING:
@@ -76,7 +75,11 @@ class ModelOutput:
 
 def draws(stream: TextIO) -> bool:
     """True if the stream is a terminal that obeys escape sequences."""
-    return stream.isatty() and (sys.platform != "win32" or shows_escape_sequences(stream.fileno()))
+    if sys.platform == "win32" and stream.isatty():
+        from localinfer.system.windows import shows_escape_sequences
+
+        return shows_escape_sequences(stream.fileno())
+    return stream.isatty()
 
 
 def has_colour(stream: TextIO) -> bool:

@@ -12,17 +12,16 @@ import sys
 from io import FileIO
 from typing import TypeAlias
 
-from localinfer.system.windows import extended_path
-
 if sys.platform == "win32":
     import msvcrt
+
+    from localinfer.system.windows import extended_path as _path
 else:
     import fcntl
+    from os import fspath as _path
 
 AnyPath: TypeAlias = str | os.PathLike[str]
 Entry: TypeAlias = "os.DirEntry[str]"
-
-_path = extended_path if sys.platform == "win32" else os.fspath
 
 _BASE_FLAGS = getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
 _READ_FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)

@@ -26,7 +26,6 @@ from typing import BinaryIO, NamedTuple, Self, TypeVar
 
 from localinfer.errors import LocalinferError, RequestError
 from localinfer.system import disk
-from localinfer.system.windows import refused_name
 from localinfer.types import Closing
 
 T = TypeVar("T")
@@ -289,8 +288,11 @@ def _find_place(path: str) -> _Place:
         folder = os.path.dirname(real)
         if not disk.is_folder(folder):
             raise FileNotFoundError(errno.ENOENT, f"there is no folder {folder}") from None
-        if sys.platform == "win32" and (reason := refused_name(os.path.basename(path))) is not None:
-            raise OSError(errno.EINVAL, reason) from None
+        if sys.platform == "win32":
+            from localinfer.system.windows import refused_name
+
+            if (reason := refused_name(os.path.basename(path))) is not None:
+                raise OSError(errno.EINVAL, reason) from None
         return _Place(real, None, is_in_place=False)
     mode = status.st_mode
     if stat.S_ISDIR(mode):
