@@ -20,7 +20,7 @@ from types import MappingProxyType
 
 from llvmlite import binding as llvm
 
-from localinfer.system.sysctl import sysctl_bytes, sysctl_number
+from localinfer.system.core_kinds import sysctl_bytes, sysctl_number
 
 Features = Mapping[str, bool]
 """Features by LLVM's name: True where a CPU has one, False where it lacks it; one that is not there is unknown."""

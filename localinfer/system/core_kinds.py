@@ -1,4 +1,4 @@
-"""Cores that differ in speed: performance and efficiency cores, as each system tells them apart.
+"""Cores that differ in speed, performance and efficiency cores, as each system tells them apart; macOS's named values.
 
 Linux has the relative speed of each core of arm64, and of Intel's hybrid CPUs a counting device for each kind of core.
 macOS has the numbers of cores by level, from the fastest, and Windows a class of efficiency for each core; what is read
@@ -11,8 +11,7 @@ import struct
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-
-from localinfer.system.sysctl import sysctl_number
+from typing import Any
 
 _ROOT = Path("/")
 _CPUS = "sys/devices/system/cpu"
@@ -25,6 +24,8 @@ clock has more, and the small designs have a fifth to a half."""
 _RELATION_PROCESSOR_CORE = 0
 _MOST_LEVELS = 8
 _MOST_PROCESSORS = 4096
+_MOST_BYTES = 256
+"""Of a value of macOS."""
 
 
 def efficiency_cores(root: Path = _ROOT) -> int:
@@ -98,3 +99,21 @@ def _text(path: Path) -> str:
         return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
         return ""
+
+
+def sysctl_number(name: str) -> int | None:
+    """A number by its name; None if the system has none of this name."""
+    found = sysctl_bytes(name)
+    return None if found is None else int.from_bytes(found, sys.byteorder)
+
+
+def sysctl_bytes(name: str) -> bytes | None:
+    """The bytes of a value by its name; None if the system has none of this name."""
+    try:
+        ask: Any = ctypes.CDLL(None).sysctlbyname
+    except (OSError, AttributeError):
+        return None
+    buffer, size = ctypes.create_string_buffer(_MOST_BYTES), ctypes.c_size_t(_MOST_BYTES)
+    if ask(name.encode(), buffer, ctypes.byref(size), None, ctypes.c_size_t(0)) != 0:
+        return None
+    return buffer.raw[: size.value]

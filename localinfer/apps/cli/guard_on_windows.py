@@ -67,7 +67,7 @@ def watch(said: "queue.SimpleQueue[bytes]", end: Callable[[], object], loading: 
 
 
 def opened(number: int) -> tuple[Callable[[], object] | None, Callable[[], object]]:
-    """What waits for a process, None where it is not there, and what ends it."""
+    """Functions that wait for a process, None where it is not there, and that end it."""
     if sys.platform != "win32":
         return None, lambda: os.kill(number, signal.SIGKILL)
     import ctypes
