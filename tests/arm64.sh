@@ -17,7 +17,7 @@ source=localinfer-source venv=/localinfer-venv
 # A text, the digest of a quantized file, and an answer of a server.
 session='
 scratch=$(mktemp -d); trap "rm -rf $scratch" EXIT
-python -m localinfer run -p "Once upon a time" -n 60 2>/dev/null
+python -m localinfer run -p "Once upon a time" -n 60 --seed 1 2>/dev/null
 python -m localinfer quantize models/demo/demo-f16.gguf "$scratch/small.gguf" --type Q4_K_M --method rtn --chunks 0 2>/dev/null >&2
 sha256sum <"$scratch/small.gguf"
 python -m localinfer serve --host 127.0.0.1 --port 18231 --no-socket --no-disk-cache >"$scratch/log" 2>&1 &
