@@ -286,8 +286,8 @@ def test_file_that_cannot_be_replaced_because_it_is_open_counts_as_written(
 ):
     disk = tier(tmp_path, threads=1)
 
-    def written_by_another(temporary: str, path: Path) -> None:
-        path.write_bytes(Path(temporary).read_bytes())
+    def written_by_another(temporary: str, path: str) -> None:
+        Path(path).write_bytes(Path(temporary).read_bytes())
         raise PermissionError(errno.EACCES, "open in another process")
 
     monkeypatch.setattr(disk_module.os, "replace", written_by_another)
