@@ -7,6 +7,9 @@ time it must be.
 import hashlib
 import time
 from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+
+import pytest
 
 _WORK = bytes(1 << 20)
 _WORK_SECONDS = 0.0006
@@ -47,3 +50,8 @@ class _Machine:
 
 
 _MACHINE = _Machine()
+
+
+def set_clock(patch: pytest.MonkeyPatch, module: ModuleType, **functions: Callable[[], float]) -> None:
+    """Give one module functions of `time` of its own: `time`'s are also those of servers in other threads."""
+    patch.setattr(module, "time", SimpleNamespace(**{**vars(time), **functions}))

@@ -10,7 +10,7 @@ import pytest
 from localinfer import terminal as progress_module
 from localinfer.loading.imports import shown_progress
 from localinfer.terminal import CLEAR_LINE, Pace, Progress, with_time_left
-from tests.support.limits import seconds
+from tests.support.limits import seconds, set_clock
 
 
 class Terminal(io.StringIO):
@@ -104,7 +104,7 @@ def test_what_is_counted_shows_the_time_it_has_left(monkeypatch):
     make_patient(monkeypatch)
     now = iter([0.0, 10.0, 20.0, 30.0, 300.0, 4000.0])
     pace = Pace()
-    monkeypatch.setattr(progress_module.time, "monotonic", lambda: next(now))
+    set_clock(monkeypatch, progress_module, monotonic=lambda: next(now))
     assert pace.time_left(2, 10) == "", "where a stage begins is not what it has done"
     assert pace.time_left(4, 10) == ", 30 s left"
     assert pace.time_left(10, 10) == ", 0 s left"

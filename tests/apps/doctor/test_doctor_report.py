@@ -20,6 +20,7 @@ from localinfer.quant.gguf.reader import ValueType
 from localinfer.quant.gguf.writer import GGUFWriter, encode_value
 from tests.apps.doctor.machines import CALM_MACHINE
 from tests.support.checkpoint_files import safetensors_bytes
+from tests.support.limits import set_clock
 
 
 def test_lines_are_aligned_and_ascii() -> None:
@@ -242,8 +243,7 @@ def test_busy_processes_are_named_and_this_one_is_not(monkeypatch: pytest.Monkey
     times = iter((Times(user=5.0, idle=5.0, steal=0.0), Times(user=6.5, idle=5.3, steal=0.2)))
     monkeypatch.setattr(psutil, "process_iter", lambda names: processes)
     monkeypatch.setattr(psutil, "cpu_times", lambda: next(times))
-    monkeypatch.setattr(checks.time, "monotonic", lambda: next(clock))
-    monkeypatch.setattr(checks.time, "process_time", lambda: 0.0)
+    set_clock(monkeypatch, checks, monotonic=lambda: next(clock), process_time=lambda: 0.0)
     monkeypatch.setattr(checks.os, "cpu_count", lambda: 2)
     found = checks.other_load(sleep=lambda _: None)
     assert found["processes"] == [{"pid": 2, "name": "encoder", "cores": 1.5}]

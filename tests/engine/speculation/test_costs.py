@@ -12,6 +12,7 @@ from localinfer.engine.speculation.costs import MAX_DRAFT_TOKENS, VerificationCo
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.loading import drafters
 from localinfer.models.load import threads
+from tests.support.limits import set_clock
 
 ROWS = range(1, MAX_DRAFT_TOKENS + 2)
 LINEAR = [float(rows) for rows in ROWS]
@@ -89,7 +90,7 @@ class Clock:
 
 
 def measured(clock: Clock, most: int, monkeypatch: pytest.MonkeyPatch) -> tuple[list[float], bool]:
-    monkeypatch.setattr(threads.time, "perf_counter", clock.read)
+    set_clock(monkeypatch, threads, perf_counter=clock.read)
     monkeypatch.setattr(threads.OtherLoad, "measure", lambda _: 0.0)
     timed = drafters.measure_costs(clock.run, most)
     return list(timed.seconds.values()), timed.is_calm
@@ -141,7 +142,7 @@ def test_beside_busy_programs_not_every_start_measures(tmp_path: Path, monkeypat
         return tries[0] - before
 
     monkeypatch.setattr(threads, "cache_folder", lambda: tmp_path)
-    monkeypatch.setattr(threads.time, "time", lambda: now[0])
+    set_clock(monkeypatch, threads, time=lambda: now[0])
     monkeypatch.setattr(drafters, "measure_costs", measure)
     monkeypatch.setattr(drafters, "checked_run", lambda *_: None)
     monkeypatch.setattr(drafters, "_fingerprint", lambda *_: "key")

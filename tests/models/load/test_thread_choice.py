@@ -14,6 +14,7 @@ from localinfer.kernels.program import Batch
 from localinfer.models.load import threads
 from localinfer.models.load.threads import checked_threads, choose_decode_threads
 from localinfer.types import FloatArray
+from tests.support.limits import set_clock
 
 LAYOUT = KVLayout("f32", [])
 
@@ -38,7 +39,7 @@ class ScriptedProgram:
         self._seconds = seconds
         self._now = 0.0
         self._beside = beside
-        monkeypatch.setattr(threads.time, "perf_counter", lambda: self._now)
+        set_clock(monkeypatch, threads, perf_counter=lambda: self._now)
 
     def run(self, batch: Batch) -> FloatArray:
         self.runs += 1
