@@ -21,6 +21,7 @@ from types import MappingProxyType
 from llvmlite import binding as llvm
 
 from localinfer.system.core_kinds import sysctl_bytes, sysctl_number
+from localinfer.system.files import text_of
 
 Features = Mapping[str, bool]
 """Features by LLVM's name: True where a CPU has one, False where it lacks it; one that is not there is unknown."""
@@ -80,9 +81,9 @@ def features_of_windows(is_present: Callable[[int], object]) -> Features:
     return _ALWAYS | {name: bool(is_present(number)) for name, number in _WINDOWS.items()}
 
 
-def is_arm64() -> bool:
-    """True if this process runs code of arm64, which one of x86-64 under emulation does not."""
-    return str(llvm.get_process_triple()).startswith(("aarch64", "arm64"))
+def is_arm64(triple: str | None = None) -> bool:
+    """True for LLVM's name of an arm64 target; by default of this process, which under emulation may be x86-64's."""
+    return (triple or str(llvm.get_process_triple())).startswith(("aarch64", "arm64"))
 
 
 @functools.cache
@@ -186,7 +187,7 @@ def _told_name() -> str:
 
 def _linux_name(root: Path) -> str:
     """The model's text of x86-64, or the designs of all cores and the board; empty if nothing is known."""
-    lines = _text(root / "proc/cpuinfo").splitlines()
+    lines = text_of(root / "proc/cpuinfo").splitlines()
     for line in lines:
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
@@ -195,7 +196,7 @@ def _linux_name(root: Path) -> str:
         return ""
     # A later design has a larger number: the large cores come first.
     names = dict.fromkeys(_design_name(*core) for core in sorted(cores, reverse=True))
-    board = _text(root / "proc/device-tree/model").strip("\0 \n")
+    board = text_of(root / "proc/device-tree/model").strip("\0 \n")
     return f"{' and '.join(names)} ({board})" if board else " and ".join(names)
 
 
@@ -219,14 +220,7 @@ def _designs(lines: list[str]) -> Iterator[tuple[int, int]]:
 def _designs_in_sys(root: Path) -> Iterator[tuple[int, int]]:
     """The same from the main identification register of each core: bits 24 to 31 and 4 to 15."""
     for path in sorted(root.glob(_MIDR)):
-        text = _text(path).strip()
+        text = text_of(path)
         if re.fullmatch(r"0x[0-9a-fA-F]{1,16}", text):
             word = int(text, 16)
             yield word >> 24 & 0xFF, word >> 4 & 0xFFF
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""

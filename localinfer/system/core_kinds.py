@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from localinfer.system.files import text_of
+
 _ROOT = Path("/")
 _CPUS = "sys/devices/system/cpu"
 _INTEL_KINDS = "sys/devices/cpu_core/cpus", "sys/devices/cpu_atom/cpus"
@@ -70,19 +72,19 @@ def _windows_cores() -> bytes:
 
 def _by_capacity(root: Path) -> int:
     """By the speeds of cores relative to the fastest, which Linux has of arm64."""
-    if not _text(root / _CPUS / "cpu0/cpu_capacity"):
+    if not text_of(root / _CPUS / "cpu0/cpu_capacity"):
         return 0
     capacities: dict[str, int] = {}
     for folder in sorted((root / _CPUS).glob("cpu[0-9]*")):
-        text = _text(folder / "cpu_capacity")
+        text = text_of(folder / "cpu_capacity")
         if text.isdecimal():
             # Threads of one core have the same list.
-            capacities[_text(folder / "topology/core_cpus_list") or folder.name] = int(text)
+            capacities[text_of(folder / "topology/core_cpus_list") or folder.name] = int(text)
     return sum(one < _SLOW * max(capacities.values()) for one in capacities.values())
 
 
 def _by_intels_devices(root: Path) -> int:
-    performance, efficiency = ([*_numbers(_text(root / place))] for place in _INTEL_KINDS)
+    performance, efficiency = ([*_numbers(text_of(root / place))] for place in _INTEL_KINDS)
     return len(efficiency) if performance else 0
 
 
@@ -92,13 +94,6 @@ def _numbers(text: str) -> Iterator[int]:
         if found := re.fullmatch(r"(\d{1,4})(?:-(\d{1,4}))?", part):
             first, last = int(found[1]), int(found[2] or found[1])
             yield from range(first, min(last, _MOST_PROCESSORS) + 1)
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace").strip()
-    except OSError:
-        return ""
 
 
 def sysctl_number(name: str) -> int | None:

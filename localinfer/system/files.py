@@ -114,6 +114,14 @@ def open_regular(path: str | os.PathLike[str]) -> FileIO:
     return file
 
 
+def text_of(path: Path) -> str:
+    """Text of a small file of the system, without blanks around it; empty where it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""
+
+
 def read_bounded(path: str | os.PathLike[str], max_bytes: int) -> bytes:
     """Read a whole file of a cache folder. Raises: OSError, also if it is larger than `max_bytes`."""
     with open_regular(path) as file:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from localinfer.system.core_kinds import efficiency_cores
+from localinfer.system.files import text_of
 
 _NO_LIMIT = 1 << 60
 """Version 1 reports the largest number of pages where no limit was set."""
@@ -116,9 +117,9 @@ def processor_quota(root: Path = _ROOT) -> float | None:
     """Processors' worth of time that the control group allows; None without a limit."""
     quotas = []
     for folder in _group_folders(root, "cpu"):
-        words = _words(folder / "cpu.max")
+        words = text_of(folder / "cpu.max").split()
         if not words:
-            words = [*_words(folder / "cpu.cfs_quota_us"), *_words(folder / "cpu.cfs_period_us")]
+            words = [text_of(folder / name) for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us")]
         try:
             quota, period = map(int, words)
         except ValueError:
@@ -177,7 +178,8 @@ def _memory_groups(root: Path) -> Iterator[tuple[int, int]]:
         if limit is None or used is None or limit >= _NO_LIMIT:
             continue
         # Cached files are given back when memory is needed; version 1 has sums over subgroups as well.
-        fields = dict(zip(words[::2], words[1::2], strict=False)) if (words := _words(folder / "memory.stat")) else {}
+        words = text_of(folder / "memory.stat").split()
+        fields = dict(zip(words[::2], words[1::2], strict=False))
         cached = 0
         for name in ("inactive_file", "active_file"):
             text = fields.get(f"total_{name}", fields.get(name, "0"))
@@ -190,12 +192,8 @@ def _group_folders(root: Path, controller: str) -> Iterator[Path]:
 
     In a container /proc names a path on the host that does not exist inside; there the mounted root is the group.
     """
-    try:
-        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return
     mounted = root / "sys/fs/cgroup"
-    for line in lines:
+    for line in text_of(root / "proc/self/cgroup").splitlines():
         hierarchy, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
         if hierarchy == "0" and not controllers:
@@ -212,13 +210,6 @@ def _group_folders(root: Path, controller: str) -> Iterator[Path]:
                 break
 
 
-def _words(path: Path) -> list[str]:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace").split()
-    except OSError:
-        return []
-
-
 def _number(path: Path) -> int | None:
-    words = _words(path)
+    words = text_of(path).split()
     return int(words[0]) if words and words[0].isdecimal() else None

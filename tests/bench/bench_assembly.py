@@ -24,11 +24,8 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class Processor:
-    """A processor that LLVM has a model of."""
+    """A processor with dot products that LLVM has a model of."""
 
-    path: ISA
-    features: str
-    """Further features, as LLVM writes them."""
     model: str
     """LLVM's name of the processor, and of its model."""
     gigahertz: float
@@ -36,9 +33,9 @@ class Processor:
 
 
 PROCESSORS = {
-    "n1": Processor(ISA.NEON_DOTPROD, "+neon,+dotprod", "neoverse-n1", 2.5),
-    "v2": Processor(ISA.NEON_DOTPROD, "+neon,+dotprod", "neoverse-v2", 2.8),
-    "m1": Processor(ISA.NEON_DOTPROD, "+neon,+dotprod", "apple-m1", 3.2),
+    "n1": Processor("neoverse-n1", 2.5),
+    "v2": Processor("neoverse-v2", 2.8),
+    "m1": Processor("apple-m1", 3.2),
 }
 TRIPLE = "aarch64-unknown-linux-gnu"
 
@@ -61,18 +58,18 @@ class Loop:
     inner: "list[Loop]"
 
 
-_BRANCH = re.compile(r"\s+(b(?:\.\w+)?|cbn?z|tbn?z|j\w+)\s.*?(\.?L\w+)\s*$")
-_END = re.compile(r"\s+(?:b|jmp)\s+\.?L|\s+retq?$")
+_BRANCH = re.compile(r"\s+(?:b(?:\.\w+)?|cbn?z|tbn?z)\s.*?(\.L\w+)\s*$")
+_END = re.compile(r"\s+b\s+\.L|\s+ret$")
 """Instructions after which the next line is not reached."""
 
 
 def loops(lines: Sequence[str]) -> list[Loop]:
     """The loops of a function, outer ones first: branches back to a label from which they are reached."""
-    labels = {match[1]: number for number, line in enumerate(lines) if (match := re.match(r"(\.?L\w+):", line))}
+    labels = {match[1]: number for number, line in enumerate(lines) if (match := re.match(r"(\.L\w+):", line))}
     branches = {
-        number: labels[match[2]]
+        number: labels[match[1]]
         for number, line in enumerate(lines)
-        if (match := _BRANCH.match(line)) and match[2] in labels
+        if (match := _BRANCH.match(line)) and match[1] in labels
     }
     ends: dict[int, int] = {}
     for number, label in branches.items():
@@ -144,7 +141,7 @@ def figures(program: str, listing: str, layout: Layout, processor: Processor) ->
         own = _own(lines, loop)
         total.instructions += turns * len(own)
         total.cycles += turns * cycles(program, own, processor)
-        total.spills += sum(bool(re.search(r"\[sp\b|\(%rsp\)", line)) for line in own)
+        total.spills += sum(bool(re.search(r"\[sp\b", line)) for line in own)
         for inner in loop.inner:
             add(inner, turns * _INNER_LOOPS[layout.name])
 
@@ -171,8 +168,7 @@ def emit(name: str, products: Sequence[str]) -> None:
 
     for part in ("targets", "asmprinters"):
         getattr(llvm, f"initialize_all_{part}")()
-    processor = PROCESSORS[name]
-    target = (processor.path, TRIPLE, processor.model, processor.features)
+    target = (ISA.NEON_DOTPROD, TRIPLE, PROCESSORS[name].model, "+neon,+dotprod")
     for product in products:
         layout, _, rows = product.partition(":")
         machine, module = made(target, *tile(Layout[layout], int(rows)))

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 from localinfer.kernels.cpu.compiled.emit import F32, I8, I16, I32, Value, vector
 from localinfer.kernels.cpu.compiled.tile import MINUS_8_HALF, MINUS_8_SUM, Tile
-from localinfer.kernels.jit.isa import ISA
 from localinfer.kernels.layouts import Layout
 
 
@@ -111,7 +110,7 @@ def _six_bit_scales(
     """Scales and minimums of blocks 2p and 2p + 1 of a Q4_K or Q5_K super-block, times d and -dmin."""
     emit, b = tile.emit, tile.emit.builder
     packed = tile.at(header, pair, 48)
-    kind = I8 if emit.isa is ISA.NEON_DOTPROD else I32
+    kind = I8 if emit.is_neon else I32
     words = [tile.values(packed, I8, 64 + 16 * i) for i in range(3)]
     words = words if kind is I8 else [b.zext(word, tile.vector(I32)) for word in words]
     low = [b.and_(word, tile.constant(kind, 63)) for word in words]
@@ -136,7 +135,7 @@ def q4_k_body(tile: Tile, super_block: Value, totals: list[Value]) -> list[Value
         unit = b.add(first_unit, pair)
         codes = tile.at(codes_start, pair, 512)
         column = b.mul(unit, emit.i64(64))
-        scaled = None if emit.isa is ISA.NEON_DOTPROD else _six_bit_scales(tile, header, pair, d, minus_dmin)
+        scaled = None if emit.is_neon else _six_bit_scales(tile, header, pair, d, minus_dmin)
         blocks = [b.mul(unit, emit.i64(2)), b.add(b.mul(unit, emit.i64(2)), emit.i64(1))]
         shift = b.trunc(b.mul(pair, emit.i64(2)), I16) if fifth_bits is not None else None
         for halves, again in tile.turns(range(2)):

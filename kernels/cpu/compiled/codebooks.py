@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 
 from localinfer.kernels.cpu.compiled.emit import F16, F32, I1, I8, I16, I32, I64, Emitter, Value, vector
 from localinfer.kernels.cpu.compiled.tile import MINUS_8_HALF, MINUS_8_SUM, Tile
-from localinfer.kernels.jit.isa import ISA
 from localinfer.kernels.layouts import Layout, grid_vectors
 
 IQ4_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
@@ -39,7 +38,7 @@ def iq4_body(tile: Tile, unit: Value, totals: list[Value]) -> list[Value]:
         return b.zext(tile.values(address, I16, 32), tile.vector(I32)), tile.values(address, I32, 64)
 
     # NEON's registers do not hold them beside the sums.
-    held = None if emit.isa is ISA.NEON_DOTPROD else scale_codes(header)
+    held = None if emit.is_neon else scale_codes(header)
 
     def block_body(index: Value, totals: list[Value]) -> Sequence[Value]:
         high, low = held or scale_codes(emit.opaque(header, index))

@@ -17,6 +17,7 @@ from numba.extending import intrinsic
 
 from localinfer.kernels.cpu import guard
 from localinfer.kernels.jit import isa
+from localinfer.kernels.jit.host import is_arm64
 from localinfer.kernels.jit.isa import ISA
 
 LANES = 16
@@ -61,8 +62,7 @@ def target_isa(context: Any) -> ISA:
 
 def _converts_halves(context: Any) -> bool:
     """True if the target converts float16 itself; elsewhere LLVM calls a function that no process is sure to have."""
-    is_arm = context.codegen().magic_tuple()[0].startswith(("aarch64", "arm64"))
-    return is_arm or "f16c" in _target_features(context)
+    return is_arm64(context.codegen().magic_tuple()[0]) or "f16c" in _target_features(context)
 
 
 class Emitter:
@@ -71,7 +71,9 @@ class Emitter:
     def __init__(self, context: Any, builder: Any) -> None:
         self.builder = builder
         self.triple: str = context.codegen().magic_tuple()[0]
+        self.is_arm64 = is_arm64(self.triple)
         self.isa = target_isa(context)
+        self.is_neon = self.isa is ISA.NEON_DOTPROD
         self._converts_halves = _converts_halves(context)
         self.has_byte_permutes = self.isa is ISA.AVX512_VNNI and "avx512vbmi" in _target_features(context)
         """Bytes can be shuffled and shifted across a whole vector of 64 (AVX-512 VBMI)."""
@@ -357,7 +359,7 @@ class Emitter:
         With NEON they become the last bits of 2**23, which is taken off again: there, conversions take two turns.
         """
         count = codes.type.count
-        if self.isa is not ISA.NEON_DOTPROD:
+        if not self.is_neon:
             return self.to_float(self.builder.zext(codes, vector(I32, count)))
         places = [place for lane in range(count) for place in (lane, count + lane)]
         halves = self.builder.shuffle_vector(codes, self.splat_constant(I8, 0, count), self.constants(I32, places))
@@ -379,7 +381,7 @@ class Emitter:
             return self._by_parts(total, codes, x, 32, self._vpdpbusd256)
         if self.isa is ISA.AVX2:
             return self._by_parts(total, codes, x, 32, self._maddubs)
-        if self.isa is ISA.NEON_DOTPROD:
+        if self.is_neon:
             return self._by_parts(total, codes, x, 16, self._sdot)
         return self._dot_generic(total, codes, x)
 
@@ -397,7 +399,7 @@ class Emitter:
             return self._by_parts(total, levels, x, 32, self._vpdpbusd256)
         if self.isa is ISA.AVX2:
             return self._by_parts(total, levels, x, 32, self._maddubs_signed)
-        if self.isa is ISA.NEON_DOTPROD:
+        if self.is_neon:
             return self._by_parts(total, levels, x, 16, self._sdot)
         return self._dot_generic(total, levels, x)
 
@@ -417,7 +419,7 @@ class Emitter:
         if self.isa in (ISA.AVX_VNNI, ISA.AVX2):
             parts = [[self._bytes(table, 2), self.lanes(codes, start, 32)] for start in (0, 32)]
             return self.join([self.call("llvm.x86.avx2.pshuf.b", vector(I8, 32), part) for part in parts])
-        if self.isa is ISA.NEON_DOTPROD:
+        if self.is_neon:
             parts = [[self._bytes(table, 1), self.lanes(codes, start, 16)] for start in range(0, codes.type.count, 16)]
             return self.join([self.call("llvm.aarch64.neon.tbl1.v16i8", vector(I8, 16), part) for part in parts])
         choices = [self.splat_constant(I8, value & 255, 64) for value in table]

@@ -189,11 +189,7 @@ def _passes(emit: Emitter, layout: Layout, tile: Value, columns: Value, rows: li
 
     The loads of grids are of sixteen rows.
     """
-    if (
-        emit.isa is not ISA.NEON_DOTPROD
-        or _BODIES.get(layout) is grid_body
-        or (len(rows) == 1 and layout not in _MANY_SUMS)
-    ):
+    if not emit.is_neon or _BODIES.get(layout) is grid_body or (len(rows) == 1 and layout not in _MANY_SUMS):
         return [[Tile(emit, layout, tile, columns, rows)]]
     half = LANES // 2
     halves = [Tile(emit, layout, tile, columns, rows, first, half) for first in (0, half)]
@@ -211,7 +207,7 @@ def tile_product(
     tables: address of int64[3][8]: activation row, output and residual addresses of each row; outputs and residuals are
     offset by `first` (the tile's first weight row), of which `count` (1..16) exist. bias: address of 16 float32.
     """
-    if num_rows > 4 and emit.isa is ISA.NEON_DOTPROD:
+    if num_rows > 4 and emit.is_neon:
         # `_width` asks for none.
         emit.call("llvm.trap", ir.VoidType(), [])
         return

@@ -135,10 +135,6 @@ def atomic_replace(emit: Emitter, address: Value, expected: Value, value: Value)
     return emit.builder.zext(emit.builder.extract_value(found, 1), I64)
 
 
-def _is_arm64(emit: Emitter) -> bool:
-    return emit.triple.startswith(("aarch64", "arm64"))
-
-
 _WHOLE_SYSTEM = 15
 """Of an instruction barrier: its only domain."""
 
@@ -148,7 +144,7 @@ def spin_hint(emit: Emitter) -> None:
     """Tell the CPU that this is a waiting loop: on arm64 by a barrier, since most CPUs make nothing of its hint."""
     if emit.triple.startswith(("x86_64", "i686")):
         emit.call("llvm.x86.sse2.pause", ir.VoidType(), [])
-    elif _is_arm64(emit):
+    elif emit.is_arm64:
         emit.call("llvm.aarch64.isb", ir.VoidType(), [emit.i32(_WHOLE_SYSTEM)])
 
 
@@ -163,14 +159,14 @@ def _register(emit: Emitter, name: str) -> Value:
 @emitted(types.int64)
 def clock(emit: Emitter) -> Value:
     """Ticks of the counter that arm64 CPUs have for time; 0 elsewhere, where `is_waiting` counts looks."""
-    return _register(emit, "cntvct_el0") if _is_arm64(emit) else emit.i64(0)
+    return _register(emit, "cntvct_el0") if emit.is_arm64 else emit.i64(0)
 
 
 @emitted(types.int64, *[types.int64] * 4)
 def is_waiting(emit: Emitter, spins: Value, looks: Value, began: Value, nanoseconds: Value) -> Value:
     """1 while a loop that has looked so often is to look on: less than so many times, or on arm64 so long."""
     builder = emit.builder
-    if _is_arm64(emit):
+    if emit.is_arm64:
         ticks = builder.udiv(builder.mul(nanoseconds, _register(emit, "cntfrq_el0")), emit.i64(10**9))
         spins, looks = builder.sub(_register(emit, "cntvct_el0"), began), ticks
     return builder.zext(builder.icmp_signed("<", spins, looks), I64)

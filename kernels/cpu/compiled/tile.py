@@ -20,7 +20,6 @@ from localinfer.kernels.cpu.compiled.emit import (
     vector,
 )
 from localinfer.kernels.cpu.kernel_abi import RECORD_BYTES
-from localinfer.kernels.jit.isa import ISA
 from localinfer.kernels.layouts import SIZES, Layout
 
 SCALE, SCALED_SUM, MINUS_8_SUM, MINUS_8_HALF = 0, 4, 8, 12
@@ -86,7 +85,7 @@ class Tile:
         there are.
         """
         chosen = prefetch_distance(self.layout, len(self.rows))
-        if chosen is None or self.emit.isa is ISA.NEON_DOTPROD:
+        if chosen is None or self.emit.is_neon:
             return
         distance, level = chosen
         address = self.at(self.tile, unit, unit_bytes)
@@ -138,7 +137,7 @@ class Tile:
         product, which takes a multiplier's turn. NEON shifts bytes, and the highest bits need no mask then.
         """
         b, emit, count = self.emit.builder, self.emit, bits.type.count
-        shifts_bytes = emit.isa is ISA.NEON_DOTPROD
+        shifts_bytes = emit.is_neon
         if start != target:
             words = bits if shifts_bytes else emit.bitcast(bits, vector(I32, count // 4))
             distance = emit.splat_constant(words.type.element, abs(target - start), words.type.count)
@@ -154,7 +153,7 @@ class Tile:
         NEON's registers hold the dot products of one block where there are several activation rows, and nothing of the
         turn before: its bytes are read again, from an address of which LLVM does not know that it is the same.
         """
-        if self.emit.isa is not ISA.NEON_DOTPROD:
+        if not self.emit.is_neon:
             yield blocks, lambda address: address
             return
         for some in [blocks] if len(self.rows) == 1 else [[block] for block in blocks]:
@@ -186,7 +185,7 @@ class Tile:
         A float32 of that size counts whole numbers below 2**22 in its last bits, so that a difference makes the dot
         product a number, where a conversion takes two turns.
         """
-        return self.emit.isa is ISA.NEON_DOTPROD
+        return self.emit.is_neon
 
     def started(self, start: Value) -> Value:
         """The start of a dot product, from an integer, below 2**22 with all that is added to it."""
@@ -224,7 +223,7 @@ class Tile:
         """A number of a record, changed by a function if there is one, in all lanes."""
         word = self.emit.load(record, kind, field, align=4)
         word = change(word) if change else word
-        if self.emit.isa is ISA.NEON_DOTPROD and change:
+        if self.emit.is_neon and change:
             return self._from_scalar(word, record)
         return self.emit.splat(word, self.count)
 
@@ -275,7 +274,7 @@ class Tile:
     def _bytes4(self, row: Value, column: Value, offset: int) -> Value:
         """Four activation bytes, broadcast to all lanes."""
         emit = self.emit
-        if emit.isa is ISA.NEON_DOTPROD:
+        if emit.is_neon:
             # One lane of a register is a factor by itself.
             key = (row, column, offset // 16)
             if key not in self._loaded:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from localinfer.system.files import text_of
 from localinfer.system.folders import user_folder
 from localinfer.system.machine_limits import memory_limits, processor_limits
 
@@ -38,9 +39,9 @@ def power_facts(root: Path = _ROOT) -> Facts:
     is_saving: the clock is held low by the governor or the profile.
     """
     clock = root / _CPU / "cpu0/cpufreq"
-    governor, driver = _text(clock / "scaling_governor"), _text(clock / "scaling_driver")
-    preference = _text(clock / "energy_performance_preference")
-    profile = _text(root / "sys/firmware/acpi/platform_profile")
+    governor, driver = text_of(clock / "scaling_governor"), text_of(clock / "scaling_driver")
+    preference = text_of(clock / "energy_performance_preference")
+    profile = text_of(root / "sys/firmware/acpi/platform_profile")
     most, limit = _number(clock / "cpuinfo_max_freq"), _number(clock / "scaling_max_freq")
     is_slow_governor = governor == "powersave" and driver not in _SCALING_DRIVERS
     return {
@@ -57,7 +58,7 @@ def power_facts(root: Path = _ROOT) -> Facts:
 
 def huge_pages(root: Path = _ROOT) -> str | None:
     """The system's setting of huge pages: "always", "madvise" or "never"; None if it has none."""
-    text = _text(root / "sys/kernel/mm/transparent_hugepage/enabled")
+    text = text_of(root / "sys/kernel/mm/transparent_hugepage/enabled")
     _, opened, rest = text.partition("[")
     return rest.partition("]")[0] if opened else None
 
@@ -96,15 +97,8 @@ def _on_battery() -> bool | None:
     return None if battery is None or battery.power_plugged is None else not battery.power_plugged
 
 
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace").strip()
-    except OSError:
-        return ""
-
-
 def _number(path: Path) -> int | None:
-    text = _text(path)
+    text = text_of(path)
     return int(text) if text.isdecimal() else None
 
 

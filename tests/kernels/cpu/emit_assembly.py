@@ -140,9 +140,7 @@ def listings(target_name: str, tiles: Tiles) -> Iterator[tuple[str, str, str]]:
 
 
 def _linked(target_name: str, name: str, texts: dict[str, str]) -> Piece:
-    types_of = _piece(target_name, name)[1]
-    kinds = ["" if isinstance(type, types.Literal) else "f" if type is _FLOAT else "q" for type in types_of]
-    return run_pieces.linked(texts[name], kinds)
+    return run_pieces.linked(texts[name], _piece(target_name, name)[1])
 
 
 def _run(tiles: Tiles, name: str, piece: Piece, num_rows: int, quantize: Piece) -> bytes:

@@ -5,9 +5,11 @@ Products of weights in every layout, of codes of keys and of codes of values.
 
 import ctypes
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 from llvmlite import binding as llvm
+from numba import types
 from numpy.typing import NDArray
 
 from localinfer.kernels.cpu.compiled import attention_scratch as scratch
@@ -33,10 +35,10 @@ for _part in ("target", "asmprinter", "asmparser"):
     getattr(llvm, f"initialize_native_{_part}")()
 
 
-def linked(assembly: str, kinds: Sequence[str]) -> Piece:
+def linked(assembly: str, argument_types: Sequence[Any]) -> Piece:
     """The function `piece` of an assembly listing for this system.
 
-    kinds: of its arguments, q an address, f a float32, and a literal that it was made for, which is not given.
+    argument_types: Numba's, of which a literal is one that it was made for, and is not given.
     """
     quoted = assembly.translate({ord(letter): f"\\{ord(letter):02X}" for letter in '"\\\n\t'})
     triple = llvm.get_process_triple()
@@ -47,9 +49,9 @@ def linked(assembly: str, kinds: Sequence[str]) -> Piece:
     engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
     engine.add_object_file(llvm.ObjectFileRef.from_data(machine.emit_object(module)))
     engine.finalize_object()
-    types = {"q": ctypes.c_int64, "f": ctypes.c_float, "": ctypes.c_int64}
-    call = ctypes.CFUNCTYPE(None, *(types[kind] for kind in kinds))(engine.get_function_address("piece"))
-    literals = [0] * list(kinds).count("")
+    kinds = [ctypes.c_float if one is types.float32 else ctypes.c_int64 for one in argument_types]
+    call = ctypes.CFUNCTYPE(None, *kinds)(engine.get_function_address("piece"))
+    literals = [0] * sum(isinstance(one, types.Literal) for one in argument_types)
 
     def piece(*values: float, _code: object = engine) -> None:
         call(*literals, *values)

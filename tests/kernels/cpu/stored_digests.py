@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from llvmlite import binding as llvm
-from numba import types
 
 from localinfer.kernels.jit import compile_ahead, isa
 from localinfer.kernels.jit.host import target_cpu, target_features
@@ -41,18 +40,13 @@ def stored() -> dict[str, str]:
 
 def digests() -> Iterator[tuple[str, str, str]]:
     """Names of what is stored, of what was computed, and its digest."""
-    for part in ("target", "asmprinter"):
-        getattr(llvm, f"initialize_native_{part}")()
     for name, compute in _FAMILIES.items():
         yield name, name, compute()
     target = (isa.SELECTED, llvm.get_process_triple(), target_cpu(), target_features())
 
     def linked(intrinsic: object, argument_types: list[object]) -> Piece:
         machine, module = made(target, intrinsic, argument_types)
-        kinds = [
-            "" if isinstance(one, types.Literal) else "f" if one is types.float32 else "q" for one in argument_types
-        ]
-        return run_pieces.linked(str(machine.emit_assembly(optimised(module, machine))), kinds)
+        return run_pieces.linked(str(machine.emit_assembly(optimised(module, machine))), argument_types)
 
     tiles, quantize = run_pieces.packed_tiles(), linked(*PIECES["quantize"])
     for layout in Layout:
