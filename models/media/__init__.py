@@ -1,0 +1,1 @@
+"""Pictures and sounds: preprocessing, the configuration of their encoders, and the encoders as ops."""
