@@ -10,6 +10,7 @@ from localinfer.errors import ShapeError
 from localinfer.kernels import ops
 from localinfer.kernels.ops import (
     MAX_EXPERTS,
+    NUM_AXES,
     Activation,
     Buffer,
     KVLayerShape,
@@ -68,6 +69,10 @@ def _check_embed(op: ops.Embed | ops.EmbedPositions | ops.EmbedTypes) -> None:
     check(out.rows is Rows.BATCH, f"{out.name} holds output rows; embeddings are of batch rows")
 
 
+def _check_embed_media(op: ops.EmbedMedia) -> None:
+    check(op.part >= 0, f"{op.x.name} takes part {op.part} of embeddings")
+
+
 def _check_previous_row(op: ops.PreviousRow) -> None:
     check(op.out.rows is Rows.BATCH, f"{op.out.name} holds output rows; rows before others are of the batch")
     if op.x is not None:
@@ -101,6 +106,9 @@ def _check_rope(op: ops.Rope) -> None:
     x, rotated = op.x, 2 * op.table.inverse_frequencies.size
     check(x.rows is Rows.BATCH and x.width % op.head_size == 0, f"{x.name} does not hold heads of {op.head_size}")
     check(op.offset >= 0 and op.offset + rotated <= op.head_size, f"{rotated} rotated columns exceed {op.head_size}")
+    axes = op.table.axes
+    is_right = axes is None or (2 * axes.size == rotated and int(axes.min()) >= 0 and int(axes.max()) < NUM_AXES)
+    check(is_right, f"the axes of {op.x.name} are not one of {NUM_AXES} for each of {rotated // 2} pairs")
 
 
 def _check_store_kv(op: ops.StoreKV, kept: KVLayerShape) -> None:
@@ -455,6 +463,7 @@ class GraphBuilder:
     embed = _writer(ops.Embed, _check_embed)
     embed_positions = _writer(ops.EmbedPositions, _check_embed)
     embed_types = _writer(ops.EmbedTypes, _check_embed)
+    embed_media = _writer(ops.EmbedMedia, _check_embed_media)
     previous_row = _writer(ops.PreviousRow, _check_previous_row)
     rms_norm = _writer(ops.RmsNorm, _check_norm)
     layer_norm = _writer(ops.LayerNorm, _check_norm)

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from localinfer.errors import ContextLengthError, RequestError
 from localinfer.kernels.kv_layout import LOG_ROWS
-from localinfer.kernels.ops import Buffer, Rows
+from localinfer.kernels.ops import NUM_AXES, Buffer, Rows
 from localinfer.types import FloatArray
 
 
@@ -31,6 +31,18 @@ class StateStep:
     """Rows of that log to repeat."""
     new_log: int = 0
     """Address of a log that gets the segment's rows, at most LOG_ROWS; 0 for none."""
+
+
+@dataclass(frozen=True)
+class MediaRows:
+    """What a segment's rows have in place of, or beside, token ids and positions in a row: pictures and sounds."""
+
+    embeddings: Sequence[tuple[int, FloatArray]] = ()
+    """First row and embeddings float32[rows, media_width] of each run of rows that stand for no token; their ids are
+    negative, and nothing is looked up by them."""
+    positions: NDArray[np.int64] | None = None
+    """[rows, 3]: positions of every row in time, rows and columns, for rotation; None for those that it has in the
+    sequence."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +68,8 @@ class Segment:
     aside: tuple[NDArray[np.int64], NDArray[np.int64] | None] | None = None
     """Tables like page_addresses and windowed_addresses by which the first row alone stores its keys and values, for a
     position that is computed again while its page is shared; None for the segment's own."""
+    media: MediaRows | None = None
+    """For models that take pictures or sounds; None for words at their own positions."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +98,8 @@ class BatchLimits:
     num_token_types: int = 1
     needs_whole_texts: bool = False
     """True if segments must begin with the first position."""
+    media_width: int = 0
+    """Columns of the embeddings that rows may have instead of a token; 0 where none may."""
 
     def check(self, batch: Batch) -> None:
         """Raise RequestError or ContextLengthError for a batch that kernels, which check nothing, must not get."""
@@ -94,9 +110,10 @@ class BatchLimits:
                 "fit, so split it"
             )
         lowest, highest = _extremes(batch.token_ids)
-        if lowest < 0 or highest >= self.num_tokens:
-            found = lowest if lowest < 0 else highest
-            raise RequestError(f"token id {found} is not in the vocabulary of {self.num_tokens} entries")
+        if lowest < 0:
+            self._check_embedded(batch)
+        if highest >= self.num_tokens:
+            raise RequestError(f"token id {highest} is not in the vocabulary of {self.num_tokens} entries")
         if batch.token_types is not None:
             self._check_types(batch.token_types, rows)
         if outputs:
@@ -106,6 +123,8 @@ class BatchLimits:
         total = 0
         for index, segment in enumerate(batch.segments):
             self._check_segment(index, segment)
+            if segment.media is not None:
+                self._check_media(index, segment, segment.media)
             total += segment.num_rows
             if total > rows:
                 raise RequestError(f"the segments hold more than the batch's {rows} token ids")
@@ -121,6 +140,38 @@ class BatchLimits:
         if lowest < 0 or highest >= self.num_token_types:
             found = lowest if lowest < 0 else highest
             raise RequestError(f"token type {found} is not among the {self.num_token_types} of the model")
+
+    def _check_embedded(self, batch: Batch) -> None:
+        """Prove that every negative id is of a row with an embedding. Raises: RequestError."""
+        embedded = np.zeros(len(batch.token_ids), np.bool_)
+        start = 0
+        for segment in batch.segments:
+            for first, rows in () if segment.media is None else segment.media.embeddings:
+                embedded[start + first : start + first + len(rows)] = True
+            start += segment.num_rows
+        lacking = batch.token_ids[(batch.token_ids < 0) & ~embedded]
+        if lacking.size:
+            raise RequestError(f"token id {lacking[0]} is not in the vocabulary of {self.num_tokens} entries")
+
+    def _check_media(self, index: int, segment: Segment, media: MediaRows) -> None:
+        """Prove the shapes of a segment's embeddings and positions. Raises: RequestError."""
+        if not self.media_width:
+            raise RequestError(
+                "the program of this device computes words only, no pictures or sounds; load the model on the CPU "
+                "(device='cpu'), with what makes embeddings of them"
+            )
+        for first, rows in media.embeddings:
+            is_right = rows.ndim == 2 and rows.shape[1] == self.media_width and rows.dtype == np.float32
+            if not is_right or not rows.flags.c_contiguous:
+                raise RequestError(
+                    f"segment {index} has embeddings {rows.dtype}{list(rows.shape)}; float32[rows, {self.media_width}] "
+                    "in one run are wanted"
+                )
+            if not 0 <= first <= segment.num_rows - len(rows):
+                raise RequestError(f"segment {index} of {segment.num_rows} rows has embeddings of others")
+        positions = media.positions
+        if positions is not None and (positions.shape != (segment.num_rows, NUM_AXES) or positions.min() < 0):
+            raise RequestError(f"segment {index}'s positions are not {segment.num_rows} times {NUM_AXES} from 0 on")
 
     def check_settled(self, step: StateStep) -> None:
         """Raise RequestError for a step without rows that kernels must not get."""

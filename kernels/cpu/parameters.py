@@ -55,12 +55,13 @@ def _bits(value: float) -> int:
 
 BATCH = Block(
     "num_rows num_output_rows control token_ids positions page_tables output_rows scratch segments num_segments "
-    "partials partials_bytes windowed_tables token_types"
+    "partials partials_bytes windowed_tables token_types media axes"
 )
 """token_ids, positions, output_rows, token_types: addresses of int64 per row. page_tables, windowed_tables: per row,
 the address of its sequence's page addresses, and of those of its windowed layers. scratch: SCRATCH_BYTES per thread.
 segments: address of SEGMENT blocks. partials: memory that all threads share: counters int64, zero between ops, and
-results of single chunks."""
+results of single chunks. media: address of int64 per row, the address of its float32 embedding or 0; 0 where all rows
+are of words. axes: address of int64[rows][3], a row's positions in time, rows and columns; 0 where they are equal."""
 SEGMENT = Block(
     "first_row num_rows position page_table windowed_table state log num_logged new_log targets num_targets carried "
     "next_carried"
@@ -73,6 +74,8 @@ RUN = Block("ops num_ops num_threads num_rows num_output_rows num_segments")
 
 EMBED = Block("out out_stride table row_bytes columns scale indices adds", floats="scale")
 """indices: offset in BATCH of the word with the address of the indices. adds: whether the rows are added to `out`."""
+EMBED_MEDIA = Block("x x_stride offset columns adds is_output")
+"""offset: bytes of an embedding before its part."""
 NORM = Block("out out_stride x x_stride weight bias weight_stride groups size epsilon is_output", floats="epsilon")
 """weight_stride: bytes from one group's weights to the next one's."""
 ELEMENTWISE = Block("out out_stride a a_stride b b_stride scalar columns is_output", floats="scalar")
@@ -91,6 +94,8 @@ residual's."""
 SCALE_BY_POSITION = Block("x x_stride columns period slope first_position", floats="slope")
 ROPE_ANGLES = Block("out out_stride frequencies count magnitude", floats="magnitude")
 """frequencies: address of the inverse frequencies, float64[count]."""
+ROPE_ANGLES_BY_AXIS = Block("out out_stride frequencies count magnitude axes", floats="magnitude")
+"""axes: address of int64[count], the axis of each pair."""
 ROPE = Block("x x_stride angles angles_stride heads head_size pairs is_halves")
 """x: at its first rotated column."""
 PREVIOUS_ROW = Block("out out_stride x x_stride columns")

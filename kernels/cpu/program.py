@@ -36,8 +36,8 @@ from localinfer.kernels.cpu.worker_threads import (
     WorkerThreads,
     note_thread,
 )
-from localinfer.kernels.ops import Buffer, Rows
-from localinfer.kernels.program import Batch, OpCost, Segment, StateStep
+from localinfer.kernels.ops import NUM_AXES, Buffer, Rows
+from localinfer.kernels.program import Batch, MediaRows, OpCost, Segment, StateStep
 from localinfer.types import FloatArray
 
 __all__ = ["POOL_KERNELS", "CpuProgram", "ThreadPool", "stretches"]
@@ -185,6 +185,7 @@ def _strike_out(tapes: Sequence[int]) -> None:
 
 _NUM_ROWS, _NUM_OUTPUT_ROWS, _NUM_SEGMENTS = map(BATCH.fields.index, ("num_rows", "num_output_rows", "num_segments"))
 _PARTIALS, _PARTIALS_BYTES = map(BATCH.fields.index, ("partials", "partials_bytes"))
+_MEDIA, _AXES = map(BATCH.fields.index, ("media", "axes"))
 
 DECODE_ROWS = 2
 """Batches of up to this many rows read memory more than they multiply, which fewer threads may do as fast. Four tokens
@@ -246,6 +247,9 @@ class CpuProgram:
         self._token_ids = zeros(rows, np.int64)
         self._positions = zeros(rows, np.int64)
         self._token_types = zeros(rows, np.int64)
+        self._media = zeros(rows if tape.limits.media_width else 0, np.int64)
+        self._axes = zeros((len(self._media), NUM_AXES), np.int64)
+        self._has_media = False
         self._page_tables = zeros(rows, np.int64)
         self._windowed_tables = zeros(rows, np.int64)
         self._output_rows = zeros(self.max_output_rows, np.int64)
@@ -266,6 +270,8 @@ class CpuProgram:
             partials_bytes=0,
             windowed_tables=address(self._windowed_tables),
             token_types=address(self._token_types),
+            media=0,
+            axes=0,
         )
         self._header_address = address(self._header)
         self._partials: NDArray[np.uint8] = aligned_zeros(0)
@@ -300,9 +306,12 @@ class CpuProgram:
         self._limits.check(batch)
         self._pool.settle()
         rows, outputs = len(batch.token_ids), len(batch.output_rows)
-        self._token_ids[:rows] = batch.token_ids
+        token_ids = batch.token_ids
+        if self._limits.media_width:
+            token_ids = self._set_media(batch)
+        self._token_ids[:rows] = token_ids
         for fill in self._fills:
-            fill(batch.token_ids)
+            fill(token_ids)
         if self._limits.num_token_types > 1:
             self._token_types[:rows] = 0 if batch.token_types is None else batch.token_types
         self._output_rows[:outputs] = batch.output_rows
@@ -429,6 +438,37 @@ class CpuProgram:
             self._partials = aligned_zeros(2 * needed)
             self._header[_PARTIALS] = address(self._partials)
             self._header[_PARTIALS_BYTES] = self._partials.size
+
+    def _set_media(self, batch: Batch) -> NDArray[np.int32]:
+        """Write which rows have embeddings, and positions on several axes; returns ids of which all may be looked up.
+
+        What is looked up for a row that has an embedding is replaced, but for inputs of single layers (Gemma 3n's and
+        4's), which are those of the first token, the padding, there (transformers, modeling_gemma3n.py).
+        """
+        token_ids, header = batch.token_ids, self._header
+        has_media = any(segment.media is not None for segment in batch.segments)
+        if has_media or self._has_media:
+            header[_MEDIA] = header[_AXES] = 0
+            self._has_media = has_media
+        if not has_media:
+            return token_ids
+        self._media[: len(token_ids)] = 0
+        row = 0
+        for segment in batch.segments:
+            end = row + segment.num_rows
+            media = MediaRows() if segment.media is None else segment.media
+            for first, embeddings in media.embeddings:
+                place, stride = embeddings.ctypes.data, embeddings.strides[0]
+                self._media[row + first : row + first + len(embeddings)] = place + stride * np.arange(len(embeddings))
+                header[_MEDIA] = address(self._media)
+            if media.positions is None:
+                start = segment.start_position
+                self._axes[row:end] = np.arange(start, start + segment.num_rows)[:, None]
+            else:
+                self._axes[row:end] = media.positions
+                header[_AXES] = address(self._axes)
+            row = end
+        return np.maximum(token_ids, 0)
 
     def _set_segment(self, index: int, segment: Segment, row: int) -> int:
         """Write one segment's rows, the first of them `row`; returns the row after its last."""

@@ -52,6 +52,7 @@ class CpuTape:
             bool(graph.states),
             graph.num_token_types,
             graph.needs_whole_texts,
+            graph.media_width,
         )
         self.max_rows = {Rows.BATCH: max_batch_rows, Rows.OUTPUT: max_output_rows}
         self.memory = TapeMemory(self.max_rows, graph.buffers)
@@ -71,7 +72,7 @@ class CpuTape:
             heads = max((shape.num_kv_heads for shape in kv_layout.layers), default=1)
             pages = -(-max_summed_tokens // kv_layout.page_tokens)
             self.attention_sums = zeros((max_batch_rows, heads, pages), np.float32)
-        self.angles: dict[tuple[bytes, float], NDArray[np.uint8]] = {}
+        self.angles: dict[tuple[bytes, float, bytes | None], NDArray[np.uint8]] = {}
         self.expert_groups: dict[int, NDArray[np.int64]] = {}
         self.quantized_place = 0
         self.quantized_source: tuple[Rows, int, int] | None = None

@@ -427,6 +427,8 @@ LOWER: dict[type, Callable[[CudaTape, Any], None]] = {
     ops.Embed: _embed,
     ops.EmbedPositions: _embed,
     ops.EmbedTypes: _embed,
+    # Batches with embeddings are refused, so that every row is of a word and stays as it is.
+    ops.EmbedMedia: lambda tape, op: None,
     ops.StageBoundary: _stage_boundary,
     ops.RmsNorm: _norm,
     ops.LayerNorm: _norm,

@@ -10,6 +10,7 @@ were asked for (`Rows.OUTPUT`). Every op works row by row, so the value of a row
 """
 
 from localinfer.kernels.ops.attention import (
+    NUM_AXES as NUM_AXES,
     Attention as Attention,
     AttentionShape as AttentionShape,
     ChooseBlocks as ChooseBlocks,
@@ -29,6 +30,7 @@ from localinfer.kernels.ops.elementwise import (
     Clamp as Clamp,
     CopyHeads as CopyHeads,
     Embed as Embed,
+    EmbedMedia as EmbedMedia,
     EmbedPositions as EmbedPositions,
     EmbedTypes as EmbedTypes,
     GatedActivate as GatedActivate,

@@ -27,6 +27,13 @@ class RopeTable(Record):
     pairing: Pairing
     magnitude: float = 1.0
     """Factor on sine and cosine (YaRN's attention factor); 1 for the rest."""
+    axes: NDArray[np.int64] | None = None
+    """[rotary_size / 2]: which of a row's three positions (time, row, column) turns each pair, where a batch gives them
+    (Qwen2-VL's M-RoPE, arXiv 2409.12191, section 2.1); None if the one position turns all."""
+
+
+NUM_AXES = 3
+"""Positions of a row under M-RoPE: time, row and column."""
 
 
 class Rope(Record):

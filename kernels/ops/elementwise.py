@@ -44,6 +44,18 @@ class EmbedTypes(Record):
     table: EmbeddingTable
 
 
+class EmbedMedia(Record):
+    """x[r] = part `part` of the embedding that the batch gives for row r, or x[r] += it; rows of words stay.
+
+    An embedding (`program.MediaRows`) is one or more parts as wide as x: what enters the first layer, then what is
+    added after deeper ones (Qwen 3 VL's deepstack, arXiv 2511.21631).
+    """
+
+    x: Buffer
+    part: int = 0
+    adds: bool = False
+
+
 class RmsNorm(Record):
     """Root-mean-square norm (arXiv 1910.07467) over each row, or over each `group_size` elements of it.
 

@@ -12,6 +12,7 @@ from localinfer.kernels.ops.elementwise import (
     Clamp,
     CopyHeads,
     Embed,
+    EmbedMedia,
     EmbedPositions,
     EmbedTypes,
     GatedActivate,
@@ -48,10 +49,10 @@ class StageBoundary(Record):
 
 
 Op = (
-    Activate | Add | AddVector | Attention | ChooseBlocks | Clamp | CopyHeads | Embed | EmbedPositions | EmbedTypes
-    | ExpertFactors | ExpertMatmul | ExpertScale | ExpertSum | GatedActivate | GaussianTopK | HeadMatmul | LayerNorm
-    | Magnitude | Matmul | MeanRows | MixSlots | Multiply | MultiplySigmoid | PreviousRow | RecurrentOp | RmsNorm | Rope
-    | Route | Scale | ScaleByPosition | SelectOutput | Softcap | StageBoundary | StoreKV | Xielu
+    Activate | Add | AddVector | Attention | ChooseBlocks | Clamp | CopyHeads | Embed | EmbedMedia | EmbedPositions
+    | EmbedTypes | ExpertFactors | ExpertMatmul | ExpertScale | ExpertSum | GatedActivate | GaussianTopK | HeadMatmul
+    | LayerNorm | Magnitude | Matmul | MeanRows | MixSlots | Multiply | MultiplySigmoid | PreviousRow | RecurrentOp
+    | RmsNorm | Rope | Route | Scale | ScaleByPosition | SelectOutput | Softcap | StageBoundary | StoreKV | Xielu
 )  # fmt: skip
 
 
@@ -81,6 +82,11 @@ class OpGraph:
     def num_token_types(self) -> int:
         """Token types that may be looked up; 1 where none is."""
         return min((op.table.num_rows for op in self.ops if isinstance(op, EmbedTypes)), default=1)
+
+    @property
+    def media_width(self) -> int:
+        """Columns of the embeddings that rows may have in place of a token's; 0 where only tokens are looked up."""
+        return max(((op.part + 1) * op.x.width for op in self.ops if isinstance(op, EmbedMedia)), default=0)
 
     @property
     def needs_whole_texts(self) -> bool:

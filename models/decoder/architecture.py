@@ -192,6 +192,8 @@ class Architecture:
     """The file's divisors of frequencies are for sliding-window layers too."""
     rope_magnitude: float | None = None
     """Replaces the one of the file's scaling."""
+    interleaves_axes: bool = False
+    """Of the sections of M-RoPE, pairs take turns instead of lying side by side."""
     has_output_bias: bool = True
     """A bias beside the output matrix is added."""
     embedding_scale: float = 1.0

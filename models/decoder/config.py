@@ -111,6 +111,10 @@ class ModelConfig:
     """Width of the states that a draft model reads of its target, 0 for other models."""
     activation_sparsity: tuple[float, ...] = ()
     """See `block_config.activation_sparsity`."""
+    num_deepstack_layers: int = 0
+    """Number of the first layers after which a further part of a picture's embeddings is added."""
+    takes_media: bool = False
+    """It is loaded to take embeddings of pictures or sounds in place of tokens; no file says so."""
     indexer: blocks.IndexerConfig | None = None
 
     def head_sizes(self, layer: int) -> tuple[int, int]:
@@ -236,6 +240,7 @@ class ModelConfig:
             windowed_head_dim=windowed[0],
             windowed_value_head_dim=windowed[1],
             num_shared_layers=blocks.num_shared_layers(reader, num_layers),
+            num_deepstack_layers=reader.integer("n_deepstack_layers", 0, low=0, high=num_layers),
             per_layer_size=blocks.per_layer_size(reader, tensor_shapes, num_layers),
             target_hidden_size=blocks.target_hidden_size(reader, tensor_shapes),
             activation_sparsity=blocks.activation_sparsity(reader, num_layers),

@@ -89,6 +89,8 @@ def write_layers(
     for layer in range(last + 1):
         marks.append(len(graph.tape.ops))
         hidden = write_layer(graph, layer, hidden, tables, selects_output=selects_output and layer == last)
+        if graph.config.takes_media and layer < graph.config.num_deepstack_layers:
+            graph.tape.embed_media(hidden, layer + 1, adds=True)
     marks.append(len(graph.tape.ops))
     return hidden
 
@@ -183,6 +185,8 @@ def write_embedding(graph: Graph, context_length: int | None = None) -> Buffer:
     hidden = graph.buffer("embedding" if is_projected else "hidden", width, Rows.BATCH)
     table = graph.weights.embedding("token_embd.weight", config.vocab_size, width)
     tape.embed(hidden, table, architecture.embedding_scale)
+    if config.takes_media and not is_projected:
+        tape.embed_media(hidden)
     if architecture.learned_positions:
         longest = max(context_length or 0, config.context_length)
         num_positions = max(longest, graph.weights.shape("position_embd.weight")[0])
@@ -195,6 +199,8 @@ def write_embedding(graph: Graph, context_length: int | None = None) -> Buffer:
         graph.norm(hidden, hidden, architecture.embedding_norm)
     if is_projected:
         hidden = graph.product("token_embd_proj", hidden, "hidden", config.hidden_size)
+        if config.takes_media:
+            tape.embed_media(hidden)
     if config.per_layer_size:
         find_part(f"{_BLOCKS}:write_layer_inputs")(graph, hidden)
     if architecture.blocks is Blocks.ZAMBA2:

@@ -193,7 +193,7 @@ LLAMA_FAMILY: dict[str, Architecture | Callable[[ModelConfig], Architecture]] = 
     # Qwen 2 VL (arXiv 2409.12191) and 3 VL, on text: the sections of their rotation have equal positions there, and
     # pairs beyond the sections turn like the others, as in the published code.
     "qwen2vl": lambda config: Architecture(has_output_bias=False, windows=named_windows(config)),
-    "qwen3vl": QK_NORMED,
+    "qwen3vl": replace(QK_NORMED, interleaves_axes=True),
     # Qwen 3 (arXiv 2505.09388): queries and keys normed per head.
     "qwen3": lambda config: replace(QK_NORMED, windows=named_windows(config)),
     # Refact 1.6B: ALiBi.

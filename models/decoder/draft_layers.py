@@ -62,6 +62,8 @@ def write_draft_input(graph: Graph, layer: int, previous: Buffer) -> Buffer:
     own_table = f"{name}.embed_tokens.weight"
     table = own_table if graph.weights.has(own_table) else "token_embd.weight"
     tape.embed(embedding, graph.weights.embedding(table, config.vocab_size, width), graph.architecture.embedding_scale)
+    if config.takes_media:
+        tape.embed_media(embedding)
     graph.norm(embedding, embedding, f"{name}.enorm")
     graph.norm(before, previous, f"{name}.hnorm")
     for half, buffer in enumerate((embedding, before)):

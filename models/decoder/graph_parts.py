@@ -62,7 +62,7 @@ def read_by(op: Op) -> set[int]:
 
 def is_whole(op: Op) -> bool:
     """Return whether an op writes all of its output, so that what was there before is not needed for it."""
-    return not isinstance(op, ops.CopyHeads | ops.HeadMatmul | ops.EmbedPositions | ops.EmbedTypes)
+    return not isinstance(op, ops.CopyHeads | ops.HeadMatmul | ops.EmbedPositions | ops.EmbedTypes | ops.EmbedMedia)
 
 
 @dataclass(frozen=True)

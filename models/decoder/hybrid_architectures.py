@@ -224,7 +224,7 @@ MIXTURES: dict[str, Architecture | Callable[[ModelConfig], Architecture]] = {
     ),
     "qwen3moe": _qwen3moe,
     # As qwen3vl.
-    "qwen3vlmoe": _qwen3moe,
+    "qwen3vlmoe": lambda config: replace(_qwen3moe(config), interleaves_axes=True),
     "smallthinker": _smallthinker,
     "step35": _step35,
 }
@@ -364,8 +364,8 @@ RECURRENT_ARCHITECTURES: dict[str, Architecture | Callable[[ModelConfig], Archit
     ),
     "olmo-hybrid": _olmo_hybrid,
     # Qwen3.5: value heads in another order.
-    "qwen35": lambda config: replace(_qwen3_next(config), tiles_value_heads=True),
-    "qwen35moe": lambda config: replace(_qwen3_next(config), tiles_value_heads=True),
+    "qwen35": lambda config: replace(_qwen3_next(config), tiles_value_heads=True, interleaves_axes=True),
+    "qwen35moe": lambda config: replace(_qwen3_next(config), tiles_value_heads=True, interleaves_axes=True),
     "qwen3next": _qwen3_next,
     # RWKV-7 (arXiv 2503.14456): recurrent layers alone, without positions.
     "rwkv7": lambda config: Architecture(

@@ -37,7 +37,7 @@ READ_KEYS = frozenset(
         " expert_weights_scale"
         " rope.dimension_count"
         " rope.dimension_count_swa rope.dimension_sections rope.freq_base rope.freq_base_swa rope.scale_linear"
-        " rope.scaling.plain_windows"
+        " rope.scaling.plain_windows n_deepstack_layers"
         " rope.scaling.type rope.scaling.factor rope.scaling.original_context_length rope.scaling.attn_factor"
         " rope.scaling.finetuned rope.scaling.yarn_ext_factor rope.scaling.yarn_beta_fast"
         " rope.scaling.yarn_beta_slow rope.scaling.yarn_log_multiplier"
@@ -111,7 +111,6 @@ HARMLESS_KEYS: dict[str, str] = {
     "expert_shared_count": "the shared experts' tensors are one matrix of all of them",
     "expert_shared_feed_forward_length": "the tensor of the shared expert has that size",
     "interleave_moe_layer_step": "layers with experts are those that hold a router",
-    "n_deepstack_layers": "inputs from images, which are zero for text",
     "moe_latent_size": "the tensors of the experts have that size",
     "moe_every_n_layers": "layers with experts are those that hold a router",
     "router_logit_softcapping": "no runtime of GGUF files obeys it, and converters write it for models without one",

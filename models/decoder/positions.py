@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.errors import CorruptFileError
-from localinfer.kernels.ops import Buffer, Pairing, Relative, RopeTable
+from localinfer.kernels.ops import NUM_AXES, Buffer, Pairing, Relative, RopeTable
 from localinfer.models.decoder.architecture import RelativeBias
 from localinfer.models.decoder.block_config import RopeConfig
 from localinfer.models.decoder.graph import Graph, refuse
@@ -115,13 +115,37 @@ class RopeTables:
             rope = replace(rope, rotary_size=architecture.full_rotary_size)
             divisors = None if divisors is None else divisors[: rope.rotary_size // 2]
         pairing, magnitude = architecture.pairing, architecture.rope_magnitude
-        self._full = rope_table(rope, pairing, divisors, magnitude)
         windowed = replace(windowed, rotary_size=windowed.rotary_size_windowed or windowed.rotary_size)
-        self._windowed = rope_table(windowed, pairing, windowed_divisors, magnitude)
+        self._full, self._windowed = (
+            replace(rope_table(one, pairing, factors, magnitude), axes=_axes(graph, one))
+            for one, factors in ((rope, divisors), (windowed, windowed_divisors))
+        )
 
     def for_layer(self, windowed: bool) -> RopeTable:
         """The table of a layer with or without a sliding window."""
         return self._windowed if windowed else self._full
+
+
+def _axes(graph: Graph, rope: RopeConfig) -> NDArray[np.int64] | None:
+    """The axis of every pair, 0 time, 1 row, 2 column; None without sections, or where only words come."""
+    if not graph.config.takes_media or not any(rope.sections[1:NUM_AXES]):
+        return None
+    return pair_axes(rope.sections, rope.rotary_size // 2, is_interleaved=graph.architecture.interleaves_axes)
+
+
+def pair_axes(sections: Sequence[int], num_pairs: int, *, is_interleaved: bool) -> NDArray[np.int64]:
+    """The axis of every pair: sections follow each other (Qwen2-VL, arXiv 2409.12191, section 2.1), or take turns as
+    long as they last (Qwen3-VL, arXiv 2511.21631). Pairs of no section turn by time, as in the published code."""
+    pairs = np.arange(num_pairs)
+    axes = np.zeros(num_pairs, np.int64)
+    if is_interleaved:
+        for axis in range(1, NUM_AXES):
+            axes[(pairs % NUM_AXES == axis) & (pairs < NUM_AXES * sections[axis])] = axis
+        return axes
+    ends = np.cumsum(sections[:NUM_AXES])
+    for axis in range(1, NUM_AXES):
+        axes[ends[axis - 1] : ends[axis]] = axis
+    return axes
 
 
 def _divisors(graph: Graph, context_length: int) -> FloatArray | None:

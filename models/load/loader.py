@@ -200,6 +200,8 @@ def load_model(
     beside: Model | None = None,
     draft_layers: bool = False,
     assistant: str | os.PathLike[str] | None = None,
+    takes_media: bool = False,
+    batch_rows: int = MAX_BATCH_ROWS,
     changes: ModelChanges | None = None,
     choose_context: Callable[[ModelFile, ModelConfig], int] | None = None,
     check_placement: "Callable[[ModelFile, ModelConfig, DevicePlacement], None] | None" = None,
@@ -220,6 +222,8 @@ def load_model(
     draft_layers: load the layers for next-token prediction too, if the file has some and the model runs on the CPU.
     assistant: file of a draft model that attends to this model's cache (`assistant.is_assistant`), in place of those
         layers; it is left out, with a warning, if the model runs on a GPU.
+    takes_media: its batches may have embeddings of pictures or sounds in place of tokens, on the CPU.
+    batch_rows: of a batch on the CPU, at most; the rows of a picture that see each other have to fit in one.
     changes: settings in place of the file's.
     choose_context: called before anything large is read of a model that runs on the CPU; returns the context length to
         load it with, from the open file and the configuration with `context_length`. check_placement: called instead
@@ -241,7 +245,7 @@ def load_model(
     gpus: list[CudaDevice] = []
     try:
         own_config = read_config(file)
-        config = with_context(own_config, file, context_length, changes)
+        config = replace(with_context(own_config, file, context_length, changes), takes_media=takes_media)
         note_unknown_settings(file, "which may change the model's answers")
         tokenizer = tokenizer_or_none(file, progress)
         if tokenizer is None and changes is not None and changes.chat_template is not None:
@@ -301,17 +305,20 @@ def load_model(
             program, kv_layout = on_gpus.program, on_gpus.kv_layout
             prepare_text_programs(config, file, on_gpus)
         else:
-            held = parts.summed_tokens(MAX_BATCH_ROWS, kv_layout.page_tokens)
+            held = parts.summed_tokens(batch_rows, kv_layout.page_tokens)
             used, weights, placement = "cpu", CpuWeights(file, shared_pool, progress), None
             if placed is not None and choose_context is not None:
                 config, kv_layout = _in_context(config, kv_layout, choose_context(file, config))
                 parts = replace(parts, config=config)
             if draft_layers:
-                found = replace(read_config(file, with_draft_layers=True), context_length=config.context_length)
+                found = read_config(file, with_draft_layers=True)
+                found = replace(found, context_length=config.context_length, takes_media=takes_media)
                 if found.num_draft_layers:
                     config, kv_layout = found, with_draft_layers(found, kv_layout)
                 parts = replace(parts, config=config)
-            program = on_cpu = write_on_cpu(parts, weights, kv_layout, held, shows_states=drafter is not None)
+            program = on_cpu = write_on_cpu(
+                parts, weights, kv_layout, held, shows_states=drafter is not None, batch_rows=batch_rows
+            )
             compile_text_kernels(config, file, weights, shared_pool, kv_layout, progress)
             if drafter is None:
                 drafts = write_draft_programs(config, weights, on_cpu, shared_pool, kv_layout, progress)
@@ -375,7 +382,8 @@ def _all_kernels(
     from localinfer.models.load.needed_kernels import kernels_of_file
 
     if has_draft_layers:
-        found = replace(read_config(file, with_draft_layers=True), context_length=config.context_length)
+        found = read_config(file, with_draft_layers=True)
+        found = replace(found, context_length=config.context_length, takes_media=config.takes_media)
         if found.num_draft_layers:
             config, kv_layout = found, with_draft_layers(found, kv_layout)
     return kernels_of_file(file, config, kv_layout, has_kv_window=has_kv_window, assistant=assistant, changes=changes)

@@ -66,9 +66,16 @@ def decoder_writer(config: ModelConfig) -> GraphWriter:
 
 
 def write_on_cpu(
-    parts: Parts, weights: CpuWeights, kv_layout: KVLayout, max_summed_tokens: int, *, shows_states: bool = False
+    parts: Parts,
+    weights: CpuWeights,
+    kv_layout: KVLayout,
+    max_summed_tokens: int,
+    *,
+    shows_states: bool = False,
+    batch_rows: int = MAX_BATCH_ROWS,
 ) -> CpuProgram:
-    """The program on the CPU. kv_layout, max_summed_tokens: see `lower_to_cpu`; shows_states: see `write_decoder`."""
+    """The program on the CPU. kv_layout, max_summed_tokens, batch_rows: see `lower_to_cpu`; shows_states: see
+    `write_decoder`."""
     graph = write_decoder(
         parts.config,
         weights,
@@ -77,7 +84,14 @@ def write_on_cpu(
         shows_states=shows_states,
     )
     weights.check_asked(parts.config)
-    program = lower_to_cpu(graph, parts.pool, kv_layout, max_summed_tokens=max_summed_tokens, progress=parts.progress)
+    program = lower_to_cpu(
+        graph,
+        parts.pool,
+        kv_layout,
+        max_batch_rows=batch_rows,
+        max_summed_tokens=max_summed_tokens,
+        progress=parts.progress,
+    )
     if parts.chooses_threads and not parts.config.is_encoder:
         choose_decode_threads(
             program,

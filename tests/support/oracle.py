@@ -153,7 +153,21 @@ def _formula(op: type) -> Callable[[Formula], Formula]:
 
 @_formula(ops.Embed)
 def _embed(run: _Run, op: ops.Embed) -> None:
-    run[op.out] = op.scale * op.table.packed[run.batch.token_ids]
+    run[op.out] = op.scale * op.table.packed[np.maximum(run.batch.token_ids, 0)]
+
+
+@_formula(ops.EmbedMedia)
+def _embed_media(run: _Run, op: ops.EmbedMedia) -> None:
+    found = np.zeros((len(run.positions), op.x.width))
+    has_one = np.zeros(len(found), np.bool_)
+    for segment, rows in _segment_rows(run.batch):
+        for first, embeddings in () if segment.media is None else segment.media.embeddings:
+            these = rows[first : first + len(embeddings)]
+            found[these] = embeddings[:, op.part * op.x.width : (op.part + 1) * op.x.width]
+            has_one[these] = True
+    if op.x.is_output:
+        found, has_one = found[run.batch.output_rows], has_one[run.batch.output_rows]
+    run[op.x] = np.where(has_one[:, None], found + (run[op.x] if op.adds else 0.0), run[op.x])
 
 
 @_formula(ops.PreviousRow)
@@ -210,7 +224,12 @@ def _matmul(run: _Run, op: ops.Matmul) -> None:
 def _rope(run: _Run, op: ops.Rope) -> None:
     table, x = op.table, op.x
     num_pairs = len(table.inverse_frequencies)
-    angles = run.positions[:, None, None] * table.inverse_frequencies
+    positions = np.repeat(run.positions[:, None], num_pairs, axis=1)
+    if table.axes is not None:
+        for segment, rows in _segment_rows(run.batch):
+            if segment.media is not None and segment.media.positions is not None:
+                positions[rows] = segment.media.positions[:, table.axes]
+    angles = positions[:, None, :] * table.inverse_frequencies
     cosine, sine = table.magnitude * np.cos(angles), table.magnitude * np.sin(angles)
     heads = run[x].reshape(len(run.positions), -1, op.head_size).copy()
     part = heads[:, :, op.offset : op.offset + 2 * num_pairs]

@@ -32,6 +32,7 @@ from localinfer.kernels.cpu.parameters import (
     BATCH,
     COPY_HEADS,
     ELEMENTWISE,
+    EMBED_MEDIA,
     GATE_PARTS,
     GATHER,
     MAGNITUDE,
@@ -39,13 +40,14 @@ from localinfer.kernels.cpu.parameters import (
     NORM,
     ROPE,
     ROPE_ANGLES,
+    ROPE_ANGLES_BY_AXIS,
     SCALE_BY_POSITION,
     SEGMENT,
     SELECT_OUTPUT,
     XIELU,
 )
 from localinfer.kernels.jit.numba import Source, inline
-from localinfer.kernels.ops import Activation
+from localinfer.kernels.ops import NUM_AXES, Activation
 
 Formula = Callable[[Emitter, Value, Value, Value], Value]
 """From lanes of two inputs and a scalar in every lane to lanes of the result."""
@@ -500,6 +502,39 @@ def rope_angles(p: Any, batch: int, thread: int, row: int, part: int) -> None:
         angle = position * load_f64(p.frequencies + 8 * i)
         store_f32(target + 4 * i, np.float32(math.cos(angle) * magnitude))
         store_f32(target + 4 * (p.count + i), np.float32(math.sin(angle) * magnitude))
+
+
+@row_op(ROPE_ANGLES_BY_AXIS, in_runs=True)
+def rope_angles_by_axis(p: Any, batch: int, thread: int, row: int, part: int) -> None:
+    """Cosines, then sines, of every row's angles, each by the row's position on the axis of its pair."""
+    magnitude = np.float64(p.magnitude)
+    position = load_i64(BATCH.positions(batch) + 8 * row)
+    positions = BATCH.axes(batch)
+    target = p.out + row * p.out_stride
+    for i in range(p.count):
+        if positions != 0:
+            position = load_i64(positions + 8 * NUM_AXES * row + 8 * load_i64(p.axes + 8 * i))
+        angle = np.float64(position) * load_f64(p.frequencies + 8 * i)
+        store_f32(target + 4 * i, np.float32(math.cos(angle) * magnitude))
+        store_f32(target + 4 * (p.count + i), np.float32(math.sin(angle) * magnitude))
+
+
+@row_op(EMBED_MEDIA)
+def embed_media(p: Any, batch: int, thread: int, row: int, part: int) -> None:
+    """Put a part of the row's embedding in place of what a token's looked up, or add it."""
+    media = BATCH.media(batch)
+    if media == 0:
+        return
+    index = load_i64(BATCH.output_rows(batch) + 8 * row) if p.is_output != 0 else row
+    source, target = load_i64(media + 8 * index), p.x + row * p.x_stride
+    if source == 0:
+        return
+    source += p.offset
+    for column in range(p.columns):
+        value = load_f32(source + 4 * column)
+        if p.adds != 0:
+            value += load_f32(target + 4 * column)
+        store_f32(target + 4 * column, value)
 
 
 @row_op(ROPE, lambda p: p.heads, in_runs=True)

@@ -42,16 +42,22 @@ def _rope(tape: CpuTape, op: ops.Rope) -> None:
 def _rope_angles(tape: CpuTape, table: RopeTable) -> NDArray[np.uint8]:
     """The table's cosines and sines for every row, computed once per run."""
     frequencies = placed(np.ascontiguousarray(table.inverse_frequencies, np.float64))
-    key = (frequencies.tobytes(), table.magnitude)
+    axes = None if table.axes is None else placed(np.ascontiguousarray(table.axes, np.int64))
+    key = (frequencies.tobytes(), table.magnitude, None if axes is None else axes.tobytes())
     if key not in tape.angles:
         angles = aligned(tape.max_rows[Rows.BATCH] * 8 * frequencies.size)
         tape.angles[key] = angles
         tape.memory.keep(angles, frequencies)
-        words = parameters.ROPE_ANGLES.pack(
+        words = dict(
             out=address(angles), out_stride=8 * frequencies.size, frequencies=address(frequencies),
             count=frequencies.size, magnitude=table.magnitude,
         )  # fmt: skip
-        tape.add("elementwise.rope_angles", words)
+        if axes is None:
+            tape.add("elementwise.rope_angles", parameters.ROPE_ANGLES.pack(**words))
+        else:
+            tape.memory.keep(axes)
+            block = parameters.ROPE_ANGLES_BY_AXIS.pack(**words, axes=address(axes))
+            tape.add("elementwise.rope_angles_by_axis", block)
     return tape.angles[key]
 
 

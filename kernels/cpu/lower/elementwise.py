@@ -37,6 +37,14 @@ def _embed(tape: CpuTape, op: ops.Embed | ops.EmbedPositions | ops.EmbedTypes) -
     tape.add(kernel, words, writes=out, cost=cost, about=about)
 
 
+def _embed_media(tape: CpuTape, op: ops.EmbedMedia) -> None:
+    x = op.x
+    words = parameters.EMBED_MEDIA.pack(
+        **tape.addresses_of(x=x), offset=4 * op.part * x.width, columns=x.width, adds=op.adds, is_output=x.is_output
+    )
+    tape.add("elementwise.embed_media", words, writes=x, about=f"part {op.part}")
+
+
 def _norm(tape: CpuTape, op: ops.RmsNorm | ops.LayerNorm) -> None:
     size = op.group_size or op.x.width
     groups = op.x.width // size
@@ -155,6 +163,7 @@ LOWER: dict[type, Callable[[CpuTape, Any], None]] = {
     ops.Embed: _embed,
     ops.EmbedPositions: _embed,
     ops.EmbedTypes: _embed,
+    ops.EmbedMedia: _embed_media,
     ops.RmsNorm: _norm,
     ops.LayerNorm: _norm,
     ops.Activate: lambda tape, op: tape.elementwise(op.kind.value, op.out, op.x, op.x),
