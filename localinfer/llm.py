@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from localinfer.engine.admission import AdmissionPolicy
-    from localinfer.engine.cache.prefix_node import CacheObserver
+    from localinfer.engine.cache.block_hashes import CacheObserver
+    from localinfer.engine.cache.sequence import KVEviction
     from localinfer.engine.cache.stats import SnapshotStats
-    from localinfer.engine.cache.windows import KVEviction
     from localinfer.engine.engine import EngineStats
     from localinfer.engine.speculation.verify import Speculation
     from localinfer.generation.chat.constraints import ConstraintCompiler

@@ -15,11 +15,10 @@ from numpy.typing import NDArray
 
 from localinfer.arguments import check_number, check_priority, shown
 from localinfer.engine.admission import EngineLimits, TtftStats
+from localinfer.engine.cache.block_hashes import CacheObserver
 from localinfer.engine.cache.prefix_cache import CacheHints, PrefixCache
-from localinfer.engine.cache.prefix_node import CacheObserver
-from localinfer.engine.cache.sequence import forward
+from localinfer.engine.cache.sequence import KVEviction, forward
 from localinfer.engine.cache.stats import SnapshotStats
-from localinfer.engine.cache.windows import KVEviction
 from localinfer.engine.request import HISTORY_ROOM, GenerationRecord, Request
 from localinfer.engine.runner import ModelRunner, shifted
 from localinfer.engine.sampling.params import SamplingParams
@@ -79,6 +78,7 @@ class Engine:
         self._speculation = speculation
         self.program = model.program
         self.vocab_size = model.config.vocab_size
+        self._is_encoder = model.config.is_encoder
         self.context_length = model.config.context_length
         self._cache = PrefixCache.for_model(model, kv_memory, kv_window)
         if observer is not None:
@@ -119,7 +119,7 @@ class Engine:
 
     def check_generates(self) -> None:
         """Raise RequestError for an encoder, which has no next token."""
-        if self._model.config.is_encoder:
+        if self._is_encoder:
             raise RequestError(
                 f"this model is an encoder ({self._model.config.architecture}): it embeds or ranks texts and generates "
                 "none; use embed or rerank, or load a model that generates"

@@ -17,11 +17,10 @@ from contextlib import contextmanager
 from functools import partial
 
 from localinfer.engine.admission import AdmissionControl, AdmissionPolicy, EngineLimits
+from localinfer.engine.cache.block_hashes import common_length
 from localinfer.engine.cache.prefix_cache import PrefixCache
-from localinfer.engine.cache.prefix_node import common_length
 from localinfer.engine.request import NO_TOKEN, Request, StepLock, TokenEvent
-from localinfer.engine.runner import ModelRunner, ScheduledSequence, ShouldAbort
-from localinfer.engine.step_costs import StepCosts, StepFit
+from localinfer.engine.runner import ModelRunner, ScheduledSequence, ShouldAbort, StepCosts, StepFit
 from localinfer.errors import ClosedError, OutOfMemoryError
 from localinfer.kernels.program import Program
 

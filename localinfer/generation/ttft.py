@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from localinfer.engine.admission import AdmissionControl, TtftStats, may_run
+from localinfer.engine.cache.block_hashes import common_length
 from localinfer.engine.cache.prefix_cache import PrefixCache
-from localinfer.engine.cache.prefix_node import common_length
 from localinfer.engine.request import Request
-from localinfer.engine.step_costs import StepFit
+from localinfer.engine.runner import StepFit
 from localinfer.errors import OverloadedError
 
 _MOST_STEPS, _MOST_SECONDS = 4000, 600.0

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from localinfer.engine.cache.block_pool import default_kv_memory
-from localinfer.engine.cache.windows import KVEviction
+from localinfer.engine.cache.sequence import KVEviction
 from localinfer.engine.sampling.params import file_sampling
 from localinfer.kernels.kv_layout import DevicePages
 from localinfer.llm import LLM

@@ -288,7 +288,7 @@ class KVEventPublisher(Closing):
 
 
 class CacheEvents:
-    """The observer of one cache (`cache.prefix_node.CacheObserver`). is_muted: its events are not published."""
+    """The observer of one cache (`cache.block_hashes.CacheObserver`). is_muted: its events are not published."""
 
     def __init__(self, put: Callable[[Event], object], on_close: Callable[[CacheEvents], object]) -> None:
         self._put = put

@@ -23,7 +23,7 @@ import numpy as np
 from localinfer.engine.cache.block_hashes import NO_SALT
 from localinfer.engine.cache.block_pool import PagePool
 from localinfer.engine.cache.prefix_cache import PrefixCache
-from localinfer.engine.cache.prefix_node import CachedPath, Match
+from localinfer.engine.cache.prefix_tree import CachedPath, Match
 from localinfer.engine.engine import Engine
 from localinfer.errors import ClosedError, LocalinferError, OutOfMemoryError
 from localinfer.storage.budget import CHATS_FOLDER, DESCRIPTION, WEIGHTS_FOLDER, described_folders

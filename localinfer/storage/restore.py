@@ -11,11 +11,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.engine.cache.block_pool import PagePool
+from localinfer.engine.cache.block_pool import BoolArray, PagePool
 from localinfer.engine.cache.prefix_cache import PrefixCache
-from localinfer.engine.cache.prefix_node import Match
+from localinfer.engine.cache.prefix_tree import Match
 from localinfer.engine.cache.sequence_state import NO_SLOT
-from localinfer.engine.cache.windows import BoolArray
 from localinfer.engine.engine import Engine
 from localinfer.errors import OutOfMemoryError
 from localinfer.storage.page_store import DiskTier, Found, FoundPage, FoundSnapshot, SnapshotTier

@@ -8,7 +8,7 @@ import pytest
 from numpy.typing import NDArray
 
 import localinfer
-from localinfer.engine.cache.windows import KVEviction
+from localinfer.engine.cache.sequence import KVEviction
 from localinfer.errors import BackendUnavailableError
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.models.decoder.decoder import kv_layer_shapes

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from localinfer.engine.step_costs import StepCosts
+from localinfer.engine.runner import StepCosts
 
 _WARM_STEPS = 50
 

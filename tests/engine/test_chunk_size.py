@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from localinfer.engine.step_costs import StepCosts
+from localinfer.engine.runner import StepCosts
 
 STREAMS = 4
 SETTLING = 3

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from localinfer.engine import admission, runner, scheduler
 from localinfer.engine.admission import EngineLimits
 from localinfer.engine.engine import Engine
+from localinfer.engine.runner import StepFit
 from localinfer.engine.scheduler import Generation
-from localinfer.engine.step_costs import StepFit
 from localinfer.errors import OverloadedError, RequestError
 from localinfer.generation.ttft import TtftPredictor
 from localinfer.kernels.program import Batch

@@ -1,4 +1,5 @@
-"""Names of prefixes: salts, which keep texts of different callers apart, and the hashes of whole blocks of ids.
+"""Names of prefixes: salts, which keep texts of different callers apart, and the hashes of whole blocks of ids; and
+notifications of the blocks that enter and leave a prefix tree.
 
 Texts of different salts share nothing of the cache, in memory or on disk. Facts that one caller can learn from the
 cache, such as the number of cached tokens, are then of its own texts.
@@ -7,13 +8,19 @@ A block hash covers all ids up to the end of a page and the text's salt, so a ro
 which blocks it wants. It is BLAKE2b of 8 bytes throughout: the digest of `localinfer block hash`, a zero byte and the
 salt comes before a text; each block is the digest of the 8 bytes before it and its ids as int32, little-endian. A hash
 is read big-endian.
+
+Only whole pages of the tree are reported to a `CacheObserver`: they are what another prompt can begin with. A page that
+moves within the tree, is shared, or is computed again with its sliding-window block is reported once. Nodes remember
+the hashes of reported pages. Ctrl-C may come between any two lines, so pages are reported before that is noted, and
+notes are dropped before pages are reported as removed: an observer may be notified of a page twice, or for a while not
+know of one, but never know of a page that is not there.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from localinfer.arguments import shown
 from localinfer.errors import RequestError
@@ -23,6 +30,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from localinfer.engine.cache.prefix_tree import PrefixNode, Roots
     from localinfer.types import TokenIds
 
 NO_SALT = b""
@@ -98,3 +106,71 @@ def chained_hashes(token_ids: TokenIds, block_size: int, salt: bytes = NO_SALT, 
 
 def _first(salt: bytes) -> bytes:
     return hashlib.blake2b(_BLOCK_DOMAIN + salt, digest_size=_DIGEST_BYTES).digest()
+
+
+def common_length(a: TokenIds, b: TokenIds) -> int:
+    """Number of ids that two arrays share at their start."""
+    size = min(a.size, b.size)
+    differs = a[:size] != b[:size]
+    first = int(differs.argmax()) if size else 0
+    return first if size and differs[first] else size
+
+
+class CacheObserver(Protocol):
+    """Observer of a prefix cache, called under the step lock: it must not wait for anything, nor raise."""
+
+    def stored(self, block_hashes: Sequence[int], parent_hash: int | None, token_ids: TokenIds, salt: bytes) -> None:
+        """Whole pages are in the tree, each after the one before it, the first after `parent_hash`.
+
+        parent_hash: None where a text begins. token_ids: theirs, int32, never written again.
+        """
+
+    def removed(self, block_hashes: Sequence[int]) -> None:
+        """These are no longer in memory; what follows a block is named before it."""
+
+    def cleared(self) -> None:
+        """The tree is empty; the pages that were in it were reported as removed before."""
+
+    def close(self) -> None:
+        """The cache has ended."""
+
+
+def tell_stored(observer: CacheObserver, node: PrefixNode, page_tokens: int) -> None:
+    """Report the pages of a node, and of those before it, that were not reported yet."""
+    parent: int | None = None
+    for step, _ in node.path():
+        known, whole = step.block_hashes, step.token_ids.size // page_tokens
+        if len(known) < whole:
+            before = known[-1] if known else parent
+            fresh_ids = step.token_ids[len(known) * page_tokens : whole * page_tokens]
+            fresh = chained_hashes(fresh_ids, page_tokens, step.salt, before)
+            observer.stored(fresh, before, fresh_ids, step.salt)
+            step.block_hashes = known = (*known, *fresh)
+        parent = known[-1] if known else parent
+
+
+def tell_removed(observer: CacheObserver, leaf: PrefixNode, kept: int, page_tokens: int) -> None:
+    """Tell of the pages of a leaf that it is about to lose, all but the first `kept`."""
+    lost = _hashes_of(leaf, page_tokens)[kept:]
+    if lost:
+        leaf.block_hashes = leaf.block_hashes[:kept]
+        observer.removed(lost[::-1])
+
+
+def tell_cleared(observer: CacheObserver, roots: Roots, page_tokens: int) -> None:
+    """Tell that a tree is empty, or about to be dropped whole: of its pages first, for callers that count them."""
+    left = [block for node in roots.nodes() for block in _hashes_of(node, page_tokens)]
+    if left:
+        observer.removed(left[::-1])
+    observer.cleared()
+
+
+def _hashes_of(node: PrefixNode, page_tokens: int) -> tuple[int, ...]:
+    """The hashes of all whole pages of a node, which are noted unless Ctrl-C came in between."""
+    known, whole = node.block_hashes, node.token_ids.size // page_tokens
+    if len(known) == whole:
+        return known
+    import numpy as np
+
+    before = np.concatenate([step.token_ids for step, _ in node.path()])
+    return tuple(chained_hashes(before, page_tokens, node.salt)[-whole:])

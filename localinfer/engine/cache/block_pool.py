@@ -11,13 +11,13 @@ import ctypes
 import mmap
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from weakref import WeakSet
 
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.engine.cache.windows import BoolArray, SlidingWindow
 from localinfer.errors import ClosedError, OutOfMemoryError
 from localinfer.kernels.cpu import guard
 from localinfer.kernels.kv_layout import DevicePages, KVLayout
@@ -26,6 +26,7 @@ from localinfer.system.machine_limits import memory_limits
 if TYPE_CHECKING:
     from localinfer.engine.cache.sequence import SequenceCache
 
+BoolArray = NDArray[np.bool_]
 
 ALIGNMENT = 64
 _SLAB_BYTES = 16 << 20
@@ -221,6 +222,63 @@ class SharedSlots:
         """Release all memory."""
         self.memory.close()
         self._counts.clear()
+
+
+@dataclass(frozen=True)
+class SlidingWindow:
+    """Rule of the sliding-window blocks that a sequence still needs, shared by sequences, tree and disk.
+
+    Layers with a sliding window see the last `tokens` positions only, so their block of a page is needed no more once
+    the window has passed it, unless another sequence may continue from before. A sequence can continue from a length
+    if every page that overlaps the window before it still has that block; of several such lengths the longest is
+    taken. tokens: 0 for a model without such layers; then all is kept.
+    """
+
+    tokens: int
+    page_tokens: int
+
+    def first_page(self, length: int) -> int:
+        """The first page whose sliding-window block is kept for a sequence of `length` positions.
+
+        One page more than the next position sees, so that a text can also continue a little before its end, and
+        drafts be rolled back.
+        """
+        if not self.tokens:
+            return 0
+        return max(0, (length - self.tokens + 1) // self.page_tokens - 1)
+
+    def kept(self, num_pages: int, *lengths: int) -> BoolArray:
+        """bool[num_pages]: whether a page's sliding-window block is kept for continuing from any of these lengths.
+
+        Pages after the first of them are kept too: they are being written.
+        """
+        kept = np.zeros(num_pages, np.bool_)
+        kept[self.first_page(lengths[0]) :] = True
+        for length in lengths[1:]:
+            kept[self.first_page(length) : -(-length // self.page_tokens)] = True
+        return kept
+
+    def usable_length(self, windowed: BoolArray, length: int) -> int:
+        """The longest prefix of `length` positions from which a sequence can continue; windowed: which pages have
+        their sliding-window block."""
+        if not self.tokens or windowed.all():
+            return length
+        missing = np.flatnonzero(~windowed)
+        # Runs of pages that have one: where each begins, and the last length inside it.
+        begins = np.concatenate(([0], (missing + 1) * self.page_tokens))
+        lengths = np.concatenate((missing * self.page_tokens, [length]))
+        seen = np.maximum(lengths - self.tokens + 1, 0)
+        return int(lengths[np.flatnonzero(seen // self.page_tokens * self.page_tokens >= begins)[-1]])
+
+    def most_pages(self, length: int, batch_tokens: int) -> int:
+        """Most sliding-window blocks that a sequence of `length` positions ever holds at once.
+
+        Those before its end and before three positions that others may continue from, and those of a batch.
+        """
+        num_pages = -(-length // self.page_tokens)
+        if not self.tokens:
+            return num_pages
+        return min(num_pages, 4 * (-(-self.tokens // self.page_tokens) + 2) + -(-batch_tokens // self.page_tokens) + 1)
 
 
 PageNumbers = NDArray[np.int64]

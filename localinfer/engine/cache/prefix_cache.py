@@ -9,14 +9,12 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
-from localinfer.engine.cache.block_hashes import NO_SALT
+from localinfer.engine.cache.block_hashes import NO_SALT, CacheObserver, common_length, tell_cleared
 from localinfer.engine.cache.block_pool import STATES_OF_SEQUENCE, PageNumbers, PagePool, default_kv_memory
-from localinfer.engine.cache.prefix_node import CachedPath, CacheObserver, Match, common_length, tell_cleared
-from localinfer.engine.cache.prefix_tree import PrefixTree
-from localinfer.engine.cache.sequence import SequenceCache
+from localinfer.engine.cache.prefix_tree import CachedPath, Match, PrefixTree
+from localinfer.engine.cache.sequence import KVEviction, SequenceCache
 from localinfer.engine.cache.sequence_state import DEFAULT_POLICY, Settle, SnapshotPolicy
 from localinfer.engine.cache.stats import CacheCounters, CacheMiss, SnapshotStats
-from localinfer.engine.cache.windows import KVEviction
 from localinfer.errors import OutOfMemoryError
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.program import StatefulProgram

@@ -15,43 +15,275 @@ miss to another.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
-from localinfer.engine.cache.block_hashes import NO_SALT
-from localinfer.engine.cache.block_pool import STATES_OF_SEQUENCE, PageNumbers, PagePool
-from localinfer.engine.cache.prefix_node import (
-    CachedPath,
-    CacheObserver,
-    EvictedTexts,
-    Match,
-    PrefixNode,
-    Priority,
-    Roots,
-    SnapshotPlace,
-    common_length,
-    places_of_snapshots,
-    snapshots_of,
-    tell_removed,
-    tell_stored,
-)
-from localinfer.engine.cache.sequence_state import DEFAULT_POLICY, Snapshot, SnapshotPolicy
-from localinfer.engine.cache.windows import BoolArray
+from localinfer.engine.cache.block_hashes import NO_SALT, CacheObserver, common_length, tell_removed, tell_stored
+from localinfer.engine.cache.block_pool import STATES_OF_SEQUENCE, BoolArray, PageNumbers, PagePool
+from localinfer.engine.cache.sequence_state import DEFAULT_POLICY, NO_SLOT, Snapshot, SnapshotPolicy, tokens_saved
+from localinfer.engine.cache.stats import EvictedTexts
 from localinfer.types import TokenIds
 
+_EVICTION_SHARE = 64
+"""Least share of all pages that is freed at once when memory ends, so that the next page does not evict again."""
+_MOST_TURNS = 32
+"""More turns of a conversation are worth no more."""
 
-class RadixTree:
-    """The cached prefixes of one pool, to which texts are added. One thread at a time.
+
+class Priority(IntEnum):
+    """The lower is evicted first; within a priority what was continued least, and of equals the least recently used."""
+
+    ORDINARY = 0
+    SYSTEM = 1
+    PINNED = 2
+
+
+@dataclass(eq=False, slots=True)
+class PrefixNode:
+    """A run of token ids after the parent's, and its pages."""
+
+    token_ids: TokenIds
+    pages: PageNumbers
+    windowed: BoolArray
+    """bool[pages], the pages that have a sliding-window block."""
+    parent: "PrefixNode | None"
+    priority: Priority
+    last_used: int
+    children: list["PrefixNode"] = field(default_factory=list)
+    heads: TokenIds | None = None
+    """int32[children, page_tokens], the first page of ids of each child, -1 where it is shorter."""
+    by_first_page: dict[bytes, "PrefixNode"] | None = None
+    """Children that have a whole page of ids, by its bytes; like `heads` made on demand, until the children change."""
+    snapshots: dict[int, Snapshot] = field(default_factory=dict)
+    """Snapshots of recurrent states, by the number of this node's ids before them, at least one."""
+    num_turns: int = 0
+    """Number of times that the text which ends here was continued."""
+    eviction_score: int = 0
+    """Eviction score, by `num_turns` and the last use; see `use`."""
+    salt: bytes = NO_SALT
+    """Salt of all texts that it is part of."""
+    block_hashes: tuple[int, ...] = ()
+    """Hashes of its first pages, as far as they were reported to an observer."""
+
+    @classmethod
+    def root(cls, salt: bytes) -> "PrefixNode":
+        """A node that stands for no ids, whose children begin the texts of a salt."""
+        nothing = np.zeros(0, np.int64)
+        ids, windowed = nothing.astype(np.int32), nothing.astype(np.bool_)
+        return cls(ids, nothing, windowed, None, Priority.ORDINARY, 0, salt=salt)
+
+    @property
+    def eviction_order(self) -> tuple[Priority, int, int]:
+        """The least is evicted first."""
+        return self.priority, self.eviction_score, self.last_used
+
+    def use(self, clock: int, age: int) -> None:
+        """Mark this node and all before it as used now. age: eviction score of the last text that was evicted.
+
+        The sum of both is how GreedyDual-Frequency (Arlitt et al., 2000) weighs uses against age: a conversation of
+        many turns outlives texts that are not continued and shorter conversations, unless so many are evicted that its
+        turns count no more.
+        """
+        score = age + min(self.num_turns, _MOST_TURNS)
+        for step in self.ancestry():
+            step.last_used, step.eviction_score = clock, max(step.eviction_score, score)
+
+    def ancestry(self) -> Iterator["PrefixNode"]:
+        """This node, its parent and so on, up to the root."""
+        node: PrefixNode | None = self
+        while node is not None:
+            yield node
+            node = node.parent
+
+    def drop_index(self) -> None:
+        """Note that the children, or their first pages, have changed."""
+        self.heads = self.by_first_page = None
+
+    def path(self) -> list[tuple["PrefixNode", int]]:
+        """The nodes from the root to this one, each with how many ids come before it."""
+        nodes, start = [], 0
+        for node in list(self.ancestry())[::-1]:
+            nodes.append((node, start))
+            start += node.token_ids.size
+        return nodes
+
+
+class SnapshotPlace(NamedTuple):
+    """A snapshot in the tree, its node and its offset there.
+
+    before, position, after: of the snapshot before it, or 0; its own; and of the next. end: of the text. Of several
+    texts that go on from there, the furthest; after the last snapshot, as if the text went on as far again.
+    """
+
+    snapshot: Snapshot
+    node: PrefixNode
+    offset: int
+    before: int
+    position: int
+    after: int
+    end: int
+
+    @property
+    def tokens_saved(self) -> int:
+        """Its eviction score."""
+        return tokens_saved(self.before, self.position, self.after)
+
+    @property
+    def last_used(self) -> int:
+        """Time of its use: just before its text's, where the one before it is as far away as the text's end.
+
+        Of a long chat these are few, the further apart the further back. The first of them is as good as its text,
+        which without it would be lost as a whole with its end.
+        """
+        if self.position - self.before < self.end - self.position:
+            return self.snapshot.last_used
+        return max(self.snapshot.last_used, self.node.last_used - (self.before > 0))
+
+
+class Roots:
+    """The roots of a tree, one for each salt that there are texts of. unsalted: the one that is always there."""
+
+    def __init__(self) -> None:
+        self.unsalted = PrefixNode.root(NO_SALT)
+        self._of_salt = {NO_SALT: self.unsalted}
+
+    def __iter__(self) -> Iterator[PrefixNode]:
+        return iter(self._of_salt.values())
+
+    def find(self, salt: bytes) -> PrefixNode:
+        """The root of a salt; without texts it is a new one, which is not kept."""
+        return self._of_salt.get(salt) or PrefixNode.root(salt)
+
+    def keep(self, node: PrefixNode) -> None:
+        """Keep a node that is about to get a text, if it is a root."""
+        if node.parent is None:
+            self._of_salt[node.salt] = node
+
+    def drop_if_empty(self, node: PrefixNode) -> None:
+        """Forget a root that has no texts any more: clients may choose any number of salts."""
+        if node.parent is None and not node.children and node is not self.unsalted:
+            self._of_salt.pop(node.salt, None)
+
+    def nodes(self) -> Iterator[PrefixNode]:
+        """Every node but the roots."""
+        pending = [child for root in self for child in root.children]
+        while pending:
+            node = pending.pop()
+            pending += node.children
+            yield node
+
+    def leaves(self) -> Iterator[PrefixNode]:
+        """Every node that ends a text."""
+        return (node for node in self.nodes() if not node.children)
+
+
+def places_of_snapshots(roots: Iterable[PrefixNode]) -> Iterator[SnapshotPlace]:
+    """Every snapshot under some roots."""
+    pending, nodes = [(root, 0, 0) for root in roots], []
+    while pending:
+        node, start, before = pending.pop()
+        nodes.append((node, start, before))
+        last = start + max(node.snapshots, default=before - start)
+        pending += [(child, start + node.token_ids.size, last) for child in node.children]
+    ends: dict[int, int] = {}
+    for node, start, before in reversed(nodes):
+        size = node.token_ids.size
+        ends[id(node)] = end = max((ends[id(child)] for child in node.children), default=start + size)
+        furthest = max((min(child.snapshots, default=child.token_ids.size) for child in node.children), default=0)
+        offsets = sorted(node.snapshots)
+        for offset, following in pairwise([*offsets, size + furthest]):
+            position, after = start + offset, start + following
+            if not node.children and offset == offsets[-1]:
+                after = max(after, 2 * position - before)
+            yield SnapshotPlace(node.snapshots[offset], node, offset, before, position, after, end)
+            before = position
+
+
+class Match(NamedTuple):
+    """The longest cached prefix of some token ids."""
+
+    length: int
+    pages: PageNumbers
+    """One per started page of `length`; the last may be valid for more than `length` demands."""
+    node: PrefixNode
+    """Node where the match ends, after `offset` of its ids."""
+    offset: int
+    windowed: BoolArray
+    """bool[pages], the pages that have their sliding-window block."""
+    usable: int
+    """The longest prefix that a sequence can continue from; `length`, for a model with neither sliding windows nor
+    recurrent layers."""
+    snapshots: Mapping[int, int]
+    """Slots of recurrent states by position."""
+
+    @property
+    def num_turns(self) -> int:
+        """Turns of a text that continues from here: one more than the text that ends here, or almost here."""
+        node, rest = self.node, self.node.token_ids.size - self.offset
+        if node.children:
+            # Somewhere in the midst of texts, of which another begins.
+            return node.num_turns
+        return node.num_turns + 1 if self.length and rest <= self.length // 8 else 0
+
+    @property
+    def state(self) -> int:
+        """Slot of the recurrent states at `usable`; NO_SLOT for a model without."""
+        return self.snapshots.get(self.usable, NO_SLOT)
+
+
+class CachedPath(NamedTuple):
+    """All that is cached from the root to one leaf: token_ids int32[n], one page per started page of n, and which of
+    them have their sliding-window block; positions of snapshots; the texts' salt."""
+
+    token_ids: TokenIds
+    pages: PageNumbers
+    windowed: BoolArray
+    priority: Priority
+    last_used: int
+    snapshots: Mapping[int, int]
+    salt: bytes = NO_SALT
+
+    @classmethod
+    def of(cls, leaf: PrefixNode) -> "CachedPath":
+        """The path to a leaf."""
+        nodes = list(leaf.ancestry())[::-1]
+        return cls(
+            np.concatenate([node.token_ids for node in nodes]),
+            np.concatenate([node.pages for node in nodes]),
+            np.concatenate([node.windowed for node in nodes]),
+            leaf.priority,
+            leaf.last_used,
+            snapshots_of(leaf, sum(node.token_ids.size for node in nodes)),
+            leaf.salt,
+        )
+
+
+def snapshots_of(node: PrefixNode, length: int) -> dict[int, int]:
+    """Slots of the snapshots from the root to a node, by position, up to `length`."""
+    return {
+        start + offset: snapshot.slot
+        for step, start in node.path()
+        for offset, snapshot in step.snapshots.items()
+        if start + offset <= length
+    }
+
+
+class PrefixTree:
+    """The cached prefixes of one pool, whose `reclaim` it becomes. One thread at a time.
 
     Ctrl-C may end any change between two of its lines: each first retains pages, then links them, and releases last
     what is no longer linked, so that the worst an interrupt leaves is an unused page that is not freed.
 
-    roots: stand for no ids; their children begin texts. root: of those without a salt. observer: gets whole pages,
-    if there is one.
+    roots: stand for no ids; their children begin texts. root: of those without a salt. observer: gets whole pages, if
+    there is one. on_evict: if set, called with a path and the length that will be left of it, before pages are freed.
     """
 
-    def __init__(self, pool: PagePool) -> None:
+    def __init__(self, pool: PagePool, policy: SnapshotPolicy = DEFAULT_POLICY) -> None:
         self._pool = pool
         self.roots = Roots()
         self.root = self.roots.unsalted
@@ -62,6 +294,15 @@ class RadixTree:
         self.taken_snapshots = 0
         self._nodes_of_slot: Counter[int] = Counter()
         self.observer: CacheObserver | None = None
+        self._policy = policy
+        self._evicted = EvictedTexts()
+        self.evicted_tokens = 0
+        self.evicted_bytes = 0
+        self.evicted_snapshots = 0
+        self.on_evict: Callable[[CachedPath, int], None] | None = None
+        pool.reclaim = self.evict
+        if pool.has_states:
+            pool.make_grid_room = self._make_grid_room
 
     def is_empty(self, salt: bytes = NO_SALT) -> bool:
         """True if nothing is cached of a salt."""
@@ -137,7 +378,7 @@ class RadixTree:
 
     def paths(self) -> Iterator[CachedPath]:
         """Every cached path, one per leaf."""
-        for leaf in self._leaves():
+        for leaf in self.roots.leaves():
             yield CachedPath.of(leaf)
 
     def continuation(self, match: Match, count: int) -> TokenIds:
@@ -148,6 +389,53 @@ class RadixTree:
             node = max(node.children, key=lambda child: child.last_used)
             ids = np.concatenate((ids, node.token_ids[: count - ids.size]))
         return ids
+
+    def evict(self, count: int, num_bytes: int = 0) -> int:
+        """Free at least `count` pages if that many are not in use: leaves first, from their ends; return how many.
+
+        With recurrent layers, snapshots and pages that take as many bytes, and `num_bytes` more.
+        """
+        if self._pool.has_states and (self._pool.page_bytes or num_bytes):
+            return self._evict_bytes(count, num_bytes)
+        wanted = max(count, self.num_pages // _EVICTION_SHARE)
+        freed = 0
+        while freed < wanted:
+            leaf = self._oldest_leaf()
+            if leaf is None or (freed >= count and leaf.priority > Priority.ORDINARY):
+                break
+            self._age = max(self._age, leaf.eviction_score)
+            freed += self._trim(leaf, wanted - freed)
+        return freed
+
+    def clear(self) -> None:
+        """Evict everything that is not in use."""
+        while (leaf := self._oldest_leaf()) is not None:
+            self._trim(leaf, leaf.pages.size)
+        while (place := self._least_place(None)) is not None:
+            self._drop_snapshot(place)
+        self._evicted.clear()
+
+    def forget(self, token_ids: TokenIds, salt: bytes = NO_SALT) -> int:
+        """Evict the end of a text that no other text has and that is not in use; return how many ids that was."""
+        before = self.evicted_tokens
+        match = self.match(token_ids, salt)
+        node = match.node
+        # Where the text ends inside of a node, another one continues there.
+        while (
+            node.parent is not None
+            and not node.children
+            and (node is not match.node or match.offset == node.token_ids.size)
+        ):
+            parent = node.parent
+            self._trim(node, node.pages.size)
+            if node in parent.children:
+                break
+            node = parent
+        return self.evicted_tokens - before
+
+    def evicted_length(self, token_ids: TokenIds, salt: bytes = NO_SALT) -> int:
+        """The longest prefix that was evicted, as far as evicted texts are kept."""
+        return self._evicted.shared_length(token_ids, salt)
 
     def _usable_length(self, windowed: BoolArray, length: int, snapshots: Mapping[int, int]) -> int:
         """The longest prefix of `length` positions that a sequence can continue from."""
@@ -319,79 +607,6 @@ class RadixTree:
 
         return min(equals, key=preference), common
 
-    def _leaves(self) -> Iterator[PrefixNode]:
-        return self.roots.leaves()
-
-
-_EVICTION_SHARE = 64
-"""Least share of all pages that is freed at once when memory ends, so that the next page does not evict again."""
-
-
-class PrefixTree(RadixTree):
-    """The cached prefixes of one pool, whose `reclaim` it becomes. One thread at a time; see `RadixTree` for Ctrl-C.
-
-    on_evict: if set, called with a path and the length that will be left of it, before pages are freed.
-    """
-
-    def __init__(self, pool: PagePool, policy: SnapshotPolicy = DEFAULT_POLICY) -> None:
-        super().__init__(pool)
-        self._policy = policy
-        self._evicted = EvictedTexts()
-        self.evicted_tokens = 0
-        self.evicted_bytes = 0
-        self.evicted_snapshots = 0
-        self.on_evict: Callable[[CachedPath, int], None] | None = None
-        pool.reclaim = self.evict
-        if pool.has_states:
-            pool.make_grid_room = self._make_grid_room
-
-    def evict(self, count: int, num_bytes: int = 0) -> int:
-        """Free at least `count` pages if that many are not in use: leaves first, from their ends; return how many.
-
-        With recurrent layers, snapshots and pages that take as many bytes, and `num_bytes` more.
-        """
-        if self._pool.has_states and (self._pool.page_bytes or num_bytes):
-            return self._evict_bytes(count, num_bytes)
-        wanted = max(count, self.num_pages // _EVICTION_SHARE)
-        freed = 0
-        while freed < wanted:
-            leaf = self._oldest_leaf()
-            if leaf is None or (freed >= count and leaf.priority > Priority.ORDINARY):
-                break
-            self._age = max(self._age, leaf.eviction_score)
-            freed += self._trim(leaf, wanted - freed)
-        return freed
-
-    def clear(self) -> None:
-        """Evict everything that is not in use."""
-        while (leaf := self._oldest_leaf()) is not None:
-            self._trim(leaf, leaf.pages.size)
-        while (place := self._least_place(None)) is not None:
-            self._drop_snapshot(place)
-        self._evicted.clear()
-
-    def forget(self, token_ids: TokenIds, salt: bytes = NO_SALT) -> int:
-        """Evict the end of a text that no other text has and that is not in use; return how many ids that was."""
-        before = self.evicted_tokens
-        match = self.match(token_ids, salt)
-        node = match.node
-        # Where the text ends inside of a node, another one continues there.
-        while (
-            node.parent is not None
-            and not node.children
-            and (node is not match.node or match.offset == node.token_ids.size)
-        ):
-            parent = node.parent
-            self._trim(node, node.pages.size)
-            if node in parent.children:
-                break
-            node = parent
-        return self.evicted_tokens - before
-
-    def evicted_length(self, token_ids: TokenIds, salt: bytes = NO_SALT) -> int:
-        """The longest prefix that was evicted, as far as evicted texts are kept."""
-        return self._evicted.shared_length(token_ids, salt)
-
     def _evict_bytes(self, count: int, num_bytes: int) -> int:
         pool, before = self._pool, self.num_pages
         needed = num_bytes + pool.num_bytes(count, count)
@@ -439,7 +654,7 @@ class PrefixTree(RadixTree):
 
     def _oldest_leaf(self) -> PrefixNode | None:
         """First leaf to evict of those whose last page is not in use."""
-        idle = [leaf for leaf in self._leaves() if self._pool.counts[leaf.pages[-1]] <= 1]
+        idle = [leaf for leaf in self.roots.leaves() if self._pool.counts[leaf.pages[-1]] <= 1]
         return min(idle, key=lambda leaf: leaf.eviction_order, default=None)
 
     def _least_place(self, leaf: PrefixNode | None) -> SnapshotPlace | None:

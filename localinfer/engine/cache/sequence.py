@@ -1,20 +1,83 @@
 """The cache of one sequence: a block table of pages, some shared with other sequences or the prefix tree; and the one
-way a forward pass goes through it."""
+way a forward pass goes through it.
 
+Where its memory is bounded (`KVEviction`), it keeps attention sinks, recent pages and heavy hitters. The first page
+holds the attention sinks (StreamingLLM, arXiv 2309.17453); of the pages between it and the recent half, those stay that
+got most attention so far (heavy hitters as in H2O, arXiv 2306.14048, for all heads and layers together and by whole
+pages). Kept pages keep their positions, so nothing is rotated again, and the context's end is unchanged. This is an
+approximation: what is computed after a page was dropped is not what the model says to the whole text.
+"""
+
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.engine.cache.block_pool import PageNumbers, PagePool
+from localinfer.engine.cache.block_pool import BoolArray, PageNumbers, PagePool
 from localinfer.engine.cache.sequence_state import BEGINNING, NO_SLOT, SequenceState, Settle, SnapshotPolicy, StatePlace
-from localinfer.engine.cache.windows import BoolArray, KVEviction
-from localinfer.errors import ClosedError, ContextLengthError, OutOfMemoryError
+from localinfer.errors import ClosedError, ContextLengthError, OutOfMemoryError, RequestError
 from localinfer.kernels.program import Batch, Segment
 
 _NO_PAGES = np.zeros(0, np.int64)
 Results = TypeVar("Results")
+
+LEAST_KV_WINDOW = 128
+"""Below this there is no page between the first and the recent ones."""
+
+
+@dataclass(frozen=True)
+class KVEviction:
+    """Bound of the positions that a sequence holds between two batches: at most `tokens`, in whole pages."""
+
+    tokens: int
+    page_tokens: int
+    batch_tokens: int
+    """The most that one batch adds, so that `max_tokens` is what a sequence ever holds."""
+    sink_pages: int = 1
+    """Pages kept at the beginning."""
+    recent_share: float = 0.5
+    """Share of all pages that are kept at the end; the others are for heavy hitters."""
+
+    def __post_init__(self) -> None:
+        if self.tokens < LEAST_KV_WINDOW:
+            raise RequestError(
+                f"kv_window is {self.tokens} tokens; it must be at least {LEAST_KV_WINDOW}: a page at the start, "
+                "recent ones, and one between"
+            )
+
+    @property
+    def num_pages(self) -> int:
+        """Pages kept between two batches."""
+        return self.tokens // self.page_tokens
+
+    @property
+    def recent_pages(self) -> int:
+        """Pages at the end that are always kept."""
+        return min(math.ceil(self.recent_share * self.num_pages), self.num_pages - self.sink_pages)
+
+    @property
+    def max_tokens(self) -> int:
+        """Positions that a sequence ever holds memory for."""
+        return (self.num_pages + 1) * self.page_tokens + self.batch_tokens
+
+    @property
+    def most_tokens(self) -> int:
+        """Positions that memory is held for while a text runs: its own, and at most as many of its beginning, which the
+        prefix cache keeps."""
+        return 2 * self.max_tokens
+
+    def surplus(self, attention_sums: NDArray[np.float32]) -> NDArray[np.int64]:
+        """Indices, in order, of the pages to drop of a sequence whose pages got this much attention, float32[n]."""
+        count = attention_sums.size - self.num_pages
+        if count <= 0:
+            return np.zeros(0, np.int64)
+        between = attention_sums[self.sink_pages : attention_sums.size - self.recent_pages]
+        # Of pages without attention, the oldest goes first.
+        lightest = np.argsort(between, kind="stable")[:count]
+        return np.sort(lightest) + self.sink_pages
 
 
 class SequenceCache:

@@ -1,13 +1,21 @@
 """Figures of the prefix cache: hits, snapshots, and the causes of misses, for callers that look for lost time."""
 
-from collections import Counter
+from __future__ import annotations
+
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+from localinfer.engine.cache.block_hashes import common_length
+
 if TYPE_CHECKING:
     from localinfer.models.text.tokenizer import Tokenizer
+    from localinfer.types import TokenIds
 
+_MOST_EVICTED_TEXTS = 256
+_MOST_EVICTED_TOKENS = 1 << 20
+"""Evicted texts, and token ids of them, that are kept."""
 
 CacheMissCause = Literal["empty", "different", "template", "evicted", "windowed", "snapshot", "foreign"]
 """empty: nothing is cached. different: the text parts from the cached one. template: the chat template wrote the
@@ -35,7 +43,7 @@ class CacheMiss:
     until: int = 0
     """Number of cached tokens, if more than are used."""
 
-    def describe(self, tokenizer: "Tokenizer | None") -> str:
+    def describe(self, tokenizer: Tokenizer | None) -> str:
         """In one sentence, with texts if there is a tokenizer, or else token ids."""
         summary = self.summary
         if not self.cached:
@@ -64,10 +72,43 @@ class CacheMiss:
         return f"{what} at token {self.position}" + (f", {self.detail}" if self.detail else "")
 
 
-def _show(token_ids: Sequence[int], tokenizer: "Tokenizer | None") -> str:
+def _show(token_ids: Sequence[int], tokenizer: Tokenizer | None) -> str:
     if tokenizer is None or any(token_id >= tokenizer.vocab_size for token_id in token_ids):
         return str(list(token_ids))
     return repr(tokenizer.decode(token_ids, skip_special=False))
+
+
+class EvictedTexts:
+    """Token ids of the texts that were evicted last, to explain later misses."""
+
+    def __init__(self) -> None:
+        # Each with its salt and its first id, which tells most of them apart.
+        self._texts: deque[tuple[bytes, int, TokenIds]] = deque()
+        self._num_tokens = 0
+
+    def add(self, token_ids: TokenIds, salt: bytes) -> None:
+        """Keep an evicted text, unless a longer one that begins so is kept already."""
+        if self.shared_length(token_ids, salt) == token_ids.size:
+            return
+        self._texts.append((salt, int(token_ids[0]), token_ids))
+        self._num_tokens += token_ids.size
+        while len(self._texts) > _MOST_EVICTED_TEXTS or (
+            len(self._texts) > 1 and self._num_tokens > _MOST_EVICTED_TOKENS
+        ):
+            self._num_tokens -= self._texts.popleft()[2].size
+
+    def shared_length(self, token_ids: TokenIds, salt: bytes) -> int:
+        """Number of ids that a text and an evicted one of the same salt share at their start."""
+        if not token_ids.size:
+            return 0
+        first = int(token_ids[0])
+        alike = (ids for own, begin, ids in self._texts if begin == first and own == salt)
+        return max((common_length(ids, token_ids) for ids in alike), default=0)
+
+    def clear(self) -> None:
+        """Forget them."""
+        self._texts.clear()
+        self._num_tokens = 0
 
 
 @dataclass

@@ -95,37 +95,39 @@ class NgramText:
         self._salt = salt
         self._prediction = np.ascontiguousarray(prediction[: drafter._max_tokens // 4], np.int32)
         self._history: TokenHistory | None = None
-        self._cursor = Cursor()
+        self._cursor: Cursor | None = None
         self._num_read = 0
 
     @property
     def match_length(self) -> int:
         """Tokens at the end of the text that the last draft continues; 0 without a draft."""
-        return self._cursor.match_length
+        return 0 if self._cursor is None else self._cursor.match_length
 
     def draft(self, tokens: NDArray[np.int32], out: NDArray[np.int32]) -> int:
         """Draft what follows the whole text so far, contiguous int32[T], which begins as in the call before.
 
         Writes at most all of `out`, contiguous int32[K]; returns how many.
         """
-        self._read(tokens)
-        assert self._history is not None, "a text has been read"
-        return self._history.draft(self._cursor, out)
+        history, cursor = self._read(tokens)
+        return history.draft(cursor, out)
 
-    def _read(self, tokens: NDArray[np.int32]) -> None:
+    def _read(self, tokens: NDArray[np.int32]) -> tuple[TokenHistory, Cursor]:
         drafter, salt = self._drafter, self._salt
         most = drafter._max_tokens // 4
-        if self._history is drafter._recent(salt).history:
+        history, cursor = self._history, self._cursor
+        if history is drafter._recent(salt).history:
             drafter._evict_for(tokens.size - self._num_read, salt)
-        if self._history is not drafter._recent(salt).history:
+        if history is not drafter._recent(salt).history:
             # A new history holds the tokens, but this text's cursor is of the old one.
             drafter._evict_for(min(tokens.size, most) + self._prediction.size, salt)
-            is_first = self._history is None
-            self._history, self._cursor = drafter._open(salt)
+            is_first = history is None
+            self._history, self._cursor = history, cursor = drafter._open(salt)
             self._num_read = max(0, tokens.size - most)
             if is_first and self._prediction.size:
-                self._history.extend(self._cursor, tokens[self._num_read :])
-                self._history.expect(self._cursor, self._prediction)
+                history.extend(cursor, tokens[self._num_read :])
+                history.expect(cursor, self._prediction)
                 self._num_read = tokens.size
-        self._history.extend(self._cursor, tokens[self._num_read :])
+        assert history is not None and cursor is not None, "it was opened"
+        history.extend(cursor, tokens[self._num_read :])
         self._num_read = tokens.size
+        return history, cursor

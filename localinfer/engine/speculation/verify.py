@@ -4,7 +4,7 @@ A pass over k + 1 rows costs little more than one over a single row while weight
 and Matias, arXiv 2211.17192), and rows are sampled one after the other exactly as without drafts, so drafts change
 speed and nothing else. N-gram drafts (`ngram`) and those of a small model (`draft_model`), of the model's own draft
 layers (`mtp`) or of a model that reads its cache (also `mtp`) compete each round by the speed they promise, plain
-decoding among them, and only while they keep that promise (`costs`, `floor`). A drafter that fails is switched
+decoding among them, and only while they keep that promise (`costs`). A drafter that fails is switched
 off, and the text continues without it.
 
 Acceptance is by coupled noise. The sampler takes the largest of logit / temperature + Gumbel noise, and the noise is a
@@ -29,14 +29,15 @@ from localinfer.engine.cache.block_hashes import NO_SALT
 from localinfer.engine.cache.sequence import SequenceCache
 from localinfer.engine.sampling.sampler import Results, SamplingPlan
 from localinfer.engine.speculation.costs import (
+    ALONE,
     MAX_DRAFT_TOKENS,
     Acceptance,
+    DraftFloor,
     DraftMode,
     RecentMedian,
     VerificationCosts,
     best_draft_length,
 )
-from localinfer.engine.speculation.floor import ALONE, DraftFloor
 from localinfer.errors import LocalinferError
 from localinfer.types import TokenIds
 

@@ -92,7 +92,7 @@ class SessionPrompts:
 
     def prefix(self, turns: Sequence[Turn]) -> tuple[NDArray[np.int32], int]:
         """The ids with which the next prompt begins, whatever is asked, and how many of them are the system's."""
-        from localinfer.engine.cache.prefix_node import common_length
+        from localinfer.engine.cache.block_hashes import common_length
 
         if self._prefix is not None and self._prefix[0] is turns:
             return self._prefix[1:]

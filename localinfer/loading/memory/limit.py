@@ -8,7 +8,7 @@ model gets its share of it. So the limit holds while texts are generated: the ca
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from localinfer.engine.cache.windows import KVEviction
+from localinfer.engine.cache.sequence import KVEviction
 from localinfer.errors import OutOfMemoryError, RequestError
 from localinfer.loading.memory.plan import LEAST_CONTEXT, MemoryPlan
 from localinfer.models.decoder.architectures import find_architecture

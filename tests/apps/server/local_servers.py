@@ -18,8 +18,7 @@ from localinfer.apps.server.operation.observation import Metrics
 from localinfer.apps.server.router.model_folder import ModelSource, measure_need
 from localinfer.apps.server.router.models import ModelRegistry
 from localinfer.apps.server.transport.settings import ServerSettings
-from localinfer.engine.speculation.costs import VerificationCosts
-from localinfer.engine.speculation.floor import DraftFloor
+from localinfer.engine.speculation.costs import DraftFloor, VerificationCosts
 from localinfer.engine.speculation.verify import Speculation
 from localinfer.llm import LLM
 from localinfer.loading.drafters import make_speculation

@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 import localinfer
 from localinfer.engine.cache.block_pool import PagePool
 from localinfer.engine.cache.prefix_cache import CacheHints, PrefixCache
-from localinfer.engine.cache.sequence import SequenceCache
-from localinfer.engine.cache.windows import LEAST_TOKENS, KVEviction
+from localinfer.engine.cache.sequence import LEAST_KV_WINDOW, KVEviction, SequenceCache
 from localinfer.errors import OutOfMemoryError, RequestError
 from localinfer.llm import LLM
 from localinfer.loading.memory.limit import window_of
@@ -130,20 +129,20 @@ def test_a_window_as_long_as_the_context_is_none_and_says_so(window: int, caplog
 
 
 def test_windows_that_cannot_be_are_refused(tmp_path: Path):
-    with pytest.raises(RequestError, match=f"kv_window is 127 tokens; it must be at least {LEAST_TOKENS}"):
+    with pytest.raises(RequestError, match=f"kv_window is 127 tokens; it must be at least {LEAST_KV_WINDOW}"):
         KVEviction(127, 32, 512)
     with pytest.raises(RequestError, match="kv_window is True"):
         localinfer.load(kv_window=True)
     with pytest.raises(RequestError, match="leave out one of them"):
         localinfer.load(kv_window=256, draft="small.gguf")
     local = build_model(tmp_path, "gemma3-gqa").path
-    with localinfer.load(local, kv_window=LEAST_TOKENS, speculation=None) as llm:
+    with localinfer.load(local, kv_window=LEAST_KV_WINDOW, speculation=None) as llm:
         wide = replace(model_of(llm), config=replace(model_of(llm).config, sliding_window=100))  # type: ignore[type-var]
         with pytest.raises(RequestError, match="see the last 100 of them; give it at least 264"):
-            window_of(wide, LEAST_TOKENS)  # type: ignore[arg-type]
+            window_of(wide, LEAST_KV_WINDOW)  # type: ignore[arg-type]
     chunked = build_model(tmp_path, "llama4-moe").path
     with pytest.raises(RequestError, match="chunks of fixed positions"):
-        localinfer.load(chunked, kv_window=LEAST_TOKENS)
+        localinfer.load(chunked, kv_window=LEAST_KV_WINDOW)
 
 
 NUM_WORDS, HIDDEN = 8, 32

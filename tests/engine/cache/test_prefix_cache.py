@@ -7,7 +7,7 @@ import pytest
 from numpy.typing import NDArray
 
 from localinfer.engine.cache.prefix_cache import CacheHints, PrefixCache
-from localinfer.engine.cache.prefix_node import CachedPath
+from localinfer.engine.cache.prefix_tree import CachedPath
 from localinfer.engine.cache.stats import CacheMiss
 from localinfer.engine.engine import Engine
 from localinfer.engine.sampling.sampler import SamplingParams

@@ -5,8 +5,7 @@ import pytest
 from numpy.typing import NDArray
 
 from localinfer.engine.cache.block_pool import PagePool
-from localinfer.engine.cache.prefix_node import CachedPath, Priority
-from localinfer.engine.cache.prefix_tree import PrefixTree
+from localinfer.engine.cache.prefix_tree import CachedPath, PrefixTree, Priority
 from localinfer.engine.cache.sequence import SequenceCache
 from tests.engine.fakes import FakeLayout
 

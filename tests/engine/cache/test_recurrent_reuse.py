@@ -9,7 +9,7 @@ import pytest
 
 from localinfer.engine.admission import EngineLimits
 from localinfer.engine.cache.prefix_cache import CacheHints, PrefixCache
-from localinfer.engine.cache.prefix_node import places_of_snapshots
+from localinfer.engine.cache.prefix_tree import places_of_snapshots
 from localinfer.engine.cache.sequence import SequenceCache, forward
 from localinfer.engine.cache.sequence_state import SnapshotPolicy
 from localinfer.engine.engine import Engine

@@ -8,10 +8,9 @@ import pytest
 
 import localinfer
 from localinfer.apps.bench.measured_model import MeasuredModel
-from localinfer.engine.cache.block_pool import PagePool
+from localinfer.engine.cache.block_pool import PagePool, SlidingWindow
 from localinfer.engine.cache.prefix_cache import CacheHints, PrefixCache
 from localinfer.engine.cache.sequence import SequenceCache
-from localinfer.engine.cache.windows import SlidingWindow
 from localinfer.llm import LLM
 from localinfer.models.decoder.decoder import kv_layer_shapes
 from localinfer.models.load import loader

@@ -13,8 +13,7 @@ import localinfer
 from localinfer.engine.cache.sequence import SequenceCache
 from localinfer.engine.engine import Engine
 from localinfer.engine.sampling.params import SamplingParams
-from localinfer.engine.speculation.costs import VerificationCosts
-from localinfer.engine.speculation.floor import DraftFloor
+from localinfer.engine.speculation.costs import DraftFloor, VerificationCosts
 from localinfer.engine.speculation.mtp import AssistantDrafter, DraftHead
 from localinfer.engine.speculation.ngram import NgramDrafter
 from localinfer.engine.speculation.verify import Speculation

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 import localinfer
-from localinfer.engine.speculation.costs import VerificationCosts
+from localinfer.engine.speculation.costs import DraftFloor, VerificationCosts
 from localinfer.engine.speculation.draft_model import DraftModel
-from localinfer.engine.speculation.floor import DraftFloor
 from localinfer.engine.speculation.ngram import NgramDrafter
 from localinfer.engine.speculation.verify import Speculation
 from localinfer.errors import ClosedError, ModelFileError, OutOfMemoryError, RequestError

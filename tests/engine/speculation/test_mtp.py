@@ -15,8 +15,7 @@ from localinfer.engine.cache.sequence import SequenceCache, forward
 from localinfer.engine.engine import Engine
 from localinfer.engine.sampling.params import SamplingParams
 from localinfer.engine.sampling.sampler import SamplingPlan
-from localinfer.engine.speculation.costs import VerificationCosts
-from localinfer.engine.speculation.floor import DraftFloor
+from localinfer.engine.speculation.costs import DraftFloor, VerificationCosts
 from localinfer.engine.speculation.mtp import DraftHead, MTPDrafter
 from localinfer.engine.speculation.ngram import NgramDrafter
 from localinfer.engine.speculation.verify import Speculation

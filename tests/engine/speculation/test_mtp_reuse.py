@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 import localinfer
 from localinfer.engine.cache.sequence import SequenceCache
 from localinfer.engine.sampling.sampler import SamplingPlan
-from localinfer.engine.speculation.costs import VerificationCosts
-from localinfer.engine.speculation.floor import DraftFloor
+from localinfer.engine.speculation.costs import DraftFloor, VerificationCosts
 from localinfer.engine.speculation.mtp import DraftHead, MTPDrafter, MTPText
 from localinfer.engine.speculation.verify import Speculation
 from localinfer.generation.stream import Completion

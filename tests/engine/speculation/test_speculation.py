@@ -13,9 +13,8 @@ import localinfer
 from localinfer.engine.engine import Engine
 from localinfer.engine.request import TokenEvent
 from localinfer.engine.sampling.sampler import SamplingParams, TokenLogprobs, TokenMask
-from localinfer.engine.speculation.costs import VerificationCosts
+from localinfer.engine.speculation.costs import DraftFloor, VerificationCosts
 from localinfer.engine.speculation.draft_model import DraftModel
-from localinfer.engine.speculation.floor import DraftFloor
 from localinfer.engine.speculation.ngram import NgramDrafter
 from localinfer.engine.speculation.verify import Speculation
 from localinfer.errors import LocalinferError, RequestError

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from localinfer.engine.cache.block_pool import PagePool, SlabAllocator
 from localinfer.engine.cache.prefix_cache import PrefixCache
-from localinfer.engine.cache.prefix_node import PrefixNode
+from localinfer.engine.cache.prefix_tree import PrefixNode
 from localinfer.engine.cache.sequence import SequenceCache
 from localinfer.engine.cache.sequence_state import NO_SLOT
 from localinfer.engine.request import Request

@@ -5,8 +5,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from localinfer.engine.admission import Owner
-from localinfer.engine.cache.prefix_node import PrefixNode, SnapshotPlace
-from localinfer.engine.cache.prefix_tree import PrefixTree
+from localinfer.engine.cache.prefix_tree import PrefixNode, PrefixTree, SnapshotPlace
 from localinfer.engine.request import Request
 from localinfer.engine.runner import ScheduledSequence
 from tests.proof.simulation.checks import require
