@@ -152,7 +152,7 @@ def watch_eviction(tree: PrefixTree) -> None:
     def watched_trim(leaf: PrefixNode, count: int) -> int:
         # Without pages to free, what is trimmed has lost its last snapshot.
         if is_evicting and count:
-            idle = [other for other in tree._leaves() if pool.counts[other.pages[-1]] <= 1]
+            idle = [other for other in tree.roots.leaves() if pool.counts[other.pages[-1]] <= 1]
             require(order(leaf) == min(map(order, idle)), "a text is evicted before another that is worth less")
         pages = leaf.pages
         freed = trim(leaf, count)
