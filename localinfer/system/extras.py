@@ -19,27 +19,34 @@ EXTRAS: dict[str, tuple[str, ...]] = {
 OPTIONAL: dict[str, tuple[str, ...]] = {
     "events": ("zmq", "msgspec"),
     "mcp": ("mcp",),
+    "media": ("PIL", "soundfile", "soxr"),
     "ray": ("ray.serve",),
     "otel": ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"),
 }
 """The same of extras that a plain install is without."""
 
+_PACKAGES = {"PIL": "pillow"}
+"""Packages whose modules have other names."""
 _found: set[str] = set()
 
 
-def require(extra: str, what: str) -> None:
-    """Raise MissingPackageError unless the packages of an extra are there; what: the part that needs them."""
-    if extra in _found:
+def require(extra: str, what: str, modules: tuple[str, ...] = ()) -> None:
+    """Raise MissingPackageError unless the packages of an extra are there, or those with these modules of it.
+
+    what: the part that needs them.
+    """
+    wanted = modules or (EXTRAS | OPTIONAL)[extra]
+    if _found.issuperset(wanted):
         return
-    missing = [name for name in (EXTRAS | OPTIONAL)[extra] if not _is_there(name)]
+    missing = [name for name in wanted if not _is_there(name)]
     if missing:
-        names = ", ".join(name.replace("_", "-").replace(".", "-") for name in missing)
+        names = ", ".join(_PACKAGES.get(name, name).replace("_", "-").replace(".", "-") for name in missing)
         raise MissingPackageError(
             f"{what} needs {names}, which {'are' if missing[1:] else 'is'} not installed; "
             f"type `pip install 'localinfer[{extra}]'`",
             extra=extra,
         )
-    _found.add(extra)
+    _found.update(wanted)
 
 
 def _is_there(module: str) -> bool:
