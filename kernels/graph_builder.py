@@ -111,6 +111,13 @@ def _check_rope(op: ops.Rope) -> None:
     check(is_right, f"the axes of {op.x.name} are not one of {NUM_AXES} for each of {rotated // 2} pairs")
 
 
+def _check_rotate_by_row(op: ops.RotateByRow) -> None:
+    x, rotated = op.x, op.angles.width
+    check(x.width % op.head_size == 0 and rotated % 2 == 0, f"{x.name} does not hold heads of {op.head_size}")
+    check(op.offset >= 0 and op.offset + rotated <= op.head_size, f"{rotated} rotated columns exceed {op.head_size}")
+    check(x.rows is Rows.BATCH and op.angles.rows is Rows.BATCH, f"{x.name} and {op.angles.name} are not of batch rows")
+
+
 def _check_store_kv(op: ops.StoreKV, kept: KVLayerShape) -> None:
     layer, keys, values = op.layer, op.keys, op.values
     check(keys.width == kept.num_kv_heads * kept.key_size, f"{keys.name} does not hold layer {layer}'s keys")
@@ -150,6 +157,8 @@ def _check_attention(op: ops.Attention, kept: KVLayerShape) -> None:
     if op.relative is not None:
         check(shape.bidirectional and op.chosen is None, "biases by distance are for texts that are computed whole")
         _check_relative(op.relative, shape.num_heads)
+    if op.takes_ranges:
+        check(op.chosen is None and not shape.excludes_own, "rows with ranges attend to all of them, their own among")
     _has_values(shape.sinks, shape.num_heads, "attention sinks")
     _has_values(shape.alibi_slopes, shape.num_heads, "ALiBi slopes")
 
@@ -243,6 +252,11 @@ def _has_parts(x: Buffer, values: Buffer) -> None:
 
 def _check_limit(op: ops.Clamp) -> None:
     check(op.limit > 0.0, f"{op.x.name} cannot be clamped to {op.limit}")
+
+
+def _check_bound(op: ops.Bound) -> None:
+    _same_shape(op.out, op.x)
+    check(op.lowest <= op.highest, f"{op.x.name} cannot be kept between {op.lowest} and {op.highest}")
 
 
 def _check_scale_by_position(op: ops.ScaleByPosition) -> None:
@@ -469,6 +483,7 @@ class GraphBuilder:
     layer_norm = _writer(ops.LayerNorm, _check_norm)
     matmul = _writer(ops.Matmul, _check_matmul)
     rope = _writer(ops.Rope, _check_rope)
+    rotate_by_row = _writer(ops.RotateByRow, _check_rotate_by_row)
     store_kv = _writer(ops.StoreKV, _check_store_kv)
     attention = _writer(ops.Attention, _check_attention)
     choose_blocks = _writer(ops.ChooseBlocks, _check_choose_blocks)
@@ -484,6 +499,7 @@ class GraphBuilder:
     add_vector = _writer(ops.AddVector, lambda op: _has_values(op.vector, op.x.width, f"the vector for {op.x.name}"))
     scale = _writer(ops.Scale)
     clamp = _writer(ops.Clamp, _check_limit)
+    bound = _writer(ops.Bound, _check_bound)
     scale_by_position = _writer(ops.ScaleByPosition, _check_scale_by_position)
     softcap = _writer(ops.Softcap)
     copy_heads = _writer(ops.CopyHeads, _check_copy_heads)
@@ -497,5 +513,6 @@ class GraphBuilder:
     expert_factors = _writer(ops.ExpertFactors, _check_expert_factors)
     gated_delta_rule = _writer(ops.GatedDeltaRule, _check_delta_rule)
     wkv = _writer(ops.Wkv, _check_wkv)
+    stage_boundary = _writer(ops.StageBoundary)
     short_convolution = _writer(ops.ShortConvolution, _check_short_convolution)
     selective_scan = _writer(ops.SelectiveScan, _check_selective_scan)

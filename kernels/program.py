@@ -70,6 +70,11 @@ class Segment:
     position that is computed again while its page is shared; None for the segment's own."""
     media: MediaRows | None = None
     """For models that take pictures or sounds; None for words at their own positions."""
+    key_ends: NDArray[np.int64] | None = None
+    """[rows]: the position after the last one that each row sees, behind its own and within the segment, in ops that
+    take it; None for those that rows see otherwise. Windows then bound only what lies before a row."""
+    key_starts: NDArray[np.int64] | None = None
+    """[rows]: the first position that each row sees, with key_ends; None for 0."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +105,8 @@ class BatchLimits:
     """True if segments must begin with the first position."""
     media_width: int = 0
     """Columns of the embeddings that rows may have instead of a token; 0 where none may."""
+    takes_ranges: bool = False
+    """True if segments may say which positions their rows see."""
 
     def check(self, batch: Batch) -> None:
         """Raise RequestError or ContextLengthError for a batch that kernels, which check nothing, must not get."""
@@ -194,10 +201,30 @@ class BatchLimits:
             )
         if end - dropped > num_pages * self.page_tokens:
             raise RequestError(f"segment {index} ends at position {end}, but {num_pages} pages were given for it")
+        if segment.key_ends is not None or segment.key_starts is not None:
+            self._check_ranges(index, segment)
         if start and self.needs_whole_texts:
             raise RequestError(f"segment {index} begins at position {start}; this model computes whole texts only")
         if end > self.num_positions:
             raise ContextLengthError(f"position {end - 1} is beyond the {self.num_positions} the model has learned")
+
+    def _check_ranges(self, index: int, segment: Segment) -> None:
+        """Prove that every row of a segment sees its own position, and none that is not there. Raises: RequestError."""
+        if not self.takes_ranges:
+            raise RequestError(
+                f"segment {index} says which positions its rows see, which this program does not take; compute it with "
+                "rows that see what is before them"
+            )
+        start, end = segment.start_position, segment.start_position + segment.num_rows
+        own = np.arange(start, end)
+        ends = own + 1 if segment.key_ends is None else segment.key_ends
+        starts = np.zeros_like(own) if segment.key_starts is None else segment.key_starts
+        is_whole = ends.shape == own.shape == starts.shape and ends.dtype.kind == starts.dtype.kind == "i"
+        if not is_whole or np.any(starts < 0) or np.any(starts > own) or np.any(ends <= own) or np.any(ends > end):
+            raise RequestError(
+                f"segment {index} from position {start} has {segment.num_rows} rows; wanted for each a range "
+                f"of positions from 0 to {end} that holds its own"
+            )
 
 
 def _check_state(index: int, segment: Segment) -> None:

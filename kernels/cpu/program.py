@@ -236,12 +236,19 @@ class CpuProgram:
         addresses = zip(tape.kernels, tape.parameters, strict=True)
         self._ops = placed(np.array([[kernel.address, address(words)] for kernel, words in addresses], np.int64))
         self._ops_address, self._num_ops = address(self._ops), len(self._ops)
+        self._plain_ops, self._ranged_ops = self._ops, self._ops
+        if tape.ranged_kernels:
+            self._ranged_ops = placed(self._ops.copy())
+            for index, kernel in tape.ranged_kernels.items():
+                self._ranged_ops[index, 0] = kernel.address
         self._stretches = stretches(tape.operations)
         self._recurrent_ops = placed(np.ascontiguousarray(self._ops[tape.recurrent_kernels]))
         carrying = [tape.descriptions[index] for index in tape.recurrent_kernels]
-        for entries, descriptions in ((self._ops, tape.descriptions), (self._recurrent_ops, carrying)):
+        tapes = [(self._plain_ops, tape.descriptions), (self._recurrent_ops, carrying)]
+        tapes += [(self._ranged_ops, tape.descriptions)] if tape.ranged_kernels else []
+        for entries, descriptions in tapes:
             REPORTS.add_tape(entries, descriptions)
-        self._forget = weakref.finalize(self, _strike_out, (self._ops_address, address(self._recurrent_ops)))
+        self._forget = weakref.finalize(self, _strike_out, tuple(address(entries) for entries, _ in tapes))
         self._fills = tuple(tape.memory.fills)
         rows = self.max_batch_rows
         self._token_ids = zeros(rows, np.int64)
@@ -254,6 +261,7 @@ class CpuProgram:
         self._windowed_tables = zeros(rows, np.int64)
         self._output_rows = zeros(self.max_output_rows, np.int64)
         self._segments = zeros((rows, len(SEGMENT.fields)), np.int64)
+        self._key_ranges = zeros((2, rows if tape.limits.takes_ranges else 0), np.int64)
         self._scratch = aligned_zeros(self._pool.max_threads * kernel_abi.SCRATCH_BYTES)
         self._header = BATCH.pack(
             num_rows=0,
@@ -272,6 +280,8 @@ class CpuProgram:
             token_types=address(self._token_types),
             media=0,
             axes=0,
+            key_starts=address(self._key_ranges[0]),
+            key_ends=address(self._key_ranges[1]),
         )
         self._header_address = address(self._header)
         self._partials: NDArray[np.uint8] = aligned_zeros(0)
@@ -315,6 +325,8 @@ class CpuProgram:
         if self._limits.num_token_types > 1:
             self._token_types[:rows] = 0 if batch.token_types is None else batch.token_types
         self._output_rows[:outputs] = batch.output_rows
+        if self._limits.takes_ranges:
+            self._set_ranges(batch.segments)
         row = chunks = 0
         for index, segment in enumerate(batch.segments):
             row = self._set_segment(index, segment, row)
@@ -469,6 +481,23 @@ class CpuProgram:
                 header[_AXES] = address(self._axes)
             row = end
         return np.maximum(token_ids, 0)
+
+    def _set_ranges(self, segments: Sequence[Segment]) -> None:
+        """Take the ops that read ranges of positions, and write them, where a segment gives some."""
+        is_ranged = any(segment.key_ends is not None or segment.key_starts is not None for segment in segments)
+        self._ops = self._ranged_ops if is_ranged else self._plain_ops
+        self._ops_address = address(self._ops)
+        if not is_ranged:
+            return
+        row = 0
+        for segment in segments:
+            first, end, start = row, row + segment.num_rows, segment.start_position
+            ends = np.arange(start + 1, start + segment.num_rows + 1) if segment.key_ends is None else segment.key_ends
+            starts = 0 if segment.key_starts is None else segment.key_starts
+            # Kernels count positions from the first that was not dropped.
+            self._key_ranges[0, first:end] = np.maximum(starts - np.int64(segment.dropped_tokens), 0)
+            self._key_ranges[1, first:end] = ends - np.int64(segment.dropped_tokens)
+            row = end
 
     def _set_segment(self, index: int, segment: Segment, row: int) -> int:
         """Write one segment's rows, the first of them `row`; returns the row after its last."""

@@ -28,6 +28,7 @@ class CpuTape:
     calls: kernels that kernels call themselves: a block, the index of the word that takes the address, and which.
     angles: cosines and sines by the RoPE table they are of. expert_groups: rows by expert, by the buffer of ids.
     inner_buffers: between kernels of one op, by name.
+    ranged_kernels: kernels of batches that say which positions rows see, by the numbers of those whose place they take.
     recurrent_kernels: numbers of the kernels that carry states.
     quantized_source: rows, buffer and columns that were quantized last, to quantized_place.
     """
@@ -53,6 +54,7 @@ class CpuTape:
             graph.num_token_types,
             graph.needs_whole_texts,
             graph.media_width,
+            graph.takes_ranges,
         )
         self.max_rows = {Rows.BATCH: max_batch_rows, Rows.OUTPUT: max_output_rows}
         self.memory = TapeMemory(self.max_rows, graph.buffers)
@@ -63,6 +65,7 @@ class CpuTape:
         self.operations: list[OpCost] = []
         self.descriptions: list[str] = []
         self.calls: list[tuple[NDArray[np.int64], int, Kernel]] = []
+        self.ranged_kernels: dict[int, Kernel] = {}
         self.partial_bytes = 0
         self.recurrent_kernels: list[int] = []
         self.inner_buffers: dict[str, Buffer] = {}

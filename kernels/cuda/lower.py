@@ -69,6 +69,10 @@ def lower_to_cuda(
     if max_summed_tokens:
         tape.page_sums = PageSums(tape.memory, max_batch_rows, -(-max_summed_tokens // kv_layout.page_tokens))
     for op in graph.ops:
+        if type(op) not in LOWER:
+            raise UnsupportedFormatError(
+                f"this model has {type(op).__name__}, which device 'cuda' does not run; take 'cpu' (--device cpu)"
+            )
         LOWER[type(op)](tape, op)
     tape.read(graph.output)
     limits = BatchLimits(

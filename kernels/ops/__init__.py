@@ -19,6 +19,7 @@ from localinfer.kernels.ops.attention import (
     Relative as Relative,
     Rope as Rope,
     RopeTable as RopeTable,
+    RotateByRow as RotateByRow,
     SparseSelection as SparseSelection,
     StoreKV as StoreKV,
 )
@@ -27,6 +28,7 @@ from localinfer.kernels.ops.elementwise import (
     Activation as Activation,
     Add as Add,
     AddVector as AddVector,
+    Bound as Bound,
     Clamp as Clamp,
     CopyHeads as CopyHeads,
     Embed as Embed,

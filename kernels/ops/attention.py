@@ -45,6 +45,20 @@ class Rope(Record):
     offset: int = 0
 
 
+class RotateByRow(Record):
+    """Rotate, in place, elements from `offset` on of every head of x by angles that a buffer holds for the row.
+
+    angles: cosines of as many pairs as are rotated, then their sines. Rows with positions in two dimensions have others
+    than those of one position (`Rope`).
+    """
+
+    x: Buffer
+    angles: Buffer
+    head_size: int
+    pairing: Pairing
+    offset: int = 0
+
+
 @dataclass(frozen=True)
 class KVLayerShape:
     """Keys and values that one layer keeps per position."""
@@ -146,6 +160,8 @@ class Attention(Record):
     """Of the positions that a row sees, those it attends to; None for all."""
     relative: Relative | None = None
     """For bidirectional attention only, whose segments are whole texts."""
+    takes_ranges: bool = False
+    """True if a segment may say which positions each row sees (`program.Segment.key_ends`); the window still holds."""
 
 
 class ChooseBlocks(Record):

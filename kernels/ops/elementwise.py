@@ -139,6 +139,15 @@ class Clamp(Record):
     only_above: bool = False
 
 
+class Bound(Record):
+    """out = min(max(x, lowest), highest)."""
+
+    out: Buffer
+    x: Buffer
+    lowest: float
+    highest: float
+
+
 class Add(Record):
     """out = a + scale * b."""
 

@@ -4,11 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from localinfer.kernels.ops.attention import Attention, ChooseBlocks, KVLayerShape, Rope, StoreKV
+from localinfer.kernels.ops.attention import Attention, ChooseBlocks, KVLayerShape, Rope, RotateByRow, StoreKV
 from localinfer.kernels.ops.elementwise import (
     Activate,
     Add,
     AddVector,
+    Bound,
     Clamp,
     CopyHeads,
     Embed,
@@ -37,7 +38,7 @@ from localinfer.types import FloatArray
 
 
 class StageBoundary(Record):
-    """The program stops here, for programs of other devices to run; only in graphs that were cut for several devices.
+    """The program stops here, for programs of other devices to run, or for the host to fill buffers.
 
     The ops between two of these are a stage.
     """
@@ -49,10 +50,11 @@ class StageBoundary(Record):
 
 
 Op = (
-    Activate | Add | AddVector | Attention | ChooseBlocks | Clamp | CopyHeads | Embed | EmbedMedia | EmbedPositions
-    | EmbedTypes | ExpertFactors | ExpertMatmul | ExpertScale | ExpertSum | GatedActivate | GaussianTopK | HeadMatmul
-    | LayerNorm | Magnitude | Matmul | MeanRows | MixSlots | Multiply | MultiplySigmoid | PreviousRow | RecurrentOp
-    | RmsNorm | Rope | Route | Scale | ScaleByPosition | SelectOutput | Softcap | StageBoundary | StoreKV | Xielu
+    Activate | Add | AddVector | Attention | Bound | ChooseBlocks | Clamp | CopyHeads | Embed | EmbedMedia
+    | EmbedPositions | EmbedTypes | ExpertFactors | ExpertMatmul | ExpertScale | ExpertSum | GatedActivate
+    | GaussianTopK | HeadMatmul | LayerNorm | Magnitude | Matmul | MeanRows | MixSlots | Multiply | MultiplySigmoid
+    | PreviousRow | RecurrentOp | RmsNorm | Rope | RotateByRow | Route | Scale | ScaleByPosition | SelectOutput
+    | Softcap | StageBoundary | StoreKV | Xielu
 )  # fmt: skip
 
 
@@ -92,6 +94,11 @@ class OpGraph:
     def needs_whole_texts(self) -> bool:
         """True if segments begin with the first position: keys' rows are looked up in the batch."""
         return any(isinstance(op, Attention) and op.relative is not None for op in self.ops)
+
+    @property
+    def takes_ranges(self) -> bool:
+        """True if segments may say which positions their rows see."""
+        return any(isinstance(op, Attention) and op.takes_ranges for op in self.ops)
 
     @property
     def num_positions(self) -> int:

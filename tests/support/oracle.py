@@ -222,7 +222,7 @@ def _matmul(run: _Run, op: ops.Matmul) -> None:
 
 @_formula(ops.Rope)
 def _rope(run: _Run, op: ops.Rope) -> None:
-    table, x = op.table, op.x
+    table = op.table
     num_pairs = len(table.inverse_frequencies)
     positions = np.repeat(run.positions[:, None], num_pairs, axis=1)
     if table.axes is not None:
@@ -230,10 +230,22 @@ def _rope(run: _Run, op: ops.Rope) -> None:
             if segment.media is not None and segment.media.positions is not None:
                 positions[rows] = segment.media.positions[:, table.axes]
     angles = positions[:, None, :] * table.inverse_frequencies
-    cosine, sine = table.magnitude * np.cos(angles), table.magnitude * np.sin(angles)
+    _rotate(run, op, table.pairing, table.magnitude * np.cos(angles), table.magnitude * np.sin(angles))
+
+
+@_formula(ops.RotateByRow)
+def _rotate_by_row(run: _Run, op: ops.RotateByRow) -> None:
+    cosine, sine = np.split(run[op.angles][:, None], 2, axis=-1)
+    _rotate(run, op, op.pairing, cosine, sine)
+
+
+def _rotate(
+    run: _Run, op: ops.Rope | ops.RotateByRow, pairing: Pairing, cosine: Float64Array, sine: Float64Array
+) -> None:
+    x, num_pairs = op.x, cosine.shape[-1]
     heads = run[x].reshape(len(run.positions), -1, op.head_size).copy()
     part = heads[:, :, op.offset : op.offset + 2 * num_pairs]
-    if table.pairing is Pairing.ADJACENT:
+    if pairing is Pairing.ADJACENT:
         first, second = part[:, :, 0::2].copy(), part[:, :, 1::2].copy()
         part[:, :, 0::2] = first * cosine - second * sine
         part[:, :, 1::2] = first * sine + second * cosine
@@ -390,6 +402,11 @@ def _multiply_sigmoid(run: _Run, op: ops.MultiplySigmoid) -> None:
 @_formula(ops.Scale)
 def _scale(run: _Run, op: ops.Scale) -> None:
     run[op.x] = op.factor * run[op.x]
+
+
+@_formula(ops.Bound)
+def _bound(run: _Run, op: ops.Bound) -> None:
+    run[op.out] = np.clip(run[op.x], op.lowest, op.highest)
 
 
 @_formula(ops.Clamp)

@@ -268,7 +268,7 @@ def _attend(p: int, memory: int, chunk: int, first_query: int, count: int, place
 
 
 @inline
-def _out_address(p: int, memory: int, query: int) -> int:
+def out_address(p: int, memory: int, query: int) -> int:
     """Address of a query's result."""
     group = ATTENTION.group(p)
     head = load_i64(memory + scratch.KV_HEAD) * group + query % group
@@ -277,10 +277,10 @@ def _out_address(p: int, memory: int, query: int) -> int:
 
 
 @inline
-def _merge(p: int, memory: int, first_query: int, count: int, place: int) -> None:
+def merge(p: int, memory: int, first_query: int, count: int, place: int) -> None:
     """Add one chunk's results of some queries, at `place`, to those of the chunks before."""
     for q in range(count):
-        store_i64(memory + scratch.TARGETS + 8 * q, _out_address(p, memory, first_query + q))
+        store_i64(memory + scratch.TARGETS + 8 * q, out_address(p, memory, first_query + q))
     merge_chunk(
         count,
         memory + scratch.MAXIMA + 4 * first_query,
@@ -296,7 +296,7 @@ def _merge(p: int, memory: int, first_query: int, count: int, place: int) -> Non
 
 
 @inline
-def _finish_row(p: int, memory: int, out: int, total: float) -> None:
+def finish_row(p: int, memory: int, out: int, total: float) -> None:
     """Divide one result by its sum, and undo the rotation of values."""
     size, rotation, row = ATTENTION.value_size(p), ATTENTION.rotation(p), memory + scratch.ROW
     divide_row(out, total, size)
@@ -350,18 +350,18 @@ def _finish_tile(p: int, memory: int, partials: int, is_attended: bool) -> None:
         for first in range(0, queries, 8):
             count = min(8, queries - first)
             if is_attended:
-                _merge(p, memory, first, count, place)
+                merge(p, memory, first, count, place)
                 place += _chunk_bytes(p, 8)
             else:
                 _attend(p, memory, chunk, first, count, place)
-                _merge(p, memory, first, count, place)
+                merge(p, memory, first, count, place)
     group, sinks = ATTENTION.group(p), ATTENTION.sinks(p)
     for query in range(queries):
         total = load_f32(memory + scratch.TOTALS + 4 * query)
         if sinks != 0:
             sink = load_f32(sinks + 4 * (load_i64(memory + scratch.KV_HEAD) * group + query % group))
             total += exp_of(sink - load_f32(memory + scratch.MAXIMA + 4 * query))
-        _finish_row(p, memory, _out_address(p, memory, query), total)
+        finish_row(p, memory, out_address(p, memory, query), total)
 
 
 @inline

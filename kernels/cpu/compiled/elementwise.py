@@ -212,6 +212,11 @@ def _at_most(emit: Emitter, x: Value, limit: Value) -> Value:
     return emit.builder.select(emit.builder.fcmp_ordered(">", x, limit), limit, x)
 
 
+def _at_least(emit: Emitter, x: Value, limit: Value) -> Value:
+    """The higher of x and limit; NaN stays."""
+    return emit.builder.select(emit.builder.fcmp_ordered("<", x, limit), limit, x)
+
+
 def _clamped(emit: Emitter, x: Value, limit: Value) -> Value:
     """x within -limit and limit; NaN stays."""
     b, lowest = emit.builder, emit.builder.fneg(limit)
@@ -269,6 +274,7 @@ FORMULAS: dict[str, Formula] = {
     **{f"gated_{kind.value}": _gated(activation) for kind, activation in _ACTIVATIONS.items()},
     "gated_swiglu_clamped": lambda emit, a, b, s: _swiglu_clamped(emit, a, b),
     "gated_silu_limited": _limited_gate,
+    "bound": lambda emit, a, b, s: _at_most(emit, _at_least(emit, a, s), b),
 }
 """Formulas of the elementwise ops, of two inputs and a scalar."""
 

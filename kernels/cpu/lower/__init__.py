@@ -61,7 +61,8 @@ def kernels_of_graph(graph: OpGraph, pool: ThreadPool, kv_layout: KVLayout, max_
 
 
 def _kernels_of(tape: CpuTape) -> list[Kernel]:
-    return list(dict.fromkeys([*tape.kernels, *(called for _, _, called in tape.calls)]))
+    called = [kernel for _, _, kernel in tape.calls]
+    return list(dict.fromkeys([*tape.kernels, *tape.ranged_kernels.values(), *called]))
 
 
 def _stage_boundary(tape: CpuTape, op: ops.StageBoundary) -> None:

@@ -61,6 +61,17 @@ def _rope_angles(tape: CpuTape, table: RopeTable) -> NDArray[np.uint8]:
     return tape.angles[key]
 
 
+def _rotate_by_row(tape: CpuTape, op: ops.RotateByRow) -> None:
+    x, pairs = op.x, op.angles.width // 2
+    (place, stride), (angles, angles_stride) = tape.address_of(x), tape.address_of(op.angles)
+    words = parameters.ROPE.pack(
+        x=place + 4 * op.offset, x_stride=stride, angles=angles, angles_stride=angles_stride,
+        heads=x.width // op.head_size, head_size=op.head_size, pairs=pairs,
+        is_halves=op.pairing is ops.Pairing.HALVES,
+    )  # fmt: skip
+    tape.add("elementwise.rope", words, writes=x, about=f"{pairs} pairs of each head of {op.head_size}")
+
+
 def _store_kv(tape: CpuTape, op: ops.StoreKV) -> None:
     kernel, words = store_parameters(tape.kv_layout, op.layer)
     (keys, keys_stride), (values, values_stride) = tape.address_of(op.keys), tape.address_of(op.values or op.keys)
@@ -90,6 +101,8 @@ def _attention(tape: CpuTape, op: ops.Attention) -> None:
     calls = {parameters.ATTENTION.fields.index(word): kernel for word, kernel in called_kernels(layout).items()}
     about = _about_attention(tape, layer, shape)
     block = parameters.ATTENTION.pack(**words)
+    if op.takes_ranges:
+        tape.ranged_kernels[len(tape.kernels)] = Kernel("attention_ranges.attention")
     tape.add("attention.attention", block, writes=op.out, cost=cost, calls=calls, about=about)
     if tape.attention_sums is not None:
         _, heads, pages = tape.attention_sums.shape
@@ -282,5 +295,6 @@ LOWER: dict[type, Callable[[CpuTape, Any], None]] = {
     ops.Attention: _attention,
     ops.ChooseBlocks: _choose_blocks,
     ops.Rope: _rope,
+    ops.RotateByRow: _rotate_by_row,
     ops.StoreKV: _store_kv,
 }

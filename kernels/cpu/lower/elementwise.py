@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from localinfer.kernels import ops
 from localinfer.kernels.cpu import parameters
 from localinfer.kernels.cpu.tape import CpuTape
@@ -136,6 +138,15 @@ def _copy_heads(tape: CpuTape, op: ops.CopyHeads) -> None:
     tape.add("elementwise.copy_heads", words, writes=op.out)
 
 
+def _bound(tape: CpuTape, op: ops.Bound) -> None:
+    highest = np.full(op.x.width, op.highest, np.float32)
+    words = parameters.ELEMENTWISE.pack(
+        **tape.addresses_of(out=op.out, a=op.x), b=tape.memory.constant(highest), b_stride=0, scalar=op.lowest,
+        columns=op.x.width, is_output=op.x.is_output,
+    )  # fmt: skip
+    tape.add("elementwise.bound", words, writes=op.out)
+
+
 def _add_vector(tape: CpuTape, op: ops.AddVector) -> None:
     words = parameters.ELEMENTWISE.pack(
         **tape.addresses_of(out=op.x, a=op.x), b=tape.memory.constant(op.vector), b_stride=0, scalar=1.0,
@@ -180,6 +191,7 @@ LOWER: dict[type, Callable[[CpuTape, Any], None]] = {
     ops.Clamp: lambda tape, op: tape.elementwise(
         "clamp_above" if op.only_above else "clamp", op.x, op.x, op.x, op.limit
     ),
+    ops.Bound: _bound,
     ops.ScaleByPosition: _scale_by_position,
     ops.Softcap: lambda tape, op: tape.elementwise("softcap", op.x, op.x, op.x, op.cap),
     ops.CopyHeads: _copy_heads,

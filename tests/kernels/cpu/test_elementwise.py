@@ -7,6 +7,7 @@ import numba
 import numpy as np
 import pytest
 
+from localinfer.errors import ShapeError
 from localinfer.kernels.cpu.compiled.elementwise import exp_of, sigmoid_of
 from localinfer.kernels.cpu.lower import lower_to_cpu
 from localinfer.kernels.cpu.program import ThreadPool
@@ -163,6 +164,10 @@ def _clamp(tape: GraphBuilder, a: Buffer, b: Buffer) -> None:
     tape.clamp(a, 0.25, only_above=True)
 
 
+def _bound(tape: GraphBuilder, a: Buffer, b: Buffer) -> None:
+    tape.bound(a, b, -0.75, 0.25)
+
+
 def _limited_gate(tape: GraphBuilder, a: Buffer, b: Buffer) -> None:
     tape.gated_activation(a, a, b, Activation.SILU, 0.25)
 
@@ -182,6 +187,7 @@ FORMULAS: dict[Callable[[GraphBuilder, Buffer, Buffer], None], Callable[[Float64
     _softcap: lambda a, b: 1.5 * np.tanh(a / 1.5),
     _scale_columns: lambda a, b: a * factors(a.shape[1]),
     _clamp: lambda a, b: np.clip(a, -0.5, 0.25),
+    _bound: lambda a, b: np.clip(b, -0.75, 0.25),
     _limited_gate: lambda a, b: np.minimum(a * sigmoid(a), 0.25) * np.clip(b, -0.25, 0.25),
     _xielu: lambda a, b: _xielu_of(b, *XIELU),
     _scale_by_position: lambda a, b: a * (1 + 0.1 * np.log1p((np.arange(len(a)) + 1) // 3))[:, None],
@@ -256,6 +262,35 @@ def test_rope_rotates_each_head_by_its_position(
     found = run_rows(pool, [x], write)
     np.testing.assert_allclose(found, wanted.reshape(ROWS, -1), rtol=1e-6, atol=1e-6)
     assert_same_bits(run_rows(two_threads, [x], write, [1, 10]), found)
+
+
+@pytest.mark.parametrize("pairing", Pairing)
+def test_rotation_by_given_angles_equals_that_by_position(
+    pairing: Pairing, pool: ThreadPool, two_threads: ThreadPool
+) -> None:
+    head_size, pairs, offset = 24, 5, 9
+    x, frequencies = random_rows(ROWS, 3 * head_size, 12), 1.0 / 10000 ** (np.arange(pairs) / pairs)
+    turns = np.arange(ROWS)[:, None] * frequencies
+    angles = np.concatenate([np.cos(turns), np.sin(turns)], axis=1).astype(np.float32)
+
+    def by_position(tape: GraphBuilder, inputs: list[Buffer]) -> Buffer:
+        tape.rope(inputs[0], RopeTable(frequencies, pairing), head_size, offset)
+        return inputs[0]
+
+    def by_row(tape: GraphBuilder, inputs: list[Buffer]) -> Buffer:
+        tape.rotate_by_row(inputs[0], inputs[1], head_size, pairing, offset)
+        return inputs[0]
+
+    wanted = run_rows(pool, [x], by_position)
+    for threads in (pool, two_threads):
+        assert_same_bits(run_rows(threads, [x, angles], by_row), wanted)
+
+    def beyond(tape: GraphBuilder, inputs: list[Buffer]) -> Buffer:
+        tape.rotate_by_row(inputs[0], inputs[1], head_size, pairing, 15)
+        return inputs[0]
+
+    with pytest.raises(ShapeError, match="10 rotated columns exceed 24"):
+        run_rows(pool, [x, angles], beyond)
 
 
 def test_rope_keeps_its_precision_at_far_positions(pool: ThreadPool) -> None:
