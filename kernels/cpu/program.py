@@ -34,7 +34,6 @@ from localinfer.kernels.cpu.worker_threads import (
     Priority,
     ThreadChoice,
     WorkerThreads,
-    note_thread,
 )
 from localinfer.kernels.ops import NUM_AXES, Buffer, Rows
 from localinfer.kernels.program import Batch, MediaRows, OpCost, Segment, StateStep
@@ -46,6 +45,8 @@ logger = logging.getLogger(__name__)
 
 POOL_KERNELS = (*_THREAD_KERNELS, HANDLER)
 
+_CALLER_ID = (kernel_abi.SLEEPING + kernel_abi.THREAD_ID) // 8
+"""Word of a control block that says which thread of the system is thread 0."""
 _STACK_BYTES = 8 << 20
 """Stack of a thread on most systems."""
 
@@ -147,7 +148,7 @@ class ThreadPool:
             self.computing_seconds = self._workers.run(num_threads)
             return
         began = time.thread_time() if is_measured else 0.0
-        note_thread(control, 0)
+        control[_CALLER_ID] = threading.get_ident()
         if num_threads == 1:
             FINISH_RUN.call(self.control_address)
             if is_measured:

@@ -161,7 +161,7 @@ class Ingress:
                     raise taken.error()
                 headers.update(taken.headers)
 
-            is_limited = self._settings.quota_of(asking.token).tokens_per_minute is not None
+            is_limited = self._settings.quotas[asking.token].tokens_per_minute is not None
             await relay_answer(open_parts, send, asking.path, progress, reserve if is_limited else None)
         except ApiError as error:
             await send_error(send, error, asking.path)
@@ -175,7 +175,7 @@ class Ingress:
             facts: PromptFacts = await asyncio.to_thread(prompt_facts, body, tenant)
         else:
             facts = prompt_facts(body, tenant)
-        quota = self._settings.quota_of(asking.token)
+        quota = self._settings.quotas[asking.token]
         least = quota.min_priority
         priority = max(0, least or 0) if facts.priority is None else facts.priority
         # The replica refuses one that is not allowed.

@@ -52,9 +52,9 @@ def test_replicas_leave_the_limits_of_tokens_to_the_ingress_and_keep_the_rest() 
         tokens=(AccessToken("a", "sk-a", quota=quota),), requests_per_minute=9, running_per_token=2, isolates_cache=True
     )
     served = without_limits(given)
-    assert served.quota_of("a") == Quota(min_priority=5)
+    assert served.quotas["a"] == Quota(min_priority=5)
     # As with any tokens that have names.
-    assert served.quota_of("b") == Quota(min_priority=0)
+    assert served.quotas["b"] == Quota(min_priority=0)
     assert served.isolates_cache and served.access_tokens[0].value == "sk-a"
 
 

@@ -60,10 +60,10 @@ def test_a_line_of_the_token_file_may_have_limits_of_its_own():
     assert (alice.value, alice.quota) == ("first", Quota(max_running=2, max_queued=0, tokens_per_minute=500))
     assert (second.value, second.quota) == ("second", Quota(min_priority=-1))
     settings = ServerSettings(tokens=(alice, second), tokens_per_minute=900, running_per_token=7, min_priority=3)
-    assert settings.quota_of("alice") == replace(alice.quota, min_priority=3)
-    assert settings.quota_of("token-2").max_running == 7
-    assert settings.quota_of("token-2").min_priority == -1
-    assert settings.quota_of("").tokens_per_minute == 900
+    assert settings.quotas["alice"] == replace(alice.quota, min_priority=3)
+    assert settings.quotas["token-2"].max_running == 7
+    assert settings.quotas["token-2"].min_priority == -1
+    assert settings.quotas[""].tokens_per_minute == 900
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_a_line_of_the_token_file_may_have_limits_of_its_own():
 )
 def test_with_named_tokens_none_holds_others_back_unless_it_is_said(settings, least):
     found = ServerSettings(**settings)
-    assert {token: found.quota_of(token).min_priority for token in least} == least
+    assert {token: found.quotas[token].min_priority for token in least} == least
 
 
 @pytest.mark.parametrize(

@@ -110,7 +110,7 @@ class RateLimiter:
         return {kind: bucket for kind in ("requests", "tokens") if (bucket := self._bucket(token, kind)) is not None}
 
     def _bucket(self, token: str, kind: str) -> _Bucket | None:
-        quota = self._settings().quota_of(token)
+        quota = self._settings().quotas[token]
         limit = quota.requests_per_minute if kind == "requests" else quota.tokens_per_minute
         if limit is None:
             return None
@@ -241,7 +241,7 @@ def ownership(request: Request, settings: ServerSettings) -> dict[str, Any]:
     is on its own. Raises: ApiError for a header that is no time.
     """
     record, identity = record_of(request.scope), request.scope["state"].get(TOKEN_IDENTITY)
-    quota = settings.quota_of(record.token)
+    quota = settings.quotas[record.token]
     if identity is None:
         options: dict[str, Any] = {"owner": str(request.client or request.state.request_id)}
     else:
@@ -286,7 +286,7 @@ def check_generations(running: int, count: int, most: int, *, is_first: bool) ->
 
 def check_queue(token: str, count: int, replies: Collection[OwnedTexts], settings: ServerSettings) -> None:
     """Refuse so many texts more of a token than may run and wait. token: its name. Raises: ApiError."""
-    quota = settings.quota_of(token)
+    quota = settings.quotas[token]
     if not token or quota.max_queued is None:
         return
     running = settings.num_slots if quota.max_running is None else quota.max_running

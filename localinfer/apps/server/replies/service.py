@@ -591,7 +591,7 @@ async def read_body(request: Request, record: type[Record]) -> Record:
     noted = record_of(request.scope)
     noted.take_body(body)
     noted.cache_salt = cache_salt_of(noted.tenant, getattr(body, "cache_salt", None))
-    noted.priority = checked_priority(body, service_of(request).settings.quota_of(noted.token))
+    noted.priority = checked_priority(body, service_of(request).settings.quotas[noted.token])
     return body
 
 

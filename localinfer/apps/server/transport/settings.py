@@ -7,7 +7,8 @@ import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Literal, get_args
@@ -57,6 +58,17 @@ class Quota:
         """These limits, and another's where there is none."""
         given = {one.name: getattr(self, one.name) for one in fields(self)}
         return Quota(**{name: getattr(other, name) if value is None else value for name, value in given.items()})
+
+
+class Quotas(dict[str, Quota]):
+    """Limits by the name of a token; `default` for a token that has none of its own, or is no longer valid."""
+
+    def __init__(self, default: Quota, own: Mapping[str, Quota]) -> None:
+        super().__init__(own)
+        self.default = default
+
+    def __missing__(self, name: str) -> Quota:
+        return self.default
 
 
 def read_quota(words: Sequence[str]) -> Quota:
@@ -321,8 +333,8 @@ class ServerSettings(ServerOptions):
                 "(--token-file), or listen on 127.0.0.1"
             )
         self.check_options()
-        # It refuses limits beyond what is counted.
-        self.quota_of("")
+        # They refuse limits beyond what is counted.
+        assert self.quotas, "requests without a token have some"
         if self.isolates_cache and not self.access_tokens:
             raise RequestError(
                 "clients can only be kept apart by their tokens, and there are none; give a file with a token for each "
@@ -344,22 +356,22 @@ class ServerSettings(ServerOptions):
         """Every token that is valid."""
         return (*((AccessToken("token", self.token, is_named=False),) if self.token is not None else ()), *self.tokens)
 
-    def quota_of(self, token: str) -> Quota:
-        """The limits of a token, by its name; "" for requests without one, which have those by the minute together.
+    @cached_property
+    def quotas(self) -> Quotas:
+        """The limits of tokens, by name; of "", requests without one, which have those by the minute together.
 
         Of several clients none holds the others back, unless the server's options say so.
         """
-        least = self.min_priority
-        if least is None and token and self.tokens:
-            least = 0
-        default = Quota(
+        anyone = Quota(
             requests_per_minute=self.requests_per_minute,
             tokens_per_minute=self.tokens_per_minute,
             max_running=self.running_per_token,
             max_queued=self.queued_per_token,
-            min_priority=least,
+            min_priority=self.min_priority,
         )
-        return next((one.quota.over(default) for one in self.tokens if one.name == token), default)
+        holds_back = self.min_priority is None and self.tokens
+        default = replace(anyone, min_priority=0) if holds_back else anyone
+        return Quotas(default, {"": anyone, **{one.name: one.quota.over(default) for one in self.tokens}})
 
     @property
     def listens_everywhere(self) -> bool:
