@@ -23,6 +23,10 @@ class EncoderInput:
     """Rows and columns of its embeddings, for decoders with rotary positions in several dimensions; None elsewhere."""
     num_positions: int
     """Positions that it takes in the decoder: num_rows, or the greater side of the grid under M-RoPE."""
+    kept: tuple[int, int] | None = None
+    """Rows and columns of patches that are kept, from the middle of a picture whose tiles are one input; else None."""
+    num_valid: int | None = None
+    """Frames of a sound that its encoder's rows attend to; None: all."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,7 @@ class PreparedMedia:
             else:
                 data = np.ascontiguousarray(piece.values).reshape(-1).view(np.uint8).data
                 header = f"{piece.values.dtype.str} {piece.values.shape} {piece.is_sound} {piece.num_rows} {piece.grid}"
+                header += f" {piece.kept} {piece.num_valid}" if piece.kept or piece.num_valid is not None else ""
             digest.update(f"{header} {len(data)}\n".encode())
             digest.update(data)
         return cls(tuple(pieces), digest.digest())

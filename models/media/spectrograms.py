@@ -17,7 +17,8 @@ from localinfer.models.media.records import EncoderInput, PreparedMedia
 
 RATE = 16_000
 """Samples a second."""
-_HOP = 160
+HOP = 160
+"""Samples from one frame to the next."""
 _WHISPER_STRETCH, _QWEN3_STRETCH, _QWEN3_UNIT = 3000, 800, 100
 _QWEN3_UNIT_ROWS = 13
 _CHUNK = 30 * RATE
@@ -48,9 +49,9 @@ class Spectrogram:
     def mel(self, samples: Features, num_mels: int) -> Features:
         """Spectrum of [frames, mels], of as many frames as fit."""
         filters, window = _mel_filters(num_mels, self.fft_size, self.is_htk), _window(self)
-        num_frames = max(len(samples) - self.fft_size + _HOP, 0) // _HOP
+        num_frames = max(len(samples) - self.fft_size + HOP, 0) // HOP
         frames = np.lib.stride_tricks.as_strided(
-            samples, (num_frames, self.fft_size), (samples.strides[0] * _HOP, samples.strides[0]), writeable=False
+            samples, (num_frames, self.fft_size), (samples.strides[0] * HOP, samples.strides[0]), writeable=False
         )
         result = np.empty((num_frames, num_mels))
         for start in range(0, num_frames, _FRAMES_AT_ONCE):
@@ -136,7 +137,7 @@ def _qwen3(samples: Features, num_mels: int) -> Iterator[Features]:
     """Stretches of 8 s, filled with zeros up to whole seconds."""
     half = _WHISPER.fft_size // 2
     frames = _whisper_scale(_WHISPER.mel(_reflected(samples, half, half), num_mels))
-    frames = frames[: len(samples) // _HOP + 1]
+    frames = frames[: len(samples) // HOP + 1]
     for start in range(0, len(frames), _QWEN3_STRETCH):
         stretch = frames[start : start + _QWEN3_STRETCH]
         yield np.pad(stretch, ((0, -len(stretch) % _QWEN3_UNIT), (0, 0)))
@@ -147,8 +148,8 @@ def _gemma4(samples: Features, num_mels: int) -> Iterator[Features]:
     before = _GEMMA4.window_size // 2
     for start in range(0, len(samples), _CHUNK):
         stretch = samples[start : start + _CHUNK]
-        num_frames = max((len(stretch) + before - _GEMMA4.window_size - 1) // _HOP, 0) + 1
-        needed = (num_frames - 1) * _HOP + _GEMMA4.fft_size
+        num_frames = max((len(stretch) + before - _GEMMA4.window_size - 1) // HOP, 0) + 1
+        needed = (num_frames - 1) * HOP + _GEMMA4.fft_size
         behind = max(needed - before - len(stretch), 0)
         padded = np.concatenate((np.zeros(before), stretch, np.zeros(behind)))
         yield np.log(np.maximum(_GEMMA4.mel(padded, num_mels)[:num_frames], _GEMMA4_FLOOR))
@@ -161,10 +162,10 @@ def _gemma4_samples(samples: Features, _: int) -> Iterator[Features]:
 
 def _lfm2(samples: Features, num_mels: int) -> Iterator[Features]:
     """One stretch, each mel row of mean 0 and deviation 1."""
-    num_frames = len(samples) // _HOP
+    num_frames = len(samples) // HOP
     if num_frames < 2:
         raise RequestError(
-            f"the sound has {len(samples)} samples at {RATE} Hz; wanted at least {2 * _HOP} for this model: give a "
+            f"the sound has {len(samples)} samples at {RATE} Hz; wanted at least {2 * HOP} for this model: give a "
             "longer sound",
             field="audio",
         )

@@ -1,0 +1,124 @@
+"""Pieces of a picture as encoders read them: what is done to the whole for each, known from its size alone."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localinfer.models.media.folder_sizes import Size
+from localinfer.models.media.records import EncoderInput
+
+Box = tuple[int, int, int, int]
+"""Left, top, width and height in pixels."""
+
+
+@dataclass(frozen=True)
+class Canvas:
+    """A black picture on which another is put."""
+
+    size: Size
+    """Its width and height."""
+    offset: tuple[int, int]
+    """Left top corner of the other; negative: so much of it is cut off."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """One input of an encoder, made of a picture by these steps in their order."""
+
+    resizes: tuple[Size, ...]
+    """Widths and heights to resize to, one after the other."""
+    num_rows: int
+    """Embeddings that come of it."""
+    part: Box | None = None
+    """Box that is cut out first; None: all."""
+    canvas: Canvas | None = None
+    """Ground that the resized picture is put on; None: none."""
+    tile: Box | None = None
+    """Box that is cut out last; None: all."""
+    grid: Size | None = None
+    """Columns and rows of its embeddings, for decoders with positions in several dimensions."""
+    kept: Size | None = None
+    """Columns and rows of patches that are kept of several tiles, from their middle."""
+
+
+Plan = Callable[[int, int, int], tuple[str | Cut, ...]]
+"""The pieces of a picture of a width and height, the first of a prompt being number 0."""
+Resize = Callable[[NDArray[np.uint8], int, int], NDArray[np.uint8]]
+"""A picture resized to a width and height."""
+
+
+@dataclass
+class Workbench:
+    """Makes the cuts of one picture, each common step of theirs once."""
+
+    picture: NDArray[np.uint8]
+    """RGB, [height, width, 3]."""
+    resize: Resize
+    """The family's filter."""
+    _resized: dict[tuple[Box | None, tuple[Size, ...]], NDArray[np.uint8]] = field(default_factory=dict)
+
+    def make(self, cut: Cut) -> NDArray[np.uint8]:
+        """The picture of a cut."""
+        found = self._after(cut.part, cut.resizes)
+        if cut.canvas is not None:
+            found = _placed(found, cut.canvas)
+        return np.ascontiguousarray(found if cut.tile is None else _boxed(found, cut.tile))
+
+    def _after(self, part: Box | None, resizes: tuple[Size, ...]) -> NDArray[np.uint8]:
+        if not resizes:
+            return self.picture if part is None else _boxed(self.picture, part)
+        found = self._resized.get((part, resizes))
+        if found is None:
+            width, height = resizes[-1]
+            found = self.resize(self._after(part, resizes[:-1]), width, height)
+            self._resized[part, resizes] = found
+        return found
+
+
+def encoder_input(cut: Cut, values: NDArray[np.uint8]) -> EncoderInput:
+    """The input of an encoder that a cut makes."""
+    columns, rows = cut.grid or (0, 0)
+    return EncoderInput(
+        is_sound=False,
+        values=values,
+        num_rows=cut.num_rows,
+        grid=None if cut.grid is None else (rows, columns),
+        num_positions=cut.num_rows if cut.grid is None else max(cut.grid),
+        kept=None if cut.kept is None else (cut.kept[1], cut.kept[0]),
+    )
+
+
+def tiles(
+    resizes: tuple[Size, ...], grid: Size, tile: Size, num_rows: int, canvas: Canvas | None = None
+) -> list[list[Cut]]:
+    """The tiles of a resized picture, rows of columns."""
+    columns, rows = grid
+    return [
+        [
+            Cut(resizes, num_rows, canvas=canvas, tile=(column * tile[0], row * tile[1], *tile))
+            for column in range(columns)
+        ]
+        for row in range(rows)
+    ]
+
+
+def num_embeddings(pieces: Sequence[str | Cut]) -> int:
+    """Embeddings of all inputs among the pieces."""
+    return sum(piece.num_rows for piece in pieces if isinstance(piece, Cut))
+
+
+def _boxed(picture: NDArray[np.uint8], box: Box) -> NDArray[np.uint8]:
+    left, top, width, height = box
+    return picture[top : top + height, left : left + width]
+
+
+def _placed(picture: NDArray[np.uint8], canvas: Canvas) -> NDArray[np.uint8]:
+    height, width = picture.shape[:2]
+    found = np.zeros((canvas.size[1], canvas.size[0], 3), np.uint8)
+    left, top = canvas.offset
+    across, down = slice(max(0, -left), canvas.size[0] - left), slice(max(0, -top), canvas.size[1] - top)
+    seen = picture[down, across]
+    found[max(0, top) : max(0, top) + seen.shape[0], max(0, left) : max(0, left) + seen.shape[1]] = seen
+    return found

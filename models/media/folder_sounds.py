@@ -1,0 +1,295 @@
+"""Families of Hugging Face folders that hear: the features of a sound, its inputs for the encoder, the text around.
+
+A sound is float32, mono, 16,000 samples a second. Features are computed in double precision; which frames exist, and
+which of them are the sound's, follows the published feature extractors.
+Source: the feature extractors and processors of transformers 5.24, and torchaudio's for Granite Speech.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import ceil
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localinfer.errors import RequestError
+from localinfer.models.media.folder_settings import PartSettings, ProcessorSettings
+from localinfer.models.media.records import EncoderInput, PreparedMedia
+from localinfer.models.media.spectrograms import HOP, RATE, Spectrogram
+
+Features = Callable[[NDArray[np.float32]], list["EncoderInput | str"]]
+"""The pieces of a sound."""
+
+
+@dataclass(frozen=True)
+class HearingFamily:
+    """A family: its way of preparing sounds, and what stands for one in a prompt."""
+
+    features: Callable[[ProcessorSettings], Features]
+    """Reads the settings, those of the class included."""
+    defaults: Mapping[str, Any]
+    """Settings of the class, for those that a folder leaves out."""
+    token: tuple[str, str]
+    """Name and usual text of the special token that stands for a sound in a prompt and in a rendered template."""
+    around: tuple[tuple[str, str], tuple[str, str]] = (("", ""), ("", ""))
+    """Names and usual texts of the tokens around that one where no template puts it into a prompt."""
+
+
+class SoundProcessor:
+    """Prepares sounds as the processor of a folder does; `token` and `alone` as in those of pictures."""
+
+    token: str
+    alone: str
+
+    def __init__(self, settings: ProcessorSettings, family: HearingFamily) -> None:
+        sound = settings.sound.over(family.defaults)
+        settings = ProcessorSettings(
+            settings.model_type, settings.config, settings.processor, settings.picture, sound, settings.tokens
+        )
+        if sound.integer("sampling_rate", high=1 << 20) != RATE:
+            raise sound.unsupported("sampling_rate", f"{RATE} samples a second")
+        if sound.number("dither", low=0.0):
+            raise sound.unsupported("dither", "features without noise")
+        self._features = family.features(settings)
+        self.token = settings.token(*family.token)
+        start, end = (settings.token(*name) if name[0] else name[1] for name in family.around)
+        self.alone = f"{start}{self.token}{end}"
+
+    def lay_out(self, samples: NDArray[np.float32]) -> PreparedMedia:
+        """Prepare a sound. Raises: RequestError if it has no samples, or more than the model reads."""
+        if not len(samples):
+            raise RequestError("a sound has no samples; wanted some. Send a sound with samples")
+        return PreparedMedia.from_pieces(self._features(samples))
+
+
+def _whisper(settings: ProcessorSettings) -> Callable[[NDArray[np.float32], int], NDArray[np.float32]]:
+    """Whisper's features of a sound padded to a number of samples: [frames, mels]."""
+    sound = settings.sound
+    size, num_mels = sound.integer("n_fft", low=2), sound.integer("feature_size")
+    spectrogram = Spectrogram(size, size, 0, is_symmetric=False, is_power=True, is_htk=False)
+    _check_hop(sound)
+
+    def features(samples: NDArray[np.float32], length: int) -> NDArray[np.float32]:
+        if length <= size // 2:
+            raise _too_short(length, size // 2)
+        padded = np.zeros(length)
+        padded[: len(samples)] = samples
+        # The last frame is left out.
+        return _compressed(spectrogram.mel(np.pad(padded, size // 2, mode="reflect"), num_mels)[: length // HOP])
+
+    return features
+
+
+def _check_hop(settings: PartSettings) -> None:
+    if settings.integer("hop_length") != HOP:
+        raise settings.unsupported("hop_length", f"frames every {HOP} samples")
+
+
+def _compressed(energies: NDArray[np.float64]) -> NDArray[np.float32]:
+    """Whisper's logarithm: eight decades below the greatest, in quarters."""
+    decades = np.log10(np.maximum(energies, 1e-10))
+    values: NDArray[np.float64] = (np.maximum(decades, decades.max() - 8) + 4) / 4
+    return values.astype(np.float32)
+
+
+def _longest(settings: ProcessorSettings, samples: NDArray[np.float32]) -> int:
+    """The samples that a model reads at once. Raises: RequestError if a sound has more."""
+    longest = settings.sound.integer("chunk_length", high=1 << 16) * RATE
+    if len(samples) > longest:
+        raise _too_long(len(samples), longest)
+    return longest
+
+
+def _too_short(num_samples: int, least: int) -> RequestError:
+    return RequestError(
+        f"a sound has {num_samples} samples; wanted more than {least}, for a frame of this model's. Send a longer one"
+    )
+
+
+def _too_long(num_samples: int, most: int) -> RequestError:
+    return RequestError(
+        f"a sound lasts {num_samples / RATE:.1f} s; this model reads {most // RATE} s at most. Cut the sound"
+    )
+
+
+def _qwen2_audio(settings: ProcessorSettings) -> Features:
+    """The sound filled with silence to the longest; what lies behind it is not attended to."""
+    features = _whisper(settings)
+
+    def pieces(samples: NDArray[np.float32]) -> list[EncoderInput | str]:
+        values = features(samples, _longest(settings, samples))
+        num_frames = min(ceil(len(samples) / HOP), len(values))
+        # The convolutions look two frames further.
+        return [_input(values[: num_frames + 2], _halved_twice(num_frames), num_frames)]
+
+    return pieces
+
+
+def _qwen2_omni(settings: ProcessorSettings) -> Features:
+    """The frames of the sound alone; their level is that of the sound filled with silence to the longest."""
+    features = _whisper(settings)
+
+    def pieces(samples: NDArray[np.float32]) -> list[EncoderInput | str]:
+        values = features(samples, _longest(settings, samples))
+        num_frames = min(ceil(len(samples) / HOP), len(values))
+        return [_input(values[:num_frames], _halved_twice(num_frames))]
+
+    return pieces
+
+
+def _halved_twice(num_frames: int) -> int:
+    num_rows = ((num_frames - 1) // 2 + 1 - 2) // 2 + 1
+    if num_rows < 1:
+        raise RequestError(
+            f"a sound has {num_frames} frames; wanted so many that the model makes an embedding of them, four. Send a "
+            "longer one"
+        )
+    return num_rows
+
+
+def _qwen3_omni(settings: ProcessorSettings) -> Features:
+    """The frames of the sound alone."""
+    features = _whisper(settings)
+    piece = 2 * settings.part("audio_config").over({"n_window": 50}).integer("n_window")
+
+    def pieces(samples: NDArray[np.float32]) -> list[EncoderInput | str]:
+        values = features(samples, len(samples))
+        whole, rest = divmod(len(values), piece)
+        num_rows = whole * _thrice_halved(piece) + _thrice_halved(rest)
+        return [_input(values, num_rows)]
+
+    return pieces
+
+
+def _thrice_halved(count: int) -> int:
+    for _ in range(3):
+        count = (count + 1) // 2
+    return count
+
+
+def _voxtral(settings: ProcessorSettings) -> Features:
+    """Stretches of the longest length, the last filled with silence; their level is that of the whole."""
+    features, sound = _whisper(settings), settings.sound
+    stretch = sound.integer("chunk_length", high=1 << 16) * RATE
+    num_frames = stretch // HOP
+    audio = settings.part("audio_config").over({"hidden_size": 1280, "intermediate_size": 5120})
+    joined = audio.integer("intermediate_size") // audio.integer("hidden_size")
+    num_rows = -(-num_frames // 2) // joined
+
+    def pieces(samples: NDArray[np.float32]) -> list[EncoderInput | str]:
+        count = ceil(len(samples) / stretch)
+        values = features(samples, count * stretch)
+        return [_input(values[index * num_frames : (index + 1) * num_frames], num_rows) for index in range(count)]
+
+    return pieces
+
+
+def _gemma4(settings: ProcessorSettings) -> Features:
+    """Magnitudes of frames whose first stands half before the sound; those behind it are zero and not attended to."""
+    sound = settings.sound
+    length, size, num_mels = sound.integer("frame_length"), sound.integer("fft_length"), sound.integer("feature_size")
+    if length > size:
+        raise sound.wrong("frame_length", f"at most fft_length, {size}")
+    _check_hop(sound)
+    floor = sound.number("mel_floor", low=1e-12)
+    for key in ("preemphasis", "min_frequency"):
+        if sound.number(key):
+            raise sound.unsupported(key, "0")
+    for key in ("per_bin_mean", "per_bin_stddev"):
+        if key in sound:
+            raise sound.unsupported(key, "features that are not normalised")
+    for key, wanted in (("input_scale_factor", 1.0), ("max_frequency", RATE / 2)):
+        if sound.number(key) != wanted:
+            raise sound.unsupported(key, f"{wanted:g}")
+    spectrogram = Spectrogram(size, length, 0, is_symmetric=False, is_power=False, is_htk=True)
+    start, end = settings.token("boa_token", "<|audio>"), settings.token("eoa_token", "<audio|>")
+    longest, multiple = 480_000, 128
+
+    def pieces(samples: NDArray[np.float32]) -> list[EncoderInput | str]:
+        if len(samples) > longest:
+            raise _too_long(len(samples), longest)
+        before = length // 2
+        num_samples = before + -(-len(samples) // multiple) * multiple
+        # Zeros behind the last frame's window, up to the transform's size.
+        padded = np.zeros(num_samples + size - length)
+        padded[before : before + len(samples)] = samples
+        num_frames = (num_samples - length - 1) // HOP + 1
+        # A frame counts if the sample behind it is the sound's.
+        num_valid = min(max(0, (before + len(samples) - 1 - length) // HOP + 1), num_frames)
+        if num_valid < 1:
+            raise _too_short(len(samples), length - before)
+        values = np.log(spectrogram.mel(padded, num_mels)[:num_frames] + floor).astype(np.float32)
+        values[num_valid:] = 0
+        num_rows = (num_valid + 3) // 4
+        return [start, _input(values, num_rows, num_valid), end]
+
+    return pieces
+
+
+def _granite(settings: ProcessorSettings) -> Features:
+    """Two frames joined to one; an odd one is left out."""
+    sound = settings.sound
+    record = sound.get("melspec_kwargs")
+    spec = PartSettings(
+        f"{sound.file}: melspec_kwargs",
+        record if isinstance(record, dict) else {},
+        {"n_fft": 512, "win_length": 400, "hop_length": 160, "n_mels": 80},
+    )
+    size, length, num_mels = (spec.integer(key) for key in ("n_fft", "win_length", "n_mels"))
+    if length > size:
+        raise spec.wrong("win_length", f"at most n_fft, {size}")
+    _check_hop(spec)
+    offset = (size - length) // 2
+    spectrogram = Spectrogram(size, length, offset, is_symmetric=False, is_power=True, is_htk=True)
+    block = sound.integer("projector_window_size")
+    queries = block // sound.integer("projector_downsample_rate")
+
+    def pieces(samples: NDArray[np.float32]) -> list[EncoderInput | str]:
+        if len(samples) <= size // 2:
+            raise _too_short(len(samples), size // 2)
+        reflected = np.pad(samples.astype(np.float64), size // 2, mode="reflect")
+        num_frames = len(samples) // HOP + 1
+        values = _compressed(spectrogram.mel(reflected, num_mels)[:num_frames])
+        joined = values[: num_frames // 2 * 2].reshape(num_frames // 2, -1)
+        return [_input(joined, -(-len(joined) // block) * queries)]
+
+    return pieces
+
+
+def _input(values: NDArray[np.float32], num_rows: int, num_valid: int | None = None) -> EncoderInput:
+    return EncoderInput(True, np.ascontiguousarray(values), num_rows, None, num_rows, num_valid=num_valid)
+
+
+_RATE = {"sampling_rate": RATE, "dither": 0.0}
+_WHISPER = _RATE | {"feature_size": 80, "n_fft": 400, "hop_length": 160, "chunk_length": 30}
+_BOS, _EOS = ("audio_bos_token", "<|audio_bos|>"), ("audio_eos_token", "<|audio_eos|>")
+_QWEN2_OMNI = HearingFamily(_qwen2_omni, _WHISPER | {"chunk_length": 300}, ("audio_token", "<|AUDIO|>"), (_BOS, _EOS))
+_QWEN3_OMNI = HearingFamily(
+    _qwen3_omni,
+    _WHISPER,
+    ("audio_token", "<|audio_pad|>"),
+    (("audio_bos_token", "<|audio_start|>"), ("audio_eos_token", "<|audio_end|>")),
+)
+
+SOUND_FAMILIES: dict[str, HearingFamily] = {
+    "qwen2_audio": HearingFamily(_qwen2_audio, _WHISPER, ("audio_token", "<|AUDIO|>"), (_BOS, _EOS)),
+    **dict.fromkeys(("qwen2_5_omni", "qwen2_5_omni_thinker"), _QWEN2_OMNI),
+    **dict.fromkeys(("qwen3_omni_moe", "qwen3_omni_moe_thinker"), _QWEN3_OMNI),
+    "voxtral": HearingFamily(
+        _voxtral, _WHISPER, ("audio_token", "[AUDIO]"), (("begin_audio_token", "[BEGIN_AUDIO]"), ("", ""))
+    ),
+    "gemma4": HearingFamily(
+        _gemma4,
+        _RATE
+        | {"feature_size": 128, "frame_length": 320, "hop_length": 160, "fft_length": 512, "mel_floor": 1e-3}
+        | {"preemphasis": 0.0, "input_scale_factor": 1.0, "min_frequency": 0.0, "max_frequency": 8000.0},
+        ("audio_token", "<|audio|>"),
+    ),
+    "granite_speech": HearingFamily(
+        _granite,
+        _RATE | {"projector_window_size": 15, "projector_downsample_rate": 5},
+        ("audio_token", "<|audio|>"),
+    ),
+}
+"""Families by `model_type`."""
