@@ -32,6 +32,7 @@ from localinfer.engine.engine import Engine
 from localinfer.engine.sampling.params import SamplingParams
 from localinfer.errors import RequestError, TemplateError
 from localinfer.generation.chat.constraints import ConstraintCompiler
+from localinfer.generation.chat.media_parts import Segments, check_no_media, cut_segments, flattened
 from localinfer.generation.chat.messages import SYSTEM_ROLES, check_roles, read_messages
 from localinfer.generation.chat.reply import AssistantPrefill, ReplyRequest, TemplateFormats
 from localinfer.generation.options import Constraint, ReplyOptions, check_options
@@ -43,6 +44,7 @@ from localinfer.storage.chats import AnsweredChat, EncodedChat
 from localinfer.types import TokenIds
 
 if TYPE_CHECKING:
+    from localinfer.generation.media import MediaReader, ReadMedia
     from localinfer.models.text.chat_template import ChatTemplate
     from localinfer.models.text.tokenizer import Tokenizer
     from localinfer.storage.prompt_cache import DiskCache
@@ -261,9 +263,6 @@ def _common_size(first: Sequence[str], second: Sequence[str]) -> int:
     return _size((Counter(first) & Counter(second)).elements())
 
 
-Segments = Sequence[tuple[str, bool]]
-"""Texts in a row, each with whether the template wrote it, so that control tokens may be read in it."""
-
 _MOST_CHATS = 128
 _MOST_CHARACTERS = 1 << 24
 _MOST_OF_SESSION = 8
@@ -276,12 +275,20 @@ class ChatHistory:
     """Encodes chats, and remembers those that were answered. Threads may share it.
 
     finds_branches: whether `EncodedChat.branch_tokens` are wanted, as for models with recurrent layers; each takes a
-    rendering of its own.
+    rendering of its own. media: what a model that sees or hears reads in place of markers.
     `on_answer`, where it is set, is called with each; it must not wait, as it may run inside the garbage collector.
     """
 
-    def __init__(self, template: "ChatTemplate", tokenizer: "Tokenizer", *, finds_branches: bool = False) -> None:
+    def __init__(
+        self,
+        template: "ChatTemplate",
+        tokenizer: "Tokenizer",
+        *,
+        finds_branches: bool = False,
+        media: "MediaReader | None" = None,
+    ) -> None:
         self.on_answer: Callable[[AnsweredChat], None] | None = None
+        self._media = media
         self._template = template
         self._tokenizer = tokenizer
         self._finds_branches = finds_branches
@@ -339,7 +346,8 @@ class ChatHistory:
         if self._finds_branches:
             values = {**(variables or {}), "tools": tools}
             branches = self._find_branches(text, segments, messages, token_ids, values, salt)
-        return EncodedChat(text, closed, token_ids, system_tokens, former, written, branches, salt)
+        media = () if self._media is None else self._media.runs(text)
+        return EncodedChat(text, closed, token_ids, system_tokens, former, written, branches, salt, media)
 
     def remember(self, prompt: EncodedChat, reply_ids: Sequence[int]) -> AnsweredChat | None:
         """Keep the ids of a reply, whole or cut short, and return what is kept; None of one without any text."""
@@ -378,10 +386,18 @@ class ChatHistory:
 
     def _encode(self, segments: Segments, max_tokens: int | None = None) -> list[int]:
         tokenizer = self._tokenizer
-        ids = tokenizer.encode_segments(segments, max_tokens=max_tokens)
+        ids = self._encode_segments(segments, max_tokens=max_tokens)
         if tokenizer.adds_bos and tokenizer.bos_token_id is not None and ids[:1] != [tokenizer.bos_token_id]:
             ids.insert(0, tokenizer.bos_token_id)
         return ids
+
+    def _encode_segments(
+        self, segments: Segments, *, continues_run: bool = False, max_tokens: int | None = None
+    ) -> list[int]:
+        """The ids of texts in a row, with those of pictures and sounds in place of their markers."""
+        if self._media is None:
+            return self._tokenizer.encode_segments(segments, continues_run=continues_run, max_tokens=max_tokens)
+        return self._media.encode_segments(segments, continues_run=continues_run, max_tokens=max_tokens)
 
     def _reuse(
         self,
@@ -434,8 +450,8 @@ class ChatHistory:
         self, text: str, segments: Segments, start: int, last_id: int, max_tokens: int | None
     ) -> list[int] | None:
         """The ids of a text from `start` on, after an id of plain text; None if they would not read as that text."""
-        tail = _cut(segments, start, len(text))
-        ids = self._tokenizer.encode_segments(tail, continues_run=True, max_tokens=max_tokens)
+        tail = cut_segments(segments, start, len(text))
+        ids = self._encode_segments(tail, continues_run=True, max_tokens=max_tokens)
         if text[start : start + 1].isspace():
             decoded = self._tokenizer.decode(ids, skip_special=False, previous_token_id=last_id)
             if decoded != text[start:]:
@@ -491,7 +507,7 @@ class ChatHistory:
 
     def _tail_start(self, text: str, segments: Segments, token_ids: NDArray[np.int32], start: int) -> int:
         """Number of ids before a character; somewhat fewer where it is inside a token."""
-        tail = self._tokenizer.encode_segments(_cut(segments, start, len(text)), continues_run=True)
+        tail = self._encode_segments(cut_segments(segments, start, len(text)), continues_run=True)
         place = token_ids.size - len(tail)
         return place if token_ids[place:].tolist() == tail else place - _CUT_TOKENS
 
@@ -513,7 +529,7 @@ class ChatHistory:
         with self._lock:
             ids = self._prefixes.get((salt, prefix))
         if ids is None:
-            ids = self._encode(_cut(segments, 0, len(prefix)))
+            ids = self._encode(cut_segments(segments, 0, len(prefix)))
             with self._lock:
                 self._prefixes[salt, prefix] = ids
                 while len(self._prefixes) > _MOST_PREFIXES:
@@ -592,17 +608,6 @@ def _before(spans: tuple[tuple[int, int], ...], end: int) -> tuple[tuple[int, in
     return tuple(span for span in spans if span[0] < end)
 
 
-def _cut(segments: Segments, start: int, end: int) -> Segments:
-    """The characters from `start` to `end` of segments."""
-    kept, position = [], 0
-    for text, is_open in segments:
-        part = text[max(0, start - position) : max(0, end - position)]
-        if part:
-            kept.append((part, is_open))
-        position += len(text)
-    return kept
-
-
 class ChatModel:
     """Renders, encodes and answers conversations with one model; threads may share it.
 
@@ -612,10 +617,16 @@ class ChatModel:
     """
 
     def __init__(
-        self, engine: Engine, tokenizer: "Tokenizer", template: "ChatTemplate", constraints: ConstraintCompiler
+        self,
+        engine: Engine,
+        tokenizer: "Tokenizer",
+        template: "ChatTemplate",
+        constraints: ConstraintCompiler,
+        media: "MediaReader | None" = None,
     ) -> None:
         self.template = template
-        self.history = ChatHistory(template, tokenizer, finds_branches=engine.pool.has_states)
+        self.history = ChatHistory(template, tokenizer, finds_branches=engine.pool.has_states, media=media)
+        self._media = media
         self.formats = TemplateFormats(template, tokenizer, constraints)
         self.heads = SystemPromptDrift()
         self.disk: DiskCache | None = None
@@ -661,7 +672,7 @@ class ChatModel:
         if self.disk is not None:
             self.disk.wait_until_open()
         max_tokens = None if values.get("context_shift") else self.context_length
-        read = self._read(messages)
+        read, _media = self._read(messages)
         varying = self.heads.observe(read, salt=checked.salt)
         arranged = self.heads.arrange(read, varying, salt=checked.salt)
         chat, prefill = self._encode(request, arranged, max_tokens, history, checked.salt)
@@ -694,7 +705,8 @@ class ChatModel:
         salt: bytes = NO_SALT,
     ) -> EncodedChat:
         """Return the prompt of a conversation. Raises: TemplateError, RequestError."""
-        chat, _ = self._encode(self.formats.request(options, salt), self._arranged(messages, salt), None, history, salt)
+        arranged, _media = self._arranged(messages, salt)
+        chat, _ = self._encode(self.formats.request(options, salt), arranged, None, history, salt)
         return chat
 
     def render(
@@ -703,7 +715,8 @@ class ChatModel:
         """Return the prompt of a conversation as text. Raises: TemplateError, RequestError."""
         add_generation_prompt = check_flag("add_generation_prompt", add_generation_prompt)
         request = self.formats.request(options, salt)
-        asked, prefill = request.split(self._arranged(messages, salt))
+        arranged, _ = self._arranged(messages, salt)
+        asked, prefill = request.split(arranged)
         if prefill is not None:
             add_generation_prompt = True
         text = self.template.render(asked, add_generation_prompt, request.template_tools or None, **request.variables)
@@ -732,16 +745,21 @@ class ChatModel:
             pass
         return int(token_ids.size) - generation.record.cached_tokens
 
-    def _read(self, messages: Messages) -> list[dict[str, Any]]:
+    def _read(self, messages: Messages) -> "tuple[list[dict[str, Any]], list[ReadMedia]]":
+        """Messages of text, and the pictures and sounds of their markers, to be held until they are encoded."""
         read = read_messages(messages)
         check_roles(read, self.template.source, self.template.tool_source)
-        return read
+        if self._media is None:
+            check_no_media(read)
+            return read, []
+        read, sources = flattened(read)
+        return read, self._media.read(sources)
 
-    def _arranged(self, messages: Messages, salt: bytes) -> Messages:
-        """Messages as `stream` would have them rendered, of which nothing is remembered."""
-        read = self._read(messages)
+    def _arranged(self, messages: Messages, salt: bytes) -> "tuple[Messages, list[ReadMedia]]":
+        """As `_read`, with messages as `stream` would have them rendered, of which nothing is remembered."""
+        read, media = self._read(messages)
         varying = self.heads.observe(read, learns=False, salt=salt)
-        return self.heads.arrange(read, varying, learns=False, salt=salt)
+        return self.heads.arrange(read, varying, learns=False, salt=salt), media
 
     def _encode(
         self,

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.engine.cache.block_hashes import NO_SALT
+from localinfer.engine.media import MediaRun
 from localinfer.storage.records import NewerRecordError, RecordStore
 
 logger = logging.getLogger(__name__)
@@ -48,6 +49,8 @@ class EncodedChat:
     and all before the first message, tools included, with which other chats may begin."""
     salt: bytes = NO_SALT
     """Of the chats that it may continue."""
+    media: tuple[MediaRun, ...] = ()
+    """Its pictures and sounds, in order."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +139,8 @@ def _from_json(text: bytes, vocab_size: int) -> AnsweredChat:
     """Parse and check a chat. Raises: ValueError, KeyError, TypeError and similar if it is invalid."""
     fields = json.loads(text)
     token_ids, reply_ids, ends = (_decode(fields[name]) for name in ("token_ids", "reply_ids", "reply_ends"))
-    for ids in (token_ids, reply_ids):
+    # Negative ids are those of pictures and sounds, which no reply has.
+    for ids in (token_ids[token_ids >= 0], reply_ids):
         if not ids.size or ids.min() < 0 or ids.max() >= vocab_size:
             raise ValueError("its token ids are not of this vocabulary")
     reply, prompt_text = str(fields["reply"]), str(fields["text"])

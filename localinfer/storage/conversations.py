@@ -71,7 +71,7 @@ class SavedConversation:
         """The beginning of the first user message, on one line; empty without one."""
         for turn in self.turns:
             if turn["role"] == "user":
-                text = " ".join(turn["content"].split())
+                text = " ".join(turn_text(turn).split())
                 return text if len(text) <= _MOST_FIRST_WORDS else f"{text[: _MOST_FIRST_WORDS - 1].rstrip()}…"
         return ""
 
@@ -115,7 +115,7 @@ class SavedConversation:
             if turn.get("reasoning"):
                 lines = ["**Reasoning**", "", *turn["reasoning"].strip().splitlines()]
                 parts.append("\n".join(f"> {line}".rstrip() for line in lines))
-            parts.append(turn["content"].strip("\n"))
+            parts.append(turn_text(turn).strip("\n"))
             if turn.get("tool_calls"):
                 parts.append(f"```json\n{json.dumps(turn['tool_calls'], ensure_ascii=False, indent=1)}\n```")
             if turn.get("finish_reason") in _ENDS:
@@ -143,6 +143,17 @@ class SavedConversation:
         if not isinstance(turns, list) or not all(map(_is_turn, turns)):
             raise SessionFileError("its turns are not messages with a role and content")
         return cls(id, name, model, system, turns, _time(fields, "created"), _time(fields, "changed"))
+
+
+def turn_text(turn: Mapping[str, Any]) -> str:
+    """The content of a turn to be read: pictures and sounds as their type, and name where they have one."""
+    content = turn["content"]
+    if isinstance(content, str):
+        return content
+    return "\n".join(
+        part["text"] if part["type"] == "text" else f"[{' '.join((part['type'], *filter(None, [part.get('name')])))}]"
+        for part in content
+    )
 
 
 def model_label(model: str) -> str:
@@ -188,8 +199,17 @@ def name_from(conversation: SavedConversation) -> str:
 def _is_turn(turn: object) -> bool:
     if not isinstance(turn, dict):
         return False
-    is_said = turn.get("role") in _ROLES and isinstance(turn.get("content"), str)
+    content = turn.get("content")
+    has_parts = isinstance(content, list) and all(map(_is_part, content))
+    is_said = turn.get("role") in _ROLES and (isinstance(content, str) or has_parts)
     return is_said and all(isinstance(turn.get(name), str | None) for name in ("reasoning", "finish_reason"))
+
+
+def _is_part(part: object) -> bool:
+    """True for a part with a text, or a picture or sound with its bytes as base64."""
+    if not isinstance(part, dict) or not isinstance(part.get("type"), str):
+        return False
+    return isinstance(part.get("text" if part["type"] == "text" else "data"), str)
 
 
 def _text(fields: Mapping[str, Any], name: str) -> str:

@@ -2,7 +2,7 @@
 
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,8 @@ from localinfer.apps.cli.options import (
 )
 from localinfer.apps.cli.sessions import complete_name
 from localinfer.errors import ContextLengthError, RequestError
+from localinfer.generation.chat.media_parts import read_media_part
+from localinfer.generation.chat.messages import Content, checked_content
 from localinfer.generation.options import Constraint
 from localinfer.terminal import ModelOutput, Progress, check_text, describe_stats, neutralise_controls
 
@@ -49,6 +51,8 @@ _GIVE_ONE = "pass -p TEXT, or pipe it into standard input"
 @click.command("chat", cls=GroupedCommand)
 @option("-p --prompt", "TEXT", "Send one message, print only the answer and exit; '-' reads standard input.")
 @option("--file files", "FILE", "Add a text file to that message; may be repeated.", multiple=True)
+@option("--image images", "FILE", "Add a picture to that message, before its text; may be repeated.", multiple=True)
+@option("--audio audios", "FILE", "Add a sound to that message, before its text; may be repeated.", multiple=True)
 @flag("--show-reasoning", "Print the model's reasoning before that answer to stderr.")
 @flag("--lines", "Read a conversation from a pipe, one message per line.")
 @load_options
@@ -66,6 +70,8 @@ def chat_command(
     options: LoadOptions,
     prompt: str | None,
     files: tuple[str, ...],
+    images: tuple[str, ...],
+    audios: tuple[str, ...],
     show_reasoning: bool,
     lines: bool,
     max_tokens: int | None,
@@ -93,7 +99,8 @@ def chat_command(
         check_text(system, "--system")
     if constraint is not None:
         sampling["constraint"] = constraint
-    if is_one_shot(prompt, files, show_reasoning=show_reasoning, lines=lines):
+    media = [*(("image", file) for file in images), *(("audio", file) for file in audios)]
+    if is_one_shot(prompt, (*files, *images, *audios), show_reasoning=show_reasoning, lines=lines):
         saving = None
         if continues or session is not None:
             from localinfer.apps.terminal.continuing import begin_saving
@@ -101,7 +108,7 @@ def chat_command(
             saving = begin_saving(options, continues=continues, session=session, system=system, no_history=no_history)
         elif no_history:
             options["disk_cache"] = False
-        message = read_message(prompt, files)
+        message = read_message(prompt, files, media)
         with load_with(options) as llm:
             answer_once(
                 llm,
@@ -141,18 +148,23 @@ class OneMessage:
     """The parts of one message, each a name for people and the text that the model gets."""
 
     parts: tuple[tuple[str, str], ...]
+    media: tuple[dict[str, str], ...] = ()
+    """Pictures and sounds before the text, as plain data."""
 
     @property
-    def text(self) -> str:
+    def content(self) -> Content:
         """The whole message."""
-        return "\n\n".join(text for _, text in self.parts)
+        text = "\n\n".join(text for _, text in self.parts)
+        return [*self.media, text] if self.media else text
 
 
 def is_one_shot(prompt: str | None, files: tuple[str, ...], *, show_reasoning: bool, lines: bool) -> bool:
     """True for one message, False for a chat. Raises: RequestError for options that exclude each other."""
     is_asked = prompt is not None or bool(files)
     if lines and is_asked:
-        raise RequestError("--lines reads a conversation from a pipe, -p and --file make one message; leave one out")
+        raise RequestError(
+            "--lines reads a conversation from a pipe, -p, --file, --image and --audio make one message; leave one out"
+        )
     if lines and _is_terminal_input():
         raise RequestError("--lines reads messages from a pipe, and nothing is piped; leave it out to chat here")
     is_piped = not lines and not _is_terminal_input()
@@ -162,8 +174,10 @@ def is_one_shot(prompt: str | None, files: tuple[str, ...], *, show_reasoning: b
     return is_asked or is_piped
 
 
-def read_message(prompt: str | None, files: tuple[str, ...]) -> OneMessage:
+def read_message(prompt: str | None, files: tuple[str, ...], media: Sequence[tuple[str, str]] = ()) -> OneMessage:
     """Make the message of -p, of files and of piped standard input, in this order; '-' or no prompt is that input.
+
+    media: pictures and sounds, each as its type and path.
 
     Raises: RequestError if it would be empty, or a part is not text.
     """
@@ -175,7 +189,11 @@ def read_message(prompt: str | None, files: tuple[str, ...]) -> OneMessage:
         parts.append(("standard input", _standard_input()))
     if is_input and not first.strip():
         raise RequestError(f"standard input is empty, so there is no message; {_GIVE_ONE}")
-    message = OneMessage(tuple((name, text) for name, text in parts if text.strip()))
+    shown = [read_media_part({"type": kind, kind: Path(file)}, f"--{kind}") for kind, file in media]
+    message = OneMessage(
+        tuple((name, text) for name, text in parts if text.strip()),
+        tuple(source.as_part() for source in shown if source is not None),
+    )
     if not message.parts:
         raise RequestError(f"the message is empty; {_GIVE_ONE}")
     return message
@@ -210,7 +228,7 @@ def answer_once(
         )
     conversation.on_messages_dropped = _tell_dropped
     try:
-        _print_answer(conversation, message.text, shows_reasoning=show_reasoning)
+        _print_answer(conversation, message.content, shows_reasoning=show_reasoning)
     except ContextLengthError:
         raise _too_long(conversation, message) from None
     last_stats = conversation.last_stats
@@ -224,7 +242,7 @@ def _tell_dropped(num_messages: int) -> None:
     click.echo(f"the context is full: the {num_messages} oldest messages are left out", err=True)
 
 
-def _print_answer(conversation: "Conversation", text: str, *, shows_reasoning: bool) -> None:
+def _print_answer(conversation: "Conversation", content: Content, *, shows_reasoning: bool) -> None:
     """Send a message and print its reply."""
     output = ModelOutput(sys.stdout, is_terminal=sys.stdout.isatty())
     thoughts = ModelOutput(sys.stderr, is_terminal=sys.stderr.isatty())
@@ -246,7 +264,7 @@ def _print_answer(conversation: "Conversation", text: str, *, shows_reasoning: b
 
         conversation.on_stream, conversation.on_reasoning = begin, think
         try:
-            with closing(conversation.reply(text)) as deltas:
+            with closing(conversation.reply(content)) as deltas:
                 for delta in deltas:
                     reading.close()
                     if delta:
@@ -299,8 +317,8 @@ def _report(llm: "LLM", stats: "Stats", finish_reason: str | None, max_tokens: i
 
 def _too_long(conversation: "Conversation", message: OneMessage) -> ContextLengthError:
     # The older messages of a conversation were left out before.
-    messages = [{"role": "system", "content": conversation.system}] if conversation.system else []
-    messages.append({"role": "user", "content": message.text})
+    messages: list[dict[str, Any]] = [{"role": "system", "content": conversation.system}] if conversation.system else []
+    messages.append({"role": "user", "content": checked_content(message.content)})
     llm = conversation.llm
     num_tokens = llm.count_chat_tokens(messages)
     shares = [f"{name} {len(llm.tokenizer.encode(text, add_special=False)):,}" for name, text in message.parts]

@@ -6,10 +6,10 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, Any, TextIO
 
+from localinfer.apps.terminal.attachments import AttachmentCommands
 from localinfer.apps.terminal.command import Command, Exit, beginning_with
 from localinfer.apps.terminal.conversation import Conversation
 from localinfer.apps.terminal.conversation_commands import (
-    AttachmentCommands,
     ContextCommands,
     CopyCommand,
     CopyText,
@@ -98,14 +98,15 @@ class Chat:
     def handle(self, text: str) -> None:
         """Run a command, or send a message and print the reply as it is generated.
 
-        A line that starts with '/' never reaches the model; '//' or a space before it makes it a message.
+        A line that starts with '/' never reaches the model; '//' or a space before it makes it a message. One that is
+        the path of a picture or sound, as terminals type a file that is dragged in, adds it to the next message.
         Raises: Exit from /exit; LocalinferError if the message cannot be answered; it is then not in the conversation.
         """
         if self.attachments.is_pasting:
             message = self.attachments.take(text)
             if message is not None:
                 self.send(message)
-        elif not text.strip():
+        elif not text.strip() or self.attachments.take_dropped(text):
             return
         elif text.startswith("/") and not text.startswith("//"):
             self._run_command(text)

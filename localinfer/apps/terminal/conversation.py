@@ -6,7 +6,15 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from localinfer.errors import RequestError, SessionFileError, TemplateError
-from localinfer.generation.chat.messages import Turn, exchange_starts, open_calls, reply_turn, result_turn
+from localinfer.generation.chat.messages import (
+    Content,
+    Turn,
+    checked_content,
+    exchange_starts,
+    open_calls,
+    reply_turn,
+    result_turn,
+)
 
 if TYPE_CHECKING:
     from localinfer.generation.stream import Stats, StreamEvent, TextStream, ToolCall
@@ -227,12 +235,13 @@ class Conversation:
         if self.saved is not None:
             self.saved = type(self.saved).begin(self.saved.model, system=self.system)
 
-    def reply(self, text: str) -> Generator[str]:
-        """Send `text` and yield the deltas of the reply; closing the generator keeps the reply so far.
+    def reply(self, content: Content) -> Generator[str]:
+        """Send a message and yield the deltas of the reply; closing the generator keeps the reply so far.
 
         Raises: LocalinferError if the message cannot be answered; it is then not in the conversation.
         """
-        return self._answer([*self._turns, {"role": "user", "content": text}], fallback=self._turns)
+        turn = {"role": "user", "content": checked_content(content)}
+        return self._answer([*self._turns, turn], fallback=self._turns)
 
     def regenerate(self) -> Generator[str]:
         """Answer the last message again; the former reply is kept if the new one is empty."""
@@ -254,15 +263,20 @@ class Conversation:
 
     def user_message(self, index: int) -> str:
         """The text of a user message, counted from 0, or from -1 backwards. Raises: RequestError."""
-        return str(self._turns[self._user_place(index)]["content"])
+        content = self._turns[self._user_place(index)]["content"]
+        return content if isinstance(content, str) else "\n".join(part["text"] for part in content if "text" in part)
 
     def edit(self, index: int, text: str) -> Generator[str]:
         """Replace a user message by `text`, counted from 0 or from -1 backwards, and answer from there.
 
-        What followed is gone once the reply has begun. Raises: as `reply`; RequestError if there is no such message.
+        Its pictures stay. What followed is gone once the reply has begun. Raises: as `reply`; RequestError if there is
+        no such message.
         """
         place = self._user_place(index)
-        return self._answer([*self._turns[:place], {"role": "user", "content": text}], fallback=self._turns)
+        former = self._turns[place]["content"]
+        kept = [] if isinstance(former, str) else [part for part in former if "text" not in part]
+        turn = {"role": "user", "content": checked_content([*kept, text]) if kept else text}
+        return self._answer([*self._turns[:place], turn], fallback=self._turns)
 
     def undo(self) -> list[Turn]:
         """Remove the last user message and all that followed it; return what was removed."""

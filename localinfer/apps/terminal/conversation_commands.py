@@ -1,23 +1,22 @@
-"""Commands for the conversation: context, saved conversations, files, pastes, editing of messages, copying."""
+"""Commands for the conversation: context, saved conversations, editing of messages, copying."""
 
 import base64
 import os
-import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING
 
 import click
 
-from localinfer.apps.terminal.command import Command, complete_path, read_text
+from localinfer.apps.terminal.command import Command
 from localinfer.apps.terminal.markdown import code_blocks
 from localinfer.errors import LocalinferError, RequestError, SessionFileError
+from localinfer.storage.conversations import turn_text
 from localinfer.terminal import check_text, describe_stats, stats_parts
 
 if TYPE_CHECKING:
@@ -151,7 +150,7 @@ class ContextCommands:
         self._chat.notice(f"{self._usage()}; {conversation.reply_tokens:,} of them are kept for a reply")
         texts: dict[str, list[str]] = {}
         for message in conversation.messages:
-            texts.setdefault(message["role"], []).append(message["content"])
+            texts.setdefault(message["role"], []).append(turn_text(message))
         names = {"system": "system prompt", "user": "your messages", "assistant": "replies", "tool": "results of calls"}
         for role, found in texts.items():
             tokenizer = conversation.llm.tokenizer
@@ -263,114 +262,6 @@ class SessionCommands:
             return []
 
 
-END_MARK, CANCEL_MARK = "/end", "/cancel"
-_MOST_BYTES_PER_TOKEN = 256
-"""No text takes fewer tokens than its bytes over this, so longer files need not be read."""
-
-
-class AttachmentCommands:
-    """/file and /paste."""
-
-    def __init__(self, chat: "Chat") -> None:
-        self._chat = chat
-        self._files: list[str] = []
-        self._pasted: list[str] | None = None
-
-    def commands(self) -> tuple[Command, ...]:
-        """The commands, in the order of help."""
-        return (
-            Command("/file", "add a text file to your next message, if it fits", self._file, "PATH", complete_path),
-            Command(
-                "/paste",
-                f"read lines up to one with {END_MARK} only, and send them as one message",
-                self._paste,
-                may_raise=True,
-            ),
-        )
-
-    @property
-    def is_pasting(self) -> bool:
-        """True while lines are taken as they are, up to an end mark."""
-        return self._pasted is not None
-
-    @property
-    def files(self) -> tuple[str, ...]:
-        """The files that go with the next message, as text."""
-        return tuple(self._files)
-
-    def take(self, text: str) -> str | None:
-        """Take lines of a paste; return the whole message at its end mark."""
-        assert self._pasted is not None, "asked for while pasting only"
-        for line in text.split("\n"):
-            if line.strip() == CANCEL_MARK:
-                self._pasted = None
-                self._chat.notice("nothing was sent")
-                return None
-            if line.strip() == END_MARK:
-                return self.end_paste()
-            self._pasted.append(line)
-        return None
-
-    def end_paste(self) -> str | None:
-        """End the paste; return its message, if it has any text."""
-        lines, self._pasted = self._pasted or [], None
-        message = "\n".join(lines)
-        return message if message.strip() else None
-
-    def message(self, text: str) -> str:
-        """A message with the files that wait for it."""
-        return "\n\n".join([*self._files, text])
-
-    def drop(self) -> None:
-        """Forget the files that wait for a message."""
-        self._files.clear()
-
-    def _paste(self, first: str) -> None:
-        self._pasted = []
-        self._chat.notice(f"paste or type; a line with {END_MARK} sends it all, one with {CANCEL_MARK} sends nothing")
-        if first and (message := self.take(first)) is not None:
-            self._chat.send(message)
-
-    def _file(self, path: str) -> None:
-        if not path:
-            self._chat.notice("give the path of a text file: /file PATH")
-            return
-        text = read_text(path, most_bytes=_MOST_BYTES_PER_TOKEN * self._chat.conversation.context_length)
-        conversation, name = self._chat.conversation, Path(path).name
-        part = _as_part(name, text)
-        room = conversation.context_length - conversation.reply_tokens
-        alone = _count(self._chat, [part])
-        together = _count(self._chat, [*self._files, part])
-        if together > room:
-            with_others = "" if not self._files else f", {together:,} with the files that already wait"
-            self._chat.notice(
-                f"{name} takes {alone:,} tokens{with_others}, and the context has room for {room:,} beside a reply: it "
-                "was not added; give a part of it, or start with a larger --context-length"
-            )
-            return
-        self._files.append(part)
-        left = room - conversation.context_used
-        self._chat.notice(f"{name} takes {alone:,} tokens and goes with your next message; /clear drops it")
-        if together > left:
-            self._chat.notice(
-                f"only {max(0, left):,} tokens are free, so the oldest messages will be left out for it; /context "
-                "summarise keeps what they say"
-            )
-
-
-def _count(chat: "Chat", parts: list[str]) -> int:
-    """Tokens of a message of these parts alone."""
-    return chat.conversation.llm.count_chat_tokens([{"role": "user", "content": "\n\n".join(parts)}])
-
-
-def _as_part(name: str, text: str) -> str:
-    """A file as a part of a message: its name, and its text in a fence that it does not hold itself."""
-    longest = max((len(run) for run in re.findall("`+", text)), default=0)
-    fence = "`" * max(3, longest + 1)
-    body = text if text.endswith("\n") else f"{text}\n"
-    return f"File {name}:\n{fence}\n{body}{fence}"
-
-
 EditText = Callable[[str], str | None]
 """Lets the user edit a text; None where it was left as it is."""
 _MOST_SHOWN = 60
@@ -435,7 +326,7 @@ class EditingCommands:
             self._chat.notice("there is nothing to undo")
             return
         self._chat.notice(
-            f'removed "{_shortened(removed[0]["content"])}" and what followed it ({len(removed)} messages)'
+            f'removed "{_shortened(turn_text(removed[0]))}" and what followed it ({len(removed)} messages)'
         )
 
     def _fork(self, name: str) -> None:

@@ -11,6 +11,7 @@ from typing import Any, Protocol, TextIO
 from localinfer.apps.terminal.keyboard import sent
 from localinfer.apps.terminal.live_terminal import LiveTerminal
 from localinfer.apps.terminal.status_line import StatusLine
+from localinfer.storage.conversations import turn_text
 from localinfer.terminal import describe_duration, dim, draws, has_colour, neutralise_controls
 
 
@@ -190,7 +191,7 @@ def show_last_exchange(turns: Sequence[Mapping[str, Any]], output: TextIO, notic
     """Show the question's beginning, to `notices`, and the whole reply, to `output`, as they were shown at first."""
     for turn in last_exchange(turns):
         if turn["role"] == "user":
-            lines = neutralise_controls(turn["content"]).splitlines() or [""]
+            lines = neutralise_controls(turn_text(turn)).splitlines() or [""]
             left = [f"({len(lines) - _MOST_LINES:,} more lines)"] if len(lines) > _MOST_LINES else []
             for line in lines[:_MOST_LINES] + left:
                 notices.write(f"{sent(line, has_styles=has_colour(notices))}\n")

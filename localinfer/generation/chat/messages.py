@@ -3,6 +3,8 @@
 Callers are programs that pass on what they were sent: content may be missing beside a tool call, null, or in parts, and
 members that do not apply are null. Every way into a chat, in Python and by HTTP, goes through `read_messages`.
 
+Pictures and sounds stay parts of their message, read by `media_parts`.
+
 Agents write system messages into the midst of conversations, and several at the start. Where a template takes none, or
 none so late, their text stays in the conversation at the same position (`placed_system`). For templates that write no
 tool calls, these are written as the model writes them.
@@ -18,6 +20,7 @@ from typing import Any
 from localinfer.arguments import owned, shown
 from localinfer.errors import ConstraintError, MessageError, RequestError
 from localinfer.generation.chat.json_schema import enforced_schema
+from localinfer.generation.chat.media_parts import MediaSource, joined_parts, read_media_part
 from localinfer.generation.chat.value_types import type_of
 from localinfer.generation.options import ToolChoice
 from localinfer.generation.stream import ToolCall
@@ -48,7 +51,8 @@ _WAYS = (
 def read_messages(messages: object) -> list[dict[str, Any]]:
     """Return messages with `role` and `content`, both text, and what else they hold but for members that are None.
 
-    Content in parts becomes their text, see `joined_parts`; "developer" becomes "system", "function" "tool", and
+    Content in parts becomes their text, see `joined_parts`; with pictures or sounds it stays a list, of parts of text
+    and of `MediaSource`. "developer" becomes "system", "function" "tool", and
     `reasoning` `reasoning_content`. Raises: MessageError for what is no message, naming its path; RequestError if
     there is none.
     """
@@ -98,36 +102,38 @@ def _read_message(message: object, path: str) -> dict[str, Any]:
         raise MessageError(
             f"{path}.content is missing or null; only an assistant's or a tool's may be", f"{path}.content"
         )
-    read["content"] = "" if content is None else _text(content, f"{path}.content", role)
+    read["content"] = "" if content is None else read_content(content, f"{path}.content", role)
     return read
 
 
-def joined_parts(texts: Sequence[str], role: str) -> str:
-    """The parts of a message as one text: lines of their own, but in a reply, whose parts are pieces of one text."""
-    return ("" if role == "assistant" else "\n").join(texts)
-
-
-def _text(content: object, path: str, role: str) -> str:
+def read_content(content: object, path: str, role: str) -> str | list[Any]:
+    """Text, that of parts joined; with pictures or sounds, the list of parts. Raises: MessageError."""
     if isinstance(content, str):
         return content
     if not isinstance(content, Sequence) or isinstance(content, bytes):
         raise MessageError(
             f'{path} is {content!r:.40}; give text, or a list like [{{"type": "text", "text": "..."}}]', path
         )
-    texts = []
+    parts: list[str | MediaSource] = []
     for index, part in enumerate(content):
+        place = f"{path}[{index}]"
+        media = read_media_part(part, place)
+        if media is not None:
+            parts.append(media)
+            continue
         kind = part.get("type") if isinstance(part, Mapping) else None
         text = part.get("text", part.get("refusal")) if isinstance(part, Mapping) else None
         if kind not in _TEXT_PARTS or not isinstance(text, str):
             named = f"of type {kind!r:.40}" if isinstance(part, Mapping) else f"{part!r:.40}"
-            place = f"{path}[{index}]"
             raise MessageError(
-                f'{place} is {named}; only text is read, as {{"type": "text", "text": "..."}}',
+                f'{place} is {named}; what is read is text, as {{"type": "text", "text": "..."}}, pictures and sounds',
                 place,
                 is_unsupported=True,
             )
-        texts.append(text)
-    return joined_parts(texts, role)
+        parts.append(text)
+    if not any(isinstance(part, MediaSource) for part in parts):
+        return joined_parts(parts, role)
+    return [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
 
 
 def _read_calls(calls: object, single: object, role: str, path: str) -> list[dict[str, Any]]:
@@ -525,11 +531,15 @@ results of calls `tool_call_id` and `name`."""
 
 Turns = Sequence[Mapping[str, Any]]
 
+Content = str | Sequence[str | Mapping[str, Any]]
+"""A user message: text, or a list of texts, pictures and sounds."""
+
 
 def read_turns(messages: Sequence[Mapping[str, Any]]) -> list[Turn]:
     """Check messages that are to be kept, and copy them. Raises: MessageError, RequestError."""
     turns = read_messages(owned(messages))
     for turn in turns:
+        turn["content"] = kept_content(turn["content"])
         if turn["role"] not in ROLES:
             raise RequestError(f"a message has the role {shown(turn['role'])}; give one of {', '.join(ROLES)}")
         if "reasoning_content" in turn:
@@ -557,6 +567,24 @@ def checked_text(text: object, name: str = "the text of a message") -> str:
     if not isinstance(text, str):
         raise RequestError(f"{name} is {shown(text)}; give text")
     return text
+
+
+def checked_content(content: object) -> str | list[dict[str, str]]:
+    """Return the text of a user message, or its parts as plain data: texts, pictures and sounds, in order.
+
+    Raises: RequestError, MessageError for what is neither.
+    """
+    if not isinstance(content, list | tuple):
+        return checked_text(content)
+    parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
+    return kept_content(read_content(parts, "the message", "user"))
+
+
+def kept_content(content: str | list[Any]) -> str | list[dict[str, str]]:
+    """Content as `read_messages` gives it, as plain data that JSON can hold."""
+    if isinstance(content, str):
+        return content
+    return [part.as_part() if isinstance(part, MediaSource) else part for part in content]
 
 
 def reply_turn(text: str, finish_reason: str, *, reasoning: str = "", tool_calls: Sequence[ToolCall] = ()) -> Turn:

@@ -17,8 +17,9 @@ from weakref import ref
 from localinfer.arguments import check_number, owned
 from localinfer.errors import ClosedError, RequestError, SessionFileError, ToolRoundsError
 from localinfer.generation.chat.messages import (
+    Content,
     Turn,
-    checked_text,
+    checked_content,
     exchange_starts,
     open_calls,
     read_turns,
@@ -125,24 +126,29 @@ class Session(Closing):
         self._check_open()
         return int(self._prompts.prefix(self._turns)[0].size)
 
-    def measure(self, text: str) -> int:
+    def measure(self, text: Content) -> int:
         """Return by how many tokens a user message would make the prompt longer than `context_used`.
 
         What the template puts around it, and before the reply, is counted. Raises: TemplateError if it cannot follow.
         """
         used = self.context_used
-        return self._prompts.count([*self._turns, {"role": "user", "content": checked_text(text)}]) - used
+        return self._prompts.count([*self._turns, {"role": "user", "content": checked_content(text)}]) - used
 
     @overload
-    def ask(self, text: str | None = None, *, type: None = None, **options: Unpack[SessionOptions]) -> Completion: ...
+    def ask(
+        self, text: Content | None = None, *, type: None = None, **options: Unpack[SessionOptions]
+    ) -> Completion: ...
     @overload
-    def ask(self, text: str | None = None, *, type: TypeForm[Answer], **options: Unpack[SessionOptions]) -> Answer: ...
+    def ask(
+        self, text: Content | None = None, *, type: TypeForm[Answer], **options: Unpack[SessionOptions]
+    ) -> Answer: ...
     @overload
-    def ask(self, text: str | None = None, *, type: Any, **options: Unpack[SessionOptions]) -> Any: ...
-    def ask(self, text: str | None = None, *, type: Any = None, **options: Unpack[SessionOptions]) -> Any:
+    def ask(self, text: Content | None = None, *, type: Any, **options: Unpack[SessionOptions]) -> Any: ...
+    def ask(self, text: Content | None = None, *, type: Any = None, **options: Unpack[SessionOptions]) -> Any:
         """Send a user message and return the answer, of which tools that are functions have been called.
 
-        text: None answers the messages as they are, such as after `append`. type: return a value of it instead of a
+        text: the message, or a list of its parts, texts and pictures such as {"type": "image", "image": "photo.jpg"};
+        None answers the messages as they are, such as after `append`. type: return a value of it instead of a
         Completion: a dataclass, TypedDict, msgspec Struct, pydantic model, or a plain type such as list[str] or
         Literal["yes", "no"]. options: in place of the session's, for this answer.
         A reply that calls a tool which is no function is returned with its calls; `append` their results, and ask on.
@@ -154,15 +160,15 @@ class Session(Closing):
 
     @overload
     async def aask(
-        self, text: str | None = None, *, type: None = None, **options: Unpack[SessionOptions]
+        self, text: Content | None = None, *, type: None = None, **options: Unpack[SessionOptions]
     ) -> Completion: ...
     @overload
     async def aask(
-        self, text: str | None = None, *, type: TypeForm[Answer], **options: Unpack[SessionOptions]
+        self, text: Content | None = None, *, type: TypeForm[Answer], **options: Unpack[SessionOptions]
     ) -> Answer: ...
     @overload
-    async def aask(self, text: str | None = None, *, type: Any, **options: Unpack[SessionOptions]) -> Any: ...
-    async def aask(self, text: str | None = None, *, type: Any = None, **options: Unpack[SessionOptions]) -> Any:
+    async def aask(self, text: Content | None = None, *, type: Any, **options: Unpack[SessionOptions]) -> Any: ...
+    async def aask(self, text: Content | None = None, *, type: Any = None, **options: Unpack[SessionOptions]) -> Any:
         """As `ask`, in a thread of its own; cancelling the task cancels the reply.
 
         Tools and watchers that are coroutine functions run in the task's loop, ordinary ones in the thread.
@@ -185,7 +191,7 @@ class Session(Closing):
                 work.exception()
             raise
 
-    def stream(self, text: str | None = None, **options: Unpack[SessionOptions]) -> TextStream:
+    def stream(self, text: Content | None = None, **options: Unpack[SessionOptions]) -> TextStream:
         """Send a user message and return the stream of one reply, which is kept when the stream ends, however it does.
 
         Nothing happens to the session before its first event is read. A reply that ends with "tool_calls" is one of
@@ -263,13 +269,13 @@ class Session(Closing):
                 turn.setdefault("tool_call_id", waiting[0].id)
             self._turns = (*self._turns, turn)
 
-    def edit(self, index: int, text: str) -> None:
+    def edit(self, index: int, text: Content) -> None:
         """Replace the text of a message, counted as in `messages`.
 
         After a user message, what followed it is gone, as it answered another; after any other it stays. Earlier ones
         are not computed again. Raises: RequestError if there is no such message.
         """
-        text = checked_text(text)
+        content = checked_content(text)
         with self._claimed(threading.Event()):
             turns = self._turns
             if not turns:
@@ -278,7 +284,7 @@ class Session(Closing):
             place %= len(turns)
             kept = {name: value for name, value in turns[place].items() if name not in ("reasoning", "finish_reason")}
             after = () if kept["role"] == "user" else turns[place + 1 :]
-            self._turns = (*turns[:place], {**kept, "content": text}, *after)
+            self._turns = (*turns[:place], {**kept, "content": content}, *after)
 
     def drop(self, exchanges: int = 1) -> int:
         """Remove the oldest user messages, each with all that follows it up to the next; return how many messages.
@@ -362,7 +368,7 @@ class Session(Closing):
 
     def _ask(
         self,
-        text: str | None,
+        text: Content | None,
         answer_type: Any,
         options: SessionOptions,
         cancelled: threading.Event,
@@ -431,7 +437,7 @@ class Session(Closing):
     def _is_function(self, call: ToolCall) -> bool:
         return self._prompts.tools.has(call.name)
 
-    def _asked(self, text: str | None) -> tuple[Turn, ...]:
+    def _asked(self, text: Content | None) -> tuple[Turn, ...]:
         """The messages to be answered. Raises: RequestError where calls wait for their results, or for none."""
         waiting = open_calls(self._turns)
         if waiting:
@@ -440,7 +446,7 @@ class Session(Closing):
                 f"the model waits for the results of its calls ({names}); append a message of role 'tool' for each"
             )
         if text is not None:
-            return (*self._turns, {"role": "user", "content": checked_text(text)})
+            return (*self._turns, {"role": "user", "content": checked_content(text)})
         if not self._turns or self._turns[-1]["role"] not in ("user", "tool"):
             raise RequestError("there is no message to answer; give a text, or append a user message before")
         return self._turns

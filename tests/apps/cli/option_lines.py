@@ -246,6 +246,8 @@ BAD = {
         --system \udcff
         --prompt \udcff
         --file no-such-file
+        -p Hi --image no-such-file
+        -p Hi --audio no-such-file
         --show-reasoning=maybe
         --lines --prompt Hi
         --json=maybe

@@ -24,6 +24,7 @@ from localinfer.apps.server.replies.message_fields import (
     custom_arguments,
     joined_name,
     joined_text,
+    message_content,
     responses_choice,
     responses_tools,
     tool_names,
@@ -110,7 +111,8 @@ def item_messages(items: Iterable[InputItem], place: Callable[[int], str]) -> li
                 begin_reply(joined_text(item.content, f"{place(index)}.content", "assistant"))
                 is_open = True
             case "message" if item.role is not None:
-                messages.append(ChatMessage(item.role, joined_text(item.content, f"{place(index)}.content")))
+                content = message_content(item.content, f"{place(index)}.content", item.role)
+                messages.append(ChatMessage(item.role, content))
                 reasoning.clear()
                 is_open = False
             case "function_call" | "custom_tool_call" if item.name is not None:
@@ -121,8 +123,8 @@ def item_messages(items: Iterable[InputItem], place: Callable[[int], str]) -> li
                 reply.tool_calls = [*(reply.tool_calls or ()), MessageToolCall(function, item.call_id, "function")]
                 is_open = True
             case "function_call_output" | "custom_tool_call_output":
-                text = joined_text(item.output, f"{place(index)}.output")
-                messages.append(ChatMessage("tool", text, tool_call_id=item.call_id))
+                output = message_content(item.output, f"{place(index)}.output", "tool")
+                messages.append(ChatMessage("tool", output, tool_call_id=item.call_id))
                 is_open = False
             case kind:
                 raise unsupported(

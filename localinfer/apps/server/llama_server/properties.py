@@ -38,7 +38,7 @@ async def show_properties(request: Request) -> Response:
         "model_alias": model.source.id,
         # Its path is not revealed.
         "model_path": model.source.path.name,
-        "modalities": {"vision": False, "video": False, "audio": False},
+        "modalities": {name: name in model.capabilities for name in ("vision", "video", "audio")},
         "endpoint_slots": service.settings.shows_slots,
         "endpoint_props": False,
         "endpoint_metrics": service.settings.shows_metrics,

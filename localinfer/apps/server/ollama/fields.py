@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from localinfer.apps.server.replies.fields import GenerationFields, ResponseFormat, given
+from localinfer.apps.server.replies.media_fields import decoded
 from localinfer.apps.server.replies.message_fields import (
     ChatMessage,
     FunctionCall,
@@ -23,8 +24,9 @@ from localinfer.apps.server.replies.message_fields import (
 from localinfer.apps.server.replies.service import service_of
 from localinfer.apps.server.router.models import ModelRegistry, ServedModel
 from localinfer.apps.server.transport.bodies import unless_gone
-from localinfer.apps.server.transport.http import ApiError, EventStream, json_response, refused_member, unsupported
+from localinfer.apps.server.transport.http import ApiError, EventStream, json_response, refused_member
 from localinfer.apps.server.transport.known_fields import KnownFields, Refusal
+from localinfer.generation.chat.media_parts import MediaSource
 from localinfer.generation.options import Constraint, JsonObject
 
 if TYPE_CHECKING:
@@ -264,7 +266,7 @@ class OllamaMessage(msgspec.Struct, forbid_unknown_fields=True):
     """One message of a chat.
 
     thinking: the reasoning of a former reply. tool_name, tool_call_id: of a tool's result, the call that it answers, by
-    the tool's name or the call's id. images: refused, as models read text only here.
+    the tool's name or the call's id. images: files as base64, for models that see.
     """
 
     role: str
@@ -286,14 +288,22 @@ def read_ollama_messages(messages: Sequence[OllamaMessage]) -> list[dict[str, An
     return template_messages([_read(message, f"messages[{index}]", calls) for index, message in enumerate(messages)])
 
 
-def check_no_images(images: Sequence[Any] | None, path: str) -> None:
-    """Raise ApiError if there are images."""
-    if images:
-        raise unsupported(
-            f"{path} has {len(images)} images, and models read text only here; leave them out, or describe them in "
-            "the text",
-            path,
-        )
+def image_parts(images: Sequence[Any] | None, path: str) -> list[MediaSource]:
+    """Images as parts of a message, which stand before its text. Raises: ApiError for what is no base64."""
+    sources = []
+    for index, image in enumerate(images or ()):
+        place = f"{path}[{index}]"
+        if not isinstance(image, str):
+            raise ApiError(400, f"{place} is {image!r:.40}; send the bytes of the file as base64", param=place)
+        sources.append(MediaSource("image", decoded(image, place, place), place))
+    return sources
+
+
+def with_images(images: Sequence[MediaSource], content: str | list[Any]) -> str | list[Any]:
+    """The content of a message with its images."""
+    if not images:
+        return content
+    return [*images, *([{"type": "text", "text": content}] if isinstance(content, str) else content)]
 
 
 def written_call(index: int, call_id: str, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -336,14 +346,14 @@ def _read(message: OllamaMessage, path: str, calls: _OpenCalls) -> ChatMessage:
             f"{path}.role is {message.role!r:.40}; give one of {', '.join(get_args(Role))}",
             param=f"{path}.role",
         )
-    check_no_images(message.images, f"{path}.images")
+    images = image_parts(message.images, f"{path}.images")
     made = [
         MessageToolCall(FunctionCall(call.function.name, call.function.arguments or {}), calls.add(call), "function")
         for call in message.tool_calls or ()
     ]
     return ChatMessage(
         role=role,
-        content=message.content or "",
+        content=with_images(images, message.content or ""),
         name=message.tool_name or message.name,
         tool_calls=made or None,
         tool_call_id=calls.take(message) if role == "tool" else message.tool_call_id,

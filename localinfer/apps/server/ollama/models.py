@@ -113,6 +113,8 @@ def capabilities_of(model: ServedModel, facts: OllamaModelFacts) -> list[str]:
     if "completion" not in model.capabilities:
         return ["embedding"] if "embeddings" in model.capabilities else []
     told = {
+        "vision": "vision" in model.capabilities,
+        "audio": "audio" in model.capabilities,
         "insert": any(key in facts.model_info for key in _FILL_IN_KEYS),
         "tools": "tools" in facts.template,
         "thinking": bool(_THINKING.search(facts.template)),

@@ -24,11 +24,12 @@ from localinfer.apps.server.ollama.fields import (
     Options,
     ReplyFields,
     begin_request,
-    check_no_images,
+    image_parts,
     line,
     load_or_unload,
     nanoseconds,
     read_ollama_messages,
+    with_images,
     written_call,
 )
 from localinfer.apps.server.operation.observation import record_of
@@ -345,8 +346,8 @@ class OllamaGenerateRequest(ReplyFields, kw_only=True):
 
     suffix: what follows the text that is to be filled in, for models with tokens for that. system: a system message.
     raw: take the prompt as it is, with the names of special tokens in it. context: the ids that a former answer had, of
-    a conversation that is continued. template: refused unless it is the prompt alone, which is as `raw`. images:
-    refused, as models read text only here.
+    a conversation that is continued. template: refused unless it is the prompt alone, which is as `raw`. images: files
+    as base64, which stand before the prompt.
     """
 
     prompt: str | None = None
@@ -364,7 +365,10 @@ class OllamaGenerateRequest(ReplyFields, kw_only=True):
 
     def check(self) -> None:
         """Raise ApiError for members that do not go together, or cannot be had."""
-        check_no_images(self.images, "images")
+        if self.images and (self.is_raw or self.context or self.suffix):
+            raise unsupported(
+                "images are given with raw, context or suffix; send them to /api/chat, in messages", "images"
+            )
         if self.template and not self.is_raw:
             raise unsupported(
                 "template is given, and the model's own template is used here; send raw: true with a prompt that you "
@@ -434,8 +438,8 @@ class _Prompts:
             return llm.stream(fill_in_prompt(llm.tokenizer, prompt, asked, most), **options)
         if body.is_raw:
             return llm.stream(_raw_ids(llm, prompt, most), **options)
-        messages = [{"role": "system", "content": body.system}] if body.system else []
-        messages.append({"role": "user", "content": prompt})
+        messages: list[dict[str, Any]] = [{"role": "system", "content": body.system}] if body.system else []
+        messages.append({"role": "user", "content": with_images(image_parts(body.images, "images"), prompt)})
         if body.context:
             return llm.stream(_continued(llm, body.context, messages, options.get("cache_salt")), **options)
         return llm.stream_chat(messages, **options, **self._thinking)

@@ -11,10 +11,12 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import Meta
 
+from localinfer.apps.server.replies.media_fields import media_part
 from localinfer.apps.server.transport.http import ApiError, check_object, unsupported
 from localinfer.apps.server.transport.known_fields import MESSAGE_MEMBERS, MESSAGE_PARTS, SEARCH_TOOLS, TOOLS
 from localinfer.errors import MessageError
-from localinfer.generation.chat.messages import joined_parts, read_messages
+from localinfer.generation.chat.media_parts import MediaSource, joined_parts
+from localinfer.generation.chat.messages import read_messages
 
 Role = Literal["developer", "system", "user", "assistant", "tool", "function"]
 _TEXT_PARTS = ("text", "input_text", "output_text", "reasoning_text", "summary_text")
@@ -75,15 +77,34 @@ def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
 
 
 def _as_written(message: ChatMessage, path: str) -> dict[str, Any]:
-    """The message without the members that are ignored, its parts checked member by member and joined."""
-    written: dict[str, Any] = msgspec.to_builtins(message)
+    """The message without the members that are ignored, its parts checked member by member."""
+    written: dict[str, Any] = msgspec.to_builtins(msgspec.structs.replace(message, content=None))
     for name in _IGNORED:
         del written[name]
     for call in written["tool_calls"] or ():
         del call["index"]
+    written["content"] = message.content
     if isinstance(message.content, list):
-        written["content"] = joined_text(message.content, f"{path}.content", message.role)
+        written["content"] = message_content(message.content, f"{path}.content", message.role)
     return written
+
+
+def message_content(
+    content: str | Sequence[Mapping[str, Any] | MediaSource] | None, path: str, role: str = "user"
+) -> str | list[Any]:
+    """The text of a message, of its parts if it has some; with pictures or sounds, the list of parts as `read_messages`
+    takes them. Raises: ApiError for what is neither."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    return _content_of([_part_of(part, f"{path}[{index}]") for index, part in enumerate(content)], role)
+
+
+def _part_of(part: Mapping[str, Any] | MediaSource, path: str) -> str | MediaSource:
+    media = media_part(part, path)
+    if media is not None:
+        return media
+    assert not isinstance(part, MediaSource)
+    return _text_of(part, path)
 
 
 def joined_text(content: str | Sequence[Mapping[str, Any]] | None, path: str, role: str = "user") -> str:
@@ -99,7 +120,7 @@ def _text_of(part: Mapping[str, Any], path: str) -> str:
     text = part.get(member)
     if kind not in (*_TEXT_PARTS, "refusal") or not isinstance(text, str):
         raise unsupported(
-            f'{path} is of type {kind!r:.40}; this server reads text only, as {{"type": "text", "text": "..."}}', path
+            f'{path} is of type {kind!r:.40}; what is read here is text, as {{"type": "text", "text": "..."}}', path
         )
     check_object(part, f"type {member}", path, MESSAGE_PARTS)
     return text
@@ -111,6 +132,7 @@ _MEMBERS = {
     "redacted_thinking": "type",
     "tool_use": "type id name input",
     "tool_result": "type tool_use_id content",
+    "image": "type source",
     "document": "type source title context",
     "search_result": "type source title content",
 }
@@ -219,7 +241,7 @@ def chat_messages(message: InputMessage, path: str) -> list[ChatMessage]:
     if isinstance(message.content, str):
         return [ChatMessage(message.role, message.content)]
     results: list[ChatMessage] = []
-    texts: list[str] = []
+    parts: list[str | MediaSource] = []
     reasoning: list[str] = []
     calls: list[MessageToolCall] = []
     for index, block in enumerate(message.content):
@@ -233,34 +255,54 @@ def chat_messages(message: InputMessage, path: str) -> list[ChatMessage]:
             case {"type": "tool_use", "id": str(call_id), "name": str(name), "input": dict(arguments)}:
                 calls.append(MessageToolCall(FunctionCall(name, arguments), call_id, "function"))
             case {"type": "tool_result", "tool_use_id": str(call_id)}:
-                content = text_of(block.get("content") or "", f"{place}.content")
+                content = blocks_content(block.get("content") or "", f"{place}.content")
                 results.append(ChatMessage("tool", content, tool_call_id=call_id))
             case _:
-                texts.append(_block_text(block, place))
-    if not (texts or reasoning or calls) and results:
+                parts.append(_block_part(block, place))
+    if not (parts or reasoning or calls) and results:
         return results
     return [
         *results,
         ChatMessage(
             message.role,
-            joined_parts(texts, message.role),
+            _content_of(parts, message.role),
             tool_calls=calls or None,
             reasoning_content="".join(reasoning) if reasoning else None,
         ),
     ]
 
 
-def text_of(content: Any, path: str) -> str:
-    """The text of a system message or a result, of its blocks if it has some. Raises: ApiError for what is not text."""
+def blocks_content(content: Any, path: str) -> str | list[Any]:
+    """The content of a result, of its blocks if it has some. Raises: ApiError for what is no text or picture."""
     if isinstance(content, str):
         return content
-    texts = []
+    parts: list[str | MediaSource] = []
     for index, block in enumerate(content if isinstance(content, list) else [content]):
         if not isinstance(block, dict):
             raise _refused(block, f"{path}[{index}]")
         _check_block(block, f"{path}[{index}]")
-        texts.append(_block_text(block, f"{path}[{index}]"))
-    return joined_parts(texts, "user")
+        parts.append(_block_part(block, f"{path}[{index}]"))
+    return _content_of(parts, "user")
+
+
+def text_of(content: Any, path: str) -> str:
+    """As `blocks_content`, of what has to be text, such as a system message."""
+    read = blocks_content(content, path)
+    if isinstance(read, list):
+        media = next(part for part in read if isinstance(part, MediaSource))
+        raise unsupported(f"{media.path} is of type {media.kind!r}; only text can stand there", media.path)
+    return read
+
+
+def _content_of(parts: Sequence[str | MediaSource], role: str) -> str | list[Any]:
+    if not any(isinstance(part, MediaSource) for part in parts):
+        return joined_parts(parts, role)
+    return [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
+
+
+def _block_part(block: Mapping[str, Any], path: str) -> str | MediaSource:
+    media = media_part(block, path)
+    return _block_text(block, path) if media is None else media
 
 
 def _check_block(block: Mapping[str, Any], path: str) -> None:
@@ -302,7 +344,9 @@ def _titled(block: Mapping[str, Any], text: str) -> str:
 def _refused(block: Any, path: str) -> ApiError:
     kind = block.get("type") if isinstance(block, dict) else block
     return unsupported(
-        f"{path} is of type {kind!r:.40} and cannot be read; this server reads text, tool calls and their results", path
+        f"{path} is of type {kind!r:.40} and cannot be read; this server reads text, images, tool calls and their "
+        "results",
+        path,
     )
 
 
