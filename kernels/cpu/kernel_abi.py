@@ -10,14 +10,17 @@ STATE = 0 * LINE_BYTES
 """State of the run, one word that threads change by compare-and-swap: from the low bits the number of threads in the op
 (ACTIVE), a bit that closes the op to other threads (CLOSED), the threads of the run (from THREADS_SHIFT on) and the
 number of the op (from SEQUENCE_SHIFT on), which grows by one with every op of every run. Closed between runs."""
-ACTIVE = 127
-CLOSED = 128
-THREADS_SHIFT = 8
-SEQUENCE_SHIFT = 16
-MAX_THREADS = 64
+ACTIVE = 511
+CLOSED = 512
+THREADS_SHIFT = 10
+SEQUENCE_SHIFT = 19
+LAST_FIRST_SEQUENCE = (1 << 43) - 1
+"""A run whose first op would have a greater number begins at 0: half of the numbers are left for its ops."""
 NEXT_UNIT = 1 * LINE_BYTES
 FIRST_TAKEN = NEXT_UNIT + 8
-"""Of the op: the next unit that no thread has claimed, and a bit per thread whose first stretch is claimed."""
+"""Of the op: the next unit that no thread has claimed, and a bit per thread whose first stretch is claimed, in words of
+64 that fill the half of a line with it."""
+MAX_THREADS = 64 * 7
 SLEEPERS = 2 * LINE_BYTES
 """Number of threads that are marked as sleeping."""
 OPS = 3 * LINE_BYTES
@@ -43,8 +46,9 @@ SLEEPING = RUNS + RUN_BYTES * LAST_RUNS
 """One line per thread follows: 1 in the first 32 bits while that thread sleeps."""
 CURRENT_OP = 8
 THREAD_ID = 16
-"""In a thread's line: the address of the entry of the tape that it executes, 0 between ops; and which thread it is, as
-`threading.get_ident` says."""
+MUST_WAKE = 24
+"""In a thread's line: the address of the entry of the tape that it executes, 0 between ops; which thread it is, as
+`threading.get_ident` says; and 1 if Python must wake it for the run that was started last."""
 
 # Quantized activations: per row int8[K], then one record per block of 32.
 RECORD_BYTES = 20

@@ -65,14 +65,14 @@ class ThreadPool:
     `num_threads` and `priority` may change between two batches of a program, never beyond `max_threads`, for which
     programs have memory. has_own_count: a number was asked for since, which holds for batches of any size.
     computing_seconds: processor time that the first thread had in the last run that was to be measured.
-    performance_cores: of a machine whose other cores are slower, which makes them a number to be tried; 0 elsewhere.
+    performance_cores: see `ProcessorLimits`; a number of threads to be tried.
     Raises: OutOfMemoryError if the system does not start as many.
     """
 
     def __init__(self, num_threads: int, *, priority: Priority = "normal", performance_cores: int = 0) -> None:
-        assert 1 <= num_threads < kernel_abi.MAX_THREADS, "the loader checks the thread count"
+        assert 1 <= num_threads <= kernel_abi.MAX_THREADS, "the loader checks the thread count"
         self.num_threads = self._first_count = num_threads
-        self.max_threads = max(num_threads, min(os.cpu_count() or 1, kernel_abi.MAX_THREADS - 1))
+        self.max_threads = max(num_threads, min(os.cpu_count() or 1, kernel_abi.MAX_THREADS))
         self.has_own_count = False
         self.performance_cores = performance_cores
         self.computing_seconds = 0.0

@@ -113,7 +113,8 @@ class WorkerThreads:
                 self.leader = leader
             while self.num_threads < num_threads:
                 index, wake = self.num_threads, threading.Semaphore(0)
-                self._control[(kernel_abi.SLEEPING + kernel_abi.LINE_BYTES * index) // 8] = 0
+                line = kernel_abi.SLEEPING + kernel_abi.LINE_BYTES * index
+                self._control[line // 8] = self._control[(line + kernel_abi.MUST_WAKE) // 8] = 0
                 self._wake.append(wake)
                 self._threads.append(self._made(_serve, (self._address, index, wake, self._control), index))
                 # An interrupt comes while the thread is waited for, which runs by then.
@@ -127,9 +128,9 @@ class WorkerThreads:
             return False
         return True
 
-    def wake(self, sleeping: int) -> None:
-        """Wake the sleeping threads of a run that was started, a bit each."""
-        _wake(self._wake, sleeping)
+    def wake(self, marked: int) -> None:
+        """Wake the threads that were marked when a run was started, so many."""
+        _wake(self._wake, self._control, marked)
 
     def wake_all(self, num_threads: int) -> None:
         """Wake every thread of a run, asleep or not; an extra wake does no harm."""
@@ -220,15 +221,19 @@ def _lead(
             continue
         began = time.thread_time()
         if run.num_threads > 1:
-            _wake(wake, int(START_RUN(control, run.num_threads)))
+            _wake(wake, keep, int(START_RUN(control, run.num_threads)))
         FINISH_RUN(control)
         run.computing_seconds = time.thread_time() - began
         run.is_done.set()
 
 
-def _wake(semaphores: list[threading.Semaphore], sleeping: int) -> None:
+def _wake(semaphores: list[threading.Semaphore], control: NDArray[Any], marked: int) -> None:
+    if not marked:
+        return
     for index, semaphore in enumerate(semaphores, 1):
-        if sleeping >> index & 1:
+        mark = (kernel_abi.SLEEPING + kernel_abi.LINE_BYTES * index + kernel_abi.MUST_WAKE) // 8
+        if control[mark]:
+            control[mark] = 0
             semaphore.release()
 
 

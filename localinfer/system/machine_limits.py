@@ -64,8 +64,8 @@ class ProcessorLimits:
 
     @property
     def performance_cores(self) -> int:
-        """The cores of the faster kind, all of them where they are alike."""
-        return self.physical_cores - self.efficiency_cores
+        """Of the physical ones, those beside efficiency cores; 0 where all are alike."""
+        return self.physical_cores - self.efficiency_cores if self.efficiency_cores else 0
 
     @property
     def usable_threads(self) -> int:

@@ -46,12 +46,13 @@ from localinfer.models.load.programs import (
     write_draft_programs,
     write_on_cpu,
 )
-from localinfer.models.load.threads import available_threads, checked_threads, performance_cores
+from localinfer.models.load.threads import available_threads, checked_threads
 from localinfer.models.load.weights import CpuWeights
 from localinfer.models.text.tokenizer import Tokenizer
 from localinfer.models.text.vocabulary import TOKEN_TYPES_KEY
 from localinfer.quant.checkpoint.model_file import ModelFile
 from localinfer.quant.gguf.reader import GGUFFile, read_gguf
+from localinfer.system.machine_limits import processor_limits
 from localinfer.types import ProgressCallback
 
 if TYPE_CHECKING:
@@ -291,7 +292,7 @@ def load_model(
             pool = ThreadPool(
                 available_threads() if threads is None else checked_threads(threads),
                 priority=priority,
-                performance_cores=performance_cores(),
+                performance_cores=processor_limits().performance_cores,
             )
         shared_pool = pool if beside is None else beside.pool
         assert shared_pool is not None, "made here or by the model beside"

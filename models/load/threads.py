@@ -270,20 +270,16 @@ _LEAST_GAIN = 0.97
 
 def available_threads() -> int:
     """Physical cores available to this process, by affinity and by its control group's share of time."""
-    return min(processor_limits().usable_threads, MAX_THREADS - 1)
-
-
-def performance_cores() -> int:
-    """Cores of the faster kind; 0 where all are alike."""
-    limits = processor_limits()
-    return limits.performance_cores if limits.efficiency_cores else 0
+    return min(processor_limits().usable_threads, MAX_THREADS)
 
 
 def checked_threads(threads: int) -> int:
     """Check a requested number of threads. Raises: RequestError."""
-    limit = min(os.cpu_count() or 1, MAX_THREADS - 1)
+    processors = os.cpu_count() or 1
+    limit = min(processors, MAX_THREADS)
     if not 1 <= threads <= limit:
-        raise RequestError(f"threads is {threads}; this machine runs 1 to {limit}, and None chooses")
+        why = f", the most of any model, though it has {processors} processors" if limit < processors else ""
+        raise RequestError(f"threads is {threads}; this machine runs 1 to {limit}{why}, and None chooses")
     return threads
 
 

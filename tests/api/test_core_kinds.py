@@ -7,7 +7,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from localinfer.models.load.threads import performance_cores
 from localinfer.system import machine_limits
 from localinfer.system.core_kinds import (
     efficiency_cores,
@@ -102,12 +101,8 @@ def test_a_machine_says_its_performance_cores_where_others_are_slower(
     monkeypatch.setattr(psutil, "cpu_count", lambda logical=True: 8)
     found = machine_limits.processor_limits(arm64(tmp_path, [400] * 5 + [1024] * 3))
     assert (found.physical_cores, found.performance_cores, found.efficiency_cores) == (8, 3, 5)
-    monkeypatch.setattr("localinfer.models.load.threads.processor_limits", lambda: found)
-    assert performance_cores() == 3
     assert machine_limits.core_text(found.performance_cores, found.efficiency_cores) == "3 P + 5 E"
     # A container that sees more cores in /sys than it has.
     monkeypatch.setattr(psutil, "cpu_count", lambda logical=True: 4)
     found = machine_limits.processor_limits(tmp_path)
-    assert (found.performance_cores, found.efficiency_cores) == (4, 0)
-    monkeypatch.setattr("localinfer.models.load.threads.processor_limits", lambda: found)
-    assert performance_cores() == 0
+    assert (found.physical_cores, found.performance_cores, found.efficiency_cores) == (4, 0, 0)

@@ -27,6 +27,7 @@ from localinfer.kernels.cpu.compiled.memory import (
     sleep_while,
     spin_hint,
     store_i64,
+    trailing_zeros,
     wake_sleeper,
     yield_processor,
 )
@@ -41,8 +42,10 @@ from localinfer.kernels.cpu.kernel_abi import (
     FIRST_TAKEN,
     IDLE_NANOSECONDS,
     IDLE_SPINS,
+    LAST_FIRST_SEQUENCE,
     LAST_RUNS,
     LINE_BYTES,
+    MUST_WAKE,
     NEXT_UNIT,
     NUM_OPS,
     NUM_RUNS,
@@ -71,17 +74,26 @@ def take_units(control: int, count: int) -> int:
 
 
 @inline
+def _taken_word(control: int, thread: int) -> int:
+    return control + FIRST_TAKEN + (thread >> 6 << 3)
+
+
+@inline
 def take_first(control: int, thread: int) -> bool:
     """Claim the first stretch of a thread, the caller or another; returns whether it was free."""
-    return atomic_or(control + FIRST_TAKEN, 1 << thread) >> thread & 1 == 0
+    return atomic_or(_taken_word(control, thread), 1 << (thread & 63)) >> (thread & 63) & 1 == 0
 
 
 @inline
 def take_absent(control: int, num_threads: int) -> int:
     """Claim the first stretch of a thread that has not come; returns the thread, or `num_threads` if all have."""
-    for thread in range(num_threads):
-        if atomic_load(control + FIRST_TAKEN) >> thread & 1 == 0 and take_first(control, thread):
-            return thread
+    first = 0
+    while first < num_threads:
+        thread = first + trailing_zeros(~atomic_load(_taken_word(control, first)))
+        if thread == first + 64:
+            first = thread
+        elif thread >= num_threads or take_first(control, thread):
+            return min(thread, num_threads)
     return num_threads
 
 
@@ -101,9 +113,13 @@ def stretch(index: int, units: int, num_threads: int) -> tuple[int, int]:
 
 
 @inline
-def _clear_claims(control: int) -> None:
+def _clear_claims(control: int, num_threads: int) -> None:
     store_i64(control + NEXT_UNIT, 0)
     store_i64(control + FIRST_TAKEN, 0)
+    word = 1
+    while 64 * word < num_threads:
+        store_i64(control + FIRST_TAKEN + 8 * word, 0)
+        word += 1
 
 
 @inline
@@ -116,25 +132,28 @@ def _call(control: int, thread: int, index: int, num_threads: int) -> None:
 
 @inline
 def _walk_alone(control: int) -> None:
-    _clear_claims(control)
+    _clear_claims(control, 1)
     for index in range(load_i64(control + NUM_OPS)):
         _call(control, 0, index, 1)
-        _clear_claims(control)
+        _clear_claims(control, 1)
     store_i64(control + SLEEPING + CURRENT_OP, 0)
 
 
 @inline
 def _wake_sleepers(control: int, first: int, num_threads: int) -> int:
-    """Take down the marks of sleeping threads and wake them; returns a bit for each where Python must."""
-    to_wake = 0
+    """Take down the marks of sleeping threads and wake them; returns how many were marked that Python must wake."""
+    marked = 0
     if atomic_load(control + SLEEPERS) != 0:
         for thread in range(first, num_threads):
             line = control + SLEEPING + LINE_BYTES * thread
             if load_i64(line) != 0 and atomic_exchange(line, 0) == 1:
                 atomic_add(control + SLEEPERS, -1)
-                wake_sleeper(line)
-                to_wake |= 1 << thread
-    return 0 if CAN_SLEEP else to_wake
+                if CAN_SLEEP:
+                    wake_sleeper(line)
+                else:
+                    store_i64(line + MUST_WAKE, 1)
+                    marked += 1
+    return marked
 
 
 @inline
@@ -150,7 +169,7 @@ def _leave(control: int, num_threads: int) -> bool:
     # No thread enters until the next op is named.
     following = ((state >> SEQUENCE_SHIFT) + 1 << SEQUENCE_SHIFT) | num_threads << THREADS_SHIFT
     has_more = (following >> SEQUENCE_SHIFT) - load_i64(control + FIRST_SEQUENCE) < load_i64(control + NUM_OPS)
-    _clear_claims(control)
+    _clear_claims(control, num_threads)
     # At the end of the run only its first thread waits for that.
     atomic_store(control + STATE, following + 1 if has_more else following | CLOSED)
     if CAN_SLEEP:
@@ -237,10 +256,11 @@ def _remember_run(control: int) -> None:
 
 @entry("q", "qq")
 def start_run(control: int, num_threads: int) -> int:
-    """Name the first op of a run of `num_threads` threads; returns a bit per sleeping worker that Python must wake."""
+    """Name the first op of a run of `num_threads` threads; returns how many workers are marked to be woken."""
     _remember_run(control)
-    _clear_claims(control)
-    sequence = atomic_load(control + STATE) >> SEQUENCE_SHIFT
+    _clear_claims(control, num_threads)
+    # No thread is in an op of a number that comes again: one that left such an op does not enter this one, at worst.
+    sequence = atomic_load(control + STATE) >> SEQUENCE_SHIFT & LAST_FIRST_SEQUENCE
     store_i64(control + FIRST_SEQUENCE, sequence)
     is_empty = load_i64(control + NUM_OPS) == 0
     atomic_store(
@@ -261,7 +281,7 @@ def finish_run(control: int) -> int:
 
 @entry("q", "qq")
 def stop_work(control: int, num_threads: int) -> int:
-    """Let all threads but the first of `num_threads` end, between two runs; returns a bit for each to wake."""
+    """Let all threads but the first of `num_threads` end, between two runs; returns as `start_run` does."""
     store_i64(control + STOPPING, 1)
     atomic_store(control + STATE, ((atomic_load(control + STATE) >> SEQUENCE_SHIFT) + 1 << SEQUENCE_SHIFT) | CLOSED)
     return _wake_sleepers(control, 1, num_threads)

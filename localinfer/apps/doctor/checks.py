@@ -242,6 +242,7 @@ def _threads() -> Facts:
     limits = processor_limits()
     return {
         "physical_cores": limits.physical_cores,
+        "performance_cores": limits.performance_cores,
         "efficiency_cores": limits.efficiency_cores,
         "hardware_threads": limits.hardware_threads,
         "allowed": limits.allowed,

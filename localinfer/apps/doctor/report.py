@@ -100,7 +100,7 @@ def _threads(threads: Facts) -> Iterator[Row]:
     quota = "" if threads["quota"] is None else f", the cgroup allows {threads['quota']:g}"
     allowed = "" if threads["allowed"] == threads["hardware_threads"] else f", allowed are {threads['allowed']}"
     cores, slow = threads["physical_cores"], threads["efficiency_cores"]
-    kinds = f" ({core_text(cores - slow, slow)})" if slow else ""
+    kinds = f" ({core_text(threads['performance_cores'], slow)})" if slow else ""
     yield (
         "threads",
         f"{threads['used']} used; {cores} physical cores{kinds}, {threads['hardware_threads']} hardware "

@@ -20,6 +20,7 @@ CALM_MACHINE: dict[str, Any] = {
     },
     "threads": {
         "physical_cores": 8,
+        "performance_cores": 0,
         "efficiency_cores": 0,
         "hardware_threads": 16,
         "allowed": 16,

@@ -44,7 +44,7 @@ def test_lines_are_aligned_and_ascii() -> None:
 def test_unusual_facts_are_named() -> None:
     facts = copy.deepcopy(CALM_MACHINE)
     facts["cpu"] |= {"kernels": "generic", "on_battery": True, "profile": "low-power"}
-    facts["threads"] |= {"quota": 1.5, "allowed": 4, "efficiency_cores": 6}
+    facts["threads"] |= {"quota": 1.5, "allowed": 4, "performance_cores": 2, "efficiency_cores": 6}
     facts["memory"] |= {"limited_by": "the cgroup", "modules": [{"num_bytes": 16 << 30, "mega_transfers": 3200}]}
     others = [{"index": 1, "name": "Another GPU", "free_bytes": 4 * 10**9}]
     facts["gpu"] |= {"name": "Some GPU", "free_bytes": 8 * 10**9, "others": others}

@@ -144,6 +144,34 @@ def test_threads_change_in_number_from_run_to_run() -> None:
         pool.close()
 
 
+@pytest.mark.parametrize("num_threads", [64, 65, kernel_abi.MAX_THREADS])
+def test_of_more_threads_than_a_word_has_bits_each_takes_part(num_threads: int) -> None:
+    pool, inside = ThreadPool(num_threads), threading.Barrier(num_threads)
+
+    def delay(run: int, op: int, unit: int, thread: int) -> float:
+        if op == 1:
+            inside.wait(seconds(60))
+        return 0.0
+
+    try:
+        done = Ops(pool, units := [3, num_threads, 2 * num_threads, 1], delay).run(num_threads)
+        check(done, units)
+        assert {thread for _, op, _, thread in done if op == 1} == set(range(num_threads))
+    finally:
+        pool.close()
+
+
+def test_threads_that_were_marked_are_woken_once_each() -> None:
+    control = np.zeros((kernel_abi.SLEEPING + kernel_abi.LINE_BYTES * 101) // 8, np.int64)
+    semaphores = [threading.Semaphore(0) for _ in range(99)]
+    lines = control[kernel_abi.SLEEPING // 8 :].reshape(-1, kernel_abi.LINE_BYTES // 8)
+    lines[[1, 64, 99], kernel_abi.MUST_WAKE // 8] = 1
+    for marked in (3, 0, 1):
+        worker_threads._wake(semaphores, control, marked)
+        woken = [thread for thread, semaphore in enumerate(semaphores, 1) if semaphore.acquire(blocking=False)]
+        assert woken == ([1, 64, 99] if marked == 3 else [])
+
+
 def test_a_run_without_ops_is_over_at_once() -> None:
     pool = ThreadPool(3)
     try:

@@ -153,6 +153,21 @@ def test_matmul_of_several_weights_equals_each_alone(pool: ThreadPool, two_threa
         assert_same_bits(run_rows(two_threads, [x], product(*weights, chosen=index)), alone)
 
 
+@pytest.mark.parametrize("num_threads", [65, 200])
+def test_matmul_gives_the_same_bits_with_more_threads_than_a_word_has_bits(num_threads: int, pool: ThreadPool) -> None:
+    shape = (4000, 64)
+    data, x = random_weights(Layout.Q8_0, shape, 1), random_rows(3, shape[1], 2)
+    many = ThreadPool(num_threads)
+    try:
+        one, *others = (
+            run_rows(which, [x], product(linear(which, Layout.Q8_0, data, shape))) for which in (pool, many, many)
+        )
+    finally:
+        many.close()
+    for other in others:
+        np.testing.assert_array_equal(other, one)
+
+
 def test_matmul_quantizes_again_after_its_input_changed(pool: ThreadPool) -> None:
     shape = (16, 64)
     weight = linear(pool, Layout.Q8_0, random_weights(Layout.Q8_0, shape, 14), shape)

@@ -22,9 +22,16 @@ CONTENDED = [
 def test_words_that_threads_contend_for_are_a_line_of_any_cpu_apart() -> None:
     assert all(behind - before >= 128 for before, behind in itertools.pairwise(CONTENDED))
     # What lies in one line ends within its first half, so that an address of 64 is as good as one of 128.
-    ends = {kernel_abi.FIRST_TAKEN, kernel_abi.FIRST_SEQUENCE, kernel_abi.BARRIER_NANOSECONDS}
+    last_taken = kernel_abi.FIRST_TAKEN + (kernel_abi.MAX_THREADS - 1) // 64 * 8
+    ends = {last_taken, kernel_abi.FIRST_SEQUENCE, kernel_abi.BARRIER_NANOSECONDS}
     assert all(0 < end % kernel_abi.LINE_BYTES < 64 for end in ends)
-    assert kernel_abi.THREAD_ID + 8 <= 64 and kernel_abi.LINE_BYTES % 64 == 0
+    assert kernel_abi.MUST_WAKE + 8 <= 64 and kernel_abi.LINE_BYTES % 64 == 0
+
+
+def test_the_words_of_a_state_hold_the_most_threads_beside_each_other() -> None:
+    most, bits = kernel_abi.MAX_THREADS, kernel_abi.SEQUENCE_SHIFT - kernel_abi.THREADS_SHIFT
+    assert most >= 256 and most <= kernel_abi.ACTIVE < kernel_abi.CLOSED < 1 << kernel_abi.THREADS_SHIFT
+    assert most < 1 << bits and (2 * kernel_abi.LAST_FIRST_SEQUENCE + 1) << kernel_abi.SEQUENCE_SHIFT < 1 << 63
 
 
 def assembly(name: str, count: int, triple: str) -> str:

@@ -15,8 +15,8 @@ from tests.kernels.cpu.weak_memory import Machine, Step, generators, orders
 
 FUNCTIONS = frozenset(
     (
-        *("take_units", "_clear_claims", "_call", "_wake_sleepers", "_leave", "_sleep", "_take_part"),
-        *("start_run", "finish_run", "stop_work", "work", "_walk_alone"),
+        *("take_units", "_taken_word", "take_first", "take_absent", "_clear_claims", "_call", "_wake_sleepers"),
+        *("_leave", "_sleep", "_take_part", "start_run", "finish_run", "stop_work", "work", "_walk_alone"),
     )
 )
 CONTROL, TAPE, DATA, INPUT = 1 << 20, 1 << 21, 1 << 22, 1 << 23
@@ -28,25 +28,39 @@ def _place(op: int, unit: int) -> int:
 
 
 class Program:
-    """Runs of a few ops: a unit reads the run's input, or all units of the op before it, and writes the op's number."""
+    """Runs of a few ops: a unit reads the run's input, or all units of the op before it, and writes the op's number.
 
-    def __init__(self, machine: Machine, num_threads: int, *, can_sleep: bool) -> None:
+    Threads share the first stretches too, of which each has one. absent: threads that never come. start: the number of
+    the first op of all.
+    """
+
+    def __init__(
+        self, machine: Machine, num_threads: int, *, can_sleep: bool, absent: range = range(0), start: int = 0
+    ) -> None:
         self.num_threads = num_threads
+        self.workers = [thread for thread in range(1, num_threads) if thread not in absent]
         self.done: list[tuple[int, int]] = []
+        self.stretches: list[tuple[int, int]] = []
+        self._firsts = [start + OPS * run & abi.LAST_FIRST_SEQUENCE for run in range(RUNS)]
+        self._state = start << abi.SEQUENCE_SHIFT | abi.CLOSED
         replaced = {"CAN_SLEEP": int(can_sleep), "clock": lambda: 0, "_remember_run": lambda _: None}
+        replaced["trailing_zeros"] = lambda word: (word & -word).bit_length() - 1 if word else 64
         self.functions = generators(pool, FUNCTIONS, **replaced, call_op=self._op)
         self.machine = machine
         machine.start(self._caller())
-        for thread in range(1, num_threads):
+        for thread in self.workers:
             machine.start(self._worker(thread))
 
     def run(self) -> None:
         """Run all. Raises: AssertionError for what a thread did not see, or a unit that was not done once."""
         self.machine.run()
         assert sorted(self.done) == [(op, unit) for op in range(OPS * RUNS) for unit in range(UNITS)]
+        threads = range(self.num_threads)
+        assert sorted(self.stretches) == [(op, thread) for op in range(OPS * RUNS) for thread in threads]
 
     def _caller(self) -> Step:
         words = {CONTROL + abi.NUM_OPS: OPS, CONTROL + abi.NUM_THREADS: self.num_threads, CONTROL + abi.OPS: TAPE}
+        words[CONTROL + abi.STATE] = self._state
         for address, value in (words | {TAPE + 16 * index: index for index in range(OPS)}).items():
             yield "store_i64", address, value
         for run in range(RUNS):
@@ -56,24 +70,30 @@ class Program:
             yield from self._see(OPS * (run + 1))
         yield from self._wake((yield from self.functions["stop_work"](CONTROL, self.num_threads)))
 
-    def _wake(self, threads: int) -> Step:
-        for thread in range(1, self.num_threads):
-            if threads >> thread & 1:
+    def _wake(self, marked: int) -> Step:
+        for thread in self.workers if marked else ():
+            mark = CONTROL + abi.SLEEPING + abi.LINE_BYTES * thread + abi.MUST_WAKE
+            if (yield "load_i64", mark):
+                yield "store_i64", mark, 0
                 yield "release", thread
 
     def _worker(self, thread: int) -> Step:
         while (yield from self.functions["work"](CONTROL, thread)) != -1:
             yield "acquire", thread
 
-    def _op(self, index: int, *_: int) -> Step:
+    def _op(self, index: int, _parameters: int, _batch: int, thread: int, num_threads: int) -> Step:
         first = yield "load_i64", CONTROL + abi.FIRST_SEQUENCE
-        op = first + index
+        op = OPS * self._firsts.index(first) + index
         while (unit := (yield from self.functions["take_units"](CONTROL, 1))) < UNITS:
             found = yield "load_i64", INPUT
             assert found == op // OPS + 1, f"op {op} reads the input of run {found - 1}"
             yield from self._see(op)
             yield "store_i64", _place(op, unit), op + 1
             self.done.append((op, unit))
+        if (yield from self.functions["take_first"](CONTROL, thread)):
+            self.stretches.append((op, thread))
+        while (absent := (yield from self.functions["take_absent"](CONTROL, num_threads))) != num_threads:
+            self.stretches.append((op, absent))
 
     def _see(self, op: int) -> Step:
         """Read all units of the op before `op`."""
@@ -82,11 +102,13 @@ class Program:
             assert found == op, f"unit {unit} of op {op - 1} is seen as that of op {found - 1}"
 
 
-def tried(num_threads: int, can_sleep: bool, budget: int, most: int, machine: type[Machine] = Machine) -> int:
-    """Number of orders that were tried."""
+def tried(
+    num_threads: int, can_sleep: bool, budget: int, most: int, machine: type[Machine] = Machine, **options: Any
+) -> int:
+    """Number of orders that were tried. options: of `Program`."""
 
     def run(choose: Callable[[int], int]) -> None:
-        Program(machine(choose), num_threads, can_sleep=can_sleep).run()
+        Program(machine(choose), num_threads, can_sleep=can_sleep, **options).run()
 
     return orders(run, budget, most)
 
@@ -95,6 +117,18 @@ def tried(num_threads: int, can_sleep: bool, budget: int, most: int, machine: ty
 @pytest.mark.parametrize(("num_threads", "budget"), [(2, 1), (2, 4), (3, 3)])
 def test_every_thread_sees_what_was_written_before_and_ends(num_threads: int, budget: int, can_sleep: bool) -> None:
     assert tried(num_threads, can_sleep, budget, 300) > 100
+
+
+@pytest.mark.parametrize("can_sleep", [False, True])
+@pytest.mark.parametrize("num_threads", [64, 65, 129])
+def test_first_stretches_of_many_threads_are_claimed_once_each(num_threads: int, can_sleep: bool) -> None:
+    absent = range(2, num_threads - 1)
+    assert tried(num_threads, can_sleep, 2, 8, absent=absent) == 8
+
+
+@pytest.mark.parametrize("start", [abi.LAST_FIRST_SEQUENCE - behind for behind in (-1, 0, 1, OPS)])
+def test_numbers_of_ops_begin_again_after_the_last(start: int) -> None:
+    assert tried(2, True, 2, 50, start=start) == 50
 
 
 class _NoFenceAfterExchange(Machine):

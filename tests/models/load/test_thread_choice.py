@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 
 from localinfer.errors import RequestError
+from localinfer.kernels.cpu.kernel_abi import MAX_THREADS
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.program import Batch
 from localinfer.models.load import threads
-from localinfer.models.load.threads import checked_threads, choose_decode_threads
+from localinfer.models.load.threads import available_threads, checked_threads, choose_decode_threads
+from localinfer.system.machine_limits import ProcessorLimits
 from localinfer.types import FloatArray
 from tests.support.limits import set_clock
 
@@ -206,4 +208,19 @@ def test_a_count_the_machine_cannot_run_is_refused(threads: int) -> None:
     with pytest.raises(RequestError, match=f"threads is {threads}; this machine runs 1 to"):
         checked_threads(threads)
     assert checked_threads(1) == 1
-    assert checked_threads(min(os.cpu_count() or 1, 63))
+    assert checked_threads(min(os.cpu_count() or 1, MAX_THREADS))
+
+
+@pytest.mark.parametrize("processors", [64, MAX_THREADS, MAX_THREADS + 1, 1024])
+def test_a_large_machine_runs_as_many_threads_as_a_pool_has_words_for(
+    processors: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: processors)
+    limits = ProcessorLimits(processors, processors, processors)
+    monkeypatch.setattr(threads, "processor_limits", lambda: limits)
+    most = min(processors, MAX_THREADS)
+    assert available_threads() == checked_threads(most) == most >= 64
+    with pytest.raises(RequestError) as raised:
+        checked_threads(most + 1)
+    reason = f", the most of any model, though it has {processors} processors" if processors > most else ""
+    assert str(raised.value) == f"threads is {most + 1}; this machine runs 1 to {most}{reason}, and None chooses"
