@@ -18,9 +18,11 @@ LAST_FIRST_SEQUENCE = (1 << 43) - 1
 """A run whose first op would have a greater number begins at 0: half of the numbers are left for its ops."""
 NEXT_UNIT = 1 * LINE_BYTES
 FIRST_TAKEN = NEXT_UNIT + 8
-"""Of the op: the next unit that no thread has claimed, and a bit per thread whose first stretch is claimed, in words of
-64 that fill the half of a line with it."""
-MAX_THREADS = 64 * 7
+"""Of the op: the next unit that no thread has claimed, and a bit per thread whose first stretch is claimed, in
+seven words that fill the half of a line with it."""
+CLAIM_SHIFT = 6
+"""Such a word has two to the power of this many bits."""
+MAX_THREADS = 7 << CLAIM_SHIFT
 SLEEPERS = 2 * LINE_BYTES
 """Number of threads that are marked as sleeping."""
 OPS = 3 * LINE_BYTES

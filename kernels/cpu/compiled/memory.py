@@ -135,12 +135,6 @@ def atomic_replace(emit: Emitter, address: Value, expected: Value, value: Value)
     return emit.builder.zext(emit.builder.extract_value(found, 1), I64)
 
 
-@emitted(types.int64, types.int64)
-def trailing_zeros(emit: Emitter, word: Value) -> Value:
-    """Number of zero bits below the lowest that is set; 64 of 0."""
-    return emit.builder.cttz(word, ir.Constant(ir.IntType(1), 0))
-
-
 _WHOLE_SYSTEM = 15
 """Of an instruction barrier: its only domain."""
 

@@ -27,7 +27,6 @@ from localinfer.kernels.cpu.compiled.memory import (
     sleep_while,
     spin_hint,
     store_i64,
-    trailing_zeros,
     wake_sleeper,
     yield_processor,
 )
@@ -36,6 +35,7 @@ from localinfer.kernels.cpu.kernel_abi import (
     BARRIER_NANOSECONDS,
     BARRIER_SPINS,
     BATCH,
+    CLAIM_SHIFT,
     CLOSED,
     CURRENT_OP,
     FIRST_SEQUENCE,
@@ -74,26 +74,30 @@ def take_units(control: int, count: int) -> int:
 
 
 @inline
-def _taken_word(control: int, thread: int) -> int:
-    return control + FIRST_TAKEN + (thread >> 6 << 3)
+def _claim_word(control: int, thread: int) -> int:
+    return control + FIRST_TAKEN + 8 * (thread >> CLAIM_SHIFT)
+
+
+@inline
+def _claim_bit(thread: int) -> int:
+    return thread & (1 << CLAIM_SHIFT) - 1
 
 
 @inline
 def take_first(control: int, thread: int) -> bool:
     """Claim the first stretch of a thread, the caller or another; returns whether it was free."""
-    return atomic_or(_taken_word(control, thread), 1 << (thread & 63)) >> (thread & 63) & 1 == 0
+    bit = _claim_bit(thread)
+    return atomic_or(_claim_word(control, thread), 1 << bit) >> bit & 1 == 0
 
 
 @inline
 def take_absent(control: int, num_threads: int) -> int:
     """Claim the first stretch of a thread that has not come; returns the thread, or `num_threads` if all have."""
-    first = 0
-    while first < num_threads:
-        thread = first + trailing_zeros(~atomic_load(_taken_word(control, first)))
-        if thread == first + 64:
-            first = thread
-        elif thread >= num_threads or take_first(control, thread):
-            return min(thread, num_threads)
+    # A word is read again for every bit: a CPU then guesses that a bit is free, and claims it before the word is there.
+    for thread in range(num_threads):
+        is_free = atomic_load(_claim_word(control, thread)) >> _claim_bit(thread) & 1 == 0
+        if is_free and take_first(control, thread):
+            return thread
     return num_threads
 
 
@@ -117,7 +121,7 @@ def _clear_claims(control: int, num_threads: int) -> None:
     store_i64(control + NEXT_UNIT, 0)
     store_i64(control + FIRST_TAKEN, 0)
     word = 1
-    while 64 * word < num_threads:
+    while word << CLAIM_SHIFT < num_threads:
         store_i64(control + FIRST_TAKEN + 8 * word, 0)
         word += 1
 
