@@ -115,7 +115,7 @@ class PictureConfig(EncoderSizes):
     std: tuple[float, float, float]
     """What channels are then divided by."""
     activation: str
-    """`gelu`, `silu` or, where the file names neither, `quick`."""
+    """`gelu` (its tanh form), `erf` (GELU as it is), `silu` or, where the file names neither, `quick`."""
     num_kv_heads: int
     """Heads of keys and values."""
     head_size: int
@@ -146,6 +146,25 @@ class PictureConfig(EncoderSizes):
     """Limit inside gated products; 0: none."""
     has_image_break: bool
     """True if a row stands after each row of patches but the last."""
+    # What follows differs in folders alone; no mmproj file says it.
+    projector_activation: str = ""
+    """Function between the projector's matrices, named as `activation`; empty: the family's."""
+    projector_epsilon: float = 0.0
+    """Epsilon of the projector's norms; 0: the family's."""
+    is_class_first: bool = False
+    """True if the class row stands before the patches, as its position does in the table."""
+    has_rms_norms: bool | None = None
+    """True for norms without a mean, False for those with one; None: the family's."""
+    rotary_base: float = 0.0
+    """Base of the rotary frequencies; 0: the family's."""
+    full_layers: tuple[int, ...] | None = None
+    """Blocks that see the whole picture where others see a window; None: as `window_pattern` says."""
+    window_size: int = 112
+    """Side of a window in pixels."""
+    joins_columns_first: bool = True
+    """True if blocks of patches follow each other down in Llama 4, False if they do across."""
+    rounds_pixels: bool = False
+    """True if every step from bytes to normalised values is rounded to bfloat16."""
 
 
 @dataclass(frozen=True)
