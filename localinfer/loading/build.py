@@ -15,16 +15,13 @@ from localinfer.llm import LLM
 from localinfer.loading.memory.limit import KVBudget, window_of
 from localinfer.loading.memory.plan import plan_memory
 from localinfer.loading.options import CheckedLoad, ModelOptions
-from localinfer.models.load.loader import load_model
+from localinfer.models.load.loader import BuildOptions, build_on_cpu, build_on_gpus, opened_model
 from localinfer.system import machine_limits
-from localinfer.types import ModelInfo
+from localinfer.types import ModelInfo, ProgressCallback
 
 if TYPE_CHECKING:
     from localinfer.generation.chat.reply import TemplateFormats
-    from localinfer.models.decoder.config import ModelConfig
     from localinfer.models.load.loader import Model
-    from localinfer.models.load.placement import DevicePlacement
-    from localinfer.quant.checkpoint.model_file import ModelFile
     from localinfer.storage.fingerprint import ModelIdentity
     from localinfer.storage.prompt_cache import DiskOptions
 
@@ -41,20 +38,6 @@ def build_llm(checked: CheckedLoad) -> LLM:
     options, given, disk = checked.model, checked.given, checked.disk
     progress = given.progress if callable(given.progress) else None
     measuring: Any = {"measure_again": given.measure_again, "may_measure": given.may_measure}
-    budget = KVBudget(0, options.kv_memory, options.kv_memory)
-
-    def context_that_fits(file: "ModelFile", config: "ModelConfig") -> int:
-        nonlocal budget
-        budget = options.share(options.plan(file, config), machine_limits.memory_limits())
-        return budget.context_length
-
-    def check_host(file: "ModelFile", config: "ModelConfig", placement: "DevicePlacement") -> None:
-        nonlocal budget
-        from localinfer.loading.memory.gpu_plan import draft_on_host, host_budget
-
-        draft = draft_on_host(options, config, placement)
-        budget = host_budget(options, file, config, placement, draft, machine_limits.memory_limits())
-
     with ExitStack() as loads:
         observer = None
         if given.kv_events is not None:
@@ -64,23 +47,7 @@ def build_llm(checked: CheckedLoad) -> LLM:
             observer = observer_of(given.kv_events)
         if observer is not None:
             loads.callback(observer.close)
-        loaded = load_model(
-            options.path,
-            threads=options.threads,
-            context_length=options.context_length,
-            kv_type=options.kv_type,
-            kv_window=options.kv_window,
-            device=options.request,
-            draft_layers=options.has_draft_layers,
-            assistant=options.assistant,
-            changes=options.changes,
-            choose_context=context_that_fits,
-            check_placement=check_host,
-            priority=checked.priority,
-            verify=given.verify,
-            progress=progress,
-            **measuring,
-        )
+        loaded, budget = _load(checked, progress)
         loads.callback(loaded.close)
         is_encoder, drafts_itself = loaded.config.is_encoder, bool(loaded.draft_programs)
         speculation = options.checked_speculation(is_encoder=is_encoder, drafts_itself=drafts_itself)
@@ -119,6 +86,41 @@ def build_llm(checked: CheckedLoad) -> LLM:
             progress(_LAST_STAGE, 1, 1)
         loads.pop_all()
     return llm
+
+
+def _load(checked: CheckedLoad, progress: ProgressCallback | None) -> tuple["Model", KVBudget]:
+    """Open a model, plan its memory and build it; also what keys and values may take of that."""
+    options, given = checked.model, checked.given
+    build = BuildOptions(
+        threads=options.threads,
+        priority=checked.priority,
+        measure_again=given.measure_again,
+        may_measure=given.may_measure,
+        verify=given.verify,
+    )
+    with opened_model(
+        options.path,
+        context_length=options.context_length,
+        kv_type=options.kv_type,
+        kv_window=options.kv_window,
+        device=options.request,
+        draft_layers=options.has_draft_layers,
+        assistant=options.assistant,
+        changes=options.changes,
+        progress=progress,
+    ) as opened:
+        if opened.placement is not None:
+            from localinfer.loading.memory.gpu_plan import draft_on_host, host_budget
+
+            config, placement = opened.config, opened.placement
+            draft = draft_on_host(options, config, placement)
+            budget = host_budget(options, opened.file, config, placement, draft, machine_limits.memory_limits())
+            loaded = build_on_gpus(opened, build)
+            if loaded is not None:
+                return loaded, budget
+        budget = options.share(options.plan(opened.file, opened.config), machine_limits.memory_limits())
+        opened.set_context(budget.context_length)
+        return build_on_cpu(opened, build), budget
 
 
 def _kv_memory(options: ModelOptions, budget: KVBudget, loaded: "Model") -> int | None:

@@ -1,8 +1,10 @@
-"""Loading a model: file, configuration, tokenizer, device, weights, program."""
+"""Loading a model in two steps: `opened_model` reads header, configuration and vocabulary, and opens devices;
+`build_on_gpus` and `build_on_cpu` read its weights and write its program. Between them its memory can be planned."""
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
@@ -58,6 +60,7 @@ from localinfer.types import ProgressCallback
 if TYPE_CHECKING:
     from localinfer.kernels.cuda.device import CudaDevice
     from localinfer.models.checkpoint.model import CheckpointModel
+    from localinfer.models.load.assistant import Assistant
     from localinfer.models.load.placement import DevicePlacement
     from localinfer.models.text.chat_template import ChatTemplate
 
@@ -190,6 +193,68 @@ class Model:
             self.assistant.close()
 
 
+@dataclass(eq=False)
+class OpenModel:
+    """A model whose header, configuration and vocabulary were read, and whose GPUs are open; nothing large is read yet.
+
+    `opened_model` closes it, unless a model was built of it.
+    """
+
+    file: ModelFile
+    own_config: ModelConfig
+    """The configuration as the file says."""
+    config: ModelConfig
+    """The same with the context length that was requested, or set since."""
+    tokenizer: Tokenizer | None
+    kv_layout: KVLayout
+    request: DeviceRequest
+    kv_window: int | None
+    """None for texts that are kept whole, whatever was asked for."""
+    draft_layers: bool
+    """Whether layers for next-token prediction are wanted."""
+    changes: ModelChanges | None
+    progress: ProgressCallback | None
+    assistant: "Assistant | None" = None
+    """Draft model over its cache."""
+    gpus: "Sequence[CudaDevice]" = ()
+    placement: "DevicePlacement | None" = None
+    """Parts that the GPUs are planned to compute; None if the CPU computes all."""
+
+    def set_context(self, context_length: int) -> None:
+        """Choose another context length, beside which other windows may be short."""
+        if context_length != self.config.context_length:
+            self.config = replace(self.config, context_length=context_length)
+            self.kv_layout = replace(self.kv_layout, layers=kv_layer_shapes(self.config, parts_windows=True))
+
+    def close(self) -> None:
+        """Close file and devices."""
+        for gpu in self.gpus:
+            gpu.close()
+        self.file.close()
+        if self.assistant is not None:
+            self.assistant.file.close()
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuildOptions:
+    """Options of a model's threads and checks."""
+
+    threads: int | None = None
+    """None for the physical cores, of which as many decode as is fastest."""
+    beside: Model | None = None
+    """A model whose threads to share; only one of both runs at a time, and closing either ends both."""
+    batch_rows: int = MAX_BATCH_ROWS
+    """Most rows of a batch on the CPU; those of a picture that see each other have to fit in one."""
+    priority: Priority = "normal"
+    """Of the threads."""
+    measure_again: bool = False
+    """Measure how many threads decode fastest, whatever earlier loads have found."""
+    may_measure: bool = True
+    """Measure it where earlier loads have not."""
+    verify: bool = True
+    """Check the file (`models.verification`): what is likely wrong is logged, what cannot work is refused."""
+
+
 def load_model(
     path: str | os.PathLike[str],
     *,
@@ -204,35 +269,70 @@ def load_model(
     takes_media: bool = False,
     batch_rows: int = MAX_BATCH_ROWS,
     changes: ModelChanges | None = None,
-    choose_context: Callable[[ModelFile, ModelConfig], int] | None = None,
-    check_placement: "Callable[[ModelFile, ModelConfig, DevicePlacement], None] | None" = None,
     priority: Priority = "normal",
     measure_again: bool = False,
     may_measure: bool = True,
     verify: bool = True,
     progress: ProgressCallback | None = None,
 ) -> Model:
-    """Load a GGUF file or a Hugging Face folder and compile its kernels.
+    """Load a GGUF file or a Hugging Face folder and compile its kernels, whatever memory there is.
 
-    threads: None for the physical cores, of which as many decode as is fastest.
+    See `opened_model` and `BuildOptions` for the options. Raises: as `opened_model`.
+    """
+    options = BuildOptions(
+        threads=threads,
+        beside=beside,
+        batch_rows=batch_rows,
+        priority=priority,
+        measure_again=measure_again,
+        may_measure=may_measure,
+        verify=verify,
+    )
+    with opened_model(
+        path,
+        context_length=context_length,
+        kv_type=kv_type,
+        kv_window=kv_window,
+        device=device,
+        reserved=None if beside is None else beside.reserved_bytes,
+        draft_layers=draft_layers,
+        assistant=assistant,
+        takes_media=takes_media,
+        changes=changes,
+        progress=progress,
+    ) as opened:
+        model = None if opened.placement is None else build_on_gpus(opened, options)
+        return build_on_cpu(opened, options) if model is None else model
+
+
+@contextmanager
+def opened_model(
+    path: str | os.PathLike[str],
+    *,
+    context_length: int | None = None,
+    kv_type: str = "f16",
+    kv_window: int | None = None,
+    device: str | DeviceRequest = "cpu",
+    reserved: Mapping[int, int] | None = None,
+    draft_layers: bool = False,
+    assistant: str | os.PathLike[str] | None = None,
+    takes_media: bool = False,
+    changes: ModelChanges | None = None,
+    progress: ProgressCallback | None = None,
+) -> Iterator[OpenModel]:
+    """Open a GGUF file or a Hugging Face folder to build a model of it: its owner, unless an error ends the context.
+
     context_length: maximum tokens of a sequence; more than the model was trained for logs a warning. None: trained.
     kv_window: sequences evict pages by attention scores, and keep this many positions between batches.
     device: a kind of devices, GPUs by number, or a request. The part that fits GPUs is computed with a KV cache of
-        `context_length` tokens, or 8,192 if it is None.
-    beside: a model whose threads to share; only one of both runs at a time, and closing either ends both.
+        `context_length` tokens, or 8,192 if it is None. reserved: by a GPU's number bytes that another model takes.
     draft_layers: load the layers for next-token prediction too, if the file has some and the model runs on the CPU.
     assistant: file of a draft model that attends to this model's cache (`assistant.is_assistant`), in place of those
         layers; it is left out, with a warning, if the model runs on a GPU.
     takes_media: its batches may have embeddings of pictures or sounds in place of tokens, on the CPU.
-    batch_rows: of a batch on the CPU, at most; the rows of a picture that see each other have to fit in one.
     changes: settings in place of the file's.
-    choose_context: called before anything large is read of a model that runs on the CPU; returns the context length to
-        load it with, from the open file and the configuration with `context_length`. check_placement: called instead
-        of a model of which GPUs have a part; raises if what is left does not fit main memory.
-    priority: of the threads. measure_again: how many threads decode fastest, whatever earlier loads have found;
-        may_measure: it otherwise, where they have not.
-    verify: check the file (`models.verification`): what is likely wrong is logged, what cannot work is refused.
-    Raises: ModelFileError or a subclass, RequestError for an invalid option, OutOfMemoryError.
+    Raises: ModelFileError or a subclass, RequestError for an invalid option, OutOfMemoryError, also for errors of the
+        context: those of memory, and of sizes that no kernel computes.
     """
     request = device if isinstance(device, DeviceRequest) else DeviceRequest(device=device)
     request.check()
@@ -242,8 +342,7 @@ def load_model(
 
         check_device(request)
     file = open_model_file(path, changes, context_length, progress)
-    pool = drafter = None
-    gpus: list[CudaDevice] = []
+    opened: OpenModel | None = None
     try:
         own_config = read_config(file)
         config = replace(with_context(own_config, file, context_length, changes), takes_media=takes_media)
@@ -252,115 +351,18 @@ def load_model(
         if tokenizer is None and changes is not None and changes.chat_template is not None:
             raise RequestError("a chat template needs a tokenizer, and this model has none; leave chat_template out")
         kv_layout = KVLayout(kv_type, kv_layer_shapes(config, parts_windows=True), state_shapes(config))
+        opened = OpenModel(
+            file, own_config, config, tokenizer, kv_layout, request, kv_window, draft_layers, changes, progress
+        )
         if assistant is not None:
-            drafter = open_assistant(assistant, Target(file, config, kv_layout), changes)
-        if kv_window is not None:
-            without = reason_without_window(kv_window, file.path.name, config, kv_layout)
-            if without is not None:
-                logger.warning(without)
-                kv_window = None
-        reason = cpu_only(config, kv_layout)
-        if reason is not None:
-            stay_on_cpu(request, reason)
-        if request.cpu_moe and config.experts is None:
-            logger.warning("cpu_moe has no effect: %s has no experts", file.path.name)
-            request = replace(request, cpu_moe=None)
-        placed = None
-        if reason is None and looks_for_gpus(request):
-            # Most machines have no GPU.
-            from localinfer.models.load.devices import open_devices
-            from localinfer.models.load.placement import memory_needs
-
-            kv_tokens = cached_tokens(config, context_length, kv_window)
-            needs = partial(memory_needs, file, config, kv_layout, kv_tokens)
-            placed = open_devices(request, needs, progress, reserved=None if beside is None else beside.reserved_bytes)
-        placement: DevicePlacement | None = None
-        if placed is not None:
-            from localinfer.models.load.pipeline import write_on_gpus
-
-            gpus, placement = placed
-            if check_placement is not None:
-                check_placement(file, config, placement)
-        if placed is None and choose_context is not None:
-            config, kv_layout = _in_context(config, kv_layout, choose_context(file, config))
-        needed = SHARED_KERNELS
-        if placed is None and not all(kernel.is_cached for kernel in needed):
-            # A first start: the tape's kernels too, in the same processes. Else they wait until the program is written.
-            needed = _all_kernels(file, config, kv_layout, draft_layers, kv_window is not None, assistant, changes)
-        compile_ahead(needed, progress)
-        if beside is None:
-            pool = ThreadPool(
-                available_threads() if threads is None else checked_threads(threads),
-                priority=priority,
-                performance_cores=processor_limits().performance_cores,
-            )
-        shared_pool = pool if beside is None else beside.pool
-        assert shared_pool is not None, "made here or by the model beside"
-        parts = Parts(
-            config, file, shared_pool, kv_type, progress, threads is None, measure_again, may_measure, kv_window
-        )
-        on_gpus = None if placed is None else write_on_gpus(parts, *placed, is_required=request.is_required)
-        used, weights = "cuda", None
-        drafts: tuple[tuple[HiddenProgram, ...], ...] = ()
-        if on_gpus is not None:
-            program, kv_layout = on_gpus.program, on_gpus.kv_layout
-            prepare_text_programs(config, file, on_gpus)
-        else:
-            held = parts.summed_tokens(batch_rows, kv_layout.page_tokens)
-            used, weights, placement = "cpu", CpuWeights(file, shared_pool, progress), None
-            if placed is not None and choose_context is not None:
-                config, kv_layout = _in_context(config, kv_layout, choose_context(file, config))
-                parts = replace(parts, config=config)
-            if draft_layers:
-                found = read_config(file, with_draft_layers=True)
-                found = replace(found, context_length=config.context_length, takes_media=takes_media)
-                if found.num_draft_layers:
-                    config, kv_layout = found, with_draft_layers(found, kv_layout)
-                parts = replace(parts, config=config)
-            program = on_cpu = write_on_cpu(
-                parts, weights, kv_layout, held, shows_states=drafter is not None, batch_rows=batch_rows
-            )
-            compile_text_kernels(config, file, weights, shared_pool, kv_layout, progress)
-            if drafter is None:
-                drafts = write_draft_programs(config, weights, on_cpu, shared_pool, kv_layout, progress)
-            else:
-                drafts = ((drafter.write(Target(file, config, kv_layout), weights, on_cpu, progress),),)
-        if on_gpus is not None and drafter is not None:
-            logger.warning("%s drafts on the CPU only, so the GPU decodes without it", drafter.file.path.name)
-            drafter.file.close()
-            drafter = None
-        elif on_gpus is not None and draft_layers and has_draft_layers(file):
-            logger.warning("%s: its layers for next-token prediction draft on the CPU only", file.path.name)
-        findings = _verified(file, own_config, config, tokenizer) if verify else ()
-        if file.has_changed:
-            # The file may have been read in two versions.
-            raise CorruptFileError(
-                f"{file.path} was changed while it was being loaded; load it again when it is complete"
-            )
-        drafter_file = None if drafter is None else drafter.file
-        return Model(
-            config,
-            tokenizer,
-            program,
-            kv_layout,
-            file,
-            shared_pool,
-            used,
-            weights,
-            drafts,
-            drafter_file,
-            findings,
-            placement,
-            on_gpus,
-        )
+            opened.assistant = open_assistant(assistant, Target(file, config, kv_layout), changes)
+        _find_devices(opened, context_length, reserved)
+        yield opened
     except BaseException as error:
-        for gpu in gpus:
-            gpu.close()
-        if pool is not None:
-            pool.close()
-        file.close()
-        if drafter is not None:
-            drafter.file.close()
+        if opened is None:
+            file.close()
+        else:
+            opened.close()
         if address_space.is_shortage(error):
             raise address_space.shortage(file.num_bytes, f"loading {file.path.name}") from error
         if isinstance(error, ShapeError):
@@ -370,24 +372,163 @@ def load_model(
         raise
 
 
-def _all_kernels(
-    file: ModelFile,
-    config: ModelConfig,
-    kv_layout: KVLayout,
-    has_draft_layers: bool,
-    has_kv_window: bool,
-    assistant: str | os.PathLike[str] | None,
-    changes: ModelChanges | None,
-) -> Sequence[Kernel]:
-    """The kernels that a model on the CPU will need."""
-    from localinfer.models.load.needed_kernels import kernels_of_file
+def _find_devices(opened: OpenModel, context_length: int | None, reserved: Mapping[int, int] | None) -> None:
+    """Decide what bounds texts, and open the GPUs that are to compute a part. context_length: the requested one."""
+    file, config, kv_layout = opened.file, opened.config, opened.kv_layout
+    if opened.kv_window is not None:
+        without = reason_without_window(opened.kv_window, file.path.name, config, kv_layout)
+        if without is not None:
+            logger.warning(without)
+            opened.kv_window = None
+    reason = cpu_only(config, kv_layout)
+    if reason is not None:
+        stay_on_cpu(opened.request, reason)
+    if opened.request.cpu_moe and config.experts is None:
+        logger.warning("cpu_moe has no effect: %s has no experts", file.path.name)
+        opened.request = replace(opened.request, cpu_moe=None)
+    if reason is None and looks_for_gpus(opened.request):
+        # Most machines have no GPU.
+        from localinfer.models.load.devices import open_devices
+        from localinfer.models.load.placement import memory_needs
 
-    if has_draft_layers:
+        kv_tokens = cached_tokens(config, context_length, opened.kv_window)
+        needs = partial(memory_needs, file, config, kv_layout, kv_tokens)
+        placed = open_devices(opened.request, needs, opened.progress, reserved=reserved)
+        if placed is not None:
+            opened.gpus, opened.placement = placed
+
+
+def build_on_gpus(opened: OpenModel, options: BuildOptions) -> Model | None:
+    """Build a model as it was placed on GPUs; None, after logging why, if it cannot run there and need not.
+
+    Raises: ModelFileError and below, BackendUnavailableError, OutOfMemoryError.
+    """
+    from localinfer.models.load.pipeline import write_on_gpus
+
+    placement = opened.placement
+    assert placement is not None, "a part of it was placed"
+    compile_ahead(SHARED_KERNELS, opened.progress)
+    with _made_threads(options) as pool:
+        parts = _parts(opened, options, opened.config, pool)
+        on_gpus = write_on_gpus(parts, opened.gpus, placement, is_required=opened.request.is_required)
+        if on_gpus is not None:
+            prepare_text_programs(opened.config, opened.file, on_gpus)
+            _leave_out_drafters(opened)
+            model = Model(
+                opened.config,
+                opened.tokenizer,
+                on_gpus.program,
+                on_gpus.kv_layout,
+                opened.file,
+                pool,
+                device="cuda",
+                placement=placement,
+                on_gpus=on_gpus,
+            )
+            return _checked(opened, options, model)
+    opened.gpus, opened.placement = (), None
+    return None
+
+
+def _leave_out_drafters(opened: OpenModel) -> None:
+    """Say that what drafts on the CPU only does not."""
+    if opened.assistant is not None:
+        logger.warning("%s drafts on the CPU only, so the GPU decodes without it", opened.assistant.file.path.name)
+        opened.assistant.file.close()
+        opened.assistant = None
+    elif opened.draft_layers and has_draft_layers(opened.file):
+        logger.warning("%s: its layers for next-token prediction draft on the CPU only", opened.file.path.name)
+
+
+def build_on_cpu(opened: OpenModel, options: BuildOptions) -> Model:
+    """Build a model on the CPU. Raises: ModelFileError and below, OutOfMemoryError."""
+    file, config, kv_layout, drafter = opened.file, opened.config, opened.kv_layout, opened.assistant
+    progress = opened.progress
+    if opened.draft_layers:
         found = read_config(file, with_draft_layers=True)
         found = replace(found, context_length=config.context_length, takes_media=config.takes_media)
         if found.num_draft_layers:
             config, kv_layout = found, with_draft_layers(found, kv_layout)
-    return kernels_of_file(file, config, kv_layout, has_kv_window=has_kv_window, assistant=assistant, changes=changes)
+    needed = SHARED_KERNELS
+    if not all(kernel.is_cached for kernel in needed):
+        # A first start: the tape's kernels too, in the same processes. Else they wait until the program is written.
+        from localinfer.models.load.needed_kernels import kernels_of_file
+
+        assistant = None if drafter is None else drafter.file.path
+        has_window = opened.kv_window is not None
+        needed = kernels_of_file(
+            file, config, kv_layout, has_kv_window=has_window, assistant=assistant, changes=opened.changes
+        )
+    compile_ahead(needed, progress)
+    with _made_threads(options) as pool:
+        parts = _parts(opened, options, config, pool)
+        weights = CpuWeights(file, pool, progress)
+        held = parts.summed_tokens(options.batch_rows, kv_layout.page_tokens)
+        program = write_on_cpu(
+            parts, weights, kv_layout, held, shows_states=drafter is not None, batch_rows=options.batch_rows
+        )
+        compile_text_kernels(config, file, weights, pool, kv_layout, progress)
+        if drafter is None:
+            drafts = write_draft_programs(config, weights, program, pool, kv_layout, progress)
+        else:
+            from localinfer.models.load.assistant import Target
+
+            drafts = ((drafter.write(Target(file, config, kv_layout), weights, program, progress),),)
+        model = Model(
+            config,
+            opened.tokenizer,
+            program,
+            kv_layout,
+            file,
+            pool,
+            weights=weights,
+            draft_programs=drafts,
+            assistant=None if drafter is None else drafter.file,
+        )
+        return _checked(opened, options, model)
+
+
+@contextmanager
+def _made_threads(options: BuildOptions) -> Iterator[ThreadPool]:
+    """Threads of a model, its own or those of the model beside; own ones are closed unless the context returns one."""
+    if options.beside is not None:
+        yield options.beside.pool
+        return
+    threads = options.threads
+    pool = ThreadPool(
+        available_threads() if threads is None else checked_threads(threads),
+        priority=options.priority,
+        performance_cores=processor_limits().performance_cores,
+    )
+    try:
+        yield pool
+    except BaseException:
+        pool.close()
+        raise
+
+
+def _parts(opened: OpenModel, options: BuildOptions, config: ModelConfig, pool: ThreadPool) -> Parts:
+    return Parts(
+        config,
+        opened.file,
+        pool,
+        opened.kv_layout.kv_type,
+        opened.progress,
+        options.threads is None,
+        options.measure_again,
+        options.may_measure,
+        opened.kv_window,
+    )
+
+
+def _checked(opened: OpenModel, options: BuildOptions, model: Model) -> Model:
+    """A model with the findings about its file. Raises: CorruptFileError for what cannot work."""
+    file = opened.file
+    findings = _verified(file, opened.own_config, model.config, opened.tokenizer) if options.verify else ()
+    if file.has_changed:
+        # The file may have been read in two versions.
+        raise CorruptFileError(f"{file.path} was changed while it was being loaded; load it again when it is complete")
+    return replace(model, findings=findings)
 
 
 def _verified(
@@ -499,14 +640,6 @@ def with_context(
         way_out = "" if is_scaled else ", unless its positions are scaled (rope: linear, yarn or a base)"
         logger.warning("%s: %s; beyond that it may answer worse%s", file.path.name, asked, way_out)
     return replace(config, context_length=context_length)
-
-
-def _in_context(config: ModelConfig, kv_layout: KVLayout, context_length: int) -> tuple[ModelConfig, KVLayout]:
-    """The same with another context length, beside which other windows may be short."""
-    if context_length == config.context_length:
-        return config, kv_layout
-    config = replace(config, context_length=context_length)
-    return config, replace(kv_layout, layers=kv_layer_shapes(config, parts_windows=True))
 
 
 def read_tokenizer(file: ModelFile, progress: ProgressCallback | None = None) -> Tokenizer:
