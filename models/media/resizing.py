@@ -5,6 +5,7 @@ become as many rows as there. Every step works on bytes and rounds to bytes.
 """
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -26,6 +27,7 @@ Filter = Literal["bilinear", "bicubic", "lanczos"]
 BLACK: Color = (0, 0, 0)
 _MAX_SIDE = 1 << 16
 _MAX_AREA = 1 << 28
+_PIXELS_A_STRIPE, _NUM_THREADS = 1 << 20, 2
 _f32 = np.float32
 
 
@@ -75,9 +77,18 @@ def resize(picture: Pixels, size: Size, filter: Filter) -> Pixels:
     from PIL import Image
 
     resampling = Image.Resampling[filter.upper()]
-    # One call may do the rows first, which rounds to other bytes.
-    image = Image.fromarray(np.ascontiguousarray(picture))
-    return np.asarray(image.resize((size[0], height), resampling).resize(size, resampling))
+
+    def resized(pixels: Pixels, width: int, height: int) -> Pixels:
+        return np.asarray(Image.fromarray(np.ascontiguousarray(pixels)).resize((width, height), resampling))
+
+    # One call may do the rows first, which rounds to other bytes. Rows of their own can be done at the same time.
+    step = max(1, _PIXELS_A_STRIPE // width)
+    stripes = [picture[start : start + step] for start in range(0, height, step)]
+    if len(stripes) == 1:
+        return resized(resized(picture, size[0], height), *size)
+    with ThreadPoolExecutor(_NUM_THREADS) as threads:
+        narrow = list(threads.map(lambda stripe: resized(stripe, size[0], len(stripe)), stripes))
+    return resized(np.concatenate(narrow), *size)
 
 
 def stretch(size: Size, filter: Filter) -> Fit:
