@@ -35,7 +35,7 @@ class StateStep:
 
 @dataclass(frozen=True)
 class MediaRows:
-    """What a segment's rows have in place of, or beside, token ids and positions in a row: pictures and sounds."""
+    """Pictures and sounds of a segment: what its rows have in place of token ids, or of positions in a row."""
 
     embeddings: Sequence[tuple[int, FloatArray]] = ()
     """First row and embeddings float32[rows, media_width] of each run of rows that stand for no token; their ids are

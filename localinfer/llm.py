@@ -572,7 +572,8 @@ class LLM(Closing):
         from localinfer.storage.sessions import save_session
 
         file = check_path("path", path)
-        wanted, salt = None if token_ids is None else self._engine.check_prompt(token_ids), salt_of(cache_salt)
+        wanted = None if token_ids is None else self._engine.check_prompt(token_ids, names_media=True)
+        salt = salt_of(cache_salt)
         identity = self._require_identity()
         with self._session_lock:
             return save_session(self._engine, identity, file, wanted, salt)
@@ -673,7 +674,7 @@ class LLM(Closing):
 
         Returns how many tokens that was. Running generations and the disk keep theirs. cache_salt: of the text.
         """
-        wanted, salt = self._engine.check_prompt(token_ids), salt_of(cache_salt)
+        wanted, salt = self._engine.check_prompt(token_ids, names_media=True), salt_of(cache_salt)
         with self._engine.exclusive_cache() as cache:
             return cache.forget(wanted, salt)
 

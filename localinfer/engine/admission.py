@@ -240,7 +240,9 @@ class AdmissionControl:
             request.gave_way_to = frozenset()
             waiting.remove(request)
             try:
-                admission = self._cache.admit(request.head, request.hints, is_prompt=request.is_prompt)
+                admission = self._cache.admit(
+                    request.head, request.hints, is_prompt=request.is_prompt, media=request.media
+                )
             except Exception as error:
                 self._runner.fail(request, error)
                 continue
@@ -306,13 +308,13 @@ class AdmissionControl:
         self.preemptions += 1
         token_ids = request.token_ids()
         self._runner.retire(request)
-        request.restart(token_ids)
+        request.restart(token_ids, request.media)
         request.gave_way_to = frozenset(self._cache.pool.sequences)
 
     def _has_room(self, request: Request, without: Sequence[Request] = ()) -> bool:
         """True if a request may begin or continue beside others, were some of them not there."""
         sequences = [other.cache for other in without]
-        return self._cache.has_room(request.head, request.hints.salt, without=sequences)
+        return self._cache.has_room(request.head, request.hints.salt, media=request.media, without=sequences)
 
 
 def _turn(

@@ -19,6 +19,7 @@ from localinfer.engine.cache.block_hashes import CacheObserver
 from localinfer.engine.cache.prefix_cache import CacheHints, PrefixCache
 from localinfer.engine.cache.sequence import KVEviction, forward
 from localinfer.engine.cache.stats import SnapshotStats
+from localinfer.engine.media import DEFAULT_EMBEDDING_BYTES, EmbeddingStore, MediaRun, PlacedMedia
 from localinfer.engine.request import HISTORY_ROOM, GenerationRecord, Request
 from localinfer.engine.runner import ModelRunner, shifted
 from localinfer.engine.sampling.params import SamplingParams
@@ -60,7 +61,8 @@ class Engine:
     model: `config.context_length` is the context it was loaded with; `program` returns float32[rows, vocab_size].
     program: the model's, to be run under `exclusive_cache`. pool: the pages of every sequence and of the cache.
     observer: notified of pages that enter and leave the cache. make_policy: makes the policy that `ttft_objective` of
-    requests is given to; without one, none is refused for it.
+    requests is given to; without one, none is refused for it. embedding_bytes: of pictures and sounds that `embeddings`
+    keeps, of a model that takes them.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class Engine:
         limits: EngineLimits = _DEFAULT_LIMITS,
         observer: CacheObserver | None = None,
         make_policy: PolicyFactory | None = None,
+        embedding_bytes: int = DEFAULT_EMBEDDING_BYTES,
     ) -> None:
         self._model = model
         self._speculation = speculation
@@ -84,6 +87,7 @@ class Engine:
         if observer is not None:
             self._cache.observe(observer)
         self.pool = self._cache.pool
+        self.embeddings = EmbeddingStore(embedding_bytes)
         self._runner = ModelRunner(
             model.program, self._cache, speculation, vocab_size=self.vocab_size, context_length=self.context_length
         )
@@ -133,14 +137,18 @@ class Engine:
         self,
         prompt_ids: Sequence[int] | NDArray[np.integer],
         *,
+        media: Sequence[MediaRun] = (),
+        names_media: bool = False,
         shifts_context: bool = False,
         needs_tokens: bool = False,
     ) -> NDArray[np.int32]:
         """Return a copy of a prompt, int32[T], proven to be token ids that fit the context, unless it may be shifted.
 
+        media: its pictures and sounds in order, whose ids are among the prompt's. names_media: there may be such ids
+        without them, of a text that is looked up and not computed.
         Raises: TokenIdError naming the first wrong id, or if there has to be one; ContextLengthError with both lengths.
         """
-        token_ids = self._check_ids(prompt_ids)
+        token_ids = self._check_ids(prompt_ids, lowest=-(1 << 31) if media or names_media else 0)
         if token_ids.size > self.context_length and not shifts_context:
             raise ContextLengthError(
                 f"the prompt has {token_ids.size} tokens, but the context holds {self.context_length}; shorten it, "
@@ -151,6 +159,24 @@ class Engine:
         if needs_tokens and not token_ids.size:
             raise TokenIdError("the prompt has no tokens; give at least one, such as the beginning-of-text token")
         return token_ids
+
+    def place_media(self, token_ids: NDArray[np.int32], media: Sequence[MediaRun]) -> PlacedMedia | None:
+        """Place the pictures and sounds of a checked prompt, given in order; None if there are none.
+
+        Raises: RequestError for a model that was loaded for words only, for a run that is not in the prompt, and for
+        one whose rows see each other and are more than a batch holds.
+        """
+        if not media:
+            return None
+        if not self._model.config.takes_media:
+            raise RequestError("this model was loaded to read words only, and the prompt has pictures or sounds")
+        placed, most = PlacedMedia.locate(token_ids, media, self.embeddings), self.program.max_batch_rows
+        if placed is not None and placed.largest_batch() > most:
+            raise RequestError(
+                f"a picture takes {placed.largest_batch()} rows that are computed at once, and a batch has {most}; "
+                "make it smaller (image_max_tokens), or load the model with larger batches"
+            )
+        return placed
 
     def generate(
         self,
@@ -167,6 +193,7 @@ class Engine:
         completion_tokens: int = 0,
         priority: int = 0,
         ttft_objective: float | None = None,
+        media: Sequence[MediaRun] = (),
     ) -> Generation:
         """Continue a prompt; yield each token as it is sampled. Closing the generation cancels it.
 
@@ -188,6 +215,7 @@ class Engine:
             where that ends. It changes when tokens come, and none of them.
         ttft_objective: seconds in which the first token is wanted: where it is predicted for later, because of what
             runs and waits, the request is refused; None never.
+        media: pictures and sounds in order, whose ids the prompt has (`media.join_pieces`).
         Raises: at once RequestError, ContextLengthError, ClosedError, OutOfMemoryError for a prompt that can never
             fit, OverloadedError if as many wait as may, or for ttft_objective; while iterating ModelFileError for
             logits that are not finite, ClosedError, and OutOfMemoryError before the first token. Where memory ends
@@ -197,12 +225,13 @@ class Engine:
         self.check_usable()
         self.check_generates()
         limit = check_max_tokens(max_tokens)
-        token_ids = self.check_prompt(prompt_ids, shifts_context=context_shift, needs_tokens=True)
+        token_ids = self.check_prompt(prompt_ids, media=media, shifts_context=context_shift, needs_tokens=True)
+        placed = self.place_media(token_ids, media)
         plan = self.plan(sampling) if isinstance(sampling, SamplingParams) else sampling
         stops = frozenset() if ignore_eos else frozenset(stop_token_ids)
         limit = min(limit, (sys.maxsize if context_shift else self.context_length) - token_ids.size)
         prompt_length = token_ids.size - completion_tokens
-        head = shifted(token_ids, prompt_length, cache_hints, self.context_length)
+        head, placed = shifted(token_ids, placed, prompt_length, cache_hints, self.context_length)
         self._cache.check_fits(head.size)
         history = np.empty(token_ids.size + min(limit, HISTORY_ROOM), np.int32)
         history[: token_ids.size] = token_ids
@@ -218,6 +247,7 @@ class Engine:
             stops=stops,
             record=GenerationRecord(dropped_tokens=token_ids.size - head.size),
             owner=object() if owner is None else owner,
+            media=placed,
             priority=check_priority(priority),
             is_over=limit == 0,
         )
@@ -229,14 +259,18 @@ class Engine:
             self.scheduler.add(request, objective)
         return Generation(self.scheduler, request)
 
-    def logits(self, token_ids: Sequence[int] | NDArray[np.integer]) -> NDArray[np.float32]:
+    def logits(
+        self, token_ids: Sequence[int] | NDArray[np.integer], media: Sequence[MediaRun] = ()
+    ) -> NDArray[np.float32]:
         """Return float32[T, vocab_size]: for each position, the logits of the token that follows it.
 
+        media: as of `generate`.
         Raises: as `generate`; OutOfMemoryError if the machine cannot hold the result.
         """
         self.check_usable()
         self.check_generates()
-        tokens = self.check_prompt(token_ids)
+        tokens = self.check_prompt(token_ids, media=media)
+        placed = self.place_media(tokens, media)
         try:
             out = np.empty((tokens.size, self.vocab_size), np.float32)
         except MemoryError:
@@ -244,35 +278,49 @@ class Engine:
                 f"the logits of {tokens.size} positions take {tokens.size * self.vocab_size * 4:,} bytes, which this "
                 "machine does not have; pass fewer positions"
             ) from None
-        for _ in self.outputs(self.program, tokens, out):
+        for _ in self.outputs(self.program, tokens, out, placed):
             pass
         return out
 
     def outputs(
-        self, program: Program, tokens: NDArray[np.int32], out: FloatArray | None = None
+        self,
+        program: Program,
+        tokens: NDArray[np.int32],
+        out: FloatArray | None = None,
+        media: PlacedMedia | None = None,
     ) -> Iterator[tuple[int, FloatArray]]:
         """Compute a program's results for every position of checked tokens, some at a time, in steps between others'.
 
-        out: float32[T, width] to write them to. Yields: the first position and float32[n, width]. Nothing of it stays
-        in the cache. Raises: OutOfMemoryError, ClosedError, ModelFileError for what is not finite.
+        out: float32[T, width] to write them to. media: pictures and sounds among the tokens. Yields: the first position
+        and float32[n, width]. Nothing of it stays in the cache. Raises: OutOfMemoryError, ClosedError, ModelFileError
+        for what is not finite.
         """
-        chunk = min(program.max_batch_rows, program.max_output_rows)
-        rows = np.arange(chunk, dtype=np.int32)
         self._cache.check_fits(tokens.size)
         sequence = self._cache.open()
+        sequence.media = media
         try:
-            for start in range(0, tokens.size, chunk):
-                stop = min(start + chunk, tokens.size)
+            done = 0
+            while done < tokens.size:
+                begin = sequence.length
+                stop = min(done + program.max_output_rows, begin + program.max_batch_rows, tokens.size)
+                end = stop
+                if media is not None and (parted := media.whole_run_at(stop)) is not None:
+                    # Of rows that see each other, those whose results do not fit are computed again: to the same bits.
+                    stop, end = (parted[0], parted[0]) if parted[0] > done else (stop, parted[1])
+                rows = np.arange(done - begin, stop - begin, dtype=np.int32)
                 with self.exclusive_cache():
-                    found = forward(program.run, (sequence,), (tokens[start:stop],), rows[: stop - start])
+                    found = forward(program.run, (sequence,), (tokens[begin:end],), rows)
                     if out is None:
                         found = found.copy()
                     else:
-                        out[start:stop] = found
-                        found = out[start:stop]
+                        out[done:stop] = found
+                        found = out[done:stop]
+                    if end > stop:
+                        sequence.truncate(stop)
                 if not np.isfinite(found).all():
-                    raise not_finite_error(start + 1 + int(np.argmin(np.isfinite(found).all(axis=1))))
-                yield start, found
+                    raise not_finite_error(done + 1 + int(np.argmin(np.isfinite(found).all(axis=1))))
+                yield done, found
+                done = stop
         finally:
             with self.scheduler.exclusive():
                 sequence.close()
@@ -286,12 +334,18 @@ class Engine:
         with self.scheduler.step_lock.exclusive():
             self._runner.close()
             self._cache.close()
+            self.embeddings.clear()
             if self._speculation is not None:
                 self._speculation.close()
             self._model.close()
 
-    def _check_ids(self, values: Sequence[int] | NDArray[np.integer], name: str = "the token ids") -> NDArray[np.int32]:
-        """A copy of ids as int32[T], proven; of a caller's own array a later change would make other pages of them."""
+    def _check_ids(
+        self, values: Sequence[int] | NDArray[np.integer], name: str = "the token ids", lowest: int = 0
+    ) -> NDArray[np.int32]:
+        """A copy of ids as int32[T], proven; of a caller's own array a later change would make other pages of them.
+
+        lowest: the least id, below 0 where pictures are among the words.
+        """
         try:
             array = np.array(values, order="C")
         except Exception:
@@ -299,7 +353,7 @@ class Engine:
             array = np.zeros((0, 0))
         is_list = not isinstance(values, str | bytes) and array.ndim == 1
         if is_list and (array.dtype.kind in "iu" or array.size == 0):
-            wrong = np.flatnonzero((array < 0) | (array >= self.vocab_size))
+            wrong = np.flatnonzero((array < lowest) | (array >= self.vocab_size))
             if not wrong.size:
                 return array.astype(np.int32, copy=False)
             index, of = int(wrong[0]), f" of {name}" if name == "prediction" else ""

@@ -2,16 +2,26 @@
 
 The ids of a run are negative numbers made of its content and its encoder, so that the prefix tree, pages on disk and
 session files treat a picture as they do words: equal ids are equal pictures, now and after a restart.
+
+A prompt is its ids and its runs in order. `PlacedMedia` knows where the runs stand in a text, and so what a batch is
+told of any of its rows: embeddings, positions for rotation, and which later rows a row sees; and where the text may be
+cut. Embeddings are computed where rows have to be, and kept by `EmbeddingStore`, within bytes.
 """
 
 import hashlib
-from collections.abc import Callable
-from dataclasses import dataclass
+import threading
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.types import FloatArray
+from localinfer.errors import RequestError, TokenIdError
+from localinfer.kernels.ops import NUM_AXES
+from localinfer.kernels.program import MediaRows, Segment
+from localinfer.types import FloatArray, TokenIds
 
 FEWEST_CACHED_ROWS = 5
 """Rows of a run from which on its ids tell it from every other: 31 bits a row, so 155. Shorter runs, and what stands
@@ -32,6 +42,8 @@ class MediaRun:
     """Positions that it takes."""
     sees_itself: bool
     """True if its rows see each other in both directions, so that they are computed in one batch."""
+    name: str = ""
+    """Its name in reasons of cache misses, such as "picture 2"; empty for its number among all."""
 
 
 def media_ids(identity: bytes, digest: bytes, num_rows: int) -> NDArray[np.int32]:
@@ -43,3 +55,265 @@ def media_ids(identity: bytes, digest: bytes, num_rows: int) -> NDArray[np.int32
     blocks = (hashlib.sha256(key + index.to_bytes(8, "little")).digest() for index in range(-(-num_rows // 8)))
     words = np.frombuffer(b"".join(blocks), "<u4")[:num_rows]
     return (words | np.uint32(1 << 31)).view(np.int32).copy()
+
+
+def join_pieces(pieces: Sequence[Sequence[int] | NDArray[np.integer] | MediaRun]) -> tuple[TokenIds, list[MediaRun]]:
+    """The ids of a prompt, int32[T], and its runs in order, from ids of words and runs as they follow each other."""
+    arrays = [piece.ids if isinstance(piece, MediaRun) else np.asarray(piece, np.int32) for piece in pieces]
+    return np.concatenate([np.zeros(0, np.int32), *arrays]), [one for one in pieces if isinstance(one, MediaRun)]
+
+
+DEFAULT_EMBEDDING_BYTES = 256 << 20
+"""Embeddings that are kept: of some 70 pictures of 256 rows, for a model 3,584 wide."""
+
+
+class EmbeddingStore:
+    """Embeddings of the runs used last, within `max_bytes`; any thread may ask.
+
+    Each run is computed by one thread, for which others that want the same wait. Runs whose ids do not tell them apart
+    are not kept.
+    """
+
+    def __init__(self, max_bytes: int = DEFAULT_EMBEDDING_BYTES) -> None:
+        self.max_bytes = max_bytes
+        self.num_bytes = 0
+        self._kept: OrderedDict[bytes, FloatArray] = OrderedDict()
+        self._computing: dict[bytes, threading.Lock] = {}
+        self._lock = threading.Lock()
+
+    def find(self, run: MediaRun) -> FloatArray:
+        """The embeddings of a run, computed if they are not kept. Raises: what `embed` does; RequestError."""
+        if run.ids.size < FEWEST_CACHED_ROWS:
+            return _computed(run)
+        key = run.ids.tobytes()
+        with self._lock:
+            computing = self._computing.setdefault(key, threading.Lock())
+        with computing:
+            try:
+                with self._lock:
+                    rows = self._kept.get(key)
+                    if rows is not None:
+                        self._kept.move_to_end(key)
+                        return rows
+                rows = _computed(run)
+                self._keep(key, rows)
+                return rows
+            finally:
+                with self._lock:
+                    self._computing.pop(key, None)
+
+    def clear(self) -> None:
+        """Drop all of them."""
+        with self._lock:
+            self._kept.clear()
+            self.num_bytes = 0
+
+    def _keep(self, key: bytes, rows: FloatArray) -> None:
+        with self._lock:
+            if key in self._kept or rows.nbytes > self.max_bytes:
+                return
+            self._kept[key] = rows
+            self.num_bytes += rows.nbytes
+            while self.num_bytes > self.max_bytes:
+                self.num_bytes -= self._kept.popitem(last=False)[1].nbytes
+
+
+def _computed(run: MediaRun) -> FloatArray:
+    rows = np.ascontiguousarray(run.embed(), np.float32)
+    if rows.ndim != 2 or len(rows) != run.ids.size:
+        raise RequestError(f"an encoder made embeddings of shape {rows.shape}; wanted {run.ids.size} rows")
+    return rows
+
+
+@dataclass(frozen=True, eq=False)
+class _Place:
+    """A run in a text."""
+
+    start: int
+    run: MediaRun
+    number: int
+    """Of the prompt's runs, from 1."""
+    shift: int
+    """Rows without a position of their own, of all runs up to this one."""
+
+    @property
+    def end(self) -> int:
+        """The position in the text after its last row."""
+        return self.start + self.run.ids.size
+
+    @property
+    def first_position(self) -> int:
+        """For rotation, the position of its first row."""
+        return self.start - self.shift + self.run.ids.size - self.run.num_positions
+
+
+class PlacedMedia:
+    """The runs of one text, at least one, and what follows for its positions.
+
+    Texts that share a prefix up to a position share all that is told of the rows before it.
+    """
+
+    def __init__(self, runs: Sequence[tuple[int, int, MediaRun]], store: EmbeddingStore) -> None:
+        """Take runs in order: the position of the first row, the number among the prompt's runs, and the run."""
+        places, shift = [], 0
+        for start, number, run in runs:
+            shift += run.ids.size - run.num_positions
+            places.append(_Place(start, run, number, shift))
+        self._places = tuple(places)
+        self._starts = [place.start for place in places]
+        self._store = store
+        self._held: dict[int, FloatArray] = {}
+        self.end = places[-1].end
+        """Position after the last run."""
+        self.cached_length = next((one.start for one in places if one.run.ids.size < FEWEST_CACHED_ROWS), None)
+        """Positions of the longest prefix that its ids tell from every other; None for any."""
+
+    @classmethod
+    def locate(cls, token_ids: TokenIds, runs: Sequence[MediaRun], store: EmbeddingStore) -> "PlacedMedia | None":
+        """Place the runs of a prompt, which has their ids in this order; None if it has none.
+
+        Raises: TokenIdError for negative ids that are of no run, RequestError for a run that is not there.
+        """
+        negative = np.flatnonzero(token_ids < 0)
+        found: list[tuple[int, int, MediaRun]] = []
+        after = 0
+        for number, run in enumerate(runs, 1):
+            size = run.ids.size
+            start = int(negative[after]) if after < negative.size else token_ids.size
+            if not size or not np.array_equal(token_ids[start : start + size], run.ids) or run.ids.max() >= 0:
+                raise RequestError(
+                    f"picture or sound {number} of {len(runs)} has {size} rows whose ids are not the next ones in the "
+                    "prompt; join ids and runs with join_pieces"
+                )
+            found.append((start, number, run))
+            after += size
+        if after < negative.size:
+            index = int(negative[after])
+            raise TokenIdError(
+                f"token id {token_ids[index]} at index {index} is not in the vocabulary, and no picture or sound was "
+                "given for it"
+            )
+        return cls(found, store) if found else None
+
+    def shifted(self, kept: int, first: int) -> "PlacedMedia | None":
+        """The runs of a text of which the first `kept` ids stay, and then those from `first` on; neither cuts a run."""
+        moved = [(one.start, one.number, one.run) for one in self._places if one.end <= kept]
+        moved += [(one.start - first + kept, one.number, one.run) for one in self._places if one.start >= first]
+        media = PlacedMedia(moved, self._store) if moved else None
+        if media is not None:
+            media._held = {number: self._held[number] for _, number, _ in moved if number in self._held}
+        return media
+
+    def run_at(self, position: int) -> tuple[int, int] | None:
+        """First position and end of the run that a cut before `position` would part; None if it would part none."""
+        place = self._before(position)
+        return None if place is None or place.end <= position or place.start == position else (place.start, place.end)
+
+    def whole_run_at(self, position: int) -> tuple[int, int] | None:
+        """Do as `run_at`, for runs that are computed in one batch only."""
+        place = self._before(position)
+        return self.run_at(position) if place is not None and place.run.sees_itself else None
+
+    def reusable(self, length: int) -> int:
+        """The longest prefix within `length` positions that a text may continue from."""
+        length = length if self.cached_length is None else min(length, self.cached_length)
+        parted = self.whole_run_at(length)
+        return length if parted is None else parted[0]
+
+    def largest_batch(self) -> int:
+        """Rows of the largest run that is computed in one batch; 0 without one."""
+        return max((one.run.ids.size for one in self._places if one.run.sees_itself), default=0)
+
+    def name_at(self, position: int) -> str:
+        """The name of the run that a position is in; empty if it is in none."""
+        place = self._before(position + 1)
+        if place is None or place.end <= position:
+            return ""
+        return place.run.name or f"picture or sound {place.number}"
+
+    def hold(self, length: int, should_stop: Callable[[], bool]) -> None:
+        """Compute embeddings of the runs that end after `length` positions, and hold them until `release`.
+
+        should_stop: asked before each. Raises: what `embed` does.
+        """
+        for place in self._places:
+            if place.end > length and place.number not in self._held:
+                if should_stop():
+                    return
+                self._held[place.number] = self._store.find(place.run)
+
+    def release(self, length: int) -> None:
+        """Let go of the embeddings of what ends within `length` positions."""
+        if self._held:
+            for place in self._places:
+                if place.end <= length:
+                    self._held.pop(place.number, None)
+
+    def on_rows(self, segment: Segment) -> Segment:
+        """A segment of this text with what a batch is told of its rows."""
+        first, count = segment.start_position, segment.num_rows
+        media, ends = self.rows(first, count), self.key_ends(first, count)
+        return segment if media is None and ends is None else replace(segment, media=media, key_ends=ends)
+
+    def rows(self, first: int, count: int) -> MediaRows | None:
+        """Embeddings and positions of `count` rows from position `first` on; None for words at their own positions."""
+        if first >= self.end:
+            shift = self._places[-1].shift
+            return MediaRows(positions=_line(first - shift, count)) if shift else None
+        embeddings: list[tuple[int, FloatArray]] = []
+        positions = np.empty((count, NUM_AXES), np.int64)
+        row = 0
+        while row < count:
+            here = first + row
+            place, following = self._before(here), self._following(here)
+            if place is not None and here < place.end:
+                stop = min(count, place.end - first)
+                part = slice(here - place.start, first + stop - place.start)
+                embeddings.append((row, self._embeddings_of(place)[part]))
+                positions[row:stop] = _positions_of(place.run, place.first_position)[part]
+            else:
+                stop = count if following is None else min(count, following.start - first)
+                positions[row:stop] = _line(here - (0 if place is None else place.shift), stop - row)
+            row = stop
+        is_moved = bool((positions != _line(first, count)).any())
+        if not embeddings and not is_moved:
+            return None
+        return MediaRows(embeddings, positions if is_moved else None)
+
+    def key_ends(self, first: int, count: int) -> NDArray[np.int64] | None:
+        """The position after the last that each of these rows sees, int64[count]; None if all see up to their own."""
+        ends: NDArray[np.int64] | None = None
+        for place in self._places if first < self.end else ():
+            start, stop = max(place.start, first), min(place.end, first + count)
+            if place.run.sees_itself and start < stop:
+                ends = np.arange(first + 1, first + count + 1) if ends is None else ends
+                ends[start - first : stop - first] = place.end
+        return ends
+
+    def _before(self, position: int) -> _Place | None:
+        """The last run that begins at or before a position."""
+        index = bisect_right(self._starts, position)
+        return self._places[index - 1] if index else None
+
+    def _following(self, position: int) -> _Place | None:
+        """The first run that begins at or after a position."""
+        index = bisect_right(self._starts, position - 1)
+        return self._places[index] if index < len(self._places) else None
+
+    def _embeddings_of(self, place: _Place) -> FloatArray:
+        held = self._held.get(place.number)
+        return self._store.find(place.run) if held is None else held
+
+
+def _line(start: int, count: int) -> NDArray[np.int64]:
+    """Positions of words, the same on each axis."""
+    return np.repeat(np.arange(start, start + count)[:, None], NUM_AXES, axis=1)
+
+
+def _positions_of(run: MediaRun, base: int) -> NDArray[np.int64]:
+    """Positions of a run's rows from `base` on: of a picture one time, and its rows and columns (Qwen2-VL, arXiv
+    2409.12191, section 2.1)."""
+    if run.grid is None:
+        return _line(base, run.ids.size)
+    rows, columns = np.divmod(np.arange(run.ids.size), run.grid[1])
+    return base + np.stack((np.zeros_like(rows), rows, columns), axis=1)

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from localinfer.engine.cache.prefix_cache import CacheHints
 from localinfer.engine.cache.sequence import SequenceCache
 from localinfer.engine.cache.stats import CacheMiss
+from localinfer.engine.media import PlacedMedia
 from localinfer.engine.sampling.mask import GuidingMask
 from localinfer.engine.sampling.sampler import SamplingPlan
 from localinfer.engine.speculation.verify import SpeculationRecord, SpeculativeText
@@ -199,6 +200,8 @@ class Request:
     stops: frozenset[int]
     record: GenerationRecord
     owner: Hashable
+    media: PlacedMedia | None = None
+    """Pictures and sounds of the head; None if it has none."""
     priority: int = 0
     """Lower numbers come earlier."""
     speculative: SpeculativeText | None = None
@@ -268,6 +271,7 @@ class Request:
         if length > self.history.size:
             self.history = np.concatenate((self.history, np.empty_like(self.history, shape=length)))
 
-    def restart(self, head: NDArray[np.int32]) -> None:
-        """Continue from these ids in another sequence, yet to be admitted."""
-        self.head, self.base, self.sequence, self.is_prompt = head, self.position, None, False
+    def restart(self, head: NDArray[np.int32], media: PlacedMedia | None) -> None:
+        """Continue from these ids, with these pictures and sounds, in another sequence, yet to be admitted."""
+        self.head, self.media = head, media
+        self.base, self.sequence, self.is_prompt = self.position, None, False

@@ -15,6 +15,7 @@ have become slower, in proportion to those.
 """
 
 import logging
+import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -27,12 +28,13 @@ from numpy.typing import NDArray
 
 from localinfer.engine.cache.prefix_cache import CacheHints, PrefixCache
 from localinfer.engine.cache.sequence import forward
+from localinfer.engine.media import PlacedMedia
 from localinfer.engine.request import NO_TOKEN, Request, TokenEvent
 from localinfer.engine.sampling.mask import GuidingMask
 from localinfer.engine.sampling.sampler import OnDeviceSampling, OutputSpec, Results, Sampler
 from localinfer.engine.speculation.costs import ALONE, MAX_DRAFT_TOKENS, Round, StepKind
 from localinfer.engine.speculation.verify import Others, Speculation, choose_verified
-from localinfer.errors import OutOfMemoryError, without_frames
+from localinfer.errors import ContextLengthError, OutOfMemoryError, without_frames
 from localinfer.kernels.program import AbortableProgram, Batch, HiddenProgram, Program
 from localinfer.types import FinishReason
 
@@ -168,6 +170,8 @@ class ModelRunner:
         request.is_over = True
         if request.sequence is not None:
             request.final_length = request.sequence.length
+        if request.media is not None:
+            request.media.release(sys.maxsize)
         self.retire(request)
         request.record.state_snapshots = self._cache.tree.num_snapshots
         if request.speculative is not None:
@@ -351,6 +355,8 @@ class ModelRunner:
         request, sequence, position = part.request, part.request.cache, part.request.position
         if part.is_chunk:
             self._cache.publish(sequence, request.head, request.hints)
+            if request.media is not None:
+                request.media.release(sequence.length)
         if not part.samples or request.is_over or request.is_cancelled:
             return
         request.grow_history(position + part.num_drafted + 1)
@@ -384,28 +390,56 @@ class ModelRunner:
             # Context shift: continue with the system tokens and the recent half of the rest.
             context = request.token_ids()
             self.retire(request)
-            request.restart(shortened(context, request.hints, self._context_length))
+            request.restart(*shortened(context, request.media, request.hints, self._context_length))
             request.record.dropped_tokens += context.size - request.head.size
 
 
-def shortened(token_ids: NDArray[np.int32], hints: CacheHints, context_length: int) -> NDArray[np.int32]:
-    """The system tokens, at most half a context of them, and as many recent ids as half of the rest holds."""
+def shortened(
+    token_ids: NDArray[np.int32], media: PlacedMedia | None, hints: CacheHints, context_length: int
+) -> tuple[NDArray[np.int32], PlacedMedia | None]:
+    """The system tokens, at most half a context of them, and as many recent ids as half of the rest holds, with the
+    pictures and sounds that are whole in them.
+
+    Raises: ContextLengthError for a text that ends in a picture which is too large.
+    """
     system = min(hints.system_tokens, context_length // 2)
     recent = max(1, (context_length - system) // 2)
-    return np.concatenate((token_ids[:system], token_ids[token_ids.size - recent :]))
+    first = token_ids.size - recent
+    if media is None:
+        return np.concatenate((token_ids[:system], token_ids[first:])), None
+    if (parted := media.run_at(system)) is not None:
+        system = parted[0]
+    if (parted := media.run_at(first)) is not None:
+        first = parted[1]
+        if first == token_ids.size:
+            first = parted[0]
+        if system + token_ids.size - first > context_length:
+            raise ContextLengthError(
+                f"{media.name_at(first)}, which the text ends in, takes {token_ids.size - first} tokens, and the "
+                f"context holds {context_length}; make it smaller, or load the model with a larger context_length",
+                num_tokens=token_ids.size,
+                context_length=context_length,
+            )
+    return np.concatenate((token_ids[:system], token_ids[first:])), media.shifted(system, first)
 
 
 def shifted(
-    token_ids: NDArray[np.int32], prompt_length: int, hints: CacheHints, context_length: int
-) -> NDArray[np.int32]:
-    """The ids that a context holds after a prompt and the start of its completion, shifted wherever it was full."""
+    token_ids: NDArray[np.int32],
+    media: PlacedMedia | None,
+    prompt_length: int,
+    hints: CacheHints,
+    context_length: int,
+) -> tuple[NDArray[np.int32], PlacedMedia | None]:
+    """The ids that a context holds after a prompt and the start of its completion, shifted wherever it was full, and
+    their pictures and sounds. Raises: as `shortened`."""
     head, base = token_ids[:prompt_length], prompt_length
     if prompt_length > context_length:
-        head = shortened(head, hints, context_length)
+        head, media = shortened(head, media, hints, context_length)
     while head.size + token_ids.size - base > context_length:
         end = base + context_length - head.size + 1
-        head, base = shortened(np.concatenate((head, token_ids[base:end])), hints, context_length), end
-    return np.concatenate((head, token_ids[base:]))
+        joined = np.concatenate((head, token_ids[base:end]))
+        (head, media), base = shortened(joined, media, hints, context_length), end
+    return np.concatenate((head, token_ids[base:])), media
 
 
 def _kind(scheduled: Sequence[ScheduledSequence]) -> StepKind:

@@ -19,6 +19,7 @@ from functools import partial
 from localinfer.engine.admission import AdmissionControl, AdmissionPolicy, EngineLimits
 from localinfer.engine.cache.block_hashes import common_length
 from localinfer.engine.cache.prefix_cache import PrefixCache
+from localinfer.engine.media import PlacedMedia
 from localinfer.engine.request import NO_TOKEN, Request, StepLock, TokenEvent
 from localinfer.engine.runner import ModelRunner, ScheduledSequence, ShouldAbort, StepCosts, StepFit
 from localinfer.errors import ClosedError, OutOfMemoryError
@@ -133,6 +134,8 @@ class Scheduler:
                 if self.is_closed:
                     raise ClosedError(_CLOSED)
                 if not request.is_started:
+                    if request.media is not None:
+                        self._hold_embeddings(request, request.media)
                     request.is_started = True
                     self.running.append(request)
                 if not has_lock:
@@ -154,6 +157,12 @@ class Scheduler:
                 self.step_lock.release()
             if self._departed:
                 self._settle()
+
+    def _hold_embeddings(self, request: Request, media: PlacedMedia) -> None:
+        """Compute the embeddings that a new request needs, on its reader's thread and beside the steps of others."""
+        with self.exclusive():
+            cached = self._cache.find(request.head, request.hints.salt, media)
+        media.hold(cached, lambda: request.is_cancelled or request.is_over or self.is_closed)
 
     def cancel(self, request: Request) -> None:
         """End a request, whose reader gets one last event. Any thread, at any time."""
@@ -321,6 +330,12 @@ class Scheduler:
         if scheduled and prompts and self._runner.costs.wants_plain_step:
             return scheduled
         chunks = self._chunks(prompts, len(scheduled)) if prompts else []
+        if scheduled and not chunks and any(request.media is not None for request in prompts):
+            # A picture that is computed at once may have no room beside the streams, which then wait for a step.
+            last = min(request.served for request in prompts)
+            if last < min(request.served for request in decoding):
+                chunks = self._chunks(prompts, 0)
+                scheduled = [] if chunks else scheduled
         if scheduled and not chunks:
             may_draft = self._runner.may_draft(scheduled)
             for part in scheduled:
@@ -341,6 +356,7 @@ class Scheduler:
                 request.record.cached_tokens += saved
         depth = max(request.cache.length for request in prompts)
         rows = self._chunk_rows(num_decoding, len(prompts), repeated, depth)
+        room = self._max_rows - num_decoding - repeated
         chunks: list[ScheduledSequence] = []
         for request in sorted(prompts, key=lambda request: (urgency(request), last_chunk.get(request.owner, 0))):
             if not rows:
@@ -350,9 +366,12 @@ class Scheduler:
             wanted = request.head.size - request.cache.length
             samples = wanted <= rows and outputs > 0
             count = wanted if samples else min(rows, wanted - 1)
+            if request.media is not None:
+                count = _whole_runs(request.media, request.cache.length, count, room, wanted - (outputs <= 0))
+                samples = count == wanted
             if count:
                 chunks.append(ScheduledSequence(request, count, is_chunk=True, samples=samples))
-                rows -= count
+                rows, room = max(0, rows - count), room - count
                 outputs -= samples
                 self._note_chunk(request.owner)
         return chunks
@@ -376,6 +395,8 @@ class Scheduler:
             other_length = other.cache.length
             if other_length > length or (is_before and other_length == length):
                 shared = common_length(other.head, request.head[:-1])
+                if request.media is not None:
+                    shared = request.media.reusable(shared)
                 whole = shared - shared % self._cache.pool.page_tokens
                 # A prompt that has passed what is shared computes no more of it.
                 if whole > length and whole > other_length:
@@ -397,6 +418,21 @@ def _chunk_rows(
     positions before them."""
     most = max(1, max_rows - num_decoding - repeated)
     return costs.chunk_rows(num_streams=num_decoding, num_prompts=num_prompts, most=most, depth=depth)
+
+
+def _whole_runs(media: PlacedMedia, start: int, count: int, room: int, most: int) -> int:
+    """Number of rows, about `count`, of a chunk from `start` on that parts no run of rows that see each other; 0 where
+    one has to wait for a step with more room.
+
+    room: rows that the step can have at most. most: rows that may be computed.
+    """
+    parted = media.whole_run_at(start + count)
+    if parted is None:
+        return count
+    first, end = parted
+    if first > start:
+        return first - start
+    return end - start if end - start <= min(room, most) else 0
 
 
 class Generation(Iterator[TokenEvent]):
@@ -442,10 +478,10 @@ def _rollback(request: Request) -> None:
     sequence = request.sequence
     if sequence is None and request.position > request.base:
         # It was being preempted.
-        request.restart(request.token_ids())
+        request.restart(request.token_ids(), request.media)
     if sequence is None or sequence.length < request.length:
         return
     if sequence.truncate(request.length - 1) < request.length - 1 and request.position > request.base:
         # What came before the last step is held; should it not be, what is missing is computed like a prompt.
-        request.restart(request.token_ids())
+        request.restart(request.token_ids(), request.media)
         request.sequence = sequence

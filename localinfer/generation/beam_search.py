@@ -16,6 +16,7 @@ from localinfer.arguments import check_number
 from localinfer.engine.cache.prefix_cache import CacheHints
 from localinfer.engine.cache.sequence import SequenceCache, forward
 from localinfer.engine.engine import Engine, check_max_tokens
+from localinfer.engine.media import MediaRun, PlacedMedia
 from localinfer.engine.sampling.filters import likeliest, log_total
 from localinfer.engine.sampling.sampler import not_finite_error
 from localinfer.types import Beam, FinishReason
@@ -47,6 +48,7 @@ def search_beams(
     max_tokens: int | None = None,
     length_penalty: float = 1.0,
     stop_token_ids: Collection[int] = (),
+    media: Sequence[MediaRun] = (),
 ) -> list[Beam]:
     """Return the `num_beams` best texts that the search finds, best first; fewer if there are no more.
 
@@ -54,6 +56,7 @@ def search_beams(
     ends with a stop token is finished, if it is among them. The search ends when no live beam can become better than
     the finished ones. The result depends on the model and these arguments only.
 
+    media: pictures and sounds of the prompt, as of `Engine.generate`.
     length_penalty: 0 compares sums, which favours short texts; 1 means per token; more favours long ones.
     Raises: RequestError, ContextLengthError, OutOfMemoryError, ClosedError, ModelFileError for logits that are not
         finite.
@@ -63,11 +66,12 @@ def search_beams(
     most = check_max_tokens(max_tokens)
     hint = "1 compares means per token"
     check_number("length_penalty", length_penalty, 0, 10, kind=float, hint=hint)
-    prompt = engine.check_prompt(prompt_ids, needs_tokens=True)
+    prompt = engine.check_prompt(prompt_ids, media=media, needs_tokens=True)
+    placed = engine.place_media(prompt, media)
     most = min(most, engine.context_length - prompt.size)
     if most == 0:
         return []
-    search = _Search(engine, prompt, num_beams, most, length_penalty, frozenset(stop_token_ids))
+    search = _Search(engine, prompt, placed, num_beams, most, length_penalty, frozenset(stop_token_ids))
     try:
         search.run()
     finally:
@@ -81,6 +85,7 @@ class _Search:
 
     engine: Engine
     prompt: NDArray[np.int32]
+    media: PlacedMedia | None
     num_beams: int
     most: int
     length_penalty: float
@@ -111,7 +116,7 @@ class _Search:
     def _begin(self) -> list[_Candidate]:
         """Compute what is not cached of the prompt; return its continuations."""
         with self.engine.exclusive_cache() as cache:
-            sequence = cache.admit(self.prompt, _NO_HINTS).sequence
+            sequence = cache.admit(self.prompt, _NO_HINTS, media=self.media).sequence
             self.live = [_Live(sequence, (), 0.0)]
         chunk = self.engine.program.max_batch_rows
         while True:
@@ -121,7 +126,11 @@ class _Search:
                     candidates = self._compute([pending], 0)
                     cache.publish(sequence, self.prompt, _NO_HINTS)
                     return candidates
-                forward(self.engine.program.run, (sequence,), (pending[:chunk],), np.empty(0, np.int32))
+                end = sequence.length + chunk
+                if self.media is not None and (parted := self.media.whole_run_at(end)) is not None:
+                    end = parted[0] if parted[0] > sequence.length else parted[1]
+                part = self.prompt[sequence.length : end]
+                forward(self.engine.program.run, (sequence,), (part,), np.empty(0, np.int32))
                 cache.publish(sequence, self.prompt, _NO_HINTS)
 
     def _extend(self) -> list[_Candidate]:

@@ -143,7 +143,7 @@ class KVTransfer:
         return str(self._shared_disk().folder)
 
     def _checked_text(self, token_ids: _Ids, salt: bytes) -> tuple[TokenIds, bytes]:
-        return self._engine.check_prompt(token_ids, shifts_context=True), check_salt(salt)
+        return self._engine.check_prompt(token_ids, names_media=True, shifts_context=True), check_salt(salt)
 
     def _shared_disk(self) -> DiskCache:
         if self._disk is None:

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from localinfer.engine.cache.sequence import SequenceCache, forward
 from localinfer.engine.engine import Engine
+from localinfer.engine.media import MediaRun
 from localinfer.engine.sampling.sampler import not_finite_error
 from localinfer.kernels.cpu.lower import MAX_BATCH_ROWS
 from localinfer.kernels.program import Program
@@ -209,17 +210,23 @@ def _result(text: _Text, pooling: Pooling, *, is_mean: bool) -> FloatArray:
 
 
 def score_tokens(
-    engine: Engine, program: Program, token_ids: Sequence[int] | NDArray[np.integer], top: int
+    engine: Engine,
+    program: Program,
+    token_ids: Sequence[int] | NDArray[np.integer],
+    top: int,
+    media: Sequence[MediaRun] = (),
 ) -> list[TokenLogprobs | None]:
-    """The log probability of each token after those before it, and of the `top` likeliest; None for the first.
+    """The log probability of each token after those before it, and of the `top` likeliest; None for the first, and for
+    rows of pictures and sounds, which are no tokens. media: as of `Engine.generate`.
 
     Raises: as `Engine.check_prompt`; RequestError for no tokens; OutOfMemoryError, ClosedError.
     """
     engine.check_generates()
-    tokens = engine.check_prompt(token_ids, needs_tokens=True)
+    tokens = engine.check_prompt(token_ids, media=media, needs_tokens=True)
+    placed = engine.place_media(tokens, media)
     top = check_number("top", top, 0, engine.vocab_size)
     scores: list[TokenLogprobs | None] = [None]
-    for start, logits in engine.outputs(program, tokens):
+    for start, logits in engine.outputs(program, tokens, media=placed):
         for row, token_id in enumerate(tokens[start + 1 : start + 1 + len(logits)]):
-            scores.append(token_logprobs(logits[row], int(token_id), top))
+            scores.append(None if token_id < 0 else token_logprobs(logits[row], int(token_id), top))
     return scores

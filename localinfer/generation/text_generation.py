@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from localinfer.engine.cache.prefix_cache import CacheHints
 from localinfer.engine.cache.stats import CacheMiss
 from localinfer.engine.engine import Engine
+from localinfer.engine.media import MediaRun
 from localinfer.engine.request import NO_TOKEN, Request, TokenEvent
 from localinfer.engine.sampling.mask import GuidingMask, rules_mask
 from localinfer.engine.sampling.sampler import TokenMask
@@ -59,6 +60,8 @@ class EncodedPrompt:
     """Lengths that others are likely to continue from, where there is no chat."""
     is_handed_over: bool = False
     """True if another process continues at its end."""
+    media: Sequence[MediaRun] = ()
+    """Its pictures and sounds in order, whose ids are among its ids (`engine.media.join_pieces`)."""
 
 
 class TextGeneration(Iterator[StreamEvent]):
@@ -81,7 +84,7 @@ class TextGeneration(Iterator[StreamEvent]):
         chats: "ChatHistory | SessionHistory | None" = None,
         through: Callable[[Generator[StreamEvent]], Generator[StreamEvent]] | None = None,
     ) -> None:
-        prompt_ids = engine.check_prompt(prompt.token_ids, shifts_context=options.context_shift)
+        prompt_ids = engine.check_prompt(prompt.token_ids, media=prompt.media, shifts_context=options.context_shift)
         self._engine = engine
         self._tokenizer = tokenizer
         self._prompt = prompt
@@ -138,7 +141,8 @@ class TextGeneration(Iterator[StreamEvent]):
             is_same = np.array_equal(text.prompt_ids[shared], self.prompt_ids[shared])
             hints = replace(hints, system_tokens=is_same * hints.system_tokens, branch_tokens=(), history=None)
             self._chat = self._words_at = None
-        self._begin(self._engine.check_prompt(text.prompt_ids, shifts_context=self._options.context_shift), hints)
+        shifts, media = self._options.context_shift, self._prompt.media
+        self._begin(self._engine.check_prompt(text.prompt_ids, media=media, shifts_context=shifts), hints)
 
     def _begin(self, prompt_ids: NDArray[np.int32], hints: CacheHints) -> None:
         """Check the request, and give it to the engine. hints: how the cache is to keep the prompt."""
@@ -176,6 +180,7 @@ class TextGeneration(Iterator[StreamEvent]):
             "prediction": options.prediction_ids,
             "owner": options.owner,
             "priority": options.priority,
+            "media": prompt.media,
         }
         if resumed is None:
             self._tokens = engine.generate(prompt_ids, plan, ttft_objective=options.ttft_objective, **wanted)
@@ -189,7 +194,7 @@ class TextGeneration(Iterator[StreamEvent]):
             previous = int(prompt_ids[-1])
             self._decoder = StreamDecoder(
                 tokenizer,
-                previous_token_id=previous if previous < tokenizer.vocab_size else None,
+                previous_token_id=previous if 0 <= previous < tokenizer.vocab_size else None,
                 # A constrained text is the bytes that the constraint has seen.
                 keeps_first_space=mask is not None,
                 shown_ids=() if prompt.reply is None else prompt.reply.shown_ids,

@@ -325,7 +325,7 @@ class SessionReader(Closing):
                 all(isinstance(value, str) for value in fingerprint.values())
                 and isinstance(token_ids, list)
                 and bool(token_ids)
-                and all(type(value) is int and 0 <= value < 2**31 for value in token_ids)
+                and all(type(value) is int and -(2**31) <= value < 2**31 for value in token_ids)
                 and all(type(value) is int and 0 <= value < 2**40 for value in (page_tokens, page_bytes, state_bytes))
                 and all(type(value) is int and 0 <= value < 2**40 for value in (windowed_bytes, num_windowed))
                 and isinstance(positions, list)

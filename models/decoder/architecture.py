@@ -43,6 +43,15 @@ class Mixer(Enum):
     """A layer of a feed-forward block alone."""
 
 
+class SelfSight(Enum):
+    """Layers in which the rows of one picture may see each other in both directions, where a batch says so."""
+
+    NONE = "none"
+    ALL = "all"
+    WINDOWED = "windowed"
+    """Those with a sliding window, which then bounds only what lies before a row."""
+
+
 class RelativeBias(Enum):
     """Bias of attention's scores by the distance of two positions (`positions.py`)."""
 
@@ -124,6 +133,8 @@ class Architecture:
     output_norm: str | None = "output_norm"
     """After the last layer."""
     causal: bool = True
+    picture_sight: SelfSight = SelfSight.NONE
+    """Rows of pictures that see the later ones of theirs."""
     """Positions see no later ones."""
     has_token_types: bool = False
     """A vector of its token type is added to every embedding; encoders may do without one."""

@@ -48,7 +48,8 @@ def write_attention(graph: Graph, layer: int, x: Buffer, tables: RopeTables) -> 
     chosen = choose_blocks(graph, layer, x, tables.for_layer(windowed=False))
     attended = graph.buffer("attended", num_heads * config.value_head_dim, x.rows)
     relative = write_relative_bias(graph, layer, queries, keys)
-    tape.attention(attended, queries, kv_layer, attention_shape(graph, layer, window, chunk), chosen, relative)
+    shape, takes_ranges = attention_shape(graph, layer, window, chunk), graph.takes_ranges(windowed=window > 0)
+    tape.attention(attended, queries, kv_layer, shape, chosen, relative, takes_ranges)
     if gate is not None:
         tape.multiply_sigmoid(attended, attended, gate)
     elif graph.weights.has(f"blk.{layer}.attn_gate.weight"):

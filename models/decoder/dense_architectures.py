@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from localinfer.errors import CorruptFileError
 from localinfer.kernels.ops import Activation, Pairing
-from localinfer.models.decoder.architecture import Architecture, Blocks, Norm, QueryKeyNorm
+from localinfer.models.decoder.architecture import Architecture, Blocks, Norm, QueryKeyNorm, SelfSight
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.decoder.graph import refuse
 
@@ -328,6 +328,7 @@ def _gemma3(config: ModelConfig) -> Architecture:
         windows=windows(config, period=6),
         windowed_rope_base=config.rope.base_windowed or 10000.0,
         scales_windowed_rope=False,
+        picture_sight=SelfSight.ALL,
     )
 
 
@@ -342,6 +343,7 @@ def gemma_with_shared_keys(config: ModelConfig, blocks: Blocks, period: int) -> 
         windowed_rope_base=config.rope.base_windowed or 10000.0,
         divides_windowed_rope=False,
         logit_softcap=30.0 if blocks is Blocks.GEMMA3N else 0.0,
+        picture_sight=SelfSight.WINDOWED if blocks is Blocks.GEMMA4 else SelfSight.NONE,
     )
 
 

@@ -132,7 +132,8 @@ def write_shared_attention(
         excludes_own=is_draft,
         bidirectional=not graph.architecture.causal,
     )
-    tape.attention(attended, queries, kv_layer, shape)
+    takes_ranges = not is_draft and graph.takes_ranges(windowed=is_windowed(config, layer))
+    tape.attention(attended, queries, kv_layer, shape, takes_ranges=takes_ranges)
     return attended
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from localinfer.errors import UnsupportedFormatError
 from localinfer.kernels.graph_builder import GraphBuilder
 from localinfer.kernels.ops import Buffer, Projection, Rows, short_convolution_state
-from localinfer.models.decoder.architecture import Architecture, Norm
+from localinfer.models.decoder.architecture import Architecture, Norm, SelfSight
 from localinfer.models.decoder.checked_weights import CheckedWeights
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.types import FloatArray
@@ -24,6 +24,11 @@ class Graph:
         self.carried: list[Buffer] = []
         """Buffers that later layers read, beside the hidden states."""
         self._buffers: dict[tuple[str, int, Rows], Buffer] = {}
+
+    def takes_ranges(self, *, windowed: bool) -> bool:
+        """Return whether rows of a layer may see later ones of their picture."""
+        sight = self.architecture.picture_sight
+        return self.config.takes_media and (sight is SelfSight.ALL or (sight is SelfSight.WINDOWED and windowed))
 
     def buffer(self, name: str, width: int, rows: Rows) -> Buffer:
         """The buffer of this name and shape, reserved on first use."""

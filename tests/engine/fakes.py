@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.errors import TokenIdError
-from localinfer.kernels.program import Batch
+from localinfer.kernels.program import Batch, Segment
 from localinfer.models.text.splitting import SpellingFinder
 
 Logits = NDArray[np.float32]
@@ -27,6 +27,7 @@ class FakeConfig:
     vocab_size: int = 260
     context_length: int = 64
     is_encoder: bool = False
+    takes_media: bool = False
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ class FakeProgram:
             pages = [_page(address) for address in segment.page_addresses.tolist()]
             for offset in range(segment.num_rows):
                 position = segment.start_position + offset
-                pages[position // PAGE_TOKENS][position % PAGE_TOKENS] = batch.token_ids[row]
+                pages[position // PAGE_TOKENS][position % PAGE_TOKENS] = self.stored(batch, segment, row, offset)
                 if position in self.fails_at:
                     raise MemoryError("scripted failure")
                 if row in wanted:
@@ -103,6 +104,10 @@ class FakeProgram:
                 row += 1
         rows = [self.logits_of(histories[r], self.vocab_size) for r in batch.output_rows.tolist()]
         return np.array(rows, np.float32).reshape(len(rows), self.vocab_size)
+
+    def stored(self, batch: Batch, segment: Segment, row: int, offset: int) -> int:
+        """What the cache keeps of a row, int32."""
+        return int(batch.token_ids[row])
 
     def close(self) -> None:
         self.closed = True

@@ -433,7 +433,8 @@ def adjust(
     out: int, logits: int, vocab_size: int, bias_ids: int, bias_values: int, num_biases: int, history: int, start: int,
     stop: int, repetition_penalty: float, frequency_penalty: float, presence_penalty: float, counts: int,
 ) -> int:  # fmt: skip
-    """Copy a row of logits, add the bias, then penalise every token that occurs in history[start:stop].
+    """Copy a row of logits, add the bias, then penalise every token that occurs in history[start:stop]; entries below 0
+    are none.
 
     A positive logit is divided by the repetition penalty and another multiplied (Keskar et al., CTRL, arXiv 1909.05858,
     section 4.1); then occurrences * frequency_penalty + presence_penalty is subtracted. In float64, rounded once.
@@ -454,10 +455,11 @@ def adjust(
             np.float64(out_array[bias_ids_array[index]]) + bias_values_array[index]
         )
     for index in range(start, stop):
-        counts_array[history_array[index]] += 1
+        if history_array[index] >= 0:
+            counts_array[history_array[index]] += 1
     for index in range(start, stop):
         token = history_array[index]
-        if counts_array[token] > 0:
+        if token >= 0 and counts_array[token] > 0:
             value = np.float64(out_array[token])
             value = value / repetition_penalty if value > 0.0 else value * repetition_penalty
             out_array[token] = np.float32(value - counts_array[token] * frequency_penalty - presence_penalty)

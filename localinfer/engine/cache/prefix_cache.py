@@ -15,6 +15,7 @@ from localinfer.engine.cache.prefix_tree import CachedPath, Match, PrefixTree
 from localinfer.engine.cache.sequence import KVEviction, SequenceCache
 from localinfer.engine.cache.sequence_state import DEFAULT_POLICY, Settle, SnapshotPolicy
 from localinfer.engine.cache.stats import CacheCounters, CacheMiss, SnapshotStats
+from localinfer.engine.media import PlacedMedia
 from localinfer.errors import OutOfMemoryError
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.program import StatefulProgram
@@ -150,7 +151,14 @@ class PrefixCache:
                 "prompt, or allow more with kv_memory or memory_limit"
             )
 
-    def has_room(self, token_ids: TokenIds, salt: bytes = NO_SALT, *, without: Collection[SequenceCache] = ()) -> bool:
+    def has_room(
+        self,
+        token_ids: TokenIds,
+        salt: bytes = NO_SALT,
+        *,
+        media: PlacedMedia | None = None,
+        without: Collection[SequenceCache] = (),
+    ) -> bool:
         """True if one more sequence of these ids fits, beside all others that are open and a page more for each."""
         pool = self.pool
         if pool.max_bytes is None:
@@ -164,7 +172,7 @@ class PrefixCache:
             # Each alternates between two, whether or not it holds both now; snapshots are evicted for them.
             states = max(STATES_OF_SEQUENCE * len(held), len({s for one in held for s in one.state_slots}))
             logs = len({slot for sequence in held for slot in sequence.log_slots})
-        match = self.tree.match(self._reusable(token_ids), salt)
+        match = self.match(token_ids, salt, media)
         shared = np.isin(match.pages[: match.usable // pool.page_tokens], pages).sum()
         length = token_ids.size + 1 if self.window is None else min(token_ids.size + 1, self.window.max_tokens)
         wanted = pool.peak_bytes(length, self._batch_tokens) - int(shared) * pool.page_bytes
@@ -186,18 +194,42 @@ class PrefixCache:
         """Return an empty sequence."""
         return SequenceCache(self.pool, max_length=self._context_length, window=self.window, policy=self._policy)
 
-    def admit(self, token_ids: TokenIds, hints: CacheHints, *, is_prompt: bool = True) -> Admission:
+    def match(self, token_ids: TokenIds, salt: bytes = NO_SALT, media: PlacedMedia | None = None) -> Match:
+        """Match a prompt but its last token, up to where it may be continued; media: its pictures and sounds.
+
+        A run of rows that see each other is found as a whole or not at all, and nothing from the first run on that is
+        too short for its ids to tell it from others.
+        """
+        match = self.tree.match(self._reusable(token_ids, media), salt)
+        if media is not None and (whole := media.reusable(match.length)) < match.length:
+            match = self.tree.match(token_ids[:whole], salt)
+        while media is not None and (whole := media.reusable(match.usable)) < match.usable:
+            match = self.tree.match(token_ids[:whole], salt)
+        return match
+
+    def find(self, token_ids: TokenIds, salt: bytes, media: PlacedMedia | None = None) -> int:
+        """Number of cached ids of a prompt but its last, after reading from the disk what is stored of it."""
+        prefix, found = self._reusable(token_ids, media), self.match(token_ids, salt, media).usable
+        if self._tier is None or found >= prefix.size:
+            return found
+        self._tier.restore(prefix, found, salt)
+        return self.match(token_ids, salt, media).usable
+
+    def admit(
+        self, token_ids: TokenIds, hints: CacheHints, *, is_prompt: bool = True, media: PlacedMedia | None = None
+    ) -> Admission:
         """Return a sequence for a prompt, with all of it that is cached but its last token, whose logits are wanted.
 
-        is_prompt: it counts as one; a sequence that continues a generation does not.
+        is_prompt: it counts as one; a sequence that continues a generation does not. media: its pictures and sounds.
         """
-        prefix = self._reusable(token_ids)
-        match = self.tree.match(prefix, hints.salt)
+        prefix = self._reusable(token_ids, media)
+        match = self.match(token_ids, hints.salt, media)
         refusal = None
         if self._tier is not None and match.usable < prefix.size:
             refusal = self._tier.restore(prefix, match.usable, hints.salt)
-            match = self.tree.match(prefix, hints.salt)
+            match = self.match(token_ids, hints.salt, media)
         sequence = self.open()
+        sequence.media = media
         # Others are likely to continue from where texts part, and where a prompt, or its shared prefix, ends.
         system = min(hints.system_tokens, token_ids.size)
         sequence.pin_window(match.length, token_ids.size, system)
@@ -215,7 +247,8 @@ class PrefixCache:
         self._take(sequence, match, prefix, hints.salt)
         if not is_prompt:
             return Admission(sequence, sequence.length, None)
-        miss = None if match.usable == prefix.size else self._explain(token_ids, match, hints, refusal)
+        is_whole = match.usable == token_ids.size - 1
+        miss = None if is_whole else self._explain(token_ids, match, hints, refusal, media)
         counters = self.counters
         counters.prompts += 1
         counters.prompt_tokens += token_ids.size
@@ -227,8 +260,8 @@ class PrefixCache:
 
     def extend(self, sequence: SequenceCache, token_ids: TokenIds, salt: bytes = NO_SALT) -> int:
         """Adopt what others have computed of a prompt since; return how many positions that saves."""
-        prefix = self._reusable(token_ids)
-        match = self.tree.match(prefix, salt)
+        prefix = self._reusable(token_ids, sequence.media)
+        match = self.match(token_ids, salt, sequence.media)
         before = sequence.length
         if match.length > max(before, match.usable):
             # Requests that wait can continue from what this one computes there.
@@ -248,8 +281,10 @@ class PrefixCache:
         """
         if not sequence.is_exact:
             return
-        whole = sequence.length - sequence.length % self.pool.page_tokens
-        last = max(sequence.snapshots, default=0) if self.pool.has_states else 0
+        length = _findable(sequence)
+        whole = length - length % self.pool.page_tokens
+        snapshots = [position for position in sequence.snapshots if position <= length] if self.pool.has_states else []
+        last = max(snapshots, default=0)
         if last <= whole:
             self._insert(sequence, token_ids[:whole], hints)
             return
@@ -274,7 +309,7 @@ class PrefixCache:
             if not sequence.is_exact:
                 known = known[: self.tree.match(known, hints.salt).length]
             elif known.size:
-                self._insert(sequence, known, hints)
+                self._insert(sequence, known[: _findable(sequence)], hints)
             if known.size:
                 self.last_retired, self.last_retired_salt = known, hints.salt
         finally:
@@ -304,9 +339,9 @@ class PrefixCache:
         """Evict what of a text no other text and no running sequence uses; return how many ids that was."""
         return self.tree.forget(token_ids, salt)
 
-    def _reusable(self, token_ids: TokenIds) -> TokenIds:
+    def _reusable(self, token_ids: TokenIds, media: PlacedMedia | None = None) -> TokenIds:
         """Ids of a prompt that a sequence may adopt: all but its last token, and no more than its window holds."""
-        prefix = token_ids[:-1]
+        prefix = token_ids[:-1] if media is None else token_ids[: media.reusable(token_ids.size - 1)]
         return prefix if self.window is None else prefix[: self.window.num_pages * self.pool.page_tokens]
 
     def _insert(
@@ -369,7 +404,14 @@ class PrefixCache:
                 sequence.adopt(pages, position, windowed, match.snapshots[position])
                 return
 
-    def _explain(self, token_ids: TokenIds, match: Match, hints: CacheHints, refusal: str | None) -> CacheMiss | None:
+    def _explain(
+        self,
+        token_ids: TokenIds,
+        match: Match,
+        hints: CacheHints,
+        refusal: str | None,
+        media: PlacedMedia | None = None,
+    ) -> CacheMiss | None:
         position = match.usable
         if refusal is not None:
             return CacheMiss("foreign", position, detail=refusal)
@@ -379,6 +421,8 @@ class PrefixCache:
             return CacheMiss("windowed", position, until=match.length)
         if match.length - position >= self._policy.near_tokens:
             return CacheMiss("snapshot", position, until=match.length)
+        if media is not None and media.cached_length is not None and position == media.cached_length:
+            return CacheMiss("media", position, detail=f"{media.name_at(position)} has too few rows to be told apart")
         if match.length == token_ids.size - 1:
             return None
         position = match.length
@@ -387,6 +431,9 @@ class PrefixCache:
         cached = self.tree.continuation(match, _SHOWN_TOKENS)
         if not cached.size:
             return None
+        changed = _changed_media(cached, token_ids[position:], position, media)
+        if changed:
+            return CacheMiss("media", position, detail=changed)
         is_rewritten = hints.history is not None and position == common_length(hints.history, token_ids)
         return CacheMiss(
             "template" if is_rewritten else "different",
@@ -395,6 +442,23 @@ class PrefixCache:
             tuple(cached.tolist()),
             tuple(token_ids[position : position + _SHOWN_TOKENS].tolist()),
         )
+
+
+def _findable(sequence: SequenceCache) -> int:
+    """Positions of a sequence that other texts may be found to share."""
+    media = sequence.media
+    most = sequence.length if media is None or media.cached_length is None else media.cached_length
+    return min(sequence.length, most)
+
+
+def _changed_media(cached: TokenIds, wanted: TokenIds, position: int, media: PlacedMedia | None) -> str:
+    """Words on the picture or sound at which a text parts from the cached one; empty where words differ."""
+    name = "" if media is None or not wanted.size else media.name_at(position)
+    if name and cached[0] < 0:
+        return f"{name} has changed"
+    if name:
+        return f"{name} is new there"
+    return "a picture or sound was left out" if cached[0] < 0 else ""
 
 
 def _distinct(runs: Iterable[PageNumbers]) -> PageNumbers:

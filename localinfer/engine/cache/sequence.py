@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from localinfer.engine.cache.block_pool import BoolArray, PageNumbers, PagePool
 from localinfer.engine.cache.sequence_state import BEGINNING, NO_SLOT, SequenceState, Settle, SnapshotPolicy, StatePlace
+from localinfer.engine.media import PlacedMedia
 from localinfer.errors import ClosedError, ContextLengthError, OutOfMemoryError, RequestError
 from localinfer.kernels.program import Batch, Segment
 
@@ -103,6 +104,7 @@ class SequenceCache:
     an approximation of what the model says to the whole text. keeps_unseen: nothing is freed and every rollback is
     possible, as measuring needs it. policy: which snapshots are taken, once `want_snapshots` was called. num_turns: how
     often the text that it goes on with was continued. has_shared_prefix: whether another text has its system prefix.
+    media: the pictures and sounds of its text, computed or not; None if it has none.
 
     For models with draft layers it carries the hidden states of the last position, which only decide how well is
     drafted. They are unknown where it resumes from a cached prefix, and after a rollback that `carry` does not follow:
@@ -124,6 +126,7 @@ class SequenceCache:
         self.length = 0
         self.num_turns = 0
         self.has_shared_prefix = False
+        self.media: PlacedMedia | None = None
         self.pages: PageNumbers = _NO_PAGES
         self.windowed: BoolArray = np.zeros(0, np.bool_)
         self.page_addresses: NDArray[np.int64] = _NO_PAGES
@@ -185,7 +188,7 @@ class SequenceCache:
             before, after = self._carried.ctypes.data, self._carried[1].ctypes.data
             carried = (before if self._carries else 0, after)
         if repeats_last:
-            return Segment(
+            segment = Segment(
                 self.length - 1,
                 num_rows + 1,
                 self.page_addresses,
@@ -193,16 +196,18 @@ class SequenceCache:
                 carried=(0, carried[1]),
                 aside=self._tables_aside(),
             )
-        return Segment(
-            self.length,
-            num_rows,
-            self.page_addresses,
-            self._dropped,
-            attention_sums,
-            self.windowed_addresses,
-            step,
-            carried,
-        )
+        else:
+            segment = Segment(
+                self.length,
+                num_rows,
+                self.page_addresses,
+                self._dropped,
+                attention_sums,
+                self.windowed_addresses,
+                step,
+                carried=carried,
+            )
+        return segment if self.media is None else self.media.on_rows(segment)
 
     @property
     def lacks_carried(self) -> bool:
@@ -243,9 +248,10 @@ class SequenceCache:
         """
         carried = self._carried[0] if hidden is None and self._carried is not None and self._carries else hidden
         place = 0 if carried is None else carried.ctypes.data
-        return Segment(
+        segment = Segment(
             self.length + index, 1, self.page_addresses, windowed_addresses=self.windowed_addresses, carried=(place, 0)
         )
+        return segment if self.media is None else self.media.on_rows(segment)
 
     def carry(self, hidden: NDArray[np.float32]) -> None:
         """Carry these hidden states of the last valid position, float32[hidden_size].
@@ -436,7 +442,7 @@ class SequenceCache:
         num_pages = self._pool.num_pages_for(held)
         twin._hold(self.pages[:num_pages].copy(), held, self.windowed[:num_pages].copy(), BEGINNING)
         twin._state.fork_from(self._state)
-        twin._pinned = self._pinned
+        twin._pinned, twin.media = self._pinned, self.media
         twin.length, twin._dropped, twin._last_drop = self.length, self._dropped, self._last_drop
         twin._attention_sums[:] = self._attention_sums
         if self._carried is not None and twin._carried is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import TYPE_CHECKING, Literal
 
 from localinfer.engine.cache.block_hashes import common_length
@@ -17,12 +18,12 @@ _MOST_EVICTED_TEXTS = 256
 _MOST_EVICTED_TOKENS = 1 << 20
 """Evicted texts, and token ids of them, that are kept."""
 
-CacheMissCause = Literal["empty", "different", "template", "evicted", "windowed", "snapshot", "foreign"]
+CacheMissCause = Literal["empty", "different", "template", "evicted", "windowed", "snapshot", "foreign", "media"]
 """empty: nothing is cached. different: the text parts from the cached one. template: the chat template wrote the
 messages of an earlier prompt in another way. evicted: it was cached, and memory ended. windowed: it is cached, but the
 model's sliding-window layers keep only what comes before the ends of texts and prompts. snapshot: it is cached, but
 there is no snapshot of the states of the model's recurrent layers. foreign: it is stored, but by another model, version
-or kv_type."""
+or kv_type. media: the text parts from the cached one at a picture or sound."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,8 @@ class CacheMiss:
             return f"no snapshot before position {self.until} of the model's recurrent states, which {start}"
         if self.cause == "foreign":
             return f"what is stored cannot be used: {self.detail}"
+        if self.cause == "media":
+            return f"{self.detail}, at token {self.position}"
         what = "the chat template wrote an earlier message anew" if self.cause == "template" else "the text differs"
         return f"{what} at token {self.position}" + (f", {self.detail}" if self.detail else "")
 
@@ -75,7 +78,10 @@ class CacheMiss:
 def _show(token_ids: Sequence[int], tokenizer: Tokenizer | None) -> str:
     if tokenizer is None or any(token_id >= tokenizer.vocab_size for token_id in token_ids):
         return str(list(token_ids))
-    return repr(tokenizer.decode(token_ids, skip_special=False))
+    parts = []
+    for is_media, ids in groupby(token_ids, lambda token_id: token_id < 0):
+        parts.append("[picture or sound]" if is_media else tokenizer.decode(list(ids), skip_special=False))
+    return repr("".join(parts))
 
 
 class EvictedTexts:

@@ -175,21 +175,21 @@ def _head(weights: Row, keys: Row, p: float) -> Kept:
 def repetition_lengths(tokens: NDArray[np.int32], breakers: Collection[int]) -> dict[int, int]:
     """For each token that followed an earlier occurrence of the text's end: how many tokens of the end occurred there.
 
-    tokens: int32[T]. breakers: tokens that an occurrence does not go across.
+    tokens: int32[T]. breakers: tokens that an occurrence does not go across, nor across what is no token, below 0.
     """
     lengths: dict[int, int] = {}
     # An occurrence before `places[i]` that is `length` tokens long is looked at once more for each length.
     places = np.arange(1, tokens.size)
     for length in range(1, min(LONGEST_REPETITION, tokens.size - 1) + 1):
         last = int(tokens[tokens.size - length])
-        if last in breakers:
+        if last < 0 or last in breakers:
             break
         places = places[np.searchsorted(places, length) :]
         places = places[tokens[places - length] == last]
         if not places.size:
             break
         lengths.update(dict.fromkeys(tokens[places].tolist(), length))
-    return lengths
+    return {token_id: length for token_id, length in lengths.items() if token_id >= 0}
 
 
 def penalise_repetitions(

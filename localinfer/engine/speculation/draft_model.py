@@ -136,6 +136,8 @@ class DraftModelText:
         count = min(out.size, model.context_length - tokens.size)
         if count <= 0:
             return self._end(f"the draft model's context of {model.context_length} tokens is full")
+        if int(tokens[self._num_tokens :].min(initial=0)) < 0:
+            return self._end("the text has pictures or sounds, which the draft model does not see")
         if int(tokens[self._num_tokens :].max(initial=0)) >= model.vocab_size:
             return self._end("the text has tokens that the draft model does not know")
         began = time.perf_counter()

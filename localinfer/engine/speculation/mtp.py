@@ -68,7 +68,7 @@ class DraftHead:
         if self.num_tokens == self._logits.size:
             return 1.0
         recent = tokens[-_RECENT_TOKENS:]
-        found = int(np.count_nonzero(recent < self.num_tokens)) + _EXPECTED_SHARE * _EXPECTED_TOKENS
+        found = int(np.count_nonzero((recent >= 0) & (recent < self.num_tokens))) + _EXPECTED_SHARE * _EXPECTED_TOKENS
         return found / (recent.size + _EXPECTED_TOKENS)
 
     def observe(self, num_tokens: int, seconds: float) -> None:

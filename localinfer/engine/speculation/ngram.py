@@ -106,7 +106,8 @@ class NgramText:
     def draft(self, tokens: NDArray[np.int32], out: NDArray[np.int32]) -> int:
         """Draft what follows the whole text so far, contiguous int32[T], which begins as in the call before.
 
-        Writes at most all of `out`, contiguous int32[K]; returns how many.
+        Rows of pictures and sounds, below 0, are left out: words behind them follow those before. Writes at most all of
+        `out`, contiguous int32[K]; returns how many.
         """
         history, cursor = self._read(tokens)
         return history.draft(cursor, out)
@@ -124,10 +125,15 @@ class NgramText:
             self._history, self._cursor = history, cursor = drafter._open(salt)
             self._num_read = max(0, tokens.size - most)
             if is_first and self._prediction.size:
-                history.extend(cursor, tokens[self._num_read :])
+                history.extend(cursor, _words(tokens[self._num_read :]))
                 history.expect(cursor, self._prediction)
                 self._num_read = tokens.size
         assert history is not None and cursor is not None, "it was opened"
-        history.extend(cursor, tokens[self._num_read :])
+        history.extend(cursor, _words(tokens[self._num_read :]))
         self._num_read = tokens.size
         return history, cursor
+
+
+def _words(tokens: NDArray[np.int32]) -> NDArray[np.int32]:
+    """The tokens without rows of pictures and sounds, contiguous."""
+    return tokens if not tokens.size or tokens.min() >= 0 else tokens[tokens >= 0]

@@ -1,0 +1,395 @@
+"""Pictures and sounds in prompts: whatever is cached, cut, or computed beside them, tokens are those of a cold run."""
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+from localinfer.engine.admission import EngineLimits
+from localinfer.engine.cache.prefix_cache import CacheHints
+from localinfer.engine.cache.stats import CacheMiss
+from localinfer.engine.engine import Engine
+from localinfer.engine.media import EmbeddingStore, MediaRun, PlacedMedia, join_pieces, media_ids
+from localinfer.engine.sampling.params import SamplingParams
+from localinfer.engine.sampling.sampler import Sampler, SamplingPlan
+from localinfer.engine.speculation.costs import VerificationCosts
+from localinfer.engine.speculation.ngram import NgramDrafter
+from localinfer.engine.speculation.verify import Speculation
+from localinfer.errors import ContextLengthError, RequestError, TokenIdError
+from localinfer.generation.beam_search import search_beams
+from localinfer.generation.pooling import score_tokens
+from tests.engine.generations import GREEDY, PARAMS, REPEATING, SEEDED, in_threads, wide_model
+from tests.engine.media_texts import WIDTH, Encoder, Pieces, cold, ids_of, media_model, random_pieces, tokens
+from tests.engine.simulated_machine import LINEAR_ROWS
+
+SIGHTS = [(False, True), (False, False), (True, False)]
+"""Whether rows of a picture see each other, and whether it has rows and columns for rotation."""
+
+
+def placed(pieces: Pieces) -> PlacedMedia:
+    ids, runs = join_pieces(pieces)
+    media = PlacedMedia.locate(ids, runs, EmbeddingStore())
+    assert media is not None
+    return media
+
+
+def told(media: PlacedMedia, first: int, count: int) -> list[tuple[Any, ...]]:
+    """What a batch is told of each row: embedding, positions, and the end of what it sees."""
+    rows, ends = media.rows(first, count), media.key_ends(first, count)
+    found = []
+    for row in range(count):
+        given = () if rows is None else rows.embeddings
+        embedding = [part[row - start].tobytes() for start, part in given if 0 <= row - start < len(part)]
+        own = first + row
+        axes = (own,) * 3 if rows is None or rows.positions is None else tuple(rows.positions[row].tolist())
+        found.append((embedding, axes, own + 1 if ends is None else int(ends[row])))
+    return found
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_what_is_told_of_a_row_does_not_depend_on_where_a_batch_begins(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    sees_itself, has_grid = SIGHTS[seed % 3]
+    pieces = [*random_pieces(Encoder(), rng, sees_itself=sees_itself, has_grid=has_grid), Encoder().sound("end", 6)]
+    media, size = placed(pieces), ids_of(pieces).size + 5
+    wanted: list[tuple[Any, ...]] = []
+    position = 0
+    for piece in [*pieces, [0] * 5]:
+        start = len(wanted)
+        if isinstance(piece, MediaRun):
+            for row, embedding in enumerate(piece.embed()):
+                across = (0, 0) if piece.grid is None else divmod(row, piece.grid[1])
+                axes = (position + row,) * 3
+                axes = axes if piece.grid is None else (position, position + across[0], position + across[1])
+                end = start + piece.ids.size if piece.sees_itself else start + row + 1
+                wanted.append(([embedding.tobytes()], axes, end))
+            position += piece.num_positions
+        else:
+            for _ in piece:
+                wanted.append(([], (position,) * 3, len(wanted) + 1))
+                position += 1
+    assert told(media, 0, size) == wanted
+    for first in range(size):
+        for count in (1, 3, size - first):
+            assert told(media, first, min(count, size - first)) == wanted[first : first + count]
+
+
+@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("rows", [13, 24])
+def test_tokens_are_those_of_a_cold_run_in_any_chunks_and_whatever_is_cached(seed: int, rows: int) -> None:
+    rng, encoder = np.random.default_rng(seed), Encoder()
+    sees_itself, has_grid = SIGHTS[seed % 3]
+    engine = Engine(media_model(max_batch_rows=rows))
+    for index in range(6):
+        pieces, params = random_pieces(encoder, rng, sees_itself=sees_itself, has_grid=has_grid), PARAMS[index % 3]
+        wanted = cold(pieces, params)
+        assert tokens(engine, pieces, params) == wanted
+        # Again, and with what was answered and a further question behind it.
+        assert tokens(engine, pieces, params) == wanted
+        longer = [*pieces, [event.token_id for event in wanted], [1, 2]]
+        assert tokens(engine, longer, params) == cold(longer, params)
+    engine.close()
+
+
+@pytest.mark.parametrize("sees_itself", [False, True])
+def test_only_what_is_not_cached_is_computed_and_encoded(sees_itself: bool) -> None:
+    encoder = Encoder()
+    engine = Engine(media_model(), embedding_bytes=0)
+    first = encoder.picture("one", 3, 3, sees_itself=sees_itself)
+    second = encoder.picture("two", 2, 4, sees_itself=sees_itself)
+    pieces: Pieces = [[1, 2, 3], first, [4, 5], second, [6, 7]]
+    tokens(engine, pieces, GREEDY)
+    assert encoder.asked == ["one", "two"]
+    encoder.asked.clear()
+    ids, runs = join_pieces(pieces)
+    generation = engine.generate(ids, GREEDY, max_tokens=2, media=runs)
+    list(generation)
+    assert encoder.asked == [] and generation.record.cached_tokens == ids.size - 1
+    # An edit between the pictures costs the second; one behind them none.
+    edited: Pieces = [[1, 2, 3], first, [4, 9], second, [6, 7]]
+    assert tokens(engine, edited, GREEDY) == cold(edited, GREEDY)
+    assert encoder.asked.count("two") == 2 and encoder.asked.count("one") == 1
+    encoder.asked.clear()
+    behind: Pieces = [*pieces[:-1], [6, 8, 8]]
+    assert tokens(engine, behind, GREEDY) == cold(behind, GREEDY)
+    assert encoder.asked == ["one", "two"], "by the cold run alone"
+
+
+def test_embeddings_are_kept_within_bytes_and_computed_once_by_threads_that_want_the_same() -> None:
+    size = 6 * WIDTH * 4
+    store, encoder = EmbeddingStore(2 * size), Encoder()
+    runs = [encoder.picture(f"{index}", 2, 3) for index in range(3)]
+    begun, may_end = threading.Event(), threading.Event()
+
+    def slow() -> Any:
+        begun.set()
+        assert may_end.wait(10)
+        encoder.asked.append("slow")
+        return np.zeros((6, WIDTH), np.float32)
+
+    run = encoder.picture("slow", 2, 3, embed=slow)
+    found: list[Any] = []
+    first = threading.Thread(target=lambda: found.append(store.find(run)))
+    first.start()
+    assert begun.wait(10)
+    second = threading.Thread(target=lambda: found.append(store.find(run)))
+    second.start()
+    may_end.set()
+    first.join(10)
+    second.join(10)
+    assert len(found) == 2 and encoder.asked == ["slow"]
+    for one in (runs[0], runs[1], runs[0], runs[2], runs[0], runs[1]):
+        store.find(one)
+    assert store.num_bytes == 2 * size
+    assert encoder.asked == ["slow", "0", "1", "2", "1"], "the least recently used goes"
+    short = encoder.picture("short", 2, 2)
+    store.find(short)
+    store.find(short)
+    assert encoder.asked[-2:] == ["short", "short"], "its ids do not tell it from others"
+
+
+def test_a_text_beside_seven_others_has_its_own_tokens() -> None:
+    rng, encoder = np.random.default_rng(5), Encoder()
+    texts = [
+        random_pieces(encoder, rng, sees_itself=SIGHTS[index % 3][0], has_grid=SIGHTS[index % 3][1])
+        for index in range(8)
+    ]
+    wanted = [cold(pieces, PARAMS[index % 3], max_tokens=12) for index, pieces in enumerate(texts)]
+    engine = Engine(media_model(max_batch_rows=17), limits=EngineLimits(max_running=8))
+    found: dict[int, Any] = {}
+
+    def read(index: int) -> None:
+        found[index] = tokens(engine, texts[index], PARAMS[index % 3], max_tokens=12)
+
+    in_threads([lambda index=index: read(index) for index in range(8)])
+    assert [found[index] for index in range(8)] == wanted
+
+
+def test_a_picture_that_is_computed_at_once_waits_for_no_end_of_streams() -> None:
+    encoder = Encoder()
+    engine = Engine(media_model(max_batch_rows=10))
+    streams = [engine.generate([7, index], SEEDED, max_tokens=60) for index in range(4)]
+    for stream in streams:
+        next(stream)
+    pieces: Pieces = [[1], encoder.picture("large", 2, 5, sees_itself=True, has_grid=False), [2]]
+    ids, runs = join_pieces(pieces)
+    generation = engine.generate(ids, GREEDY, max_tokens=3, media=runs)
+    assert list(generation) == cold(pieces, GREEDY, max_tokens=3)
+    assert all(not stream.request.is_over for stream in streams)
+    for stream, index in zip(streams, range(4), strict=True):
+        rest = list(stream)
+        assert len(rest) == 59
+        alone = list(Engine(media_model()).generate([7, index], SEEDED, max_tokens=60))
+        assert rest == alone[1:]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_drafts_change_no_token(seed: int) -> None:
+    rng, encoder = np.random.default_rng(seed), Encoder()
+    sees_itself, has_grid = SIGHTS[seed % 3]
+    pieces = random_pieces(encoder, rng, sees_itself=sees_itself, has_grid=has_grid)
+    wanted = cold(pieces, REPEATING, max_tokens=20)
+    speculation = Speculation(VerificationCosts(LINEAR_ROWS), ngram=NgramDrafter(), model=None)
+    engine = Engine(media_model(), speculation=speculation)
+    for _ in range(3):
+        prediction = [event.token_id for event in wanted]
+        assert tokens(engine, pieces, REPEATING, max_tokens=20, prediction=prediction) == wanted
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_shifted_context_drops_whole_pictures(seed: int) -> None:
+    rng, encoder = np.random.default_rng(seed), Encoder()
+    sees_itself, has_grid = SIGHTS[seed % 3]
+    pieces = [[9, 9], *random_pieces(encoder, rng, sees_itself=sees_itself, has_grid=has_grid)]
+    hints = CacheHints(system_tokens=2)
+    options: dict[str, Any] = {"max_tokens": 70, "context_shift": True, "cache_hints": hints}
+    wanted = tokens(Engine(media_model(context_length=40)), pieces, SEEDED, **options)
+    engine = Engine(media_model(context_length=40, max_batch_rows=15))
+    assert tokens(engine, pieces, SEEDED, **options) == wanted
+    assert tokens(engine, pieces, SEEDED, **options) == wanted
+    assert len(wanted) == 70
+    # What had been generated elsewhere is shifted where it would have been.
+    ids, runs = join_pieces([*pieces, [event.token_id for event in wanted[:50]]])
+    rest = {**options, "max_tokens": 20, "completion_tokens": 50}
+    assert list(Engine(media_model(context_length=40)).generate(ids, SEEDED, media=runs, **rest)) == wanted[50:]
+
+
+def test_a_context_that_a_last_picture_fills_is_refused_in_words() -> None:
+    pieces: Pieces = [[1] * 30, Encoder().picture("huge", 7, 8)]
+    engine = Engine(media_model(context_length=50, max_batch_rows=64))
+    with pytest.raises(ContextLengthError, match="huge, which the text ends in, takes 56 tokens"):
+        tokens(engine, pieces, GREEDY, context_shift=True)
+
+
+def test_a_preempted_text_comes_back_with_its_pictures() -> None:
+    encoder = Encoder()
+    pages = 64 * 14
+    engine = Engine(media_model(max_batch_rows=12), kv_memory=pages, limits=EngineLimits(max_running=2))
+    first: Pieces = [[1, 2], encoder.picture("one", 3, 3), [3]]
+    second: Pieces = [[4], encoder.picture("two", 3, 3, sees_itself=True, has_grid=False), [5]]
+    wanted = [cold(pieces, SEEDED, max_tokens=30) for pieces in (first, second)]
+    streams = []
+    for pieces, priority in ((first, 1), (second, 0)):
+        ids, runs = join_pieces(pieces)
+        streams.append(engine.generate(ids, SEEDED, max_tokens=30, media=runs, priority=priority))
+    found: list[list[Any]] = [[], []]
+    for _ in range(30):
+        for events, stream in zip(found, streams, strict=True):
+            events.append(next(stream))
+    assert found == wanted
+    assert engine.stats.preemptions > 0
+
+
+def test_texts_of_other_salts_share_no_picture() -> None:
+    encoder = Encoder()
+    engine = Engine(media_model())
+    ids, runs = join_pieces([[1], encoder.picture("one", 3, 3), [2, 3]])
+
+    def cached(salt: bytes) -> int:
+        generation = engine.generate(ids, GREEDY, max_tokens=1, media=runs, cache_hints=CacheHints(salt=salt))
+        list(generation)
+        return generation.record.cached_tokens
+
+    assert [cached(b"a"), cached(b"b"), cached(b"a"), cached(b"b")] == [0, 0, ids.size - 1, ids.size - 1]
+
+
+def miss_of(engine: Engine, pieces: Pieces) -> CacheMiss | None:
+    ids, runs = join_pieces(pieces)
+    generation = engine.generate(ids, GREEDY, max_tokens=1, media=runs)
+    list(generation)
+    return generation.record.miss
+
+
+def test_a_miss_names_the_picture() -> None:
+    encoder = Encoder()
+    one, two, other = (encoder.picture(name, 3, 3) for name in ("picture 1", "picture 2", "picture 2 (edited)"))
+    engine = Engine(media_model())
+    tokens(engine, [[1], one, [2], two, [3, 4]], GREEDY)
+    changed = miss_of(engine, [[1], one, [2], other, [3, 4]])
+    assert changed is not None and changed.cause == "media" and changed.position == 11
+    assert changed.summary == changed.describe(None) == "picture 2 (edited) has changed, at token 11"
+    left_out = miss_of(engine, [[1], one, [2], [3, 4]])
+    assert left_out is not None and left_out.summary == "a picture or sound was left out, at token 11"
+    added = miss_of(engine, [[1], other, one, [2], two, [3, 4]])
+    assert added is not None and added.summary == "picture 2 (edited) has changed, at token 1"
+    new = miss_of(engine, [[1], one, one, [2]])
+    assert new is not None and new.summary == "picture 1 is new there, at token 10"
+    words = miss_of(engine, [[1], one, [2], two, [3, 5], [6]])
+    assert words is not None and words.cause == "different"
+    assert "3, 4" in words.describe(None) or "[4" in words.describe(None)
+
+
+def test_a_picture_of_few_rows_is_computed_again_and_said_so() -> None:
+    encoder = Encoder()
+    engine = Engine(media_model())
+    pieces: Pieces = [[1] * 9, encoder.picture("small", 2, 2), [2] * 9]
+    wanted = cold(pieces, GREEDY)
+    assert tokens(engine, pieces, GREEDY) == wanted == tokens(engine, pieces, GREEDY)
+    # Another picture of the same ids, as chance or an attacker may make one.
+    run = pieces[1]
+    assert isinstance(run, MediaRun)
+    forged = MediaRun(run.ids, lambda: np.ones((4, WIDTH), np.float32), run.grid, run.num_positions, False, "small")
+    other: Pieces = [pieces[0], forged, pieces[2]]
+    assert tokens(engine, other, GREEDY) == cold(other, GREEDY) != wanted
+    miss = miss_of(engine, pieces)
+    assert miss is not None and miss.summary == "small has too few rows to be told apart, at token 9"
+
+
+def test_a_run_of_rows_that_see_each_other_is_found_whole_or_not_at_all() -> None:
+    encoder = Encoder()
+    engine = Engine(media_model())
+    picture = encoder.picture("one", 3, 3, sees_itself=True, has_grid=False)
+    pieces: Pieces = [[1, 2, 3], picture]
+    # The picture is last: its last row is computed, and so all of it.
+    assert tokens(engine, pieces, GREEDY) == cold(pieces, GREEDY) == tokens(engine, pieces, GREEDY)
+    ids, runs = join_pieces(pieces)
+    generation = engine.generate(ids, GREEDY, max_tokens=1, media=runs)
+    list(generation)
+    assert generation.record.cached_tokens == 3
+
+
+@pytest.mark.parametrize("sees_itself", [False, True])
+def test_beams_and_scores_of_a_prompt_with_pictures_are_those_of_whole_batches(sees_itself: bool) -> None:
+    encoder = Encoder()
+    picture = encoder.picture("one", 3, 4, sees_itself=sees_itself, has_grid=not sees_itself)
+    ids, runs = join_pieces([[1, 2, 3], picture, [4, 5], encoder.sound("two", 5), [6]])
+    whole = Engine(media_model(max_batch_rows=96, max_output_rows=96))
+    parts = Engine(media_model(max_batch_rows=13, max_output_rows=3))
+    assert (parts.logits(ids, runs) == whole.logits(ids, runs)).all()
+    options: dict[str, Any] = {"num_beams": 3, "max_tokens": 4, "media": runs}
+    wanted = search_beams(whole, ids, **options)
+    assert search_beams(parts, ids, **options) == wanted == search_beams(parts, ids, **options)
+    scores = score_tokens(parts, parts.program, ids, 1, runs)
+    assert [score is None for score in scores] == [index == 0 or token_id < 0 for index, token_id in enumerate(ids)]
+
+
+def test_penalties_are_for_words() -> None:
+    sampler = Sampler(16)
+    params = SamplingParams(
+        temperature=0, repetition_penalty=1.5, frequency_penalty=0.5, presence_penalty=0.5, dry_multiplier=2.0
+    )
+    rows = media_ids(b"encoder", b"picture", 6)
+    words = np.array([3, 4, 5, 3, 4], np.int32)
+    logits = np.random.default_rng(1).normal(size=16).astype(np.float32)
+
+    def adjusted(history: Any) -> Any:
+        plan = SamplingPlan(params, 16)
+        return sampler._adjust(logits, plan, history.size, history).copy()
+
+    # A repetition does not go across a picture.
+    assert (adjusted(np.concatenate((rows, words))) == adjusted(words)).all()
+    alike = np.concatenate((rows, words[:1], rows))
+    assert (adjusted(alike) == adjusted(words[:1])).all()
+
+
+def test_drafts_from_history_are_words_alone() -> None:
+    drafter = NgramDrafter()
+    rows = media_ids(b"encoder", b"picture", 6)
+    text = np.concatenate((np.array([1, 2, 3], np.int32), rows, np.array([4, 5, 6, 1, 2, 3], np.int32)))
+    out = np.zeros(4, np.int32)
+    count = drafter.begin().draft(text, out)
+    assert out[:count].tolist() == [4, 5, 6, 1]
+
+
+WRONG: dict[str, tuple[Any, Any, str]] = {
+    "ids of no run": ([1, -5, 2], [], "token id -5 at index 1"),
+    "ids beside the run's": (np.array([-5, *media_ids(b"encoder", b"one 1 5", 5)]), None, "not the next ones"),
+    "a run that is not there": ([1, 2], None, "5 rows whose ids are not the next ones"),
+    "more ids than runs": (np.array([*media_ids(b"encoder", b"one 1 5", 5), 1, -5]), None, "token id -5 at index 6"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_ids_and_runs_that_do_not_fit_are_refused(name: str) -> None:
+    ids, runs, words = WRONG[name]
+    engine = Engine(media_model())
+    with pytest.raises((TokenIdError, RequestError), match=words):
+        engine.generate(ids, GREEDY, media=[Encoder().picture("one", 1, 5)] if runs is None else runs)
+
+
+def test_what_a_model_cannot_take_is_refused_in_one_line() -> None:
+    ids, runs = join_pieces([[1], Encoder().picture("one", 3, 3, sees_itself=True)])
+    with pytest.raises(RequestError, match="loaded to read words only"):
+        Engine(wide_model()).generate(ids, GREEDY, media=runs)
+    with pytest.raises(RequestError, match="9 rows that are computed at once, and a batch has 8"):
+        Engine(media_model(max_batch_rows=8)).generate(ids, GREEDY, media=runs)
+
+
+def test_an_encoder_that_fails_ends_its_own_text_only() -> None:
+    encoder = Encoder()
+
+    def fail() -> Any:
+        raise RuntimeError("no such picture")
+
+    engine = Engine(media_model())
+    stream = engine.generate([7, 1], SEEDED, max_tokens=20)
+    next(stream)
+    with pytest.raises(RuntimeError, match="no such picture"):
+        tokens(engine, [[1], encoder.picture("bad", 3, 3, embed=fail), [2]], GREEDY)
+    wrong = encoder.picture("wrong", 3, 3, embed=lambda: np.zeros((8, WIDTH), np.float32))
+    with pytest.raises(RequestError, match="wanted 9 rows"):
+        tokens(engine, [[1], wrong, [2]], GREEDY)
+    assert len(list(stream)) == 19
+    pieces: Pieces = [[1], encoder.picture("good", 3, 3), [2]]
+    assert tokens(engine, pieces, GREEDY) == cold(pieces, GREEDY)
