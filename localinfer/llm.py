@@ -339,6 +339,7 @@ class LLM(Closing):
             max_tokens=max_tokens,
             length_penalty=length_penalty,
             stop_token_ids=stops,
+            media=encoded.media,
         )
         return [BeamCompletion(self._text_after(encoded.token_ids, beam), beam) for beam in beams]
 
@@ -711,7 +712,7 @@ class LLM(Closing):
         previous = int(prompt_ids[-1])
         return tokenizer.decode(
             (token_id for token_id in token_ids if token_id < tokenizer.vocab_size),
-            previous_token_id=previous if previous < tokenizer.vocab_size else None,
+            previous_token_id=previous if 0 <= previous < tokenizer.vocab_size else None,
         )
 
     def _require_identity(self) -> ModelIdentity:
@@ -742,10 +743,13 @@ class LLM(Closing):
         """Most tokens that a prompt may have, None for any number."""
         return None if options.get("context_shift") else self.context_length
 
-    def _encode(self, prompt: Prompt, parse_special: bool, max_tokens: int | None) -> EncodedPrompt:
+    def _encode(self, prompt: Prompt | EncodedPrompt, parse_special: bool, max_tokens: int | None) -> EncodedPrompt:
+        """The ids of a prompt; one that was encoded already, with its pictures and sounds, is taken as it is."""
         from localinfer.generation.text_generation import EncodedPrompt
 
         parse_special = check_flag("parse_special", parse_special)
+        if isinstance(prompt, EncodedPrompt):
+            return prompt
         if not isinstance(prompt, str):
             return EncodedPrompt(prompt)
         token_ids = self.tokenizer.encode(prompt, parse_special=parse_special, max_tokens=max_tokens)
