@@ -25,12 +25,12 @@ from localinfer.engine.runner import ModelRunner, shifted
 from localinfer.engine.sampling.params import SamplingParams
 from localinfer.engine.sampling.sampler import SamplingPlan, TokenMask, not_finite_error
 from localinfer.engine.scheduler import Generation, PolicyFactory, Scheduler
-from localinfer.engine.speculation.verify import Speculation
 from localinfer.errors import ContextLengthError, OutOfMemoryError, RequestError, TokenIdError
 from localinfer.kernels.program import Program
 from localinfer.types import FloatArray
 
 if TYPE_CHECKING:
+    from localinfer.engine.speculation.verify import Speculation
     from localinfer.models.load.loader import Model
 
 
@@ -71,7 +71,7 @@ class Engine:
         *,
         kv_memory: int | None = None,
         kv_window: KVEviction | None = None,
-        speculation: Speculation | None = None,
+        speculation: "Speculation | None" = None,
         limits: EngineLimits = _DEFAULT_LIMITS,
         observer: CacheObserver | None = None,
         make_policy: PolicyFactory | None = None,

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Hashable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,8 +28,10 @@ from localinfer.engine.cache.stats import CacheMiss
 from localinfer.engine.media import PlacedMedia
 from localinfer.engine.sampling.mask import GuidingMask
 from localinfer.engine.sampling.sampler import SamplingPlan
-from localinfer.engine.speculation.verify import SpeculationRecord, SpeculativeText
 from localinfer.types import FinishReason
+
+if TYPE_CHECKING:
+    from localinfer.engine.speculation.verify import SpeculationRecord, SpeculativeText
 
 
 class Waiter:
@@ -172,7 +174,7 @@ class GenerationRecord:
     """The reason why no more were cached; None if nothing stood in the way."""
     dropped_tokens: int = 0
     """Tokens left out of the context, by `context_shift`."""
-    speculation: SpeculationRecord | None = None
+    speculation: "SpeculationRecord | None" = None
     """Results of drafting; None where it is off."""
     waited_seconds: float = 0.0
     """Time from the request to its admission."""
@@ -204,7 +206,7 @@ class Request:
     """Pictures and sounds of the head; None if it has none."""
     priority: int = 0
     """Lower numbers come earlier."""
-    speculative: SpeculativeText | None = None
+    speculative: "SpeculativeText | None" = None
     is_prompt: bool = True
     sequence: SequenceCache | None = None
     """None before it is admitted, and while it is preempted."""

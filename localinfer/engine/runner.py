@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,12 +31,20 @@ from localinfer.engine.cache.sequence import forward
 from localinfer.engine.media import PlacedMedia
 from localinfer.engine.request import NO_TOKEN, Request, TokenEvent
 from localinfer.engine.sampling.mask import GuidingMask
-from localinfer.engine.sampling.sampler import OnDeviceSampling, OutputSpec, Results, Sampler
-from localinfer.engine.speculation.costs import ALONE, MAX_DRAFT_TOKENS, Round, StepKind
-from localinfer.engine.speculation.verify import Others, Speculation, choose_verified
+from localinfer.engine.sampling.sampler import (
+    MAX_DRAFT_TOKENS,
+    OnDeviceSampling,
+    OutputSpec,
+    Results,
+    Sampler,
+    choose_verified,
+)
 from localinfer.errors import ContextLengthError, OutOfMemoryError, without_frames
 from localinfer.kernels.program import AbortableProgram, Batch, HiddenProgram, Program
 from localinfer.types import FinishReason
+
+if TYPE_CHECKING:
+    from localinfer.engine.speculation.verify import Speculation
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +80,7 @@ class ModelRunner:
         self,
         program: Program,
         cache: PrefixCache,
-        speculation: Speculation | None,
+        speculation: "Speculation | None",
         *,
         vocab_size: int,
         context_length: int,
@@ -115,15 +123,14 @@ class ModelRunner:
         began = speculation.clock()
         self.decode_alone(request)
         if speculation.floor.is_timed and not request.is_over:
-            speculation.floor.observe_plain(ALONE, speculation.clock() - began)
+            speculation.observe_plain(1, speculation.clock() - began)
 
     def may_draft(self, scheduled: Sequence[ScheduledSequence]) -> bool:
         """True if a step that only decodes is to be drafted for; called once before each."""
         speculation = self._speculation
-        if speculation is None or len(scheduled) > speculation.costs.max_draft_tokens:
-            return False
-        floor = speculation.floor
-        return not floor.in_backoff() and not floor.is_plain(_kind(scheduled))
+        return speculation is not None and speculation.may_draft(
+            len(scheduled), is_constrained=_is_constrained(scheduled)
+        )
 
     def compute(self, scheduled: Sequence[ScheduledSequence], should_abort: ShouldAbort | None = None) -> None:
         """Take one step of some requests, for whose rows but drafts memory is reserved.
@@ -137,7 +144,7 @@ class ModelRunner:
         room = min(self._program.max_batch_rows - rows - chunk_rows, self._program.max_output_rows - len(scheduled))
         for part in scheduled:
             if part.may_draft or (part.request.matcher is not None and not part.is_chunk):
-                others = Others(rows - 1, len(scheduled) - 1) if len(scheduled) > 1 else None
+                others = (rows - 1, len(scheduled) - 1) if len(scheduled) > 1 else None
                 self._draft(part, min(room, MAX_DRAFT_TOKENS), others)
                 rows += part.num_drafted
                 room -= part.num_drafted
@@ -194,7 +201,7 @@ class ModelRunner:
 
     def _observe_drafts(
         self,
-        speculation: Speculation,
+        speculation: "Speculation",
         scheduled: Sequence[ScheduledSequence],
         began: float,
         drafted: float,
@@ -209,23 +216,20 @@ class ModelRunner:
         rows = sum(1 + part.num_drafted for part in scheduled)
         texts = [text for part in scheduled if part.may_draft and (text := part.request.speculative) is not None]
         if texts:
-            # Learning from a round takes time, too, which small models notice.
-            learning = speculation.learning_seconds.value or 0.0
-            done = Round(
-                _kind(scheduled),
+            speculation.observe_round(
+                texts,
+                len(scheduled),
                 rows,
                 sum(part.num_chosen for part in scheduled),
-                ended - began + learning,
-                drafted - began + learning,
-                sum(text.expected_seconds for text in texts) + learning,
-                sum(text.reading_seconds for text in texts),
+                is_constrained=_is_constrained(scheduled),
+                began=began,
+                drafted=drafted,
+                ended=ended,
             )
-            speculation.floor.observe_round(done)
-            speculation.learning_seconds.add(speculation.clock() - ended)
         elif speculation.floor.is_timed and rows == len(scheduled):
-            speculation.floor.observe_plain(_kind(scheduled), ended - began)
+            speculation.observe_plain(len(scheduled), ended - began, is_constrained=_is_constrained(scheduled))
 
-    def _draft(self, part: ScheduledSequence, most: int, others: Others | None) -> None:
+    def _draft(self, part: ScheduledSequence, most: int, others: tuple[int, int] | None) -> None:
         """Write what may follow into the history, and reserve memory for it: what a grammar forces, or else a draft."""
         request, position, sequence = part.request, part.request.position, part.request.cache
         most = min(most, request.last - position, self._context_length - sequence.length - 1)
@@ -241,7 +245,9 @@ class ModelRunner:
             sequence.reserve(sequence.length + part.num_rows + len(drafted), len(drafted))
             part.num_drafted = len(drafted)
 
-    def _drafted(self, part: ScheduledSequence, most: int, others: Others | None) -> Sequence[int] | NDArray[np.int32]:
+    def _drafted(
+        self, part: ScheduledSequence, most: int, others: tuple[int, int] | None
+    ) -> Sequence[int] | NDArray[np.int32]:
         request = part.request
         history, matcher = request.history[: request.position], request.matcher
         speculative = request.speculative if part.may_draft else None
@@ -442,8 +448,9 @@ def shifted(
     return np.concatenate((head, token_ids[base:])), media
 
 
-def _kind(scheduled: Sequence[ScheduledSequence]) -> StepKind:
-    return StepKind(len(scheduled), any(part.request.matcher is not None for part in scheduled))
+def _is_constrained(scheduled: Sequence[ScheduledSequence]) -> bool:
+    """True if a grammar constrains any."""
+    return any(part.request.matcher is not None for part in scheduled)
 
 
 def _mean_depth(scheduled: Sequence[ScheduledSequence], chunk_rows: int) -> float:

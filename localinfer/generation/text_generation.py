@@ -18,7 +18,6 @@ from localinfer.engine.media import MediaRun
 from localinfer.engine.request import NO_TOKEN, Request, TokenEvent
 from localinfer.engine.sampling.mask import GuidingMask, rules_mask
 from localinfer.engine.sampling.sampler import TokenMask
-from localinfer.engine.speculation.verify import SpeculationRecord
 from localinfer.errors import RequestError
 from localinfer.generation.options import CheckedOptions
 from localinfer.generation.stream import (
@@ -41,6 +40,9 @@ if TYPE_CHECKING:
     from localinfer.generation.resumption import ResumedText
     from localinfer.models.text.tokenizer import Tokenizer
     from localinfer.storage.chats import EncodedChat
+
+_NO_DRAFTS: dict[str, Any] = {"drafted_tokens": 0, "accepted_tokens": 0}
+"""Fields of `Stats` about drafts, of a text for which none were made."""
 
 
 @dataclass(frozen=True)
@@ -229,7 +231,7 @@ class TextGeneration(Iterator[StreamEvent]):
                 *record.notices,
                 *(() if record.speculation is None else record.speculation.all_notices),
             ),
-            **(record.speculation or SpeculationRecord()).stats(),
+            **(_NO_DRAFTS if record.speculation is None else record.speculation.stats()),
         )
 
     def _cached_tokens(self) -> int:

@@ -12,7 +12,8 @@ import numpy as np
 
 from localinfer.engine.cache.block_pool import PagePool
 from localinfer.engine.cache.sequence import SequenceCache, forward
-from localinfer.engine.speculation.costs import MAX_DRAFT_TOKENS, VerificationCosts
+from localinfer.engine.sampling.sampler import MAX_DRAFT_TOKENS
+from localinfer.engine.speculation.costs import VerificationCosts
 from localinfer.engine.speculation.ngram import NgramDrafter
 from localinfer.engine.speculation.verify import Speculation
 from localinfer.errors import RequestError

@@ -42,7 +42,6 @@ MODULES = (
     "localinfer.models.load.device_request",
     "localinfer.models.load.loader",
     "localinfer.loading.memory.plan",
-    "localinfer.engine.speculation.verify",
     "localinfer.engine.engine",
     "localinfer.generation.text_generation",
     "localinfer.loading.build",

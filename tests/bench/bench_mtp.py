@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 
 from localinfer.engine.cache.sequence import SequenceCache
 from localinfer.engine.engine import Engine
-from localinfer.engine.sampling.sampler import SamplingParams, SamplingPlan
+from localinfer.engine.sampling.sampler import MAX_DRAFT_TOKENS, SamplingParams, SamplingPlan
 from localinfer.engine.scheduler import Generation
-from localinfer.engine.speculation.costs import MAX_DRAFT_TOKENS, VerificationCosts
+from localinfer.engine.speculation.costs import VerificationCosts
 from localinfer.engine.speculation.mtp import DraftHead, MTPDrafter, MTPText
 from localinfer.engine.speculation.verify import Speculation, SpeculationRecord
 from localinfer.loading.drafters import make_speculation

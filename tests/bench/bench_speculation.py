@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 
 import localinfer
 from localinfer.engine.engine import Engine
-from localinfer.engine.sampling.sampler import Sampler, SamplingParams, SamplingPlan
+from localinfer.engine.sampling.sampler import MAX_DRAFT_TOKENS, Sampler, SamplingParams, SamplingPlan
 from localinfer.engine.scheduler import Generation
-from localinfer.engine.speculation.costs import MAX_DRAFT_TOKENS, VerificationCosts
+from localinfer.engine.speculation.costs import VerificationCosts
 from localinfer.engine.speculation.ngram import NgramDrafter
 from localinfer.engine.speculation.verify import Speculation, SpeculationRecord
 from localinfer.loading.drafters import make_speculation

@@ -7,8 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.engine.engine import Engine
-from localinfer.engine.sampling.sampler import SamplingParams
-from localinfer.engine.speculation.costs import MAX_DRAFT_TOKENS, VerificationCosts
+from localinfer.engine.sampling.sampler import MAX_DRAFT_TOKENS, SamplingParams
+from localinfer.engine.speculation.costs import VerificationCosts
 from localinfer.engine.speculation.verify import Speculation
 from localinfer.kernels.program import Batch
 from localinfer.types import TokenIds

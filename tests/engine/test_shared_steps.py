@@ -9,7 +9,8 @@ import pytest
 import localinfer
 from localinfer.engine.admission import EngineLimits
 from localinfer.engine.request import NO_TOKEN
-from localinfer.engine.speculation.costs import MAX_DRAFT_TOKENS, VerificationCosts, best_draft_length
+from localinfer.engine.sampling.sampler import MAX_DRAFT_TOKENS
+from localinfer.engine.speculation.costs import VerificationCosts, best_draft_length
 from localinfer.errors import OverloadedError
 from localinfer.llm import LLM
 from tests.engine.fakes import fake_model, text_model

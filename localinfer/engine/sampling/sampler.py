@@ -6,7 +6,7 @@ place of the last five), dynamic temperature, then one draw with Gumbel noise. T
 """
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,17 +23,19 @@ from localinfer.engine.sampling.filters import (
     token_logprobs,
 )
 from localinfer.engine.sampling.params import SamplingParams
-from localinfer.errors import ModelFileError, RequestError
+from localinfer.errors import LocalinferError, ModelFileError, RequestError
 from localinfer.kernels.cpu.kernel_abi import NOT_FINITE, NOTHING_LEFT
 from localinfer.kernels.cpu.sampling import RowSampler, adjust, uniforms
 from localinfer.kernels.program import UNDECIDED, Batch, Draw, DrawingProgram, Program
-from localinfer.types import TokenLogprobs
+from localinfer.types import TokenIds, TokenLogprobs
 
 __all__ = ["Sampler", "SamplingParams", "SamplingPlan", "TokenLogprobs", "TokenMask", "not_finite_error"]
 
 TokenMask = Callable[[NDArray[np.int32]], NDArray[np.bool_]]
 """Given the ids so far, which tokens may come next: bool[vocab_size]. Asked once per sampled position, in order."""
 
+MAX_DRAFT_TOKENS = 15
+"""Most tokens drafted at once: 16 rows are verified."""
 _FORBIDDEN = np.float32(-np.inf)
 _XTC_TOKEN = np.array([2**31 - 1], np.int32)
 """Stands for no token, so that what it is given at a position is for XTC's decision."""
@@ -220,3 +222,36 @@ class Sampler:
                 breakers=params.dry_breaker_ids,
             )
         return self._adjusted
+
+
+def choose_verified(
+    choose: Callable[[NDArray[np.float32], SamplingPlan, int, TokenIds], int],
+    results: Results,
+    plan: SamplingPlan,
+    position: int,
+    history: TokenIds,
+    drafted: Sequence[int],
+    stops: Collection[int],
+) -> list[int]:
+    """Sample row after row while the draft was right, and write the tokens into the history from `position` on.
+
+    Every row is sampled with the tokens before it in the history, so penalties, bias and masks are what they would be
+    without a draft. Stops after a token of `stops`.
+
+    Shapes: results float32[vocab_size] of len(drafted) + 1 rows, or the tokens that a device chose; history
+    int32[>= position + len(drafted) + 1].
+    """
+    chosen: list[int] = []
+    for index in range(len(results)):
+        try:
+            token_id = choose(results[index], plan, position + index, history)
+        except LocalinferError:
+            # The tokens before it come first; the next pass begins at this position and raises this again.
+            if not chosen:
+                raise
+            break
+        history[position + index] = token_id
+        chosen.append(token_id)
+        if token_id in stops or index >= len(drafted) or drafted[index] != token_id:
+            break
+    return chosen

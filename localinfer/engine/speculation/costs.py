@@ -23,11 +23,10 @@ from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from localinfer.engine.sampling.sampler import MAX_DRAFT_TOKENS
+
 if TYPE_CHECKING:
     from localinfer.engine.speculation.mtp import DraftHead
-
-MAX_DRAFT_TOKENS = 15
-"""Most tokens drafted at once: 16 rows are verified."""
 
 _SAMPLES = 3
 _LEAST_RATIO = 0.9

@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 from localinfer.engine.cache.block_hashes import NO_SALT
 from localinfer.engine.cache.block_pool import PagePool
 from localinfer.engine.cache.sequence import SequenceCache
-from localinfer.engine.sampling.sampler import Sampler, SamplingPlan
-from localinfer.engine.speculation.costs import MAX_DRAFT_TOKENS, DraftMode
+from localinfer.engine.sampling.sampler import MAX_DRAFT_TOKENS, Sampler, SamplingPlan
+from localinfer.engine.speculation.costs import DraftMode
 from localinfer.errors import ContextLengthError, OutOfMemoryError
 from localinfer.kernels.program import Batch, HiddenProgram
 

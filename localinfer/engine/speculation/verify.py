@@ -18,27 +18,26 @@ can, but the text would then depend on the drafts.
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from localinfer.engine.cache.block_hashes import NO_SALT
 from localinfer.engine.cache.sequence import SequenceCache
-from localinfer.engine.sampling.sampler import Results, SamplingPlan
+from localinfer.engine.sampling.sampler import MAX_DRAFT_TOKENS, SamplingPlan
 from localinfer.engine.speculation.costs import (
     ALONE,
-    MAX_DRAFT_TOKENS,
     Acceptance,
     DraftFloor,
     DraftMode,
     RecentMedian,
+    Round,
+    StepKind,
     VerificationCosts,
     best_draft_length,
 )
-from localinfer.errors import LocalinferError
 from localinfer.types import TokenIds
 
 if TYPE_CHECKING:
@@ -174,6 +173,44 @@ class Speculation:
         it may be drafted from."""
         return SpeculativeText(self, plan, prediction, salt)
 
+    def may_draft(self, streams: int, *, is_constrained: bool) -> bool:
+        """True if a step that only decodes so many streams is to be drafted for; called once before each."""
+        if streams > self.costs.max_draft_tokens:
+            return False
+        return not self.floor.in_backoff() and not self.floor.is_plain(StepKind(streams, is_constrained))
+
+    def observe_plain(self, streams: int, seconds: float, *, is_constrained: bool = False) -> None:
+        """Learn from a step without drafts, which was to be timed."""
+        self.floor.observe_plain(StepKind(streams, is_constrained), seconds)
+
+    def observe_round(
+        self,
+        texts: "Sequence[SpeculativeText]",
+        streams: int,
+        rows: int,
+        num_tokens: int,
+        *,
+        is_constrained: bool,
+        began: float,
+        drafted: float,
+        ended: float,
+    ) -> None:
+        """Learn from a step for whose texts drafters were called. num_tokens: sampled by all streams, of which it
+        computed so many rows. began, drafted, ended: times on `clock`."""
+        # Learning from a round takes time, too, which small models notice.
+        learning = self.learning_seconds.value or 0.0
+        done = Round(
+            StepKind(streams, is_constrained),
+            rows,
+            num_tokens,
+            ended - began + learning,
+            drafted - began + learning,
+            sum(text.expected_seconds for text in texts) + learning,
+            sum(text.reading_seconds for text in texts),
+        )
+        self.floor.observe_round(done)
+        self.learning_seconds.add(self.clock() - ended)
+
     def switch_off_ngram(self, error: Exception) -> None:
         """Stop drafting from history."""
         self.ngram = None
@@ -254,12 +291,16 @@ class SpeculativeText:
         return True
 
     def draft(
-        self, tokens: TokenIds, most: int, others: Others | None = None, sequence: SequenceCache | None = None
+        self,
+        tokens: TokenIds,
+        most: int,
+        others: tuple[int, int] | None = None,
+        sequence: SequenceCache | None = None,
     ) -> TokenIds:
         """Return at most `most` tokens, int32[k], likely to follow the text so far; valid until the next call.
 
-        others: what shares the pass that is to verify them. sequence: the text's, for a model's own draft layers.
-        Whatever goes wrong, there is just no draft.
+        others: of those that share the pass, their rows and tokens (`Others`). sequence: the text's, for a model's own
+        draft layers. Whatever goes wrong, there is just no draft.
         """
         self.expect_forced(others)
         self._sequence, self._head = sequence, None
@@ -270,10 +311,10 @@ class SpeculativeText:
             self._has_read, self.reading_seconds = True, self.drafting_seconds
         return self._buffer[:count]
 
-    def expect_forced(self, others: Others | None = None) -> None:
+    def expect_forced(self, others: tuple[int, int] | None = None) -> None:
         """Instead of `draft`: a grammar forces what follows, from which nothing is learned about drafts."""
         self._acceptance = None
-        self._others = others or _ALONE
+        self._others = _ALONE if others is None else Others(*others)
         self.drafting_seconds = self.expected_seconds = self.reading_seconds = 0.0
 
     def observe(self, num_drafted: int, num_accepted: int, seconds: float, last_token: int = -1) -> None:
@@ -437,36 +478,3 @@ class SpeculativeText:
         record.observed_tokens += num_tokens
         record.seconds += seconds
         record.plain_seconds += plain_seconds
-
-
-def choose_verified(
-    choose: Callable[[NDArray[np.float32], SamplingPlan, int, TokenIds], int],
-    results: Results,
-    plan: SamplingPlan,
-    position: int,
-    history: TokenIds,
-    drafted: Sequence[int],
-    stops: Collection[int],
-) -> list[int]:
-    """Sample row after row while the draft was right, and write the tokens into the history from `position` on.
-
-    Every row is sampled with the tokens before it in the history, so penalties, bias and masks are what they would be
-    without a draft. Stops after a token of `stops`.
-
-    Shapes: results float32[vocab_size] of len(drafted) + 1 rows, or the tokens that a device chose; history
-    int32[>= position + len(drafted) + 1].
-    """
-    chosen: list[int] = []
-    for index in range(len(results)):
-        try:
-            token_id = choose(results[index], plan, position + index, history)
-        except LocalinferError:
-            # The tokens before it come first; the next pass begins at this position and raises this again.
-            if not chosen:
-                raise
-            break
-        history[position + index] = token_id
-        chosen.append(token_id)
-        if token_id in stops or index >= len(drafted) or drafted[index] != token_id:
-            break
-    return chosen

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from localinfer.engine.cache.block_hashes import NO_SALT
 from localinfer.errors import ConstraintError, OverloadedError
+from localinfer.generation.chat.grammar_mask import GrammarMatcher, MatcherMask, NumberTokens
 from localinfer.generation.chat.grammar_writer import structural_tag_grammar
 from localinfer.generation.chat.json_schema import (
     MAX_CHARACTERS,
@@ -27,7 +28,6 @@ from localinfer.system.extras import require
 from localinfer.system.free_memory import heap_bytes
 
 if TYPE_CHECKING:
-    from localinfer.engine.sampling.mask import GrammarMatcher, MatcherMask, NumberTokens
     from localinfer.generation.chat.vocabulary_trie import VocabularyTrie
     from localinfer.models.text.tokenizer import Tokenizer
 
@@ -57,7 +57,7 @@ forces `a` without end where only an `a` could follow, and never comes back."""
 class _Compiled(NamedTuple):
     """A compiled constraint, and about how much memory it takes."""
 
-    matcher: "GrammarMatcher"
+    matcher: GrammarMatcher
     num_bytes: int
 
 
@@ -95,7 +95,7 @@ class ConstraintCompiler:
 
     def mask(
         self, constraint: Constraint, *, start: int, salt: bytes = NO_SALT, notices: list[str] | None = None
-    ) -> "MatcherMask":
+    ) -> MatcherMask:
         """The mask of one generation whose prompt has `start` tokens. salt: whose former ones need not be compiled.
 
         notices: gets what is left out of a schema that is not strict.
@@ -113,28 +113,24 @@ class ConstraintCompiler:
 
     def grammar_mask(
         self, grammar: str, *, start: int, what: str, salt: bytes = NO_SALT, bounds_numbers: bool = False
-    ) -> "MatcherMask":
+    ) -> MatcherMask:
         """As `mask`, for a grammar in llguidance's own form; what: how errors call it. bounds_numbers: see
-        `engine.sampling.mask`."""
-        from localinfer.engine.sampling.mask import MatcherMask
-
+        `grammar_mask`."""
         compiled = self._matcher(grammar, what, salt)
         matcher = self._in_use(compiled)
         ends = sorted(self._tokenizer.eog_token_ids)
         numbers = self._number_tokens() if bounds_numbers else None
         return MatcherMask(matcher, start=start, vocab_size=self._vocab_size, end_ids=ends, numbers=numbers)
 
-    def _number_tokens(self) -> "NumberTokens":
+    def _number_tokens(self) -> NumberTokens:
         if self._numbers is None:
-            from localinfer.engine.sampling.mask import NumberTokens
-
             texts = self._tokenizer.vocabulary_bytes()
             for token_id in filter(self._tokenizer.is_special, range(len(texts))):
                 texts[token_id] = b""
             self._numbers = NumberTokens(texts)
         return self._numbers
 
-    def _in_use(self, compiled: _Compiled) -> "GrammarMatcher":
+    def _in_use(self, compiled: _Compiled) -> GrammarMatcher:
         """A matcher for one text, counted as long as it lives. Raises: OverloadedError."""
         if compiled.num_bytes < _LARGE_BYTES:
             return compiled.matcher.copy()
@@ -219,7 +215,7 @@ def _measured(trie: "VocabularyTrie", grammar: str, what: str) -> _Compiled:
     return _Compiled(matcher, max(_LEAST_BYTES, len(grammar), int(min(grown, seconds * _MOST_BYTES_PER_SECOND))))
 
 
-def _compile(trie: "VocabularyTrie", grammar: str, what: str) -> "GrammarMatcher":
+def _compile(trie: "VocabularyTrie", grammar: str, what: str) -> GrammarMatcher:
     matcher = trie.matcher(grammar)
     if matcher.error() is None:
         # A regular expression is only opened up by its first mask.

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.engine.sampling.mask import GrammarMatcher
 from localinfer.errors import ConstraintError
+from localinfer.generation.chat.grammar_mask import GrammarMatcher
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from localinfer.engine.sampling.sampler import Sampler, SamplingParams, SamplingPlan
-from localinfer.engine.speculation.verify import choose_verified
+from localinfer.engine.sampling.sampler import Sampler, SamplingParams, SamplingPlan, choose_verified
 
 VOCABULARY = 12
 SAMPLES = 24_000

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from localinfer.engine.speculation.costs import MAX_DRAFT_TOKENS, VerificationCosts
+from localinfer.engine.sampling.sampler import MAX_DRAFT_TOKENS
+from localinfer.engine.speculation.costs import VerificationCosts
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.loading import drafters
 from localinfer.models.load import threads

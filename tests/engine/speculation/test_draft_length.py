@@ -2,7 +2,8 @@
 
 import pytest
 
-from localinfer.engine.speculation.costs import MAX_DRAFT_TOKENS, Acceptance, VerificationCosts, best_draft_length
+from localinfer.engine.sampling.sampler import MAX_DRAFT_TOKENS
+from localinfer.engine.speculation.costs import Acceptance, VerificationCosts, best_draft_length
 
 ROWS = range(1, MAX_DRAFT_TOKENS + 2)
 FREE = [1.0] * (MAX_DRAFT_TOKENS + 1)

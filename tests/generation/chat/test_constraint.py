@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 import localinfer
-from localinfer.engine.sampling.mask import MatcherMask
 from localinfer.errors import ConstraintError, OverloadedError, RequestError
 from localinfer.generation.chat import constraints
 from localinfer.generation.chat.constraints import ConstraintCompiler
+from localinfer.generation.chat.grammar_mask import MatcherMask
 from localinfer.generation.options import Constraint, Grammar, JsonObject, JsonSchema, Regex
 from localinfer.llm import LLM
 from tests.engine.fakes import ByteTokenizer, fake_model

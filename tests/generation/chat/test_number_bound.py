@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from localinfer.engine.sampling.mask import MatcherMask, NumberTokens
 from localinfer.generation.chat.constraints import ConstraintCompiler
+from localinfer.generation.chat.grammar_mask import MatcherMask, NumberTokens
 from localinfer.generation.options import JsonObject, JsonSchema, Regex
 from tests.engine.fakes import ByteTokenizer
 

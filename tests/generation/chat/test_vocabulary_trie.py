@@ -12,10 +12,10 @@ import pytest
 from numpy.typing import NDArray
 
 import localinfer
-from localinfer.engine.sampling.mask import GrammarMatcher
 from localinfer.errors import ClosedError, ConstraintError, RequestError
 from localinfer.generation.chat import vocabulary_trie
 from localinfer.generation.chat.constraints import ConstraintCompiler, grammar_of
+from localinfer.generation.chat.grammar_mask import GrammarMatcher
 from localinfer.generation.chat.vocabulary_trie import (
     ClassTrie,
     ForeignTrie,

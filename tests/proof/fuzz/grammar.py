@@ -19,10 +19,10 @@ from typing import Any
 import jsonschema
 import numpy as np
 
-from localinfer.engine.sampling.mask import MatcherMask
 from localinfer.errors import ConstraintError, OverloadedError, RequestError
 from localinfer.generation.chat.constraints import ConstraintCompiler, check_enforceable, json_grammar
 from localinfer.generation.chat.grammar import reply_grammar
+from localinfer.generation.chat.grammar_mask import MatcherMask
 from localinfer.generation.chat.messages import Tool, read_tools
 from localinfer.generation.chat.parser import ReplyParser
 from localinfer.generation.chat.value_types import parameter_types

@@ -133,7 +133,7 @@ PLANTED = (
     ),
     Planted(
         "draft-taken-for-true",
-        "localinfer.engine.speculation.verify",
+        "localinfer.engine.sampling.sampler",
         "index >= len(drafted) or drafted[index] != token_id:\n",
         "index >= len(drafted):\n",
         "what comes after a wrong draft counts",
