@@ -211,7 +211,7 @@ class OpenModel:
     kv_window: int | None
     """None for texts that are kept whole, whatever was asked for."""
     draft_layers: bool
-    """Whether layers for next-token prediction are wanted."""
+    """True if layers for next-token prediction are wanted."""
     changes: ModelChanges | None
     progress: ProgressCallback | None
     assistant: "Assistant | None" = None
