@@ -41,7 +41,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """Leave what the collection made out of the garbage collector, which took a sixth of the suite's time with it."""
-    gc.collect()
     gc.freeze()
     gc.set_threshold(100_000, 20, 50)
     gc.enable()

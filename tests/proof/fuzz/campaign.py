@@ -6,6 +6,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -41,8 +42,8 @@ class Counts:
 class Campaign:
     """Fuzzes one target until a number of cases or seconds is over.
 
-    seed: with one job the same seed gives the same cases. folder: for findings. is_guarded: see `WorkerProcess`.
-    told: gets each finding, shrunk, with the file that holds it.
+    seed: with one job the same seed gives the same cases. folder: for findings. told: gets each finding, shrunk, with
+    the file that holds it. worker: runs the inputs and stays open; None for new ones, one for each job.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class Campaign:
         most_cases: int | None = None,
         folder: Path | None = None,
         shrink_seconds: float = SHRINK_SECONDS,
-        is_guarded: bool = True,
+        worker: WorkerProcess | None = None,
         told: Callable[[Finding, Path], None] | None = None,
     ) -> None:
         self.target, self.seed = target, seed
@@ -64,7 +65,7 @@ class Campaign:
         self.began = time.monotonic()
         self._jobs, self._seconds, self._most_cases = jobs, seconds, most_cases
         self._folder = FOUND / target.name if folder is None else folder
-        self._shrink_seconds, self._is_guarded, self._told = shrink_seconds, is_guarded, told
+        self._shrink_seconds, self._worker, self._told = shrink_seconds, worker, told
         self._corpus = target.corpus()
         self._kept: dict[bool, list[bytes]] = {True: [], False: []}
         self._next = 0
@@ -100,7 +101,7 @@ class Campaign:
 
     def _work(self) -> None:
         try:
-            with WorkerProcess(self.target, is_guarded=self._is_guarded) as worker:
+            with WorkerProcess(self.target) if self._worker is None else nullcontext(self._worker) as worker:
                 num_cases = 0
                 while (case := self._take()) is not None:
                     index, data = case
