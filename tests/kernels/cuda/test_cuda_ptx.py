@@ -3,6 +3,7 @@
 No GPU and no CUDA toolkit are needed; only the check of registers wants NVIDIA's assembler.
 """
 
+import contextlib
 import ctypes
 import functools
 import gc
@@ -207,6 +208,14 @@ def test_what_a_kernel_is_called_with_is_read_off_its_ptx() -> None:
     template = jit.find_template(name)
     kinds = "".join(template.parameters_of(template.make(rows.RMS, 32, 1, 4, 1)))
     assert parameter_kinds(ptx) == tuple(wanted[kind] for kind in kinds)
+
+
+def test_operators_that_are_typed_once_make_the_same_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jit, "kernel_ir", jit.kernel_ir.__wrapped__)
+    once = jit.compile_ptx("rows.rope", (), (9, 0))
+    assert jit._operators
+    monkeypatch.setattr(jit, "_operators_typed_once", contextlib.nullcontext)
+    assert jit.compile_ptx("rows.rope", (), (9, 0)) == once
 
 
 def test_many_kernels_are_compiled_by_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

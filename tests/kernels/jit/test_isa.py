@@ -1,7 +1,5 @@
 """Choosing an instruction set, and the same bits from each."""
 
-import subprocess
-from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -74,35 +72,19 @@ def test_intrinsics_fall_back_to_what_the_compile_target_has(
     assert target_isa(context) is wanted
 
 
-@pytest.fixture(scope="module")
-def processes() -> Iterator[dict[ISA, subprocess.Popen[str]]]:
-    """One process per path below the one in use, all at once: they compile for themselves."""
-    started: dict[ISA, subprocess.Popen[str]] = {}
-    # Each is missing some kernels after the other: a child process for each time would import Numba again.
+@pytest.mark.skipif(isa.SELECTED is ISA.GENERIC, reason="this CPU has no other path")
+def test_the_path_for_every_cpu_computes_the_same_bits_in_whole_kernels() -> None:
+    """One of each family; the others differ from it in products alone, which `test_assembly.py` compares by layout."""
+    # It is missing some kernels after the other: a child process for each time would import Numba again.
     alone = "from localinfer.kernels.jit import compile_ahead; compile_ahead.can_start_children = lambda: False"
-    for path in available():
-        if path is not isa.SELECTED:
-            names = [f"digest.{digest.__name__}()" for digest in digests_of(path)]
-            code = f"{alone}; from tests.kernels.cpu import digest; print({', '.join(names)})"
-            changes = OLD_CPU if path is ISA.GENERIC else {}
-            started[path] = start(code, REPOSITORY, LOCALINFER_ISA=path.value, **changes)
-    yield started
-    for process in started.values():
+    families = (products, cached, recurrent, encoded, chosen)
+    calls = ", ".join(f"digest.{family.__name__}()" for family in families)
+    code = f"{alone}; from tests.kernels.cpu import digest; print({calls})"
+    process = start(code, REPOSITORY, LOCALINFER_ISA=ISA.GENERIC.value, **OLD_CPU)
+    try:
+        wanted = [family() for family in families]
+        output, _ = finish(process)
+    finally:
         process.kill()
         process.communicate()
-
-
-def digests_of(path: ISA) -> list[Callable[[], str]]:
-    """Kernels to compare: for an older CPU all are other code, for this one only those with products."""
-    return [products, cached, recurrent, encoded, chosen] if path is ISA.GENERIC else [products]
-
-
-@pytest.mark.parametrize("path", ISA)
-def test_every_path_of_this_machine_computes_the_same_bits(
-    path: ISA, processes: dict[ISA, subprocess.Popen[str]]
-) -> None:
-    """The products of each layout alone are compared by `test_assembly.py`."""
-    if path not in processes:
-        pytest.skip("this CPU lacks it" if path is not isa.SELECTED else "the path that the others are compared with")
-    output, _ = finish(processes[path])
-    assert output.split() == [digest() for digest in digests_of(path)]
+    assert output.split() == wanted
