@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from localinfer.models import demo
-from tests.kernels.subprocesses import run
+from tests.kernels.subprocesses import run_in_copy
 
 MODEL = Path(demo.__file__).parent / "demo-q4_k_m.gguf"
 OTHER = Path(demo.__file__).parent / "demo-f16.gguf"
@@ -72,7 +72,7 @@ with load(True) as llm:
 def child(tmp_path: Path, code: str) -> str:
     """Run code over copies of the model, in a process that must end by itself; what it printed."""
     values = {"model": str(MODEL), "other": str(OTHER), "place": str(tmp_path), "changes": CHANGES}
-    return run(SETUP.format(**values) + code)[0]
+    return run_in_copy(SETUP.format(**values) + code)[0]
 
 
 def test_change_between_prompts_is_an_error_or_right_words_and_keeps_nothing(tmp_path: Path) -> None:
@@ -160,7 +160,7 @@ try:
 except CorruptFileError as error:
     print(error)
 """
-    (line,) = run(code)[0].splitlines()
+    (line,) = run_in_copy(code)[0].splitlines()
     assert "written while it was open" in line or "was changed while it was being loaded" in line
 
 
@@ -232,4 +232,4 @@ for reader in readers:
     reader.join()
 print("done")
 """
-    assert run(code)[0] == "done"
+    assert run_in_copy(code)[0] == "done"

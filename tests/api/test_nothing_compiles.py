@@ -6,7 +6,7 @@ a kernel that was not among it fails, as it would have to be compiled on a machi
 
 from pathlib import Path
 
-from tests.kernels.subprocesses import run
+from tests.kernels.subprocesses import run_in_copy
 from tests.models.arch_models import build_model, build_text_model
 from tests.support.checkpoint_files import llama_weights, tokenizer_document, write_folder
 
@@ -71,7 +71,9 @@ def ask_everything(llm):
 
 
 def ask(code: str) -> None:
-    assert run(PRELUDE + EVERYTHING + code + "\nassert 'numba' not in sys.modules\nprint('asked')")[0] == "asked"
+    assert (
+        run_in_copy(PRELUDE + EVERYTHING + code + "\nassert 'numba' not in sys.modules\nprint('asked')")[0] == "asked"
+    )
 
 
 def test_of_the_demo_model_with_every_kind_of_cache_and_draft(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from tests.support.limits import seconds
+from tests.support.warm_python import WarmPython
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -17,11 +18,13 @@ def environment(**changes: str) -> dict[str, str]:
     return kept | {"PYTHONPATH": path} | changes
 
 
-def start(code: str, folder: Path = REPOSITORY, **changes: str) -> subprocess.Popen[str]:
-    """Start Python on some code, in a folder, with changes to the environment."""
+def start(
+    code: str, folder: Path = REPOSITORY, kind: type[subprocess.Popen[str]] = subprocess.Popen, **changes: str
+) -> subprocess.Popen[str]:
+    """Start Python on some code, in a folder, with changes to the environment. kind: `WarmPython` for a copy."""
     arguments = [sys.executable, "-c", code]
     pipe = subprocess.PIPE
-    return subprocess.Popen(arguments, cwd=folder, env=environment(**changes), stdout=pipe, stderr=pipe, text=True)
+    return kind(arguments, cwd=folder, env=environment(**changes), stdout=pipe, stderr=pipe, text=True)
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[str, str]:
@@ -34,3 +37,8 @@ def finish(process: subprocess.Popen[str]) -> tuple[str, str]:
 def run(code: str, folder: Path = REPOSITORY, **changes: str) -> tuple[str, str]:
     """Standard output and errors of code that must succeed."""
     return finish(start(code, folder, **changes))
+
+
+def run_in_copy(code: str) -> tuple[str, str]:
+    """As `run`, in a copy of a process that has imported the package and loaded nothing."""
+    return finish(start(code, kind=WarmPython))

@@ -9,6 +9,7 @@ import pytest
 
 from tests.kernels.subprocesses import environment
 from tests.support.limits import seconds
+from tests.support.warm_python import WarmPython
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows sends Ctrl-C to a whole console")
 
@@ -64,7 +65,7 @@ SERVE = ["serve", "--port", "0", "--no-socket", "--no-disk-cache", "--threads", 
 def test_server_ends(place: str, way: str) -> None:
     words = [sys.executable, "-c", INTERRUPTED, way, *PLACES[place], *SERVE]
     quiet, pipe = subprocess.DEVNULL, subprocess.PIPE
-    with subprocess.Popen(words, env=environment(), stdin=quiet, stdout=quiet, stderr=pipe, text=True) as process:
+    with WarmPython(words, env=environment(), stdin=quiet, stdout=quiet, stderr=pipe, text=True) as process:
         try:
             _, said = process.communicate(timeout=seconds(30))
         finally:

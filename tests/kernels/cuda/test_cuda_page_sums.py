@@ -118,7 +118,7 @@ def test_sums_of_pages_are_their_share_of_the_softmax_of_the_last_rows(name: str
     wanted = wanted.sum(axis=0)[: len(pages)]
     assert np.abs(sums - 1 - wanted).max() <= 1e-5 * wanted.sum()
     np.testing.assert_allclose(other, shape.num_heads, rtol=1e-6)
-    if rows == 3:
+    if name in ("plain", "window") and rows == 3:
         # A captured graph, and sums that go on.
         attended.run([0, 0, 1, *range(start, end)], segments)
         assert np.abs(sums - 1 - 2 * wanted).max() <= 1e-5 * wanted.sum()

@@ -1,5 +1,7 @@
-"""The stored logits of every family of folders against the transformers library, where that is installed."""
+"""The stored logits of every class of models against the transformers library, where that is installed."""
 
+import os
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -9,11 +11,14 @@ from tests.models.checkpoint.make_published import compute
 from tests.models.checkpoint.published_cases import CASES
 from tests.models.checkpoint.published_models import ROWS, normalized_error, read_logits
 
-pytest.importorskip("transformers", reason="the transformers library is not installed")
-pytest.importorskip("torch", reason="torch is not installed")
+IS_THERE = all(find_spec(name) for name in ("transformers", "torch"))
+"""Looked up: importing them takes seconds."""
+pytestmark = pytest.mark.skipif(not IS_THERE, reason="transformers and torch are not installed")
+
+OF_EACH_CLASS = list({(case.config, case.model): name for name, case in CASES.items()}.values())
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", CASES if os.environ.get("PUBLISHED") == "all" else OF_EACH_CLASS)
 @pytest.mark.filterwarnings("ignore::Warning")
 def test_stored_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     _, wanted = compute(CASES[name], tmp_path)

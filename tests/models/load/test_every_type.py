@@ -57,7 +57,9 @@ def test_experts_are_run_of_each_function_of_products() -> None:
 
 
 @pytest.mark.parametrize(
-    "type", [type for type in CONVERTED + ONE_OF_EACH_PRODUCT if type not in ENCODABLE_TYPES], ids=lambda type: type.name
+    "type",
+    [type for type in CONVERTED + ONE_OF_EACH_PRODUCT if type not in ENCODABLE_TYPES],
+    ids=lambda type: type.name,
 )
 def test_dense_model_in_any_type_runs_as_its_weights_say(type: TensorType, tmp_path: Path) -> None:
     """`test_weight_types.py` has those of the types with an encoder."""
