@@ -65,6 +65,7 @@ SERVE = ["serve", "--port", "0", "--no-socket", "--no-disk-cache", "--threads", 
 def test_server_ends(place: str, way: str) -> None:
     words = [sys.executable, "-c", INTERRUPTED, way, *PLACES[place], *SERVE]
     quiet, pipe = subprocess.DEVNULL, subprocess.PIPE
+    # What is interrupted comes after the imports, which a copy need not make again.
     with WarmPython(words, env=environment(), stdin=quiet, stdout=quiet, stderr=pipe, text=True) as process:
         try:
             _, said = process.communicate(timeout=seconds(30))

@@ -1,4 +1,4 @@
-"""Each target by its worker: a few sound inputs and mutations of them, then every input that was once handled wrongly."""
+"""Each target by one worker: some sound inputs, mutations of them, and every input that was once handled wrongly."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
