@@ -160,6 +160,12 @@ class CpuWeights:
         self._converted_tables.clear()
         self._arena.release()
 
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes of all matrices that were packed so far; parts of others count with these."""
+        weights = [found for found in self._loaded.values() if isinstance(found, LinearWeight)]
+        return sum(weight.packed.data.nbytes for weight in weights)
+
     def has(self, name: str) -> bool:
         """True if the file holds this tensor."""
         self.asked.add(name)

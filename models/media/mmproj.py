@@ -50,7 +50,7 @@ PICTURE_PROJECTORS = {
     "llama4": Projector("mm.model.fc.weight", merge_key="projector.scale_factor"),
     "glm4v": Projector("mm.down.weight", merge_key="spatial_merge_size", merge=2),
     "glm5v": Projector("mm.down.weight", merge_key="spatial_merge_size", merge=2),
-    "resampler": Projector("resampler.proj.weight", True),
+    "resampler": Projector("resampler.proj.weight"),
     "kimivl": Projector("mm.2.weight", merge_key="projector.scale_factor", merge=2),
     "kimik25": Projector("mm.2.weight", merge_key="projector.scale_factor", merge=2),
     "phi4": Projector("mm.2.weight"),

@@ -1,0 +1,76 @@
+"""Encoders of an mmproj file: from prepared pictures and sounds to rows that a text model reads as embeddings."""
+
+from localinfer.errors import ClosedError, CorruptFileError, RequestError
+from localinfer.kernels.cpu.program import ThreadPool
+from localinfer.kernels.jit.object_cache import Kernel
+from localinfer.models.media.encoder_weights import EncoderWeights
+from localinfer.models.media.mmproj import ARCHITECTURE, MediaConfig, read_media_config
+from localinfer.models.media.records import EncoderInput
+from localinfer.models.media.vision_encoder import VisionEncoder
+from localinfer.quant.checkpoint.model_file import ModelFile
+from localinfer.types import FloatArray, ProgressCallback
+
+
+class MediaEncoder:
+    """The encoders of one file, on threads of a pool; one caller at a time, and none while the pool runs else.
+
+    An embedding depends on its picture or sound alone: not on threads, nor on what is computed beside it.
+    file: an mmproj file, open; it may be closed after. Raises: CorruptFileError or UnsupportedFormatError naming the
+    tensor or key at fault.
+    """
+
+    def __init__(
+        self, file: ModelFile, pool: ThreadPool, progress: ProgressCallback | None = None, *, has_mrope: bool = False
+    ) -> None:
+        found = file.metadata.get("general.architecture")
+        if found != ARCHITECTURE:
+            raise CorruptFileError(
+                f"{file.path.name} is of architecture {found!r:.80}; wanted {ARCHITECTURE!r}, an mmproj file: give the "
+                "one that belongs to the model"
+            )
+        shapes = {name: tuple(tensor.shape) for name, tensor in file.tensors.items()}
+        self.config: MediaConfig = read_media_config(file.metadata, shapes, has_mrope=has_mrope)
+        self._weights = EncoderWeights(file, pool, progress)
+        self._pictures = None
+        if self.config.picture is not None:
+            self._pictures = VisionEncoder(self.config.picture, self._weights, pool)
+        self._is_closed = False
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights."""
+        return self._weights.num_bytes
+
+    @property
+    def kernels(self) -> list[Kernel]:
+        """Kernels that encoding takes, each once."""
+        return list(dict.fromkeys([] if self._pictures is None else self._pictures.kernels))
+
+    def picture_bytes(self, num_patches: int) -> int:
+        """Bytes of buffers while a picture of so many patches is encoded; they stay until `close`."""
+        return 0 if self._pictures is None else self._pictures.num_bytes(num_patches)
+
+    def encode(self, piece: EncoderInput) -> FloatArray:
+        """Embeddings float32[num_rows, width] of one picture, tile or sound."""
+        if self._is_closed:
+            raise ClosedError("the encoder was closed; load the model again to go on")
+        if piece.is_sound or self._pictures is None:
+            raise RequestError(
+                f"a {'sound' if piece.is_sound else 'picture'} was given, and the mmproj file has no encoder for it; "
+                "use a model that has one"
+            )
+        rows = self._pictures.encode(piece.values)
+        if len(rows) != piece.num_rows:
+            raise RequestError(
+                f"a picture of {list(piece.values.shape)} gives {len(rows)} embeddings, and its layout says "
+                f"{piece.num_rows}: the layout was made for another model"
+            )
+        return rows
+
+    def close(self) -> None:
+        """Give up weights and buffers; safe to call twice."""
+        self._is_closed = True
+        if self._pictures is not None:
+            self._pictures.close()
+            self._pictures = None
+        self._weights.close()

@@ -1,0 +1,278 @@
+"""Graphs whose rows the host gives: the parts of an encoder between two of the host's gathers.
+
+A graph is written once, by a `RowWriter`, which finds tensors by name and reuses buffers. It is lowered for as many
+rows as were ever needed, so that a small picture takes little memory. A run is one batch: all rows of one picture or
+sound.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localinfer.kernels.cpu.lower import kernels_of_graph, lower_to_cpu
+from localinfer.kernels.cpu.memory import address, aligned_zeros, padded
+from localinfer.kernels.cpu.program import CpuProgram, ThreadPool
+from localinfer.kernels.graph_builder import GraphBuilder
+from localinfer.kernels.jit.object_cache import Kernel
+from localinfer.kernels.kv_layout import KVLayout
+from localinfer.kernels.ops import (
+    Activation,
+    Buffer,
+    KVLayerShape,
+    LinearWeight,
+    OpGraph,
+    Projection,
+    Rows,
+    StageBoundary,
+)
+from localinfer.kernels.program import Batch, Segment
+from localinfer.models.media.encoder_weights import EncoderWeights
+from localinfer.types import FloatArray
+
+_ROWS_AT_LEAST = 64
+
+
+class KeyPages:
+    """Memory for the keys and values of one picture or sound; graphs that share it see what the others stored."""
+
+    def __init__(self, shape: KVLayerShape) -> None:
+        self.layout = KVLayout("f32", [shape])
+        self._memory: NDArray[np.uint8] = np.empty(0, np.uint8)
+        self.addresses: NDArray[np.int64] = np.empty(0, np.int64)
+
+    def reserve(self, num_positions: int) -> None:
+        """Make room for so many positions; what was stored is lost where there was less."""
+        count = -(-num_positions // self.layout.page_tokens)
+        if count > len(self.addresses):
+            self._memory = aligned_zeros(count * self.layout.page_bytes)
+            self.addresses = address(self._memory) + self.layout.page_bytes * np.arange(count)
+
+    def num_bytes(self, num_positions: int) -> int:
+        """Bytes for so many positions."""
+        return -(-num_positions // self.layout.page_tokens) * self.layout.page_bytes
+
+    def release(self) -> None:
+        """Give up the memory."""
+        self._memory, self.addresses = self._memory[:0].copy(), self.addresses[:0].copy()
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Rows that rows of a run see, where that is not all of them."""
+
+    starts: NDArray[np.int64]
+    """[rows]: the first."""
+    ends: NDArray[np.int64]
+    """[rows]: the one after the last."""
+
+
+@dataclass
+class RowWriter:
+    """A graph being written: linear layers, norms and activations by the names of their tensors."""
+
+    weights: EncoderWeights
+    """Where tensors are."""
+    builder: GraphBuilder
+    """Where ops go."""
+    inputs: list[Buffer] = field(default_factory=list)
+    """Buffers that the host fills, in the order in which it gives them."""
+    _named: dict[tuple[str, int], Buffer] = field(default_factory=dict)
+
+    def input(self, name: str, width: int) -> Buffer:
+        """A buffer that the host fills."""
+        self.inputs.append(self.builder.buffer(name, width))
+        return self.inputs[-1]
+
+    def buffer(self, name: str, width: int) -> Buffer:
+        """A buffer for a purpose: the same one for the same name and width."""
+        if (name, width) not in self._named:
+            self._named[name, width] = self.builder.buffer(name, width)
+        return self._named[name, width]
+
+    def linear(
+        self,
+        x: Buffer,
+        name: str,
+        out: str,
+        width: int = 0,
+        *,
+        residual: Buffer | None = None,
+        weight: LinearWeight | None = None,
+    ) -> Buffer:
+        """A product with a matrix, and its bias where the file has one, in the buffer `out`.
+
+        width: of the result, if the file must agree with it. weight: instead of the file's matrix `name`. What goes in
+        and what comes out are kept within bounds where the file has some.
+        """
+        if weight is None:
+            width = width or self.weights.width_of(f"{name}.weight")
+            weight = self.weights.linear(f"{name}.weight", width, x.width)
+        x = self._bounded(x, name, "input")
+        target = self.buffer(out, weight.num_rows)
+        bias = self.weights.optional(f"{name}.bias", weight.num_rows)
+        is_bounded = self._has_bounds(name, "output")
+        self.builder.matmul(x, [Projection(weight, target, bias, None if is_bounded else residual)])
+        if is_bounded:
+            self.builder.bound(target, target, *self._bounds(name, "output"))
+            if residual is not None:
+                self.builder.add(target, residual, target)
+        return target
+
+    def linears(self, x: Buffer, names: Sequence[str], outs: Sequence[str], widths: Sequence[int]) -> list[Buffer]:
+        """Several products of one input; one op where no bounds come between."""
+        if any(self._has_bounds(name, side) for name in names for side in ("input", "output")):
+            return [self.linear(x, *one) for one in zip(names, outs, widths, strict=True)]
+        targets = [self.buffer(out, width) for out, width in zip(outs, widths, strict=True)]
+        self.builder.matmul(
+            x,
+            [
+                Projection(
+                    self.weights.linear(f"{name}.weight", width, x.width),
+                    target,
+                    self.weights.optional(f"{name}.bias", width),
+                )
+                for name, width, target in zip(names, widths, targets, strict=True)
+            ],
+        )
+        return targets
+
+    def _has_bounds(self, name: str, side: str) -> bool:
+        return any(self.weights.has(f"{name}.{side}_{end}") for end in ("min", "max"))
+
+    def _bounds(self, name: str, side: str) -> tuple[float, float]:
+        infinity = float("inf")
+        lowest, highest = (
+            self.weights.number(f"{name}.{side}_{end}", default)
+            for end, default in (("min", -infinity), ("max", infinity))
+        )
+        return lowest, highest
+
+    def _bounded(self, x: Buffer, name: str, side: str) -> Buffer:
+        if not self._has_bounds(name, side):
+            return x
+        out = self.buffer("bounded", x.width)
+        self.builder.bound(out, x, *self._bounds(name, side))
+        return out
+
+    def layer_norm(self, x: Buffer, name: str, out: str, epsilon: float, group_size: int = 0) -> Buffer:
+        """A layer norm with the weight `name` and its bias; over groups of columns where a size is given."""
+        size, target = group_size or x.width, self.buffer(out, x.width)
+        weight, bias = self.weights.values(f"{name}.weight", size), self.weights.optional(f"{name}.bias", size)
+        self.builder.layer_norm(target, x, weight, bias, epsilon, group_size)
+        return target
+
+    def rms_norm(self, x: Buffer, name: str, out: str, epsilon: float, group_size: int = 0) -> Buffer:
+        """The same without a mean."""
+        target = self.buffer(out, x.width)
+        weight = self.weights.values(f"{name}.weight", group_size or x.width) if name else None
+        self.builder.rms_norm(target, x, weight, epsilon, group_size)
+        return target
+
+    def activation(self, x: Buffer, kind: Activation) -> Buffer:
+        """An activation in place."""
+        self.builder.activation(x, x, kind)
+        return x
+
+    def gated(self, x: Buffer, gate: Buffer, up: Buffer, kind: Activation, limit: float = 0.0) -> Buffer:
+        """kind(gate) * up in the gate's place; limit: bounds gate from above and up on both sides before."""
+        if limit:
+            self.builder.clamp(gate, limit, only_above=True)
+            self.builder.clamp(up, limit)
+        self.builder.gated_activation(gate, gate, up, kind)
+        return gate
+
+
+class RowGraph:
+    """A finished graph, which computes rows that the host gives it; one caller at a time.
+
+    outputs: buffers that `run` returns.
+    """
+
+    def __init__(
+        self, pool: ThreadPool, writer: RowWriter, outputs: Sequence[Buffer], pages: KeyPages | None = None
+    ) -> None:
+        builder = writer.builder
+        builder.ops.insert(0, _first_stage(writer.inputs))
+        # Programs return rows that were asked for, which are none here.
+        unused = builder.buffer("unused", outputs[0].width, Rows.OUTPUT)
+        builder.select_output(unused, outputs[0])
+        self.graph: OpGraph = builder.finish(unused)
+        self._pool, self._pages = pool, pages
+        self._inputs, self._outputs = tuple(writer.inputs), tuple(outputs)
+        self._layout = KVLayout("f32", []) if pages is None else pages.layout
+        self._program: CpuProgram | None = None
+        # A row's positions are numbered, but nothing is stored where there are no keys.
+        self._no_pages = np.zeros(0, np.int64)
+
+    @property
+    def kernels(self) -> list[Kernel]:
+        """Kernels that it is made of."""
+        return kernels_of_graph(self.graph, self._pool, self._layout)
+
+    def num_bytes(self, num_rows: int) -> int:
+        """Bytes of buffers, keys and values for so many rows."""
+        capacity = _capacity(num_rows)
+        buffers = sum(4 * padded(buffer.width) for buffer in self.graph.buffers if not buffer.is_output)
+        quantized = max((2 * buffer.width for buffer in self.graph.buffers), default=0)
+        return capacity * (buffers + quantized) + (0 if self._pages is None else self._pages.num_bytes(num_rows))
+
+    def run(
+        self, inputs: Sequence[FloatArray], seen: Seen | None = None, *, num_keys: int | None = None
+    ) -> list[FloatArray]:
+        """Compute all rows of one picture or sound: the outputs, valid until the next run.
+
+        inputs: float32[rows, width] of each. num_keys: rows whose keys another graph stored; each row here then sees
+        all of these and no other.
+        """
+        num_rows = len(inputs[0])
+        program = self._sized(num_rows)
+        pages = self._no_pages
+        if self._pages is not None:
+            if num_keys is None:
+                self._pages.reserve(num_rows)
+            pages = self._pages.addresses
+        if not len(pages):
+            pages = np.zeros(-(-num_rows // self._layout.page_tokens), np.int64)
+        if num_keys is None:
+            ranges = {} if seen is None else {"key_starts": seen.starts, "key_ends": seen.ends}
+            segments = [Segment(0, num_rows, pages, **ranges)]
+        else:
+            segments = [Segment(num_keys, 1, pages) for _ in range(num_rows)]
+        program.begin(Batch(np.zeros(num_rows, np.int32), segments, np.empty(0, np.int32)))
+        for buffer, rows in zip(self._inputs, inputs, strict=True):
+            program.upload(buffer, rows)
+        program.run_stage(0)
+        program.run_stage(1)
+        return [program.download(buffer, num_rows) for buffer in self._outputs]
+
+    def close(self) -> None:
+        """Give up the buffers."""
+        self._program = None
+
+    def _sized(self, num_rows: int) -> CpuProgram:
+        """The program, for at least so many rows."""
+        if self._program is None or self._program.max_batch_rows < num_rows:
+            self._program = None
+            self._program = lower_to_cpu(
+                self.graph, self._pool, self._layout, max_batch_rows=_capacity(num_rows), max_output_rows=1
+            )
+        return self._program
+
+
+def _first_stage(inputs: Sequence[Buffer]) -> StageBoundary:
+    return StageBoundary((), tuple(inputs))
+
+
+def _capacity(num_rows: int) -> int:
+    """Rows that a program is made for: sizes that few pictures differ in."""
+    step = _ROWS_AT_LEAST
+    while step * 8 < num_rows:
+        step *= 2
+    return -(-num_rows // step) * step
+
+
+def graph_writer(weights: EncoderWeights, pages: KeyPages | None = None) -> RowWriter:
+    """A writer of a new graph."""
+    return RowWriter(weights, GraphBuilder(() if pages is None else pages.layout.layers))
