@@ -164,7 +164,7 @@ class CpuWeights:
     def packed_bytes(self) -> int:
         """Bytes of all matrices that were packed so far; parts of others count with these."""
         weights = [found for found in self._loaded.values() if isinstance(found, LinearWeight)]
-        return sum(weight.packed.data.nbytes for weight in weights)
+        return sum(int(weight.packed.data.nbytes) for weight in weights)
 
     def has(self, name: str) -> bool:
         """True if the file holds this tensor."""

@@ -11,30 +11,45 @@ from localinfer.quant.checkpoint.model_file import ModelFile
 from localinfer.types import FloatArray, ProgressCallback
 
 
+def read_mmproj(file: ModelFile, *, has_mrope: bool = False) -> MediaConfig:
+    """Read the configuration of an open mmproj file.
+
+    has_mrope: whether the text model has positions in several dimensions. Raises: CorruptFileError naming a key or
+    tensor, UnsupportedFormatError naming a projector that does not run.
+    """
+    found = file.metadata.get("general.architecture")
+    if found != ARCHITECTURE:
+        raise CorruptFileError(
+            f"{file.path.name} is of architecture {found!r:.80}; wanted {ARCHITECTURE!r}, an mmproj file: give the one "
+            "that belongs to the model"
+        )
+    shapes = {name: tuple(tensor.shape) for name, tensor in file.tensors.items()}
+    return read_media_config(file.metadata, shapes, has_mrope=has_mrope)
+
+
 class MediaEncoder:
     """The encoders of one file, on threads of a pool; one caller at a time, and none while the pool runs else.
 
     An embedding depends on its picture or sound alone: not on threads, nor on what is computed beside it.
-    file: an mmproj file, open; it may be closed after. Raises: CorruptFileError or UnsupportedFormatError naming the
-    tensor or key at fault.
+    config: `read_mmproj`'s of the file. file: an mmproj file, or what has tensors of the same names; it may be closed
+    after. Raises: CorruptFileError or UnsupportedFormatError naming the tensor at fault.
     """
 
     def __init__(
-        self, file: ModelFile, pool: ThreadPool, progress: ProgressCallback | None = None, *, has_mrope: bool = False
+        self, config: MediaConfig, file: ModelFile, pool: ThreadPool, progress: ProgressCallback | None = None
     ) -> None:
-        found = file.metadata.get("general.architecture")
-        if found != ARCHITECTURE:
-            raise CorruptFileError(
-                f"{file.path.name} is of architecture {found!r:.80}; wanted {ARCHITECTURE!r}, an mmproj file: give the "
-                "one that belongs to the model"
-            )
-        shapes = {name: tuple(tensor.shape) for name, tensor in file.tensors.items()}
-        self.config: MediaConfig = read_media_config(file.metadata, shapes, has_mrope=has_mrope)
+        self.config = config
         self._weights = EncoderWeights(file, pool, progress)
         self._pictures = None
         if self.config.picture is not None:
             self._pictures = VisionEncoder(self.config.picture, self._weights, pool)
         self._is_closed = False
+
+    @property
+    def width(self) -> int:
+        """Columns of an embedding: the text model's width, or several times that with deepstack."""
+        assert self._pictures is not None, "a file has at least one encoder"
+        return self._pictures.width
 
     @property
     def weight_bytes(self) -> int:

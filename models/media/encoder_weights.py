@@ -93,16 +93,16 @@ class EncoderWeights:
         if name not in self._packed:
             rows = np.ascontiguousarray(values, np.float32)
             experts = prod(rows.shape[:-2])
-            sizes = (experts, *rows.shape[-2:])
-            packed = pack(self._pool, Layout.F32, rows.reshape(-1).view(np.uint8), *sizes)
-            self._packed[name] = LinearWeight(name, *rows.shape[-2:], packed, experts)
+            num_rows, num_columns = rows.shape[-2:]
+            packed = pack(self._pool, Layout.F32, rows.reshape(-1).view(np.uint8), experts, num_rows, num_columns)
+            self._packed[name] = LinearWeight(name, num_rows, num_columns, packed, experts)
         return self._packed[name]
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all matrices that were packed so far."""
         found = {id(weight.packed): weight.packed.data.nbytes for weight in self._packed.values()}
-        return sum(found.values()) + self._source.packed_bytes
+        return int(sum(found.values())) + self._source.packed_bytes
 
     def check_asked(self, prefix: str, num_layers: int) -> None:
         """Raise UnsupportedFormatError if blocks that are computed have tensors that no graph looked for."""

@@ -163,10 +163,12 @@ class Rotary(Enum):
         return 2 if self is Rotary.GEMMA else 1
 
 
-def rotary_angles(rotary: Rotary, rows: Indices, columns: Indices, head_size: int) -> list[FloatArray]:
-    """Cosines, then sines, of every pair [patches, 2 * pairs] of each part of a head."""
+def rotary_angles(
+    rotary: Rotary, rows: Indices, columns: Indices, head_size: int, base: float = 0.0
+) -> list[FloatArray]:
+    """Cosines, then sines, of every pair [patches, 2 * pairs] of each part of a head; base: 0 for the kind's."""
     quarter = head_size // 4
-    base = 100.0 if rotary is Rotary.GEMMA else 10000.0
+    base = base or (100.0 if rotary is Rotary.GEMMA else 10000.0)
     frequencies = base ** (-4.0 * np.arange(quarter) / head_size)
     by_row, by_column = rows[:, None] * frequencies, columns[:, None] * frequencies
     if rotary is Rotary.PIXTRAL:

@@ -236,8 +236,8 @@ class RowGraph:
         if not len(pages):
             pages = np.zeros(-(-num_rows // self._layout.page_tokens), np.int64)
         if num_keys is None:
-            ranges = {} if seen is None else {"key_starts": seen.starts, "key_ends": seen.ends}
-            segments = [Segment(0, num_rows, pages, **ranges)]
+            starts, ends = (None, None) if seen is None else (seen.starts, seen.ends)
+            segments = [Segment(0, num_rows, pages, key_starts=starts, key_ends=ends)]
         else:
             segments = [Segment(num_keys, 1, pages) for _ in range(num_rows)]
         program.begin(Batch(np.zeros(num_rows, np.int32), segments, np.empty(0, np.int32)))

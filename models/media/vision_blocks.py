@@ -9,7 +9,12 @@ from dataclasses import dataclass
 from localinfer.kernels.ops import Activation, AttentionShape, Buffer, KVLayerShape, LinearWeight, Pairing, Projection
 from localinfer.models.media.row_graph import RowWriter
 
-ACTIVATIONS = {"gelu": Activation.GELU_TANH, "silu": Activation.SILU, "quick": Activation.GELU_QUICK}
+ACTIVATIONS = {
+    "gelu": Activation.GELU_TANH,
+    "erf": Activation.GELU_ERF,
+    "silu": Activation.SILU,
+    "quick": Activation.GELU_QUICK,
+}
 """By the name in `PictureConfig.activation`."""
 
 

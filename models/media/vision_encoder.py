@@ -50,14 +50,20 @@ class VisionEncoder:
         self._channels = _channels(config, self._family)
         self._table = self._read_table()
         self._graphs: list[RowGraph] = []
-        self._has_class_row = weights.has("v.class_embd")
+        self._class_row = weights.optional("v.class_embd", config.hidden_size)
+        self._has_class_row = self._class_row is not None
+        self._line_end = None
+        if config.has_image_break:
+            self._line_end = weights.values("v.token_embd.img_break", config.output_size)
         self._patch_weight, self._patch_bias = self._read_patches()
         self._shape = self._block_shape()
         self._pages = KeyPages(self._shape.keys)
         self._features: list[str] = []
         self._merger = WindowMerger(config, self._shape, weights, pool, self._pages) if self._merges_windows else None
         self._resampler = Resampler(config, weights, pool) if config.projector == "resampler" else None
-        self._body = self._later = self._projector = None
+        self._body: RowGraph | None = None
+        self._later: RowGraph | None = None
+        self._projector: RowGraph | None = None
         if config.projector == "gemma4uv":
             self._projector = self._write_unified()
         else:
@@ -129,7 +135,8 @@ class VisionEncoder:
         if self._merger is not None and self._later is not None:
             rows = self._later.run([self._merger.run(rows[0])])
         if self._has_class_row:
-            first = 1 if self._family.skips_last_block else 0
+            # llama.cpp puts it last in LLaVA's encoder, and leaves out the first row, as if it were there.
+            first = 1 if self._family.skips_last_block and not self._config.is_class_first else 0
             rows = [part[first : first + len(patches)] for part in rows]
         return rows
 
@@ -143,24 +150,17 @@ class VisionEncoder:
             joined = [rows[0].reshape(len(rows[0]) // 4, -1)]
         else:
             places = inverse_order(order)
-            numbers = joined_patches(grid, config.merge, is_transposed=self._family.joins_transposed)
+            is_transposed = self._family.joins_transposed and config.joins_columns_first
+            numbers = joined_patches(grid, config.merge, is_transposed=is_transposed)
             numbers = np.where(numbers >= 0, places[np.maximum(numbers, 0)], numbers)
             if config.num_deepstack or len(rows) == 1:
                 joined = [gathered(part, numbers) for part in rows]
             else:
                 joined = [gathered(np.concatenate(rows, axis=1), numbers)]
         found = np.concatenate(self._projector.run(joined), axis=1)
-        if config.has_image_break:
-            found = self._with_breaks(found, -(-grid[1] // config.merge))
+        if self._line_end is not None:
+            found = _with_line_ends(found, -(-grid[1] // config.merge), self._line_end)
         return found
-
-    def _with_breaks(self, rows: FloatArray, columns: int) -> FloatArray:
-        """Rows of a picture with the row that ends a line after each line but the last."""
-        width = rows.shape[1]
-        lines = rows.reshape(-1, columns, width)
-        ended = np.empty((len(lines), columns + 1, width), np.float32)
-        ended[:, :columns], ended[:, columns] = lines, self._weights.values("v.token_embd.img_break", width)
-        return ended.reshape(-1, width)[:-1].copy()
 
     # What the host gives.
 
@@ -183,9 +183,9 @@ class VisionEncoder:
                 return blocks_order(grid, 2), None
             numbers = np.arange(grid[0] * grid[1]).reshape(grid[0] // 4, 2, 2, grid[1] // 4, 2, 2)
             return numbers.transpose(0, 3, 1, 4, 2, 5).reshape(-1), None
-        if self._family.window_side and config.window_pattern:
+        if self._has_windows:
             self._check_multiple(grid, merge)
-            return window_order(grid, merge, self._family.window_side // config.patch_size // merge)
+            return window_order(grid, merge, config.window_size // config.patch_size // merge)
         if grid[0] % merge or grid[1] % merge:
             return np.arange(grid[0] * grid[1]), None
         return blocks_order(grid, merge), None
@@ -211,22 +211,24 @@ class VisionEncoder:
                     f"a picture of {grid[1]} x {grid[0]} patches was given to the encoder, which has {table.shape[1]} "
                     "positions a side: make it smaller"
                 )
-            return table[0][columns] + table[1][rows]
+            added: FloatArray = table[0][columns] + table[1][rows]
+            return added
         if self._family.table is Table.BUCKETS:
-            return table[rows * _BUCKETS // grid[0] * _BUCKETS + columns * _BUCKETS // grid[1]]
+            nearest: FloatArray = table[rows * _BUCKETS // grid[0] * _BUCKETS + columns * _BUCKETS // grid[1]]
+            return nearest
         if len(table) != len(rows) + self._has_class_row:
             raise RequestError(
                 f"a picture of {len(rows)} patches was given to the encoder, which has {len(table)} positions: let its "
                 "layout be made first"
             )
-        return table[: len(rows)]
+        return table[1:] if self._has_class_row and self._config.is_class_first else table[: len(rows)]
 
     def _with_class_row(self, positions: FloatArray) -> FloatArray:
         """Positions with what the class row is, which has no patch but is a row of patches' product all the same."""
-        width = self._config.hidden_size
-        row = self._weights.values("v.class_embd", width).copy()
+        assert self._class_row is not None, "there is one"
+        row = self._class_row.copy()
         if self._table is not None:
-            row += self._table[len(positions)]
+            row += self._table[0 if self._config.is_class_first else len(positions)]
         if self._patch_bias is not None:
             row -= self._patch_bias
         return np.concatenate([positions, row[None]])
@@ -235,13 +237,25 @@ class VisionEncoder:
         rows, columns = np.divmod(order, grid[1])
         if self._has_class_row:
             rows, columns = np.append(rows + 1, 0), np.append(columns + 1, 0)
-        return rotary_angles(self._family.rotary, rows, columns, self._config.head_size)
+        return rotary_angles(self._family.rotary, rows, columns, self._config.head_size, self._config.rotary_base)
 
     # What files hold.
 
     @property
     def _merges_windows(self) -> bool:
         return self._config.projector == "minicpmv4_6" and self._config.merge == 4
+
+    @property
+    def _has_windows(self) -> bool:
+        config = self._config
+        return self._family.has_windows and (config.window_pattern > 0 or config.full_layers is not None)
+
+    def _sees_window(self, layer: int) -> bool:
+        """Whether rows of a block see a window of the picture."""
+        config = self._config
+        if config.full_layers is not None:
+            return self._has_windows and layer not in config.full_layers
+        return self._has_windows and (layer + 1) % config.window_pattern != 0
 
     @property
     def _has_positions(self) -> bool:
@@ -306,7 +320,7 @@ class VisionEncoder:
             config.head_size,
             config.norm_epsilon,
             ACTIVATIONS[config.activation],
-            has_rms_norms=family.has_rms_norms or is_large,
+            has_rms_norms=family.has_rms_norms or is_large if config.has_rms_norms is None else config.has_rms_norms,
             scale=1.0 if family.is_gemma4 else 0.0,
             normalises_values=family.is_gemma4,
             pairing=family.rotary.pairing,
@@ -380,11 +394,10 @@ class VisionEncoder:
         """Blocks, and copies of what some of them get or give, by the number of blocks before."""
         config, kept = self._config, {}
         takes_features = self._family.skips_last_block and config.feature_layers
-        pattern = config.window_pattern if self._family.window_side else 0
         for layer in layers:
             if takes_features and layer in config.feature_layers:
                 kept[layer] = self._copied(writer, rows, layer)
-            is_windowed = pattern > 0 and (layer + 1) % pattern != 0
+            is_windowed = self._sees_window(layer)
             write_block(writer, self._shape, rows, f"v.blk.{layer}", angles, is_windowed=is_windowed)
             if config.num_deepstack and self._weights.has(f"v.deepstack.{layer}.fc1.weight"):
                 kept[layer + 1] = self._copied(writer, rows, layer + 1)
@@ -417,11 +430,28 @@ class VisionEncoder:
         return RowGraph(self._pool, writer, [self._family.project(writer, self._config, patches)])
 
 
+def _with_line_ends(rows: FloatArray, columns: int, line_end: FloatArray) -> FloatArray:
+    """Rows of a picture with the row that ends a line after each line but the last."""
+    width = rows.shape[1]
+    lines = rows.reshape(-1, columns, width)
+    ended = np.empty((len(lines), columns + 1, width), np.float32)
+    ended[:, :columns], ended[:, columns] = lines, line_end
+    return ended.reshape(-1, width)[:-1].copy()
+
+
 def _channels(config: PictureConfig, family: VisionFamily) -> list[FloatArray]:
-    """Numbers [256] of each channel's bytes, in float32 throughout."""
-    values = np.arange(256, dtype=np.float32) / np.float32(255)
+    """Numbers [256] of each channel's bytes, each step in float32, or rounded to bfloat16."""
+    rounded = _to_bfloat16 if config.rounds_pixels else lambda values: values
+    bytes = np.arange(256, dtype=np.float32)
+    values = rounded(bytes * np.float32(1 / 255)) if config.rounds_pixels else bytes / np.float32(255)
     found = []
     for mean, std in zip(config.mean, config.std, strict=True):
-        table = (values - np.float32(mean)) / np.float32(std)
+        table = rounded(rounded(values - np.float32(mean)) / np.float32(std))
         found.append(np.float32(2) * table - np.float32(1) if family.is_gemma4 else table)
     return found
+
+
+def _to_bfloat16(values: FloatArray) -> FloatArray:
+    """The nearest numbers of eight bits, of two equally near ones the even one."""
+    bits = values.view(np.uint32)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) & np.uint32(0xFFFF0000)).view(np.float32)

@@ -51,17 +51,27 @@ class VisionFamily:
     """True if values are normalised, scores not scaled, and pixels within -1 and 1."""
     joins_transposed: bool = False
     """True if blocks of patches follow each other down."""
-    window_side: int = 0
-    """Side of windows in blocks; 0 where each row sees all."""
+    has_windows: bool = False
+    """True if most blocks see windows of the picture."""
     skips_last_block: bool = False
     """True if the last block is left out, unless the file names the blocks that are taken."""
+
+
+def _activation(config: PictureConfig, usual: Activation) -> Activation:
+    """Function between a projector's matrices."""
+    return ACTIVATIONS[config.projector_activation] if config.projector_activation else usual
+
+
+def _epsilon(config: PictureConfig, usual: float | None) -> float:
+    """Epsilon of a projector's norms; usual: None for the encoder's."""
+    return config.projector_epsilon or (config.norm_epsilon if usual is None else usual)
 
 
 def _names(first: str, second: str, activation: Activation) -> Projector:
     """Two matrices."""
 
     def project(writer: RowWriter, config: PictureConfig, x: Buffer) -> Buffer:
-        inner = writer.activation(writer.linear(x, first, "projected"), activation)
+        inner = writer.activation(writer.linear(x, first, "projected"), _activation(config, activation))
         return writer.linear(inner, second, "embeddings", config.output_size)
 
     return project
@@ -78,7 +88,7 @@ def _after_norm(
     def write(writer: RowWriter, config: PictureConfig, x: Buffer) -> Buffer:
         if writer.weights.has(f"{name}.weight"):
             size = x.width // config.merge**2 if is_by_patch else 0
-            x = writer.layer_norm(x, name, "normalised", config.norm_epsilon if epsilon is None else epsilon, size)
+            x = writer.layer_norm(x, name, "normalised", _epsilon(config, epsilon), size)
         return project(writer, config, x)
 
     return write
@@ -99,7 +109,7 @@ def _mean_of_patches(writer: RowWriter, config: PictureConfig, x: Buffer, factor
 
 def _gemma3(writer: RowWriter, config: PictureConfig, x: Buffer) -> Buffer:
     mean = _mean_of_patches(writer, config, x, 1.0)
-    normed = writer.rms_norm(mean, "mm.soft_emb_norm", "normalised", config.norm_epsilon)
+    normed = writer.rms_norm(mean, "mm.soft_emb_norm", "normalised", _epsilon(config, None))
     # Its rows are inputs.
     name = "mm.input_projection.weight"
     weight = writer.weights.matrix(name, writer.weights.values(name, normed.width, config.output_size).T)
@@ -118,7 +128,7 @@ def _gemma4(writer: RowWriter, config: PictureConfig, x: Buffer) -> Buffer:
 
 
 def _gemma4_projection(writer: RowWriter, config: PictureConfig, x: Buffer) -> Buffer:
-    normed = writer.rms_norm(x, "", "normalised", config.norm_epsilon)
+    normed = writer.rms_norm(x, "", "normalised", _epsilon(config, None))
     return writer.linear(normed, "mm.input_projection", "embeddings", config.output_size)
 
 
@@ -130,7 +140,7 @@ def _pixtral(writer: RowWriter, config: PictureConfig, x: Buffer) -> Buffer:
     name, count = "mm.patch_merger.weight", config.merge**2
     if writer.weights.has(name):
         width = x.width // count
-        x = writer.rms_norm(x, "mm.input_norm", "normalised", config.norm_epsilon, width)
+        x = writer.rms_norm(x, "mm.input_norm", "normalised", _epsilon(config, None), width)
         # Its columns have the channel before the place in the block, rows here after it.
         merger = writer.weights.values(name, width, width * count).reshape(width, width, count).swapaxes(1, 2)
         weight = writer.weights.matrix(name, merger.reshape(width, count * width))
@@ -139,8 +149,9 @@ def _pixtral(writer: RowWriter, config: PictureConfig, x: Buffer) -> Buffer:
 
 
 def _llama4(writer: RowWriter, config: PictureConfig, x: Buffer) -> Buffer:
-    x = writer.activation(writer.linear(x, "mm.model.mlp.1", "inner"), Activation.GELU_TANH)
-    x = writer.activation(writer.linear(x, "mm.model.mlp.2", "projected"), Activation.GELU_TANH)
+    activation = _activation(config, Activation.GELU_TANH)
+    x = writer.activation(writer.linear(x, "mm.model.mlp.1", "inner"), activation)
+    x = writer.activation(writer.linear(x, "mm.model.mlp.2", "projected"), activation)
     return writer.linear(x, "mm.model.fc", "embeddings", config.output_size)
 
 
@@ -151,7 +162,8 @@ def _glm4v(writer: RowWriter, config: PictureConfig, x: Buffer) -> Buffer:
     weight = writer.weights.matrix(name, kernel.reshape(shape[0], -1))
     x = writer.linear(x, "mm.patch_merger", "merged", weight=weight)
     x = writer.linear(x, "mm.model.fc", "projected")
-    x = writer.activation(writer.layer_norm(x, "mm.post_norm", "normalised", _FIXED_EPSILON), Activation.GELU_ERF)
+    x = writer.layer_norm(x, "mm.post_norm", "normalised", _epsilon(config, _FIXED_EPSILON))
+    x = writer.activation(x, Activation.GELU_ERF)
     inner = writer.weights.width_of("mm.gate.weight")
     gates, ups = writer.linears(x, ["mm.gate", "mm.up"], ["gates", "inner"], [inner, inner])
     x = writer.gated(x, gates, ups, ACTIVATIONS[config.activation], config.swiglu_clamp)
@@ -161,25 +173,26 @@ def _glm4v(writer: RowWriter, config: PictureConfig, x: Buffer) -> Buffer:
 def _dots_ocr(writer: RowWriter, config: PictureConfig, x: Buffer) -> Buffer:
     width = x.width // config.merge**2
     x = writer.rms_norm(x, "mm.post_norm", "normalised", config.norm_epsilon, width)
-    x = writer.layer_norm(x, "mm.input_norm", "normalised", 1e-6, width)
+    x = writer.layer_norm(x, "mm.input_norm", "normalised", _epsilon(config, 1e-6), width)
     return _names("mm.0", "mm.2", Activation.GELU_ERF)(writer, config, x)
 
 
 def _gemma4_unified(writer: RowWriter, config: PictureConfig, x: Buffer) -> Buffer:
     """Patches themselves, with positions that the host gives in a second buffer."""
     positions = writer.input("positions", config.hidden_size)
-    x = writer.layer_norm(x, "v.patch_norm.1", "patch", _FIXED_EPSILON)
+    epsilon = _epsilon(config, _FIXED_EPSILON)
+    x = writer.layer_norm(x, "v.patch_norm.1", "patch", epsilon)
     x = writer.linear(x, "v.patch_embd", "rows", config.hidden_size)
-    x = writer.layer_norm(x, "v.patch_norm.2", "rows", _FIXED_EPSILON)
+    x = writer.layer_norm(x, "v.patch_norm.2", "rows", epsilon)
     writer.builder.add(x, x, positions)
-    return _gemma4_projection(writer, config, writer.layer_norm(x, "v.patch_norm.3", "rows", _FIXED_EPSILON))
+    return _gemma4_projection(writer, config, writer.layer_norm(x, "v.patch_norm.3", "rows", epsilon))
 
 
 def write_deepstack(writer: RowWriter, config: PictureConfig, x: Buffer, layer: str, out: str) -> Buffer:
     """The part of a row that comes from a block inside the encoder: of joined rows x, by the tensors of its layer."""
     name = f"v.deepstack.{layer}"
-    y = writer.layer_norm(x, f"{name}.norm", "normalised", config.norm_epsilon)
-    y = writer.activation(writer.linear(y, f"{name}.fc1", "projected"), Activation.GELU_TANH)
+    y = writer.layer_norm(x, f"{name}.norm", "normalised", _epsilon(config, None))
+    y = writer.activation(writer.linear(y, f"{name}.fc1", "projected"), _activation(config, Activation.GELU_TANH))
     return writer.linear(y, f"{name}.fc2", out, config.output_size)
 
 
@@ -190,7 +203,9 @@ _KIMI = _names("mm.1", "mm.2", _TANH)
 FAMILIES: dict[str, VisionFamily] = {
     "gemma3": VisionFamily(_gemma3, Table.FIXED, may_swap_ffn=True),
     "qwen2vl_merger": VisionFamily(_QWEN, rotary=Rotary.QWEN, may_swap_ffn=True),
-    "qwen2.5vl_merger": VisionFamily(_QWEN, rotary=Rotary.QWEN, has_rms_norms=True, may_swap_ffn=True, window_side=112),
+    "qwen2.5vl_merger": VisionFamily(
+        _QWEN, rotary=Rotary.QWEN, has_rms_norms=True, may_swap_ffn=True, has_windows=True
+    ),
     "qwen3vl_merger": VisionFamily(_QWEN, Resize.CORNERS, Rotary.QWEN),
     "idefics3": VisionFamily(_idefics3, Table.FIXED, may_swap_ffn=True),
     "pixtral": VisionFamily(_pixtral, rotary=Rotary.PIXTRAL, has_rms_norms=True),

@@ -1,0 +1,140 @@
+"""Encoders of pictures: every family against float64 formulas, bits on any number of threads, and broken files."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from localinfer.errors import ClosedError, CorruptFileError, LocalinferError, RequestError, UnsupportedFormatError
+from localinfer.kernels.cpu.program import ThreadPool
+from localinfer.models.media.encoder import MediaEncoder, read_mmproj
+from localinfer.models.media.picture_layouts import lay_out
+from localinfer.models.media.records import EncoderInput
+from localinfer.quant.gguf.reader import read_gguf
+from localinfer.types import FloatArray
+from tests.models.media import fixtures
+
+FAMILIES = [name for name, family in fixtures.skeletons().items() if family.get("pictures")]
+MOST_ERROR = {"qwen2.5vl-q8_0": 1e-3}
+"""Normalised squared error where weights have eight bits, and so have what they are multiplied by."""
+
+pytestmark = pytest.mark.skipif(not FAMILIES, reason="the data folder ../shared has no models that see")
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[tuple[ThreadPool, ThreadPool]]:
+    """One thread, and two."""
+    pools = ThreadPool(1), ThreadPool(2)
+    yield pools
+    for pool in pools:
+        pool.close()
+
+
+def mmproj(name: str, folder: Path, change: dict[str, Any] | None = None) -> Path:
+    """An mmproj file of a family. change: tensors with other shapes, None for those that are left out."""
+    skeleton = dict(fixtures.skeletons()[name]["mmproj"])
+    tensors = {tensor: shape for tensor, shape in skeleton["tensors"]} | (change or {})
+    skeleton["tensors"] = [(tensor, shape) for tensor, shape in tensors.items() if shape is not None]
+    path = folder / f"mmproj-{name}.gguf"
+    fixtures.builder().write(skeleton, path, fixtures.SEED)
+    return path
+
+
+def opened(name: str, path: Path, pool: ThreadPool) -> MediaEncoder:
+    with read_gguf(path) as file:
+        return MediaEncoder(read_mmproj(file, has_mrope=fixtures.config(name).has_mrope), file, pool)
+
+
+def inputs(name: str, size: tuple[int, int]) -> list[EncoderInput]:
+    pixels: NDArray[np.uint8] = fixtures.builder().picture(*size, fixtures.SEED)
+    prepared = lay_out(pixels, fixtures.config(name))
+    return [piece for piece in prepared.pieces if isinstance(piece, EncoderInput)]
+
+
+def encoded(encoder: MediaEncoder, name: str, size: tuple[int, int]) -> FloatArray:
+    return np.concatenate([encoder.encode(piece) for piece in inputs(name, size)])
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_embeddings_equal_the_formulas_on_any_number_of_threads(
+    name: str, tmp_path: Path, pools: tuple[ThreadPool, ThreadPool]
+) -> None:
+    path, sizes = mmproj(name, tmp_path), [tuple(size) for size in fixtures.skeletons()[name]["pictures"]]
+    alone, together = (opened(name, path, pool) for pool in pools)
+    assert alone.weight_bytes > 0 and alone.picture_bytes(64) > 0 and alone.kernels
+    found = {size: encoded(together, name, size) for size in sizes}
+    # After larger pictures, which leave their rows in the buffers.
+    for size in reversed(sizes):
+        wanted = fixtures.answers()[f"{name}.{size[0]}x{size[1]}.embeddings_exact"]
+        error = float(((found[size] - wanted) ** 2).sum() / (wanted**2).sum())
+        assert error <= MOST_ERROR.get(name, 1e-11), f"{size}: {error}"
+        assert found[size].shape[1] == alone.width
+        assert np.array_equal(encoded(alone, name, size), found[size]), size
+    for encoder in (alone, together):
+        encoder.close()
+
+
+def test_a_closed_encoder_and_wrong_pictures_are_refused(tmp_path: Path, pools: tuple[ThreadPool, ThreadPool]) -> None:
+    encoder = opened("qwen2.5vl", mmproj("qwen2.5vl", tmp_path), pools[0])
+    piece = inputs("qwen2.5vl", (56, 56))[0]
+    for values, message in (
+        (np.zeros((60, 56, 3), np.uint8), "both sides multiples of 14"),
+        (np.zeros((56, 56, 3), np.float32), "wanted uint8"),
+        (np.zeros((0, 56, 3), np.uint8), "both sides multiples of 14"),
+        (np.zeros((42, 56, 3), np.uint8), "wanted multiples of 2"),
+        (np.zeros((56, 112, 3), np.uint8), "its layout says"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            encoder.encode(EncoderInput(False, values, piece.num_rows, None, piece.num_rows))
+    with pytest.raises(RequestError, match="no encoder for it"):
+        encoder.encode(EncoderInput(True, np.zeros((10, 80), np.float32), 1, None, 1))
+    encoder.close()
+    with pytest.raises(ClosedError):
+        encoder.encode(piece)
+    fixed = opened("gemma3", mmproj("gemma3", tmp_path), pools[0])
+    with pytest.raises(RequestError, match="which has 256 positions"):
+        fixed.encode(EncoderInput(False, np.zeros((56, 56, 3), np.uint8), 1, None, 1))
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "error", "message"),
+    [
+        ("gemma3", {"v.blk.1.attn_k.weight": None}, CorruptFileError, r"no tensor 'v\.blk\.1\.attn_k\.weight'"),
+        (
+            "gemma3",
+            {"v.blk.1.ffn_up.bias": [95]},
+            CorruptFileError,
+            r"'v\.blk\.1\.ffn_up\.bias' is \[95\]; wanted \[96\]",
+        ),
+        ("gemma3", {"v.patch_embd.weight": [48, 3, 14, 15]}, CorruptFileError, r"wanted \[48, 3, 14, 14\]"),
+        ("gemma3", {"v.position_embd.weight": [256, 47]}, CorruptFileError, r"wanted \[256, 48\]"),
+        ("gemma3", {"mm.soft_emb_norm.weight": None}, CorruptFileError, r"no tensor 'mm\.soft_emb_norm\.weight'"),
+        ("gemma3", {"v.blk.1.attn_gate.weight": [48]}, UnsupportedFormatError, r"v\.blk\.1\.attn_gate\.weight"),
+        ("qwen3vl", {"v.position_embd.weight": [145, 64]}, CorruptFileError, "wanted a square"),
+        ("qwen3vl", {"v.deepstack.2.fc2.weight": [64, 255]}, CorruptFileError, r"deepstack\.2\.fc2"),
+        ("minicpmv", {"resampler.attn.k.weight": [127, 128]}, CorruptFileError, r"resampler\.attn\.k"),
+        ("gemma4", {"v.blk.0.attn_q.input_min": [2]}, CorruptFileError, r"attn_q\.input_min"),
+    ],
+)
+def test_a_wrong_tensor_is_named(
+    name: str,
+    change: dict[str, Any],
+    error: type[LocalinferError],
+    message: str,
+    tmp_path: Path,
+    pools: tuple[ThreadPool, ThreadPool],
+) -> None:
+    with pytest.raises(error, match=message) as raised:
+        opened(name, mmproj(name, tmp_path, change), pools[0])
+    assert "\n" not in str(raised.value)
+
+
+def test_a_file_of_another_architecture_is_refused(shared: Path, tmp_path: Path) -> None:
+    path = tmp_path / "text.gguf"
+    family = fixtures.skeletons()["gemma3"]
+    fixtures.builder().write(family["text"], path, fixtures.SEED, family["specials"])
+    with read_gguf(path) as file, pytest.raises(CorruptFileError, match="architecture 'gemma3'; wanted 'clip'"):
+        read_mmproj(file)
