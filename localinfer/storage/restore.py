@@ -5,19 +5,19 @@ long prompt before, as of one that another process computed, prefetches it: the 
 a step waits for a copy of few pages only.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.engine.cache.block_pool import BoolArray, PagePool
+from localinfer.engine.cache.block_pool import BoolArray, PageNumbers, PagePool
 from localinfer.engine.cache.prefix_cache import PrefixCache
 from localinfer.engine.cache.prefix_tree import Match
 from localinfer.engine.cache.sequence_state import NO_SLOT
 from localinfer.engine.engine import Engine
 from localinfer.errors import OutOfMemoryError
-from localinfer.storage.page_store import DiskTier, Found, FoundPage, FoundSnapshot, SnapshotTier
+from localinfer.storage.page_store import DiskTier, Found, FoundPage, FoundSnapshot, Rejection, SnapshotTier
 from localinfer.types import TokenIds
 
 _Bytes = NDArray[np.uint8]
@@ -94,7 +94,7 @@ def _restore_pages(
 ) -> str | None:
     """As `restore_prompt`, where the caller holds the pages before the first that was found."""
     pool, tier, first = cache.pool, tiers.pages, found.first_page
-    before, before_windowed = match.pages[:first].copy(), match.windowed[:first].copy()
+    before_windowed = match.windowed[:first]
     parts = _windows_of(tiers, found)
     stored = np.array([part is not None for part in parts], np.bool_) if parts else np.ones(len(found.pages), np.bool_)
     usable = _usable(pool, before_windowed, parts, found.num_tokens)
@@ -104,10 +104,13 @@ def _restore_pages(
     if usable < found.num_tokens:
         found = _shortened(found, usable, num_pages)
     windowed = stored[: num_pages - first] & pool.sliding.kept(num_pages, usable)[first:]
-    fresh = pool.acquire(len(found.pages), windowed)
-    try:
+    problem: Rejection | None = None
+
+    def read(fresh: PageNumbers) -> tuple[int, BoolArray]:
+        nonlocal problem
         buffers = [pool.buffer(page) for page in fresh.tolist()]
         restored = tier.restore(found, [buffer.data for buffer in buffers])
+        problem = restored.problem
         for page, buffer in zip(fresh.tolist(), buffers, strict=True):
             pool.fill(page, buffer)
         has_part = windowed.copy()
@@ -118,16 +121,50 @@ def _restore_pages(
             has_part[places[pool.num_pages_for(tiers.windows.restore(some, views).num_tokens) :]] = False
             tiers.windows.mark_used(some)
         # Of a page that was found to share a beginning with the prompt, no more than that counts.
-        length = min(restored.num_tokens, found.num_tokens)
-        num_pages = pool.num_pages_for(length)
-        if num_pages > first:
-            pages, held = np.concatenate((before, fresh)), np.concatenate((before_windowed, has_part))
-            whole = {position: slot for position, slot in snapshots.items() if position <= length}
-            cache.tree.insert(token_ids[:length], pages[:num_pages], held[:num_pages], snapshots=whole, salt=tier.salt)
-            tier.mark_used(found)
+        return min(restored.num_tokens, found.num_tokens), has_part
+
+    if _insert(cache, token_ids, tier.salt, first, windowed, read, snapshots):
+        tier.mark_used(found)
+    return None if problem is None else f"a file on disk {problem.value}, and was deleted"
+
+
+def _insert(
+    cache: PrefixCache,
+    token_ids: TokenIds,
+    salt: bytes,
+    first: int,
+    windowed: BoolArray,
+    write: Callable[[PageNumbers], tuple[int, BoolArray]],
+    snapshots: Mapping[int, int],
+) -> bool:
+    """Put new pages of a prompt into the tree behind its first ones; False if those were evicted, or nothing is new.
+
+    windowed: which of the new pages get a sliding-window block. write: writes pages of these numbers, and returns how
+    many ids there are up to their end, and which have their block. snapshots: slots of states by position, which
+    `write` may add to; those within these ids are kept. Raises: OutOfMemoryError.
+    """
+    pool, tree = cache.pool, cache.tree
+    start = first * pool.page_tokens
+    match = tree.match(token_ids[:start], salt)
+    if match.length < start:
+        return False
+    before, before_windowed = match.pages[:first].copy(), match.windowed[:first].copy()
+    # Retained, since allocating the others could evict them.
+    pool.retain(before, before_windowed)
+    try:
+        fresh = pool.acquire(windowed.size, windowed)
+        try:
+            length, has_part = write(fresh)
+            num_pages = pool.num_pages_for(length)
+            if num_pages > first:
+                pages, held = np.concatenate((before, fresh)), np.concatenate((before_windowed, has_part))
+                whole = {position: slot for position, slot in snapshots.items() if position <= length}
+                tree.insert(token_ids[:length], pages[:num_pages], held[:num_pages], snapshots=whole, salt=salt)
+        finally:
+            pool.release(fresh, windowed)
     finally:
-        pool.release(fresh, windowed)
-    return None if restored.problem is None else f"a file on disk {restored.problem.value}, and was deleted"
+        pool.release(before, before_windowed)
+    return num_pages > first
 
 
 class _Stored(NamedTuple):
@@ -173,7 +210,7 @@ def prefetch(engine: Engine, tiers: Tiers, token_ids: TokenIds) -> int:
     try:
         for piece in _pieces(tiers, engine.pool, stored):
             with engine.exclusive_cache() as cache:
-                if not _insert(cache, piece, token_ids, salt):
+                if not _insert_piece(cache, piece, token_ids, salt):
                     break
     except OutOfMemoryError:
         pass
@@ -262,38 +299,28 @@ def _block(tiers: Tiers, page: FoundPage | None) -> _Bytes | None:
     return block
 
 
-def _insert(cache: PrefixCache, piece: _Piece, token_ids: TokenIds, salt: bytes) -> bool:
-    """Put pages into the tree behind those before them; False if these were evicted. Raises: OutOfMemoryError."""
-    pool, tree, first = cache.pool, cache.tree, piece.first
-    start = first * pool.page_tokens
-    match = tree.match(token_ids[:start], salt)
-    if match.length < start:
-        return False
-    before, before_windowed = match.pages[:first].copy(), match.windowed[:first].copy()
+def _insert_piece(cache: PrefixCache, piece: _Piece, token_ids: TokenIds, salt: bytes) -> bool:
+    """Put pages that were read into the tree; False if those before them were evicted. Raises: OutOfMemoryError."""
+    pool = cache.pool
     has_block = np.array([block is not None for block in piece.windows], np.bool_)
     if not pool.sliding.tokens:
         has_block[:] = True
-    # Retained, since allocating the others could evict them.
-    pool.retain(before, before_windowed)
     snapshots: dict[int, int] = {}
+
+    def copy(fresh: PageNumbers) -> tuple[int, BoolArray]:
+        for page, data, block in zip(fresh.tolist(), piece.pages, piece.windows, strict=True):
+            target = pool.buffer(page)
+            target[:] = data
+            pool.fill(page, target)
+            if block is not None:
+                pool.windowed_view(page)[:] = block
+        if piece.states is not None:
+            snapshots[piece.length] = slot = pool.take_slot(pool.states)
+            pool.state_view(slot)[:] = piece.states
+        return piece.length, has_block
+
     try:
-        fresh = pool.acquire(len(piece.pages), has_block)
-        try:
-            for page, data, block in zip(fresh.tolist(), piece.pages, piece.windows, strict=True):
-                target = pool.buffer(page)
-                target[:] = data
-                pool.fill(page, target)
-                if block is not None:
-                    pool.windowed_view(page)[:] = block
-            if piece.states is not None:
-                snapshots[piece.length] = slot = pool.take_slot(pool.states)
-                pool.state_view(slot)[:] = piece.states
-            pages, windowed = np.concatenate((before, fresh)), np.concatenate((before_windowed, has_block))
-            tree.insert(token_ids[: piece.length], pages, windowed, snapshots=snapshots, salt=salt)
-        finally:
-            for slot in snapshots.values():
-                pool.release_state(slot)
-            pool.release(fresh, has_block)
+        return _insert(cache, token_ids, salt, piece.first, has_block, copy, snapshots)
     finally:
-        pool.release(before, before_windowed)
-    return True
+        for slot in snapshots.values():
+            pool.release_state(slot)

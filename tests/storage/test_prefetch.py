@@ -108,7 +108,7 @@ def test_steps_are_taken_while_files_are_read(filled: tuple[Path, np.ndarray], m
     with load(None, folder) as llm:
         held: list[bool] = []
         pieces: list[int] = []
-        restore, insert = restoring.DiskTier.restore, restoring._insert
+        restore, insert = restoring.DiskTier.restore, restoring._insert_piece
 
         def restored(self: Any, *arguments: Any) -> Any:
             free = engine_of(llm).scheduler.step_lock.try_acquire()
@@ -123,7 +123,7 @@ def test_steps_are_taken_while_files_are_read(filled: tuple[Path, np.ndarray], m
 
         monkeypatch.setattr(restoring.DiskTier, "restore", restored)
         monkeypatch.setattr(restoring.DiskTier, "pages_at_once", 3)
-        monkeypatch.setattr(restoring, "_insert", inserted)
+        monkeypatch.setattr(restoring, "_insert_piece", inserted)
         assert llm.fetch_prompt(ids) == 299
         assert not any(held)
         assert pieces == [3, 3, 3, 1]
