@@ -136,7 +136,7 @@ class ThreadPool:
         """
         control = self._control
         if self._closed or control[kernel_abi.STOPPING // 8]:
-            raise ClosedError("the model was closed; load it again to go on")
+            raise ClosedError("the model was closed; load it again")
         if os.getpid() != self.process:
             raise ClosedError("the model was loaded in the parent process; load it again in this one")
         control[kernel_abi.OPS // 8] = ops_address

@@ -120,7 +120,7 @@ def _compared(generation: Generation, given: NDArray[np.int32]) -> Iterator[Toke
     for index, event in enumerate(generation):
         if index < len(wanted) and event.token_id not in (wanted[index], NO_TOKEN):
             raise SessionMismatchError(
-                f"the text that another process began goes on otherwise here, from position {event.position} on: its "
-                "model, version or settings are other ones; serve the same file with the same options everywhere"
+                f"the text that another process began continues differently here, from position {event.position} on: "
+                "its model, version or settings are other ones; serve the same file with the same options everywhere"
             )
         yield event

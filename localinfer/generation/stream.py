@@ -230,7 +230,7 @@ class TextStream(Closing, Iterator[StreamEvent], AsyncIterator[StreamEvent]):
     def __next__(self) -> StreamEvent:
         if self._reader is not None:
             raise RequestError(
-                "this stream is being read by an event loop; go on with `async for`, `await stream.aresult()`, or "
+                "this stream is being read by an event loop; continue with `async for`, `await stream.aresult()`, or "
                 "cancel it, after which result() gives what came"
             )
         return next(self._generation)
@@ -327,7 +327,7 @@ class TextStream(Closing, Iterator[StreamEvent], AsyncIterator[StreamEvent]):
                 raise second_reader_error()
             self._reader = AsyncReader(self._generation, calls)
         elif self._reader.calls is not calls:
-            raise RequestError("this stream is being read by another event loop; go on reading it there")
+            raise RequestError("this stream is being read by another event loop; continue reading it there")
         return self._reader
 
 

@@ -470,7 +470,9 @@ class ConversationStore:
         """The conversation under another id, as its file has something else by now."""
         moved = replace(conversation, id=SavedConversation.begin(conversation.model).id)
         logger.warning(
-            "%s was changed by another program; this conversation goes on as %s", self._path(conversation.id), moved.id
+            "%s was changed by another program; this conversation continues as %s",
+            self._path(conversation.id),
+            moved.id,
         )
         self._moved[conversation.id] = moved.id
         return moved

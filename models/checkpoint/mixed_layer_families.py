@@ -81,7 +81,7 @@ def _heads_by_kind(settings: Settings, is_windowed: list[bool], other: Settings,
 def _step3p5(settings: Settings) -> Metadata:
     num_layers = settings.integer("num_hidden_layers", low=1)
     kinds = settings.entries("layer_types")[:num_layers]
-    settings.put("layer_types", kinds)  # the lists go on with layers that predict further tokens
+    settings.put("layer_types", kinds)  # the lists end with layers that predict further tokens
     is_windowed = [kind == "sliding_attention" for kind in kinds]
     fractions = settings.entries("partial_rotary_factors")[:num_layers]
     if fractions and fractions != [1.0 if windowed else 0.5 for windowed in is_windowed]:

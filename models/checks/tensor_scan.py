@@ -93,7 +93,7 @@ class RunFinder:
         edges = np.flatnonzero(words[1:] != words[:-1]) + 1
         bounds = np.concatenate([[0], edges, [words.size]])
         long = np.flatnonzero(np.diff(bounds) * WORD >= LEAST_BYTES // 2)
-        # The first and the last may go on in other pieces.
+        # The first and the last may continue in other pieces.
         for index in sorted({*long.tolist(), 0, len(bounds) - 2}):
             first, last = int(bounds[index]), int(bounds[index + 1])
             self._extend(ByteRun(start + first * WORD, start + last * WORD, words[first].tobytes()))

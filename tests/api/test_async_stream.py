@@ -260,7 +260,7 @@ def test_a_second_reader_is_told_and_the_first_one_goes_on(second: str) -> None:
         stream = llm.stream("abcd", **{**ENDLESS, "max_tokens": 4})
         task = asyncio.create_task(taken(stream))
         await reached(gate.reached)
-        with pytest.raises(RequestError, match="a stream for each reader|go on with `async for`"):
+        with pytest.raises(RequestError, match="a stream for each reader|continue with `async for`"):
             match second:
                 case "anext":
                     await anext(stream)

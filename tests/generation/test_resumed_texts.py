@@ -68,7 +68,7 @@ def test_context_is_shifted_where_it_was(params: SamplingParams, prompt_length: 
 
 def test_other_tokens_are_refused_where_each_is_chosen_again():
     wrong = [event.token_id ^ 1 for event in alone(numbers(11), LOGPROBS, max_tokens=5)]
-    with pytest.raises(SessionMismatchError, match="goes on otherwise here, from position 11 on"):
+    with pytest.raises(SessionMismatchError, match="continues differently here, from position 11 on"):
         resumed(numbers(11), LOGPROBS, wrong, max_tokens=25)
 
 

@@ -90,7 +90,7 @@ def chat_command(
 
     With -p TEXT, or text in a pipe: all of it is one message, and only the answer is printed, as in `git diff |
     localinfer chat -p "Review this"`. Exit code 3: the answer was cut, as stderr says. With --lines each line of a pipe
-    is a message of one conversation instead. With --continue or --session NAME, that message goes on with a saved
+    is a message of one conversation instead. With --continue or --session NAME, that message continues a saved
     conversation, and is saved in it with its answer.
 
     Conversations on a terminal are saved after every reply; 'localinfer sessions' lists, exports and deletes them.
@@ -223,7 +223,7 @@ def answer_once(
     conversation = Conversation(llm, system=system, max_tokens=max_tokens, seed=seed, saved=saved, save=save, **options)
     if calls := conversation.open_calls:
         raise RequestError(
-            f"the conversation waits for the result of a call of {calls[0].name}, and not for a message; go on with it "
+            f"the conversation waits for the result of a call of {calls[0].name}, and not for a message; resume it "
             "by `localinfer chat --continue`"
         )
     conversation.on_messages_dropped = _tell_dropped

@@ -40,7 +40,7 @@ def pull_command(model: str) -> None:
             record = pull_model(reference, Places.of_user(), say=say, progress=report)
     except KeyboardInterrupt:
         say(
-            f"stopped; what has arrived is kept: `localinfer pull {reference}` goes on from there, `localinfer list` "
+            f"stopped; what has arrived is kept: `localinfer pull {reference}` continues from there, `localinfer list` "
             "shows it"
         )
         raise

@@ -693,7 +693,7 @@ def llama_server_options(command: Command) -> Command:
         option("--parallel", "N", "Generations that share a step, and slots; others wait.", type=COUNT, default=16),
         option("--slot-save-path", "FOLDER", "Let clients save what is in a slot to files in this folder."),
         server_option("pooling"),
-        flag("--context-shift", "At the end of the context, go on without the older half of a text."),
+        flag("--context-shift", "At the end of the context, continue without the older half of a text."),
         server_option("shows_slots"),
         server_option("shows_metrics"),
     )(call)

@@ -46,7 +46,7 @@ def _store() -> "ConversationStore":
 def sessions_command(context: click.Context, as_json: bool) -> None:
     """List the saved conversations, or show, rename, delete or export one.
 
-    The last changed is first. NAME is a conversation's name or id; 'localinfer chat --session NAME' goes on with it.
+    The last changed is first. NAME is a conversation's name or id; 'localinfer chat --session NAME' resumes it.
     """
     if context.invoked_subcommand is not None:
         if as_json:

@@ -57,9 +57,9 @@ def app(
     ingress_replicas, ingress_cpus: processes that take requests and relay answers, and what each takes; several share
         one further process, which holds limits, turns and what is known of replicas.
     prefill_replicas: further replicas, which compute prompts for the others and generate nothing: prompts of which
-        `prefill_threshold` tokens or more are new (256), or not there after `prefill_deadline` seconds (120), go on
-        where they came to. They have the same options, `prefill_cpus` (as many as `cpus`) and `gpus`; prompts are
-        handed over in `disk_cache_folder`, which all replicas reach.
+        `prefill_threshold` tokens or more are new (256), or not there after `prefill_deadline` seconds (120), are
+        computed where they came to instead. They have the same options, `prefill_cpus` (as many as `cpus`) and `gpus`;
+        prompts are handed over in `disk_cache_folder`, which all replicas reach.
     routing: "prefix" sends a prompt where most of its beginning was computed, "balanced" leaves it to Serve; or the
         module and class of another `ray.serve.request_router.RequestRouter`, such as "my_package.routers.MyRouter".
     drain_seconds: what running replies get to finish when a replica is removed.

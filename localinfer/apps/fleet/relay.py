@@ -73,7 +73,7 @@ async def _relay(
             await client.send(_END)
             return num_lost
         if client.has_begun and resumption is None:
-            raise BrokenAnswerError("a replica is gone, and its answer was no reply that another can go on with")
+            raise BrokenAnswerError("a replica is gone, and its answer was no reply that another can resume")
         is_refused = False
         try:
             async with aclosing(open_parts(resumption)) as parts:
@@ -104,13 +104,13 @@ async def _relay(
                 # Only what it had to say of it, such as the tokens that were used, is lost.
                 return num_lost
             logger.warning(
-                "a replica is gone in the middle of an answer (%s); another goes on after %d tokens",
+                "a replica is gone in the middle of an answer (%s); another resumes it after %d tokens",
                 " ".join(str(error).split())[:200],
                 progress.num_tokens,
             )
         num_idle = 0 if progress.num_tokens > num_before else num_idle + 1
     if client.has_begun:
-        raise BrokenAnswerError(f"{num_lost} replicas were lost, or refused to go on")
+        raise BrokenAnswerError(f"{num_lost} replicas were lost, or refused to resume it")
     refusal = ApiError(503, "the replicas that began to answer are gone; try again", code="replicas_lost")
     await send_error(client.send, refusal, path)
     return num_lost

@@ -165,7 +165,7 @@ class Chat:
                 output.end()
                 kept = "the conversation is unchanged"
                 if self.conversation.is_reply_kept:
-                    kept = "the partial reply stays in the conversation, and /continue goes on with it"
+                    kept = "the partial reply stays in the conversation, and /continue completes it"
                 self.notice(f"stopped: {kept}")
         self._context.report_reply()
         self._options.show_calls()

@@ -85,7 +85,7 @@ def begin_saving(
         return SavedChat(saved, store)
     if saved.model != model:
         labels = saved.name, saved.model_label, model_label(model)
-        logger.warning("%r was with %s until now, and goes on with %s", *labels)
+        logger.warning("%r was with %s until now, and continues with %s", *labels)
     return SavedChat(replace(saved, model=model), store)
 
 

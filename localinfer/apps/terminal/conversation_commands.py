@@ -76,12 +76,12 @@ class ContextCommands:
             self._warned = 2
             self._chat.notice(
                 "the reply was cut at the end of the context (finish_reason: length). The next message leaves out the "
-                f"oldest ones; {_CHOICES}, and then /continue goes on with the reply. --context-length N makes room "
+                f"oldest ones; {_CHOICES}, and then /continue completes the reply. --context-length N makes room "
                 "for more"
             )
         else:
             if conversation.finish_reason == "length":
-                way_on = "/continue goes on with it, and"
+                way_on = "/continue completes it, and"
                 if conversation.sampling.get("constraint") is not None:
                     way_on = "the format holds for whole replies, so /regen makes it again;"
                 self._chat.notice(
@@ -141,7 +141,7 @@ class ContextCommands:
         else:
             self._warned = 0
             self._chat.notice(
-                f"the conversation goes on from its summary: {before:,} tokens became {conversation.context_used:,}; "
+                f"the conversation continues from its summary: {before:,} tokens became {conversation.context_used:,}; "
                 "/context shows what is left"
             )
 
@@ -191,7 +191,7 @@ class SessionCommands:
         """The commands, in the order of help."""
         return (
             Command("/save", "name this conversation, which is saved after every reply", self._save, "NAME"),
-            Command("/load", "go on with a saved conversation", self._load, "NAME", self._complete_name),
+            Command("/load", "resume a saved conversation", self._load, "NAME", self._complete_name),
             Command("/sessions", "list the saved conversations", self._list),
         )
 
@@ -214,7 +214,7 @@ class SessionCommands:
             self._store.rename(self._store.id_of(conversation.saved), name)
             conversation.saved = replace(conversation.saved, name=name)
         shown = self._store.load(self._store.id_of(conversation.saved)).name
-        self._chat.notice(f"saved as {shown}; localinfer chat --session {quote(shown)} goes on with it")
+        self._chat.notice(f"saved as {shown}; localinfer chat --session {quote(shown)} resumes it")
 
     def _load(self, name: str) -> None:
         if self._store is None:
@@ -233,7 +233,7 @@ class SessionCommands:
         if model is not None and saved.model != model:
             self._chat.notice(f"it was held with {saved.model}; /model {saved.model} switches to that")
         if conversation.can_resume:
-            self._chat.notice("its last reply was cut; /continue goes on with it")
+            self._chat.notice("its last reply was cut; /continue completes it")
 
     def _list(self, _: str) -> None:
         summaries = self._summaries()
@@ -291,8 +291,8 @@ class EditingCommands:
                 "/edit", "edit your last message, or the N-th, and answer from there", self._edit, "[N]", may_raise=True
             ),
             Command("/undo", "remove your last message and its reply", self._undo),
-            Command("/fork", "go on in a copy of the conversation, under a name", self._fork, "NAME"),
-            Command("/continue", "go on with a reply that was cut or stopped", self._continue, may_raise=True),
+            Command("/fork", "continue in a copy of the conversation, under a name", self._fork, "NAME"),
+            Command("/continue", "complete a reply that was cut or stopped", self._continue, may_raise=True),
         )
 
     def _regenerate(self, _: str) -> None:
@@ -356,7 +356,7 @@ class EditingCommands:
     def _continue(self, _: str) -> None:
         conversation = self._chat.conversation
         if not conversation.turns:
-            self._chat.notice("there is no reply to go on with yet")
+            self._chat.notice("there is no reply to continue yet")
         elif conversation.open_calls:
             self._chat.notice(f"the model waits for the result of {conversation.open_calls[0].name}; type it")
         elif not conversation.can_resume:

@@ -236,7 +236,7 @@ class App {
   adopt(conversation, { record, messages }) {
     const former = conversation.head;
     conversation.take(record, messages);
-    // A message that is being edited stays, though another tab went on from another one.
+    // A message that is being edited stays, though another tab continued from another one.
     const edited = conversation === this.current ? this.log.edited : null;
     if (edited && !conversation.turns.includes(edited)) {
       conversation.head = former;

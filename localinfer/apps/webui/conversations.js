@@ -63,7 +63,7 @@ class Conversation {
     return (this.followers.get(message.parent) ?? []).filter(({ role }) => role === message.role);
   }
 
-  /** The last message of the way that goes on behind one, by the newest messages. */
+  /** The last message of the way that continues behind one, by the newest messages. */
   endBehind(message) {
     let end = message;
     for (let next; (next = this.followers.get(end.id)?.at(-1));) end = next;
@@ -248,17 +248,17 @@ function describeEnd(turn, contextLength) {
   const { stats } = turn;
   if (turn.error) {
     if (!turn.may_try_again) return turn.error;
-    return `${turn.error} ${canContinue(turn, contextLength) ? 'Continue goes on with the reply.' : 'Regenerate tries again.'}`;
+    return `${turn.error} ${canContinue(turn, contextLength) ? 'Continue completes the reply.' : 'Regenerate tries again.'}`;
   }
   if (turn.finish_reason === 'stopped') return 'Stopped.';
   if (turn.finish_reason === 'interrupted') {
-    const way = canContinue(turn, contextLength) ? 'Continue goes on with it.' : 'Regenerate answers anew.';
+    const way = canContinue(turn, contextLength) ? 'Continue completes it.' : 'Regenerate answers anew.';
     return `Cut off when the page was closed. ${way}`;
   }
   if (turn.finish_reason !== 'length') return null;
   return stats && contextLength && stats.prompt_tokens + stats.completion_tokens >= contextLength
     ? 'Cut: the context is full. Make room for more, or shorten an earlier message with Edit.'
-    : 'Cut at the maximum of tokens, which Options raises. Continue goes on with it.';
+    : 'Cut at the maximum of tokens, which Options raises. Continue completes it.';
 }
 
 /** All of a conversation: the messages that are shown as `turns`, the others as `others`. */

@@ -1,4 +1,4 @@
-// Replies: one request each, which goes on while another conversation is shown.
+// Replies: one request each, which continues while another conversation is shown.
 'use strict';
 
 const KEEP_MILLISECONDS = 500;

@@ -117,7 +117,7 @@ class SnapshotPlace(NamedTuple):
     """A snapshot in the tree, its node and its offset there.
 
     before, position, after: of the snapshot before it, or 0; its own; and of the next. end: of the text. Of several
-    texts that go on from there, the furthest; after the last snapshot, as if the text went on as far again.
+    texts that continue from there, the furthest; after the last snapshot, as if the text were twice as long.
     """
 
     snapshot: Snapshot

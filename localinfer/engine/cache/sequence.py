@@ -103,7 +103,7 @@ class SequenceCache:
     window: bounds how many pages are held; `reserve` drops the others. From then on the sequence is not exact: it is
     an approximation of what the model says to the whole text. keeps_unseen: nothing is freed and every rollback is
     possible, as measuring needs it. policy: which snapshots are taken, once `want_snapshots` was called. num_turns: how
-    often the text that it goes on with was continued. has_shared_prefix: whether another text has its system prefix.
+    often the text that it continues was continued. has_shared_prefix: whether another text has its system prefix.
     media: the pictures and sounds of its text, computed or not; None if it has none.
 
     For models with draft layers it carries the hidden states of the last position, which only decide how well is
@@ -425,7 +425,7 @@ class SequenceCache:
         windowed: bool[pages], which of them have their sliding-window block; None for all. Unneeded ones
         are not held. state: slot of the recurrent states after these positions.
         """
-        assert not self._has_states or state != NO_SLOT, "a sequence goes on from states"
+        assert not self._has_states or state != NO_SLOT, "a sequence continues from states"
         assert self._pool.num_pages_for(length) == pages.size, "as many pages as the positions take"
         windowed = np.ones(pages.size, np.bool_) if windowed is None else windowed
         windowed = windowed & self._pool.sliding.kept(pages.size, length, *self._pinned)

@@ -167,7 +167,7 @@ class DraftModelText:
             self._num_tokens = 0
 
     def _end(self, why: str) -> int:
-        self.ending = f"{why}, so that the text goes on without its drafts"
+        self.ending = f"{why}, so that the text continues without its drafts"
         self.close()
         return 0
 

@@ -232,7 +232,7 @@ class Speculation:
             self._owned_model.close()
 
     def _note(self, what: str, error: Exception) -> None:
-        notice = f"{what}, and the text goes on without its drafts: {str(error) or type(error).__name__}"
+        notice = f"{what}, and the text continues without its drafts: {str(error) or type(error).__name__}"
         self.notices.append(notice)
         logger.warning(notice)
 

@@ -312,8 +312,8 @@ class Session(Closing):
     def prewarm(self) -> int:
         """Compute system message, tools and messages ahead, so that the next ask computes only its own message.
 
-        Returns how many tokens had to be computed. May run in another thread while an ask begins, which then goes on
-        from there. Raises: as `ask`.
+        Returns how many tokens had to be computed. May run in another thread while an ask begins, which then
+        continues from there. Raises: as `ask`.
         """
         self._check_open()
         return self._prompts.compute_prefix(self._turns)

@@ -340,7 +340,7 @@ def _explained(error: OSError, folder: Path) -> DownloadError:
     if error.errno in _FULL:
         return DownloadError(
             f"the disk of {folder} is full; free some space, or set HF_HOME to a folder on another disk: pulling again "
-            "goes on from what has arrived"
+            "continues with what has arrived"
         )
     return DownloadError(
         f"{folder} cannot be used: {error.strerror or error}; change who may write there, or set HF_HOME to another "

@@ -48,7 +48,7 @@ def test_help_has_a_line_of_a_narrow_terminal_for_each_command_and_the_arguments
     assert [line.split()[0] for line in shown] == list(session.chat.commands)
     assert all(len(line) <= 80 for line in lines)
     assert session.type("/help forc") == "there is no command /forc; /help lists them\n"
-    assert session.type("/help fork") == "/fork NAME: go on in a copy of the conversation, under a name\n"
+    assert session.type("/help fork") == "/fork NAME: continue in a copy of the conversation, under a name\n"
 
 
 def test_the_guide_names_every_command_and_option(session):
@@ -107,7 +107,7 @@ def test_undo_removes_the_last_exchange_until_none_is_left(session):
 def test_continue_goes_on_with_a_stopped_reply_and_not_with_a_whole_one(session, fake_llm):
     assert "no reply" in session.type("/continue")
     fake_llm.pieces = ["Once", KeyboardInterrupt()]
-    assert "/continue goes on" in session.type("story")
+    assert "/continue completes" in session.type("story")
     fake_llm.pieces = [" upon", StreamEvent(" a time", 2, "stop")]
     session.type("/continue")
     assert fake_llm.prompts[-1] == [user("story"), assistant("Once")]

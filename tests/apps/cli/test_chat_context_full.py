@@ -60,7 +60,7 @@ def test_the_summary_becomes_the_beginning_and_the_last_exchange_stays(session, 
     session.type("a" * 80, "b" * 80, "c" * 40)
     fake_llm.pieces = [" All of ", "it. "]
     fake_llm.context_length = 700
-    assert "goes on from its summary" in session.type("/context summarise")
+    assert "continues from its summary" in session.type("/context summarise")
     assert fake_llm.prompts[-1][-1]["content"] == SUMMARY_REQUEST
     assert len(fake_llm.prompts[-1]) == 6, "the system prompt, two exchanges and the request"
     texts = [message["content"] for message in session.conversation.messages]

@@ -120,7 +120,7 @@ def test_ctrl_c_keeps_what_arrived_and_says_so(hub, tmp_path):
         output, errors = process.communicate(timeout=seconds(30))
     hub.stalled.set()
     assert process.returncode == EXIT_INTERRUPTED and output == ""
-    assert "stopped; what has arrived is kept: `localinfer pull org/Demo-GGUF` goes on from there" in errors
+    assert "stopped; what has arrived is kept: `localinfer pull org/Demo-GGUF` continues from there" in errors
     hub.stall_after = None
     assert main(["pull", "org/Demo-GGUF"]) == 0
     assert hub.downloads[1][1].startswith("bytes=1000000-")

@@ -175,7 +175,7 @@ def test_a_conversation_goes_on_with_its_model_unless_another_is_given(
     assert "until now" not in first and store.load("one").model == str(tmp_path / "other.gguf")
     assert "with other, last changed" in typed("and?\r\x04", "--continue")
     typed("and?\r\x04", "--session", "one", "-m", "org/repo:q4")
-    assert "'one' was with other until now, and goes on with org/repo:q4" in caplog.text
+    assert "'one' was with other until now, and continues with org/repo:q4" in caplog.text
     assert store.load("one").model == "org/repo:q4"
     save_talk(store, "demo talk")
     typed("\x04", "--session", "demo talk")

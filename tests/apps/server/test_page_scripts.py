@@ -330,7 +330,7 @@ def test_errors_say_what_to_do() -> None:
 def test_replies_that_broke_off_can_be_continued() -> None:
     broken = {"role": "assistant", "content": "abc", "finish_reason": "error", "error": "Gone.", "may_try_again": True}
     begun, empty = call(["describeEnd", broken, 4096], ["describeEnd", {**broken, "content": ""}, 4096])
-    assert begun == "Gone. Continue goes on with the reply."
+    assert begun == "Gone. Continue completes the reply."
     assert empty == "Gone. Regenerate tries again."
     reasons = ["length", "stopped", "interrupted", "error", "stop", None]
     can = call(*(["canContinue", {**broken, "finish_reason": reason}, 4096] for reason in reasons))

@@ -338,7 +338,7 @@ def test_other_tokens_than_this_model_chooses_are_an_error_where_they_are_chosen
         assert b'"error":' in bytes_of(found)
 
     pair.run(check())
-    assert "goes on otherwise here" in caplog.text
+    assert "continues differently here" in caplog.text
 
 
 def test_answer_that_is_no_reply_is_given_again_or_breaks():
@@ -356,7 +356,7 @@ def test_answer_that_is_no_reply_is_given_again_or_breaks():
 
     assert asyncio.run(relayed(lambda _: open_parts([]))) == (200, b"all")
     num_calls = 0
-    with pytest.raises(BrokenAnswerError, match="no reply that another can go on with"):
+    with pytest.raises(BrokenAnswerError, match="no reply that another can resume"):
         asyncio.run(relayed(lambda _: open_parts([AnswerPart((), start)])))
 
 

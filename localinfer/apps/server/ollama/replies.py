@@ -387,7 +387,7 @@ class OllamaGenerateRequest(ReplyFields, kw_only=True):
             )
         if self.context and self.think:
             raise ApiError(
-                400, "context goes on with plain text, without reasoning; send messages to /api/chat", param="think"
+                400, "context continues plain text, without reasoning; send messages to /api/chat", param="think"
             )
 
 

@@ -297,7 +297,7 @@ class Metrics:
             "grid_bytes": gauge("localinfer_grid_snapshot_bytes", "Their bytes", ["model"]),
             "taken": gauge("localinfer_state_snapshots_taken", f"{snapshots} taken since loading", ["model"]),
             "evicted": gauge("localinfer_state_snapshots_evicted", f"{snapshots} evicted since loading", ["model"]),
-            "hits": gauge("localinfer_state_snapshot_hits", "Texts that went on from one since loading", ["model"]),
+            "hits": gauge("localinfer_state_snapshot_hits", "Texts that resumed from one since loading", ["model"]),
         }
 
     def exposition(self) -> bytes:

@@ -382,7 +382,7 @@ RESPONSES = KnownFields(
         mcp_servers: call them in the client, and give their tools as functions
     """),
 )
-# Clients begin a thread with every conversation, send all messages with it, and do so again where it cannot go on.
+# Clients begin a thread with every conversation, send all messages with it, and do so again where it was refused.
 _THREAD = Refusal(
     "conversations are not kept here; send all messages",
     (*OFF, {"type": "create"}, {"type": "create", "previous": None}),
