@@ -1,7 +1,5 @@
 """Figures of the prefix cache: hits, snapshots, and the causes of misses, for callers that look for lost time."""
 
-from __future__ import annotations
-
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -44,7 +42,7 @@ class CacheMiss:
     until: int = 0
     """Number of cached tokens, if more than are used."""
 
-    def describe(self, tokenizer: Tokenizer | None) -> str:
+    def describe(self, tokenizer: "Tokenizer | None") -> str:
         """In one sentence, with texts if there is a tokenizer, or else token ids."""
         summary = self.summary
         if not self.cached:
@@ -75,7 +73,7 @@ class CacheMiss:
         return f"{what} at token {self.position}" + (f", {self.detail}" if self.detail else "")
 
 
-def _show(token_ids: Sequence[int], tokenizer: Tokenizer | None) -> str:
+def _show(token_ids: Sequence[int], tokenizer: "Tokenizer | None") -> str:
     if tokenizer is None or any(token_id >= tokenizer.vocab_size for token_id in token_ids):
         return str(list(token_ids))
     parts = []
@@ -92,7 +90,7 @@ class EvictedTexts:
         self._texts: deque[tuple[bytes, int, TokenIds]] = deque()
         self._num_tokens = 0
 
-    def add(self, token_ids: TokenIds, salt: bytes) -> None:
+    def add(self, token_ids: "TokenIds", salt: bytes) -> None:
         """Keep an evicted text, unless a longer one that begins so is kept already."""
         if self.shared_length(token_ids, salt) == token_ids.size:
             return
@@ -103,7 +101,7 @@ class EvictedTexts:
         ):
             self._num_tokens -= self._texts.popleft()[2].size
 
-    def shared_length(self, token_ids: TokenIds, salt: bytes) -> int:
+    def shared_length(self, token_ids: "TokenIds", salt: bytes) -> int:
         """Number of ids that a text and an evicted one of the same salt share at their start."""
         if not token_ids.size:
             return 0
