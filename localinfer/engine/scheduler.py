@@ -369,6 +369,9 @@ class Scheduler:
             if request.media is not None:
                 count = _whole_runs(request.media, request.cache.length, count, room, wanted - (outputs <= 0))
                 samples = count == wanted
+                if not count and wanted > 1:
+                    # None that is less urgent takes the room that it waits for.
+                    break
             if count:
                 chunks.append(ScheduledSequence(request, count, is_chunk=True, samples=samples))
                 rows, room = max(0, rows - count), room - count

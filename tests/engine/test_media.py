@@ -11,6 +11,7 @@ from localinfer.engine.cache.prefix_cache import CacheHints
 from localinfer.engine.cache.stats import CacheMiss
 from localinfer.engine.engine import Engine
 from localinfer.engine.media import EmbeddingStore, MediaRun, PlacedMedia, join_pieces, media_ids
+from localinfer.engine.sampling.filters import log_total
 from localinfer.engine.sampling.params import SamplingParams
 from localinfer.engine.sampling.sampler import Sampler, SamplingPlan
 from localinfer.engine.speculation.costs import VerificationCosts
@@ -320,6 +321,11 @@ def test_beams_and_scores_of_a_prompt_with_pictures_are_those_of_whole_batches(s
     options: dict[str, Any] = {"num_beams": 3, "max_tokens": 4, "media": runs}
     wanted = search_beams(whole, ids, **options)
     assert search_beams(parts, ids, **options) == wanted == search_beams(parts, ids, **options)
+    for beam in wanted:
+        text = np.concatenate((ids, np.array(beam.token_ids, np.int32)))
+        rows = whole.logits(text, runs)[ids.size - 1 : -1]
+        chosen = [float(row[token]) - log_total(row) for row, token in zip(rows, beam.token_ids, strict=True)]
+        assert sum(chosen) == pytest.approx(beam.logprob, abs=1e-6)
     scores = score_tokens(parts, parts.program, ids, 1, runs)
     assert [score is None for score in scores] == [index == 0 or token_id < 0 for index, token_id in enumerate(ids)]
 

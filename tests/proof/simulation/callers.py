@@ -72,6 +72,8 @@ def draw_wish(world: "World", chooser: random.Random, prompt: TokenIds, system: 
         max_tokens = chooser.choice((6, 20, 130))
     elif prompt.size > CONTEXT - 8:
         prompt = prompt[: CONTEXT - 8]
+    prompt = world.tiny.gallery.mended(prompt)
+    prompt = prompt if prompt.size else np.array([5], np.int32)
     stops = frozenset(chooser.sample(range(world.tiny.vocab_size), 3)) if chooser.random() < 0.3 else frozenset()
     hints = CacheHints(
         system_tokens=system if chooser.random() < 0.7 else 0,
@@ -83,6 +85,7 @@ def draw_wish(world: "World", chooser: random.Random, prompt: TokenIds, system: 
     prediction = np.zeros(0, np.int32)
     if chooser.random() < 0.1:
         prediction = world.universe.turn(chooser)
+        prediction = prediction[prediction >= 0]
     owner, priority = chooser.choice(_OWNERS), chooser.choice(_PRIORITIES)
     return Wish(prompt, sampling, max_tokens, stops, hints, context_shift, prediction, owner, priority)
 
@@ -112,8 +115,8 @@ class Caller:
         pool, engine = world.engine.pool, world.engine
         held = pool.peak_bytes(min(wish.prompt.size, CONTEXT), world.batch_rows)
         if wish.context_shift and wish.prompt.size > CONTEXT:
-            system = min(wish.hints.system_tokens, CONTEXT // 2)
-            held = pool.peak_bytes(system + (CONTEXT - system) // 2, world.batch_rows)
+            head = world.oracle.answer(wish.prompt, wish.sampling, wish.hints.system_tokens).head
+            held = pool.peak_bytes(head.size, world.batch_rows)
         is_too_large = pool.max_bytes is not None and held > pool.max_bytes
         requests = len(engine.scheduler.requests())
         try:
@@ -127,6 +130,7 @@ class Caller:
                 prediction=wish.prediction,
                 owner=wish.owner,
                 priority=wish.priority,
+                media=world.tiny.gallery.given(wish.prompt, world.tell_encoding),
                 # Predicted, and never too late.
                 ttft_objective=1e9 if wish.priority else None,
             )
@@ -245,7 +249,9 @@ class Scores:
         self.is_over = False
         self._world = world
         self._token_ids = token_ids
-        self._rows: Iterator[tuple[int, FloatArray]] = world.engine.outputs(world.engine.program, token_ids)
+        self._rows: Iterator[tuple[int, FloatArray]] = world.engine.outputs(
+            world.engine.program, token_ids, media=world.tiny.gallery.placed(token_ids)
+        )
 
     def read(self) -> None:
         """Take some rows, and compare them."""

@@ -14,6 +14,7 @@ from localinfer.engine.cache.block_pool import PagePool
 from localinfer.engine.cache.sequence import SequenceCache, forward
 from localinfer.engine.sampling.sampler import Sampler, SamplingPlan, TokenLogprobs
 from tests.proof.simulation.models import CONTEXT, TinyModel, valid_bytes, valid_state_bytes
+from tests.proof.simulation.pictures import shortened
 from tests.proof.simulation.universe import SAMPLING, TokenIds
 
 _MOST_OPEN = 64
@@ -25,7 +26,8 @@ _MOST_DIGESTS = 200_000
 class ColdAnswer:
     """The tokens of one prompt and one set of options, computed as far as they are asked for.
 
-    rows: bytes of each token's logits. logprobs: what was reported with each, None where nothing is.
+    head: ids of its present context. rows: bytes of each token's logits. logprobs: what was reported with each, None
+    where nothing is.
     """
 
     def __init__(self, oracle: "Oracle", prompt: TokenIds, sampling: int, shift_system: int | None) -> None:
@@ -36,7 +38,7 @@ class ColdAnswer:
         self._oracle = oracle
         self._plan = SamplingPlan(SAMPLING[sampling], oracle.tiny.vocab_size)
         self._shift_system = shift_system
-        self._head = prompt if prompt.size <= CONTEXT else self._shortened(prompt)
+        self.head = prompt if prompt.size <= CONTEXT else self._shortened(prompt)
         self._base = 0
         self._sequence: SequenceCache | None = None
 
@@ -65,9 +67,9 @@ class ColdAnswer:
             self._sequence = None
 
     def _extend(self) -> None:
-        text = np.concatenate((self._head, np.array(self.tokens[self._base :], np.int32)))
+        text = np.concatenate((self.head, np.array(self.tokens[self._base :], np.int32)))
         if self._sequence is None:
-            self._sequence = self._oracle.open()
+            self._sequence = self._oracle.open(text)
             self._oracle.note_open(self)
         pending = text[self._sequence.length :]
         logits = forward(
@@ -81,7 +83,7 @@ class ColdAnswer:
         self.logprobs.append(self._plan.logprobs.pop(position, None))
         self.tokens.append(token)
         if self._sequence.length == CONTEXT and self._shift_system is not None:
-            self._head = self._shortened(np.append(text, np.int32(token)))
+            self.head = self._shortened(np.append(text, np.int32(token)))
             self._base = len(self.tokens)
             self.release()
 
@@ -89,7 +91,7 @@ class ColdAnswer:
         """The system tokens, at most half of a context, and the last half of what is left beside them."""
         assert self._shift_system is not None, "it may be shifted"
         system = min(self._shift_system, CONTEXT // 2)
-        return np.concatenate((text[:system], text[-((CONTEXT - system) // 2) :]))
+        return shortened(self._oracle.tiny.gallery, text, system, (CONTEXT - system) // 2)
 
 
 class Oracle:
@@ -109,9 +111,11 @@ class Oracle:
         self._masks: dict[tuple[int, bool], NDArray[np.uint8]] = {}
         self._state_mask = valid_state_bytes(tiny.layout)
 
-    def open(self) -> SequenceCache:
-        """A sequence that keeps everything."""
-        return SequenceCache(self.pool, max_length=CONTEXT, keeps_unseen=True)
+    def open(self, token_ids: TokenIds) -> SequenceCache:
+        """A sequence for a text, or the beginning of one, that keeps everything."""
+        sequence = SequenceCache(self.pool, max_length=CONTEXT, keeps_unseen=True)
+        sequence.media = self.tiny.gallery.placed(token_ids)
+        return sequence
 
     def answer(self, prompt: TokenIds, sampling: int, shift_system: int | None) -> ColdAnswer:
         """The answer to a prompt; sampling: which of SAMPLING; shift_system: system tokens, where contexts shift."""
@@ -140,7 +144,7 @@ class Oracle:
         known = [self._pages.get(key) for key in keys]
         if None in known:
             sequence = self._forward(token_ids)
-            for key, end, page in zip(keys, ends, sequence.pages.tolist(), strict=True):
+            for key, end, page in zip(keys, ends, sequence.pages.tolist(), strict=False):
                 count = end - (end - 1) // page_tokens * page_tokens
                 windowed = self.windowed_digest(self.pool, page, count) if self.pool.windowed_bytes else 0
                 self._pages[key] = self.page_digest(self.pool, page, count), windowed
@@ -166,7 +170,7 @@ class Oracle:
         key = token_ids.tobytes()
         known = self._logits.get(key)
         if known is None:
-            sequence = self.open()
+            sequence = self.open(token_ids)
             rows = np.arange(token_ids.size, dtype=np.int32)
             known = forward(self.tiny.cold.run, (sequence,), (token_ids,), rows).copy()
             self._logits[key] = known
@@ -204,6 +208,9 @@ class Oracle:
         return mask
 
     def _forward(self, token_ids: TokenIds) -> SequenceCache:
-        sequence = self.open()
+        sequence = self.open(token_ids)
+        if sequence.media is not None and sequence.media.whole_run_at(token_ids.size) is not None:
+            # Its rows see each other, so that those before a place are computed with those behind it.
+            token_ids = self.tiny.gallery.completed(token_ids)
         forward(self.tiny.cold.run, (sequence,), (token_ids,), np.empty(0, np.int32))
         return sequence

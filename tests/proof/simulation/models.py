@@ -25,6 +25,7 @@ from localinfer.types import FloatArray
 from tests.models import arch_models
 from tests.models.arch_models import skeletons, write_skeleton
 from tests.models.small_models import write_small_llama
+from tests.proof.simulation.pictures import Gallery, gallery_of
 
 CONTEXT = 192
 """Six pages."""
@@ -43,6 +44,11 @@ class TinyModel:
     cold: CpuProgram
     programs: list[CpuProgram]
     text_programs: dict[Pooling, Program] = field(default_factory=dict)
+
+    @property
+    def gallery(self) -> Gallery:
+        """Pictures and sounds of its texts."""
+        return gallery_of(self.model.config)
 
     @property
     def layout(self) -> KVLayout:
@@ -146,7 +152,7 @@ def tiny_model(name: str, seed: int = 1) -> TinyModel:
     path = Path(folder.name) / f"{name}.gguf"
     with mock.patch.object(arch_models, "SEED", seed):
         _WRITERS[name](path, seed)
-    model = load_model(path, threads=1, context_length=CONTEXT)
+    model = load_model(path, threads=1, context_length=CONTEXT, takes_media=True)
     cold = _lower(model, 256, CONTEXT)
     return TinyModel(name, model, path, cold, [_lower(model, rows, outputs) for rows, outputs in SIZES])
 

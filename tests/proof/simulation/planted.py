@@ -16,6 +16,7 @@ _STATE = "localinfer.engine.cache.sequence_state"
 _WINDOW = "localinfer.engine.cache.block_pool"
 _SCHEDULER = "localinfer.engine.scheduler"
 _ADMISSION = "localinfer.engine.admission"
+_MEDIA = "localinfer.engine.media"
 _PRECEDENCE = "localinfer.engine.admission"
 _RUNNER = "localinfer.engine.runner"
 _STORE = "localinfer.storage.page_store"
@@ -234,7 +235,7 @@ PLANTED = (
     Planted(
         "cached-to-the-last-token",
         _CACHE,
-        "        prefix = token_ids[:-1]\n",
+        "        prefix = token_ids[:-1] if media is None else token_ids[: media.reusable(token_ids.size - 1)]\n",
         "        prefix = token_ids[:]\n",
         "a prompt that is cached whole leaves nothing to compute",
     ),
@@ -372,9 +373,46 @@ PLANTED = (
     Planted(
         "salt-of-prompts-only",
         _CACHE,
-        "        match = self.tree.match(prefix, salt)\n        before = sequence.length\n",
-        "        match = self.tree.match(prefix)\n        before = sequence.length\n",
+        "        match = self.match(token_ids, salt, sequence.media)\n        before = sequence.length\n",
+        "        match = self.match(token_ids, media=sequence.media)\n        before = sequence.length\n",
         "a prompt takes over what another salt computes meanwhile",
+    ),
+    Planted(
+        "picture-cut-by-a-chunk",
+        _SCHEDULER,
+        "    parted = media.whole_run_at(start + count)\n",
+        "    parted = None\n",
+        "a chunk of a prompt ends within a picture whose rows see each other",
+        "window",
+    ),
+    Planted(
+        "words-behind-a-picture-too-far",
+        _MEDIA,
+        "            return MediaRows(positions=_line(first - shift, count)) if shift else None\n",
+        "            return None\n",
+        "tokens are decoded at positions that a picture has saved",
+        "mixture",
+    ),
+    Planted(
+        "picture-of-as-many-rows",
+        _MEDIA,
+        "        key = run.ids.tobytes()\n",
+        "        key = bytes(run.ids.size)\n",
+        "a picture has the embeddings of another of its size",
+    ),
+    Planted(
+        "pictures-not-moved-by-a-shift",
+        _MEDIA,
+        "(one.start - first + kept, one.number, one.run)",
+        "(one.start - first, one.number, one.run)",
+        "where a context is shifted, pictures are looked for too early",
+    ),
+    Planted(
+        "preempted-without-pictures",
+        _ADMISSION,
+        "        request.restart(token_ids, request.media)\n",
+        "        request.restart(token_ids, None)\n",
+        "a text that lost its memory comes back without its pictures",
     ),
 )
 """All of them."""

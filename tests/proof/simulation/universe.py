@@ -1,6 +1,7 @@
 """The texts and sampling options of simulated callers: few enough that they meet, and that cold answers are known."""
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -41,8 +42,9 @@ class Universe:
     prompts: tuple[tuple[TokenIds, int], ...]
 
     @classmethod
-    def of(cls, vocab_size: int) -> "Universe":
-        """The same for every run; turns share beginnings of different lengths."""
+    def of(cls, vocab_size: int, pictures: Sequence[TokenIds] = ()) -> "Universe":
+        """The same for every run; turns share beginnings of different lengths. pictures: ids of some, for a third of
+        the turns."""
         chooser = random.Random(20)
 
         def ids(count: int) -> TokenIds:
@@ -54,7 +56,11 @@ class Universe:
             turn = ids(length)
             shared = min(length - 1, (0, 5, 16, 32)[index % 4])
             turn[:shared] = base[:shared]
+            if pictures and index % 3 == 1:
+                place, picture = chooser.randrange(length + 1), pictures[index // 3 % len(pictures)]
+                turn = np.concatenate((turn[:place], picture, turn[place:]))
             turns.append(turn)
+        turns += [np.concatenate((picture, ids(2))) for picture in pictures]
         period = ids(6)
         turns += [np.tile(period, 4), np.tile(period, 8)[:41]]
         prompts = []

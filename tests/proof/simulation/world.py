@@ -53,7 +53,7 @@ class World:
         self.name, self.weights = model, 1
         self.tiny: TinyModel = tiny_model(model)
         self.oracle = oracle_of(model, 1)
-        self.universe = Universe.of(self.tiny.vocab_size)
+        self.universe = Universe.of(self.tiny.vocab_size, [run.ids for run in self.tiny.gallery.runs])
         self.clock = Clock()
         self.disk = Disk(random.Random(number), self.clock)
         self.kept = Kept(self, self.disk)
@@ -320,11 +320,11 @@ class World:
 
     def _score(self, operation: Operation, chooser: random.Random) -> None:
         """A caller who wants the logits of a whole text."""
-        token_ids, _ = self.universe.prompt(chooser)
+        token_ids = self.tiny.gallery.mended(self.universe.prompt(chooser)[0][:150])
         if len(self.callers) < MOST_CALLERS and self.engine.pool.peak_bytes(token_ids.size, self.batch_rows) <= (
             self.engine.pool.max_bytes or 0
         ):
-            self.callers[operation.index] = Scores(self, token_ids[:150])
+            self.callers[operation.index] = Scores(self, token_ids)
 
     def _read(self, operation: Operation, chooser: random.Random) -> None:
         caller = self.callers.get(operation.target)
@@ -349,18 +349,20 @@ class World:
             caller.end()
 
     def _beams(self, operation: Operation, chooser: random.Random) -> None:
-        prompt, _ = self.universe.prompt(chooser)
-        prompt = prompt[:120]
+        prompt = self.tiny.gallery.mended(self.universe.prompt(chooser)[0][:120])
+        media = self.tiny.gallery.media(prompt)
         num_beams, most = chooser.choice((2, 3)), chooser.choice((2, 4))
         key: Any = (prompt.tobytes(), num_beams, most)
         wanted = self.oracle.known(key)
         if wanted is None:
             model = SimulatedModel(self.tiny, SimulatedProgram(self.tiny.cold, lambda place, rows: None))
             cold = Engine(model, kv_memory=1 << 24)  # type: ignore[arg-type]
-            wanted = self.oracle.remember(key, search_beams(cold, prompt, num_beams=num_beams, max_tokens=most))
+            wanted = self.oracle.remember(
+                key, search_beams(cold, prompt, num_beams=num_beams, max_tokens=most, media=media)
+            )
             cold.close()
         try:
-            found = search_beams(self.engine, prompt, num_beams=num_beams, max_tokens=most)
+            found = search_beams(self.engine, prompt, num_beams=num_beams, max_tokens=most, media=media)
         except (OutOfMemoryError, SimulatedError):
             # Pages of running texts are not taken from them for it.
             return
@@ -368,6 +370,8 @@ class World:
 
     def _embed(self, operation: Operation, chooser: random.Random) -> None:
         texts = [self.universe.prompt(chooser)[0][:100] for _ in range(chooser.choice((1, 2, 3)))]
+        # Vectors are of words.
+        texts = [np.append(text[text >= 0], np.int32(5)) for text in texts]
         pooling = chooser.choice((Pooling.MEAN, Pooling.LAST))
         try:
             vectors = self.pooler.pool(texts, pooling)
@@ -459,6 +463,10 @@ class World:
         self.kept.spoil(chooser)
 
     # What the product calls.
+
+    def tell_encoding(self) -> None:
+        """An encoder runs, and may fail."""
+        self.faults.at("before a pass")
 
     def _hook(self, place: str, rows: int) -> None:
         if rows:
