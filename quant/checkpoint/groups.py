@@ -38,7 +38,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.errors import CorruptFileError
-from localinfer.kernels.layouts import SIZES, Layout
+from localinfer.kernels.layouts import LARGEST_STEP, SIZES, Layout
 from localinfer.quant.checkpoint.module_reader import AGAIN, CodeReader, StoredForm, StoredMatrix, common_type
 from localinfer.quant.formats.dequantize import LEVEL_OFFSETS
 from localinfer.quant.formats.types import TensorType, bits_per_weight, block_size, pack_bits, pack_codes
@@ -200,7 +200,7 @@ def grouped_matrix(
 ) -> GroupedMatrix:
     """Check what every kind of checkpoint could get wrong, and build the matrix.
 
-    Raises: CorruptFileError if a scale is not finite or a group number has no scale.
+    Raises: CorruptFileError if a scale is not finite, a group number has no scale, or a zero point is far from a code.
     """
     if not np.isfinite(scales).all():
         raise CorruptFileError(f"{name}: a scale is infinite or NaN. {AGAIN}")
@@ -208,6 +208,12 @@ def grouped_matrix(
         raise CorruptFileError(
             f"{name}: columns belong to groups {groups.min()} to {groups.max()}; wanted 0 to {scales.shape[1] - 1}, as "
             f"there are scales. {AGAIN}"
+        )
+    lowest, highest = (1 << bits) - 1 - LARGEST_STEP, LARGEST_STEP
+    if zeros.size and not lowest <= int(zeros.min()) <= int(zeros.max()) <= highest:
+        raise CorruptFileError(
+            f"{name}: zero points are {zeros.min()} to {zeros.max()}; wanted {lowest} to {highest}, so that products "
+            f"with codes of {bits} bits can be summed exactly. {AGAIN}"
         )
     return GroupedMatrix(name, bits, np.ascontiguousarray(scales), zeros.astype(np.int16), groups, read_codes)
 

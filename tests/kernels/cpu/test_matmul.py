@@ -6,7 +6,7 @@ import pytest
 from localinfer.errors import ShapeError
 from localinfer.kernels.cpu.program import ThreadPool
 from localinfer.kernels.graph_builder import GraphBuilder
-from localinfer.kernels.layouts import SIZES, Layout, is_float
+from localinfer.kernels.layouts import LARGEST_STEP, SIZES, Layout, is_float
 from localinfer.kernels.ops import Buffer, LinearWeight, Projection
 from localinfer.quant.formats.types import TensorType, block_dtype
 from localinfer.types import FloatArray
@@ -19,7 +19,7 @@ from tests.kernels.cpu.tape_runs import (
     relative_error,
     run_rows,
 )
-from tests.kernels.random_weights import decoded, quantized_activations, random_weights
+from tests.kernels.random_weights import decoded, group_dtype, quantized_activations, random_weights
 
 # Relative L2 error against float64 on the same weights and the raw, normally distributed activations. For integer
 # layouts it is the rounding of activations to int8 (0.0048 is expected); kernels/README.md repeats this table.
@@ -209,6 +209,23 @@ def test_matmul_takes_scale_bytes_of_any_value(layout: Layout, field: str, codes
     for column in range(len(codes)):
         # Products below float32's normal numbers lose bits.
         np.testing.assert_allclose(found[:, column], wanted[:, column], rtol=2e-5, atol=1e-41)
+
+
+@pytest.mark.parametrize("layout", [layout for layout in Layout if layout.name.startswith("INT")])
+@pytest.mark.parametrize("rows", [1, 2, 4, 8])
+def test_sums_of_the_largest_steps_are_exact(layout: Layout, rows: int, pool: ThreadPool) -> None:
+    shape = (16, SIZES[layout].unit)
+    data = np.zeros(shape[0] * shape[1] // SIZES[layout].unit, group_dtype(layout))
+    top = 255 if layout is Layout.INT8_32 else 15
+    data["d"] = 1
+    data["codes"][::2], data["zero"][::2] = 0, LARGEST_STEP
+    data["codes"][1::2], data["zero"][1::2] = 255, top - LARGEST_STEP
+    x = np.full((rows, shape[1]), 127, np.float32)
+    x[1::2] = -127
+    steps = np.where(np.arange(16) % 2, LARGEST_STEP, -LARGEST_STEP)
+    found = run_rows(pool, [x], product(linear(pool, layout, data.view(np.uint8), shape)))
+    np.testing.assert_array_equal(found, np.outer(x[:, 0], steps) * np.float32(shape[1]))
+    assert 32 * 127 * LARGEST_STEP < 1 << 22 <= 32 * 127 * (LARGEST_STEP + 1)
 
 
 def test_infinite_scales_reach_their_own_rows_only(pool: ThreadPool) -> None:

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from localinfer.kernels.layouts import SIZES, Layout
+from localinfer.errors import CorruptFileError
+from localinfer.kernels.layouts import LARGEST_STEP, SIZES, Layout
 from localinfer.quant.checkpoint.groups import GroupedMatrix, grouped_matrix
 from tests.kernels.random_weights import decoded
 from tests.support.quantized_checkpoints import Codes, random_codes
@@ -54,3 +55,22 @@ def test_stack_of_experts_has_one_layout() -> None:
     assert even.layout(odd) is Layout.INT4_32
     assert wide.layout(odd) is Layout.INT4_32
     assert wide.layout(wide) is Layout.INT4_128
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_zero_points_are_refused_from_which_codes_are_too_far(bits: int) -> None:
+    codes = random_codes(np.random.default_rng(7), SHAPE, bits=bits, group_size=32)
+    lowest, highest = (1 << bits) - 1 - LARGEST_STEP, LARGEST_STEP
+    # As numbers of every width that a reader may have, which the check must see before they are cut to 16 bits.
+    for kind in (np.int16, np.int32, np.int64, np.uint16):
+        for zero in (lowest - 1, lowest, highest, highest + 1, -(1 << 15), 1 << 14, 1 << 16, 40_000):
+            if not np.iinfo(kind).min <= zero <= np.iinfo(kind).max:
+                continue
+            zeros = np.full(codes.zeros.shape, (1 << bits) >> 1, kind)
+            zeros[-1, -1] = zero
+            arguments = (codes.scales, zeros, codes.groups, lambda rows: codes.codes[rows].astype(np.uint8))
+            if lowest <= zero <= highest:
+                assert grouped_matrix("m", bits, *arguments).zeros[-1, -1] == zero
+                continue
+            with pytest.raises(CorruptFileError, match=f"m: zero points are .*; wanted {lowest} to {highest}, so that"):
+                grouped_matrix("m", bits, *arguments)
