@@ -146,8 +146,8 @@ SIZES: dict[Layout, LayoutSizes] = {
 
 
 LARGEST_STEP = ((1 << 22) - 1) // (32 * 127)
-"""The most by which a code of an INT layout may differ from its zero point: kernels for NEON and NVIDIA GPUs count the
-products of a block, 32 such differences by activations of at most 127, in bits of a float32 that hold less than 2^22."""
+"""The most by which a code of an INT layout may differ from its zero point: kernels of NEON and NVIDIA count the
+products of a block, 32 such steps by activations of at most 127, in bits of a float32 which hold less than 2^22."""
 
 
 def is_float(layout: Layout) -> bool:
