@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Tests on emulated arm64 processors with dot products, without, and with products of matrices: digests of every kernel,
-# and a text, a quantized file and an answer of the server that must be those of this x86-64 machine. Linux; root rights.
-# Not part of the suite: it takes some 20 minutes of two cores. Last results: tests/bench/RESULTS.md.
+# and logits of ten architectures, a text, a quantized file and an answer of the server that must be those of this x86-64
+# machine, bit by bit. Linux; root rights. Not part of the suite: it takes some 25 minutes of two cores. Last results: tests/bench/RESULTS.md.
 # usage: tests/arm64.sh ROOT [PYTHON [PROCESSOR...]]
 #   ROOT: an arm64 Debian with Python, in which `chroot` runs programs (qemu-user-static, registered by binfmt_misc)
 #   PYTHON: of this machine, with localinfer (default: python3)
@@ -14,8 +14,9 @@ repository="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 source=localinfer-source venv=/localinfer-venv
 [ "$(chroot "$root" uname -m)" = aarch64 ] || { echo "$root runs no arm64 programs: register qemu-user" >&2; exit 1; }
 
-# A text, the digest of a quantized file, and an answer of a server.
+# Digests of logits, a text, the digest of a quantized file, and an answer of a server.
 session='
+python -m tests.models.fixture_digests
 scratch=$(mktemp -d); trap "rm -rf $scratch" EXIT
 python -m localinfer run -p "Once upon a time" -n 60 --seed 1 2>/dev/null
 python -m localinfer quantize models/demo/demo-f16.gguf "$scratch/small.gguf" --type Q4_K_M --method rtn --chunks 0 2>/dev/null >&2
